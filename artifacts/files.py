@@ -1,0 +1,43 @@
+"""Reading and writing without losing anything."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from sequoia_plan.artifacts.errors import SequoiaPlanError
+
+
+def write_atomically(path: str | Path, data: bytes) -> None:
+    """Replace `path` by `data`, or leave it as it was: write beside it, then rename.
+
+    Raises:
+        SequoiaPlanError: if the folder is missing or cannot be written.
+    """
+    path = Path(path)
+    temporary = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            temporary = file.name
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # a temporary file is private, an artifact is not
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        raise SequoiaPlanError(f"{path}: cannot be written ({error.strerror}); name a folder that exists and is writable") from error
+
+
+def read_bytes(path: str | Path, what: str) -> bytes:
+    """The file's content; `what` names what it should be, for the error.
+
+    Raises:
+        SequoiaPlanError: if it cannot be read.
+    """
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise SequoiaPlanError(f"{path}: cannot be read ({error.strerror}); expected {what}") from error

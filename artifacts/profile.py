@@ -1,0 +1,169 @@
+"""What was measured: acceptance and latency of one target, draft and machine, as a YAML file people can read and edit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sequoia_plan.artifacts.errors import SequoiaPlanError
+from sequoia_plan.artifacts.files import read_bytes, write_atomically
+
+FORMAT, VERSION = "sequoia-plan-profile", 1
+SUM_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Median seconds on this machine.
+
+    Args:
+        target: tree nodes -> seconds of the target's pass over them.
+        draft: pass width -> seconds of one draft pass and the drawing of its children.
+        overhead: seconds a step spends on everything else (verification, KV compaction, host).
+        context: tokens in the KV cache when it was measured.
+    """
+
+    target: Mapping[int, float]
+    draft: Mapping[int, float]
+    overhead: float
+    context: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Acceptance and, where measured, latency.
+
+    Args:
+        acceptance: p[1..B], p[k] = probability that of an accepted node's children the one of rank k is accepted.
+        trials: how many accepted nodes were observed; 0 if the vector was not measured.
+        latency: None if only acceptance is known.
+        settings: temperature, top_p, verifier: what acceptance was measured under.
+        models: target and draft, each with a name, a digest or revision, and the dtype.
+        hardware: the machine's fingerprint.
+    """
+
+    acceptance: tuple[float, ...]
+    trials: int = 0
+    latency: Latency | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    models: Mapping[str, Any] = field(default_factory=dict)
+    hardware: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_acceptance(self.acceptance, "acceptance.vector")
+        if isinstance(self.trials, bool) or not isinstance(self.trials, int) or self.trials < 0:
+            raise SequoiaPlanError(f"acceptance.trials: found {self.trials!r}, expected a count")
+        if self.latency:
+            _check_curve(self.latency.target, "latency.target")
+            _check_curve(self.latency.draft, "latency.draft")
+            if 1 not in self.latency.target:
+                raise SequoiaPlanError("latency.target: no measurement at 1 token, the plain decoding that speed-ups are relative to")
+            overhead = self.latency.overhead
+            if isinstance(overhead, bool) or not isinstance(overhead, (int, float)) or not 0 <= overhead < math.inf:
+                raise SequoiaPlanError(f"latency.overhead: found {overhead!r}, expected seconds >= 0")
+
+    def save(self, path: str | Path) -> None:
+        """Write as YAML, atomically; same profile, same bytes."""
+        write_atomically(path, self.to_yaml().encode())
+
+    def to_yaml(self) -> str:
+        """The file's text."""
+        import yaml  # here, because the runtime never needs it
+
+        document: dict[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "settings": dict(self.settings),
+            "models": {k: dict(v) if isinstance(v, Mapping) else v for k, v in self.models.items()},
+            "hardware": dict(self.hardware),
+            "acceptance": {"trials": self.trials, "vector": list(self.acceptance)},
+        }
+        if self.latency:
+            document["latency"] = {
+                "context": self.latency.context,
+                "overhead": self.latency.overhead,
+                "target": dict(self.latency.target),
+                "draft": dict(self.latency.draft),
+            }
+        return yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=100)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read and validate.
+
+        Raises:
+            SequoiaPlanError: if the file is missing, not a profile, of another version, or holds impossible numbers.
+        """
+        import yaml
+
+        text = read_bytes(path, "a profile written by sequoia-plan profile")
+        try:
+            document = yaml.safe_load(text)
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+            where = f" at line {error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""  # type: ignore[union-attr]
+            raise SequoiaPlanError(f"{path}: not YAML{where}; expected a profile written by sequoia-plan profile") from error
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            raise SequoiaPlanError(f"{path}: not a profile (expected `format: {FORMAT}`)")
+        if document.get("version") != VERSION:
+            raise SequoiaPlanError(f"{path}: profile version {document.get('version')!r}, expected {VERSION}; profile again with this sequoia-plan")
+        try:
+            return cls._from_document(document)
+        except SequoiaPlanError as error:
+            raise SequoiaPlanError(f"{path}: {error}") from error
+
+    @classmethod
+    def _from_document(cls, document: dict[str, Any]) -> Profile:
+        acceptance = _section(document, "acceptance")
+        latency = None
+        if document.get("latency") is not None:
+            section = _section(document, "latency")
+            latency = Latency(
+                target=_section(section, "target", "latency.target"),
+                draft=_section(section, "draft", "latency.draft"),
+                overhead=section.get("overhead", 0.0),
+                context=section.get("context", 0),
+            )
+        vector = acceptance.get("vector")
+        return cls(
+            acceptance=tuple(vector) if isinstance(vector, list) else vector,  # type: ignore[arg-type]
+            trials=acceptance.get("trials", 0),
+            latency=latency,
+            settings=document.get("settings") or {},
+            models=document.get("models") or {},
+            hardware=document.get("hardware") or {},
+        )
+
+
+def check_acceptance(vector: Any, name: str) -> None:
+    """Refuse what cannot be an acceptance vector.
+
+    Raises:
+        SequoiaPlanError: if `vector` is empty, holds anything but numbers in [0, 1], or sums to more than 1 + 1e-6.
+    """
+    if not isinstance(vector, (list, tuple)) or not vector:
+        raise SequoiaPlanError(f"{name}: found {vector!r:.60}, expected a non-empty list of probabilities p[1], p[2], ...")
+    for rank, p in enumerate(vector, 1):
+        if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p <= 1:
+            raise SequoiaPlanError(f"{name}: p[{rank}] is {p!r:.60}, expected a probability from 0 to 1")
+    if sum(vector) > 1 + SUM_TOLERANCE:
+        raise SequoiaPlanError(f"{name}: sums to {sum(vector):.6g}, expected at most 1 (at most one child is accepted)")
+
+
+def _check_curve(curve: Any, name: str) -> None:
+    if not curve:
+        raise SequoiaPlanError(f"{name}: empty, expected tokens: seconds")
+    for tokens, seconds in curve.items():
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+            raise SequoiaPlanError(f"{name}: found {tokens!r} tokens, expected a count >= 1")
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
+            raise SequoiaPlanError(f"{name}[{tokens}]: found {seconds!r}, expected seconds > 0")
+
+
+def _section(document: Mapping[str, Any], key: str, name: str | None = None) -> dict[Any, Any]:
+    section = document.get(key)
+    if not isinstance(section, dict):
+        raise SequoiaPlanError(f"{name or key}: found {section!r:.60}, expected a mapping")
+    return section

@@ -1,0 +1,165 @@
+"""The token tree: who is whose child, and everything that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sequoia_plan.artifacts.errors import SequoiaPlanError
+
+IntArray = NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTree:
+    """A static token tree: node 0 is the root (the last committed token), nodes are numbered breadth-first.
+
+    Args:
+        parents: int32 [size], the parent of every node; parents[0] = -1. Breadth-first order with siblings adjacent
+            means that parents never decrease. `from_parents` takes any other order.
+        plan: what the tree was solved for and from (JSON-compatible); carried by the file, not part of equality.
+
+    Raises:
+        SequoiaPlanError: if `parents` is not such an array.
+    """
+
+    parents: IntArray
+    plan: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        given = np.asarray(self.parents)
+        if given.ndim != 1 or given.size == 0 or given.dtype.kind not in "iu":
+            raise SequoiaPlanError(f"token tree: parents must be a non-empty list of integers, found {given.dtype} of shape {given.shape}")
+        parents = given.astype(np.int32)
+        if parents[0] != -1 or not np.array_equal(parents, given):
+            raise SequoiaPlanError(f"token tree: parents[0] must be -1 (the root), found {given[0]}")
+        wrong = (parents[1:] < 0) | (parents[1:] >= np.arange(1, parents.size)) | (np.diff(parents) < 0)
+        if wrong.any():
+            node = int(np.flatnonzero(wrong)[0]) + 1
+            raise SequoiaPlanError(
+                f"token tree: parents[{node}] is {parents[node]}, expected a node from {max(parents[node - 1], 0)} to {node - 1} "
+                "(breadth-first order, siblings adjacent)"
+            )
+        parents.flags.writeable = False
+        object.__setattr__(self, "parents", parents)
+
+    @classmethod
+    def from_parents(cls, parents: Iterable[int], plan: Mapping[str, Any] | None = None) -> TokenTree:
+        """A tree from parents in any order in which a parent precedes its children; siblings keep their order."""
+        order = [int(p) for p in parents]
+        children: list[list[int]] = [[] for _ in order]
+        for node, parent in enumerate(order):
+            if node and not 0 <= parent < node:
+                raise SequoiaPlanError(f"token tree: parents[{node}] is {parent}, expected a node from 0 to {node - 1}")
+            if node:
+                children[parent].append(node)
+        renumbered, breadth_first = [-1], [0]
+        for position, node in enumerate(breadth_first):
+            breadth_first.extend(children[node])
+            renumbered.extend([position] * len(children[node]))
+        if not order or order[0] != -1:
+            raise SequoiaPlanError(f"token tree: parents[0] must be -1 (the root), found {order[0] if order else 'no node'}")
+        return cls(np.array(renumbered, np.int32), plan or {})
+
+    @classmethod
+    def chain(cls, depth: int) -> TokenTree:
+        """One child a node: plain speculative decoding of depth - 1 tokens. `chain(1)` does not speculate."""
+        return cls(np.arange(-1, depth - 1, dtype=np.int32))
+
+    @classmethod
+    def star(cls, children: int) -> TokenTree:
+        """One level of `children` nodes: what acceptance is measured with."""
+        return cls(np.array([-1] + [0] * children, np.int32))
+
+    @property
+    def size(self) -> int:
+        """Nodes, the root included."""
+        return int(self.parents.size)
+
+    @property
+    def depth(self) -> int:
+        """Levels, the root's included."""
+        return int(self.position_ids[-1]) + 1
+
+    @property
+    def branching(self) -> int:
+        """The most children any node has."""
+        return int(self.child_count.max())
+
+    @cached_property
+    def position_ids(self) -> IntArray:
+        """int32 [size]: how many positions a node lies after the root."""
+        offsets = np.zeros(self.size, np.int32)
+        start, stop = 0, 1
+        while stop < self.size:  # a level is the nodes whose parents lie in the level before
+            start, stop = stop, int(np.searchsorted(self.parents, stop))
+            offsets[start:stop] = offsets[start - 1] + 1
+        return _frozen(offsets)
+
+    @cached_property
+    def level_offsets(self) -> IntArray:
+        """int32 [depth + 1]: level l is the nodes level_offsets[l] to level_offsets[l + 1]."""
+        return _frozen(np.searchsorted(self.position_ids, np.arange(self.depth + 1)))
+
+    @property
+    def level_widths(self) -> IntArray:
+        """int32 [depth]: nodes in each level."""
+        return np.diff(self.level_offsets).astype(np.int32)
+
+    @cached_property
+    def child_count(self) -> IntArray:
+        """int32 [size]: children of each node."""
+        return _frozen(np.bincount(self.parents[1:], minlength=self.size))
+
+    @cached_property
+    def first_child(self) -> IntArray:
+        """int32 [size]: where each node's children begin; where they would, for a node that has none."""
+        return _frozen(1 + np.cumsum(self.child_count) - self.child_count)
+
+    @cached_property
+    def ranks(self) -> IntArray:
+        """int32 [size]: 1-based place among the siblings, in the order drawn; 0 for the root."""
+        ranks = np.arange(self.size) - self.first_child[self.parents] + 1
+        ranks[0] = 0
+        return _frozen(ranks)
+
+    @cached_property
+    def attention_mask(self) -> NDArray[np.bool_]:
+        """bool [size, size]: may node i attend to node j, that is, is j i itself or an ancestor. Lower-triangular."""
+        mask = np.eye(self.size, dtype=bool)
+        for node in range(1, self.size):
+            mask[node] |= mask[self.parents[node]]
+        mask.flags.writeable = False
+        return mask
+
+    def expanded(self, level: int) -> IntArray:
+        """The nodes of `level` that have children: the ones a draft pass runs."""
+        start, stop = self.level_offsets[level], self.level_offsets[level + 1]
+        return (np.flatnonzero(self.child_count[start:stop]) + start).astype(np.int32)
+
+    def draft_widths(self) -> list[int]:
+        """Tokens in each draft pass of a step, first to last. An accepted leaf joins the next root pass: width 2."""
+        return [2 if level == 0 else len(self.expanded(level)) for level in range(self.depth - 1)]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TokenTree) and np.array_equal(self.parents, other.parents)
+
+    def __hash__(self) -> int:
+        return hash(self.parents.tobytes())
+
+    def __repr__(self) -> str:
+        return f"TokenTree(size={self.size}, depth={self.depth}, level_widths={self.level_widths.tolist()})"
+
+
+def _frozen(array: NDArray[Any]) -> IntArray:
+    result = array.astype(np.int32)
+    result.flags.writeable = False
+    return result

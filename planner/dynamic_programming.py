@@ -1,0 +1,76 @@
+"""The exact dynamic program: always right, for any acceptance (Sequoia, arXiv 2402.12374, section 3.1 and App. F.1).
+
+    T[l][b][n] = most expected tokens of a subtree of n nodes whose root lies on level l and has exactly b children
+               = max over m of T[l][b-1][n-m] + p[l][b] * best[l+1][m],    T[l][0][1] = 1
+    best[l][n] = max over b of T[l][b][n]
+
+Reachable sizes are an interval for each (l, b), so loops run over lengths and no -inf is needed. O(N^2 B D).
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+def values(rows: Floats, size: int) -> Floats:
+    """float64 [size]: expected tokens of the optimal tree of 1, 2, ... nodes; NaN where no such tree exists."""
+    return np.asarray(_solve(np.ascontiguousarray(rows), size)[0][0, 1:])
+
+
+def parents(rows: Floats, size: int) -> list[int]:
+    """The optimal tree of exactly `size` nodes: parents in preorder."""
+    _, last, children = _solve(np.ascontiguousarray(rows), size)
+    found: list[int] = []
+
+    def build(level: int, nodes: int, above: int) -> None:
+        node = len(found)
+        found.append(above)
+        sizes = []
+        for rank in range(int(children[level, nodes]), 0, -1):  # the last child's share first, then what was left
+            sizes.append(int(last[level, rank, nodes]))
+            nodes -= sizes[-1]
+        for share in reversed(sizes):
+            build(level + 1, share, node)
+
+    build(0, size, -1)
+    return found
+
+
+@numba.njit(cache=True)
+def _solve(rows, size):  # type: ignore[no-untyped-def]
+    """best[level, n], the last child's share at [level, b, n], and the number of children behind best[level, n]."""
+    levels, branching = rows.shape
+    best = np.full((levels + 1, size + 1), np.nan)
+    last = np.zeros((levels + 1, branching + 1, size + 1), np.int32)
+    children = np.zeros((levels + 1, size + 1), np.int32)
+    best[:, 1] = 1.0
+    below = 1  # the largest subtree a level further down, capped at `size`
+    table = np.empty((2, size + 1))
+    for level in range(levels - 1, -1, -1):
+        previous, current = table[0], table[1]
+        previous[1] = 1.0
+        reach = 1
+        for rank in range(1, branching + 1):
+            p = rows[level, rank - 1]
+            grown = min(size, reach + below)
+            for n in range(rank + 1, grown + 1):
+                top, share = -1.0, 0
+                for m in range(max(1, n - reach), min(below, n - rank) + 1):
+                    value = previous[n - m] + p * best[level + 1, m]
+                    if value > top:
+                        top, share = value, m
+                current[n] = top
+                last[level, rank, n] = share
+                if children[level, n] == 0 or top > best[level, n]:
+                    best[level, n] = top
+                    children[level, n] = rank
+            previous, current = current, previous
+            reach = grown
+            if rank + 1 >= size:
+                break
+        below = reach
+    return best, last, children

@@ -1,0 +1,40 @@
+"""Make a draft for a target: `python -m sequoia_plan.profiler.distill text|train --help`. docs/draft.md tells the story."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from sequoia_plan.profiler.distill.text import write_text
+from sequoia_plan.profiler.distill.train import Recipe, Text, train
+from sequoia_plan.runtime.models import load_target
+
+
+def main() -> None:
+    """Parse and run."""
+    parser = argparse.ArgumentParser(prog="python -m sequoia_plan.profiler.distill", description=__doc__)
+    commands = parser.add_subparsers(required=True, dest="command")
+    text = commands.add_parser("text", help="let the target write training text")
+    text.add_argument("--tokens", type=int, default=1_000_000, help="answer tokens to write (default: %(default)s)")
+    learn = commands.add_parser("train", help="train a draft on it")
+    learn.add_argument("--text", type=Path, nargs="+", required=True, help="folders that `text` wrote; the last conversations are held out")
+    learn.add_argument("--layers", type=int, nargs="+", default=list(Recipe.layers), help="the target's layers to start from (default: %(default)s)")
+    for name in ("covered", "steps", "batch", "held_out"):
+        learn.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Recipe, name), help="(default: %(default)s)")
+    learn.add_argument("--learning-rate", type=float, default=Recipe.learning_rate, help="(default: %(default)s)")
+    for command in (text, learn):
+        command.add_argument("--target", help="folder, hub ID or .gguf file (default: the embedded target)")
+        command.add_argument("--seed", type=int, default=0)
+        command.add_argument("-o", "--output", type=Path, required=True)
+    options = parser.parse_args()
+    target, tokenizer, name = load_target(options.target, "cpu", torch.float32)
+    if options.command == "text":
+        write_text(target, tokenizer, options.tokens, options.seed, options.output)
+    else:
+        recipe = Recipe(tuple(options.layers), options.covered, options.steps, options.batch, options.learning_rate, held_out=options.held_out, seed=options.seed)
+        train(target, Text(options.text), recipe, options.output, name)
+
+
+main()

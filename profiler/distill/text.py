@@ -1,0 +1,223 @@
+"""Target-written training text for a draft: `python -m sequoia_plan.profiler.distill text`.
+
+The draft must imitate the target on the target's own text, so the target writes it. Half of the questions are the
+target's own too (it continues an open user turn, as in Magpie, arXiv 2406.08464); half are templates filled with words
+from the tokenizer's vocabulary, so nothing is needed but the model. For every answer token the target's `TOP` most
+probable tokens are kept: one pass gives both text and labels.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+TOP = 64
+ROWS = 224
+CONTEXT = 256
+TEMPERATURES = (0.0, 0.6, 1.0)
+
+TEMPLATES = (
+    "Write a short story about {a} and {b}.",
+    "Explain {a} to a ten year old child.",
+    "What is the difference between {a} and {b}?",
+    "Give me five tips about {a}.",
+    "Write a poem about {a}.",
+    "Summarize the history of {a} in one paragraph.",
+    "Write a Python function called {a}_{b} and explain how it works.",
+    "Write an email to my manager about {a}.",
+    "How do I use {a} at home?",
+    "Why is {a} important for {b}?",
+    "List the advantages and disadvantages of {a}.",
+    "Translate into French: the {a} is near the {b}.",
+    "If one {a} costs 7 dollars and a {b} costs 5 dollars, what do 3 of each cost?",
+    "Rewrite this sentence to make it more formal: we need the {a} before {b}.",
+    "Write a dialogue between a teacher and a student about {a}.",
+    "Create a recipe that uses {a} and {b}.",
+    "Describe a day in the life of a {a}.",
+    "What should a beginner know about {a}?",
+    "Write a product description for a new {a} made for {b}.",
+    "What are the main causes of {a}?",
+    "Plan a weekend in a city known for {a} and {b}.",
+    "Write a speech about {a}, {b} and the future.",
+    "Write a SQL query that finds every {a} with a {b}.",
+    "Summarize the following text: The {a} was changed last year because of {b}. Many people liked it, some did not.",
+    "Write a JavaScript class that represents a {a}.",
+    "Who invented the {a}, and when?",
+    "Is {a} good or bad? Discuss both sides.",
+    "Make a list of questions to ask about {a} in an interview.",
+    "Write a letter from a {a} to a {b}.",
+    "Solve step by step: a train with {a} leaves at 3 pm and travels 120 miles at 40 miles per hour.",
+)
+
+
+@dataclass
+class Turn:
+    """What one row still has to do: tokens it must take, then how it samples until it ends."""
+
+    forced: list[int]
+    temperature: float
+    limit: int
+    is_answer: bool
+
+
+class _RowsLayer(CacheLayerMixin):
+    """Keys and values [rows, heads, CONTEXT, dim]; each row writes at its own position."""
+
+    def __init__(self, rows: RowsCache) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        shape = (ROWS, key_states.shape[1], CONTEXT, key_states.shape[3])
+        self.keys, self.values = torch.zeros(shape), torch.zeros(shape)
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys[self.rows.index, :, self.rows.position] = key_states[:, :, 0]
+        self.values[self.rows.index, :, self.rows.position] = value_states[:, :, 0]
+        return self.keys[:, :, : self.rows.extent], self.values[:, :, : self.rows.extent]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.rows.extent, 0
+
+    def get_seq_length(self) -> int:
+        return self.rows.extent
+
+    def get_max_length(self) -> int:
+        return CONTEXT
+
+
+class RowsCache(Cache):
+    def __init__(self, layers: int) -> None:
+        self.index = torch.arange(ROWS)
+        self.position = torch.zeros(ROWS, dtype=torch.long)
+        self.extent = 0
+        super().__init__(layers=[_RowsLayer(self) for _ in range(layers)])
+
+    def share_prefix(self, length: int) -> None:
+        """Row 0's first `length` positions become every row's."""
+        for layer in self.layers:
+            layer.keys[1:, :, :length] = layer.keys[:1, :, :length]
+            layer.values[1:, :, :length] = layer.values[:1, :, :length]
+
+
+def vocabulary_words(tokenizer: Any) -> list[str]:
+    """Lower-case English-looking words that are one token with a leading space."""
+    words = (tokenizer.decode([i]) for i in range(len(tokenizer)))
+    return sorted({w[1:] for w in words if w[:1] == " " and len(w) > 4 and w[1:].isascii() and w[1:].islower() and w[1:].isalpha()})
+
+
+def conversations(tokenizer: Any, rng: random.Random) -> Iterator[list[Turn]]:
+    """Endless questions: the turns of each, after the shared system prefix."""
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
+    words = vocabulary_words(tokenizer)
+    answer = encode("<|im_end|>\n<|im_start|>assistant\n")
+    while True:
+        temperature = rng.choice(TEMPERATURES)
+        if rng.random() < 0.5:
+            yield [Turn([], 1.0, 40, False), Turn(list(answer), temperature, CONTEXT, True)]
+        else:
+            question = rng.choice(TEMPLATES).format(a=rng.choice(words), b=rng.choice(words))
+            yield [Turn(encode(question) + answer, temperature, CONTEXT, True)]
+
+
+@torch.inference_mode()
+def write_text(model: Any, tokenizer: Any, tokens: int, seed: int, out: Path) -> None:
+    """Write at least `tokens` answer tokens to `out`: tokens.npy, answer.npy, top_ids.npy, top_logp.npy, text.json.
+
+    tokens uint16 [N] and answer bool [N] (is this token the target's answer?) are whole conversations one after
+    the other, ends in text.json; top_ids uint16 [A, TOP] and top_logp float16 [A, TOP] (natural log of the target's
+    probability at temperature 1) have one row for each answer token, the law it was drawn from.
+    """
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    questions = conversations(tokenizer, rng)
+    eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    open_turn = tokenizer.apply_chat_template([{"role": "user", "content": "@"}], tokenize=False).split("@")[0]
+    prefix = tokenizer.encode(open_turn, add_special_tokens=False)
+    cache = RowsCache(model.config.num_hidden_layers)
+    lowest = torch.finfo(torch.float32).min
+    columns = torch.arange(CONTEXT)
+
+    def forward(current: list[int]) -> torch.Tensor:
+        cache.extent = min(CONTEXT, (int(cache.position.max()) // 32 + 1) * 32)
+        mask = torch.where(columns[: cache.extent] <= cache.position[:, None], 0.0, lowest)[:, None, None]
+        logits: torch.Tensor = model(
+            torch.tensor(current)[:, None], attention_mask=mask, position_ids=cache.position[:, None], past_key_values=cache
+        ).logits
+        return logits[:, 0]
+
+    for at, token in enumerate(prefix[:-1]):
+        cache.position.fill_(at)
+        forward([token] * ROWS)
+    cache.share_prefix(len(prefix) - 1)
+
+    turns: list[list[Turn]] = [next(questions) for _ in range(ROWS)]
+    written: list[list[int]] = [[] for _ in range(ROWS)]
+    answered: list[list[bool]] = [[] for _ in range(ROWS)]
+    laws: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(ROWS)]
+    current = [prefix[-1]] * ROWS
+    cache.position.fill_(len(prefix) - 1)
+    done: list[tuple[list[int], list[bool], list[tuple[np.ndarray, np.ndarray]]]] = []
+    count, started, reported = 0, time.perf_counter(), 0.0
+    out.mkdir(parents=True, exist_ok=True)
+    while count < tokens:
+        logp = forward(current).log_softmax(-1)
+        top_logp, top_ids = logp.topk(TOP)
+        temperature = torch.tensor([t[0].temperature for t in turns])[:, None]
+        noise = -torch.empty_like(top_logp).exponential_().log()
+        pick = (top_logp + temperature * noise).argmax(-1, keepdim=True)
+        sampled = top_ids.gather(1, pick)[:, 0].tolist()
+        ids, lp = top_ids.numpy().astype(np.uint16), top_logp.numpy().astype(np.float16)
+        for row in range(ROWS):
+            turn = turns[row][0]
+            if turn.forced:
+                current[row], is_answer = turn.forced.pop(0), False
+            else:
+                current[row], is_answer = sampled[row], turn.is_answer
+                turn.limit -= 1
+                if not is_answer and (current[row] == eos or turn.limit == 0):
+                    turns[row].pop(0)
+                    current[row] = turns[row][0].forced.pop(0)
+            if is_answer:
+                laws[row].append((ids[row], lp[row]))
+            written[row].append(current[row])
+            answered[row].append(is_answer)
+            cache.position[row] += 1
+            if (is_answer and current[row] == eos) or len(prefix) + len(written[row]) >= CONTEXT:
+                done.append((prefix + written[row], [False] * len(prefix) + answered[row], laws[row]))
+                count += len(laws[row])
+                turns[row], written[row], answered[row], laws[row] = next(questions), [], [], []
+                current[row] = prefix[-1]
+                cache.position[row] = len(prefix) - 1
+        elapsed = time.perf_counter() - started
+        if elapsed - reported > 300 or count >= tokens:
+            reported = elapsed
+            save(out, done, dict(seed=seed, answer_tokens=count, conversations=len(done), seconds=round(elapsed)))
+            print(f"{count} answer tokens, {len(done)} conversations, {elapsed:.0f} s, {count / elapsed:.0f} tokens/s", flush=True)
+
+
+def save(out: Path, done: list[Any], facts: dict[str, Any]) -> None:
+    """All conversations so far; text.json goes last, so a reader never finds it without its arrays."""
+    ends = np.cumsum([len(d[0]) for d in done]).tolist()
+    arrays = dict(
+        tokens=np.concatenate([np.array(d[0], np.uint16) for d in done]) if done else np.zeros(0, np.uint16),
+        answer=np.concatenate([np.array(d[1]) for d in done]) if done else np.zeros(0, bool),
+        top_ids=np.array([law[0] for d in done for law in d[2]], np.uint16),
+        top_logp=np.array([law[1] for d in done for law in d[2]], np.float16),
+    )
+    for name, array in arrays.items():
+        np.save(out / f"{name}.tmp.npy", array)
+        (out / f"{name}.tmp.npy").rename(out / f"{name}.npy")
+    (out / "text.json").write_text(json.dumps({**facts, "ends": ends}))

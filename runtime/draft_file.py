@@ -1,0 +1,97 @@
+"""Small drafts as one file: 8-bit weights that share the target's embeddings and cover part of its vocabulary.
+
+A draft is a Llama of a few layers. Its input embeddings are the target's (nothing to ship), its output head has rows
+for `covered_tokens` only (most of a small draft's time is its head). Matrices are stored as int8 with one float32 scale
+a row, and decoded with in the target's dtype.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.artifacts.files import write_atomically
+
+FORMAT, VERSION = "sequoia-plan-draft", 1
+METADATA_KEY = "sequoia_plan"
+DEFAULT_DRAFT = Path(__file__).parent / "smollm2-135m-draft.safetensors"
+
+
+def build_draft(config: LlamaConfig, embeddings: nn.Embedding, covered_tokens: Tensor) -> LlamaForCausalLM:
+    """A draft with fresh layers over the target's embeddings and a head for `covered_tokens` (int64 [draft vocabulary])."""
+    with torch.device("meta"):
+        draft = LlamaForCausalLM(config)
+    draft.to_empty(device=embeddings.weight.device)
+    draft.to(embeddings.weight.dtype)
+    draft.model.rotary_emb = type(draft.model.rotary_emb)(config).to(embeddings.weight.device)
+    draft.model.embed_tokens = embeddings
+    draft.lm_head = nn.Linear(config.hidden_size, covered_tokens.numel(), bias=False, device=embeddings.weight.device, dtype=embeddings.weight.dtype)
+    draft.register_buffer("covered_tokens", covered_tokens.to(embeddings.weight.device), persistent=False)
+    return draft
+
+
+def save_draft(draft: LlamaForCausalLM, path: str | Path, facts: dict[str, Any]) -> None:
+    """Write a draft that `build_draft` made; `facts` (JSON) say how it was made."""
+    tensors: dict[str, Tensor] = {"covered_tokens": draft.covered_tokens.to(torch.int32)}
+    for name, value in draft.state_dict().items():
+        if name == "model.embed_tokens.weight":
+            continue
+        if value.ndim == 2:
+            scale = value.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+            tensors[name] = (value.float() / scale).round().to(torch.int8)
+            tensors[f"{name}.scale"] = scale[:, 0].contiguous()
+        else:
+            tensors[name] = value.float()
+    config = {k: v for k, v in draft.config.to_diff_dict().items() if k not in ("transformers_version", "_name_or_path", "dtype")}
+    header = {"format": FORMAT, "version": VERSION, "config": config, "facts": facts}
+    write_atomically(path, save(tensors, {METADATA_KEY: json.dumps(header, sort_keys=True)}))
+
+
+def load_draft(path: str | Path, target: Any) -> LlamaForCausalLM:
+    """Read a draft made for `target`, in its dtype and on its device.
+
+    Raises:
+        SequoiaPlanError: if the file is not a draft, is damaged, or was made for a target of another shape.
+    """
+    header, tensors = _read(path)
+    embeddings = target.get_input_embeddings()
+    config = LlamaConfig(**header["config"])
+    if (config.vocab_size, config.hidden_size) != tuple(embeddings.weight.shape):
+        raise SequoiaPlanError(
+            f"{path}: a draft for embeddings of {config.vocab_size} x {config.hidden_size}, the target's are "
+            f"{' x '.join(map(str, embeddings.weight.shape))}; use a draft made for this target"
+        )
+    draft = build_draft(config, embeddings, tensors.pop("covered_tokens").long())
+    weights = {
+        name: value.float() * tensors[f"{name}.scale"][:, None] if value.dtype == torch.int8 else value
+        for name, value in tensors.items()
+        if not name.endswith(".scale")
+    }
+    missing, unexpected = draft.load_state_dict(weights, strict=False)
+    if unexpected or missing != ["model.embed_tokens.weight"]:
+        raise SequoiaPlanError(f"{path}: tensors do not fit its config ({[*unexpected, *missing][0]}); get the draft again")
+    return draft.eval()
+
+
+def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if not Path(path).is_file():
+        raise SequoiaPlanError(f"{path}: no such file; expected a draft written by sequoia-plan")
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads((file.metadata() or {}).get(METADATA_KEY, "null"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise SequoiaPlanError(f"{path}: not a readable safetensors file ({error})") from error
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise SequoiaPlanError(f"{path}: not a draft (expected safetensors of format {FORMAT}); give --draft a folder for other models")
+    if header.get("version") != VERSION:
+        raise SequoiaPlanError(f"{path}: draft version {header.get('version')!r}, expected {VERSION}")
+    return header, tensors
