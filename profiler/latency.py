@@ -56,7 +56,7 @@ def measure_latency(
     return Latency(
         target={bench.size: _rounded(bench.target()) for bench in benches},
         draft={bench.size: _rounded(bench.draft()) for bench in benches},
-        overhead=_rounded(statistics.median(bench.rest() for bench in benches)),
+        overhead=round(statistics.median(bench.rest() for bench in benches), 6),
         context=context,
     )
 

@@ -16,7 +16,7 @@ def measure(
     pair: Pair,
     prompts: Sequence[str],
     sampling: Sampling,
-    acceptance_seconds: float = 75.0,
+    acceptance_seconds: float = 90.0,
     latency_seconds: float = 30.0,
     seed: int = 0,
     on_prompt: Callable[[AcceptanceCounts], None] = lambda counts: None,

@@ -18,6 +18,7 @@ def main() -> None:
     commands = parser.add_subparsers(required=True, dest="command")
     text = commands.add_parser("text", help="let the target write training text")
     text.add_argument("--tokens", type=int, default=1_000_000, help="answer tokens to write (default: %(default)s)")
+    text.add_argument("--rows", type=int, default=224, help="conversations written side by side (default: %(default)s)")
     learn = commands.add_parser("train", help="train a draft on it")
     learn.add_argument("--text", type=Path, nargs="+", required=True, help="folders that `text` wrote; the last conversations are held out")
     learn.add_argument("--layers", type=int, nargs="+", default=list(Recipe.layers), help="the target's layers to start from (default: %(default)s)")
@@ -31,9 +32,11 @@ def main() -> None:
     options = parser.parse_args()
     target, tokenizer, name = load_target(options.target, "cpu", torch.float32)
     if options.command == "text":
-        write_text(target, tokenizer, options.tokens, options.seed, options.output)
+        write_text(target, tokenizer, options.tokens, options.seed, options.output, options.rows)
     else:
-        recipe = Recipe(tuple(options.layers), options.covered, options.steps, options.batch, options.learning_rate, held_out=options.held_out, seed=options.seed)
+        recipe = Recipe(
+            tuple(options.layers), options.covered, options.steps, options.batch, options.learning_rate, held_out=options.held_out, seed=options.seed
+        )
         train(target, Text(options.text), recipe, options.output, name)
 
 

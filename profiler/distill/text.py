@@ -21,7 +21,6 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 TOP = 64
-ROWS = 224
 CONTEXT = 256
 TEMPERATURES = (0.0, 0.6, 1.0)
 
@@ -77,7 +76,7 @@ class _RowsLayer(CacheLayerMixin):
         self.rows = rows
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        shape = (ROWS, key_states.shape[1], CONTEXT, key_states.shape[3])
+        shape = (self.rows.index.numel(), key_states.shape[1], CONTEXT, key_states.shape[3])
         self.keys, self.values = torch.zeros(shape), torch.zeros(shape)
         self.is_initialized = True
 
@@ -99,9 +98,11 @@ class _RowsLayer(CacheLayerMixin):
 
 
 class RowsCache(Cache):
-    def __init__(self, layers: int) -> None:
-        self.index = torch.arange(ROWS)
-        self.position = torch.zeros(ROWS, dtype=torch.long)
+    """The KV cache of many rows, each at its own position."""
+
+    def __init__(self, layers: int, rows: int) -> None:
+        self.index = torch.arange(rows)
+        self.position = torch.zeros(rows, dtype=torch.long)
         self.extent = 0
         super().__init__(layers=[_RowsLayer(self) for _ in range(layers)])
 
@@ -118,22 +119,27 @@ def vocabulary_words(tokenizer: Any) -> list[str]:
     return sorted({w[1:] for w in words if w[:1] == " " and len(w) > 4 and w[1:].isascii() and w[1:].islower() and w[1:].isalpha()})
 
 
-def conversations(tokenizer: Any, rng: random.Random) -> Iterator[list[Turn]]:
-    """Endless questions: the turns of each, after the shared system prefix."""
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
+def turn_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The chat template around a question: what opens the user's turn, and what closes it and opens the answer."""
+    template = tokenizer.apply_chat_template([{"role": "user", "content": "@"}], add_generation_prompt=True, tokenize=False)
+    opening, closing = template.split("@")
+    return tokenizer.encode(opening, add_special_tokens=False), tokenizer.encode(closing, add_special_tokens=False)
+
+
+def conversations(tokenizer: Any, answer: list[int], rng: random.Random) -> Iterator[list[Turn]]:
+    """Endless questions: the turns of each, after what opens the user's turn. `answer` closes it."""
     words = vocabulary_words(tokenizer)
-    answer = encode("<|im_end|>\n<|im_start|>assistant\n")
     while True:
         temperature = rng.choice(TEMPERATURES)
         if rng.random() < 0.5:
             yield [Turn([], 1.0, 40, False), Turn(list(answer), temperature, CONTEXT, True)]
         else:
             question = rng.choice(TEMPLATES).format(a=rng.choice(words), b=rng.choice(words))
-            yield [Turn(encode(question) + answer, temperature, CONTEXT, True)]
+            yield [Turn(tokenizer.encode(question, add_special_tokens=False) + answer, temperature, CONTEXT, True)]
 
 
 @torch.inference_mode()
-def write_text(model: Any, tokenizer: Any, tokens: int, seed: int, out: Path) -> None:
+def write_text(model: Any, tokenizer: Any, tokens: int, seed: int, out: Path, rows: int = 224) -> None:
     """Write at least `tokens` answer tokens to `out`: tokens.npy, answer.npy, top_ids.npy, top_logp.npy, text.json.
 
     tokens uint16 [N] and answer bool [N] (is this token the target's answer?) are whole conversations one after
@@ -142,32 +148,29 @@ def write_text(model: Any, tokenizer: Any, tokens: int, seed: int, out: Path) ->
     """
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    questions = conversations(tokenizer, rng)
-    eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    open_turn = tokenizer.apply_chat_template([{"role": "user", "content": "@"}], tokenize=False).split("@")[0]
-    prefix = tokenizer.encode(open_turn, add_special_tokens=False)
-    cache = RowsCache(model.config.num_hidden_layers)
+    prefix, answer = turn_tokens(tokenizer)
+    questions = conversations(tokenizer, answer, rng)
+    eos = tokenizer.eos_token_id
+    cache = RowsCache(model.config.num_hidden_layers, rows)
     lowest = torch.finfo(torch.float32).min
     columns = torch.arange(CONTEXT)
 
     def forward(current: list[int]) -> torch.Tensor:
         cache.extent = min(CONTEXT, (int(cache.position.max()) // 32 + 1) * 32)
         mask = torch.where(columns[: cache.extent] <= cache.position[:, None], 0.0, lowest)[:, None, None]
-        logits: torch.Tensor = model(
-            torch.tensor(current)[:, None], attention_mask=mask, position_ids=cache.position[:, None], past_key_values=cache
-        ).logits
+        logits: torch.Tensor = model(torch.tensor(current)[:, None], attention_mask=mask, position_ids=cache.position[:, None], past_key_values=cache).logits
         return logits[:, 0]
 
     for at, token in enumerate(prefix[:-1]):
         cache.position.fill_(at)
-        forward([token] * ROWS)
+        forward([token] * rows)
     cache.share_prefix(len(prefix) - 1)
 
-    turns: list[list[Turn]] = [next(questions) for _ in range(ROWS)]
-    written: list[list[int]] = [[] for _ in range(ROWS)]
-    answered: list[list[bool]] = [[] for _ in range(ROWS)]
-    laws: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(ROWS)]
-    current = [prefix[-1]] * ROWS
+    turns: list[list[Turn]] = [next(questions) for _ in range(rows)]
+    written: list[list[int]] = [[] for _ in range(rows)]
+    answered: list[list[bool]] = [[] for _ in range(rows)]
+    laws: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(rows)]
+    current = [prefix[-1]] * rows
     cache.position.fill_(len(prefix) - 1)
     done: list[tuple[list[int], list[bool], list[tuple[np.ndarray, np.ndarray]]]] = []
     count, started, reported = 0, time.perf_counter(), 0.0
@@ -180,7 +183,7 @@ def write_text(model: Any, tokenizer: Any, tokens: int, seed: int, out: Path) ->
         pick = (top_logp + temperature * noise).argmax(-1, keepdim=True)
         sampled = top_ids.gather(1, pick)[:, 0].tolist()
         ids, lp = top_ids.numpy().astype(np.uint16), top_logp.numpy().astype(np.float16)
-        for row in range(ROWS):
+        for row in range(rows):
             turn = turns[row][0]
             if turn.forced:
                 current[row], is_answer = turn.forced.pop(0), False

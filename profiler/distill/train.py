@@ -51,7 +51,7 @@ class Text:
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.facts: list[dict[str, Any]] = []
-        self.conversations: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []  # type: ignore[type-arg]
+        self.conversations: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
         for folder in folders:
             try:
                 facts = json.loads((folder / "text.json").read_text())
@@ -116,7 +116,7 @@ def train(target: Any, text: Text, recipe: Recipe, out: Path, target_name: str) 
                 elapsed = time.perf_counter() - started
                 agreement = evaluate(draft, to_draft, text, held_out)
                 print(f"step {step}: loss {average:.3f}, held-out top-1 agreement {agreement:.4f}, {elapsed:.0f} s", flush=True)
-                facts = {"recipe": {**recipe.__dict__, "layers": list(recipe.layers)}, "text": text.facts, "target": target_name}
+                facts: dict[str, Any] = {"recipe": {**recipe.__dict__, "layers": list(recipe.layers)}, "text": text.facts, "target": target_name}
                 facts |= {"steps": step, "seconds": round(elapsed), "covered_mass": round(share, 4), "held_out_top1": round(agreement, 4)}
                 save_draft(draft, out, facts)
             if step >= recipe.steps:
@@ -173,5 +173,5 @@ def _shuffled(which: Sequence[int], text: Text, batch: int, rng: np.random.Gener
     order = rng.permutation(which)
     pools = [sorted(order[i : i + 32 * batch], key=lambda c: len(text.conversations[c][0])) for i in range(0, len(order), 32 * batch)]
     groups = [pool[i : i + batch] for pool in pools for i in range(0, len(pool), batch)]
-    rng.shuffle(groups)  # type: ignore[arg-type]
+    rng.shuffle(groups)
     return [int(c) for group in groups for c in group]

@@ -1,0 +1,209 @@
+"""The command line: its contract, and one clear line for bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from sequoia_plan.artifacts import Latency, Profile, TokenTree, load_tree, save_tree
+from sequoia_plan.planner.cli import main
+
+PROFILE = Profile((0.5, 0.125, 0.05), 800, Latency({1: 0.04, 4: 0.042, 16: 0.05}, {1: 0.003, 16: 0.004}, 0.001, 128))
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs a command in a folder that holds a profile and a tree."""
+    monkeypatch.chdir(tmp_path)
+    PROFILE.save("profile.yaml")
+    save_tree(TokenTree.from_parents([-1, 0, 0, 1], {"acceptance": [0.5, 0.2], "settings": {"temperature": 0.0, "top_p": 1.0}}), "tree.safetensors")
+
+    def invoke(*arguments, **options):
+        return CliRunner().invoke(main, arguments, **options)
+
+    return invoke
+
+
+def one_line(result, code, *parts):
+    """The command failed with `code` and one line that holds all `parts`."""
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    lines = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert len(lines) == 1
+    for part in parts:
+        assert part in lines[0]
+
+
+def test_solve_json_is_the_contract(run):
+    result = run("solve", "--budget", "16", "--depth", "5", "--json")
+    assert result.exit_code == 0
+    answer = json.loads(result.stdout)
+    assert set(answer) == {"size", "depth", "branching", "expected_tokens", "predicted_speedup", "parents", "solver", "seconds"}
+    tree = load_tree("tree.safetensors")
+    assert tree.parents.tolist() == answer["parents"]
+    assert tree.plan["expected_tokens"] == answer["expected_tokens"]
+    assert answer["predicted_speedup"] > 1
+
+
+def test_solve_same_input_same_bytes(run, tmp_path):
+    for name in ("a", "b"):
+        assert run("solve", "profile.yaml", "--budget", "12", "--depth", "4", "--objective", "tokens", "-o", name).exit_code == 0
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+@pytest.mark.parametrize(("name", "text"), [("p.json", "[0.5, 0.2, 1e-5]"), ("p.yaml", "- [0.5, 0.2]\n- [0.4, 0.3]\n")])
+def test_solve_acceptance_file(run, tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    answer = json.loads(run("solve", "--acceptance", name, "--budget", "6", "--depth", "4", "--json").stdout)
+    assert answer["size"] == 6
+    assert answer["predicted_speedup"] is None
+
+
+def test_show(run, tmp_path):
+    text = run("show").stdout
+    assert "4 nodes, depth 3, branching 2, level widths 1 2 1" in text
+    assert "0.250" in text
+    for suffix in ("png", "svg"):
+        assert run("show", "tree.safetensors", "--plot", f"t.{suffix}").exit_code == 0
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    assert b"<svg" in (tmp_path / "t.svg").read_bytes()
+    assert json.loads(run("show", "--json").stdout)["parents"] == [-1, 0, 0, 1]
+    one_line(run("show", "--plot", "t.pdf"), 2, "t.pdf", ".pdf", "expected .png or .svg")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "parts"),
+    [
+        (("solve", "--budget", "0"), 2, ["--budget", "0 is not in the range"]),
+        (("solve", "--budget", "many"), 2, ["--budget", "many"]),
+        (("solve", "--depth", "0"), 2, ["--depth"]),
+        (("solve", "--depth", "1"), 2, ["depth 1 is the root alone", "allow a depth of 2"]),
+        (("solve", "--budget", "1000000000000", "--objective", "tokens"), 2, ["budget", "1000000"]),
+        (("solve", "--budget", "100", "--depth", "3", "--objective", "tokens"), 2, ["no tree of 100 nodes", "the largest has 13"]),
+        (("solve", "nothing.yaml"), 1, ["nothing.yaml", "No such file", "expected a profile"]),
+        (("solve", "tree.safetensors"), 1, ["tree.safetensors", "not "]),
+        (("solve", "profile.yaml", "--acceptance", "x.json"), 2, ["not both"]),
+        (("solve", "--acceptance", "x.json"), 1, ["x.json", "No such file"]),
+        (("solve", "-o", "missing/t.safetensors"), 1, ["missing/t.safetensors", "cannot be written"]),
+        (("show", "nothing"), 1, ["nothing", "No such file"]),
+        (("show", "profile.yaml"), 1, ["profile.yaml", "not a tree file"]),
+        (("generate", "--tree", "nothing"), 1, ["nothing", "No such file"]),
+        (("generate", "--temperature", "-1"), 2, ["temperature: found -1.0"]),
+        (("generate", "--top-p", "2"), 2, ["top_p: found 2.0"]),
+        (("generate", "--target", "no/such/folder"), 1, ["no/such/folder"]),
+        (("generate", "--target", "x.gguf"), 1, ["x.gguf", "no such file"]),
+        (("generate", "--draft", "tree.safetensors"), 1, ["tree.safetensors", "not a draft"]),
+        (("generate", "--draft", "missing.safetensors"), 1, ["missing.safetensors", "no such file"]),
+        (("profile", "--prompts", "nothing.jsonl"), 1, ["nothing.jsonl", "No such file"]),
+        (("profile", "--temperature", "nan"), 2, ["temperature: found nan"]),
+    ],
+)
+def test_bad_input(run, arguments, code, parts):
+    one_line(run(*arguments), code, *parts)
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("[0.9, 0.5]", "sums to 1.4"),
+        ("[0.5, -0.1]", "p[2] is -0.1"),
+        ("[NaN]", "p[1] is nan"),
+        ("[]", "non-empty"),
+        ("[[0.5], [0.1, 0.1]]", "equal lengths"),
+        ("{", "neither JSON nor YAML"),
+        ("5", "non-empty"),
+    ],
+)
+def test_bad_acceptance(run, tmp_path, content, part):
+    (tmp_path / "p.json").write_text(content)
+    result = run("solve", "--acceptance", "p.json", "--budget", "4", "--depth", "3")
+    assert result.exit_code in (1, 2)
+    one_line(result, result.exit_code, part)
+
+
+def test_truncated_foreign_and_future_tree_files(run, tmp_path):
+    whole = (tmp_path / "tree.safetensors").read_bytes()
+    (tmp_path / "cut").write_bytes(whole[:-10])
+    (tmp_path / "future").write_bytes(whole.replace(b'\\"version\\":1', b'\\"version\\":7'))
+    (tmp_path / "foreign").write_bytes(b"PK\x03\x04" + bytes(100))
+    one_line(run("show", "cut"), 1, "cut", "damaged", "solve again")
+    one_line(run("show", "future"), 1, "future", "version 7, expected 1")
+    one_line(run("show", "foreign"), 1, "foreign", "not a tree file")
+
+
+def test_bad_prompts_file(run, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"text": "fine"}\n{"txt": "not fine"}\n')
+    one_line(run("profile", "--prompts", "p.jsonl"), 1, "p.jsonl", "line 2")
+
+
+def test_a_failed_solve_leaves_the_old_tree(run, tmp_path):
+    before = (tmp_path / "tree.safetensors").read_bytes()
+    (tmp_path / "profile.yaml").write_text(PROFILE.to_yaml().replace("0.04,", "-0.04,", 1))
+    one_line(run("solve"), 1, "profile.yaml", "latency.target[1]: found -0.04")
+    assert (tmp_path / "tree.safetensors").read_bytes() == before
+
+
+def sequoia_plan(*arguments, cwd, **options):
+    """The installed command, in a process of its own."""
+    command = [sys.executable, "-m", "sequoia_plan.planner.cli", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, **options)
+
+
+def test_generate_with_the_embedded_pair(run, tmp_path):
+    result = sequoia_plan("generate", "--prompt", "-", "--max-new-tokens", "12", "--dtype", "float32", "--json", cwd=tmp_path, input="What is two plus two?")
+    assert result.returncode == 0, result.stderr
+    answer = json.loads(result.stdout)
+    assert set(answer) == {"text", "tokens", "new_tokens", "steps", "tokens_per_step", "seconds"}
+    assert 0 < answer["new_tokens"] <= 12
+    assert answer["new_tokens"] == len(answer["tokens"])
+    streamed = sequoia_plan("generate", "--prompt", "What is two plus two?", "--max-new-tokens", "12", "--dtype", "float32", cwd=tmp_path)
+    assert streamed.stdout.strip() == answer["text"].strip()
+    assert "tokens a step" in streamed.stderr
+
+
+def test_a_prompt_longer_than_the_context(run, tmp_path):
+    result = sequoia_plan("generate", "--prompt", "-", cwd=tmp_path, input="word " * 9000)
+    assert result.returncode == 1
+    assert "prompt: 90" in result.stderr
+    assert "the model's context of 8192" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_draft_with_another_vocabulary(run, tmp_path, pair):
+    """A real folder with a real tokenizer that knows one token fewer under the same number."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, vocab_size=49152)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "other")
+    pair.tokenizer.save_pretrained(tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    a, b = list(vocabulary)[1000:1002]
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    file.write_text(json.dumps(tokenizer))
+    result = run("generate", "--draft", str(tmp_path / "other"))
+    one_line(result, 1, "draft: its tokenizer differs from the target's at", "shares the target's tokenizer")
+
+
+def test_profile_command_on_the_embedded_pair(run, tmp_path, monkeypatch):
+    """The whole command with a short measuring time; solve takes what it wrote."""
+    from sequoia_plan.profiler import measure as module
+
+    full = module.measure
+    monkeypatch.setattr(module, "measure", lambda *args, **options: full(*args, acceptance_seconds=4, latency_seconds=1, **options))
+    (tmp_path / "p.txt").write_text("Write a short story about a robot.\n\nWhat is rain?\n")
+    result = run("profile", "--prompts", "p.txt", "-o", "measured.yaml", "--json")
+    assert result.exit_code == 0, result.output
+    profile = Profile.load("measured.yaml")
+    assert json.loads(result.stdout)["trials"] == profile.trials > 0
+    assert profile.latency is not None
+    assert profile.latency.target.keys() == profile.latency.draft.keys()
+    assert profile.models["target"]["name"] == "SmolLM2-135M-Instruct"
+    solved = run("solve", "measured.yaml", "--json")
+    assert json.loads(solved.stdout)["predicted_speedup"] >= 1
+    assert load_tree("tree.safetensors").plan["models"] == profile.models

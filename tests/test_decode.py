@@ -1,0 +1,189 @@
+"""The decoder as a whole, on toy models whose law is known exactly."""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+from toys import ToyModel, run_decoder
+
+from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.runtime import SequoiaDecoder, decode
+
+PROMPT = [3, 1, 4]
+TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
+RUNS = 100_000
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # toy tensors are too small to share
+    yield
+    torch.set_num_threads(threads)
+
+
+def first_tokens(runs, **setting):
+    """The target, and int64 [runs, 3]: what a decoder says first, run after run, on two processes."""
+    half = runs // 2
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        parts = pool.map(partial(run_decoder, PROMPT, TREE.parents.tolist(), **setting), (range(half), range(half, runs)))
+        return ToyModel(0), np.concatenate(list(parts))
+
+
+def p_value(target, new, temperature=1.0):
+    """Chi-square of the joint law of the tokens against the exact one; rare outcomes are pooled to 5 expected."""
+    length = new.shape[1]
+    expected = target.joint_law(PROMPT, length, temperature) * len(new)
+    observed = np.bincount(np.ravel_multi_index(new.T, [target.vocabulary] * length), minlength=expected.size)
+    rare = expected < 5
+    observed, expected = [np.append(x[~rare], x[rare].sum()) for x in (observed, expected)]
+    return chisquare(observed, expected).pvalue
+
+
+def test_joint_law_of_three_tokens():
+    assert p_value(*first_tokens(RUNS)) > 1e-3
+
+
+def test_joint_law_with_a_draft_that_covers_part_of_the_vocabulary():
+    assert p_value(*first_tokens(RUNS // 5, covered=[0, 2, 3, 5, 7])) > 1e-3
+
+
+def test_a_decoder_without_the_residual_step_fails():
+    """Negative control for the joint law: rejected probability is not moved to the residual."""
+    assert p_value(*first_tokens(RUNS // 5, broken=True)) < 1e-9
+
+
+def greedy_tokens(target, count):
+    tokens = list(PROMPT)
+    for _ in range(count):
+        tokens.append(int(target.law(tokens, 1.0).argmax()))
+    return tokens
+
+
+@pytest.mark.parametrize("tree", [TokenTree.chain(1), TokenTree.chain(4), TokenTree.star(5), TREE], ids=repr)
+@pytest.mark.parametrize("covered", [None, [0, 2, 3, 5, 7]])
+@pytest.mark.parametrize("prompt", [PROMPT, [6]])
+def test_greedy_is_the_targets_argmax(tree, covered, prompt):
+    """Many steps: every mask, position, slot and compaction must be right, for the draft's cache to be worth anything too."""
+    target = ToyModel(2, context=256)
+    decoder = SequoiaDecoder(target, ToyModel(3, base=target, noise=0.5, covered=covered, context=256), tree)
+    result = decoder.generate(prompt, 100)
+    tokens = list(prompt)
+    for _ in range(100):
+        tokens.append(int(target.law(tokens, 1.0).argmax()))
+    assert result.sequences[0].tolist() == tokens
+    assert result.finish_reason == "length"
+
+
+def test_a_perfect_draft_is_always_accepted():
+    """Also: the draft's cache holds what it should, or it would not know what comes next."""
+    target = ToyModel(2, context=256)
+    for tree in (TokenTree.chain(4), TREE):
+        result = SequoiaDecoder(target, target, tree).generate(PROMPT, 99 - 99 % tree.depth)
+        assert result.tokens_per_step == tree.depth
+    sampled = SequoiaDecoder(target, target, TokenTree.chain(4)).generate(PROMPT, 96, temperature=1.0, seed=0)
+    assert sampled.tokens_per_step == 4
+
+
+def test_seed_repeats_and_differs():
+    target = ToyModel(0)
+    decoder = SequoiaDecoder(target, ToyModel(1, base=target, noise=0.7), TREE)
+    runs = [decoder.generate(PROMPT, 20, 1.0, seed=seed).sequences.tolist() for seed in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_eos_inside_an_accepted_path_ends_the_text_there():
+    target = ToyModel(2)
+    full = greedy_tokens(target, 20)
+    eos = full[8]
+    result = SequoiaDecoder(target, target, TokenTree.chain(5)).generate(PROMPT, 20, eos_token_id=eos)
+    assert result.sequences[0].tolist() == full[: full.index(eos, len(PROMPT)) + 1]
+    assert result.finish_reason == "eos"
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 7])
+def test_max_new_tokens_is_exact(budget):
+    target = ToyModel(2)
+    assert SequoiaDecoder(target, target, TokenTree.chain(4)).generate(PROMPT, budget).new_tokens == budget
+
+
+def test_full_context_ends_the_text_and_says_so():
+    target = ToyModel(2, context=32)
+    result = SequoiaDecoder(target, target, TokenTree.chain(4)).generate(PROMPT, 100)
+    assert result.finish_reason == "context"
+    assert 24 < result.sequences.shape[1] <= 32
+    assert result.sequences[0].tolist() == greedy_tokens(target, 40)[: result.sequences.shape[1]]
+
+
+def test_streamer_gets_every_token_once():
+    class Streamer:
+        def __init__(self):
+            self.tokens, self.ended = [], False
+
+        def put(self, value):
+            self.tokens += value.tolist()
+
+        def end(self):
+            self.ended = True
+
+    target, streamer = ToyModel(2), Streamer()
+    result = SequoiaDecoder(target, target, TREE).generate(PROMPT, 17, streamer=streamer)
+    assert streamer.ended
+    assert streamer.tokens == result.sequences[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt: empty"),
+        (list(range(8)) * 8, "prompt: 64 tokens, expected at most 60"),
+        (torch.zeros(2, 3, dtype=torch.long), "a batch of 2, expected one sequence"),
+    ],
+)
+def test_impossible_prompts(prompt, message):
+    target = ToyModel(0)
+    with pytest.raises(SequoiaPlanError, match=message):
+        SequoiaDecoder(target, target, TokenTree.chain(4)).generate(prompt, 4)
+
+
+def test_vocabularies_must_fit():
+    target = ToyModel(0)
+    with pytest.raises(SequoiaPlanError, match="a vocabulary of 5 tokens, the target's has 8"):
+        SequoiaDecoder(target, ToyModel(1, vocabulary=5), TREE)
+    with pytest.raises(SequoiaPlanError, match="covers token 9"):
+        SequoiaDecoder(target, _covering(target, 9), TREE)
+    with pytest.raises(SequoiaPlanError, match="5 children of one node, more than"):
+        SequoiaDecoder(target, ToyModel(1, base=target, covered=[0, 1]), TokenTree.star(5))
+    with pytest.raises(SequoiaPlanError, match="needs a draft"):
+        SequoiaDecoder(target, None, TREE)
+
+
+def _covering(target, token):
+    draft = ToyModel(1, base=target, covered=[0, 1])
+    draft.covered_tokens = torch.tensor([0, token])
+    return draft
+
+
+def test_steps_have_fixed_shapes_and_read_back_once(monkeypatch):
+    """Between two read-backs of the accepted tokens nothing looks at a tensor's value: `item` and `tolist` are forbidden."""
+    target = ToyModel(0)
+    decoder = SequoiaDecoder(target, ToyModel(1, base=target, noise=0.5), TREE)
+    decoder.prefill(torch.tensor(PROMPT), 20, seed=0)
+
+    def forbidden(*_):
+        raise AssertionError("a step read a tensor on the host")
+
+    sampling = decode.Sampling(1.0)
+    with monkeypatch.context() as patch:
+        for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__"):
+            patch.setattr(torch.Tensor, name, forbidden)
+        with torch.inference_mode():
+            outputs = [decoder.step(64, s) for s in (sampling, sampling, replace(sampling, temperature=0.0))]
+    assert {tuple(o.shape) for o in outputs} == {(1 + 2 * TREE.depth,)}

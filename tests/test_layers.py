@@ -1,0 +1,62 @@
+"""Layering: what each package must not bring along, seen in a fresh process."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+OWN = {f"sequoia_plan.{name}" for name in ("artifacts", "planner", "profiler", "runtime")}
+
+
+def modules_after(statement):
+    """sys.modules of a fresh interpreter after `statement`."""
+    code = f"{statement}\nimport sys; print('\\n'.join(sys.modules))"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import sequoia_plan.artifacts", {"torch", "transformers", "numba", "click", "yaml"} | OWN - {"sequoia_plan.artifacts"}),
+        ("from sequoia_plan.planner import solve; solve([0.5, 0.2], 8, 4)", {"torch", "transformers", "sequoia_plan.runtime", "sequoia_plan.profiler"}),
+        ("import sequoia_plan.runtime", {"numba", "sequoia_plan.planner", "sequoia_plan.profiler"}),
+        ("import sequoia_plan.profiler", {"numba", "sequoia_plan.planner"}),
+        (
+            "import sequoia_plan.planner.cli",
+            {"torch", "transformers", "numba", "numpy", "rich", "matplotlib", "sequoia_plan.artifacts", "sequoia_plan.runtime"},
+        ),
+    ],
+)
+def test_a_layer_brings_nothing_it_should_not(statement, absent):
+    assert not modules_after(statement) & absent
+
+
+@pytest.mark.parametrize(
+    ("package", "forbidden"),
+    [
+        ("artifacts", {"torch", "transformers", "numba", "click", "planner", "profiler", "runtime"}),
+        ("planner", {"torch", "transformers", "profiler", "runtime"}),
+        ("runtime", {"numba", "click", "yaml", "planner", "profiler"}),
+        ("profiler", {"numba", "click", "yaml", "planner"}),
+    ],
+)
+def test_a_layer_names_nothing_it_should_not(package, forbidden):
+    """transformers itself imports yaml and click, so sys.modules cannot tell for them: the sources do."""
+    folder = Path(importlib.import_module(f"sequoia_plan.{package}").__file__).parent
+    for file in folder.rglob("*.py"):
+        if file.name == "cli.py":
+            continue  # the one file that may import from every layer
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module] if isinstance(node, ast.ImportFrom) else []
+            assert not {name.removeprefix("sequoia_plan.").split(".")[0] for name in names} & forbidden, file
+
+
+@pytest.mark.parametrize("name", sorted(OWN))
+def test_nothing_is_installed_under_a_bare_name(name):
+    found = modules_after(f"import {name}")
+    assert not found & {n.removeprefix("sequoia_plan.") for n in OWN}

@@ -1,0 +1,194 @@
+"""The solvers are exact, and the speed objective picks the fastest tree there is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import acceptance_vectors, all_trees
+
+from sequoia_plan.artifacts import ArgumentError, Latency, Profile, SequoiaPlanError, TokenTree
+from sequoia_plan.planner import best_first, dynamic_programming, solve
+from sequoia_plan.planner.objective import StepTime, acceptance_rows, expected_tokens
+
+LLAMA3 = [0.7732, 0.1039, 0.0402, 0.0206, 0.0128, 0.0081, 0.0064, 0.0043, 0.0035, 0.0026]
+
+
+def exhaustive(acceptance, size, depth):
+    """The best expected tokens over every tree, or None if there is no tree."""
+    ranks = len(acceptance[0]) if isinstance(acceptance[0], list) else len(acceptance)
+    fits = [t for t in all_trees(size) if t.depth <= depth and t.branching <= ranks]
+    return max((expected_tokens(t, acceptance) for t in fits), default=None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(acceptance_vectors(), st.integers(1, 8), st.integers(2, 6))
+def test_dp_equals_exhaustive_enumeration(acceptance, size, depth):
+    best = exhaustive(acceptance, size, depth)
+    value = dynamic_programming.values(acceptance_rows(acceptance, depth), size)[size - 1]
+    if best is None:
+        assert math.isnan(value)
+    else:
+        assert value == pytest.approx(best, rel=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(acceptance_vectors(longest=3), min_size=1, max_size=3), st.integers(1, 7), st.integers(2, 5))
+def test_dp_equals_exhaustive_enumeration_with_rows_per_level(rows, size, depth):
+    rows = [row + [0.0] * (3 - len(row)) for row in rows]
+    best = exhaustive(rows, size, depth)
+    value = dynamic_programming.values(acceptance_rows(rows, depth), size)[size - 1]
+    assert math.isnan(value) if best is None else value == pytest.approx(best, rel=1e-12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(acceptance_vectors(longest=6, non_increasing=True), st.integers(1, 60), st.integers(1, 9))
+def test_best_first_equals_dp_on_non_increasing_vectors(acceptance, size, depth):
+    rows = acceptance_rows(acceptance, depth)
+    np.testing.assert_allclose(best_first.values(rows, size), dynamic_programming.values(rows, size), rtol=1e-12)
+
+
+def test_best_first_is_wrong_on_a_rising_vector_and_solve_knows():
+    """Negative control: the design's counterexample, 1.44 where 1.85 is optimal."""
+    rising = [0.3, 0.05, 0.5]
+    greedy = best_first.values(acceptance_rows(rising, 4), 4)[3]
+    assert greedy == pytest.approx(1.44)
+    solution = solve(rising, 4, 4)
+    assert (solution.solver, solution.expected_tokens) == ("dp", pytest.approx(1.85))
+    with pytest.raises(ArgumentError, match="best-first is exact only where"):
+        solve(rising, 4, 4, solver="best-first")
+
+
+@settings(max_examples=80, deadline=None)
+@given(acceptance_vectors(longest=5), st.integers(1, 40), st.integers(2, 8), st.sampled_from([None, 1, 2, 3]))
+def test_the_tree_attains_the_tables_value(acceptance, size, depth, branching):
+    rows = acceptance_rows(acceptance, depth, branching)
+    value = dynamic_programming.values(rows, size)[size - 1]
+    if math.isnan(value):
+        with pytest.raises(ArgumentError, match="no tree of"):
+            solve(acceptance, size, depth, branching)
+        return
+    tree = solve(acceptance, size, depth, branching).tree
+    assert tree.size == size
+    assert tree.depth <= depth
+    assert tree.branching <= rows.shape[1]
+    assert expected_tokens(tree, acceptance) == pytest.approx(value, rel=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(acceptance_vectors(longest=4))
+def test_more_never_hurts(acceptance):
+    values = np.array([dynamic_programming.values(acceptance_rows(acceptance, depth), 25) for depth in range(2, 7)])
+    known = ~np.isnan(values)
+    slack = 1 - 1e-12
+    assert all(row[k][1:].size == 0 or (row[k][1:] >= row[k][:-1] * slack).all() for row, k in zip(values, known, strict=True))
+    for shallow, deep in itertools.pairwise(values):
+        both = ~np.isnan(shallow)
+        assert (deep[both] >= shallow[both] * slack).all()
+
+
+def test_unreachable_sizes_are_said_with_the_largest():
+    with pytest.raises(ArgumentError, match=r"no tree of 14 nodes has depth 3 and branching 3: the largest has 13"):
+        solve([0.5, 0.2, 0.1], 14, 3)
+    assert solve([0.5, 0.2, 0.1], 13, 3).tree.size == 13
+    assert solve([1.0], 5, 5).tree == TokenTree.chain(5)
+
+
+@pytest.mark.parametrize("acceptance", [[0.0], [0.0, 0.0, 0.0], [0.0, 1.0]])
+def test_zeros(acceptance):
+    for solver in ("dp", "best-first") if acceptance[-1] == 0 else ("dp",):
+        size = 1 + len(acceptance)
+        solution = solve(acceptance, size, 4, solver=solver)
+        assert solution.expected_tokens == exhaustive(acceptance, size, 4)
+
+
+STEEP = Latency({1: 0.04, 4: 0.045, 8: 0.05, 32: 0.09, 64: 0.2}, {1: 0.004, 2: 0.0042, 16: 0.008, 64: 0.02}, 0.001, 128)
+
+
+@settings(max_examples=25, deadline=None)
+@given(acceptance_vectors(longest=3), st.floats(0.0001, 0.05), st.floats(0.0001, 0.05))
+def test_speed_beats_every_optimal_tree_of_every_size_and_depth(acceptance, per_node, per_draft):
+    latency = Latency({n: 0.04 + per_node * (n - 1) for n in (1, 3, 7)}, {1: per_draft, 7: 2 * per_draft}, 0.001, 0)
+    solution = solve(Profile(tuple(acceptance), latency=latency), 7, 4)
+    times = StepTime(latency)
+    speed = solution.expected_tokens / times.step(solution.tree)
+    for depth in range(2, 5):
+        rows = acceptance_rows(acceptance, depth)
+        for size, value in enumerate(dynamic_programming.values(rows, 7), 1):
+            if not math.isnan(value):
+                tree = TokenTree.from_parents(dynamic_programming.parents(rows, size))
+                assert speed >= value / times.step(tree) * (1 - 1e-12)
+    assert speed >= 1 / times.plain() * (1 - 1e-12)
+
+
+def test_speed_can_say_no_speculation_and_chain():
+    slow_draft = Latency({1: 0.04, 8: 0.05}, {1: 0.04, 8: 0.05}, 0.0, 0)
+    assert solve(Profile((0.4, 0.1), latency=slow_draft), 8, 5).tree.size == 1
+    steep_target = Latency({n: 0.04 * n for n in range(1, 9)} | {2: 0.041, 3: 0.042}, {1: 0.0001, 8: 0.0002}, 0.0, 0)
+    assert solve(Profile((0.9, 0.01), latency=steep_target), 8, 8).tree == TokenTree.chain(3)
+
+
+def test_speed_prediction_is_tokens_over_time():
+    solution = solve(Profile(tuple(LLAMA3), latency=STEEP), 64, 10)
+    times = StepTime(STEEP)
+    assert solution.predicted_speedup == pytest.approx(solution.expected_tokens * (0.04 + 0.001) / times.step(solution.tree))
+    assert solution.tree.plan["predicted_speedup"] == solution.predicted_speedup
+    assert 1 < solution.tree.size <= 64
+
+
+def test_step_time_never_invents_speed():
+    times = StepTime(Latency({1: 0.04, 2: 0.09, 4: 0.05, 8: 0.10}, {1: 0.01}, 0.0, 0))
+    assert times.target(2) == pytest.approx(0.04 + (0.05 - 0.04) / 1 * 1)  # padding two nodes up to four costs 0.05
+    assert times.target(6) == pytest.approx(0.075)
+    assert times.target(9) == math.inf
+    assert times.draft(2) == math.inf
+
+
+def test_speed_never_leaves_what_was_measured():
+    free = Latency({1: 0.04, 8: 0.04}, {1: 1e-6, 4: 1e-6}, 0.0, 0)
+    solution = solve(Profile((0.5, 0.3), latency=free), 768, 20)
+    assert solution.tree.size <= 8
+    assert max(solution.tree.draft_widths()) <= 4
+
+
+def test_tokens_objective_takes_exactly_the_budget_even_where_no_latency_is_known():
+    solution = solve(Profile((0.5, 0.3), latency=Latency({1: 0.04}, {2: 0.01}, 0.0, 0)), 12, 5, objective="tokens")
+    assert solution.tree.size == 12
+    assert solution.predicted_speedup is None
+
+
+def test_the_plan_is_json_and_complete():
+    plan = solve(Profile((0.5, 0.3), 100, STEEP, {"temperature": 0.6}, {"target": {"name": "t"}}), 16, 5).tree.plan
+    assert plan["trials"] == 100
+    assert plan["settings"] == {"temperature": 0.6}
+    assert {"acceptance", "budget", "depth", "objective", "solver", "expected_tokens", "step_seconds", "predicted_speedup"} <= plan.keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([0.5], 0, 3), "budget: found 0"),
+        (([0.5], 10**12, 3), "no tree of|at most 1000000"),
+        (([0.5], 4, 0), "depth: found 0"),
+        (([0.5], 4, 10**6), "depth: found 1000000, expected at most"),
+        (([0.5], 4, 1), "depth 1 is the root alone"),
+        (([0.5], 4, 3, 0), "branching: found 0"),
+        (([], 4, 3), "non-empty list"),
+        (([0.6, 0.6], 4, 3), "sums to 1.2"),
+        (([-0.1], 4, 3), r"p\[1\] is -0.1"),
+        (([float("nan")], 4, 3), r"p\[1\] is nan"),
+        (("0.5", 4, 3), "non-empty list"),
+        (([[0.5, 0.1], [0.5]], 4, 3), "expected equal lengths"),
+        (([[0.5, 0.1], [0.5, 0.9]], 4, 3), "level 1: sums to 1.4"),
+        (([0.5], 4, 9, None, "speed"), "objective speed needs latencies"),
+        (([0.5], 4, 9, None, "fun"), "objective: found 'fun'"),
+        (([0.5], 4, 9, None, None, "magic"), "solver: found 'magic'"),
+    ],
+)
+def test_solve_refuses(arguments, message):
+    with pytest.raises(SequoiaPlanError, match=message):
+        solve(*arguments)

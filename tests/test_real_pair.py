@@ -1,0 +1,86 @@
+"""The embedded pair, in float32: what we generate is what transformers generates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.profiler.prompts import built_in, encode
+from sequoia_plan.runtime import SequoiaDecoder
+
+TREES = [TokenTree.chain(1), TokenTree.chain(4), TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 1, 2, 3, 4, 4, 9])]
+TIE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def greedy(pair, plain_target):
+    """Prompts and transformers' own greedy 64 tokens after each."""
+    prompts = [torch.tensor([encode(pair.tokenizer, text)]) for text in built_in(held_out=True)[:12]]
+    return [(ids, plain_target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False)) for ids in prompts]
+
+
+@torch.no_grad()
+def first_difference(model, ours, theirs, prompt):
+    """None if equal; else the gap between the two tokens' logits where they part."""
+    n = min(ours.shape[1], theirs.shape[1])
+    differ = (ours[0, :n] != theirs[0, :n]).nonzero()
+    if not len(differ):
+        return None if ours.shape == theirs.shape else float("inf")
+    at = int(differ[0])
+    logits = model(theirs[:, :at]).logits[0, -1]
+    return float((logits[theirs[0, at]] - logits[ours[0, at]]).abs())
+
+
+@pytest.mark.parametrize("tree", TREES, ids=repr)
+def test_greedy_equals_transformers(pair, plain_target, greedy, tree, record_property):
+    decoder = SequoiaDecoder(pair.target, pair.draft, tree)
+    ties = 0
+    for prompt, theirs in greedy:
+        result = decoder.generate(prompt, 64, eos_token_id=pair.tokenizer.eos_token_id)
+        gap = first_difference(plain_target, result.sequences, theirs, prompt)
+        if gap is not None:
+            assert gap < TIE, f"{tree}: parts from transformers by {gap} logits"
+            ties += 1
+    record_property("ties", ties)
+    assert ties <= 2
+
+
+def test_the_drafts_tokens_are_worth_something(pair, greedy):
+    """The shipped draft is no stub: with three children it saves a good part of the target's passes."""
+    decoder = SequoiaDecoder(pair.target, pair.draft, TREES[2])
+    results = [decoder.generate(prompt, 64, eos_token_id=pair.tokenizer.eos_token_id) for prompt, _ in greedy]
+    assert sum(r.new_tokens for r in results) / sum(r.steps for r in results) > 1.3
+
+
+@torch.no_grad()
+def test_tree_logits_are_path_logits(pair, plain_target):
+    """Every node of a tree pass, by our cache and mask on repacked weights, sees exactly its path."""
+    tree = TREES[2]
+    decoder = SequoiaDecoder(pair.target, pair.draft, tree)
+    prompt = torch.arange(500, 530)
+    decoder.prefill(prompt, 32, seed=0)
+    tokens = torch.arange(1000, 1000 + tree.size)
+    tokens[0] = prompt[-1]
+    mask = decoder.mask(decoder.length, decoder.extent(29))
+    logits = decoder.target(tokens, decoder.length + decoder.offsets[1:], decoder.length + decoder.nodes, mask[1:])
+    for node in range(tree.size):
+        path = tree.attention_mask[node].nonzero()[0]
+        expected = plain_target(torch.cat([prompt[:-1], tokens[path]])[None]).logits[0, -1]
+        torch.testing.assert_close(logits[node], expected, atol=2e-3, rtol=1e-4)
+
+
+def test_the_draft_file_fits_the_issue(pair):
+    from sequoia_plan.runtime.draft_file import DEFAULT_DRAFT
+
+    assert DEFAULT_DRAFT.stat().st_size <= 20e6
+    assert pair.draft.covered_tokens.unique().numel() == pair.draft.covered_tokens.numel()
+
+
+def test_converted_model_is_reused(pair):
+    from sequoia_plan.runtime.models import _converted, _default_gguf
+
+    folder = _converted(_default_gguf())
+    assert (folder / "model.safetensors").is_file()
+    assert AutoTokenizer.from_pretrained(folder).chat_template

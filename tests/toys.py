@@ -1,0 +1,88 @@
+"""Toy models small enough to know their law exactly, with the interface of transformers' causal LMs.
+
+They read everything a decoder controls: tokens, positions, the attention mask and the KV cache. A token's logits depend
+on the token, on its position, and on the *visible* earlier tokens, fetched from the cache: a wrong mask, position, slot
+or compaction changes the law.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.runtime import SequoiaDecoder, verify
+
+
+class ToyModel(torch.nn.Module):
+    """logits(token at position i) = A[token] + B[i mod 3] + W[number of visible tokens] . (sum of visible one-hots)."""
+
+    def __init__(self, seed, vocabulary=8, covered=None, base=None, noise=0.0, context=64):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+
+        def table(*shape):
+            return torch.randn(*shape, generator=generator)
+
+        if base is None:
+            self.by_token, self.by_position, self.by_past = table(vocabulary, vocabulary), 0.5 * table(3, vocabulary), 0.4 * table(vocabulary, vocabulary)
+        else:  # a draft that resembles its target
+            self.by_token, self.by_position = base.by_token + noise * table(vocabulary, vocabulary), base.by_position
+            self.by_past = base.by_past + noise * 0.3 * table(vocabulary, vocabulary)
+        if covered is not None:
+            self.covered_tokens = torch.tensor(covered)
+        self.config = SimpleNamespace(num_hidden_layers=1, max_position_embeddings=context)
+        self.generation_config = None
+        self.vocabulary = vocabulary
+        self.eye = torch.eye(vocabulary)
+        self.dtype, self.device = torch.float32, torch.device("cpu")
+
+    def get_output_embeddings(self):
+        covered = getattr(self, "covered_tokens", None)
+        return SimpleNamespace(out_features=self.vocabulary if covered is None else covered.numel())
+
+    def forward(self, input_ids, position_ids, attention_mask, past_key_values, use_cache, logits_to_keep):
+        keys, values = (self.eye[input_ids][None] for _ in range(2))
+        _, past = past_key_values.layers[0].update(keys, values)
+        visible = (attention_mask[0, 0] == 0).float()
+        logits = self.by_token[input_ids[0]] + self.by_position[position_ids[0] % 3] + (visible @ past[0, 0]) @ self.by_past
+        covered = getattr(self, "covered_tokens", None)
+        logits = logits if covered is None else logits[:, covered]
+        return SimpleNamespace(logits=logits[None, -logits_to_keep:])
+
+    def law(self, tokens, temperature):
+        """float64 [vocabulary]: the next token's law after `tokens`, without any cache."""
+        past = self.eye[torch.tensor(tokens)].sum(0)
+        logits = self.by_token[tokens[-1]] + self.by_position[(len(tokens) - 1) % 3] + past @ self.by_past
+        return torch.softmax(logits.double() / temperature, -1).numpy()
+
+    def joint_law(self, prompt, count, temperature):
+        """float64 [vocabulary ** count]: the law of the next `count` tokens, in lexicographic order."""
+        law = np.empty([self.vocabulary] * count)
+        for tokens in itertools.product(range(self.vocabulary), repeat=count):
+            p = 1.0
+            for i, token in enumerate(tokens):
+                p *= self.law([*prompt, *tokens[:i]], temperature)[token]
+            law[tokens] = p
+        return law.reshape(-1)
+
+
+def run_decoder(prompt, parents, seeds, covered=None, broken=False, length=3):
+    """int64 [seeds, length]: the first tokens of one run for each seed; `broken` leaves the residual step out."""
+    torch.set_num_threads(1)
+    judge = verify.judge
+
+    def no_residual(target, draft, drawn, index, covered=None):
+        accept, _, outside = judge(target, draft, drawn, index, covered)
+        return accept, target[index.inner], torch.ones_like(outside)
+
+    target = ToyModel(0)
+    decoder = SequoiaDecoder(target, ToyModel(1, base=target, noise=0.7, covered=covered), TokenTree(np.array(parents)))
+    try:
+        verify.judge = no_residual if broken else judge
+        return np.array([decoder.generate(prompt, length, 1.0, seed=seed).sequences[0, -length:].tolist() for seed in seeds])
+    finally:
+        verify.judge = judge
