@@ -9,6 +9,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+from sequoia_plan import profiler
 from sequoia_plan.artifacts import Latency, Profile, TokenTree, load_tree, save_tree
 from sequoia_plan.planner.cli import main
 
@@ -192,10 +193,8 @@ def test_a_draft_with_another_vocabulary(run, tmp_path, pair):
 
 def test_profile_command_on_the_embedded_pair(run, tmp_path, monkeypatch):
     """The whole command with a short measuring time; solve takes what it wrote."""
-    from sequoia_plan.profiler import measure as module
-
-    full = module.measure
-    monkeypatch.setattr(module, "measure", lambda *args, **options: full(*args, acceptance_seconds=4, latency_seconds=1, **options))
+    full = profiler.measure
+    monkeypatch.setattr(profiler, "measure", lambda *args, **options: full(*args, acceptance_seconds=4, latency_seconds=1, **options))
     (tmp_path / "p.txt").write_text("Write a short story about a robot.\n\nWhat is rain?\n")
     result = run("profile", "--prompts", "p.txt", "-o", "measured.yaml", "--json")
     assert result.exit_code == 0, result.output
