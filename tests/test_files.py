@@ -80,11 +80,12 @@ def tampered(tmp_path, header=None, **tensors):
         ({"ranks": None}, "ranks is missing"),
         ({"ranks": np.zeros(4, np.int32)}, "ranks contradicts parents"),
         ({"attention_mask": np.zeros((4, 1), np.uint8)}, "attention_mask contradicts parents"),
-        ({"position_ids": np.arange(4)}, "position_ids contradicts parents"),
+        ({"position_ids": np.arange(4)}, r"position_ids is I64 \[4\], expected I32 \[4\]"),
         ({"header": {"format": "sequoia-plan-tree", "version": 2, "plan": {}}}, "tree file version 2, expected 1; solve again"),
         ({"header": {"format": "sequoia-plan-draft", "version": 1}}, "not a tree file"),
         ({"header": []}, "not a tree file"),
-        ({"header": {"format": "sequoia-plan-tree", "version": 1, "plan": 3}}, "without its parents or plan"),
+        ({"header": {"format": "sequoia-plan-tree", "version": 1, "plan": 3}}, "plan: found 3, expected a mapping"),
+        ({"header": {"format": "sequoia-plan-tree", "version": 1}}, "without its plan"),
     ],
 )
 def test_tree_file_refuses_contradictions(tmp_path, change, message):
