@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sequoia_plan.artifacts.errors import SequoiaPlanError
-from sequoia_plan.artifacts.facts import check_facts, is_count, is_number
+from sequoia_plan.artifacts.facts import DEEPEST, check_facts, is_count, is_number
 from sequoia_plan.artifacts.files import read_bytes, write_atomically
 
 FORMAT, VERSION = "sequoia-plan-profile", 1
@@ -120,8 +120,7 @@ class Profile:
         import yaml
 
         try:
-            if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(data, Loader=yaml.SafeLoader)):
-                raise SequoiaPlanError(f"{name}: holds a YAML alias (*name); write the value itself")  # aliases can grow without end
+            _check_layout(data, name)
             document = yaml.safe_load(data)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             where = f" at line {error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""  # type: ignore[union-attr]
@@ -154,6 +153,20 @@ class Profile:
             latency=latency,
             **{name: document[name] for name in ("settings", "models", "hardware") if document.get(name) is not None},
         )
+
+
+def _check_layout(data: bytes, name: str) -> None:
+    """Refuse YAML that takes ages or grows without end when loaded, while it is only being scanned: nesting and aliases."""
+    import yaml
+
+    nested = 0
+    for token in yaml.scan(data, Loader=yaml.SafeLoader):
+        nested += type(token).__name__.endswith(("SequenceStartToken", "MappingStartToken"))
+        nested -= isinstance(token, (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken))
+        if nested > 2 * DEEPEST:
+            raise SequoiaPlanError(f"{name}: not a profile (nested deeper than {2 * DEEPEST} levels)")
+        if isinstance(token, yaml.AliasToken):
+            raise SequoiaPlanError(f"{name}: holds the YAML alias *{token.value}; write the value itself")
 
 
 def check_acceptance(vector: Any, name: str) -> None:
