@@ -31,7 +31,8 @@ def write_atomically(path: str | Path, data: bytes) -> None:
     except OSError as error:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
-        raise SequoiaPlanError(f"{path}: cannot be written ({error.strerror}); name a folder that exists and is writable") from error
+        problem = error.strerror or error
+        raise SequoiaPlanError(f"{path}: cannot be written ({problem}); name a folder that exists and is writable, with room for {len(data)} bytes") from error
 
 
 def read_bytes(path: str | Path, what: str, limit: int = 1 << 26) -> bytes:
@@ -42,9 +43,12 @@ def read_bytes(path: str | Path, what: str, limit: int = 1 << 26) -> bytes:
     """
     try:
         with open(path, "rb") as file:
-            data = file.read(limit + 1)
+            parts, left = [], limit
+            while left >= 0 and (part := file.read(1 << 20)):
+                parts.append(part)
+                left -= len(part)
     except OSError as error:
         raise SequoiaPlanError(f"{path}: cannot be read ({error.strerror}); expected {what}") from error
-    if len(data) > limit:
+    if left < 0:
         raise SequoiaPlanError(f"{path}: larger than {limit} bytes; expected {what}")
-    return data
+    return b"".join(parts)

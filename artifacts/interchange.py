@@ -164,8 +164,12 @@ def from_growmap(document: Any) -> TokenTree:
     if not isinstance(document, Mapping) or any(key not in document for key in GROWMAP_KEYS):
         raise SequoiaPlanError(f"growmap: expected the keys {', '.join(GROWMAP_KEYS)}")
     successors = document["Successors"]
-    if not isinstance(successors, list) or not all(isinstance(below, list) and all(_is_index(child) for child in below) for below in successors):
-        raise SequoiaPlanError("growmap: Successors must be a list of lists of node numbers")
+    if (
+        not isinstance(successors, list)
+        or not successors
+        or not all(isinstance(below, list) and all(_is_index(child) for child in below) for below in successors)
+    ):
+        raise SequoiaPlanError("growmap: Successors must be a non-empty list of lists of node numbers")
     _check_size(len(successors))
     if [child for below in successors for child in below] != list(range(1, len(successors))):
         raise SequoiaPlanError("growmap: Successors must name the nodes 1, 2, ... once and in order (breadth-first, siblings adjacent)")
