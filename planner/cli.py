@@ -162,7 +162,7 @@ def solve(
 @click.option("--plot", type=click.Path(), help="Draw the tree into a .png or .svg file.")
 @_json_option
 def show(tree_file: str, plot: str | None, as_json: bool) -> None:
-    """Show a compiled tree (default: tree.safetensors)."""
+    """Show a compiled tree: a file (default: tree.safetensors) or a name of the catalog."""
     from sequoia_plan.artifacts import load_tree
     from sequoia_plan.planner import draw
 
@@ -176,6 +176,41 @@ def show(tree_file: str, plot: str | None, as_json: bool) -> None:
     draw.summarise(tree)
     if plot:
         click.echo(f"wrote {plot}")
+
+
+@main.command("export")
+@click.argument("tree_file", metavar="TREE", type=click.Path())
+@click.option("--format", "form", type=click.Choice(["medusa", "nxd", "growmap", "dot"]), required=True, help="Of the other engine; dot is Graphviz.")
+@click.option("-o", "--output", type=click.Path(), required=True, help="A growmap is saved by torch, or as JSON if the name ends in .json.")
+@_json_option
+def export_command(tree_file: str, form: str, output: str, as_json: bool) -> None:
+    """Write TREE (a file or a name of the catalog) for another engine."""
+    from sequoia_plan.artifacts import load_tree
+    from sequoia_plan.artifacts.interchange import export_tree
+
+    tree = load_tree(tree_file)
+    export_tree(tree, output, form)
+    if as_json:
+        _print_json({"output": output, "format": form, "size": tree.size, "depth": tree.depth})
+        return
+    click.echo(f"wrote {output}: {tree.size} nodes as {form}")
+
+
+@main.command("import")
+@click.argument("file", metavar="FILE", type=click.Path())
+@click.option("-o", "--output", type=click.Path(), default="tree.safetensors", show_default=True)
+@_json_option
+def import_command(file: str, output: str, as_json: bool) -> None:
+    """Read a tree of another engine: Medusa choices, an NxD token tree, a growmap. The content tells which."""
+    from sequoia_plan.artifacts import save_tree
+    from sequoia_plan.artifacts.interchange import import_tree
+
+    tree = import_tree(file)
+    save_tree(tree, output)
+    if as_json:
+        _print_json({"output": output, "size": tree.size, "depth": tree.depth, "branching": tree.branching, "parents": tree.parents.tolist()})
+        return
+    click.echo(f"wrote {output}: {tree.size} nodes, depth {tree.depth}, level widths {' '.join(map(str, tree.level_widths))}")
 
 
 @main.command()

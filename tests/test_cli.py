@@ -92,6 +92,14 @@ def test_show(run, tmp_path):
         (("solve", "-o", "missing/t.safetensors"), 1, ["missing/t.safetensors", "cannot be written"]),
         (("show", "nothing"), 1, ["nothing", "No such file"]),
         (("show", "profile.yaml"), 1, ["profile.yaml", "not a tree file"]),
+        (("show", "llama3"), 1, ["llama3", "No such file", "a tree of the catalog: ", "llama3-70b-8b-cnn-768x18"]),
+        (("export", "nothing", "--format", "nxd", "-o", "n.json"), 1, ["nothing", "No such file"]),
+        (("export", "tree.safetensors", "--format", "onnx", "-o", "n.json"), 2, ["--format", "onnx", "medusa"]),
+        (("export", "tree.safetensors", "--format", "nxd"), 2, ["--output"]),
+        (("export", "tree.safetensors", "--format", "nxd", "-o", "missing/n.json"), 1, ["missing/n.json", "cannot be written"]),
+        (("import", "nothing"), 1, ["nothing", "No such file", "expected Medusa choices"]),
+        (("import", "profile.yaml"), 1, ["profile.yaml", "neither JSON nor a file saved by torch"]),
+        (("import", "tree.safetensors"), 1, ["tree.safetensors", "this is a safetensors file; if it is a tree, it needs no import"]),
         (("generate", "--tree", "nothing"), 1, ["nothing", "No such file"]),
         (("generate", "--temperature", "-1"), 2, ["temperature: found -1.0"]),
         (("generate", "--top-p", "2"), 2, ["top_p: found 2.0"]),
@@ -134,6 +142,17 @@ def test_truncated_foreign_and_future_tree_files(run, tmp_path):
     one_line(run("show", "cut"), 1, "cut", "damaged", "solve again")
     one_line(run("show", "future"), 1, "future", "version 7, expected 1")
     one_line(run("show", "foreign"), 1, "foreign", "not a tree file")
+
+
+def test_export_and_import(run, tmp_path):
+    for form, name in (("medusa", "m.json"), ("nxd", "n.json"), ("growmap", "g.json"), ("growmap", "g.pt")):
+        assert run("export", "tree.safetensors", "--format", form, "-o", name).stdout == f"wrote {name}: 4 nodes as {form}\n"
+        answer = json.loads(run("import", name, "-o", "back.safetensors", "--json").stdout)
+        assert answer == {"output": "back.safetensors", "size": 4, "depth": 3, "branching": 2, "parents": [-1, 0, 0, 1]}
+        assert load_tree("back.safetensors") == load_tree("tree.safetensors")
+        assert run("show", "back.safetensors").exit_code == 0
+    assert run("import", "n.json", "-o", "t").stdout == "wrote t: 4 nodes, depth 3, level widths 1 2 1\n"
+    assert json.loads(run("export", "sequoia-example-64x6", "--format", "dot", "-o", "t.dot", "--json").stdout)["size"] == 64
 
 
 def test_bad_prompts_file(run, tmp_path):
