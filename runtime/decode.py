@@ -14,7 +14,7 @@ from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime.forward import CachedModel, TreeMask
 from sequoia_plan.runtime.grow import Growth, Level, grow
 from sequoia_plan.runtime.sampling import Sampling
-from sequoia_plan.runtime.verify import Accepted, TreeIndex, greedy, sequoia
+from sequoia_plan.runtime.verify import Accepted, TreeIndex, greedy, verify
 
 EXTENT_STEP = 64
 """Attention looks at a multiple of this many slots: few shapes, little waste."""
@@ -179,9 +179,9 @@ class SequoiaDecoder:
         logits = self.target(growth.tokens, self.length + self.offsets[1:], self.length + self.nodes, mask[1:])
         if sampling.greedy:
             return greedy(logits.argmax(-1), growth.tokens, self.index)
-        uniforms = torch.rand(growth.drawn.numel() + 1, dtype=torch.float64, device=self.device, generator=self.generator)
+        uniforms = torch.rand(2, dtype=torch.float64, device=self.device, generator=self.generator)
         covered = self.draft.covered if self.draft else None
-        return sequoia(sampling.target(logits), growth.laws, growth.drawn, self.index, uniforms, covered)
+        return verify(sampling.rule, lambda nodes: sampling.target(logits[nodes]), growth.laws, growth.drawn, self.index, uniforms, covered)
 
     def keep(self, accepted: Accepted, growth: Growth) -> Tensor:
         """Commit the accepted path: KV rows, tokens, length."""
