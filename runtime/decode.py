@@ -96,6 +96,8 @@ class SequoiaDecoder:
         seed: int | None = None,
         eos_token_id: int | Iterable[int] | None = None,
         streamer: Any = None,
+        *,
+        sampling: Sampling | None = None,
     ) -> Generation:
         """Generate after `input_ids` (int64 [n] or [1, n]).
 
@@ -105,6 +107,7 @@ class SequoiaDecoder:
             seed: makes sampling repeatable; None draws one.
             eos_token_id: ends the generation; None takes the target's generation config.
             streamer: anything with transformers' `put(tokens)` and `end()`.
+            sampling: every sampling setting at once, in place of `temperature` and `top_p`.
 
         Raises:
             SequoiaPlanError: if the prompt is empty or does not fit the model's context, or a setting is impossible.
@@ -114,7 +117,7 @@ class SequoiaDecoder:
         eos = _eos(self.target.model if eos_token_id is None else eos_token_id)
         new: list[int] = []
         steps, reason = 0, ""
-        for step in self.steps(prompt, max_new_tokens, Sampling(temperature, top_p), seed):
+        for step in self.steps(prompt, max_new_tokens, sampling or Sampling(temperature, top_p), seed):
             steps += 1
             added = step.tokens[: max_new_tokens - len(new)]
             end = next((i + 1 for i, token in enumerate(added) if token in eos), None)

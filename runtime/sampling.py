@@ -74,6 +74,10 @@ class Sampling:
     verifier: str = DEFAULT
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "draft_temperature"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or (not isinstance(value, (int, float)) and (name, value) != ("draft_temperature", None)):
+                raise ArgumentError(f"{name}: found {value!r:.60}, expected a number")
         if not 0 <= self.temperature < float("inf"):
             raise ArgumentError(f"temperature: found {self.temperature}, expected 0 (greedy) or more")
         if not 0 < self.top_p <= 1:

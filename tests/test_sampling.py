@@ -141,6 +141,8 @@ def test_the_drafts_temperature_is_its_own():
     [
         ({"temperature": -1.0}, "temperature: found -1.0"),
         ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": "warm"}, "temperature: found 'warm', expected a number"),
+        ({"min_p": None}, "min_p: found None"),
         ({"top_p": 0.0}, "top_p: found 0.0"),
         ({"top_p": 1.1}, "top_p"),
         ({"top_k": -1}, "top_k: found -1"),
