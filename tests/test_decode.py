@@ -56,9 +56,9 @@ def test_joint_law_with_a_draft_that_covers_part_of_the_vocabulary():
     assert p_value(*first_tokens(RUNS // 5, covered=[0, 2, 3, 5, 7])) > 1e-3
 
 
-@pytest.mark.parametrize("verifier", ["traversal", "specinfer", "spectr", "topk"])
-def test_joint_law_with_other_verifiers(verifier):
-    assert p_value(*first_tokens(RUNS // 5, verifier=verifier)) > 1e-3
+@pytest.mark.parametrize(("verifier", "runs"), [("traversal", RUNS // 5), ("specinfer", RUNS // 20), ("spectr", RUNS // 20), ("topk", RUNS // 20)])
+def test_joint_law_with_other_verifiers(verifier, runs):
+    assert p_value(*first_tokens(runs, verifier=verifier)) > 1e-3
 
 
 @pytest.mark.parametrize("verifier", ["sequoia", "traversal"])
