@@ -93,11 +93,11 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--quick", action="store_true", help="two prompts x 16 tokens, one temperature, a typical acceptance vector")
+    parser.add_argument("--quick", action="store_true", help="two prompts x 8 tokens, one temperature, a typical acceptance vector")
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
     if options.quick:
-        options.prompts, options.tokens = 2, 16
+        options.prompts, options.tokens = 2, 8
     settings = SETTINGS[1:2] if options.quick else SETTINGS
     pair = load_pair(dtype=options.dtype)
     prompts = [encode(pair.tokenizer, text) for text in built_in(held_out=True)[: options.prompts]]
