@@ -43,7 +43,7 @@ class Profile:
         acceptance: p[1..B], p[k] = probability that of an accepted node's children the one of rank k is accepted.
         trials: how many accepted nodes were observed; 0 if the vector was not measured.
         latency: None if only acceptance is known.
-        settings: temperature, top_p, verifier: what acceptance was measured under.
+        settings: temperature, filters, verifier: what acceptance was measured under.
         models: target and draft, each with a name, a digest or revision, and the dtype.
         hardware: the machine's fingerprint.
     """

@@ -14,7 +14,7 @@ from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime.forward import CachedModel, TreeMask
 from sequoia_plan.runtime.grow import Growth, Level, grow
 from sequoia_plan.runtime.sampling import Sampling
-from sequoia_plan.runtime.verify import Accepted, TreeIndex, greedy, sequoia
+from sequoia_plan.runtime.verify import Accepted, TreeIndex, greedy, verify
 
 EXTENT_STEP = 64
 """Attention looks at a multiple of this many slots: few shapes, little waste."""
@@ -96,6 +96,8 @@ class SequoiaDecoder:
         seed: int | None = None,
         eos_token_id: int | Iterable[int] | None = None,
         streamer: Any = None,
+        *,
+        sampling: Sampling | None = None,
     ) -> Generation:
         """Generate after `input_ids` (int64 [n] or [1, n]).
 
@@ -105,6 +107,7 @@ class SequoiaDecoder:
             seed: makes sampling repeatable; None draws one.
             eos_token_id: ends the generation; None takes the target's generation config.
             streamer: anything with transformers' `put(tokens)` and `end()`.
+            sampling: every sampling setting at once, in place of `temperature` and `top_p`.
 
         Raises:
             SequoiaPlanError: if the prompt is empty or does not fit the model's context, or a setting is impossible.
@@ -114,7 +117,7 @@ class SequoiaDecoder:
         eos = _eos(self.target.model if eos_token_id is None else eos_token_id)
         new: list[int] = []
         steps, reason = 0, ""
-        for step in self.steps(prompt, max_new_tokens, Sampling(temperature, top_p), seed):
+        for step in self.steps(prompt, max_new_tokens, sampling or Sampling(temperature, top_p), seed):
             steps += 1
             added = step.tokens[: max_new_tokens - len(new)]
             end = next((i + 1 for i, token in enumerate(added) if token in eos), None)
@@ -179,9 +182,9 @@ class SequoiaDecoder:
         logits = self.target(growth.tokens, self.length + self.offsets[1:], self.length + self.nodes, mask[1:])
         if sampling.greedy:
             return greedy(logits.argmax(-1), growth.tokens, self.index)
-        uniforms = torch.rand(growth.drawn.numel() + 1, dtype=torch.float64, device=self.device, generator=self.generator)
+        uniforms = torch.rand(2, dtype=torch.float64, device=self.device, generator=self.generator)
         covered = self.draft.covered if self.draft else None
-        return sequoia(sampling.target(logits), growth.laws, growth.drawn, self.index, uniforms, covered)
+        return verify(sampling.rule, lambda nodes: sampling.target(logits[nodes]), growth.laws, growth.drawn, self.index, uniforms, covered)
 
     def keep(self, accepted: Accepted, growth: Growth) -> Tensor:
         """Commit the accepted path: KV rows, tokens, length."""

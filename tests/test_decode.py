@@ -15,6 +15,7 @@ from toys import ToyModel, run_decoder
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, decode
+from sequoia_plan.runtime.verify import VERIFIERS
 
 PROMPT = [3, 1, 4]
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
@@ -55,9 +56,15 @@ def test_joint_law_with_a_draft_that_covers_part_of_the_vocabulary():
     assert p_value(*first_tokens(RUNS // 5, covered=[0, 2, 3, 5, 7])) > 1e-3
 
 
-def test_a_decoder_without_the_residual_step_fails():
+@pytest.mark.parametrize(("verifier", "runs"), [("traversal", RUNS // 5), ("specinfer", RUNS // 20), ("spectr", RUNS // 20), ("topk", RUNS // 20)])
+def test_joint_law_with_other_verifiers(verifier, runs):
+    assert p_value(*first_tokens(runs, verifier=verifier)) > 1e-3
+
+
+@pytest.mark.parametrize("verifier", ["sequoia", "traversal"])
+def test_a_decoder_without_the_residual_step_fails(verifier):
     """Negative control for the joint law: rejected probability is not moved to the residual."""
-    assert p_value(*first_tokens(RUNS // 5, broken=True)) < 1e-9
+    assert p_value(*first_tokens(RUNS // 5, broken=True, verifier=verifier)) < 1e-9
 
 
 def greedy_tokens(target, count):
@@ -185,5 +192,6 @@ def test_steps_have_fixed_shapes_and_read_back_once(monkeypatch):
         for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__"):
             patch.setattr(torch.Tensor, name, forbidden)
         with torch.inference_mode():
-            outputs = [decoder.step(64, s) for s in (sampling, sampling, replace(sampling, temperature=0.0))]
+            settings = [replace(sampling, verifier=name, top_p=0.9, top_k=5, min_p=0.01) for name in VERIFIERS]
+            outputs = [decoder.step(64, s) for s in (sampling, sampling, *settings, replace(sampling, temperature=0.0))]
     assert {tuple(o.shape) for o in outputs} == {(1 + 2 * TREE.depth,)}

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.runtime import SequoiaDecoder, verify
+from sequoia_plan.runtime import Sampling, SequoiaDecoder
+from sequoia_plan.runtime.verify import Verdict
 
 
 class ToyModel(torch.nn.Module):
@@ -70,19 +71,21 @@ class ToyModel(torch.nn.Module):
         return law.reshape(-1)
 
 
-def run_decoder(prompt, parents, seeds, covered=None, broken=False, length=3):
+def run_decoder(prompt, parents, seeds, covered=None, broken=False, length=3, verifier="sequoia"):
     """int64 [seeds, length]: the first tokens of one run for each seed; `broken` leaves the residual step out."""
     torch.set_num_threads(1)
-    judge = verify.judge
-
-    def no_residual(target, draft, drawn, index, covered=None):
-        accept, _, outside = judge(target, draft, drawn, index, covered)
-        return accept, target[index.inner], torch.ones_like(outside)
-
-    target = ToyModel(0)
+    target, law = ToyModel(0), Verdict.bonus_law
     decoder = SequoiaDecoder(target, ToyModel(1, base=target, noise=0.7, covered=covered), TokenTree(np.array(parents)))
+    sampling = Sampling(1.0, verifier=verifier)
+
+    def first(seed):
+        with torch.inference_mode():
+            steps = decoder.steps(torch.tensor(prompt), length, sampling, seed)
+            return list(itertools.chain.from_iterable(step.tokens for step in steps))[:length]
+
     try:
-        verify.judge = no_residual if broken else judge
-        return np.array([decoder.generate(prompt, length, 1.0, seed=seed).sequences[0, -length:].tolist() for seed in seeds])
+        if broken:
+            Verdict.bonus_law = lambda verdict, end, target, index, covered=None: target(end)
+        return np.array([first(seed) for seed in seeds])
     finally:
-        verify.judge = judge
+        Verdict.bonus_law = law
