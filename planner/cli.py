@@ -221,7 +221,7 @@ def generate(
     from sequoia_plan.runtime import SequoiaDecoder
 
     decoder = SequoiaDecoder(pair.target, pair.draft, tree)
-    streamer = None if as_json else TextStreamer(pair.tokenizer, skip_special_tokens=True)
+    streamer = None if as_json else TextStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True)
     result = decoder.generate(encode(pair.tokenizer, text), max_new_tokens, temperature, top_p, seed, pair.tokenizer.eos_token_id, streamer)
     tokens = result.sequences[0, -result.new_tokens :].tolist()
     if as_json:

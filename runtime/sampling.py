@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,15 @@ class Sampling:
             raise ArgumentError(f"temperature: found {self.temperature}, expected 0 (greedy) or more")
         if not 0 < self.top_p <= 1:
             raise ArgumentError(f"top_p: found {self.top_p}, expected more than 0 and at most 1")
+
+    @classmethod
+    def from_generation_config(cls, config: Any) -> Sampling:
+        """The same sampling as transformers would do with `config` (a GenerationConfig)."""
+        if not config.do_sample:
+            return cls(0.0)
+        if config.top_k:
+            raise ArgumentError(f"top_k: found {config.top_k}, expected 0")
+        return cls(1.0 if config.temperature is None else config.temperature, 1.0 if config.top_p is None else config.top_p)
 
     @property
     def greedy(self) -> bool:

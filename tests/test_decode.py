@@ -118,7 +118,7 @@ def test_full_context_ends_the_text_and_says_so():
     target = ToyModel(2, context=32)
     result = SequoiaDecoder(target, target, TokenTree.chain(4)).generate(PROMPT, 100)
     assert result.finish_reason == "context"
-    assert 24 < result.sequences.shape[1] <= 32
+    assert result.sequences.shape[1] == 32
     assert result.sequences[0].tolist() == greedy_tokens(target, 40)[: result.sequences.shape[1]]
 
 
@@ -128,7 +128,7 @@ def test_streamer_gets_every_token_once():
             self.tokens, self.ended = [], False
 
         def put(self, value):
-            self.tokens += value.tolist()
+            self.tokens += value.flatten().tolist()
 
         def end(self):
             self.ended = True
@@ -136,14 +136,14 @@ def test_streamer_gets_every_token_once():
     target, streamer = ToyModel(2), Streamer()
     result = SequoiaDecoder(target, target, TREE).generate(PROMPT, 17, streamer=streamer)
     assert streamer.ended
-    assert streamer.tokens == result.sequences[0, len(PROMPT) :].tolist()
+    assert streamer.tokens == result.sequences[0].tolist()  # the prompt too, as from transformers
 
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
         ([], "prompt: empty"),
-        (list(range(8)) * 8, "prompt: 64 tokens, expected at most 60"),
+        (list(range(8)) * 8, "prompt: 64 tokens, expected at most 63"),
         (torch.zeros(2, 3, dtype=torch.long), "a batch of 2, expected one sequence"),
     ],
 )
