@@ -171,11 +171,13 @@ class SequoiaDecoder:
             raise SequoiaPlanError(f"prompt: {prompt.numel()} tokens, expected at most {self.context - 1} (the model's context less one new token); shorten it")
         self.generator.manual_seed(shared_seed(self.target.model) if seed is None else seed)
         last = min(prompt.numel() + max_new_tokens, self.context)
+        models = [model for model in (self.target, self.draft) if model]
+        for model in models:
+            model.reset(self.extent(last))
         self.tokens = torch.zeros(last + self.tree.depth + 1, dtype=torch.long, device=self.device)
         self.tokens[: prompt.numel()] = prompt
         self.length = torch.tensor([prompt.numel() - 1], device=self.device)
-        for model in filter(None, (self.target, self.draft)):
-            model.reset(self.extent(last))
+        for model in models:
             model.prefill(prompt[:-1])
 
     def step(self, extent: int, sampling: Sampling) -> Tensor:

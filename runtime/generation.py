@@ -107,7 +107,7 @@ def stop_criteria(stop_strings: str | Sequence[str] | None, tokenizer: Any) -> l
     """transformers' own criterion for stop strings, which sees them wherever tokens split them.
 
     Raises:
-        ArgumentError: without a tokenizer, or for an empty string.
+        ArgumentError: without a tokenizer, for an empty string, or for one the tokenizer's tokens cannot spell.
     """
     if not stop_strings:
         return []
@@ -118,4 +118,7 @@ def stop_criteria(stop_strings: str | Sequence[str] | None, tokenizer: Any) -> l
         raise ArgumentError("stop_strings: found an empty string, expected text")
     from transformers.generation.stopping_criteria import StopStringCriteria
 
-    return [StopStringCriteria(tokenizer, strings)]
+    try:
+        return [StopStringCriteria(tokenizer, strings)]
+    except ValueError as error:  # a string that no tokens can spell
+        raise ArgumentError(f"stop_strings: {error}") from error

@@ -36,7 +36,6 @@ def sequoia(
     tree: TokenTree | None = None,
     text_streamer: Any = None,
     seed: int | None = None,
-    attention_mask: Tensor | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """For `custom_generate`: the target decodes with `tree` and `draft`; everything else comes from the generation config.
@@ -67,7 +66,7 @@ def sequoia(
         eos_token_id=() if config.eos_token_id is None else config.eos_token_id,
         streamer=text_streamer,
         sampling=Sampling.from_generation_config(config),
-        attention_mask=attention_mask,
+        attention_mask=model_kwargs.get("attention_mask"),  # named, transformers would pass it twice
         stopping_criteria=criteria,
     )
     return GenerateDecoderOnlyOutput(sequences=result.sequences) if config.return_dict_in_generate else result.sequences

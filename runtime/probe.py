@@ -48,9 +48,12 @@ def probe(model: Any) -> Layout:
         raise SequoiaPlanError(f"{kind}: cannot decode with a token tree, it takes no position_ids (ALiBi or a recurrence orders its tokens)")
     trial = CachedModel(model)  # says itself what it cannot describe
     try:
-        error = _error(trial)
+        with torch.compiler.set_stance("force_eager"):  # these shapes never come again
+            error = _error(trial)
     except Exception as failure:  # whatever foreign code does with a mask it does not expect
         raise SequoiaPlanError(f"{kind}: cannot decode with a token tree, reading one fails ({type(failure).__name__}: {_short(failure)})") from failure
+    if error != error:
+        raise SequoiaPlanError(f"{kind}: its logits are not finite; the weights are damaged or the dtype overflows")
     bound = torch.finfo(model.dtype).eps ** 0.5
     if not error < bound:
         raise SequoiaPlanError(
@@ -88,7 +91,9 @@ def _error(trial: CachedModel) -> float:
 
 
 def _relative(ours: Tensor, theirs: Tensor) -> Tensor:
-    ours, theirs = (x.double() - x.double().mean() for x in (ours, theirs))
+    forbidden = theirs.isneginf() & ours.isneginf()
+    ours, theirs = (x[~forbidden].double() for x in (ours, theirs))
+    ours, theirs = ours - ours.mean(), theirs - theirs.mean()
     return (ours - theirs).norm() / theirs.norm().clamp(min=torch.finfo(torch.float64).tiny)
 
 
