@@ -275,7 +275,7 @@ def generate(
     from sequoia_plan.runtime import SequoiaDecoder
 
     decoder = SequoiaDecoder(pair.target, pair.draft, tree)
-    streamer = None if as_json else TextStreamer(pair.tokenizer, skip_special_tokens=True)
+    streamer = None if as_json else TextStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True)
     result = decoder.generate(
         encode(pair.tokenizer, text), max_new_tokens, seed=seed, eos_token_id=pair.tokenizer.eos_token_id, streamer=streamer, sampling=sampling
     )

@@ -35,7 +35,7 @@ class ToyModel(torch.nn.Module):
             self.by_past = base.by_past + noise * 0.3 * table(vocabulary, vocabulary)
         if covered is not None:
             self.covered_tokens = torch.tensor(covered)
-        self.config = SimpleNamespace(num_hidden_layers=1, max_position_embeddings=context)
+        self.config = SimpleNamespace(num_hidden_layers=1, max_position_embeddings=context, vocab_size=vocabulary)
         self.generation_config = None
         self.vocabulary = vocabulary
         self.eye = torch.eye(vocabulary)
@@ -45,14 +45,20 @@ class ToyModel(torch.nn.Module):
         covered = getattr(self, "covered_tokens", None)
         return SimpleNamespace(out_features=self.vocabulary if covered is None else covered.numel())
 
-    def forward(self, input_ids, position_ids, attention_mask, past_key_values, use_cache, logits_to_keep):
+    def forward(self, input_ids, position_ids=None, attention_mask=None, past_key_values=None, use_cache=None, logits_to_keep=0):
+        if past_key_values is None:  # whole sequences, as transformers takes them: [batch, n]
+            past = self.eye[input_ids].cumsum(1)
+            logits = self.by_token[input_ids] + self.by_position[torch.arange(input_ids.shape[1]) % 3] + past @ self.by_past
+            return SimpleNamespace(logits=self._covered(logits))
         keys, values = (self.eye[input_ids][None] for _ in range(2))
         _, past = past_key_values.layers[0].update(keys, values)
         visible = (attention_mask[0, 0] == 0).float()
         logits = self.by_token[input_ids[0]] + self.by_position[position_ids[0] % 3] + (visible @ past[0, 0]) @ self.by_past
+        return SimpleNamespace(logits=self._covered(logits)[None, -logits_to_keep:])
+
+    def _covered(self, logits):
         covered = getattr(self, "covered_tokens", None)
-        logits = logits if covered is None else logits[:, covered]
-        return SimpleNamespace(logits=logits[None, -logits_to_keep:])
+        return logits if covered is None else logits[..., covered]
 
     def law(self, tokens, temperature):
         """float64 [vocabulary]: the next token's law after `tokens`, without any cache."""
