@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import math
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sequoia_plan.artifacts.errors import SequoiaPlanError
+from sequoia_plan.artifacts.facts import DEEPEST, check_facts, is_count, is_number
 from sequoia_plan.artifacts.files import read_bytes, write_atomically
 
 FORMAT, VERSION = "sequoia-plan-profile", 1
+LARGEST_FILE = 1 << 18
+"""Bytes; a measured profile has two or three thousand."""
 SUM_TOLERANCE = 1e-6
 
 
@@ -40,7 +43,7 @@ class Profile:
         acceptance: p[1..B], p[k] = probability that of an accepted node's children the one of rank k is accepted.
         trials: how many accepted nodes were observed; 0 if the vector was not measured.
         latency: None if only acceptance is known.
-        settings: temperature, top_p, verifier: what acceptance was measured under.
+        settings: temperature, filters, verifier: what acceptance was measured under.
         models: target and draft, each with a name, a digest or revision, and the dtype.
         hardware: the machine's fingerprint.
     """
@@ -54,16 +57,27 @@ class Profile:
 
     def __post_init__(self) -> None:
         check_acceptance(self.acceptance, "acceptance.vector")
-        if isinstance(self.trials, bool) or not isinstance(self.trials, int) or self.trials < 0:
-            raise SequoiaPlanError(f"acceptance.trials: found {self.trials!r}, expected a count")
+        if not is_count(self.trials):
+            raise SequoiaPlanError(f"acceptance.trials: found {self.trials!r:.60}, expected a whole number >= 0")
+        for name in ("settings", "models", "hardware"):
+            facts = getattr(self, name)
+            if not isinstance(facts, Mapping):
+                raise SequoiaPlanError(f"{name}: found {facts!r:.60}, expected a mapping")
+            check_facts(facts, name)
         if self.latency:
             _check_curve(self.latency.target, "latency.target")
             _check_curve(self.latency.draft, "latency.draft")
             if 1 not in self.latency.target:
                 raise SequoiaPlanError("latency.target: no measurement at 1 token, the plain decoding that speed-ups are relative to")
-            overhead = self.latency.overhead
-            if isinstance(overhead, bool) or not isinstance(overhead, (int, float)) or not 0 <= overhead < math.inf:
-                raise SequoiaPlanError(f"latency.overhead: found {overhead!r}, expected seconds >= 0")
+            if not is_number(self.latency.overhead) or self.latency.overhead < 0:
+                raise SequoiaPlanError(f"latency.overhead: found {self.latency.overhead!r:.60}, expected seconds >= 0")
+            if not is_count(self.latency.context):
+                raise SequoiaPlanError(f"latency.context: found {self.latency.context!r:.60}, expected a whole number of tokens >= 0")
+
+    @property
+    def sha256(self) -> str:
+        """Of the profile as `save` writes it: comments and layout do not count."""
+        return hashlib.sha256(self.to_yaml().encode()).hexdigest()
 
     def save(self, path: str | Path) -> None:
         """Write as YAML, atomically; same profile, same bytes."""
@@ -88,7 +102,8 @@ class Profile:
                 "target": dict(self.latency.target),
                 "draft": dict(self.latency.draft),
             }
-        return yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=100)
+        dumper = type("Dumper", (yaml.SafeDumper,), {"ignore_aliases": lambda *_: True})  # equal content, equal text
+        return yaml.dump(document, Dumper=dumper, sort_keys=False, default_flow_style=None, width=100)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -97,22 +112,27 @@ class Profile:
         Raises:
             SequoiaPlanError: if the file is missing, not a profile, of another version, or holds impossible numbers.
         """
+        return cls.from_bytes(read_bytes(path, "a profile written by sequoia-plan profile", LARGEST_FILE), str(path))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, name: str) -> Profile:
+        """The profile in a file's content; `name` says which file in errors. Raises as `load` does."""
         import yaml
 
-        text = read_bytes(path, "a profile written by sequoia-plan profile")
         try:
-            document = yaml.safe_load(text)
-        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+            _check_layout(data, name)
+            document = yaml.safe_load(data)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             where = f" at line {error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""  # type: ignore[union-attr]
-            raise SequoiaPlanError(f"{path}: not YAML{where}; expected a profile written by sequoia-plan profile") from error
+            raise SequoiaPlanError(f"{name}: not YAML{where}; expected a profile written by sequoia-plan profile") from error
         if not isinstance(document, dict) or document.get("format") != FORMAT:
-            raise SequoiaPlanError(f"{path}: not a profile (expected `format: {FORMAT}`)")
-        if document.get("version") != VERSION:
-            raise SequoiaPlanError(f"{path}: profile version {document.get('version')!r}, expected {VERSION}; profile again with this sequoia-plan")
+            raise SequoiaPlanError(f"{name}: not a profile (expected `format: {FORMAT}`)")
+        if document.get("version") != VERSION or isinstance(document["version"], bool):
+            raise SequoiaPlanError(f"{name}: profile version {document.get('version')!r:.60}, expected {VERSION}; profile again with this sequoia-plan")
         try:
             return cls._from_document(document)
         except SequoiaPlanError as error:
-            raise SequoiaPlanError(f"{path}: {error}") from error
+            raise SequoiaPlanError(f"{name}: {error}") from error
 
     @classmethod
     def _from_document(cls, document: dict[str, Any]) -> Profile:
@@ -131,10 +151,22 @@ class Profile:
             acceptance=tuple(vector) if isinstance(vector, list) else vector,  # type: ignore[arg-type]
             trials=acceptance.get("trials", 0),
             latency=latency,
-            settings=document.get("settings") or {},
-            models=document.get("models") or {},
-            hardware=document.get("hardware") or {},
+            **{name: document[name] for name in ("settings", "models", "hardware") if document.get(name) is not None},
         )
+
+
+def _check_layout(data: bytes, name: str) -> None:
+    """Refuse YAML that takes ages or grows without end when loaded, while it is only being scanned: nesting and aliases."""
+    import yaml
+
+    nested = 0
+    for token in yaml.scan(data, Loader=yaml.SafeLoader):
+        nested += type(token).__name__.endswith(("SequenceStartToken", "MappingStartToken"))
+        nested -= isinstance(token, (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken))
+        if nested > 2 * DEEPEST:
+            raise SequoiaPlanError(f"{name}: not a profile (nested deeper than {2 * DEEPEST} levels)")
+        if isinstance(token, yaml.AliasToken):
+            raise SequoiaPlanError(f"{name}: holds the YAML alias *{token.value}; write the value itself")
 
 
 def check_acceptance(vector: Any, name: str) -> None:
@@ -146,7 +178,7 @@ def check_acceptance(vector: Any, name: str) -> None:
     if not isinstance(vector, (list, tuple)) or not vector:
         raise SequoiaPlanError(f"{name}: found {vector!r:.60}, expected a non-empty list of probabilities p[1], p[2], ...")
     for rank, p in enumerate(vector, 1):
-        if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p <= 1:
+        if not is_number(p) or not 0 <= p <= 1:
             raise SequoiaPlanError(f"{name}: p[{rank}] is {p!r:.60}, expected a probability from 0 to 1")
     if sum(vector) > 1 + SUM_TOLERANCE:
         raise SequoiaPlanError(f"{name}: sums to {sum(vector):.6g}, expected at most 1 (at most one child is accepted)")
@@ -156,10 +188,10 @@ def _check_curve(curve: Any, name: str) -> None:
     if not curve:
         raise SequoiaPlanError(f"{name}: empty, expected tokens: seconds")
     for tokens, seconds in curve.items():
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
-            raise SequoiaPlanError(f"{name}: found {tokens!r} tokens, expected a count >= 1")
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
-            raise SequoiaPlanError(f"{name}[{tokens}]: found {seconds!r}, expected seconds > 0")
+        if not is_count(tokens, 1):
+            raise SequoiaPlanError(f"{name}: found {tokens!r:.60} tokens, expected a count >= 1")
+        if not is_number(seconds) or seconds <= 0:
+            raise SequoiaPlanError(f"{name}[{tokens}]: found {seconds!r:.60}, expected seconds > 0")
 
 
 def _section(document: Mapping[str, Any], key: str, name: str | None = None) -> dict[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -35,18 +36,16 @@ class TokenTree:
         given = np.asarray(self.parents)
         if given.ndim != 1 or given.size == 0 or given.dtype.kind not in "iu":
             raise SequoiaPlanError(f"token tree: parents must be a non-empty list of integers, found {given.dtype} of shape {given.shape}")
-        parents = given.astype(np.int32)
-        if parents[0] != -1 or not np.array_equal(parents, given):
+        if given[0] != -1:
             raise SequoiaPlanError(f"token tree: parents[0] must be -1 (the root), found {given[0]}")
-        wrong = (parents[1:] < 0) | (parents[1:] >= np.arange(1, parents.size)) | (np.diff(parents) < 0)
+        wrong = (given[1:] < 0) | (given[1:] >= np.arange(1, given.size)) | (given[1:] < given[:-1])
         if wrong.any():
             node = int(np.flatnonzero(wrong)[0]) + 1
             raise SequoiaPlanError(
-                f"token tree: parents[{node}] is {parents[node]}, expected a node from {max(parents[node - 1], 0)} to {node - 1} "
+                f"token tree: parents[{node}] is {given[node]}, expected a node from {max(given[node - 1], 0)} to {node - 1} "
                 "(breadth-first order, siblings adjacent)"
             )
-        parents.flags.writeable = False
-        object.__setattr__(self, "parents", parents)
+        object.__setattr__(self, "parents", _frozen(given))
 
     @classmethod
     def from_parents(cls, parents: Iterable[int], plan: Mapping[str, Any] | None = None) -> TokenTree:
@@ -84,7 +83,7 @@ class TokenTree:
     @property
     def depth(self) -> int:
         """Levels, the root's included."""
-        return int(self.position_ids[-1]) + 1
+        return int(self.level_offsets.size) - 1
 
     @property
     def branching(self) -> int:
@@ -94,17 +93,15 @@ class TokenTree:
     @cached_property
     def position_ids(self) -> IntArray:
         """int32 [size]: how many positions a node lies after the root."""
-        offsets = np.zeros(self.size, np.int32)
-        start, stop = 0, 1
-        while stop < self.size:  # a level is the nodes whose parents lie in the level before
-            start, stop = stop, int(np.searchsorted(self.parents, stop))
-            offsets[start:stop] = offsets[start - 1] + 1
-        return _frozen(offsets)
+        return _frozen(np.repeat(np.arange(self.depth), self.level_widths))
 
     @cached_property
     def level_offsets(self) -> IntArray:
         """int32 [depth + 1]: level l is the nodes level_offsets[l] to level_offsets[l + 1]."""
-        return _frozen(np.searchsorted(self.position_ids, np.arange(self.depth + 1)))
+        offsets, first_child = [0, 1], self.first_child.tolist()
+        while offsets[-1] < self.size:  # a level ends where the children of the next level's first node begin
+            offsets.append(first_child[offsets[-1]])
+        return _frozen(np.array(offsets))
 
     @property
     def level_widths(self) -> IntArray:
@@ -132,8 +129,8 @@ class TokenTree:
     def attention_mask(self) -> NDArray[np.bool_]:
         """bool [size, size]: may node i attend to node j, that is, is j i itself or an ancestor. Lower-triangular."""
         mask = np.eye(self.size, dtype=bool)
-        for node in range(1, self.size):
-            mask[node] |= mask[self.parents[node]]
+        for start, stop in itertools.pairwise(self.level_offsets[1:].tolist()):
+            mask[start:stop] |= mask[self.parents[start:stop]]
         mask.flags.writeable = False
         return mask
 

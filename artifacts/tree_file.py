@@ -4,62 +4,96 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load as load_tensors
+from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save as save_tensors
 
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.files import read_bytes, write_atomically
+from sequoia_plan.artifacts.plan import check_plan
 from sequoia_plan.artifacts.tree import TokenTree
 
 FORMAT, VERSION = "sequoia-plan-tree", 1
 METADATA_KEY = "sequoia_plan"
 LARGEST_STORED_MASK = 4096
 """Trees of more nodes carry no mask (it grows with the square); readers derive it from the parents."""
+LARGEST_FILE = 1 << 28
+"""Bytes; a tree of ten million nodes."""
+CATALOG = Path(__file__).parent / "catalog"
 
 
 def save_tree(tree: TokenTree, path: str | Path) -> None:
     """Write `tree` and its plan to `path`. Same tree and plan, same bytes.
 
     Raises:
-        SequoiaPlanError: if the file cannot be written or the plan is not JSON.
+        SequoiaPlanError: if the file cannot be written or the plan holds what a plan cannot.
     """
-    header = {"format": FORMAT, "version": VERSION, "plan": dict(tree.plan)}
     try:
-        metadata = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise SequoiaPlanError(f"{path}: the tree's plan cannot be written as JSON ({error})") from error
-    write_atomically(path, save_tensors(_tensors(tree), {METADATA_KEY: metadata}))
+        data = to_bytes(tree)
+    except SequoiaPlanError as error:
+        raise SequoiaPlanError(f"{path}: {error}") from error
+    write_atomically(path, data)
 
 
 def load_tree(path: str | Path) -> TokenTree:
-    """Read and validate a tree file.
+    """Read and validate a tree file, or the tree of that name in the catalog (docs/catalog.md). A file that exists wins.
 
     Raises:
-        SequoiaPlanError: if the file is missing, truncated, of another format or version, or contradicts itself.
+        SequoiaPlanError: if there is no such file or name, or the file is truncated, of another format or version, or
+            contradicts itself.
     """
-    data = read_bytes(path, "a tree file written by sequoia-plan solve")
-    header = _header(path, data)
-    if header.get("version") != VERSION:
-        raise SequoiaPlanError(f"{path}: tree file version {header.get('version')!r}, expected {VERSION}; solve again with this sequoia-plan")
+    if str(path) in catalog() and not Path(path).exists():
+        return from_bytes((CATALOG / f"{path}.safetensors").read_bytes(), str(path))
+    expected = "a tree file written by sequoia-plan solve"
+    if not Path(path).exists():
+        expected += f", or a tree of the catalog: {', '.join(catalog())}"
+    return from_bytes(read_bytes(path, expected, LARGEST_FILE), str(path))
+
+
+def catalog() -> list[str]:
+    """The names of the trees that come with the package."""
+    return sorted(file.stem for file in CATALOG.glob("*.safetensors"))
+
+
+def to_bytes(tree: TokenTree) -> bytes:
+    """The content of the tree's file.
+
+    Raises:
+        SequoiaPlanError: if the plan holds what a plan cannot.
+    """
+    check_plan(tree.plan)
+    header = {"format": FORMAT, "version": VERSION, "plan": dict(tree.plan)}
+    return save_tensors(_tensors(tree), {METADATA_KEY: json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)})
+
+
+def from_bytes(data: bytes, name: str) -> TokenTree:
+    """The tree in a file's content; `name` says which file in errors. Needs a few times the memory of `data`, whatever `data` claims.
+
+    Raises:
+        SequoiaPlanError: if it is not a tree file, or of another version, or contradicts itself.
+    """
+    header = _header(data, name)
+    if header.get("version") != VERSION or isinstance(header["version"], bool):
+        raise SequoiaPlanError(f"{name}: tree file version {header.get('version')!r:.60}, expected {VERSION}; solve again with this sequoia-plan")
     try:
-        stored = load_tensors(data)
-    except SafetensorError as error:
-        raise SequoiaPlanError(f"{path}: damaged tree file ({error}); solve again") from error
-    if "parents" not in stored or not isinstance(header.get("plan"), dict):
-        raise SequoiaPlanError(f"{path}: tree file without its parents or plan; solve again")
+        stored = dict(deserialize(data))  # checks every offset and shape against the length of the data
+    except (SafetensorError, OverflowError) as error:
+        raise SequoiaPlanError(f"{name}: damaged tree file ({error}); solve again") from error
+    if "plan" not in header or "parents" not in stored:
+        raise SequoiaPlanError(f"{name}: tree file without its {'parents' if 'plan' in header else 'plan'}; solve again")
     try:
-        tree = TokenTree(stored["parents"], header["plan"])
+        check_plan(header["plan"])
+        parents = stored["parents"]
+        if parents["dtype"] != "I32" or len(parents["shape"]) != 1:
+            raise SequoiaPlanError(f"parents is {parents['dtype']} {parents['shape']}, expected I32 [nodes]; solve again")
+        tree = TokenTree(np.frombuffer(parents["data"], "<i4"), header["plan"])
+        for tensor, derived in _tensors(tree).items():
+            _compare(tensor, stored.get(tensor), derived)
     except SequoiaPlanError as error:
-        raise SequoiaPlanError(f"{path}: {error}") from error
-    for name, derived in _tensors(tree).items():
-        found = stored.get(name)
-        if found is None or found.dtype != derived.dtype or not np.array_equal(found, derived):
-            raise SequoiaPlanError(f"{path}: {name} {'is missing' if found is None else 'contradicts parents'}; solve again")
+        raise SequoiaPlanError(f"{name}: {error}") from error
     return tree
 
 
@@ -77,14 +111,28 @@ def _tensors(tree: TokenTree) -> dict[str, NDArray[Any]]:
     return tensors
 
 
-def _header(path: str | Path, data: bytes) -> dict[str, Any]:
+def _compare(name: str, stored: dict[str, Any] | None, derived: NDArray[Any]) -> None:
+    if stored is None:
+        raise SequoiaPlanError(f"{name} is missing; solve again")
+    expected = ("I32" if derived.dtype == np.int32 else "U8", list(derived.shape))
+    if (stored["dtype"], stored["shape"]) != expected:
+        raise SequoiaPlanError(f"{name} is {stored['dtype']} {stored['shape']}, expected {expected[0]} {expected[1]}; solve again")
+    if stored["data"] != derived.astype(derived.dtype.newbyteorder("<"), copy=False).tobytes():
+        raise SequoiaPlanError(f"{name} contradicts parents; solve again")
+
+
+def _header(data: bytes, name: str) -> dict[str, Any]:
     """The metadata JSON, read before any tensor is touched."""
-    foreign = SequoiaPlanError(f"{path}: not a tree file (expected safetensors written by sequoia-plan solve)")
     length = int.from_bytes(data[:8], "little")
     try:
-        header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][METADATA_KEY])
+        outer = json.loads(data[8 : 8 + length].decode())
+        header = json.loads(outer["__metadata__"][METADATA_KEY], parse_constant=_refuse)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise foreign from error
+        raise SequoiaPlanError(f"{name}: not a tree file (expected safetensors written by sequoia-plan solve)") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise foreign
+        raise SequoiaPlanError(f"{name}: not a tree file (expected safetensors written by sequoia-plan solve)")
     return header
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from sequoia_plan.runtime import Pair
+    from sequoia_plan.runtime import Pair, Sampling
 
 DEFAULT_PROMPT = "Explain how a refrigerator keeps food cold."
 
@@ -45,6 +45,32 @@ _model_options = _options(
     click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda if there is one]"),
     click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True),
 )
+VERIFIERS = ["sequoia", "traversal", "specinfer", "spectr", "topk"]  # a test compares them with the runtime's
+
+
+def _sampling_options(default: str | None = None) -> Callable[[Any], Any]:
+    """Options named as the fields of `Sampling`; None where not given. `default` says what then holds, if not the values here."""
+
+    def option(name: str, type_: Any, value: str, text: str) -> Any:
+        return click.option(name, type=type_, help=f"{text} [default: {default or value}]")
+
+    return _options(
+        option("--temperature", float, "0", "Of the target's sampling; 0 is greedy."),
+        option("--top-p", float, "1", "Keep the most probable tokens with this mass."),
+        option("--top-k", int, "0", "Keep so many of the most probable tokens; 0 keeps all."),
+        option("--min-p", float, "0", "Keep tokens at least this fraction as probable as the first."),
+        option("--draft-temperature", float, "the target's", "Of the law that children are drawn from."),
+        option("--verifier", click.Choice(VERIFIERS), "the runtime's", "What accepts drafted tokens; see docs/verifiers.md."),
+    )
+
+
+def _sampling(given: dict[str, Any], made_for: Any = None) -> Sampling:
+    """What was given on the command line, else what the tree was made for, else the defaults."""
+    from sequoia_plan.runtime.sampling import Sampling
+
+    names = Sampling().settings().keys()
+    chosen = {name: (made_for or {}).get(name) if given.get(name) is None else given[name] for name in names}
+    return Sampling(**{name: value for name, value in chosen.items() if value is not None})
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -55,8 +81,7 @@ def main() -> None:
 
 @main.command()
 @_model_options
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="Of the target's sampling; 0 is greedy.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus of the target's sampling.")
+@_sampling_options()
 @click.option("--prompts", type=click.Path(), help="JSONL (text or messages) or plain text. [default: built-in prompts]")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("-o", "--output", type=click.Path(), default="profile.yaml", show_default=True)
@@ -66,19 +91,17 @@ def profile(
     draft: str | None,
     device: str | None,
     dtype: str,
-    temperature: float,
-    top_p: float,
     prompts: str | None,
     seed: int,
     output: str,
     as_json: bool,
+    **settings: Any,
 ) -> None:
     """Measure acceptance and latency on this machine."""
     from sequoia_plan.profiler.measure import measure
     from sequoia_plan.profiler.prompts import built_in, load
-    from sequoia_plan.runtime.sampling import Sampling
 
-    sampling = Sampling(temperature, top_p)
+    sampling = _sampling(settings)
     texts = load(prompts) if prompts else built_in()
     pair = _load_pair(target, draft, device, dtype)
     with _status("acceptance") as say:
@@ -162,7 +185,7 @@ def solve(
 @click.option("--plot", type=click.Path(), help="Draw the tree into a .png or .svg file.")
 @_json_option
 def show(tree_file: str, plot: str | None, as_json: bool) -> None:
-    """Show a compiled tree (default: tree.safetensors)."""
+    """Show a compiled tree: a file (default: tree.safetensors) or a name of the catalog."""
     from sequoia_plan.artifacts import load_tree
     from sequoia_plan.planner import draw
 
@@ -178,15 +201,48 @@ def show(tree_file: str, plot: str | None, as_json: bool) -> None:
         click.echo(f"wrote {plot}")
 
 
+@main.command("export")
+@click.argument("tree_file", metavar="TREE", type=click.Path())
+@click.option("--format", "form", type=click.Choice(["medusa", "nxd", "growmap", "dot"]), required=True, help="Of the other engine; dot is Graphviz.")
+@click.option("-o", "--output", type=click.Path(), required=True, help="A growmap is saved by torch, or as JSON if the name ends in .json.")
+@_json_option
+def export_command(tree_file: str, form: str, output: str, as_json: bool) -> None:
+    """Write TREE (a file or a name of the catalog) for another engine."""
+    from sequoia_plan.artifacts import load_tree
+    from sequoia_plan.artifacts.interchange import export_tree
+
+    tree = load_tree(tree_file)
+    export_tree(tree, output, form)
+    if as_json:
+        _print_json({"output": output, "format": form, "size": tree.size, "depth": tree.depth})
+        return
+    click.echo(f"wrote {output}: {tree.size} nodes as {form}")
+
+
+@main.command("import")
+@click.argument("file", metavar="FILE", type=click.Path())
+@click.option("-o", "--output", type=click.Path(), default="tree.safetensors", show_default=True)
+@_json_option
+def import_command(file: str, output: str, as_json: bool) -> None:
+    """Read a tree of another engine: Medusa choices, an NxD token tree, a growmap. The content tells which."""
+    from sequoia_plan.artifacts import save_tree
+    from sequoia_plan.artifacts.interchange import import_tree
+
+    tree = import_tree(file)
+    save_tree(tree, output)
+    if as_json:
+        _print_json({"output": output, "size": tree.size, "depth": tree.depth, "branching": tree.branching, "parents": tree.parents.tolist()})
+        return
+    click.echo(f"wrote {output}: {tree.size} nodes, depth {tree.depth}, level widths {' '.join(map(str, tree.level_widths))}")
+
+
 @main.command()
 @click.option("--tree", "tree_file", type=click.Path(), default="tree.safetensors", show_default=True)
 @_model_options
 @click.option("--prompt", default=DEFAULT_PROMPT, show_default=True, help="The user's message; - reads it from stdin.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
-@click.option("--temperature", type=float, help="[default: what the tree was made for]")
-@click.option("--top-p", type=float, help="[default: what the tree was made for]")
+@_sampling_options("what the tree was made for")
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--verifier", type=click.Choice(["sequoia"]), default="sequoia", show_default=True)
 @_json_option
 def generate(
     tree_file: str,
@@ -196,24 +252,22 @@ def generate(
     dtype: str,
     prompt: str,
     max_new_tokens: int,
-    temperature: float | None,
-    top_p: float | None,
     seed: int,
-    verifier: str,
     as_json: bool,
+    **settings: Any,
 ) -> None:
     """Generate text with a compiled tree."""
     from sequoia_plan.artifacts import load_tree
-    from sequoia_plan.runtime.sampling import Sampling
 
     tree = load_tree(tree_file)
-    settings = tree.plan.get("settings") or {}
-    temperature = settings.get("temperature", 0.0) if temperature is None else temperature
-    top_p = settings.get("top_p", 1.0) if top_p is None else top_p
-    Sampling(temperature, top_p)
+    made_for = tree.plan.get("settings") or {}
+    sampling = _sampling(settings, made_for)
     text = sys.stdin.read() if prompt == "-" else prompt
     pair = _load_pair(target, draft, device, dtype)
     _warn_if_foreign(tree.plan, pair)
+    measured = made_for.get("verifier", sampling.verifier)
+    if measured != sampling.verifier and not sampling.greedy:
+        click.echo(f"Warning: the tree was solved for the verifier {measured}, this is {sampling.verifier}; its predictions do not apply", err=True)
 
     from transformers import TextStreamer
 
@@ -221,8 +275,10 @@ def generate(
     from sequoia_plan.runtime import SequoiaDecoder
 
     decoder = SequoiaDecoder(pair.target, pair.draft, tree)
-    streamer = None if as_json else TextStreamer(pair.tokenizer, skip_special_tokens=True)
-    result = decoder.generate(encode(pair.tokenizer, text), max_new_tokens, temperature, top_p, seed, pair.tokenizer.eos_token_id, streamer)
+    streamer = None if as_json else TextStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    result = decoder.generate(
+        encode(pair.tokenizer, text), max_new_tokens, seed=seed, eos_token_id=pair.tokenizer.eos_token_id, streamer=streamer, sampling=sampling
+    )
     tokens = result.sequences[0, -result.new_tokens :].tolist()
     if as_json:
         _print_json(

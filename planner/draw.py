@@ -24,11 +24,11 @@ def summarise(tree: TokenTree) -> None:
     plan = tree.plan
     console.print(f"{tree.size} nodes, depth {tree.depth}, branching {tree.branching}, level widths {' '.join(map(str, tree.level_widths))}")
     if plan.get("expected_tokens") is not None:
-        console.print(f"expected tokens a step  {plan['expected_tokens']:.4f}  ({plan.get('solver')})")
+        console.print(f"expected tokens a step  {plan['expected_tokens']:.4f}  ({plan.get('solver')})", markup=False)
     if plan.get("predicted_speedup") is not None:
         console.print(f"predicted speed-up      {plan['predicted_speedup']:.3f}x, {plan['step_seconds'] * 1000:.1f} ms a step")
     for role, facts in (plan.get("models") or {}).items():
-        console.print(f"{role:<23} {facts.get('name')} ({facts.get('dtype')})")
+        console.print(f"{role:<23} {facts.get('name')}" + (f" ({facts['dtype']})" if facts.get("dtype") else ""), markup=False)
     values = _values(tree)
     drawn = set(np.argsort(-values, kind="stable")[:MOST_NODES_DRAWN].tolist())
     branches = {0: Tree("[bold]root 1.000[/bold]")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ def node_values(tree: TokenTree, acceptance: Sequence[float] | Sequence[Sequence
 
 def expected_tokens(tree: TokenTree, acceptance: Sequence[float] | Sequence[Sequence[float]]) -> float:
     """F(T) of Sequoia, arXiv 2402.12374, section 3.1: the sum of the node values."""
-    return float(node_values(tree, acceptance).sum())
+    return math.fsum(node_values(tree, acceptance))  # exactly rounded: the same bits on every machine
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class StepTime:
 
     def step(self, tree: TokenTree) -> float:
         """One step with `tree`: every draft pass at its width, the target's pass, the measured rest."""
-        return self.target(tree.size) + sum(map(self.draft, tree.draft_widths())) + self.latency.overhead
+        return math.fsum([self.target(tree.size), *map(self.draft, tree.draft_widths()), self.latency.overhead])
 
     def step_at_least(self, size: int, depth: int) -> float:
         """No tree of this size and depth takes less: its draft passes are as narrow as passes can be."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from sequoia_plan.artifacts import ArgumentError, Profile, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts.plan import provenance
 from sequoia_plan.artifacts.profile import check_acceptance
 from sequoia_plan.planner import best_first, dynamic_programming
 from sequoia_plan.planner.objective import Floats, StepTime, acceptance_rows, expected_tokens
@@ -96,8 +97,7 @@ def solve(
         "step_seconds": step if known else None,
         "predicted_speedup": speedup,
     }
-    if measured:
-        plan |= {"trials": measured.trials, "settings": dict(measured.settings), "models": dict(measured.models), "hardware": dict(measured.hardware)}
+    plan |= provenance(measured)
     tree = TokenTree(tree.parents, plan)
     return Solution(tree, tokens, name, plan["step_seconds"], speedup, time.perf_counter() - started)
 

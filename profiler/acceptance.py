@@ -2,6 +2,9 @@
 
 As in Sequoia (arXiv 2402.12374, App. F.1): decode with a one-level tree, count which of the root's children is accepted.
 It is the decoder itself that is counted, so whatever it does (verifier, settings, precision) is in the numbers.
+
+For `traversal` these are the acceptances of the root's children. Below the root it accepts at least as often (docs/decisions.md),
+so what the planner predicts for it is a lower bound.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def measure(
         acceptance=counts.vector(),
         trials=counts.trials,
         latency=latency,
-        settings={"temperature": sampling.temperature, "top_p": sampling.top_p, "verifier": "sequoia"},
+        settings=sampling.settings(),
         models=pair.facts,
         hardware=fingerprint(pair.target.device),
     )

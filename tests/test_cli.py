@@ -92,9 +92,21 @@ def test_show(run, tmp_path):
         (("solve", "-o", "missing/t.safetensors"), 1, ["missing/t.safetensors", "cannot be written"]),
         (("show", "nothing"), 1, ["nothing", "No such file"]),
         (("show", "profile.yaml"), 1, ["profile.yaml", "not a tree file"]),
+        (("show", "llama3"), 1, ["llama3", "No such file", "a tree of the catalog: ", "llama3-70b-8b-cnn-768x18"]),
+        (("export", "nothing", "--format", "nxd", "-o", "n.json"), 1, ["nothing", "No such file"]),
+        (("export", "tree.safetensors", "--format", "onnx", "-o", "n.json"), 2, ["--format", "onnx", "medusa"]),
+        (("export", "tree.safetensors", "--format", "nxd"), 2, ["--output"]),
+        (("export", "tree.safetensors", "--format", "nxd", "-o", "missing/n.json"), 1, ["missing/n.json", "cannot be written"]),
+        (("import", "nothing"), 1, ["nothing", "No such file", "expected Medusa choices"]),
+        (("import", "profile.yaml"), 1, ["profile.yaml", "neither JSON nor a file saved by torch"]),
+        (("import", "tree.safetensors"), 1, ["tree.safetensors", "this is a safetensors file; if it is a tree, it needs no import"]),
         (("generate", "--tree", "nothing"), 1, ["nothing", "No such file"]),
         (("generate", "--temperature", "-1"), 2, ["temperature: found -1.0"]),
         (("generate", "--top-p", "2"), 2, ["top_p: found 2.0"]),
+        (("generate", "--top-k", "-3"), 2, ["top_k: found -3"]),
+        (("generate", "--min-p", "7"), 2, ["min_p: found 7.0"]),
+        (("generate", "--draft-temperature", "0"), 2, ["draft_temperature: found 0.0"]),
+        (("generate", "--verifier", "eagle"), 2, ["--verifier", "'eagle' is not one of"]),
         (("generate", "--target", "no/such/folder"), 1, ["no/such/folder"]),
         (("generate", "--target", "x.gguf"), 1, ["x.gguf", "no such file"]),
         (("generate", "--draft", "tree.safetensors"), 1, ["tree.safetensors", "not a draft"]),
@@ -136,6 +148,17 @@ def test_truncated_foreign_and_future_tree_files(run, tmp_path):
     one_line(run("show", "foreign"), 1, "foreign", "not a tree file")
 
 
+def test_export_and_import(run, tmp_path):
+    for form, name in (("medusa", "m.json"), ("nxd", "n.json"), ("growmap", "g.json"), ("growmap", "g.pt")):
+        assert run("export", "tree.safetensors", "--format", form, "-o", name).stdout == f"wrote {name}: 4 nodes as {form}\n"
+        answer = json.loads(run("import", name, "-o", "back.safetensors", "--json").stdout)
+        assert answer == {"output": "back.safetensors", "size": 4, "depth": 3, "branching": 2, "parents": [-1, 0, 0, 1]}
+        assert load_tree("back.safetensors") == load_tree("tree.safetensors")
+        assert run("show", "back.safetensors").exit_code == 0
+    assert run("import", "n.json", "-o", "t").stdout == "wrote t: 4 nodes, depth 3, level widths 1 2 1\n"
+    assert json.loads(run("export", "sequoia-example-64x6", "--format", "dot", "-o", "t.dot", "--json").stdout)["size"] == 64
+
+
 def test_bad_prompts_file(run, tmp_path):
     (tmp_path / "p.jsonl").write_text('{"text": "fine"}\n{"txt": "not fine"}\n')
     one_line(run("profile", "--prompts", "p.jsonl"), 1, "p.jsonl", "line 2")
@@ -146,6 +169,24 @@ def test_a_failed_solve_leaves_the_old_tree(run, tmp_path):
     (tmp_path / "profile.yaml").write_text(PROFILE.to_yaml().replace("0.04,", "-0.04,", 1))
     one_line(run("solve"), 1, "profile.yaml", "latency.target[1]: found -0.04")
     assert (tmp_path / "tree.safetensors").read_bytes() == before
+
+
+def test_the_command_line_offers_the_runtimes_verifiers():
+    from sequoia_plan.planner.cli import VERIFIERS
+    from sequoia_plan.runtime.verify import VERIFIERS as RULES
+
+    assert list(RULES) == VERIFIERS
+
+
+def test_generate_takes_settings_from_the_tree_and_warns_of_another_verifier(run, tmp_path):
+    settings = {"temperature": 0.8, "top_p": 0.9, "verifier": "traversal"}
+    save_tree(TokenTree.from_parents([-1, 0, 0, 1], {"acceptance": [0.5, 0.2], "settings": settings}), "warm.safetensors")
+    arguments = ("generate", "--tree", "warm.safetensors", "--prompt", "Hi", "--max-new-tokens", "8", "--dtype", "float32", "--json")
+    as_made, same, other = run(*arguments), run(*arguments, "--verifier", "traversal", "--top-p", "0.9"), run(*arguments, "--verifier", "topk", "--top-k", "9")
+    assert as_made.exit_code == same.exit_code == other.exit_code == 0, other.output
+    assert json.loads(as_made.stdout)["tokens"] == json.loads(same.stdout)["tokens"]
+    assert "Warning" not in as_made.stderr
+    assert "the tree was solved for the verifier traversal, this is topk; its predictions do not apply" in other.stderr
 
 
 def sequoia_plan(*arguments, cwd, **options):
@@ -196,13 +237,18 @@ def test_profile_command_on_the_embedded_pair(run, tmp_path, monkeypatch):
     full = profiler.measure
     monkeypatch.setattr(profiler, "measure", lambda *args, **options: full(*args, acceptance_seconds=4, latency_seconds=1, **options))
     (tmp_path / "p.txt").write_text("Write a short story about a robot.\n\nWhat is rain?\n")
-    result = run("profile", "--prompts", "p.txt", "-o", "measured.yaml", "--json")
+    chosen = ("--temperature", "0.7", "--top-k", "40", "--verifier", "traversal")
+    result = run("profile", "--prompts", "p.txt", "-o", "measured.yaml", "--json", *chosen)
     assert result.exit_code == 0, result.output
     profile = Profile.load("measured.yaml")
     assert json.loads(result.stdout)["trials"] == profile.trials > 0
     assert profile.latency is not None
     assert profile.latency.target.keys() == profile.latency.draft.keys()
+    expected = {"temperature": 0.7, "top_p": 1.0, "top_k": 40, "min_p": 0.0, "draft_temperature": None, "verifier": "traversal"}
+    assert profile.settings == expected
     assert profile.models["target"]["name"] == "SmolLM2-135M-Instruct"
     solved = run("solve", "measured.yaml", "--json")
     assert json.loads(solved.stdout)["predicted_speedup"] >= 1
-    assert load_tree("tree.safetensors").plan["models"] == profile.models
+    plan = load_tree("tree.safetensors").plan
+    assert plan["models"] == profile.models
+    assert plan["settings"] == expected

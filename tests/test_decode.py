@@ -15,6 +15,7 @@ from toys import ToyModel, run_decoder
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, decode
+from sequoia_plan.runtime.verify import VERIFIERS
 
 PROMPT = [3, 1, 4]
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
@@ -55,9 +56,15 @@ def test_joint_law_with_a_draft_that_covers_part_of_the_vocabulary():
     assert p_value(*first_tokens(RUNS // 5, covered=[0, 2, 3, 5, 7])) > 1e-3
 
 
-def test_a_decoder_without_the_residual_step_fails():
+@pytest.mark.parametrize(("verifier", "runs"), [("traversal", RUNS // 5), ("specinfer", RUNS // 20), ("spectr", RUNS // 20), ("topk", RUNS // 20)])
+def test_joint_law_with_other_verifiers(verifier, runs):
+    assert p_value(*first_tokens(runs, verifier=verifier)) > 1e-3
+
+
+@pytest.mark.parametrize("verifier", ["sequoia", "traversal"])
+def test_a_decoder_without_the_residual_step_fails(verifier):
     """Negative control for the joint law: rejected probability is not moved to the residual."""
-    assert p_value(*first_tokens(RUNS // 5, broken=True)) < 1e-9
+    assert p_value(*first_tokens(RUNS // 5, broken=True, verifier=verifier)) < 1e-9
 
 
 def greedy_tokens(target, count):
@@ -99,27 +106,10 @@ def test_seed_repeats_and_differs():
     assert runs[0] == runs[1] != runs[2]
 
 
-def test_eos_inside_an_accepted_path_ends_the_text_there():
-    target = ToyModel(2)
-    full = greedy_tokens(target, 20)
-    eos = full[8]
-    result = SequoiaDecoder(target, target, TokenTree.chain(5)).generate(PROMPT, 20, eos_token_id=eos)
-    assert result.sequences[0].tolist() == full[: full.index(eos, len(PROMPT)) + 1]
-    assert result.finish_reason == "eos"
-
-
 @pytest.mark.parametrize("budget", [1, 2, 3, 7])
 def test_max_new_tokens_is_exact(budget):
     target = ToyModel(2)
     assert SequoiaDecoder(target, target, TokenTree.chain(4)).generate(PROMPT, budget).new_tokens == budget
-
-
-def test_full_context_ends_the_text_and_says_so():
-    target = ToyModel(2, context=32)
-    result = SequoiaDecoder(target, target, TokenTree.chain(4)).generate(PROMPT, 100)
-    assert result.finish_reason == "context"
-    assert 24 < result.sequences.shape[1] <= 32
-    assert result.sequences[0].tolist() == greedy_tokens(target, 40)[: result.sequences.shape[1]]
 
 
 def test_streamer_gets_every_token_once():
@@ -128,7 +118,7 @@ def test_streamer_gets_every_token_once():
             self.tokens, self.ended = [], False
 
         def put(self, value):
-            self.tokens += value.tolist()
+            self.tokens += value.flatten().tolist()
 
         def end(self):
             self.ended = True
@@ -136,21 +126,7 @@ def test_streamer_gets_every_token_once():
     target, streamer = ToyModel(2), Streamer()
     result = SequoiaDecoder(target, target, TREE).generate(PROMPT, 17, streamer=streamer)
     assert streamer.ended
-    assert streamer.tokens == result.sequences[0, len(PROMPT) :].tolist()
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        ([], "prompt: empty"),
-        (list(range(8)) * 8, "prompt: 64 tokens, expected at most 60"),
-        (torch.zeros(2, 3, dtype=torch.long), "a batch of 2, expected one sequence"),
-    ],
-)
-def test_impossible_prompts(prompt, message):
-    target = ToyModel(0)
-    with pytest.raises(SequoiaPlanError, match=message):
-        SequoiaDecoder(target, target, TokenTree.chain(4)).generate(prompt, 4)
+    assert streamer.tokens == result.sequences[0].tolist()  # the prompt too, as from transformers
 
 
 def test_vocabularies_must_fit():
@@ -185,5 +161,6 @@ def test_steps_have_fixed_shapes_and_read_back_once(monkeypatch):
         for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__"):
             patch.setattr(torch.Tensor, name, forbidden)
         with torch.inference_mode():
-            outputs = [decoder.step(64, s) for s in (sampling, sampling, replace(sampling, temperature=0.0))]
+            settings = [replace(sampling, verifier=name, top_p=0.9, top_k=5, min_p=0.01) for name in VERIFIERS]
+            outputs = [decoder.step(64, s) for s in (sampling, sampling, *settings, replace(sampling, temperature=0.0))]
     assert {tuple(o.shape) for o in outputs} == {(1 + 2 * TREE.depth,)}

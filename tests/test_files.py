@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import stat
+import re
+import tracemalloc
+from importlib.metadata import version
+from pathlib import Path
 
+import independent_reader
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,6 +18,8 @@ from safetensors.numpy import load_file, save_file
 from strategies import acceptance_vectors, trees
 
 from sequoia_plan.artifacts import Latency, Profile, SequoiaPlanError, TokenTree, load_tree, save_tree
+from sequoia_plan.artifacts.plan import provenance
+from sequoia_plan.artifacts.tree_file import from_bytes, to_bytes
 
 PROFILE = Profile(
     acceptance=(0.5, 0.125),
@@ -24,6 +29,27 @@ PROFILE = Profile(
     models={"target": {"name": "t", "digest": "00", "dtype": "float32"}},
     hardware={"device": "cpu", "threads": 2},
 )
+
+
+@given(trees(), acceptance_vectors())
+def test_an_independent_reader_agrees(tree, acceptance):
+    """tests/independent_reader.py knows docs/format.md and nothing of the package."""
+    tree = TokenTree(tree.parents, {"acceptance": acceptance, "settings": {"temperature": 0.6}, "bound": [1.5]})
+    tensors, plan = independent_reader.read(to_bytes(tree))
+    assert plan == tree.plan
+    assert tensors["parents"].tolist() == tree.parents.tolist()
+    assert tensors["ranks"].tolist() == tree.ranks.tolist()
+    assert tensors["position_ids"].tolist() == tree.position_ids.tolist()
+    assert tensors["first_child"].tolist() == tree.first_child.tolist()
+    assert tensors["child_count"].tolist() == tree.child_count.tolist()
+    assert tensors["level_offsets"].tolist() == tree.level_offsets.tolist()
+    assert np.array_equal(np.unpackbits(tensors["attention_mask"], axis=1, count=tree.size, bitorder="little"), tree.attention_mask)
+
+
+def test_the_independent_reader_is_short_and_independent():
+    source = Path(independent_reader.__file__).read_text()
+    assert len(source.splitlines()) <= 60
+    assert "sequoia_plan." not in source and re.findall(r"^import (\w+)|^from (\w+)", source, re.M) == [("json", ""), ("numpy", "")]
 
 
 @given(trees(), acceptance_vectors())
@@ -56,6 +82,23 @@ def test_tree_file_contents(tmp_path):
     )
 
 
+def test_extra_tensors_and_plan_keys_are_ignored(tmp_path):
+    """What a later version 1 may add must not stop this one."""
+    path = tampered(tmp_path, {"format": "sequoia-plan-tree", "version": 1, "plan": {"later": [1]}, "later": 2}, later=np.zeros(3))
+    assert load_tree(path) == TokenTree.chain(4)
+    assert load_tree(path).plan == {"later": [1]}
+
+
+def test_a_million_levels_load(tmp_path):
+    """No step may take time or memory that grows with the square of the size, however deep the tree."""
+    save_tree(TokenTree.chain(1_000_000), tmp_path / "t")
+    tracemalloc.start()
+    assert load_tree(tmp_path / "t").depth == 1_000_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10 * (tmp_path / "t").stat().st_size
+
+
 def test_large_tree_stores_no_mask(tmp_path):
     save_tree(TokenTree.star(5000), tmp_path / "t")
     assert "attention_mask" not in load_file(tmp_path / "t")
@@ -80,11 +123,17 @@ def tampered(tmp_path, header=None, **tensors):
         ({"ranks": None}, "ranks is missing"),
         ({"ranks": np.zeros(4, np.int32)}, "ranks contradicts parents"),
         ({"attention_mask": np.zeros((4, 1), np.uint8)}, "attention_mask contradicts parents"),
-        ({"position_ids": np.arange(4)}, "position_ids contradicts parents"),
+        ({"position_ids": np.arange(4)}, r"position_ids is I64 \[4\], expected I32 \[4\]"),
+        ({"parents": np.array([[-1, 0, 1, 2]], np.int32)}, r"parents is I32 \[1, 4\], expected I32 \[nodes\]; solve again"),
+        ({"parents": np.array([-1, 0, 1, 2])}, r"parents is I64 \[4\], expected I32 \[nodes\]; solve again"),
+        ({"parents": np.array([], np.int32)}, "parents must be a non-empty list of integers"),
+        ({"level_offsets": np.array([0, 1, 2, 4], np.int32)}, r"level_offsets is I32 \[4\], expected I32 \[5\]; solve again"),
+        ({"header": {"format": "sequoia-plan-tree", "version": True, "plan": {}}}, "tree file version True, expected 1"),
         ({"header": {"format": "sequoia-plan-tree", "version": 2, "plan": {}}}, "tree file version 2, expected 1; solve again"),
         ({"header": {"format": "sequoia-plan-draft", "version": 1}}, "not a tree file"),
         ({"header": []}, "not a tree file"),
-        ({"header": {"format": "sequoia-plan-tree", "version": 1, "plan": 3}}, "without its parents or plan"),
+        ({"header": {"format": "sequoia-plan-tree", "version": 1, "plan": 3}}, "plan: found 3, expected a mapping"),
+        ({"header": {"format": "sequoia-plan-tree", "version": 1}}, "without its plan"),
     ],
 )
 def test_tree_file_refuses_contradictions(tmp_path, change, message):
@@ -94,13 +143,46 @@ def test_tree_file_refuses_contradictions(tmp_path, change, message):
     assert str(path) in str(error.value)
 
 
-def test_every_truncation_of_a_tree_file_is_refused(tmp_path):
-    save_tree(TokenTree.star(6), tmp_path / "t")
-    whole = (tmp_path / "t").read_bytes()
-    for length in range(len(whole)):
-        (tmp_path / "t").write_bytes(whole[:length])
-        with pytest.raises(SequoiaPlanError):
-            load_tree(tmp_path / "t")
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"a": 1.0 + 2j}, "plan.a: found a complex, expected text, numbers, true, false, null, or lists and mappings of these"),
+        ({"a": [float("nan")]}, "plan.a[0]: found nan, expected a finite number"),
+        ({"a": {"b": 2**63}}, "plan.a.b: found a whole number beyond 64 bits"),
+        ({"a": "\x1b[2J"}, "plan.a: found '\\x1b[2J', expected printable text"),
+        ({1: 2}, "plan: found the key 1, expected printable text"),
+        ({"a": [[[[[[[[1]]]]]]]]}, "plan: nested deeper than 8 levels"),
+        ({"budget": 0}, "plan.budget: found 0, expected a whole number >= 1"),
+        ({"trials": -1}, "plan.trials: found -1, expected a whole number >= 0"),
+        ({"solver": 1}, "plan.solver: found 1, expected text"),
+        ({"profile_sha256": "ab"}, "plan.profile_sha256: found 'ab', expected 64 hexadecimal digits"),
+        ({"expected_tokens": 0.5}, "plan.expected_tokens: found 0.5, expected a number >= 1"),
+        ({"step_seconds": 0}, "plan.step_seconds: found 0, expected a number > 0"),
+        ({"predicted_speedup": 2.0}, "plan.predicted_speedup: found without step_seconds, expected both or neither"),
+        ({"settings": []}, "plan.settings: found [], expected a mapping"),
+        ({"settings": {"temperature": "hot"}}, "plan.settings.temperature: found 'hot', expected a number >= 0"),
+        ({"settings": {"top_p": 0}}, "plan.settings.top_p: found 0, expected a number > 0 and <= 1"),
+        ({"models": {"draft": "d"}}, "plan.models: found {'draft': 'd'}, expected a mapping of mappings"),
+        ({"latency": {"target": [[0, 1.0]]}}, "plan.latency.target: found [[0, 1.0]], expected a list of [tokens, seconds]"),
+        ({"acceptance": [0.9, 0.9]}, "plan.acceptance: sums to 1.8, expected at most 1 (at most one child is accepted)"),
+        ({"acceptance": [[0.5], [0.5, 0.1]]}, "plan.acceptance[1]: found 2 ranks, expected 1 as in the first row"),
+        ({"acceptance": [[0.5], 3]}, "plan.acceptance[1]: found 3, expected a non-empty list of probabilities p[1], p[2], ..."),
+    ],
+)
+def test_impossible_plans_are_neither_written_nor_read(tmp_path, plan, message):
+    save_tree(TokenTree.chain(4), tmp_path / "t")
+    with pytest.raises(SequoiaPlanError) as error:
+        save_tree(TokenTree(TokenTree.chain(4).parents, plan), tmp_path / "t")
+    assert str(error.value) == f"{tmp_path / 't'}: {message}"
+    assert load_tree(tmp_path / "t").plan == {}
+    try:
+        text = json.dumps(plan, allow_nan=False)
+    except (TypeError, ValueError):
+        return
+    if json.loads(text) == plan:
+        with pytest.raises(SequoiaPlanError) as error:
+            load_tree(tampered(tmp_path, {"format": "sequoia-plan-tree", "version": 1, "plan": plan}))
+        assert str(error.value) == f"{tmp_path / 'bad'}: {message}"
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"\xff" * 200, b"\x00" * 64, b"GGUF" + b"\x01" * 60])
@@ -118,24 +200,6 @@ def test_missing_file_or_folder(tmp_path, read):
         read(tmp_path / "nothing")
     with pytest.raises(SequoiaPlanError, match="Is a directory"):
         read(tmp_path)
-
-
-def test_writing_fails_cleanly_and_keeps_the_old_file(tmp_path, monkeypatch):
-    save_tree(TokenTree.chain(2), tmp_path / "t")
-    before = (tmp_path / "t").read_bytes()
-
-    def full(_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(SequoiaPlanError, match="No space left"):
-        save_tree(TokenTree.chain(3), tmp_path / "t")
-    assert (tmp_path / "t").read_bytes() == before
-    assert [p.name for p in tmp_path.iterdir()] == ["t"]
-    monkeypatch.undo()
-    with pytest.raises(SequoiaPlanError, match="cannot be written"):
-        save_tree(TokenTree.chain(3), tmp_path / "none" / "t")
-    assert stat.S_IMODE((tmp_path / "t").stat().st_mode) == 0o644
 
 
 def test_profile_round_trip_and_byte_stability(tmp_path):
@@ -172,6 +236,13 @@ def test_profile_round_trip_any_numbers(tmp_path_factory, acceptance, curve):
         ("trials: 800", "trials: many", "acceptance.trials: found 'many'"),
         ("acceptance:", "accepted:", "acceptance: found None, expected a mapping"),
         ("trials: 800", "trials: ]800", "not YAML at line"),
+        ("trials: 800", "trials: 1.5", "acceptance.trials: found 1.5, expected a whole number >= 0"),
+        ("context: 128", "context: -1", "latency.context: found -1, expected a whole number of tokens >= 0"),
+        ("settings: {", "settings: 3 # {", "settings: found 3, expected a mapping"),
+        ("threads: 2", "threads: 2001-01-01", "hardware.threads: found a date, expected text"),
+        ("threads: 2", "threads: 2001-99-99", "not YAML"),
+        ("threads: 2", "threads: [[[[[[[[[[[[[[[[[[1", r"not a profile \(nested deeper than 16 levels\)"),
+        ("threads: 2", "threads: &a 2, b: *a", r"holds the YAML alias \*a; write the value itself"),
     ],
 )
 def test_profile_refuses(tmp_path, old, new, message):
@@ -181,3 +252,34 @@ def test_profile_refuses(tmp_path, old, new, message):
     with pytest.raises(SequoiaPlanError, match=message) as error:
         Profile.load(tmp_path / "p.yaml")
     assert "p.yaml" in str(error.value)
+
+
+def test_profile_hash_is_of_the_content(tmp_path):
+    """Comments and layout do not count; every number does."""
+    (tmp_path / "p.yaml").write_text("# mine\n" + PROFILE.to_yaml().replace("trials: 800", "trials:   800"))
+    assert Profile.load(tmp_path / "p.yaml").sha256 == PROFILE.sha256 == "1818a67a32dde66e376d3c674bd00a1cfa01067308233bf049bf37c635a3b91d"
+    (tmp_path / "p.yaml").write_text(PROFILE.to_yaml().replace("trials: 800", "trials: 801"))
+    assert Profile.load(tmp_path / "p.yaml").sha256 != PROFILE.sha256
+
+
+def test_a_large_profile_is_refused(tmp_path):
+    (tmp_path / "p.yaml").write_text(PROFILE.to_yaml() + "#" * 300_000)
+    with pytest.raises(SequoiaPlanError, match="larger than 262144 bytes; expected a profile written by sequoia-plan profile"):
+        Profile.load(tmp_path / "p.yaml")
+
+
+def test_plan_says_where_it_comes_from():
+    """Everything the issue of trust needs: tool, profile, counts, settings, models, machine, and the latencies used."""
+    plan = provenance(PROFILE)
+    assert plan == {
+        "tool": f"sequoia-plan {version('sequoia-plan')}",
+        "profile_sha256": PROFILE.sha256,
+        "trials": 800,
+        "settings": {"temperature": 0.6, "top_p": 1.0, "verifier": "sequoia"},
+        "models": {"target": {"name": "t", "digest": "00", "dtype": "float32"}},
+        "hardware": {"device": "cpu", "threads": 2},
+        "latency": {"context": 128, "overhead": 0.001, "target": [[1, 0.04], [2, 0.041], [8, 0.06]], "draft": [[1, 0.004], [8, 0.005]]},
+    }
+    tree = TokenTree(TokenTree.chain(2).parents, plan)
+    assert from_bytes(to_bytes(tree), "t").plan == plan
+    assert provenance(None) == {"tool": plan["tool"]}

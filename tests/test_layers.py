@@ -23,6 +23,7 @@ def modules_after(statement):
     ("statement", "absent"),
     [
         ("import sequoia_plan.artifacts", {"torch", "transformers", "numba", "click", "yaml"} | OWN - {"sequoia_plan.artifacts"}),
+        ("import sequoia_plan.artifacts.interchange", {"torch", "networkx", "yaml"} | OWN - {"sequoia_plan.artifacts"}),
         ("from sequoia_plan.planner import solve; solve([0.5, 0.2], 8, 4)", {"torch", "transformers", "sequoia_plan.runtime", "sequoia_plan.profiler"}),
         ("import sequoia_plan.runtime", {"numba", "sequoia_plan.planner", "sequoia_plan.profiler"}),
         ("import sequoia_plan.profiler", {"numba", "sequoia_plan.planner"}),
@@ -53,7 +54,8 @@ def test_a_layer_names_nothing_it_should_not(package, forbidden):
             continue  # the one file that may import from every layer
         for node in ast.walk(ast.parse(file.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module] if isinstance(node, ast.ImportFrom) else []
-            assert not {name.removeprefix("sequoia_plan.").split(".")[0] for name in names} & forbidden, file
+            lazy = {"torch"} if file.name == "interchange.py" else set()  # reads growmaps, which torch saved; the fresh process shows that it is lazy
+            assert not {name.removeprefix("sequoia_plan.").split(".")[0] for name in names} & forbidden - lazy, file
 
 
 @pytest.mark.parametrize("name", sorted(OWN))

@@ -7,10 +7,11 @@ import itertools
 import pytest
 import torch
 from scipy.stats import chisquare
-from transformers import TopPLogitsWarper
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, TopPLogitsWarper
 
 from sequoia_plan.artifacts import ArgumentError
-from sequoia_plan.runtime.sampling import Sampling, draw_without_replacement, nucleus
+from sequoia_plan.runtime.drawing import independent, without_replacement
+from sequoia_plan.runtime.sampling import Sampling, nucleus
 
 
 def ordered_draws(q, count):
@@ -40,7 +41,7 @@ def chi_square(drawn, law):
 @pytest.mark.parametrize("q", [[0.5, 0.3, 0.15, 0.05], [0.7, 0.3, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
 def test_draws_follow_the_law_without_replacement(q):
     generator = torch.Generator().manual_seed(0)
-    drawn = draw_without_replacement(torch.tensor([q]).repeat(60_000, 1), 3, generator)
+    drawn = without_replacement(torch.tensor([q]).repeat(60_000, 1), 3, generator)
     assert chi_square(drawn, ordered_draws(q, 3)) > 1e-3
 
 
@@ -50,16 +51,107 @@ def test_top_k_in_order_of_probability_fails_the_same_test():
     assert chi_square(torch.tensor([q]).repeat(60_000, 1).topk(3).indices, ordered_draws(q, 3)) < 1e-9
 
 
+def test_independent_draws_follow_the_law():
+    """With replacement: the joint law of two draws is the product."""
+    q = [0.5, 0.3, 0.2, 0.0]
+    drawn = independent(torch.tensor([q]).repeat(60_000, 1), 2, torch.Generator().manual_seed(0))
+    assert chi_square(drawn, {(a, b): q[a] * q[b] for a in range(3) for b in range(3)}) > 1e-3
+    assert chi_square(drawn, ordered_draws(q, 2)) == 0
+
+
 @pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.999])
-def test_nucleus_is_transformers(top_p):
-    logits = torch.randn(20, 50, generator=torch.Generator().manual_seed(1)) * 3
+@pytest.mark.parametrize("scale", [0.1, 3.0, 30.0])
+def test_nucleus_is_transformers(top_p, scale):
+    logits = torch.randn(20, 3000, generator=torch.Generator().manual_seed(2)) * scale  # without ties
     theirs = torch.softmax(TopPLogitsWarper(top_p)(None, logits), -1)
     torch.testing.assert_close(nucleus(torch.softmax(logits, -1), top_p), theirs)
 
 
+def test_nucleus_keeps_ties_together():
+    found = nucleus(torch.tensor([[0.4, 0.2, 0.2, 0.1, 0.1], [0.2] * 5, [1.0, 0.0, 0.0, 0.0, 0.0]]), 0.5)
+    torch.testing.assert_close(found, torch.tensor([[0.5, 0.25, 0.25, 0.0, 0.0], [0.2] * 5, [1.0, 0.0, 0.0, 0.0, 0.0]]))
+
+
+SETTINGS = [
+    {"temperature": 0.7},
+    {"temperature": 1.3, "top_k": 5},
+    {"top_p": 0.6},
+    {"min_p": 0.2},
+    {"temperature": 0.8, "top_k": 12, "top_p": 0.8, "min_p": 0.05},
+    {"temperature": 1.5, "top_k": 500, "top_p": 0.95, "min_p": 0.01},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_filters_are_those_of_transformers_generate(settings):
+    """The probabilities transformers samples from, as its own `generate` reports them, for the same config."""
+    torch.manual_seed(0)
+    size = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=300)
+    model = LlamaForCausalLM(LlamaConfig(**size, initializer_range=1.0)).eval()
+    config = GenerationConfig(
+        **({"top_k": 0} | settings), do_sample=True, max_new_tokens=1, output_scores=True, output_logits=True, return_dict_in_generate=True
+    )
+    ids = torch.randint(300, (6, 4))
+    theirs = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, pad_token_id=0)
+    ours = Sampling.from_generation_config(config)
+    torch.testing.assert_close(ours.target(theirs.logits[0]), torch.softmax(theirs.scores[0], -1))
+    assert ours == Sampling(**({"temperature": 1.0} | settings))
+
+
+def test_a_generation_config_that_does_not_sample_is_greedy():
+    assert Sampling.from_generation_config(GenerationConfig()).greedy
+    assert Sampling.from_generation_config(GenerationConfig(temperature=0.7, top_p=0.9)) == Sampling()
+    neutral = dict(repetition_penalty=1.0, no_repeat_ngram_size=0, min_length=0, num_beams=1, typical_p=1.0, epsilon_cutoff=0.0)
+    assert Sampling.from_generation_config(GenerationConfig(**neutral, do_sample=True)) == Sampling(1.0)
+
+
+REFUSED = {
+    "repetition_penalty": 1.2,
+    "no_repeat_ngram_size": 3,
+    "bad_words_ids": [[5]],
+    "sequence_bias": {(5,): 1.0},
+    "min_new_tokens": 4,
+    "exponential_decay_length_penalty": (5, 1.1),
+    "begin_suppress_tokens": [3],
+    "guidance_scale": 2.0,
+    "typical_p": 0.9,
+    "epsilon_cutoff": 0.1,
+    "suppress_tokens": [3],
+    "num_beams": 4,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_generation_config_that_cannot_be_honoured_is_refused_by_name(name):
+    config = GenerationConfig(do_sample=True)
+    setattr(config, name, REFUSED[name])
+    with pytest.raises(ArgumentError, match=f"^{name}: found"):
+        Sampling.from_generation_config(config)
+
+
+def test_the_drafts_temperature_is_its_own():
+    logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
+    both, apart = Sampling(0.5), Sampling(0.5, top_p=0.5, draft_temperature=2.0)
+    torch.testing.assert_close(both.draft(logits), torch.softmax(logits / 0.5, -1))
+    torch.testing.assert_close(apart.draft(logits), torch.softmax(logits / 2.0, -1))
+
+
 @pytest.mark.parametrize(
-    ("settings", "message"), [((-1.0,), "temperature: found -1.0"), ((float("nan"),), "temperature"), ((1.0, 0.0), "top_p: found 0.0"), ((1.0, 1.1), "top_p")]
+    ("settings", "message"),
+    [
+        ({"temperature": -1.0}, "temperature: found -1.0"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": "warm"}, "temperature: found 'warm', expected a number"),
+        ({"min_p": None}, "min_p: found None"),
+        ({"top_p": 0.0}, "top_p: found 0.0"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -1}, "top_k: found -1"),
+        ({"top_k": 2.5}, "top_k: found 2.5"),
+        ({"min_p": 1.5}, "min_p: found 1.5"),
+        ({"draft_temperature": 0.0}, "draft_temperature: found 0.0"),
+        ({"verifier": "eagle"}, "verifier: found 'eagle', expected sequoia, traversal"),
+    ],
 )
 def test_impossible_settings(settings, message):
     with pytest.raises(ArgumentError, match=message):
-        Sampling(*settings)
+        Sampling(**settings)

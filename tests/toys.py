@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.runtime import SequoiaDecoder, verify
+from sequoia_plan.runtime import Sampling, SequoiaDecoder
+from sequoia_plan.runtime.verify import Verdict
 
 
 class ToyModel(torch.nn.Module):
@@ -34,7 +35,7 @@ class ToyModel(torch.nn.Module):
             self.by_past = base.by_past + noise * 0.3 * table(vocabulary, vocabulary)
         if covered is not None:
             self.covered_tokens = torch.tensor(covered)
-        self.config = SimpleNamespace(num_hidden_layers=1, max_position_embeddings=context)
+        self.config = SimpleNamespace(num_hidden_layers=1, max_position_embeddings=context, vocab_size=vocabulary)
         self.generation_config = None
         self.vocabulary = vocabulary
         self.eye = torch.eye(vocabulary)
@@ -44,14 +45,20 @@ class ToyModel(torch.nn.Module):
         covered = getattr(self, "covered_tokens", None)
         return SimpleNamespace(out_features=self.vocabulary if covered is None else covered.numel())
 
-    def forward(self, input_ids, position_ids, attention_mask, past_key_values, use_cache, logits_to_keep):
+    def forward(self, input_ids, position_ids=None, attention_mask=None, past_key_values=None, use_cache=None, logits_to_keep=0):
+        if past_key_values is None:  # whole sequences, as transformers takes them: [batch, n]
+            past = self.eye[input_ids].cumsum(1)
+            logits = self.by_token[input_ids] + self.by_position[torch.arange(input_ids.shape[1]) % 3] + past @ self.by_past
+            return SimpleNamespace(logits=self._covered(logits))
         keys, values = (self.eye[input_ids][None] for _ in range(2))
         _, past = past_key_values.layers[0].update(keys, values)
         visible = (attention_mask[0, 0] == 0).float()
         logits = self.by_token[input_ids[0]] + self.by_position[position_ids[0] % 3] + (visible @ past[0, 0]) @ self.by_past
+        return SimpleNamespace(logits=self._covered(logits)[None, -logits_to_keep:])
+
+    def _covered(self, logits):
         covered = getattr(self, "covered_tokens", None)
-        logits = logits if covered is None else logits[:, covered]
-        return SimpleNamespace(logits=logits[None, -logits_to_keep:])
+        return logits if covered is None else logits[..., covered]
 
     def law(self, tokens, temperature):
         """float64 [vocabulary]: the next token's law after `tokens`, without any cache."""
@@ -70,19 +77,21 @@ class ToyModel(torch.nn.Module):
         return law.reshape(-1)
 
 
-def run_decoder(prompt, parents, seeds, covered=None, broken=False, length=3):
+def run_decoder(prompt, parents, seeds, covered=None, broken=False, length=3, verifier="sequoia"):
     """int64 [seeds, length]: the first tokens of one run for each seed; `broken` leaves the residual step out."""
     torch.set_num_threads(1)
-    judge = verify.judge
-
-    def no_residual(target, draft, drawn, index, covered=None):
-        accept, _, outside = judge(target, draft, drawn, index, covered)
-        return accept, target[index.inner], torch.ones_like(outside)
-
-    target = ToyModel(0)
+    target, law = ToyModel(0), Verdict.bonus_law
     decoder = SequoiaDecoder(target, ToyModel(1, base=target, noise=0.7, covered=covered), TokenTree(np.array(parents)))
+    sampling = Sampling(1.0, verifier=verifier)
+
+    def first(seed):
+        with torch.inference_mode():
+            steps = decoder.steps(torch.tensor(prompt), length, sampling, seed)
+            return list(itertools.chain.from_iterable(step.tokens for step in steps))[:length]
+
     try:
-        verify.judge = no_residual if broken else judge
-        return np.array([decoder.generate(prompt, length, 1.0, seed=seed).sequences[0, -length:].tolist() for seed in seeds])
+        if broken:
+            Verdict.bonus_law = lambda verdict, end, target, index, covered=None: target(end)
+        return np.array([first(seed) for seed in seeds])
     finally:
-        verify.judge = judge
+        Verdict.bonus_law = law

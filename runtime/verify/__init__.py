@@ -1,0 +1,62 @@
+"""Which drafted tokens to accept, so that the output follows the target's law exactly.
+
+A verifier is a function of probabilities and drawn tokens alone. It says with which probability the accepted path ends at
+each node, and from which law the bonus token is then drawn (`Verdict`); two uniform numbers decide (`decide`). All of it is
+a fixed sequence of tensor operations on fixed shapes, with no decision on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sequoia_plan.runtime import drawing
+from sequoia_plan.runtime.verify import sequoia, specinfer, spectr, topk, traversal
+from sequoia_plan.runtime.verify.greedy import greedy
+from sequoia_plan.runtime.verify.index import TreeIndex
+from sequoia_plan.runtime.verify.verdict import Accepted, Laws, Verdict, decide
+
+__all__ = ["DEFAULT", "VERIFIERS", "Accepted", "Laws", "TreeIndex", "Verdict", "Verifier", "decide", "greedy", "verify"]
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """A rule of acceptance and the drawing of children it is exact for.
+
+    Args:
+        judge: (target, draft, drawn, index, covered) -> Verdict, see `verify`.
+        drawing: (probabilities [nodes, vocabulary], count, generator) -> int64 [nodes, count].
+    """
+
+    judge: Callable[[Laws, Tensor, Tensor, TreeIndex, Tensor | None], Verdict]
+    drawing: Callable[[Tensor, int, torch.Generator], Tensor]
+
+
+VERIFIERS = {
+    "sequoia": Verifier(sequoia.judge, drawing.without_replacement),
+    "traversal": Verifier(traversal.judge, drawing.without_replacement),
+    "specinfer": Verifier(specinfer.judge, drawing.independent),
+    "spectr": Verifier(spectr.judge, drawing.independent),
+    "topk": Verifier(topk.judge, drawing.most_probable),
+}
+DEFAULT = "sequoia"
+
+
+def verify(verifier: Verifier, target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, uniforms: Tensor, covered: Tensor | None = None) -> Accepted:
+    """The accepted path and the bonus token.
+
+    Args:
+        target: the target's law after given nodes: int64 [k] -> float [k, vocabulary].
+        draft: float [inner, draft vocabulary], the law each inner node's children were drawn from, in the order of the nodes.
+        drawn: int64 [inner, branching], the children's tokens as indices into the draft's vocabulary, in draw order.
+        uniforms: float64 [2] in [0, 1): for the end of the path and for the bonus token.
+        covered: int64 [draft vocabulary], the target's token for each of the draft's; None if they are the same.
+    """
+    if index.size == 1:  # nothing was drafted
+        verdict = Verdict(uniforms.new_ones(1), uniforms.new_ones((0, 0)), index.together)
+    else:
+        verdict = verifier.judge(target, draft, drawn, index, covered)
+    return decide(verdict, target, index, uniforms, covered)

@@ -1,0 +1,101 @@
+"""What verification must know of a token tree, as tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sequoia_plan.artifacts import TokenTree
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The nodes that have children, as rows in an order in which they can be judged.
+
+    Rows come in groups, judged one after the other. Within a group the nodes with most children come first: those with a
+    child of some rank are a slice, and work on them is in place.
+
+    Args:
+        nodes: int64 [inner], each row's node.
+        drawn: int64 [inner], its row in the draft's laws and draws, which are in the order of the nodes.
+        children: int64 [inner, branching], its children; the root where it has fewer.
+        of: int64 [size], each node's row; 0 for a leaf.
+        slot: int64 [size - 1], where each node but the root is in `children`, flattened.
+        groups: for each group and each rank, the rows that have a child of that rank.
+    """
+
+    nodes: Tensor
+    drawn: Tensor
+    children: Tensor
+    of: Tensor
+    slot: Tensor
+    groups: tuple[tuple[slice, ...], ...]
+
+    @classmethod
+    def build(cls, tree: TokenTree, group: np.ndarray, device: torch.device | str) -> Rows:
+        """Rows of `tree`, each node in the group (int [size]) given."""
+        inner = np.flatnonzero(tree.child_count)
+        drawn = np.lexsort((-tree.child_count[inner], group[inner]))
+        nodes = inner[drawn]
+        ranks = np.arange(tree.branching)
+        counts = tree.child_count[nodes]
+        children = np.where(ranks < counts[:, None], tree.first_child[nodes][:, None] + ranks, 0)
+        of = np.zeros(tree.size, np.int64)
+        of[nodes] = np.arange(nodes.size)
+        groups = []
+        for key in np.unique(group[nodes]):
+            start = int(np.searchsorted(group[nodes], key))
+            here = counts[group[nodes] == key]
+            groups.append(tuple(slice(start, start + int((here > rank).sum())) for rank in range(int(here[0]))))
+        slot = of[tree.parents[1:]] * tree.branching + tree.ranks[1:] - 1
+        return cls(*(_tensor(a, device) for a in (nodes, drawn, children, of, slot)), tuple(groups))  # type: ignore[call-arg, arg-type]
+
+
+@dataclass(frozen=True)
+class TreeIndex:
+    """A token tree's structure as int64 tensors on one device.
+
+    Args:
+        size, depth: nodes and levels.
+        child_count: [size].
+        parents: [size - 1], the parent of every node but the root.
+        offsets: [size], how many positions a node lies after the root.
+        paths: [size, depth], the nodes from the root to each node, padded with the root.
+        post_order: [size], children before their parent, siblings in draw order.
+        together: all inner nodes as one group of rows; by_level: one group a level.
+    """
+
+    size: int
+    depth: int
+    child_count: Tensor
+    parents: Tensor
+    offsets: Tensor
+    paths: Tensor
+    post_order: Tensor
+    together: Rows
+    by_level: Rows
+
+    @classmethod
+    def of(cls, tree: TokenTree, device: torch.device | str = "cpu") -> TreeIndex:
+        """The structure of `tree` on `device`."""
+        paths = np.zeros((tree.size, tree.depth), np.int64)
+        for node in range(1, tree.size):
+            paths[node] = paths[tree.parents[node]]
+            paths[node, tree.position_ids[node]] = node
+        # a node comes after its subtree; going back from the end, after every later sibling's subtree too
+        order, stack = [], [0]
+        while stack:
+            node = stack.pop()
+            order.append(node)
+            stack.extend(range(tree.first_child[node], tree.first_child[node] + tree.child_count[node]))
+        arrays = (tree.child_count, tree.parents[1:], tree.position_ids, paths, order[::-1])
+        together, by_level = (Rows.build(tree, group, device) for group in (np.zeros(tree.size, np.int64), tree.position_ids))
+        return cls(tree.size, tree.depth, *(_tensor(a, device) for a in arrays), together, by_level)  # type: ignore[call-arg, arg-type]
+
+
+def _tensor(array: Any, device: torch.device | str) -> Tensor:
+    return torch.as_tensor(np.asarray(array, np.int64), device=device)

@@ -1,0 +1,37 @@
+"""Traversal verification (Weng et al., arXiv 2505.12398): bottom-up, so that what a leaf's rejection frees helps its elders."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sequoia_plan.runtime.verify.index import TreeIndex
+from sequoia_plan.runtime.verify.residual import Residual
+from sequoia_plan.runtime.verify.verdict import Laws, Verdict, before
+
+
+def judge(target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, covered: Tensor | None = None) -> Verdict:
+    """a(root) = 1. At a node with acceptance a, R = target's law and D = draft's, for each child s in draw order
+    a(s) = min(1, a R[s] / D[s]), r = max(a R - D, 0), S = sum r, R <- r / S, a <- S / (S + 1 - a), D[s] <- 0, D <- norm(D).
+    What is left in (a, R) is the node's own. Nodes are visited children first, in draw order, and each is accepted with
+    its own a; the first one accepted ends the path.
+
+    Every a depends on the tokens drawn and never on a decision: levels are judged one after the other, the nodes of a level
+    side by side.
+    """
+    rows = index.by_level
+    left = Residual.start(target, draft, drawn, rows, covered)
+    accept = left.r.new_ones(index.size)  # of a node's subtree, then of the node itself
+    for group in rows.groups:
+        nodes = rows.nodes[group[0]]
+        a = accept[nodes][:, None]
+        for rank, having in enumerate(group):
+            here = a[: having.stop - having.start]
+            accept[rows.children[having, rank]] = (here * left.ratio(having, rank))[:, 0].clamp(max=1)
+            mass = left.reject(having, here)
+            here.copy_(mass / (mass + (1 - here)).clamp(min=torch.finfo(a.dtype).tiny))
+            left.remove(having, rank)
+        accept[nodes] = a[:, 0]
+    ordered = accept.double()[index.post_order]
+    ends = torch.zeros_like(ordered).index_copy(0, index.post_order, ordered * before(1 - ordered))
+    return Verdict(ends, left.r, rows)

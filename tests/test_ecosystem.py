@@ -1,0 +1,298 @@
+"""The decoder among transformers' own tools: generate's habits, custom_generate, quantised, sharded and compiled models."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import VOCABULARY, resembling, tiny
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TextIteratorStreamer
+from transformers.generation import StoppingCriteria, StoppingCriteriaList
+
+from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
+from sequoia_plan.runtime import Sampling, SequoiaDecoder, sequoia
+from sequoia_plan.runtime.vocabulary import check_tokenizers, shared_vocabulary
+
+TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
+IDS = torch.tensor([[5, 6, 7, 8]])
+NEW = 40
+
+
+def words(changes=None, count=VOCABULARY):
+    """A real tokenizer: token i is two letters."""
+    vocabulary = {chr(97 + i // 10) + chr(97 + i % 10): i for i in range(count)}
+    for old, new in (changes or {}).items():
+        vocabulary[new] = vocabulary.pop(old)
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="aa"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(".."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny("Llama")
+
+
+@pytest.fixture(scope="module")
+def draft(target):
+    return resembling(target, 0.05)
+
+
+@pytest.fixture(scope="module")
+def decoder(target, draft):
+    return SequoiaDecoder(target, draft, TREE, tokenizer=words())
+
+
+@pytest.fixture(scope="module")
+def greedy(target):
+    return target.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=NEW, do_sample=False)
+
+
+def test_prompts_as_people_have_them(decoder, greedy):
+    text = decoder.tokenizer.decode(IDS[0])
+    for prompt in (IDS, IDS[0], IDS.tolist(), IDS[0].tolist(), text, decoder.tokenizer(text, return_tensors="pt")):
+        result = decoder.generate(prompt, NEW)
+        assert torch.equal(result.sequences, greedy)
+        assert result.text == decoder.tokenizer.decode(greedy[0, 4:])
+    assert torch.equal(decoder.generate(**decoder.tokenizer(text, return_tensors="pt", return_token_type_ids=False), max_new_tokens=NEW).sequences, greedy)
+
+
+def test_several_prompts_one_after_the_other(decoder):
+    prompts = [IDS, [9, 9], decoder.tokenizer.decode([3, 1])]
+    several = decoder.generate_each(prompts, max_new_tokens=8, temperature=1.0, seed=4)
+    assert [r.sequences.tolist() for r in several] == [decoder.generate(p, 8, 1.0, seed=4 + i).sequences.tolist() for i, p in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("at", range(6, 30, 3))
+def test_stop_strings_end_where_transformers_ends(decoder, target, greedy, at):
+    """A stop string made of the end of one token and the start of the next: sometimes inside a step, sometimes across two."""
+    stop = decoder.tokenizer.decode(greedy[0, at : at + 2])[1:3]
+    expected = target.generate(
+        IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=NEW, do_sample=False, stop_strings=[stop, "zzz"], tokenizer=decoder.tokenizer
+    )
+    result = decoder.generate(IDS, NEW, stop_strings=[stop, "zzz"])
+    assert torch.equal(result.sequences, expected)
+    assert result.finish_reason == "stop"
+    assert stop in result.text
+
+
+def test_stop_strings_that_never_come(decoder, greedy):
+    with pytest.raises(ArgumentError, match=r"stop_strings: .*unable to identify tokens"):
+        decoder.generate(IDS, NEW, stop_strings="zz")
+    result = decoder.generate(IDS, NEW, stop_strings="abababab")
+    assert torch.equal(result.sequences, greedy)
+    assert result.finish_reason == "length"
+
+
+def test_text_streams_as_from_transformers(decoder):
+    streamer = TextIteratorStreamer(decoder.tokenizer, skip_prompt=True, timeout=10)
+    result = decoder.generate(IDS, NEW, streamer=streamer)
+    assert "".join(streamer).replace(" ", "") == result.text
+
+
+# custom_generate
+
+
+def inside(model, other, **settings):
+    return model.generate(IDS, **{"custom_generate": sequoia, "draft": other, "tree": TREE, "max_new_tokens": NEW, "do_sample": False, **settings})
+
+
+def test_custom_generate_is_generate(target, draft, greedy):
+    assert torch.equal(inside(target, draft), greedy)
+    assert torch.equal(inside(target, draft, max_new_tokens=None, max_length=4 + NEW), greedy)
+    assert torch.equal(inside(target, draft, return_dict_in_generate=True).sequences, greedy)
+    eos = int(greedy[0, 20])
+    expected = target.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=NEW, do_sample=False, eos_token_id=eos)
+    assert torch.equal(inside(target, draft, eos_token_id=eos), expected)
+
+
+def test_custom_generate_samples_with_the_configs_settings(target, draft, decoder):
+    ours = decoder.generate(IDS, NEW, sampling=Sampling(0.7, 0.9), seed=3)
+    theirs = inside(target, draft, do_sample=True, temperature=0.7, top_p=0.9, top_k=0, seed=3)
+    assert torch.equal(ours.sequences, theirs)
+
+
+def test_custom_generate_streams_and_stops(target, draft, greedy):
+    class Three(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.tensor([input_ids.shape[1] >= 7])
+
+    streamer = TextIteratorStreamer(words(), timeout=10)
+    result = inside(target, draft, text_streamer=streamer, stopping_criteria=StoppingCriteriaList([Three()]))
+    assert torch.equal(result, greedy[:, :7])
+    assert "".join(streamer).replace(" ", "") == words().decode(greedy[0, :7])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(tree=None), "needs a tree"),
+        (dict(draft=None), "needs a draft"),
+        (dict(num_beams=2), "num_beams: found 2, "),
+        (dict(num_return_sequences=2, do_sample=True, top_k=0), "num_return_sequences: found 2"),
+        (dict(repetition_penalty=1.2), "repetition_penalty|RepetitionPenalty"),
+        (dict(bad_words_ids=[[3]]), "bad_words_ids|NoBadWords"),
+        (dict(prompt_lookup_num_tokens=3), "prompt_lookup_num_tokens: found 3"),
+        (dict(output_scores=True, return_dict_in_generate=True), "output_scores: found True"),
+        (dict(logits_processor=[lambda ids, scores: scores]), "function: logits depend on it"),
+        (dict(attention_mask=torch.tensor([[0, 1, 1, 1]])), "attention_mask: hides tokens"),
+    ],
+)
+def test_custom_generate_refuses_what_it_would_ignore(target, draft, settings, message):
+    with pytest.raises(SequoiaPlanError, match=message):
+        inside(target, draft, **settings)
+
+
+def test_custom_generate_refuses_batches(target, draft):
+    with pytest.raises(SequoiaPlanError, match="a batch of 2, expected one sequence"):
+        target.generate(IDS.repeat(2, 1), custom_generate=sequoia, draft=draft, tree=TREE, max_new_tokens=4, do_sample=False)
+
+
+def test_custom_generate_keeps_one_decoder_and_leaks_none():
+    target = tiny("GPT-2")
+    draft = resembling(target)
+    inside(target, draft, max_new_tokens=2)
+    first = target._sequoia_decoder[2]
+    inside(target, draft, max_new_tokens=2, tree=TokenTree(TREE.parents))
+    assert target._sequoia_decoder[2] is first
+    inside(target, draft, max_new_tokens=2, tree=TokenTree.chain(2))
+    gone = [weakref.ref(x) for x in (first, target._sequoia_decoder[2], target, draft)]
+    assert not any("sequoia" in name for name in target.state_dict())
+    del first, target, draft
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 4
+
+
+# Vocabularies
+
+
+def test_tokenizers_are_compared_token_by_token(target, draft):
+    assert check_tokenizers(words(), words()) == VOCABULARY
+    with pytest.raises(SequoiaPlanError, match=r"differs from the target's at token 11 \(target 'bb', draft '!!'\)"):
+        SequoiaDecoder(target, draft, TREE, tokenizer=words(), draft_tokenizer=words({"bb": "!!", "ca": "??"}))
+
+
+def resized(model, size):
+    """The model with padding rows, or with its last rows cut off, as published checkpoints of one family differ."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other = copy.deepcopy(model)
+        other.resize_token_embeddings(size, mean_resizing=False)
+    return other
+
+
+@pytest.mark.parametrize("size", [VOCABULARY + 31, VOCABULARY - 7])
+def test_padded_and_shorter_vocabularies(target, draft, greedy, size):
+    other = resized(draft, size)
+    with pytest.raises(SequoiaPlanError, match=rf"a vocabulary of {size} tokens, the target's has {VOCABULARY}; .*give both: tokenizer= and draft_tokenizer="):
+        SequoiaDecoder(target, other, TREE)
+    decoder = SequoiaDecoder(target, other, TREE, tokenizer=words(), draft_tokenizer=words(count=min(size, VOCABULARY)))
+    result = decoder.generate(IDS, NEW)
+    assert torch.equal(result.sequences, greedy)
+    assert result.tokens_per_step > 1.3
+    prompt = torch.tensor([[96, 95, 5, 96]])  # tokens the shorter draft cannot even read
+    expected = target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
+    assert torch.equal(decoder.generate(prompt, 8).sequences, expected)
+
+
+def test_a_padded_target_keeps_its_own_logits(target, draft):
+    padded = resized(target, VOCABULARY + 31)
+    used, covered = shared_vocabulary(padded, draft, words(), words())
+    assert used == VOCABULARY and covered.tolist() == list(range(VOCABULARY))
+    expected = padded.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=NEW, do_sample=False)
+    decoder = SequoiaDecoder(padded, draft, TREE, tokenizer=words(), draft_tokenizer=words())
+    assert torch.equal(decoder.generate(IDS, NEW).sequences, expected)
+
+
+def test_covered_tokens_are_distinct(target, draft):
+    other = copy.deepcopy(draft)
+    other.covered_tokens = torch.tensor([1, 2, 2])
+    with pytest.raises(SequoiaPlanError, match="covered_tokens must name each"):
+        SequoiaDecoder(target, other, TREE)
+
+
+# Models as people load them
+
+
+def test_compiled_models():
+    """The target wrapped by torch.compile, the draft compiled in place."""
+    torch.compiler.reset()
+    target = tiny("Llama", num_hidden_layers=1)
+    draft = resembling(target)
+    expected = SequoiaDecoder(target, draft, TREE).generate(IDS, 4).sequences
+    target = torch.compile(target, backend="eager")
+    draft.compile(backend="eager")
+    assert torch.equal(SequoiaDecoder(target, draft, TokenTree.chain(2)).generate(IDS, 4).sequences, expected)
+
+
+def test_quantised_models(target, draft):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantised = torch.ao.quantization.quantize_dynamic(copy.deepcopy(target), {torch.nn.Linear}, dtype=torch.float16)
+    expected = quantised.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(SequoiaDecoder(quantised, draft, TREE).generate(IDS, NEW).sequences, expected)
+
+
+def test_models_spread_by_device_map(target, draft, greedy, tmp_path):
+    target.save_pretrained(tmp_path / "model")
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "cpu", "model.norm": "cpu"}
+    spread = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map={**places, "model.rotary_emb": "cpu", "lm_head": "disk"}, offload_folder=tmp_path / "offload"
+    )
+    assert spread.model.layers[1].self_attn.q_proj.weight.device.type == "meta"
+    assert torch.equal(SequoiaDecoder(spread, draft, TREE).generate(IDS, NEW).sequences, greedy)
+
+
+def test_models_on_different_devices_are_refused(target):
+    with pytest.raises(SequoiaPlanError, match="draft: on meta, the target takes its input on cpu; move the draft there"):
+        SequoiaDecoder(target, tiny("Llama").to("meta"), TREE)
+
+
+def test_tensor_parallel_processes_say_what_one_says(target, tmp_path):
+    import tensor_parallel
+
+    target.save_pretrained(tmp_path / "model")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parent)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", tensor_parallel.__file__]
+    run = subprocess.run([*command, tmp_path / "model", tmp_path], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert first["rows"] == [16], "each process holds half of the 32 query rows"
+    assert first["tokens"][:2] == tensor_parallel.decode(target)[:2]
+    assert first["tokens"][2] != first["tokens"][1]
+
+
+# The documentation
+
+
+def test_the_snippets_in_the_docs_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for snippet in re.findall(r"```python\n(.*?)```", (Path(__file__).parent.parent / "docs" / "huggingface.md").read_text(), re.DOTALL):
+        exec(snippet, names)
+    assert capsys.readouterr().out.count("\n") >= 3
+
+
+def test_argument_errors_are_usage_errors():
+    assert ArgumentError.exit_code == 2

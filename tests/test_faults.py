@@ -1,0 +1,183 @@
+"""What goes wrong while decoding is said, and leaves the decoder usable."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from toys import ToyModel
+
+from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
+from sequoia_plan.runtime import Sampling, SequoiaDecoder
+
+PROMPT = [3, 1, 4]
+TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
+
+
+def greedy_tokens(target, count):
+    tokens = list(PROMPT)
+    while len(tokens) < count:
+        tokens.append(int(target.law(tokens, 1.0).argmax()))
+    return tokens
+
+
+def pair(context=64, seed=2):
+    target = ToyModel(seed, context=context)
+    draft = ToyModel(seed + 1, base=target, noise=0.5, context=context)
+    draft.by_position = target.by_position.clone()
+    return target, draft
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_logits_that_are_not_finite_are_reported_with_their_place(role, temperature, value):
+    target, draft = pair()
+    decoder = SequoiaDecoder(target, draft, TREE)
+    before = decoder.generate(PROMPT, 12, temperature, seed=5).sequences
+    broken = {"target": target, "draft": draft}[role]
+    healthy = broken.by_position.clone()
+    broken.by_position[0, 4] = value
+    with pytest.raises(SequoiaPlanError, match=rf"{role}: logits that are not finite after token \d+; .*bfloat16 and float32 do not"):
+        decoder.generate(PROMPT, 12, temperature, seed=5)
+    broken.by_position.copy_(healthy)
+    assert torch.equal(decoder.generate(PROMPT, 12, temperature, seed=5).sequences, before)
+
+
+def test_a_model_that_is_broken_from_the_start_is_not_taken():
+    target, draft = pair()
+    target.by_position[:] = torch.nan
+    with pytest.raises(SequoiaPlanError, match="its logits are not finite"):
+        SequoiaDecoder(target, draft, TREE)
+
+
+def test_forbidden_tokens_are_not_a_fault():
+    """-inf for some tokens is how models say never."""
+    target, draft = pair()
+    target.by_position[:, 6] = -torch.inf
+    draft.by_position[:, 6] = -torch.inf
+    for temperature in (0.0, 1.0):
+        assert 6 not in SequoiaDecoder(target, draft, TREE).generate(PROMPT, 30, temperature, seed=0).sequences[0, 3:].tolist()
+
+
+@pytest.mark.parametrize("tree", [TokenTree.chain(1), TokenTree.chain(6), TREE], ids=repr)
+@pytest.mark.parametrize("context", [9, 14, 32])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_context_is_filled_to_its_last_token(tree, context, temperature):
+    """Also where the tree is larger than what is left: its nodes beyond the end are cut off the result."""
+    target, draft = pair(context)
+    result = SequoiaDecoder(target, draft, tree).generate(PROMPT, 100, temperature, seed=0)
+    assert result.finish_reason == "context"
+    assert result.sequences.shape[1] == context
+    if temperature == 0:
+        assert result.sequences[0].tolist() == greedy_tokens(target, context)
+
+
+@pytest.mark.parametrize("tree", [TokenTree.chain(1), TokenTree.chain(6), TREE], ids=repr)
+def test_learned_positions_are_never_exceeded(tree):
+    """GPT-2 has no embedding for a position beyond its context: a tree that reaches there must not ask for one."""
+    from architectures import CONTEXT, resembling, tiny
+
+    target = tiny("GPT-2")
+    prompt = torch.arange(CONTEXT - 10)[None] % 90
+    result = SequoiaDecoder(target, resembling(target), tree).generate(prompt, 100)
+    expected = target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=10, do_sample=False)
+    assert torch.equal(result.sequences, expected)
+    assert result.finish_reason == "context"
+
+
+def test_a_draft_with_less_context_than_the_target_goes_on():
+    target = ToyModel(2, context=64)
+    result = SequoiaDecoder(target, ToyModel(3, base=target, noise=0.5, context=16), TREE).generate(PROMPT, 40)
+    assert result.sequences[0].tolist() == greedy_tokens(target, 43)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt: empty"),
+        (torch.zeros(1, 0, dtype=torch.long), "prompt: empty"),
+        (list(range(8)) * 8, r"prompt: 64 tokens, expected at most 63"),
+        ([[1, 2], [3, 4]], "input_ids: 2 prompts, expected one sequence; generate_each takes several"),
+        (["one", "two"], "input_ids: 2 prompts"),
+        (torch.zeros(3, 2, dtype=torch.long), "input_ids: a batch of 3, expected one sequence; generate_each takes several"),
+        ("text", "prompt: text, but the decoder has no tokenizer"),
+        ({"input_ids": [[1, 2]], "attention_mask": [[0, 1]]}, "attention_mask: hides tokens of the prompt"),
+    ],
+)
+def test_prompts_that_cannot_be(prompt, message):
+    target, draft = pair()
+    with pytest.raises(SequoiaPlanError, match=message):
+        SequoiaDecoder(target, draft, TREE).generate(prompt, 4)
+
+
+def test_settings_that_cannot_be():
+    target, draft = pair()
+    decoder = SequoiaDecoder(target, draft, TREE)
+    with pytest.raises(ArgumentError, match="max_new_tokens: found 0, expected 1 or more"):
+        decoder.generate(PROMPT, 0)
+    with pytest.raises(ArgumentError, match="stop_strings: the decoder has no tokenizer"):
+        decoder.generate(PROMPT, 4, stop_strings="x")
+
+
+def test_memory_that_is_not_there():
+    target, draft = pair(context=1 << 50)
+    decoder = SequoiaDecoder(target, draft, TREE)
+    with pytest.raises(SequoiaPlanError, match=r"KV cache: \d+ tokens need .* GB on cpu, which has less; lower max_new_tokens"):
+        decoder.generate(PROMPT, 1 << 45)
+    assert decoder.generate(PROMPT, 20).new_tokens == 20
+
+
+def test_a_step_beyond_the_prefilled_capacity():
+    target, draft = pair()
+    decoder = SequoiaDecoder(target, draft, TREE)
+    with torch.inference_mode():
+        decoder.prefill(torch.tensor(PROMPT), 4, seed=0)
+        with pytest.raises(SequoiaPlanError, match="KV cache: 128 slots needed, it has 64; prefill with more max_new_tokens"):
+            decoder.step(128, Sampling())
+
+
+class Breaks:
+    """A streamer whose listener goes away."""
+
+    def __init__(self, error):
+        self.error, self.calls = error, 0
+
+    def put(self, tokens):
+        self.calls += 1
+        if self.calls == 4:
+            raise self.error
+
+    def end(self):
+        raise AssertionError("nothing ended")
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError, KeyboardInterrupt])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_interrupted_stream_leaves_the_decoder_usable(error, temperature):
+    target, draft = pair()
+    decoder = SequoiaDecoder(target, draft, TREE)
+    before = decoder.generate(PROMPT, 40, temperature, seed=1).sequences
+    with pytest.raises(error):
+        decoder.generate([6, 6], 40, temperature, seed=2, streamer=Breaks(error()))
+    assert torch.equal(decoder.generate(PROMPT, 40, temperature, seed=1).sequences, before)
+
+
+def test_eos_inside_an_accepted_path():
+    """The draft is the target, so every path is accepted whole: the text must still end at the eos, streamed text too."""
+    target, _ = pair()
+    full = greedy_tokens(target, 30)
+    eos, streamed = full[9], []
+    listener = type("Listener", (), {"put": lambda self, tokens: streamed.extend(tokens.flatten().tolist()), "end": lambda self: None})()
+    for given in (eos, [eos], torch.tensor([eos])):
+        result = SequoiaDecoder(target, target, TokenTree.chain(5)).generate(PROMPT, 20, eos_token_id=given, streamer=listener)
+        assert result.sequences[0].tolist() == full[: full.index(eos, 3) + 1] == streamed
+        assert result.finish_reason == "eos"
+        streamed.clear()
+
+
+@pytest.mark.parametrize("budget", range(1, 9))
+def test_a_reason_is_always_given(budget):
+    target, draft = pair(context=8)
+    result = SequoiaDecoder(target, draft, TREE).generate(PROMPT, budget)
+    assert result.finish_reason == ("length" if budget <= 5 else "context")
+    assert result.new_tokens == min(budget, 5)

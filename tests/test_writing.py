@@ -1,0 +1,115 @@
+"""Whatever happens while a file is written, the old one is whole or the new one is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+
+from sequoia_plan.artifacts import SequoiaPlanError, TokenTree, load_tree, save_tree
+from sequoia_plan.artifacts.files import read_bytes, write_atomically
+
+OLD = TokenTree.chain(2)
+
+
+def python(code, *arguments, **options):
+    """A process of its own that runs `code`."""
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path):
+    """The kernel itself refuses to write beyond 4096 bytes, in the middle of the new file."""
+    save_tree(OLD, tmp_path / "t")
+    process = python(
+        "import resource, signal, sys\n"
+        "from sequoia_plan.artifacts import TokenTree, save_tree\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "save_tree(TokenTree.star(3000), sys.argv[1])",
+        tmp_path / "t",
+    )
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    assert f"SequoiaPlanError: {tmp_path / 't'}: cannot be written (File too large); name a folder that exists and is writable, with room for" in error
+    assert load_tree(tmp_path / "t") == OLD
+    assert os.listdir(tmp_path) == ["t"]
+
+
+def test_a_kill_before_the_rename_leaves_the_old_file(tmp_path):
+    """SIGKILL while the new content is on its way to the disk."""
+    save_tree(OLD, tmp_path / "t")
+    process = python(
+        "import os, sys, time\n"
+        "from sequoia_plan.artifacts import TokenTree, save_tree\n"
+        "os.fsync = lambda descriptor: (print('writing', flush=True), time.sleep(600))\n"
+        "save_tree(TokenTree.star(3000), sys.argv[1])",
+        tmp_path / "t",
+    )
+    assert process.stdout.readline() == "writing\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert load_tree(tmp_path / "t") == OLD
+    save_tree(TokenTree.chain(3), tmp_path / "t")  # what the dead process left behind is in nobody's way
+    assert load_tree(tmp_path / "t") == TokenTree.chain(3)
+
+
+@pytest.mark.parametrize("milliseconds", [0, 5, 11, 23])
+def test_a_kill_at_any_time_leaves_a_whole_file(tmp_path, milliseconds):
+    """A process that replaces the file as fast as it can, killed at some moment."""
+    save_tree(OLD, tmp_path / "t")
+    process = python(
+        "import sys\n"
+        "from sequoia_plan.artifacts import TokenTree, save_tree\n"
+        "trees = [TokenTree.star(n) for n in (4000, 3000)]\n"
+        "print('ready', flush=True)\n"
+        "while True:\n"
+        "    for tree in trees: save_tree(tree, sys.argv[1])",
+        tmp_path / "t",
+    )
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.3 + milliseconds / 1000)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert load_tree(tmp_path / "t") in (OLD, TokenTree.star(4000), TokenTree.star(3000))
+
+
+def test_an_error_while_writing_is_one_line_and_cleans_up(tmp_path, monkeypatch):
+    save_tree(OLD, tmp_path / "t")
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(SequoiaPlanError) as error:
+        save_tree(TokenTree.chain(3), tmp_path / "t")
+    assert (
+        str(error.value) == f"{tmp_path / 't'}: cannot be written (No space left on device); name a folder that exists and is writable, with room for 639 bytes"
+    )
+    assert load_tree(tmp_path / "t") == OLD
+    assert os.listdir(tmp_path) == ["t"]
+
+
+def test_folders_links_and_pipes(tmp_path):
+    with pytest.raises(SequoiaPlanError, match=r"none/t: cannot be written \(No such file or directory\)"):
+        write_atomically(tmp_path / "none" / "t", b"")
+    with pytest.raises(SequoiaPlanError, match=r"cannot be written \(Is a directory\)"):
+        write_atomically(tmp_path, b"")
+    write_atomically(tmp_path / "real", b"1")
+    assert stat.S_IMODE((tmp_path / "real").stat().st_mode) == 0o644
+    (tmp_path / "link").symlink_to("real")
+    write_atomically(tmp_path / "link", b"2")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_bytes() == b"2"
+    write_atomically("/dev/null", b"3")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)  # a device is written to, not replaced
+
+
+def test_endless_input_is_refused(tmp_path):
+    with pytest.raises(SequoiaPlanError, match="/dev/zero: larger than 1000 bytes; expected a tree"):
+        read_bytes("/dev/zero", "a tree", 1000)
