@@ -301,13 +301,68 @@ def generate(
     )
 
 
-def _load_pair(target: str | None, draft: str | None, device: str | None, dtype: str) -> Pair:
+@main.command()
+@click.option("--tree", "tree_file", type=click.Path(), default="tree.safetensors", show_default=True)
+@_model_options
+@click.option("--prompts", type=click.IntRange(min=1), default=12, show_default=True, help="How many of the held-out prompts.")
+@click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="New tokens a prompt, at most.")
+@click.option("--only", metavar="NAME", multiple=True, help="A contender; may be repeated. [default: all]")
+@_sampling_options("what the tree was made for")
+@click.option("-o", "--output", type=click.Path(), help="Write the figures there, as JSON.")
+@_json_option
+def bench(
+    tree_file: str,
+    target: str | None,
+    draft: str | None,
+    device: str | None,
+    dtype: str,
+    prompts: int,
+    tokens: int,
+    only: tuple[str, ...],
+    output: str | None,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Decode held-out prompts with a compiled tree and its peers, side by side."""
+    from sequoia_plan.artifacts import load_tree
+    from sequoia_plan.artifacts.files import write_atomically
+    from sequoia_plan.planner.contenders import arms, predicted
+    from sequoia_plan.planner.report import print_table
+    from sequoia_plan.profiler.bench import bench as run
+    from sequoia_plan.profiler.bench import contenders, needs_reference, settings_and_hardware, summary
+    from sequoia_plan.profiler.prompts import built_in, encode
+
+    tree = load_tree(tree_file)
+    sampling = _sampling(settings, tree.plan.get("settings") or {})
+    trees = arms(tree)
+    pair = _load_pair(target, draft, device, dtype)
+    _warn_if_foreign(tree.plan, pair)
+    reference = _load_pair(target, draft, device, dtype, packed=False) if needs_reference(pair, only) else pair
+    decoders = contenders(pair, reference, trees, sampling, tokens, only)
+    held_out = [encode(pair.tokenizer, text) for text in built_in(held_out=True)[:prompts]]
+    with _progress("bench", len(held_out)) as advance:
+        figures = summary(run(decoders, held_out, advance))
+    for name, found in figures.items():
+        found["predicted"] = predicted(trees[name], tree.plan) if name in trees else None
+    shape = {"size": tree.size, "depth": tree.depth, "level_widths": tree.level_widths.tolist()}
+    result = settings_and_hardware(pair, sampling, len(held_out), tokens) | {"tree": shape, "contenders": figures}
+    if output:
+        write_atomically(output, (json.dumps(result, indent=1) + "\n").encode())
+    if as_json:
+        _print_json(result)
+        return
+    print_table(result)
+    if output:
+        click.echo(f"wrote {output}")
+
+
+def _load_pair(target: str | None, draft: str | None, device: str | None, dtype: str, packed: bool = True) -> Pair:
     with _status("loading models"):
         import torch
 
         from sequoia_plan.runtime.models import load_pair
 
-        return load_pair(target, draft, device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype)
+        return load_pair(target, draft, device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype, packed)
 
 
 def _warn_if_foreign(plan: Any, pair: Pair) -> None:
@@ -343,6 +398,18 @@ def _status(text: str) -> Iterator[Callable[[str], None]]:
 
     with Console(stderr=True).status(text) as status:
         yield status.update
+
+
+@contextmanager
+def _progress(text: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr when that is a terminal; silent otherwise."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(text, total=total)
+        yield lambda done: progress.update(task, completed=done)
 
 
 def _print_json(value: Any) -> None:

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.artifacts import ArgumentError, TokenTree
+from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
+from sequoia_plan.runtime.packing import can_pack
 
-PLAIN = "plain decoding"
-HUGGING_FACE = "Hugging Face generate"
-ASSISTED = "Hugging Face assisted"
-LOOKUP = "Hugging Face prompt lookup"
+TITLES = {
+    "plain": "plain decoding",
+    "generate": "Hugging Face generate",
+    "assisted": "Hugging Face assisted",
+    "lookup": "Hugging Face prompt lookup",
+    "chain": "chain",
+    "chains": "independent chains, SpecInfer",
+    "k-ary": "complete binary tree",
+    "top-k": "our tree, top-k",
+    "sequoia": "our tree, Sequoia",
+    "traversal": "our tree, traversal",
+}
+"""Every contender, by name; `sequoia_plan.planner.contenders` has the trees."""
 LOOKUP_TOKENS = 10
 RESAMPLES = 2_000
 
@@ -65,9 +78,46 @@ class _Stopwatch:
         return Run(tokens, passes, time.perf_counter() - self.started, self.first_tokens, self.first_seconds)
 
 
-def ours(pair: Pair, tree: TokenTree, sampling: Sampling, tokens: int, verifier: str) -> Decode:
+def contenders(
+    pair: Pair, reference: Pair, trees: Mapping[str, tuple[TokenTree, str]], sampling: Sampling, tokens: int, only: Sequence[str] = ()
+) -> dict[str, Decode]:
+    """The contenders named in `only` (all if empty), in the order of `TITLES`. Where greedy makes verifiers equal, one is enough.
+
+    Args:
+        reference: the same models as transformers loads them, for transformers' own decoders.
+        trees: tree and verifier of those that are ours.
+
+    Raises:
+        ArgumentError: for a name that is none.
+    """
+    if unknown := sorted(set(only) - set(TITLES)):
+        raise ArgumentError(f"only: found {unknown[0]!r}, expected {', '.join(TITLES)}")
+    made: dict[str, Callable[[], Decode]] = {
+        "generate": lambda: hugging_face(reference, sampling, tokens),
+        "assisted": lambda: hugging_face(reference, sampling, tokens, assistant_model=full_width(reference.draft)),
+        "lookup": lambda: hugging_face(reference, sampling, tokens, prompt_lookup_num_tokens=LOOKUP_TOKENS),
+    }
+    for name, (tree, verifier) in trees.items():
+        made[name] = partial(ours, pair, tree, replace(sampling, verifier=verifier), tokens)
+    same = {"top-k", "traversal"} if sampling.greedy else set()
+    return {name: made[name]() for name in TITLES if name in made and (name in only or not (only or name in same))}
+
+
+def needs_reference(pair: Pair, only: Sequence[str] = ()) -> bool:
+    """Must the models be loaded once more for transformers' own decoders, because ours were repacked?"""
+    return can_pack(pair.target.dtype, pair.target.device) and bool({"generate", "assisted", "lookup"} & set(only or TITLES))
+
+
+def settings_and_hardware(pair: Pair, sampling: Sampling, prompts: int, tokens: int) -> dict[str, Any]:
+    """What figures of `summary` were measured with."""
+    dtype = str(pair.target.dtype).removeprefix("torch.")
+    settings = {"sampling": sampling.settings(), "dtype": dtype, "prompts": prompts, "tokens": tokens}
+    return {"settings": settings, "models": pair.facts, "hardware": fingerprint(pair.target.device)}
+
+
+def ours(pair: Pair, tree: TokenTree, sampling: Sampling, tokens: int) -> Decode:
     """Our decoder with `tree`."""
-    decoder = SequoiaDecoder(pair.target, pair.draft, tree, verifier=verifier)
+    decoder = SequoiaDecoder(pair.target, pair.draft, tree)
 
     def decode(prompt: list[int], seed: int) -> Run:
         watch = _Stopwatch(len(prompt))
@@ -77,34 +127,22 @@ def ours(pair: Pair, tree: TokenTree, sampling: Sampling, tokens: int, verifier:
     return decode
 
 
-def hugging_face(target: Any, tokenizer: Any, sampling: Sampling, tokens: int, draft: Any = None, lookup: int | None = None) -> Decode:
-    """transformers' own `generate` with the target as transformers loads it.
-
-    Args:
-        draft: decodes with this assistant model; one that covers part of the vocabulary gets a full-width head.
-        lookup: decodes with prompt lookup of so many tokens.
-    """
-    options = sampling.for_transformers() | {"max_new_tokens": tokens, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
-    if draft is not None:
-        options["assistant_model"] = full_width(draft)
-    if lookup is not None:
-        options["prompt_lookup_num_tokens"] = lookup
-    passes = 0
-
-    def count(*_: Any) -> None:
-        nonlocal passes
-        passes += 1
-
-    target.register_forward_pre_hook(count)
+def hugging_face(reference: Pair, sampling: Sampling, tokens: int, **options: Any) -> Decode:
+    """transformers' own `generate`, the target's passes counted; `options` choose how it decodes."""
+    target, eos = reference.target, reference.tokenizer.eos_token_id
+    options |= sampling.for_transformers() | {"max_new_tokens": tokens, "eos_token_id": eos, "pad_token_id": eos}
 
     def decode(prompt: list[int], seed: int) -> Run:
-        nonlocal passes
         torch.manual_seed(seed)
-        passes = 0
         ids = torch.tensor([prompt], device=target.device)
+        passes: list[int] = []
+        counting = target.register_forward_pre_hook(lambda *_: passes.append(1))
         watch = _Stopwatch(len(prompt))
-        made = target.generate(ids, attention_mask=torch.ones_like(ids), streamer=watch, **options).shape[1] - len(prompt)
-        return watch.run(made, passes)
+        try:
+            made = target.generate(ids, attention_mask=torch.ones_like(ids), streamer=watch, **options).shape[1] - len(prompt)
+            return watch.run(made, len(passes))
+        finally:
+            counting.remove()
 
     return decode
 
@@ -112,9 +150,12 @@ def hugging_face(target: Any, tokenizer: Any, sampling: Sampling, tokens: int, d
 def full_width(draft: Any) -> Any:
     """A draft as other decoders expect it: logits for the target's whole vocabulary, -inf for tokens it does not cover."""
     covered = getattr(draft, "covered_tokens", None)
-    if covered is not None:
-        draft.lm_head = _FullWidth(draft.lm_head, covered, draft.config.vocab_size)
-    return draft
+    if covered is None:
+        return draft
+    twin = copy.copy(draft)  # the same weights under another head
+    twin._modules = dict(draft._modules)
+    twin.lm_head = _FullWidth(draft.lm_head, covered, draft.config.vocab_size)
+    return twin
 
 
 class _FullWidth(nn.Module):
@@ -127,10 +168,10 @@ class _FullWidth(nn.Module):
         return logits.new_full((*logits.shape[:-1], self.vocabulary), -torch.inf).index_copy_(-1, self.covered, logits)
 
 
-def bench(
-    contenders: Mapping[str, Decode], prompts: Sequence[list[int]], on_prompt: Callable[[int], None] = lambda done: None
-) -> dict[str, list[Run]]:
+def bench(contenders: Mapping[str, Decode], prompts: Sequence[list[int]], on_prompt: Callable[[int], None] = lambda done: None) -> dict[str, list[Run]]:
     """Every contender decodes every prompt once, interleaved: who goes first changes from prompt to prompt."""
+    if not contenders or not prompts:
+        raise ArgumentError(f"bench: {len(contenders)} contenders and {len(prompts)} prompts, expected at least one of each")
     for decode in contenders.values():
         decode(prompts[0], 0)  # warm
     runs: dict[str, list[Run]] = {name: [] for name in contenders}
@@ -142,8 +183,8 @@ def bench(
     return runs
 
 
-def summary(runs: Mapping[str, list[Run]], over: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Each contender's figures, and its speed-up over each of `over`.
+def summary(runs: Mapping[str, list[Run]], over: Sequence[str] = ("plain", "generate")) -> dict[str, dict[str, Any]]:
+    """Each contender's figures, and its speed-up over each of `over` that took part.
 
     tokens_per_second and first_token_seconds: median over prompts with quartiles. tokens_per_step: new tokens over the
     target's passes. speedup: tokens/s after the first tokens, ratios taken prompt by prompt so that drift cancels, the median
@@ -151,6 +192,7 @@ def summary(runs: Mapping[str, list[Run]], over: Sequence[str]) -> dict[str, dic
     """
     return {
         name: {
+            "title": TITLES.get(name, name),
             "tokens_per_second": _spread([run.tokens / run.seconds for run in mine]),
             "first_token_seconds": _spread([run.first_seconds for run in mine]),
             "tokens_per_step": _per_step(mine),

@@ -40,7 +40,7 @@ class Pair:
     facts: dict[str, dict[str, Any]]
 
 
-def load_pair(target: str | None = None, draft: str | None = None, device: str = "cpu", dtype: str = "auto") -> Pair:
+def load_pair(target: str | None = None, draft: str | None = None, device: str = "cpu", dtype: str = "auto", packed: bool = True) -> Pair:
     """Load a target and a draft that share a vocabulary.
 
     Args:
@@ -48,6 +48,7 @@ def load_pair(target: str | None = None, draft: str | None = None, device: str =
         draft: the same, or a draft .safetensors file made for the target; None for the embedded draft.
         device: "cpu" or "cuda".
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the processor computes in it, else float32.
+        packed: linear layers repacked for the processor; False leaves the models as transformers loads them.
 
     Raises:
         SequoiaPlanError: if a model cannot be found or loaded, or the vocabularies differ.
@@ -71,7 +72,7 @@ def load_pair(target: str | None = None, draft: str | None = None, device: str =
         "target": _facts(target_name, model),
         "draft": _facts(_name(draft_name), draft_model),
     }
-    return Pair(pack(model), pack(draft_model), tokenizer, facts)
+    return Pair(pack(model), pack(draft_model), tokenizer, facts) if packed else Pair(model, draft_model, tokenizer, facts)
 
 
 def load_target(target: str | None, device: str, dtype: torch.dtype) -> tuple[Any, Any, str]:

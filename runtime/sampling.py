@@ -133,6 +133,12 @@ class Sampling:
         """Every setting by name, as profiles and trees record it."""
         return asdict(self)
 
+    def for_transformers(self) -> dict[str, Any]:
+        """The same sampling as arguments of transformers' generate."""
+        if self.greedy:
+            return {"do_sample": False}
+        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p or None}
+
     def target(self, logits: Tensor) -> Tensor:
         """float32 [nodes, vocabulary]: the target's probabilities."""
         scores = logits.float() / self.temperature

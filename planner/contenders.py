@@ -1,0 +1,55 @@
+"""What bench compares: the trees, and what the plan promises of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from sequoia_plan.artifacts import Latency, TokenTree
+from sequoia_plan.planner.baselines import baseline
+from sequoia_plan.planner.objective import StepTime, expected_tokens
+
+Arm = tuple[TokenTree, str]
+"""A tree and the verifier that judges it."""
+
+
+def arms(tree: TokenTree) -> dict[str, Arm]:
+    """Our tree, and those of others with no more nodes and levels, by name."""
+    found: dict[str, Arm] = {"plain": (TokenTree.chain(1), "sequoia")}
+    if tree.size > 1:
+        lanes = max(1, (tree.size - 1) // (tree.depth - 1))
+        found |= {
+            "chain": (baseline("chain", tree.size, tree.depth), "sequoia"),
+            "chains": (baseline(f"chains:{lanes}", tree.size, tree.depth), "specinfer"),
+            "k-ary": (baseline("k-ary:2", tree.size, tree.depth), "sequoia"),
+            "top-k": (tree, "topk"),
+            "sequoia": (tree, "sequoia"),
+            "traversal": (tree, "traversal"),
+        }
+    return found
+
+
+def predicted(arm: Arm, plan: Mapping[str, Any]) -> dict[str, float | None]:
+    """tokens_per_step and speedup (over plain decoding by the same engine) that the measurements in a tree's plan promise.
+
+    None where they do not apply: they were taken with one verifier; what `sequoia` yields, `traversal` yields at least.
+    """
+    tree, verifier = arm
+    measured = (plan.get("settings") or {}).get("verifier", "sequoia")
+    alike = tree.size == 1 or verifier == measured or {verifier, measured} == {"sequoia", "traversal"}
+    if not plan.get("acceptance") or not alike:
+        return {"tokens_per_step": None, "speedup": None}
+    tokens = expected_tokens(tree, plan["acceptance"])
+    times = step_time(plan)
+    step = times.step(tree) if times else float("inf")
+    return {"tokens_per_step": tokens, "speedup": tokens * times.plain() / step if times and np.isfinite(step) else None}
+
+
+def step_time(plan: Mapping[str, Any]) -> StepTime | None:
+    """The latencies a tree's plan records; None if it was solved without."""
+    latency = plan.get("latency") or {}
+    if not latency.get("target") or not latency.get("draft"):
+        return None
+    return StepTime(Latency(dict(latency["target"]), dict(latency["draft"]), latency.get("overhead") or 0.0, latency.get("context") or 0))

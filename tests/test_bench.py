@@ -1,0 +1,147 @@
+"""Contenders side by side: each decodes what it should, and the figures are what they are called."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from architectures import resembling, tiny
+from click.testing import CliRunner
+from torch import nn
+
+from sequoia_plan.artifacts import ArgumentError, TokenTree, save_tree
+from sequoia_plan.planner import cli
+from sequoia_plan.planner.contenders import arms, predicted
+from sequoia_plan.planner.objective import expected_tokens
+from sequoia_plan.profiler.bench import TITLES, Run, bench, contenders, full_width, summary
+from sequoia_plan.runtime import Pair, Sampling
+
+LATENCY = {"target": [[1, 0.04], [8, 0.05]], "draft": [[1, 0.002], [8, 0.003]]}
+TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3], {"acceptance": [0.5, 0.25], "latency": LATENCY})
+
+
+@pytest.fixture(scope="module")
+def models():
+    """A tiny Llama, a draft that resembles it and covers part of its vocabulary, and what a tokenizer must know."""
+    target = tiny("Llama")
+    draft = resembling(target)
+    covered = torch.arange(0, draft.lm_head.out_features, 2)
+    head = nn.Linear(draft.lm_head.in_features, covered.numel(), bias=False)
+    head.weight.data.copy_(draft.lm_head.weight.data[covered])
+    draft.lm_head = head
+    draft.register_buffer("covered_tokens", covered, persistent=False)
+    return Pair(target, draft, SimpleNamespace(eos_token_id=None, chat_template=None), {"target": {"name": "t"}, "draft": {"name": "d"}})
+
+
+def test_greedy_contenders_say_the_same(models, monkeypatch):
+    """Ours, and transformers' four ways: the same tokens, counted the same way."""
+    said = {}
+    generate = type(models.target).generate
+
+    def remembering(model, *args, **options):
+        said["now"] = generate(model, *args, **options)
+        return said["now"]
+
+    monkeypatch.setattr(type(models.target), "generate", remembering)
+    decoders = contenders(models, models, arms(TREE), Sampling(), 24)
+    assert list(decoders) == [name for name in TITLES if name not in ("top-k", "traversal")]  # the same as sequoia when greedy
+    prompt = list(range(3, 20))
+    runs = {name: decode(prompt, 0) for name, decode in decoders.items()}
+    assert {run.tokens for run in runs.values()} == {24}
+    assert runs["plain"].passes == runs["generate"].passes == 24
+    for name, run in runs.items():
+        assert 0 < run.first_seconds < run.seconds, name
+        assert 1 <= run.first_tokens <= run.tokens, name
+        assert name in ("plain", "generate") or run.passes <= 24, name
+    assert runs["sequoia"].passes < 24 and runs["assisted"].passes < 24
+    texts = []
+    for name in ("generate", "assisted", "lookup"):
+        decoders[name](prompt, 0)
+        texts.append(said["now"].tolist())
+    assert texts[0] == texts[1] == texts[2]
+    assert not models.target._forward_pre_hooks
+
+
+def test_a_covering_draft_gets_a_full_head_and_stays_as_it_was(models):
+    ids = torch.arange(5)[None]
+    before = models.draft(ids).logits
+    wide = full_width(models.draft)(ids).logits
+    assert wide.shape[-1] == models.target.config.vocab_size
+    assert torch.equal(wide[..., models.draft.covered_tokens], before)
+    assert wide.isneginf().sum() == wide.numel() - before.numel()
+    assert torch.equal(models.draft(ids).logits, before)
+    assert full_width(models.target) is models.target
+
+
+def test_sampling_contenders_run_with_every_filter(models):
+    decoders = contenders(models, models, arms(TREE), Sampling(0.8, 0.9, 20, 0.01), 6)
+    assert list(decoders) == list(TITLES)
+    figures = summary(bench(decoders, [[1, 2, 3], [4, 5, 6, 7]]))
+    for name, found in figures.items():
+        assert found["speedup"]["plain"]["low"] <= found["speedup"]["plain"]["median"] <= found["speedup"]["plain"]["high"], name
+        assert found["tokens_per_step"] >= 1, name
+    assert figures["plain"]["tokens_per_step"] == figures["generate"]["tokens_per_step"] == 1
+
+
+def test_only_and_unknown_names(models):
+    assert list(contenders(models, models, arms(TREE), Sampling(), 4, ["traversal", "plain"])) == ["plain", "traversal"]
+    assert list(contenders(models, models, arms(TokenTree.chain(1)), Sampling(), 4)) == ["plain", "generate", "assisted", "lookup"]
+    with pytest.raises(ArgumentError, match="only: found 'medusa', expected plain, generate"):
+        contenders(models, models, arms(TREE), Sampling(), 4, ["medusa"])
+    with pytest.raises(ArgumentError, match="0 contenders"):
+        bench({}, [[1]])
+
+
+def test_arms_stay_within_the_tree():
+    found = arms(TREE)
+    assert set(found) == set(TITLES) - {"generate", "assisted", "lookup"}
+    for name, (tree, _) in found.items():
+        assert tree.size <= TREE.size and tree.depth <= TREE.depth, name
+    assert found["chains"][0].parents.tolist() == [-1, 0, 0, 1, 2, 3, 4]
+
+
+def test_figures_are_what_they_are_called():
+    """Known runs: ratios prompt by prompt, speed after the first tokens, passes over all prompts."""
+    slow = [Run(10, 9, 10.0, 1, 1.0), Run(10, 9, 20.0, 1, 2.0)]
+    fast = [Run(12, 4, 6.0, 2, 1.0), Run(12, 4, 12.0, 2, 2.0)]
+    figures = summary({"plain": slow, "sequoia": fast})
+    assert figures["plain"]["tokens_per_second"]["median"] == 0.75
+    assert figures["sequoia"]["tokens_per_step"] == 3
+    assert figures["sequoia"]["first_token_seconds"]["median"] == 1.5
+    assert figures["sequoia"]["speedup"] == {"plain": {"median": 2.0, "low": 2.0, "high": 2.0, "interval_low": 2.0, "interval_high": 2.0}}
+    assert figures["plain"]["speedup"]["plain"]["median"] == 1
+    wild = summary({"plain": slow * 8, "sequoia": [Run(12, 4, 6.0 + i, 2, 1.0) for i in range(16)]})["sequoia"]["speedup"]["plain"]
+    assert wild["interval_low"] < wild["median"] < wild["interval_high"]
+
+
+def test_predictions_are_the_plans():
+    found = arms(TREE)
+    ours = predicted(found["sequoia"], TREE.plan)
+    assert ours["tokens_per_step"] == expected_tokens(TREE, [0.5, 0.25])
+    assert predicted(found["plain"], TREE.plan) == {"tokens_per_step": 1.0, "speedup": 1.0}
+    assert predicted(found["traversal"], TREE.plan) == ours
+    assert predicted(found["chains"], TREE.plan) == predicted(found["top-k"], TREE.plan) == {"tokens_per_step": None, "speedup": None}
+    assert predicted(found["sequoia"], {"acceptance": [0.5, 0.25]}) == {"tokens_per_step": ours["tokens_per_step"], "speedup": None}
+    assert predicted(found["sequoia"], {})["tokens_per_step"] is None
+
+
+def test_the_command(models, tmp_path, monkeypatch):
+    """Table, JSON and file from tiny models; the prompts are the held-out ones, in another tokenizer's words."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "_load_pair", lambda *args, **options: models)
+    monkeypatch.setattr("sequoia_plan.profiler.prompts.encode", lambda tokenizer, text: [ord(c) % 50 for c in text[:9]])
+    save_tree(TREE, "tree.safetensors")
+    arguments = ["bench", "--prompts", "2", "--tokens", "4", "--only", "plain", "--only", "sequoia", "--only", "generate"]
+    result = CliRunner().invoke(cli.main, [*arguments, "-o", "found.json", "--json"])
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert json.loads((tmp_path / "found.json").read_text()) == answer
+    assert list(answer["contenders"]) == ["plain", "generate", "sequoia"]
+    assert answer["settings"]["prompts"] == 2 and answer["tree"]["size"] == 7
+    assert answer["contenders"]["sequoia"]["predicted"]["tokens_per_step"] == expected_tokens(TREE, [0.5, 0.25])
+    text = CliRunner().invoke(cli.main, arguments).stdout
+    assert "our tree, Sequoia" in text and "Hugging Face generate" in text and "over plain" in text
+    wrong = CliRunner().invoke(cli.main, ["bench", "--only", "medusa"])
+    assert wrong.exit_code == 2 and "only: found 'medusa'" in wrong.stderr
