@@ -16,6 +16,9 @@ FORMAT, VERSION = "sequoia-plan-profile", 1
 LARGEST_FILE = 1 << 18
 """Bytes; a measured profile has two or three thousand."""
 SUM_TOLERANCE = 1e-6
+COUNT_TOLERANCE = 0.01
+"""Counts are written to four digits; there may be many of them."""
+LARGEST_COUNT = 1 << 53
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,19 @@ class Latency:
 
 
 @dataclass(frozen=True)
+class LevelCounts:
+    """Acceptance on one level, as counts: they add up over runs, and tell how sure a probability is.
+
+    Args:
+        trials: accepted nodes of the level that were observed.
+        counts: of rank 1, 2, ...: how often that child was accepted, or was expected to be (the sum of probabilities).
+    """
+
+    trials: int
+    counts: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Profile:
     """Acceptance and, where measured, latency.
 
@@ -46,6 +62,7 @@ class Profile:
         settings: temperature, filters, verifier: what acceptance was measured under.
         models: target and draft, each with a name, a digest or revision, and the dtype.
         hardware: the machine's fingerprint.
+        levels: the counts behind `acceptance`, the root's level first, the last one with all below it; empty if not known.
     """
 
     acceptance: tuple[float, ...]
@@ -54,11 +71,13 @@ class Profile:
     settings: Mapping[str, Any] = field(default_factory=dict)
     models: Mapping[str, Any] = field(default_factory=dict)
     hardware: Mapping[str, Any] = field(default_factory=dict)
+    levels: tuple[LevelCounts, ...] = ()
 
     def __post_init__(self) -> None:
         check_acceptance(self.acceptance, "acceptance.vector")
         if not is_count(self.trials):
             raise SequoiaPlanError(f"acceptance.trials: found {self.trials!r:.60}, expected a whole number >= 0")
+        _check_levels(self.levels)
         for name in ("settings", "models", "hardware"):
             facts = getattr(self, name)
             if not isinstance(facts, Mapping):
@@ -73,6 +92,14 @@ class Profile:
                 raise SequoiaPlanError(f"latency.overhead: found {self.latency.overhead!r:.60}, expected seconds >= 0")
             if not is_count(self.latency.context):
                 raise SequoiaPlanError(f"latency.context: found {self.latency.context!r:.60}, expected a whole number of tokens >= 0")
+
+    @property
+    def by_level(self) -> tuple[tuple[float, ...], ...]:
+        """p[level][rank] from the counts; a level without trials is as the one above it. Empty if there are no counts."""
+        rows: list[tuple[float, ...]] = []
+        for level in self.levels:
+            rows.append(tuple(count / level.trials for count in level.counts) if level.trials else rows[-1] if rows else self.acceptance)
+        return tuple(rows)
 
     @property
     def sha256(self) -> str:
@@ -95,6 +122,8 @@ class Profile:
             "hardware": dict(self.hardware),
             "acceptance": {"trials": self.trials, "vector": list(self.acceptance)},
         }
+        if self.levels:
+            document["acceptance"]["levels"] = [{"trials": level.trials, "counts": list(level.counts)} for level in self.levels]
         if self.latency:
             document["latency"] = {
                 "context": self.latency.context,
@@ -151,6 +180,7 @@ class Profile:
             acceptance=tuple(vector) if isinstance(vector, list) else vector,  # type: ignore[arg-type]
             trials=acceptance.get("trials", 0),
             latency=latency,
+            levels=_levels(acceptance.get("levels")),
             **{name: document[name] for name in ("settings", "models", "hardware") if document.get(name) is not None},
         )
 
@@ -182,6 +212,27 @@ def check_acceptance(vector: Any, name: str) -> None:
             raise SequoiaPlanError(f"{name}: p[{rank}] is {p!r:.60}, expected a probability from 0 to 1")
     if sum(vector) > 1 + SUM_TOLERANCE:
         raise SequoiaPlanError(f"{name}: sums to {sum(vector):.6g}, expected at most 1 (at most one child is accepted)")
+
+
+def _levels(found: Any) -> Any:
+    if found is None:
+        return ()
+    if not isinstance(found, list) or not all(isinstance(level, dict) and isinstance(level.get("counts"), list) for level in found):
+        raise SequoiaPlanError(f"acceptance.levels: found {found!r:.60}, expected a list of mappings, each with trials and counts")
+    return tuple(LevelCounts(level.get("trials"), tuple(level["counts"])) for level in found)
+
+
+def _check_levels(levels: Any) -> None:
+    for number, level in enumerate(levels):
+        name = f"acceptance.levels[{number}]"
+        if not is_count(level.trials) or level.trials >= LARGEST_COUNT:
+            raise SequoiaPlanError(f"{name}.trials: found {level.trials!r:.60}, expected a whole number >= 0")
+        if not level.counts or not all(is_number(count) and 0 <= count < LARGEST_COUNT for count in level.counts):
+            raise SequoiaPlanError(f"{name}.counts: found {level.counts!r:.60}, expected numbers >= 0")
+        if len(level.counts) != len(levels[0].counts):
+            raise SequoiaPlanError(f"{name}.counts: found {len(level.counts)} ranks, expected {len(levels[0].counts)} as on the first level")
+        if sum(level.counts) > level.trials * (1 + SUM_TOLERANCE) + COUNT_TOLERANCE:
+            raise SequoiaPlanError(f"{name}.counts: sum to {sum(level.counts):.6g}, expected at most {level.trials} trials (at most one child is accepted)")
 
 
 def _check_curve(curve: Any, name: str) -> None:

@@ -82,7 +82,15 @@ def main() -> None:
 @main.command()
 @_model_options
 @_sampling_options()
+@click.option("--also", metavar="NAME=VALUE,...", multiple=True, help="A further setting, as temperature=0.6,top_p=0.9; written beside the output.")
 @click.option("--prompts", type=click.Path(), help="JSONL (text or messages) or plain text. [default: built-in prompts]")
+@click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="New tokens a prompt, at most.")
+@click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="How often prompts may be sampled from, each time anew.")
+@click.option("--precision", metavar="PERCENT", default="2.5%", show_default=True, help="Stop once predicted tokens a step are known to +- this.")
+@click.option("--method", type=click.Choice(["forced", "decoding"]), default="forced", show_default=True, help="See docs/profiling.md.")
+@click.option("--context", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens in the KV cache when latency is measured.")
+@click.option("--latency-seconds", type=click.FloatRange(min=0), default=30.0, show_default=True, help="Time for repeating latency measurements.")
+@click.option("--merge", metavar="PROFILE", type=click.Path(), multiple=True, help="Measure nothing: add these profiles' counts up.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("-o", "--output", type=click.Path(), default="profile.yaml", show_default=True)
 @_json_option
@@ -91,39 +99,75 @@ def profile(
     draft: str | None,
     device: str | None,
     dtype: str,
+    also: tuple[str, ...],
     prompts: str | None,
+    tokens: int,
+    rounds: int,
+    precision: str,
+    method: str,
+    context: int,
+    latency_seconds: float,
+    merge: tuple[str, ...],
     seed: int,
     output: str,
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Measure acceptance and latency on this machine."""
-    from sequoia_plan.profiler.measure import measure
-    from sequoia_plan.profiler.prompts import built_in, load
+    """Measure acceptance and latency on this machine. Killed and started again, it goes on where it was."""
+    outputs = [Path(output), *(Path(output).with_stem(f"{Path(output).stem}-{name}") for name in also)]
+    if merge:
+        from sequoia_plan.artifacts import Profile
+        from sequoia_plan.artifacts.merge import merge as add_up
 
-    sampling = _sampling(settings)
-    texts = load(prompts) if prompts else built_in()
-    pair = _load_pair(target, draft, device, dtype)
-    with _status("acceptance") as say:
-        result = measure(
-            pair,
-            texts,
-            sampling,
-            seed=seed,
-            on_prompt=lambda c: say(f"acceptance: {c.trials} steps, {1 + sum(c.vector()):.3f} tokens a step with a one-level tree"),
-            on_size=lambda size, seconds: say(f"latency: {size} nodes {seconds * 1000:.1f} ms"),
-        )
-    result.save(output)
-    latency = result.latency
-    assert latency is not None
+        results = [add_up([Profile.load(path) for path in merge], merge)]
+        results[0].save(output)
+    else:
+        from sequoia_plan.profiler.measure import measure
+        from sequoia_plan.profiler.prompts import built_in, load
+
+        samplings = [_sampling(settings), *(_sampling(settings | _read_setting(text)) for text in also)]
+        enough = _read_percent(precision)
+        texts = load(prompts) if prompts else built_in()
+        pair = _load_pair(target, draft, device, dtype)
+        journal = Path(output).with_name(f".{Path(output).name}.journal")
+        with _progress("acceptance", len(texts)) as say:
+            results = measure(
+                pair,
+                texts,
+                samplings,
+                latency_seconds,
+                context,
+                on_size=lambda size, seconds: say(None, None, f"latency: {size} nodes {seconds * 1000:.1f} ms"),
+                on_prompt=lambda done, most, found: say(
+                    done, most, f"acceptance: {found.trials.sum()} trials, sum {found.counts.sum() / max(found.trials.sum(), 1):.3f} +- {found.precision():.1%}"
+                ),
+                method=method,
+                precision=enough,
+                tokens_per_prompt=tokens,
+                rounds=rounds,
+                seed=seed,
+                journal=journal,
+            )
+        for result, path in zip(results, outputs, strict=True):
+            result.save(path)
+        journal.unlink(missing_ok=True)
     if as_json:
-        _print_json({"output": output, "trials": result.trials, "acceptance": result.acceptance, "target": latency.target, "draft": latency.draft})
+        facts = [
+            {"output": str(path), "trials": r.trials, "acceptance": r.acceptance, "by_level": r.by_level}
+            | ({"target": r.latency.target, "draft": r.latency.draft} if r.latency else {})
+            for r, path in zip(results, outputs, strict=False)
+        ]
+        _print_json(facts[0] | ({"also": facts[1:]} if also else {}))
         return
-    click.echo(f"acceptance  {_numbers(result.acceptance)}  ({result.trials} steps)")
-    click.echo(f"target      {_curve(latency.target)}")
-    click.echo(f"draft       {_curve(latency.draft)}")
-    click.echo(f"overhead    {latency.overhead * 1000:.2f} ms a step")
-    click.echo(f"wrote {output}")
+    for result, path in zip(results, outputs, strict=False):
+        click.echo(f"acceptance  {_numbers(result.acceptance)}  ({result.trials} trials)")
+        for level, row in enumerate(result.by_level):
+            click.echo(f"  level {level}{'+' if level and level == len(result.by_level) - 1 else ' '}  {_numbers(row)}  ({result.levels[level].trials})")
+        if result.latency and path == outputs[-1]:
+            click.echo(f"target      {_curve(result.latency.target)}")
+            click.echo(f"draft       {_curve(result.latency.draft)}")
+            click.echo(f"overhead    {result.latency.overhead * 1000:.2f} ms a step")
+        click.echo(f"wrote {path}")
 
 
 @main.command()
@@ -373,6 +417,37 @@ def _warn_if_foreign(plan: Any, pair: Pair) -> None:
             click.echo(f"Warning: the tree was solved for the {role} {facts.get('name')}, this is {ours.get('name')}; its predictions do not apply", err=True)
 
 
+def _read_setting(text: str) -> dict[str, Any]:
+    """temperature=0.6,top_p=0.9 -> a setting; names as the fields of `Sampling`."""
+    from sequoia_plan.artifacts import ArgumentError
+    from sequoia_plan.runtime.sampling import Sampling
+
+    known, found = Sampling().settings(), {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        name = name.replace("-", "_")
+        try:
+            found[name] = value if name == "verifier" else (int if name == "top_k" else float)(value)
+        except ValueError:
+            name = ""
+        if name not in known:
+            raise ArgumentError(f"--also {text}: found {part.strip()!r}, expected NAME=VALUE with a NAME of {', '.join(known)}")
+    return found
+
+
+def _read_percent(text: str) -> float:
+    """2.5% or 0.025 -> 0.025."""
+    from sequoia_plan.artifacts import ArgumentError
+
+    try:
+        value = float(text.rstrip("% ")) / (100 if text.rstrip().endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise ArgumentError(f"--precision {text}: expected a percentage, as 2%, from 0% to below 100%")
+    return value
+
+
 def _read_acceptance(path: str) -> Any:
     """A JSON or YAML list; JSON first, because YAML 1.1 reads 1e-5 as text."""
     import yaml
@@ -401,7 +476,7 @@ def _status(text: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def _progress(text: str, total: int) -> Iterator[Callable[[int], None]]:
+def _progress(text: str, total: int) -> Iterator[Callable[..., None]]:
     """A bar on stderr when that is a terminal; silent otherwise."""
     from rich.console import Console
     from rich.progress import Progress
@@ -409,7 +484,11 @@ def _progress(text: str, total: int) -> Iterator[Callable[[int], None]]:
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(text, total=total)
-        yield lambda done: progress.update(task, completed=done)
+
+        def say(done: int | None = None, total: int | None = None, text: str | None = None) -> None:
+            progress.update(task, completed=done, total=total, description=text)
+
+        yield say
 
 
 def _print_json(value: Any) -> None:

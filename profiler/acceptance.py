@@ -1,7 +1,9 @@
-"""How often the child of each rank is the one accepted, measured while decoding.
+"""How often the child of each rank is the one accepted, by level, through the decoder's own sampling and verifiers.
 
-As in Sequoia (arXiv 2402.12374, App. F.1): decode with a one-level tree, count which of the root's children is accepted.
-It is the decoder itself that is counted, so whatever it does (verifier, settings, precision) is in the numbers.
+Two methods. `decoding` counts, as Sequoia does (arXiv 2402.12374, App. F.1): decode with a one-level tree and count which of the root's
+children is accepted. `forced` computes: decode with a small tree, then run target and draft once more over the text they
+wrote; at every position draw children afresh and ask the verifier for the probability that each is the one accepted. The
+position's level is where it stood in that tree. One position is one trial, whatever it decided, so the same text says more.
 
 For `traversal` these are the acceptances of the root's children. Below the root it accepts at least as often (docs/decisions.md),
 so what the planner predicts for it is a lower bound.
@@ -9,65 +11,215 @@ so what the planner predicts for it is a lower bound.
 
 from __future__ import annotations
 
-import time
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import ArgumentError, LevelCounts, SequoiaPlanError, TokenTree
+from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
+from sequoia_plan.runtime.forward import additive
+from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex
+from sequoia_plan.runtime.vocabulary import shared_vocabulary
 
-RANKS = 16
+RANKS, LEVELS = 16, 4
+"""Children drawn at a node; levels told apart, the last one with all below it."""
+METHODS = ("forced", "decoding")
+TREE = TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7])
+"""Decodes the text of `forced`, and stands for any tree where precision is asked for."""
+POSITIONS = 64
+"""Judged at a time: bounds the memory for probabilities."""
+LEAST_PROMPTS = 8
+"""Fewer say nothing about how prompts differ."""
+Z95 = 1.96
 
 
 @dataclass(frozen=True)
-class AcceptanceCounts:
-    """counts[k - 1] of `trials` steps accepted the child of rank k."""
+class Acceptance:
+    """What was observed under one setting, prompt by prompt.
 
-    counts: tuple[int, ...]
-    trials: int
+    Args:
+        trials: int64 [prompts, levels], accepted nodes observed.
+        counts: float64 [prompts, levels, ranks], how many of their children of each rank were accepted, or were expected to be.
+    """
 
-    def vector(self) -> tuple[float, ...]:
-        """p[1..B], to six digits, from which the counts can be had back."""
-        return tuple(round(count / self.trials, 6) for count in self.counts)
+    trials: NDArray[np.int64]
+    counts: NDArray[np.float64]
+
+    def levels(self) -> tuple[LevelCounts, ...]:
+        """Totals of each level, down to the last one seen."""
+        trials, counts = self.trials.sum(0), self.counts.sum(0).round(4)
+        seen = int(np.flatnonzero(trials)[-1]) + 1
+        return tuple(LevelCounts(int(n), tuple(row)) for n, row in zip(trials[:seen], counts[:seen].tolist(), strict=True))
+
+    def precision(self) -> float:
+        """Half the 95 % interval of a tree's expected tokens (`TREE`), relative: of its predicted speed-up too, step times given.
+
+        Jackknife over prompts, whose texts differ more than positions within one; inf for fewer than eight.
+        """
+        trials, counts = self.trials.sum(1), self.counts.sum(1)
+        n = len(trials)
+        if n < LEAST_PROMPTS or (trials.sum() - trials).min() == 0:
+            return float("inf")
+        without = _expected_tokens((counts.sum(0) - counts) / (trials.sum() - trials)[:, None])
+        error = np.sqrt((n - 1) / n * ((without - without.mean()) ** 2).sum())
+        return float(Z95 * error / without.mean())
 
 
 def measure_acceptance(
     pair: Pair,
     prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    seconds: float,
+    samplings: Sequence[Sampling],
+    *,
+    method: str = METHODS[0],
+    precision: float = 0.025,
     tokens_per_prompt: int = 64,
+    rounds: int = 1,
     seed: int = 0,
     ranks: int = RANKS,
-    on_prompt: Callable[[AcceptanceCounts], None] = lambda counts: None,
-) -> AcceptanceCounts:
-    """Decode prompts with a one-level tree of `ranks` children for about `seconds`, at least one prompt, and count.
+    journal: Path | None = None,
+    on_prompt: Callable[[int, int, Acceptance], None] = lambda done, most, found: None,
+) -> list[Acceptance]:
+    """Measure every setting, in the order given. The same arguments give the same result, whatever the machine's speed.
+
+    Settings that differ in verifier or draft temperature alone share the target's text and both models' logits.
 
     Args:
-        prompts: token ids; taken in order, and again with other seeds once all were used.
-        on_prompt: called after each prompt with the counts so far.
+        prompts: token ids, taken in order; once more with other seeds in each further round (greedy takes one round).
+        method: "forced" or "decoding".
+        precision: stop once `Acceptance.precision` of each setting is at most this; 0 uses all prompts and rounds.
+        journal: a file that keeps finished prompts until all is done, so that an interrupted run goes on where it was.
+        on_prompt: called after each prompt with how many there were, how many there may be, and what was found so far.
 
     Raises:
         SequoiaPlanError: if nothing could be measured.
     """
-    decoder = SequoiaDecoder(pair.target, pair.draft, TokenTree.star(ranks))
-    counts, trials, used = [0] * (ranks + 1), 0, 0
-    deadline = time.perf_counter() + seconds
-    eos = {pair.tokenizer.eos_token_id}
-    rounds = 1 if sampling.greedy else 1_000
-    while used < rounds * len(prompts) and (used == 0 or time.perf_counter() < deadline):
-        made = 0
-        for step in decoder.steps(torch.tensor(prompts[used % len(prompts)]), tokens_per_prompt, sampling, seed + used):
+    if method not in METHODS:
+        raise ArgumentError(f"method: found {method!r}, expected {' or '.join(METHODS)}")
+    facts = [pair.facts, [list(map(int, prompt)) for prompt in prompts], [s.settings() for s in samplings], method, tokens_per_prompt, seed, ranks]
+    kept = Journal(journal, facts)
+    groups = _groups(samplings, method)
+    most = sum(len(prompts) * (1 if samplings[group[0]].greedy else rounds) for group in groups)
+    measure = _Forced(pair, ranks) if method == "forced" else _Counted(pair, ranks)
+    results: dict[int, Acceptance] = {}
+    done = 0
+    for number, group in enumerate(groups):
+        mine = [samplings[i] for i in group]
+        tallies: list[Any] = []
+        for used in range(len(prompts) * (1 if mine[0].greedy else rounds)):
+            prompt = torch.tensor(prompts[used % len(prompts)])
+            tallies.append(kept.get(f"{number}.{used}", lambda p=prompt, m=mine, s=seed + used: measure(p, m, tokens_per_prompt, s)))  # type: ignore[misc]
+            done += 1
+            found = [_collect(tallies, place) for place in range(len(mine))]
+            on_prompt(done, most, found[0])
+            if max(each.precision() for each in found) <= precision:
+                break
+        results |= dict(zip(group, found, strict=True))
+    if not all(result.trials.sum() for result in results.values()):
+        raise SequoiaPlanError("acceptance: no step was decoded; the prompts leave no room in the model's context")
+    return [results[i] for i in range(len(samplings))]
+
+
+def expected_acceptance(target: Tensor, draft: Tensor, sampling: Sampling, ranks: int, generator: torch.Generator, covered: Tensor | None = None) -> Tensor:
+    """float64 [positions, ranks]: at each position, the probability that the child of each rank is the one accepted, children drawn once.
+
+    Args:
+        target, draft: logits [positions, vocabulary] and [positions, draft vocabulary].
+        covered: int64 [draft vocabulary], the target's token for each of the draft's; None if they are the same.
+    """
+    q = sampling.draft(draft)
+    picks = sampling.drawing(q, ranks, generator)
+    if sampling.greedy:
+        tokens = picks if covered is None else covered[picks]
+        return (tokens == target.argmax(-1, keepdim=True)).double()
+    p = sampling.target(target)
+    rule = VERIFIERS["sequoia"] if sampling.verifier == "traversal" else sampling.rule  # the same at a root's children
+    stars = TreeIndex.stars(len(p), ranks, p.device)
+    return rule.judge(lambda nodes: p[nodes], q, picks, stars, covered).ends[len(p) :].reshape(len(p), ranks)
+
+
+class _Forced:
+    """Measures by one more pass over text that the target wrote."""
+
+    def __init__(self, pair: Pair, ranks: int) -> None:
+        self.decoder = SequoiaDecoder(pair.target, pair.draft, TREE)
+        assert self.decoder.draft is not None
+        self.draft, self.target = self.decoder.draft, self.decoder.target
+        self.ranks = min(ranks, self.draft.vocabulary or ranks)
+        self.eos = {pair.tokenizer.eos_token_id}
+
+    @torch.inference_mode()
+    def __call__(self, prompt: Tensor, samplings: Sequence[Sampling], tokens: int, seed: int) -> list[dict[str, Any]]:
+        """For each setting: trials [levels] and counts [levels][ranks]."""
+        decoder = self.decoder
+        text, levels = prompt.tolist(), [0]  # the level of each position from the prompt's last token on
+        for step in decoder.steps(prompt, tokens, samplings[0], seed):
+            text += step.tokens
+            levels += [*range(1, len(step.tokens)), 0]
+            if len(text) - prompt.numel() >= tokens or self.eos.intersection(step.tokens):
+                break
+        ends = [at for at, token in enumerate(text[prompt.numel() :]) if token in self.eos]
+        ids = torch.tensor(text[: prompt.numel() + ends[0]] if ends else text, device=decoder.device)
+        level = torch.tensor(levels[: ids.numel() - prompt.numel() + 1]).clamp(max=LEVELS - 1)
+        trials = torch.bincount(level, minlength=LEVELS).tolist()
+        sums = [torch.zeros(LEVELS, self.ranks, dtype=torch.float64) for _ in samplings]
+        generator = torch.Generator(decoder.device).manual_seed(seed)
+        columns = torch.arange(ids.numel(), device=decoder.device)
+        for here in columns[prompt.numel() - 1 :].split(POSITIONS):  # the prompt before is in both caches
+            rows = here - (prompt.numel() - 1)
+            mask = additive(columns <= here[:, None], self.target.model.dtype)
+            target, draft = (model(ids[here], here, here, mask) for model in (self.target, self.draft))
+            for sampling, total in zip(samplings, sums, strict=True):
+                found = expected_acceptance(target, draft, sampling, self.ranks, generator, self.draft.covered)
+                total.index_add_(0, level[rows.cpu()], found.cpu())
+        return [{"trials": trials, "counts": total.tolist()} for total in sums]
+
+
+class _Counted:
+    """Counts while decoding with a one-level tree."""
+
+    def __init__(self, pair: Pair, ranks: int) -> None:
+        self.decoder = SequoiaDecoder(pair.target, pair.draft, TokenTree.star(min(ranks, shared_vocabulary(pair.target, pair.draft)[0])))
+        self.eos = {pair.tokenizer.eos_token_id}
+
+    def __call__(self, prompt: Tensor, samplings: Sequence[Sampling], tokens: int, seed: int) -> list[dict[str, Any]]:
+        """As `_Forced`; only the first level is seen."""
+        counts, trials, made = [0] * self.decoder.tree.size, 0, 0
+        for step in self.decoder.steps(prompt, tokens, samplings[0], seed):
             counts[step.path[1] if len(step.path) > 1 else 0] += 1
             trials += 1
             made += len(step.tokens)
-            if made >= tokens_per_prompt or eos.intersection(step.tokens):
+            if made >= tokens or self.eos.intersection(step.tokens):
                 break
-        used += 1
-        if trials:
-            on_prompt(AcceptanceCounts(tuple(counts[1:]), trials))
-    if trials == 0:
-        raise SequoiaPlanError("acceptance: no step was decoded; the prompts leave no room in the model's context")
-    return AcceptanceCounts(tuple(counts[1:]), trials)
+        below = [[0.0] * (len(counts) - 1)] * (LEVELS - 1)
+        return [{"trials": [trials] + [0] * (LEVELS - 1), "counts": [list(map(float, counts[1:])), *below]}]
+
+
+def _groups(samplings: Sequence[Sampling], method: str) -> list[list[int]]:
+    """Which settings can share text: those under which the target writes the same."""
+
+    def law(i: int) -> str:
+        return repr(replace(samplings[i], verifier="sequoia", draft_temperature=None) if method == "forced" else samplings[i])
+
+    order = sorted(range(len(samplings)), key=law)
+    return [list(group) for _, group in itertools.groupby(order, law)]
+
+
+def _collect(tallies: Sequence[Any], place: int) -> Acceptance:
+    return Acceptance(np.array([t[place]["trials"] for t in tallies], np.int64), np.array([t[place]["counts"] for t in tallies], np.float64))
+
+
+def _expected_tokens(vectors: NDArray[np.float64]) -> NDArray[np.float64]:
+    """F(TREE) under each of `vectors` (float64 [n, ranks]); ranks beyond their end are worth nothing."""
+    p = np.pad(vectors, ((0, 0), (0, max(0, TREE.branching - vectors.shape[1]))))
+    values = [np.ones(len(p))]
+    for node in range(1, TREE.size):
+        values.append(values[TREE.parents[node]] * p[:, TREE.ranks[node] - 1])
+    return np.sum(values, axis=0)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from sequoia_plan.artifacts import Profile
-from sequoia_plan.profiler.acceptance import AcceptanceCounts, measure_acceptance
+from sequoia_plan.artifacts.merge import pooled
+from sequoia_plan.profiler.acceptance import measure_acceptance
 from sequoia_plan.profiler.hardware import fingerprint
-from sequoia_plan.profiler.latency import measure_latency
+from sequoia_plan.profiler.latency import CONTEXT, measure_latency
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.runtime import Pair, Sampling
 
@@ -15,26 +17,33 @@ from sequoia_plan.runtime import Pair, Sampling
 def measure(
     pair: Pair,
     prompts: Sequence[str],
-    sampling: Sampling,
-    acceptance_seconds: float = 90.0,
+    samplings: Sequence[Sampling],
     latency_seconds: float = 30.0,
-    seed: int = 0,
-    on_prompt: Callable[[AcceptanceCounts], None] = lambda counts: None,
+    context: int = CONTEXT,
     on_size: Callable[[int, float], None] = lambda size, median: None,
-) -> Profile:
-    """Measure acceptance on `prompts`, then latency, both through the decoder.
+    **acceptance: Any,
+) -> list[Profile]:
+    """Measure acceptance on `prompts` under every setting, then latency under the first, all through the decoder.
+
+    Args:
+        latency_seconds, context, on_size: see `measure_latency`.
+        acceptance: options of `measure_acceptance`.
 
     Raises:
         SequoiaPlanError: if the prompts do not fit the models.
     """
-    counts = measure_acceptance(pair, [encode(pair.tokenizer, p) for p in prompts], sampling, acceptance_seconds, seed=seed, on_prompt=on_prompt)
-    most_tokens = 1 / max(1 - sum(counts.vector()), 1e-3)
-    latency = measure_latency(pair, sampling, most_tokens, latency_seconds, on_size=on_size)
-    return Profile(
-        acceptance=counts.vector(),
-        trials=counts.trials,
-        latency=latency,
-        settings=sampling.settings(),
-        models=pair.facts,
-        hardware=fingerprint(pair.target.device),
-    )
+    found = [each.levels() for each in measure_acceptance(pair, [encode(pair.tokenizer, p) for p in prompts], samplings, **acceptance)]
+    most_tokens = max(1 / max(1 - sum(pooled(levels)), 1e-3) for levels in found)
+    latency = measure_latency(pair, samplings[0], most_tokens, latency_seconds, context, on_size=on_size)
+    return [
+        Profile(
+            acceptance=pooled(levels),
+            trials=sum(level.trials for level in levels),
+            latency=latency,
+            settings=sampling.settings(),
+            models=pair.facts,
+            hardware=fingerprint(pair.target.device),
+            levels=levels,
+        )
+        for sampling, levels in zip(samplings, found, strict=True)
+    ]

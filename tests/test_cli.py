@@ -9,7 +9,6 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from sequoia_plan import profiler
 from sequoia_plan.artifacts import Latency, Profile, TokenTree, load_tree, save_tree
 from sequoia_plan.planner.cli import main
 
@@ -113,6 +112,13 @@ def test_show(run, tmp_path):
         (("generate", "--draft", "missing.safetensors"), 1, ["missing.safetensors", "no such file"]),
         (("profile", "--prompts", "nothing.jsonl"), 1, ["nothing.jsonl", "No such file"]),
         (("profile", "--temperature", "nan"), 2, ["temperature: found nan"]),
+        (("profile", "--also", "heat=1"), 2, ["--also heat=1", "'heat=1'", "a NAME of temperature, top_p"]),
+        (("profile", "--also", "top_p=much"), 2, ["'top_p=much'", "NAME=VALUE"]),
+        (("profile", "--also", "top_p=2"), 2, ["top_p: found 2.0"]),
+        (("profile", "--precision", "much"), 2, ["--precision much", "a percentage"]),
+        (("profile", "--merge", "nothing.yaml"), 1, ["nothing.yaml", "No such file"]),
+        (("profile", "--merge", "profile.yaml"), 1, ["profile.yaml", "has no acceptance.levels", "profile again"]),
+        (("bench", "--tree", "nothing"), 1, ["nothing", "No such file"]),
     ],
 )
 def test_bad_input(run, arguments, code, parts):
@@ -232,16 +238,22 @@ def test_a_draft_with_another_vocabulary(run, tmp_path, pair):
     one_line(result, 1, "draft: its tokenizer differs from the target's at", "shares the target's tokenizer")
 
 
-def test_profile_command_on_the_embedded_pair(run, tmp_path, monkeypatch):
-    """The whole command with a short measuring time; solve takes what it wrote."""
-    full = profiler.measure
-    monkeypatch.setattr(profiler, "measure", lambda *args, **options: full(*args, acceptance_seconds=4, latency_seconds=1, **options))
+def test_profile_command_on_the_embedded_pair(run, tmp_path):
+    """The whole command, short; solve takes what it wrote, and what was measured can be added up."""
     (tmp_path / "p.txt").write_text("Write a short story about a robot.\n\nWhat is rain?\n")
     chosen = ("--temperature", "0.7", "--top-k", "40", "--verifier", "traversal")
-    result = run("profile", "--prompts", "p.txt", "-o", "measured.yaml", "--json", *chosen)
+    short = ("--tokens", "12", "--latency-seconds", "0", "--also", "temperature=0,verifier=topk")
+    result = run("profile", "--prompts", "p.txt", "-o", "measured.yaml", "--json", *chosen, *short)
     assert result.exit_code == 0, result.output
-    profile = Profile.load("measured.yaml")
-    assert json.loads(result.stdout)["trials"] == profile.trials > 0
+    profile, greedy = Profile.load("measured.yaml"), Profile.load("measured-temperature=0,verifier=topk.yaml")
+    answer = json.loads(result.stdout)
+    assert answer["trials"] == profile.trials == sum(level.trials for level in profile.levels) >= 24
+    assert answer["also"][0]["output"].endswith("topk.yaml") and answer["also"][0]["trials"] == greedy.trials
+    assert {p.name for p in tmp_path.iterdir() if "journal" in p.name} == set()
+    assert greedy.settings == profile.settings | {"temperature": 0.0, "verifier": "topk"}
+    merged = json.loads(run("profile", "--merge", "measured.yaml", "--merge", "measured.yaml", "-o", "both.yaml", "--json").stdout)
+    assert merged["trials"] == 2 * profile.trials and merged["acceptance"] == pytest.approx(profile.acceptance, abs=2e-6)
+    one_line(run("profile", "--merge", "measured.yaml", "--merge", answer["also"][0]["output"]), 1, "its settings differ from those of measured.yaml")
     assert profile.latency is not None
     assert profile.latency.target.keys() == profile.latency.draft.keys()
     expected = {"temperature": 0.7, "top_p": 1.0, "top_k": 40, "min_p": 0.0, "draft_temperature": None, "verifier": "traversal"}

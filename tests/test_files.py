@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import tracemalloc
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from strategies import acceptance_vectors, trees
 
-from sequoia_plan.artifacts import Latency, Profile, SequoiaPlanError, TokenTree, load_tree, save_tree
+from sequoia_plan.artifacts import Latency, LevelCounts, Profile, SequoiaPlanError, TokenTree, load_tree, save_tree
 from sequoia_plan.artifacts.plan import provenance
 from sequoia_plan.artifacts.tree_file import from_bytes, to_bytes
 
@@ -260,6 +261,38 @@ def test_profile_hash_is_of_the_content(tmp_path):
     assert Profile.load(tmp_path / "p.yaml").sha256 == PROFILE.sha256 == "1818a67a32dde66e376d3c674bd00a1cfa01067308233bf049bf37c635a3b91d"
     (tmp_path / "p.yaml").write_text(PROFILE.to_yaml().replace("trials: 800", "trials: 801"))
     assert Profile.load(tmp_path / "p.yaml").sha256 != PROFILE.sha256
+
+
+COUNTED = replace(PROFILE, levels=(LevelCounts(600, (300.25, 75.0)), LevelCounts(200, (99.75, 25.0))))
+
+
+def test_counts_by_level_survive(tmp_path):
+    COUNTED.save(tmp_path / "p.yaml")
+    assert Profile.load(tmp_path / "p.yaml") == COUNTED
+    assert COUNTED.sha256 == "e4ab411d506bb2fbb6152d0790ee97fb5e613796605d3baa15f9498b561e1e5f"
+    assert COUNTED.by_level == ((300.25 / 600, 0.125), (99.75 / 200, 0.125))
+    assert PROFILE.by_level == ()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("trials: 600", "trials: -1", r"acceptance.levels\[0\].trials: found -1, expected a whole number"),
+        ("trials: 200", "trials: .inf", r"acceptance.levels\[1\].trials: found inf"),
+        ("trials: 200", "trials: 1" + "0" * 400, r"acceptance.levels\[1\].trials: found 100"),
+        ("trials: 200", "trials: 100", r"levels\[1\].counts: sum to 124.75, expected at most 100 trials"),
+        ("[99.75, 25.0]", "[99.75]", r"levels\[1\].counts: found 1 ranks, expected 2"),
+        ("[99.75, 25.0]", "[99.75, -1]", r"levels\[1\].counts: found .* expected numbers >= 0"),
+        ("[99.75, 25.0]", "[]", r"levels\[1\].counts: found \(\), expected numbers"),
+        ("counts: [300.25, 75.0]", "count: 7", "acceptance.levels: found .* expected a list of mappings"),
+    ],
+)
+def test_counts_by_level_are_checked(tmp_path, old, new, message):
+    text = COUNTED.to_yaml()
+    assert old in text
+    (tmp_path / "p.yaml").write_text(text.replace(old, new, 1))
+    with pytest.raises(SequoiaPlanError, match=message):
+        Profile.load(tmp_path / "p.yaml")
 
 
 def test_a_large_profile_is_refused(tmp_path):

@@ -17,13 +17,15 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 from strategies import trees
 
-from sequoia_plan.artifacts import Latency, Profile, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import Latency, LevelCounts, Profile, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.interchange import from_growmap, from_medusa, from_nxd, parse, to_growmap, to_medusa, to_nxd
 from sequoia_plan.artifacts.tree_file import _tensors, from_bytes, to_bytes
 
 PLAN = {"acceptance": [0.5, 0.25], "expected_tokens": 1.75, "settings": {"temperature": 0.5}, "models": {"draft": {"name": "d"}}}
 TREE = TokenTree(np.array([-1, 0, 0, 1, 1, 2, 3]), PLAN)
-PROFILE = Profile((0.5, 0.125), 8, Latency({1: 0.04, 8: 0.06}, {1: 0.004}, 0.001, 128), {"temperature": 0.6}, {"target": {"name": "t"}}, {"threads": 2})
+LATENCY = Latency({1: 0.04, 8: 0.06}, {1: 0.004}, 0.001, 128)
+LEVELS = (LevelCounts(6, (3.0, 1.0)), LevelCounts(2, (1.0, 0.0)))
+PROFILE = Profile((0.5, 0.125), 8, LATENCY, {"temperature": 0.6}, {"target": {"name": "t"}}, {"threads": 2}, LEVELS)
 
 
 def read_tree(data):

@@ -96,6 +96,22 @@ class TreeIndex:
         together, by_level = (Rows.build(tree, group, device) for group in (np.zeros(tree.size, np.int64), tree.position_ids))
         return cls(tree.size, tree.depth, *(_tensor(a, device) for a in arrays), together, by_level)  # type: ignore[call-arg, arg-type]
 
+    @classmethod
+    def stars(cls, roots: int, children: int, device: torch.device | str = "cpu") -> TreeIndex:
+        """So many one-level trees side by side, to judge independent nodes at once: nodes 0 to roots - 1 are the roots, then
+        come each root's children. For verifiers that judge `together`; of a verdict's `ends`, those of a root are its own."""
+        child = np.arange(roots * children)
+        size = roots + child.size
+        groups = ((slice(0, roots),) * children,)
+        inner, below = np.arange(roots), roots + child
+        of, slot = np.append(inner, child * 0), np.append(inner[1:] * 0, child)
+        rows = Rows(*(_tensor(a, device) for a in (inner, inner, below.reshape(roots, children), of, slot)), groups)  # type: ignore[call-arg, arg-type]
+        count = np.append(np.full(roots, children), child * 0)
+        parents, offsets = np.append(inner[1:] * 0, child // children), np.append(inner * 0, child * 0 + 1)
+        paths = np.append(inner * 0, below)[:, None]  # node 0 pads: it is certain
+        arrays = (count, parents, offsets, paths, np.arange(size))
+        return cls(size, 2, *(_tensor(a, device) for a in arrays), rows, rows)  # type: ignore[call-arg, arg-type]
+
 
 def _tensor(array: Any, device: torch.device | str) -> Tensor:
     return torch.as_tensor(np.asarray(array, np.int64), device=device)

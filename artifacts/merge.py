@@ -1,0 +1,45 @@
+"""Profiles of the same pair under the same settings, added up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
+from sequoia_plan.artifacts.profile import LevelCounts, Profile
+
+
+def merge(profiles: Sequence[Profile], names: Sequence[str] = ()) -> Profile:
+    """Their counts together; latency and hardware of the first that has latencies.
+
+    Args:
+        names: what to call each in errors; numbers if there are none.
+
+    Raises:
+        SequoiaPlanError: if there is nothing to merge, or two profiles differ in settings, models or ranks, or lack counts.
+    """
+    if not profiles:
+        raise ArgumentError("merge: found no profile, expected one or more")
+    names = names or [f"profile {number}" for number in range(1, len(profiles) + 1)]
+    first = profiles[0]
+    for name, other in zip(names, profiles, strict=True):
+        if not other.levels or not sum(level.trials for level in other.levels):
+            raise SequoiaPlanError(f"{name}: has no acceptance.levels with counts; profile again with this sequoia-plan")
+        for what in ("settings", "models"):
+            if getattr(other, what) != getattr(first, what):
+                raise SequoiaPlanError(f"{name}: its {what} differ from those of {names[0]}; only like can be merged with like")
+        if len(other.levels[0].counts) != len(first.levels[0].counts):
+            raise SequoiaPlanError(f"{name}: {len(other.levels[0].counts)} ranks, {names[0]} has {len(first.levels[0].counts)}")
+    depth = max(len(profile.levels) for profile in profiles)
+    rows = [[profile.levels[level] for profile in profiles if level < len(profile.levels)] for level in range(depth)]
+    levels = tuple(LevelCounts(sum(r.trials for r in row), tuple(round(sum(c), 4) for c in zip(*(r.counts for r in row), strict=True))) for row in rows)
+    timed = next((profile for profile in profiles if profile.latency), first)
+    return replace(
+        first, acceptance=pooled(levels), trials=sum(level.trials for level in levels), levels=levels, latency=timed.latency, hardware=timed.hardware
+    )
+
+
+def pooled(levels: Sequence[LevelCounts]) -> tuple[float, ...]:
+    """p[1..B] of all levels together, to six digits."""
+    trials = sum(level.trials for level in levels)
+    return tuple(round(sum(counts) / trials, 6) for counts in zip(*(level.counts for level in levels), strict=True))

@@ -1,0 +1,254 @@
+"""Acceptance is what the verifiers do: computed, counted, by level, and the same after an interruption."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from toys import ToyModel
+
+from sequoia_plan.artifacts import ArgumentError, LevelCounts, Profile, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts.merge import merge
+from sequoia_plan.profiler.acceptance import LEVELS, TREE, Acceptance, expected_acceptance, measure_acceptance
+from sequoia_plan.runtime import Pair, Sampling
+from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex
+
+PROMPTS = [[i % 8, (3 * i) % 8, 5, (i + 1) % 8] for i in range(12)]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def toy_pair(noise=0.7, covered=None, constant=False):
+    """A toy target, a draft that resembles it, and what else a pair has; `constant`: one law at every position."""
+    target = ToyModel(0, context=512)
+    draft = ToyModel(1, base=target, noise=noise, covered=covered, context=512)
+    if constant:
+        for model in (target, draft):
+            model.by_token = model.by_token[:1].expand(8, 8).clone()
+            model.by_position, model.by_past = 0 * model.by_position, 0 * model.by_past
+    return Pair(target, draft, SimpleNamespace(eos_token_id=None), {"target": {"name": "toy"}, "draft": {"name": "toy"}})
+
+
+def laws(positions, vocabulary=8, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.softmax(1.5 * torch.randn(positions, vocabulary, generator=generator), -1) for _ in range(2))
+
+
+@pytest.mark.parametrize("verifier", [name for name in VERIFIERS if name != "traversal"])
+@pytest.mark.parametrize("covered", [None, [0, 2, 3, 5, 7]])
+def test_stars_side_by_side_are_judged_as_one_by_one(verifier, covered):
+    p, q = laws(20)
+    covered = None if covered is None else torch.tensor(covered)
+    q = q if covered is None else q[:, covered] / q[:, covered].sum(-1, keepdim=True)
+    rule = VERIFIERS[verifier]
+    picks = rule.drawing(q, 4, torch.Generator().manual_seed(1))
+    together = rule.judge(lambda nodes: p[nodes], q, picks, TreeIndex.stars(20, 4), covered).ends
+    assert together[20:].reshape(20, 4).sum(-1) + together[:20] == pytest.approx(np.ones(20), abs=1e-6)
+    star = TreeIndex.of(TokenTree.star(4))
+    for at in range(20):
+        alone = rule.judge(lambda nodes, at=at: p[at].expand(len(nodes), -1), q[at : at + 1], picks[at : at + 1], star, covered).ends
+        torch.testing.assert_close(together[20 + 4 * at : 24 + 4 * at], alone[1:])
+        torch.testing.assert_close(together[at], alone[0])
+
+
+def exact_acceptance(p, q):
+    """Of ranks 1 and 2, by enumeration of every two children in draw order, by the definition of Sequoia's rule."""
+    first = second = 0.0
+    for s, t in itertools.permutations(range(len(p)), 2):
+        drawn = q[s] * q[t] / (1 - q[s])
+        take = min(1, p[s] / q[s])
+        residual = np.maximum(p - q, 0)
+        residual /= residual.sum()
+        left = np.where(np.arange(len(q)) == s, 0, q)
+        left /= left.sum()
+        first += drawn * take
+        second += drawn * (1 - take) * min(1, residual[t] / left[t])
+    return first, second
+
+
+@pytest.mark.parametrize(("draft_temperature", "right"), [(None, True), (3.0, False)])
+def test_expected_acceptance_is_exact_on_average(draft_temperature, right):
+    """Against enumeration; children drawn from another law (the control) give other figures."""
+    p, q = (law[0] for law in laws(1, 5, seed=3))
+    runs = 40_000
+    sampling = Sampling(1.0, draft_temperature=draft_temperature)
+    found = expected_acceptance(p.log().expand(runs, -1), q.log().expand(runs, -1), sampling, 2, torch.Generator().manual_seed(0))
+    z = (found.mean(0).numpy() - exact_acceptance(p.double().numpy(), q.double().numpy())) / (found.std(0).numpy() / runs**0.5)
+    assert (np.abs(z) < 4).all() == right
+
+
+def test_both_methods_agree_where_every_position_is_alike():
+    """One law everywhere: text makes no difference, so counting and computing estimate the same vector, and greedy is 0 or 1."""
+    pair = toy_pair(constant=True)
+    setting, options = Sampling(1.0), {"precision": 0, "rounds": 5, "tokens_per_prompt": 60}
+    computed, counted = (measure_acceptance(pair, PROMPTS, [setting], method=method, **options)[0] for method in ("forced", "decoding"))
+    a, b = (each.counts.sum((0, 1)) / each.trials.sum() for each in (computed, counted))
+    error = np.sqrt(b * (1 - b) / counted.trials.sum()) + 1e-4
+    assert (np.abs(a - b) < 4 * error).all()
+    spread = [(each.counts[:, :, 0].sum(1) / each.trials.sum(1)).std() * np.sqrt(each.trials[0].sum()) for each in (computed, counted)]
+    assert spread[0] < spread[1]  # a trial says more
+    off = replace(setting, draft_temperature=4.0)
+    wrong = measure_acceptance(pair, PROMPTS, [off], **options)[0]
+    assert (np.abs(wrong.counts.sum((0, 1)) / wrong.trials.sum() - b) > 4 * error).any()
+
+
+def test_levels_are_where_the_text_stood():
+    """A perfect greedy draft: every step goes down the first children of the tree, five levels, and all of them are accepted."""
+    target = ToyModel(0, context=512)
+    pair = replace(toy_pair(), target=target, draft=target)
+    found = measure_acceptance(pair, PROMPTS[:2], [Sampling()], precision=0, tokens_per_prompt=50)[0]
+    depth = TREE.depth
+    assert depth == 5
+    assert found.trials.tolist() == [[11, 10, 10, 20]] * 2  # ten steps of five tokens, and the root of the next one
+    assert (found.counts[:, :, 0] == found.trials).all()
+    assert found.counts[:, :, 1:].sum() == 0
+    assert [level.trials for level in found.levels()] == [22, 20, 20, 40]
+
+
+def test_settings_share_text_and_keep_their_order():
+    pair = toy_pair(covered=[0, 2, 3, 5, 7])
+    settings = [Sampling(1.0), Sampling(0.0), Sampling(1.0, verifier="topk"), Sampling(1.0, draft_temperature=2.0), Sampling(1.0, verifier="traversal")]
+    found = measure_acceptance(pair, PROMPTS[:3], settings, precision=0, tokens_per_prompt=20)
+    assert len({each.trials.tobytes() for each in (found[0], *found[2:])}) == 1
+    assert found[0].trials.tobytes() != found[1].trials.tobytes()
+    alone = measure_acceptance(pair, PROMPTS[:3], settings[:1], precision=0, tokens_per_prompt=20)[0]
+    assert np.array_equal(alone.counts, found[0].counts)
+    greedy = measure_acceptance(pair, PROMPTS[:3], settings[1:2], precision=0, tokens_per_prompt=20, rounds=5)[0]
+    assert np.array_equal(greedy.counts, found[1].counts)  # greedy takes one round
+    assert len({each.counts.tobytes() for each in found}) == 5  # traversal draws children anew
+
+
+def test_precision_ends_the_work():
+    pair = toy_pair()
+    seen = []
+    short = {"tokens_per_prompt": 16}
+    found = measure_acceptance(pair, PROMPTS, [Sampling(1.0)], precision=0.1, rounds=50, on_prompt=lambda *now: seen.append(now), **short)[0]
+    assert 8 <= len(found.trials) == seen[-1][0] < seen[-1][1] == 600
+    assert found.precision() <= 0.1 < seen[-2][2].precision()
+    assert Acceptance(found.trials[:7], found.counts[:7]).precision() == float("inf")
+    # four times the prompts, half the interval
+    long = measure_acceptance(pair, PROMPTS, [Sampling(1.0)], precision=0, rounds=12, **short)[0]
+    quarter = np.mean([Acceptance(long.trials[i::4], long.counts[i::4]).precision() for i in range(4)])
+    assert 1.5 < quarter / long.precision() < 2.7
+
+
+def test_the_precision_holds():
+    """The interval covers: of many small measurements most contain what a large one finds."""
+    pair = toy_pair(constant=True)
+    long = measure_acceptance(pair, PROMPTS, [Sampling(1.0)], precision=0, rounds=30, tokens_per_prompt=10)[0]
+
+    def value(part):
+        p = part.counts.sum((0, 1)) / part.trials.sum()
+        values = [1.0]
+        for node in range(1, TREE.size):
+            values.append(values[TREE.parents[node]] * p[TREE.ranks[node] - 1])
+        return sum(values)
+
+    parts = [Acceptance(long.trials[i::30], long.counts[i::30]) for i in range(30)]
+    inside = [abs(value(part) / value(long) - 1) <= part.precision() for part in parts]
+    assert sum(inside) >= 24  # 28 expected; a quarter of the interval would hold about 11
+    assert sum(abs(value(part) / value(long) - 1) <= part.precision() / 4 for part in parts) < 20
+
+
+def test_interrupted_runs_go_on(tmp_path):
+    """Stopped after five prompts: the rest alone is measured, and nothing tells the result from an uninterrupted one."""
+    pair, journal = toy_pair(), tmp_path / "journal"
+    whole = measure_acceptance(pair, PROMPTS, [Sampling(1.0)], precision=0, tokens_per_prompt=16)[0]
+
+    def stop(done, most, found):
+        if done == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_acceptance(pair, PROMPTS, [Sampling(1.0)], precision=0, tokens_per_prompt=16, journal=journal, on_prompt=stop)
+    assert len(json.loads(journal.read_text())["done"]) == 5
+    times = []
+    again = measure_acceptance(pair, PROMPTS, [Sampling(1.0)], precision=0, tokens_per_prompt=16, journal=journal, on_prompt=lambda *_: times.append(1))[0]
+    assert np.array_equal(again.counts, whole.counts) and np.array_equal(again.trials, whole.trials)
+    kept = json.loads(journal.read_text())
+    kept["done"]["0.0"][0]["counts"][0][0] = 0.5  # shows that it is read at all
+    journal.write_text(json.dumps(kept))
+    assert measure_acceptance(pair, PROMPTS, [Sampling(1.0)], precision=0, tokens_per_prompt=16, journal=journal)[0].counts[0, 0, 0] == 0.5
+    for other in ("{", '{"work": 1}', '{"done": {}}', "[]"):
+        journal.write_text(other)
+        assert np.array_equal(measure_acceptance(pair, PROMPTS, [Sampling(1.0)], precision=0, tokens_per_prompt=16, journal=journal)[0].counts, whole.counts)
+    elsewhere = measure_acceptance(pair, PROMPTS, [Sampling(1.0)], precision=0, tokens_per_prompt=16, journal=journal, seed=1)[0]
+    assert not np.array_equal(elsewhere.counts, whole.counts)  # other work does not take what is kept
+
+
+KILLED = """
+import sys, time, pathlib, torch
+from test_acceptance import PROMPTS, toy_pair
+from sequoia_plan.profiler.acceptance import measure_acceptance
+from sequoia_plan.runtime import Sampling
+found = measure_acceptance(toy_pair(), PROMPTS, [Sampling(1.0)], precision=0, tokens_per_prompt=16, journal=pathlib.Path(sys.argv[1]),
+                           on_prompt=lambda *_: (print("done", flush=True), time.sleep(float(sys.argv[2]))))[0]
+print(found.counts.tobytes().hex())
+"""
+
+
+def test_kill_9_and_again(tmp_path):
+    """A real process, killed without warning in the middle."""
+    folder = str(Path(__file__).parent)
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "journal")]
+    process = subprocess.Popen([*command, "60"], stdout=subprocess.PIPE, cwd=folder, text=True)
+    assert process.stdout.readline() == "done\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert len(json.loads((tmp_path / "journal").read_text())["done"]) >= 1
+    again = subprocess.run([*command, "0"], capture_output=True, text=True, cwd=folder, check=True).stdout.split()
+    whole = measure_acceptance(toy_pair(), PROMPTS, [Sampling(1.0)], precision=0, tokens_per_prompt=16)[0]
+    assert again.count("done") == len(PROMPTS)
+    assert bytes.fromhex(again[-1]) == whole.counts.tobytes()
+
+
+def test_what_cannot_be_measured():
+    with pytest.raises(ArgumentError, match="method: found 'guess', expected forced or decoding"):
+        measure_acceptance(toy_pair(), PROMPTS, [Sampling()], method="guess")
+    with pytest.raises(SequoiaPlanError, match="prompt: 512 tokens"):
+        measure_acceptance(toy_pair(), [[1] * 512], [Sampling()])
+
+
+def counted(*rows, **changes):
+    levels = tuple(LevelCounts(n, counts) for n, counts in rows)
+    return Profile((0.5, 0.1), 10, settings={"temperature": 0.6}, models={"target": {"name": "t"}}, levels=levels, **changes)
+
+
+def test_merging_adds_counts_up():
+    a, b = counted((10, (5.0, 1.0))), counted((30, (9.0, 3.5)), (10, (1.0, 0.5)))
+    both = merge([a, b], ["a", "b"])
+    assert both.levels == (LevelCounts(40, (14.0, 4.5)), LevelCounts(10, (1.0, 0.5)))
+    assert both.trials == 50 and both.acceptance == (0.3, 0.1)
+    assert both.by_level == ((0.35, 0.1125), (0.1, 0.05))
+    assert merge([both]).levels == both.levels
+    for other, part in (
+        (replace(a, settings={"temperature": 1.0}), "b: its settings differ from those of a"),
+        (replace(a, models={}), "b: its models differ"),
+        (replace(a, levels=()), "b: has no acceptance.levels"),
+        (counted((10, (5.0,))), "b: 1 ranks, a has 2"),
+    ):
+        with pytest.raises(SequoiaPlanError, match=part):
+            merge([a, other], ["a", "b"])
+    with pytest.raises(ArgumentError, match="no profile"):
+        merge([])
+
+
+def test_deepest_level_counts_with_all_below():
+    assert TREE.depth > LEVELS
+    assert counted((0, (0.0, 0.0)), (4, (2.0, 1.0))).by_level == ((0.5, 0.1), (0.5, 0.25))
