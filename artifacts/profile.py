@@ -30,12 +30,18 @@ class Latency:
         draft: pass width -> seconds of one draft pass and the drawing of its children.
         overhead: seconds a step spends on everything else (verification, KV compaction, host).
         context: tokens in the KV cache when it was measured.
+        rounds: how often each size was timed; 0 if not known.
+        quartiles: "target" and "draft" -> size -> first and third quartile of its times; empty if not known.
+        out_of_memory: the smallest size that did not fit; None if all did.
     """
 
     target: Mapping[int, float]
     draft: Mapping[int, float]
     overhead: float
     context: int
+    rounds: int = 0
+    quartiles: Mapping[str, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
+    out_of_memory: int | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,7 @@ class Profile:
                 raise SequoiaPlanError(f"latency.overhead: found {self.latency.overhead!r:.60}, expected seconds >= 0")
             if not is_count(self.latency.context):
                 raise SequoiaPlanError(f"latency.context: found {self.latency.context!r:.60}, expected a whole number of tokens >= 0")
+            _check_spread(self.latency)
 
     @property
     def by_level(self) -> tuple[tuple[float, ...], ...]:
@@ -130,7 +137,7 @@ class Profile:
                 "overhead": self.latency.overhead,
                 "target": dict(self.latency.target),
                 "draft": dict(self.latency.draft),
-            }
+            } | _spread_document(self.latency)
         dumper = type("Dumper", (yaml.SafeDumper,), {"ignore_aliases": lambda *_: True})  # equal content, equal text
         return yaml.dump(document, Dumper=dumper, sort_keys=False, default_flow_style=None, width=100)
 
@@ -174,6 +181,9 @@ class Profile:
                 draft=_section(section, "draft", "latency.draft"),
                 overhead=section.get("overhead", 0.0),
                 context=section.get("context", 0),
+                rounds=section.get("rounds", 0),
+                quartiles=_quartiles(section.get("quartiles")),
+                out_of_memory=section.get("out_of_memory"),
             )
         vector = acceptance.get("vector")
         return cls(
@@ -243,6 +253,38 @@ def _check_curve(curve: Any, name: str) -> None:
             raise SequoiaPlanError(f"{name}: found {tokens!r:.60} tokens, expected a count >= 1")
         if not is_number(seconds) or seconds <= 0:
             raise SequoiaPlanError(f"{name}[{tokens}]: found {seconds!r:.60}, expected seconds > 0")
+
+
+def _spread_document(latency: Latency) -> dict[str, Any]:
+    """The optional keys, where they say something."""
+    found: dict[str, Any] = {"rounds": latency.rounds} if latency.rounds else {}
+    if latency.quartiles:
+        found["quartiles"] = {name: {size: list(pair) for size, pair in curve.items()} for name, curve in latency.quartiles.items()}
+    return found | ({"out_of_memory": latency.out_of_memory} if latency.out_of_memory is not None else {})
+
+
+def _quartiles(found: Any) -> Any:
+    """Lists as tuples; `_check_spread` says what is wrong."""
+    if not isinstance(found, dict) or not all(isinstance(curve, dict) for curve in found.values()):
+        return {} if found is None else found
+    return {name: {n: tuple(pair) if isinstance(pair, list) else pair for n, pair in curve.items()} for name, curve in found.items()}
+
+
+def _check_spread(latency: Latency) -> None:
+    if not is_count(latency.rounds):
+        raise SequoiaPlanError(f"latency.rounds: found {latency.rounds!r:.60}, expected a whole number >= 0")
+    if latency.out_of_memory is not None and not is_count(latency.out_of_memory, 1):
+        raise SequoiaPlanError(f"latency.out_of_memory: found {latency.out_of_memory!r:.60}, expected a size >= 1")
+    if not isinstance(latency.quartiles, Mapping) or not set(latency.quartiles) <= {"target", "draft"}:
+        raise SequoiaPlanError(f"latency.quartiles: found {latency.quartiles!r:.60}, expected a mapping of target and draft")
+    for name, curve in latency.quartiles.items():
+        measured = getattr(latency, name)
+        for size, pair in curve.items() if isinstance(curve, Mapping) else [(curve, None)]:
+            whole = isinstance(pair, tuple) and len(pair) == 2 and all(is_number(t) and t > 0 for t in pair) and pair[0] <= pair[1]
+            if not whole or not is_count(size, 1) or size not in measured:
+                raise SequoiaPlanError(
+                    f"latency.quartiles.{name}: found {size!r:.30}: {pair!r:.60}, expected a measured size: [first quartile, third quartile]"
+                )
 
 
 def _section(document: Mapping[str, Any], key: str, name: str | None = None) -> dict[Any, Any]:

@@ -415,6 +415,15 @@ def _warn_if_foreign(plan: Any, pair: Pair) -> None:
         ours = pair.facts.get(role, {})
         if isinstance(facts, dict) and facts.get("digest") != ours.get("digest"):
             click.echo(f"Warning: the tree was solved for the {role} {facts.get('name')}, this is {ours.get('name')}; its predictions do not apply", err=True)
+        elif isinstance(facts, dict) and facts.get("dtype") != ours.get("dtype"):
+            click.echo(
+                f"Warning: the tree was solved for the {role} in {facts.get('dtype')}, this is {ours.get('dtype')}; its speed is not as predicted", err=True
+            )
+    if plan.get("latency"):
+        from sequoia_plan.profiler.hardware import differences, fingerprint
+
+        for line in differences(plan.get("hardware") or {}, fingerprint(pair.target.device)):
+            click.echo(f"Warning: the tree was solved for another machine ({line}); its speed is not as predicted", err=True)
 
 
 def _read_setting(text: str) -> dict[str, Any]:

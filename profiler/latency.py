@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sequoia_plan.artifacts import Latency, TokenTree
+from sequoia_plan.artifacts import Latency, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.grow import expand
 
@@ -27,10 +27,10 @@ def measure_latency(
     context: int = CONTEXT,
     on_size: Callable[[int, float], None] = lambda size, median: None,
 ) -> Latency:
-    """Time trees of growing size, then all of them again in turn, so that drift hits all alike; medians are kept.
+    """Time trees of growing size, then all of them again in turn, so that drift hits all alike; medians and quartiles are kept.
 
     Sizes grow until the target's part of a step costs `most_tokens` times that of one node: no tree yields more tokens,
-    so none of that size can beat plain decoding.
+    so none of that size can beat plain decoding. A size there is no memory for ends the growth, too, and is recorded.
 
     Args:
         most_tokens: a bound on any tree's expected tokens, 1 / (1 - sum p).
@@ -38,26 +38,37 @@ def measure_latency(
         on_size: called with each size's first median.
     """
     benches: list[_Bench] = []
+    too_large: int | None = None
     for size in SIZES:
-        benches.append(_Bench(pair, size, sampling, context))
-        for _ in range(3):
-            benches[-1].run()
-        on_size(size, benches[-1].target())
-        if benches[-1].target() > most_tokens * benches[0].target():
+        try:
+            bench = _Bench(pair, size, sampling, context)
+            for _ in range(3):
+                bench.run()
+        except (RuntimeError, SequoiaPlanError) as error:
+            if not benches or not _out_of_memory(error):
+                raise
+            too_large = size
+            break
+        benches.append(bench)
+        on_size(size, bench.target())
+        if bench.target() > most_tokens * benches[0].target():
             break
     deadline = time.perf_counter() + seconds
     for bench in benches:
         bench.forget()
-    for done in range(MOST_ROUNDS):
-        if done >= LEAST_ROUNDS and time.perf_counter() > deadline:
-            break
+    rounds = 0
+    while rounds < LEAST_ROUNDS or (rounds < MOST_ROUNDS and time.perf_counter() < deadline):
         for bench in benches:
             bench.run()
+        rounds += 1
     return Latency(
         target={bench.size: _rounded(bench.target()) for bench in benches},
         draft={bench.size: _rounded(bench.draft()) for bench in benches},
         overhead=round(statistics.median(bench.rest() for bench in benches), 6),
         context=context,
+        rounds=rounds,
+        quartiles={name: {bench.size: bench.quartiles(name) for bench in benches} for name in ("target", "draft")},
+        out_of_memory=too_large,
     )
 
 
@@ -110,6 +121,11 @@ class _Bench:
     def draft(self) -> float:
         return statistics.median(self.samples["draft"])
 
+    def quartiles(self, name: str) -> tuple[float, float]:
+        """The first and the third of the times of "target" or "draft"."""
+        first, _, third = statistics.quantiles(self.samples[name], n=4, method="inclusive")
+        return _rounded(first), _rounded(third)
+
     def rest(self) -> float:
         """A step's time beyond its parts, from sums taken round by round."""
         parts = zip(self.samples["step"], self.samples["grow"], self.samples["target"], strict=True)
@@ -125,6 +141,12 @@ class _Bench:
             torch.cuda.synchronize(device)
         self.samples[name].append(time.perf_counter() - started)
         return result
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Of a device (PyTorch's own class), of the host (it says so in words), or of our KV cache."""
+    words = ("KV cache:", "not enough memory", "can't allocate memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 def _rounded(seconds: float) -> float:

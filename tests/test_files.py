@@ -295,6 +295,28 @@ def test_counts_by_level_are_checked(tmp_path, old, new, message):
         Profile.load(tmp_path / "p.yaml")
 
 
+SPREAD = {"target": {1: (0.039, 0.042), 8: (0.06, 0.06)}, "draft": {8: (0.004, 0.006)}}
+
+
+def test_spread_of_times_survives_and_is_checked(tmp_path):
+    timed = replace(PROFILE, latency=replace(PROFILE.latency, rounds=9, quartiles=SPREAD, out_of_memory=64))
+    timed.save(tmp_path / "p.yaml")
+    assert Profile.load(tmp_path / "p.yaml") == timed
+    for old, new, message in (
+        ("rounds: 9", "rounds: -9", "latency.rounds: found -9"),
+        ("out_of_memory: 64", "out_of_memory: 0", "latency.out_of_memory: found 0"),
+        ("[0.039, 0.042]", "[0.042, 0.039]", r"latency.quartiles.target: found 1: \(0.042, 0.039\), expected a measured size"),
+        ("8: [0.06, 0.06]", "9: [0.06, 0.06]", "latency.quartiles.target: found 9"),
+        ("[0.06, 0.06]", "[0.06]", "latency.quartiles.target: found 8"),
+        ("[0.06, 0.06]", "0.06", "latency.quartiles.target: found 8: 0.06"),
+        ("quartiles:", "quartiles: 3 #", "not YAML|latency.quartiles: found"),
+    ):
+        assert old in timed.to_yaml()
+        (tmp_path / "p.yaml").write_text(timed.to_yaml().replace(old, new, 1))
+        with pytest.raises(SequoiaPlanError, match=message):
+            Profile.load(tmp_path / "p.yaml")
+
+
 def test_a_large_profile_is_refused(tmp_path):
     (tmp_path / "p.yaml").write_text(PROFILE.to_yaml() + "#" * 300_000)
     with pytest.raises(SequoiaPlanError, match="larger than 262144 bytes; expected a profile written by sequoia-plan profile"):

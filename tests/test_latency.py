@@ -1,0 +1,80 @@
+"""Latency: what is recorded, never how long it took."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_acceptance import toy_pair
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.profiler import latency
+from sequoia_plan.profiler.hardware import differences, fingerprint
+from sequoia_plan.runtime import Sampling
+
+
+@pytest.fixture
+def pair():
+    """Toy models that also have embeddings, which the prompt's tokens are drawn from."""
+    pair = toy_pair()
+    pair.target.get_input_embeddings = lambda: torch.nn.Embedding(8, 2)
+    return pair
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    monkeypatch.setattr(latency, "SIZES", (1, 2, 3, 4))
+    return [1, 2, 3, 4]
+
+
+def test_every_size_with_quartiles(pair, sizes):
+    found = latency.measure_latency(pair, Sampling(1.0), 1e9, 0.0, context=20)
+    assert list(found.target) == list(found.draft) == list(found.quartiles["target"]) == list(found.quartiles["draft"]) == sizes
+    assert found.context == 20 and found.rounds == latency.LEAST_ROUNDS and found.out_of_memory is None
+    for name, curve in (("target", found.target), ("draft", found.draft)):
+        for size, seconds in curve.items():
+            low, high = found.quartiles[name][size]
+            assert 0 < low <= seconds <= high
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+        SequoiaPlanError("KV cache: 9 tokens need 1 GB on cuda"),
+    ],
+)
+def test_a_size_that_does_not_fit_is_recorded(pair, sizes, monkeypatch, error):
+    run = latency._Bench.run
+
+    def limited(bench):
+        if bench.size >= 3:
+            raise error
+        run(bench)
+
+    monkeypatch.setattr(latency._Bench, "run", limited)
+    found = latency.measure_latency(pair, Sampling(), 1e9, 0.0, context=20)
+    assert list(found.target) == [1, 2] and found.out_of_memory == 3
+
+
+def test_other_errors_and_plain_decoding_that_does_not_fit_are_errors(pair, sizes, monkeypatch):
+    def failing(error):
+        def run(bench):
+            raise error
+
+        monkeypatch.setattr(latency._Bench, "run", run)
+
+    failing(torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(torch.OutOfMemoryError):
+        latency.measure_latency(pair, Sampling(), 1e9, 0.0, context=20)
+    failing(RuntimeError("shapes differ"))
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        latency.measure_latency(pair, Sampling(), 1e9, 0.0, context=20)
+
+
+def test_fingerprints_are_compared_by_what_moves_times():
+    here = fingerprint("cpu")
+    assert differences(here, here) == []
+    assert differences({}, here) == []
+    other = here | {"threads": 999, "python": "2.7"}
+    assert differences(other, here) == [f"threads 999, here {here['threads']}"]
