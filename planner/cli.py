@@ -353,6 +353,10 @@ def generate(
 @click.option("--only", metavar="NAME", multiple=True, help="A contender; may be repeated. [default: all]")
 @_sampling_options("what the tree was made for")
 @click.option("-o", "--output", type=click.Path(), help="Write the figures there, as JSON.")
+@click.option("--report", type=click.Path(), help="Write an HTML page: figures and plots in one file, for mailing.")
+@click.option(
+    "--with", "others", metavar="FILE.json", type=click.Path(), multiple=True, help="Figures of earlier runs, as of other temperatures, for the page."
+)
 @_json_option
 def bench(
     tree_file: str,
@@ -364,6 +368,8 @@ def bench(
     tokens: int,
     only: tuple[str, ...],
     output: str | None,
+    report: str | None,
+    others: tuple[str, ...],
     as_json: bool,
     **settings: Any,
 ) -> None:
@@ -378,6 +384,7 @@ def bench(
 
     tree = load_tree(tree_file)
     sampling = _sampling(settings, tree.plan.get("settings") or {})
+    earlier = [_read_figures(path) for path in others]
     trees = arms(tree)
     pair = _load_pair(target, draft, device, dtype)
     _warn_if_foreign(tree.plan, pair)
@@ -392,10 +399,16 @@ def bench(
     result = settings_and_hardware(pair, sampling, len(held_out), tokens) | {"tree": shape, "contenders": figures}
     if output:
         write_atomically(output, (json.dumps(result, indent=1) + "\n").encode())
+    if report:
+        from sequoia_plan.planner.page import page
+
+        write_atomically(report, page(tree, [result, *earlier]).encode())
     if as_json:
         _print_json(result)
         return
     print_table(result)
+    if report:
+        click.echo(f"wrote {report}")
     if output:
         click.echo(f"wrote {output}")
 
@@ -455,6 +468,20 @@ def _read_percent(text: str) -> float:
     if not 0 <= value < 1:
         raise ArgumentError(f"--precision {text}: expected a percentage, as 2%, from 0% to below 100%")
     return value
+
+
+def _read_figures(path: str) -> Any:
+    """What an earlier bench wrote."""
+    from sequoia_plan.artifacts import SequoiaPlanError
+    from sequoia_plan.artifacts.files import read_bytes
+
+    try:
+        found = json.loads(read_bytes(path, "figures written by sequoia-plan bench"))
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not {"settings", "models", "hardware", "tree", "contenders"} <= found.keys():
+        raise SequoiaPlanError(f"{path}: not figures of bench; expected what sequoia-plan bench -o wrote")
+    return found
 
 
 def _read_acceptance(path: str) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from sequoia_plan.artifacts import ArgumentError, TokenTree, save_tree
 from sequoia_plan.planner import cli
 from sequoia_plan.planner.contenders import arms, predicted
 from sequoia_plan.planner.objective import expected_tokens
+from sequoia_plan.planner.page import INK, page
 from sequoia_plan.profiler.bench import TITLES, Run, bench, contenders, full_width, summary
 from sequoia_plan.runtime import Pair, Sampling
 
@@ -127,6 +130,37 @@ def test_predictions_are_the_plans():
     assert predicted(found["sequoia"], {})["tokens_per_step"] is None
 
 
+def check_page(text, plots):
+    """One file that needs nothing else, its plots in the page's own colours, every id unique and every tag closed."""
+    assert text.count("<svg") == text.count("</svg>") == text.count("<figure>") == plots
+    assert INK not in text and "currentColor" in text and "prefers-color-scheme:dark" in text
+    links = {link for link in re.findall(r'(?:href|src)="([^"]*)"|url\(([^)]*)\)', text) for link in link if link}
+    assert all(link.startswith(("#", "data:")) for link in links)
+    ids = re.findall(r' id="([^"]*)"', text)
+    assert {link[1:] for link in links if link.startswith("#")} <= set(ids)
+    clips = re.findall(r'<clipPath id="([^"]*)"', text)
+    assert len(clips) == len(set(clips))
+    for svg in re.findall(r"<svg.*?</svg>", text, re.S):
+        ElementTree.fromstring(svg)
+
+
+def test_a_page_says_what_it_knows():
+    """Without acceptance there is the tree and the speed-ups; text from files is never markup."""
+    figures = summary({"plain": [Run(4, 3, 2.0, 1, 1.0)], "sequoia": [Run(4, 2, 1.0, 1, 0.5)]})
+    result = {
+        "settings": {"sampling": Sampling().settings(), "dtype": "float32", "prompts": 1, "tokens": 4},
+        "models": {"target": {"name": "<script>alert(1)</script>"}},
+        "hardware": {},
+        "tree": {},
+        "contenders": figures,
+    }
+    text = page(TokenTree(TREE.parents), [result])
+    check_page(text, plots=2)
+    assert "<script" not in text and "&lt;script&gt;" in text
+    assert "our tree, Sequoia" in text and page(TokenTree(TREE.parents), [result]) == text
+    check_page(page(TokenTree.from_parents([-1, 0], {"acceptance": [0.5]}), [result]), plots=4)
+
+
 def test_the_command(models, tmp_path, monkeypatch):
     """Table, JSON and file from tiny models; the prompts are the held-out ones, in another tokenizer's words."""
     monkeypatch.chdir(tmp_path)
@@ -143,5 +177,11 @@ def test_the_command(models, tmp_path, monkeypatch):
     assert answer["contenders"]["sequoia"]["predicted"]["tokens_per_step"] == expected_tokens(TREE, [0.5, 0.25])
     text = CliRunner().invoke(cli.main, arguments).stdout
     assert "our tree, Sequoia" in text and "Hugging Face generate" in text and "over plain" in text
+    warm = [*arguments, "--temperature", "0.8", "--with", "found.json", "--report", "page.html", "--json"]
+    assert CliRunner().invoke(cli.main, warm).exit_code == 0
+    check_page((tmp_path / "page.html").read_text(), plots=6)
+    (tmp_path / "other.json").write_text("{}")
+    foreign = CliRunner().invoke(cli.main, [*arguments, "--with", "other.json"])
+    assert foreign.exit_code == 1 and "other.json: not figures of bench" in foreign.stderr
     wrong = CliRunner().invoke(cli.main, ["bench", "--only", "medusa"])
     assert wrong.exit_code == 2 and "only: found 'medusa'" in wrong.stderr
