@@ -8,7 +8,7 @@ import numpy as np
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.planner import best_first
-from sequoia_plan.planner.objective import Acceptance, acceptance_rows, node_values
+from sequoia_plan.planner.objective import Acceptance, Floats, acceptance_rows, node_values
 from sequoia_plan.planner.solvers import check_rows
 
 
@@ -57,13 +57,19 @@ def check(tree: TokenTree, acceptance: Acceptance, depth: int | None = None, bra
         return Certificate(1.0, 1.0, "best node left out", None)
     values = node_values(tree, rows)
     tokens = float(values.sum())
-    room = (tree.child_count < rows.shape[1]) & (tree.position_ids < len(rows))
-    nodes = np.flatnonzero(room)
-    offered = values[nodes] * rows[tree.position_ids[nodes], tree.child_count[nodes]]
-    best = int(np.argmax(offered)) if nodes.size else -1
-    following = (int(nodes[best]), int(tree.child_count[nodes[best]]) + 1, float(offered[best])) if nodes.size else None
+    following = best_addition(tree, rows)
     if best_first.is_non_increasing(rows) and (following is None or following[2] <= values.min() * (1 + 1e-12)):
         return Certificate(tokens, tokens, "best node left out", following)
     from sequoia_plan.planner import hull
 
     return Certificate(tokens, max(tokens, float(hull.upper_bounds(rows, tree.size)[-1])), "concave hull", following)
+
+
+def best_addition(tree: TokenTree, rows: Floats) -> tuple[int, int, float] | None:
+    """The most valuable single node that could be added within len(rows) + 1 levels and the rows' ranks: (parent, rank, value)."""
+    nodes = np.flatnonzero((tree.child_count < rows.shape[1]) & (tree.position_ids < len(rows)))
+    if not nodes.size:
+        return None
+    offered = node_values(tree, rows)[nodes] * rows[tree.position_ids[nodes], tree.child_count[nodes]]
+    best = nodes[np.argmax(offered)]
+    return int(best), int(tree.child_count[best]) + 1, float(offered.max())

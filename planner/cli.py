@@ -169,21 +169,24 @@ def solve(
 
 @main.command()
 @click.argument("tree_file", metavar="[TREE]", type=click.Path(), default="tree.safetensors")
-@click.option("--plot", type=click.Path(), help="Draw the tree into a .png or .svg file.")
+@click.option("--plot", type=click.Path(), help="Draw the tree, F against size, and speed over size and depth into a .png or .svg file.")
 @_json_option
 def show(tree_file: str, plot: str | None, as_json: bool) -> None:
     """Show a compiled tree (default: tree.safetensors)."""
     from sequoia_plan.artifacts import load_tree
-    from sequoia_plan.planner import draw
 
     tree = load_tree(tree_file)
     if plot:
-        draw.plot(tree, plot)
+        from sequoia_plan.planner.plot import draw
+
+        draw(tree, plot)
     if as_json:
         facts = {"size": tree.size, "depth": tree.depth, "branching": tree.branching, "level_widths": tree.level_widths.tolist()}
         _print_json({**facts, "parents": tree.parents.tolist(), "plan": tree.plan, "plot": plot})
         return
-    draw.summarise(tree)
+    from sequoia_plan.planner.summary import summarise
+
+    summarise(tree)
     if plot:
         click.echo(f"wrote {plot}")
 
@@ -274,8 +277,6 @@ def _warn_if_foreign(plan: Any, pair: Pair) -> None:
 
 def _read_acceptance(path: str) -> Any:
     """A JSON or YAML list; JSON first, because YAML 1.1 reads 1e-5 as text."""
-    import yaml
-
     from sequoia_plan.artifacts import SequoiaPlanError
     from sequoia_plan.artifacts.files import read_bytes
 
@@ -284,6 +285,8 @@ def _read_acceptance(path: str) -> Any:
         return json.loads(data)
     except (ValueError, RecursionError):
         pass
+    import yaml  # here, because most files are JSON
+
     try:
         return yaml.safe_load(data)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
