@@ -84,7 +84,8 @@ def _tokens(tree: TokenTree, axes: Any) -> None:
     sizes = np.unique(np.geomspace(1, largest, 40).astype(int))
     ours = sizes[sizes <= len(values)]
     lines = [("this acceptance's best tree", ours, values[ours - 1], GREEN)]
-    shapes = {
+    chains = [f"chains:{k}" for k in (2, 4, 8, 16)]
+    shapes = {"complete k-ary, best k": ["k-ary:2", "k-ary:3", "k-ary:4", "k-ary:8"], "k chains, best k": chains, "one chain": ["chain"]}
         "complete k-ary, best k": ["k-ary:2", "k-ary:3", "k-ary:4", "k-ary:8"],
         "k chains, best k": [f"chains:{k}" for k in (2, 4, 8, 16)],
         "one chain": ["chain"],
@@ -125,6 +126,7 @@ def _speed(tree: TokenTree, axes: Any) -> None:
     promised = plan.get("predicted_speedup")
     if promised:
         side = -1 if tree.size > speeds.shape[1] ** 0.5 else 1
+        bold: Any = {"weight": "bold", "bbox": {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "boxstyle": "round,pad=0.2"}}
         axes.annotate(
             f"{promised:.2f}x", (tree.size, tree.depth), (12 * side, 10), textcoords="offset points", ha="left" if side > 0 else "right", weight="bold"
         )
