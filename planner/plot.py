@@ -86,10 +86,6 @@ def _tokens(tree: TokenTree, axes: Any) -> None:
     lines = [("this acceptance's best tree", ours, values[ours - 1], GREEN)]
     chains = [f"chains:{k}" for k in (2, 4, 8, 16)]
     shapes = {"complete k-ary, best k": ["k-ary:2", "k-ary:3", "k-ary:4", "k-ary:8"], "k chains, best k": chains, "one chain": ["chain"]}
-        "complete k-ary, best k": ["k-ary:2", "k-ary:3", "k-ary:4", "k-ary:8"],
-        "k chains, best k": [f"chains:{k}" for k in (2, 4, 8, 16)],
-        "one chain": ["chain"],
-    }
     for (label, names), colour in zip(shapes.items(), MUTED, strict=True):
         worth = [max(expected_tokens(baseline(name, int(n), depth), acceptance) for name in names) for n in sizes]
         lines.append((label, sizes, np.maximum.accumulate(worth), colour))
