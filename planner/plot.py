@@ -123,9 +123,7 @@ def _speed(tree: TokenTree, axes: Any) -> None:
     if promised:
         side = -1 if tree.size > speeds.shape[1] ** 0.5 else 1
         bold: Any = {"weight": "bold", "bbox": {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "boxstyle": "round,pad=0.2"}}
-        axes.annotate(
-            f"{promised:.2f}x", (tree.size, tree.depth), (12 * side, 10), textcoords="offset points", ha="left" if side > 0 else "right", weight="bold"
-        )
+        axes.annotate(f"{promised:.2f}x", (tree.size, tree.depth), (12 * side, 10), textcoords="offset points", ha="left" if side > 0 else "right", **bold)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
     axes.yaxis.get_major_locator().set_params(integer=True)
