@@ -53,7 +53,7 @@ def _tree(tree: TokenTree, axes: Any) -> None:
     acceptance = tree.plan.get("acceptance")
     values = node_values(tree, acceptance) if acceptance else np.ones(tree.size)
     scale = min(1.0, 30 / tree.level_widths.max())
-    segments = np.stack([points[1:], points[tree.parents[1:]]], axis=1) if tree.size > 1 else []
+    segments: Any = np.stack([points[1:], points[tree.parents[1:]]], axis=1) if tree.size > 1 else []
     axes.add_collection(LineCollection(segments, colors="#9db0a5", linewidths=0.3 + 0.6 * scale, zorder=1))
     axes.scatter(
         *points.T,
