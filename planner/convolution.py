@@ -23,7 +23,7 @@ def step_width(values: Floats) -> int:
     above = np.empty_like(values)
     envelope(values, above)
     gaps = np.diff(np.flatnonzero(above == values))
-    return int(np.median(gaps)) if gaps.size > 2 else 1
+    return int(np.sort(gaps)[gaps.size // 2]) if gaps.size > 2 else 1
 
 
 @numba.njit(cache=True)
