@@ -160,7 +160,7 @@ def solve(
     click.echo(f"expected tokens a step  {solution.expected_tokens:.4f}{_between(interval.get('expected_tokens'))}")
     if solution.predicted_speedup is not None:
         click.echo(f"predicted speed-up      {solution.predicted_speedup:.3f}x over plain decoding{_between(interval.get('predicted_speedup'))}")
-    if interval:
+    if interval.get("lost"):
         click.echo("lost if the truth is at an end of the interval: {:.2%} and {:.2%}".format(*interval["lost"]))
     if solution.predicted_speedup is not None and tree.size == 1:
         click.echo("no tree is faster than plain decoding with these measurements: do not speculate")

@@ -14,7 +14,7 @@ from sequoia_plan.artifacts import ArgumentError, Profile, TokenTree
 from sequoia_plan.planner.baselines import baseline as baseline_tree
 from sequoia_plan.planner.certificate import check
 from sequoia_plan.planner.objective import Floats, StepTime, acceptance_rows, expected_tokens, isotonic
-from sequoia_plan.planner.solvers import SOLVERS, Frontier, best_tree, check_input, pick
+from sequoia_plan.planner.solvers import LARGEST_BUDGET, SOLVERS, Frontier, best_tree, check_input, pick
 from sequoia_plan.planner.speed import fastest, fastest_by_the_paper
 from sequoia_plan.planner.uncertainty import Z95, ends, step_time_error
 
@@ -35,7 +35,7 @@ class Solution:
         speedup_bound: no tree within the limits is faster, for the same measurements; None but for the objective speed.
         interval: what noise in the measurements leaves open; None if it is not known how many trials are behind them. 95 %:
             expected_tokens [2], predicted_speedup [2] or None, lost [2]: the share of speed (or tokens) lost at each end against the
-            tree that would be chosen there.
+            tree that would be chosen there (None for trees too large to solve again).
         seconds: what solving took.
     """
 
@@ -147,7 +147,7 @@ def _interval(tree: TokenTree, profile: Profile, speedup: float | None, rows: Fl
     tokens = [expected_tokens(tree, vector) for vector in vectors]
     now = expected_tokens(tree, profile.acceptance)
     lost = []
-    for vector, here in zip(vectors, tokens, strict=True):
+    for vector, here in zip(vectors, tokens, strict=True) if tree.size <= LARGEST_BUDGET["hull"] else ():  # the vectors there may rise
         there = acceptance_rows(vector, len(rows) + 1, rows.shape[1])
         best = _choose(there, budget, objective, pick(None, there, tree.size), times)[0]
         ratio = here / expected_tokens(best, vector) * (times.step(best) / times.step(tree) if times and objective != "tokens" else 1.0)
@@ -156,4 +156,4 @@ def _interval(tree: TokenTree, profile: Profile, speedup: float | None, rows: Fl
     if speedup is not None and times is not None:
         clock = Z95 * step_time_error(tree, times.latency)
         sped = [speedup * math.exp(sign * math.hypot(math.log(end / now), clock)) for sign, end in zip((-1, 1), tokens, strict=True)]
-    return {"level": 0.95, "expected_tokens": tokens, "predicted_speedup": sped, "lost": lost}
+    return {"level": 0.95, "expected_tokens": tokens, "predicted_speedup": sped, "lost": lost or None}

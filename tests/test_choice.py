@@ -154,3 +154,9 @@ def test_a_million_nodes():
     solution = solve([0.7, 0.15, 0.05, 0.02], 1_000_000, 64)
     assert solution.tree.size == 1_000_000
     assert check(solution.tree, [0.7, 0.15, 0.05, 0.02], 64).gap == 0
+
+
+def test_an_interval_beyond_what_can_be_solved_again():
+    found = solve(Profile((0.7, 0.15, 0.05, 0.02), 500), 70_000, 64).interval
+    assert found["lost"] is None
+    assert found["expected_tokens"][0] < found["expected_tokens"][1]
