@@ -22,11 +22,8 @@ def summarise(tree: TokenTree) -> None:
     if plan.get("expected_tokens") is not None:
         most = plan.get("upper_bound")
         limit = f", at most {most:.4f} for any tree of this size" if most is not None else ""
-        console.print(
-            f"expected tokens a step  {plan['expected_tokens']:.4f}{_ends(interval.get('expected_tokens'))}{limit}  ({plan.get('solver')})",
-            soft_wrap=True,
-            markup=False,
-        )
+        worth = f"{plan['expected_tokens']:.4f}{_ends(interval.get('expected_tokens'))}{limit}"
+        console.print(f"expected tokens a step  {worth}  ({plan.get('solver')})", soft_wrap=True, markup=False)
     if plan.get("predicted_speedup") is not None:
         most = plan.get("speedup_bound")
         limit = f", at most {most:.3f}x for any tree" if most is not None else ""
