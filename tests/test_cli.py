@@ -43,7 +43,8 @@ def test_solve_json_is_the_contract(run):
     result = run("solve", "--budget", "16", "--depth", "5", "--json")
     assert result.exit_code == 0
     answer = json.loads(result.stdout)
-    assert set(answer) == {"size", "depth", "branching", "expected_tokens", "predicted_speedup", "parents", "solver", "seconds"}
+    contract = {"size", "depth", "branching", "expected_tokens", "predicted_speedup", "parents", "solver", "seconds"}
+    assert set(answer) == contract | {"upper_bound", "speedup_bound", "interval"}
     tree = load_tree("tree.safetensors")
     assert tree.parents.tolist() == answer["parents"]
     assert tree.plan["expected_tokens"] == answer["expected_tokens"]
