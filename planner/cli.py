@@ -98,7 +98,7 @@ def profile(
     **settings: Any,
 ) -> None:
     """Measure acceptance and latency on this machine."""
-    from sequoia_plan.profiler.measure import measure
+    from sequoia_plan.profiler import measure
     from sequoia_plan.profiler.prompts import built_in, load
 
     sampling = _sampling(settings)

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from sequoia_plan import profiler
 from sequoia_plan.artifacts import Latency, Profile, TokenTree, load_tree, save_tree
 from sequoia_plan.planner.cli import main
+from sequoia_plan.profiler import latency
 
 PROFILE = Profile((0.5, 0.125, 0.05), 800, Latency({1: 0.04, 4: 0.042, 16: 0.05}, {1: 0.003, 16: 0.004}, 0.001, 128))
 
@@ -212,7 +213,7 @@ def test_a_prompt_longer_than_the_context(run, tmp_path):
     result = sequoia_plan("generate", "--prompt", "-", cwd=tmp_path, input="word " * 9000)
     assert result.returncode == 1
     assert "prompt: 90" in result.stderr
-    assert "the model's context of 8192" in result.stderr
+    assert "expected at most 8191 (the model's context less one new token)" in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -236,6 +237,7 @@ def test_a_draft_with_another_vocabulary(run, tmp_path, pair):
 def test_profile_command_on_the_embedded_pair(run, tmp_path, monkeypatch):
     """The whole command with a short measuring time; solve takes what it wrote."""
     full = profiler.measure
+    monkeypatch.setattr(latency, "SIZES", (1, 2, 4, 8))
     monkeypatch.setattr(profiler, "measure", lambda *args, **options: full(*args, acceptance_seconds=4, latency_seconds=1, **options))
     (tmp_path / "p.txt").write_text("Write a short story about a robot.\n\nWhat is rain?\n")
     chosen = ("--temperature", "0.7", "--top-k", "40", "--verifier", "traversal")
