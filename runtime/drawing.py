@@ -64,4 +64,5 @@ def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     total = cumulative[..., -1:].contiguous()
     tokens = torch.searchsorted(cumulative, uniforms.double() * total, right=True)
     # rounding may leave `uniform * total` at the very end: the last token that has a probability
-    return torch.minimum(tokens, torch.searchsorted(cumulative, total))
+    last = torch.searchsorted(cumulative, total).clamp(max=cumulative.shape[-1] - 1)  # NaN finds no place: any index, and the step reports it
+    return torch.minimum(tokens, last)
