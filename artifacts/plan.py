@@ -15,6 +15,10 @@ def _is_curve(points: Any) -> bool:
     return isinstance(points, list) and all(isinstance(p, list) and len(p) == 2 and is_count(p[0], 1) and is_number(p[1]) and p[1] > 0 for p in points)
 
 
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(is_number(v) and v >= 0 for v in value)
+
+
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
@@ -29,6 +33,13 @@ KNOWN: dict[str, tuple[Callable[[Any], bool], str]] = {
     "tool": (_is_text, "text"),
     "profile_sha256": (lambda v: _is_text(v) and bool(re.fullmatch(r"[0-9a-f]{64}", v)), "64 hexadecimal digits"),
     "expected_tokens": (lambda v: is_number(v) and v >= 1, "a number >= 1"),
+    "upper_bound": (lambda v: is_number(v) and v >= 1, "a number >= 1"),
+    "speedup_bound": (lambda v: is_number(v) and v > 0, "a number > 0"),
+    "interval": (lambda v: isinstance(v, Mapping), "a mapping"),
+    "interval.level": (lambda v: is_number(v) and 0 < v < 1, "a number > 0 and < 1"),
+    "interval.expected_tokens": (_is_pair, "two numbers >= 0"),
+    "interval.predicted_speedup": (_is_pair, "two numbers >= 0"),
+    "interval.lost": (_is_pair, "two numbers >= 0"),
     "step_seconds": (lambda v: is_number(v) and v > 0, "a number > 0"),
     "predicted_speedup": (lambda v: is_number(v) and v > 0, "a number > 0"),
     "settings": (lambda v: isinstance(v, Mapping), "a mapping"),

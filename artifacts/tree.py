@@ -50,20 +50,21 @@ class TokenTree:
     @classmethod
     def from_parents(cls, parents: Iterable[int], plan: Mapping[str, Any] | None = None) -> TokenTree:
         """A tree from parents in any order in which a parent precedes its children; siblings keep their order."""
-        order = [int(p) for p in parents]
-        children: list[list[int]] = [[] for _ in order]
-        for node, parent in enumerate(order):
-            if node and not 0 <= parent < node:
-                raise SequoiaPlanError(f"token tree: parents[{node}] is {parent}, expected a node from 0 to {node - 1}")
-            if node:
-                children[parent].append(node)
-        renumbered, breadth_first = [-1], [0]
-        for position, node in enumerate(breadth_first):
-            breadth_first.extend(children[node])
-            renumbered.extend([position] * len(children[node]))
-        if not order or order[0] != -1:
-            raise SequoiaPlanError(f"token tree: parents[0] must be -1 (the root), found {order[0] if order else 'no node'}")
-        return cls(np.array(renumbered, np.int32), plan or {})
+        order = parents if isinstance(parents, np.ndarray) else np.array([int(p) for p in parents], np.int64)
+        if not order.size or order[0] != -1:
+            raise SequoiaPlanError(f"token tree: parents[0] must be -1 (the root), found {order[0] if order.size else 'no node'}")
+        wrong = np.flatnonzero((order[1:] < 0) | (order[1:] >= np.arange(1, order.size)))
+        if wrong.size:
+            raise SequoiaPlanError(f"token tree: parents[{wrong[0] + 1}] is {order[wrong[0] + 1]}, expected a node from 0 to {wrong[0]}")
+        child = np.argsort(order[1:], kind="stable") + 1  # children of a node side by side, in order
+        count = np.bincount(order[1:], minlength=order.size)
+        first = np.cumsum(count) - count
+        renumbered, level, start = [np.array([-1])], np.array([0]), 0
+        while (counts := count[level]).any():
+            renumbered.append(np.repeat(np.arange(start, start + level.size), counts))
+            start += level.size
+            level = child[np.repeat(first[level] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())]
+        return cls(np.concatenate(renumbered), plan or {})
 
     @classmethod
     def chain(cls, depth: int) -> TokenTree:

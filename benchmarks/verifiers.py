@@ -5,7 +5,8 @@
 
 The tree has `--budget` nodes and is solved for tokens from the profile's acceptance. All verifiers decode the same held-out
 prompts. Rejection rates are not counted but computed: at positions of text the target wrote, the verifier says how probable
-it is that none of k drawn children is accepted. The plot goes to docs/images/rejection.png, with --quick next to the JSON.
+it is that none of k drawn children is accepted. The plot goes to docs/images/rejection.png,
+with --quick next to the JSON. A run that was stopped goes on when started again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sequoia_plan.artifacts import Profile, TokenTree
+from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.planner import solve
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.prompts import built_in, encode
@@ -104,29 +106,43 @@ def main() -> None:
     tree = solve(TYPICAL if options.quick else Profile.load(options.profile), options.budget, options.depth, objective="tokens").tree
     decoder = SequoiaDecoder(pair.target, pair.draft, tree)
 
-    console = Console(width=110)
-    table = Table(title=f"tokens a step, {tree.size} nodes, depth {tree.depth}; {len(prompts)} prompts x {options.tokens} tokens")
-    for column in ("", *VERIFIERS):
-        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
-    arms: list[dict[str, Any]] = []
-    for temperature, top_p in settings:
-        found = {name: tokens_per_step(pair, decoder, prompts, options.tokens, Sampling(temperature, top_p, verifier=name)) for name in VERIFIERS}
-        arms.append({"temperature": temperature, "top_p": top_p, "verifiers": found})
-        table.add_row(f"T {temperature}, top-p {top_p}", *(f"{f['tokens_per_step']:.3f} ± {f['standard_error']:.3f}" for f in found.values()))
-        console.print(f"T {temperature}, top-p {top_p}: " + ", ".join(f"{name} {f['tokens_per_step']:.3f}" for name, f in found.items()), soft_wrap=True)
-    rates = {f"T {t}": rejection_rates(pair, prompts, options.tokens, Sampling(t)) for t, top_p in settings if top_p == 1}
-    report = {
+    report: dict[str, Any] = {
         "settings": {"dtype": str(pair.target.dtype), "prompts": len(prompts), "tokens": options.tokens, "quick": options.quick},
         "hardware": fingerprint("cpu"),
         "models": pair.facts,
         "tree": {"parents": tree.parents.tolist(), "expected_tokens": tree.plan["expected_tokens"]},
-        "tokens_per_step": arms,
-        "rejection_rate": {"children": CHILDREN, **rates},
+        "tokens_per_step": {},
+        "rejection_rate": {"children": CHILDREN},
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    if options.output.exists():  # go on with what an earlier run left
+        before = json.loads(options.output.read_text())
+        if {**before, "tokens_per_step": {}, "rejection_rate": report["rejection_rate"]} == report:
+            report = before
+    for temperature, top_p in settings:
+        title = f"T {temperature}, top-p {top_p}"
+        found = report["tokens_per_step"].setdefault(title, {})
+        for name in VERIFIERS:
+            if name not in found:
+                found[name] = tokens_per_step(pair, decoder, prompts, options.tokens, Sampling(temperature, top_p, verifier=name))
+                print(title, name, found[name], flush=True)
+                write(options.output, report)
+        if top_p == 1 and title not in report["rejection_rate"]:
+            report["rejection_rate"][title] = rejection_rates(pair, prompts, options.tokens, Sampling(temperature))
+            write(options.output, report)
+    rates = {title: curves for title, curves in report["rejection_rate"].items() if title != "children"}
     plot(rates, options.output.with_suffix(".png") if options.quick else Path(__file__).parents[1] / "docs/images/rejection.png")
-    console.print(table)
+    table = Table(title=f"tokens a step, {tree.size} nodes, depth {tree.depth}; {len(prompts)} prompts x {options.tokens} tokens")
+    for column in ("", *VERIFIERS):
+        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    for title, found in report["tokens_per_step"].items():
+        table.add_row(title, *(f"{found[name]['tokens_per_step']:.3f} ± {found[name]['standard_error']:.3f}" for name in VERIFIERS))
+    Console(width=110).print(table)
+
+
+def write(path: Path, report: dict[str, Any]) -> None:
+    """After every arm, so that a run that was stopped goes on where it was."""
+    write_atomically(path, (json.dumps(report, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

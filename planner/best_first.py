@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int32]
 
 
 def is_non_increasing(rows: Floats) -> bool:
@@ -18,14 +19,22 @@ def is_non_increasing(rows: Floats) -> bool:
     return bool((np.diff(rows, axis=1) <= 0).all())
 
 
-def values(rows: Floats, size: int) -> Floats:
-    """float64 [size]: expected tokens of the optimal tree of 1, 2, ... nodes; NaN where no such tree exists."""
-    return np.cumsum(_grow(np.ascontiguousarray(rows), size)[1])
+def frontier(rows: Floats, size: int) -> list[Floats]:
+    """For each depth 1, 2, ..., len(rows) + 1: expected tokens of the best tree of 1, 2, ... nodes, up to the largest there is or `size`."""
+    found: list[Floats] = []
+    deepest = 0
+    for levels in range(len(rows) + 1):
+        if len(found) > 1 and deepest < levels - 1:
+            found.append(found[-1])  # the level added last was not used: no deeper one will be
+            continue
+        _, value, deepest = _grow(np.ascontiguousarray(rows[:levels]), size)
+        found.append(np.cumsum(value))
+    return found
 
 
-def parents(rows: Floats, size: int) -> list[int]:
-    """The optimal tree of exactly `size` nodes: parents in the order the nodes were taken."""
-    return _grow(np.ascontiguousarray(rows), size)[0].tolist()
+def parents(rows: Floats, size: int) -> Ints:
+    """The best tree of exactly `size` nodes, breadth-first."""
+    return np.asarray(_breadth_first(_grow(np.ascontiguousarray(rows), size)[0]))
 
 
 @numba.njit(cache=True)
@@ -58,13 +67,14 @@ def _pop(heap, count):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _grow(rows, size):  # type: ignore[no-untyped-def]
-    """Parents and node values of the first `size` nodes by value; rows[l] holds p of the children of level l."""
+    """Parents and values of the first `size` nodes by value, and the deepest level used; rows[l] holds p of the children of level l."""
     levels, branching = rows.shape
     heap = np.empty((size + 2, 4))  # value, parent, level of the parent, rank (0-based): each pop pushes at most two
-    parent = np.full(size, -1, np.int64)
-    value = np.full(size, np.nan)
-    value[0] = 1.0
-    count = 0
+    parent = np.empty(size, np.int64)
+    value = np.empty(size)
+    parent[0], value[0] = -1, 1.0
+    count = deepest = 0
+    taken = 1
     if levels > 0:
         _push(heap, count, rows[0, 0], 0.0, 0.0, 0.0)
         count = 1
@@ -76,10 +86,39 @@ def _grow(rows, size):  # type: ignore[no-untyped-def]
         _pop(heap, count)
         count -= 1
         parent[node], value[node] = above, worth
+        taken += 1
+        deepest = max(deepest, level + 1)
         if rank + 1 < branching:
             _push(heap, count, value[above] * rows[level, rank + 1], above, level, rank + 1)
             count += 1
         if level + 1 < levels:
             _push(heap, count, worth * rows[level + 1, 0], node, level + 1, 0)
             count += 1
-    return parent, value
+    return parent[:taken], value[:taken], deepest
+
+
+@numba.njit(cache=True)
+def _breadth_first(parent):  # type: ignore[no-untyped-def]
+    """The same tree, numbered breadth-first; siblings keep their order."""
+    size = len(parent)
+    first = np.zeros(size + 1, np.int64)  # where the children of a node begin
+    for node in range(1, size):
+        first[parent[node] + 1] += 1
+    for node in range(size):
+        first[node + 1] += first[node]
+    child = np.empty(size, np.int64)
+    filled = np.zeros(size, np.int64)
+    for node in range(1, size):
+        above = parent[node]
+        child[first[above] + filled[above]] = node
+        filled[above] += 1
+    found = np.empty(size, np.int32)
+    order = np.empty(size, np.int64)
+    found[0], order[0] = -1, 0
+    known = 1
+    for position in range(size):
+        node = order[position]
+        for at in range(first[node], first[node + 1]):
+            found[known], order[known] = position, child[at]
+            known += 1
+    return found

@@ -122,7 +122,7 @@ def profile(
         results = [add_up([Profile.load(path) for path in merge], merge)]
         results[0].save(output)
     else:
-        from sequoia_plan.profiler.measure import measure
+        from sequoia_plan.profiler import measure
         from sequoia_plan.profiler.prompts import built_in, load
 
         samplings = [_sampling(settings), *(_sampling(settings | _read_setting(text)) for text in also)]
@@ -175,9 +175,11 @@ def profile(
 @click.option("--budget", type=click.IntRange(min=1), default=768, show_default=True, help="Nodes, the root included.")
 @click.option("--depth", type=click.IntRange(min=1), default=20, show_default=True, help="Levels, the root's included.")
 @click.option("--branching", type=click.IntRange(min=1), help="Children a node may have. [default: the acceptance vector's length]")
-@click.option("--objective", type=click.Choice(["speed", "tokens"]), help="[default: speed with a profile, tokens with --acceptance]")
+@click.option("--objective", type=click.Choice(["speed", "tokens", "paper"]), help="[default: speed with a profile, tokens with --acceptance]")
 @click.option("--acceptance", type=click.Path(), help="Instead of a profile: JSON or YAML list p[1..B], or a list of such rows per level.")
-@click.option("--solver", type=click.Choice(["best-first", "dp"]), help="[default: best-first where it is exact, else dp]")
+@click.option("--solver", type=click.Choice(["best-first", "hull", "dp"]), help="[default: best-first where it is exact, else hull]")
+@click.option("--smooth", is_flag=True, help="Assume that rarer ranks are not likelier: the closest non-increasing vector is solved for.")
+@click.option("--baseline", metavar="NAME", help="Do not solve: chain, chains:K, k-ary:K, specinfer:K1,K2,..., random:SEED or parents:FILE.")
 @click.option("-o", "--output", type=click.Path(), default="tree.safetensors", show_default=True)
 @_json_option
 def solve(
@@ -188,6 +190,8 @@ def solve(
     objective: str | None,
     acceptance: str | None,
     solver: str | None,
+    smooth: bool,
+    baseline: str | None,
     output: str,
     as_json: bool,
 ) -> None:
@@ -198,7 +202,7 @@ def solve(
     from sequoia_plan.planner.solver import solve as run
 
     measured = _read_acceptance(acceptance) if acceptance else Profile.load(profile_file or "profile.yaml")
-    solution = run(measured, budget, depth, branching, objective, solver)
+    solution = run(measured, budget, depth, branching, objective, solver, smooth, baseline)
     save_tree(solution.tree, output)
     tree = solution.tree
     if as_json:
@@ -208,7 +212,10 @@ def solve(
                 "depth": tree.depth,
                 "branching": tree.branching,
                 "expected_tokens": solution.expected_tokens,
+                "upper_bound": solution.upper_bound,
                 "predicted_speedup": solution.predicted_speedup,
+                "speedup_bound": solution.speedup_bound,
+                "interval": solution.interval,
                 "parents": tree.parents.tolist(),
                 "solver": solution.solver,
                 "seconds": solution.seconds,
@@ -216,31 +223,37 @@ def solve(
         )
         return
     click.echo(f"{tree.size} nodes, depth {tree.depth}, level widths {' '.join(map(str, tree.level_widths))}  ({solution.solver}, {solution.seconds:.3f} s)")
-    click.echo(f"expected tokens a step  {solution.expected_tokens:.4f}")
+    interval = solution.interval or {}
+    click.echo(f"expected tokens a step  {solution.expected_tokens:.4f}{_between(interval.get('expected_tokens'))}")
     if solution.predicted_speedup is not None:
-        click.echo(f"predicted speed-up      {solution.predicted_speedup:.3f}x over plain decoding")
-        if tree.size == 1:
-            click.echo("no tree is faster than plain decoding with these measurements: do not speculate")
+        click.echo(f"predicted speed-up      {solution.predicted_speedup:.3f}x over plain decoding{_between(interval.get('predicted_speedup'))}")
+    if interval.get("lost"):
+        click.echo("lost if the truth is at an end of the interval: {:.2%} and {:.2%}".format(*interval["lost"]))
+    if solution.predicted_speedup is not None and tree.size == 1:
+        click.echo("no tree is faster than plain decoding with these measurements: do not speculate")
     click.echo(f"wrote {output}")
 
 
 @main.command()
 @click.argument("tree_file", metavar="[TREE]", type=click.Path(), default="tree.safetensors")
-@click.option("--plot", type=click.Path(), help="Draw the tree into a .png or .svg file.")
+@click.option("--plot", type=click.Path(), help="Draw the tree, F against size, and speed over size and depth into a .png or .svg file.")
 @_json_option
 def show(tree_file: str, plot: str | None, as_json: bool) -> None:
     """Show a compiled tree: a file (default: tree.safetensors) or a name of the catalog."""
     from sequoia_plan.artifacts import load_tree
-    from sequoia_plan.planner import draw
 
     tree = load_tree(tree_file)
     if plot:
-        draw.plot(tree, plot)
+        from sequoia_plan.planner.plot import draw
+
+        draw(tree, plot)
     if as_json:
         facts = {"size": tree.size, "depth": tree.depth, "branching": tree.branching, "level_widths": tree.level_widths.tolist()}
         _print_json({**facts, "parents": tree.parents.tolist(), "plan": tree.plan, "plot": plot})
         return
-    draw.summarise(tree)
+    from sequoia_plan.planner.summary import summarise
+
+    summarise(tree)
     if plot:
         click.echo(f"wrote {plot}")
 
@@ -486,8 +499,6 @@ def _read_figures(path: str) -> Any:
 
 def _read_acceptance(path: str) -> Any:
     """A JSON or YAML list; JSON first, because YAML 1.1 reads 1e-5 as text."""
-    import yaml
-
     from sequoia_plan.artifacts import SequoiaPlanError
     from sequoia_plan.artifacts.files import read_bytes
 
@@ -496,6 +507,8 @@ def _read_acceptance(path: str) -> Any:
         return json.loads(data)
     except (ValueError, RecursionError):
         pass
+    import yaml  # here, because most files are JSON
+
     try:
         return yaml.safe_load(data)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -529,6 +542,10 @@ def _progress(text: str, total: int) -> Iterator[Callable[..., None]]:
 
 def _print_json(value: Any) -> None:
     click.echo(json.dumps(value))
+
+
+def _between(ends: Any) -> str:
+    return f"  (95 %: {ends[0]:.3f} to {ends[1]:.3f})" if ends else ""
 
 
 def _numbers(values: Any) -> str:

@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 
-def values(rows: Floats, size: int) -> Floats:
-    """float64 [size]: expected tokens of the optimal tree of 1, 2, ... nodes; NaN where no such tree exists."""
-    return np.asarray(_solve(np.ascontiguousarray(rows), size)[0][0, 1:])
+def frontier(rows: Floats, size: int) -> list[Floats]:
+    """For each depth 1, 2, ..., len(rows) + 1: expected tokens of the best tree of 1, 2, ... nodes, up to the largest there is or `size`."""
+    found = [_solve(np.ascontiguousarray(rows[:levels]), size)[0][0, 1:] for levels in range(len(rows) + 1)]
+    return [np.asarray(best[np.isfinite(best)]) for best in found]
 
 
 def parents(rows: Floats, size: int) -> list[int]:
-    """The optimal tree of exactly `size` nodes: parents in preorder."""
+    """The best tree of exactly `size` nodes, in preorder."""
     _, last, children = _solve(np.ascontiguousarray(rows), size)
     found: list[int] = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,33 +13,50 @@ from numpy.typing import NDArray
 from sequoia_plan.artifacts import Latency, TokenTree
 
 Floats = NDArray[np.float64]
+Acceptance = Sequence[float] | Sequence[Sequence[float]]
 
 
-def acceptance_rows(acceptance: Sequence[float] | Sequence[Sequence[float]], depth: int, branching: int | None = None) -> Floats:
+def acceptance_rows(acceptance: Acceptance | Floats, depth: int, branching: int | None = None) -> Floats:
     """float64 [depth - 1, ranks]: p[level][rank] for parents on each level; one vector holds for all levels.
 
     Given rows run out at the last one, which then holds for all deeper levels.
     """
     rows = np.atleast_2d(np.asarray(acceptance, np.float64))
     levels = np.minimum(np.arange(depth - 1), len(rows) - 1)
-    return rows[levels, : branching or rows.shape[1]]
+    return np.ascontiguousarray(rows[levels, : branching or rows.shape[1]])
 
 
-def node_values(tree: TokenTree, acceptance: Sequence[float] | Sequence[Sequence[float]]) -> Floats:
+def isotonic(rows: Floats) -> Floats:
+    """Rows that never increase with rank, closest to `rows` in least squares: slopes of the concave envelope of their sums.
+
+    A modelling choice (rarer ranks are not likelier), not a measurement: it changes F where the vector was right.
+    """
+    from sequoia_plan.planner.convolution import envelope
+
+    sums = np.concatenate([np.zeros((len(rows), 1)), np.cumsum(rows, axis=1)], axis=1)
+    above = np.empty_like(sums)
+    for row, found in zip(sums, above, strict=True):
+        envelope(row, found)
+    return np.minimum.accumulate(np.maximum(np.diff(above, axis=1), 0.0), axis=1)
+
+
+def node_values(tree: TokenTree, acceptance: Acceptance | Floats) -> Floats:
     """float64 [size]: the probability that each node is accepted, the product of p along its path, from the tree alone.
 
     A rank beyond the vector's end is worth nothing.
     """
     rows = acceptance_rows(acceptance, max(tree.depth, 2))
-    rows = np.pad(rows, ((0, 0), (0, max(0, tree.branching - rows.shape[1]))))
+    if rows.shape[1] < tree.branching:
+        rows = np.pad(rows, ((0, 0), (0, tree.branching - rows.shape[1])))
+    ranks, parents, offsets = tree.ranks, tree.parents, tree.level_offsets.tolist()
     value = np.ones(tree.size)
     for level in range(1, tree.depth):
-        nodes = slice(tree.level_offsets[level], tree.level_offsets[level + 1])
-        value[nodes] = value[tree.parents[nodes]] * rows[level - 1, tree.ranks[nodes] - 1]
+        nodes = slice(offsets[level], offsets[level + 1])
+        value[nodes] = value[parents[nodes]] * rows[level - 1, ranks[nodes] - 1]
     return value
 
 
-def expected_tokens(tree: TokenTree, acceptance: Sequence[float] | Sequence[Sequence[float]]) -> float:
+def expected_tokens(tree: TokenTree, acceptance: Acceptance | Floats) -> float:
     """F(T) of Sequoia, arXiv 2402.12374, section 3.1: the sum of the node values."""
     return math.fsum(node_values(tree, acceptance))  # exactly rounded: the same bits on every machine
 
@@ -47,19 +65,36 @@ def expected_tokens(tree: TokenTree, acceptance: Sequence[float] | Sequence[Sequ
 class StepTime:
     """Seconds of one decoding step, from measured latencies.
 
-    Between measurements the curves are linear; a smaller pass never costs more than a larger one (it can be padded);
-    beyond the largest measurement nothing is known, so such trees are not considered.
+    A pass that was not measured costs what the cheapest measured pass of at least its size costs: it can be padded up to that one.
+    So the curves never decrease, steps stay steps, and no speed is invented between two measurements. Beyond the largest
+    measurement nothing is known (inf), so such trees are not considered.
     """
 
     latency: Latency
 
+    @cached_property
+    def _target(self) -> tuple[Floats, Floats]:
+        return _steps(self.latency.target)
+
+    @cached_property
+    def _draft(self) -> tuple[Floats, Floats]:
+        return _steps(self.latency.draft)
+
+    def targets(self, sizes: NDArray[np.integer]) -> Floats:
+        """The target's pass over each number of nodes."""
+        return _look_up(self._target, sizes)
+
+    def drafts(self, widths: NDArray[np.integer]) -> Floats:
+        """A draft pass of each number of nodes."""
+        return _look_up(self._draft, widths)
+
     def target(self, size: int) -> float:
-        """The target's pass over `size` nodes; inf beyond what was measured."""
-        return _curve(self.latency.target, size)
+        """The target's pass over `size` nodes."""
+        return float(self.targets(np.array([size]))[0])
 
     def draft(self, width: int) -> float:
-        """One draft pass of `width` nodes; inf beyond what was measured."""
-        return _curve(self.latency.draft, width)
+        """One draft pass of `width` nodes."""
+        return float(self.drafts(np.array([width]))[0])
 
     def largest(self) -> int:
         """The largest tree a step time is known for."""
@@ -67,21 +102,23 @@ class StepTime:
 
     def step(self, tree: TokenTree) -> float:
         """One step with `tree`: every draft pass at its width, the target's pass, the measured rest."""
-        return math.fsum([self.target(tree.size), *map(self.draft, tree.draft_widths()), self.latency.overhead])
+        return math.fsum([self.target(tree.size), *self.drafts(np.array(tree.draft_widths(), int)), self.latency.overhead])
 
-    def step_at_least(self, size: int, depth: int) -> float:
-        """No tree of this size and depth takes less: its draft passes are as narrow as passes can be."""
+    def steps_at_least(self, sizes: NDArray[np.integer], depth: int) -> Floats:
+        """No tree of that size and depth takes less: its draft passes are as narrow as passes can be."""
         narrow = self.draft(2) + (depth - 2) * self.draft(1) if depth > 1 else 0.0
-        return self.target(size) + narrow + self.latency.overhead
+        return self.targets(sizes) + narrow + self.latency.overhead
 
     def plain(self) -> float:
         """Seconds a token without speculation, by the same engine."""
         return self.target(1) + self.latency.overhead
 
 
-def _curve(points: Mapping[int, float], tokens: int) -> float:
+def _steps(points: Mapping[int, float]) -> tuple[Floats, Floats]:
     measured = sorted(points)
-    if tokens > measured[-1]:
-        return float("inf")
     seconds = np.minimum.accumulate([points[n] for n in measured][::-1])[::-1]
-    return float(np.interp(tokens, measured, seconds))
+    return np.array(measured, float), np.append(seconds, np.inf)
+
+
+def _look_up(curve: tuple[Floats, Floats], tokens: NDArray[np.integer]) -> Floats:
+    return curve[1][np.searchsorted(curve[0], tokens)]

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from sequoia_plan.artifacts import ArgumentError, Profile, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import ArgumentError, Profile, TokenTree
 from sequoia_plan.artifacts.plan import provenance
-from sequoia_plan.artifacts.profile import check_acceptance
-from sequoia_plan.planner import best_first, dynamic_programming
-from sequoia_plan.planner.objective import Floats, StepTime, acceptance_rows, expected_tokens
+from sequoia_plan.planner.baselines import baseline as baseline_tree
+from sequoia_plan.planner.certificate import check
+from sequoia_plan.planner.objective import Floats, StepTime, acceptance_rows, expected_tokens, isotonic
+from sequoia_plan.planner.solvers import LARGEST_BUDGET, SOLVERS, Frontier, best_tree, check_input, pick
+from sequoia_plan.planner.speed import fastest, fastest_by_the_paper
+from sequoia_plan.planner.uncertainty import Z95, ends, step_time_error
 
-SOLVERS = {"best-first": best_first, "dp": dynamic_programming}
-LARGEST_BUDGET = {"best-first": 1_000_000, "dp": 4_096}
-LARGEST_DEPTH = 1_000
+OBJECTIVES = ("speed", "tokens", "paper")
 
 
 @dataclass(frozen=True)
@@ -27,17 +29,25 @@ class Solution:
     Args:
         tree: the token tree, its plan filled in.
         expected_tokens: F(tree), tokens a step.
-        solver: which exact solver found it.
+        upper_bound: no tree of this size within depth and branching has more expected tokens; None for a baseline.
+        solver: which exact solver found it, or "baseline ...".
         step_seconds: predicted seconds a step; None without latencies.
         predicted_speedup: over plain decoding by the same engine; None without latencies.
+        speedup_bound: no tree within the limits is faster, for the same measurements; None but for the objective speed.
+        interval: what noise in the measurements leaves open; None if it is not known how many trials are behind them. 95 %:
+            expected_tokens [2], predicted_speedup [2] or None, lost [2]: the share of speed (or tokens) lost at each end against the
+            tree that would be chosen there (None for trees too large to solve again).
         seconds: what solving took.
     """
 
     tree: TokenTree
     expected_tokens: float
+    upper_bound: float | None
     solver: str
     step_seconds: float | None
     predicted_speedup: float | None
+    speedup_bound: float | None
+    interval: Mapping[str, Any] | None
     seconds: float
 
 
@@ -48,129 +58,101 @@ def solve(
     branching: int | None = None,
     objective: str | None = None,
     solver: str | None = None,
+    smooth: bool = False,
+    baseline: str | None = None,
 ) -> Solution:
     """The provably best token tree for what was measured.
 
     Args:
         profile: a Profile, or an acceptance vector p[1..B], or one such row per level.
-        budget: size, the root included: exactly this many nodes for "tokens", at most for "speed".
+        budget: size, the root included: exactly this many nodes for "tokens", at most for "speed" and "paper".
         depth: levels, the root's included, at most.
         branching: children a node may have, at most; the acceptance vector's length if None.
-        objective: "tokens" maximises F(T) (Sequoia, arXiv 2402.12374, section 3.1); "speed" maximises F(T) over the
-            predicted step time (section 3.3, with each draft pass at its own width). None: "speed" if latencies are known.
-        solver: "best-first" or "dp"; None picks best-first where it is exact, else dp.
+        objective: "tokens" maximises F(T) (Sequoia, arXiv 2402.12374, section 3.1); "speed" maximises F(T) over the predicted step
+            time, each draft pass at its own width; "paper" maximises F / (t(n) + d c) (section 3.3). None: "speed" if latencies
+            are known, else "tokens".
+        solver: "best-first", "hull" or "dp"; None picks best-first where it is exact, else hull.
+        smooth: replace the vector by the closest one that never increases with rank. A modelling choice.
+        baseline: do not solve; take this tree (see baselines.py) and say what it is worth.
 
     Raises:
         SequoiaPlanError: for impossible input, or if no tree of that size fits the depth and branching.
     """
     started = time.perf_counter()
     measured = profile if isinstance(profile, Profile) else None
-    acceptance = measured.acceptance if measured else profile
-    _check(acceptance, budget, depth, branching)
+    acceptance: Any = measured.acceptance if measured else profile
+    check_input(acceptance, budget, depth, branching)
     latency = measured.latency if measured else None
     objective = objective or ("speed" if latency else "tokens")
-    if objective not in ("speed", "tokens"):
-        raise ArgumentError(f"objective: found {objective!r}, expected speed or tokens")
-    if objective == "speed" and latency is None:
-        raise ArgumentError("objective speed needs latencies: give a profile that has them, or choose the objective tokens")
+    if objective not in OBJECTIVES:
+        raise ArgumentError(f"objective: found {objective!r}, expected {', '.join(OBJECTIVES)}")
+    if objective != "tokens" and latency is None and not baseline:
+        raise ArgumentError(f"objective {objective} needs latencies: give a profile that has them, or choose the objective tokens")
+    if smooth:
+        smoothed = isotonic(np.atleast_2d(np.asarray(acceptance, float))).tolist()
+        acceptance = smoothed if isinstance(acceptance[0], (list, tuple)) else smoothed[0]
 
-    rows = acceptance_rows(acceptance, depth, branching)  # type: ignore[arg-type]
-    name = _pick(solver, rows, budget if objective == "tokens" else min(budget, StepTime(latency).largest()))  # type: ignore[arg-type]
     times = StepTime(latency) if latency else None
-    if objective == "tokens" or times is None:
-        tree = _largest_value_tree(name, rows, budget)
+    rows = acceptance_rows(acceptance, depth, branching)
+    bound: float | None = None
+    if baseline:
+        name, tree = f"baseline {baseline}", baseline_tree(baseline, budget, depth)
     else:
-        tree = _fastest_tree(name, rows, budget, times)
+        name = pick(solver, rows, budget if objective == "tokens" or not times else min(budget, times.largest()))
+        tree, bound = _choose(rows, budget, objective, name, times)
 
-    tokens = expected_tokens(tree, acceptance)  # type: ignore[arg-type]
+    tokens = expected_tokens(tree, acceptance)
     step = times.step(tree) if times else None
-    known = times is not None and step is not None and np.isfinite(step)
-    speedup = tokens * times.plain() / step if known else None  # type: ignore[union-attr, operator]
+    known = times is not None and step is not None and bool(np.isfinite(step))
+    upper = None if baseline else tokens if name == "best-first" else check(tree, acceptance, depth, branching).upper_bound
+    speedup = tokens * times.plain() / step if known and times and step else None
+    interval = None
+    if measured and measured.trials and not smooth and not baseline and tree.size > 1:
+        interval = _interval(tree, measured, speedup, rows, budget, objective, times)
     plan: dict[str, Any] = {
-        "acceptance": [list(row) if isinstance(row, Sequence) else row for row in acceptance],  # type: ignore[union-attr]
+        "acceptance": [list(row) if isinstance(row, Sequence) else row for row in acceptance],
         "budget": budget,
         "depth": depth,
         "branching": branching,
         "objective": objective,
         "solver": name,
         "expected_tokens": tokens,
+        "upper_bound": upper,
         "step_seconds": step if known else None,
         "predicted_speedup": speedup,
+        "speedup_bound": bound,
+        "interval": interval,
     }
     plan |= provenance(measured)
     tree = TokenTree(tree.parents, plan)
-    return Solution(tree, tokens, name, plan["step_seconds"], speedup, time.perf_counter() - started)
+    return Solution(tree, tokens, upper, name, plan["step_seconds"], speedup, bound, interval, time.perf_counter() - started)
 
 
-def _largest_value_tree(name: str, rows: Floats, size: int) -> TokenTree:
-    reachable = _largest_reachable(rows, size)
-    if reachable < size:
-        raise ArgumentError(
-            f"no tree of {size} nodes has depth {len(rows) + 1} and branching {rows.shape[1]}: the largest has {reachable}; "
-            "lower the budget, or allow more depth or branching"
-        )
-    return TokenTree.from_parents(SOLVERS[name].parents(rows, size))
+def _choose(rows: Floats, budget: int, objective: str, name: str, times: StepTime | None) -> tuple[TokenTree, float | None]:
+    """The best tree, and for the objective speed a bound on the speed-up of any."""
+    if objective == "tokens" or times is None:
+        return best_tree(rows, budget, name), None
+    values = SOLVERS[name].frontier(rows, min(budget, times.largest()))
+    known = Frontier(tuple(values), rows, name)
+    if objective == "paper":
+        return fastest_by_the_paper(known, times), None
+    tree, bound = fastest(known, times)
+    return tree, bound * times.plain()
 
 
-def _fastest_tree(name: str, rows: Floats, budget: int, times: StepTime) -> TokenTree:
-    """The fastest of the optimal trees of every size <= budget and depth <= len(rows) + 1, by branch and bound.
-
-    F over the least time a tree of that size and depth can take bounds its speed from above; trees are rebuilt and
-    timed exactly in the order of that bound, until it can no longer beat the best.
-    """
-    size = min(budget, times.largest())
-    candidates = [
-        (float(tokens) / times.step_at_least(n, d), n, d)
-        for d in range(1, len(rows) + 2)
-        for n, tokens in enumerate(SOLVERS[name].values(rows[: d - 1], size if d > 1 else 1), 1)
-        if np.isfinite(tokens)
-    ]
-    best, fastest = TokenTree.chain(1), 1 / times.plain()
-    for bound, n, d in sorted(candidates, key=lambda c: (-c[0], c[1], c[2])):
-        if bound <= fastest:
-            break
-        tree = TokenTree.from_parents(SOLVERS[name].parents(rows[: d - 1], n))
-        speed = expected_tokens(tree, rows.tolist() or [0.0]) / times.step(tree)
-        if speed > fastest:
-            best, fastest = tree, speed
-    return best
-
-
-def _largest_reachable(rows: Floats, cap: int) -> int:
-    """Nodes of the complete tree, counted up to `cap`."""
-    nodes = level = 1
-    for _ in range(len(rows)):
-        level *= rows.shape[1]
-        nodes += level
-        if nodes >= cap:
-            return cap
-    return nodes
-
-
-def _pick(solver: str | None, rows: Floats, size: int) -> str:
-    exact = best_first.is_non_increasing(rows)
-    name = solver or ("best-first" if exact else "dp")
-    if name not in SOLVERS:
-        raise ArgumentError(f"solver: found {name!r}, expected {' or '.join(SOLVERS)}")
-    if name == "best-first" and not exact:
-        raise ArgumentError("solver best-first is exact only where acceptance never grows with rank; use dp")
-    if size > LARGEST_BUDGET[name]:
-        raise ArgumentError(f"budget: found {size}, expected at most {LARGEST_BUDGET[name]} for the solver {name}")
-    return name
-
-
-def _check(acceptance: Any, budget: int, depth: int, branching: int | None) -> None:
-    for name, value in (("budget", budget), ("depth", depth), ("branching", branching)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1):
-            raise ArgumentError(f"{name}: found {value!r}, expected a whole number >= 1")
-    if depth > LARGEST_DEPTH:
-        raise ArgumentError(f"depth: found {depth}, expected at most {LARGEST_DEPTH}")
-    if depth == 1 and budget > 1:
-        raise ArgumentError(f"depth 1 is the root alone and cannot hold a budget of {budget}: allow a depth of 2 or more, or set the budget to 1")
-    if isinstance(acceptance, (list, tuple)) and acceptance and isinstance(acceptance[0], (list, tuple)):
-        for level, row in enumerate(acceptance):
-            check_acceptance(row, f"acceptance, level {level}")
-        if len({len(row) for row in acceptance}) > 1:
-            raise SequoiaPlanError(f"acceptance: rows of lengths {[len(r) for r in acceptance]}, expected equal lengths (pad with zeros)")
-    else:
-        check_acceptance(acceptance, "acceptance")
+def _interval(tree: TokenTree, profile: Profile, speedup: float | None, rows: Floats, budget: int, objective: str, times: StepTime | None) -> dict[str, Any]:
+    """What a 95 % interval of the measurements does to this tree's promise, and to the choice itself."""
+    vectors = ends(tree, profile.acceptance, profile.trials)
+    tokens = [expected_tokens(tree, vector) for vector in vectors]
+    now = expected_tokens(tree, profile.acceptance)
+    lost = []
+    for vector, here in zip(vectors, tokens, strict=True) if tree.size <= LARGEST_BUDGET["hull"] else ():  # the vectors there may rise
+        there = acceptance_rows(vector, len(rows) + 1, rows.shape[1])
+        best = _choose(there, budget, objective, pick(None, there, tree.size), times)[0]
+        ratio = here / expected_tokens(best, vector) * (times.step(best) / times.step(tree) if times and objective != "tokens" else 1.0)
+        lost.append(max(0.0, 1 - ratio))
+    sped: list[float] | None = None
+    if speedup is not None and times is not None:
+        clock = Z95 * step_time_error(tree, times.latency)
+        sped = [speedup * math.exp(sign * math.hypot(math.log(end / now), clock)) for sign, end in zip((-1, 1), tokens, strict=True)]
+    return {"level": 0.95, "expected_tokens": tokens, "predicted_speedup": sped, "lost": lost or None}

@@ -99,21 +99,31 @@ class _Bench:
         decoder, length = self.step, self.step.length.clone()
         extent = decoder.extent(int(length))
         mask = decoder.mask(length, extent)
-        growth = self._timed("grow", lambda: decoder.grow(mask, self.sampling))
+
+        def grow() -> Any:
+            decoder.throw(self.sampling)
+            return decoder.grow(mask, self.sampling)
+
+        def step() -> None:
+            decoder.throw(self.sampling)
+            decoder.step(extent, self.sampling).tolist()
+
+        growth = self._timed("grow", grow)
 
         def target() -> None:
             decoder.keep(decoder.judge(growth, mask, self.sampling), growth)
 
         self._timed("target", target)
         decoder.length.copy_(length)
-        self._timed("step", lambda: decoder.step(extent, self.sampling).tolist())
+        self._timed("step", step)
         decoder.length.copy_(length)
 
         comb = self.comb
         mask = comb.mask(comb.length, comb.extent(int(comb.length)))
         rows = torch.zeros_like(comb.offsets)
+        comb.throw(self.sampling)
         assert comb.draft is not None
-        self._timed("draft", lambda: expand(comb.draft, comb.levels[1], rows, comb.length, comb.offsets, mask, self.sampling, comb.generator))  # type: ignore[arg-type]
+        self._timed("draft", lambda: expand(comb.draft, comb.levels[1], rows, comb.length, comb.offsets, mask, self.sampling, comb.bits[1:]))  # type: ignore[arg-type]
 
     def target(self) -> float:
         return statistics.median(self.samples["target"])

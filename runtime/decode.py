@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
+from sequoia_plan.runtime.capture import CapturedSteps, capturable
 from sequoia_plan.runtime.forward import CachedModel, TreeMask
 from sequoia_plan.runtime.generation import Ending, Generation, eos_tokens, read_prompt, stop_criteria
 from sequoia_plan.runtime.grow import Growth, Level, grow
@@ -20,8 +21,8 @@ from sequoia_plan.runtime.sampling import Sampling
 from sequoia_plan.runtime.verify import Accepted, TreeIndex, greedy, verify
 from sequoia_plan.runtime.vocabulary import shared_vocabulary
 
-EXTENT_STEP = 64
-"""Attention looks at a multiple of this many slots: few shapes, little waste."""
+EXTENT_STEP = {"cpu": 64, "cuda": 512}
+"""Attention looks at a multiple of this many slots: few shapes, little waste. On CUDA each shape is a graph of its own."""
 
 NOT_FINITE = (-1, -2)
 """What a step returns for a count if the target's, or the draft's, logits were not finite."""
@@ -45,13 +46,14 @@ class SequoiaDecoder:
         tree: the token tree.
         tokenizer: the target's, for prompts that are text, stop strings and the text of results.
         draft_tokenizer: the draft's, to be compared with the target's token by token.
+        captured: replay steps as CUDA graphs; None: if both models lie on one CUDA device and neither is compiled.
 
     Raises:
         SequoiaPlanError: if the vocabularies cannot belong together, the tree drafts and there is no draft, or a model
             cannot read a tree (see `probe`).
     """
 
-    def __init__(self, target: Any, draft: Any, tree: TokenTree, *, tokenizer: Any = None, draft_tokenizer: Any = None) -> None:
+    def __init__(self, target: Any, draft: Any, tree: TokenTree, *, tokenizer: Any = None, draft_tokenizer: Any = None, captured: bool | None = None) -> None:
         if draft is None and tree.size > 1:
             raise SequoiaPlanError(f"a tree of {tree.size} nodes needs a draft model; only a tree of one node decodes without")
         self.tree, self.device, self.tokenizer = tree, target.device, tokenizer
@@ -72,7 +74,12 @@ class SequoiaDecoder:
         self.offsets = torch.as_tensor([-1, *tree.position_ids.tolist()], device=self.device)
         self.around_root = torch.arange(-1, 1, device=self.device)
         self.generator = torch.Generator(self.device)
-        self.tokens = self.length = torch.zeros(1, dtype=torch.long, device=self.device)
+        self.bits = torch.empty(0, 0, dtype=torch.int32, device=self.device)
+        self.uniforms = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self.tokens = torch.zeros(0, dtype=torch.long, device=self.device)
+        self.length = torch.zeros(1, dtype=torch.long, device=self.device)
+        models = [model for model in (target, draft if tree.size > 1 else None) if model is not None]
+        self.captured = CapturedSteps() if (all(map(capturable, models)) if captured is None else captured) else None
 
     @torch.inference_mode()
     def generate(
@@ -150,7 +157,8 @@ class SequoiaDecoder:
         length = prompt.numel() - 1
         end = min(length + max_new_tokens, self.context - 1)
         while length < end:
-            count, *values = self.step(self.extent(length), sampling).tolist()
+            self.throw(sampling)
+            count, *values = self.run(self.extent(length), sampling).tolist()
             if count < 0:
                 raise SequoiaPlanError(
                     f"{'target' if count == NOT_FINITE[0] else 'draft'}: logits that are not finite after token {length + 1}; "
@@ -172,13 +180,33 @@ class SequoiaDecoder:
         self.generator.manual_seed(shared_seed(self.target.model) if seed is None else seed)
         last = min(prompt.numel() + max_new_tokens, self.context)
         models = [model for model in (self.target, self.draft) if model]
+        capacity, memory = self.extent(last), [model.cache for model in models]
         for model in models:
-            model.reset(self.extent(last))
-        self.tokens = torch.zeros(last + self.tree.depth + 1, dtype=torch.long, device=self.device)
+            model.reset(capacity)
+        if self.tokens.numel() < capacity:
+            self.tokens = torch.zeros(capacity, dtype=torch.long, device=self.device)
+        if self.captured and memory != [model.cache for model in models]:
+            self.captured.clear()
         self.tokens[: prompt.numel()] = prompt
-        self.length = torch.tensor([prompt.numel() - 1], device=self.device)
+        self.length.fill_(prompt.numel() - 1)
         for model in models:
             model.prefill(prompt[:-1])
+
+    def throw(self, sampling: Sampling) -> None:
+        """The random numbers of the next step, so that the step is a function of tensors."""
+        inner = sum(level.expands for level in self.levels)
+        columns = sampling.drawing.columns(int(self.draft.vocabulary or 0), self.tree.branching) if self.draft else 0
+        if self.bits.shape != (inner, columns):
+            self.bits = torch.empty(inner, columns, dtype=torch.int32, device=self.device)
+            if self.captured:
+                self.captured.clear()
+        if not sampling.greedy:
+            self.bits.random_(generator=self.generator)
+            self.uniforms.uniform_(generator=self.generator)
+
+    def run(self, extent: int, sampling: Sampling) -> Tensor:
+        """`step`, replayed as a CUDA graph where that is possible."""
+        return self.captured(self, extent, sampling) if self.captured else self.step(extent, sampling)
 
     def step(self, extent: int, sampling: Sampling) -> Tensor:
         """One step on fixed shapes: int64 [1 + 2 * depth], the accepted count, the path, the tokens added.
@@ -198,16 +226,15 @@ class SequoiaDecoder:
         root = (self.length + self.around_root).clamp(min=0)
         if self.draft is None:
             return Growth(self.tokens[root[1:]], self.tokens[:0], self.tokens[:0])
-        return grow(self.draft, self.levels, self.tokens[root], self.length, self.offsets, mask, sampling, self.generator)
+        return grow(self.draft, self.levels, self.tokens[root], self.length, self.offsets, mask, sampling, self.bits)
 
     def judge(self, growth: Growth, mask: Tensor, sampling: Sampling) -> Accepted:
         """The target's part of a step: one pass over the tree, and which nodes it accepts."""
         logits = self.target(growth.tokens, self.length + self.offsets[1:], self.length + self.nodes, mask[1:])
         if sampling.greedy:
             return greedy(logits.argmax(-1), growth.tokens, self.index)
-        uniforms = torch.rand(2, dtype=torch.float64, device=self.device, generator=self.generator)
         covered = self.draft.covered if self.draft else None
-        return verify(sampling.rule, lambda nodes: sampling.target(logits[nodes]), growth.laws, growth.drawn, self.index, uniforms, covered)
+        return verify(sampling.rule, lambda nodes: sampling.target(logits[nodes]), growth.laws, growth.drawn, self.index, self.uniforms, covered)
 
     def keep(self, accepted: Accepted, growth: Growth) -> Tensor:
         """Commit the accepted path: KV rows, tokens, length."""
@@ -224,4 +251,5 @@ class SequoiaDecoder:
 
     def extent(self, length: int) -> int:
         """How far attention looks with the root in slot `length`: past the whole tree, in few different shapes."""
-        return -(-(length + self.tree.size) // EXTENT_STEP) * EXTENT_STEP
+        step = EXTENT_STEP["cuda" if self.captured else "cpu"]
+        return -(-(length + self.tree.size) // step) * step

@@ -66,9 +66,7 @@ class Growth:
     drawn: Tensor
 
 
-def grow(
-    draft: CachedModel, levels: list[Level], tokens: Tensor, length: Tensor, offsets: Tensor, mask: Tensor, sampling: Sampling, generator: torch.Generator
-) -> Growth:
+def grow(draft: CachedModel, levels: list[Level], tokens: Tensor, length: Tensor, offsets: Tensor, mask: Tensor, sampling: Sampling, bits: Tensor) -> Growth:
     """Draft one tree. The last level is only drawn, never read.
 
     Args:
@@ -76,19 +74,20 @@ def grow(
         length: int64 [1], the root's position.
         offsets: int64 [size + 1], each row's position after the root; -1 for row 0.
         mask: [size + 1, extent] of `TreeMask`.
+        bits: int32 [inner, columns], what the sampling's drawing needs.
     """
     rows = torch.cat([tokens, tokens.new_zeros(offsets.numel() - 2)])
     branching = max(level.children for level in levels)
     laws, drawn = [], []
-    for level in levels:
-        law, picks = expand(draft, level, rows, length, offsets, mask, sampling, generator)
+    for level, thrown in zip(levels, bits.split([level.expands for level in levels]), strict=True):
+        law, picks = expand(draft, level, rows, length, offsets, mask, sampling, thrown)
         laws.append(law)
         drawn.append(torch.nn.functional.pad(picks, (0, branching - level.children)))
     return Growth(rows[1:], torch.cat(laws), torch.cat(drawn))
 
 
 def expand(
-    draft: CachedModel, level: Level, rows: Tensor, length: Tensor, offsets: Tensor, mask: Tensor, sampling: Sampling, generator: torch.Generator
+    draft: CachedModel, level: Level, rows: Tensor, length: Tensor, offsets: Tensor, mask: Tensor, sampling: Sampling, bits: Tensor
 ) -> tuple[Tensor, Tensor]:
     """One draft pass: read a level, draw its children and write their tokens into `rows`.
 
@@ -98,7 +97,7 @@ def expand(
     positions = (length + offsets[level.rows]).clamp(min=0)  # a prompt of one token has none before its root
     slots = (length + level.rows - 1).clamp(min=0)
     law = sampling.draft(draft(rows[level.rows], positions, slots, mask[level.rows], last=level.expands))
-    picks = sampling.drawing(law, level.children, generator)
+    picks = sampling.drawing.draw(law, level.children, bits)
     children = picks[level.parent, level.rank]
     rows[level.below] = children if draft.covered is None else draft.covered[children]
     return law, picks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError
-from sequoia_plan.runtime.drawing import most_probable
+from sequoia_plan.runtime.drawing import MOST_PROBABLE, Drawing
 from sequoia_plan.runtime.verify import DEFAULT, VERIFIERS, Verifier
 
 CONTEXT_DEPENDENT = {
@@ -125,9 +124,9 @@ class Sampling:
         return VERIFIERS[self.verifier]
 
     @property
-    def drawing(self) -> Callable[[Tensor, int, torch.Generator], Tensor]:
+    def drawing(self) -> Drawing:
         """How children are drawn from `draft`: as the verifier needs, or the best in order if greedy."""
-        return most_probable if self.greedy else self.rule.drawing
+        return MOST_PROBABLE if self.greedy else self.rule.drawing
 
     def settings(self) -> dict[str, Any]:
         """Every setting by name, as profiles and trees record it."""

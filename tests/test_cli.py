@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from sequoia_plan.artifacts import Latency, Profile, TokenTree, load_tree, save_tree
 from sequoia_plan.planner.cli import main
+from sequoia_plan.profiler import latency
 
 PROFILE = Profile((0.5, 0.125, 0.05), 800, Latency({1: 0.04, 4: 0.042, 16: 0.05}, {1: 0.003, 16: 0.004}, 0.001, 128))
 
@@ -42,7 +43,8 @@ def test_solve_json_is_the_contract(run):
     result = run("solve", "--budget", "16", "--depth", "5", "--json")
     assert result.exit_code == 0
     answer = json.loads(result.stdout)
-    assert set(answer) == {"size", "depth", "branching", "expected_tokens", "predicted_speedup", "parents", "solver", "seconds"}
+    contract = {"size", "depth", "branching", "expected_tokens", "predicted_speedup", "parents", "solver", "seconds"}
+    assert set(answer) == contract | {"upper_bound", "speedup_bound", "interval"}
     tree = load_tree("tree.safetensors")
     assert tree.parents.tolist() == answer["parents"]
     assert tree.plan["expected_tokens"] == answer["expected_tokens"]
@@ -217,7 +219,7 @@ def test_a_prompt_longer_than_the_context(run, tmp_path):
     result = sequoia_plan("generate", "--prompt", "-", cwd=tmp_path, input="word " * 9000)
     assert result.returncode == 1
     assert "prompt: 90" in result.stderr
-    assert "the model's context of 8192" in result.stderr
+    assert "expected at most 8191 (the model's context less one new token)" in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -238,8 +240,9 @@ def test_a_draft_with_another_vocabulary(run, tmp_path, pair):
     one_line(result, 1, "draft: its tokenizer differs from the target's at", "shares the target's tokenizer")
 
 
-def test_profile_command_on_the_embedded_pair(run, tmp_path):
+def test_profile_command_on_the_embedded_pair(run, tmp_path, monkeypatch):
     """The whole command, short; solve takes what it wrote, and what was measured can be added up."""
+    monkeypatch.setattr(latency, "SIZES", (1, 2, 4, 8))
     (tmp_path / "p.txt").write_text("Write a short story about a robot.\n\nWhat is rain?\n")
     chosen = ("--temperature", "0.7", "--top-k", "40", "--verifier", "traversal")
     short = ("--tokens", "12", "--latency-seconds", "0", "--also", "temperature=0,verifier=topk")

@@ -53,10 +53,10 @@ def test_joint_law_of_three_tokens():
 
 
 def test_joint_law_with_a_draft_that_covers_part_of_the_vocabulary():
-    assert p_value(*first_tokens(RUNS // 5, covered=[0, 2, 3, 5, 7])) > 1e-3
+    assert p_value(*first_tokens(RUNS // 10, covered=[0, 2, 3, 5, 7])) > 1e-3
 
 
-@pytest.mark.parametrize(("verifier", "runs"), [("traversal", RUNS // 5), ("specinfer", RUNS // 20), ("spectr", RUNS // 20), ("topk", RUNS // 20)])
+@pytest.mark.parametrize(("verifier", "runs"), [("traversal", RUNS // 10), ("specinfer", RUNS // 20), ("spectr", RUNS // 20), ("topk", RUNS // 20)])
 def test_joint_law_with_other_verifiers(verifier, runs):
     assert p_value(*first_tokens(runs, verifier=verifier)) > 1e-3
 
@@ -64,7 +64,7 @@ def test_joint_law_with_other_verifiers(verifier, runs):
 @pytest.mark.parametrize("verifier", ["sequoia", "traversal"])
 def test_a_decoder_without_the_residual_step_fails(verifier):
     """Negative control for the joint law: rejected probability is not moved to the residual."""
-    assert p_value(*first_tokens(RUNS // 5, broken=True, verifier=verifier)) < 1e-9
+    assert p_value(*first_tokens(RUNS // 10, broken=True, verifier=verifier)) < 1e-9
 
 
 def greedy_tokens(target, count):
@@ -162,5 +162,8 @@ def test_steps_have_fixed_shapes_and_read_back_once(monkeypatch):
             patch.setattr(torch.Tensor, name, forbidden)
         with torch.inference_mode():
             settings = [replace(sampling, verifier=name, top_p=0.9, top_k=5, min_p=0.01) for name in VERIFIERS]
-            outputs = [decoder.step(64, s) for s in (sampling, sampling, *settings, replace(sampling, temperature=0.0))]
+            outputs = []
+            for each in (sampling, sampling, *settings, replace(sampling, temperature=0.0)):
+                decoder.throw(each)
+                outputs.append(decoder.step(64, each))
     assert {tuple(o.shape) for o in outputs} == {(1 + 2 * TREE.depth,)}

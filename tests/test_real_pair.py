@@ -10,7 +10,8 @@ from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.profiler.prompts import built_in, encode
 from sequoia_plan.runtime import SequoiaDecoder
 
-TREES = [TokenTree.chain(1), TokenTree.chain(4), TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 1, 2, 3, 4, 4, 9])]
+BUSHY = TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 1, 2, 3, 4, 4, 9])
+TREES = [TokenTree.chain(1), TokenTree.chain(4), BUSHY]
 TIE = 1e-4
 
 
@@ -35,29 +36,25 @@ def first_difference(model, ours, theirs, prompt):
 
 @pytest.mark.parametrize("tree", TREES, ids=repr)
 def test_greedy_equals_transformers(pair, plain_target, greedy, tree, record_property):
+    """And the shipped draft is no stub: with a few children it saves a good part of the target's passes."""
     decoder = SequoiaDecoder(pair.target, pair.draft, tree)
-    ties = 0
-    for prompt, theirs in greedy:
+    ties = tokens = steps = 0
+    for prompt, theirs in greedy if tree is BUSHY else greedy[:4]:
         result = decoder.generate(prompt, 64, eos_token_id=pair.tokenizer.eos_token_id)
         gap = first_difference(plain_target, result.sequences, theirs, prompt)
         if gap is not None:
             assert gap < TIE, f"{tree}: parts from transformers by {gap} logits"
             ties += 1
+        tokens, steps = tokens + result.new_tokens, steps + result.steps
     record_property("ties", ties)
     assert ties <= 2
-
-
-def test_the_drafts_tokens_are_worth_something(pair, greedy):
-    """The shipped draft is no stub: with three children it saves a good part of the target's passes."""
-    decoder = SequoiaDecoder(pair.target, pair.draft, TREES[2])
-    results = [decoder.generate(prompt, 64, eos_token_id=pair.tokenizer.eos_token_id) for prompt, _ in greedy]
-    assert sum(r.new_tokens for r in results) / sum(r.steps for r in results) > 1.3
+    assert tokens / steps > (1.4 if tree is BUSHY else 0.99)
 
 
 @torch.no_grad()
 def test_tree_logits_are_path_logits(pair, plain_target):
     """Every node of a tree pass, by our cache and mask on repacked weights, sees exactly its path."""
-    tree = TREES[2]
+    tree = BUSHY
     decoder = SequoiaDecoder(pair.target, pair.draft, tree)
     prompt = torch.arange(500, 530)
     decoder.prefill(prompt, 32, seed=0)
@@ -71,7 +68,7 @@ def test_tree_logits_are_path_logits(pair, plain_target):
         torch.testing.assert_close(logits[node], expected, atol=2e-3, rtol=1e-4)
 
 
-def test_the_draft_file_fits_the_issue(pair):
+def test_the_draft_is_a_small_file(pair):
     from sequoia_plan.runtime.draft_file import DEFAULT_DRAFT
 
     assert DEFAULT_DRAFT.stat().st_size <= 20e6

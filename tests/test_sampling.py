@@ -10,7 +10,7 @@ from scipy.stats import chisquare
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, TopPLogitsWarper
 
 from sequoia_plan.artifacts import ArgumentError
-from sequoia_plan.runtime.drawing import independent, without_replacement
+from sequoia_plan.runtime.drawing import INDEPENDENT, WITHOUT_REPLACEMENT
 from sequoia_plan.runtime.sampling import Sampling, nucleus
 
 
@@ -41,7 +41,7 @@ def chi_square(drawn, law):
 @pytest.mark.parametrize("q", [[0.5, 0.3, 0.15, 0.05], [0.7, 0.3, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
 def test_draws_follow_the_law_without_replacement(q):
     generator = torch.Generator().manual_seed(0)
-    drawn = without_replacement(torch.tensor([q]).repeat(60_000, 1), 3, generator)
+    drawn = WITHOUT_REPLACEMENT(torch.tensor([q]).repeat(60_000, 1), 3, generator)
     assert chi_square(drawn, ordered_draws(q, 3)) > 1e-3
 
 
@@ -54,7 +54,7 @@ def test_top_k_in_order_of_probability_fails_the_same_test():
 def test_independent_draws_follow_the_law():
     """With replacement: the joint law of two draws is the product."""
     q = [0.5, 0.3, 0.2, 0.0]
-    drawn = independent(torch.tensor([q]).repeat(60_000, 1), 2, torch.Generator().manual_seed(0))
+    drawn = INDEPENDENT(torch.tensor([q]).repeat(60_000, 1), 2, torch.Generator().manual_seed(0))
     assert chi_square(drawn, {(a, b): q[a] * q[b] for a in range(3) for b in range(3)}) > 1e-3
     assert chi_square(drawn, ordered_draws(q, 2)) == 0
 

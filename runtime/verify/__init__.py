@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from sequoia_plan.runtime import drawing
+from sequoia_plan.runtime.drawing import INDEPENDENT, MOST_PROBABLE, WITHOUT_REPLACEMENT, Drawing
 from sequoia_plan.runtime.verify import sequoia, specinfer, spectr, topk, traversal
 from sequoia_plan.runtime.verify.greedy import greedy
 from sequoia_plan.runtime.verify.index import TreeIndex
@@ -28,19 +27,19 @@ class Verifier:
 
     Args:
         judge: (target, draft, drawn, index, covered) -> Verdict, see `verify`.
-        drawing: (probabilities [nodes, vocabulary], count, generator) -> int64 [nodes, count].
+        drawing: how a node's children are drawn.
     """
 
     judge: Callable[[Laws, Tensor, Tensor, TreeIndex, Tensor | None], Verdict]
-    drawing: Callable[[Tensor, int, torch.Generator], Tensor]
+    drawing: Drawing
 
 
 VERIFIERS = {
-    "sequoia": Verifier(sequoia.judge, drawing.without_replacement),
-    "traversal": Verifier(traversal.judge, drawing.without_replacement),
-    "specinfer": Verifier(specinfer.judge, drawing.independent),
-    "spectr": Verifier(spectr.judge, drawing.independent),
-    "topk": Verifier(topk.judge, drawing.most_probable),
+    "sequoia": Verifier(sequoia.judge, WITHOUT_REPLACEMENT),
+    "traversal": Verifier(traversal.judge, WITHOUT_REPLACEMENT),
+    "specinfer": Verifier(specinfer.judge, INDEPENDENT),
+    "spectr": Verifier(spectr.judge, INDEPENDENT),
+    "topk": Verifier(topk.judge, MOST_PROBABLE),
 }
 DEFAULT = "sequoia"
 

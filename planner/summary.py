@@ -1,0 +1,61 @@
+"""A token tree in the terminal: what it is, what it promises, and its most valuable nodes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.planner.objective import node_values
+
+MOST_NODES_DRAWN = 40
+
+
+def summarise(tree: TokenTree) -> None:
+    """Print size, depth, level widths, the promise with its bounds, where the next node would go, and a small drawing."""
+    from rich.console import Console
+    from rich.tree import Tree
+
+    console = Console(highlight=False)
+    plan = tree.plan
+    interval = plan.get("interval") or {}
+    console.print(f"{tree.size} nodes, depth {tree.depth}, branching {tree.branching}, level widths {' '.join(map(str, tree.level_widths))}", soft_wrap=True)
+    if plan.get("expected_tokens") is not None:
+        most = plan.get("upper_bound")
+        limit = f", at most {most:.4f} for any tree of this size" if most is not None else ""
+        worth = f"{plan['expected_tokens']:.4f}{_ends(interval.get('expected_tokens'))}{limit}"
+        console.print(f"expected tokens a step  {worth}  ({plan.get('solver')})", soft_wrap=True, markup=False)
+    if plan.get("predicted_speedup") is not None:
+        most = plan.get("speedup_bound")
+        limit = f", at most {most:.3f}x for any tree" if most is not None else ""
+        ends = _ends(interval.get("predicted_speedup"))
+        console.print(f"predicted speed-up      {plan['predicted_speedup']:.3f}x{ends}{limit}, {plan['step_seconds'] * 1000:.1f} ms a step", soft_wrap=True)
+    acceptance = plan.get("acceptance")
+    if acceptance:
+        _next_node(tree, console)
+    for role, facts in (plan.get("models") or {}).items():
+        console.print(f"{role:<23} {facts.get('name')}" + (f" ({facts['dtype']})" if facts.get("dtype") else ""), markup=False)
+    values = node_values(tree, acceptance) if acceptance else np.ones(tree.size)
+    branches = {0: Tree("[bold]root 1.000[/bold]")}
+    for node in sorted(np.argsort(-values, kind="stable")[:MOST_NODES_DRAWN].tolist()):
+        parent = int(tree.parents[node])
+        if node and parent in branches:
+            branches[node] = branches[parent].add(f"{tree.ranks[node]}  {values[node]:.3f}")
+    console.print(branches[0])
+    if len(branches) < tree.size:
+        console.print(f"... and {tree.size - len(branches)} nodes of less value")
+
+
+def _next_node(tree: TokenTree, console: object) -> None:
+    """Where one more node would be worth most, within the limits the tree was solved for."""
+    from sequoia_plan.planner.certificate import best_addition
+    from sequoia_plan.planner.objective import acceptance_rows
+
+    rows = acceptance_rows(tree.plan["acceptance"], max(tree.plan.get("depth") or 0, tree.depth), tree.plan.get("branching"))
+    following = best_addition(tree, rows) if rows.shape[1] >= tree.branching else None
+    if following:
+        parent, rank, value = following
+        console.print(f"the next node           child {rank} of node {parent}, on level {tree.position_ids[parent] + 1}: +{value:.4f}")  # type: ignore[attr-defined]
+
+
+def _ends(ends: list[float] | None) -> str:
+    return f" (95 %: {ends[0]:.3f} to {ends[1]:.3f})" if ends else ""
