@@ -31,7 +31,7 @@ VECTORS = {
     "adversarial: rising": LLAMA3[::-1],
     "adversarial: (.3, .05, .5)": [0.3, 0.05, 0.5],
 }
-SIZES = [(128, 10), (768, 20), (4096, 32), (65536, 64), (1_000_000, 64)]
+SIZES = [(128, 10), (768, 20), (4096, 32), (1_000_000, 64), (65536, 64)]  # the slowest last
 
 
 def plain_python(p: list[float], size: int, depth: int) -> float:
@@ -109,16 +109,21 @@ def main() -> None:
                     value = plain_python(VECTORS[vector], size, depth)
                     yardstick.append(time.perf_counter() - started)
                     assert abs(value - found["expected_tokens"]) < 1e-9 * value
+                write(options.output, compiling, yardstick, results)
+    print(json.dumps({"compile_and_first_call_seconds": compiling, "plain_python_seconds_at_128_10": yardstick}, indent=1))
+
+
+def write(output: Path | None, compiling: dict[str, float], yardstick: list[float], results: list[dict[str, Any]]) -> None:
+    """What is known so far: the last rows take minutes."""
     report = {
         "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()},
         "compile_and_first_call_seconds": compiling,
         "plain_python_seconds_at_128_10": {"median": statistics.median(yardstick), "all": yardstick},
         "results": results,
     }
-    print(json.dumps({key: value for key, value in report.items() if key != "results"}, indent=1))
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -30,12 +30,16 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
-def first_tokens(runs, **setting):
-    """The target, and int64 [runs, 3]: what a decoder says first, run after run, on two processes."""
-    half = runs // 2
+@pytest.fixture(scope="module")
+def first_tokens():
+    """(runs, **setting) -> the target, and int64 [runs, 3]: what a decoder says first, run after run, on two processes."""
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        parts = pool.map(partial(run_decoder, PROMPT, TREE.parents.tolist(), **setting), (range(half), range(half, runs)))
-        return ToyModel(0), np.concatenate(list(parts))
+
+        def decode_often(runs, **setting):
+            shares = range(runs // 2), range(runs // 2, runs)
+            return ToyModel(0), np.concatenate(list(pool.map(partial(run_decoder, PROMPT, TREE.parents.tolist(), **setting), shares)))
+
+        yield decode_often
 
 
 def p_value(target, new, temperature=1.0):
@@ -48,21 +52,21 @@ def p_value(target, new, temperature=1.0):
     return chisquare(observed, expected).pvalue
 
 
-def test_joint_law_of_three_tokens():
+def test_joint_law_of_three_tokens(first_tokens):
     assert p_value(*first_tokens(RUNS)) > 1e-3
 
 
-def test_joint_law_with_a_draft_that_covers_part_of_the_vocabulary():
+def test_joint_law_with_a_draft_that_covers_part_of_the_vocabulary(first_tokens):
     assert p_value(*first_tokens(RUNS // 10, covered=[0, 2, 3, 5, 7])) > 1e-3
 
 
 @pytest.mark.parametrize(("verifier", "runs"), [("traversal", RUNS // 10), ("specinfer", RUNS // 20), ("spectr", RUNS // 20), ("topk", RUNS // 20)])
-def test_joint_law_with_other_verifiers(verifier, runs):
+def test_joint_law_with_other_verifiers(first_tokens, verifier, runs):
     assert p_value(*first_tokens(runs, verifier=verifier)) > 1e-3
 
 
 @pytest.mark.parametrize("verifier", ["sequoia", "traversal"])
-def test_a_decoder_without_the_residual_step_fails(verifier):
+def test_a_decoder_without_the_residual_step_fails(first_tokens, verifier):
     """Negative control for the joint law: rejected probability is not moved to the residual."""
     assert p_value(*first_tokens(RUNS // 10, broken=True, verifier=verifier)) < 1e-9
 
