@@ -14,9 +14,8 @@ from sequoia_plan.artifacts import ArgumentError, TokenTree
 from sequoia_plan.runtime.decode import SequoiaDecoder
 from sequoia_plan.runtime.sampling import Sampling
 
-ONE = ("num_beams", "num_return_sequences", "num_beam_groups")
 NOT_RETURNED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-OTHER_DECODING = ("penalty_alpha", "dola_layers", "prompt_lookup_num_tokens", "assistant_early_exit", "force_words_ids", "constraints", "stop_strings")
+OTHER_DECODING = ("prompt_lookup_num_tokens", "assistant_early_exit", "stop_strings")
 CONFIGURED = tuple(
     getattr(processors, name)
     for name in ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "LogitNormalization")
@@ -56,6 +55,7 @@ def sequoia(
     config = generation_config or model.generation_config
     if tree is None:
         raise ArgumentError("custom_generate=sequoia needs a tree: model.generate(ids, custom_generate=sequoia, draft=draft, tree=load_tree(file))")
+    sampling = Sampling.from_generation_config(config)
     _refuse(config, logits_processor or ())
     decoder = _decoder(model, draft, tree)
     criteria = [c for c in stopping_criteria or () if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))]
@@ -65,7 +65,7 @@ def sequoia(
         seed=seed,
         eos_token_id=() if config.eos_token_id is None else config.eos_token_id,
         streamer=text_streamer,
-        sampling=Sampling.from_generation_config(config),
+        sampling=sampling,
         attention_mask=model_kwargs.get("attention_mask"),  # named, transformers would pass it twice
         stopping_criteria=criteria,
     )
@@ -73,10 +73,7 @@ def sequoia(
 
 
 def _refuse(config: GenerationConfig, logits_processor: Sequence[Any]) -> None:
-    """Settings transformers hands over without a word, and we cannot honour."""
-    for name in ONE:
-        if (found := getattr(config, name, None)) not in (None, 1):
-            raise ArgumentError(f"{name}: found {found}, sequoia decodes one sequence; leave it at 1")
+    """What transformers hands over without a word beside sampling, and we cannot honour."""
     for name in (*NOT_RETURNED, *OTHER_DECODING):
         if found := getattr(config, name, None):
             raise ArgumentError(f"{name}: found {found}, which token tree decoding does not do; leave it out")

@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: the real pair, loaded once."""
+"""Fixtures shared by all tests: the real pair, loaded once, and a single thread for tiny models."""
 
 from __future__ import annotations
 
@@ -20,3 +20,12 @@ def plain_target():
     from sequoia_plan.runtime.models import load_target
 
     return load_target(None, "cpu", torch.float32)[0]
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Tensors of tiny models are too small to share between threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

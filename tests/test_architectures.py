@@ -18,14 +18,7 @@ from sequoia_plan.runtime.probe import probe
 
 DOCS = Path(__file__).parent.parent / "docs" / "architectures.md"
 WINDOWED = ["Qwen2, some layers windowed", "Mistral", "Mixtral", "Gemma 2", "Gemma 3"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -20,14 +20,7 @@ from sequoia_plan.runtime.verify import VERIFIERS
 PROMPT = [3, 1, 4]
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 RUNS = 100_000
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # toy tensors are too small to share
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

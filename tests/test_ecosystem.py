@@ -27,6 +27,7 @@ from sequoia_plan.runtime.vocabulary import check_tokenizers, shared_vocabulary
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 IDS = torch.tensor([[5, 6, 7, 8]])
 NEW = 40
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def words(changes=None, count=VOCABULARY):
@@ -38,14 +39,6 @@ def words(changes=None, count=VOCABULARY):
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(".."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sequoia_plan.runtime.verify.index import Rows
-from sequoia_plan.runtime.verify.verdict import Laws
+from sequoia_plan.runtime.verify.index import Rows, TreeIndex
+from sequoia_plan.runtime.verify.verdict import Laws, Verdict, one_by_one, top_down
 
 
 @dataclass
@@ -70,6 +70,23 @@ class Residual:
         mass = d.sum(-1, keepdim=True)
         d.copy_(torch.where(mass > 0, d, undrawn))
         self.d_mass[rows] = torch.where(mass > 0, mass, undrawn.sum(-1, keepdim=True))
+
+
+def in_turn(target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, covered: Tensor | None, *, removed: bool) -> Verdict:
+    """Accept or reject children one after the other, from the root down.
+
+    Args:
+        removed: does a rejected token leave the draft's law, as when children are drawn without replacement?
+    """
+    rows = index.together
+    left = Residual.start(target, draft, drawn, rows, covered)
+    accept = draft.new_zeros(drawn.shape)
+    for rank, having in enumerate(rows.groups[0]):
+        accept[having, rank] = left.ratio(having, rank)[:, 0].clamp(max=1)
+        left.reject(having)
+        if removed:
+            left.remove(having, rank)
+    return Verdict(top_down(one_by_one(accept), index), left.r, rows)
 
 
 def _positive(x: Tensor) -> Tensor:

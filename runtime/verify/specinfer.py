@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from sequoia_plan.runtime.verify.index import TreeIndex
-from sequoia_plan.runtime.verify.residual import Residual
-from sequoia_plan.runtime.verify.verdict import Laws, Verdict, one_by_one, top_down
+from sequoia_plan.runtime.verify.residual import in_turn
+from sequoia_plan.runtime.verify.verdict import Laws, Verdict
 
 
 def judge(target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, covered: Tensor | None = None) -> Verdict:
@@ -14,10 +14,4 @@ def judge(target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, covered:
 
     A token drawn a second time was rejected before, so R is 0 there: a duplicate child is never accepted.
     """
-    rows = index.together
-    left = Residual.start(target, draft, drawn, rows, covered)
-    accept = draft.new_zeros(drawn.shape)
-    for rank, having in enumerate(rows.groups[0]):
-        accept[having, rank] = left.ratio(having, rank)[:, 0].clamp(max=1)
-        left.reject(having)
-    return Verdict(top_down(one_by_one(accept), index), left.r, rows)
+    return in_turn(target, draft, drawn, index, covered, removed=False)
