@@ -8,13 +8,12 @@ F is recomputed at them, not extrapolated.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from sequoia_plan.artifacts import Latency, TokenTree
-from sequoia_plan.planner.objective import Floats, node_values
+from sequoia_plan.planner.objective import Floats, StepTime, node_values
 
 Z95 = 1.959964
 
@@ -43,18 +42,15 @@ def ends(tree: TokenTree, vector: Sequence[float], trials: int, z: float = Z95) 
 
 
 def step_time_error(tree: TokenTree, latency: Latency) -> float:
-    """Standard error of log(step time / plain step time), from the samples of each size where the profile keeps them; else 0.
+    """Standard error of log(step time / plain step time), from each size's quartiles and rounds; 0 if the profile has none.
 
-    A median's standard error is 1.2533 times a mean's.
+    A normal law's quartiles are 1.349 standard deviations apart, and a median's standard error is 1.2533 times a mean's.
     """
-    samples: Mapping[str, Mapping[int, Sequence[float]]] = getattr(latency, "samples", None) or {}
 
     def variance(curve: str, size: int) -> float:
-        known: Any = samples.get(curve, {})
-        taken = known.get(min((n for n in known if n >= size), default=None), ())
-        return 1.2533**2 * float(np.var(taken, ddof=1)) / len(taken) if len(taken) > 1 else 0.0
-
-    from sequoia_plan.planner.objective import StepTime
+        known = latency.quartiles.get(curve, {})
+        first, third = known.get(min((n for n in known if n >= size), default=0), (0.0, 0.0))
+        return (1.2533 * (third - first) / 1.349) ** 2 / max(latency.rounds, 1)
 
     times = StepTime(latency)
     step = variance("target", tree.size) + sum(variance("draft", width) for width in tree.draft_widths())

@@ -164,7 +164,7 @@ def test_a_page_says_what_it_knows():
 def test_the_command(models, tmp_path, monkeypatch):
     """Table, JSON and file from tiny models; the prompts are the held-out ones, in another tokenizer's words."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "_load_pair", lambda *args, **options: models)
+    monkeypatch.setattr(cli.decoding, "load_pair", lambda *args, **options: models)
     monkeypatch.setattr("sequoia_plan.profiler.prompts.encode", lambda tokenizer, text: [ord(c) % 50 for c in text[:9]])
     save_tree(TREE, "tree.safetensors")
     arguments = ["bench", "--prompts", "2", "--tokens", "4", "--only", "plain", "--only", "sequoia", "--only", "generate"]

@@ -11,7 +11,7 @@ from strategies import acceptance_vectors, all_trees, trees
 from sequoia_plan.artifacts import Latency, Profile, SequoiaPlanError, TokenTree
 from sequoia_plan.planner import baseline, check, dynamic_programming, frontier, hull, solve
 from sequoia_plan.planner.objective import StepTime, acceptance_rows, expected_tokens, isotonic
-from sequoia_plan.planner.uncertainty import ends, gradient
+from sequoia_plan.planner.uncertainty import ends, gradient, step_time_error
 
 TREES = [tree for size in range(1, 8) for tree in all_trees(size)]
 
@@ -138,6 +138,27 @@ def test_interval_of_a_profile():
         assert all(0 <= lost < 0.2 for lost in ends_of["lost"])
     assert np.ptp(many["predicted_speedup"]) < np.ptp(few["predicted_speedup"]) / 5
     assert solve(Profile((0.5, 0.2), 0, latency), 8, 4).interval is None
+
+
+def test_the_error_of_step_times_is_their_spread():
+    """Step times over plain ones, from normal timings drawn again and again, vary as much as each profile's quartiles say."""
+    tree, rounds, rng = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3]), 25, np.random.default_rng(0)
+    truth = {"target": {1: 0.04, 7: 0.05}, "draft": {1: 0.004, 2: 0.005, 7: 0.008}}
+
+    def measured():
+        samples = {name: {n: rng.normal(t, 0.05 * t, rounds) for n, t in curve.items()} for name, curve in truth.items()}
+        medians = {name: {n: float(np.median(x)) for n, x in curve.items()} for name, curve in samples.items()}
+        quartiles = {name: {n: tuple(np.quantile(x, [0.25, 0.75])) for n, x in curve.items()} for name, curve in samples.items()}
+        latency = Latency(**medians, overhead=0.0, context=0, rounds=rounds, quartiles=quartiles)
+        times = StepTime(latency)
+        return np.log(times.step(tree) / times.plain()), step_time_error(tree, latency)
+
+    ratios, errors = np.array([measured() for _ in range(1_000)]).T
+    assert np.mean(errors) == pytest.approx(np.std(ratios), rel=0.1)
+    assert step_time_error(tree, Latency(**truth, overhead=0.0, context=0)) == 0
+    sure, unsure = (Latency(**truth, overhead=0.0, context=0, rounds=5, quartiles={"target": {7: (0.05 - d, 0.05 + d)}}) for d in (0.0, 0.01))
+    wide, narrow = (solve(Profile((0.5, 0.3), 10_000, latency), 7, 4).interval["predicted_speedup"] for latency in (unsure, sure))
+    assert np.ptp(wide) > 2 * np.ptp(narrow)
 
 
 @given(acceptance_vectors(longest=6))

@@ -180,7 +180,7 @@ def test_a_failed_solve_leaves_the_old_tree(run, tmp_path):
 
 
 def test_the_command_line_offers_the_runtimes_verifiers():
-    from sequoia_plan.planner.cli import VERIFIERS
+    from sequoia_plan.planner.cli.options import VERIFIERS
     from sequoia_plan.runtime.verify import VERIFIERS as RULES
 
     assert list(RULES) == VERIFIERS

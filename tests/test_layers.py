@@ -50,7 +50,7 @@ def test_a_layer_names_nothing_it_should_not(package, forbidden):
     """transformers itself imports yaml and click, so sys.modules cannot tell for them: the sources do."""
     folder = Path(importlib.import_module(f"sequoia_plan.{package}").__file__).parent
     for file in folder.rglob("*.py"):
-        if file.name == "cli.py":
+        if "cli" in file.parts:
             continue  # the one file that may import from every layer
         for node in ast.walk(ast.parse(file.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module] if isinstance(node, ast.ImportFrom) else []

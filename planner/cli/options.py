@@ -1,0 +1,61 @@
+"""Options that several commands share, and what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from sequoia_plan.runtime import Sampling
+
+
+VERIFIERS = ["sequoia", "traversal", "specinfer", "spectr", "topk"]  # a test compares them with the runtime's
+
+
+def options(*each: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Several decorators as one."""
+
+    def decorate(command: Any) -> Any:
+        for option in reversed(each):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else there.")
+
+
+model_options = options(
+    click.option("--target", metavar="ID|DIR|FILE.gguf", help="Target model. [default: the embedded SmolLM2-135M-Instruct]"),
+    click.option("--draft", metavar="ID|DIR|FILE", help="Draft model, or a draft .safetensors made for the target. [default: the embedded draft]"),
+    click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda if there is one]"),
+    click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True),
+)
+
+
+def sampling_options(default: str | None = None) -> Callable[[Any], Any]:
+    """Options named as the fields of `Sampling`; None where not given. `default` says what then holds, if not the values here."""
+
+    def option(name: str, type_: Any, value: str, text: str) -> Any:
+        return click.option(name, type=type_, help=f"{text} [default: {default or value}]")
+
+    return options(
+        option("--temperature", float, "0", "Of the target's sampling; 0 is greedy."),
+        option("--top-p", float, "1", "Keep the most probable tokens with this mass."),
+        option("--top-k", int, "0", "Keep so many of the most probable tokens; 0 keeps all."),
+        option("--min-p", float, "0", "Keep tokens at least this fraction as probable as the first."),
+        option("--draft-temperature", float, "the target's", "Of the law that children are drawn from."),
+        option("--verifier", click.Choice(VERIFIERS), "the runtime's", "What accepts drafted tokens; see docs/verifiers.md."),
+    )
+
+
+def read_sampling(given: dict[str, Any], made_for: Any = None) -> Sampling:
+    """What was given on the command line, else what the tree was made for, else the defaults."""
+    from sequoia_plan.runtime.sampling import Sampling
+
+    names = Sampling().settings().keys()
+    chosen = {name: (made_for or {}).get(name) if given.get(name) is None else given[name] for name in names}
+    return Sampling(**{name: value for name, value in chosen.items() if value is not None})

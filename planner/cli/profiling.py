@@ -1,0 +1,142 @@
+"""`sequoia-plan profile`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sequoia_plan.planner.cli.options import json_option, model_options, read_sampling, sampling_options
+from sequoia_plan.planner.cli.pair import load_pair
+from sequoia_plan.planner.cli.terminal import curve, numbers, print_json, progress
+
+if TYPE_CHECKING:
+    from sequoia_plan.artifacts import Profile
+
+
+@click.command()
+@model_options
+@sampling_options()
+@click.option("--also", metavar="NAME=VALUE,...", multiple=True, help="A further setting, as temperature=0.6,top_p=0.9; written beside the output.")
+@click.option("--prompts", type=click.Path(), help="JSONL (text or messages) or plain text. [default: built-in prompts]")
+@click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="New tokens a prompt, at most.")
+@click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="How often prompts may be sampled from, each time anew.")
+@click.option("--precision", metavar="PERCENT", default="2.5%", show_default=True, help="Stop once predicted tokens a step are known to +- this.")
+@click.option("--method", type=click.Choice(["forced", "decoding"]), default="forced", show_default=True, help="See docs/profiling.md.")
+@click.option("--context", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens in the KV cache when latency is measured.")
+@click.option("--latency-seconds", type=click.FloatRange(min=0), default=30.0, show_default=True, help="Time for repeating latency measurements.")
+@click.option("--merge", metavar="PROFILE", type=click.Path(), multiple=True, help="Measure nothing: add these profiles' counts up.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("-o", "--output", type=click.Path(), default="profile.yaml", show_default=True)
+@json_option
+def profile(
+    target: str | None,
+    draft: str | None,
+    device: str | None,
+    dtype: str,
+    also: tuple[str, ...],
+    prompts: str | None,
+    tokens: int,
+    rounds: int,
+    precision: str,
+    method: str,
+    context: int,
+    latency_seconds: float,
+    merge: tuple[str, ...],
+    seed: int,
+    output: str,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Measure acceptance and latency on this machine. Killed and started again, it goes on where it was."""
+    outputs = [Path(output), *(Path(output).with_stem(f"{Path(output).stem}-{name}") for name in also)]
+    if merge:
+        from sequoia_plan.artifacts import Profile
+        from sequoia_plan.artifacts.merge import merge as add_up
+
+        profiles = [add_up([Profile.load(path) for path in merge], merge)]
+        profiles[0].save(output)
+        _report({output: profiles[0]}, as_json)
+        return
+
+    from sequoia_plan.profiler import measure
+    from sequoia_plan.profiler.prompts import built_in, load
+
+    samplings = [read_sampling(settings), *(read_sampling(settings | _read_setting(text)) for text in also)]
+    enough = _read_percent(precision)
+    texts = load(prompts) if prompts else built_in()
+    pair = load_pair(target, draft, device, dtype)
+    journal = Path(output).with_name(f".{Path(output).name}.journal")
+    with progress("acceptance", len(texts)) as say:
+        profiles = measure(
+            pair,
+            texts,
+            samplings,
+            latency_seconds,
+            context,
+            on_size=lambda size, seconds: say(None, None, f"latency: {size} nodes {seconds * 1000:.1f} ms"),
+            on_prompt=lambda done, most, found: say(
+                done, most, f"acceptance: {found.trials.sum()} trials, sum {found.counts.sum() / max(found.trials.sum(), 1):.3f} +- {found.precision():.1%}"
+            ),
+            method=method,
+            precision=enough,
+            tokens_per_prompt=tokens,
+            rounds=rounds,
+            seed=seed,
+            journal=journal,
+        )
+    for found, path in zip(profiles, outputs, strict=True):
+        found.save(path)
+    journal.unlink(missing_ok=True)
+    _report({str(path): found for path, found in zip(outputs, profiles, strict=True)}, as_json)
+
+
+def _report(profiles: dict[str, Profile], as_json: bool) -> None:
+    """What was measured and where it is; latencies once, since all have the same."""
+    latency = next(iter(profiles.values())).latency
+    if as_json:
+        times = {"target": latency.target, "draft": latency.draft} if latency else {}
+        first, *also = [{"output": path, "trials": p.trials, "acceptance": p.acceptance, "by_level": p.by_level} | times for path, p in profiles.items()]
+        print_json(first | ({"also": also} if also else {}))
+        return
+    for path, found in profiles.items():
+        click.echo(f"acceptance  {numbers(found.acceptance)}  ({found.trials} trials)")
+        for level, row in enumerate(found.by_level):
+            click.echo(f"  level {level}{'+' if level and level == len(found.by_level) - 1 else ' '}  {numbers(row)}  ({found.levels[level].trials})")
+        click.echo(f"wrote {path}")
+    if latency:
+        click.echo(f"target      {curve(latency.target)}")
+        click.echo(f"draft       {curve(latency.draft)}")
+        click.echo(f"overhead    {latency.overhead * 1000:.2f} ms a step")
+
+
+def _read_setting(text: str) -> dict[str, Any]:
+    """temperature=0.6,top_p=0.9 -> a setting; names as the fields of `Sampling`."""
+    from sequoia_plan.artifacts import ArgumentError
+    from sequoia_plan.runtime.sampling import Sampling
+
+    known, found = Sampling().settings(), {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        name = name.replace("-", "_")
+        try:
+            found[name] = value if name == "verifier" else (int if name == "top_k" else float)(value)
+        except ValueError:
+            name = ""
+        if name not in known:
+            raise ArgumentError(f"--also {text}: found {part.strip()!r}, expected NAME=VALUE with a NAME of {', '.join(known)}")
+    return found
+
+
+def _read_percent(text: str) -> float:
+    """2.5% or 0.025 -> 0.025."""
+    from sequoia_plan.artifacts import ArgumentError
+
+    try:
+        value = float(text.rstrip("% ")) / (100 if text.rstrip().endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise ArgumentError(f"--precision {text}: expected a percentage, as 2%, from 0% to below 100%")
+    return value

@@ -1,0 +1,152 @@
+"""Commands about trees as files; no model is loaded."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from sequoia_plan.planner.cli.options import json_option
+from sequoia_plan.planner.cli.terminal import between, print_json
+
+
+@click.command()
+@click.argument("profile_file", metavar="[PROFILE]", type=click.Path(), required=False)
+@click.option("--budget", type=click.IntRange(min=1), default=768, show_default=True, help="Nodes, the root included.")
+@click.option("--depth", type=click.IntRange(min=1), default=20, show_default=True, help="Levels, the root's included.")
+@click.option("--branching", type=click.IntRange(min=1), help="Children a node may have. [default: the acceptance vector's length]")
+@click.option("--objective", type=click.Choice(["speed", "tokens", "paper"]), help="[default: speed with a profile, tokens with --acceptance]")
+@click.option("--acceptance", type=click.Path(), help="Instead of a profile: JSON or YAML list p[1..B], or a list of such rows per level.")
+@click.option("--solver", type=click.Choice(["best-first", "hull", "dp"]), help="[default: best-first where it is exact, else hull]")
+@click.option("--smooth", is_flag=True, help="Assume that rarer ranks are not likelier: the closest non-increasing vector is solved for.")
+@click.option("--baseline", metavar="NAME", help="Do not solve: chain, chains:K, k-ary:K, specinfer:K1,K2,..., random:SEED or parents:FILE.")
+@click.option("-o", "--output", type=click.Path(), default="tree.safetensors", show_default=True)
+@json_option
+def solve(
+    profile_file: str | None,
+    budget: int,
+    depth: int,
+    branching: int | None,
+    objective: str | None,
+    acceptance: str | None,
+    solver: str | None,
+    smooth: bool,
+    baseline: str | None,
+    output: str,
+    as_json: bool,
+) -> None:
+    """Compile the best token tree for PROFILE (default: profile.yaml)."""
+    if profile_file and acceptance:
+        raise click.UsageError("give either PROFILE or --acceptance, not both")
+    from sequoia_plan.artifacts import Profile, save_tree
+    from sequoia_plan.planner.solver import solve as run
+
+    measured = _read_acceptance(acceptance) if acceptance else Profile.load(profile_file or "profile.yaml")
+    solution = run(measured, budget, depth, branching, objective, solver, smooth, baseline)
+    save_tree(solution.tree, output)
+    tree = solution.tree
+    if as_json:
+        print_json(
+            {
+                "size": tree.size,
+                "depth": tree.depth,
+                "branching": tree.branching,
+                "expected_tokens": solution.expected_tokens,
+                "upper_bound": solution.upper_bound,
+                "predicted_speedup": solution.predicted_speedup,
+                "speedup_bound": solution.speedup_bound,
+                "interval": solution.interval,
+                "parents": tree.parents.tolist(),
+                "solver": solution.solver,
+                "seconds": solution.seconds,
+            }
+        )
+        return
+    click.echo(f"{tree.size} nodes, depth {tree.depth}, level widths {' '.join(map(str, tree.level_widths))}  ({solution.solver}, {solution.seconds:.3f} s)")
+    interval = solution.interval or {}
+    click.echo(f"expected tokens a step  {solution.expected_tokens:.4f}{between(interval.get('expected_tokens'))}")
+    if solution.predicted_speedup is not None:
+        click.echo(f"predicted speed-up      {solution.predicted_speedup:.3f}x over plain decoding{between(interval.get('predicted_speedup'))}")
+    if interval.get("lost"):
+        click.echo("lost if the truth is at an end of the interval: {:.2%} and {:.2%}".format(*interval["lost"]))
+    if solution.predicted_speedup is not None and tree.size == 1:
+        click.echo("no tree is faster than plain decoding with these measurements: do not speculate")
+    click.echo(f"wrote {output}")
+
+
+@click.command()
+@click.argument("tree_file", metavar="[TREE]", type=click.Path(), default="tree.safetensors")
+@click.option("--plot", type=click.Path(), help="Draw the tree, F against size, and speed over size and depth into a .png or .svg file.")
+@json_option
+def show(tree_file: str, plot: str | None, as_json: bool) -> None:
+    """Show a compiled tree: a file (default: tree.safetensors) or a name of the catalog."""
+    from sequoia_plan.artifacts import load_tree
+
+    tree = load_tree(tree_file)
+    if plot:
+        from sequoia_plan.planner.plot import draw
+
+        draw(tree, plot)
+    if as_json:
+        facts = {"size": tree.size, "depth": tree.depth, "branching": tree.branching, "level_widths": tree.level_widths.tolist()}
+        print_json({**facts, "parents": tree.parents.tolist(), "plan": tree.plan, "plot": plot})
+        return
+    from sequoia_plan.planner.summary import summarise
+
+    summarise(tree)
+    if plot:
+        click.echo(f"wrote {plot}")
+
+
+@click.command("export")
+@click.argument("tree_file", metavar="TREE", type=click.Path())
+@click.option("--format", "form", type=click.Choice(["medusa", "nxd", "growmap", "dot"]), required=True, help="Of the other engine; dot is Graphviz.")
+@click.option("-o", "--output", type=click.Path(), required=True, help="A growmap is saved by torch, or as JSON if the name ends in .json.")
+@json_option
+def export_command(tree_file: str, form: str, output: str, as_json: bool) -> None:
+    """Write TREE (a file or a name of the catalog) for another engine."""
+    from sequoia_plan.artifacts import load_tree
+    from sequoia_plan.artifacts.interchange import export_tree
+
+    tree = load_tree(tree_file)
+    export_tree(tree, output, form)
+    if as_json:
+        print_json({"output": output, "format": form, "size": tree.size, "depth": tree.depth})
+        return
+    click.echo(f"wrote {output}: {tree.size} nodes as {form}")
+
+
+@click.command("import")
+@click.argument("file", metavar="FILE", type=click.Path())
+@click.option("-o", "--output", type=click.Path(), default="tree.safetensors", show_default=True)
+@json_option
+def import_command(file: str, output: str, as_json: bool) -> None:
+    """Read a tree of another engine: Medusa choices, an NxD token tree, a growmap. The content tells which."""
+    from sequoia_plan.artifacts import save_tree
+    from sequoia_plan.artifacts.interchange import import_tree
+
+    tree = import_tree(file)
+    save_tree(tree, output)
+    if as_json:
+        print_json({"output": output, "size": tree.size, "depth": tree.depth, "branching": tree.branching, "parents": tree.parents.tolist()})
+        return
+    click.echo(f"wrote {output}: {tree.size} nodes, depth {tree.depth}, level widths {' '.join(map(str, tree.level_widths))}")
+
+
+def _read_acceptance(path: str) -> Any:
+    """A JSON or YAML list; JSON first, because YAML 1.1 reads 1e-5 as text."""
+    from sequoia_plan.artifacts import SequoiaPlanError
+    from sequoia_plan.artifacts.files import read_bytes
+
+    data = read_bytes(path, "a JSON or YAML list of probabilities")
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        pass
+    import yaml  # here, because most files are JSON
+
+    try:
+        return yaml.safe_load(data)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise SequoiaPlanError(f"{path}: neither JSON nor YAML; expected a list of probabilities p[1], p[2], ...") from error
