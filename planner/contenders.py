@@ -15,15 +15,15 @@ Arm = tuple[TokenTree, str]
 """A tree and the verifier that judges it."""
 
 
-def arms(tree: TokenTree) -> dict[str, Arm]:
-    """Our tree, and those of others with no more nodes and levels, by name."""
-    found: dict[str, Arm] = {"plain": (TokenTree.chain(1), "sequoia")}
+def arms(tree: TokenTree, verifier: str = "traversal") -> dict[str, Arm]:
+    """Our tree, and those of others with no more nodes and levels, by name; `verifier` judges those that come without their own."""
+    found: dict[str, Arm] = {"plain": (TokenTree.chain(1), verifier)}
     if tree.size > 1:
         lanes = max(1, (tree.size - 1) // (tree.depth - 1))
         found |= {
-            "chain": (baseline("chain", tree.size, tree.depth), "sequoia"),
+            "chain": (baseline("chain", tree.size, tree.depth), verifier),
             "chains": (baseline(f"chains:{lanes}", tree.size, tree.depth), "specinfer"),
-            "k-ary": (baseline("k-ary:2", tree.size, tree.depth), "sequoia"),
+            "k-ary": (baseline("k-ary:2", tree.size, tree.depth), verifier),
             "top-k": (tree, "topk"),
             "sequoia": (tree, "sequoia"),
             "traversal": (tree, "traversal"),
@@ -34,11 +34,13 @@ def arms(tree: TokenTree) -> dict[str, Arm]:
 def predicted(arm: Arm, plan: Mapping[str, Any]) -> dict[str, float | None]:
     """tokens_per_step and speedup (over plain decoding by the same engine) that the measurements in a tree's plan promise.
 
-    None where they do not apply: they were taken with one verifier; what `sequoia` yields, `traversal` yields at least.
+    None where they do not apply: they were taken with one verifier; what `sequoia` yields, `traversal` yields at least. Greedy
+    decoding knows one rule only.
     """
     tree, verifier = arm
-    measured = (plan.get("settings") or {}).get("verifier", "sequoia")
-    alike = tree.size == 1 or verifier == measured or {verifier, measured} == {"sequoia", "traversal"}
+    settings = plan.get("settings") or {}
+    measured = settings.get("verifier", "sequoia")
+    alike = tree.size == 1 or settings.get("temperature") == 0 or verifier == measured or (verifier, measured) == ("traversal", "sequoia")
     if not plan.get("acceptance") or not alike:
         return {"tokens_per_step": None, "speedup": None}
     tokens = expected_tokens(tree, plan["acceptance"])

@@ -5,15 +5,16 @@ children is accepted. `forced` computes: decode with a small tree, then run targ
 wrote; at every position draw children afresh and ask the verifier for the probability that each is the one accepted. The
 position's level is where it stood in that tree. One position is one trial, whatever it decided, so the same text says more.
 
-For `traversal` these are the acceptances of the root's children. Below the root it accepts at least as often (docs/decisions.md),
-so what the planner predicts for it is a lower bound.
+What `traversal` accepts depends on what hangs below a node. With `forced`, the small tree that writes the text is judged by both rules at
+every step, and the acceptance of its ranks on each level is multiplied by how much more often `traversal` gets past that level. `decoding` sees one level only,
+where the two rules are the same.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from sequoia_plan.artifacts import ArgumentError, LevelCounts, SequoiaPlanError,
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.forward import additive
-from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex
+from sequoia_plan.runtime.verify import VERIFIERS, Laws, TreeIndex, Verdict, Verifier
 from sequoia_plan.runtime.vocabulary import shared_vocabulary
 
 RANKS, LEVELS = 16, 4
@@ -107,7 +108,8 @@ def measure_acceptance(
     kept = Journal(journal, facts)
     groups = _groups(samplings, method)
     most = sum(len(prompts) * (1 if samplings[group[0]].greedy else rounds) for group in groups)
-    measure = _Forced(pair, ranks) if method == "forced" else _Counted(pair, ranks)
+    watched = any(s.verifier == "traversal" and not s.greedy for s in samplings)
+    measure = _Forced(pair, ranks, watched) if method == "forced" else _Counted(pair, ranks)
     results: dict[int, Acceptance] = {}
     done = 0
     for number, group in enumerate(groups):
@@ -148,8 +150,9 @@ def expected_acceptance(target: Tensor, draft: Tensor, sampling: Sampling, ranks
 class _Forced:
     """Measures by one more pass over text that the target wrote."""
 
-    def __init__(self, pair: Pair, ranks: int) -> None:
-        self.decoder = SequoiaDecoder(pair.target, pair.draft, TREE)
+    def __init__(self, pair: Pair, ranks: int, watched: bool) -> None:
+        self.decoder = SequoiaDecoder(pair.target, pair.draft, TREE, captured=False if watched else None)
+        self.watched = watched
         assert self.decoder.draft is not None
         self.draft, self.target = self.decoder.draft, self.decoder.target
         self.ranks = min(ranks, self.draft.vocabulary or ranks)
@@ -157,10 +160,11 @@ class _Forced:
 
     @torch.inference_mode()
     def __call__(self, prompt: Tensor, samplings: Sequence[Sampling], tokens: int, seed: int) -> list[dict[str, Any]]:
-        """For each setting: trials [levels] and counts [levels][ranks]."""
+        """For each setting: trials [levels] and counts [levels][ranks]; `reached` of `_Watched`, None if nobody asked."""
         decoder = self.decoder
         text, levels = prompt.tolist(), [0]  # the level of each position from the prompt's last token on
-        for step in decoder.steps(prompt, tokens, samplings[0], seed):
+        watching = _Watched(**samplings[0].settings()) if self.watched and not samplings[0].greedy else None
+        for step in decoder.steps(prompt, tokens, watching or samplings[0], seed):
             text += step.tokens
             levels += [*range(1, len(step.tokens)), 0]
             if len(text) - prompt.numel() >= tokens or self.eos.intersection(step.tokens):
@@ -179,7 +183,33 @@ class _Forced:
             for sampling, total in zip(samplings, sums, strict=True):
                 found = expected_acceptance(target, draft, sampling, self.ranks, generator, self.draft.covered)
                 total.index_add_(0, level[rows.cpu()], found.cpu())
-        return [{"trials": trials, "counts": total.tolist()} for total in sums]
+        reached = watching.reached.tolist() if watching else None
+        return [
+            {"trials": trials, "counts": total.tolist(), "reached": reached if s.verifier == "traversal" else None}
+            for s, total in zip(samplings, sums, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class _Watched(Sampling):
+    """A sampling whose every step is judged by `sequoia` and by `traversal`; it goes on with its own.
+
+    Args:
+        reached: float64 [2, depth], the sum over steps of the probability to get to each level, by either rule, given what was drawn.
+    """
+
+    reached: Tensor = field(default_factory=lambda: torch.zeros(2, TREE.depth, dtype=torch.float64), hash=False, compare=False)
+
+    @property
+    def rule(self) -> Verifier:
+        def judge(target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, covered: Tensor | None) -> Verdict:
+            verdicts = {name: VERIFIERS[name].judge(target, draft, drawn, index, covered) for name in ("sequoia", "traversal")}
+            for row, verdict in zip(self.reached, verdicts.values(), strict=True):
+                ends = torch.zeros_like(row).index_add_(0, index.offsets.cpu(), verdict.ends.cpu())
+                row += ends.flip(0).cumsum(0).flip(0)
+            return verdicts[self.verifier]
+
+        return Verifier(judge, VERIFIERS[self.verifier].drawing)
 
 
 class _Counted:
@@ -199,21 +229,40 @@ class _Counted:
             if made >= tokens or self.eos.intersection(step.tokens):
                 break
         below = [[0.0] * (len(counts) - 1)] * (LEVELS - 1)
-        return [{"trials": [trials] + [0] * (LEVELS - 1), "counts": [list(map(float, counts[1:])), *below]}]
+        return [{"trials": [trials] + [0] * (LEVELS - 1), "counts": [list(map(float, counts[1:])), *below], "reached": None}]
 
 
 def _groups(samplings: Sequence[Sampling], method: str) -> list[list[int]]:
     """Which settings can share text: those under which the target writes the same."""
 
     def law(i: int) -> str:
-        return repr(replace(samplings[i], verifier="sequoia", draft_temperature=None) if method == "forced" else samplings[i])
+        mine = samplings[i]
+        lifted = mine.verifier == "traversal" and not mine.greedy  # by what the text's own draws say
+        return repr(replace(mine, verifier="sequoia", draft_temperature=mine.draft_temperature if lifted else None) if method == "forced" else mine)
 
     order = sorted(range(len(samplings)), key=law)
     return [list(group) for _, group in itertools.groupby(order, law)]
 
 
 def _collect(tallies: Sequence[Any], place: int) -> Acceptance:
-    return Acceptance(np.array([t[place]["trials"] for t in tallies], np.int64), np.array([t[place]["counts"] for t in tallies], np.float64))
+    mine = [tally[place] for tally in tallies]
+    trials, counts = np.array([t["trials"] for t in mine], np.int64), np.array([t["counts"] for t in mine], np.float64)
+    if mine[0]["reached"]:
+        counts = _lifted(counts, trials, np.sum([t["reached"] for t in mine], axis=0))
+    return Acceptance(trials, counts)
+
+
+def _lifted(counts: NDArray[np.float64], trials: NDArray[np.int64], reached: NDArray[np.float64]) -> NDArray[np.float64]:
+    """`counts` of the first rule as the second one accepts: ranks that `TREE` has on a level in proportion, the others as they are, or what
+    those leave."""
+    past = reached[:, 1:] / np.maximum(reached[:, :-1], 1e-9)
+    lift = np.where(past[0] > 0, past[1] / np.maximum(past[0], 1e-9), 1.0)
+    known = np.array([[rank < TREE.child_count[TREE.position_ids == level].max() for rank in range(counts.shape[2])] for level in range(LEVELS)])
+    inside = np.where(known, counts * lift[:LEVELS, None], 0.0)
+    inside *= np.minimum(1, trials / np.maximum(inside.sum(-1), 1e-9))[..., None]
+    outside = np.where(known, 0.0, counts)
+    room = (trials - inside.sum(-1)) / np.maximum(outside.sum(-1), 1e-9)
+    return inside + outside * np.clip(room, 0, 1)[..., None]
 
 
 def _expected_tokens(vectors: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -17,20 +17,14 @@ import torch
 from toys import ToyModel
 
 from sequoia_plan.artifacts import ArgumentError, LevelCounts, Profile, SequoiaPlanError, TokenTree
-from sequoia_plan.artifacts.merge import merge
+from sequoia_plan.artifacts.merge import merge, pooled
+from sequoia_plan.planner.objective import expected_tokens
 from sequoia_plan.profiler.acceptance import LEVELS, TREE, Acceptance, expected_acceptance, measure_acceptance
-from sequoia_plan.runtime import Pair, Sampling
+from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex
 
 PROMPTS = [[i % 8, (3 * i) % 8, 5, (i + 1) % 8] for i in range(12)]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def toy_pair(noise=0.7, covered=None, constant=False):
@@ -105,6 +99,21 @@ def test_both_methods_agree_where_every_position_is_alike():
     off = replace(setting, draft_temperature=4.0)
     wrong = measure_acceptance(pair, PROMPTS, [off], **options)[0]
     assert (np.abs(wrong.counts.sum((0, 1)) / wrong.trials.sum() - b) > 4 * error).any()
+
+
+def test_traversal_is_measured_as_it_accepts_in_a_tree():
+    """What the levels promise for the tree is what decoding with `traversal` yields; what `sequoia`'s promise (the control) is less."""
+    pair = toy_pair(noise=1.5, constant=True)
+    rules = [Sampling(1.0, verifier=name) for name in ("sequoia", "traversal")]
+    promised = []
+    for each in measure_acceptance(pair, PROMPTS, rules, precision=0, rounds=8, tokens_per_prompt=60):
+        profile = Profile(pooled(each.levels()), levels=each.levels())
+        promised.append(expected_tokens(TREE, profile.by_level))
+    decoder = SequoiaDecoder(pair.target, pair.draft, TREE)
+    yields = [len(step.tokens) for prompt in PROMPTS for step in itertools.islice(decoder.steps(torch.tensor(prompt), 480, rules[1], 1), 150)]
+    error = np.std(yields) / len(yields) ** 0.5
+    assert promised[1] == pytest.approx(np.mean(yields), abs=4 * error)
+    assert promised[0] < np.mean(yields) - 4 * error
 
 
 def test_levels_are_where_the_text_stood():

@@ -125,6 +125,9 @@ def test_predictions_are_the_plans():
     assert ours["tokens_per_step"] == expected_tokens(TREE, [0.5, 0.25])
     assert predicted(found["plain"], TREE.plan) == {"tokens_per_step": 1.0, "speedup": 1.0}
     assert predicted(found["traversal"], TREE.plan) == ours
+    over = TREE.plan | {"settings": {"temperature": 0.6, "verifier": "traversal"}}
+    assert predicted(found["traversal"], over) == ours and predicted(found["sequoia"], over)["tokens_per_step"] is None  # it yields less
+    assert predicted(found["chains"], over | {"settings": {"temperature": 0.0, "verifier": "traversal"}})["tokens_per_step"] > 1
     assert predicted(found["chains"], TREE.plan) == predicted(found["top-k"], TREE.plan) == {"tokens_per_step": None, "speedup": None}
     assert predicted(found["sequoia"], {"acceptance": [0.5, 0.25]}) == {"tokens_per_step": ours["tokens_per_step"], "speedup": None}
     assert predicted(found["sequoia"], {})["tokens_per_step"] is None

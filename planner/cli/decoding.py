@@ -120,7 +120,7 @@ def bench(
     tree = load_tree(tree_file)
     sampling = read_sampling(settings, tree.plan.get("settings") or {})
     earlier = [_read_figures(path) for path in others]
-    trees = arms(tree)
+    trees = arms(tree, sampling.verifier)
     pair = load_pair(target, draft, device, dtype)
     warn_if_foreign(tree.plan, pair)
     reference = load_pair(target, draft, device, dtype, packed=False) if needs_reference(pair, only) else pair

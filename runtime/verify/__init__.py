@@ -41,7 +41,8 @@ VERIFIERS = {
     "spectr": Verifier(spectr.judge, INDEPENDENT),
     "topk": Verifier(topk.judge, MOST_PROBABLE),
 }
-DEFAULT = "sequoia"
+DEFAULT = "traversal"
+"""Its expected tokens are never below those of `sequoia` (tests/test_verify.py); benchmarks/verifiers.py has measured both."""
 
 
 def verify(verifier: Verifier, target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, uniforms: Tensor, covered: Tensor | None = None) -> Accepted:
