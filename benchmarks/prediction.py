@@ -5,7 +5,8 @@
 
 Acceptance is measured on the built-in prompts, by rank over all levels and by level; latency once. For each size the tree of most
 tokens is solved from the one vector, decodes the held-out prompts beside plain decoding, and its figures are put next to what the one
-vector and the rows by level promise. `counted` is the vector of the paper's method, one-level trees.
+vector and the rows by level promise. `counted` is the vector of the paper's method, one-level trees. Acceptance does not depend on what else
+the machine does: it is kept beside the output, so that `--acceptance-only` can run at any time and a second run measures the rest.
 """
 
 from __future__ import annotations
@@ -19,19 +20,32 @@ from rich.console import Console
 from rich.table import Table
 
 from sequoia_plan.artifacts import Profile
+from sequoia_plan.artifacts.files import write_atomically
+from sequoia_plan.artifacts.merge import pooled
 from sequoia_plan.planner import solve
 from sequoia_plan.planner.objective import StepTime, expected_tokens
-from sequoia_plan.profiler.acceptance import measure_acceptance
+from sequoia_plan.profiler.acceptance import Acceptance, measure_acceptance
 from sequoia_plan.profiler.bench import bench, ours, settings_and_hardware, summary
-from sequoia_plan.profiler.measure import measure
+from sequoia_plan.profiler.latency import measure_latency
 from sequoia_plan.profiler.prompts import built_in, encode
 from sequoia_plan.runtime import Pair, Sampling, load_pair
 
 TEMPERATURES = [0.0, 0.6, 1.0]
 SIZES = [4, 8, 16, 32, 64]
+COUNTED = 0.6
+"""The temperature at which acceptance is counted, too, as the paper does."""
+FASTEST = 4.5
+"""No step's latency is measured beyond so many plain ones."""
 
 
-def compare(pair: Pair, profile: Profile, counted: list[float], sampling: Sampling, sizes: list[int], options: argparse.Namespace) -> list[dict[str, Any]]:
+def facts(found: Acceptance) -> dict[str, Any]:
+    """What was measured, and half the relative 95 % interval of what it predicts."""
+    levels = found.levels()
+    by_level = [[round(count / max(level.trials, 1), 5) for count in level.counts] for level in levels]
+    return {"vector": pooled(levels), "by_level": by_level, "trials": [level.trials for level in levels], "precision": round(found.precision(), 4)}
+
+
+def compare(pair: Pair, profile: Profile, counted: Any, sampling: Sampling, sizes: list[int], options: argparse.Namespace) -> list[dict[str, Any]]:
     """One entry a size: what was promised and what was found."""
     assert profile.latency is not None
     times = StepTime(profile.latency)
@@ -42,7 +56,8 @@ def compare(pair: Pair, profile: Profile, counted: list[float], sampling: Sampli
     found = summary(bench(decoders, prompts), ["plain"])
     entries = []
     for name, tree in trees.items():
-        promised = {kind: expected_tokens(tree, p) for kind, p in (("one_vector", profile.acceptance), ("by_level", profile.by_level), ("counted", counted))}
+        vectors = {"one_vector": profile.acceptance, "by_level": profile.by_level} | ({"counted": counted} if counted else {})
+        promised = {kind: expected_tokens(tree, p) for kind, p in vectors.items()}
         ratio = times.plain() / times.step(tree)
         entries.append(
             {
@@ -61,8 +76,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--depth", type=int, default=10)
-    parser.add_argument("--prompts", type=int, default=35)
+    parser.add_argument("--prompts", type=int, default=20, help="held-out ones, to decode")
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--acceptance-only", action="store_true")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
@@ -71,30 +87,41 @@ def main() -> None:
         temperatures, sizes, texts, options.prompts, options.tokens = [0.6], [4, 8], texts[:2], 2, 8
     pair = load_pair(dtype=options.dtype, device=options.device)
     samplings = [Sampling(temperature) for temperature in temperatures]
-    work = {"precision": 0.0, "tokens_per_prompt": options.tokens}
-    profiles = measure(pair, texts, samplings, 0.0 if options.quick else 30.0, **work)
-    counts = measure_acceptance(pair, [encode(pair.tokenizer, text) for text in texts], samplings, method="decoding", **work)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    ids = [encode(pair.tokenizer, text) for text in texts]
 
-    console, results = Console(width=130), []
+    def acceptance(method: str, samplings: list[Sampling]) -> dict[float, Acceptance]:
+        kept, options_ = options.output.with_suffix(f".{method}.journal"), {"precision": 0.0, "tokens_per_prompt": options.tokens}
+        found = measure_acceptance(pair, ids, samplings, method=method, journal=kept, **options_)
+        return {sampling.temperature: each for sampling, each in zip(samplings, found, strict=True)}
+
+    computed = acceptance("forced", samplings)
+    counted = acceptance("decoding", [Sampling(COUNTED)])
+    if options.acceptance_only:
+        return
+    latency = measure_latency(pair, samplings[0], FASTEST, 0.0 if options.quick else 30.0)
+
+    console, results = Console(width=130), list[dict[str, Any]]()
     table = Table(title="tokens a step, then speed-up over plain decoding: measured, and promised less measured", box=None)
     for column in ("T", "nodes", "measured", "one vector", "by level", "counted", "measured x", "interval", "one vector", "by level"):
         table.add_column(column, justify="right", no_wrap=True)
-    for sampling, profile, counted in zip(samplings, profiles, counts, strict=True):
-        vector = (counted.counts.sum((0, 1)) / counted.trials.sum()).tolist()
-        entries = compare(pair, profile, vector, sampling, sizes, options)
-        results.append(
-            {"temperature": sampling.temperature, "acceptance": profile.acceptance, "by_level": profile.by_level, "counted": vector, "trees": entries}
-        )
+    report = settings_and_hardware(pair, samplings[0], options.prompts, options.tokens) | {"results": results}
+    for sampling in samplings:
+        forced, decoding = computed[sampling.temperature], counted.get(sampling.temperature)
+        profile = Profile(pooled(forced.levels()), latency=latency, levels=forced.levels())
+        entries = compare(pair, profile, pooled(decoding.levels()) if decoding else None, sampling, sizes, options)
+        results.append({"temperature": sampling.temperature, "forced": facts(forced), "decoding": decoding and facts(decoding), "trees": entries})
+        write_atomically(options.output, (json.dumps(report, indent=1) + "\n").encode())
         for entry in entries:
             tokens, speed = entry["tokens_per_step"], entry["speedup"]
-            cells = [f"{tokens['measured']:.3f}", *(f"{tokens[kind] / tokens['measured'] - 1:+.1%}" for kind in ("one_vector", "by_level", "counted"))]
+            cells = [
+                f"{tokens['measured']:.3f}",
+                *(f"{tokens[kind] / tokens['measured'] - 1:+.1%}" if kind in tokens else "" for kind in ("one_vector", "by_level", "counted")),
+            ]
             clock = speed["measured"]
             cells += [f"{clock['median']:.3f}", f"{clock['interval_low']:.3f}-{clock['interval_high']:.3f}"]
             cells += [f"{speed[kind] / clock['median'] - 1:+.1%}" for kind in ("one_vector", "by_level")]
             table.add_row(str(sampling.temperature), str(entry["size"]), *cells)
-    report = settings_and_hardware(pair, samplings[0], options.prompts, options.tokens) | {"results": results}
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=1) + "\n")
     console.print(table)
 
 
