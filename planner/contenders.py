@@ -31,14 +31,18 @@ def arms(tree: TokenTree) -> dict[str, Arm]:
     return found
 
 
-def predicted(arm: Arm, plan: Mapping[str, Any]) -> dict[str, float | None]:
+def predicted(arm: Arm, plan: Mapping[str, Any], sampling: Mapping[str, Any] | None = None) -> dict[str, float | None]:
     """tokens_per_step and speedup (over plain decoding by the same engine) that the measurements in a tree's plan promise.
 
-    None where they do not apply: they were taken with one verifier; what `sequoia` yields, `traversal` yields at least.
+    None where they do not apply: they were taken with one verifier (what `sequoia` yields, `traversal` yields at least), and with one
+    temperature and filters; `sampling` is what the arm decodes with, None for the same.
     """
     tree, verifier = arm
-    measured = (plan.get("settings") or {}).get("verifier", "sequoia")
-    alike = tree.size == 1 or verifier == measured or {verifier, measured} == {"sequoia", "traversal"}
+    settings = dict(plan.get("settings") or {})
+    measured = settings.pop("verifier", "sequoia")
+    alike = verifier == measured or {verifier, measured} == {"sequoia", "traversal"}
+    alike &= sampling is None or all(sampling.get(name, value) == value for name, value in settings.items())
+    alike |= tree.size == 1
     if not plan.get("acceptance") or not alike:
         return {"tokens_per_step": None, "speedup": None}
     tokens = expected_tokens(tree, plan["acceptance"])
