@@ -7,10 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+import numpy as np
+
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.planner import panels
 from sequoia_plan.planner.contenders import step_time
 from sequoia_plan.planner.report import OURS, finding, settings_text, table
+from sequoia_plan.planner.speedups import compared, promised, speedups_panel
 
 INK, LINE = "#010203", "#010204"
 """Stand for the page's colours of text and lines in a plot; no plot uses them otherwise."""
@@ -19,14 +22,15 @@ WIDTH, HEIGHT = 4.9, 3.6
 STYLE = """:root{color-scheme:light dark;--ink:#1d2723;--soft:#5a6861;--paper:#fff;--line:#d5ddd8;--mine:#eef6f0}
 @media(prefers-color-scheme:dark){:root{--ink:#e3e9e5;--soft:#9fada6;--paper:#151a18;--line:#38423d;--mine:#1d2a23}}
 *{box-sizing:border-box}body{font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:64rem;margin:2rem auto;padding:0 1rem}
-h1{font-size:1.6rem;line-height:1.25;margin:0 0 .5rem}h2{font-size:1.15rem;margin:2.5rem 0 .5rem}p{margin:.5rem 0}.finding{font-size:1.1rem;max-width:48rem}
+h1{font-size:1.6rem;line-height:1.25;margin:0 0 .5rem}h2{font-size:1.15rem;margin:2.5rem 0 .5rem}
+p{margin:.5rem 0}h1 span{display:inline-block}.finding{font-size:1.1rem;max-width:48rem}
 .soft,small,figcaption{color:var(--soft)}.soft,figcaption,small{font-size:.875rem}.wide{overflow-x:auto}.wide+.soft{margin-top:1.5rem}
 table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}td,th{padding:.3rem .7rem;border-bottom:1px solid var(--line);text-align:right}
 .figures td,.figures th{white-space:nowrap}.figures tr>:first-child{position:sticky;left:0;background:var(--paper);white-space:normal;min-width:7.5rem}
 tr>:first-child{text-align:left;padding-left:.3rem}.figures .mine td,.figures .mine>:first-child{background:var(--mine)}.mine>:first-child{font-weight:600}
 .facts td{text-align:left;vertical-align:top;overflow-wrap:anywhere}.facts td:first-child{overflow-wrap:normal;color:var(--soft)}
-.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:2rem 1.5rem;margin-top:2rem}
-figure{margin:0;display:flex;flex-direction:column;justify-content:flex-end}svg{width:100%;height:auto}svg text{font-family:system-ui,sans-serif!important}
+.plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,26rem),1fr));gap:2rem 1.5rem;margin-top:2rem}
+figure{margin:0}svg{width:100%;height:auto}svg text{font-family:system-ui,sans-serif!important}
 @media print{figure,table{break-inside:avoid}}"""
 
 Result = Mapping[str, Any]
@@ -37,13 +41,15 @@ Plot = tuple[Callable[[Any], None], str, float]
 def page(tree: TokenTree, results: Sequence[Result]) -> str:
     """The report of `tree`; `results` are of `sequoia-plan bench`, the main one first, others at other temperatures after it."""
     first, *others = results
-    names = " with ".join(str(first["models"][role]["name"]) for role in ("target", "draft") if (first["models"].get(role) or {}).get("name"))
-    title = f"Speculative decoding of {names}" if names else "Speculative decoding, measured"
+    names = [str(first["models"][role]["name"]) for role in ("target", "draft") if (first["models"].get(role) or {}).get("name")]
+    title = "Speculative decoding of " + " with ".join(names) if names else "Speculative decoding, measured"
+    # a line may end between names rather than within one
+    heading = "Speculative decoding of " + " with ".join(f"<span>{escape(name)}</span>" for name in names) if names else title
     plots = "".join(f"<figure>{_svg(*plot, number)}<figcaption>{escape(plot[1])}</figcaption></figure>" for number, plot in enumerate(_plots(tree, results)))
     more = "<h2>With other settings</h2>" + "".join(map(_table, others)) if others else ""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><h1>{escape(title)}</h1>"
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><h1>{heading}</h1>"
         f'<p class="finding">{escape(finding(first, others))}</p>{_table(first)}'
         f'<p class="soft">Over plain: the median of the ratios prompt by prompt, and its 95 % interval. '
         f"Predicted: from the profile that the tree was made of. Tokens/s: median and quartiles over prompts.</p>"
@@ -56,24 +62,23 @@ def _plots(tree: TokenTree, results: Sequence[Result]) -> list[Plot]:
     """What can be drawn of what is known; the pair on top may be taller."""
     plan, plots = tree.plan, list[Plot]()
     tall = HEIGHT
-    if names := panels.compared(results):
+    if names := compared(results):
         tall = max(HEIGHT, 0.9 + len(names) * max(0.36, 0.16 * len(results)))
-        text = "Measured speed-up over plain decoding with its 95 % interval; a diamond where one was predicted."
-        plots.append((lambda axes: panels.speedups_panel(results, axes), text, tall))
+        text = "Measured speed-up over plain decoding with its 95 % interval" + ("; a diamond is the predicted one." if promised(results) else ".")
+        plots.append((lambda axes: speedups_panel(results, axes), text, tall))
     if tree.size > 1:
         plots.append((lambda axes: panels.tree_panel(tree, axes), "The tree. A node's area and shade are its probability of being accepted.", tall))
     if acceptance := plan.get("acceptance"):
         text = "Predicted tokens a step against size, for every shape of tree at its best."
         plots.append((lambda axes: panels.tokens_panel(tree, axes), text, HEIGHT))
         trials = plan.get("trials") or 0
-        text = "Acceptance by rank, and the power law through it. Ranks that were never accepted are not shown."
+        text = "Acceptance by rank" + (", and the power law through it. Ranks that were never accepted are not shown." if np.size(acceptance) > 1 else ".")
         plots.append((lambda axes: panels.acceptance_panel(acceptance, axes, trials), text, HEIGHT))
     if acceptance and step_time(plan):
+        text = "Predicted speed-up of the best tree of each size and depth. The star is this tree."
+        plots.append((lambda axes: panels.speed_panel(tree, axes), text, HEIGHT))
         context = plan["latency"].get("context")
         text = "Median time of one pass against the tokens in it" + (f", with {context} in the KV cache." if context else ".")
-        plots.append(
-            (lambda axes: panels.speed_panel(tree, axes), "Predicted speed-up of the best tree of each size and depth. The star is this tree.", HEIGHT)
-        )
         plots.append((lambda axes: panels.latency_panel(tree, axes), text, HEIGHT))
     return plots
 
@@ -95,10 +100,8 @@ def _facts(tree: TokenTree, result: Result) -> str:
     plan = tree.plan
     rows = {role: _listed(named) for role, named in sorted(result["models"].items(), reverse=True)}
     rows["machine"] = _listed(result["hardware"])
-    rows["tree"] = f"{tree.size} nodes, depth {tree.depth}, level widths {' '.join(map(str, tree.level_widths))}"
-    rows["made by"] = ", ".join(
-        f"{name} {plan[key]}" if name else str(plan[key]) for key, name in (("tool", ""), ("solver", "solver"), ("objective", "objective")) if plan.get(key)
-    )
+    rows["tree"] = f"{tree.size} node{'s' * (tree.size > 1)}, depth {tree.depth}, level widths {' '.join(map(str, tree.level_widths))}"
+    rows["made by"] = ", ".join(f"{name}{plan[key]}" for key, name in (("tool", ""), ("solver", "solver "), ("objective", "objective ")) if plan.get(key))
     return "".join(f"<tr><td>{escape(role)}</td><td>{escape(text)}</td></tr>" for role, text in rows.items() if text)
 
 

@@ -1,10 +1,7 @@
-"""The drawings, each onto axes given to it: of a plan, and of what bench measured. They take ink and lines from matplotlib's current style."""
+"""The drawings of a plan, each onto axes given to it, in the ink and lines of matplotlib's current style."""
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Mapping, Sequence
-from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -13,7 +10,6 @@ from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.planner.baselines import baseline
 from sequoia_plan.planner.contenders import step_time
 from sequoia_plan.planner.objective import Acceptance, expected_tokens, node_values
-from sequoia_plan.planner.report import OURS, told_apart
 from sequoia_plan.planner.solvers import LARGEST_TABLE, frontier
 from sequoia_plan.planner.uncertainty import Z95
 
@@ -75,7 +71,7 @@ def acceptance_panel(acceptance: Acceptance, axes: Any, trials: int = 0) -> None
         if trials and len(rows) == 1:
             room = Z95**2 / trials
             middle, reach = (p + room / 2) / (1 + room), np.sqrt(room * p * (1 - p) + room**2 / 4) / (1 + room)
-            axes.fill_between(ranks, np.maximum(middle - reach, 1e-9), middle + reach, color=shade, alpha=0.22, linewidth=0, label="95 % interval")
+            axes.vlines(ranks, middle - reach, middle + reach, color=shade, alpha=0.35, linewidth=3, label="95 % interval")
     ranks = np.flatnonzero(rows[0] > 0) + 1
     if ranks.size > 1:
         p = rows[0][ranks - 1]
@@ -125,7 +121,7 @@ def latency_panel(tree: TokenTree, axes: Any) -> None:
     for name, colour in (("target", GREEN), ("draft", BLUE)):
         points = np.array(sorted(dict(tree.plan["latency"][name]).items()), float)
         axes.plot(points[:, 0], 1000 * points[:, 1], "o-", markersize=4, color=colour, label=name)
-    axes.axvline(tree.size, color=RED, linewidth=1, linestyle=":", label="this tree's size")
+    axes.axvline(tree.size, color=RED, linewidth=1.5, linestyle=":", label="this tree's size")
     axes.set_yscale("log")
     _log_ticks(axes.yaxis)
     _doubling(axes.xaxis)
@@ -138,12 +134,13 @@ def speed_panel(tree: TokenTree, axes: Any) -> None:
     """The most a tree of each size and depth can speed up; the choice is marked."""
     plan, times = tree.plan, step_time(tree.plan)
     assert times is not None
-    depth = min(max(plan.get("depth") or 0, tree.depth), 2 * tree.depth + 2)
+    depth = min(max(plan.get("depth") or 0, tree.depth, 2), 2 * tree.depth + 2)
     largest = max(tree.size, min(times.largest(), max(16, 4 * tree.size), plan.get("budget") or 64, LARGEST_TABLE // depth))
     values = frontier(plan["acceptance"], largest, depth, plan.get("branching")).values
     speeds = np.full((depth, largest), np.nan)
     for d, row in enumerate(values, 1):
-        speeds[d - 1, : len(row)] = row * times.plain() / times.steps_at_least(np.arange(1, len(row) + 1), d)
+        sizes = np.arange(d, len(row) + 1)  # d levels have d nodes at least
+        speeds[d - 1, d - 1 : len(row)] = row[d - 1 :] * times.plain() / times.steps_at_least(sizes, d)
     edges = np.append(0.71, np.arange(1, largest + 1) + 0.5)  # on a logarithmic axis one node is as far from its left edge as from its right one
     image = axes.pcolormesh(edges, np.arange(depth + 1) + 0.5, np.ma.masked_invalid(speeds), cmap="YlGn", rasterized=True)
     axes.figure.colorbar(image, ax=axes, label="speed-up over plain decoding, at most").outline.set_visible(False)
@@ -157,41 +154,6 @@ def speed_panel(tree: TokenTree, axes: Any) -> None:
     _doubling(axes.xaxis)
     axes.yaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="nodes", ylabel="depth (levels)")
-
-
-def speedups_panel(results: Sequence[Mapping[str, Any]], axes: Any) -> None:
-    """Measured speed-up over plain decoding with its interval, beside the predicted one, for every contender and run."""
-    from matplotlib import rcParams
-
-    names = compared(results)
-    titles = {name: arm["title"] for result in results for name, arm in result["contenders"].items()}
-    ink, apart = rcParams["text.color"], min(0.24, 0.8 / len(results))
-    warmer = sorted(zip(told_apart(results), results, strict=True), key=lambda each: each[1]["settings"]["sampling"]["temperature"])
-    for number, ((label, result), colour) in enumerate(zip(warmer, cycle((BLUE, AMBER, RED, PURPLE, GREEN)), strict=False)):
-        mine = [name for name in names if "plain" in result["contenders"].get(name, {}).get("speedup", {})]
-        places = np.array([names.index(name) + (number - (len(results) - 1) / 2) * apart for name in mine])
-        ratios = [result["contenders"][name]["speedup"]["plain"] for name in mine]
-        middle, low, high = (np.array([ratio[key] for ratio in ratios]) for key in ("median", "interval_low", "interval_high"))
-        reach = np.maximum(0, [middle - low, high - middle])
-        axes.errorbar(middle, places, xerr=reach, fmt="o", color=colour, markersize=5, elinewidth=1.6, capsize=2.5, label=label)
-        promised = np.array([(result["contenders"][name].get("predicted") or {}).get("speedup") or np.nan for name in mine])
-        axes.plot(promised, places, "D", markersize=5, markerfacecolor="none", markeredgecolor=colour)
-    if any((result["contenders"].get(name, {}).get("predicted") or {}).get("speedup") for result in results for name in names):
-        axes.plot([], [], "D", markersize=5, markerfacecolor="none", markeredgecolor=ink, label="predicted")
-    axes.axvline(1, color=ink, linewidth=0.8)
-    axes.set_yticks(range(len(names)), [textwrap.fill(titles[name], 20, max_lines=2, placeholder=" ...") for name in names])
-    for name, text in zip(names, axes.get_yticklabels(), strict=True):
-        text.set_fontweight("bold" if name in OURS else "normal")
-    axes.set(ylim=(len(names) - 0.5, -0.5), xlabel="times plain decoding")
-    axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", linewidth=0.8)
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
-
-
-def compared(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The contenders set against plain decoding in any of the runs, in bench's order."""
-    fullest = sorted(results, key=lambda result: -len(result["contenders"]))
-    return list(dict.fromkeys(name for result in fullest for name, arm in result["contenders"].items() if name != "plain" and "plain" in arm["speedup"]))
 
 
 def _doubling(axis: Any) -> None:

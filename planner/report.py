@@ -7,7 +7,7 @@ from typing import Any
 
 OURS = {"sequoia": "sequoia", "traversal": "traversal", "top-k": "topk"}
 """The contenders that decode with the tree under test, and the verifier of each."""
-WIDE = 120
+WIDE = 130
 """Columns of a terminal that hold the whole table."""
 
 Result = Mapping[str, Any]
@@ -27,22 +27,20 @@ def finding(result: Result, others: Sequence[Result] = ()) -> str:
         return f"The tree has {tree['size']} nodes and depth {tree['depth']}; its speed-up over plain decoding was not measured."
     best = max(mine, key=lambda name: mine[name]["median"])
     ratio, predicted = mine[best], arms[best].get("predicted") or {}
+    faster = _faster(arms, compared, max(1.0, ratio["median"]))
     shape = f"tree of {tree['size']} nodes and depth {tree['depth']}, verified with {OURS[best]}"
-    span = f"95 % interval {ratio['interval_low']:.2f} to {ratio['interval_high']:.2f}"
-    span += f"; predicted {predicted['speedup']:.2f}" if predicted.get("speedup") else ""
-    at = f"at {sampling_text(result)}"
+    measured = f"{ratio['median']:.2f} times the speed of plain decoding at {sampling_text(result)} (95 % interval {ratio['interval_low']:.2f} to "
+    measured += f"{ratio['interval_high']:.2f}" + (f"; predicted {predicted['speedup']:.2f})" if predicted.get("speedup") else ")")
     if ratio["interval_high"] < 1:
-        return f"Recommended is plain decoding: the {shape}, runs at {ratio['median']:.2f} times its speed {at} ({span})." + _faster(arms, compared, 1.0)
-    if ratio["interval_low"] <= 1:
-        text = f"No gain is certain: the {shape}, runs at {ratio['median']:.2f} times the speed of plain decoding {at} ({span})"
-    else:
-        text = f"Recommended is the {shape}: {ratio['median']:.2f} times as fast as plain decoding {at} ({span})"
+        return f"Recommended is plain decoding: the {shape}, reaches {measured}.{faster}"
+    text = "No gain is certain with the" if ratio["interval_low"] <= 1 else "Not the fastest is the" if faster else "Recommended is the"
+    text += f" {shape}: {measured}"
     for label, other in list(zip(told_apart([result, *others]), [result, *others], strict=True))[1:]:
         there = other["contenders"].get(best, {}).get("speedup", {}).get("plain")
         # greedy decoding leaves out verifiers that are then equal to sequoia
         there = there or other["contenders"].get("sequoia", {}).get("speedup", {}).get("plain")
         text += f"; {there['median']:.2f} at {label}" if there else ""
-    return text + "." + _faster(arms, compared, ratio["median"])
+    return f"{text}.{faster}"
 
 
 def _faster(arms: Mapping[str, Any], compared: Mapping[str, Any], than: float) -> str:
@@ -65,7 +63,8 @@ def sampling_text(result: Result) -> str:
 def settings_text(result: Result) -> str:
     """Everything a run was made with, but models and machine."""
     settings, tree = result["settings"], result["tree"]
-    run = f"{settings['prompts']} held-out prompts, {settings['tokens']} new tokens each; tree of {tree['size']} nodes, depth {tree['depth']}"
+    shape = f"tree of {tree['size']} nodes, depth {tree['depth']}" if tree["size"] > 1 else "no tree"
+    run = f"{settings['prompts']} held-out prompts, {settings['tokens']} new tokens each; {shape}"
     return f"{sampling_text(result)}; {settings['dtype']}; {run}"
 
 
