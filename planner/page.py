@@ -28,7 +28,7 @@ p{margin:.5rem 0}h1 span{display:inline-block}.finding{font-size:1.1rem;max-widt
 table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}td,th{padding:.3rem .7rem;border-bottom:1px solid var(--line);text-align:right}
 .figures td,.figures th{white-space:nowrap}.figures tr>:first-child{position:sticky;left:0;background:var(--paper);white-space:normal;min-width:7.5rem}
 tr>:first-child{text-align:left;padding-left:.3rem}.figures .mine td,.figures .mine>:first-child{background:var(--mine)}.mine>:first-child{font-weight:600}
-.facts td{text-align:left;vertical-align:top;overflow-wrap:anywhere}.facts td:first-child{overflow-wrap:normal;color:var(--soft)}
+.facts td{text-align:left;vertical-align:top;overflow-wrap:anywhere}.facts td:first-child{white-space:nowrap;color:var(--soft)}
 .plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,26rem),1fr));gap:2rem 1.5rem;margin-top:2rem}
 figure{margin:0}svg{width:100%;height:auto}svg text{font-family:system-ui,sans-serif!important}
 @media print{figure,table{break-inside:avoid}}"""
