@@ -31,16 +31,18 @@ def arms(tree: TokenTree, verifier: str = "traversal") -> dict[str, Arm]:
     return found
 
 
-def predicted(arm: Arm, plan: Mapping[str, Any]) -> dict[str, float | None]:
+def predicted(arm: Arm, plan: Mapping[str, Any], sampling: Mapping[str, Any] | None = None) -> dict[str, float | None]:
     """tokens_per_step and speedup (over plain decoding by the same engine) that the measurements in a tree's plan promise.
 
-    None where they do not apply: they were taken with one verifier; what `sequoia` yields, `traversal` yields at least. Greedy
-    decoding knows one rule only.
+    None where they do not apply: they were taken with one temperature and filters (`sampling` is what the arm decodes with, None for
+    the same) and with one verifier. What `sequoia` yields, `traversal` yields at least; greedy decoding knows one rule only.
     """
     tree, verifier = arm
-    settings = plan.get("settings") or {}
-    measured = settings.get("verifier", "sequoia")
-    alike = tree.size == 1 or settings.get("temperature") == 0 or verifier == measured or (verifier, measured) == ("traversal", "sequoia")
+    settings = dict(plan.get("settings") or {})
+    measured = settings.pop("verifier", "sequoia")
+    alike = settings.get("temperature") == 0 or verifier == measured or (verifier, measured) == ("traversal", "sequoia")
+    alike &= sampling is None or all(sampling.get(name, value) == value for name, value in settings.items())
+    alike |= tree.size == 1
     if not plan.get("acceptance") or not alike:
         return {"tokens_per_step": None, "speedup": None}
     tokens = expected_tokens(tree, plan["acceptance"])

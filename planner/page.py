@@ -1,4 +1,4 @@
-"""What bench found, as one HTML file: no network, light and dark, plots as inline SVG."""
+"""What bench found, as one HTML file to mail: no network, no script, light and dark, plots as inline SVG."""
 
 from __future__ import annotations
 
@@ -9,187 +9,118 @@ from typing import Any
 
 import numpy as np
 
-from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
-from sequoia_plan.planner.baselines import baseline
+from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.planner import panels
 from sequoia_plan.planner.contenders import step_time
-from sequoia_plan.planner.objective import expected_tokens, node_values
-from sequoia_plan.planner.solver import solve
+from sequoia_plan.planner.report import OURS, finding, settings_text, table
+from sequoia_plan.planner.speedups import compared, promised, speedups_panel
 
-INK = "#010203"
-"""Stands for the page's text colour in a plot; no plot uses it otherwise."""
-COLOURS = ("#2f9d5f", "#c0803a", "#5b8fc6", "#a86fb8", "#888888")
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-STYLE = """:root{color-scheme:light dark;--ink:#1d2723;--paper:#fff;--line:#d5ddd8}
-@media(prefers-color-scheme:dark){:root{--ink:#e3e9e5;--paper:#151a18;--line:#38423d}}
-body{font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:70rem;margin:2rem auto;padding:0 1rem}
-table{border-collapse:collapse;font-size:.9rem}td,th{padding:.25rem .7rem;border-bottom:1px solid var(--line);text-align:right}
-td:first-child,th:first-child{text-align:left}.wide{overflow-x:auto}.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,28rem),1fr));gap:1.5rem}
-figure{margin:0}figcaption{font-size:.9rem;opacity:.8}svg{width:100%;height:auto}h1{font-size:1.5rem}"""
+INK, LINE = "#010203", "#010204"
+"""Stand for the page's colours of text and lines in a plot; no plot uses them otherwise."""
+WIDTH, HEIGHT = 4.9, 3.6
+"""Inches of a plot: at 10 points, text can be read where a telephone shrinks it and is not coarse in two columns."""
+STYLE = """:root{color-scheme:light dark;--ink:#1d2723;--soft:#5a6861;--paper:#fff;--line:#d5ddd8;--mine:#eef6f0}
+@media(prefers-color-scheme:dark){:root{--ink:#e3e9e5;--soft:#9fada6;--paper:#151a18;--line:#38423d;--mine:#1d2a23}}
+*{box-sizing:border-box}body{font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:64rem;margin:2rem auto;padding:0 1rem}
+h1{font-size:1.6rem;line-height:1.25;margin:0 0 .5rem}h2{font-size:1.15rem;margin:2.5rem 0 .5rem}
+p{margin:.5rem 0}h1 span{display:inline-block}.finding{font-size:1.1rem;max-width:48rem}
+.soft,small,figcaption{color:var(--soft)}.soft,figcaption,small{font-size:.875rem}.wide{overflow-x:auto}.wide+.soft{margin-top:1.5rem}
+table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}td,th{padding:.3rem .7rem;border-bottom:1px solid var(--line);text-align:right}
+.figures td,.figures th{white-space:nowrap}.figures tr>:first-child{position:sticky;left:0;background:var(--paper);white-space:normal;min-width:7.5rem}
+tr>:first-child{text-align:left;padding-left:.3rem}.figures .mine td,.figures .mine>:first-child{background:var(--mine)}.mine>:first-child{font-weight:600}
+.facts td{text-align:left;vertical-align:top;overflow-wrap:anywhere}.facts td:first-child{white-space:nowrap;color:var(--soft)}
+.plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,26rem),1fr));gap:2rem 1.5rem;margin-top:2rem}
+figure{margin:0}svg{width:100%;height:auto}svg text{font-family:system-ui,sans-serif!important}
+@media print{figure,table{break-inside:avoid}}"""
+
+Result = Mapping[str, Any]
+Plot = tuple[Callable[[Any], None], str, float]
+"""A drawing onto axes, its caption, and its height in inches."""
 
 
-def page(tree: TokenTree, results: Sequence[Mapping[str, Any]]) -> str:
+def page(tree: TokenTree, results: Sequence[Result]) -> str:
     """The report of `tree`; `results` are of `sequoia-plan bench`, the main one first, others at other temperatures after it."""
-    plots: list[tuple[Callable[[Any], None], str]] = [(lambda axes: _tree(tree, axes), "The tree: a node's area is its probability of being accepted.")]
-    plan = tree.plan
-    if plan.get("acceptance"):
-        plots += [
-            (lambda axes: _acceptance(plan["acceptance"], axes), "Acceptance by rank, and the power law through it."),
-            (lambda axes: _tokens(plan["acceptance"], axes), "Predicted tokens a step against size, for every shape of tree."),
-        ]
-    if plan.get("acceptance") and step_time(plan):
-        plots += [
-            (lambda axes: _latency(plan, axes), "Time of one pass against tokens in it."),
-            (lambda axes: _speed(tree, axes), "Predicted speed-up over size and depth; the star is this tree."),
-        ]
-    plots.append((lambda axes: _speedups(results, axes), "Measured speed-up over plain decoding, with its 95 % interval."))
-    figures = "".join(f"<figure>{_svg(plot, number)}<figcaption>{escape(text)}</figcaption></figure>" for number, (plot, text) in enumerate(plots))
-    tables = "".join(_table(result) for result in results)
-    facts = "".join(
-        f"<tr><td>{escape(str(role))}</td><td>{escape(', '.join(f'{k} {v}' for k, v in named.items()))}</td></tr>"
-        for role, named in (*results[0]["models"].items(), ("machine", results[0]["hardware"]))
-    )
-    title = f"sequoia-plan: {tree.size} nodes, depth {tree.depth}"
+    first, *others = results
+    names = [str(first["models"][role]["name"]) for role in ("target", "draft") if (first["models"].get(role) or {}).get("name")]
+    title = "Speculative decoding of " + " with ".join(names) if names else "Speculative decoding, measured"
+    # a line may end between names rather than within one
+    heading = "Speculative decoding of " + " with ".join(f"<span>{escape(name)}</span>" for name in names) if names else title
+    plots = "".join(f"<figure>{_svg(*plot, number)}<figcaption>{escape(plot[1])}</figcaption></figure>" for number, plot in enumerate(_plots(tree, results)))
+    more = "<h2>With other settings</h2>" + "".join(map(_table, others)) if others else ""
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{title}</title><style>{STYLE}</style></head><body><h1>{title}</h1>{tables}"
-        f'<div class="plots">{figures}</div><h2>What it was measured with</h2><div class="wide"><table>{facts}</table></div></body></html>\n'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><h1>{heading}</h1>"
+        f'<p class="finding">{escape(finding(first, others))}</p>{_table(first)}'
+        f'<p class="soft">Over plain: the median of the ratios prompt by prompt, and its 95 % interval. '
+        f"Predicted: from the profile that the tree was made of. Tokens/s: median and quartiles over prompts.</p>"
+        f'<div class="plots">{plots}</div>{more}<h2>What it was measured with</h2><div class="wide"><table class="facts">{_facts(tree, first)}</table></div>'
+        f"</body></html>\n"
     )
 
 
-def _table(result: Mapping[str, Any]) -> str:
-    settings = result["settings"]
-    chosen = ", ".join(f"{name} {value}" for name, value in settings["sampling"].items() if value is not None)
-    rows = []
-    for arm in result["contenders"].values():
-        rate, first, over, predicted = arm["tokens_per_second"], arm["first_token_seconds"], arm["speedup"].get("plain"), arm.get("predicted") or {}
-        cells = [arm["title"], f"{rate['median']:.1f} ({rate['low']:.1f} to {rate['high']:.1f})", f"{first['median'] * 1000:.0f} ms"]
-        cells += [_number(arm["tokens_per_step"]), _number(predicted.get("tokens_per_step"))]
-        cells += [f"{over['median']:.2f} ({over['interval_low']:.2f} to {over['interval_high']:.2f})" if over else "-", _number(predicted.get("speedup"))]
-        rows.append("".join(f"<td>{escape(cell)}</td>" for cell in cells))
-    names = ("", "tokens/s", "first token", "tokens a step", "predicted", "over plain", "predicted")
-    head = "".join(f"<th>{name}</th>" for name in names)
-    text = f"{chosen}; {settings['dtype']}; {settings['prompts']} held-out prompts of {settings['tokens']} new tokens. Quartiles over prompts; 95 % intervals."
-    return f'<p>{escape(text)}</p><div class="wide"><table><tr>{head}</tr>{"".join(f"<tr>{row}</tr>" for row in rows)}</table></div>'
+def _plots(tree: TokenTree, results: Sequence[Result]) -> list[Plot]:
+    """What can be drawn of what is known; the pair on top may be taller."""
+    plan, plots = tree.plan, list[Plot]()
+    tall = HEIGHT
+    if names := compared(results):
+        tall = max(HEIGHT, 0.9 + len(names) * max(0.36, 0.16 * len(results)))
+        text = "Measured speed-up over plain decoding with its 95 % interval" + ("; a diamond is the predicted one." if promised(results) else ".")
+        plots.append((lambda axes: speedups_panel(results, axes), text, tall))
+    if tree.size > 1:
+        plots.append((lambda axes: panels.tree_panel(tree, axes), "The tree. A node's area and shade are its probability of being accepted.", tall))
+    if acceptance := plan.get("acceptance"):
+        text = "Predicted tokens a step against size, for every shape of tree at its best."
+        plots.append((lambda axes: panels.tokens_panel(tree, axes), text, HEIGHT))
+        trials = plan.get("trials") or 0
+        text = "Acceptance by rank" + (", and the power law through it. Ranks that were never accepted are not shown." if np.size(acceptance) > 1 else ".")
+        plots.append((lambda axes: panels.acceptance_panel(acceptance, axes, trials), text, HEIGHT))
+    if acceptance and step_time(plan):
+        text = "Predicted speed-up of the best tree of each size and depth. The star is this tree."
+        plots.append((lambda axes: panels.speed_panel(tree, axes), text, HEIGHT))
+        context = plan["latency"].get("context")
+        text = "Median time of one pass against the tokens in it" + (f", with {context} in the KV cache." if context else ".")
+        plots.append((lambda axes: panels.latency_panel(tree, axes), text, HEIGHT))
+    return plots
 
 
-def _svg(plot: Callable[[Any], None], number: int) -> str:
-    """One plot, its text and axes in the page's colour."""
+def _table(result: Result) -> str:
+    columns, rows = table(result, ["plain"] if "plain" in result["contenders"] else [])
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    body = ""
+    for name, cells in zip(result["contenders"], rows, strict=True):
+        # what is in brackets after a figure is its spread
+        figures = "".join(f"<td>{escape(cell).replace('(', '<small>').replace(')', '</small>')}</td>" for cell in cells[1:])
+        mine = ' class="mine"' if name in OURS else ""
+        body += f"<tr{mine}><td>{escape(cells[0])}</td>{figures}</tr>"
+    return f'<p class="soft">{escape(settings_text(result))}</p><div class="wide"><table class="figures"><tr>{head}</tr>{body}</table></div>'
+
+
+def _facts(tree: TokenTree, result: Result) -> str:
+    """Models, machine and tree, a row each."""
+    plan = tree.plan
+    rows = {role: _listed(named) for role, named in sorted(result["models"].items(), reverse=True)}
+    rows["machine"] = _listed(result["hardware"])
+    rows["tree"] = f"{tree.size} node{'s' * (tree.size > 1)}, depth {tree.depth}, level widths {' '.join(map(str, tree.level_widths))}"
+    rows["made by"] = ", ".join(f"{name}{plan[key]}" for key, name in (("tool", ""), ("solver", "solver "), ("objective", "objective ")) if plan.get(key))
+    return "".join(f"<tr><td>{escape(role)}</td><td>{escape(text)}</td></tr>" for role, text in rows.items() if text)
+
+
+def _listed(named: Mapping[str, Any]) -> str:
+    """The name first, then every other fact after its own."""
+    facts = [str(named["name"])] if named.get("name") else []
+    return ", ".join(facts + [f"{key} {value:,}" if key == "parameters" else f"{key} {value}" for key, value in named.items() if key != "name"])
+
+
+def _svg(plot: Callable[[Any], None], text: str, height: float, number: int) -> str:
+    """One plot, its text and axes in the page's colours."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    colours = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
-    style = {"svg.fonttype": "none", "svg.hashsalt": f"plot {number}", "axes.spines.top": False, "axes.spines.right": False, "font.size": 11}
-    with matplotlib.rc_context(colours | style | {"font.family": "sans-serif", "axes.facecolor": "none", "legend.frameon": False}):
-        figure = Figure(figsize=(6.2, 4.2), layout="constrained")
+    style = panels.style(INK, LINE, f"plot {number}") | {"svg.fonttype": "none", "axes.facecolor": "none", "font.size": 10}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
         plot(figure.add_subplot())
         picture = io.StringIO()
-        figure.savefig(picture, format="svg", transparent=True, metadata={"Date": None})
-    text = picture.getvalue()
-    return text[text.index("<svg") :].replace(INK, "currentColor")
-
-
-def _acceptance(acceptance: Any, axes: Any) -> None:
-    rows = np.atleast_2d(np.asarray(acceptance, float))
-    for level, row in enumerate(rows):
-        ranks = np.flatnonzero(row > 0) + 1
-        axes.plot(ranks, row[ranks - 1], "o-", markersize=4, color=COLOURS[level % len(COLOURS)], label=f"level {level}" if len(rows) > 1 else "measured")
-    ranks = np.flatnonzero(rows[0] > 0) + 1
-    if ranks.size > 1:
-        slope, start = np.polyfit(np.log(ranks), np.log(rows[0][ranks - 1]), 1)
-        axes.plot(ranks, np.exp(start) * ranks**slope, "--", color=COLOURS[-1], label=f"rank^{slope:.2f}")
-    axes.set(xscale="log", yscale="log", xlabel="rank", ylabel="probability of being the one accepted")
-    axes.legend()
-
-
-def _tokens(acceptance: Any, axes: Any) -> None:
-    depth = 12
-    shapes = {"chain": ["chain"], "k chains, best k": [f"chains:{k}" for k in (2, 4, 8)], "complete k-ary, best k": [f"k-ary:{k}" for k in (2, 3, 4)]}
-    ours = []
-    for size in SIZES:
-        try:
-            ours.append(solve(acceptance, size, depth if size > 1 else 1, objective="tokens").expected_tokens)
-        except SequoiaPlanError:  # a vector so short that no larger tree fits
-            break
-    axes.plot(SIZES[: len(ours)], ours, "o-", markersize=4, color=COLOURS[0], label="best tree")
-    for (label, names), colour in zip(shapes.items(), COLOURS[1:], strict=False):
-        best = [max(expected_tokens(baseline(name, size, depth), acceptance) for name in names) for size in SIZES]
-        axes.plot(SIZES, np.maximum.accumulate(best), color=colour, label=label)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-    axes.set(xlabel="nodes", ylabel="tokens a step, predicted")
-    axes.legend()
-
-
-def _latency(plan: Mapping[str, Any], axes: Any) -> None:
-    for name, colour in zip(("target", "draft"), COLOURS, strict=False):
-        points = sorted(dict(plan["latency"][name]).items())
-        axes.plot([int(n) for n, _ in points], [1000 * seconds for _, seconds in points], "o-", markersize=4, color=colour, label=name)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-    axes.set(xlabel="tokens in the pass", ylabel="milliseconds, median", ylim=(0, None))
-    axes.legend()
-
-
-def _speed(tree: TokenTree, axes: Any) -> None:
-    times = step_time(tree.plan)
-    assert times is not None
-    sizes = [size for size in SIZES if size <= times.largest()]
-    depths = range(1, max(8, tree.depth + 2))
-    speeds = np.full((len(depths), len(sizes)), np.nan)
-    for row, depth in enumerate(depths):
-        for column, size in enumerate(sizes):
-            try:
-                found = solve(tree.plan["acceptance"], size, depth, objective="tokens").tree
-            except SequoiaPlanError:  # no tree of that size is so flat
-                continue
-            speeds[row, column] = expected_tokens(found, tree.plan["acceptance"]) * times.plain() / times.step(found)
-    image = axes.imshow(np.ma.masked_invalid(speeds), origin="lower", aspect="auto", cmap="viridis")
-    axes.figure.colorbar(image, ax=axes, label="speed-up")
-    axes.plot(np.interp(tree.size, sizes, range(len(sizes))), tree.depth - 1, marker="*", markersize=16, color="#e4495b", markeredgecolor="white")
-    axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
-    axes.set_yticks(range(len(depths)), [str(depth) for depth in depths])
-    axes.set(xlabel="nodes", ylabel="depth (levels), at most")
-
-
-def _speedups(results: Sequence[Mapping[str, Any]], axes: Any) -> None:
-    titles = list(dict.fromkeys(arm["title"] for result in results for arm in result["contenders"].values() if "plain" in arm["speedup"]))
-    height = 0.8 / len(results)
-    for number, result in enumerate(results):
-        colour = COLOURS[number % len(COLOURS)]
-        for arm in result["contenders"].values():
-            if ratio := arm["speedup"].get("plain"):
-                place = titles.index(arm["title"]) + (number - (len(results) - 1) / 2) * height
-                span = [[max(0.0, ratio["median"] - ratio["interval_low"])], [max(0.0, ratio["interval_high"] - ratio["median"])]]
-                axes.barh(place, ratio["median"], height, xerr=span, color=colour, error_kw={"ecolor": INK, "elinewidth": 1})
-        axes.barh(0, 0, color=colour, label=f"temperature {result['settings']['sampling']['temperature']}")
-    axes.axvline(1, color=INK, linewidth=0.8)
-    axes.set_yticks(range(len(titles)), titles)
-    axes.invert_yaxis()
-    axes.set_xlabel("times plain decoding")
-    axes.legend()
-
-
-def _tree(tree: TokenTree, axes: Any) -> None:
-    values = node_values(tree, tree.plan["acceptance"]) if tree.plan.get("acceptance") else np.ones(tree.size)
-    across, stack, leaf = np.zeros(tree.size), [0], 0
-    while stack:  # leaves side by side, in preorder
-        node = stack.pop()
-        first, count = int(tree.first_child[node]), int(tree.child_count[node])
-        across[node], leaf = leaf, leaf + (count == 0)
-        stack.extend(range(first + count - 1, first - 1, -1))
-    for node in range(tree.size - 1, -1, -1):  # a parent above the middle of its children
-        first, count = int(tree.first_child[node]), int(tree.child_count[node])
-        across[node] = (across[first] + across[first + count - 1]) / 2 if count else across[node]
-    for node in range(1, tree.size):
-        parent = tree.parents[node]
-        axes.plot(across[[node, parent]], [-tree.position_ids[node], -tree.position_ids[parent]], color=COLOURS[-1], linewidth=0.8, zorder=1)
-    axes.scatter(across, -tree.position_ids, s=10 + 200 * values, color=COLOURS[0], zorder=2)
-    axes.set_yticks(range(0, -tree.depth, -1), [str(level) for level in range(tree.depth)])
-    axes.set_ylabel("tokens after the root")
-    axes.set_xticks([])
-    axes.spines[:].set_visible(False)
-    axes.margins(0.06)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+        figure.savefig(picture, format="svg", transparent=True, dpi=200, metadata={"Date": None})
+    drawn = picture.getvalue().replace(INK, "currentColor").replace(LINE, "var(--line)")
+    return drawn[drawn.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{escape(text)}"', 1)

@@ -1,36 +1,124 @@
-"""What bench found, for the terminal."""
+"""What bench found, in words and as a table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+OURS = {"sequoia": "sequoia", "traversal": "traversal", "top-k": "topk"}
+"""The contenders that decode with the tree under test, and the verifier of each."""
+WIDE = 130
+"""Columns of a terminal that hold the whole table."""
 
-def print_table(result: Mapping[str, Any]) -> None:
-    """Measured and predicted figures of every contender, side by side."""
+Result = Mapping[str, Any]
+
+
+def finding(result: Result, others: Sequence[Result] = ()) -> str:
+    """What to take from bench: the tree's measured speed-up with its interval, the predicted one, and whoever was faster.
+
+    `others` are runs with other settings, of which one clause each is said.
+    """
+    tree, arms = result["tree"], result["contenders"]
+    compared = {name: arm["speedup"]["plain"] for name, arm in arms.items() if name != "plain" and "plain" in arm["speedup"]}
+    mine = {name: compared[name] for name in OURS if name in compared}
+    if tree["size"] == 1:
+        return "Recommended is plain decoding: the tree has one node, so nothing is speculated." + _faster(arms, compared, 1.0)
+    if not mine:
+        return f"The tree has {tree['size']} nodes and depth {tree['depth']}; its speed-up over plain decoding was not measured."
+    best = max(mine, key=lambda name: mine[name]["median"])
+    ratio, predicted = mine[best], arms[best].get("predicted") or {}
+    faster = _faster(arms, compared, max(1.0, ratio["median"]))
+    shape = f"tree of {tree['size']} nodes and depth {tree['depth']}, verified with {OURS[best]}"
+    measured = f"{ratio['median']:.2f} times the speed of plain decoding at {sampling_text(result)} (95 % interval {ratio['interval_low']:.2f} to "
+    measured += f"{ratio['interval_high']:.2f}" + (f"; predicted {predicted['speedup']:.2f})" if predicted.get("speedup") else ")")
+    if ratio["interval_high"] < 1:
+        return f"Recommended is plain decoding: the {shape}, reaches {measured}.{faster}"
+    text = "No gain is certain with the" if ratio["interval_low"] <= 1 else "Not the fastest is the" if faster else "Recommended is the"
+    text += f" {shape}: {measured}"
+    for label, other in list(zip(told_apart([result, *others]), [result, *others], strict=True))[1:]:
+        there = other["contenders"].get(best, {}).get("speedup", {}).get("plain")
+        # greedy decoding leaves out verifiers that are then equal to sequoia
+        there = there or other["contenders"].get("sequoia", {}).get("speedup", {}).get("plain")
+        text += f"; {there['median']:.2f} at {label}" if there else ""
+    return f"{text}.{faster}"
+
+
+def _faster(arms: Mapping[str, Any], compared: Mapping[str, Any], than: float) -> str:
+    name = max(compared, key=lambda name: compared[name]["median"], default=None)
+    if name is None or name in OURS or compared[name]["median"] <= than:
+        return ""
+    return f" Faster was {arms[name]['title']}: {compared[name]['median']:.2f} times plain decoding."
+
+
+def sampling_text(result: Result) -> str:
+    """The temperature, and what else differs from plain sampling; the verifier is each contender's own."""
+    chosen = {name: value for name, value in result["settings"]["sampling"].items() if name != "verifier"}
+    neutral: dict[str, Any] = {"top_p": 1, "top_k": 0, "min_p": 0}
+    kept = [
+        f"{name.replace('_', '-' if name[:3] in ('top', 'min') else ' ')} {value:g}" for name, value in chosen.items() if value not in (None, neutral.get(name))
+    ]
+    return ", ".join(kept)
+
+
+def settings_text(result: Result) -> str:
+    """Everything a run was made with, but models and machine."""
+    settings, tree = result["settings"], result["tree"]
+    shape = f"tree of {tree['size']} nodes, depth {tree['depth']}" if tree["size"] > 1 else "no tree"
+    run = f"{settings['prompts']} held-out prompts, {settings['tokens']} new tokens each; {shape}"
+    return f"{sampling_text(result)}; {settings['dtype']}; {run}"
+
+
+def told_apart(results: Sequence[Result]) -> list[str]:
+    """A short name of each run: its sampling, and its tree where the runs have different ones."""
+    texts = [sampling_text(result) for result in results]
+    trees = [f"{result['tree']['size']} nodes, depth {result['tree']['depth']}" for result in results]
+    return texts if len(set(trees)) == 1 else [f"{text} ({tree})" for text, tree in zip(texts, trees, strict=True)]
+
+
+def table(result: Result, over: Sequence[str] = ("plain",), brief: bool = False) -> tuple[list[str], list[list[str]]]:
+    """Column titles and rows of cells; what is predicted stands to the right of what was measured.
+
+    Args:
+        over: the contenders that speed-ups are given over.
+        brief: without quartiles and first tokens.
+    """
+    columns = [""]
+    for name in over:
+        columns += [f"over {name}"] + ["predicted"] * (name == "plain")
+    columns += ["tokens a step", "predicted", "tokens/s", *([] if brief else ["first token"])]
+    rows = []
+    for name, arm in result["contenders"].items():
+        rate, predicted, cells = arm["tokens_per_second"], arm.get("predicted") or {}, [arm["title"]]
+        for other in over:
+            ratio = arm["speedup"][other]
+            cells.append("1" if name == other else f"{ratio['median']:.2f}x ({ratio['interval_low']:.2f}-{ratio['interval_high']:.2f})")
+            cells += [_number(None if name == other else predicted.get("speedup"), "x")] if other == "plain" else []
+        cells += [_number(arm["tokens_per_step"]), _number(predicted.get("tokens_per_step"))]
+        cells += [f"{rate['median']:.1f}" + ("" if brief else f" ({rate['low']:.1f}-{rate['high']:.1f})")]
+        rows.append(cells + ([] if brief else [f"{arm['first_token_seconds']['median'] * 1000:.0f} ms"]))
+    return columns, rows
+
+
+def print_table(result: Result) -> None:
+    """Measured and predicted figures of every contender side by side, fewer of them where the terminal is narrow."""
     from rich.console import Console
     from rich.table import Table
 
-    settings, tree = result["settings"], result["tree"]
-    chosen = [f"{name} {value}" for name, value in settings["sampling"].items() if value not in (None, 0, 1) or name == "temperature"]
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(highlight=False, width=140)
-    console.print(f"{', '.join(chosen[:-1])}; {settings['dtype']}, {settings['prompts']} prompts x {settings['tokens']} tokens", end="; ")
-    console.print(f"tree of {tree['size']} nodes, depth {tree['depth']}")
-    over = [name for name in ("plain", "generate") if name in result["contenders"]]
-    table = Table(box=None, pad_edge=False)
-    columns = ["", "tokens/s", "first token", "tokens a step", "predicted", *(f"over {name}" for name in over)]
-    for column in columns + ["predicted"] * ("plain" in over):
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    for arm in result["contenders"].values():
-        rates, predicted = arm["tokens_per_second"], arm.get("predicted") or {}
-        cells = [arm["title"], f"{rates['median']:.1f} ({rates['low']:.1f}-{rates['high']:.1f})", f"{arm['first_token_seconds']['median'] * 1000:.0f} ms"]
-        cells += [_number(arm["tokens_per_step"]), _number(predicted.get("tokens_per_step"))]
-        for ratio in (arm["speedup"][name] for name in over):
-            cells.append(f"{ratio['median']:.2f}x ({ratio['interval_low']:.2f}-{ratio['interval_high']:.2f})")
-        table.add_row(*cells, *([_number(predicted.get("speedup"), "x")] if "plain" in over else []))
-    console.print(table)
-    console.print("tokens/s: median and quartiles over prompts; over ...: median of ratios prompt by prompt, and its 95 % interval")
+    brief = console.width < WIDE
+    over = [name for name in (("plain",) if brief else ("plain", "generate")) if name in result["contenders"]]
+    columns, rows = table(result, over, brief)
+    console.print(settings_text(result), markup=False)
+    drawn = Table(box=None, pad_edge=False)
+    for column in columns:
+        drawn.add_column(column.replace("tokens a step", "tokens\na step"), justify="right" if column else "left", no_wrap=bool(column))
+    for row in rows:
+        drawn.add_row(*row)
+    console.print(drawn)
+    rates = "tokens/s: median over prompts" + ("" if brief else " and quartiles")
+    console.print(f"over {' and '.join(over)}: median of ratios prompt by prompt and its 95 % interval; {rates}" if over else rates)
+    console.print(finding(result), markup=False)
 
 
 def _number(value: float | None, unit: str = "") -> str:

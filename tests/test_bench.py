@@ -17,7 +17,8 @@ from sequoia_plan.artifacts import ArgumentError, TokenTree, save_tree
 from sequoia_plan.planner import cli
 from sequoia_plan.planner.contenders import arms, predicted
 from sequoia_plan.planner.objective import expected_tokens
-from sequoia_plan.planner.page import INK, page
+from sequoia_plan.planner.page import INK, LINE, page
+from sequoia_plan.planner.report import finding, print_table, told_apart
 from sequoia_plan.profiler.bench import TITLES, Run, bench, contenders, full_width, summary
 from sequoia_plan.runtime import Pair, Sampling
 
@@ -131,12 +132,16 @@ def test_predictions_are_the_plans():
     assert predicted(found["chains"], TREE.plan) == predicted(found["top-k"], TREE.plan) == {"tokens_per_step": None, "speedup": None}
     assert predicted(found["sequoia"], {"acceptance": [0.5, 0.25]}) == {"tokens_per_step": ours["tokens_per_step"], "speedup": None}
     assert predicted(found["sequoia"], {})["tokens_per_step"] is None
+    warm = TREE.plan | {"settings": {"temperature": 0.6, "top_p": 0.9, "verifier": "sequoia"}}
+    assert predicted(found["sequoia"], warm, {"temperature": 0.6, "top_p": 0.9, "top_k": 0, "verifier": "traversal"}) == ours
+    assert predicted(found["sequoia"], warm, {"temperature": 0.6, "top_p": 1.0}) == {"tokens_per_step": None, "speedup": None}
+    assert predicted(found["plain"], warm, {"temperature": 0.0}) == {"tokens_per_step": 1.0, "speedup": 1.0}
 
 
 def check_page(text, plots):
     """One file that needs nothing else, its plots in the page's own colours, every id unique and every tag closed."""
     assert text.count("<svg") == text.count("</svg>") == text.count("<figure>") == plots
-    assert INK not in text and "currentColor" in text and "prefers-color-scheme:dark" in text
+    assert INK not in text and LINE not in text and "currentColor" in text and "prefers-color-scheme:dark" in text
     links = {link for link in re.findall(r'(?:href|src)="([^"]*)"|url\(([^)]*)\)', text) for link in link if link}
     assert all(link.startswith(("#", "data:")) for link in links)
     ids = re.findall(r' id="([^"]*)"', text)
@@ -147,21 +152,70 @@ def check_page(text, plots):
         ElementTree.fromstring(svg)
 
 
-def test_a_page_says_what_it_knows():
-    """Without acceptance there is the tree and the speed-ups; text from files is never markup."""
-    figures = summary({"plain": [Run(4, 3, 2.0, 1, 1.0)], "sequoia": [Run(4, 2, 1.0, 1, 0.5)]})
+def figures_of(tree, sampling=None, **speedups):
+    """bench's result with these speed-ups over plain decoding, each with an interval of 0.1 to both sides."""
+    runs = {name: [Run(4, 3, 2.0, 1, 1.0)] for name in ("plain", *speedups)}
     result = {
-        "settings": {"sampling": Sampling().settings(), "dtype": "float32", "prompts": 1, "tokens": 4},
+        "settings": {"sampling": (sampling or Sampling()).settings(), "dtype": "float32", "prompts": 1, "tokens": 4},
         "models": {"target": {"name": "<script>alert(1)</script>"}},
         "hardware": {},
-        "tree": {},
-        "contenders": figures,
+        "tree": {"size": tree.size, "depth": tree.depth},
+        "contenders": summary(runs),
     }
+    for name, ratio in speedups.items():
+        result["contenders"][name]["speedup"]["plain"] |= {"median": ratio, "interval_low": ratio - 0.1, "interval_high": ratio + 0.1}
+    return result
+
+
+def test_a_page_says_what_it_knows():
+    """Without acceptance there is the tree and the speed-ups; text from files is never markup."""
+    result = figures_of(TREE, sequoia=1.5)
     text = page(TokenTree(TREE.parents), [result])
     check_page(text, plots=2)
     assert "<script" not in text and "&lt;script&gt;" in text
     assert "our tree, Sequoia" in text and page(TokenTree(TREE.parents), [result]) == text
-    check_page(page(TokenTree.from_parents([-1, 0], {"acceptance": [0.5]}), [result]), plots=4)
+    assert "1.50x <small>1.40-1.60</small>" in text and finding(result) in text
+    with_rank = TokenTree.from_parents([-1, 0], {"acceptance": [0.5], "trials": 90})
+    text = page(with_rank, [result])
+    check_page(text, plots=4)
+    assert "power law" not in text
+    by_level = TokenTree(TREE.parents, TREE.plan | {"acceptance": [[0.6, 0.2], [0.5, 0.0], [0.3, 0.3]]})
+    text = page(by_level, [result, figures_of(TREE, Sampling(0.6), sequoia=1.2, traversal=1.3)])
+    check_page(text, plots=6)
+    assert all(f"children of level {level}" in text for level in range(3)) and "power law: rank^-1.58" in text
+    alone = page(TokenTree.from_parents([-1], TREE.plan), [figures_of(TokenTree.chain(1))])
+    check_page(alone, plots=4)
+    assert "nothing is speculated" in alone
+
+
+def test_what_bench_found_in_a_sentence():
+    """Who wins, and by how much, is said as it was measured."""
+    good = figures_of(TREE, sequoia=1.5, traversal=1.6, generate=0.8)
+    good["contenders"]["traversal"]["predicted"] = {"tokens_per_step": 2.0, "speedup": 1.55}
+    warm = figures_of(TREE, Sampling(0.6, 0.9), sequoia=1.3)
+    text = finding(good, [warm])
+    assert text.startswith("Recommended is the tree of 7 nodes and depth 4, verified with traversal: 1.60 times the speed of plain decoding at temperature 0 ")
+    assert text.endswith("(95 % interval 1.50 to 1.70; predicted 1.55); 1.30 at temperature 0.6, top-p 0.9.")
+    beaten = finding(figures_of(TREE, sequoia=1.5, lookup=1.7))
+    assert beaten.startswith("Not the fastest is the tree") and beaten.endswith("Faster was Hugging Face prompt lookup: 1.70 times plain decoding.")
+    assert finding(figures_of(TREE, sequoia=1.05)).startswith("No gain is certain")
+    assert finding(figures_of(TREE, sequoia=0.8)).startswith("Recommended is plain decoding: the tree")
+    assert "Faster was chain" in finding(figures_of(TREE, sequoia=0.8, chain=1.2))
+    assert "was not measured" in finding(figures_of(TREE, chain=1.2))
+    apart = told_apart([good, figures_of(TokenTree.chain(1))])
+    assert apart == ["temperature 0 (7 nodes, depth 4)", "temperature 0 (1 nodes, depth 1)"]
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_the_table_fits_the_terminal(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    result = figures_of(TREE, **dict.fromkeys(TITLES, 1.5))
+    print_table(result)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    assert max(map(len, lines)) <= columns
+    assert not any("…" in line for line in lines) and sum("1.50x (1.40-1.60)" in line for line in lines) == len(TITLES) - 1
+    assert any("first token" in line for line in lines) == (columns == 140)
 
 
 def test_the_command(models, tmp_path, monkeypatch):
@@ -180,6 +234,7 @@ def test_the_command(models, tmp_path, monkeypatch):
     assert answer["contenders"]["sequoia"]["predicted"]["tokens_per_step"] == expected_tokens(TREE, [0.5, 0.25])
     text = CliRunner().invoke(cli.main, arguments).stdout
     assert "our tree, Sequoia" in text and "Hugging Face generate" in text and "over plain" in text
+    assert "tree of 7 nodes" in text and "plain decoding" in text
     warm = [*arguments, "--temperature", "0.8", "--with", "found.json", "--report", "page.html", "--json"]
     assert CliRunner().invoke(cli.main, warm).exit_code == 0
     check_page((tmp_path / "page.html").read_text(), plots=6)

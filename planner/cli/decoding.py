@@ -129,7 +129,7 @@ def bench(
     with progress("bench", len(held_out)) as advance:
         figures = summary(run(decoders, held_out, advance))
     for name, found in figures.items():
-        found["predicted"] = predicted(trees[name], tree.plan) if name in trees else None
+        found["predicted"] = predicted(trees[name], tree.plan, sampling.settings()) if name in trees else None
     shape = {"size": tree.size, "depth": tree.depth, "level_widths": tree.level_widths.tolist()}
     result = settings_and_hardware(pair, sampling, len(held_out), tokens) | {"tree": shape, "contenders": figures}
     if output:

@@ -1,0 +1,54 @@
+"""The drawing of what bench measured: every contender's speed-up, beside the predicted one."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+
+from sequoia_plan.planner.panels import AMBER, BLUE, GREEN, PURPLE, RED
+from sequoia_plan.planner.report import OURS, told_apart
+
+
+def speedups_panel(results: Sequence[Mapping[str, Any]], axes: Any) -> None:
+    """Measured speed-up over plain decoding with its interval, beside the predicted one, for every contender and run."""
+    from matplotlib import rcParams
+
+    names = compared(results)
+    titles = {name: arm["title"] for result in results for name, arm in result["contenders"].items()}
+    ink, apart = rcParams["text.color"], min(0.24, 0.8 / len(results))
+    warmer = sorted(zip(told_apart(results), results, strict=True), key=lambda each: each[1]["settings"]["sampling"]["temperature"])
+    for number, ((label, result), colour) in enumerate(zip(warmer, cycle((BLUE, AMBER, RED, PURPLE, GREEN)), strict=False)):
+        mine = [name for name in names if "plain" in result["contenders"].get(name, {}).get("speedup", {})]
+        places = np.array([names.index(name) + (number - (len(results) - 1) / 2) * apart for name in mine])
+        ratios = [result["contenders"][name]["speedup"]["plain"] for name in mine]
+        middle, low, high = (np.array([ratio[key] for ratio in ratios]) for key in ("median", "interval_low", "interval_high"))
+        reach = np.maximum(0, [middle - low, high - middle])
+        axes.errorbar(middle, places, xerr=reach, fmt="o", color=colour, markersize=5, elinewidth=1.6, capsize=2.5, label=label)
+        predicted = np.array([(result["contenders"][name].get("predicted") or {}).get("speedup") or np.nan for name in mine])
+        axes.plot(predicted, places, "D", markersize=5, markerfacecolor="none", markeredgecolor=colour)
+    if promised(results):
+        axes.plot([], [], "D", markersize=5, markerfacecolor="none", markeredgecolor=ink, label="predicted")
+    axes.axvline(1, color=ink, linewidth=0.8)
+    axes.set_yticks(range(len(names)), [textwrap.fill(titles[name], 20, max_lines=2, placeholder=" ...") for name in names])
+    for name, text in zip(names, axes.get_yticklabels(), strict=True):
+        text.set_fontweight("bold" if name in OURS else "normal")
+    axes.set(ylim=(len(names) - 0.5, -0.5), xlabel="times plain decoding")
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", linewidth=0.8)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
+
+
+def compared(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The contenders set against plain decoding in any of the runs, in bench's order."""
+    fullest = sorted(results, key=lambda result: -len(result["contenders"]))
+    return list(dict.fromkeys(name for result in fullest for name, arm in result["contenders"].items() if name != "plain" and "plain" in arm["speedup"]))
+
+
+def promised(results: Sequence[Mapping[str, Any]]) -> bool:
+    """Was any of their speed-ups predicted?"""
+    arms = [result["contenders"].get(name) or {} for result in results for name in compared(results)]
+    return any((arm.get("predicted") or {}).get("speedup") for arm in arms)
