@@ -80,10 +80,11 @@ def timed(device: torch.device, run: Callable[[], T]) -> tuple[T, float]:
     """What `run` returns, and the seconds until all of its work is done; on CUDA by the device's own clock."""
     if device.type == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(device)
         torch.cuda.synchronize(device)
-        begin.record()
+        begin.record(stream)
         result = run()
-        end.record()
+        end.record(stream)
         end.synchronize()
         return result, begin.elapsed_time(end) / 1000
     started = time.perf_counter()

@@ -25,18 +25,19 @@ class Graphs:
     """Functions on one CUDA device, captured when they are first called and replayed from then on: one graph for each key.
 
     A graph reads and writes the memory that it was captured with: what goes in must lie in tensors that stay, and `clear` must
-    follow when any of them is allocated anew. What a function returned is overwritten when it is replayed. A function that cannot be
-    captured, as when it waits for the device, runs as it is, with a warning. All graphs share one pool: only one runs at a time.
+    follow when any of them is allocated anew. What a function returned is overwritten when it is replayed. Once a function cannot be
+    captured, as when it waits for the device, all run as they are, with a warning. All graphs share one pool: only one runs at a time.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
+        self.possible = True
         self.clear()
 
     def clear(self) -> None:
         """Forget every graph."""
-        self.graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph | None, Any]] = {}
+        self.graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self.pool = torch.cuda.graph_pool_handle()  # PyTorch takes no further graph into a pool that has lost its last one
 
     def __call__(self, key: Hashable, run: Callable[[], T], changed: Sequence[Tensor] = ()) -> T:
@@ -45,16 +46,16 @@ class Graphs:
         Args:
             changed: what `run` both reads and changes; put back after each run that only prepares the capture.
         """
-        if key not in self.graphs:
+        if self.possible and key not in self.graphs:
             with torch.cuda.device(self.device):
-                self.graphs[key] = self._capture(run, changed)
-        graph, result = self.graphs[key]
-        if graph is None:
+                self._capture(key, run, changed)
+        if not self.possible:
             return run()
+        graph, result = self.graphs[key]
         graph.replay()
         return result
 
-    def _capture(self, run: Callable[[], T], changed: Sequence[Tensor]) -> tuple[torch.cuda.CUDAGraph | None, T | None]:
+    def _capture(self, key: Hashable, run: Callable[[], Any], changed: Sequence[Tensor]) -> None:
         before = [tensor.clone() for tensor in changed]
         here, waiting = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
 
@@ -74,16 +75,16 @@ class Graphs:
                     torch.cuda.set_sync_debug_mode(waiting)
                 with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                     result = run()
-            return graph, result
+            self.graphs[key] = graph, result
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            self.possible = False
             here.wait_stream(self.stream)
             for tensor, value in zip(changed, before, strict=True):
                 tensor.copy_(value)
             reason = str(error).strip().split("\n")[0]
-            warnings.warn(f"cannot be captured as a CUDA graph, so it runs slower, kernel by kernel: {reason:.200}", stacklevel=4)
-            return None, None
+            warnings.warn(f"a step cannot be captured as a CUDA graph and runs slower, kernel by kernel: {reason:.200}", stacklevel=4)
         finally:
             torch.cuda.set_sync_debug_mode(waiting)
             here.wait_stream(self.stream)

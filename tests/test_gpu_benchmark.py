@@ -23,18 +23,19 @@ def gpu():
     return module
 
 
-def test_parts_on_tiny_models(gpu, tmp_path, monkeypatch):
-    """One part to the end, one that fails, one that would start too late; each is in the file."""
-    kept = dict(gpu.PARTS)
-    late = {"late": (1e9, lambda run: pytest.fail("started"))}
-    broken = {"broken": (0.0, lambda run: 1 / 0)}
-    monkeypatch.setattr(gpu, "PARTS", {**broken, "llama-2-7b": (0.0, kept["llama-2-7b"][1]), **late})
+def run(gpu, monkeypatch, output, parts, *arguments):
+    """The script's exit code and what it wrote."""
+    monkeypatch.setattr(gpu, "PARTS", parts)
     monkeypatch.setattr(gpu, "QUICK", replace(gpu.QUICK, largest=4, copied=1 << 16))
-    assert gpu.main(["--device", "cpu", "--quick", "--minutes", "0.5", "-o", str(tmp_path / "out/gpu.json")]) == 1
-    report = json.loads((tmp_path / "out/gpu.json").read_text())
-    assert report["parts"]["broken"]["error"] == "ZeroDivisionError: division by zero"
-    assert report["parts"]["late"] == {"skipped": "out of time"}
-    found = report["parts"]["llama-2-7b"]
+    code = gpu.main(["--device", "cpu", "--quick", "-o", str(output), *arguments])
+    return code, json.loads(output.read_text())["parts"]
+
+
+def test_a_part_that_fails_and_one_that_does_not(gpu, tmp_path, monkeypatch):
+    parts = {"broken": (1.0, lambda run: 1 / 0), "llama-2-7b": gpu.PARTS["llama-2-7b"]}
+    code, found = run(gpu, monkeypatch, tmp_path / "out/gpu.json", parts)
+    assert code == 1 and found["broken"]["error"] == "ZeroDivisionError: division by zero"
+    found = found["llama-2-7b"]
     assert "error" not in found, found
     assert [*found["latency"]["target"]] == [*found["latency"]["draft"]] == ["1", "2", "3", "4"]
     assert found["plain"]["draft"] == 0 < found["bandwidth"]["share_of_copy"]
@@ -47,6 +48,12 @@ def test_parts_on_tiny_models(gpu, tmp_path, monkeypatch):
         assert tree["projected"]["tokens_per_second"] * tree["step_seconds"]["measured"] == pytest.approx(tree["projected"]["expected_tokens"])
         assert tree["overhead_share"] == pytest.approx(1 - tree["step_seconds"]["sum_of_passes"] / tree["step_seconds"]["measured"])
     assert {*found["trees"]} == {"sequoia-example", "llama3-70b-8b-cnn"}
+
+
+def test_parts_that_would_start_too_late_are_skipped(gpu, tmp_path, monkeypatch):
+    parts = dict.fromkeys(gpu.PARTS, (1.0, lambda run: pytest.fail("started")))
+    code, found = run(gpu, monkeypatch, tmp_path / "gpu.json", parts, "--minutes", "0")
+    assert code == 0 and found == {name: {"skipped": "out of time"} for name in gpu.PARTS}
 
 
 def test_shapes_have_the_parameters_that_are_published(gpu):
