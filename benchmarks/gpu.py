@@ -74,7 +74,7 @@ class Scale:
         texts, prompts, tokens: prompts profiled, held-out prompts decoded, new tokens of each.
         precision: of the acceptance, see `measure_acceptance`.
         latency_seconds, rounds: for repeating latencies and breakdowns.
-        largest: nodes of the largest tree timed at random weights.
+        largest: nodes of the largest tree that is timed.
         copied: bytes of the copy that memory bandwidth is measured with.
         targets, draft: shapes.
     """
@@ -135,7 +135,7 @@ def embedded(device: torch.device, packed: bool = True) -> Pair:
 def real_pair(run: Run, sampling: Sampling) -> dict[str, Any]:
     """The embedded pair end to end: profile, solve, decode side by side, the parts of a step."""
     scale, pair = run.scale, embedded(run.device)
-    work = {"precision": scale.precision, "tokens_per_prompt": min(scale.tokens, 64)}
+    work = {"largest": scale.largest, "precision": scale.precision, "tokens_per_prompt": min(scale.tokens, 64)}
     profile = measure(pair, built_in()[: scale.texts], [sampling], scale.latency_seconds, **work)[0]
     solution = solve(profile, BUDGET, DEPTH)
     trees = arms(solution.tree)

@@ -70,7 +70,9 @@ class Graphs:
             with torch.cuda.stream(here):  # where we come back to, even if ending the capture fails
                 with torch.cuda.stream(self.stream):
                     prepare()  # libraries allocate their workspaces
-                    torch.cuda.set_sync_debug_mode("error")
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore")  # PyTorch calls it a prototype
+                        torch.cuda.set_sync_debug_mode("error")
                     prepare()  # nothing waits for the device, or it raises
                     torch.cuda.set_sync_debug_mode(waiting)
                 with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
