@@ -12,7 +12,7 @@ import numpy as np
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.planner import panels
 from sequoia_plan.planner.contenders import step_time
-from sequoia_plan.planner.report import OURS, finding, settings_text, table
+from sequoia_plan.planner.report import OURS, finding, parts_text, settings_text, table
 from sequoia_plan.planner.speedups import compared, promised, speedups_panel
 
 INK, LINE = "#010203", "#010204"
@@ -50,7 +50,7 @@ def page(tree: TokenTree, results: Sequence[Result]) -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><h1>{heading}</h1>"
-        f'<p class="finding">{escape(finding(first, others))}</p>{_table(first)}'
+        f'<p class="finding">{escape(finding(first, others))}</p>{_table(first)}<p class="soft">{escape(parts_text(first))}</p>'
         f'<p class="soft">Over plain: the median of the ratios prompt by prompt, and its 95 % interval. '
         f"Predicted: from the profile that the tree was made of. Tokens/s: median and quartiles over prompts.</p>"
         f'<div class="plots">{plots}</div>{more}<h2>What it was measured with</h2><div class="wide"><table class="facts">{_facts(tree, first)}</table></div>'

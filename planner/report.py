@@ -68,6 +68,15 @@ def settings_text(result: Result) -> str:
     return f"{sampling_text(result)}; {settings['dtype']}; {run}"
 
 
+def parts_text(result: Result) -> str:
+    """Where the time of a step of the tree goes; nothing if it was not measured."""
+    parts = dict(result.get("breakdown") or {})
+    if not parts:
+        return ""
+    named = ", ".join(f"{name} {parts[name] * 1000:.1f}" for name in ("draft", "target", "verify", "keep", "host"))
+    return f"A step of the tree: {parts['step'] * 1000:.1f} ms ({named}); {parts['share_not_model']:.1%} of it is not model time."
+
+
 def told_apart(results: Sequence[Result]) -> list[str]:
     """A short name of each run: its sampling, and its tree where the runs have different ones."""
     texts = [sampling_text(result) for result in results]
@@ -118,7 +127,7 @@ def print_table(result: Result) -> None:
     console.print(drawn)
     rates = "tokens/s: median over prompts" + ("" if brief else " and quartiles")
     console.print(f"over {' and '.join(over)}: median of ratios prompt by prompt and its 95 % interval; {rates}" if over else rates)
-    console.print(finding(result), markup=False)
+    console.print(" ".join(filter(None, (finding(result), parts_text(result)))), markup=False)
 
 
 def _number(value: float | None, unit: str = "") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -127,8 +128,8 @@ def ours(pair: Pair, tree: TokenTree, sampling: Sampling, tokens: int) -> Decode
     return decode
 
 
-def hugging_face(reference: Pair, sampling: Sampling, tokens: int, **options: Any) -> Decode:
-    """transformers' own `generate`, the target's passes counted; `options` choose how it decodes."""
+def hugging_face(reference: Pair, sampling: Sampling, tokens: int, *, counted: bool = True, **options: Any) -> Decode:
+    """transformers' own `generate`; `options` choose how it decodes. `counted`: count the target's passes, which a compiled forward must do without."""
     target, eos = reference.target, reference.tokenizer.eos_token_id
     options |= sampling.for_transformers() | {"max_new_tokens": tokens, "eos_token_id": eos, "pad_token_id": eos}
 
@@ -136,13 +137,14 @@ def hugging_face(reference: Pair, sampling: Sampling, tokens: int, **options: An
         torch.manual_seed(seed)
         ids = torch.tensor([prompt], device=target.device)
         passes: list[int] = []
-        counting = target.register_forward_pre_hook(lambda *_: passes.append(1))
+        counting = target.register_forward_pre_hook(lambda *_: passes.append(1)) if counted else None
         watch = _Stopwatch(len(prompt))
         try:
             made = target.generate(ids, attention_mask=torch.ones_like(ids), streamer=watch, **options).shape[1] - len(prompt)
-            return watch.run(made, len(passes))
+            return watch.run(made, len(passes) if counted else None)
         finally:
-            counting.remove()
+            if counting:
+                counting.remove()
 
     return decode
 
@@ -168,14 +170,25 @@ class _FullWidth(nn.Module):
         return logits.new_full((*logits.shape[:-1], self.vocabulary), -torch.inf).index_copy_(-1, self.covered, logits)
 
 
-def bench(contenders: Mapping[str, Decode], prompts: Sequence[list[int]], on_prompt: Callable[[int], None] = lambda done: None) -> dict[str, list[Run]]:
-    """Every contender decodes every prompt once, interleaved: who goes first changes from prompt to prompt."""
+def bench(
+    contenders: Mapping[str, Decode],
+    prompts: Sequence[list[int]],
+    on_prompt: Callable[[int], None] = lambda done: None,
+    deadline: float = math.inf,
+) -> dict[str, list[Run]]:
+    """Every contender decodes every prompt once, interleaved: who goes first changes from prompt to prompt.
+
+    Args:
+        deadline: of `time.perf_counter`; once it has passed, no further prompt is begun.
+    """
     if not contenders or not prompts:
         raise ArgumentError(f"bench: {len(contenders)} contenders and {len(prompts)} prompts, expected at least one of each")
     for decode in contenders.values():
         decode(prompts[0], 0)  # warm
     runs: dict[str, list[Run]] = {name: [] for name in contenders}
     for seed, prompt in enumerate(prompts):
+        if seed and time.perf_counter() > deadline:
+            break
         turn = seed % len(contenders)
         for name in [*contenders][turn:] + [*contenders][:turn]:
             runs[name].append(contenders[name](prompt, seed))

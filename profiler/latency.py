@@ -5,14 +5,16 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from sequoia_plan.artifacts import Latency, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.grow import expand
 
+T = TypeVar("T")
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 CONTEXT = 128
 LEAST_ROUNDS, MOST_ROUNDS = 5, 50
@@ -26,6 +28,7 @@ def measure_latency(
     seconds: float,
     context: int = CONTEXT,
     on_size: Callable[[int, float], None] = lambda size, median: None,
+    largest: int = SIZES[-1],
 ) -> Latency:
     """Time trees of growing size, then all of them again in turn, so that drift hits all alike; medians and quartiles are kept.
 
@@ -36,10 +39,11 @@ def measure_latency(
         most_tokens: a bound on any tree's expected tokens, 1 / (1 - sum p).
         seconds: stop repeating after about this long; every size is timed at least five times.
         on_size: called with each size's first median.
+        largest: no more nodes than these.
     """
     benches: list[_Bench] = []
     too_large: int | None = None
-    for size in SIZES:
+    for size in (size for size in SIZES if size <= largest):
         try:
             bench = _Bench(pair, size, sampling, context)
             for _ in range(3):
@@ -72,58 +76,83 @@ def measure_latency(
     )
 
 
+def timed(device: torch.device, run: Callable[[], T]) -> tuple[T, float]:
+    """What `run` returns, and the seconds until all of its work is done; on CUDA by the device's own clock."""
+    if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(device)
+        torch.cuda.synchronize(device)
+        begin.record(stream)
+        result = run()
+        end.record(stream)
+        end.synchronize()
+        return result, begin.elapsed_time(end) / 1000
+    started = time.perf_counter()
+    result = run()
+    return result, time.perf_counter() - started
+
+
+def prefilled(pair: Pair, tree: TokenTree, context: int) -> SequoiaDecoder:
+    """A decoder after a random prompt of `context` tokens, with room for a step."""
+    decoder = SequoiaDecoder(pair.target, pair.draft, tree)
+    vocabulary = pair.target.get_input_embeddings().weight.shape[0]
+    prompt = torch.randint(vocabulary, (context,), generator=torch.Generator().manual_seed(0)).to(decoder.device)
+    decoder.prefill(prompt, tree.depth, seed=0)
+    return decoder
+
+
 class _Bench:
-    """Times one size: the target's part on a tree of `size` nodes, a draft pass of `size` tokens, a whole step."""
+    """Times one size: the target's part on a tree of `size` nodes, a draft pass of `size` tokens, a whole step.
+
+    As the decoder runs a step, so its parts are run here: as CUDA graphs where it captures.
+    """
 
     def __init__(self, pair: Pair, size: int, sampling: Sampling, context: int) -> None:
         self.size, self.sampling = size, sampling
         ternary = TokenTree.from_parents([-1, *((node - 1) // 3 for node in range(1, size))])
         comb = TokenTree.from_parents([-1, *[0] * size, *range(1, size + 1)])  # its second draft pass reads `size` nodes
-        self.step = self._decoder(pair, ternary, context)
-        self.comb = self._decoder(pair, comb, context)
+        self.step, self.comb = (prefilled(pair, tree, context) for tree in (ternary, comb))
+        self.mask, self.comb_mask = (each.mask(each.length, each.extent(context - 1)) for each in (self.step, self.comb))
+        self.rows = torch.zeros_like(self.comb.offsets)
+        self.length, self.extent = self.step.length.clone(), self.step.extent(context - 1)
         self.samples: dict[str, list[float]] = {}
         self.forget()
-
-    def _decoder(self, pair: Pair, tree: TokenTree, context: int) -> SequoiaDecoder:
-        decoder = SequoiaDecoder(pair.target, pair.draft, tree)
-        vocabulary = pair.target.get_input_embeddings().weight.shape[0]
-        prompt = torch.randint(vocabulary, (context,), generator=torch.Generator().manual_seed(0)).to(decoder.device)
-        decoder.prefill(prompt, tree.depth, seed=0)
-        return decoder
 
     def forget(self) -> None:
         self.samples = {"grow": [], "target": [], "draft": [], "step": []}
 
     def run(self) -> None:
         """One sample of each part. The length is put back, so that every step is the same step."""
-        decoder, length = self.step, self.step.length.clone()
-        extent = decoder.extent(int(length))
-        mask = decoder.mask(length, extent)
+        decoder, comb, sampling = self.step, self.comb, self.sampling
 
         def grow() -> Any:
-            decoder.throw(self.sampling)
-            return decoder.grow(mask, self.sampling)
-
-        def step() -> None:
-            decoder.throw(self.sampling)
-            decoder.step(extent, self.sampling).tolist()
+            decoder.throw(sampling)
+            return decoder.replayed("grow", lambda: decoder.grow(self.mask, sampling))
 
         growth = self._timed("grow", grow)
 
-        def target() -> None:
-            decoder.keep(decoder.judge(growth, mask, self.sampling), growth)
+        def target() -> Tensor:
+            return decoder.keep(decoder.judge(decoder.read(growth, self.mask), growth, sampling), growth)
 
-        self._timed("target", target)
-        decoder.length.copy_(length)
+        self._timed("target", lambda: decoder.replayed("target", target))
+        decoder.length.copy_(self.length)
+
+        def step() -> None:
+            decoder.throw(sampling)
+            decoder.run(self.extent, sampling).tolist()
+
         self._timed("step", step)
-        decoder.length.copy_(length)
+        decoder.length.copy_(self.length)
 
-        comb = self.comb
-        mask = comb.mask(comb.length, comb.extent(int(comb.length)))
-        rows = torch.zeros_like(comb.offsets)
-        comb.throw(self.sampling)
-        assert comb.draft is not None
-        self._timed("draft", lambda: expand(comb.draft, comb.levels[1], rows, comb.length, comb.offsets, mask, self.sampling, comb.bits[1:]))  # type: ignore[arg-type]
+        def expansion() -> Any:
+            assert comb.draft is not None
+            return expand(comb.draft, comb.levels[1], self.rows, comb.length, comb.offsets, self.comb_mask, sampling, comb.bits[1:])
+
+        def draft() -> Any:
+            comb.throw(sampling)
+            return comb.replayed("draft", expansion)
+
+        self._timed("draft", draft)
 
     def target(self) -> float:
         return statistics.median(self.samples["target"])
@@ -141,15 +170,9 @@ class _Bench:
         parts = zip(self.samples["step"], self.samples["grow"], self.samples["target"], strict=True)
         return max(0.0, statistics.median(step - grow - target for step, grow, target in parts))
 
-    def _timed(self, name: str, run: Callable[[], Any]) -> Any:
-        device = self.step.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        started = time.perf_counter()
-        result = run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        self.samples[name].append(time.perf_counter() - started)
+    def _timed(self, name: str, run: Callable[[], T]) -> T:
+        result, seconds = timed(self.step.device, run)
+        self.samples[name].append(seconds)
         return result
 
 

@@ -9,7 +9,7 @@ from sequoia_plan.artifacts import Profile
 from sequoia_plan.artifacts.merge import pooled
 from sequoia_plan.profiler.acceptance import measure_acceptance
 from sequoia_plan.profiler.hardware import fingerprint
-from sequoia_plan.profiler.latency import CONTEXT, measure_latency
+from sequoia_plan.profiler.latency import CONTEXT, SIZES, measure_latency
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.runtime import Pair, Sampling
 
@@ -21,12 +21,13 @@ def measure(
     latency_seconds: float = 30.0,
     context: int = CONTEXT,
     on_size: Callable[[int, float], None] = lambda size, median: None,
+    largest: int = SIZES[-1],
     **acceptance: Any,
 ) -> list[Profile]:
     """Measure acceptance on `prompts` under every setting, then latency under the first, all through the decoder.
 
     Args:
-        latency_seconds, context, on_size: see `measure_latency`.
+        latency_seconds, context, on_size, largest: see `measure_latency`.
         acceptance: options of `measure_acceptance`.
 
     Raises:
@@ -34,7 +35,7 @@ def measure(
     """
     found = [each.levels() for each in measure_acceptance(pair, [encode(pair.tokenizer, p) for p in prompts], samplings, **acceptance)]
     most_tokens = max(1 / max(1 - sum(pooled(levels)), 1e-3) for levels in found)
-    latency = measure_latency(pair, samplings[0], most_tokens, latency_seconds, context, on_size=on_size)
+    latency = measure_latency(pair, samplings[0], most_tokens, latency_seconds, context, on_size, largest)
     return [
         Profile(
             acceptance=pooled(levels),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
-from sequoia_plan.runtime.capture import CapturedSteps, capturable
+from sequoia_plan.runtime.capture import Graphs, capturable
 from sequoia_plan.runtime.forward import CachedModel, TreeMask
 from sequoia_plan.runtime.generation import Ending, Generation, eos_tokens, read_prompt, stop_criteria
 from sequoia_plan.runtime.grow import Growth, Level, grow
@@ -21,6 +21,7 @@ from sequoia_plan.runtime.sampling import Sampling
 from sequoia_plan.runtime.verify import Accepted, TreeIndex, greedy, verify
 from sequoia_plan.runtime.vocabulary import shared_vocabulary
 
+T = TypeVar("T")
 EXTENT_STEP = {"cpu": 64, "cuda": 512}
 """Attention looks at a multiple of this many slots: few shapes, little waste. On CUDA each shape is a graph of its own."""
 
@@ -66,6 +67,7 @@ class SequoiaDecoder:
                 raise SequoiaPlanError(f"tree: {tree.branching} children of one node, more than the draft's vocabulary holds")
             self.draft = CachedModel(draft, probe(draft), size, covered)
         self.target = CachedModel(target, probe(target))
+        self.models = [self.target, *([self.draft] if self.draft else [])]
         self.context = self.target.context
         self.index = TreeIndex.of(tree, self.device)
         self.levels = [Level.of(tree, level, self.device) for level in range(tree.depth - 1)]
@@ -78,8 +80,8 @@ class SequoiaDecoder:
         self.uniforms = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.tokens = torch.zeros(0, dtype=torch.long, device=self.device)
         self.length = torch.zeros(1, dtype=torch.long, device=self.device)
-        models = [model for model in (target, draft if tree.size > 1 else None) if model is not None]
-        self.captured = CapturedSteps() if (all(map(capturable, models)) if captured is None else captured) else None
+        wanted = all(capturable(each.model) for each in self.models) if captured is None else captured
+        self.captured = Graphs(self.device) if wanted else None
 
     @torch.inference_mode()
     def generate(
@@ -179,17 +181,16 @@ class SequoiaDecoder:
             raise SequoiaPlanError(f"prompt: {prompt.numel()} tokens, expected at most {self.context - 1} (the model's context less one new token); shorten it")
         self.generator.manual_seed(shared_seed(self.target.model) if seed is None else seed)
         last = min(prompt.numel() + max_new_tokens, self.context)
-        models = [model for model in (self.target, self.draft) if model]
-        capacity, memory = self.extent(last), [model.cache for model in models]
-        for model in models:
+        capacity, memory = self.extent(last), [self.tokens, *(model.cache for model in self.models)]
+        for model in self.models:
             model.reset(capacity)
         if self.tokens.numel() < capacity:
             self.tokens = torch.zeros(capacity, dtype=torch.long, device=self.device)
-        if self.captured and memory != [model.cache for model in models]:
+        if self.captured and any(old is not new for old, new in zip(memory, [self.tokens, *(model.cache for model in self.models)], strict=True)):
             self.captured.clear()
         self.tokens[: prompt.numel()] = prompt
         self.length.fill_(prompt.numel() - 1)
-        for model in models:
+        for model in self.models:
             model.prefill(prompt[:-1])
 
     def throw(self, sampling: Sampling) -> None:
@@ -197,16 +198,20 @@ class SequoiaDecoder:
         inner = sum(level.expands for level in self.levels)
         columns = sampling.drawing.columns(int(self.draft.vocabulary or 0), self.tree.branching) if self.draft else 0
         if self.bits.shape != (inner, columns):
-            self.bits = torch.empty(inner, columns, dtype=torch.int32, device=self.device)
             if self.captured:
                 self.captured.clear()
+            self.bits = torch.empty(inner, columns, dtype=torch.int32, device=self.device)
         if not sampling.greedy:
             self.bits.random_(generator=self.generator)
             self.uniforms.uniform_(generator=self.generator)
 
     def run(self, extent: int, sampling: Sampling) -> Tensor:
-        """`step`, replayed as a CUDA graph where that is possible."""
-        return self.captured(self, extent, sampling) if self.captured else self.step(extent, sampling)
+        """`step`, replayed as a CUDA graph where that is possible; what it returns is overwritten by the next."""
+        return self.replayed(("step", extent, sampling), lambda: self.step(extent, sampling))
+
+    def replayed(self, key: Hashable, run: Callable[[], T]) -> T:
+        """`run()`, which reads and changes nothing but this decoder's sequence; as a CUDA graph where that is possible."""
+        return self.captured(key, run, (self.tokens, self.length)) if self.captured else run()
 
     def step(self, extent: int, sampling: Sampling) -> Tensor:
         """One step on fixed shapes: int64 [1 + 2 * depth], the accepted count, the path, the tokens added.
@@ -218,7 +223,8 @@ class SequoiaDecoder:
         """
         mask = self.mask(self.length, extent)
         growth = self.grow(mask, sampling)
-        accepted = self.judge(growth, mask, sampling)
+        logits = self.read(growth, mask)
+        accepted = self.judge(logits, growth, sampling)
         return self.keep(accepted, growth)
 
     def grow(self, mask: Tensor, sampling: Sampling) -> Growth:
@@ -228,9 +234,12 @@ class SequoiaDecoder:
             return Growth(self.tokens[root[1:]], self.tokens[:0], self.tokens[:0])
         return grow(self.draft, self.levels, self.tokens[root], self.length, self.offsets, mask, sampling, self.bits)
 
-    def judge(self, growth: Growth, mask: Tensor, sampling: Sampling) -> Accepted:
-        """The target's part of a step: one pass over the tree, and which nodes it accepts."""
-        logits = self.target(growth.tokens, self.length + self.offsets[1:], self.length + self.nodes, mask[1:])
+    def read(self, growth: Growth, mask: Tensor) -> Tensor:
+        """The target's part of a step: one pass over the tree. Logits [size, vocabulary]."""
+        return self.target(growth.tokens, self.length + self.offsets[1:], self.length + self.nodes, mask[1:])
+
+    def judge(self, logits: Tensor, growth: Growth, sampling: Sampling) -> Accepted:
+        """Which nodes are accepted, and the bonus token."""
         if sampling.greedy:
             return greedy(logits.argmax(-1), growth.tokens, self.index)
         covered = self.draft.covered if self.draft else None
@@ -239,7 +248,7 @@ class SequoiaDecoder:
     def keep(self, accepted: Accepted, growth: Growth) -> Tensor:
         """Commit the accepted path: KV rows, tokens, length."""
         rows = self.length + accepted.path
-        for model in filter(None, (self.target, self.draft)):
+        for model in self.models:
             model.cache.keep(rows, self.length)
         after = torch.cat([accepted.path[1:], accepted.path[:1]])
         order = torch.arange(self.tree.depth, device=self.device)

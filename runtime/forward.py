@@ -136,11 +136,19 @@ def text_config(model: Any) -> Any:
 def context_length(config: Any) -> int:
     """Tokens a sequence may have; 2^30 where the configuration sets no limit."""
     length: int = getattr(config, "max_position_embeddings", None) or 1 << 30
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if rope.get("rope_type", rope.get("type")) in CHANGING_ROPE:
-        trained = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", length)
+    if rope_changes(config):
+        trained = _rope(config).get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", length)
         return min(length, int(trained or length))
     return length
+
+
+def rope_changes(config: Any) -> bool:
+    """Do rotary embeddings depend on the length of the sequence, which transformers then reads on the host in every pass?"""
+    return _rope(config).get("rope_type", _rope(config).get("type")) in CHANGING_ROPE
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
 
 
 def attention_window(config: Any) -> tuple[int | None, bool]:

@@ -94,9 +94,19 @@ def expand(
     Returns:
         law: float32 [expanded, draft vocabulary]; picks: int64 [expanded, children], indices in the draft's vocabulary.
     """
+    return beget(draft, level, rows, read(draft, level, rows, length, offsets, mask), sampling, bits)
+
+
+def read(draft: CachedModel, level: Level, rows: Tensor, length: Tensor, offsets: Tensor, mask: Tensor) -> Tensor:
+    """The draft's logits [expanded, draft vocabulary] after the nodes of a level."""
     positions = (length + offsets[level.rows]).clamp(min=0)  # a prompt of one token has none before its root
     slots = (length + level.rows - 1).clamp(min=0)
-    law = sampling.draft(draft(rows[level.rows], positions, slots, mask[level.rows], last=level.expands))
+    return draft(rows[level.rows], positions, slots, mask[level.rows], last=level.expands)
+
+
+def beget(draft: CachedModel, level: Level, rows: Tensor, logits: Tensor, sampling: Sampling, bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw a level's children from the draft's logits; see `expand`."""
+    law = sampling.draft(logits)
     picks = sampling.drawing.draw(law, level.children, bits)
     children = picks[level.parent, level.rank]
     rows[level.below] = children if draft.covered is None else draft.covered[children]

@@ -20,6 +20,7 @@ from sequoia_plan.planner.objective import expected_tokens
 from sequoia_plan.planner.page import INK, LINE, page
 from sequoia_plan.planner.report import finding, print_table, told_apart
 from sequoia_plan.profiler.bench import TITLES, Run, bench, contenders, full_width, summary
+from sequoia_plan.profiler.breakdown import PARTS
 from sequoia_plan.runtime import Pair, Sampling
 
 LATENCY = {"target": [[1, 0.04], [8, 0.05]], "draft": [[1, 0.002], [8, 0.003]]}
@@ -231,9 +232,10 @@ def test_the_command(models, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "found.json").read_text()) == answer
     assert list(answer["contenders"]) == ["plain", "generate", "sequoia"]
     assert answer["settings"]["prompts"] == 2 and answer["tree"]["size"] == 7
+    assert sum(answer["breakdown"][part] for part in PARTS) == pytest.approx(answer["breakdown"]["step"], abs=1e-4)
     assert answer["contenders"]["sequoia"]["predicted"]["tokens_per_step"] == expected_tokens(TREE, [0.5, 0.25])
     text = CliRunner().invoke(cli.main, arguments).stdout
-    assert "our tree, Sequoia" in text and "Hugging Face generate" in text and "over plain" in text
+    assert "our tree, Sequoia" in text and "Hugging Face generate" in text and "over plain" in text and "of it is not model time" in text
     assert "tree of 7 nodes" in text and "plain decoding" in text
     warm = [*arguments, "--temperature", "0.8", "--with", "found.json", "--report", "page.html", "--json"]
     assert CliRunner().invoke(cli.main, warm).exit_code == 0

@@ -6,10 +6,11 @@ import pytest
 import torch
 from test_acceptance import toy_pair
 
-from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.profiler import latency
+from sequoia_plan.profiler.breakdown import PARTS, WARM_UP, breakdown
 from sequoia_plan.profiler.hardware import differences, fingerprint
-from sequoia_plan.runtime import Sampling
+from sequoia_plan.runtime import Sampling, SequoiaDecoder
 
 
 @pytest.fixture
@@ -70,6 +71,34 @@ def test_other_errors_and_plain_decoding_that_does_not_fit_are_errors(pair, size
     failing(RuntimeError("shapes differ"))
     with pytest.raises(RuntimeError, match="shapes differ"):
         latency.measure_latency(pair, Sampling(), 1e9, 0.0, context=20)
+
+
+def test_no_size_above_the_largest_asked_for(pair, sizes):
+    assert list(latency.measure_latency(pair, Sampling(), 1e9, 0.0, context=20, largest=2).target) == [1, 2]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, verifier="traversal")], ids=repr)
+def test_the_parts_of_a_step_add_up_to_it(pair, sampling):
+    found = breakdown(pair, TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3]), sampling, context=20, rounds=5)
+    assert all(found[name] > 0 for name in ("step", "draft", "draw", "target", "verify", "keep"))  # host is a difference
+    assert sum(found[name] for name in PARTS) == pytest.approx(found["step"])
+    assert found["draw"] < found["draft"]
+    assert found["share_not_model"] == pytest.approx(1 - (found["draft"] + found["target"]) / found["step"])
+
+
+def test_plain_decoding_has_no_draft_part(pair):
+    found = breakdown(pair, TokenTree.chain(1), Sampling(), context=1, rounds=5)
+    assert found["draft"] == found["draw"] == 0 < found["target"] < found["step"]
+
+
+def test_a_breakdown_leaves_every_step_the_same_step(pair, monkeypatch):
+    """Each part and each whole step starts from the same length, or later rounds would look at more of the cache."""
+    seen = []
+    judge, keep = SequoiaDecoder.judge, SequoiaDecoder.keep
+    monkeypatch.setattr(SequoiaDecoder, "judge", lambda self, *args: seen.append(int(self.length)) or judge(self, *args))
+    monkeypatch.setattr(SequoiaDecoder, "keep", lambda self, *args: seen.append(int(self.length)) or keep(self, *args))
+    breakdown(pair, TokenTree.chain(3), Sampling(), context=20, rounds=5)
+    assert len(seen) == 2 * 2 * (5 + WARM_UP) and set(seen) == {19}
 
 
 def test_fingerprints_are_compared_by_what_moves_times():

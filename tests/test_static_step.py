@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, decode
+from sequoia_plan.runtime.capture import Graphs, capturable
 from sequoia_plan.runtime.verify import VERIFIERS
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
@@ -71,6 +76,80 @@ def test_a_step_that_reads_a_tensor_does_not_trace(traced, monkeypatch):
             accepted(control, Sampling(0.0))
 
 
+class Devices(TorchDispatchMode):
+    """Notes the devices of whatever every operation reads and gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.seen |= {each.device.type for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)}
+        return result
+
+
+class FromPython(TorchFunctionMode):
+    """Notes tensors made from Python's numbers: they are made on the host, and operations do not show it."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.Tensor.new_tensor):
+            self.seen.add("cpu")
+        return function(*args, **(kwargs or {}))
+
+
+def devices_of_a_step(sampling, covered, monkeypatch):
+    """The step on a device that has no values to look at. Only tensors copied from or to the host could lie elsewhere."""
+    monkeypatch.setattr(decode, "probe", lambda model: None)
+    monkeypatch.setattr(torch, "Generator", lambda device: None)
+    draft = llama(1, 16, 1, "meta")
+    if covered is not None:
+        monkeypatch.setattr(decode, "shared_vocabulary", lambda *_: (len(covered), torch.empty(len(covered), dtype=torch.long, device="meta")))
+    each = SequoiaDecoder(llama(0, 32, 2, "meta"), draft, TREE)
+    for model in each.models:
+        model.reset(64)
+    each.tokens = torch.zeros(64, dtype=torch.long, device="meta")
+    columns = sampling.drawing.columns(each.draft.vocabulary, TREE.branching)
+    each.bits = torch.empty(sum(level.expands for level in each.levels), columns, dtype=torch.int32, device="meta")
+    with torch.inference_mode(), Devices() as devices, FromPython(devices.seen):
+        each.step(64, sampling)
+    return devices.seen
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=repr)
+@pytest.mark.parametrize("covered", [None, [0, 2, 3, 5, 7]])
+def test_no_operation_of_a_step_copies_from_the_host(sampling, covered, monkeypatch):
+    """A copy would end the capture of a CUDA graph, and tracing does not see it."""
+    assert devices_of_a_step(sampling, covered, monkeypatch) == {"meta"}
+
+
+@pytest.mark.parametrize("copied", [lambda: torch.tensor(1, device="meta"), lambda: torch.ones(1, dtype=torch.long).to("meta")])
+def test_a_copy_from_the_host_is_seen(copied, monkeypatch):
+    """Negative control."""
+    keep = SequoiaDecoder.keep
+    monkeypatch.setattr(SequoiaDecoder, "keep", lambda self, *args: keep(self, *args) + copied())
+    assert devices_of_a_step(Sampling(0.0), None, monkeypatch) == {"cpu", "meta"}
+
+
+def test_models_that_read_the_length_on_the_host_are_not_captured():
+    on_cuda = SimpleNamespace(device=torch.device("cuda", 0))
+    other = SimpleNamespace(device=torch.device("cuda", 1))
+
+    def model(parameters=(on_cuda, on_cuda), rope="default", **attributes):
+        config = SimpleNamespace(rope_parameters={"rope_type": rope})
+        return SimpleNamespace(parameters=lambda: parameters, config=config, **attributes)
+
+    assert capturable(model()) and capturable(model(rope="llama3"))
+    assert not capturable(model(rope="dynamic")) and not capturable(model(rope="longrope"))
+    assert not capturable(model((on_cuda, other))) and not capturable(model(()))
+    assert not capturable(model(_tp_size=2)) and not capturable(model(_orig_mod=None))
+    assert not capturable(llama(0, 16, 1, "cpu"))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("sampling", SETTINGS, ids=repr)
 def test_captured_steps_give_the_same_tokens(sampling):
@@ -79,3 +158,33 @@ def test_captured_steps_give_the_same_tokens(sampling):
     expected = accepted(eager, sampling)
     assert accepted(captured, sampling) == expected
     assert accepted(captured, sampling) == expected  # replayed for another sequence
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_graphs():
+    """What a capture prepares is undone; every call replays; a pool that was cleared can be filled again."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    graphs, total = Graphs(device), torch.zeros(3, device=device)
+    for _ in range(2):
+        total.zero_()
+        results = [graphs("sum", lambda: total.add_(1) * 2, (total,)).tolist() for _ in range(3)]
+        assert results == [[2.0] * 3, [4.0] * 3, [6.0] * 3]
+        assert graphs("other", lambda: total + 1).tolist() == [4.0] * 3
+        assert len(graphs.graphs) == 2
+        graphs.clear()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("waiting", [lambda total: total.sum().item(), lambda total: torch.tensor([1.0]).to(total.device)])
+def test_a_function_that_waits_runs_as_it_is(waiting):
+    device = torch.device("cuda", torch.cuda.current_device())
+    graphs, total = Graphs(device), torch.zeros(3, device=device)
+
+    def run():
+        waiting(total)
+        return total.add_(1).clone()
+
+    with pytest.warns(UserWarning, match="cannot be captured"):
+        first = graphs("sum", run, (total,))
+    assert first.tolist() == [1.0] * 3 and graphs("sum", run, (total,)).tolist() == [2.0] * 3
+    assert torch.cuda.get_sync_debug_mode() == 0

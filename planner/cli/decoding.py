@@ -115,6 +115,7 @@ def bench(
     from sequoia_plan.planner.report import print_table
     from sequoia_plan.profiler.bench import bench as run
     from sequoia_plan.profiler.bench import contenders, needs_reference, settings_and_hardware, summary
+    from sequoia_plan.profiler.breakdown import breakdown
     from sequoia_plan.profiler.prompts import built_in, encode
 
     tree = load_tree(tree_file)
@@ -132,6 +133,7 @@ def bench(
         found["predicted"] = predicted(trees[name], tree.plan, sampling.settings()) if name in trees else None
     shape = {"size": tree.size, "depth": tree.depth, "level_widths": tree.level_widths.tolist()}
     result = settings_and_hardware(pair, sampling, len(held_out), tokens) | {"tree": shape, "contenders": figures}
+    result["breakdown"] = {name: round(value, 6) for name, value in breakdown(pair, tree, sampling).items()}
     if output:
         write_atomically(output, (json.dumps(result, indent=1) + "\n").encode())
     if report:

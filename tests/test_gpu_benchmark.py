@@ -1,0 +1,66 @@
+"""benchmarks/gpu.py runs, on tiny models; what it would say of a GPU is not tested here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sequoia_plan.profiler.breakdown import PARTS
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("benchmarks_gpu", Path(__file__).parents[1] / "benchmarks/gpu.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(gpu, monkeypatch, output, parts, *arguments):
+    """The script's exit code and what it wrote."""
+    monkeypatch.setattr(gpu, "PARTS", parts)
+    monkeypatch.setattr(gpu, "QUICK", replace(gpu.QUICK, largest=4, copied=1 << 16))
+    code = gpu.main(["--device", "cpu", "--quick", "-o", str(output), *arguments])
+    return code, json.loads(output.read_text())["parts"]
+
+
+def test_a_part_that_fails_and_one_that_does_not(gpu, tmp_path, monkeypatch):
+    parts = {"broken": (1.0, lambda run: 1 / 0), "llama-2-7b": gpu.PARTS["llama-2-7b"]}
+    code, found = run(gpu, monkeypatch, tmp_path / "out/gpu.json", parts)
+    assert code == 1 and found["broken"]["error"] == "ZeroDivisionError: division by zero"
+    found = found["llama-2-7b"]
+    assert "error" not in found, found
+    assert [*found["latency"]["target"]] == [*found["latency"]["draft"]] == ["1", "2", "3", "4"]
+    assert found["plain"]["draft"] == 0 < found["bandwidth"]["share_of_copy"]
+    layers, head = 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64), 512 * 64
+    size = 2 if found["settings"]["dtype"] == "bfloat16" else 4
+    assert found["models"]["target"]["parameters"] == layers + 2 * head + 64
+    assert found["bandwidth"]["bytes_read_a_pass"] == (layers + head + 64) * size
+    for tree in found["trees"].values():
+        assert sum(tree["breakdown"][part] for part in PARTS) == pytest.approx(tree["step_seconds"]["measured"])
+        assert tree["projected"]["tokens_per_second"] * tree["step_seconds"]["measured"] == pytest.approx(tree["projected"]["expected_tokens"])
+        assert tree["overhead_share"] == pytest.approx(1 - tree["step_seconds"]["sum_of_passes"] / tree["step_seconds"]["measured"])
+    assert {*found["trees"]} == {"sequoia-example", "llama3-70b-8b-cnn"}
+
+
+def test_parts_that_would_start_too_late_are_skipped(gpu, tmp_path, monkeypatch):
+    parts = dict.fromkeys(gpu.PARTS, (1.0, lambda run: pytest.fail("started")))
+    code, found = run(gpu, monkeypatch, tmp_path / "gpu.json", parts, "--minutes", "0")
+    assert code == 0 and found == {name: {"skipped": "out of time"} for name in gpu.PARTS}
+
+
+def test_shapes_have_the_parameters_that_are_published(gpu):
+    """7B, 13B and 68M, as published."""
+
+    def parameters(shape):
+        hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
+        return layers * (4 * hidden**2 + 3 * hidden * shape["intermediate_size"] + 2 * hidden) + 2 * shape["vocab_size"] * hidden + hidden
+
+    assert [parameters(each) for each in (*gpu.FULL.targets.values(), gpu.FULL.draft)] == [6_738_415_616, 13_015_864_320, 68_030_208]
