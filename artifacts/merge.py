@@ -35,7 +35,7 @@ def merge(profiles: Sequence[Profile], names: Sequence[str] = ()) -> Profile:
     levels = tuple(LevelCounts(sum(r.trials for r in row), tuple(round(sum(c), 4) for c in zip(*(r.counts for r in row), strict=True))) for row in rows)
     timed = next((profile for profile in profiles if profile.latency), first)
     return replace(
-        first, acceptance=pooled(levels), trials=sum(level.trials for level in levels), levels=levels, latency=timed.latency, hardware=timed.hardware
+        first, acceptance=pooled(levels), trials=sum(profile.trials for profile in profiles), levels=levels, latency=timed.latency, hardware=timed.hardware
     )
 
 

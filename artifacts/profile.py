@@ -63,7 +63,7 @@ class Profile:
 
     Args:
         acceptance: p[1..B], p[k] = probability that of an accepted node's children the one of rank k is accepted.
-        trials: how many accepted nodes were observed; 0 if the vector was not measured.
+        trials: how many independent observations of an accepted node the vector is worth; 0 if it was not measured.
         latency: None if only acceptance is known.
         settings: temperature, filters, verifier: what acceptance was measured under.
         models: target and draft, each with a name, a digest or revision, and the dtype.

@@ -50,7 +50,7 @@ from sequoia_plan.runtime.models import resolve_dtype
 
 Shape = dict[str, int]
 VECTORS = ("sequoia-example", "llama3-70b-8b-cnn")
-CONTENDERS = ("plain", "generate", "assisted", "sequoia")
+CONTENDERS = ("plain", "generate", "assisted", "traversal")
 BUDGET, DEPTH = 768, 20
 
 

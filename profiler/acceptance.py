@@ -65,13 +65,24 @@ class Acceptance:
 
         Jackknife over prompts, whose texts differ more than positions within one; inf for fewer than eight.
         """
+        error, mean = self._error()
+        return Z95 * error / mean
+
+    def worth(self) -> int:
+        """Independent trials that would leave the same interval: fewer than there were, as positions of one text resemble each other."""
+        p, step = self.counts.sum((0, 1)) / self.trials.sum(), 1e-6
+        slope = (_expected_tokens(p + step * np.eye(p.size)) - _expected_tokens(p[None])) / step
+        error, _ = self._error()
+        return int(min(self.trials.sum(), np.ceil((p @ slope**2 - (p @ slope) ** 2) / max(error, 1e-9) ** 2) if np.isfinite(error) else np.inf))
+
+    def _error(self) -> tuple[float, float]:
+        """Standard error of F(`TREE`), and F."""
         trials, counts = self.trials.sum(1), self.counts.sum(1)
         n = len(trials)
         if n < LEAST_PROMPTS or (trials.sum() - trials).min() == 0:
-            return float("inf")
+            return float("inf"), 1.0
         without = _expected_tokens((counts.sum(0) - counts) / (trials.sum() - trials)[:, None])
-        error = np.sqrt((n - 1) / n * ((without - without.mean()) ** 2).sum())
-        return float(Z95 * error / without.mean())
+        return float(np.sqrt((n - 1) / n * ((without - without.mean()) ** 2).sum())), float(without.mean())
 
 
 def measure_acceptance(
@@ -80,8 +91,8 @@ def measure_acceptance(
     samplings: Sequence[Sampling],
     *,
     method: str = METHODS[0],
-    precision: float = 0.025,
-    tokens_per_prompt: int = 64,
+    precision: float = 0.05,
+    tokens_per_prompt: int = 32,
     rounds: int = 1,
     seed: int = 0,
     ranks: int = RANKS,

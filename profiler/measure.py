@@ -33,18 +33,19 @@ def measure(
     Raises:
         SequoiaPlanError: if the prompts do not fit the models.
     """
-    found = [each.levels() for each in measure_acceptance(pair, [encode(pair.tokenizer, p) for p in prompts], samplings, **acceptance)]
-    most_tokens = max(1 / max(1 - sum(pooled(levels)), 1e-3) for levels in found)
+    found = measure_acceptance(pair, [encode(pair.tokenizer, p) for p in prompts], samplings, **acceptance)
+    vectors = [pooled(each.levels()) for each in found]
+    most_tokens = max(1 / max(1 - sum(vector), 1e-3) for vector in vectors)
     latency = measure_latency(pair, samplings[0], most_tokens, latency_seconds, context, on_size, largest)
     return [
         Profile(
-            acceptance=pooled(levels),
-            trials=sum(level.trials for level in levels),
+            acceptance=vector,
+            trials=each.worth(),
             latency=latency,
             settings=sampling.settings(),
             models=pair.facts,
             hardware=fingerprint(pair.target.device),
-            levels=levels,
+            levels=each.levels(),
         )
-        for sampling, levels in zip(samplings, found, strict=True)
+        for sampling, vector, each in zip(samplings, vectors, found, strict=True)
     ]

@@ -25,6 +25,8 @@ from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex
 
 PROMPTS = [[i % 8, (3 * i) % 8, 5, (i + 1) % 8] for i in range(12)]
 pytestmark = pytest.mark.usefixtures("one_thread")
+PLAIN_RULE = Sampling(1.0, verifier="sequoia")
+"""Measured as it is, nothing scaled."""
 
 
 def toy_pair(noise=0.7, covered=None, constant=False):
@@ -80,7 +82,7 @@ def test_expected_acceptance_is_exact_on_average(draft_temperature, right):
     """Against enumeration; children drawn from another law (the control) give other figures."""
     p, q = (law[0] for law in laws(1, 5, seed=3))
     runs = 40_000
-    sampling = Sampling(1.0, draft_temperature=draft_temperature)
+    sampling = Sampling(1.0, draft_temperature=draft_temperature, verifier="sequoia")
     found = expected_acceptance(p.log().expand(runs, -1), q.log().expand(runs, -1), sampling, 2, torch.Generator().manual_seed(0))
     z = (found.mean(0).numpy() - exact_acceptance(p.double().numpy(), q.double().numpy())) / (found.std(0).numpy() / runs**0.5)
     assert (np.abs(z) < 4).all() == right
@@ -89,7 +91,7 @@ def test_expected_acceptance_is_exact_on_average(draft_temperature, right):
 def test_both_methods_agree_where_every_position_is_alike():
     """One law everywhere: text makes no difference, so counting and computing estimate the same vector, and greedy is 0 or 1."""
     pair = toy_pair(constant=True)
-    setting, options = Sampling(1.0), {"precision": 0, "rounds": 5, "tokens_per_prompt": 60}
+    setting, options = PLAIN_RULE, {"precision": 0, "rounds": 5, "tokens_per_prompt": 60}
     computed, counted = (measure_acceptance(pair, PROMPTS, [setting], method=method, **options)[0] for method in ("forced", "decoding"))
     a, b = (each.counts.sum((0, 1)) / each.trials.sum() for each in (computed, counted))
     error = np.sqrt(b * (1 - b) / counted.trials.sum()) + 1e-4
@@ -131,7 +133,7 @@ def test_levels_are_where_the_text_stood():
 
 def test_settings_share_text_and_keep_their_order():
     pair = toy_pair(covered=[0, 2, 3, 5, 7])
-    settings = [Sampling(1.0), Sampling(0.0), Sampling(1.0, verifier="topk"), Sampling(1.0, draft_temperature=2.0), Sampling(1.0, verifier="traversal")]
+    settings = [PLAIN_RULE, Sampling(0.0), Sampling(1.0, verifier="topk"), replace(PLAIN_RULE, draft_temperature=2.0), Sampling(1.0, verifier="traversal")]
     found = measure_acceptance(pair, PROMPTS[:3], settings, precision=0, tokens_per_prompt=20)
     assert len({each.trials.tobytes() for each in (found[0], *found[2:])}) == 1
     assert found[0].trials.tobytes() != found[1].trials.tobytes()
@@ -174,29 +176,39 @@ def test_the_precision_holds():
     assert sum(abs(value(part) / value(long) - 1) <= part.precision() / 4 for part in parts) < 20
 
 
+def test_positions_of_one_text_are_worth_less():
+    """Independent positions are worth about what they are; where whole prompts accept alike, one prompt is one trial."""
+    rng, trials = np.random.default_rng(0), np.full((400, LEVELS), 10)
+    alone, alike = (rng.binomial(10, 0.4, (400, LEVELS)), 10 * np.repeat(rng.binomial(1, 0.4, (400, 1)), LEVELS, 1))
+    worth = [Acceptance(trials, accepted[..., None] * np.array([1.0, 0.0, 0.0])).worth() for accepted in (alone, alike)]
+    assert worth[0] == pytest.approx(trials.sum(), rel=0.2)
+    assert worth[1] == pytest.approx(400, rel=0.2)
+    assert Acceptance(trials[:7], np.zeros((7, LEVELS, 3))).worth() == trials[:7].sum()  # too few to tell
+
+
 def test_interrupted_runs_go_on(tmp_path):
     """Stopped after five prompts: the rest alone is measured, and nothing tells the result from an uninterrupted one."""
     pair, journal = toy_pair(), tmp_path / "journal"
-    whole = measure_acceptance(pair, PROMPTS, [Sampling(1.0)], precision=0, tokens_per_prompt=16)[0]
+    whole = measure_acceptance(pair, PROMPTS, [PLAIN_RULE], precision=0, tokens_per_prompt=16)[0]
 
     def stop(done, most, found):
         if done == 5:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure_acceptance(pair, PROMPTS, [Sampling(1.0)], precision=0, tokens_per_prompt=16, journal=journal, on_prompt=stop)
+        measure_acceptance(pair, PROMPTS, [PLAIN_RULE], precision=0, tokens_per_prompt=16, journal=journal, on_prompt=stop)
     assert len(json.loads(journal.read_text())["done"]) == 5
     times = []
-    again = measure_acceptance(pair, PROMPTS, [Sampling(1.0)], precision=0, tokens_per_prompt=16, journal=journal, on_prompt=lambda *_: times.append(1))[0]
+    again = measure_acceptance(pair, PROMPTS, [PLAIN_RULE], precision=0, tokens_per_prompt=16, journal=journal, on_prompt=lambda *_: times.append(1))[0]
     assert np.array_equal(again.counts, whole.counts) and np.array_equal(again.trials, whole.trials)
     kept = json.loads(journal.read_text())
     kept["done"]["0.0"][0]["counts"][0][0] = 0.5  # shows that it is read at all
     journal.write_text(json.dumps(kept))
-    assert measure_acceptance(pair, PROMPTS, [Sampling(1.0)], precision=0, tokens_per_prompt=16, journal=journal)[0].counts[0, 0, 0] == 0.5
+    assert measure_acceptance(pair, PROMPTS, [PLAIN_RULE], precision=0, tokens_per_prompt=16, journal=journal)[0].counts[0, 0, 0] == 0.5
     for other in ("{", '{"work": 1}', '{"done": {}}', "[]"):
         journal.write_text(other)
-        assert np.array_equal(measure_acceptance(pair, PROMPTS, [Sampling(1.0)], precision=0, tokens_per_prompt=16, journal=journal)[0].counts, whole.counts)
-    elsewhere = measure_acceptance(pair, PROMPTS, [Sampling(1.0)], precision=0, tokens_per_prompt=16, journal=journal, seed=1)[0]
+        assert np.array_equal(measure_acceptance(pair, PROMPTS, [PLAIN_RULE], precision=0, tokens_per_prompt=16, journal=journal)[0].counts, whole.counts)
+    elsewhere = measure_acceptance(pair, PROMPTS, [PLAIN_RULE], precision=0, tokens_per_prompt=16, journal=journal, seed=1)[0]
     assert not np.array_equal(elsewhere.counts, whole.counts)  # other work does not take what is kept
 
 
@@ -243,7 +255,7 @@ def test_merging_adds_counts_up():
     a, b = counted((10, (5.0, 1.0))), counted((30, (9.0, 3.5)), (10, (1.0, 0.5)))
     both = merge([a, b], ["a", "b"])
     assert both.levels == (LevelCounts(40, (14.0, 4.5)), LevelCounts(10, (1.0, 0.5)))
-    assert both.trials == 50 and both.acceptance == (0.3, 0.1)
+    assert both.trials == a.trials + b.trials == 20 and both.acceptance == (0.3, 0.1)
     assert both.by_level == ((0.35, 0.1125), (0.1, 0.05))
     assert merge([both]).levels == both.levels
     for other, part in (

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 @sampling_options()
 @click.option("--also", metavar="NAME=VALUE,...", multiple=True, help="A further setting, as temperature=0.6,top_p=0.9; written beside the output.")
 @click.option("--prompts", type=click.Path(), help="JSONL (text or messages) or plain text. [default: built-in prompts]")
-@click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="New tokens a prompt, at most.")
+@click.option("--tokens", type=click.IntRange(min=1), default=32, show_default=True, help="New tokens a prompt, at most.")
 @click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="How often prompts may be sampled from, each time anew.")
-@click.option("--precision", metavar="PERCENT", default="2.5%", show_default=True, help="Stop once predicted tokens a step are known to +- this.")
+@click.option("--precision", metavar="PERCENT", default="5%", show_default=True, help="Stop once predicted tokens a step are known to +- this.")
 @click.option("--method", type=click.Choice(["forced", "decoding"]), default="forced", show_default=True, help="See docs/profiling.md.")
 @click.option("--context", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens in the KV cache when latency is measured.")
 @click.option("--latency-seconds", type=click.FloatRange(min=0), default=30.0, show_default=True, help="Time for repeating latency measurements.")
@@ -101,7 +101,7 @@ def _report(profiles: dict[str, Profile], as_json: bool) -> None:
         print_json(first | ({"also": also} if also else {}))
         return
     for path, found in profiles.items():
-        click.echo(f"acceptance  {numbers(found.acceptance)}  ({found.trials} trials)")
+        click.echo(f"acceptance  {numbers(found.acceptance)}  (worth {found.trials} independent trials)")
         for level, row in enumerate(found.by_level):
             click.echo(f"  level {level}{'+' if level and level == len(found.by_level) - 1 else ' '}  {numbers(row)}  ({found.levels[level].trials})")
         click.echo(f"wrote {path}")
