@@ -196,7 +196,7 @@ def bench(
     return runs
 
 
-def summary(runs: Mapping[str, list[Run]], over: Sequence[str] = ("plain", "generate")) -> dict[str, dict[str, Any]]:
+def summary(runs: Mapping[str, list[Run]], over: Sequence[str] = ("plain", "generate", "assisted")) -> dict[str, dict[str, Any]]:
     """Each contender's figures, and its speed-up over each of `over` that took part.
 
     tokens_per_second and first_token_seconds: median over prompts with quartiles. tokens_per_step: new tokens over the
