@@ -31,7 +31,7 @@ class Latency:
         overhead: seconds a step spends on everything else (verification, KV compaction, host).
         context: tokens in the KV cache when it was measured.
         rounds: how often each size was timed; 0 if not known.
-        quartiles: "target" and "draft" -> size -> first and third quartile of its times; empty if not known.
+        quartiles: "target" and "draft" -> size -> first and third quartile of its times, drift taken out; empty if not known.
         out_of_memory: the smallest size that did not fit; None if all did.
     """
 

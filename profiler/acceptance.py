@@ -91,7 +91,7 @@ def measure_acceptance(
     samplings: Sequence[Sampling],
     *,
     method: str = METHODS[0],
-    precision: float = 0.05,
+    precision: float = 0.07,
     tokens_per_prompt: int = 32,
     rounds: int = 1,
     seed: int = 0,

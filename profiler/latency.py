@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_plan.artifacts import Latency, SequoiaPlanError, TokenTree
@@ -71,7 +73,7 @@ def measure_latency(
         overhead=round(statistics.median(bench.rest() for bench in benches), 6),
         context=context,
         rounds=rounds,
-        quartiles={name: {bench.size: bench.quartiles(name) for bench in benches} for name in ("target", "draft")},
+        quartiles=_quartiles(benches),
         out_of_memory=too_large,
     )
 
@@ -160,11 +162,6 @@ class _Bench:
     def draft(self) -> float:
         return statistics.median(self.samples["draft"])
 
-    def quartiles(self, name: str) -> tuple[float, float]:
-        """The first and the third of the times of "target" or "draft"."""
-        first, _, third = statistics.quantiles(self.samples[name], n=4, method="inclusive")
-        return _rounded(first), _rounded(third)
-
     def rest(self) -> float:
         """A step's time beyond its parts, from sums taken round by round."""
         parts = zip(self.samples["step"], self.samples["grow"], self.samples["target"], strict=True)
@@ -176,6 +173,21 @@ class _Bench:
         return result
 
 
+def _quartiles(benches: list[_Bench]) -> dict[str, dict[int, tuple[float, float]]]:
+    curves = ("target", "draft")
+    low, high = drift_free_quartiles(np.array([[bench.samples[name] for bench in benches] for name in curves]))
+    return {name: {bench.size: (_rounded(a[i]), _rounded(b[i])) for i, bench in enumerate(benches)} for name, a, b in zip(curves, low, high, strict=True)}
+
+
+def drift_free_quartiles(times: NDArray[np.float64]) -> NDArray[np.float64]:
+    """float64 [2, ..., sizes]: first and third quartile of `times` [..., sizes, rounds], each round divided by what it is off the
+    medians in the middle of all sizes: drift that hits all alike leaves their ratios, and so a speed-up, as they are."""
+    off = times / np.median(times, -1, keepdims=True)
+    drift = np.median(off.reshape(-1, times.shape[-1]), 0)
+    quartiles: NDArray[np.float64] = np.quantile(times / drift, [0.25, 0.75], axis=-1)
+    return quartiles
+
+
 def _out_of_memory(error: Exception) -> bool:
     """Of a device (PyTorch's own class), of the host (it says so in words), or of our KV cache."""
     words = ("KV cache:", "not enough memory", "can't allocate memory")
@@ -184,4 +196,4 @@ def _out_of_memory(error: Exception) -> bool:
 
 def _rounded(seconds: float) -> float:
     """Microseconds are finer than any clock noise and keep the file readable."""
-    return max(round(seconds, 6), 1e-6)
+    return max(round(float(seconds), 6), 1e-6)

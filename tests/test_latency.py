@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from test_acceptance import toy_pair
@@ -31,10 +32,18 @@ def test_every_size_with_quartiles(pair, sizes):
     found = latency.measure_latency(pair, Sampling(1.0), 1e9, 0.0, context=20)
     assert list(found.target) == list(found.draft) == list(found.quartiles["target"]) == list(found.quartiles["draft"]) == sizes
     assert found.context == 20 and found.rounds == latency.LEAST_ROUNDS and found.out_of_memory is None
-    for name, curve in (("target", found.target), ("draft", found.draft)):
-        for size, seconds in curve.items():
-            low, high = found.quartiles[name][size]
-            assert 0 < low <= seconds <= high
+    assert all(0 < low <= high for curve in found.quartiles.values() for low, high in curve.values())
+
+
+def test_quartiles_are_free_of_drift():
+    """Noise of 1 % on a machine that drifts by 30 %: quartiles are those of the noise, where raw ones (the control) are not."""
+    rng = np.random.default_rng(0)
+    base = np.array([[1.0, 2.0, 4.0, 5.0, 8.0], [0.1, 0.1, 0.2, 0.2, 0.3]])[..., None]
+    times = base * np.exp(0.3 * rng.standard_normal(40)) * np.exp(0.01 * rng.standard_normal((2, 5, 40)))
+    low, high = latency.drift_free_quartiles(times)
+    assert np.median((high - low) / low) == pytest.approx(1.349 * 0.01, rel=0.35)
+    raw = np.quantile(times, [0.25, 0.75], axis=-1)
+    assert ((raw[1] - raw[0]) / raw[0]).min() > 0.2
 
 
 @pytest.mark.parametrize(

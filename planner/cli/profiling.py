@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.option("--prompts", type=click.Path(), help="JSONL (text or messages) or plain text. [default: built-in prompts]")
 @click.option("--tokens", type=click.IntRange(min=1), default=32, show_default=True, help="New tokens a prompt, at most.")
 @click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="How often prompts may be sampled from, each time anew.")
-@click.option("--precision", metavar="PERCENT", default="5%", show_default=True, help="Stop once predicted tokens a step are known to +- this.")
+@click.option("--precision", metavar="PERCENT", default="7%", show_default=True, help="Stop once predicted tokens a step are known to +- this.")
 @click.option("--method", type=click.Choice(["forced", "decoding"]), default="forced", show_default=True, help="See docs/profiling.md.")
 @click.option("--context", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens in the KV cache when latency is measured.")
 @click.option("--latency-seconds", type=click.FloatRange(min=0), default=30.0, show_default=True, help="Time for repeating latency measurements.")
