@@ -22,7 +22,6 @@ CONTEXT = 128
 LEAST_ROUNDS, MOST_ROUNDS = 5, 50
 
 
-@torch.inference_mode()
 def measure_latency(
     pair: Pair,
     sampling: Sampling,
@@ -32,50 +31,78 @@ def measure_latency(
     on_size: Callable[[int, float], None] = lambda size, median: None,
     largest: int = SIZES[-1],
 ) -> Latency:
-    """Time trees of growing size, then all of them again in turn, so that drift hits all alike; medians and quartiles are kept.
+    """All at once, for about `seconds` once the sizes are known; see `LatencyMeter`."""
+    meter = LatencyMeter(pair, sampling, context, on_size, largest)
+    meter.begin(most_tokens)
+    return meter.finish(seconds)
 
-    Sizes grow until the target's part of a step costs `most_tokens` times that of one node: no tree yields more tokens,
-    so none of that size can beat plain decoding. A size there is no memory for ends the growth, too, and is recorded.
+
+class LatencyMeter:
+    """Times trees of growing size, then all of them in turn, round by round, so that drift hits all alike; medians and quartiles are kept.
+
+    Rounds may lie apart: a machine shared with others is not the same from one minute to the next.
 
     Args:
-        most_tokens: a bound on any tree's expected tokens, 1 / (1 - sum p).
-        seconds: stop repeating after about this long; every size is timed at least five times.
         on_size: called with each size's first median.
         largest: no more nodes than these.
     """
-    benches: list[_Bench] = []
-    too_large: int | None = None
-    for size in (size for size in SIZES if size <= largest):
-        try:
-            bench = _Bench(pair, size, sampling, context)
-            for _ in range(3):
-                bench.run()
-        except (RuntimeError, SequoiaPlanError) as error:
-            if not benches or not _out_of_memory(error):
-                raise
-            too_large = size
-            break
-        benches.append(bench)
-        on_size(size, bench.target())
-        if bench.target() > most_tokens * benches[0].target():
-            break
-    deadline = time.perf_counter() + seconds
-    for bench in benches:
-        bench.forget()
-    rounds = 0
-    while rounds < LEAST_ROUNDS or (rounds < MOST_ROUNDS and time.perf_counter() < deadline):
-        for bench in benches:
+
+    def __init__(
+        self, pair: Pair, sampling: Sampling, context: int, on_size: Callable[[int, float], None] = lambda size, median: None, largest: int = SIZES[-1]
+    ) -> None:
+        self.pair, self.sampling, self.context, self.on_size = pair, sampling, context, on_size
+        self.sizes = [size for size in SIZES if size <= largest]
+        self.benches: list[_Bench] = []
+        self.too_large: int | None = None
+        self.rounds, self.seconds = 0, 0.0
+
+    @torch.inference_mode()
+    def begin(self, most_tokens: float) -> None:
+        """Find the sizes. They grow until the target's part of a step costs `most_tokens` times that of one node: no tree yields more
+        tokens, so none of that size can beat plain decoding. A size there is no memory for ends the growth, too, and is recorded.
+
+        Args:
+            most_tokens: a bound on any tree's expected tokens, 1 / (1 - sum p).
+        """
+        for size in self.sizes:
+            try:
+                bench = _Bench(self.pair, size, self.sampling, self.context)
+                for _ in range(3):
+                    bench.run()
+            except (RuntimeError, SequoiaPlanError) as error:
+                if not self.benches or not _out_of_memory(error):
+                    raise
+                self.too_large = size
+                break
+            self.benches.append(bench)
+            self.on_size(size, bench.target())
+            if bench.target() > most_tokens * self.benches[0].target():
+                break
+        for bench in self.benches:
+            bench.forget()
+
+    @torch.inference_mode()
+    def round(self) -> None:
+        """One sample of each size."""
+        started = time.perf_counter()
+        for bench in self.benches:
             bench.run()
-        rounds += 1
-    return Latency(
-        target={bench.size: _rounded(bench.target()) for bench in benches},
-        draft={bench.size: _rounded(bench.draft()) for bench in benches},
-        overhead=round(statistics.median(bench.rest() for bench in benches), 6),
-        context=context,
-        rounds=rounds,
-        quartiles=_quartiles(benches),
-        out_of_memory=too_large,
-    )
+        self.rounds += 1
+        self.seconds += time.perf_counter() - started
+
+    def finish(self, seconds: float) -> Latency:
+        """Further rounds until they took about `seconds` in all, five at least; what was found."""
+        while self.rounds < LEAST_ROUNDS or (self.rounds < MOST_ROUNDS and self.seconds < seconds):
+            self.round()
+        return Latency(
+            target={bench.size: _rounded(bench.target()) for bench in self.benches},
+            draft={bench.size: _rounded(bench.draft()) for bench in self.benches},
+            overhead=round(statistics.median(bench.rest() for bench in self.benches), 6),
+            context=self.context,
+            rounds=self.rounds,
+            quartiles=_quartiles(self.benches),
+            out_of_memory=self.too_large,
+        )
 
 
 def timed(device: torch.device, run: Callable[[], T]) -> tuple[T, float]:

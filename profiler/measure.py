@@ -7,11 +7,16 @@ from typing import Any
 
 from sequoia_plan.artifacts import Profile
 from sequoia_plan.artifacts.merge import pooled
-from sequoia_plan.profiler.acceptance import measure_acceptance
+from sequoia_plan.profiler.acceptance import LEAST_PROMPTS, Acceptance, measure_acceptance
 from sequoia_plan.profiler.hardware import fingerprint
-from sequoia_plan.profiler.latency import CONTEXT, SIZES, measure_latency
+from sequoia_plan.profiler.latency import CONTEXT, SIZES, LatencyMeter
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.runtime import Pair, Sampling
+
+APART = 3
+"""Prompts between two rounds of latency."""
+ROOM = 1.25
+"""Sizes are chosen from the first prompts' acceptance; the final one may be so much better."""
 
 
 def measure(
@@ -21,25 +26,38 @@ def measure(
     latency_seconds: float = 30.0,
     context: int = CONTEXT,
     on_size: Callable[[int, float], None] = lambda size, median: None,
+    on_prompt: Callable[[int, int, Acceptance], None] = lambda done, most, found: None,
     largest: int = SIZES[-1],
     **acceptance: Any,
 ) -> list[Profile]:
-    """Measure acceptance on `prompts` under every setting, then latency under the first, all through the decoder.
+    """Measure acceptance on `prompts` under every setting and latency under the first, all through the decoder.
+
+    Latency is timed between prompts, so that it is that of the whole time and not of its last minute.
 
     Args:
-        latency_seconds, context, on_size, largest: see `measure_latency`.
-        acceptance: options of `measure_acceptance`.
+        latency_seconds: for repeating latency measurements, about.
+        context, on_size, largest: see `LatencyMeter`.
+        on_prompt, acceptance: options of `measure_acceptance`.
 
     Raises:
         SequoiaPlanError: if the prompts do not fit the models.
     """
-    found = measure_acceptance(pair, [encode(pair.tokenizer, p) for p in prompts], samplings, **acceptance)
-    vectors = [pooled(each.levels()) for each in found]
-    most_tokens = max(1 / max(1 - sum(vector), 1e-3) for vector in vectors)
-    latency = measure_latency(pair, samplings[0], most_tokens, latency_seconds, context, on_size, largest)
+    meter = LatencyMeter(pair, samplings[0], context, on_size, largest)
+
+    def between_prompts(done: int, most: int, found: Acceptance) -> None:
+        on_prompt(done, most, found)
+        if not meter.benches and done >= LEAST_PROMPTS and found.trials.any():
+            meter.begin(ROOM * most_tokens(found))
+        elif meter.benches and done % APART == 0 and meter.seconds < latency_seconds:
+            meter.round()
+
+    found = measure_acceptance(pair, [encode(pair.tokenizer, p) for p in prompts], samplings, on_prompt=between_prompts, **acceptance)
+    if not meter.benches:
+        meter.begin(max(map(most_tokens, found)))
+    latency = meter.finish(latency_seconds)
     return [
         Profile(
-            acceptance=vector,
+            acceptance=pooled(each.levels()),
             trials=each.worth(),
             latency=latency,
             settings=sampling.settings(),
@@ -47,5 +65,10 @@ def measure(
             hardware=fingerprint(pair.target.device),
             levels=each.levels(),
         )
-        for sampling, vector, each in zip(samplings, vectors, found, strict=True)
+        for sampling, each in zip(samplings, found, strict=True)
     ]
+
+
+def most_tokens(found: Acceptance) -> float:
+    """A bound on the expected tokens of any tree: 1 / (1 - sum p)."""
+    return 1 / max(1 - sum(pooled(found.levels())), 1e-3)

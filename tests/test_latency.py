@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
-from test_acceptance import toy_pair
+from test_acceptance import PROMPTS, toy_pair
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.profiler import latency
 from sequoia_plan.profiler.breakdown import PARTS, WARM_UP, breakdown
 from sequoia_plan.profiler.hardware import differences, fingerprint
+from sequoia_plan.profiler.measure import measure
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 
 
@@ -33,6 +36,19 @@ def test_every_size_with_quartiles(pair, sizes):
     assert list(found.target) == list(found.draft) == list(found.quartiles["target"]) == list(found.quartiles["draft"]) == sizes
     assert found.context == 20 and found.rounds == latency.LEAST_ROUNDS and found.out_of_memory is None
     assert all(0 < low <= high for curve in found.quartiles.values() for low, high in curve.values())
+
+
+def test_latency_is_timed_between_prompts(pair, sizes, monkeypatch):
+    """Rounds lie among the prompts, as many more as are asked for come after them, and the profile holds them all."""
+    events = []
+    run = latency.LatencyMeter.round
+    monkeypatch.setattr(latency.LatencyMeter, "round", lambda meter: (events.append("round"), run(meter)))
+    monkeypatch.setattr(sys.modules["sequoia_plan.profiler.measure"], "encode", lambda tokenizer, prompt: PROMPTS[int(prompt)])
+    found = measure(pair, [str(i) for i in range(12)], [Sampling(1.0)], 1e9, 20, precision=0, on_prompt=lambda *_: events.append("prompt"))[0]
+    assert events == ["prompt"] * 9 + ["round"] + ["prompt"] * 3 + ["round"] * (latency.MOST_ROUNDS - 1)
+    assert found.latency.rounds == latency.MOST_ROUNDS and list(found.latency.target) == sizes and found.trials > 0
+    few = measure(pair, ["0", "1"], [Sampling(1.0)], 0.0, 20, precision=0)[0]
+    assert few.latency.rounds == latency.LEAST_ROUNDS
 
 
 def test_quartiles_are_free_of_drift():
