@@ -73,8 +73,8 @@ def parts_text(result: Result) -> str:
     parts = dict(result.get("breakdown") or {})
     if not parts:
         return ""
-    named = ", ".join(f"{name} {parts[name] * 1000:.1f}" for name in ("draft", "target", "verify", "keep", "host"))
-    return f"A step of the tree: {parts['step'] * 1000:.1f} ms ({named}); {parts['share_not_model']:.1%} of it is not model time."
+    named = ", ".join(f"{name} {max(parts[name], 0) * 1000:.1f}" for name in ("draft", "target", "verify", "keep", "host"))
+    return f"A step of the tree: {parts['step'] * 1000:.1f} ms ({named}); {max(parts['share_not_model'], 0):.1%} of it is not model time."
 
 
 def told_apart(results: Sequence[Result]) -> list[str]:

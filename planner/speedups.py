@@ -39,7 +39,7 @@ def speedups_panel(results: Sequence[Mapping[str, Any]], axes: Any) -> None:
     axes.set(ylim=(len(names) - 0.5, -0.5), xlabel="times plain decoding")
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", linewidth=0.8)
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2 if max(len(label) for label, _ in warmer) < 20 else 1)
 
 
 def compared(results: Sequence[Mapping[str, Any]]) -> list[str]:
