@@ -5,7 +5,7 @@
     python benchmarks/prediction.py build/t06.yaml --counted build/counted.yaml -o benchmarks/results/prediction.json
     python benchmarks/prediction.py build/t06.yaml --quick -o build/prediction.json      # two sizes, two prompts: to see that it runs
 
-For each profile and size the tree of most tokens is solved from the profile's one vector, decodes the held-out prompts beside plain
+For each profile and size the tree of most tokens is solved from the profile, by level, decodes the held-out prompts beside plain
 decoding, and its figures are put next to what the one vector and the rows by level promise. Latencies are timed anew before and
 after the decoding, and the mean is taken: the profile's may be hours old. `--counted` are profiles by the paper's method, one-level
 trees; each is compared where its temperature is that of a profile.

@@ -60,6 +60,7 @@ def solve(
     solver: str | None = None,
     smooth: bool = False,
     baseline: str | None = None,
+    one_vector: bool = False,
 ) -> Solution:
     """The provably best token tree for what was measured.
 
@@ -74,13 +75,14 @@ def solve(
         solver: "best-first", "hull" or "dp"; None picks best-first where it is exact, else hull.
         smooth: replace the vector by the closest one that never increases with rank. A modelling choice.
         baseline: do not solve; take this tree (see baselines.py) and say what it is worth.
+        one_vector: take a profile's one vector for all levels, as the paper does, even if it has counts by level.
 
     Raises:
         SequoiaPlanError: for impossible input, or if no tree of that size fits the depth and branching.
     """
     started = time.perf_counter()
     measured = profile if isinstance(profile, Profile) else None
-    acceptance: Any = measured.acceptance if measured else profile
+    acceptance: Any = profile if measured is None else measured.acceptance if one_vector or not measured.levels else _by_level(measured)
     check_input(acceptance, budget, depth, branching)
     latency = measured.latency if measured else None
     objective = objective or ("speed" if latency else "tokens")
@@ -108,7 +110,7 @@ def solve(
     speedup = tokens * times.plain() / step if known and times and step else None
     interval = None
     if measured and measured.trials and not smooth and not baseline and tree.size > 1:
-        interval = _interval(tree, measured, speedup, rows, budget, objective, times)
+        interval = _interval(tree, measured, np.atleast_2d(np.asarray(acceptance, float)), speedup, rows, budget, objective, times)
     plan: dict[str, Any] = {
         "acceptance": [list(row) if isinstance(row, Sequence) else row for row in acceptance],
         "budget": budget,
@@ -140,11 +142,20 @@ def _choose(rows: Floats, budget: int, objective: str, name: str, times: StepTim
     return tree, bound * times.plain()
 
 
-def _interval(tree: TokenTree, profile: Profile, speedup: float | None, rows: Floats, budget: int, objective: str, times: StepTime | None) -> dict[str, Any]:
+def _by_level(profile: Profile) -> list[list[float]]:
+    """p[level][k] to six digits; counts may exceed their trials by rounding."""
+    rows = np.array(profile.by_level)
+    return (rows / np.maximum(1.0, rows.sum(1, keepdims=True))).round(6).tolist()
+
+
+def _interval(
+    tree: TokenTree, profile: Profile, acceptance: Floats, speedup: float | None, rows: Floats, budget: int, objective: str, times: StepTime | None
+) -> dict[str, Any]:
     """What a 95 % interval of the measurements does to this tree's promise, and to the choice itself."""
-    vectors = ends(tree, profile.acceptance, profile.trials)
+    seen = np.array([level.trials for level in profile.levels]) if len(acceptance) > 1 else np.ones(1)
+    vectors = ends(tree, acceptance, profile.trials * seen / seen.sum())
     tokens = [expected_tokens(tree, vector) for vector in vectors]
-    now = expected_tokens(tree, profile.acceptance)
+    now = expected_tokens(tree, acceptance)
     lost = []
     for vector, here in zip(vectors, tokens, strict=True) if tree.size <= LARGEST_BUDGET["hull"] else ():  # the vectors there may rise
         there = acceptance_rows(vector, len(rows) + 1, rows.shape[1])

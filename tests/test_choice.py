@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import acceptance_vectors, all_trees, trees
 
-from sequoia_plan.artifacts import Latency, Profile, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import Latency, LevelCounts, Profile, SequoiaPlanError, TokenTree
 from sequoia_plan.planner import baseline, check, dynamic_programming, frontier, hull, solve
 from sequoia_plan.planner.objective import StepTime, acceptance_rows, expected_tokens, isotonic
 from sequoia_plan.planner.uncertainty import ends, gradient, step_time_error
@@ -110,9 +110,13 @@ def test_baselines_have_their_shapes(tmp_path):
 @given(trees(12), acceptance_vectors(longest=4))
 def test_gradient_is_the_derivative(tree, acceptance):
     vector = np.pad(np.array(acceptance) * 0.9, (0, max(0, tree.branching - len(acceptance))))
-    for k, slope in enumerate(gradient(tree, vector)):
-        ahead, behind = (vector + sign * 1e-6 * (np.arange(vector.size) == k) for sign in (1, -1))
-        assert slope == pytest.approx((expected_tokens(tree, ahead) - expected_tokens(tree, behind)) / 2e-6, rel=1e-4, abs=1e-6)
+    for rows in (vector[None], np.array([vector, vector[::-1] * 0.8])):  # one vector; another one from the second level on
+        slopes = gradient(tree, rows)
+        for place in np.ndindex(rows.shape):
+            ahead, behind = (rows.copy() for _ in range(2))
+            ahead[place] += 1e-6
+            behind[place] -= 1e-6
+            assert slopes[place] == pytest.approx((expected_tokens(tree, ahead) - expected_tokens(tree, behind)) / 2e-6, rel=1e-4, abs=1e-6)
 
 
 def covered(z, repeats=600, trials=400):
@@ -121,8 +125,35 @@ def covered(z, repeats=600, trials=400):
     tree = solve(truth.tolist(), 24, 8).tree
     value = expected_tokens(tree, truth)
     counts = np.random.default_rng(0).multinomial(trials, [*truth, 1 - truth.sum()], repeats)[:, :-1]
-    bounds = [[expected_tokens(tree, end) for end in ends(tree, row / trials, trials, z)] for row in counts]
+    bounds = [[expected_tokens(tree, end) for end in ends(tree, row[None] / trials, [trials], z)] for row in counts]
     return np.mean([low <= value <= high for low, high in bounds])
+
+
+def test_the_interval_covers_the_truth_by_level():
+    """Levels with their own vectors and trials; intervals from other trials (the control) do not cover as often."""
+    truth, trials = np.array([[0.4, 0.15, 0.08], [0.5, 0.12, 0.05], [0.6, 0.1, 0.02]]), np.array([300, 150, 60])
+    tree = solve(truth.tolist(), 24, 8).tree
+    rng, value = np.random.default_rng(1), expected_tokens(tree, truth)
+    draws = [np.array([rng.multinomial(n, [*p, 1 - p.sum()])[:-1] / n for p, n in zip(truth, trials, strict=True)]) for _ in range(400)]
+
+    def covered_with(trials):
+        bounds = [[expected_tokens(tree, end) for end in ends(tree, rows, trials)] for rows in draws]
+        return np.mean([low <= value <= high for low, high in bounds])
+
+    assert covered_with(trials) == pytest.approx(0.95, abs=0.035)
+    assert covered_with(trials * 4) < 0.85
+
+
+def test_levels_are_solved_for_unless_one_vector_is_asked_for():
+    levels = (LevelCounts(600, (240.0, 90.0, 30.0)), LevelCounts(300, (180.0, 30.0, 6.0)))
+    profile = Profile((0.466667, 0.133333, 0.04), 500, levels=levels)
+    by_level, pooled = (solve(profile, 12, 6, objective="tokens", one_vector=one) for one in (False, True))
+    assert by_level.tree.plan["acceptance"] == [[0.4, 0.15, 0.05], [0.6, 0.1, 0.02]]
+    assert pooled.tree.plan["acceptance"] == [0.466667, 0.133333, 0.04]
+    assert by_level.expected_tokens == solve([[0.4, 0.15, 0.05], [0.6, 0.1, 0.02]], 12, 6).expected_tokens
+    for found in (by_level, pooled):
+        low, high = found.interval["expected_tokens"]
+        assert low < found.expected_tokens < high
 
 
 def test_the_interval_covers_the_truth():

@@ -20,6 +20,7 @@ from sequoia_plan.planner.cli.terminal import between, print_json
 @click.option("--acceptance", type=click.Path(), help="Instead of a profile: JSON or YAML list p[1..B], or a list of such rows per level.")
 @click.option("--solver", type=click.Choice(["best-first", "hull", "dp"]), help="[default: best-first where it is exact, else hull]")
 @click.option("--smooth", is_flag=True, help="Assume that rarer ranks are not likelier: the closest non-increasing vector is solved for.")
+@click.option("--one-vector", is_flag=True, help="One acceptance vector for all levels, as in the paper. [default: by level, as the profile counts]")
 @click.option("--baseline", metavar="NAME", help="Do not solve: chain, chains:K, k-ary:K, specinfer:K1,K2,..., random:SEED or parents:FILE.")
 @click.option("-o", "--output", type=click.Path(), default="tree.safetensors", show_default=True)
 @json_option
@@ -32,6 +33,7 @@ def solve(
     acceptance: str | None,
     solver: str | None,
     smooth: bool,
+    one_vector: bool,
     baseline: str | None,
     output: str,
     as_json: bool,
@@ -43,7 +45,7 @@ def solve(
     from sequoia_plan.planner.solver import solve as run
 
     measured = _read_acceptance(acceptance) if acceptance else Profile.load(profile_file or "profile.yaml")
-    solution = run(measured, budget, depth, branching, objective, solver, smooth, baseline)
+    solution = run(measured, budget, depth, branching, objective, solver, smooth, baseline, one_vector)
     save_tree(solution.tree, output)
     tree = solution.tree
     if as_json:
