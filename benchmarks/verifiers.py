@@ -72,12 +72,15 @@ def plot(rates: dict[str, dict[str, list[float]]], path: Path) -> None:
     """Rejection rate against children drawn, one panel a temperature: the paper's Figure 3."""
     from matplotlib.figure import Figure
 
+    found = [rate for curves in rates.values() for curve in curves.values() for rate in curve]
+    ticks = [tick / 100 for tick in (1, 2, 5, 10, 15, 20, 25, 30, 40, 50, 60, 70, 80, 90) if min(found) <= tick / 100 <= max(found)]
     figure = Figure(figsize=(3.2 * len(rates), 3.2), layout="constrained")
     for axes, (title, curves) in zip(figure.subplots(1, len(rates), sharey=True, squeeze=False)[0], rates.items(), strict=True):
         for name, curve in curves.items():
             axes.plot(CHILDREN, curve, marker="o", markersize=3, linestyle="--" if name == "traversal" else "-", label=name)
         axes.set(xscale="log", yscale="log", title=title, xlabel="children drawn")
         axes.set_xticks(CHILDREN, [str(k) for k in CHILDREN], minor=False)
+        axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("probability that all are rejected")
