@@ -30,7 +30,7 @@ class Latency:
         draft: pass width -> seconds of one draft pass and the drawing of its children.
         overhead: seconds a step spends on everything else (verification, KV compaction, host).
         context: tokens in the KV cache when it was measured.
-        rounds: how often each size was timed; 0 if not known.
+        samples: size -> how often it was timed; empty if not known.
         quartiles: "target" and "draft" -> size -> first and third quartile of its times, drift taken out; empty if not known.
         out_of_memory: the smallest size that did not fit; None if all did.
     """
@@ -39,7 +39,7 @@ class Latency:
     draft: Mapping[int, float]
     overhead: float
     context: int
-    rounds: int = 0
+    samples: Mapping[int, int] = field(default_factory=dict)
     quartiles: Mapping[str, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
     out_of_memory: int | None = None
 
@@ -181,7 +181,7 @@ class Profile:
                 draft=_section(section, "draft", "latency.draft"),
                 overhead=section.get("overhead", 0.0),
                 context=section.get("context", 0),
-                rounds=section.get("rounds", 0),
+                samples=section.get("samples") or {},
                 quartiles=_quartiles(section.get("quartiles")),
                 out_of_memory=section.get("out_of_memory"),
             )
@@ -257,7 +257,7 @@ def _check_curve(curve: Any, name: str) -> None:
 
 def _spread_document(latency: Latency) -> dict[str, Any]:
     """The optional keys, where they say something."""
-    found: dict[str, Any] = {"rounds": latency.rounds} if latency.rounds else {}
+    found: dict[str, Any] = {"samples": dict(latency.samples)} if latency.samples else {}
     if latency.quartiles:
         found["quartiles"] = {name: {size: list(pair) for size, pair in curve.items()} for name, curve in latency.quartiles.items()}
     return found | ({"out_of_memory": latency.out_of_memory} if latency.out_of_memory is not None else {})
@@ -271,8 +271,9 @@ def _quartiles(found: Any) -> Any:
 
 
 def _check_spread(latency: Latency) -> None:
-    if not is_count(latency.rounds):
-        raise SequoiaPlanError(f"latency.rounds: found {latency.rounds!r:.60}, expected a whole number >= 0")
+    for size, samples in latency.samples.items() if isinstance(latency.samples, Mapping) else [(latency.samples, None)]:
+        if not is_count(size) or size not in {*latency.target, *latency.draft} or not is_count(samples, 1):
+            raise SequoiaPlanError(f"latency.samples: found {size!r:.30}: {samples!r:.30}, expected a measured size: a whole number >= 1")
     if latency.out_of_memory is not None and not is_count(latency.out_of_memory, 1):
         raise SequoiaPlanError(f"latency.out_of_memory: found {latency.out_of_memory!r:.60}, expected a size >= 1")
     if not isinstance(latency.quartiles, Mapping) or not set(latency.quartiles) <= {"target", "draft"}:

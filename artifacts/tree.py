@@ -153,6 +153,9 @@ class TokenTree:
     def __hash__(self) -> int:
         return hash(self.parents.tobytes())
 
+    def __str__(self) -> str:
+        return f"{self.size} nodes, depth {self.depth}, level widths {' '.join(map(str, self.level_widths))}"
+
     def __repr__(self) -> str:
         return f"TokenTree(size={self.size}, depth={self.depth}, level_widths={self.level_widths.tolist()})"
 

@@ -37,16 +37,16 @@ from sequoia_plan.artifacts import Latency, Profile, TokenTree
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.tree_file import CATALOG
 from sequoia_plan.planner import solve
-from sequoia_plan.planner.contenders import arms, predicted
+from sequoia_plan.planner.contenders import add_predictions, arms
 from sequoia_plan.planner.objective import StepTime, expected_tokens
-from sequoia_plan.profiler.bench import bench, contenders, hugging_face, needs_reference, ours, summary
+from sequoia_plan.profiler.bench import bench, compare, hugging_face, ours, summary
 from sequoia_plan.profiler.breakdown import breakdown
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.latency import measure_latency, timed
 from sequoia_plan.profiler.measure import measure
-from sequoia_plan.profiler.prompts import built_in, encode
+from sequoia_plan.profiler.prompts import built_in, held_out
 from sequoia_plan.runtime import Pair, Sampling, load_pair
-from sequoia_plan.runtime.models import resolve_dtype
+from sequoia_plan.runtime.models import dtype_name, resolve_dtype
 
 Shape = dict[str, int]
 VECTORS = ("sequoia-example", "llama3-70b-8b-cnn")
@@ -138,20 +138,16 @@ def real_pair(run: Run, sampling: Sampling) -> dict[str, Any]:
     work = {"largest": scale.largest, "precision": scale.precision, "tokens_per_prompt": min(scale.tokens, 64)}
     profile = measure(pair, built_in()[: scale.texts], [sampling], scale.latency_seconds, **work)[0]
     solution = solve(profile, BUDGET, DEPTH)
-    trees = arms(solution.tree)
-    reference = embedded(run.device, packed=False) if needs_reference(pair, CONTENDERS) else pair
-    runs = bench(contenders(pair, reference, trees, sampling, scale.tokens, CONTENDERS), held_out(pair, scale), deadline=run.deadline)
-    figures = summary(runs)
-    for name, found in figures.items():
-        found["predicted"] = predicted(trees[name], solution.tree.plan) if name in trees else None
+    trees = arms(solution.tree, sampling.verifier)
+    reference = functools.partial(embedded, run.device, packed=False)
+    result = compare(pair, reference, trees, sampling, longest_first(pair, scale), scale.tokens, CONTENDERS, deadline=run.deadline)
+    add_predictions(result["contenders"], trees, solution.tree.plan, sampling.settings())
     steps = {"plain": TokenTree.chain(1), "tree": solution.tree}
-    return {
-        "settings": sampling.settings() | {"dtype": named(pair.target.dtype), "prompts": len(runs["plain"]), "tokens": scale.tokens},
+    return result | {
         "acceptance": profile.acceptance,
         "trials": profile.trials,
         "latency": curves(profile.latency),
         "tree": {"parents": solution.tree.parents.tolist(), "expected_tokens": solution.expected_tokens, "step_seconds": solution.step_seconds},
-        "contenders": figures,
         "breakdown": {name: breakdown(pair, tree, sampling, rounds=scale.rounds) for name, tree in steps.items()},
     }
 
@@ -165,7 +161,7 @@ def static_cache(run: Run) -> dict[str, Any]:
             "plain": ours(pair, TokenTree.chain(1), sampling, tokens),
             "static": hugging_face(pair, sampling, tokens, counted=False, cache_implementation="static"),
         }
-        found[f"T {sampling.temperature}"] = summary(bench(decoders, held_out(pair, run.scale), deadline=run.deadline), ["plain"])
+        found[f"T {sampling.temperature}"] = summary(bench(decoders, longest_first(pair, run.scale), deadline=run.deadline), ["plain"])
     return {"contenders": found}
 
 
@@ -185,7 +181,7 @@ def random_weights(run: Run, name: str) -> dict[str, Any]:
         tree = solve(Profile(acceptance=known.acceptance, trials=known.trials, **facts), BUDGET, DEPTH).tree
         trees[vector] = judged(pair, tree, known.acceptance, times, sampling, plain["step"], scale.rounds)
     return {
-        "settings": sampling.settings() | {"dtype": named(pair.target.dtype), "context": latency.context},
+        "settings": sampling.settings() | {"dtype": dtype_name(pair.target.dtype), "context": latency.context},
         "models": pair.facts,
         "latency": curves(latency),
         "bandwidth": {
@@ -232,7 +228,7 @@ def random_pair(name: str, target: Shape, draft: Shape, device: torch.device) ->
     models = {"target": model(target), "draft": model(draft)}
     names = {"target": name, "draft": "llama-68m"}
     facts = {
-        role: {"name": f"{names[role]}, random weights", "dtype": named(dtype), "parameters": sum(p.numel() for p in each.parameters())}
+        role: {"name": f"{names[role]}, random weights", "dtype": dtype_name(dtype), "parameters": sum(p.numel() for p in each.parameters())}
         for role, each in models.items()
     }
     return Pair(models["target"], models["draft"], None, facts)
@@ -251,10 +247,9 @@ def copy_bandwidth(device: torch.device, size: int) -> float:
     return 2 * size / statistics.median(seconds[2:])
 
 
-def held_out(pair: Pair, scale: Scale) -> list[list[int]]:
-    """Held-out prompts, the longest first: whatever grows with length has grown once all are warm."""
-    prompts = [encode(pair.tokenizer, text) for text in built_in(held_out=True)[: scale.prompts]]
-    return sorted(prompts, key=len, reverse=True)
+def longest_first(pair: Pair, scale: Scale) -> list[list[int]]:
+    """Held-out prompts: whatever grows with length has grown once all are warm."""
+    return sorted(held_out(pair.tokenizer, scale.prompts), key=len, reverse=True)
 
 
 def curves(latency: Latency | None) -> dict[str, Any]:
@@ -265,13 +260,9 @@ def curves(latency: Latency | None) -> dict[str, Any]:
         "draft": latency.draft,
         "overhead": latency.overhead,
         "context": latency.context,
-        "rounds": latency.rounds,
+        "samples": latency.samples,
         "out_of_memory": latency.out_of_memory,
     }
-
-
-def named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 PARTS: dict[str, tuple[float, Callable[[Run], dict[str, Any]]]] = {

@@ -6,8 +6,8 @@
     python benchmarks/prediction.py build/t06.yaml --quick -o build/prediction.json      # two sizes, two prompts: to see that it runs
 
 For each profile and size the tree of most tokens is solved from the profile, by level, decodes the held-out prompts beside plain
-decoding, and its figures are put next to what the one vector and the rows by level promise. Latencies are timed anew before and
-after the decoding, and the mean is taken: the profile's may be hours old. `--counted` are profiles by the paper's method, one-level
+decoding, and its figures are put next to what the one vector and the rows by level promise. Latencies are timed anew, one round
+after each prompt: the profile's may be hours old, and a shared machine changes by the minute. `--counted` are profiles by the paper's method, one-level
 trees; each is compared where its temperature is that of a profile.
 """
 
@@ -22,27 +22,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from sequoia_plan.artifacts import Latency, Profile
+from sequoia_plan.artifacts import Profile
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.planner import solve
 from sequoia_plan.planner.objective import StepTime, expected_tokens
 from sequoia_plan.profiler.bench import bench, ours, settings_and_hardware, summary
-from sequoia_plan.profiler.latency import measure_latency
-from sequoia_plan.profiler.prompts import built_in, encode
+from sequoia_plan.profiler.latency import CONTEXT, LatencyMeter
+from sequoia_plan.profiler.prompts import held_out
 from sequoia_plan.runtime import Pair, Sampling, load_pair
 
 SIZES = [4, 8, 16, 32, 64]
-
-
-def latency(pair: Pair, sampling: Sampling, options: argparse.Namespace) -> Latency:
-    """Of all sizes, now."""
-    return measure_latency(pair, sampling, math.inf, options.latency_seconds, largest=SIZES[-1])
-
-
-def between(a: Latency, b: Latency) -> Latency:
-    """The mean of two, size by size."""
-    target, draft = ({n: (x[n] + y[n]) / 2 for n in x} for x, y in ((a.target, b.target), (a.draft, b.draft)))
-    return Latency(target, draft, (a.overhead + b.overhead) / 2, a.context)
 
 
 def compare(pair: Pair, profile: Profile, counted: Profile | None, sampling: Sampling, sizes: list[int], options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -50,10 +39,10 @@ def compare(pair: Pair, profile: Profile, counted: Profile | None, sampling: Sam
     trees = {str(size): solve(profile, size, options.depth, objective="tokens").tree for size in sizes}
     decoders = {"plain": ours(pair, solve(profile, 1, 1, objective="tokens").tree, sampling, options.tokens)}
     decoders |= {name: ours(pair, tree, sampling, options.tokens) for name, tree in trees.items()}
-    prompts = [encode(pair.tokenizer, text) for text in built_in(held_out=True)[: options.prompts]]
-    before = latency(pair, sampling, options)
-    found = summary(bench(decoders, prompts), ["plain"])
-    times = StepTime(between(before, latency(pair, sampling, options)))
+    meter = LatencyMeter(pair, sampling, CONTEXT, largest=sizes[-1])
+    meter.begin(math.inf)
+    found = summary(bench(decoders, held_out(pair.tokenizer, options.prompts), on_prompt=lambda done: meter.round()), ["plain"])
+    times = StepTime(meter.finish(seconds=0.0))
     entries = []
     for name, tree in trees.items():
         vectors = {"one_vector": profile.acceptance, "by_level": profile.by_level} | ({"counted": counted.acceptance} if counted else {})
@@ -80,13 +69,12 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=10)
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--latency-seconds", type=float, default=20.0)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
     sizes = SIZES
     if options.quick:
-        sizes, options.prompts, options.tokens, options.latency_seconds = [4, 8], 2, 8, 0.0
+        sizes, options.prompts, options.tokens = [4, 8], 2, 8
     counted = {profile.settings["temperature"]: profile for profile in map(Profile.load, options.counted)}
     pair = load_pair(dtype=options.dtype, device=options.device)
     console, results = Console(width=130), list[dict[str, Any]]()

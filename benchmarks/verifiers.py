@@ -25,7 +25,7 @@ from sequoia_plan.artifacts import Profile, TokenTree
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.planner import solve
 from sequoia_plan.profiler.hardware import fingerprint
-from sequoia_plan.profiler.prompts import built_in, encode
+from sequoia_plan.profiler.prompts import held_out
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
 from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex
 
@@ -105,7 +105,7 @@ def main() -> None:
         options.prompts, options.tokens = 2, 8
     settings = SETTINGS[1:2] if options.quick else SETTINGS
     pair = load_pair(dtype=options.dtype)
-    prompts = [encode(pair.tokenizer, text) for text in built_in(held_out=True)[: options.prompts]]
+    prompts = held_out(pair.tokenizer, options.prompts)
     tree = solve(TYPICAL if options.quick else Profile.load(options.profile), options.budget, options.depth, objective="tokens").tree
     decoder = SequoiaDecoder(pair.target, pair.draft, tree)
 

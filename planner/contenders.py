@@ -15,7 +15,7 @@ Arm = tuple[TokenTree, str]
 """A tree and the verifier that judges it."""
 
 
-def arms(tree: TokenTree, verifier: str = "traversal") -> dict[str, Arm]:
+def arms(tree: TokenTree, verifier: str) -> dict[str, Arm]:
     """Our tree, and those of others with no more nodes and levels, by name; `verifier` judges those that come without their own."""
     found: dict[str, Arm] = {"plain": (TokenTree.chain(1), verifier)}
     if tree.size > 1:
@@ -49,6 +49,12 @@ def predicted(arm: Arm, plan: Mapping[str, Any], sampling: Mapping[str, Any] | N
     times = step_time(plan)
     step = times.step(tree) if times else float("inf")
     return {"tokens_per_step": tokens, "speedup": tokens * times.plain() / step if times and np.isfinite(step) else None}
+
+
+def add_predictions(figures: Mapping[str, dict[str, Any]], arms: Mapping[str, Arm], plan: Mapping[str, Any], sampling: Mapping[str, Any]) -> None:
+    """Put what `predicted` says beside every contender's figures; None beside those that have no tree."""
+    for name, found in figures.items():
+        found["predicted"] = predicted(arms[name], plan, sampling) if name in arms else None
 
 
 def step_time(plan: Mapping[str, Any]) -> StepTime | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +110,14 @@ def solve(
     speedup = tokens * times.plain() / step if known and times and step else None
     interval = None
     if measured and measured.trials and not smooth and not baseline and tree.size > 1:
-        interval = _interval(tree, measured, np.atleast_2d(np.asarray(acceptance, float)), speedup, rows, budget, objective, times)
+
+        def lost(vectors: Floats) -> float:
+            there = acceptance_rows(vectors, depth, rows.shape[1])  # may rise where `acceptance` does not: the solver is picked anew
+            best = _choose(there, budget, objective, pick(None, there, tree.size), times)[0]
+            slower = times.step(tree) / times.step(best) if times and objective != "tokens" else 1.0
+            return max(0.0, 1 - expected_tokens(tree, vectors) / expected_tokens(best, vectors) / slower)
+
+        interval = _interval(tree, measured, np.atleast_2d(np.asarray(acceptance, float)), speedup, times, lost)
     plan: dict[str, Any] = {
         "acceptance": [list(row) if isinstance(row, Sequence) else row for row in acceptance],
         "budget": budget,
@@ -149,21 +156,24 @@ def _by_level(profile: Profile) -> list[list[float]]:
 
 
 def _interval(
-    tree: TokenTree, profile: Profile, acceptance: Floats, speedup: float | None, rows: Floats, budget: int, objective: str, times: StepTime | None
+    tree: TokenTree, profile: Profile, acceptance: Floats, speedup: float | None, times: StepTime | None, lost: Callable[[Floats], float]
 ) -> dict[str, Any]:
-    """What a 95 % interval of the measurements does to this tree's promise, and to the choice itself."""
+    """What a 95 % interval of the measurements does to this tree's promise, and to the choice itself.
+
+    Args:
+        lost: of an acceptance, the share that `tree` falls short of the tree that would be chosen for it.
+    """
     seen = np.array([level.trials for level in profile.levels]) if len(acceptance) > 1 else np.ones(1)
     vectors = ends(tree, acceptance, profile.trials * seen / seen.sum())
     tokens = [expected_tokens(tree, vector) for vector in vectors]
     now = expected_tokens(tree, acceptance)
-    lost = []
-    for vector, here in zip(vectors, tokens, strict=True) if tree.size <= LARGEST_BUDGET["hull"] else ():  # the vectors there may rise
-        there = acceptance_rows(vector, len(rows) + 1, rows.shape[1])
-        best = _choose(there, budget, objective, pick(None, there, tree.size), times)[0]
-        ratio = here / expected_tokens(best, vector) * (times.step(best) / times.step(tree) if times and objective != "tokens" else 1.0)
-        lost.append(max(0.0, 1 - ratio))
     sped: list[float] | None = None
     if speedup is not None and times is not None:
         clock = Z95 * step_time_error(tree, times.latency)
         sped = [speedup * math.exp(sign * math.hypot(math.log(end / now), clock)) for sign, end in zip((-1, 1), tokens, strict=True)]
-    return {"level": 0.95, "expected_tokens": tokens, "predicted_speedup": sped, "lost": lost or None}
+    return {
+        "level": 0.95,
+        "expected_tokens": tokens,
+        "predicted_speedup": sped,
+        "lost": [lost(vector) for vector in vectors] if tree.size <= LARGEST_BUDGET["hull"] else None,
+    }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 import numpy as np
 
 from sequoia_plan.artifacts import TokenTree
@@ -17,18 +20,8 @@ def summarise(tree: TokenTree) -> None:
 
     console = Console(highlight=False)
     plan = tree.plan
-    interval = plan.get("interval") or {}
-    console.print(f"{tree.size} nodes, depth {tree.depth}, branching {tree.branching}, level widths {' '.join(map(str, tree.level_widths))}", soft_wrap=True)
-    if plan.get("expected_tokens") is not None:
-        most = plan.get("upper_bound")
-        limit = f", at most {most:.4f} for any tree of this size" if most is not None else ""
-        worth = f"{plan['expected_tokens']:.4f}{_ends(interval.get('expected_tokens'))}{limit}"
-        console.print(f"expected tokens a step  {worth}  ({plan.get('solver')})", soft_wrap=True, markup=False)
-    if plan.get("predicted_speedup") is not None:
-        most = plan.get("speedup_bound")
-        limit = f", at most {most:.3f}x for any tree" if most is not None else ""
-        ends = _ends(interval.get("predicted_speedup"))
-        console.print(f"predicted speed-up      {plan['predicted_speedup']:.3f}x{ends}{limit}, {plan['step_seconds'] * 1000:.1f} ms a step", soft_wrap=True)
+    for line in (f"{tree}, branching {tree.branching}", *promises(plan)):
+        console.print(line, soft_wrap=True, markup=False)
     acceptance = plan.get("acceptance")
     if acceptance:
         _next_node(tree, console)
@@ -43,6 +36,18 @@ def summarise(tree: TokenTree) -> None:
     console.print(branches[0])
     if len(branches) < tree.size:
         console.print(f"... and {tree.size - len(branches)} nodes of less value")
+
+
+def promises(plan: Mapping[str, Any]) -> Iterator[str]:
+    """What a plan says of expected tokens and speed, a line each, with intervals and bounds where it has them."""
+    interval = plan.get("interval") or {}
+    if plan.get("expected_tokens") is not None:
+        limit = f", at most {plan['upper_bound']:.4f} for any tree of this size" if plan.get("upper_bound") is not None else ""
+        yield f"expected tokens a step  {plan['expected_tokens']:.4f}{_ends(interval.get('expected_tokens'))}{limit}  ({plan.get('solver')})"
+    if plan.get("predicted_speedup") is not None:
+        limit = f", at most {plan['speedup_bound']:.3f}x for any tree" if plan.get("speedup_bound") is not None else ""
+        speed = f"{plan['predicted_speedup']:.3f}x over plain decoding{_ends(interval.get('predicted_speedup'))}{limit}"
+        yield f"predicted speed-up      {speed}, {plan['step_seconds'] * 1000:.1f} ms a step"
 
 
 def _next_node(tree: TokenTree, console: object) -> None:

@@ -48,15 +48,16 @@ def ends(tree: TokenTree, rows: Floats, trials: Sequence[float], z: float = Z95)
 
 
 def step_time_error(tree: TokenTree, latency: Latency) -> float:
-    """Standard error of log(step time / plain step time), from each size's quartiles and rounds; 0 if the profile has none.
+    """Standard error of log(step time / plain step time), from each size's quartiles and samples; 0 if the profile has none.
 
     A normal law's quartiles are 1.349 standard deviations apart, and a median's standard error is 1.2533 times a mean's.
     """
 
     def variance(curve: str, size: int) -> float:
         known = latency.quartiles.get(curve, {})
-        first, third = known.get(min((n for n in known if n >= size), default=0), (0.0, 0.0))
-        return (1.2533 * (third - first) / 1.349) ** 2 / max(latency.rounds, 1)
+        n = min((n for n in known if n >= size), default=0)
+        first, third = known.get(n, (0.0, 0.0))
+        return (1.2533 * (third - first) / 1.349) ** 2 / latency.samples.get(n, 1)
 
     times = StepTime(latency)
     step = variance("target", tree.size) + sum(variance("draft", width) for width in tree.draft_widths())

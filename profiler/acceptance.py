@@ -5,9 +5,9 @@ children is accepted. `forced` computes: decode with a small tree, then run targ
 wrote; at every position draw children afresh and ask the verifier for the probability that each is the one accepted. The
 position's level is where it stood in that tree. One position is one trial, whatever it decided, so the same text says more.
 
-What `traversal` accepts depends on what hangs below a node. With `forced`, the small tree that writes the text is judged by both rules at
-every step, and the acceptance of its ranks on each level is multiplied by how much more often `traversal` gets past that level. `decoding` sees one level only,
-where the two rules are the same.
+What `traversal` accepts depends on what hangs below a node. With `forced`, the small tree that writes the text is judged by
+both rules at every step, and the acceptance of its ranks on each level is multiplied by how much more often `traversal` gets
+past that level. `decoding` sees one level only, where the two rules are the same.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ RANKS, LEVELS = 16, 4
 METHODS = ("forced", "decoding")
 TREE = TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7])
 """Decodes the text of `forced`, and stands for any tree where precision is asked for."""
+WIDEST = np.array([TREE.child_count[TREE.position_ids == level].max() for level in range(LEVELS)])
+"""The most children a node of `TREE` has on each level."""
 POSITIONS = 64
 """Judged at a time: bounds the memory for probabilities."""
 LEAST_PROMPTS = 8
@@ -268,7 +270,7 @@ def _lifted(counts: NDArray[np.float64], trials: NDArray[np.int64], reached: NDA
     those leave."""
     past = reached[:, 1:] / np.maximum(reached[:, :-1], 1e-9)
     lift = np.where(past[0] > 0, past[1] / np.maximum(past[0], 1e-9), 1.0)
-    known = np.array([[rank < TREE.child_count[TREE.position_ids == level].max() for rank in range(counts.shape[2])] for level in range(LEVELS)])
+    known = np.arange(counts.shape[2]) < WIDEST[:, None]
     inside = np.where(known, counts * lift[:LEVELS, None], 0.0)
     inside *= np.minimum(1, trials / np.maximum(inside.sum(-1), 1e-9))[..., None]
     outside = np.where(known, 0.0, counts)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from sequoia_plan.artifacts import ArgumentError, TokenTree
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
+from sequoia_plan.runtime.models import dtype_name
 from sequoia_plan.runtime.packing import can_pack
 
 TITLES = {
@@ -104,15 +105,31 @@ def contenders(
     return {name: made[name]() for name in TITLES if name in made and (name in only or not (only or name in same))}
 
 
-def needs_reference(pair: Pair, only: Sequence[str] = ()) -> bool:
-    """Must the models be loaded once more for transformers' own decoders, because ours were repacked?"""
-    return can_pack(pair.target.dtype, pair.target.device) and bool({"generate", "assisted", "lookup"} & set(only or TITLES))
+def compare(
+    pair: Pair,
+    reference: Callable[[], Pair],
+    trees: Mapping[str, tuple[TokenTree, str]],
+    sampling: Sampling,
+    prompts: Sequence[list[int]],
+    tokens: int,
+    only: Sequence[str] = (),
+    on_prompt: Callable[[int], None] = lambda done: None,
+    deadline: float = math.inf,
+) -> dict[str, Any]:
+    """`contenders`, `bench` and `summary` in one: settings, models, hardware and every contender's figures, as JSON has them.
+
+    Args:
+        reference: loads the models as transformers does; called if ours were repacked and transformers' decoders take part.
+    """
+    repacked = can_pack(pair.target.dtype, pair.target.device) and {"generate", "assisted", "lookup"} & set(only or TITLES)
+    runs = bench(contenders(pair, reference() if repacked else pair, trees, sampling, tokens, only), prompts, on_prompt, deadline)
+    decoded = len(next(iter(runs.values())))
+    return settings_and_hardware(pair, sampling, decoded, tokens) | {"contenders": summary(runs)}
 
 
 def settings_and_hardware(pair: Pair, sampling: Sampling, prompts: int, tokens: int) -> dict[str, Any]:
     """What figures of `summary` were measured with."""
-    dtype = str(pair.target.dtype).removeprefix("torch.")
-    settings = {"sampling": sampling.settings(), "dtype": dtype, "prompts": prompts, "tokens": tokens}
+    settings = {"sampling": sampling.settings(), "dtype": dtype_name(pair.target.dtype), "prompts": prompts, "tokens": tokens}
     return {"settings": settings, "models": pair.facts, "hardware": fingerprint(pair.target.device)}
 
 

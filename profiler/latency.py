@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -19,7 +20,11 @@ from sequoia_plan.runtime.grow import expand
 T = TypeVar("T")
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 CONTEXT = 128
-LEAST_ROUNDS, MOST_ROUNDS = 5, 50
+LEAST_ROUNDS, MOST_ROUNDS = 5, 100
+RAREST = 4
+"""The largest sizes take part in every so manieth round."""
+WHOLE = 2
+"""Up to this size whole steps are timed, too, for what they take beyond their parts."""
 
 
 def measure_latency(
@@ -40,7 +45,8 @@ def measure_latency(
 class LatencyMeter:
     """Times trees of growing size, then all of them in turn, round by round, so that drift hits all alike; medians and quartiles are kept.
 
-    Rounds may lie apart: a machine shared with others is not the same from one minute to the next.
+    A size whose pass takes k times a single token's takes part in every k-th round: time goes to the sizes that may be best. Rounds
+    may lie apart: a machine shared with others is not the same from one minute to the next.
 
     Args:
         on_size: called with each size's first median.
@@ -53,6 +59,7 @@ class LatencyMeter:
         self.pair, self.sampling, self.context, self.on_size = pair, sampling, context, on_size
         self.sizes = [size for size in SIZES if size <= largest]
         self.benches: list[_Bench] = []
+        self.every: list[int] = []
         self.too_large: int | None = None
         self.rounds, self.seconds = 0, 0.0
 
@@ -62,7 +69,7 @@ class LatencyMeter:
         tokens, so none of that size can beat plain decoding. A size there is no memory for ends the growth, too, and is recorded.
 
         Args:
-            most_tokens: a bound on any tree's expected tokens, 1 / (1 - sum p).
+            most_tokens: a bound on any tree's expected tokens.
         """
         for size in self.sizes:
             try:
@@ -78,15 +85,20 @@ class LatencyMeter:
             self.on_size(size, bench.target())
             if bench.target() > most_tokens * self.benches[0].target():
                 break
+        plain = self.benches[0].target()
+        self.every = [min(RAREST, max(1, round(bench.target() / plain))) for bench in self.benches]
         for bench in self.benches:
             bench.forget()
 
     @torch.inference_mode()
     def round(self) -> None:
-        """One sample of each size."""
+        """One sample of each size that is due."""
         started = time.perf_counter()
-        for bench in self.benches:
-            bench.run()
+        for bench, every in zip(self.benches, self.every, strict=True):
+            if self.rounds % every == 0:
+                bench.run()
+            else:
+                bench.skip()
         self.rounds += 1
         self.seconds += time.perf_counter() - started
 
@@ -97,9 +109,9 @@ class LatencyMeter:
         return Latency(
             target={bench.size: _rounded(bench.target()) for bench in self.benches},
             draft={bench.size: _rounded(bench.draft()) for bench in self.benches},
-            overhead=round(statistics.median(bench.rest() for bench in self.benches), 6),
+            overhead=round(statistics.median(bench.rest() for bench in self.benches if bench.size <= WHOLE), 6),
             context=self.context,
-            rounds=self.rounds,
+            samples={bench.size: -(-self.rounds // every) for bench, every in zip(self.benches, self.every, strict=True)},
             quartiles=_quartiles(self.benches),
             out_of_memory=self.too_large,
         )
@@ -144,21 +156,29 @@ class _Bench:
         self.mask, self.comb_mask = (each.mask(each.length, each.extent(context - 1)) for each in (self.step, self.comb))
         self.rows = torch.zeros_like(self.comb.offsets)
         self.length, self.extent = self.step.length.clone(), self.step.extent(context - 1)
+        self.growth: Any = None
         self.samples: dict[str, list[float]] = {}
         self.forget()
 
     def forget(self) -> None:
         self.samples = {"grow": [], "target": [], "draft": [], "step": []}
 
+    def skip(self) -> None:
+        """No sample in this round."""
+        for each in self.samples.values():
+            each.append(math.nan)
+
     def run(self) -> None:
         """One sample of each part. The length is put back, so that every step is the same step."""
-        decoder, comb, sampling = self.step, self.comb, self.sampling
+        decoder, comb, sampling, whole = self.step, self.comb, self.sampling, self.size <= WHOLE
 
         def grow() -> Any:
             decoder.throw(sampling)
             return decoder.replayed("grow", lambda: decoder.grow(self.mask, sampling))
 
-        growth = self._timed("grow", grow)
+        if whole or self.growth is None:
+            self.growth = self._timed("grow", grow)
+        growth = self.growth
 
         def target() -> Tensor:
             return decoder.keep(decoder.judge(decoder.read(growth, self.mask), growth, sampling), growth)
@@ -170,8 +190,9 @@ class _Bench:
             decoder.throw(sampling)
             decoder.run(self.extent, sampling).tolist()
 
-        self._timed("step", step)
-        decoder.length.copy_(self.length)
+        if whole:
+            self._timed("step", step)
+            decoder.length.copy_(self.length)
 
         def expansion() -> Any:
             assert comb.draft is not None
@@ -184,10 +205,10 @@ class _Bench:
         self._timed("draft", draft)
 
     def target(self) -> float:
-        return statistics.median(self.samples["target"])
+        return float(np.nanmedian(self.samples["target"]))
 
     def draft(self) -> float:
-        return statistics.median(self.samples["draft"])
+        return float(np.nanmedian(self.samples["draft"]))
 
     def rest(self) -> float:
         """A step's time beyond its parts, from sums taken round by round."""
@@ -208,10 +229,10 @@ def _quartiles(benches: list[_Bench]) -> dict[str, dict[int, tuple[float, float]
 
 def drift_free_quartiles(times: NDArray[np.float64]) -> NDArray[np.float64]:
     """float64 [2, ..., sizes]: first and third quartile of `times` [..., sizes, rounds], each round divided by what it is off the
-    medians in the middle of all sizes: drift that hits all alike leaves their ratios, and so a speed-up, as they are."""
-    off = times / np.median(times, -1, keepdims=True)
-    drift = np.median(off.reshape(-1, times.shape[-1]), 0)
-    quartiles: NDArray[np.float64] = np.quantile(times / drift, [0.25, 0.75], axis=-1)
+    medians in the middle of all sizes: drift that hits all alike leaves their ratios, and so a speed-up, as they are. NaN is no sample."""
+    off = times / np.nanmedian(times, -1, keepdims=True)
+    drift = np.nanmedian(off.reshape(-1, times.shape[-1]), 0)
+    quartiles: NDArray[np.float64] = np.nanquantile(times / drift, [0.25, 0.75], axis=-1)
     return quartiles
 
 

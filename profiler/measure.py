@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from sequoia_plan.profiler.latency import CONTEXT, SIZES, LatencyMeter
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.runtime import Pair, Sampling
 
-APART = 3
+APART = 2
 """Prompts between two rounds of latency."""
 ROOM = 1.25
 """Sizes are chosen from the first prompts' acceptance; the final one may be so much better."""
@@ -70,5 +71,22 @@ def measure(
 
 
 def most_tokens(found: Acceptance) -> float:
-    """A bound on the expected tokens of any tree: 1 / (1 - sum p)."""
-    return 1 / max(1 - sum(pooled(found.levels())), 1e-3)
+    """No tree of any size that is timed has more expected tokens: the values of as many of the endless tree's best nodes, by
+    level or by one vector for all levels."""
+    levels = found.levels()
+    by_level = [[count / max(level.trials, 1) for count in level.counts] for level in levels]
+    return max(_best_nodes(rows, SIZES[-1]) for rows in (by_level, [pooled(levels)]))
+
+
+def _best_nodes(rows: Sequence[Sequence[float]], size: int) -> float:
+    """The sum of the `size` largest node values; the last of `rows` holds for all deeper levels."""
+    total, candidates = 0.0, [(-1.0, 0)]
+    for _ in range(size):
+        if not candidates:
+            break
+        value, level = heapq.heappop(candidates)
+        total -= value
+        for p in rows[min(level, len(rows) - 1)]:
+            if p > 0:
+                heapq.heappush(candidates, (value * p, level + 1))
+    return total

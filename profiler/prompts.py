@@ -12,9 +12,14 @@ from sequoia_plan.artifacts.files import read_bytes
 BUILT_IN = Path(__file__).parent / "prompts.jsonl"
 
 
-def built_in(held_out: bool = False) -> list[str]:
+def built_in() -> list[str]:
     """Our own prompts: every second one is for measuring, the others are held out for checking what was measured."""
-    return load(BUILT_IN)[int(held_out) :: 2]
+    return load(BUILT_IN)[::2]
+
+
+def held_out(tokenizer: Any, most: int) -> list[list[int]]:
+    """Token ids of the first prompts that nothing is measured on."""
+    return [encode(tokenizer, text) for text in load(BUILT_IN)[1::2][:most]]
 
 
 def load(path: str | Path) -> list[str]:

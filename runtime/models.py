@@ -100,6 +100,11 @@ def resolve_dtype(dtype: str, device: str) -> torch.dtype:
     return names[dtype]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.bfloat16 -> bfloat16"""
+    return str(dtype).removeprefix("torch.")
+
+
 def cache_folder() -> Path:
     """Where converted models are kept: $SEQUOIA_PLAN_CACHE, else sequoia-plan in the user's cache folder."""
     chosen = os.environ.get("SEQUOIA_PLAN_CACHE")
@@ -170,7 +175,7 @@ def _facts(name: str, model: Any) -> dict[str, Any]:
     return {
         "name": name,
         "digest": fingerprint.hexdigest()[:16],
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(model.dtype),
         "parameters": sum(p.numel() for p in model.parameters()),
     }
 

@@ -50,7 +50,7 @@ def test_greedy_contenders_say_the_same(models, monkeypatch):
         return said["now"]
 
     monkeypatch.setattr(type(models.target), "generate", remembering)
-    decoders = contenders(models, models, arms(TREE), Sampling(), 24)
+    decoders = contenders(models, models, arms(TREE, "traversal"), Sampling(), 24)
     assert list(decoders) == [name for name in TITLES if name not in ("top-k", "traversal")]  # the same as sequoia when greedy
     prompt = list(range(3, 20))
     runs = {name: decode(prompt, 0) for name, decode in decoders.items()}
@@ -81,7 +81,7 @@ def test_a_covering_draft_gets_a_full_head_and_stays_as_it_was(models):
 
 
 def test_sampling_contenders_run_with_every_filter(models):
-    decoders = contenders(models, models, arms(TREE), Sampling(0.8, 0.9, 20, 0.01), 6)
+    decoders = contenders(models, models, arms(TREE, "traversal"), Sampling(0.8, 0.9, 20, 0.01), 6)
     assert list(decoders) == list(TITLES)
     figures = summary(bench(decoders, [[1, 2, 3], [4, 5, 6, 7]]))
     for name, found in figures.items():
@@ -91,16 +91,16 @@ def test_sampling_contenders_run_with_every_filter(models):
 
 
 def test_only_and_unknown_names(models):
-    assert list(contenders(models, models, arms(TREE), Sampling(), 4, ["traversal", "plain"])) == ["plain", "traversal"]
-    assert list(contenders(models, models, arms(TokenTree.chain(1)), Sampling(), 4)) == ["plain", "generate", "assisted", "lookup"]
+    assert list(contenders(models, models, arms(TREE, "traversal"), Sampling(), 4, ["traversal", "plain"])) == ["plain", "traversal"]
+    assert list(contenders(models, models, arms(TokenTree.chain(1), "traversal"), Sampling(), 4)) == ["plain", "generate", "assisted", "lookup"]
     with pytest.raises(ArgumentError, match="only: found 'medusa', expected plain, generate"):
-        contenders(models, models, arms(TREE), Sampling(), 4, ["medusa"])
+        contenders(models, models, arms(TREE, "traversal"), Sampling(), 4, ["medusa"])
     with pytest.raises(ArgumentError, match="0 contenders"):
         bench({}, [[1]])
 
 
 def test_arms_stay_within_the_tree():
-    found = arms(TREE)
+    found = arms(TREE, "traversal")
     assert set(found) == set(TITLES) - {"generate", "assisted", "lookup"}
     for name, (tree, _) in found.items():
         assert tree.size <= TREE.size and tree.depth <= TREE.depth, name
@@ -122,7 +122,7 @@ def test_figures_are_what_they_are_called():
 
 
 def test_predictions_are_the_plans():
-    found = arms(TREE)
+    found = arms(TREE, "traversal")
     ours = predicted(found["sequoia"], TREE.plan)
     assert ours["tokens_per_step"] == expected_tokens(TREE, [0.5, 0.25])
     assert predicted(found["plain"], TREE.plan) == {"tokens_per_step": 1.0, "speedup": 1.0}

@@ -67,7 +67,7 @@ def test_solve_acceptance_file(run, tmp_path, name, text):
 
 def test_show(run, tmp_path):
     text = run("show").stdout
-    assert "4 nodes, depth 3, branching 2, level widths 1 2 1" in text
+    assert "4 nodes, depth 3, level widths 1 2 1, branching 2" in text
     assert "0.250" in text
     for suffix in ("png", "svg"):
         assert run("show", "tree.safetensors", "--plot", f"t.{suffix}").exit_code == 0

@@ -23,7 +23,7 @@ from sequoia_plan.artifacts.tree_file import _tensors, from_bytes, to_bytes
 
 PLAN = {"acceptance": [0.5, 0.25], "expected_tokens": 1.75, "settings": {"temperature": 0.5}, "models": {"draft": {"name": "d"}}}
 TREE = TokenTree(np.array([-1, 0, 0, 1, 1, 2, 3]), PLAN)
-LATENCY = Latency({1: 0.04, 8: 0.06}, {1: 0.004}, 0.001, 128, 7, {"target": {1: (0.03, 0.05)}, "draft": {1: (0.003, 0.005)}}, 16)
+LATENCY = Latency({1: 0.04, 8: 0.06}, {1: 0.004}, 0.001, 128, {1: 7}, {"target": {1: (0.03, 0.05)}, "draft": {1: (0.003, 0.005)}}, 16)
 LEVELS = (LevelCounts(6, (3.0, 1.0)), LevelCounts(2, (1.0, 0.0)))
 PROFILE = Profile((0.5, 0.125), 8, LATENCY, {"temperature": 0.6}, {"target": {"name": "t"}}, {"threads": 2}, LEVELS)
 

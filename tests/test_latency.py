@@ -10,10 +10,11 @@ import torch
 from test_acceptance import PROMPTS, toy_pair
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.planner import solve
 from sequoia_plan.profiler import latency
 from sequoia_plan.profiler.breakdown import PARTS, WARM_UP, breakdown
 from sequoia_plan.profiler.hardware import differences, fingerprint
-from sequoia_plan.profiler.measure import measure
+from sequoia_plan.profiler.measure import _best_nodes, measure
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 
 
@@ -34,7 +35,7 @@ def sizes(monkeypatch):
 def test_every_size_with_quartiles(pair, sizes):
     found = latency.measure_latency(pair, Sampling(1.0), 1e9, 0.0, context=20)
     assert list(found.target) == list(found.draft) == list(found.quartiles["target"]) == list(found.quartiles["draft"]) == sizes
-    assert found.context == 20 and found.rounds == latency.LEAST_ROUNDS and found.out_of_memory is None
+    assert found.context == 20 and found.samples[1] == latency.LEAST_ROUNDS and found.out_of_memory is None
     assert all(0 < low <= high for curve in found.quartiles.values() for low, high in curve.values())
 
 
@@ -45,10 +46,34 @@ def test_latency_is_timed_between_prompts(pair, sizes, monkeypatch):
     monkeypatch.setattr(latency.LatencyMeter, "round", lambda meter: (events.append("round"), run(meter)))
     monkeypatch.setattr(sys.modules["sequoia_plan.profiler.measure"], "encode", lambda tokenizer, prompt: PROMPTS[int(prompt)])
     found = measure(pair, [str(i) for i in range(12)], [Sampling(1.0)], 1e9, 20, precision=0, on_prompt=lambda *_: events.append("prompt"))[0]
-    assert events == ["prompt"] * 9 + ["round"] + ["prompt"] * 3 + ["round"] * (latency.MOST_ROUNDS - 1)
-    assert found.latency.rounds == latency.MOST_ROUNDS and list(found.latency.target) == sizes and found.trials > 0
+    assert events == ["prompt"] * 10 + ["round"] + ["prompt"] * 2 + ["round"] * (latency.MOST_ROUNDS - 1)
+    assert found.latency.samples[1] == latency.MOST_ROUNDS and list(found.latency.target) == sizes and found.trials > 0
     few = measure(pair, ["0", "1"], [Sampling(1.0)], 0.0, 20, precision=0)[0]
-    assert few.latency.rounds == latency.LEAST_ROUNDS
+    assert few.latency.samples[1] == latency.LEAST_ROUNDS
+
+
+def test_costly_sizes_are_timed_less_often(pair, sizes, monkeypatch):
+    """A size of k plain passes in every k-th round, the largest in every fourth; whole steps up to two nodes only."""
+    monkeypatch.setattr(latency._Bench, "target", lambda bench: {1: 1.0, 2: 1.4, 3: 2.6, 4: 9.0}[bench.size])
+    meter = latency.LatencyMeter(pair, Sampling(1.0), 20)
+    meter.begin(1e9)
+    found = meter.finish(0.0)
+    assert latency.LEAST_ROUNDS == 5 and found.samples == {1: 5, 2: 5, 3: 2, 4: 2}
+    for bench in meter.benches:
+        taken = {name: sum(each == each for each in samples) for name, samples in bench.samples.items()}
+        times = found.samples[bench.size]
+        whole = times if bench.size <= latency.WHOLE else 0
+        assert taken == {"grow": whole, "target": times, "draft": times, "step": whole}
+        assert {len(bench.samples[name]) for name in ("target", "draft")} == {5}
+
+
+def test_no_tree_has_more_tokens_than_the_bound():
+    """Best nodes of the endless tree against the planner's own optimum, for one vector, rows by level and ranks that rise."""
+    for rows in ([[0.5, 0.2, 0.1]], [[0.4, 0.2], [0.5, 0.2], [0.7, 0.1]], [[0.1, 0.5, 0.2], [0.6, 0.0, 0.1]]):
+        best = solve(rows, 40, 20).expected_tokens
+        assert best <= _best_nodes(rows, 40) + 1e-12
+    assert _best_nodes([[0.5, 0.2, 0.1]], 40) == pytest.approx(solve([0.5, 0.2, 0.1], 40, 40).expected_tokens)
+    assert _best_nodes([[0.0]], 9) == 1 and _best_nodes([[1.0]], 9) == 9
 
 
 def test_quartiles_are_free_of_drift():
@@ -56,9 +81,10 @@ def test_quartiles_are_free_of_drift():
     rng = np.random.default_rng(0)
     base = np.array([[1.0, 2.0, 4.0, 5.0, 8.0], [0.1, 0.1, 0.2, 0.2, 0.3]])[..., None]
     times = base * np.exp(0.3 * rng.standard_normal(40)) * np.exp(0.01 * rng.standard_normal((2, 5, 40)))
+    times[:, 3:, 1::2] = np.nan  # these two took part in every second round
     low, high = latency.drift_free_quartiles(times)
     assert np.median((high - low) / low) == pytest.approx(1.349 * 0.01, rel=0.35)
-    raw = np.quantile(times, [0.25, 0.75], axis=-1)
+    raw = np.nanquantile(times, [0.25, 0.75], axis=-1)
     assert ((raw[1] - raw[0]) / raw[0]).min() > 0.2
 
 

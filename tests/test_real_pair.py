@@ -7,7 +7,7 @@ import torch
 from transformers import AutoTokenizer
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.profiler.prompts import built_in, encode
+from sequoia_plan.profiler.prompts import held_out
 from sequoia_plan.runtime import SequoiaDecoder
 
 BUSHY = TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 1, 2, 3, 4, 4, 9])
@@ -18,7 +18,7 @@ TIE = 1e-4
 @pytest.fixture(scope="module")
 def greedy(pair, plain_target):
     """Prompts and transformers' own greedy 64 tokens after each."""
-    prompts = [torch.tensor([encode(pair.tokenizer, text)]) for text in built_in(held_out=True)[:12]]
+    prompts = [torch.tensor([prompt]) for prompt in held_out(pair.tokenizer, 12)]
     return [(ids, plain_target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False)) for ids in prompts]
 
 

@@ -29,5 +29,5 @@ def main() -> None:
     """Compile speculation trees: measure a draft and a target, solve for the best token tree, decode with it exactly."""
 
 
-for command in (profile, solve, show, generate, bench, export_command, import_command):
-    main.add_command(command)
+for _command in (profile, solve, show, generate, bench, export_command, import_command):
+    main.add_command(_command)

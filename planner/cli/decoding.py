@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from typing import Any
 
 import click
@@ -111,12 +112,11 @@ def bench(
     """Decode held-out prompts with a compiled tree and its peers, side by side."""
     from sequoia_plan.artifacts import load_tree
     from sequoia_plan.artifacts.files import write_atomically
-    from sequoia_plan.planner.contenders import arms, predicted
+    from sequoia_plan.planner.contenders import add_predictions, arms
     from sequoia_plan.planner.report import print_table
-    from sequoia_plan.profiler.bench import bench as run
-    from sequoia_plan.profiler.bench import contenders, needs_reference, settings_and_hardware, summary
+    from sequoia_plan.profiler.bench import compare
     from sequoia_plan.profiler.breakdown import breakdown
-    from sequoia_plan.profiler.prompts import built_in, encode
+    from sequoia_plan.profiler.prompts import held_out
 
     tree = load_tree(tree_file)
     sampling = read_sampling(settings, tree.plan.get("settings") or {})
@@ -124,15 +124,11 @@ def bench(
     trees = arms(tree, sampling.verifier)
     pair = load_pair(target, draft, device, dtype)
     warn_if_foreign(tree.plan, pair)
-    reference = load_pair(target, draft, device, dtype, packed=False) if needs_reference(pair, only) else pair
-    decoders = contenders(pair, reference, trees, sampling, tokens, only)
-    held_out = [encode(pair.tokenizer, text) for text in built_in(held_out=True)[:prompts]]
-    with progress("bench", len(held_out)) as advance:
-        figures = summary(run(decoders, held_out, advance))
-    for name, found in figures.items():
-        found["predicted"] = predicted(trees[name], tree.plan, sampling.settings()) if name in trees else None
-    shape = {"size": tree.size, "depth": tree.depth, "level_widths": tree.level_widths.tolist()}
-    result = settings_and_hardware(pair, sampling, len(held_out), tokens) | {"tree": shape, "contenders": figures}
+    texts = held_out(pair.tokenizer, prompts)
+    with progress("bench", len(texts)) as advance:
+        result = compare(pair, partial(load_pair, target, draft, device, dtype, packed=False), trees, sampling, texts, tokens, only, advance)
+    add_predictions(result["contenders"], trees, tree.plan, sampling.settings())
+    result["tree"] = {"size": tree.size, "depth": tree.depth, "level_widths": tree.level_widths.tolist()}
     result["breakdown"] = {name: round(value, 6) for name, value in breakdown(pair, tree, sampling).items()}
     if output:
         write_atomically(output, (json.dumps(result, indent=1) + "\n").encode())

@@ -39,10 +39,6 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value))
 
 
-def between(ends: Any) -> str:
-    return f"  (95 %: {ends[0]:.3f} to {ends[1]:.3f})" if ends else ""
-
-
 def numbers(values: Any) -> str:
     return " ".join(f"{v:.3f}" for v in values)
 

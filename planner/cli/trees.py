@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from sequoia_plan.planner.cli.options import json_option
-from sequoia_plan.planner.cli.terminal import between, print_json
+from sequoia_plan.planner.cli.terminal import print_json
 
 
 @click.command()
@@ -43,6 +43,7 @@ def solve(
         raise click.UsageError("give either PROFILE or --acceptance, not both")
     from sequoia_plan.artifacts import Profile, save_tree
     from sequoia_plan.planner.solver import solve as run
+    from sequoia_plan.planner.summary import promises
 
     measured = _read_acceptance(acceptance) if acceptance else Profile.load(profile_file or "profile.yaml")
     solution = run(measured, budget, depth, branching, objective, solver, smooth, baseline, one_vector)
@@ -65,13 +66,11 @@ def solve(
             }
         )
         return
-    click.echo(f"{tree.size} nodes, depth {tree.depth}, level widths {' '.join(map(str, tree.level_widths))}  ({solution.solver}, {solution.seconds:.3f} s)")
-    interval = solution.interval or {}
-    click.echo(f"expected tokens a step  {solution.expected_tokens:.4f}{between(interval.get('expected_tokens'))}")
-    if solution.predicted_speedup is not None:
-        click.echo(f"predicted speed-up      {solution.predicted_speedup:.3f}x over plain decoding{between(interval.get('predicted_speedup'))}")
-    if interval.get("lost"):
-        click.echo("lost if the truth is at an end of the interval: {:.2%} and {:.2%}".format(*interval["lost"]))
+    click.echo(f"{tree}, solved in {solution.seconds:.3f} s")
+    for line in promises(tree.plan):
+        click.echo(line)
+    if lost := (solution.interval or {}).get("lost"):
+        click.echo("lost if the truth is at an end of the interval: {:.2%} and {:.2%}".format(*lost))
     if solution.predicted_speedup is not None and tree.size == 1:
         click.echo("no tree is faster than plain decoding with these measurements: do not speculate")
     click.echo(f"wrote {output}")
@@ -133,7 +132,7 @@ def import_command(file: str, output: str, as_json: bool) -> None:
     if as_json:
         print_json({"output": output, "size": tree.size, "depth": tree.depth, "branching": tree.branching, "parents": tree.parents.tolist()})
         return
-    click.echo(f"wrote {output}: {tree.size} nodes, depth {tree.depth}, level widths {' '.join(map(str, tree.level_widths))}")
+    click.echo(f"wrote {output}: {tree}")
 
 
 def _read_acceptance(path: str) -> Any:
