@@ -14,7 +14,7 @@ Result = Mapping[str, Any]
 
 
 def finding(result: Result, others: Sequence[Result] = ()) -> str:
-    """What to take from bench: the tree's measured speed-up with its interval, the predicted one, and whoever was faster.
+    """What to take from bench: the tree's measured speed-up with its interval, the predicted one, and whoever was faster, and how surely.
 
     `others` are runs with other settings, of which one clause each is said.
     """
@@ -22,18 +22,18 @@ def finding(result: Result, others: Sequence[Result] = ()) -> str:
     compared = {name: arm["speedup"]["plain"] for name, arm in arms.items() if name != "plain" and "plain" in arm["speedup"]}
     mine = {name: compared[name] for name in OURS if name in compared}
     if tree["size"] == 1:
-        return "Recommended is plain decoding: the tree has one node, so nothing is speculated." + _faster(arms, compared, 1.0)
+        return "Recommended is plain decoding: the tree has one node, so nothing is speculated." + _faster(arms, compared, "plain")[0]
     if not mine:
         return f"The tree has {tree['size']} nodes and depth {tree['depth']}; its speed-up over plain decoding was not measured."
     best = max(mine, key=lambda name: mine[name]["median"])
     ratio, predicted = mine[best], arms[best].get("predicted") or {}
-    faster = _faster(arms, compared, max(1.0, ratio["median"]))
+    faster, surely = _faster(arms, compared, best if ratio["median"] > 1 else "plain")
     shape = f"tree of {tree['size']} nodes and depth {tree['depth']}, verified with {OURS[best]}"
     measured = f"{ratio['median']:.2f} times the speed of plain decoding at {sampling_text(result)} (95 % interval {ratio['interval_low']:.2f} to "
     measured += f"{ratio['interval_high']:.2f}" + (f"; predicted {predicted['speedup']:.2f})" if predicted.get("speedup") else ")")
     if ratio["interval_high"] < 1:
         return f"Recommended is plain decoding: the {shape}, reaches {measured}.{faster}"
-    text = "No gain is certain with the" if ratio["interval_low"] <= 1 else "Not the fastest is the" if faster else "Recommended is the"
+    text = "No gain is certain with the" if ratio["interval_low"] <= 1 else "Not the fastest is the" if surely else "Recommended is the"
     text += f" {shape}: {measured}"
     for label, other in list(zip(told_apart([result, *others]), [result, *others], strict=True))[1:]:
         there = other["contenders"].get(best, {}).get("speedup", {}).get("plain")
@@ -43,11 +43,15 @@ def finding(result: Result, others: Sequence[Result] = ()) -> str:
     return f"{text}.{faster}"
 
 
-def _faster(arms: Mapping[str, Any], compared: Mapping[str, Any], than: float) -> str:
+def _faster(arms: Mapping[str, Any], compared: Mapping[str, Any], than: str) -> tuple[str, bool]:
+    """A sentence about the fastest of the others, if it was faster; and whether that is certain."""
     name = max(compared, key=lambda name: compared[name]["median"], default=None)
-    if name is None or name in OURS or compared[name]["median"] <= than:
-        return ""
-    return f" Faster was {arms[name]['title']}: {compared[name]['median']:.2f} times plain decoding."
+    ratio = arms[name]["speedup"].get(than) if name else None
+    if name is None or name in OURS or ratio is None or ratio["median"] <= 1:
+        return "", False
+    surely = ratio["interval_low"] > 1
+    who = f"{arms[name]['title']}: {ratio['median']:.2f} times {'plain decoding' if than == 'plain' else 'our tree'}"
+    return f" {'Faster' if surely else 'Faster, but not certainly,'} was {who} ({ratio['interval_low']:.2f} to {ratio['interval_high']:.2f}).", surely
 
 
 def sampling_text(result: Result) -> str:

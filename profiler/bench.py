@@ -213,12 +213,12 @@ def bench(
     return runs
 
 
-def summary(runs: Mapping[str, list[Run]], over: Sequence[str] = ("plain", "generate", "assisted")) -> dict[str, dict[str, Any]]:
+def summary(runs: Mapping[str, list[Run]], over: Sequence[str] = ("plain", "generate", "assisted", "sequoia", "traversal")) -> dict[str, dict[str, Any]]:
     """Each contender's figures, and its speed-up over each of `over` that took part.
 
     tokens_per_second and first_token_seconds: median over prompts with quartiles. tokens_per_step: new tokens over the
-    target's passes. speedup: tokens/s after the first tokens, ratios taken prompt by prompt so that drift cancels, the median
-    with quartiles and with its 95 % bootstrap interval over prompts.
+    target's passes. each_prompt: tokens/s after the first tokens, which every other comparison can be made from. speedup: its
+    ratios, taken prompt by prompt so that drift cancels, the median with quartiles and its 95 % bootstrap interval over prompts.
     """
     return {
         name: {
@@ -226,6 +226,7 @@ def summary(runs: Mapping[str, list[Run]], over: Sequence[str] = ("plain", "gene
             "tokens_per_second": _spread([run.tokens / run.seconds for run in mine]),
             "first_token_seconds": _spread([run.first_seconds for run in mine]),
             "tokens_per_step": _per_step(mine),
+            "each_prompt": [round(_steady(run), 3) for run in mine],
             "speedup": {other: _ratios(mine, runs[other]) for other in over if other in runs},
         }
         for name, mine in runs.items()

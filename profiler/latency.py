@@ -86,7 +86,7 @@ class LatencyMeter:
             if bench.target() > most_tokens * self.benches[0].target():
                 break
         plain = self.benches[0].target()
-        self.every = [min(RAREST, max(1, round(bench.target() / plain))) for bench in self.benches]
+        self.every = [min(RAREST, max(1, int(bench.target() / plain))) for bench in self.benches]
         for bench in self.benches:
             bench.forget()
 

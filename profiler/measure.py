@@ -24,7 +24,7 @@ def measure(
     pair: Pair,
     prompts: Sequence[str],
     samplings: Sequence[Sampling],
-    latency_seconds: float = 30.0,
+    latency_seconds: float = 45.0,
     context: int = CONTEXT,
     on_size: Callable[[int, float], None] = lambda size, median: None,
     on_prompt: Callable[[int, int, Acceptance], None] = lambda done, most, found: None,

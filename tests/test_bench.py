@@ -115,7 +115,9 @@ def test_figures_are_what_they_are_called():
     assert figures["plain"]["tokens_per_second"]["median"] == 0.75
     assert figures["sequoia"]["tokens_per_step"] == 3
     assert figures["sequoia"]["first_token_seconds"]["median"] == 1.5
-    assert figures["sequoia"]["speedup"] == {"plain": {"median": 2.0, "low": 2.0, "high": 2.0, "interval_low": 2.0, "interval_high": 2.0}}
+    assert figures["sequoia"]["each_prompt"] == [2.0, 1.0]
+    assert figures["sequoia"]["speedup"]["plain"] == {"median": 2.0, "low": 2.0, "high": 2.0, "interval_low": 2.0, "interval_high": 2.0}
+    assert set(figures["sequoia"]["speedup"]) == {"plain", "sequoia"} and figures["plain"]["speedup"]["sequoia"]["median"] == 0.5
     assert figures["plain"]["speedup"]["plain"]["median"] == 1
     wild = summary({"plain": slow * 8, "sequoia": [Run(12, 4, 6.0 + i, 2, 1.0) for i in range(16)]})["sequoia"]["speedup"]["plain"]
     assert wild["interval_low"] < wild["median"] < wild["interval_high"]
@@ -163,8 +165,10 @@ def figures_of(tree, sampling=None, **speedups):
         "tree": {"size": tree.size, "depth": tree.depth},
         "contenders": summary(runs),
     }
-    for name, ratio in speedups.items():
-        result["contenders"][name]["speedup"]["plain"] |= {"median": ratio, "interval_low": ratio - 0.1, "interval_high": ratio + 0.1}
+    for name, arm in result["contenders"].items():
+        for other, found in arm["speedup"].items():
+            ratio = speedups.get(name, 1.0) / speedups.get(other, 1.0)
+            found |= {"median": ratio, "interval_low": ratio - 0.1, "interval_high": ratio + 0.1}
     return result
 
 
@@ -198,7 +202,11 @@ def test_what_bench_found_in_a_sentence():
     assert text.startswith("Recommended is the tree of 7 nodes and depth 4, verified with traversal: 1.60 times the speed of plain decoding at temperature 0 ")
     assert text.endswith("(95 % interval 1.50 to 1.70; predicted 1.55); 1.30 at temperature 0.6, top-p 0.9.")
     beaten = finding(figures_of(TREE, sequoia=1.5, lookup=1.7))
-    assert beaten.startswith("Not the fastest is the tree") and beaten.endswith("Faster was Hugging Face prompt lookup: 1.70 times plain decoding.")
+    assert beaten.startswith("Not the fastest is the tree") and beaten.endswith("Faster was Hugging Face prompt lookup: 1.13 times our tree (1.03 to 1.23).")
+    close = finding(figures_of(TREE, sequoia=1.5, lookup=1.6))
+    assert close.startswith("Recommended is the tree") and close.endswith(
+        "Faster, but not certainly, was Hugging Face prompt lookup: 1.07 times our tree (0.97 to 1.17)."
+    )
     assert finding(figures_of(TREE, sequoia=1.05)).startswith("No gain is certain")
     assert finding(figures_of(TREE, sequoia=0.8)).startswith("Recommended is plain decoding: the tree")
     assert "Faster was chain" in finding(figures_of(TREE, sequoia=0.8, chain=1.2))
@@ -211,7 +219,7 @@ def test_what_bench_found_in_a_sentence():
 def test_the_table_fits_the_terminal(columns, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("FORCE_COLOR", "1")
-    result = figures_of(TREE, **dict.fromkeys(TITLES, 1.5))
+    result = figures_of(TREE, **dict.fromkeys(set(TITLES) - {"plain"}, 1.5))
     print_table(result)
     lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
     assert max(map(len, lines)) <= columns

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.option("--precision", metavar="PERCENT", default="7%", show_default=True, help="Stop once predicted tokens a step are known to +- this.")
 @click.option("--method", type=click.Choice(["forced", "decoding"]), default="forced", show_default=True, help="See docs/profiling.md.")
 @click.option("--context", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens in the KV cache when latency is measured.")
-@click.option("--latency-seconds", type=click.FloatRange(min=0), default=30.0, show_default=True, help="Time for repeating latency measurements.")
+@click.option("--latency-seconds", type=click.FloatRange(min=0), default=45.0, show_default=True, help="Time for repeating latency measurements.")
 @click.option("--merge", metavar="PROFILE", type=click.Path(), multiple=True, help="Measure nothing: add these profiles' counts up.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("-o", "--output", type=click.Path(), default="profile.yaml", show_default=True)
