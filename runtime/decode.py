@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
-from sequoia_plan.runtime.capture import Graphs, capturable
+from sequoia_plan.runtime.capture import Graphs, capturable, readback
 from sequoia_plan.runtime.forward import CachedModel, TreeMask
 from sequoia_plan.runtime.generation import Ending, Generation, eos_tokens, read_prompt, stop_criteria
 from sequoia_plan.runtime.grow import Growth, Level, grow
@@ -82,6 +82,7 @@ class SequoiaDecoder:
         self.length = torch.zeros(1, dtype=torch.long, device=self.device)
         wanted = all(capturable(each.model) for each in self.models) if captured is None else captured
         self.captured = Graphs(self.device) if wanted else None
+        self.ahead = wanted  # launch a step before the last one's tokens are read: the device never waits for the host
 
     @torch.inference_mode()
     def generate(
@@ -150,7 +151,8 @@ class SequoiaDecoder:
     def steps(self, prompt: Tensor, max_new_tokens: int, sampling: Sampling, seed: int | None = None) -> Iterator[Step]:
         """Prefill `prompt` (int64 [n]), then one `Step` after the other until `max_new_tokens` or the context is full.
 
-        The tree never shrinks: near the end of the context, nodes beyond it are cut off the result.
+        The tree never shrinks: near the end of the context, nodes beyond it are cut off the result. If `ahead`, a step that is needed
+        however many tokens the last one accepts runs while those are read.
 
         Raises:
             SequoiaPlanError: if the prompt leaves no room in the context, or a model's logits are not finite.
@@ -158,9 +160,16 @@ class SequoiaDecoder:
         self.prefill(prompt, max_new_tokens, seed)
         length = prompt.numel() - 1
         end = min(length + max_new_tokens, self.context - 1)
-        while length < end:
+
+        def launched(longest: int) -> Callable[[], list[int]]:
             self.throw(sampling)
-            count, *values = self.run(self.extent(length), sampling).tolist()
+            return readback(self.run(self.extent(longest), sampling))
+
+        read = launched(length) if length < end else None
+        while read:
+            longest = length + self.tree.depth
+            following = launched(longest) if self.ahead and longest < end else None
+            count, *values = read()
             if count < 0:
                 raise SequoiaPlanError(
                     f"{'target' if count == NOT_FINITE[0] else 'draft'}: logits that are not finite after token {length + 1}; "
@@ -170,6 +179,7 @@ class SequoiaDecoder:
             path, tokens = values[: self.tree.depth], values[self.tree.depth :]
             length += count
             yield Step(path[:count], tokens[:count])
+            read = following or (launched(length) if length < end else None)
 
     def prefill(self, prompt: Tensor, max_new_tokens: int, seed: int | None = None) -> None:
         """Start a sequence: both caches hold all of `prompt` but its last token, which is the first root.

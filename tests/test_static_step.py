@@ -150,6 +150,26 @@ def test_models_that_read_the_length_on_the_host_are_not_captured():
     assert not capturable(llama(0, 16, 1, "cpu"))
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), FILTERED], ids=repr)
+@pytest.mark.parametrize(("tokens", "context"), [(70, 2048), (1, 2048), (500, 50)], ids=["most", "one", "full context"])
+def test_steps_launched_ahead_change_nothing(sampling, tokens, context, monkeypatch):
+    """The same steps, none launched in vain; while one is read the next one is on its way."""
+    launches = []
+    run = SequoiaDecoder.run
+    monkeypatch.setattr(SequoiaDecoder, "run", lambda self, extent, sampling: launches.append(extent) or run(self, extent, sampling))
+    found = {}
+    for ahead in (False, True):
+        each = decoder()
+        each.ahead, each.context = ahead, context
+        launches.clear()
+        steps = each.steps(torch.arange(7), tokens, sampling, seed=3)
+        first = next(steps)
+        assert len(launches) == 1 + (ahead and tokens > TREE.depth)
+        found[ahead] = [first, *steps]
+        assert len(launches) == len(found[ahead]) and max(launches) <= each.target.cache.capacity
+    assert found[True] == found[False]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("sampling", SETTINGS, ids=repr)
 def test_captured_steps_give_the_same_tokens(sampling):
