@@ -53,7 +53,7 @@ def test_latency_is_timed_between_prompts(pair, sizes, monkeypatch):
 
 
 def test_costly_sizes_are_timed_less_often(pair, sizes, monkeypatch):
-    """A size of k plain passes in every k-th round, the largest in every fourth; whole steps up to two nodes only."""
+    """A size of k plain passes in every k-th round, the largest in every fourth; what lies beyond the passes up to two nodes only."""
     monkeypatch.setattr(latency._Bench, "target", lambda bench: {1: 1.0, 2: 1.4, 3: 2.6, 4: 9.0}[bench.size])
     meter = latency.LatencyMeter(pair, Sampling(1.0), 20)
     meter.begin(1e9)
@@ -63,8 +63,8 @@ def test_costly_sizes_are_timed_less_often(pair, sizes, monkeypatch):
         taken = {name: sum(each == each for each in samples) for name, samples in bench.samples.items()}
         times = found.samples[bench.size]
         whole = times if bench.size <= latency.WHOLE else 0
-        assert taken == {"grow": whole, "target": times, "draft": times, "step": whole}
-        assert {len(bench.samples[name]) for name in ("target", "draft")} == {5}
+        assert taken == {"grow": times, "target": times, "draft": times, "rest": whole}
+        assert {len(bench.samples[name]) for name in ("grow", "target", "draft")} == {5}
 
 
 def test_no_tree_has_more_tokens_than_the_bound():

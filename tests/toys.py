@@ -84,11 +84,18 @@ def run_decoder(prompt, parents, seeds, covered=None, broken=False, length=3, ve
     decoder = SequoiaDecoder(target, ToyModel(1, base=target, noise=0.7, covered=covered), TokenTree(np.array(parents)))
     sampling = Sampling(1.0, verifier=verifier)
 
+    def again(prompt, max_new_tokens, seed):
+        """In place of prefill: the caches still hold the prompt, and what lies beyond it is hidden."""
+        decoder.generator.manual_seed(seed)
+        decoder.length.fill_(prompt.numel() - 1)
+
     def first(seed):
         with torch.inference_mode():
             steps = decoder.steps(torch.tensor(prompt), length, sampling, seed)
             return list(itertools.chain.from_iterable(step.tokens for step in steps))[:length]
 
+    first(0)
+    decoder.prefill = again
     try:
         if broken:
             Verdict.bonus_law = lambda verdict, end, target, index, covered=None: target(end)
