@@ -36,10 +36,12 @@ def finding(result: Result, others: Sequence[Result] = ()) -> str:
     text = "No gain is certain with the" if ratio["interval_low"] <= 1 else "Not the fastest is the" if surely else "Recommended is the"
     text += f" {shape}: {measured}"
     for label, other in list(zip(told_apart([result, *others]), [result, *others], strict=True))[1:]:
-        there = other["contenders"].get(best, {}).get("speedup", {}).get("plain")
-        # greedy decoding leaves out verifiers that are then equal to sequoia
-        there = there or other["contenders"].get("sequoia", {}).get("speedup", {}).get("plain")
-        text += f"; {there['median']:.2f} at {label}" if there else ""
+        there = {name: arm["speedup"].get("plain") for name, arm in other["contenders"].items() if name in OURS}
+        if result["settings"]["sampling"]["temperature"] == 0:  # one verifier stands for all: elsewhere the best one counts
+            found = max(filter(None, there.values()), key=lambda ratio: ratio["median"], default=None)
+        else:
+            found = there.get(best) or there.get("sequoia")
+        text += f"; {found['median']:.2f} at {label}" if found else ""
     return f"{text}.{faster}"
 
 

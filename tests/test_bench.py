@@ -201,6 +201,9 @@ def test_what_bench_found_in_a_sentence():
     text = finding(good, [warm])
     assert text.startswith("Recommended is the tree of 7 nodes and depth 4, verified with traversal: 1.60 times the speed of plain decoding at temperature 0 ")
     assert text.endswith("(95 % interval 1.50 to 1.70; predicted 1.55); 1.30 at temperature 0.6, top-p 0.9.")
+    both = figures_of(TREE, Sampling(0.6), sequoia=1.3, traversal=1.4)
+    assert "; 1.40 at temperature 0.6" in finding(figures_of(TREE, sequoia=1.5), [both])  # greedy: sequoia stands for every verifier
+    assert "; 1.30 at temperature 0.6" in finding(figures_of(TREE, Sampling(0.9), sequoia=1.5), [both])
     beaten = finding(figures_of(TREE, sequoia=1.5, lookup=1.7))
     assert beaten.startswith("Not the fastest is the tree") and beaten.endswith("Faster was Hugging Face prompt lookup: 1.13 times our tree (1.03 to 1.23).")
     close = finding(figures_of(TREE, sequoia=1.5, lookup=1.6))
