@@ -7,8 +7,8 @@
 
 For each profile and size the tree of most tokens is solved from the profile, by level, decodes the held-out prompts beside plain
 decoding, and its figures are put next to what the one vector and the rows by level promise. Latencies are timed anew, one round
-after each prompt: the profile's may be hours old, and a shared machine changes by the minute. `--counted` are profiles by the paper's method, one-level
-trees; each is compared where its temperature is that of a profile.
+after each prompt: the profile's may be hours old, and a shared machine changes by the minute. `--counted` are profiles by the
+paper's method, one-level trees; each is compared where its temperature is that of a profile.
 """
 
 from __future__ import annotations

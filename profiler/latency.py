@@ -59,7 +59,6 @@ class LatencyMeter:
         self.pair, self.sampling, self.context, self.on_size = pair, sampling, context, on_size
         self.sizes = [size for size in SIZES if size <= largest]
         self.benches: list[_Bench] = []
-        self.every: list[int] = []
         self.too_large: int | None = None
         self.rounds, self.seconds = 0, 0.0
 
@@ -86,16 +85,16 @@ class LatencyMeter:
             if bench.target() > most_tokens * self.benches[0].target():
                 break
         plain = self.benches[0].target()
-        self.every = [min(RAREST, max(1, int(bench.target() / plain))) for bench in self.benches]
         for bench in self.benches:
+            bench.every = min(RAREST, max(1, int(bench.target() / plain)))
             bench.forget()
 
     @torch.inference_mode()
     def round(self) -> None:
         """One sample of each size that is due."""
         started = time.perf_counter()
-        for bench, every in zip(self.benches, self.every, strict=True):
-            if self.rounds % every == 0:
+        for bench in self.benches:
+            if self.rounds % bench.every == 0:
                 bench.run()
             else:
                 bench.skip()
@@ -111,7 +110,7 @@ class LatencyMeter:
             draft={bench.size: _rounded(bench.draft()) for bench in self.benches},
             overhead=round(statistics.median(bench.rest() for bench in self.benches if bench.size <= WHOLE), 6),
             context=self.context,
-            samples={bench.size: -(-self.rounds // every) for bench, every in zip(self.benches, self.every, strict=True)},
+            samples={bench.size: -(-self.rounds // bench.every) for bench in self.benches},
             quartiles=_quartiles(self.benches),
             out_of_memory=self.too_large,
         )
@@ -149,7 +148,7 @@ class _Bench:
     """
 
     def __init__(self, pair: Pair, size: int, sampling: Sampling, context: int) -> None:
-        self.size, self.sampling = size, sampling
+        self.size, self.sampling, self.every = size, sampling, 1
         ternary = TokenTree.from_parents([-1, *((node - 1) // 3 for node in range(1, size))])
         comb = TokenTree.from_parents([-1, *[0] * size, *range(1, size + 1)])  # its second draft pass reads `size` nodes
         self.step, self.comb = (prefilled(pair, tree, context) for tree in (ternary, comb))

@@ -165,8 +165,9 @@ class SequoiaDecoder:
             self.throw(sampling)
             return readback(self.run(self.extent(longest), sampling))
 
-        read = launched(length) if length < end else None
-        while read:
+        following: Callable[[], list[int]] | None = None
+        while length < end:
+            read = following or launched(length)
             longest = length + self.tree.depth
             following = launched(longest) if self.ahead and longest < end else None
             count, *values = read()
@@ -179,7 +180,6 @@ class SequoiaDecoder:
             path, tokens = values[: self.tree.depth], values[self.tree.depth :]
             length += count
             yield Step(path[:count], tokens[:count])
-            read = following or (launched(length) if length < end else None)
 
     def prefill(self, prompt: Tensor, max_new_tokens: int, seed: int | None = None) -> None:
         """Start a sequence: both caches hold all of `prompt` but its last token, which is the first root.
