@@ -20,7 +20,7 @@ $(BUILD)/tree.safetensors: $(BUILD)/profile.yaml | $(VENV)/ready
 	$(BIN)/sequoia-plan solve $< --budget 768 --depth 20 -o $@
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/ready
 	$(BIN)/ruff check .

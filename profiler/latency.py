@@ -23,7 +23,7 @@ CONTEXT = 128
 LEAST_ROUNDS, MOST_ROUNDS = 5, 100
 RAREST = 4
 """The largest sizes take part in every so manieth round."""
-WHOLE = 2
+REST_UP_TO = 2
 """Up to this size what a step takes beyond its parts is timed, too."""
 
 
@@ -108,7 +108,7 @@ class LatencyMeter:
         return Latency(
             target={bench.size: _rounded(bench.target()) for bench in self.benches},
             draft={bench.size: _rounded(bench.draft()) for bench in self.benches},
-            overhead=round(statistics.median(bench.rest() for bench in self.benches if bench.size <= WHOLE), 6),
+            overhead=round(statistics.median(bench.rest() for bench in self.benches if bench.size <= REST_UP_TO), 6),
             context=self.context,
             samples={bench.size: -(-self.rounds // bench.every) for bench in self.benches},
             quartiles=_quartiles(self.benches),
@@ -190,9 +190,9 @@ class _Bench:
             decoder.mask(decoder.length, self.extent)
             decoder.length.tolist()
 
-        if self.size <= WHOLE and decoder.device.type == "cpu":  # a difference of passes would be all noise there
+        if self.size <= REST_UP_TO and decoder.device.type == "cpu":  # a difference of passes would be all noise there
             self._timed("rest", host)
-        elif self.size <= WHOLE:
+        elif self.size <= REST_UP_TO:
             _, seconds = timed(decoder.device, step)
             self.samples["rest"].append(seconds - self.samples["grow"][-1] - self.samples["target"][-1])
             decoder.length.copy_(self.length)

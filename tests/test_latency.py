@@ -62,7 +62,7 @@ def test_costly_sizes_are_timed_less_often(pair, sizes, monkeypatch):
     for bench in meter.benches:
         taken = {name: sum(each == each for each in samples) for name, samples in bench.samples.items()}
         times = found.samples[bench.size]
-        whole = times if bench.size <= latency.WHOLE else 0
+        whole = times if bench.size <= latency.REST_UP_TO else 0
         assert taken == {"grow": times, "target": times, "draft": times, "rest": whole}
         assert {len(bench.samples[name]) for name in ("grow", "target", "draft")} == {5}
 
