@@ -1,14 +1,14 @@
 """Prediction against truth on held-out prompts of the embedded pair: tokens a step and speed-up, by temperature and tree size.
 
     sequoia-plan profile --tokens 48 --precision 0% --also temperature=0.6 --also temperature=1 -o build/t.yaml
-    python benchmarks/prediction.py build/t.yaml build/t-temperature=0.6.yaml build/t-temperature=1.0.yaml -o build/prediction.json
+    python benchmarks/prediction.py build/t.yaml build/t-temperature=0.6.yaml build/t-temperature=1.yaml -o build/prediction.json
     python benchmarks/prediction.py build/t.yaml --quick -o build/quick.json      # two sizes, two prompts: to see that it runs
 
 For each profile and size the tree of most tokens is solved from the profile, by level, decodes the held-out prompts beside plain
 decoding, and its figures are put next to what the one vector and the rows by level promise. Two prompts differ, and so do two sets of
 prompts: acceptance is measured on the held-out ones as well, and what that promises of the same trees is put beside. The first
-difference is luck with prompts and all else, the second all else. Latencies are timed anew, one round after each prompt: the profile's
-may be hours old, and a shared machine changes by the minute.
+difference is luck with prompts and all else, the second all else. Latencies are timed anew, every size after each prompt: the
+profile's may be hours old, and a shared machine changes by the minute.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from sequoia_plan.planner import solve
 from sequoia_plan.planner.objective import StepTime, expected_tokens
 from sequoia_plan.profiler.acceptance import measure_acceptance
 from sequoia_plan.profiler.bench import Decode, Run, bench, settings_and_hardware
-from sequoia_plan.profiler.latency import CONTEXT, LatencyMeter
+from sequoia_plan.profiler.latency import CONTEXT, RAREST, LatencyMeter
 from sequoia_plan.profiler.prompts import held_out
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
 
@@ -62,24 +62,26 @@ def whole_steps(pair: Pair, tree: TokenTree, sampling: Sampling, tokens: int) ->
     return decode
 
 
-def over_prompts(statistic: Callable[..., Any], *each_prompt: Sequence[float]) -> dict[str, float]:
-    """`statistic` of the sums over prompts, with its 95 % bootstrap interval."""
-    numbers = np.array(each_prompt, float)
-    drawn = np.random.default_rng(0).integers(numbers.shape[1], size=(RESAMPLES, numbers.shape[1]))
-    low, high = np.quantile(statistic(*numbers[:, drawn].sum(-1)), [0.025, 0.975])
-    return rounded({"measured": statistic(*numbers.sum(-1)), "interval_low": low, "interval_high": high})
-
-
 def found(mine: Sequence[Run], plain: Sequence[Run]) -> dict[str, dict[str, float]]:
-    """Tokens a step, a step's time in plain steps, and the speed-up. The first step's time is not told from the prefill's and left out."""
-    tokens, passes = [run.tokens for run in mine], [run.passes or 0 for run in mine]
-    later, later_plain = ([[r.tokens - r.first_tokens, (r.passes or 1) - 1, r.seconds - r.first_seconds] for r in runs] for runs in (mine, plain))
-    both = [*zip(*later, strict=True), *zip(*later_plain, strict=True)]
+    """Tokens a step, a step's time in plain steps, and the speed-up: of the sums over prompts, with 95 % bootstrap intervals."""
+    numbers = np.array([[run.tokens, run.passes, *after_first(run), *after_first(beside)] for run, beside in zip(mine, plain, strict=True)], float).T
+    drawn = np.random.default_rng(0).integers(len(mine), size=(RESAMPLES, len(mine)))
+    whole, resampled = figures(*numbers.sum(-1)), figures(*numbers[:, drawn].sum(-1))
+    low, high = ({name: np.quantile(sample, at) for name, sample in resampled.items()} for at in (0.025, 0.975))
+    return {name: rounded({"measured": whole[name], "interval_low": low[name], "interval_high": high[name]}) for name in whole}
+
+
+def figures(tokens: Any, passes: Any, later: Any, steps: Any, seconds: Any, later_plain: Any, steps_plain: Any, seconds_plain: Any) -> dict[str, Any]:
     return {
-        "tokens_per_step": over_prompts(lambda tokens, steps: tokens / steps, tokens, passes),
-        "step_time": over_prompts(lambda _, steps, seconds, __, steps_plain, seconds_plain: seconds / steps / (seconds_plain / steps_plain), *both),
-        "speedup": over_prompts(lambda n, _, seconds, n_plain, __, seconds_plain: n / seconds / (n_plain / seconds_plain), *both),
+        "tokens_per_step": tokens / passes,
+        "step_time": seconds / steps / (seconds_plain / steps_plain),
+        "speedup": later / seconds / (later_plain / seconds_plain),
     }
+
+
+def after_first(run: Run) -> tuple[float, float, float]:
+    """Tokens, steps and seconds after the first step, whose time is not told from the prefill's."""
+    return run.tokens - run.first_tokens, (run.passes or 1) - 1, run.seconds - run.first_seconds
 
 
 def rounded(figures: Mapping[str, float]) -> dict[str, float]:
@@ -93,7 +95,12 @@ def compare(pair: Pair, profile: Profile, sampling: Sampling, sizes: list[int], 
     decoders = {name: whole_steps(pair, tree, sampling, options.tokens) for name, tree in ({"plain": TokenTree.chain(1)} | trees).items()}
     meter = LatencyMeter(pair, sampling, CONTEXT, largest=sizes[-1])
     meter.begin(math.inf)
-    runs = bench(decoders, prompts, on_prompt=lambda done: meter.round())
+
+    def every_size(done: int) -> None:
+        for _ in range(RAREST):
+            meter.round()
+
+    runs = bench(decoders, prompts, on_prompt=every_size)
     times = StepTime(meter.finish(seconds=0.0))
     levels = measure_acceptance(pair, prompts, [sampling], precision=0.0, tokens_per_prompt=options.tokens)[0].levels()
     same = replace(profile, acceptance=pooled(levels), levels=levels)
@@ -141,9 +148,9 @@ def main() -> None:
         for entry in result["trees"]:
             cells = [str(sampling.temperature), str(entry["size"])]
             for name, kinds in SHOWN.items():
-                figures = entry[name]
-                cells += ["{measured:.2f} ({interval_low:.2f}-{interval_high:.2f})".format(**figures)]
-                cells += [f"{figures[kind] / figures['measured'] - 1:+.1%}" for kind in kinds]
+                of = entry[name]
+                cells += [f"{of['measured']:.2f} ({of['interval_low']:.2f}-{of['interval_high']:.2f})"]
+                cells += [f"{of[kind] / of['measured'] - 1:+.1%}" for kind in kinds]
             table.add_row(*cells)
     console.print(table)
 

@@ -43,7 +43,8 @@ def measure_latency(
 
 
 class LatencyMeter:
-    """Times trees of growing size, then all of them in turn, round by round, so that drift hits all alike; medians and quartiles are kept.
+    """Times trees of growing size, then all of them in turn, round by round, so that drift hits all alike; medians and quartiles are kept,
+    drift taken out.
 
     A size whose pass takes k times a single token's takes part in every k-th round: time goes to the sizes that may be best. Rounds
     may lie apart: a machine shared with others is not the same from one minute to the next.
@@ -105,13 +106,19 @@ class LatencyMeter:
         """Further rounds until they took about `seconds` in all, five at least; what was found."""
         while self.rounds < LEAST_ROUNDS or (self.rounds < MOST_ROUNDS and self.seconds < seconds):
             self.round()
+        curves, sizes = ("target", "draft"), [bench.size for bench in self.benches]
+
+        def by_size(rows: NDArray[np.float64]) -> dict[str, dict[int, float]]:
+            return {name: dict(zip(sizes, map(_rounded, row), strict=True)) for name, row in zip(curves, rows, strict=True)}
+
+        low, middle, high = map(by_size, drift_free_quartiles(np.array([[bench.samples[name] for bench in self.benches] for name in curves])))
         return Latency(
-            target={bench.size: _rounded(bench.target()) for bench in self.benches},
-            draft={bench.size: _rounded(bench.draft()) for bench in self.benches},
+            target=middle["target"],
+            draft=middle["draft"],
             overhead=round(statistics.median(bench.rest() for bench in self.benches if bench.size <= REST_UP_TO), 6),
             context=self.context,
             samples={bench.size: -(-self.rounds // bench.every) for bench in self.benches},
-            quartiles=_quartiles(self.benches),
+            quartiles={name: {size: (low[name][size], high[name][size]) for size in sizes} for name in curves},
             out_of_memory=self.too_large,
         )
 
@@ -210,9 +217,6 @@ class _Bench:
     def target(self) -> float:
         return float(np.nanmedian(self.samples["target"]))
 
-    def draft(self) -> float:
-        return float(np.nanmedian(self.samples["draft"]))
-
     def rest(self) -> float:
         """A step's time beyond its parts: on CUDA by difference, round by round."""
         return max(0.0, float(np.nanmedian(self.samples["rest"])))
@@ -223,18 +227,13 @@ class _Bench:
         return result
 
 
-def _quartiles(benches: list[_Bench]) -> dict[str, dict[int, tuple[float, float]]]:
-    curves = ("target", "draft")
-    low, high = drift_free_quartiles(np.array([[bench.samples[name] for bench in benches] for name in curves]))
-    return {name: {bench.size: (_rounded(a[i]), _rounded(b[i])) for i, bench in enumerate(benches)} for name, a, b in zip(curves, low, high, strict=True)}
-
-
 def drift_free_quartiles(times: NDArray[np.float64]) -> NDArray[np.float64]:
-    """float64 [2, ..., sizes]: first and third quartile of `times` [..., sizes, rounds], each round divided by what it is off the
-    medians in the middle of all sizes: drift that hits all alike leaves their ratios, and so a speed-up, as they are. NaN is no sample."""
+    """float64 [3, ..., sizes]: first quartile, median and third quartile of `times` [..., sizes, rounds], each round divided by what it
+    is off the medians in the middle of all sizes: drift that hits all alike leaves their ratios, and so a speed-up, as they are, also
+    between sizes that took part in different rounds. NaN is no sample."""
     off = times / np.nanmedian(times, -1, keepdims=True)
     drift = np.nanmedian(off.reshape(-1, times.shape[-1]), 0)
-    quartiles: NDArray[np.float64] = np.nanquantile(times / drift, [0.25, 0.75], axis=-1)
+    quartiles: NDArray[np.float64] = np.nanquantile(times / drift, [0.25, 0.5, 0.75], axis=-1)
     return quartiles
 
 
