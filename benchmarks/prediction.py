@@ -63,25 +63,28 @@ def whole_steps(pair: Pair, tree: TokenTree, sampling: Sampling, tokens: int) ->
 
 
 def found(mine: Sequence[Run], plain: Sequence[Run]) -> dict[str, dict[str, float]]:
-    """Tokens a step, a step's time in plain steps, and the speed-up: of the sums over prompts, with 95 % bootstrap intervals."""
-    numbers = np.array([[run.tokens, run.passes, *after_first(run), *after_first(beside)] for run, beside in zip(mine, plain, strict=True)], float).T
+    """Tokens a step, a step's time in plain steps, and the speed-up, which is one by the other; with 95 % bootstrap intervals over prompts.
+
+    The time is the median over prompts of its ratio to a plain step's, taken prompt by prompt: neither drift nor a busy second counts.
+    """
+    ratios = [seconds_a_step(run) / seconds_a_step(beside) for run, beside in zip(mine, plain, strict=True)]
+    numbers = np.array([[run.tokens for run in mine], [run.passes for run in mine], ratios], float)
     drawn = np.random.default_rng(0).integers(len(mine), size=(RESAMPLES, len(mine)))
-    whole, resampled = figures(*numbers.sum(-1)), figures(*numbers[:, drawn].sum(-1))
+    whole, resampled = figures(*numbers), figures(*numbers[:, drawn])
     low, high = ({name: np.quantile(sample, at) for name, sample in resampled.items()} for at in (0.025, 0.975))
     return {name: rounded({"measured": whole[name], "interval_low": low[name], "interval_high": high[name]}) for name in whole}
 
 
-def figures(tokens: Any, passes: Any, later: Any, steps: Any, seconds: Any, later_plain: Any, steps_plain: Any, seconds_plain: Any) -> dict[str, Any]:
-    return {
-        "tokens_per_step": tokens / passes,
-        "step_time": seconds / steps / (seconds_plain / steps_plain),
-        "speedup": later / seconds / (later_plain / seconds_plain),
-    }
+def figures(tokens: Any, passes: Any, ratios: Any) -> dict[str, Any]:
+    """Of each prompt's, float64 [..., prompts]."""
+    per_step, time = tokens.sum(-1) / passes.sum(-1), np.nanmedian(ratios, -1)
+    return {"tokens_per_step": per_step, "step_time": time, "speedup": per_step / time}
 
 
-def after_first(run: Run) -> tuple[float, float, float]:
-    """Tokens, steps and seconds after the first step, whose time is not told from the prefill's."""
-    return run.tokens - run.first_tokens, (run.passes or 1) - 1, run.seconds - run.first_seconds
+def seconds_a_step(run: Run) -> float:
+    """After the first, whose time is not told from the prefill's; NaN if there was no other."""
+    later = (run.passes or 1) - 1
+    return (run.seconds - run.first_seconds) / later if later else math.nan
 
 
 def rounded(figures: Mapping[str, float]) -> dict[str, float]:
