@@ -139,7 +139,7 @@ def main() -> None:
     if options.quick:
         sizes, options.prompts, options.tokens = [4, 8], 2, 8
     pair = load_pair(dtype=options.dtype, device=options.device)
-    console, results = Console(width=130), list[dict[str, Any]]()
+    console, results = Console(width=180), list[dict[str, Any]]()
     table = Table(title="measured (95 % interval over prompts), and promised less measured; a step's time is in plain steps", box=None)
     for column in ("T", "nodes", *(title for name, kinds in SHOWN.items() for title in (name, *kinds))):
         table.add_column(column.replace("_", " "), justify="right", no_wrap=True)
