@@ -20,7 +20,6 @@ import functools
 import gc
 import json
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from random_models import Shape, bytes_read, copy_bandwidth, random_pair, shape
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sequoia_plan.artifacts import Latency, Profile, TokenTree
 from sequoia_plan.artifacts.files import write_atomically
@@ -42,28 +41,15 @@ from sequoia_plan.planner.objective import StepTime, expected_tokens
 from sequoia_plan.profiler.bench import bench, compare, hugging_face, ours, summary
 from sequoia_plan.profiler.breakdown import breakdown
 from sequoia_plan.profiler.hardware import fingerprint
-from sequoia_plan.profiler.latency import measure_latency, timed
+from sequoia_plan.profiler.latency import measure_latency
 from sequoia_plan.profiler.measure import measure
 from sequoia_plan.profiler.prompts import built_in, held_out
 from sequoia_plan.runtime import Pair, Sampling, load_pair
-from sequoia_plan.runtime.models import dtype_name, resolve_dtype
+from sequoia_plan.runtime.models import dtype_name
 
-Shape = dict[str, int]
 VECTORS = ("sequoia-example", "llama3-70b-8b-cnn")
 CONTENDERS = ("plain", "generate", "assisted", "traversal")
 BUDGET, DEPTH = 768, 20
-
-
-def shape(hidden: int, intermediate: int, layers: int, heads: int, vocabulary: int = 32000) -> Shape:
-    """A Llama's dimensions as transformers' config names them."""
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 4096,
-    }
 
 
 @dataclass(frozen=True)
@@ -172,7 +158,7 @@ def random_weights(run: Run, name: str) -> dict[str, Any]:
     latency = measure_latency(pair, sampling, math.inf, scale.latency_seconds, largest=scale.largest)
     times = StepTime(latency)
     plain = breakdown(pair, TokenTree.chain(1), sampling, rounds=scale.rounds)
-    read = sum(each.numel() * each.element_size() for each in pair.target.parameters()) - embedding_bytes(pair.target)
+    read = bytes_read(pair.target)
     copied = copy_bandwidth(run.device, scale.copied)
     trees = {}
     for vector in VECTORS:
@@ -214,37 +200,6 @@ def judged(pair: Pair, tree: TokenTree, acceptance: Sequence[float], times: Step
             "speedup": tokens * plain_step / parts["step"],
         },
     }
-
-
-def random_pair(name: str, target: Shape, draft: Shape, device: torch.device) -> Pair:
-    """Llamas with random weights, made on the device."""
-    dtype = resolve_dtype("auto", device.type)
-
-    def model(dimensions: Shape) -> Any:
-        torch.manual_seed(0)
-        with torch.device(device):
-            return AutoModelForCausalLM.from_config(LlamaConfig(**dimensions), dtype=dtype).eval()
-
-    models = {"target": model(target), "draft": model(draft)}
-    names = {"target": name, "draft": "llama-68m"}
-    facts = {
-        role: {"name": f"{names[role]}, random weights", "dtype": dtype_name(dtype), "parameters": sum(p.numel() for p in each.parameters())}
-        for role, each in models.items()
-    }
-    return Pair(models["target"], models["draft"], None, facts)
-
-
-def embedding_bytes(model: Any) -> int:
-    """Of the input embeddings, of which a pass reads single rows; 0 if the head shares them."""
-    weight = model.get_input_embeddings().weight
-    return 0 if weight is model.get_output_embeddings().weight else weight.numel() * weight.element_size()
-
-
-def copy_bandwidth(device: torch.device, size: int) -> float:
-    """Bytes a second read and written by a large copy, the median of ten."""
-    source, to = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
-    seconds = [timed(device, lambda: to.copy_(source))[1] for _ in range(12)]
-    return 2 * size / statistics.median(seconds[2:])
 
 
 def longest_first(pair: Pair, scale: Scale) -> list[list[int]]:

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
@@ -33,13 +34,13 @@ from sequoia_plan.artifacts.merge import pooled
 from sequoia_plan.planner import solve
 from sequoia_plan.planner.objective import StepTime, expected_tokens
 from sequoia_plan.profiler.acceptance import measure_acceptance
-from sequoia_plan.profiler.bench import Decode, Run, bench, settings_and_hardware
+from sequoia_plan.profiler.bench import RESAMPLES, Decode, Run, bench, settings_and_hardware
 from sequoia_plan.profiler.latency import CONTEXT, RAREST, LatencyMeter
 from sequoia_plan.profiler.prompts import held_out
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
 
+Floats = NDArray[np.float64]
 SIZES = [4, 8, 16, 32, 64]
-RESAMPLES = 2_000
 SHOWN = {"tokens_per_step": ("one_vector", "by_level", "same_prompts"), "step_time": ("promised",), "speedup": ("one_vector", "by_level")}
 """What the table has of each tree: a figure, and which promises of it."""
 
@@ -75,10 +76,10 @@ def found(mine: Sequence[Run], plain: Sequence[Run]) -> dict[str, dict[str, floa
     return {name: rounded({"measured": whole[name], "interval_low": low[name], "interval_high": high[name]}) for name in whole}
 
 
-def figures(tokens: Any, passes: Any, ratios: Any) -> dict[str, Any]:
+def figures(tokens: Floats, passes: Floats, ratios: Floats) -> dict[str, Floats]:
     """Of each prompt's, float64 [..., prompts]."""
-    per_step, time = tokens.sum(-1) / passes.sum(-1), np.nanmedian(ratios, -1)
-    return {"tokens_per_step": per_step, "step_time": time, "speedup": per_step / time}
+    per_step, step_time = tokens.sum(-1) / passes.sum(-1), np.nanmedian(ratios, -1)
+    return {"tokens_per_step": per_step, "step_time": step_time, "speedup": per_step / step_time}
 
 
 def seconds_a_step(run: Run) -> float:
@@ -87,8 +88,8 @@ def seconds_a_step(run: Run) -> float:
     return (run.seconds - run.first_seconds) / later if later else math.nan
 
 
-def rounded(figures: Mapping[str, float]) -> dict[str, float]:
-    return {name: round(float(figure), 4) for name, figure in figures.items()}
+def rounded(numbers: Mapping[str, Any]) -> dict[str, float]:
+    return {name: round(float(number), 4) for name, number in numbers.items()}
 
 
 def compare(pair: Pair, profile: Profile, sampling: Sampling, sizes: list[int], options: argparse.Namespace) -> dict[str, Any]:

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
+import gpu
 import pytest
 
 from sequoia_plan.profiler.breakdown import PARTS
 
 
-@pytest.fixture(scope="module")
-def gpu():
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location("benchmarks_gpu", Path(__file__).parents[1] / "benchmarks/gpu.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def run(gpu, monkeypatch, output, parts, *arguments):
+def run(monkeypatch, output, parts, *arguments):
     """The script's exit code and what it wrote."""
     monkeypatch.setattr(gpu, "PARTS", parts)
     monkeypatch.setattr(gpu, "QUICK", replace(gpu.QUICK, largest=4, copied=1 << 16))
@@ -31,9 +19,9 @@ def run(gpu, monkeypatch, output, parts, *arguments):
     return code, json.loads(output.read_text())["parts"]
 
 
-def test_a_part_that_fails_and_one_that_does_not(gpu, tmp_path, monkeypatch):
+def test_a_part_that_fails_and_one_that_does_not(tmp_path, monkeypatch):
     parts = {"broken": (1.0, lambda run: 1 / 0), "llama-2-7b": gpu.PARTS["llama-2-7b"]}
-    code, found = run(gpu, monkeypatch, tmp_path / "out/gpu.json", parts)
+    code, found = run(monkeypatch, tmp_path / "out/gpu.json", parts)
     assert code == 1 and found["broken"]["error"] == "ZeroDivisionError: division by zero"
     found = found["llama-2-7b"]
     assert "error" not in found, found
@@ -50,13 +38,13 @@ def test_a_part_that_fails_and_one_that_does_not(gpu, tmp_path, monkeypatch):
     assert {*found["trees"]} == {"sequoia-example", "llama3-70b-8b-cnn"}
 
 
-def test_parts_that_would_start_too_late_are_skipped(gpu, tmp_path, monkeypatch):
+def test_parts_that_would_start_too_late_are_skipped(tmp_path, monkeypatch):
     parts = dict.fromkeys(gpu.PARTS, (1.0, lambda run: pytest.fail("started")))
-    code, found = run(gpu, monkeypatch, tmp_path / "gpu.json", parts, "--minutes", "0")
+    code, found = run(monkeypatch, tmp_path / "gpu.json", parts, "--minutes", "0")
     assert code == 0 and found == {name: {"skipped": "out of time"} for name in gpu.PARTS}
 
 
-def test_shapes_have_the_parameters_that_are_published(gpu):
+def test_shapes_have_the_parameters_that_are_published():
     """7B, 13B and 68M, as published."""
 
     def parameters(shape):
