@@ -33,11 +33,11 @@ from rich.console import Console
 from rich.table import Table
 
 from sequoia_plan.artifacts import Latency, Profile, TokenTree
+from sequoia_plan.artifacts.cost import StepTime, add_predictions, expected_tokens
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.tree_file import CATALOG
 from sequoia_plan.planner import solve
-from sequoia_plan.planner.contenders import add_predictions, arms
-from sequoia_plan.planner.objective import StepTime, expected_tokens
+from sequoia_plan.planner.solving.baselines import arms
 from sequoia_plan.profiler.bench import bench, compare, hugging_face, ours, summary
 from sequoia_plan.profiler.breakdown import breakdown
 from sequoia_plan.profiler.hardware import fingerprint

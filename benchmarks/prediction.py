@@ -29,10 +29,10 @@ from rich.console import Console
 from rich.table import Table
 
 from sequoia_plan.artifacts import Profile, TokenTree
+from sequoia_plan.artifacts.cost import StepTime, expected_tokens
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.merge import pooled
 from sequoia_plan.planner import solve
-from sequoia_plan.planner.objective import StepTime, expected_tokens
 from sequoia_plan.profiler.acceptance import measure_acceptance
 from sequoia_plan.profiler.bench import RESAMPLES, Decode, Run, bench, settings_and_hardware
 from sequoia_plan.profiler.latency import CONTEXT, RAREST, LatencyMeter

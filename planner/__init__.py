@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sequoia_plan.planner.baselines import baseline
-    from sequoia_plan.planner.certificate import Certificate, check
-    from sequoia_plan.planner.solver import Solution, solve
-    from sequoia_plan.planner.solvers import Frontier, frontier
+    from sequoia_plan.planner.solving.baselines import baseline
+    from sequoia_plan.planner.solving.certificate import Certificate, check
+    from sequoia_plan.planner.solving.frontier import Frontier, frontier
+    from sequoia_plan.planner.solving.solve import Solution, solve
 
 __all__ = ["Certificate", "Frontier", "Solution", "baseline", "check", "frontier", "solve"]
 
@@ -16,10 +16,10 @@ _HOME = {
     "baseline": "baselines",
     "Certificate": "certificate",
     "check": "certificate",
-    "Frontier": "solvers",
-    "frontier": "solvers",
-    "Solution": "solver",
-    "solve": "solver",
+    "Frontier": "frontier",
+    "frontier": "frontier",
+    "Solution": "solve",
+    "solve": "solve",
 }
 
 
@@ -28,5 +28,5 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         import importlib
 
-        return getattr(importlib.import_module(f"sequoia_plan.planner.{_HOME[name]}"), name)
+        return getattr(importlib.import_module(f"sequoia_plan.planner.solving.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,8 +17,8 @@ import torch
 from toys import ToyModel
 
 from sequoia_plan.artifacts import ArgumentError, LevelCounts, Profile, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts.cost import expected_tokens
 from sequoia_plan.artifacts.merge import merge, pooled
-from sequoia_plan.planner.objective import expected_tokens
 from sequoia_plan.profiler.acceptance import LEVELS, TREE, Acceptance, expected_acceptance, measure_acceptance
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex

@@ -14,11 +14,11 @@ from click.testing import CliRunner
 from torch import nn
 
 from sequoia_plan.artifacts import ArgumentError, TokenTree, save_tree
+from sequoia_plan.artifacts.cost import expected_tokens, predicted
 from sequoia_plan.planner import cli
-from sequoia_plan.planner.contenders import arms, predicted
-from sequoia_plan.planner.objective import expected_tokens
-from sequoia_plan.planner.page import INK, LINE, page
-from sequoia_plan.planner.report import finding, print_table, told_apart
+from sequoia_plan.planner.report.bench_table import finding, print_table, told_apart
+from sequoia_plan.planner.report.page import INK, LINE, page
+from sequoia_plan.planner.solving.baselines import arms
 from sequoia_plan.profiler.bench import TITLES, Run, bench, contenders, full_width, summary
 from sequoia_plan.profiler.breakdown import PARTS
 from sequoia_plan.runtime import Pair, Sampling

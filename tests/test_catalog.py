@@ -8,10 +8,10 @@ import pytest
 from click.testing import CliRunner
 
 from sequoia_plan.artifacts import Profile, SequoiaPlanError, TokenTree, load_tree, save_tree
+from sequoia_plan.artifacts.cost import expected_tokens
 from sequoia_plan.artifacts.tree_file import CATALOG, catalog, to_bytes
-from sequoia_plan.planner.catalog import build, table
 from sequoia_plan.planner.cli import main
-from sequoia_plan.planner.objective import expected_tokens
+from sequoia_plan.planner.solving.catalog import build, table
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -21,8 +21,8 @@ def test_every_tree_is_what_the_command_makes():
     assert sorted(made) == catalog()
     assert len(made) >= 14
     for name, tree in made.items():
-        assert (CATALOG / f"{name}.safetensors").read_bytes() == to_bytes(tree), f"run python -m sequoia_plan.planner.catalog ({name})"
-    assert table(made) in (DOCS / "catalog.md").read_text(), "run python -m sequoia_plan.planner.catalog and put its table into docs/catalog.md"
+        assert (CATALOG / f"{name}.safetensors").read_bytes() == to_bytes(tree), f"run python -m sequoia_plan.planner.solving.catalog ({name})"
+    assert table(made) in (DOCS / "catalog.md").read_text(), "run python -m sequoia_plan.planner.solving.catalog and put its table into docs/catalog.md"
 
 
 @pytest.mark.parametrize("name", catalog())

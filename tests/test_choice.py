@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from strategies import acceptance_vectors, all_trees, trees
 
 from sequoia_plan.artifacts import Latency, LevelCounts, Profile, SequoiaPlanError, TokenTree
-from sequoia_plan.planner import baseline, check, dynamic_programming, frontier, hull, solve
-from sequoia_plan.planner.objective import StepTime, acceptance_rows, expected_tokens, isotonic
-from sequoia_plan.planner.uncertainty import ends, gradient, step_time_error
+from sequoia_plan.artifacts.cost import StepTime, acceptance_rows, expected_tokens
+from sequoia_plan.artifacts.uncertainty import ends, gradient, step_time_error
+from sequoia_plan.planner import baseline, check, frontier, solve
+from sequoia_plan.planner.solving import dynamic_programming, hull
+from sequoia_plan.planner.solving.convolution import isotonic
 
 TREES = [tree for size in range(1, 8) for tree in all_trees(size)]
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from strategies import acceptance_vectors, all_trees
 
 from sequoia_plan.artifacts import ArgumentError, Latency, Profile, SequoiaPlanError, TokenTree
-from sequoia_plan.planner import best_first, dynamic_programming, hull, solve
-from sequoia_plan.planner.objective import StepTime, acceptance_rows, expected_tokens
+from sequoia_plan.artifacts.cost import StepTime, acceptance_rows, expected_tokens
+from sequoia_plan.planner import solve
+from sequoia_plan.planner.solving import best_first, dynamic_programming, hull
 
 LLAMA3 = [0.7732, 0.1039, 0.0402, 0.0206, 0.0128, 0.0081, 0.0064, 0.0043, 0.0035, 0.0026]
 

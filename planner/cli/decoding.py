@@ -111,9 +111,10 @@ def bench(
 ) -> None:
     """Decode held-out prompts with a compiled tree and its peers, side by side."""
     from sequoia_plan.artifacts import load_tree
+    from sequoia_plan.artifacts.cost import add_predictions
     from sequoia_plan.artifacts.files import write_atomically
-    from sequoia_plan.planner.contenders import add_predictions, arms
-    from sequoia_plan.planner.report import print_table
+    from sequoia_plan.planner.report.bench_table import print_table
+    from sequoia_plan.planner.solving.baselines import arms
     from sequoia_plan.profiler.bench import compare
     from sequoia_plan.profiler.breakdown import breakdown
     from sequoia_plan.profiler.prompts import held_out
@@ -133,7 +134,7 @@ def bench(
     if output:
         write_atomically(output, (json.dumps(result, indent=1) + "\n").encode())
     if report:
-        from sequoia_plan.planner.page import page
+        from sequoia_plan.planner.report.page import page
 
         write_atomically(report, page(tree, [result, *earlier]).encode())
     if as_json:

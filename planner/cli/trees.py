@@ -42,8 +42,8 @@ def solve(
     if profile_file and acceptance:
         raise click.UsageError("give either PROFILE or --acceptance, not both")
     from sequoia_plan.artifacts import Profile, save_tree
-    from sequoia_plan.planner.solver import solve as run
-    from sequoia_plan.planner.summary import promises
+    from sequoia_plan.planner.report.tree_summary import promises
+    from sequoia_plan.planner.solving.solve import solve as run
 
     measured = _read_acceptance(acceptance) if acceptance else Profile.load(profile_file or "profile.yaml")
     solution = run(measured, budget, depth, branching, objective, solver, smooth, baseline, one_vector)
@@ -86,14 +86,14 @@ def show(tree_file: str, plot: str | None, as_json: bool) -> None:
 
     tree = load_tree(tree_file)
     if plot:
-        from sequoia_plan.planner.plot import draw
+        from sequoia_plan.planner.report.plot import draw
 
         draw(tree, plot)
     if as_json:
         facts = {"size": tree.size, "depth": tree.depth, "branching": tree.branching, "level_widths": tree.level_widths.tolist()}
         print_json({**facts, "parents": tree.parents.tolist(), "plan": tree.plan, "plot": plot})
         return
-    from sequoia_plan.planner.summary import summarise
+    from sequoia_plan.planner.report.tree_summary import summarise
 
     summarise(tree)
     if plot:

@@ -14,7 +14,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from sequoia_plan.planner.convolution import by_remainder, convolve, envelope, step_width
+from sequoia_plan.planner.solving.convolution import by_remainder, convolve, envelope, step_width
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sequoia_plan.artifacts import Latency, TokenTree
-from sequoia_plan.planner.objective import Floats, StepTime, node_values
+from sequoia_plan.artifacts.cost import Floats, StepTime, node_values
 
 Z95 = 1.959964
 

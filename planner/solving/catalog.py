@@ -1,4 +1,4 @@
-"""Makes the trees of the catalog from artifacts/catalog/profiles: `python -m sequoia_plan.planner.catalog`.
+"""Makes the trees of the catalog from artifacts/catalog/profiles: `python -m sequoia_plan.planner.solving.catalog`.
 
 A profile with latencies gives its fastest tree, under its own name; one without gives the best tree of every size and
 depth in PUBLISHED, for which Sequoia's paper reports what its own tree of that shape achieved. Prints the table of docs/catalog.md.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from sequoia_plan.artifacts import Profile, TokenTree
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.tree_file import CATALOG, to_bytes
-from sequoia_plan.planner.solver import solve
+from sequoia_plan.planner.solving.solve import solve
 
 PUBLISHED = {
     (64, 6): "4.28 (Vicuna-33B, C4, T = 0), 4.16 (T = 0.6)",

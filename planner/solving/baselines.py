@@ -7,6 +7,7 @@ import json
 import numpy as np
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts.cost import Arm
 from sequoia_plan.artifacts.files import read_bytes
 
 NAMES = "chain, chains:K, k-ary:K, specinfer:K1,K2,..., random:SEED or parents:FILE"
@@ -79,3 +80,19 @@ def _imported(path: str, size: int, depth: int) -> TokenTree:
     if tree.size > size or tree.depth > depth:
         raise SequoiaPlanError(f"{path}: {tree.size} nodes of depth {tree.depth}, expected at most the budget {size} and the depth {depth}; raise them")
     return tree
+
+
+def arms(tree: TokenTree, verifier: str) -> dict[str, Arm]:
+    """Our tree, and those of others with no more nodes and levels, by name; `verifier` judges those that come without their own."""
+    found: dict[str, Arm] = {"plain": (TokenTree.chain(1), verifier)}
+    if tree.size > 1:
+        lanes = max(1, (tree.size - 1) // (tree.depth - 1))
+        found |= {
+            "chain": (baseline("chain", tree.size, tree.depth), verifier),
+            "chains": (baseline(f"chains:{lanes}", tree.size, tree.depth), "specinfer"),
+            "k-ary": (baseline("k-ary:2", tree.size, tree.depth), verifier),
+            "top-k": (tree, "topk"),
+            "sequoia": (tree, "sequoia"),
+            "traversal": (tree, "traversal"),
+        }
+    return found

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from sequoia_plan.planner.panels import AMBER, BLUE, GREEN, PURPLE, RED
-from sequoia_plan.planner.report import OURS, told_apart
+from sequoia_plan.planner.report.bench_table import OURS, told_apart
+from sequoia_plan.planner.report.panels import AMBER, BLUE, GREEN, PURPLE, RED
 
 
 def speedups_panel(results: Sequence[Mapping[str, Any]], axes: Any) -> None:

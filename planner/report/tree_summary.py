@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.planner.objective import node_values
+from sequoia_plan.artifacts.cost import node_values
 
 MOST_NODES_DRAWN = 40
 
@@ -52,8 +52,8 @@ def promises(plan: Mapping[str, Any]) -> Iterator[str]:
 
 def _next_node(tree: TokenTree, console: object) -> None:
     """Where one more node would be worth most, within the limits the tree was solved for."""
-    from sequoia_plan.planner.certificate import best_addition
-    from sequoia_plan.planner.objective import acceptance_rows
+    from sequoia_plan.artifacts.cost import acceptance_rows
+    from sequoia_plan.planner.solving.certificate import best_addition
 
     rows = acceptance_rows(tree.plan["acceptance"], max(tree.plan.get("depth") or 0, tree.depth), tree.plan.get("branching"))
     following = best_addition(tree, rows) if rows.shape[1] >= tree.branching else None

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.planner import panels
-from sequoia_plan.planner.contenders import step_time
-from sequoia_plan.planner.report import OURS, finding, parts_text, settings_text, table
-from sequoia_plan.planner.speedups import compared, promised, speedups_panel
+from sequoia_plan.artifacts.cost import step_time
+from sequoia_plan.planner.report import panels
+from sequoia_plan.planner.report.bench_table import OURS, finding, parts_text, settings_text, table
+from sequoia_plan.planner.report.speedup_panel import compared, promised, speedups_panel
 
 INK, LINE = "#010203", "#010204"
 """Stand for the page's colours of text and lines in a plot; no plot uses them otherwise."""

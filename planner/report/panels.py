@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.planner.baselines import baseline
-from sequoia_plan.planner.contenders import step_time
-from sequoia_plan.planner.objective import Acceptance, expected_tokens, node_values
-from sequoia_plan.planner.solvers import LARGEST_TABLE, frontier
-from sequoia_plan.planner.uncertainty import Z95
+from sequoia_plan.artifacts.cost import Acceptance, expected_tokens, node_values, step_time
+from sequoia_plan.artifacts.uncertainty import Z95
+from sequoia_plan.planner.solving.baselines import baseline
+from sequoia_plan.planner.solving.frontier import LARGEST_TABLE, frontier
 
 GREEN, AMBER, BLUE, PURPLE, RED = "#2f9d5f", "#c0803a", "#5b8fc6", "#a86fb8", "#d1495b"
 """Readable on white and on black."""

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from sequoia_plan.artifacts import ArgumentError, TokenTree
+from sequoia_plan.artifacts.cost import step_time
 from sequoia_plan.artifacts.files import write_atomically
-from sequoia_plan.planner.contenders import step_time
-from sequoia_plan.planner.panels import speed_panel, style, tokens_panel, tree_panel
+from sequoia_plan.planner.report.panels import speed_panel, style, tokens_panel, tree_panel
 
 
 def draw(tree: TokenTree, path: str | Path) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.planner.objective import Floats, StepTime, isotonic, node_values
-from sequoia_plan.planner.solvers import Frontier
+from sequoia_plan.artifacts.cost import Floats, StepTime, node_values
+from sequoia_plan.planner.solving.convolution import isotonic
+from sequoia_plan.planner.solving.frontier import Frontier
 
 MOST_REBUILT = 256
 STARTS = 8

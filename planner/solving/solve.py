@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from sequoia_plan.artifacts import ArgumentError, Profile, TokenTree
+from sequoia_plan.artifacts.cost import Floats, StepTime, acceptance_rows, expected_tokens
 from sequoia_plan.artifacts.plan import provenance
-from sequoia_plan.planner.baselines import baseline as baseline_tree
-from sequoia_plan.planner.certificate import check
-from sequoia_plan.planner.objective import Floats, StepTime, acceptance_rows, expected_tokens, isotonic
-from sequoia_plan.planner.solvers import LARGEST_BUDGET, SOLVERS, Frontier, best_tree, check_input, pick
-from sequoia_plan.planner.speed import fastest, fastest_by_the_paper
-from sequoia_plan.planner.uncertainty import Z95, ends, step_time_error
+from sequoia_plan.artifacts.uncertainty import Z95, ends, step_time_error
+from sequoia_plan.planner.solving.baselines import baseline as baseline_tree
+from sequoia_plan.planner.solving.certificate import check
+from sequoia_plan.planner.solving.convolution import isotonic
+from sequoia_plan.planner.solving.frontier import LARGEST_BUDGET, SOLVERS, Frontier, best_tree, check_input, pick
+from sequoia_plan.planner.solving.width_search import fastest, fastest_by_the_paper
 
 OBJECTIVES = ("speed", "tokens", "paper")
 

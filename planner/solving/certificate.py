@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
-from sequoia_plan.planner import best_first
-from sequoia_plan.planner.objective import Acceptance, Floats, acceptance_rows, node_values
-from sequoia_plan.planner.solvers import check_rows
+from sequoia_plan.artifacts.cost import Acceptance, Floats, acceptance_rows, node_values
+from sequoia_plan.planner.solving import best_first
+from sequoia_plan.planner.solving.frontier import check_rows
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def check(tree: TokenTree, acceptance: Acceptance, depth: int | None = None, bra
     following = best_addition(tree, rows)
     if best_first.is_non_increasing(rows) and (following is None or following[2] <= values.min() * (1 + 1e-12)):
         return Certificate(tokens, tokens, "best node left out", following)
-    from sequoia_plan.planner import hull
+    from sequoia_plan.planner.solving import hull
 
     return Certificate(tokens, max(tokens, float(hull.upper_bounds(rows, tree.size)[-1])), "concave hull", following)
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts.cost import Acceptance, Floats, acceptance_rows
 from sequoia_plan.artifacts.profile import check_acceptance
-from sequoia_plan.planner import best_first, dynamic_programming, hull
-from sequoia_plan.planner.objective import Acceptance, Floats, acceptance_rows
+from sequoia_plan.planner.solving import best_first, dynamic_programming, hull
 
 SOLVERS = {"best-first": best_first, "hull": hull, "dp": dynamic_programming}
 LARGEST_BUDGET = {"best-first": 1_000_000, "hull": 65_536, "dp": 4_096}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,20 +25,6 @@ def acceptance_rows(acceptance: Acceptance | Floats, depth: int, branching: int 
     rows = np.atleast_2d(np.asarray(acceptance, np.float64))
     levels = np.minimum(np.arange(depth - 1), len(rows) - 1)
     return np.ascontiguousarray(rows[levels, : branching or rows.shape[1]])
-
-
-def isotonic(rows: Floats) -> Floats:
-    """Rows that never increase with rank, closest to `rows` in least squares: slopes of the concave envelope of their sums.
-
-    A modelling choice (rarer ranks are not likelier), not a measurement: it changes F where the vector was right.
-    """
-    from sequoia_plan.planner.convolution import envelope
-
-    sums = np.concatenate([np.zeros((len(rows), 1)), np.cumsum(rows, axis=1)], axis=1)
-    above = np.empty_like(sums)
-    for row, found in zip(sums, above, strict=True):
-        envelope(row, found)
-    return np.minimum.accumulate(np.maximum(np.diff(above, axis=1), 0.0), axis=1)
 
 
 def node_values(tree: TokenTree, acceptance: Acceptance | Floats) -> Floats:
@@ -122,3 +109,41 @@ def _steps(points: Mapping[int, float]) -> tuple[Floats, Floats]:
 
 def _look_up(curve: tuple[Floats, Floats], tokens: NDArray[np.integer]) -> Floats:
     return curve[1][np.searchsorted(curve[0], tokens)]
+
+
+Arm = tuple[TokenTree, str]
+"""A tree and the verifier that judges it."""
+
+
+def predicted(arm: Arm, plan: Mapping[str, Any], sampling: Mapping[str, Any] | None = None) -> dict[str, float | None]:
+    """tokens_per_step and speedup (over plain decoding by the same engine) that the measurements in a tree's plan promise.
+
+    None where they do not apply: they were taken with one temperature and filters (`sampling` is what the arm decodes with, None for
+    the same) and with one verifier. What `sequoia` yields, `traversal` yields at least; greedy decoding knows one rule only.
+    """
+    tree, verifier = arm
+    settings = dict(plan.get("settings") or {})
+    measured = settings.pop("verifier", "sequoia")
+    alike = settings.get("temperature") == 0 or verifier == measured or (verifier, measured) == ("traversal", "sequoia")
+    alike &= sampling is None or all(sampling.get(name, value) == value for name, value in settings.items())
+    alike |= tree.size == 1
+    if not plan.get("acceptance") or not alike:
+        return {"tokens_per_step": None, "speedup": None}
+    tokens = expected_tokens(tree, plan["acceptance"])
+    times = step_time(plan)
+    step = times.step(tree) if times else float("inf")
+    return {"tokens_per_step": tokens, "speedup": tokens * times.plain() / step if times and np.isfinite(step) else None}
+
+
+def add_predictions(figures: Mapping[str, dict[str, Any]], arms: Mapping[str, Arm], plan: Mapping[str, Any], sampling: Mapping[str, Any]) -> None:
+    """Put what `predicted` says beside every contender's figures; None beside those that have no tree."""
+    for name, found in figures.items():
+        found["predicted"] = predicted(arms[name], plan, sampling) if name in arms else None
+
+
+def step_time(plan: Mapping[str, Any]) -> StepTime | None:
+    """The latencies a tree's plan records; None if it was solved without."""
+    latency = plan.get("latency") or {}
+    if not latency.get("target") or not latency.get("draft"):
+        return None
+    return StepTime(Latency(dict(latency["target"]), dict(latency["draft"]), latency.get("overhead") or 0.0, latency.get("context") or 0))

@@ -128,3 +128,15 @@ def _convolve_densely(a, b, p, found):  # type: ignore[no-untyped-def]
         t3 = p * b[j + 3] if j + 3 < len(b) else -1.0
         for i in range(reach):
             row[i] = max(row[i], max(max(x0[i] + t0, x1[i] + t1), max(x2[i] + t2, x3[i] + t3)))
+
+
+def isotonic(rows: Floats) -> Floats:
+    """Rows that never increase with rank, closest to `rows` in least squares: slopes of the concave envelope of their sums.
+
+    A modelling choice (rarer ranks are not likelier), not a measurement: it changes F where the vector was right.
+    """
+    sums = np.concatenate([np.zeros((len(rows), 1)), np.cumsum(rows, axis=1)], axis=1)
+    above = np.empty_like(sums)
+    for row, found in zip(sums, above, strict=True):
+        envelope(row, found)
+    return np.minimum.accumulate(np.maximum(np.diff(above, axis=1), 0.0), axis=1)
