@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sequoia_plan.artifacts import Latency, TokenTree
+from sequoia_plan.artifacts import LANGUAGE_MODEL, Drafting, Latency, TokenTree
 
 Floats = NDArray[np.float64]
 Acceptance = Sequence[float] | Sequence[Sequence[float]]
@@ -58,6 +58,7 @@ class StepTime:
     """
 
     latency: Latency
+    drafting: Drafting = LANGUAGE_MODEL
 
     @cached_property
     def _target(self) -> tuple[Floats, Floats]:
@@ -88,17 +89,38 @@ class StepTime:
         return max(self.latency.target)
 
     def step(self, tree: TokenTree) -> float:
-        """One step with `tree`: every draft pass at its width, the target's pass, the measured rest."""
-        return math.fsum([self.target(tree.size), *self.drafts(np.array(tree.draft_widths(), int)), self.latency.overhead])
+        """One step with `tree`: every draft pass at its width, the target's pass, verification, and what is beyond them."""
+        passes = self.drafts(np.array(self.drafting.widths_of(tree), int))
+        return math.fsum([self.target(tree.size), *passes, self.verification(tree), self.latency.overhead])
+
+    def verification(self, tree: TokenTree) -> float:
+        """Judging `tree` and keeping what is accepted; 0 where the target's curve holds it."""
+        known = self.latency.verification
+        if known is None:
+            return 0.0
+        parents = int(np.count_nonzero(tree.child_count))
+        return known.base + known.by_round * rounds(tree, known.rounds) + known.by_parent * parents + known.by_child * (tree.size - 1)
 
     def steps_at_least(self, sizes: NDArray[np.integer], depth: int) -> Floats:
-        """No tree of that size and depth takes less: its draft passes are as narrow as passes can be."""
-        narrow = self.draft(2) + (depth - 2) * self.draft(1) if depth > 1 else 0.0
-        return self.targets(sizes) + narrow + self.latency.overhead
+        """No tree of that size and depth takes less: its draft passes are as narrow, and its rounds as few, as they can be."""
+        narrow = self.drafts(np.array(self.drafting.narrowest(depth), int)).sum()
+        known = self.latency.verification
+        judged: Any = 0.0
+        if known is not None:
+            fewest = depth - 1 if known.rounds == "level" else min(depth - 1, 1)
+            judged = known.base + known.by_round * fewest + known.by_parent * (depth - 1) + known.by_child * (sizes - 1)
+        return self.targets(sizes) + narrow + judged + self.latency.overhead
 
     def plain(self) -> float:
         """Seconds a token without speculation, by the same engine."""
-        return self.target(1) + self.latency.overhead
+        return self.step(TokenTree.chain(1))
+
+
+def rounds(tree: TokenTree, order: str) -> int:
+    """How many times a verifier judges children of one rank side by side: `order` is `Verification.rounds`."""
+    if order == "tree":
+        return tree.branching
+    return int(np.maximum.reduceat(tree.child_count, tree.level_offsets[:-1]).sum())
 
 
 def _steps(points: Mapping[int, float]) -> tuple[Floats, Floats]:

@@ -22,17 +22,36 @@ LARGEST_COUNT = 1 << 53
 
 
 @dataclass(frozen=True)
+class Verification:
+    """Seconds that a step spends on judging a drawn tree and keeping what is accepted:
+    base + by_round x rounds + by_parent x nodes with children + by_child x (size - 1).
+
+    Args:
+        rounds: what counts as a round, because children of one rank are judged side by side: "level" if a level is judged after
+            the one below it (the sum over levels of the most children a node of the level has), "tree" if all nodes are judged at
+            once (the most children any node has).
+    """
+
+    base: float
+    by_round: float
+    by_parent: float
+    by_child: float
+    rounds: str = "tree"
+
+
+@dataclass(frozen=True)
 class Latency:
     """Median seconds on this machine.
 
     Args:
-        target: tree nodes -> seconds of the target's pass over them.
+        target: tree nodes -> seconds of the target's pass over them; without `verification`, of judging and keeping, too.
         draft: pass width -> seconds of one draft pass and the drawing of its children.
-        overhead: seconds a step spends on everything else (verification, KV compaction, host).
+        overhead: seconds a step spends beyond the passes and verification: mask, random numbers, launch, read-back.
         context: tokens in the KV cache when it was measured.
         samples: size -> how often it was timed; empty if not known.
         quartiles: "target" and "draft" -> size -> first and third quartile of its times, drift taken out; empty if not known.
         out_of_memory: the smallest size that did not fit; None if all did.
+        verification: what judging and keeping take, for any tree; None if `target` holds that of a ternary tree of each size.
     """
 
     target: Mapping[int, float]
@@ -42,6 +61,7 @@ class Latency:
     samples: Mapping[int, int] = field(default_factory=dict)
     quartiles: Mapping[str, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
     out_of_memory: int | None = None
+    verification: Verification | None = None
 
 
 @dataclass(frozen=True)

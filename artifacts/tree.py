@@ -140,9 +140,10 @@ class TokenTree:
         start, stop = self.level_offsets[level], self.level_offsets[level + 1]
         return (np.flatnonzero(self.child_count[start:stop]) + start).astype(np.int32)
 
-    def draft_widths(self) -> list[int]:
-        """Tokens in each draft pass of a step, first to last. An accepted leaf joins the next root pass: width 2."""
-        return [2 if level == 0 else len(self.expanded(level)) for level in range(self.depth - 1)]
+    @property
+    def parents_by_level(self) -> list[int]:
+        """How many nodes have children on each level but the last, the root's level first."""
+        return [len(self.expanded(level)) for level in range(self.depth - 1)]
 
     def __len__(self) -> int:
         return self.size

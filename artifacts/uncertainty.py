@@ -53,12 +53,13 @@ def step_time_error(tree: TokenTree, latency: Latency) -> float:
     A normal law's quartiles are 1.349 standard deviations apart, and a median's standard error is 1.2533 times a mean's.
     """
 
+    times = StepTime(latency)
+
     def variance(curve: str, size: int) -> float:
         known = latency.quartiles.get(curve, {})
         n = min((n for n in known if n >= size), default=0)
         first, third = known.get(n, (0.0, 0.0))
         return (1.2533 * (third - first) / 1.349) ** 2 / latency.samples.get(n, 1)
 
-    times = StepTime(latency)
-    step = variance("target", tree.size) + sum(variance("draft", width) for width in tree.draft_widths())
+    step = variance("target", tree.size) + sum(variance("draft", width) for width in times.drafting.widths_of(tree))
     return math.sqrt(step / times.step(tree) ** 2 + variance("target", 1) / times.plain() ** 2)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from strategies import trees
 
-from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import LANGUAGE_MODEL, SequoiaPlanError, TokenTree
 
 
 def path(tree, node):
@@ -45,7 +45,7 @@ def test_derived_arrays_agree_with_walking(tree):
 
 @given(trees())
 def test_widths_of_draft_passes(tree):
-    widths = tree.draft_widths()
+    widths = LANGUAGE_MODEL.widths_of(tree)
     assert len(widths) == tree.depth - 1
     assert sum(widths[1:]) + (tree.depth > 1) == np.count_nonzero(tree.child_count)
 
