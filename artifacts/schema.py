@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, TypeVar
 
-import msgspec
 from msgspec import NODEFAULT, Meta, Struct
 from msgspec import inspect as types
 
@@ -56,7 +55,7 @@ class Artifact(Struct, frozen=True):
 
     def __post_init__(self) -> None:
         for each in declared(type(self)):
-            each.verify(getattr(self, each.name), self.PREFIX)
+            each.read(getattr(self, each.name), self.PREFIX)
 
     @classmethod
     def read(cls: type[S], document: Any, name: str) -> S:
@@ -73,9 +72,8 @@ class Artifact(Struct, frozen=True):
             value = _look_up(document, each, name)
             if value is None and not each.required:
                 continue
-            each.verify(value, name)
-            values[each.name] = value
-        return msgspec.convert(values, cls)
+            values[each.name] = each.read(value, name)
+        return cls(**values)
 
     def facts(self) -> dict[str, Any]:
         """The file's document: plain lists, mappings, numbers and text; what has its default value is left out."""
@@ -107,17 +105,17 @@ class Declared:
     check: Callable[[Any, str], None] | None
     keys: type[Artifact] | None
 
-    def verify(self, value: Any, prefix: str) -> None:
-        """Refuse a value that the field cannot have."""
+    def read(self, value: Any, prefix: str) -> Any:
+        """`value` as the field has it; refused if the field cannot have it."""
         name = ".".join(filter(None, (prefix, *self.key)))
-        if self.check is not None and value is not None:
-            self.check(value, name)
-            return
         if value is None and not self.required and self.default is None:
-            return
-        verify(value, self.kind, name)
+            return None
+        if self.check is not None:
+            self.check(value, name)
+            return _tuples(value)
         if self.keys is not None:
             self.keys.read(value, name)
+        return read(value, self.kind, name)
 
 
 @lru_cache(maxsize=64)
@@ -140,8 +138,8 @@ def declared(cls: type[Artifact]) -> tuple[Declared, ...]:
     return tuple(found)
 
 
-def verify(value: Any, kind: types.Type, name: str) -> None:
-    """Refuse a value that is not of the type `kind`.
+def read(value: Any, kind: types.Type, name: str) -> Any:
+    """`value` as the type `kind` has it: lists as tuples, mappings as structs, whole numbers as floats where floats are declared.
 
     Raises:
         SequoiaPlanError: naming the innermost place that is wrong, what was found and what was expected.
@@ -149,32 +147,27 @@ def verify(value: Any, kind: types.Type, name: str) -> None:
     inner, title = _unwrapped(kind)
     if isinstance(inner, types.UnionType):
         options = [each for each in inner.types if not isinstance(each, types.NoneType)]
-        if value is None and len(options) < len(inner.types):
-            return
-        sequences = [each for each in options if isinstance(_unwrapped(each)[0], (types.VarTupleType, types.TupleType))]
-        chosen = sequences if isinstance(value, (list, tuple)) and sequences else [each for each in options if each not in sequences]
-        verify(value, chosen[0], name)
-        return
+        return None if value is None and len(options) < len(inner.types) else read(value, options[0], name)
     if isinstance(inner, types.AnyType):
         check_facts(value, name)
-        return
+        return value
     if not _holds(value, inner):
         raise SequoiaPlanError(f"{name}: found {value!r:.60}, expected {title or expected(inner)}")
     if isinstance(inner, types.StructType):
-        if isinstance(value, Mapping):
-            kept: Any = inner.cls
-            kept.read(value, name)
-    elif isinstance(inner, types.VarTupleType):
-        for place, item in enumerate(value):
-            verify(item, inner.item_type, f"{name}[{place}]")
-    elif isinstance(inner, types.TupleType):
-        for place, (item, each) in enumerate(zip(value, inner.item_types, strict=True)):
-            verify(item, each, f"{name}[{place}]")
-    elif isinstance(inner, types.DictType):
-        for key, item in value.items():
+        made: Any = inner.cls
+        return made.read(value, name) if isinstance(value, Mapping) else value
+    if isinstance(inner, types.FloatType):
+        return float(value)
+    if isinstance(inner, types.VarTupleType):
+        return tuple(read(item, inner.item_type, f"{name}[{place}]") for place, item in enumerate(value))
+    if isinstance(inner, types.TupleType):
+        return tuple(read(item, each, f"{name}[{place}]") for place, (item, each) in enumerate(zip(value, inner.item_types, strict=True)))
+    if isinstance(inner, types.DictType):
+        for key in value:
             if not _holds(key, _unwrapped(inner.key_type)[0]):
                 raise SequoiaPlanError(f"{name}: found the key {key!r:.60}, expected {expected(inner.key_type)}")
-            verify(item, inner.value_type, f"{name}.{key}" if isinstance(key, str) else f"{name}[{key}]")
+        return {key: read(item, inner.value_type, f"{name}.{key}" if isinstance(key, str) else f"{name}[{key}]") for key, item in value.items()}
+    return value
 
 
 def expected(kind: types.Type) -> str:
@@ -250,6 +243,10 @@ def _within(value: float, kind: Any) -> bool:
     """Is `value` within the limits of `kind`?"""
     limits = ((kind.ge, lambda v, k: v >= k), (kind.gt, lambda v, k: v > k), (kind.le, lambda v, k: v <= k), (kind.lt, lambda v, k: v < k))
     return all(limit is None or holds(value, limit) for limit, holds in limits)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _plain(value: Any) -> Any:

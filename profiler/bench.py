@@ -250,7 +250,7 @@ def _ratio(mine: Sequence[Run], theirs: Sequence[Run]) -> Ratio:
     ratios = np.array([_steady(a) / _steady(b) for a, b in zip(mine, theirs, strict=True)])
     draws = np.random.default_rng(0).choice(ratios, (RESAMPLES, ratios.size))
     low, high = np.quantile(np.median(draws, 1), [0.025, 0.975])
-    return Ratio(*_quartiles(ratios), interval_low=round(float(low), 4), interval_high=round(float(high), 4))
+    return Ratio(*_quartiles(ratios), round(float(low), 4), round(float(high), 4))
 
 
 def _steady(run: Run) -> float:
@@ -260,6 +260,7 @@ def _steady(run: Run) -> float:
     return run.tokens / run.seconds
 
 
-def _quartiles(numbers: Any) -> list[float]:
+def _quartiles(numbers: Any) -> tuple[float, float, float]:
     """The median, the first and the third quartile, to four digits."""
-    return [round(float(quantile), 4) for quantile in np.quantile(np.asarray(numbers, float), [0.5, 0.25, 0.75])]
+    middle, low, high = (round(float(quantile), 4) for quantile in np.quantile(np.asarray(numbers, float), [0.5, 0.25, 0.75]))
+    return middle, low, high
