@@ -89,7 +89,7 @@ class BenchResult(Artifact, frozen=True):
     hardware: Annotated[Facts, field("as in the profile")]
     contenders: Annotated[Annotated[dict[str, Contender], Meta(min_length=1, title="a mapping of contenders")], field("figures by contender")]
     tree: Annotated[Shape, field("the tree under test")]
-    breakdown: Annotated[Breakdown | None, field("where the time of a step of the tree goes; may be missing")] = None
+    breakdown: Annotated[Breakdown | None, field("where the time of a step of the tree goes")] = None
 
     def save(self, path: str | Path) -> None:
         """Write as JSON, atomically."""

@@ -50,7 +50,7 @@ class Plan(Artifact, frozen=True, kw_only=True):
     PREFIX: ClassVar[str] = "plan"
 
     acceptance: Annotated[
-        tuple[float | tuple[float, ...], ...] | None,
+        Annotated[tuple[float | tuple[float, ...], ...], Meta(title="a list of numbers, or a list of such lists")] | None,
         field(
             "p[1], p[2], ... of the profile: the probability that of an accepted node's children the one of that rank is accepted. Each from 0 "
             "to 1, sum at most 1 + 1e-6. With lists, the first is for the root's children, and so on; the last holds for all deeper levels",
@@ -72,7 +72,7 @@ class Plan(Artifact, frozen=True, kw_only=True):
     tool: Annotated[str | None, field("what solved, as `sequoia-plan 0.1.0`")] = None
     budget: Annotated[Size | None, field("the limit given: nodes")] = None
     depth: Annotated[Size | None, field("the limit given: levels")] = None
-    branching: Annotated[Size | None, field("the limit given: children of a node; missing if there was none")] = None
+    branching: Annotated[Size | None, field("the limit given: children of a node")] = None
     objective: Annotated[
         str | None,
         field(

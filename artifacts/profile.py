@@ -84,13 +84,13 @@ class Latency(Artifact, frozen=True):
     draft: Annotated[Curve, field("nodes: median seconds of one draft pass and the drawing of its children")]
     overhead: Annotated[Number, field("seconds of a step beyond passes and verification: mask, random numbers, launch, read-back", always=True)] = 0.0
     context: Annotated[Count, field("tokens in the KV cache when measured", always=True)] = 0
-    samples: Annotated[dict[Size, Size], field("how often each size was timed; may be missing")] = {}
+    samples: Annotated[dict[Size, Size], field("how often each size was timed")] = {}
     quartiles: Annotated[
         Quartiles,
-        field("first and third quartile of the times of a size that was measured, the drift common to all sizes taken out; may be missing"),
+        field("first and third quartile of the times of a size that was measured, the drift common to all sizes taken out"),
     ] = {}
-    out_of_memory: Annotated[Size | None, field("the smallest size there was no memory for; may be missing")] = None
-    verification: Annotated[Verification | None, field("what judging a tree and keeping what is accepted takes, for any tree; may be missing")] = None
+    out_of_memory: Annotated[Size | None, field("the smallest size there was no memory for")] = None
+    verification: Annotated[Verification | None, field("what judging a tree and keeping what is accepted takes, for any tree")] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,7 +131,7 @@ class Profile(Artifact, frozen=True):
     ORDER: ClassVar[tuple[str, ...]] = ("settings", "models", "hardware", "drafting", "trials", "acceptance", "levels", "latency")
 
     acceptance: Annotated[
-        tuple[float, ...],
+        Annotated[tuple[float, ...], Meta(title="a list of numbers, not empty")],
         field(
             "p[1], p[2], ...: the probability that of an accepted node's children the one of that rank is accepted. Each from 0 to 1, sum at most 1 + 1e-6",
             key="acceptance.vector",
@@ -152,13 +152,13 @@ class Profile(Artifact, frozen=True):
     models: Annotated[dict[str, Any], field("`target` and `draft`, each with `name`, `digest`, `dtype`, `parameters`, `placement`", always=True)] = {}
     hardware: Annotated[Facts, field("the machine: device, processor, threads, library versions", always=True)] = {}
     levels: Annotated[
-        tuple[LevelCounts, ...],
+        Annotated[tuple[LevelCounts, ...], Meta(title="a list of mappings")],
         field(
-            "the counts behind `vector`, one entry a level: the first for the root's children, the last with all levels below; may be missing",
+            "the counts behind `vector`, one entry a level: the first for the root's children, the last with all levels below",
             key="acceptance.levels",
         ),
     ] = ()
-    drafting: Annotated[Drafting, field("which passes the draft makes; may be missing for a language model")] = LANGUAGE_MODEL
+    drafting: Annotated[Drafting, field("which passes the draft makes; missing for a language model")] = LANGUAGE_MODEL
 
     def __post_init__(self) -> None:
         super().__post_init__()

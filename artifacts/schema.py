@@ -51,7 +51,7 @@ class Artifact(Struct, frozen=True):
     PREFIX: ClassVar[str] = ""
     """What names in errors begin with."""
     ORDER: ClassVar[tuple[str, ...]] = ()
-    """The fields in the order they are written in; as declared if empty."""
+    """Every field, in the order they are written in; as declared if empty."""
 
     def __post_init__(self) -> None:
         for each in declared(type(self)):
@@ -78,8 +78,7 @@ class Artifact(Struct, frozen=True):
     def facts(self) -> dict[str, Any]:
         """The file's document: plain lists, mappings, numbers and text; what has its default value is left out."""
         document: dict[str, Any] = {}
-        order = {name: place for place, name in enumerate(self.ORDER)}
-        for each in sorted(declared(type(self)), key=lambda each: order.get(each.name, 0)):
+        for each in _in_order(type(self)):
             value = getattr(self, each.name)
             if each.name == "other":
                 document |= value
@@ -189,13 +188,19 @@ def expected(kind: types.Type) -> str:
     return words.get(type(inner), "any fact" if isinstance(inner, types.AnyType) else "a mapping")
 
 
-def table(cls: type[Artifact], heading: str, prefix: str = "") -> str:
-    """The fields as the rows of a Markdown table: key, type, what it means."""
-    rows = [f"| {heading} | type | meaning |", "|---|---|---|"]
-    for each in declared(cls):
+def table(cls: type[Artifact], prefix: str) -> str:
+    """The fields as a Markdown table; the keys begin with `prefix`."""
+    rows = ["| key | type | meaning |", "|---|---|---|"]
+    for each in _in_order(cls):
         if each.name != "other":
-            rows.append(f"| `{'.'.join((*filter(None, [prefix]), *each.key))}` | {expected(each.kind)} | {each.meaning} |")
+            missing = "" if each.required else "; may be missing"
+            rows.append(f"| `{'.'.join((*filter(None, [prefix]), *each.key))}` | {expected(each.kind)}{missing} | {each.meaning} |")
     return "\n".join(rows) + "\n"
+
+
+def _in_order(cls: type[Artifact]) -> list[Declared]:
+    """The fields in the order they are written in."""
+    return sorted(declared(cls), key=lambda each: cls.ORDER.index(each.name) if cls.ORDER else 0)
 
 
 def _look_up(document: Mapping[str, Any], each: Declared, name: str) -> Any:
