@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save as save_tensors
 
+from sequoia_plan.artifacts.cost import check_promise
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.files import read_bytes, write_atomically
 from sequoia_plan.artifacts.plan import Plan
@@ -82,6 +83,7 @@ def from_bytes(data: bytes, name: str) -> TokenTree:
         tree = TokenTree(np.frombuffer(parents["data"], "<i4"), plan)
         for tensor, derived in _tensors(tree).items():
             _compare(tensor, stored.get(tensor), derived)
+        check_promise(tree)
     except SequoiaPlanError as error:
         raise SequoiaPlanError(f"{name}: {error}") from error
     return tree

@@ -101,7 +101,7 @@ def _report(profiles: dict[str, Profile], as_json: bool) -> None:
         print_json(first | ({"also": also} if also else {}))
         return
     for path, found in profiles.items():
-        click.echo(f"acceptance  {numbers(found.acceptance)}  (worth {found.trials} independent trials)")
+        click.echo(f"acceptance  {numbers(found.acceptance)}  (effective sample size {found.trials})")
         for level, row in enumerate(found.by_level):
             click.echo(f"  level {level}{'+' if level and level == len(found.by_level) - 1 else ' '}  {numbers(row)}  ({found.levels[level].trials})")
         click.echo(f"wrote {path}")
