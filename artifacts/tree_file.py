@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,10 +43,10 @@ def load_tree(path: str | Path) -> TokenTree:
         SequoiaPlanError: if there is no such file or name, or the file is truncated, of another format or version, or
             contradicts itself.
     """
-    if str(path) in catalog() and not Path(path).exists():
+    if str(path) in catalog() and not os.path.exists(path):
         return from_bytes((CATALOG / f"{path}.safetensors").read_bytes(), str(path))
     expected = "a tree file written by sequoia-plan solve"
-    if not Path(path).exists():
+    if not os.path.exists(path):
         expected += f", or a tree of the catalog: {', '.join(catalog())}"
     return from_bytes(read_bytes(path, expected, LARGEST_FILE), str(path))
 
