@@ -37,7 +37,9 @@ def write_atomically(path: str | Path, data: bytes) -> None:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
         problem = error.strerror or error
-        raise SequoiaPlanError(f"{path}: cannot be written ({problem}); name a folder that exists and is writable, with room for {len(data)} bytes") from error
+        raise SequoiaPlanError(
+            f"{path}: cannot be written ({problem}); name a file in a folder that exists and is writable, with room for {len(data)} bytes"
+        ) from error
 
 
 def refuse_to_replace(output: str | Path, *inputs: str | Path | None) -> None:

@@ -49,8 +49,8 @@ def solve(
     from sequoia_plan.planner.report.tree_summary import promises
     from sequoia_plan.planner.solving.solve import solve as run
 
-    refuse_to_replace(output, acceptance or profile_file or "profile.yaml")
     measured = _read_acceptance(acceptance) if acceptance else Profile.load(profile_file or "profile.yaml")
+    refuse_to_replace(output, acceptance or profile_file or "profile.yaml")
     solution = run(measured, budget, depth, branching, objective, solver, smooth, baseline, one_vector)
     save_tree(solution.tree, output)
     tree = solution.tree
@@ -112,8 +112,8 @@ def export_command(tree_file: str, form: str, output: str, as_json: bool) -> Non
     from sequoia_plan.artifacts.files import refuse_to_replace
     from sequoia_plan.artifacts.interchange import export_tree
 
-    refuse_to_replace(output, tree_file)
     tree = load_tree(tree_file)
+    refuse_to_replace(output, tree_file)
     export_tree(tree, output, form)
     if as_json:
         print_json({"output": output, "format": form, "size": tree.size, "depth": tree.depth})
@@ -131,8 +131,8 @@ def import_command(file: str, output: str, as_json: bool) -> None:
     from sequoia_plan.artifacts.files import refuse_to_replace
     from sequoia_plan.artifacts.interchange import import_tree
 
-    refuse_to_replace(output, file)
     tree = import_tree(file)
+    refuse_to_replace(output, file)
     save_tree(tree, output)
     if as_json:
         print_json({"output": output, "size": tree.size, "depth": tree.depth, "branching": tree.branching, "parents": tree.parents.tolist()})
