@@ -13,6 +13,9 @@ from sequoia_plan.planner.cli.decoding import bench, generate
 from sequoia_plan.planner.cli.profiling import profile
 from sequoia_plan.planner.cli.trees import export_command, import_command, show, solve
 
+EXTRAS = {"torch": "runtime", "transformers": "runtime", "accelerate": "gguf", "gguf": "gguf", "matplotlib": "plot"}
+"""Which extra of this package brings what a command may lack."""
+
 
 class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
@@ -31,6 +34,11 @@ class _Group(click.Group):
         except OSError as error:
             _forget_stdout()
             _fail(ctx, f"{error.filename or 'output'}: {error.strerror or error}; free some space, or name another file")
+        except ModuleNotFoundError as error:
+            missing = (error.name or "").split(".")[0]
+            if missing not in EXTRAS:
+                raise
+            _fail(ctx, f"{ctx.invoked_subcommand} needs {missing}, which is not installed: pip install 'sequoia-plan[{EXTRAS[missing]}]'")
         except MemoryError:
             _fail(ctx, "there is not enough memory for that; ask for less (a smaller budget, tree or context)")
 
