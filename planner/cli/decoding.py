@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
@@ -127,7 +128,7 @@ def bench(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Decode held-out prompts with a compiled tree and its peers, side by side."""
+    """Decode held-out prompts with a compiled tree and its peers, side by side. With -o, killed and started again, it goes on where it was."""
     from msgspec.structs import replace
 
     from sequoia_plan.artifacts import BenchResult, load_tree
@@ -137,6 +138,7 @@ def bench(
     from sequoia_plan.planner.solving.baselines import arms
     from sequoia_plan.profiler.bench import compare
     from sequoia_plan.profiler.breakdown import breakdown
+    from sequoia_plan.profiler.journal import discard
     from sequoia_plan.profiler.prompts import encode, held_out, held_out_half, load
 
     for path in filter(None, (output, report)):
@@ -150,11 +152,14 @@ def bench(
     pair = load_pair(target, draft, device, dtype)
     warn_if_foreign(tree.plan, pair)
     texts = held_out(pair.tokenizer, limit) if given is None else [encode(pair.tokenizer, prompt) for prompt in given]
+    journal = Path(output).with_name(f".{Path(output).name}.journal") if output else None
     with progress("bench", len(texts)) as advance:
-        result = compare(pair, partial(load_pair, target, draft, device, dtype, packed=False), tree, trees, sampling, texts, tokens, only, advance)
+        reference = partial(load_pair, target, draft, device, dtype, packed=False)
+        result = compare(pair, reference, tree, trees, sampling, texts, tokens, only, advance, journal=journal)
     result = replace(result, breakdown=Breakdown(**{name: round(seconds, 6) for name, seconds in breakdown(pair, tree, sampling).items()}))
     if output:
         result.save(output)
+        discard(journal)
     if report:
         from sequoia_plan.planner.report.page import page
 

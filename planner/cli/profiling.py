@@ -63,6 +63,7 @@ def profile(
         return
 
     from sequoia_plan.profiler import measure
+    from sequoia_plan.profiler.journal import discard
     from sequoia_plan.profiler.prompts import built_in, load, measuring_half
 
     samplings = [read_sampling(settings), *(read_sampling(settings | _read_setting(text)) for text in also)]
@@ -96,7 +97,7 @@ def profile(
         )
     for found, path in zip(profiles, outputs, strict=True):
         found.save(path)
-    journal.unlink(missing_ok=True)
+    discard(journal)
     _report({str(path): found for path, found in zip(outputs, profiles, strict=True)}, as_json)
 
 
