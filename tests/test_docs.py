@@ -67,7 +67,7 @@ def split(text):
 
 def commands(text):
     """Every line of a code block that is a command, as words, without its comment and without what follows a `>`."""
-    lines = [line.removeprefix("$ ") for _, block in split(text)[0] for line in block.splitlines()]
+    lines = [line.strip().removeprefix("$ ") for _, block in split(text)[0] for line in block.splitlines()]
     return [shlex.split(line.split(" > ")[0], comments=True) for line in lines if line.startswith(COMMANDS)]
 
 
