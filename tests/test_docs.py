@@ -67,7 +67,7 @@ def split(text):
 
 def commands(text):
     """Every line of a code block that is a command, as words, without its comment and without what follows a `>`."""
-    lines = [line.strip().removeprefix("$ ") for _, block in split(text)[0] for line in block.splitlines()]
+    lines = [line.strip().removeprefix("$ ") for _, block in split(text)[0] for line in re.sub(r"\\\n *", "", block).splitlines()]
     return [shlex.split(line.split(" > ")[0], comments=True) for line in lines if line.startswith(COMMANDS)]
 
 
@@ -82,9 +82,9 @@ def why_not_run(words):
 
 
 def test_split_finds_every_kind_of_block():
-    text = "Text\n    goes on.\n\n    import a\n\n    a()\n\nText.\n```python\nb()\n```\n\n    $ make test  # all\n    done > by hand\n"
+    text = "Text\n    goes on.\n\n    import a\n\n    a()\n\nText.\n```python\nb()\n```\n\n    $ make \\\n        test  # all\n    done > by hand\n"
     assert split(text) == (
-        [("", "import a\n\na()\n"), ("python", "b()"), ("", "$ make test  # all\ndone > by hand")],
+        [("", "import a\n\na()\n"), ("python", "b()"), ("", "$ make \\\n    test  # all\ndone > by hand")],
         ["Text", "    goes on.", "", "Text.", ""],
     )
     assert snippets(text) == ["import a\n\na()\n", "b()"] and commands(text) == [["make", "test"]]
@@ -125,7 +125,7 @@ def test_links_lead_somewhere(page):
 def test_dead_links_are_found():
     text = "# A `title`, twice\n# A title twice\n[1](none.md) [2](#none) [3](planner.md#none)\n\n    [4](none.md)\n\n`[5](none.md)`\n"
     text += "[6](planner.md) [7](#a-title-twice) [8](#a-title-twice-1) [9](https://example.org/none) [10](planner.md#the-certificate)"
-    assert dead_links(text, ROOT / "docs" / "page.md") == ["none.md", "#none", "planner.md#none"]
+    assert dead_links(text, ROOT / "docs" / "cli.md") == ["none.md", "#none", "planner.md#none"]
 
 
 def missing_names(text):
