@@ -47,7 +47,7 @@ def test_solve_json_is_the_contract(run):
     assert set(answer) == contract | {"upper_bound", "speedup_bound", "interval"}
     tree = load_tree("tree.safetensors")
     assert tree.parents.tolist() == answer["parents"]
-    assert tree.plan["expected_tokens"] == answer["expected_tokens"]
+    assert tree.plan.expected_tokens == answer["expected_tokens"]
     assert answer["predicted_speedup"] > 1
 
 
@@ -265,5 +265,5 @@ def test_profile_command_on_the_embedded_pair(run, tmp_path, monkeypatch):
     solved = run("solve", "measured.yaml", "--json")
     assert json.loads(solved.stdout)["predicted_speedup"] >= 1
     plan = load_tree("tree.safetensors").plan
-    assert plan["models"] == profile.models
-    assert plan["settings"] == expected
+    assert plan.models == profile.models
+    assert plan.settings == expected

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 from strategies import trees
 
-from sequoia_plan.artifacts import Latency, LevelCounts, Profile, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import Latency, LevelCounts, Plan, Profile, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.interchange import from_growmap, from_medusa, from_nxd, parse, to_growmap, to_medusa, to_nxd
 from sequoia_plan.artifacts.tree_file import _tensors, from_bytes, to_bytes
 
@@ -36,7 +36,7 @@ def read_tree(data):
         return False
     tensors, plan = independent_reader.read(data)
     assert tensors["parents"].tolist() == tree.parents.tolist()
-    assert plan == tree.plan
+    assert Plan.read(plan) == tree.plan
     again = from_bytes(to_bytes(tree), "f")
     assert again == tree and again.plan == tree.plan
     return True

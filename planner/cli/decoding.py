@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from functools import partial
 from typing import Any
@@ -40,12 +39,11 @@ def generate(
     from sequoia_plan.artifacts import load_tree
 
     tree = load_tree(tree_file)
-    made_for = tree.plan.get("settings") or {}
-    sampling = read_sampling(settings, made_for)
+    sampling = read_sampling(settings, tree.plan.settings)
     text = sys.stdin.read() if prompt == "-" else prompt
     pair = load_pair(target, draft, device, dtype)
     warn_if_foreign(tree.plan, pair)
-    measured = made_for.get("verifier", sampling.verifier)
+    measured = tree.plan.settings.get("verifier", sampling.verifier)
     if measured != sampling.verifier and not sampling.greedy:
         click.echo(f"Warning: the tree was solved for the verifier {measured}, this is {sampling.verifier}; its predictions do not apply", err=True)
 
@@ -72,7 +70,7 @@ def generate(
             }
         )
         return
-    expected = tree.plan.get("expected_tokens")
+    expected = tree.plan.expected_tokens
     click.echo(
         f"[{result.new_tokens} tokens, {result.steps} steps, {result.tokens_per_step:.2f} tokens a step"
         + (f" (predicted {expected:.2f})" if expected else "")
@@ -110,8 +108,10 @@ def bench(
     **settings: Any,
 ) -> None:
     """Decode held-out prompts with a compiled tree and its peers, side by side."""
-    from sequoia_plan.artifacts import load_tree
-    from sequoia_plan.artifacts.cost import add_predictions
+    from msgspec.structs import replace
+
+    from sequoia_plan.artifacts import BenchResult, load_tree
+    from sequoia_plan.artifacts.bench_result import Breakdown
     from sequoia_plan.artifacts.files import write_atomically
     from sequoia_plan.planner.report.bench_table import print_table
     from sequoia_plan.planner.solving.baselines import arms
@@ -120,42 +120,26 @@ def bench(
     from sequoia_plan.profiler.prompts import held_out
 
     tree = load_tree(tree_file)
-    sampling = read_sampling(settings, tree.plan.get("settings") or {})
-    earlier = [_read_figures(path) for path in others]
+    sampling = read_sampling(settings, tree.plan.settings)
+    earlier = [BenchResult.load(path) for path in others]
     trees = arms(tree, sampling.verifier)
     pair = load_pair(target, draft, device, dtype)
     warn_if_foreign(tree.plan, pair)
     texts = held_out(pair.tokenizer, prompts)
     with progress("bench", len(texts)) as advance:
-        result = compare(pair, partial(load_pair, target, draft, device, dtype, packed=False), trees, sampling, texts, tokens, only, advance)
-    add_predictions(result["contenders"], trees, tree.plan, sampling.settings())
-    result["tree"] = {"size": tree.size, "depth": tree.depth, "level_widths": tree.level_widths.tolist()}
-    result["breakdown"] = {name: round(value, 6) for name, value in breakdown(pair, tree, sampling).items()}
+        result = compare(pair, partial(load_pair, target, draft, device, dtype, packed=False), tree, trees, sampling, texts, tokens, only, advance)
+    result = replace(result, breakdown=Breakdown(**{name: round(seconds, 6) for name, seconds in breakdown(pair, tree, sampling).items()}))
     if output:
-        write_atomically(output, (json.dumps(result, indent=1) + "\n").encode())
+        result.save(output)
     if report:
         from sequoia_plan.planner.report.page import page
 
         write_atomically(report, page(tree, [result, *earlier]).encode())
     if as_json:
-        print_json(result)
+        print_json(result.facts())
         return
     print_table(result)
     if report:
         click.echo(f"wrote {report}")
     if output:
         click.echo(f"wrote {output}")
-
-
-def _read_figures(path: str) -> Any:
-    """What an earlier bench wrote."""
-    from sequoia_plan.artifacts import SequoiaPlanError
-    from sequoia_plan.artifacts.files import read_bytes
-
-    try:
-        found = json.loads(read_bytes(path, "figures written by sequoia-plan bench"))
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or not {"settings", "models", "hardware", "tree", "contenders"} <= found.keys():
-        raise SequoiaPlanError(f"{path}: not figures of bench; expected what sequoia-plan bench -o wrote")
-    return found

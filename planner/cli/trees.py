@@ -10,6 +10,9 @@ import click
 from sequoia_plan.planner.cli.options import json_option
 from sequoia_plan.planner.cli.terminal import print_json
 
+PROMISED = ("expected_tokens", "upper_bound", "predicted_speedup", "speedup_bound", "interval", "solver")
+"""Of the plan, what `solve --json` says beside the tree."""
+
 
 @click.command()
 @click.argument("profile_file", metavar="[PROFILE]", type=click.Path(), required=False)
@@ -50,18 +53,14 @@ def solve(
     save_tree(solution.tree, output)
     tree = solution.tree
     if as_json:
+        facts = tree.plan.facts()
         print_json(
             {
                 "size": tree.size,
                 "depth": tree.depth,
                 "branching": tree.branching,
-                "expected_tokens": solution.expected_tokens,
-                "upper_bound": solution.upper_bound,
-                "predicted_speedup": solution.predicted_speedup,
-                "speedup_bound": solution.speedup_bound,
-                "interval": solution.interval,
+                **{name: facts.get(name) for name in PROMISED},
                 "parents": tree.parents.tolist(),
-                "solver": solution.solver,
                 "seconds": solution.seconds,
             }
         )
@@ -69,9 +68,9 @@ def solve(
     click.echo(f"{tree}, solved in {solution.seconds:.3f} s")
     for line in promises(tree.plan):
         click.echo(line)
-    if lost := (solution.interval or {}).get("lost"):
+    if lost := tree.plan.interval and tree.plan.interval.lost:
         click.echo("lost if the truth is at an end of the interval: {:.2%} and {:.2%}".format(*lost))
-    if solution.predicted_speedup is not None and tree.size == 1:
+    if tree.plan.predicted_speedup is not None and tree.size == 1:
         click.echo("no tree is faster than plain decoding with these measurements: do not speculate")
     click.echo(f"wrote {output}")
 
@@ -91,7 +90,7 @@ def show(tree_file: str, plot: str | None, as_json: bool) -> None:
         draw(tree, plot)
     if as_json:
         facts = {"size": tree.size, "depth": tree.depth, "branching": tree.branching, "level_widths": tree.level_widths.tolist()}
-        print_json({**facts, "parents": tree.parents.tolist(), "plan": tree.plan, "plot": plot})
+        print_json({**facts, "parents": tree.parents.tolist(), "plan": tree.plan.facts(), "plot": plot})
         return
     from sequoia_plan.planner.report.tree_summary import summarise
 

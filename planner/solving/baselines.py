@@ -7,7 +7,6 @@ import json
 import numpy as np
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
-from sequoia_plan.artifacts.cost import Arm
 from sequoia_plan.artifacts.files import read_bytes
 
 NAMES = "chain, chains:K, k-ary:K, specinfer:K1,K2,..., random:SEED or parents:FILE"
@@ -80,6 +79,10 @@ def _imported(path: str, size: int, depth: int) -> TokenTree:
     if tree.size > size or tree.depth > depth:
         raise SequoiaPlanError(f"{path}: {tree.size} nodes of depth {tree.depth}, expected at most the budget {size} and the depth {depth}; raise them")
     return tree
+
+
+Arm = tuple[TokenTree, str]
+"""A tree and the verifier that judges it."""
 
 
 def arms(tree: TokenTree, verifier: str) -> dict[str, Arm]:
