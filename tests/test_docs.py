@@ -23,7 +23,7 @@ from sequoia_plan.planner.cli import main
 from sequoia_plan.planner.cli.reference import reference
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 REGENERATE = "python -m sequoia_plan.planner.cli.reference > docs/cli.md"
 COMMANDS = ("sequoia-plan ", "python -m ", "python benchmarks/", "python tests/", "make ")
 NOT_RUN = {
@@ -94,12 +94,12 @@ def test_split_finds_every_kind_of_block():
 
 
 def headings(text):
-    """The anchors of a page, as GitHub makes them."""
-    anchors, seen = set(re.findall(r'<a id="([^"]+)"', text)), Counter()
+    """The anchors of a page's headings in their order, as GitHub makes them."""
+    anchors, seen = [], Counter()
     for line in split(text)[1]:
         if found := re.match(r"#+ (.*)", line):
             anchor = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", found[1]).lower()).replace(" ", "-")
-            anchors.add(f"{anchor}-{seen[anchor]}" if seen[anchor] else anchor)
+            anchors.append(f"{anchor}-{seen[anchor]}" if seen[anchor] else anchor)
             seen[anchor] += 1
     return anchors
 
@@ -126,6 +126,12 @@ def test_dead_links_are_found():
     text = "# A `title`, twice\n# A title twice\n[1](none.md) [2](#none) [3](planner.md#none)\n\n    [4](none.md)\n\n`[5](none.md)`\n"
     text += "[6](planner.md) [7](#a-title-twice) [8](#a-title-twice-1) [9](https://example.org/none) [10](planner.md#the-certificate)"
     assert dead_links(text, ROOT / "docs" / "cli.md") == ["none.md", "#none", "planner.md#none"]
+
+
+def test_every_decision_is_in_the_index():
+    text = (ROOT / "docs" / "decisions.md").read_text()
+    index = text.partition("\n## ")[0]
+    assert re.findall(r"\]\(#([^)]+)\)", index) == headings(text)[1:]
 
 
 def missing_names(text):
