@@ -13,11 +13,14 @@ from numpy.typing import NDArray
 
 from sequoia_plan.artifacts.bench_result import Prediction
 from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
+from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.plan import Plan
 from sequoia_plan.artifacts.profile import Latency, Profile
 from sequoia_plan.artifacts.tree import TokenTree
 
 Floats = NDArray[np.float64]
+SAME = 1e-9
+"""Relative: figures that differ by less are the same, computed on another machine."""
 Acceptance = Sequence[float] | Sequence[Sequence[float]] | Sequence[float | tuple[float, ...]]
 
 
@@ -158,3 +161,25 @@ def predicted(tree: TokenTree, verifier: str, plan: Plan, sampling: Mapping[str,
     tokens, times = expected_tokens(tree, plan.acceptance), StepTime.of(plan)
     step = times.step(tree) if times else math.inf
     return Prediction(tokens, tokens * times.plain() / step if times and math.isfinite(step) else None)
+
+
+def check_promise(tree: TokenTree) -> None:
+    """Refuse a tree whose plan promises something else than its acceptance and latencies give for it.
+
+    Raises:
+        SequoiaPlanError: naming the key, what was found and what follows from the tree.
+    """
+    plan = tree.plan
+    tokens = expected_tokens(tree, plan.acceptance) if plan.acceptance else None
+    times = StepTime.of(plan)
+    step = times.step(tree) if times else math.inf
+    known = times is not None and math.isfinite(step)
+    speedup = tokens * times.plain() / step if times and known and tokens else None
+    for name, follows in (("expected_tokens", tokens), ("step_seconds", step if known else None), ("predicted_speedup", speedup)):
+        found = getattr(plan, name)
+        if found is not None and (follows is None or not math.isclose(found, follows, rel_tol=SAME)):
+            given = f"its tree, acceptance and latencies give {follows:.6g}" if follows else "nothing in the plan gives one"
+            raise SequoiaPlanError(f"plan.{name}: found {found:.6g}, {given}; solve again")
+    for name, bound, value in (("upper_bound", plan.upper_bound, tokens), ("speedup_bound", plan.speedup_bound, speedup)):
+        if bound is not None and value is not None and bound < value * (1 - SAME):
+            raise SequoiaPlanError(f"plan.{name}: found {bound:.6g}, the tree itself has {value:.6g}; solve again")

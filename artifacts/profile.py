@@ -8,9 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
+from sequoia_plan.artifacts import yaml_text
 from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
 from sequoia_plan.artifacts.errors import SequoiaPlanError
-from sequoia_plan.artifacts.facts import DEEPEST, is_number
+from sequoia_plan.artifacts.facts import is_number
 from sequoia_plan.artifacts.files import read_bytes, write_atomically
 from sequoia_plan.artifacts.schema import Artifact, Count, Facts, Seconds, Size, field
 
@@ -206,14 +207,7 @@ class Profile(Artifact, frozen=True):
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> Profile:
         """The profile in a file's content; `name` says which file in errors. Raises as `load` does."""
-        import yaml
-
-        try:
-            _check_layout(data, name)
-            document = yaml.safe_load(data)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
-            where = f" at line {error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""  # type: ignore[union-attr]
-            raise SequoiaPlanError(f"{name}: not YAML{where}; expected a profile written by sequoia-plan profile") from error
+        document = yaml_text.load(data, name, "a profile written by sequoia-plan profile")
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise SequoiaPlanError(f"{name}: not a profile (expected `format: {FORMAT}`)")
         if document.get("version") != VERSION or isinstance(document["version"], bool):
@@ -222,17 +216,3 @@ class Profile(Artifact, frozen=True):
             return cls.read(document, "")
         except SequoiaPlanError as error:
             raise SequoiaPlanError(f"{name}: {error}") from error
-
-
-def _check_layout(data: bytes, name: str) -> None:
-    """Refuse YAML that takes ages or grows without end when loaded, while it is only being scanned: nesting and aliases."""
-    import yaml
-
-    nested = 0
-    for token in yaml.scan(data, Loader=yaml.SafeLoader):
-        nested += type(token).__name__.endswith(("SequenceStartToken", "MappingStartToken"))
-        nested -= isinstance(token, (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken))
-        if nested > 2 * DEEPEST:
-            raise SequoiaPlanError(f"{name}: not a profile (nested deeper than {2 * DEEPEST} levels)")
-        if isinstance(token, yaml.AliasToken):
-            raise SequoiaPlanError(f"{name}: holds the YAML alias *{token.value}; write the value itself")

@@ -41,7 +41,7 @@ def field(meaning: str, *, key: str = "", check: Callable[[Any, str], None] | No
     return Meta(description=meaning, extra={"key": key, "check": check, "keys": keys, "always": always})
 
 
-class Artifact(Struct, frozen=True):
+class Artifact(Struct, frozen=True, repr_omit_defaults=True):
     """A struct that is checked when it is made, from a file or in Python.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save as save_tensors
 
+from sequoia_plan.artifacts.cost import check_promise
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.files import read_bytes, write_atomically
 from sequoia_plan.artifacts.plan import Plan
@@ -41,10 +43,10 @@ def load_tree(path: str | Path) -> TokenTree:
         SequoiaPlanError: if there is no such file or name, or the file is truncated, of another format or version, or
             contradicts itself.
     """
-    if str(path) in catalog() and not Path(path).exists():
+    if str(path) in catalog() and not os.path.exists(path):
         return from_bytes((CATALOG / f"{path}.safetensors").read_bytes(), str(path))
     expected = "a tree file written by sequoia-plan solve"
-    if not Path(path).exists():
+    if not os.path.exists(path):
         expected += f", or a tree of the catalog: {', '.join(catalog())}"
     return from_bytes(read_bytes(path, expected, LARGEST_FILE), str(path))
 
@@ -82,6 +84,7 @@ def from_bytes(data: bytes, name: str) -> TokenTree:
         tree = TokenTree(np.frombuffer(parents["data"], "<i4"), plan)
         for tensor, derived in _tensors(tree).items():
             _compare(tensor, stored.get(tensor), derived)
+        check_promise(tree)
     except SequoiaPlanError as error:
         raise SequoiaPlanError(f"{name}: {error}") from error
     return tree

@@ -135,7 +135,7 @@ def test_bad_input(run, arguments, code, parts):
         ("[NaN]", "p[1] is nan"),
         ("[]", "non-empty"),
         ("[[0.5], [0.1, 0.1]]", "equal lengths"),
-        ("{", "neither JSON nor YAML"),
+        ("{", "p.json: not YAML at line 1; expected a JSON or YAML list"),
         ("5", "non-empty"),
     ],
 )

@@ -63,7 +63,7 @@ def test_profile_round_trip_any_numbers(tmp_path_factory, acceptance, curve):
         ("settings: {", "settings: 3 # {", "settings: found 3, expected a mapping"),
         ("threads: 2", "threads: 2001-01-01", "hardware.threads: found a date, expected text"),
         ("threads: 2", "threads: 2001-99-99", "not YAML"),
-        ("threads: 2", "threads: [[[[[[[[[[[[[[[[[[1", r"not a profile \(nested deeper than 16 levels\)"),
+        ("threads: 2", "threads: [[[[[[[[[[[[[[[[[[1", "nested deeper than 16 levels; expected a profile"),
         ("threads: 2", "threads: &a 2, b: *a", r"holds the YAML alias \*a; write the value itself"),
     ],
 )

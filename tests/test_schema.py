@@ -5,11 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from sequoia_plan.artifacts import LANGUAGE_MODEL, BenchResult, Drafting, Latency, Plan, Profile, SequoiaPlanError, Verification, load_tree
+from sequoia_plan.artifacts import (
+    LANGUAGE_MODEL,
+    BenchResult,
+    Drafting,
+    Latency,
+    Plan,
+    Profile,
+    SequoiaPlanError,
+    TokenTree,
+    Verification,
+    load_tree,
+    save_tree,
+)
 from sequoia_plan.artifacts.cost import StepTime, expected_tokens
 from sequoia_plan.artifacts.format_tables import TABLES, with_tables
 from sequoia_plan.artifacts.schema import declared
+from sequoia_plan.planner import solve
 
 DATA = Path(__file__).parent / "data"
 FORMAT = Path(__file__).parent.parent / "docs" / "format.md"
@@ -66,3 +80,28 @@ def test_what_is_new_is_checked(old, new, message):
     with pytest.raises(SequoiaPlanError) as error:
         Profile.from_bytes(text.replace(old, new).encode(), "p.yaml")
     assert str(error.value) == f"p.yaml: {message}"
+
+
+PROMISE = solve(Profile((0.5, 0.25), latency=Latency({1: 0.04, 8: 0.05}, {1: 0.003, 8: 0.004})), 8, 4).tree
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"expected_tokens": 9.5}, "plan.expected_tokens: found 9.5, its tree, acceptance and latencies give "),
+        ({"step_seconds": 0.001}, "plan.step_seconds: found 0.001, its tree"),
+        ({"predicted_speedup": 9.5}, "plan.predicted_speedup: found 9.5, its tree"),
+        ({"upper_bound": 1.2}, "plan.upper_bound: found 1.2, the tree itself has "),
+        ({"speedup_bound": 1.01}, "plan.speedup_bound: found 1.01, the tree itself has "),
+        ({"latency": None}, "plan.step_seconds: found "),
+        ({"acceptance": (0.6, 0.25)}, "plan.expected_tokens: found "),
+    ],
+)
+def test_a_plan_that_promises_what_its_tree_does_not_give_is_refused(tmp_path, changed, message):
+    path = tmp_path / "tree.safetensors"
+    save_tree(PROMISE, path)
+    assert load_tree(path).plan == PROMISE.plan
+    save_tree(TokenTree(PROMISE.parents, replace(PROMISE.plan, **changed)), path)
+    with pytest.raises(SequoiaPlanError) as error:
+        load_tree(path)
+    assert str(error.value).startswith(f"{path}: {message}") and str(error.value).endswith("; solve again")

@@ -43,7 +43,7 @@ def test_the_independent_reader_is_short_and_independent():
 @given(trees(), acceptance_vectors())
 def test_tree_round_trip_and_byte_stability(tmp_path_factory, tree, acceptance):
     path = tmp_path_factory.mktemp("tree") / "t.safetensors"
-    tree = TokenTree(tree.parents, {"expected_tokens": 1.5, "acceptance": acceptance})
+    tree = TokenTree(tree.parents, {"solver": "dp", "acceptance": acceptance})
     save_tree(tree, path)
     first = path.read_bytes()
     loaded = load_tree(path)

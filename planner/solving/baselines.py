@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 
 import numpy as np
 
@@ -46,7 +47,7 @@ def expansion(children: list[int], size: int) -> TokenTree:
     """Every node of level l has children[l] children, breadth-first until `size` nodes are reached."""
     found, start, stop = [-1], 0, 1
     for count in children:
-        found += [parent for parent in range(start, stop) for _ in range(count)][: size - len(found)]
+        found += islice((parent for parent in range(start, stop) for _ in range(count)), size - len(found))
         start, stop = stop, len(found)
         if start == stop or stop >= size:
             break
