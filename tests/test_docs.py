@@ -36,6 +36,9 @@ NOT_RUN = {
 }
 """How the commands begin that are parsed but not run here, and why. Every other command in the documentation runs."""
 
+NAMES = {file.stem for file in (ROOT / "artifacts" / "catalog").glob("*.safetensors")}
+"""What is also accepted in place of a tree's file name."""
+
 each_page = pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 
 
@@ -191,13 +194,18 @@ def problem(monkeypatch):
         try:
             context = click.Context(main, info_name="sequoia-plan")
             name, command, rest = main.resolve_command(context, words)
-            command.make_context(name, rest, parent=context)
+            given = command.make_context(name, rest, parent=context).params
         except click.UsageError as error:
             return error.format_message()
+        values = [given[param.name] for param in command.params if isinstance(param.type, click.Path)]
+        files = [str(file) for value in values for file in (value if isinstance(value, tuple) else [value]) if file]
+        return next((f"{file} is no file name" for file in files if "." not in file and file not in NAMES), None)
 
     def of_python(words):
         module = words[0] == "-m"
         name, arguments = words[module], words[module + 1 :]
+        if module and name in ("sequoia_plan", "sequoia_plan.planner.cli"):
+            return of_click(arguments)
         if module and name.partition(".")[0] in sys.stdlib_module_names:
             return None
         found = exists(name) if module else (ROOT / name).is_file()
@@ -223,6 +231,12 @@ def problem(monkeypatch):
     return lambda words: {"sequoia-plan": of_click, "python": of_python, "make": of_make}[words[0]](words[1:])
 
 
+def test_commands_of_the_makefile_parse(problem):
+    lines = re.findall(r"^\t\$\(BIN\)/(sequoia-plan .*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    found = {line: problem(shlex.split(re.sub(r"\$[@<]", "a.file", line))) for line in lines}
+    assert found and set(found.values()) == {None}, found
+
+
 @each_page
 def test_commands_parse(page, problem):
     found = {" ".join(words): problem(words) for words in commands(page.read_text())}
@@ -235,8 +249,11 @@ def test_commands_parse(page, problem):
         ("sequoia-plan solve --bugdet 8", "--bugdet"),
         ("sequoia-plan solve --budget many", "'many' is not a valid integer range"),
         ("sequoia-plan slove", "slove"),
+        ("sequoia-plan show 20", "20 is no file name"),
+        ("sequoia-plan profile --merge a.yaml --merge 20", "20 is no file name"),
         ("sequoia-plan export tree.safetensors --format onnx -o tree.onnx", "'onnx' is not one of"),
         ("sequoia-plan export tree.safetensors", "Missing option '--format'"),
+        ("python -m sequoia_plan solve --bugdet 8", "--bugdet"),
         ("python benchmarks/solver.py --fast", "unrecognized arguments: --fast"),
         ("python benchmarks/verifiers.py", "the following arguments are required: -o/--output"),
         ("python benchmarks/none.py -o a.json", "no file benchmarks/none.py"),
