@@ -251,7 +251,7 @@ def test_the_command(models, tmp_path, monkeypatch):
     parts = {"step": 0.01, "draft": 0.002, "target": 0.006, "verify": 0.001, "keep": 0.0007, "host": 0.0003, "draw": 0.0005, "share_not_model": 0.2}
     monkeypatch.setattr("sequoia_plan.profiler.breakdown.breakdown", lambda *_: parts)
     save_tree(TREE, "tree.safetensors")
-    arguments = ["bench", "--prompts", "2", "--tokens", "4", "--only", "plain", "--only", "sequoia", "--only", "generate"]
+    arguments = ["bench", "--limit", "2", "--tokens", "4", "--only", "plain", "--only", "sequoia", "--only", "generate"]
     result = CliRunner().invoke(cli.main, [*arguments, "-o", "found.json", "--json"])
     assert result.exit_code == 0, result.output
     answer = json.loads(result.stdout)
