@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from sequoia_plan.planner.cli.options import json_option, model_options, read_sampling, sampling_options, seed_option
+from sequoia_plan.planner.cli.options import json_option, model_options, read_sampling, sampling_options, seed_option, tree_option
 from sequoia_plan.planner.cli.pair import load_pair, warn_if_foreign
 from sequoia_plan.planner.cli.terminal import print_json, progress
 
@@ -18,14 +18,14 @@ DEFAULT_PROMPT = "Explain how a refrigerator keeps food cold."
 
 
 @click.command()
-@click.option("--tree", "tree_file", type=click.Path(), default="tree.safetensors", show_default=True)
+@tree_option
 @model_options
 @click.option("--prompt", help=f"The user's message; - reads it from stdin. [default: {DEFAULT_PROMPT}]")
 @click.option("--system", help="A system message before it.")
 @click.option("--chat", metavar="FILE.json", type=click.Path(), help="In place of --prompt: a conversation, as a list of messages with role and content.")
 @click.option("--raw", is_flag=True, help="The prompt as it is, without the model's chat template.")
-@click.option("--stop", metavar="TEXT", multiple=True, help="End once this text was generated; may be repeated.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option("--stop", metavar="TEXT", multiple=True, help="End once this text was generated.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="New tokens, at most.")
 @sampling_options("what the tree was made for")
 @seed_option
 @json_option
@@ -99,17 +99,24 @@ def generate(
 
 
 @click.command()
-@click.option("--tree", "tree_file", type=click.Path(), default="tree.safetensors", show_default=True)
+@tree_option
 @model_options
-@click.option("--prompts", metavar="FILE", type=click.Path(), help="As for profile; every second prompt, those that profile leaves out. [default: built-in]")
+@click.option(
+    "--prompts", metavar="FILE", type=click.Path(), help="As for profile: decode every second prompt, those that profile leaves out. [default: built-in]"
+)
 @click.option("--limit", type=click.IntRange(min=1), default=12, show_default=True, help="Prompts, at most.")
 @click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="New tokens a prompt, at most.")
-@click.option("--only", metavar="NAME", multiple=True, help="A contender; may be repeated. [default: all]")
+@click.option("--only", metavar="NAME", multiple=True, help="Only this way of decoding; docs/profiling.md has the names. [default: all]")
 @sampling_options("what the tree was made for")
 @click.option("-o", "--output", type=click.Path(), help="Write the figures there, as JSON.")
-@click.option("--report", type=click.Path(), help="Write an HTML page: figures and plots in one file, for mailing.")
+@click.option("--report", type=click.Path(), help="Write one HTML file with figures and plots; it needs no network.")
 @click.option(
-    "--with", "others", metavar="FILE.json", type=click.Path(), multiple=True, help="Figures of earlier runs, as of other temperatures, for the page."
+    "--with",
+    "others",
+    metavar="FILE.json",
+    type=click.Path(),
+    multiple=True,
+    help="Figures of an earlier run, for instance at another temperature, for the page.",
 )
 @json_option
 def bench(
@@ -128,7 +135,7 @@ def bench(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Decode held-out prompts with a compiled tree and its peers, side by side. With -o, killed and started again, it goes on where it was."""
+    """Decode held-out prompts with a compiled tree and with other methods, in turn. With -o, a run that was killed goes on where it was."""
     from msgspec.structs import replace
 
     from sequoia_plan.artifacts import BenchResult, load_tree
