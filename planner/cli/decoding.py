@@ -101,9 +101,7 @@ def generate(
 @click.command()
 @tree_option
 @model_options
-@click.option(
-    "--prompts", metavar="FILE", type=click.Path(), help="As for profile: decode every second prompt, those that profile leaves out. [default: built-in]"
-)
+@click.option("--prompts", metavar="FILE", type=click.Path(), help="As for profile, which leaves every second prompt for this. [default: built-in]")
 @click.option("--limit", type=click.IntRange(min=1), default=12, show_default=True, help="Prompts, at most.")
 @click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="New tokens a prompt, at most.")
 @click.option("--only", metavar="NAME", multiple=True, help="Only this way of decoding; docs/profiling.md has the names. [default: all]")
@@ -116,7 +114,7 @@ def generate(
     metavar="FILE.json",
     type=click.Path(),
     multiple=True,
-    help="Figures of an earlier run, for instance at another temperature, for the page.",
+    help="Figures of an earlier run, as at another temperature, for the page.",
 )
 @json_option
 def bench(
@@ -135,7 +133,7 @@ def bench(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Decode held-out prompts with a compiled tree and with other methods, in turn. With -o, a run that was killed goes on where it was."""
+    """Decode held-out prompts with a compiled tree and other methods in turn. With -o, a run that was killed goes on where it was."""
     from msgspec.structs import replace
 
     from sequoia_plan.artifacts import BenchResult, load_tree

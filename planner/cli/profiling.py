@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 @click.option("--tokens", type=click.IntRange(min=1), default=32, show_default=True, help="New tokens a prompt, at most.")
 @click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="How often each prompt may be used, with another seed each time.")
 @click.option("--precision", metavar="PERCENT", default="7%", show_default=True, help="Stop once predicted tokens a step are known to within this, at 95 %.")
-@click.option(
-    "--method", type=click.Choice(["forced", "decoding"]), default="forced", show_default=True, help="How acceptance is measured; see docs/profiling.md."
-)
+@click.option("--method", type=click.Choice(["forced", "decoding"]), default="forced", show_default=True, help="How to measure; see docs/profiling.md.")
 @click.option("--context", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens in the KV cache when latency is measured.")
 @click.option("--latency-seconds", type=click.FloatRange(min=0), default=45.0, show_default=True, help="Seconds for repeating latency measurements.")
 @click.option("--merge", metavar="PROFILE", type=click.Path(), multiple=True, help="Measure nothing: add these profiles' counts up.")

@@ -22,7 +22,7 @@ PROMISED = ("expected_tokens", "upper_bound", "predicted_speedup", "speedup_boun
 @click.option(
     "--objective",
     type=click.Choice(["speed", "tokens", "paper"]),
-    help="What to maximise; see docs/planner.md. [default: speed with a profile, tokens with --acceptance]",
+    help="What to maximise. [default: speed with a profile, else tokens]",
 )
 @click.option("--acceptance", type=click.Path(), help="Instead of a profile: JSON or YAML list p[1..B], or a list of such rows per level.")
 @click.option("--solver", type=click.Choice(["best-first", "hull", "dp"]), help="Which exact solver. [default: best-first where it is exact, else hull]")
