@@ -291,3 +291,49 @@ def test_figures_survive_and_are_checked(tmp_path):
         with pytest.raises(SequoiaPlanError) as error:
             BenchResult.load(tmp_path / "b.json")
         assert str(error.value).startswith(f"{tmp_path / 'b.json'}: ") and message in str(error.value)
+
+
+def test_an_interrupted_bench_goes_on(models, tmp_path, monkeypatch):
+    """Stopped within the third prompt, started again: the first two are not decoded again, and the figures are those of one run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli.decoding, "load_pair", lambda *args, **options: models)
+    monkeypatch.setattr("sequoia_plan.profiler.prompts.encode", lambda tokenizer, text: [ord(c) % 50 for c in text[:9]])
+    save_tree(TREE, "tree.safetensors")
+    decoded, stop = [], [7]
+    generate = SequoiaDecoder.generate
+
+    def counting(self, prompt, *args, **options):
+        decoded.append(tuple(prompt))
+        if len(decoded) == stop[0]:
+            raise KeyboardInterrupt
+        return generate(self, prompt, *args, **options)
+
+    monkeypatch.setattr(SequoiaDecoder, "generate", counting)
+    arguments = ["bench", "--limit", "4", "--tokens", "4", "--only", "plain", "--only", "sequoia", "-o", "found.json"]
+    first = CliRunner().invoke(cli.main, arguments)  # two to warm up, two for each of two prompts, and one more
+    assert first.exit_code == 1 and "Aborted!" in first.stderr and not (tmp_path / "found.json").exists()
+    kept = json.loads((tmp_path / ".found.json.journal").read_text())["done"]
+    assert list(kept) == ["0", "1"]
+    stop[0] = -1
+    decoded.clear()
+    second = CliRunner().invoke(cli.main, arguments)
+    assert second.exit_code == 0, second.output
+    assert len(decoded) == 2 + 2 * 2  # warm again, then the two prompts that were left
+    result = BenchResult.load(tmp_path / "found.json")
+    rates = [round((run["tokens"] - run["first_tokens"]) / (run["seconds"] - run["first_seconds"]), 3) for run in (kept["0"]["plain"], kept["1"]["plain"])]
+    assert list(result.contenders["plain"].each_prompt[:2]) == rates and result.settings.prompts == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json", "tree.safetensors"]
+
+
+def test_a_journal_belongs_to_one_process_at_a_time(tmp_path):
+    path = tmp_path / ".profile.yaml.journal"
+    with Journal(path, "work") as kept:
+        assert kept.get("a", lambda: 1) == 1
+        with pytest.raises(SequoiaPlanError, match=r"^profile\.yaml: another sequoia-plan is measuring for this file; wait for it, or name another"):
+            Journal(path, "work")
+    with Journal(path, "work") as again:
+        assert again.get("a", lambda: 2) == 1
+    with Journal(path, "other work") as other:
+        assert other.get("a", lambda: 3) == 3
+    discard(path)
+    assert list(tmp_path.iterdir()) == []

@@ -133,7 +133,7 @@ def bench(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Decode held-out prompts with a compiled tree and other methods in turn. With -o, a run that was killed goes on where it was."""
+    """Decode held-out prompts with a compiled tree and other methods in turn. With -o, a killed run goes on where it was."""
     from msgspec.structs import replace
 
     from sequoia_plan.artifacts import BenchResult, load_tree
