@@ -22,6 +22,7 @@ from sequoia_plan.planner.report.bench_table import finding, print_table, told_a
 from sequoia_plan.planner.report.page import INK, LINE, page
 from sequoia_plan.planner.solving.baselines import arms
 from sequoia_plan.profiler.bench import TITLES, Run, bench, contenders, full_width, summary
+from sequoia_plan.profiler.journal import Journal, discard
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 
 LATENCY = {"target": [[1, 0.04], [8, 0.05]], "draft": [[1, 0.002], [8, 0.003]]}
