@@ -17,8 +17,8 @@ from sequoia_plan.artifacts.uncertainty import Z95, ends, step_time_error
 from sequoia_plan.planner.solving.baselines import baseline as baseline_tree
 from sequoia_plan.planner.solving.certificate import check
 from sequoia_plan.planner.solving.convolution import isotonic
+from sequoia_plan.planner.solving.fastest import fastest, fastest_by_the_paper
 from sequoia_plan.planner.solving.frontier import LARGEST_BUDGET, SOLVERS, Frontier, best_tree, check_input, pick
-from sequoia_plan.planner.solving.width_search import fastest, fastest_by_the_paper
 
 OBJECTIVES = ("speed", "tokens", "paper")
 
@@ -30,11 +30,12 @@ class Solution:
     Args:
         tree: the token tree, its plan filled in.
         expected_tokens: F(tree), tokens a step.
-        upper_bound: no tree of this size within depth and branching has more expected tokens; None for a baseline.
+        upper_bound: the most expected tokens that a tree of this size within depth and branching can have; None for a baseline.
         solver: which exact solver found it, or "baseline ...".
         step_seconds: predicted seconds a step; None without latencies.
         predicted_speedup: over plain decoding by the same engine; None without latencies.
-        speedup_bound: no tree within the limits is faster, for the same measurements; None but for the objective speed.
+        speedup_bound: no tree of at most `budget` nodes within depth and branching is predicted to be faster, for the same measurements;
+            None but for the objective speed.
         interval: what noise in the measurements leaves open; None if it is not known how many trials are behind them. 95 %:
             expected_tokens [2], predicted_speedup [2] or None, lost [2]: the share of speed (or tokens) lost at each end against the
             tree that would be chosen there (None for trees too large to solve again).
@@ -50,6 +51,18 @@ class Solution:
     speedup_bound: float | None
     interval: Mapping[str, Any] | None
     seconds: float
+
+    @property
+    def gap(self) -> float | None:
+        """How much faster than this tree another one could be at most, as a share of the bound; None but for the objective speed."""
+        if self.predicted_speedup is None or self.speedup_bound is None:
+            return None
+        return max(0.0, 1 - self.predicted_speedup / self.speedup_bound)
+
+    @property
+    def optimal(self) -> bool | None:
+        """Is it proven that no tree within the limits is faster (by more than one part in 10^9)? None but for the objective speed."""
+        return None if self.gap is None else self.gap <= 1e-9
 
 
 def solve(
@@ -107,7 +120,7 @@ def solve(
     tokens = expected_tokens(tree, acceptance)
     step = times.step(tree) if times else None
     known = times is not None and step is not None and bool(np.isfinite(step))
-    upper = None if baseline else tokens if name == "best-first" else check(tree, acceptance, depth, branching).upper_bound
+    upper = None if baseline else check(tree, acceptance, depth, branching, tokens if objective == "tokens" else None).upper_bound
     speedup = tokens * times.plain() / step if known and times and step else None
     interval = None
     if measured and measured.trials and not smooth and not baseline and tree.size > 1:
@@ -142,12 +155,11 @@ def _choose(rows: Floats, budget: int, objective: str, name: str, times: StepTim
     """The best tree, and for the objective speed a bound on the speed-up of any."""
     if objective == "tokens" or times is None:
         return best_tree(rows, budget, name), None
-    values = SOLVERS[name].frontier(rows, min(budget, times.largest()))
-    known = Frontier(tuple(values), rows, name)
     if objective == "paper":
-        return fastest_by_the_paper(known, times), None
-    tree, bound = fastest(known, times)
-    return tree, bound * times.plain()
+        values = SOLVERS[name].frontier(rows, min(budget, times.largest()))
+        return fastest_by_the_paper(Frontier(tuple(values), rows, name), times), None
+    found = fastest(rows, budget, times)
+    return found.tree, found.bound * times.plain()
 
 
 def _by_level(profile: Profile) -> list[list[float]]:
