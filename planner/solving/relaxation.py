@@ -54,7 +54,7 @@ class Nodes(NamedTuple):
     value: Floats
     level: Ints
     first: Ints
-    count: Ints
+    children: Ints
 
 
 class Box(NamedTuple):
@@ -119,7 +119,7 @@ def choose_children(nodes, costs, box, price, rate, exact):  # type: ignore[no-u
     Children pay for a round that is not certain in the box. On a level, those of one rank share it in proportion to what they add, so they
     are taken if they can pay for it together; in a whole tree, each pays what it would if all possible parents had such a child.
     """
-    value, level, first, count = nodes
+    value, level, first, offered_children = nodes
     gain, charged, taken = np.zeros(len(value)), np.zeros(len(value)), np.zeros(len(value), np.int64)
     together = np.zeros(1 if costs.by_round == 0 else box.most_ranks.max())
     a_round, possible, stop = rate * costs.by_round, 1, len(value)
@@ -138,14 +138,14 @@ def choose_children(nodes, costs, box, price, rate, exact):  # type: ignore[no-u
                 together[rank] = 0.0
             for node in nodes_of_level:
                 if value[node] > price[0]:
-                    for rank in range(certain, min(count[node], most_ranks)):
+                    for rank in range(certain, min(offered_children[node], most_ranks)):
                         child = first[node] + rank
                         together[rank] += max(0.0, value[child] - price[0] + gain[child])
         for node in nodes_of_level:
             if value[node] <= price[0]:
                 continue  # nor is anything below it worth its price
             run = most = charges = 0.0
-            for rank in range(min(count[node], most_ranks)):
+            for rank in range(min(offered_children[node], most_ranks)):
                 child = first[node] + rank
                 net = value[child] - price[0] + gain[child]
                 if exact and net <= 0:
