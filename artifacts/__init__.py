@@ -1,7 +1,9 @@
 """What is written and read: token trees, profiles and their files. Needs numpy, safetensors and pyyaml only."""
 
+from sequoia_plan.artifacts.bench_result import BenchResult
 from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
 from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
+from sequoia_plan.artifacts.plan import Plan
 from sequoia_plan.artifacts.profile import Latency, LevelCounts, Profile, Verification
 from sequoia_plan.artifacts.tree import TokenTree
 from sequoia_plan.artifacts.tree_file import load_tree, save_tree
@@ -9,9 +11,11 @@ from sequoia_plan.artifacts.tree_file import load_tree, save_tree
 __all__ = [
     "LANGUAGE_MODEL",
     "ArgumentError",
+    "BenchResult",
     "Drafting",
     "Latency",
     "LevelCounts",
+    "Plan",
     "Profile",
     "SequoiaPlanError",
     "TokenTree",

@@ -11,10 +11,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sequoia_plan.artifacts import LANGUAGE_MODEL, Drafting, Latency, TokenTree
+from sequoia_plan.artifacts.bench_result import Prediction
+from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
+from sequoia_plan.artifacts.errors import SequoiaPlanError
+from sequoia_plan.artifacts.plan import Plan
+from sequoia_plan.artifacts.profile import Latency, Profile
+from sequoia_plan.artifacts.tree import TokenTree
 
 Floats = NDArray[np.float64]
-Acceptance = Sequence[float] | Sequence[Sequence[float]]
+SAME = 1e-9
+"""Relative: figures that differ by less are the same, computed on another machine."""
+Acceptance = Sequence[float] | Sequence[Sequence[float]] | Sequence[float | tuple[float, ...]]
 
 
 def acceptance_rows(acceptance: Acceptance | Floats, depth: int, branching: int | None = None) -> Floats:
@@ -59,6 +66,11 @@ class StepTime:
 
     latency: Latency
     drafting: Drafting = LANGUAGE_MODEL
+
+    @classmethod
+    def of(cls, measured: Profile | Plan) -> StepTime | None:
+        """From the latencies that a profile or a plan records; None if it has none."""
+        return cls(measured.latency, measured.drafting) if measured.latency else None
 
     @cached_property
     def _target(self) -> tuple[Floats, Floats]:
@@ -133,39 +145,41 @@ def _look_up(curve: tuple[Floats, Floats], tokens: NDArray[np.integer]) -> Float
     return curve[1][np.searchsorted(curve[0], tokens)]
 
 
-Arm = tuple[TokenTree, str]
-"""A tree and the verifier that judges it."""
+def predicted(tree: TokenTree, verifier: str, plan: Plan, sampling: Mapping[str, Any] | None = None) -> Prediction:
+    """What the measurements in a plan promise of `tree` and `verifier`, which need not be those it was solved for.
 
-
-def predicted(arm: Arm, plan: Mapping[str, Any], sampling: Mapping[str, Any] | None = None) -> dict[str, float | None]:
-    """tokens_per_step and speedup (over plain decoding by the same engine) that the measurements in a tree's plan promise.
-
-    None where they do not apply: they were taken with one temperature and filters (`sampling` is what the arm decodes with, None for
-    the same) and with one verifier. What `sequoia` yields, `traversal` yields at least; greedy decoding knows one rule only.
+    Nothing where they do not apply: they were taken with one temperature and filters (`sampling` is what is decoded with, None for
+    the same) and with one verifier. What `sequoia` yields, `traversal` yields at least; with greedy decoding all verifiers are one.
     """
-    tree, verifier = arm
-    settings = dict(plan.get("settings") or {})
+    settings = dict(plan.settings)
     measured = settings.pop("verifier", "sequoia")
     alike = settings.get("temperature") == 0 or verifier == measured or (verifier, measured) == ("traversal", "sequoia")
     alike &= sampling is None or all(sampling.get(name, value) == value for name, value in settings.items())
     alike |= tree.size == 1
-    if not plan.get("acceptance") or not alike:
-        return {"tokens_per_step": None, "speedup": None}
-    tokens = expected_tokens(tree, plan["acceptance"])
-    times = step_time(plan)
-    step = times.step(tree) if times else float("inf")
-    return {"tokens_per_step": tokens, "speedup": tokens * times.plain() / step if times and np.isfinite(step) else None}
+    if not plan.acceptance or not alike:
+        return Prediction()
+    tokens, times = expected_tokens(tree, plan.acceptance), StepTime.of(plan)
+    step = times.step(tree) if times else math.inf
+    return Prediction(tokens, tokens * times.plain() / step if times and math.isfinite(step) else None)
 
 
-def add_predictions(figures: Mapping[str, dict[str, Any]], arms: Mapping[str, Arm], plan: Mapping[str, Any], sampling: Mapping[str, Any]) -> None:
-    """Put what `predicted` says beside every contender's figures; None beside those that have no tree."""
-    for name, found in figures.items():
-        found["predicted"] = predicted(arms[name], plan, sampling) if name in arms else None
+def check_promise(tree: TokenTree) -> None:
+    """Refuse a tree whose plan promises something else than its acceptance and latencies give for it.
 
-
-def step_time(plan: Mapping[str, Any]) -> StepTime | None:
-    """The latencies a tree's plan records; None if it was solved without."""
-    latency = plan.get("latency") or {}
-    if not latency.get("target") or not latency.get("draft"):
-        return None
-    return StepTime(Latency(dict(latency["target"]), dict(latency["draft"]), latency.get("overhead") or 0.0, latency.get("context") or 0))
+    Raises:
+        SequoiaPlanError: naming the key, what was found and what follows from the tree.
+    """
+    plan = tree.plan
+    tokens = expected_tokens(tree, plan.acceptance) if plan.acceptance else None
+    times = StepTime.of(plan)
+    step = times.step(tree) if times else math.inf
+    known = times is not None and math.isfinite(step)
+    speedup = tokens * times.plain() / step if times and known and tokens else None
+    for name, follows in (("expected_tokens", tokens), ("step_seconds", step if known else None), ("predicted_speedup", speedup)):
+        found = getattr(plan, name)
+        if found is not None and (follows is None or not math.isclose(found, follows, rel_tol=SAME)):
+            given = f"its tree, acceptance and latencies give {follows:.6g}" if follows else "nothing in the plan gives one"
+            raise SequoiaPlanError(f"plan.{name}: found {found:.6g}, {given}; solve again")
+    for name, bound, value in (("upper_bound", plan.upper_bound, tokens), ("speedup_bound", plan.speedup_bound, speedup)):
+        if bound is not None and value is not None and bound < value * (1 - SAME):
+            raise SequoiaPlanError(f"plan.{name}: found {bound:.6g}, the tree itself has {value:.6g}; solve again")

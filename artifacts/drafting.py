@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from sequoia_plan.artifacts.tree import TokenTree
+from sequoia_plan.artifacts.schema import Artifact, Size, field
+
+if TYPE_CHECKING:
+    from sequoia_plan.artifacts.tree import TokenTree
 
 
-@dataclass(frozen=True)
-class Drafting:
-    """The passes of one kind of draft.
+class Drafting(Artifact, frozen=True):
+    """The passes of one kind of draft."""
 
-    Args:
-        kind: its name, as profiles and trees record it.
-        first: tokens in the first pass, the one that gives the root's children.
-        by_level: every deeper level that has children takes a pass of its own, as wide as it has nodes with children. Otherwise
-            the first pass gives the laws of all levels.
-        deepest: the most levels a tree may have, the root's included; None if there is no limit.
-    """
+    PREFIX: ClassVar[str] = "drafting"
 
-    kind: str
-    first: int
-    by_level: bool
-    deepest: int | None = None
+    kind: Annotated[str, field("the kind of draft, as profiles and trees record it")]
+    first: Annotated[Size, field("tokens in the first pass, the one that gives the root's children")]
+    by_level: Annotated[
+        bool,
+        field(
+            "true if every deeper level that has children takes a pass of its own, as wide as it has nodes with children; false if the first "
+            "pass gives the laws of all levels"
+        ),
+    ]
+    deepest: Annotated[Size | None, field("the most levels a tree may have, the root's included; missing if there is no limit")] = None
 
     def widths(self, parents: Sequence[int]) -> list[int]:
         """Tokens in each pass of a step, first to last.

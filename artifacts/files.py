@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import tempfile
 from pathlib import Path
 
-from sequoia_plan.artifacts.errors import SequoiaPlanError
+from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:
-    """Replace `path` by `data`, or leave it as it was: write beside it, then rename. A link keeps pointing where it points.
+    """Replace `path` by `data`, or leave it as it was: write beside it, then rename. A link keeps pointing where it points, and a
+    file that is replaced keeps its permissions.
 
     Raises:
-        SequoiaPlanError: if the folder is missing or cannot be written, or the disk is full.
+        SequoiaPlanError: if `path` is a folder, its folder is missing or cannot be written, or the disk is full.
     """
-    path = Path(os.path.realpath(path))
-    temporary = None
+    path, temporary = Path(os.path.realpath(path)), None
     try:
-        if path.exists() and not path.is_file() and not path.is_dir():
+        kind = stat.S_IFMT(path.stat().st_mode) if os.path.exists(path) else None
+        if kind == stat.S_IFDIR:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if kind not in (None, stat.S_IFREG):
             path.write_bytes(data)  # a terminal or a pipe cannot be replaced
             return
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
@@ -26,13 +31,51 @@ def write_atomically(path: str | Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # a temporary file is private, an artifact is not
+        os.chmod(temporary, stat.S_IMODE(path.stat().st_mode) if kind else 0o666 & ~_umask())  # a temporary file is private
         os.replace(temporary, path)
     except OSError as error:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
         problem = error.strerror or error
-        raise SequoiaPlanError(f"{path}: cannot be written ({problem}); name a folder that exists and is writable, with room for {len(data)} bytes") from error
+        raise SequoiaPlanError(
+            f"{path}: cannot be written ({problem}); name a file in a folder that exists and is writable, with room for {len(data)} bytes"
+        ) from error
+
+
+def refuse_to_replace(output: str | Path, *inputs: str | Path | None) -> None:
+    """An output must not be one of the files that it is made from.
+
+    Raises:
+        ArgumentError: naming the file.
+    """
+    for given in inputs:
+        if given is not None and os.path.exists(given) and os.path.exists(output) and os.path.samefile(given, output):
+            raise ArgumentError(f"-o {output}: is the input {given} itself, which would be lost; name another file")
+
+
+def check_writable(path: str | Path) -> None:
+    """Try before the work whether `write_atomically` could write to `path`.
+
+    Raises:
+        SequoiaPlanError: if it could not.
+    """
+    folder = Path(os.path.realpath(path)).parent
+    try:
+        if os.path.isdir(path):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not os.path.exists(path):
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{Path(path).name}."):
+                pass
+        elif not os.access(path, os.W_OK) or not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise SequoiaPlanError(f"{path}: cannot be written ({error.strerror or error}); name a file in a folder that exists and is writable") from error
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def read_bytes(path: str | Path, what: str, limit: int = 1 << 26) -> bytes:

@@ -22,7 +22,7 @@ def merge(profiles: Sequence[Profile], names: Sequence[str] = ()) -> Profile:
         raise ArgumentError("merge: found no profile, expected one or more")
     names = names or [f"profile {number}" for number in range(1, len(profiles) + 1)]
     first = profiles[0]
-    for name, other in zip(names, profiles, strict=True):
+    for number, (name, other) in enumerate(zip(names, profiles, strict=True)):
         if not other.levels or not sum(level.trials for level in other.levels):
             raise SequoiaPlanError(f"{name}: has no acceptance.levels with counts; profile again with this sequoia-plan")
         for what in ("settings", "models"):
@@ -30,6 +30,9 @@ def merge(profiles: Sequence[Profile], names: Sequence[str] = ()) -> Profile:
                 raise SequoiaPlanError(f"{name}: its {what} differ from those of {names[0]}; only like can be merged with like")
         if len(other.levels[0].counts) != len(first.levels[0].counts):
             raise SequoiaPlanError(f"{name}: {len(other.levels[0].counts)} ranks, {names[0]} has {len(first.levels[0].counts)}")
+        for earlier in range(number):
+            if profiles[earlier].levels == other.levels:
+                raise SequoiaPlanError(f"{name}: holds the counts of {names[earlier]} again, which would count twice; leave one of them out")
     depth = max(len(profile.levels) for profile in profiles)
     rows = [[profile.levels[level] for profile in profiles if level < len(profile.levels)] for level in range(depth)]
     levels = tuple(LevelCounts(sum(r.trials for r in row), tuple(round(sum(c), 4) for c in zip(*(r.counts for r in row), strict=True))) for row in rows)

@@ -1,98 +1,153 @@
-"""A tree's plan: what it was solved for and from. Checked when written and when read, so that its users can rely on it."""
+"""A tree's plan: what it was solved for, from which measurements, and what is promised and proven of it."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
+from msgspec import Meta
+from msgspec.structs import replace
+
+from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
 from sequoia_plan.artifacts.errors import SequoiaPlanError
-from sequoia_plan.artifacts.facts import check_facts, is_count, is_number
-from sequoia_plan.artifacts.profile import Profile, check_acceptance
+from sequoia_plan.artifacts.profile import Latency, Number, Profile, Settings, check_acceptance
+from sequoia_plan.artifacts.schema import Artifact, Count, Facts, Seconds, Size, field
+
+Tokens = Annotated[float, Meta(ge=1, title="a number >= 1")]
+Times = Annotated[float, Meta(gt=0, title="a number > 0")]
+Ends = tuple[Number, Number]
 
 
-def _is_curve(points: Any) -> bool:
-    return isinstance(points, list) and all(isinstance(p, list) and len(p) == 2 and is_count(p[0], 1) and is_number(p[1]) and p[1] > 0 for p in points)
+class Interval(Artifact, frozen=True):
+    """What the noise of the measurements leaves open."""
+
+    PREFIX: ClassVar[str] = "interval"
+
+    level: Annotated[Annotated[float, Meta(gt=0, lt=1, title="a number > 0 and < 1")] | None, field("how often the interval holds the truth")] = None
+    expected_tokens: Annotated[Ends | None, field("expected tokens at its ends")] = None
+    predicted_speedup: Annotated[Ends | None, field("predicted speed-up at its ends")] = None
+    lost: Annotated[Ends | None, field("the share of speed (or of tokens) this tree loses at either end against the one that would be chosen there")] = None
 
 
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(is_number(v) and v >= 0 for v in value)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-KNOWN: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "budget": (lambda v: is_count(v, 1), "a whole number >= 1"),
-    "depth": (lambda v: is_count(v, 1), "a whole number >= 1"),
-    "branching": (lambda v: is_count(v, 1), "a whole number >= 1"),
-    "trials": (is_count, "a whole number >= 0"),
-    "objective": (_is_text, "text"),
-    "solver": (_is_text, "text"),
-    "tool": (_is_text, "text"),
-    "profile_sha256": (lambda v: _is_text(v) and bool(re.fullmatch(r"[0-9a-f]{64}", v)), "64 hexadecimal digits"),
-    "expected_tokens": (lambda v: is_number(v) and v >= 1, "a number >= 1"),
-    "upper_bound": (lambda v: is_number(v) and v >= 1, "a number >= 1"),
-    "speedup_bound": (lambda v: is_number(v) and v > 0, "a number > 0"),
-    "interval": (lambda v: isinstance(v, Mapping), "a mapping"),
-    "interval.level": (lambda v: is_number(v) and 0 < v < 1, "a number > 0 and < 1"),
-    "interval.expected_tokens": (_is_pair, "two numbers >= 0"),
-    "interval.predicted_speedup": (_is_pair, "two numbers >= 0"),
-    "interval.lost": (_is_pair, "two numbers >= 0"),
-    "step_seconds": (lambda v: is_number(v) and v > 0, "a number > 0"),
-    "predicted_speedup": (lambda v: is_number(v) and v > 0, "a number > 0"),
-    "settings": (lambda v: isinstance(v, Mapping), "a mapping"),
-    "settings.temperature": (lambda v: is_number(v) and v >= 0, "a number >= 0"),
-    "settings.top_p": (lambda v: is_number(v) and 0 < v <= 1, "a number > 0 and <= 1"),
-    "models": (lambda v: isinstance(v, Mapping) and all(isinstance(m, Mapping) for m in v.values()), "a mapping of mappings"),
-    "hardware": (lambda v: isinstance(v, Mapping), "a mapping"),
-    "latency": (lambda v: isinstance(v, Mapping), "a mapping"),
-    "latency.target": (_is_curve, "a list of [tokens, seconds]"),
-    "latency.draft": (_is_curve, "a list of [tokens, seconds]"),
-    "latency.overhead": (lambda v: is_number(v) and v >= 0, "a number >= 0"),
-    "latency.context": (is_count, "a whole number >= 0"),
-}
-"""Keys with a meaning; each may be missing or null. `acceptance` is checked besides, and other keys may hold any facts."""
-
-
-def check_plan(plan: Any) -> None:
-    """Refuse a plan whose known keys do not hold what they should.
+def check_rows(acceptance: Any, name: str) -> None:
+    """Refuse what is neither an acceptance vector nor a list of such vectors of one length, one a level.
 
     Raises:
-        SequoiaPlanError: naming the key, what was found and what was expected.
+        SequoiaPlanError: naming the level and the rank.
     """
-    if not isinstance(plan, Mapping):
-        raise SequoiaPlanError(f"plan: found {plan!r:.60}, expected a mapping")
-    check_facts(plan, "plan")
-    for name, (holds, expected) in KNOWN.items():
-        key, _, below = name.partition(".")
-        value = (plan.get(key) or {}).get(below) if below else plan.get(key)
-        if value is not None and not holds(value):
-            raise SequoiaPlanError(f"plan.{name}: found {value!r:.60}, expected {expected}")
-    if plan.get("predicted_speedup") is not None and plan.get("step_seconds") is None:
-        raise SequoiaPlanError("plan.predicted_speedup: found without step_seconds, expected both or neither")
-    acceptance = plan.get("acceptance")
-    if isinstance(acceptance, list) and acceptance and isinstance(acceptance[0], list):
-        for level, row in enumerate(acceptance):
-            check_acceptance(row, f"plan.acceptance[{level}]")
-            if len(row) != len(acceptance[0]):
-                raise SequoiaPlanError(f"plan.acceptance[{level}]: found {len(row)} ranks, expected {len(acceptance[0])} as in the first row")
-    elif acceptance is not None:
-        check_acceptance(acceptance, "plan.acceptance")
+    if not isinstance(acceptance, (list, tuple)) or not acceptance or not isinstance(acceptance[0], (list, tuple)):
+        check_acceptance(acceptance, name)
+        return
+    for level, row in enumerate(acceptance):
+        check_acceptance(row, f"{name}, level {level}")
+        if len(row) != len(acceptance[0]):
+            raise SequoiaPlanError(f"{name}, level {level}: found {len(row)} ranks, expected equal lengths: {len(acceptance[0])} (pad with zeros)")
 
 
-def provenance(profile: Profile | None) -> dict[str, Any]:
+class Plan(Artifact, frozen=True, kw_only=True):
+    """Every key may be missing (None): a tree that was not solved has no plan. A reader that only decodes needs none of it."""
+
+    PREFIX: ClassVar[str] = "plan"
+
+    acceptance: Annotated[
+        Annotated[tuple[float | tuple[float, ...], ...], Meta(title="a list of numbers, or a list of such lists")] | None,
+        field(
+            "p[1], p[2], ... of the profile: the probability that of an accepted node's children the one of that rank is accepted. Each from 0 "
+            "to 1, sum at most 1 + 1e-6. With lists, the first is for the root's children, and so on; the last holds for all deeper levels",
+            check=check_rows,
+        ),
+    ] = None
+    trials: Annotated[Count | None, field("the effective sample size of the vector, as in the profile")] = None
+    settings: Annotated[Facts, field("as in the profile", keys=Settings)] = {}
+    models: Annotated[dict[str, Facts], field("as in the profile")] = {}
+    hardware: Annotated[Facts, field("as in the profile")] = {}
+    drafting: Annotated[Drafting, field("as in the profile")] = LANGUAGE_MODEL
+    latency: Annotated[
+        Latency | None,
+        field("the latencies used: `context`, `overhead`, `verification` as in the profile, `target` and `draft` as lists of [tokens, seconds]"),
+    ] = None
+    profile_sha256: Annotated[
+        Annotated[str, Meta(pattern="^[0-9a-f]{64}$", title="64 hexadecimal digits")] | None, field("SHA-256 of the profile's text as `sequoia-plan` writes it")
+    ] = None
+    tool: Annotated[str | None, field("what solved, as `sequoia-plan 0.1.0`")] = None
+    budget: Annotated[Size | None, field("the limit given: nodes")] = None
+    depth: Annotated[Size | None, field("the limit given: levels")] = None
+    branching: Annotated[Size | None, field("the limit given: children of a node")] = None
+    objective: Annotated[
+        str | None,
+        field(
+            "`tokens` (most expected tokens with exactly `budget` nodes), `speed` (most expected tokens a second with at most as many), or "
+            "`paper` (the same with Sequoia's own step time, t(n) + d c)"
+        ),
+    ] = None
+    solver: Annotated[str | None, field("`best-first`, `hull` or `dp`, or `baseline NAME`")] = None
+    expected_tokens: Annotated[Tokens | None, field("tokens a step yields on average: the sum over all nodes of the product of p along their path")] = None
+    upper_bound: Annotated[Tokens | None, field("proven: no tree of this size within the limits `depth` and `branching` has more expected tokens")] = None
+    step_seconds: Annotated[Seconds | None, field("predicted duration of a step")] = None
+    predicted_speedup: Annotated[Times | None, field("over plain decoding on the same engine; only with `step_seconds`")] = None
+    speedup_bound: Annotated[
+        Times | None, field("proven for these measurements: no tree within the limits has a higher predicted speed-up; only for the objective `speed`")
+    ] = None
+    interval: Annotated[
+        Interval | None,
+        field("what the noise of the measurements leaves open at `level`: `expected_tokens`, `predicted_speedup`, `lost`, each [low, high]"),
+    ] = None
+    other: Facts = {}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.predicted_speedup is not None and self.step_seconds is None:
+            raise SequoiaPlanError("plan.predicted_speedup: found without step_seconds, expected both or neither")
+
+    @classmethod
+    def read(cls, document: Any, name: str = "plan") -> Plan:
+        """The plan in a tree file's header. Raises SequoiaPlanError, naming the key, what was found and what was expected."""
+        latency = document.get("latency") if isinstance(document, Mapping) else None
+        if isinstance(latency, Mapping):
+            curves = {curve: _curve(latency.get(curve), f"{name}.latency.{curve}") for curve in ("target", "draft")}
+            document = {**document, "latency": {**latency, **curves}}
+        return super().read(document, name)
+
+    def facts(self) -> dict[str, Any]:
+        """The plan as a JSON object."""
+        document = super().facts()
+        if self.latency is not None:
+            curves = {name: [[size, curve[size]] for size in sorted(curve)] for name, curve in (("target", self.latency.target), ("draft", self.latency.draft))}
+            document["latency"] |= curves
+        return document
+
+    @property
+    def gap(self) -> float | None:
+        """How much faster any tree within the limits could be at most, relative to the bound: 0 if this one is proven to be the fastest.
+
+        None where no bound on the speed-up is known.
+        """
+        if self.speedup_bound is None or self.predicted_speedup is None:
+            return None
+        return max(0.0, 1 - self.predicted_speedup / self.speedup_bound)
+
+
+NO_PLAN = Plan()
+"""Of a tree that was not solved."""
+
+
+def provenance(profile: Profile | None) -> Plan:
     """The part of a plan that says by what tool and from which measurements the tree was made."""
-    plan: dict[str, Any] = {"tool": f"sequoia-plan {_version()}"}
+    tool = f"sequoia-plan {_version()}"
     if profile is None:
-        return plan
-    plan |= {"profile_sha256": profile.sha256, "trials": profile.trials}
-    plan |= {"settings": dict(profile.settings), "models": dict(profile.models), "hardware": dict(profile.hardware)}
-    if latency := profile.latency:
-        curves = {"target": [[n, latency.target[n]] for n in sorted(latency.target)], "draft": [[n, latency.draft[n]] for n in sorted(latency.draft)]}
-        plan["latency"] = {"context": latency.context, "overhead": latency.overhead, **curves}
-    return plan
+        return Plan(tool=tool)
+    used = {name: getattr(profile, name) for name in ("trials", "settings", "models", "hardware", "drafting")}
+    latency = profile.latency and replace(profile.latency, samples={}, quartiles={}, out_of_memory=None)
+    return Plan(tool=tool, profile_sha256=profile.sha256, latency=latency, **used)
+
+
+def _curve(points: Any, name: str) -> Any:
+    """[[tokens, seconds], ...] as a mapping."""
+    if not isinstance(points, list) or not all(isinstance(point, list) and len(point) == 2 and isinstance(point[0], int) for point in points):
+        raise SequoiaPlanError(f"{name}: found {points!r:.60}, expected a list of [tokens, seconds]")
+    if len({point[0] for point in points}) < len(points):
+        raise SequoiaPlanError(f"{name}: found {points!r:.60}, expected each size once")
+    return dict(points)
 
 
 def _version() -> str:

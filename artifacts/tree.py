@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sequoia_plan.artifacts.errors import SequoiaPlanError
+from sequoia_plan.artifacts.plan import NO_PLAN, Plan
 
 IntArray = NDArray[np.int32]
 
@@ -23,14 +24,14 @@ class TokenTree:
     Args:
         parents: int32 [size], the parent of every node; parents[0] = -1. Breadth-first order with siblings adjacent
             means that parents never decrease. `from_parents` takes any other order.
-        plan: what the tree was solved for and from (JSON-compatible); carried by the file, not part of equality.
+        plan: what the tree was solved for and from; carried by the file, not part of equality. A mapping is read as `Plan.read` does.
 
     Raises:
-        SequoiaPlanError: if `parents` is not such an array.
+        SequoiaPlanError: if `parents` is not such an array, or `plan` holds what a plan cannot.
     """
 
     parents: IntArray
-    plan: Mapping[str, Any] = field(default_factory=dict)
+    plan: Plan = NO_PLAN
 
     def __post_init__(self) -> None:
         given = np.asarray(self.parents)
@@ -46,9 +47,11 @@ class TokenTree:
                 "(breadth-first order, siblings adjacent)"
             )
         object.__setattr__(self, "parents", _frozen(given))
+        if not isinstance(self.plan, Plan):
+            object.__setattr__(self, "plan", Plan.read(self.plan))
 
     @classmethod
-    def from_parents(cls, parents: Iterable[int], plan: Mapping[str, Any] | None = None) -> TokenTree:
+    def from_parents(cls, parents: Iterable[int], plan: Plan | Mapping[str, Any] = NO_PLAN) -> TokenTree:
         """A tree from parents in any order in which a parent precedes its children; siblings keep their order."""
         order = parents if isinstance(parents, np.ndarray) else np.array([int(p) for p in parents], np.int64)
         if not order.size or order[0] != -1:
@@ -64,7 +67,7 @@ class TokenTree:
             renumbered.append(np.repeat(np.arange(start, start + level.size), counts))
             start += level.size
             level = child[np.repeat(first[level] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())]
-        return cls(np.concatenate(renumbered), plan or {})
+        return cls(np.concatenate(renumbered), plan)  # type: ignore[arg-type]
 
     @classmethod
     def chain(cls, depth: int) -> TokenTree:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,9 +12,10 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save as save_tensors
 
+from sequoia_plan.artifacts.cost import check_promise
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.files import read_bytes, write_atomically
-from sequoia_plan.artifacts.plan import check_plan
+from sequoia_plan.artifacts.plan import Plan
 from sequoia_plan.artifacts.tree import TokenTree
 
 FORMAT, VERSION = "sequoia-plan-tree", 1
@@ -29,13 +31,9 @@ def save_tree(tree: TokenTree, path: str | Path) -> None:
     """Write `tree` and its plan to `path`. Same tree and plan, same bytes.
 
     Raises:
-        SequoiaPlanError: if the file cannot be written or the plan holds what a plan cannot.
+        SequoiaPlanError: if the file cannot be written.
     """
-    try:
-        data = to_bytes(tree)
-    except SequoiaPlanError as error:
-        raise SequoiaPlanError(f"{path}: {error}") from error
-    write_atomically(path, data)
+    write_atomically(path, to_bytes(tree))
 
 
 def load_tree(path: str | Path) -> TokenTree:
@@ -45,10 +43,10 @@ def load_tree(path: str | Path) -> TokenTree:
         SequoiaPlanError: if there is no such file or name, or the file is truncated, of another format or version, or
             contradicts itself.
     """
-    if str(path) in catalog() and not Path(path).exists():
+    if str(path) in catalog() and not os.path.exists(path):
         return from_bytes((CATALOG / f"{path}.safetensors").read_bytes(), str(path))
     expected = "a tree file written by sequoia-plan solve"
-    if not Path(path).exists():
+    if not os.path.exists(path):
         expected += f", or a tree of the catalog: {', '.join(catalog())}"
     return from_bytes(read_bytes(path, expected, LARGEST_FILE), str(path))
 
@@ -59,13 +57,8 @@ def catalog() -> list[str]:
 
 
 def to_bytes(tree: TokenTree) -> bytes:
-    """The content of the tree's file.
-
-    Raises:
-        SequoiaPlanError: if the plan holds what a plan cannot.
-    """
-    check_plan(tree.plan)
-    header = {"format": FORMAT, "version": VERSION, "plan": dict(tree.plan)}
+    """The content of the tree's file."""
+    header = {"format": FORMAT, "version": VERSION, "plan": tree.plan.facts()}
     return save_tensors(_tensors(tree), {METADATA_KEY: json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)})
 
 
@@ -85,13 +78,13 @@ def from_bytes(data: bytes, name: str) -> TokenTree:
     if "plan" not in header or "parents" not in stored:
         raise SequoiaPlanError(f"{name}: tree file without its {'parents' if 'plan' in header else 'plan'}; solve again")
     try:
-        check_plan(header["plan"])
-        parents = stored["parents"]
+        plan, parents = Plan.read(header["plan"]), stored["parents"]
         if parents["dtype"] != "I32" or len(parents["shape"]) != 1:
             raise SequoiaPlanError(f"parents is {parents['dtype']} {parents['shape']}, expected I32 [nodes]; solve again")
-        tree = TokenTree(np.frombuffer(parents["data"], "<i4"), header["plan"])
+        tree = TokenTree(np.frombuffer(parents["data"], "<i4"), plan)
         for tensor, derived in _tensors(tree).items():
             _compare(tensor, stored.get(tensor), derived)
+        check_promise(tree)
     except SequoiaPlanError as error:
         raise SequoiaPlanError(f"{name}: {error}") from error
     return tree

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sequoia_plan.artifacts import Latency, Profile, TokenTree
-from sequoia_plan.artifacts.cost import StepTime, add_predictions, expected_tokens
+from sequoia_plan.artifacts.cost import StepTime, expected_tokens
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.tree_file import CATALOG
 from sequoia_plan.planner import solve
@@ -126,14 +126,13 @@ def real_pair(run: Run, sampling: Sampling) -> dict[str, Any]:
     solution = solve(profile, BUDGET, DEPTH)
     trees = arms(solution.tree, sampling.verifier)
     reference = functools.partial(embedded, run.device, packed=False)
-    result = compare(pair, reference, trees, sampling, longest_first(pair, scale), scale.tokens, CONTENDERS, deadline=run.deadline)
-    add_predictions(result["contenders"], trees, solution.tree.plan, sampling.settings())
+    result = compare(pair, reference, solution.tree, trees, sampling, longest_first(pair, scale), scale.tokens, CONTENDERS, deadline=run.deadline)
     steps = {"plain": TokenTree.chain(1), "tree": solution.tree}
-    return result | {
+    return result.facts() | {
         "acceptance": profile.acceptance,
         "trials": profile.trials,
         "latency": curves(profile.latency),
-        "tree": {"parents": solution.tree.parents.tolist(), "expected_tokens": solution.expected_tokens, "step_seconds": solution.step_seconds},
+        "tree": {"parents": solution.tree.parents.tolist(), "expected_tokens": solution.plan.expected_tokens, "step_seconds": solution.plan.step_seconds},
         "breakdown": {name: breakdown(pair, tree, sampling, rounds=scale.rounds) for name, tree in steps.items()},
     }
 
@@ -147,7 +146,8 @@ def static_cache(run: Run) -> dict[str, Any]:
             "plain": ours(pair, TokenTree.chain(1), sampling, tokens),
             "static": hugging_face(pair, sampling, tokens, counted=False, cache_implementation="static"),
         }
-        found[f"T {sampling.temperature}"] = summary(bench(decoders, longest_first(pair, run.scale), deadline=run.deadline), ["plain"])
+        figures = summary(bench(decoders, longest_first(pair, run.scale), deadline=run.deadline), ["plain"])
+        found[f"T {sampling.temperature}"] = {name: each.facts() for name, each in figures.items()}
     return {"contenders": found}
 
 

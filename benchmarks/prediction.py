@@ -34,10 +34,12 @@ from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.merge import pooled
 from sequoia_plan.planner import solve
 from sequoia_plan.profiler.acceptance import measure_acceptance
-from sequoia_plan.profiler.bench import RESAMPLES, Decode, Run, bench, settings_and_hardware
+from sequoia_plan.profiler.bench import RESAMPLES, Decode, Run, bench
+from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.latency import CONTEXT, RAREST, LatencyMeter
 from sequoia_plan.profiler.prompts import held_out
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
+from sequoia_plan.runtime.models import dtype_name
 
 Floats = NDArray[np.float64]
 SIZES = [4, 8, 16, 32, 64]
@@ -147,7 +149,8 @@ def main() -> None:
     for profile in map(Profile.load, options.profiles):
         sampling = Sampling(**profile.settings)
         result = compare(pair, profile, sampling, sizes, options)
-        results.append(settings_and_hardware(pair, sampling, options.prompts, options.tokens) | result)
+        made = {"sampling": sampling.settings(), "dtype": dtype_name(pair.target.dtype), "prompts": options.prompts, "tokens": options.tokens}
+        results.append({"settings": made, "models": pair.facts, "hardware": fingerprint(pair.target.device)} | result)
         write_atomically(options.output, (json.dumps(results, indent=1) + "\n").encode())
         for entry in result["trees"]:
             cells = [str(sampling.temperature), str(entry["size"])]

@@ -113,7 +113,7 @@ def main() -> None:
         "settings": {"dtype": str(pair.target.dtype), "prompts": len(prompts), "tokens": options.tokens, "quick": options.quick},
         "hardware": fingerprint("cpu"),
         "models": pair.facts,
-        "tree": {"parents": tree.parents.tolist(), "expected_tokens": tree.plan["expected_tokens"]},
+        "tree": {"parents": tree.parents.tolist(), "expected_tokens": tree.plan.expected_tokens},
         "tokens_per_step": {},
         "rejection_rate": {"children": CHILDREN},
     }

@@ -12,9 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
-from sequoia_plan.artifacts import ArgumentError, TokenTree
+from sequoia_plan.artifacts import ArgumentError, BenchResult, TokenTree, bench_result
+from sequoia_plan.artifacts.bench_result import Contender, Ratio, Shape, Spread
+from sequoia_plan.artifacts.cost import predicted
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.models import dtype_name
@@ -32,7 +35,7 @@ TITLES = {
     "sequoia": "our tree, Sequoia",
     "traversal": "our tree, traversal",
 }
-"""Every contender, by name; `sequoia_plan.planner.contenders` has the trees."""
+"""Every contender, by name; `sequoia_plan.planner.solving.baselines` has the trees."""
 LOOKUP_TOKENS = 10
 RESAMPLES = 2_000
 
@@ -108,6 +111,7 @@ def contenders(
 def compare(
     pair: Pair,
     reference: Callable[[], Pair],
+    tree: TokenTree,
     trees: Mapping[str, tuple[TokenTree, str]],
     sampling: Sampling,
     prompts: Sequence[list[int]],
@@ -115,22 +119,26 @@ def compare(
     only: Sequence[str] = (),
     on_prompt: Callable[[int], None] = lambda done: None,
     deadline: float = math.inf,
-) -> dict[str, Any]:
-    """`contenders`, `bench` and `summary` in one: settings, models, hardware and every contender's figures, as JSON has them.
+) -> BenchResult:
+    """`contenders`, `bench` and `summary` in one, with what the tree's plan promises of each.
 
     Args:
+        tree: the tree under test.
+        trees: tree and verifier of each contender that is ours.
         reference: loads the models as transformers does; called if ours were repacked and transformers' decoders take part.
     """
     repacked = can_pack(pair.target.dtype, pair.target.device) and {"generate", "assisted", "lookup"} & set(only or TITLES)
     runs = bench(contenders(pair, reference() if repacked else pair, trees, sampling, tokens, only), prompts, on_prompt, deadline)
-    decoded = len(next(iter(runs.values())))
-    return settings_and_hardware(pair, sampling, decoded, tokens) | {"contenders": summary(runs)}
-
-
-def settings_and_hardware(pair: Pair, sampling: Sampling, prompts: int, tokens: int) -> dict[str, Any]:
-    """What figures of `summary` were measured with."""
-    settings = {"sampling": sampling.settings(), "dtype": dtype_name(pair.target.dtype), "prompts": prompts, "tokens": tokens}
-    return {"settings": settings, "models": pair.facts, "hardware": fingerprint(pair.target.device)}
+    figures = summary(runs)
+    for name in figures.keys() & trees.keys():
+        figures[name] = structs.replace(figures[name], predicted=predicted(*trees[name], tree.plan, sampling.settings()))
+    return BenchResult(
+        settings=bench_result.Run(sampling.settings(), dtype_name(pair.target.dtype), len(next(iter(runs.values()))), tokens),
+        models=pair.facts,
+        hardware=fingerprint(pair.target.device),
+        contenders=figures,
+        tree=Shape(tree.size, tree.depth, tuple(tree.level_widths.tolist())),
+    )
 
 
 def ours(pair: Pair, tree: TokenTree, sampling: Sampling, tokens: int) -> Decode:
@@ -213,7 +221,7 @@ def bench(
     return runs
 
 
-def summary(runs: Mapping[str, list[Run]], over: Sequence[str] = ("plain", "generate", "assisted", "sequoia", "traversal")) -> dict[str, dict[str, Any]]:
+def summary(runs: Mapping[str, list[Run]], over: Sequence[str] = ("plain", "generate", "assisted", "sequoia", "traversal")) -> dict[str, Contender]:
     """Each contender's figures, and its speed-up over each of `over` that took part.
 
     tokens_per_second and first_token_seconds: median over prompts with quartiles. tokens_per_step: new tokens over the
@@ -221,14 +229,14 @@ def summary(runs: Mapping[str, list[Run]], over: Sequence[str] = ("plain", "gene
     ratios, taken prompt by prompt so that drift cancels, the median with quartiles and its 95 % bootstrap interval over prompts.
     """
     return {
-        name: {
-            "title": TITLES.get(name, name),
-            "tokens_per_second": _spread([run.tokens / run.seconds for run in mine]),
-            "first_token_seconds": _spread([run.first_seconds for run in mine]),
-            "tokens_per_step": _per_step(mine),
-            "each_prompt": [round(_steady(run), 3) for run in mine],
-            "speedup": {other: _ratios(mine, runs[other]) for other in over if other in runs},
-        }
+        name: Contender(
+            title=TITLES.get(name, name),
+            tokens_per_second=Spread(*_quartiles([run.tokens / run.seconds for run in mine])),
+            first_token_seconds=Spread(*_quartiles([run.first_seconds for run in mine])),
+            tokens_per_step=_per_step(mine),
+            each_prompt=tuple(round(_steady(run), 3) for run in mine),
+            speedup={other: _ratio(mine, runs[other]) for other in over if other in runs},
+        )
         for name, mine in runs.items()
     }
 
@@ -238,11 +246,11 @@ def _per_step(runs: Sequence[Run]) -> float | None:
     return None if None in passes else round(sum(run.tokens for run in runs) / sum(filter(None, passes)), 4)
 
 
-def _ratios(mine: Sequence[Run], theirs: Sequence[Run]) -> dict[str, float]:
+def _ratio(mine: Sequence[Run], theirs: Sequence[Run]) -> Ratio:
     ratios = np.array([_steady(a) / _steady(b) for a, b in zip(mine, theirs, strict=True)])
     draws = np.random.default_rng(0).choice(ratios, (RESAMPLES, ratios.size))
     low, high = np.quantile(np.median(draws, 1), [0.025, 0.975])
-    return _spread(ratios) | {"interval_low": round(float(low), 4), "interval_high": round(float(high), 4)}
+    return Ratio(*_quartiles(ratios), round(float(low), 4), round(float(high), 4))
 
 
 def _steady(run: Run) -> float:
@@ -252,6 +260,7 @@ def _steady(run: Run) -> float:
     return run.tokens / run.seconds
 
 
-def _spread(numbers: Any) -> dict[str, float]:
-    low, middle, high = np.quantile(np.asarray(numbers, float), [0.25, 0.5, 0.75])
-    return {"median": round(float(middle), 4), "low": round(float(low), 4), "high": round(float(high), 4)}
+def _quartiles(numbers: Any) -> tuple[float, float, float]:
+    """The median, the first and the third quartile, to four digits."""
+    middle, low, high = (round(float(quantile), 4) for quantile in np.quantile(np.asarray(numbers, float), [0.5, 0.25, 0.75]))
+    return middle, low, high

@@ -11,7 +11,7 @@ from sequoia_plan.artifacts.merge import pooled
 from sequoia_plan.profiler.acceptance import LEAST_PROMPTS, Acceptance, measure_acceptance
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.latency import CONTEXT, SIZES, LatencyMeter
-from sequoia_plan.profiler.prompts import encode
+from sequoia_plan.profiler.prompts import Prompt, encode
 from sequoia_plan.runtime import Pair, Sampling
 
 APART = 2
@@ -22,7 +22,7 @@ ROOM = 1.25
 
 def measure(
     pair: Pair,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     samplings: Sequence[Sampling],
     latency_seconds: float = 45.0,
     context: int = CONTEXT,

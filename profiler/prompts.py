@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,31 +11,52 @@ from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.files import read_bytes
 
 BUILT_IN = Path(__file__).parent / "prompts.jsonl"
+LARGEST_FILE = 1 << 28
+EXPECTED = '{"text": "..."}, {"messages": [...]} with a user message, or {"turns": ["...", ...]}'
+
+Message = dict[str, str]
+Prompt = str | list[Message]
+"""A user's text, or a conversation whose last message is the user's."""
 
 
-def built_in() -> list[str]:
-    """Our own prompts: every second one is for measuring, the others are held out for checking what was measured."""
-    return load(BUILT_IN)[::2]
+def built_in() -> list[Prompt]:
+    """The measuring half of our own prompts."""
+    return measuring_half(load(BUILT_IN))
 
 
 def held_out(tokenizer: Any, most: int) -> list[list[int]]:
-    """Token ids of the first prompts that nothing is measured on."""
-    return [encode(tokenizer, text) for text in load(BUILT_IN)[1::2][:most]]
+    """Token ids of the first of our own prompts that nothing is measured on."""
+    return [encode(tokenizer, prompt) for prompt in held_out_half(load(BUILT_IN))[:most]]
 
 
-def load(path: str | Path) -> list[str]:
-    """Prompts from a file: .jsonl with a `text` or chat `messages` field a line (the last user message counts), or plain
-    text with one prompt a paragraph.
+def measuring_half(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Every second prompt, the first included: what `profile` measures on."""
+    return list(prompts[::2])
+
+
+def held_out_half(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The other prompts: what `bench` decodes. A file with one prompt gives it to both."""
+    return list(prompts[1::2] or prompts)
+
+
+def load(path: str | Path) -> list[Prompt]:
+    """Prompts from a file: .jsonl with one prompt a line, or plain text with one prompt a paragraph.
+
+    A line has a `text`, chat `messages` (as OpenAI and Hugging Face write them, content parts included; what follows the last user
+    message is left out), or MT-bench's `turns`, of which the first is taken because the others follow answers.
 
     Raises:
         SequoiaPlanError: if the file cannot be read, a line is no prompt, or there is none.
     """
     try:
-        text = read_bytes(path, "prompts, .jsonl or plain text").decode()
+        text = read_bytes(path, "prompts, .jsonl or plain text", LARGEST_FILE).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise SequoiaPlanError(f"{path}: not UTF-8 text; expected prompts, .jsonl or plain text") from error
+    text = text.replace("\r\n", "\n")
+    prompts: list[Prompt]
     if str(path).endswith(".jsonl"):
-        prompts = [_line(path, number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        lines = enumerate(text.split("\n"), 1)  # not splitlines: U+2028 may stand within a JSON text
+        prompts = [_line(path, number, line) for number, line in lines if line.strip()]
     else:
         prompts = [paragraph.strip() for paragraph in text.split("\n\n") if paragraph.strip()]
     if not prompts:
@@ -42,20 +64,48 @@ def load(path: str | Path) -> list[str]:
     return prompts
 
 
-def encode(tokenizer: Any, prompt: str) -> list[int]:
+def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
     """Token ids of a prompt as the model expects it: in its chat template if it has one, else as plain text."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if getattr(tokenizer, "chat_template", None):
-        encoded = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True)
+        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         return list(encoded["input_ids"])
-    return list(tokenizer(prompt)["input_ids"])
+    return list(tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"])
 
 
-def _line(path: str | Path, number: int, line: str) -> str:
+def read_messages(found: Any) -> list[Message]:
+    """A conversation up to its last user message.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    if not isinstance(found, list):
+        raise ValueError
+    messages = [{"role": str(message["role"]), "content": _content(message["content"])} for message in found]
+    while messages and messages[-1]["role"] != "user":
+        messages.pop()
+    if not messages or not messages[-1]["content"]:
+        raise ValueError
+    return messages
+
+
+def _line(path: str | Path, number: int, line: str) -> Prompt:
     try:
         entry = json.loads(line)
-        prompt = entry["text"] if "text" in entry else next(m["content"] for m in reversed(entry["messages"]) if m["role"] == "user")
+        if "messages" in entry:
+            return read_messages(entry["messages"])
+        prompt = entry["text"] if "text" in entry else entry["turns"][0]
         if isinstance(prompt, str) and prompt:
             return prompt
-    except (ValueError, TypeError, KeyError, StopIteration):
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
         pass
-    raise SequoiaPlanError(f'{path}: line {number} is no prompt; expected {{"text": "..."}} or {{"messages": [...]}} with a user message')
+    raise SequoiaPlanError(f"{path}: line {number} is no prompt; expected {EXPECTED}")
+
+
+def _content(content: Any) -> str:
+    """Text, or OpenAI's list of parts, of which all must be text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or any(part.get("type") != "text" for part in content):
+        raise ValueError
+    return "".join(str(part["text"]) for part in content)

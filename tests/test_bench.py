@@ -11,9 +11,11 @@ import pytest
 import torch
 from architectures import resembling, tiny
 from click.testing import CliRunner
+from msgspec.structs import replace
 from torch import nn
 
-from sequoia_plan.artifacts import ArgumentError, TokenTree, save_tree
+from sequoia_plan.artifacts import ArgumentError, BenchResult, Plan, SequoiaPlanError, TokenTree, bench_result, save_tree
+from sequoia_plan.artifacts.bench_result import Prediction, Ratio, Shape
 from sequoia_plan.artifacts.cost import expected_tokens, predicted
 from sequoia_plan.planner import cli
 from sequoia_plan.planner.report.bench_table import finding, print_table, told_apart
@@ -85,9 +87,9 @@ def test_sampling_contenders_run_with_every_filter(models):
     assert list(decoders) == list(TITLES)
     figures = summary(bench(decoders, [[1, 2, 3], [4, 5, 6, 7]]))
     for name, found in figures.items():
-        assert found["speedup"]["plain"]["low"] <= found["speedup"]["plain"]["median"] <= found["speedup"]["plain"]["high"], name
-        assert found["tokens_per_step"] >= 1, name
-    assert figures["plain"]["tokens_per_step"] == figures["generate"]["tokens_per_step"] == 1
+        assert found.speedup["plain"].low <= found.speedup["plain"].median <= found.speedup["plain"].high, name
+        assert found.tokens_per_step >= 1, name
+    assert figures["plain"].tokens_per_step == figures["generate"].tokens_per_step == 1
 
 
 def test_only_and_unknown_names(models):
@@ -112,33 +114,33 @@ def test_figures_are_what_they_are_called():
     slow = [Run(10, 9, 10.0, 1, 1.0), Run(10, 9, 20.0, 1, 2.0)]
     fast = [Run(12, 4, 6.0, 2, 1.0), Run(12, 4, 12.0, 2, 2.0)]
     figures = summary({"plain": slow, "sequoia": fast})
-    assert figures["plain"]["tokens_per_second"]["median"] == 0.75
-    assert figures["sequoia"]["tokens_per_step"] == 3
-    assert figures["sequoia"]["first_token_seconds"]["median"] == 1.5
-    assert figures["sequoia"]["each_prompt"] == [2.0, 1.0]
-    assert figures["sequoia"]["speedup"]["plain"] == {"median": 2.0, "low": 2.0, "high": 2.0, "interval_low": 2.0, "interval_high": 2.0}
-    assert set(figures["sequoia"]["speedup"]) == {"plain", "sequoia"} and figures["plain"]["speedup"]["sequoia"]["median"] == 0.5
-    assert figures["plain"]["speedup"]["plain"]["median"] == 1
-    wild = summary({"plain": slow * 8, "sequoia": [Run(12, 4, 6.0 + i, 2, 1.0) for i in range(16)]})["sequoia"]["speedup"]["plain"]
-    assert wild["interval_low"] < wild["median"] < wild["interval_high"]
+    assert figures["plain"].tokens_per_second.median == 0.75
+    assert figures["sequoia"].tokens_per_step == 3
+    assert figures["sequoia"].first_token_seconds.median == 1.5
+    assert figures["sequoia"].each_prompt == (2.0, 1.0)
+    assert figures["sequoia"].speedup["plain"] == Ratio(2.0, 2.0, 2.0, 2.0, 2.0)
+    assert set(figures["sequoia"].speedup) == {"plain", "sequoia"} and figures["plain"].speedup["sequoia"].median == 0.5
+    assert figures["plain"].speedup["plain"].median == 1
+    wild = summary({"plain": slow * 8, "sequoia": [Run(12, 4, 6.0 + i, 2, 1.0) for i in range(16)]})["sequoia"].speedup["plain"]
+    assert wild.interval_low < wild.median < wild.interval_high
 
 
 def test_predictions_are_the_plans():
     found = arms(TREE, "traversal")
-    ours = predicted(found["sequoia"], TREE.plan)
-    assert ours["tokens_per_step"] == expected_tokens(TREE, [0.5, 0.25])
-    assert predicted(found["plain"], TREE.plan) == {"tokens_per_step": 1.0, "speedup": 1.0}
-    assert predicted(found["traversal"], TREE.plan) == ours
-    over = TREE.plan | {"settings": {"temperature": 0.6, "verifier": "traversal"}}
-    assert predicted(found["traversal"], over) == ours and predicted(found["sequoia"], over)["tokens_per_step"] is None  # it yields less
-    assert predicted(found["chains"], over | {"settings": {"temperature": 0.0, "verifier": "traversal"}})["tokens_per_step"] > 1
-    assert predicted(found["chains"], TREE.plan) == predicted(found["top-k"], TREE.plan) == {"tokens_per_step": None, "speedup": None}
-    assert predicted(found["sequoia"], {"acceptance": [0.5, 0.25]}) == {"tokens_per_step": ours["tokens_per_step"], "speedup": None}
-    assert predicted(found["sequoia"], {})["tokens_per_step"] is None
-    warm = TREE.plan | {"settings": {"temperature": 0.6, "top_p": 0.9, "verifier": "sequoia"}}
-    assert predicted(found["sequoia"], warm, {"temperature": 0.6, "top_p": 0.9, "top_k": 0, "verifier": "traversal"}) == ours
-    assert predicted(found["sequoia"], warm, {"temperature": 0.6, "top_p": 1.0}) == {"tokens_per_step": None, "speedup": None}
-    assert predicted(found["plain"], warm, {"temperature": 0.0}) == {"tokens_per_step": 1.0, "speedup": 1.0}
+    ours = predicted(*found["sequoia"], TREE.plan)
+    assert ours.tokens_per_step == expected_tokens(TREE, [0.5, 0.25])
+    assert predicted(*found["plain"], TREE.plan) == Prediction(1.0, 1.0)
+    assert predicted(*found["traversal"], TREE.plan) == ours
+    over = replace(TREE.plan, settings={"temperature": 0.6, "verifier": "traversal"})
+    assert predicted(*found["traversal"], over) == ours and predicted(*found["sequoia"], over).tokens_per_step is None  # it yields less
+    assert predicted(*found["chains"], replace(over, settings={"temperature": 0.0, "verifier": "traversal"})).tokens_per_step > 1
+    assert predicted(*found["chains"], TREE.plan) == predicted(*found["top-k"], TREE.plan) == Prediction()
+    assert predicted(*found["sequoia"], Plan(acceptance=(0.5, 0.25))) == Prediction(ours.tokens_per_step, None)
+    assert predicted(*found["sequoia"], Plan()).tokens_per_step is None
+    warm = replace(TREE.plan, settings={"temperature": 0.6, "top_p": 0.9, "verifier": "sequoia"})
+    assert predicted(*found["sequoia"], warm, {"temperature": 0.6, "top_p": 0.9, "top_k": 0, "verifier": "traversal"}) == ours
+    assert predicted(*found["sequoia"], warm, {"temperature": 0.6, "top_p": 1.0}) == Prediction()
+    assert predicted(*found["plain"], warm, {"temperature": 0.0}) == Prediction(1.0, 1.0)
 
 
 def check_page(text, plots):
@@ -158,18 +160,12 @@ def check_page(text, plots):
 def figures_of(tree, sampling=None, **speedups):
     """bench's result with these speed-ups over plain decoding, each with an interval of 0.1 to both sides."""
     runs = {name: [Run(4, 3, 2.0, 1, 1.0)] for name in ("plain", *speedups)}
-    result = {
-        "settings": {"sampling": (sampling or Sampling()).settings(), "dtype": "float32", "prompts": 1, "tokens": 4},
-        "models": {"target": {"name": "<script>alert(1)</script>"}},
-        "hardware": {},
-        "tree": {"size": tree.size, "depth": tree.depth},
-        "contenders": summary(runs),
-    }
-    for name, arm in result["contenders"].items():
-        for other, found in arm["speedup"].items():
-            ratio = speedups.get(name, 1.0) / speedups.get(other, 1.0)
-            found |= {"median": ratio, "interval_low": ratio - 0.1, "interval_high": ratio + 0.1}
-    return result
+    contenders = summary(runs)
+    for name, arm in contenders.items():
+        over = {other: speedups.get(name, 1.0) / speedups.get(other, 1.0) for other in arm.speedup}
+        contenders[name] = replace(arm, speedup={other: Ratio(ratio, ratio, ratio, ratio - 0.1, ratio + 0.1) for other, ratio in over.items()})
+    settings = bench_result.Run((sampling or Sampling()).settings(), "float32", 1, 4)
+    return BenchResult(settings, {"target": {"name": "<script>alert(1)</script>"}}, {}, contenders, Shape(tree.size, tree.depth))
 
 
 def test_a_page_says_what_it_knows():
@@ -184,7 +180,7 @@ def test_a_page_says_what_it_knows():
     text = page(with_rank, [result])
     check_page(text, plots=4)
     assert "power law" not in text
-    by_level = TokenTree(TREE.parents, TREE.plan | {"acceptance": [[0.6, 0.2], [0.5, 0.0], [0.3, 0.3]]})
+    by_level = TokenTree(TREE.parents, replace(TREE.plan, acceptance=((0.6, 0.2), (0.5, 0.0), (0.3, 0.3))))
     text = page(by_level, [result, figures_of(TREE, Sampling(0.6), sequoia=1.2, traversal=1.3)])
     check_page(text, plots=6)
     assert all(f"children of level {level}" in text for level in range(3)) and "power law: rank^-1.58" in text
@@ -196,7 +192,7 @@ def test_a_page_says_what_it_knows():
 def test_what_bench_found_in_a_sentence():
     """Who wins, and by how much, is said as it was measured."""
     good = figures_of(TREE, sequoia=1.5, traversal=1.6, generate=0.8)
-    good["contenders"]["traversal"]["predicted"] = {"tokens_per_step": 2.0, "speedup": 1.55}
+    good.contenders["traversal"] = replace(good.contenders["traversal"], predicted=Prediction(2.0, 1.55))
     warm = figures_of(TREE, Sampling(0.6, 0.9), sequoia=1.3)
     text = finding(good, [warm])
     assert text.startswith("Recommended is the tree of 7 nodes and depth 4, verified with traversal: 1.60 times the speed of plain decoding at temperature 0 ")
@@ -256,3 +252,22 @@ def test_the_command(models, tmp_path, monkeypatch):
     assert foreign.exit_code == 1 and "other.json: not figures of bench" in foreign.stderr
     wrong = CliRunner().invoke(cli.main, ["bench", "--only", "medusa"])
     assert wrong.exit_code == 2 and "only: found 'medusa'" in wrong.stderr
+
+
+def test_figures_survive_and_are_checked(tmp_path):
+    result = figures_of(TREE, sequoia=1.5)
+    result.save(tmp_path / "b.json")
+    assert BenchResult.load(tmp_path / "b.json") == result
+    text = (tmp_path / "b.json").read_text()
+    for old, new, message in (
+        ('"tokens_per_step": 1.3333', '"tokens_per_step": "many"', "contenders.plain.tokens_per_step: found 'many', expected a number >= 0"),
+        ('"prompts": 1', '"prompts": 0', "settings.prompts: found 0, expected a whole number >= 1"),
+        ('"interval_low"', '"low_end"', "contenders.plain.speedup.plain.interval_low: found None, expected a number >= 0"),
+        ('"contenders"', '"contestants"', "not figures of bench; expected what sequoia-plan bench -o wrote"),
+        ("{", "", "not figures of bench; expected"),
+    ):
+        assert old in text
+        (tmp_path / "b.json").write_text(text.replace(old, new, 1))
+        with pytest.raises(SequoiaPlanError) as error:
+            BenchResult.load(tmp_path / "b.json")
+        assert str(error.value).startswith(f"{tmp_path / 'b.json'}: ") and message in str(error.value)

@@ -29,8 +29,8 @@ def test_every_tree_is_what_the_command_makes():
 def test_shown_by_name(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tree = load_tree(name)
-    assert tree.plan["expected_tokens"] == expected_tokens(tree, tree.plan["acceptance"])
-    assert tree.plan["profile_sha256"] in {Profile.load(file).sha256 for file in (CATALOG / "profiles").glob("*.yaml")}
+    assert tree.plan.expected_tokens == expected_tokens(tree, tree.plan.acceptance)
+    assert tree.plan.profile_sha256 in {Profile.load(file).sha256 for file in (CATALOG / "profiles").glob("*.yaml")}
     result = CliRunner().invoke(main, ["show", name])
     assert result.exit_code == 0
     assert f"{tree.size} nodes, depth {tree.depth}" in result.stdout

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 from strategies import trees
 
-from sequoia_plan.artifacts import Latency, LevelCounts, Profile, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import Latency, LevelCounts, Plan, Profile, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.interchange import from_growmap, from_medusa, from_nxd, parse, to_growmap, to_medusa, to_nxd
 from sequoia_plan.artifacts.tree_file import _tensors, from_bytes, to_bytes
 
-PLAN = {"acceptance": [0.5, 0.25], "expected_tokens": 1.75, "settings": {"temperature": 0.5}, "models": {"draft": {"name": "d"}}}
+PLAN = {"acceptance": [0.5, 0.25], "upper_bound": 9.5, "settings": {"temperature": 0.5}, "models": {"draft": {"name": "d"}}}
 TREE = TokenTree(np.array([-1, 0, 0, 1, 1, 2, 3]), PLAN)
 LATENCY = Latency({1: 0.04, 8: 0.06}, {1: 0.004}, 0.001, 128, {1: 7}, {"target": {1: (0.03, 0.05)}, "draft": {1: (0.003, 0.005)}}, 16)
 LEVELS = (LevelCounts(6, (3.0, 1.0)), LevelCounts(2, (1.0, 0.0)))
@@ -36,7 +36,7 @@ def read_tree(data):
         return False
     tensors, plan = independent_reader.read(data)
     assert tensors["parents"].tolist() == tree.parents.tolist()
-    assert plan == tree.plan
+    assert Plan.read(plan) == tree.plan
     again = from_bytes(to_bytes(tree), "f")
     assert again == tree and again.plan == tree.plan
     return True

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from strategies import acceptance_vectors
 
 from sequoia_plan.artifacts import Latency, LevelCounts, Profile, SequoiaPlanError, TokenTree
@@ -47,7 +47,7 @@ def test_profile_round_trip_any_numbers(tmp_path_factory, acceptance, curve):
         ("1: 0.04,", "1: -0.04,", r"latency.target\[1\]: found -0.04, expected seconds > 0"),
         ("1: 0.04,", "1: .nan,", r"latency.target\[1\]: found nan"),
         ("1: 0.04,", "1: fast,", r"latency.target\[1\]: found 'fast'"),
-        ("{1: 0.04,", "{0: 0.04,", "latency.target: found 0 tokens"),
+        ("{1: 0.04,", "{0: 0.04,", "latency.target: found the key 0, expected a whole number >= 1"),
         ("{1: 0.04,", "{3: 0.04,", "no measurement at 1 token"),
         ("overhead: 0.001", "overhead: -1", "latency.overhead: found -1"),
         ("[0.5, 0.125]", "[0.9, 0.125]", "sums to 1.025, expected at most 1"),
@@ -59,11 +59,11 @@ def test_profile_round_trip_any_numbers(tmp_path_factory, acceptance, curve):
         ("acceptance:", "accepted:", "acceptance: found None, expected a mapping"),
         ("trials: 800", "trials: ]800", "not YAML at line"),
         ("trials: 800", "trials: 1.5", "acceptance.trials: found 1.5, expected a whole number >= 0"),
-        ("context: 128", "context: -1", "latency.context: found -1, expected a whole number of tokens >= 0"),
+        ("context: 128", "context: -1", "latency.context: found -1, expected a whole number >= 0"),
         ("settings: {", "settings: 3 # {", "settings: found 3, expected a mapping"),
         ("threads: 2", "threads: 2001-01-01", "hardware.threads: found a date, expected text"),
         ("threads: 2", "threads: 2001-99-99", "not YAML"),
-        ("threads: 2", "threads: [[[[[[[[[[[[[[[[[[1", r"not a profile \(nested deeper than 16 levels\)"),
+        ("threads: 2", "threads: [[[[[[[[[[[[[[[[[[1", "nested deeper than 16 levels; expected a profile"),
         ("threads: 2", "threads: &a 2, b: *a", r"holds the YAML alias \*a; write the value itself"),
     ],
 )
@@ -103,9 +103,9 @@ def test_counts_by_level_survive(tmp_path):
         ("trials: 200", "trials: 1" + "0" * 400, r"acceptance.levels\[1\].trials: found 100"),
         ("trials: 200", "trials: 100", r"levels\[1\].counts: sum to 124.75, expected at most 100 trials"),
         ("[99.75, 25.0]", "[99.75]", r"levels\[1\].counts: found 1 ranks, expected 2"),
-        ("[99.75, 25.0]", "[99.75, -1]", r"levels\[1\].counts: found .* expected numbers >= 0"),
-        ("[99.75, 25.0]", "[]", r"levels\[1\].counts: found \(\), expected numbers"),
-        ("counts: [300.25, 75.0]", "count: 7", "acceptance.levels: found .* expected a list of mappings"),
+        ("[99.75, 25.0]", "[99.75, -1]", r"levels\[1\].counts\[1\]: found -1, expected a number >= 0"),
+        ("[99.75, 25.0]", "[]", r"levels\[1\].counts: found \[\], expected numbers >= 0"),
+        ("counts: [300.25, 75.0]", "count: 7", r"acceptance.levels\[0\].counts: found None, expected numbers >= 0"),
     ],
 )
 def test_counts_by_level_are_checked(tmp_path, old, new, message):
@@ -124,14 +124,14 @@ def test_spread_of_times_survives_and_is_checked(tmp_path):
     timed.save(tmp_path / "p.yaml")
     assert Profile.load(tmp_path / "p.yaml") == timed
     for old, new, message in (
-        ("{1: 9, 8: 5}", "{1: -9, 8: 5}", "latency.samples: found 1: -9, expected a measured size"),
-        ("{1: 9, 8: 5}", "{7: 9}", "latency.samples: found 7: 9"),
-        ("{1: 9, 8: 5}", "9", "latency.samples: found 9"),
+        ("{1: 9, 8: 5}", "{1: -9, 8: 5}", r"latency.samples\[1\]: found -9, expected a whole number >= 1"),
+        ("{1: 9, 8: 5}", "{7: 9}", "latency.samples: found the size 7, expected sizes that were measured"),
+        ("{1: 9, 8: 5}", "9", "latency.samples: found 9, expected a mapping of"),
         ("out_of_memory: 64", "out_of_memory: 0", "latency.out_of_memory: found 0"),
-        ("[0.039, 0.042]", "[0.042, 0.039]", r"latency.quartiles.target: found 1: \(0.042, 0.039\), expected a measured size"),
-        ("8: [0.06, 0.06]", "9: [0.06, 0.06]", "latency.quartiles.target: found 9"),
-        ("[0.06, 0.06]", "[0.06]", "latency.quartiles.target: found 8"),
-        ("[0.06, 0.06]", "0.06", "latency.quartiles.target: found 8: 0.06"),
+        ("[0.039, 0.042]", "[0.042, 0.039]", r"latency.quartiles.target\[1\]: found \[0.042, 0.039\], expected a measured size"),
+        ("8: [0.06, 0.06]", "9: [0.06, 0.06]", r"latency.quartiles.target\[9\]: found \[0.06, 0.06\], expected a measured size"),
+        ("[0.06, 0.06]", "[0.06]", r"latency.quartiles.target\[8\]: found \[0.06\], expected \[seconds > 0, seconds > 0\]"),
+        ("[0.06, 0.06]", "0.06", r"latency.quartiles.target\[8\]: found 0.06, expected \[seconds"),
         ("quartiles:", "quartiles: 3 #", "not YAML|latency.quartiles: found"),
     ):
         assert old in timed.to_yaml()
@@ -149,7 +149,7 @@ def test_a_large_profile_is_refused(tmp_path):
 def test_plan_says_where_it_comes_from():
     """Everything the issue of trust needs: tool, profile, counts, settings, models, machine, and the latencies used."""
     plan = provenance(PROFILE)
-    assert plan == {
+    assert plan.facts() == {
         "tool": f"sequoia-plan {version('sequoia-plan')}",
         "profile_sha256": PROFILE.sha256,
         "trials": 800,
@@ -160,4 +160,4 @@ def test_plan_says_where_it_comes_from():
     }
     tree = TokenTree(TokenTree.chain(2).parents, plan)
     assert from_bytes(to_bytes(tree), "t").plan == plan
-    assert provenance(None) == {"tool": plan["tool"]}
+    assert provenance(None).facts() == {"tool": plan.tool}

@@ -35,7 +35,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path):
     )
     error = process.communicate(timeout=60)[1]
     assert process.returncode == 1
-    assert f"SequoiaPlanError: {tmp_path / 't'}: cannot be written (File too large); name a folder that exists and is writable, with room for" in error
+    assert f"SequoiaPlanError: {tmp_path / 't'}: cannot be written (File too large); name a file in a folder that exists" in error
     assert load_tree(tmp_path / "t") == OLD
     assert os.listdir(tmp_path) == ["t"]
 
@@ -89,7 +89,8 @@ def test_an_error_while_writing_is_one_line_and_cleans_up(tmp_path, monkeypatch)
     with pytest.raises(SequoiaPlanError) as error:
         save_tree(TokenTree.chain(3), tmp_path / "t")
     assert (
-        str(error.value) == f"{tmp_path / 't'}: cannot be written (No space left on device); name a folder that exists and is writable, with room for 639 bytes"
+        str(error.value)
+        == f"{tmp_path / 't'}: cannot be written (No space left on device); name a file in a folder that exists and is writable, with room for 639 bytes"
     )
     assert load_tree(tmp_path / "t") == OLD
     assert os.listdir(tmp_path) == ["t"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from sequoia_plan.planner.cli.options import json_option, model_options, read_sampling, sampling_options
+from sequoia_plan.planner.cli.options import json_option, model_options, read_sampling, sampling_options, seed_option
 from sequoia_plan.planner.cli.pair import load_pair, warn_if_foreign
 from sequoia_plan.planner.cli.terminal import print_json, progress
 
@@ -19,10 +19,14 @@ DEFAULT_PROMPT = "Explain how a refrigerator keeps food cold."
 @click.command()
 @click.option("--tree", "tree_file", type=click.Path(), default="tree.safetensors", show_default=True)
 @model_options
-@click.option("--prompt", default=DEFAULT_PROMPT, show_default=True, help="The user's message; - reads it from stdin.")
+@click.option("--prompt", help=f"The user's message; - reads it from stdin. [default: {DEFAULT_PROMPT}]")
+@click.option("--system", help="A system message before it.")
+@click.option("--chat", metavar="FILE.json", type=click.Path(), help="In place of --prompt: a conversation, as a list of messages with role and content.")
+@click.option("--raw", is_flag=True, help="The prompt as it is, without the model's chat template.")
+@click.option("--stop", metavar="TEXT", multiple=True, help="End once this text was generated; may be repeated.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
 @sampling_options("what the tree was made for")
-@click.option("--seed", type=int, default=0, show_default=True)
+@seed_option
 @json_option
 def generate(
     tree_file: str,
@@ -30,7 +34,11 @@ def generate(
     draft: str | None,
     device: str | None,
     dtype: str,
-    prompt: str,
+    prompt: str | None,
+    system: str | None,
+    chat: str | None,
+    raw: bool,
+    stop: tuple[str, ...],
     max_new_tokens: int,
     seed: int,
     as_json: bool,
@@ -39,13 +47,19 @@ def generate(
     """Generate text with a compiled tree."""
     from sequoia_plan.artifacts import load_tree
 
+    if chat and (prompt is not None or raw):
+        raise click.UsageError("--chat FILE holds the whole conversation: leave --prompt and --raw out")
+    if raw and system:
+        raise click.UsageError("--raw takes the prompt as it is: leave --system out, or --raw")
     tree = load_tree(tree_file)
-    made_for = tree.plan.get("settings") or {}
-    sampling = read_sampling(settings, made_for)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    sampling = read_sampling(settings, tree.plan.settings)
+    text = _stdin() if prompt == "-" else DEFAULT_PROMPT if prompt is None else prompt
+    messages = _read_chat(chat) if chat else [{"role": "user", "content": text}]
+    if system:
+        messages = [{"role": "system", "content": system}, *messages]
     pair = load_pair(target, draft, device, dtype)
     warn_if_foreign(tree.plan, pair)
-    measured = made_for.get("verifier", sampling.verifier)
+    measured = tree.plan.settings.get("verifier", sampling.verifier)
     if measured != sampling.verifier and not sampling.greedy:
         click.echo(f"Warning: the tree was solved for the verifier {measured}, this is {sampling.verifier}; its predictions do not apply", err=True)
 
@@ -54,25 +68,27 @@ def generate(
     from sequoia_plan.profiler.prompts import encode
     from sequoia_plan.runtime import SequoiaDecoder
 
-    decoder = SequoiaDecoder(pair.target, pair.draft, tree)
+    decoder = SequoiaDecoder(pair.target, pair.draft, tree, tokenizer=pair.tokenizer)
     streamer = None if as_json else TextStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    ids = pair.tokenizer(text)["input_ids"] if raw else encode(pair.tokenizer, messages)
     result = decoder.generate(
-        encode(pair.tokenizer, text), max_new_tokens, seed=seed, eos_token_id=pair.tokenizer.eos_token_id, streamer=streamer, sampling=sampling
+        ids, max_new_tokens, seed=seed, eos_token_id=pair.tokenizer.eos_token_id, streamer=streamer, sampling=sampling, stop_strings=list(stop)
     )
     tokens = result.sequences[0, -result.new_tokens :].tolist()
     if as_json:
         print_json(
             {
-                "text": pair.tokenizer.decode(tokens, skip_special_tokens=True),
+                "text": result.text,
                 "tokens": tokens,
                 "new_tokens": result.new_tokens,
                 "steps": result.steps,
                 "tokens_per_step": result.tokens_per_step,
                 "seconds": result.seconds,
+                "finish_reason": result.finish_reason,
             }
         )
         return
-    expected = tree.plan.get("expected_tokens")
+    expected = tree.plan.expected_tokens
     click.echo(
         f"[{result.new_tokens} tokens, {result.steps} steps, {result.tokens_per_step:.2f} tokens a step"
         + (f" (predicted {expected:.2f})" if expected else "")
@@ -84,7 +100,8 @@ def generate(
 @click.command()
 @click.option("--tree", "tree_file", type=click.Path(), default="tree.safetensors", show_default=True)
 @model_options
-@click.option("--prompts", type=click.IntRange(min=1), default=12, show_default=True, help="How many of the held-out prompts.")
+@click.option("--prompts", metavar="FILE", type=click.Path(), help="As for profile; every second prompt, those that profile leaves out. [default: built-in]")
+@click.option("--limit", type=click.IntRange(min=1), default=12, show_default=True, help="Prompts, at most.")
 @click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="New tokens a prompt, at most.")
 @click.option("--only", metavar="NAME", multiple=True, help="A contender; may be repeated. [default: all]")
 @sampling_options("what the tree was made for")
@@ -100,7 +117,8 @@ def bench(
     draft: str | None,
     device: str | None,
     dtype: str,
-    prompts: int,
+    prompts: str | None,
+    limit: int,
     tokens: int,
     only: tuple[str, ...],
     output: str | None,
@@ -110,35 +128,39 @@ def bench(
     **settings: Any,
 ) -> None:
     """Decode held-out prompts with a compiled tree and its peers, side by side."""
-    from sequoia_plan.artifacts import load_tree
-    from sequoia_plan.artifacts.cost import add_predictions
-    from sequoia_plan.artifacts.files import write_atomically
+    from msgspec.structs import replace
+
+    from sequoia_plan.artifacts import BenchResult, load_tree
+    from sequoia_plan.artifacts.bench_result import Breakdown
+    from sequoia_plan.artifacts.files import check_writable, refuse_to_replace, write_atomically
     from sequoia_plan.planner.report.bench_table import print_table
     from sequoia_plan.planner.solving.baselines import arms
     from sequoia_plan.profiler.bench import compare
     from sequoia_plan.profiler.breakdown import breakdown
-    from sequoia_plan.profiler.prompts import held_out
+    from sequoia_plan.profiler.prompts import encode, held_out, held_out_half, load
 
+    for path in filter(None, (output, report)):
+        check_writable(path)
+        refuse_to_replace(path, tree_file, prompts, *others)
+    given = held_out_half(load(prompts))[:limit] if prompts else None
     tree = load_tree(tree_file)
-    sampling = read_sampling(settings, tree.plan.get("settings") or {})
-    earlier = [_read_figures(path) for path in others]
+    sampling = read_sampling(settings, tree.plan.settings)
+    earlier = [BenchResult.load(path) for path in others]
     trees = arms(tree, sampling.verifier)
     pair = load_pair(target, draft, device, dtype)
     warn_if_foreign(tree.plan, pair)
-    texts = held_out(pair.tokenizer, prompts)
+    texts = held_out(pair.tokenizer, limit) if given is None else [encode(pair.tokenizer, prompt) for prompt in given]
     with progress("bench", len(texts)) as advance:
-        result = compare(pair, partial(load_pair, target, draft, device, dtype, packed=False), trees, sampling, texts, tokens, only, advance)
-    add_predictions(result["contenders"], trees, tree.plan, sampling.settings())
-    result["tree"] = {"size": tree.size, "depth": tree.depth, "level_widths": tree.level_widths.tolist()}
-    result["breakdown"] = {name: round(value, 6) for name, value in breakdown(pair, tree, sampling).items()}
+        result = compare(pair, partial(load_pair, target, draft, device, dtype, packed=False), tree, trees, sampling, texts, tokens, only, advance)
+    result = replace(result, breakdown=Breakdown(**{name: round(seconds, 6) for name, seconds in breakdown(pair, tree, sampling).items()}))
     if output:
-        write_atomically(output, (json.dumps(result, indent=1) + "\n").encode())
+        result.save(output)
     if report:
         from sequoia_plan.planner.report.page import page
 
         write_atomically(report, page(tree, [result, *earlier]).encode())
     if as_json:
-        print_json(result)
+        print_json(result.facts())
         return
     print_table(result)
     if report:
@@ -147,15 +169,26 @@ def bench(
         click.echo(f"wrote {output}")
 
 
-def _read_figures(path: str) -> Any:
-    """What an earlier bench wrote."""
+def _stdin() -> str:
+    """The prompt that a pipe or a person gives."""
     from sequoia_plan.artifacts import SequoiaPlanError
-    from sequoia_plan.artifacts.files import read_bytes
 
     try:
-        found = json.loads(read_bytes(path, "figures written by sequoia-plan bench"))
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or not {"settings", "models", "hardware", "tree", "contenders"} <= found.keys():
-        raise SequoiaPlanError(f"{path}: not figures of bench; expected what sequoia-plan bench -o wrote")
-    return found
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise SequoiaPlanError(f"--prompt -: stdin is not UTF-8 text (byte {error.start}); expected text") from error
+
+
+def _read_chat(path: str) -> list[dict[str, str]]:
+    """The conversation in a JSON file: a list of messages, or an object that has it under `messages`."""
+    from sequoia_plan.artifacts import SequoiaPlanError
+    from sequoia_plan.artifacts.files import read_bytes
+    from sequoia_plan.profiler.prompts import read_messages
+
+    data = read_bytes(path, "a JSON list of messages")
+    try:
+        found = json.loads(data)
+        return read_messages(found["messages"] if isinstance(found, dict) else found)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        expected = 'a JSON list of {"role": ..., "content": ...} with a user message'
+        raise SequoiaPlanError(f"{path}: not a conversation; expected {expected}") from error

@@ -25,6 +25,7 @@ def options(*each: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return decorate
 
 
+seed_option = click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Makes sampling repeatable.")
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else there.")
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from sequoia_plan.planner.cli.terminal import status
 
 if TYPE_CHECKING:
+    from sequoia_plan.artifacts import Plan
     from sequoia_plan.runtime import Pair
 
 
@@ -21,18 +22,18 @@ def load_pair(target: str | None, draft: str | None, device: str | None, dtype: 
         return load_pair(target, draft, device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype, packed)
 
 
-def warn_if_foreign(plan: Any, pair: Pair) -> None:
+def warn_if_foreign(plan: Plan, pair: Pair) -> None:
     """A tree stays exact with any pair, but its promise holds for the one it was measured on."""
-    for role, facts in (plan.get("models") or {}).items():
+    for role, facts in plan.models.items():
         ours = pair.facts.get(role, {})
-        if isinstance(facts, dict) and facts.get("digest") != ours.get("digest"):
+        if facts.get("digest") != ours.get("digest"):
             click.echo(f"Warning: the tree was solved for the {role} {facts.get('name')}, this is {ours.get('name')}; its predictions do not apply", err=True)
-        elif isinstance(facts, dict) and facts.get("dtype") != ours.get("dtype"):
+        elif facts.get("dtype") != ours.get("dtype"):
             click.echo(
                 f"Warning: the tree was solved for the {role} in {facts.get('dtype')}, this is {ours.get('dtype')}; its speed is not as predicted", err=True
             )
-    if plan.get("latency"):
+    if plan.latency:
         from sequoia_plan.profiler.hardware import differences, fingerprint
 
-        for line in differences(plan.get("hardware") or {}, fingerprint(pair.target.device)):
+        for line in differences(plan.hardware, fingerprint(pair.target.device)):
             click.echo(f"Warning: the tree was solved for another machine ({line}); its speed is not as predicted", err=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sequoia_plan.planner.cli.options import json_option, model_options, read_sampling, sampling_options
+from sequoia_plan.planner.cli.options import json_option, model_options, read_sampling, sampling_options, seed_option
 from sequoia_plan.planner.cli.pair import load_pair
 from sequoia_plan.planner.cli.terminal import curve, numbers, print_json, progress
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @model_options
 @sampling_options()
 @click.option("--also", metavar="NAME=VALUE,...", multiple=True, help="A further setting, as temperature=0.6,top_p=0.9; written beside the output.")
-@click.option("--prompts", type=click.Path(), help="JSONL (text or messages) or plain text. [default: built-in prompts]")
+@click.option("--prompts", type=click.Path(), help="JSONL (text, messages or turns) or plain text; every second prompt is left for bench. [default: built-in]")
 @click.option("--tokens", type=click.IntRange(min=1), default=32, show_default=True, help="New tokens a prompt, at most.")
 @click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="How often prompts may be sampled from, each time anew.")
 @click.option("--precision", metavar="PERCENT", default="7%", show_default=True, help="Stop once predicted tokens a step are known to +- this.")
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @click.option("--context", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens in the KV cache when latency is measured.")
 @click.option("--latency-seconds", type=click.FloatRange(min=0), default=45.0, show_default=True, help="Time for repeating latency measurements.")
 @click.option("--merge", metavar="PROFILE", type=click.Path(), multiple=True, help="Measure nothing: add these profiles' counts up.")
-@click.option("--seed", type=int, default=0, show_default=True)
+@seed_option
 @click.option("-o", "--output", type=click.Path(), default="profile.yaml", show_default=True)
 @json_option
 def profile(
@@ -50,22 +50,30 @@ def profile(
     **settings: Any,
 ) -> None:
     """Measure acceptance and latency on this machine. Killed and started again, it goes on where it was."""
-    outputs = [Path(output), *(Path(output).with_stem(f"{Path(output).stem}-{name}") for name in also)]
+    from sequoia_plan.artifacts.files import check_writable, refuse_to_replace
+
     if merge:
         from sequoia_plan.artifacts import Profile
         from sequoia_plan.artifacts.merge import merge as add_up
 
         profiles = [add_up([Profile.load(path) for path in merge], merge)]
+        refuse_to_replace(output, *merge)
         profiles[0].save(output)
         _report({output: profiles[0]}, as_json)
         return
 
     from sequoia_plan.profiler import measure
-    from sequoia_plan.profiler.prompts import built_in, load
+    from sequoia_plan.profiler.prompts import built_in, load, measuring_half
 
     samplings = [read_sampling(settings), *(read_sampling(settings | _read_setting(text)) for text in also)]
     enough = _read_percent(precision)
-    texts = load(prompts) if prompts else built_in()
+    outputs = [Path(output), *(Path(output).with_stem(f"{Path(output).stem}-{name}") for name in also)]
+    if len(set(outputs)) < len(outputs):
+        raise click.UsageError(f"--also {also[-1]}: given twice")
+    for path in outputs:
+        refuse_to_replace(path, prompts)
+        check_writable(path)
+    texts = measuring_half(load(prompts)) if prompts else built_in()
     pair = load_pair(target, draft, device, dtype)
     journal = Path(output).with_name(f".{Path(output).name}.journal")
     with progress("acceptance", len(texts)) as say:
@@ -101,7 +109,7 @@ def _report(profiles: dict[str, Profile], as_json: bool) -> None:
         print_json(first | ({"also": also} if also else {}))
         return
     for path, found in profiles.items():
-        click.echo(f"acceptance  {numbers(found.acceptance)}  (worth {found.trials} independent trials)")
+        click.echo(f"acceptance  {numbers(found.acceptance)}  (effective sample size {found.trials})")
         for level, row in enumerate(found.by_level):
             click.echo(f"  level {level}{'+' if level and level == len(found.by_level) - 1 else ' '}  {numbers(row)}  ({found.levels[level].trials})")
         click.echo(f"wrote {path}")

@@ -10,6 +10,9 @@ import click
 from sequoia_plan.planner.cli.options import json_option
 from sequoia_plan.planner.cli.terminal import print_json
 
+PROMISED = ("expected_tokens", "upper_bound", "predicted_speedup", "speedup_bound", "interval", "solver")
+"""Of the plan, what `solve --json` says beside the tree."""
+
 
 @click.command()
 @click.argument("profile_file", metavar="[PROFILE]", type=click.Path(), required=False)
@@ -42,26 +45,24 @@ def solve(
     if profile_file and acceptance:
         raise click.UsageError("give either PROFILE or --acceptance, not both")
     from sequoia_plan.artifacts import Profile, save_tree
+    from sequoia_plan.artifacts.files import refuse_to_replace
     from sequoia_plan.planner.report.tree_summary import promises
     from sequoia_plan.planner.solving.solve import solve as run
 
     measured = _read_acceptance(acceptance) if acceptance else Profile.load(profile_file or "profile.yaml")
+    refuse_to_replace(output, acceptance or profile_file or "profile.yaml")
     solution = run(measured, budget, depth, branching, objective, solver, smooth, baseline, one_vector)
     save_tree(solution.tree, output)
     tree = solution.tree
     if as_json:
+        facts = tree.plan.facts()
         print_json(
             {
                 "size": tree.size,
                 "depth": tree.depth,
                 "branching": tree.branching,
-                "expected_tokens": solution.expected_tokens,
-                "upper_bound": solution.upper_bound,
-                "predicted_speedup": solution.predicted_speedup,
-                "speedup_bound": solution.speedup_bound,
-                "interval": solution.interval,
+                **{name: facts.get(name) for name in PROMISED},
                 "parents": tree.parents.tolist(),
-                "solver": solution.solver,
                 "seconds": solution.seconds,
             }
         )
@@ -69,9 +70,9 @@ def solve(
     click.echo(f"{tree}, solved in {solution.seconds:.3f} s")
     for line in promises(tree.plan):
         click.echo(line)
-    if lost := (solution.interval or {}).get("lost"):
+    if lost := tree.plan.interval and tree.plan.interval.lost:
         click.echo("lost if the truth is at an end of the interval: {:.2%} and {:.2%}".format(*lost))
-    if solution.predicted_speedup is not None and tree.size == 1:
+    if tree.plan.predicted_speedup is not None and tree.size == 1:
         click.echo("no tree is faster than plain decoding with these measurements: do not speculate")
     click.echo(f"wrote {output}")
 
@@ -91,7 +92,7 @@ def show(tree_file: str, plot: str | None, as_json: bool) -> None:
         draw(tree, plot)
     if as_json:
         facts = {"size": tree.size, "depth": tree.depth, "branching": tree.branching, "level_widths": tree.level_widths.tolist()}
-        print_json({**facts, "parents": tree.parents.tolist(), "plan": tree.plan, "plot": plot})
+        print_json({**facts, "parents": tree.parents.tolist(), "plan": tree.plan.facts(), "plot": plot})
         return
     from sequoia_plan.planner.report.tree_summary import summarise
 
@@ -108,9 +109,11 @@ def show(tree_file: str, plot: str | None, as_json: bool) -> None:
 def export_command(tree_file: str, form: str, output: str, as_json: bool) -> None:
     """Write TREE (a file or a name of the catalog) for another engine."""
     from sequoia_plan.artifacts import load_tree
+    from sequoia_plan.artifacts.files import refuse_to_replace
     from sequoia_plan.artifacts.interchange import export_tree
 
     tree = load_tree(tree_file)
+    refuse_to_replace(output, tree_file)
     export_tree(tree, output, form)
     if as_json:
         print_json({"output": output, "format": form, "size": tree.size, "depth": tree.depth})
@@ -125,9 +128,11 @@ def export_command(tree_file: str, form: str, output: str, as_json: bool) -> Non
 def import_command(file: str, output: str, as_json: bool) -> None:
     """Read a tree of another engine: Medusa choices, an NxD token tree, a growmap. The content tells which."""
     from sequoia_plan.artifacts import save_tree
+    from sequoia_plan.artifacts.files import refuse_to_replace
     from sequoia_plan.artifacts.interchange import import_tree
 
     tree = import_tree(file)
+    refuse_to_replace(output, file)
     save_tree(tree, output)
     if as_json:
         print_json({"output": output, "size": tree.size, "depth": tree.depth, "branching": tree.branching, "parents": tree.parents.tolist()})
@@ -136,18 +141,13 @@ def import_command(file: str, output: str, as_json: bool) -> None:
 
 
 def _read_acceptance(path: str) -> Any:
-    """A JSON or YAML list; JSON first, because YAML 1.1 reads 1e-5 as text."""
-    from sequoia_plan.artifacts import SequoiaPlanError
+    """A JSON or YAML list; JSON first, because YAML does not take all of it."""
     from sequoia_plan.artifacts.files import read_bytes
+    from sequoia_plan.artifacts.yaml_text import load
 
-    data = read_bytes(path, "a JSON or YAML list of probabilities")
+    expected = "a JSON or YAML list of probabilities p[1], p[2], ..."
+    data = read_bytes(path, expected)
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
-        pass
-    import yaml  # here, because most files are JSON
-
-    try:
-        return yaml.safe_load(data)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise SequoiaPlanError(f"{path}: neither JSON nor YAML; expected a list of probabilities p[1], p[2], ...") from error
+        return load(data, path, expected)

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.artifacts.cost import step_time
+from sequoia_plan.artifacts import BenchResult, TokenTree
 from sequoia_plan.planner.report import panels
 from sequoia_plan.planner.report.bench_table import OURS, finding, parts_text, settings_text, table
 from sequoia_plan.planner.report.speedup_panel import compared, promised, speedups_panel
@@ -33,15 +32,14 @@ tr>:first-child{text-align:left;padding-left:.3rem}.figures .mine td,.figures .m
 figure{margin:0}svg{width:100%;height:auto}svg text{font-family:system-ui,sans-serif!important}
 @media print{figure,table{break-inside:avoid}}"""
 
-Result = Mapping[str, Any]
 Plot = tuple[Callable[[Any], None], str, float]
 """A drawing onto axes, its caption, and its height in inches."""
 
 
-def page(tree: TokenTree, results: Sequence[Result]) -> str:
+def page(tree: TokenTree, results: Sequence[BenchResult]) -> str:
     """The report of `tree`; `results` are of `sequoia-plan bench`, the main one first, others at other temperatures after it."""
     first, *others = results
-    names = [str(first["models"][role]["name"]) for role in ("target", "draft") if (first["models"].get(role) or {}).get("name")]
+    names = [str(first.models[role]["name"]) for role in ("target", "draft") if first.models.get(role, {}).get("name")]
     title = "Speculative decoding of " + " with ".join(names) if names else "Speculative decoding, measured"
     # a line may end between names rather than within one
     heading = "Speculative decoding of " + " with ".join(f"<span>{escape(name)}</span>" for name in names) if names else title
@@ -58,7 +56,7 @@ def page(tree: TokenTree, results: Sequence[Result]) -> str:
     )
 
 
-def _plots(tree: TokenTree, results: Sequence[Result]) -> list[Plot]:
+def _plots(tree: TokenTree, results: Sequence[BenchResult]) -> list[Plot]:
     """What can be drawn of what is known; the pair on top may be taller."""
     plan, plots = tree.plan, list[Plot]()
     tall = HEIGHT
@@ -68,26 +66,26 @@ def _plots(tree: TokenTree, results: Sequence[Result]) -> list[Plot]:
         plots.append((lambda axes: speedups_panel(results, axes), text, tall))
     if tree.size > 1:
         plots.append((lambda axes: panels.tree_panel(tree, axes), "The tree. A node's area and shade are its probability of being accepted.", tall))
-    if acceptance := plan.get("acceptance"):
+    if acceptance := plan.acceptance:
         text = "Predicted tokens a step against size, for every shape of tree at its best."
         plots.append((lambda axes: panels.tokens_panel(tree, axes), text, HEIGHT))
-        trials = plan.get("trials") or 0
+        trials = plan.trials or 0
         text = "Acceptance by rank" + (", and the power law through it. Ranks that were never accepted are not shown." if np.size(acceptance) > 1 else ".")
         plots.append((lambda axes: panels.acceptance_panel(acceptance, axes, trials), text, HEIGHT))
-    if acceptance and step_time(plan):
+    if acceptance and plan.latency:
         text = "Predicted speed-up of the best tree of each size and depth. The star is this tree."
         plots.append((lambda axes: panels.speed_panel(tree, axes), text, HEIGHT))
-        context = plan["latency"].get("context")
+        context = plan.latency.context
         text = "Median time of one pass against the tokens in it" + (f", with {context} in the KV cache." if context else ".")
         plots.append((lambda axes: panels.latency_panel(tree, axes), text, HEIGHT))
     return plots
 
 
-def _table(result: Result) -> str:
-    columns, rows = table(result, ["plain"] if "plain" in result["contenders"] else [])
+def _table(result: BenchResult) -> str:
+    columns, rows = table(result, ["plain"] if "plain" in result.contenders else [])
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = ""
-    for name, cells in zip(result["contenders"], rows, strict=True):
+    for name, cells in zip(result.contenders, rows, strict=True):
         # what is in brackets after a figure is its spread
         figures = "".join(f"<td>{escape(cell).replace('(', '<small>').replace(')', '</small>')}</td>" for cell in cells[1:])
         mine = ' class="mine"' if name in OURS else ""
@@ -95,13 +93,13 @@ def _table(result: Result) -> str:
     return f'<p class="soft">{escape(settings_text(result))}</p><div class="wide"><table class="figures"><tr>{head}</tr>{body}</table></div>'
 
 
-def _facts(tree: TokenTree, result: Result) -> str:
+def _facts(tree: TokenTree, result: BenchResult) -> str:
     """Models, machine and tree, a row each."""
     plan = tree.plan
-    rows = {role: _listed(named) for role, named in sorted(result["models"].items(), reverse=True)}
-    rows["machine"] = _listed(result["hardware"])
+    rows = {role: _listed(named) for role, named in sorted(result.models.items(), reverse=True)}
+    rows["machine"] = _listed(result.hardware)
     rows["tree"] = f"{tree.size} node{'s' * (tree.size > 1)}, depth {tree.depth}, level widths {' '.join(map(str, tree.level_widths))}"
-    rows["made by"] = ", ".join(f"{name}{plan[key]}" for key, name in (("tool", ""), ("solver", "solver "), ("objective", "objective ")) if plan.get(key))
+    rows["made by"] = ", ".join(name + found for name, found in (("", plan.tool), ("solver ", plan.solver), ("objective ", plan.objective)) if found)
     return "".join(f"<tr><td>{escape(role)}</td><td>{escape(text)}</td></tr>" for role, text in rows.items() if text)
 
 

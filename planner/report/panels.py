@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.artifacts.cost import Acceptance, expected_tokens, node_values, step_time
+from sequoia_plan.artifacts.cost import Acceptance, StepTime, expected_tokens, node_values
 from sequoia_plan.artifacts.uncertainty import Z95
 from sequoia_plan.planner.solving.baselines import baseline
 from sequoia_plan.planner.solving.frontier import LARGEST_TABLE, frontier
@@ -36,7 +36,7 @@ def tree_panel(tree: TokenTree, axes: Any) -> None:
     from matplotlib.collections import LineCollection
 
     points = np.column_stack([_layout(tree), -tree.position_ids])
-    acceptance = tree.plan.get("acceptance")
+    acceptance = tree.plan.acceptance
     values = node_values(tree, acceptance) if acceptance else np.ones(tree.size)
     scale = min(1.0, 30 / tree.level_widths.max())
     segments: Any = np.stack([points[1:], points[tree.parents[1:]]], axis=1) if tree.size > 1 else []
@@ -94,9 +94,10 @@ def acceptance_panel(acceptance: Acceptance, axes: Any, trials: int = 0) -> None
 
 def tokens_panel(tree: TokenTree, axes: Any) -> None:
     """Expected tokens against size (the paper's Figure 1, left), each baseline at its best shape for the size."""
-    acceptance, depth = tree.plan["acceptance"], max(tree.plan.get("depth") or tree.depth, tree.depth, 2)
+    acceptance, depth = tree.plan.acceptance, max(tree.plan.depth or tree.depth, tree.depth, 2)
+    assert acceptance is not None
     largest = int(min(max(64, 2 * tree.size), 4096))
-    values = frontier(acceptance, largest, depth, tree.plan.get("branching")).values[-1]
+    values = frontier(acceptance, largest, depth, tree.plan.branching).values[-1]
     sizes = np.unique(np.geomspace(1, largest, 40).astype(int))
     ours = sizes[sizes <= len(values)]
     lines = [("this acceptance's best tree", ours, values[ours - 1], GREEN)]
@@ -117,8 +118,10 @@ def tokens_panel(tree: TokenTree, axes: Any) -> None:
 
 def latency_panel(tree: TokenTree, axes: Any) -> None:
     """Seconds of the target's and the draft's pass against the tokens in it, log-log."""
-    for name, colour in (("target", GREEN), ("draft", BLUE)):
-        points = np.array(sorted(dict(tree.plan["latency"][name]).items()), float)
+    latency = tree.plan.latency
+    assert latency is not None
+    for name, curve, colour in (("target", latency.target, GREEN), ("draft", latency.draft, BLUE)):
+        points = np.array(sorted(curve.items()), float)
         axes.plot(points[:, 0], 1000 * points[:, 1], "o-", markersize=4, color=colour, label=name)
     axes.axvline(tree.size, color=RED, linewidth=1.5, linestyle=":", label="this tree's size")
     axes.set_yscale("log")
@@ -131,11 +134,11 @@ def latency_panel(tree: TokenTree, axes: Any) -> None:
 
 def speed_panel(tree: TokenTree, axes: Any) -> None:
     """The most a tree of each size and depth can speed up; the choice is marked."""
-    plan, times = tree.plan, step_time(tree.plan)
-    assert times is not None
-    depth = min(max(plan.get("depth") or 0, tree.depth, 2), 2 * tree.depth + 2)
-    largest = max(tree.size, min(times.largest(), max(16, 4 * tree.size), plan.get("budget") or 64, LARGEST_TABLE // depth))
-    values = frontier(plan["acceptance"], largest, depth, plan.get("branching")).values
+    plan, times = tree.plan, StepTime.of(tree.plan)
+    assert times is not None and plan.acceptance is not None
+    depth = min(max(plan.depth or 0, tree.depth, 2), 2 * tree.depth + 2)
+    largest = max(tree.size, min(times.largest(), max(16, 4 * tree.size), plan.budget or 64, LARGEST_TABLE // depth))
+    values = frontier(plan.acceptance, largest, depth, plan.branching).values
     speeds = np.full((depth, largest), np.nan)
     for d, row in enumerate(values, 1):
         sizes = np.arange(d, len(row) + 1)  # d levels have d nodes at least
@@ -144,12 +147,12 @@ def speed_panel(tree: TokenTree, axes: Any) -> None:
     image = axes.pcolormesh(edges, np.arange(depth + 1) + 0.5, np.ma.masked_invalid(speeds), cmap="YlGn", rasterized=True)
     axes.figure.colorbar(image, ax=axes, label="speed-up over plain decoding, at most").outline.set_visible(False)
     axes.scatter([tree.size], [tree.depth], marker="*", s=260, color=RED, edgecolors="white", linewidths=1.2, zorder=3, clip_on=False)
-    if plan.get("predicted_speedup"):
+    if plan.predicted_speedup:
         side = -1 if tree.size > largest**0.5 else 1
         below = tree.depth > 0.8 * depth
         box: Any = {"color": "#22302a", "weight": "bold", "bbox": {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "boxstyle": "round,pad=0.2"}}
         place: Any = {"textcoords": "offset points", "ha": "left" if side > 0 else "right", "va": "top" if below else "bottom"}
-        axes.annotate(f"{plan['predicted_speedup']:.2f}x", (tree.size, tree.depth), (12 * side, -8 if below else 8), **place, **box)
+        axes.annotate(f"{plan.predicted_speedup:.2f}x", (tree.size, tree.depth), (12 * side, -8 if below else 8), **place, **box)
     _doubling(axes.xaxis)
     axes.yaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="nodes", ylabel="depth (levels)")

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from sequoia_plan.artifacts import ArgumentError, TokenTree
-from sequoia_plan.artifacts.cost import step_time
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.planner.report.panels import speed_panel, style, tokens_panel, tree_panel
 
@@ -26,11 +25,11 @@ def draw(tree: TokenTree, path: str | Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    promised = tree.plan.get("expected_tokens")
+    promised = tree.plan.expected_tokens
     panels: list[Any] = [(tree_panel, f"{tree.size} nodes, depth {tree.depth}" + (f": {promised:.2f} tokens a step" if promised else ""))]
-    if tree.plan.get("acceptance"):
+    if tree.plan.acceptance:
         panels.append((tokens_panel, "Tokens a step against size"))
-        if step_time(tree.plan) and tree.size > 1:
+        if tree.plan.latency and tree.size > 1:
             panels.append((speed_panel, "Predicted speed over size and depth"))
     with matplotlib.rc_context(style("#22302a", "#e4e9e6", "sequoia-plan") | {"font.size": 11}):
         figure = Figure(figsize=(1 + 5.4 * len(panels), 4.8), layout="constrained")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.cost import node_values
+from sequoia_plan.artifacts.plan import Interval, Plan
 
 MOST_NODES_DRAWN = 40
+OPTIMAL = 1e-9
+"""A gap below this is rounding."""
 
 
 def summarise(tree: TokenTree) -> None:
@@ -22,10 +24,10 @@ def summarise(tree: TokenTree) -> None:
     plan = tree.plan
     for line in (f"{tree}, branching {tree.branching}", *promises(plan)):
         console.print(line, soft_wrap=True, markup=False)
-    acceptance = plan.get("acceptance")
+    acceptance = plan.acceptance
     if acceptance:
         _next_node(tree, console)
-    for role, facts in (plan.get("models") or {}).items():
+    for role, facts in plan.models.items():
         console.print(f"{role:<23} {facts.get('name')}" + (f" ({facts['dtype']})" if facts.get("dtype") else ""), markup=False)
     values = node_values(tree, acceptance) if acceptance else np.ones(tree.size)
     branches = {0: Tree("[bold]root 1.000[/bold]")}
@@ -38,16 +40,18 @@ def summarise(tree: TokenTree) -> None:
         console.print(f"... and {tree.size - len(branches)} nodes of less value")
 
 
-def promises(plan: Mapping[str, Any]) -> Iterator[str]:
+def promises(plan: Plan) -> Iterator[str]:
     """What a plan says of expected tokens and speed, a line each, with intervals and bounds where it has them."""
-    interval = plan.get("interval") or {}
-    if plan.get("expected_tokens") is not None:
-        limit = f", at most {plan['upper_bound']:.4f} for any tree of this size" if plan.get("upper_bound") is not None else ""
-        yield f"expected tokens a step  {plan['expected_tokens']:.4f}{_ends(interval.get('expected_tokens'))}{limit}  ({plan.get('solver')})"
-    if plan.get("predicted_speedup") is not None:
-        limit = f", at most {plan['speedup_bound']:.3f}x for any tree" if plan.get("speedup_bound") is not None else ""
-        speed = f"{plan['predicted_speedup']:.3f}x over plain decoding{_ends(interval.get('predicted_speedup'))}{limit}"
-        yield f"predicted speed-up      {speed}, {plan['step_seconds'] * 1000:.1f} ms a step"
+    interval = plan.interval or Interval()
+    if plan.expected_tokens is not None:
+        limit = f", at most {plan.upper_bound:.4f} for any tree of this size" if plan.upper_bound is not None else ""
+        yield f"expected tokens a step  {plan.expected_tokens:.4f}{_ends(interval.expected_tokens)}{limit}  ({plan.solver})"
+    if plan.predicted_speedup is not None and plan.step_seconds is not None:
+        speed = f"{plan.predicted_speedup:.3f}x over plain decoding{_ends(interval.predicted_speedup)}"
+        yield f"predicted speed-up      {speed}, {plan.step_seconds * 1000:.1f} ms a step"
+    if plan.gap is not None:
+        faster = "faster" if plan.gap < OPTIMAL else f"more than {plan.gap / (1 - plan.gap):.2%} faster"
+        yield f"proven                  by these measurements, no tree within the limits is {faster}"
 
 
 def _next_node(tree: TokenTree, console: object) -> None:
@@ -55,12 +59,12 @@ def _next_node(tree: TokenTree, console: object) -> None:
     from sequoia_plan.artifacts.cost import acceptance_rows
     from sequoia_plan.planner.solving.certificate import best_addition
 
-    rows = acceptance_rows(tree.plan["acceptance"], max(tree.plan.get("depth") or 0, tree.depth), tree.plan.get("branching"))
+    rows = acceptance_rows(tree.plan.acceptance or (), max(tree.plan.depth or 0, tree.depth), tree.plan.branching)
     following = best_addition(tree, rows) if rows.shape[1] >= tree.branching else None
     if following:
         parent, rank, value = following
         console.print(f"the next node           child {rank} of node {parent}, on level {tree.position_ids[parent] + 1}: +{value:.4f}")  # type: ignore[attr-defined]
 
 
-def _ends(ends: list[float] | None) -> str:
+def _ends(ends: tuple[float, float] | None) -> str:
     return f" (95 %: {ends[0]:.3f} to {ends[1]:.3f})" if ends else ""

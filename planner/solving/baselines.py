@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 
 import numpy as np
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
-from sequoia_plan.artifacts.cost import Arm
 from sequoia_plan.artifacts.files import read_bytes
 
 NAMES = "chain, chains:K, k-ary:K, specinfer:K1,K2,..., random:SEED or parents:FILE"
@@ -47,7 +47,7 @@ def expansion(children: list[int], size: int) -> TokenTree:
     """Every node of level l has children[l] children, breadth-first until `size` nodes are reached."""
     found, start, stop = [-1], 0, 1
     for count in children:
-        found += [parent for parent in range(start, stop) for _ in range(count)][: size - len(found)]
+        found += islice((parent for parent in range(start, stop) for _ in range(count)), size - len(found))
         start, stop = stop, len(found)
         if start == stop or stop >= size:
             break
@@ -80,6 +80,10 @@ def _imported(path: str, size: int, depth: int) -> TokenTree:
     if tree.size > size or tree.depth > depth:
         raise SequoiaPlanError(f"{path}: {tree.size} nodes of depth {tree.depth}, expected at most the budget {size} and the depth {depth}; raise them")
     return tree
+
+
+Arm = tuple[TokenTree, str]
+"""A tree and the verifier that judges it."""
 
 
 def arms(tree: TokenTree, verifier: str) -> dict[str, Arm]:

@@ -41,8 +41,8 @@ def table(trees: dict[str, TokenTree]) -> str:
     rows = ["| name | size | depth | level widths | expected tokens | published, same size and depth |", "|---|---|---|---|---|---|"]
     for name, tree in trees.items():
         widths = " ".join(map(str, tree.level_widths))
-        published = PUBLISHED.get((tree.plan["budget"], tree.plan["depth"]), "")
-        rows.append(f"| `{name}` | {tree.size} | {tree.depth} | {widths} | {tree.plan['expected_tokens']:.3f} | {published} |")
+        published = PUBLISHED.get((tree.plan.budget or 0, tree.plan.depth or 0), "")
+        rows.append(f"| `{name}` | {tree.size} | {tree.depth} | {widths} | {tree.plan.expected_tokens:.3f} | {published} |")
     return "\n".join(rows) + "\n"
 
 

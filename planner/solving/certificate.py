@@ -9,8 +9,8 @@ import numpy as np
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.cost import Acceptance, Floats, acceptance_rows, node_values
+from sequoia_plan.artifacts.plan import check_rows
 from sequoia_plan.planner.solving import best_first
-from sequoia_plan.planner.solving.frontier import check_rows
 
 ATTAINED = 1 - 1e-12
 LARGEST_SOLVED = 16_384
@@ -57,7 +57,7 @@ def check(tree: TokenTree, acceptance: Acceptance, depth: int | None = None, bra
     Raises:
         SequoiaPlanError: if the tree is no tree, or breaks the limits.
     """
-    check_rows(acceptance)
+    check_rows(acceptance, "acceptance")
     parents = tree.parents
     if parents[0] != -1 or (parents[1:] < 0).any() or (parents[1:] >= np.arange(1, tree.size)).any():
         raise SequoiaPlanError("token tree: a node comes before its parent")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import ArgumentError, TokenTree
 from sequoia_plan.artifacts.cost import Acceptance, Floats, acceptance_rows
-from sequoia_plan.artifacts.profile import check_acceptance
+from sequoia_plan.artifacts.plan import check_rows
 from sequoia_plan.planner.solving import best_first, dynamic_programming, hull
 
 SOLVERS = {"best-first": best_first, "hull": hull, "dp": dynamic_programming}
@@ -114,22 +113,7 @@ def check_input(acceptance: Any, budget: int, depth: int, branching: int | None)
         raise ArgumentError(f"depth: found {depth}, expected at most {LARGEST_DEPTH}")
     if depth == 1 and budget > 1:
         raise ArgumentError(f"depth 1 is the root alone and cannot hold a budget of {budget}: allow a depth of 2 or more, or set the budget to 1")
-    check_rows(acceptance)
-
-
-def check_rows(acceptance: Any) -> None:
-    """Refuse what is neither an acceptance vector nor a list of equally long ones.
-
-    Raises:
-        SequoiaPlanError: with one line that says why.
-    """
-    if isinstance(acceptance, Sequence) and acceptance and isinstance(acceptance[0], (list, tuple)):
-        for level, row in enumerate(acceptance):
-            check_acceptance(row, f"acceptance, level {level}")
-        if len({len(row) for row in acceptance}) > 1:
-            raise SequoiaPlanError(f"acceptance: rows of lengths {[len(r) for r in acceptance]}, expected equal lengths (pad with zeros)")
-    else:
-        check_acceptance(acceptance, "acceptance")
+    check_rows(acceptance, "acceptance")
 
 
 def _largest_reachable(rows: Floats, cap: int) -> int:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from sequoia_plan.artifacts import ArgumentError, Profile, TokenTree
 from sequoia_plan.artifacts.cost import Floats, StepTime, acceptance_rows, expected_tokens
-from sequoia_plan.artifacts.plan import provenance
+from sequoia_plan.artifacts.plan import Interval, Plan, provenance
 from sequoia_plan.artifacts.uncertainty import Z95, ends, step_time_error
 from sequoia_plan.planner.solving.baselines import baseline as baseline_tree
 from sequoia_plan.planner.solving.certificate import check
@@ -25,44 +26,20 @@ OBJECTIVES = ("speed", "tokens", "paper")
 
 @dataclass(frozen=True)
 class Solution:
-    """The best tree and what it promises.
+    """The best tree; what is promised and proven of it is in its plan.
 
     Args:
-        tree: the token tree, its plan filled in.
-        expected_tokens: F(tree), tokens a step.
-        upper_bound: the most expected tokens that a tree of this size within depth and branching can have; None for a baseline.
-        solver: which exact solver found it, or "baseline ...".
-        step_seconds: predicted seconds a step; None without latencies.
-        predicted_speedup: over plain decoding by the same engine; None without latencies.
-        speedup_bound: no tree of at most `budget` nodes within depth and branching is predicted to be faster, for the same measurements;
-            None but for the objective speed.
-        interval: what noise in the measurements leaves open; None if it is not known how many trials are behind them. 95 %:
-            expected_tokens [2], predicted_speedup [2] or None, lost [2]: the share of speed (or tokens) lost at each end against the
-            tree that would be chosen there (None for trees too large to solve again).
+        tree: the token tree.
         seconds: what solving took.
     """
 
     tree: TokenTree
-    expected_tokens: float
-    upper_bound: float | None
-    solver: str
-    step_seconds: float | None
-    predicted_speedup: float | None
-    speedup_bound: float | None
-    interval: Mapping[str, Any] | None
     seconds: float
 
     @property
-    def gap(self) -> float | None:
-        """How much faster than this tree another one could be at most, as a share of the bound; None but for the objective speed."""
-        if self.predicted_speedup is None or self.speedup_bound is None:
-            return None
-        return max(0.0, 1 - self.predicted_speedup / self.speedup_bound)
-
-    @property
-    def optimal(self) -> bool | None:
-        """Is it proven that no tree within the limits is faster (by more than one part in 10^9)? None but for the objective speed."""
-        return None if self.gap is None else self.gap <= 1e-9
+    def plan(self) -> Plan:
+        """Expected tokens, predicted speed-up, bounds and intervals."""
+        return self.tree.plan
 
 
 def solve(
@@ -108,7 +85,7 @@ def solve(
         smoothed = isotonic(np.atleast_2d(np.asarray(acceptance, float))).tolist()
         acceptance = smoothed if isinstance(acceptance[0], (list, tuple)) else smoothed[0]
 
-    times = StepTime(latency) if latency else None
+    times = StepTime.of(measured) if measured else None
     rows = acceptance_rows(acceptance, depth, branching)
     bound: float | None = None
     if baseline:
@@ -132,23 +109,22 @@ def solve(
             return max(0.0, 1 - expected_tokens(tree, vectors) / expected_tokens(best, vectors) / slower)
 
         interval = _interval(tree, measured, np.atleast_2d(np.asarray(acceptance, float)), speedup, times, lost)
-    plan: dict[str, Any] = {
-        "acceptance": [list(row) if isinstance(row, Sequence) else row for row in acceptance],
-        "budget": budget,
-        "depth": depth,
-        "branching": branching,
-        "objective": objective,
-        "solver": name,
-        "expected_tokens": tokens,
-        "upper_bound": upper,
-        "step_seconds": step if known else None,
-        "predicted_speedup": speedup,
-        "speedup_bound": bound,
-        "interval": interval,
-    }
-    plan |= provenance(measured)
-    tree = TokenTree(tree.parents, plan)
-    return Solution(tree, tokens, upper, name, plan["step_seconds"], speedup, bound, interval, time.perf_counter() - started)
+    plan = replace(
+        provenance(measured),
+        acceptance=tuple(tuple(row) if isinstance(row, Sequence) else row for row in acceptance),
+        budget=budget,
+        depth=depth,
+        branching=branching,
+        objective=objective,
+        solver=name,
+        expected_tokens=tokens,
+        upper_bound=upper,
+        step_seconds=step if known else None,
+        predicted_speedup=speedup,
+        speedup_bound=bound,
+        interval=interval,
+    )
+    return Solution(TokenTree(tree.parents, plan), time.perf_counter() - started)
 
 
 def _choose(rows: Floats, budget: int, objective: str, name: str, times: StepTime | None) -> tuple[TokenTree, float | None]:
@@ -170,7 +146,7 @@ def _by_level(profile: Profile) -> list[list[float]]:
 
 def _interval(
     tree: TokenTree, profile: Profile, acceptance: Floats, speedup: float | None, times: StepTime | None, lost: Callable[[Floats], float]
-) -> dict[str, Any]:
+) -> Interval:
     """What a 95 % interval of the measurements does to this tree's promise, and to the choice itself.
 
     Args:
@@ -178,15 +154,12 @@ def _interval(
     """
     seen = np.array([level.trials for level in profile.levels]) if len(acceptance) > 1 else np.ones(1)
     vectors = ends(tree, acceptance, profile.trials * seen / seen.sum())
-    tokens = [expected_tokens(tree, vector) for vector in vectors]
+    tokens = (expected_tokens(tree, vectors[0]), expected_tokens(tree, vectors[1]))
     now = expected_tokens(tree, acceptance)
-    sped: list[float] | None = None
+    sped: tuple[float, float] | None = None
     if speedup is not None and times is not None:
         clock = Z95 * step_time_error(tree, times.latency)
-        sped = [speedup * math.exp(sign * math.hypot(math.log(end / now), clock)) for sign, end in zip((-1, 1), tokens, strict=True)]
-    return {
-        "level": 0.95,
-        "expected_tokens": tokens,
-        "predicted_speedup": sped,
-        "lost": [lost(vector) for vector in vectors] if tree.size <= LARGEST_BUDGET["hull"] else None,
-    }
+        low_end, high_end = (speedup * math.exp(sign * math.hypot(math.log(end / now), clock)) for sign, end in zip((-1, 1), tokens, strict=True))
+        sped = low_end, high_end
+    low, high = vectors
+    return Interval(0.95, tokens, sped, (lost(low), lost(high)) if tree.size <= LARGEST_BUDGET["hull"] else None)

@@ -1,0 +1,44 @@
+"""Writes the tables of docs/format.md from what artifacts declare: `python -m sequoia_plan.artifacts.format_tables docs/format.md`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from sequoia_plan.artifacts import bench_result, plan, profile
+from sequoia_plan.artifacts.drafting import Drafting
+from sequoia_plan.artifacts.files import write_atomically
+from sequoia_plan.artifacts.schema import Artifact, table
+
+TABLES: dict[str, tuple[type[Artifact], str]] = {
+    "plan": (plan.Plan, ""),
+    "plan.interval": (plan.Interval, "interval"),
+    "profile": (profile.Profile, ""),
+    "settings": (profile.Settings, "settings"),
+    "acceptance.levels[]": (profile.LevelCounts, "acceptance.levels[]"),
+    "latency": (profile.Latency, "latency"),
+    "latency.verification": (profile.Verification, "latency.verification"),
+    "drafting": (Drafting, "drafting"),
+    "bench": (bench_result.BenchResult, ""),
+    "bench.settings": (bench_result.Run, "settings"),
+    "bench.tree": (bench_result.Shape, "tree"),
+    "bench.contenders": (bench_result.Contender, "contenders.NAME"),
+    "bench.speedup": (bench_result.Ratio, "contenders.NAME.speedup.OTHER"),
+    "bench.breakdown": (bench_result.Breakdown, "breakdown"),
+}
+"""What stands between `<!-- table NAME -->` and `<!-- end -->`: the fields of which struct, and what their keys begin with."""
+
+
+def with_tables(text: str) -> str:
+    """The page with every table as it is declared now."""
+
+    def filled(match: re.Match[str]) -> str:
+        return f"<!-- table {match[1]} -->\n{table(*TABLES[match[1]])}<!-- end -->"
+
+    return re.sub(r"<!-- table (\S+) -->\n.*?<!-- end -->", filled, text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    page = Path(sys.argv[1])
+    write_atomically(page, with_tables(page.read_text()).encode())

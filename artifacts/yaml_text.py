@@ -1,0 +1,66 @@
+"""YAML as people mean it: no key twice, 1e-5 is a number, 1:30 is text, and nothing that grows or takes ages when it is loaded."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any
+
+from sequoia_plan.artifacts.errors import SequoiaPlanError
+from sequoia_plan.artifacts.facts import DEEPEST
+
+INTEGER = re.compile(r"^[-+]?[0-9]+$")
+NUMBER = re.compile(r"^(?:[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$")
+REPLACED = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+
+
+def load(data: bytes, name: str, expected: str) -> Any:
+    """The one document in `data`; `name` says which file in errors, and `expected` what it should hold.
+
+    Raises:
+        SequoiaPlanError: if it is not YAML, a key stands twice, or it is nested too deep or holds aliases.
+    """
+    import yaml  # here, because the runtime never needs it
+
+    try:
+        _check_layout(data, name, expected)
+        return yaml.load(data, Loader=_loader())
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or ""
+        where = f" at line {mark.line + 1}" if mark else ""
+        if "stands twice" in problem:
+            raise SequoiaPlanError(f"{name}: {problem}{where}; keep one of them") from error
+        raise SequoiaPlanError(f"{name}: not YAML{where}; expected {expected}") from error
+
+
+@lru_cache(maxsize=1)
+def _loader() -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            for place, key in enumerate(keys):
+                if key in keys[:place]:
+                    raise yaml.constructor.ConstructorError(None, None, f"the key {key!r:.40} stands twice", node.value[place][0].start_mark)
+            return super().construct_mapping(node, deep)
+
+    kept = {first: [each for each in resolvers if each[0] not in REPLACED] for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+    Loader.yaml_implicit_resolvers = kept
+    Loader.add_implicit_resolver(REPLACED[0], INTEGER, list("-+0123456789"))
+    Loader.add_implicit_resolver(REPLACED[1], NUMBER, list("-+.0123456789"))
+    return Loader
+
+
+def _check_layout(data: bytes, name: str, expected: str) -> None:
+    """Refuse YAML that takes ages or grows without end when loaded, while it is only being scanned: nesting and aliases."""
+    import yaml
+
+    nested = 0
+    for token in yaml.scan(data, Loader=yaml.SafeLoader):
+        nested += type(token).__name__.endswith(("SequenceStartToken", "MappingStartToken"))
+        nested -= isinstance(token, (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken))
+        if nested > 2 * DEEPEST:
+            raise SequoiaPlanError(f"{name}: nested deeper than {2 * DEEPEST} levels; expected {expected}")
+        if isinstance(token, yaml.AliasToken):
+            raise SequoiaPlanError(f"{name}: holds the YAML alias *{token.value}; write the value itself")

@@ -1,0 +1,1 @@
+../../planner/package/__init__.py
