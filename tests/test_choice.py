@@ -116,7 +116,7 @@ def test_a_wrong_price_of_draft_passes_is_noticed(monkeypatch):
     times, rows = StepTime(TINY.latency), acceptance_rows(TINY.acceptance, 5)
     best, right = most_speed(rows, times, 7), choice.costs_of
     assert fastest(rows, 7, times).speed == pytest.approx(best, rel=1e-12)
-    monkeypatch.setattr(choice, "costs_of", lambda *given: right(*given)._replace(draft=right(*given).draft * 5))
+    monkeypatch.setattr(choice, "costs_of", lambda *given: right(*given)._replace(draft=right(*given).draft * 50))
     assert fastest(rows, 7, times).bound < best * 0.999
     flat = np.r_[0.0, np.full(7, 0.002)]
     monkeypatch.setattr(choice, "costs_of", lambda *given: right(*given)._replace(draft=flat))
