@@ -216,7 +216,7 @@ def search(nodes, order, rows, costs, floor, exact, rate, most_work):  # type: i
         box, price = Box(boxes.low[b], boxes.high[b], boxes.least_ranks[b], boxes.most_ranks[b]), prices[b]
         goal, steps = rate * (1 + CLOSED), FIRST_STEPS if b == 0 else STEPS
         excess, tokens = lower(nodes, costs, box, price, goal, exact, floor, steps, use)
-        work += steps * (len(nodes.value) + 10 * resources)
+        work += steps * (len(nodes.value) + resources * len(costs.draft_ends)) + 10 * size
         if excess <= 0:
             continue
         bound = min(bound, goal + excess / least_seconds(costs, box))

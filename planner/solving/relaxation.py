@@ -172,7 +172,9 @@ def surplus(cost, ends, price, rate, low, high):  # type: ignore[no-untyped-def]
     most, at = price * low - rate * cost[low], low
     start = 1
     for end in ends:
-        if end >= low and start <= high:
+        if start > high:
+            break
+        if end >= low:
             for u in (max(start, low), min(end, high)):
                 if price * u - rate * cost[u] > most:
                     most, at = price * u - rate * cost[u], u
