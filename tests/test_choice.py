@@ -8,31 +8,171 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import acceptance_vectors, all_trees, trees
 
-from sequoia_plan.artifacts import Latency, LevelCounts, Profile, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import LANGUAGE_MODEL, Latency, LevelCounts, Profile, SequoiaPlanError, TokenTree, Verification
 from sequoia_plan.artifacts.cost import StepTime, acceptance_rows, expected_tokens
 from sequoia_plan.artifacts.uncertainty import ends, gradient, step_time_error
 from sequoia_plan.planner import baseline, check, frontier, solve
-from sequoia_plan.planner.solving import dynamic_programming, hull
+from sequoia_plan.planner.solving import certificate, dynamic_programming, hull, relaxation
+from sequoia_plan.planner.solving import fastest as choice
 from sequoia_plan.planner.solving.convolution import isotonic
+from sequoia_plan.planner.solving.fastest import fastest
 
 TREES = [tree for size in range(1, 8) for tree in all_trees(size)]
+TINY = Profile((0.5, 0.3, 0.1, 0.05), latency=Latency({n: 0.04 + 0.0005 * n for n in range(1, 8)}, {1: 0.002, 2: 0.012, 5: 0.02}, 0.001, 0))
+"""Draft passes of two nodes cost six times those of one."""
+
+
+@st.composite
+def latencies(draw):
+    """Curves that never decrease, for up to seven nodes, and any kind of verification."""
+    target, drafts = (np.cumsum(draw(st.lists(st.floats(0.0005, 0.02), min_size=7, max_size=7))).tolist() for _ in range(2))
+    sizes, widths = {1, *draw(st.lists(st.integers(2, 7)))}, {2, *draw(st.lists(st.integers(1, 6)))}
+    each = st.sampled_from([0.0, 0.0001, 0.002])
+    costs = Verification(0.001, draw(each), draw(each), draw(each), draw(st.sampled_from(["tree", "level"])))
+    curves = {n: 0.02 + target[n - 1] for n in sorted(sizes)}, {n: drafts[n - 1] for n in sorted(widths)}
+    return Latency(*curves, 0.001, 0, verification=draw(st.sampled_from([None, costs])))
+
+
+@st.composite
+def level_rows(draw, non_increasing):
+    """One to three rows of up to four ranks."""
+    rows = draw(st.lists(acceptance_vectors(longest=4, non_increasing=non_increasing), min_size=1, max_size=3))
+    ranks = max(map(len, rows))
+    return [row + [0.0] * (ranks - len(row)) for row in rows]
+
+
+def most_speed(rows, times, most):
+    """Of every tree of up to seven nodes within the limits."""
+    fits = [t for t in TREES if t.size <= most and t.depth <= len(rows) + 1 and t.branching <= rows.shape[1]]
+    return max(expected_tokens(t, rows) / times.step(t) for t in fits)
+
+
+@settings(max_examples=120, deadline=None)
+@given(level_rows(non_increasing=True), latencies(), st.integers(2, 7), st.integers(2, 6))
+def test_the_fastest_tree_is_found_and_proven(rows, latency, budget, depth):
+    """Any rows that do not increase, any curves: brute force over all trees finds none that is faster, and the plan says so."""
+    solution = solve(Profile(tuple(rows[0]), latency=latency), budget, depth)
+    times, table = StepTime(latency), acceptance_rows(rows[0], depth)
+    best = most_speed(table, times, min(budget, times.largest()))
+    assert solution.plan.expected_tokens / solution.plan.step_seconds == pytest.approx(best, rel=1e-12)
+    assert solution.plan.gap < 1e-9
+    table = acceptance_rows(rows, depth)
+    found = fastest(table, budget, times)
+    assert found.speed == pytest.approx(most_speed(table, times, min(budget, times.largest())), rel=1e-12)
+    assert found.gap < 1e-9
+
+
+@settings(max_examples=120, deadline=None)
+@given(level_rows(non_increasing=False), latencies(), st.integers(2, 7), st.integers(2, 6))
+def test_the_bound_on_speed_holds_where_rows_increase(rows, latency, budget, depth):
+    times, table = StepTime(latency), acceptance_rows(rows, depth)
+    most = min(budget, times.largest())
+    found = fastest(table, budget, times)
+    assert found.speed <= found.bound * (1 + 1e-12)
+    assert most_speed(table, times, most) <= found.bound * (1 + 1e-12)
+    for values in hull.frontier(table, most)[1:]:  # of each depth; the narrowest tree of one size and depth may differ
+        for size in range(1, len(values) + 1):
+            tree = TokenTree(hull.parents(table, size))
+            assert found.speed >= expected_tokens(tree, table) / times.step(tree) * (1 - 1e-12)
+    without_work = fastest(table, budget, times, most_work=-1)
+    assert most_speed(table, times, most) <= without_work.bound * (1 + 1e-12)
+
+
+def fastest_by_widths(rows, times, most, widest):
+    """Of every choice of widths up to `widest`: the most valuable nodes of each level have children, the rest are the best leaves."""
+    best = 1 / times.plain()
+
+    def deepen(values, offered, widths):
+        nonlocal best
+        level = len(widths)
+        children = np.sort((values[:, None] * rows[level - 1]).ravel())[::-1][:most]
+        taken = np.sort(np.concatenate([offered, children]))[::-1][: most - 1]
+        tokens, sizes = 1 + np.cumsum(taken), 2 + np.arange(taken.size)
+        drafts = times.drafts(np.array(LANGUAGE_MODEL.widths(widths))).sum()
+        best = max(best, (tokens / (times.targets(sizes) + drafts + times.latency.overhead)).max())
+        if level < len(rows):
+            for width in range(1, min(widest, children.size) + 1):
+                deepen(children[:width], np.concatenate([offered, children]), [*widths, width])
+
+    deepen(np.ones(1), np.empty(0), [1])
+    return best
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_fastest_tree_of_twenty_nodes(seed):
+    """An enumeration of all widths on five levels, without bounds."""
+    rng = np.random.default_rng(seed)
+    rows = -np.sort(-rng.dirichlet([2, 1, 0.5, 0.3, 0.5], 3)[:, :4], axis=1)
+    target = {n: 0.02 + rng.uniform(0.0001, 0.002) * n for n in (1, 3, 6, 8, 12, 16, 20)}
+    draft = {n: rng.uniform(0.0002, 0.002) + 0.0001 * n for n in (1, 2, 3, 4, 5, 7)}
+    times, table = StepTime(Latency(target, draft, 0.001, 0)), acceptance_rows(rows.tolist(), 5)
+    found = fastest(table, 20, times)
+    assert found.speed == pytest.approx(fastest_by_widths(table, times, 20, 7), rel=1e-12)
+    assert found.gap < 1e-9
+
+
+def test_a_wrong_price_of_draft_passes_is_noticed(monkeypatch):
+    """The control: with passes dearer than they are, the bound falls below a real tree; with one price for all widths, a slower tree is chosen."""
+    times, rows = StepTime(TINY.latency), acceptance_rows(TINY.acceptance, 5)
+    best, right = most_speed(rows, times, 7), choice.costs_of
+    assert fastest(rows, 7, times).speed == pytest.approx(best, rel=1e-12)
+    monkeypatch.setattr(choice, "costs_of", lambda *given: right(*given)._replace(draft=right(*given).draft * 50))
+    assert fastest(rows, 7, times).bound < best * 0.999
+    flat = np.r_[0.0, np.full(7, 0.002)]
+    monkeypatch.setattr(choice, "costs_of", lambda *given: right(*given)._replace(draft=flat))
+    assert fastest(rows, 7, times).speed < best * 0.999
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    acceptance_vectors(longest=3, non_increasing=True),
-    st.lists(st.floats(0.001, 0.02), min_size=7, max_size=7),
-    st.lists(st.floats(0.0005, 0.02), min_size=5, max_size=5),
-)
-def test_the_profile_search_equals_brute_force(acceptance, target, draft):
-    """Any non-increasing vector, any target and draft curve: the fastest of all trees of up to seven nodes."""
-    latency = Latency({n: 0.02 + sum(target[:n]) for n in range(1, 8)}, {n: sum(draft[:n]) for n in range(1, 6)}, 0.001, 0)
-    solution = solve(Profile(tuple(acceptance), latency=latency), 7, 5)
-    times = StepTime(latency)
-    fits = [t for t in TREES if t.depth <= 5 and t.branching <= len(acceptance)]
-    best = max(expected_tokens(t, acceptance) / times.step(t) for t in fits)
-    assert solution.expected_tokens / solution.step_seconds == pytest.approx(best, rel=1e-12)
-    assert solution.speedup_bound >= solution.predicted_speedup * (1 - 1e-12)
+@given(level_rows(non_increasing=False), latencies(), st.lists(st.floats(0, 0.3), min_size=6, max_size=6), st.floats(0, 0.2), st.floats(5, 80))
+def test_no_tree_gains_more_than_its_relaxation(rows, latency, prices, floor, rate):
+    """For whatever prices: F - rate x step of every tree of two to seven nodes is at most the bound."""
+    times, table = StepTime(latency), acceptance_rows(rows, 6)
+    most = times.largest()
+    if most < 2:
+        return
+    bound = relaxed(table, times, most, np.array(prices[: len(table)]) + np.eye(len(table))[0] * floor, floor, rate)
+    fits = [t for t in TREES if 2 <= t.size <= most and t.branching <= table.shape[1] and t.depth <= 6 and np.isfinite(times.step(t))]
+    assert max((expected_tokens(t, table) - rate * times.step(t) for t in fits), default=-np.inf) <= bound + 1e-12
+
+
+def relaxed(rows, times, most, price, floor, rate):
+    """The bound over all trees of 2 to `most` nodes."""
+    costs, levels = choice.costs_of(times, most), len(rows)
+    ranks = levels if costs.rounds_by_level else 1
+    high = np.full(levels, costs.draft_ends[-1])
+    high[0] = most
+    low = np.r_[2, np.zeros(levels - 1, int)]
+    box = relaxation.Box(low, high, np.ones(ranks, int), np.full(ranks, rows.shape[1]))
+    nodes = relaxation.offered(rows, floor)
+    use = relaxation.Use(np.zeros(levels, int), np.zeros(levels, int), np.ones(ranks, int), np.zeros(ranks), np.zeros(len(nodes.value), int))
+    exact = bool((np.diff(rows, axis=1) <= 0).all())
+    return relaxation.relax(nodes, costs, box, price, rate, exact, use)[0]
+
+
+def test_a_node_left_out_must_cost_what_it_may_be_worth():
+    """The control: nodes below the floor are left out, which only their price allows."""
+    times, rows = StepTime(TINY.latency), acceptance_rows(TINY.acceptance, 4)
+    free = np.zeros(3)
+    star = TokenTree.star(4)
+    assert relaxed(rows, times, 7, free, 0.0, 1.0) >= expected_tokens(star, rows) - times.step(star)
+    assert relaxed(rows, times, 7, free, 0.3, 1.0) < expected_tokens(star, rows) - times.step(star)
+
+
+@settings(max_examples=40, deadline=None)
+@given(level_rows(non_increasing=False), latencies(), st.integers(2, 7))
+def test_the_upper_bound_is_the_optimum_of_that_size(rows, latency, depth):
+    chosen = solve(Profile(tuple(rows[0]), latency=latency), 7, depth)
+    most = solve(rows[0], chosen.tree.size, depth if chosen.tree.size > 1 else 1)
+    assert chosen.plan.upper_bound == pytest.approx(most.plan.expected_tokens, rel=1e-12)
+    assert most.plan.upper_bound == most.plan.expected_tokens
+
+
+def test_the_fastest_tree_may_have_fewer_tokens_than_its_size_allows():
+    """Where width costs, expected tokens of the tree chosen are no bound for its size."""
+    chosen = solve(TINY, 7, 5)
+    assert chosen.plan.upper_bound > chosen.plan.expected_tokens * 1.001
+    assert chosen.plan.upper_bound == pytest.approx(solve(TINY, chosen.tree.size, 5, objective="tokens").plan.expected_tokens)
 
 
 def test_the_profile_search_beats_the_trees_of_most_tokens():
@@ -43,7 +183,7 @@ def test_the_profile_search_beats_the_trees_of_most_tokens():
     known = frontier(acceptance, 32, 10)
     of_table = max(values[n - 1] / times.step(known.tree(n, d)) for d, values in enumerate(known.values, 1) for n in range(1, len(values) + 1))
     solution = solve(Profile(acceptance, latency=latency), 32, 10)
-    assert solution.expected_tokens / solution.step_seconds > of_table * 1.001
+    assert solution.plan.expected_tokens / solution.plan.step_seconds > of_table * 1.001
 
 
 def test_the_papers_objective_by_name():
@@ -51,8 +191,8 @@ def test_the_papers_objective_by_name():
     paper, ours = (solve(profile, 64, 12, objective=name) for name in ("paper", "speed"))
     known = frontier(profile.acceptance, 64, 12)
     rates = [v / (StepTime(profile.latency).target(n) + d * 0.004) for d, values in enumerate(known.values, 1) for n, v in enumerate(values, 1)]
-    assert paper.expected_tokens / (StepTime(profile.latency).target(paper.tree.size) + paper.tree.depth * 0.004) == pytest.approx(max(rates))
-    assert ours.predicted_speedup >= paper.predicted_speedup
+    assert paper.plan.expected_tokens / (StepTime(profile.latency).target(paper.tree.size) + paper.tree.depth * 0.004) == pytest.approx(max(rates))
+    assert ours.plan.predicted_speedup >= paper.plan.predicted_speedup
 
 
 @settings(max_examples=60, deadline=None)
@@ -75,15 +215,39 @@ def test_certificate():
     parent, rank, value = proof.next_node
     larger = TokenTree.from_parents([*best.tree.parents.tolist(), parent])
     assert best.tree.child_count[parent] + 1 == rank
-    assert expected_tokens(larger, vector) == pytest.approx(best.expected_tokens + value)
-    assert expected_tokens(larger, vector) == pytest.approx(solve(vector, 11, 5).expected_tokens)
+    assert expected_tokens(larger, vector) == pytest.approx(best.plan.expected_tokens + value)
+    assert expected_tokens(larger, vector) == pytest.approx(solve(vector, 11, 5).plan.expected_tokens)
     worse = check(TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 1, 2, 2, 2]), vector, 5)
-    assert worse.upper_bound == pytest.approx(best.expected_tokens)
+    assert worse.upper_bound == pytest.approx(best.plan.expected_tokens)
     assert worse.gap > 0.01
+    assert (worse.argument, worse.exact) == ("most valuable nodes", True)
     with pytest.raises(SequoiaPlanError, match="depth 4, expected at most 3"):
         check(TokenTree.chain(4), vector, 3)
     with pytest.raises(SequoiaPlanError, match="branching 3, expected at most 2"):
         check(TokenTree.star(3), vector, branching=2)
+
+
+def test_the_certificate_where_rows_increase(monkeypatch):
+    rising = [0.05, 0.1, 0.7]
+    optima = dynamic_programming.frontier(acceptance_rows(rising, 4), 13)[-1]
+    for size, argument in ((13, "concave hull"), (12, "exact recursion")):
+        proof = check(solve(rising, size, 4).tree, rising, 4)
+        assert (proof.argument, proof.exact) == (argument, True)
+        assert proof.upper_bound == pytest.approx(optima[size - 1], rel=1e-12)
+    monkeypatch.setattr(certificate, "LARGEST_SOLVED", 11)
+    too_large = check(solve(rising, 12, 4).tree, rising, 4)
+    assert (too_large.argument, too_large.exact) == ("concave hull", False)
+    assert too_large.upper_bound > optima[11] * 1.001
+
+
+def test_the_tree_that_envelopes_suggest_is_taken_only_where_it_attains_their_bound():
+    measured = acceptance_rows([0.77, 0.1, 0.04, 0.02, 0.013, 0.008, 0.0064, 0.0065, 0.003, 0.0035], 9)
+    rising = acceptance_rows([0.3, 0.05, 0.5], 4)  # the control: what is suggested falls short of the optimum
+    for rows, size, taken in ((measured, 100, True), (rising, 6, False)):
+        tree, attained = hull._suggested(rows, size)
+        optimum = dynamic_programming.frontier(rows, size)[-1][-1]
+        assert attained == taken == (expected_tokens(TokenTree(tree), rows) > optimum * (1 - 1e-12))
+        assert expected_tokens(TokenTree(hull.parents(rows, size)), rows) == pytest.approx(optimum, rel=1e-12)
 
 
 @settings(max_examples=40, deadline=None)
@@ -92,7 +256,7 @@ def test_no_baseline_is_worth_more(acceptance, size, depth, name):
     tree = baseline(name, size, depth)
     assert tree.size <= size and tree.depth <= depth
     vector = acceptance + [0.0] * max(0, tree.branching - len(acceptance))
-    assert expected_tokens(tree, vector) <= solve(vector, tree.size, depth).expected_tokens * (1 + 1e-12)
+    assert expected_tokens(tree, vector) <= solve(vector, tree.size, depth).plan.expected_tokens * (1 + 1e-12)
 
 
 def test_baselines_have_their_shapes(tmp_path):
@@ -150,12 +314,12 @@ def test_levels_are_solved_for_unless_one_vector_is_asked_for():
     levels = (LevelCounts(600, (240.0, 90.0, 30.0)), LevelCounts(300, (180.0, 30.0, 6.0)))
     profile = Profile((0.466667, 0.133333, 0.04), 500, levels=levels)
     by_level, pooled = (solve(profile, 12, 6, objective="tokens", one_vector=one) for one in (False, True))
-    assert by_level.tree.plan["acceptance"] == [[0.4, 0.15, 0.05], [0.6, 0.1, 0.02]]
-    assert pooled.tree.plan["acceptance"] == [0.466667, 0.133333, 0.04]
-    assert by_level.expected_tokens == solve([[0.4, 0.15, 0.05], [0.6, 0.1, 0.02]], 12, 6).expected_tokens
+    assert by_level.plan.acceptance == ((0.4, 0.15, 0.05), (0.6, 0.1, 0.02))
+    assert pooled.plan.acceptance == (0.466667, 0.133333, 0.04)
+    assert by_level.plan.expected_tokens == solve([[0.4, 0.15, 0.05], [0.6, 0.1, 0.02]], 12, 6).plan.expected_tokens
     for found in (by_level, pooled):
-        low, high = found.interval["expected_tokens"]
-        assert low < found.expected_tokens < high
+        low, high = found.plan.interval.expected_tokens
+        assert low < found.plan.expected_tokens < high
 
 
 def test_the_interval_covers_the_truth():
@@ -165,12 +329,12 @@ def test_the_interval_covers_the_truth():
 
 def test_interval_of_a_profile():
     latency = Latency({1: 0.04, 8: 0.05, 32: 0.09}, {1: 0.004, 32: 0.01}, 0.001, 128)
-    few, many = (solve(Profile((0.5, 0.2, 0.05), trials, latency), 32, 8).interval for trials in (100, 10_000))
+    few, many = (solve(Profile((0.5, 0.2, 0.05), trials, latency), 32, 8).plan.interval for trials in (100, 10_000))
     for ends_of in (few, many):
-        assert ends_of["expected_tokens"][0] < ends_of["expected_tokens"][1]
-        assert all(0 <= lost < 0.2 for lost in ends_of["lost"])
-    assert np.ptp(many["predicted_speedup"]) < np.ptp(few["predicted_speedup"]) / 5
-    assert solve(Profile((0.5, 0.2), 0, latency), 8, 4).interval is None
+        assert ends_of.expected_tokens[0] < ends_of.expected_tokens[1]
+        assert all(0 <= lost < 0.2 for lost in ends_of.lost)
+    assert np.ptp(many.predicted_speedup) < np.ptp(few.predicted_speedup) / 5
+    assert solve(Profile((0.5, 0.2), 0, latency), 8, 4).plan.interval is None
 
 
 def test_the_error_of_step_times_is_their_spread():
@@ -190,7 +354,7 @@ def test_the_error_of_step_times_is_their_spread():
     assert np.mean(errors) == pytest.approx(np.std(ratios), rel=0.1)
     assert step_time_error(tree, Latency(**truth, overhead=0.0, context=0)) == 0
     sure, unsure = (Latency(**truth, overhead=0.0, context=0, samples={7: 5}, quartiles={"target": {7: (0.05 - d, 0.05 + d)}}) for d in (0.0, 0.01))
-    wide, narrow = (solve(Profile((0.5, 0.3), 10_000, latency), 7, 4).interval["predicted_speedup"] for latency in (unsure, sure))
+    wide, narrow = (solve(Profile((0.5, 0.3), 10_000, latency), 7, 4).plan.interval.predicted_speedup for latency in (unsure, sure))
     assert np.ptp(wide) > 2 * np.ptp(narrow)
 
 
@@ -211,6 +375,6 @@ def test_a_million_nodes():
 
 
 def test_an_interval_beyond_what_can_be_solved_again():
-    found = solve(Profile((0.7, 0.15, 0.05, 0.02), 500), 70_000, 64).interval
-    assert found["lost"] is None
-    assert found["expected_tokens"][0] < found["expected_tokens"][1]
+    found = solve(Profile((0.7, 0.15, 0.05, 0.02), 500), 70_000, 64).plan.interval
+    assert found.lost is None
+    assert found.expected_tokens[0] < found.expected_tokens[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 
 import numpy as np
@@ -87,7 +88,7 @@ def test_best_first_is_wrong_on_a_rising_vector_and_solve_knows():
     greedy = last(best_first, acceptance_rows(rising, 4), 4)
     assert greedy == pytest.approx(1.44)
     solution = solve(rising, 4, 4)
-    assert (solution.solver, solution.expected_tokens) == ("hull", pytest.approx(1.85))
+    assert (solution.plan.solver, solution.plan.expected_tokens) == ("hull", pytest.approx(1.85))
     with pytest.raises(ArgumentError, match="best-first is exact only where"):
         solve(rising, 4, 4, solver="best-first")
 
@@ -134,7 +135,7 @@ def test_zeros(acceptance):
     for solver in ("dp", "hull", "best-first") if acceptance[-1] == 0 else ("dp", "hull"):
         size = 1 + len(acceptance)
         solution = solve(acceptance, size, 4, solver=solver)
-        assert solution.expected_tokens == exhaustive(acceptance, size, 4)
+        assert solution.plan.expected_tokens == exhaustive(acceptance, size, 4)
 
 
 STEEP = Latency({1: 0.04, 4: 0.045, 8: 0.05, 32: 0.09, 64: 0.2}, {1: 0.004, 2: 0.0042, 16: 0.008, 64: 0.02}, 0.001, 128)
@@ -146,7 +147,7 @@ def test_speed_beats_every_optimal_tree_of_every_size_and_depth(acceptance, per_
     latency = Latency({n: 0.04 + per_node * (n - 1) for n in (1, 3, 7)}, {1: per_draft, 7: 2 * per_draft}, 0.001, 0)
     solution = solve(Profile(tuple(acceptance), latency=latency), 7, 4)
     times = StepTime(latency)
-    speed = solution.expected_tokens / times.step(solution.tree)
+    speed = solution.plan.expected_tokens / times.step(solution.tree)
     for depth in range(2, 5):
         rows = acceptance_rows(acceptance, depth)
         for size, value in enumerate(dynamic_programming.frontier(rows, 7)[-1], 1):
@@ -165,8 +166,7 @@ def test_speed_can_say_no_speculation_and_chain():
 def test_speed_prediction_is_tokens_over_time():
     solution = solve(Profile(tuple(LLAMA3), latency=STEEP), 64, 10)
     times = StepTime(STEEP)
-    assert solution.predicted_speedup == pytest.approx(solution.expected_tokens * (0.04 + 0.001) / times.step(solution.tree))
-    assert solution.tree.plan["predicted_speedup"] == solution.predicted_speedup
+    assert solution.plan.predicted_speedup == pytest.approx(solution.plan.expected_tokens * (0.04 + 0.001) / times.step(solution.tree))
     assert 1 < solution.tree.size <= 64
 
 
@@ -188,14 +188,15 @@ def test_speed_never_leaves_what_was_measured():
 def test_tokens_objective_takes_exactly_the_budget_even_where_no_latency_is_known():
     solution = solve(Profile((0.5, 0.3), latency=Latency({1: 0.04}, {2: 0.01}, 0.0, 0)), 12, 5, objective="tokens")
     assert solution.tree.size == 12
-    assert solution.predicted_speedup is None
+    assert solution.plan.predicted_speedup is None
 
 
 def test_the_plan_is_json_and_complete():
     plan = solve(Profile((0.5, 0.3), 100, STEEP, {"temperature": 0.6}, {"target": {"name": "t"}}), 16, 5).tree.plan
-    assert plan["trials"] == 100
-    assert plan["settings"] == {"temperature": 0.6}
-    assert {"acceptance", "budget", "depth", "objective", "solver", "expected_tokens", "step_seconds", "predicted_speedup"} <= plan.keys()
+    facts = json.loads(json.dumps(plan.facts()))
+    assert facts["trials"] == 100
+    assert facts["settings"] == {"temperature": 0.6}
+    assert {"acceptance", "budget", "depth", "objective", "solver", "expected_tokens", "step_seconds", "predicted_speedup"} <= facts.keys()
 
 
 @pytest.mark.parametrize(

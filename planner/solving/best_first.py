@@ -27,18 +27,26 @@ def frontier(rows: Floats, size: int) -> list[Floats]:
         if len(found) > 1 and deepest < levels - 1:
             found.append(found[-1])  # the level added last was not used: no deeper one will be
             continue
-        _, value, deepest = _grow(np.ascontiguousarray(rows[:levels]), size)
+        _, value, level = grow_freely(rows[:levels], size)
         found.append(np.cumsum(value))
+        deepest = level.max()
     return found
 
 
 def parents(rows: Floats, size: int) -> Ints:
     """The best tree of exactly `size` nodes, breadth-first."""
-    return np.asarray(_breadth_first(_grow(np.ascontiguousarray(rows), size)[0]))
+    return np.asarray(breadth_first(grow_freely(rows, size)[0]))
+
+
+def grow_freely(rows: Floats, size: int) -> tuple[Ints, Floats, Ints]:
+    """`grow` without limits."""
+    levels, branching = rows.shape
+    return grow(np.ascontiguousarray(rows), size, np.full(levels, size), np.full(levels, branching))
 
 
 @numba.njit(cache=True)
-def _push(heap, count, value, parent, level, rank):  # type: ignore[no-untyped-def]
+def _push(heap, count, value, parent, rank):  # type: ignore[no-untyped-def]
+    """Add an entry to a heap of `count` entries."""
     at = count
     while at > 0:
         above = (at - 1) >> 1
@@ -46,7 +54,7 @@ def _push(heap, count, value, parent, level, rank):  # type: ignore[no-untyped-d
             break
         heap[at] = heap[above]
         at = above
-    heap[at, 0], heap[at, 1], heap[at, 2], heap[at, 3] = value, parent, level, rank
+    heap[at, 0], heap[at, 1], heap[at, 2] = value, parent, rank
 
 
 @numba.njit(cache=True)
@@ -66,39 +74,42 @@ def _pop(heap, count):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def _grow(rows, size):  # type: ignore[no-untyped-def]
-    """Parents and values of the first `size` nodes by value, and the deepest level used; rows[l] holds p of the children of level l."""
-    levels, branching = rows.shape
-    heap = np.empty((size + 2, 4))  # value, parent, level of the parent, rank (0-based): each pop pushes at most two
-    parent = np.empty(size, np.int64)
-    value = np.empty(size)
+def grow(rows, size, widths, ranks):  # type: ignore[no-untyped-def]
+    """Parents, values and levels of the first `size` nodes by value, of those that the limits allow, or of all if there are fewer.
+
+    Level l may have widths[l] nodes with children, at most ranks[l] each; rows[l] holds p of those children. With non-increasing rows the
+    first n are the best tree of n nodes within these limits: the most valuable nodes of a level have the most valuable children.
+    """
+    heap = np.empty((size + 2, 3))  # value, parent, rank (0-based): each pop pushes at most two
+    parent, value, level = np.empty(size, np.int64), np.empty(size), np.zeros(size, np.int64)
+    wide = np.zeros(len(widths), np.int64)
     parent[0], value[0] = -1, 1.0
-    count = deepest = 0
-    taken = 1
-    if levels > 0:
-        _push(heap, count, rows[0, 0], 0.0, 0.0, 0.0)
+    count, taken = 0, 1
+    if len(widths) > 0 and widths[0] > 0:
+        _push(heap, 0, rows[0, 0], 0.0, 0.0)
         count = 1
     for node in range(1, size):
         if count == 0:
             break
-        worth, above = heap[0, 0], int(heap[0, 1])
-        level, rank = int(heap[0, 2]), int(heap[0, 3])
+        value[node] = heap[0, 0]
+        above, rank = int(heap[0, 1]), int(heap[0, 2])
         _pop(heap, count)
         count -= 1
-        parent[node], value[node] = above, worth
+        here = level[above]
+        parent[node], level[node] = above, here + 1
         taken += 1
-        deepest = max(deepest, level + 1)
-        if rank + 1 < branching:
-            _push(heap, count, value[above] * rows[level, rank + 1], above, level, rank + 1)
+        if rank + 1 < ranks[here]:
+            _push(heap, count, value[above] * rows[here, rank + 1], above, rank + 1)
             count += 1
-        if level + 1 < levels:
-            _push(heap, count, worth * rows[level + 1, 0], node, level + 1, 0)
+        if here + 1 < len(widths) and wide[here + 1] < widths[here + 1]:
+            wide[here + 1] += 1
+            _push(heap, count, value[node] * rows[here + 1, 0], node, 0.0)
             count += 1
-    return parent[:taken], value[:taken], deepest
+    return parent[:taken], value[:taken], level[:taken]
 
 
 @numba.njit(cache=True)
-def _breadth_first(parent):  # type: ignore[no-untyped-def]
+def breadth_first(parent):  # type: ignore[no-untyped-def]
     """The same tree, numbered breadth-first; siblings keep their order."""
     size = len(parent)
     first = np.zeros(size + 1, np.int64)  # where the children of a node begin

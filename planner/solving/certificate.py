@@ -1,7 +1,8 @@
-"""Why a tree is the best: an upper bound that does not come from the solver, and a check from the tree alone."""
+"""Why a tree is the best: its expected tokens from the tree alone, and the most that any tree of its size can have."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,10 @@ from sequoia_plan.artifacts.cost import Acceptance, Floats, acceptance_rows, nod
 from sequoia_plan.artifacts.plan import check_rows
 from sequoia_plan.planner.solving import best_first
 
+ATTAINED = 1 - 1e-12
+LARGEST_SOLVED = 16_384
+"""Nodes: up to this size `check` solves for the optimum where no shorter argument gives it (seconds at most)."""
+
 
 @dataclass(frozen=True)
 class Certificate:
@@ -18,15 +23,20 @@ class Certificate:
 
     Args:
         expected_tokens: F, recomputed from the tree alone.
-        upper_bound: no tree of this size within these limits is worth more.
-        argument: "best node left out" (it is worth no more than the least node taken, so no exchange gains), or "concave hull"
-            (the recursion of the optimum, relaxed to concave envelopes).
+        upper_bound: no tree of this size within these limits has more expected tokens. It is the optimum, unless `exact` is false.
+        argument: what proves the bound.
+            "best node left out": no row of p increases and no node left out has a higher value than one taken, so no exchange gains.
+            "most valuable nodes": no row increases, and the bound is the sum of the highest values that so many nodes can have.
+            "concave hull": the recursion of the optimum with concave envelopes in place of its values, which can only raise them.
+            "exact recursion": the recursion itself.
+        exact: is the bound attained by some tree; false only for "concave hull" where this tree does not attain it.
         next_node: the most valuable single node that could be added: (parent, rank, value); None if the limits leave no room.
     """
 
     expected_tokens: float
     upper_bound: float
     argument: str
+    exact: bool
     next_node: tuple[int, int, float] | None
 
     @property
@@ -35,12 +45,14 @@ class Certificate:
         return max(0.0, 1 - self.expected_tokens / self.upper_bound)
 
 
-def check(tree: TokenTree, acceptance: Acceptance, depth: int | None = None, branching: int | None = None) -> Certificate:
-    """Recompute what a tree is worth and bound what any could be.
+def check(tree: TokenTree, acceptance: Acceptance, depth: int | None = None, branching: int | None = None, optimum: float | None = None) -> Certificate:
+    """Compute a tree's expected tokens, and the most that a tree of its size can have.
 
     Args:
         acceptance: p[1..B], or one such row per level.
         depth, branching: the limits it was solved for; the tree's own depth, and the vector's length, if None.
+        optimum: what an exact solver found for this size and these limits, if it was asked already; None solves again if need be,
+            up to LARGEST_SOLVED nodes.
 
     Raises:
         SequoiaPlanError: if the tree is no tree, or breaks the limits.
@@ -54,15 +66,25 @@ def check(tree: TokenTree, acceptance: Acceptance, depth: int | None = None, bra
         if found > limit:
             raise SequoiaPlanError(f"token tree: {name} {found}, expected at most {limit}")
     if len(rows) == 0:
-        return Certificate(1.0, 1.0, "best node left out", None)
+        return Certificate(1.0, 1.0, "best node left out", True, None)
     values = node_values(tree, rows)
-    tokens = float(values.sum())
+    tokens = math.fsum(values)
     following = best_addition(tree, rows)
-    if best_first.is_non_increasing(rows) and (following is None or following[2] <= values.min() * (1 + 1e-12)):
-        return Certificate(tokens, tokens, "best node left out", following)
+    if best_first.is_non_increasing(rows):
+        if following is None or following[2] <= values.min() * (1 + 1e-12):
+            return Certificate(tokens, tokens, "best node left out", True, following)
+        most = math.fsum(best_first.grow_freely(rows, tree.size)[1])
+        return Certificate(tokens, max(tokens, most), "most valuable nodes", True, following)
     from sequoia_plan.planner.solving import hull
 
-    return Certificate(tokens, max(tokens, float(hull.upper_bounds(rows, tree.size)[-1])), "concave hull", following)
+    relaxed = max(tokens, float(hull.upper_bounds(rows, tree.size)[-1]))
+    if tokens >= relaxed * ATTAINED:
+        return Certificate(tokens, tokens, "concave hull", True, following)
+    if optimum is None and tree.size <= LARGEST_SOLVED:
+        optimum = hull.most_tokens(rows, tree.size)
+    if optimum is None:
+        return Certificate(tokens, relaxed, "concave hull", False, following)
+    return Certificate(tokens, max(tokens, optimum), "exact recursion", True, following)
 
 
 def best_addition(tree: TokenTree, rows: Floats) -> tuple[int, int, float] | None:

@@ -42,7 +42,31 @@ def frontier(rows: Floats, size: int) -> list[Floats]:
 
 
 def parents(rows: Floats, size: int) -> Ints:
-    """The best tree of exactly `size` nodes, breadth-first. Splits are found again level by level: no [levels, ranks, size] table."""
+    """The best tree of exactly `size` nodes, breadth-first.
+
+    First comes the tree that the concave envelopes suggest. Where its value attains their bound, as is usual with measured vectors, it is the best.
+    """
+    suggested, attained = _suggested(rows, size)
+    return suggested if attained else _solved(rows, size)
+
+
+def _suggested(rows: Floats, size: int) -> tuple[Ints, bool]:
+    """A tree that splits sizes as the recursion on envelopes does, and whether its value is that recursion's, so that none is better."""
+    above = _relaxed_chain(rows, size)
+    found, sizes, values, start = [np.array([-1], np.int32)], np.array([size], np.int32), np.ones(1), 0
+    tokens = 1.0
+    for level in range(len(rows)):
+        if sizes.max() == 1:
+            break
+        parents, sizes_below, values = _split_relaxed(rows[level], above[level + 1], sizes, values, start)
+        found.append(parents)
+        tokens += values.sum()
+        start, sizes = start + len(sizes), sizes_below
+    return np.concatenate(found), tokens >= above[0][size - 1] * (1 - 1e-12)
+
+
+def _solved(rows: Floats, size: int) -> Ints:
+    """By the recursion itself. Splits are found again level by level: no [levels, ranks, size] table."""
     below = [LEAF if len(rows) == 0 else np.empty(0), *_chain(rows[1:], size)]
     found, sizes, start = [np.array([-1], np.int32)], np.array([size], np.int32), 0
     for level in range(len(rows)):
@@ -57,12 +81,23 @@ def parents(rows: Floats, size: int) -> Ints:
     return np.concatenate(found)
 
 
+def most_tokens(rows: Floats, size: int) -> float:
+    """Expected tokens of the best tree of exactly `size` nodes, which must exist."""
+    return float(_chain(rows, size)[0][size - 1])
+
+
 def upper_bounds(rows: Floats, size: int) -> Floats:
-    """No tree of 1, 2, ... nodes is worth more: the same recursion on envelopes alone, where a convolution is a merge of slopes."""
-    best = LEAF
+    """No tree of 1, 2, ... nodes has more expected tokens: the same recursion on envelopes alone, where a convolution is a merge of slopes."""
+    return _relaxed_chain(rows, size)[0]
+
+
+def _relaxed_chain(rows: Floats, size: int) -> list[Floats]:
+    """The bounds of subtrees that start on level 0, 1, ... len(rows)."""
+    best = [LEAF]
     for level in range(len(rows) - 1, -1, -1):
-        best = _relaxed_level(rows[level], best, size)
-    return best
+        settled = len(best) > 2 and np.array_equal(best[-1], best[-2]) and np.array_equal(rows[level], rows[level + 1])
+        best.append(best[-1] if settled else _relaxed_level(rows[level], best[-1], size))
+    return best[::-1]
 
 
 def _chain(rows: Floats, size: int) -> list[Floats]:
@@ -142,27 +177,70 @@ def _split(row, below, best, table, sizes, start):  # type: ignore[no-untyped-de
 
 
 @numba.njit(cache=True)
+def _merge(a, below, p, merged, shares):  # type: ignore[no-untyped-def]
+    """merged[k] = max over i + j = k of a[i] + p * below[j] for concave a and below; shares[k] is the j."""
+    i = j = 0
+    for k in range(len(merged)):
+        if k > 0:
+            if j + 1 == len(below) or (i + 1 < len(a) and a[i + 1] - a[i] >= p * (below[j + 1] - below[j])):
+                i += 1
+            else:
+                j += 1
+        merged[k], shares[k] = a[i] + p * below[j], j
+
+
+@numba.njit(cache=True)
+def _merge_ranks(row, below, size):  # type: ignore[no-untyped-def]
+    """By exact number of children b: [b, k] is the most that b + 1 + k nodes can have, and the last child's share of k; and how many k there are."""
+    ranks = min(len(row), size - 1)
+    table, shares = np.empty((ranks + 1, size)), np.zeros((ranks + 1, size), np.int32)
+    known = np.ones(ranks + 1, np.int64)
+    table[0, 0] = 1.0
+    for b in range(1, ranks + 1):
+        known[b] = min(size - b, known[b - 1] + len(below) - 1)
+        _merge(table[b - 1][: known[b - 1]], below, row[b - 1], table[b][: known[b]], shares[b][: known[b]])
+    return table, shares, known
+
+
+@numba.njit(cache=True)
 def _relaxed_level(row, below, size):  # type: ignore[no-untyped-def]
-    """As _level, for concave `below`: the union of the first b children's slopes, largest first."""
+    """The envelope of the most that 1, 2, ... nodes can have, for concave `below`."""
+    table, _, known = _merge_ranks(row, below, size)
     reach = 1
-    for _ in range(len(row)):
-        reach = min(size, reach + len(below))
+    for b in range(len(known)):
+        reach = max(reach, b + known[b])
     best = np.zeros(reach)
     best[0] = 1.0
-    a = np.ones(1)
-    for rank in range(1, min(len(row), size - 1) + 1):
-        p = row[rank - 1]
-        merged = np.empty(min(size - rank, len(a) + len(below) - 1))
-        i = j = 0
-        for k in range(len(merged)):
-            if k > 0:
-                if j + 1 == len(below) or (i + 1 < len(a) and a[i + 1] - a[i] >= p * (below[j + 1] - below[j])):
-                    i += 1
-                else:
-                    j += 1
-            merged[k] = a[i] + p * below[j]
-            best[rank + k] = max(best[rank + k], merged[k])
-        a = merged
+    for b in range(1, len(known)):
+        for k in range(known[b]):
+            best[b + k] = max(best[b + k], table[b, k])
     found = np.empty(reach)
     envelope(best, found)
     return found
+
+
+@numba.njit(cache=True)
+def _split_relaxed(row, below, sizes, values, start):  # type: ignore[no-untyped-def]
+    """Parents, sizes and values of the subtrees below those of `sizes` and `values`, in order; nodes are numbered from `start`."""
+    largest = sizes.max()
+    table, shares, known = _merge_ranks(row, below, largest)
+    children = np.zeros(largest + 1, np.int64)  # of a subtree of n nodes
+    total = 0
+    for n in sizes:
+        if children[n] == 0 and n > 1:
+            most = -1.0
+            for b in range(1, min(len(row), n - 1) + 1):
+                if n - 1 - b < known[b] and table[b, n - 1 - b] > most:
+                    most, children[n] = table[b, n - 1 - b], b
+        total += children[n]
+    parents, next_sizes, next_values = np.empty(total, np.int32), np.empty(total, np.int32), np.empty(total)
+    at = 0
+    for node in range(len(sizes)):
+        k = sizes[node] - 1 - children[sizes[node]]
+        for b in range(children[sizes[node]], 0, -1):
+            parents[at + b - 1] = start + node
+            next_sizes[at + b - 1] = 1 + shares[b, k]
+            next_values[at + b - 1] = values[node] * row[b - 1]
+            k -= shares[b, k]
+        at += children[sizes[node]]
+    return parents, next_sizes, next_values

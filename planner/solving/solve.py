@@ -18,8 +18,8 @@ from sequoia_plan.artifacts.uncertainty import Z95, ends, step_time_error
 from sequoia_plan.planner.solving.baselines import baseline as baseline_tree
 from sequoia_plan.planner.solving.certificate import check
 from sequoia_plan.planner.solving.convolution import isotonic
+from sequoia_plan.planner.solving.fastest import MOST_WORK, fastest, fastest_by_the_paper
 from sequoia_plan.planner.solving.frontier import LARGEST_BUDGET, SOLVERS, Frontier, best_tree, check_input, pick
-from sequoia_plan.planner.solving.width_search import fastest, fastest_by_the_paper
 
 OBJECTIVES = ("speed", "tokens", "paper")
 
@@ -63,7 +63,8 @@ def solve(
         objective: "tokens" maximises F(T) (Sequoia, arXiv 2402.12374, section 3.1); "speed" maximises F(T) over the predicted step
             time, each draft pass at its own width; "paper" maximises F / (t(n) + d c) (section 3.3). None: "speed" if latencies
             are known, else "tokens".
-        solver: "best-first", "hull" or "dp"; None picks best-first where it is exact, else hull.
+        solver: of the objectives tokens and paper: "best-first", "hull" or "dp"; None picks best-first where it is exact, else hull.
+            For speed it is always "branch and bound".
         smooth: replace the vector by the closest one that never increases with rank. A modelling choice.
         baseline: do not solve; take this tree (see baselines.py) and say what it is worth.
         one_vector: take a profile's one vector for all levels, as the paper does, even if it has counts by level.
@@ -93,18 +94,19 @@ def solve(
     else:
         name = pick(solver, rows, budget if objective == "tokens" or not times else min(budget, times.largest()))
         tree, bound = _choose(rows, budget, objective, name, times)
+        name = "branch and bound" if bound is not None else name
 
     tokens = expected_tokens(tree, acceptance)
     step = times.step(tree) if times else None
     known = times is not None and step is not None and bool(np.isfinite(step))
-    upper = None if baseline else tokens if name == "best-first" else check(tree, acceptance, depth, branching).upper_bound
+    upper = None if baseline else check(tree, acceptance, depth, branching, tokens if objective == "tokens" else None).upper_bound
     speedup = tokens * times.plain() / step if known and times and step else None
     interval = None
     if measured and measured.trials and not smooth and not baseline and tree.size > 1:
 
         def lost(vectors: Floats) -> float:
             there = acceptance_rows(vectors, depth, rows.shape[1])  # may rise where `acceptance` does not: the solver is picked anew
-            best = _choose(there, budget, objective, pick(None, there, tree.size), times)[0]
+            best = _choose(there, budget, objective, pick(None, there, tree.size), times, MOST_WORK // 10)[0]
             slower = times.step(tree) / times.step(best) if times and objective != "tokens" else 1.0
             return max(0.0, 1 - expected_tokens(tree, vectors) / expected_tokens(best, vectors) / slower)
 
@@ -127,16 +129,15 @@ def solve(
     return Solution(TokenTree(tree.parents, plan), time.perf_counter() - started)
 
 
-def _choose(rows: Floats, budget: int, objective: str, name: str, times: StepTime | None) -> tuple[TokenTree, float | None]:
+def _choose(rows: Floats, budget: int, objective: str, name: str, times: StepTime | None, most_work: int = MOST_WORK) -> tuple[TokenTree, float | None]:
     """The best tree, and for the objective speed a bound on the speed-up of any."""
     if objective == "tokens" or times is None:
         return best_tree(rows, budget, name), None
-    values = SOLVERS[name].frontier(rows, min(budget, times.largest()))
-    known = Frontier(tuple(values), rows, name)
     if objective == "paper":
-        return fastest_by_the_paper(known, times), None
-    tree, bound = fastest(known, times)
-    return tree, bound * times.plain()
+        values = SOLVERS[name].frontier(rows, min(budget, times.largest()))
+        return fastest_by_the_paper(Frontier(tuple(values), rows, name), times), None
+    found = fastest(rows, budget, times, most_work)
+    return found.tree, found.bound * times.plain()
 
 
 def _by_level(profile: Profile) -> list[list[float]]:

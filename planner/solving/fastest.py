@@ -1,0 +1,120 @@
+"""The tree for this hardware: the most expected tokens per second of a step, every draft pass at its own width."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.artifacts.cost import Floats, StepTime, expected_tokens
+from sequoia_plan.planner.solving import best_first, hull
+from sequoia_plan.planner.solving.branch_and_bound import search
+from sequoia_plan.planner.solving.convolution import isotonic
+from sequoia_plan.planner.solving.frontier import LARGEST_BUDGET, Frontier
+from sequoia_plan.planner.solving.relaxation import Costs, Ints, offered
+
+OPTIMAL = 1e-9
+"""A tree is called optimal if no other one can be faster by more than this, relative."""
+MOST_WORK = 250_000_000
+"""Nodes, and steps of the cost curves, that the search may look at: a second or two."""
+OFFERED_PER_NODE = 4
+"""The search looks at this many nodes for each that the largest tree may have; its bound covers all others by the largest of their values."""
+MOST_REBUILT = 20_000
+"""Nodes of trees of most tokens that may be rebuilt, where rows increase."""
+
+
+@dataclass(frozen=True)
+class Fastest:
+    """The fastest tree found.
+
+    Args:
+        tree: the token tree.
+        speed: its predicted tokens a second.
+        bound: tokens a second that no tree within the limits exceeds.
+    """
+
+    tree: TokenTree
+    speed: float
+    bound: float
+
+    @property
+    def gap(self) -> float:
+        """How much faster another tree could be at most, as a share of the bound."""
+        return max(0.0, 1 - self.speed / self.bound)
+
+
+def fastest(rows: Floats, budget: int, times: StepTime, most_work: int = MOST_WORK) -> Fastest:
+    """The fastest tree of at most `budget` nodes and len(rows) + 1 levels, with as many children a node as the rows have ranks, at most.
+
+    Where no row increases, the search ends with a proof unless it reaches its limit of work. Where rows increase, best-first growth goes by the
+    closest rows that do not, while values and bounds are those of the rows themselves; the search may then end without a proof, and the trees
+    of most tokens (the exact optimum of each size and depth) are tried as well.
+
+    Args:
+        rows: float64 [levels, branching], p[level, rank].
+    """
+    most = min(budget, times.largest())
+    rows = np.ascontiguousarray(rows[: max(0, min(most, times.drafting.deepest or most) - 1)])  # n nodes have at most n levels
+    plain = Fastest(TokenTree.chain(1), 1 / times.plain(), 1 / times.plain())
+    if len(rows) == 0 or not np.isfinite(times.draft(times.drafting.first)):
+        return plain
+    room, exact = OFFERED_PER_NODE * most + 256, best_first.is_non_increasing(rows)
+    value = best_first.grow_freely(-np.sort(-rows, axis=1), room)[1]
+    floor = float(value[-1]) if value.size == room else 0.0
+    order = rows if exact else isotonic(rows)
+    parents, _, bound = search(offered(rows, floor), order, rows, costs_of(times, most), floor, exact, plain.speed, most_work)
+    best = plain if parents.size == 0 else _timed(TokenTree(best_first.breadth_first(parents)), rows, times)
+    if not exact and best.speed < bound * (1 - OPTIMAL) and most <= LARGEST_BUDGET["hull"]:
+        best, bound = _with_most_tokens(best, bound, rows, most, times)
+    return Fastest(best.tree, best.speed, max(bound, best.speed))
+
+
+def _timed(tree: TokenTree, rows: Floats, times: StepTime) -> Fastest:
+    speed = expected_tokens(tree, rows) / times.step(tree)
+    return Fastest(tree, speed, speed)
+
+
+def _with_most_tokens(best: Fastest, bound: float, rows: Floats, most: int, times: StepTime) -> tuple[Fastest, float]:
+    """Try the trees of most tokens of every size and depth, those that may be fastest first; a bound by them: most tokens / least time."""
+    values = hull.frontier(rows, most)
+    bounds = [tokens / times.steps_at_least(np.arange(1, len(tokens) + 1), depth) for depth, tokens in enumerate(values, 1)]
+    where = [(depth, size) for depth, row in enumerate(bounds) for size in range(1, len(row) + 1)]
+    flat, left = np.concatenate(bounds), MOST_REBUILT
+    for index in np.argsort(-flat, kind="stable"):
+        depth, size = where[index]
+        left -= size
+        if flat[index] <= best.speed or left < 0:
+            break
+        found = _timed(TokenTree(hull.parents(rows[:depth], size)), rows, times)
+        best = max(best, found, key=lambda each: each.speed)
+    return best, min(bound, float(flat.max()))
+
+
+def costs_of(times: StepTime, most: int) -> Costs:
+    """The tables that the search reads, for trees of at most `most` nodes."""
+    numbers = np.arange(most + 1)
+    target, draft = times.targets(numbers), times.drafts(numbers) if times.drafting.by_level else np.zeros(most + 1)
+    draft[0] = 0.0
+    widest = int(np.flatnonzero(np.isfinite(draft))[-1])
+    target_ends, draft_ends = _ends(target), _ends(draft[: widest + 1])
+    constant = times.draft(times.drafting.first) + times.latency.overhead
+    by_round, by_level = 0.0, False
+    if (known := times.latency.verification) is not None:
+        by_round, by_level = known.by_round, known.by_round > 0 and known.rounds == "level"
+        target = target + known.by_child * (numbers - 1)
+        draft[1:] += known.by_parent * numbers[1:] + (by_round if by_level else 0.0)
+        constant += known.base + known.by_parent + by_round
+    return Costs(target, target_ends, draft, draft_ends, by_round, by_level, constant)
+
+
+def _ends(cost: Floats) -> Ints:
+    """The numbers from 1 on after which the cost rises, and the last one."""
+    return np.append(np.flatnonzero(np.diff(cost[1:]) > 0) + 1, len(cost) - 1)
+
+
+def fastest_by_the_paper(frontier: Frontier, times: StepTime) -> TokenTree:
+    """max over (n, d) of F(n, d) / (t(n) + d c), c one draft pass of one token (Sequoia, arXiv 2402.12374, section 3.3)."""
+    rates = [values / (times.targets(np.arange(1, len(values) + 1)) + d * times.draft(1)) for d, values in enumerate(frontier.values, 1)]
+    depth = max(range(len(rates)), key=lambda d: rates[d].max())
+    return frontier.tree(int(np.argmax(rates[depth])) + 1, depth + 1)

@@ -1,0 +1,260 @@
+"""An upper bound on what the trees of a box gain: expected tokens less what their steps cost at a given speed.
+
+A tree uses resources: resource 0 is its nodes; resource l = 1, 2, ... is its nodes on level l that have children, which set the width of
+that level's draft pass. Each resource has a cost in seconds that never decreases. A box limits each to an interval. For prices x >= 0, in
+tokens for a unit of each resource, every tree T in the box satisfies
+
+    F(T) - rate * step(T) =   sum over nodes of (value - x[0]) - sum over nodes with children of x[level]
+                            + sum over r of (x[r] * used[r] - rate * cost[r][used[r]]) - rate * constant
+
+A recursion from the leaves up finds the tree that maximises the first line, whatever p is; each term of the second line is maximised over
+its interval. The sum of these maxima is the bound (Lagrangian relaxation). Subgradient steps look for prices that make it small.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+PATIENCE = 10
+"""Steps without a smaller bound, after which subgradient steps become half as long."""
+
+
+class Costs(NamedTuple):
+    """Seconds of a step, in tables.
+
+    Args:
+        target: float64 [most + 1], by nodes: the target's pass and what verification takes for them.
+        target_ends: int64, ascending: the sizes after which the target's pass takes longer; the last is `most`.
+        draft: float64 [most + 1], by nodes with children on a level below the root's: the draft pass and what verification takes for them.
+        draft_ends: int64, ascending: the widths after which a draft pass takes longer; the last is the widest that was measured.
+        by_round: for each round of verification that `draft` and `constant` do not hold: they hold one for each level, or one for the tree.
+        rounds_by_level: a round is a rank on a level; otherwise it is a rank in the tree.
+        constant: what every tree takes that speculates.
+    """
+
+    target: Floats
+    target_ends: Ints
+    draft: Floats
+    draft_ends: Ints
+    by_round: float
+    rounds_by_level: bool
+    constant: float
+
+
+class Nodes(NamedTuple):
+    """The nodes that may be worth their price, breadth-first: value, level, where their children begin and how many there are."""
+
+    value: Floats
+    level: Ints
+    first: Ints
+    children: Ints
+
+
+class Box(NamedTuple):
+    """Limits, inclusive: of each resource, and of the most children that a node has (one number for each level, or one for the tree).
+
+    Many boxes are the same with one more dimension in front.
+    """
+
+    low: Ints
+    high: Ints
+    least_ranks: Ints
+    most_ranks: Ints
+
+
+class Use(NamedTuple):
+    """What `relax` fills in.
+
+    Args:
+        used: of each resource, by the tree behind the bound.
+        paid: of each resource, the number in its interval that its price pays for best.
+        ranks: the most children of a node in that tree, as in Box.most_ranks.
+        charges: tokens charged for rounds beyond Box.least_ranks.
+        parents: of that tree, breadth-first; the first used[0] entries count.
+    """
+
+    used: Ints
+    paid: Ints
+    ranks: Ints
+    charges: Floats
+    parents: Ints
+
+
+@numba.njit(cache=True)
+def offered(rows, floor):  # type: ignore[no-untyped-def]
+    """Every node of a value above `floor`, and its siblings of lower rank."""
+    levels, branching = rows.shape
+    room, size, node = 1024, 1, 0
+    value, level, first, count = np.ones(room), np.zeros(room, np.int64), np.zeros(room, np.int64), np.zeros(room, np.int64)
+    while node < size:
+        here = level[node]
+        if here < levels:
+            for rank in range(branching):
+                if value[node] * rows[here, rank] > floor:
+                    count[node] = rank + 1
+        first[node] = size
+        if size + count[node] > room:
+            more = room + branching
+            value, level = np.append(value, np.ones(more)), np.append(level, np.zeros(more, np.int64))
+            first, count = np.append(first, np.zeros(more, np.int64)), np.append(count, np.zeros(more, np.int64))
+            room += more
+        for rank in range(count[node]):
+            value[size], level[size] = value[node] * rows[here, rank], here + 1
+            size += 1
+        node += 1
+    return Nodes(value[:size], level[:size], first[:size], count[:size])
+
+
+@numba.njit(cache=True)
+def choose_children(nodes, costs, box, price, rate, exact):  # type: ignore[no-untyped-def]
+    """From the leaves up: how many children each node should have, what they add (its own price as a parent taken off), and what was charged for rounds.
+
+    Children pay for a round that is not certain in the box. On a level, those of one rank share it in proportion to what they add, so they
+    are taken if they can pay for it together; in a whole tree, each pays what it would if all possible parents had such a child.
+    """
+    value, level, first, offered_children = nodes
+    gain, charged, taken = np.zeros(len(value)), np.zeros(len(value)), np.zeros(len(value), np.int64)
+    together = np.zeros(1 if costs.by_round == 0 else box.most_ranks.max())
+    a_round, possible, stop = rate * costs.by_round, 1, len(value)
+    for r in range(1, len(price)):
+        possible += box.high[r]
+    while stop > 0:
+        here = level[stop - 1]
+        start = np.searchsorted(level, here)
+        nodes_of_level, stop = range(start, stop), start
+        if here == len(price) or (here > 0 and box.high[here] == 0):
+            continue
+        of = here if costs.rounds_by_level else 0
+        certain, most_ranks = box.least_ranks[of], box.most_ranks[of]
+        if costs.rounds_by_level:
+            for rank in range(certain, most_ranks):
+                together[rank] = 0.0
+            for node in nodes_of_level:
+                if value[node] > price[0]:
+                    for rank in range(certain, min(offered_children[node], most_ranks)):
+                        child = first[node] + rank
+                        together[rank] += max(0.0, value[child] - price[0] + gain[child])
+        for node in nodes_of_level:
+            if value[node] <= price[0]:
+                continue  # nor is anything below it worth its price
+            run = most = charges = 0.0
+            for rank in range(min(offered_children[node], most_ranks)):
+                child = first[node] + rank
+                net = value[child] - price[0] + gain[child]
+                if exact and net <= 0:
+                    break  # no later sibling adds more
+                if rank >= certain:
+                    charge = a_round / possible
+                    if costs.rounds_by_level:
+                        charge = a_round * net / together[rank] if net > 0 else 0.0
+                    charges += charge
+                    net -= charge
+                run += net
+                if run > most:
+                    most, taken[node], charged[node] = run, rank + 1, charges
+            least = price[here] if here > 0 else 0.0
+            gain[node] = max(0.0, most - least)
+            if most <= least:
+                taken[node] = 0
+    return gain[0], taken, charged
+
+
+@numba.njit(cache=True)
+def surplus(cost, ends, price, rate, low, high):  # type: ignore[no-untyped-def]
+    """max of price * u - rate * cost[u] over low <= u <= high, and the u. Between two ends the cost is a straight line."""
+    most, at = price * low - rate * cost[low], low
+    start = 1
+    for end in ends:
+        if start > high:
+            break
+        if end >= low:
+            for u in (max(start, low), min(end, high)):
+                if price * u - rate * cost[u] > most:
+                    most, at = price * u - rate * cost[u], u
+        start = end + 1
+    return most, at
+
+
+@numba.njit(cache=True)
+def curve(costs, resource):  # type: ignore[no-untyped-def]
+    """A resource's cost and where it jumps."""
+    return (costs.target, costs.target_ends) if resource == 0 else (costs.draft, costs.draft_ends)
+
+
+@numba.njit(cache=True)
+def certain_rounds(box):  # type: ignore[no-untyped-def]
+    """Rounds that every tree in the box has, beyond the ones that other costs hold."""
+    rounds = 0
+    for least in box.least_ranks:
+        rounds += least - 1
+    return rounds
+
+
+@numba.njit(cache=True)
+def relax(nodes, costs, box, price, rate, exact, use):  # type: ignore[no-untyped-def]
+    """The bound on F - rate * step over the box, and the expected tokens of the tree behind it, which `use` describes.
+
+    Args:
+        exact: no row of p increases.
+    """
+    used, paid, ranks, charges, parents = use
+    gain, taken, charged = choose_children(nodes, costs, box, price, rate, exact)
+    used[:], ranks[:], charges[:] = 0, 1, 0.0
+    used[0], parents[0] = 1, -1
+    inside = np.zeros(len(nodes.value), np.int64)
+    tokens, at = 0.0, 0
+    while at < used[0]:
+        node = inside[at]
+        tokens += nodes.value[node]
+        if taken[node] > 0:
+            here = nodes.level[node]
+            of = here if costs.rounds_by_level else 0
+            if here > 0:
+                used[here] += 1
+            ranks[of] = max(ranks[of], taken[node])
+            charges[of] += charged[node]
+            for rank in range(taken[node]):
+                inside[used[0]], parents[used[0]] = nodes.first[node] + rank, at
+                used[0] += 1
+        at += 1
+    bound = 1.0 - price[0] + gain - rate * (costs.constant + costs.by_round * certain_rounds(box))
+    for r in range(len(price)):
+        cost, ends = curve(costs, r)
+        most, paid[r] = surplus(cost, ends, price[r], rate, box.low[r], box.high[r])
+        bound += most
+    return bound, tokens
+
+
+@numba.njit(cache=True)
+def lower(nodes, costs, box, price, rate, exact, floor, steps, use):  # type: ignore[no-untyped-def]
+    """Move `price` to where the bound is smaller, by Polyak's subgradient steps towards 0. Returns `relax` there.
+
+    Args:
+        floor: the least price of a node: whatever is not among `nodes` is worth at most this.
+    """
+    trial = price.copy()
+    least, scale, idle = np.inf, 1.0, 0
+    for _ in range(steps):
+        bound, _ = relax(nodes, costs, box, trial, rate, exact, use)
+        if bound < least:
+            least, idle = bound, 0
+            price[:] = trial
+        else:
+            idle += 1
+        length = 0.0
+        for r in range(len(price)):
+            length += (use.paid[r] - use.used[r]) ** 2
+        if bound <= 0 or length == 0:
+            break
+        if idle == PATIENCE:
+            scale, idle = scale / 2, 0
+        for r in range(len(price)):
+            trial[r] = max(floor if r == 0 else 0.0, trial[r] - scale * bound / length * (use.paid[r] - use.used[r]))
+    return relax(nodes, costs, box, price, rate, exact, use)
