@@ -132,7 +132,7 @@ def test_a_step_beyond_the_prefilled_capacity():
     decoder = SequoiaDecoder(target, draft, TREE)
     with torch.inference_mode():
         decoder.prefill(torch.tensor(PROMPT), 4, seed=0)
-        decoder.throw(Sampling())
+        decoder.refill_random_numbers(Sampling())
         with pytest.raises(SequoiaPlanError, match="KV cache: 128 slots needed, it has 64; prefill with more max_new_tokens"):
             decoder.step(128, Sampling())
 

@@ -86,8 +86,8 @@ def run_decoder(prompt, parents, seeds, covered=None, broken=False, length=3, ve
 
     def again(prompt, max_new_tokens, seed):
         """In place of prefill: the caches still hold the prompt, and what lies beyond it is hidden."""
-        decoder.generator.manual_seed(seed)
-        decoder.length.fill_(prompt.numel() - 1)
+        decoder.sequence.generator.manual_seed(seed)
+        decoder.sequence.length.fill_(prompt.numel() - 1)
 
     def first(seed):
         with torch.inference_mode():
