@@ -9,35 +9,22 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from toys import ToyModel
+from toys import PROMPTS, ToyModel, toy_pair
 
 from sequoia_plan.artifacts import ArgumentError, LevelCounts, Profile, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.cost import expected_tokens
 from sequoia_plan.artifacts.merge import merge, pooled
 from sequoia_plan.profiler.acceptance import LEVELS, TREE, Acceptance, expected_acceptance, measure_acceptance
-from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
+from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex
 
-PROMPTS = [[i % 8, (3 * i) % 8, 5, (i + 1) % 8] for i in range(12)]
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLAIN_RULE = Sampling(1.0, verifier="sequoia")
 """Measured as it is, nothing scaled."""
-
-
-def toy_pair(noise=0.7, covered=None, constant=False):
-    """A toy target, a draft that resembles it, and what else a pair has; `constant`: one law at every position."""
-    target = ToyModel(0, context=512)
-    draft = ToyModel(1, base=target, noise=noise, covered=covered, context=512)
-    if constant:
-        for model in (target, draft):
-            model.by_token = model.by_token[:1].expand(8, 8).clone()
-            model.by_position, model.by_past = 0 * model.by_position, 0 * model.by_past
-    return Pair(target, draft, SimpleNamespace(eos_token_id=None), {"target": {"name": "toy"}, "draft": {"name": "toy"}})
 
 
 def laws(positions, vocabulary=8, seed=0):
@@ -214,7 +201,7 @@ def test_interrupted_runs_go_on(tmp_path):
 
 KILLED = """
 import sys, time, pathlib, torch
-from test_acceptance import PROMPTS, toy_pair
+from toys import PROMPTS, toy_pair
 from sequoia_plan.profiler.acceptance import measure_acceptance
 from sequoia_plan.runtime import Sampling
 found = measure_acceptance(toy_pair(), PROMPTS, [Sampling(1.0)], precision=0, tokens_per_prompt=16, journal=pathlib.Path(sys.argv[1]),

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from test_acceptance import PROMPTS, toy_pair
+from toys import PROMPTS, toy_pair
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.planner import solve

@@ -9,19 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from toys import SMALL_TREES as TREES
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex, specinfer, spectr
 from sequoia_plan.runtime.verify.residual import Residual
 from sequoia_plan.runtime.verify.verdict import Verdict, before
 
-TREES = {
-    "chain": TokenTree.chain(3),
-    "star": TokenTree.star(3),
-    "binary": TokenTree.from_parents([-1, 0, 0, 1, 1]),
-    "lopsided": TokenTree.from_parents([-1, 0, 0, 2, 2, 3]),
-    "both": TokenTree.from_parents([-1, 0, 0, 1, 2]),
-}
 JUDGES = {name: verifier.judge for name, verifier in VERIFIERS.items()}
 
 
@@ -174,30 +168,29 @@ def no_residual(judge):
 
     def broken(target, draft, drawn, index, covered=None):
         verdict = judge(target, draft, drawn, index, covered)
-        laws = target(verdict.rows.nodes)
-        return replace(verdict, left=laws if covered is None else laws[:, covered])
+        laws = target(verdict.order.nodes)
+        return replace(verdict, left=(laws if covered is None else laws[:, covered]).__getitem__)
 
     return broken
 
 
 def traversal_with_another_start(target, draft, drawn, index, covered=None):
     """Negative control: after a rejection a <- min(1, S / draft mass not drawn yet), a rule seen in public code."""
-    rows = index.by_level
-    left = Residual.start(target, draft, drawn, rows, covered)
-    accept = left.r.new_ones(index.size)
-    for group in rows.groups:
-        nodes = rows.nodes[group[0]]
-        a, undrawn = accept[nodes][:, None], left.r.new_ones((nodes.numel(), 1))
+    order = index.by_level
+    residual = Residual.start(target, draft, drawn, index, order, covered)
+    accept = draft.new_ones(index.size)
+    for group in order.groups:
+        nodes = order.nodes[group[0]]
+        a, undrawn = accept[nodes][:, None], draft.new_ones((nodes.numel(), 1))
         for rank, having in enumerate(group):
             here, mass = a[: having.stop - having.start], undrawn[: having.stop - having.start]
-            accept[rows.children[having, rank]] = (here * left.ratio(having, rank))[:, 0].clamp(max=1)
-            s = left.reject(having, here)
-            mass -= draft[rows.drawn[having]].gather(1, left.drawn[having, rank : rank + 1])
+            accept[order.children[having, rank]] = (here * residual.ratio(having, rank))[:, 0].clamp(max=1)
+            s = residual.reject(having, rank, here)
+            mass -= residual.q_drawn[having, rank : rank + 1]
             here.copy_((s / mass.clamp(min=1e-300)).clamp(max=1))
-            left.remove(having, rank)
         accept[nodes] = a[:, 0]
     ordered = accept.double()[index.post_order]
-    return Verdict(torch.zeros_like(ordered).index_copy(0, index.post_order, ordered * before(1 - ordered)), left.r, rows)
+    return Verdict(torch.zeros_like(ordered).index_copy(0, index.post_order, ordered * before(1 - ordered)), residual.left, order)
 
 
 def traversal_from_the_last_child(target, draft, drawn, index, covered=None):
