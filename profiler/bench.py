@@ -18,7 +18,6 @@ from sequoia_plan.artifacts import ArgumentError, TokenTree
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.models import dtype_name
-from sequoia_plan.runtime.packing import can_pack
 
 TITLES = {
     "plain": "plain decoding",
@@ -121,7 +120,7 @@ def compare(
     Args:
         reference: loads the models as transformers does; called if ours were repacked and transformers' decoders take part.
     """
-    repacked = can_pack(pair.target.dtype, pair.target.device) and {"generate", "assisted", "lookup"} & set(only or TITLES)
+    repacked = pair.placement == "repacked" and {"generate", "assisted", "lookup"} & set(only or TITLES)
     runs = bench(contenders(pair, reference() if repacked else pair, trees, sampling, tokens, only), prompts, on_prompt, deadline)
     decoded = len(next(iter(runs.values())))
     return settings_and_hardware(pair, sampling, decoded, tokens) | {"contenders": summary(runs)}

@@ -226,12 +226,29 @@ class SequoiaDecoder:
         """How many random numbers it takes to draw a node's children."""
         return sampling.drawing.columns(self.drafter.vocabulary, self.branching) if self.drafter else 0
 
+    def random_bits(self, sampling: Sampling) -> Tensor:
+        """int32 [inner, columns], the random numbers that this step's children are drawn with; no columns if they are not needed."""
+        width = 0 if sampling.greedy else self.bits_per_node(sampling)
+        return self.sequence.bits[: self.inner * width].view(self.inner, width)
+
     def run(self, extent: int, sampling: Sampling) -> Tensor:
         """`step`, replayed as a CUDA graph where that is possible, else part by part; what it returns is overwritten by the next."""
-        if self.graphs is None or not self.fails("step", extent, sampling):
+        if self.graphs is None or self.may_capture("step", extent, sampling):
             return self.replayed("step", lambda: self.step(extent, sampling), extent, sampling)
-        growth = self.replayed("draft", lambda: self.grow(extent, sampling), extent, sampling)
-        logits = self.replayed("target", lambda: self.read(extent), extent)
+        growth = self.run_draft(extent, sampling)
+        logits = self.run_target(extent)
+        return self.run_verification(logits, growth, sampling)
+
+    def run_draft(self, extent: int, sampling: Sampling) -> Growth:
+        """`grow`, as a CUDA graph where that is possible."""
+        return self.replayed("draft", lambda: self.grow(extent, sampling), extent, sampling)
+
+    def run_target(self, extent: int) -> Tensor:
+        """`read`, as a CUDA graph where that is possible."""
+        return self.replayed("target", lambda: self.read(extent), extent)
+
+    def run_verification(self, logits: Tensor, growth: Growth, sampling: Sampling) -> Tensor:
+        """`judge` and `keep`, as a CUDA graph where that is possible."""
 
         def decided(logits: Tensor, laws: Tensor, drawn: Tensor) -> Tensor:
             return self.keep(self.judge(logits, Growth(laws, drawn), sampling))
@@ -252,9 +269,9 @@ class SequoiaDecoder:
             self.graphs.clear(self.sequence.version)
         return self.graphs((part, self.tree, *settings), run, (self.sequence.tokens, self.sequence.length), inputs)
 
-    def fails(self, part: str, *settings: Hashable) -> bool:
-        """Is it known that this part of a step cannot be captured?"""
-        return part in self.uncaptured or (self.graphs is not None and (part, self.tree, *settings) in self.graphs.failed)
+    def may_capture(self, part: str, *settings: Hashable) -> bool:
+        """Is nothing known that keeps this part of a step from being captured?"""
+        return part not in self.uncaptured and not (self.graphs and (part, self.tree, *settings) in self.graphs.failed)
 
     def step(self, extent: int, sampling: Sampling) -> Tensor:
         """One step on fixed shapes: int64 [1 + 2 * depth], the accepted count, the path, the tokens added.
@@ -275,9 +292,7 @@ class SequoiaDecoder:
             nothing = self.sequence.tokens[:0]
             return Growth(nothing, nothing)
         columns = self.structure.columns(self.sequence.length, extent)
-        width = 0 if sampling.greedy else self.bits_per_node(sampling)
-        bits = self.sequence.bits[: self.inner * width].view(self.inner, width)
-        return grow(self.drafter, self.passes, self.sequence, columns, sampling, bits)
+        return grow(self.drafter, self.passes, self.sequence, columns, sampling, self.random_bits(sampling))
 
     def read(self, extent: int) -> Tensor:
         """The target's part of a step: one pass over the tree. Logits [size, vocabulary]."""

@@ -163,14 +163,14 @@ def test_the_precision_holds():
     assert sum(abs(value(part) / value(long) - 1) <= part.precision() / 4 for part in parts) < 20
 
 
-def test_positions_of_one_text_are_worth_less():
+def test_positions_of_one_text_count_for_less():
     """Independent positions are worth about what they are; where whole prompts accept alike, one prompt is one trial."""
     rng, trials = np.random.default_rng(0), np.full((400, LEVELS), 10)
     alone, alike = (rng.binomial(10, 0.4, (400, LEVELS)), 10 * np.repeat(rng.binomial(1, 0.4, (400, 1)), LEVELS, 1))
-    worth = [Acceptance(trials, accepted[..., None] * np.array([1.0, 0.0, 0.0])).worth() for accepted in (alone, alike)]
-    assert worth[0] == pytest.approx(trials.sum(), rel=0.2)
-    assert worth[1] == pytest.approx(400, rel=0.2)
-    assert Acceptance(trials[:7], np.zeros((7, LEVELS, 3))).worth() == trials[:7].sum()  # too few to tell
+    effective = [Acceptance(trials, accepted[..., None] * np.array([1.0, 0.0, 0.0])).effective_trials() for accepted in (alone, alike)]
+    assert effective[0] == pytest.approx(trials.sum(), rel=0.2)
+    assert effective[1] == pytest.approx(400, rel=0.2)
+    assert Acceptance(trials[:7], np.zeros((7, LEVELS, 3))).effective_trials() == trials[:7].sum()  # too few to tell
 
 
 def test_interrupted_runs_go_on(tmp_path):

@@ -17,7 +17,6 @@ from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.verify import Verdict
 
-
 SMALL_TREES = {
     "chain": TokenTree.chain(3),
     "star": TokenTree.star(3),

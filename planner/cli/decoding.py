@@ -127,7 +127,7 @@ def bench(
     warn_if_foreign(tree.plan, pair)
     texts = held_out(pair.tokenizer, prompts)
     with progress("bench", len(texts)) as advance:
-        result = compare(pair, partial(load_pair, target, draft, device, dtype, packed=False), trees, sampling, texts, tokens, only, advance)
+        result = compare(pair, partial(load_pair, target, draft, device, dtype, placement="resident"), trees, sampling, texts, tokens, only, advance)
     add_predictions(result["contenders"], trees, tree.plan, sampling.settings())
     result["tree"] = {"size": tree.size, "depth": tree.depth, "level_widths": tree.level_widths.tolist()}
     result["breakdown"] = {name: round(value, 6) for name, value in breakdown(pair, tree, sampling).items()}

@@ -78,6 +78,9 @@ class Drafter(Protocol):
     def read(self, step: Pass, sequence: Sequence, columns: Tensor) -> Reading:
         """One pass: logits [expands, vocabulary]. `columns` are those of `Structure.columns`."""
 
+    def read_text(self, cache: TreeCache, tokens: Tensor, slots: Tensor, mask: Tensor) -> Reading:
+        """Logits [tokens, vocabulary] after known tokens (int64 [tokens], in `slots`), attending by the additive mask [tokens, extent]."""
+
     def draw_children(self, step: Pass, logits: Tensor, sequence: Sequence, sampling: Sampling, bits: Tensor) -> tuple[Tensor, Tensor]:
         """Draw a pass's children and write their tokens into the sequence.
 

@@ -68,6 +68,9 @@ class LanguageModelDrafter:
         positions = (sequence.length + step.offsets).clamp_(min=0)
         return self.model(sequence.draft, sequence.tokens[slots], positions, slots, step.mask.index_select(1, columns), last=step.expands)
 
+    def read_text(self, cache: TreeCache, tokens: Tensor, slots: Tensor, mask: Tensor) -> Reading:
+        return self.model(cache, tokens, slots, slots, mask)
+
     def draw_children(self, step: Pass, logits: Tensor, sequence: Sequence, sampling: Sampling, bits: Tensor) -> tuple[Tensor, Tensor]:
         law = sampling.draft(logits)
         picks = sampling.drawing.draw(law, step.children, bits)
