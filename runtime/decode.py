@@ -307,7 +307,7 @@ class SequoiaDecoder:
         if sampling.greedy:
             return greedy(logits.argmax(-1), sequence.tokens[sequence.length + self.structure.nodes], index)
         covered = self.drafter.covered if self.drafter else None
-        return verify(sampling.rule, lambda nodes: sampling.target(logits[nodes]), growth.laws, growth.drawn, index, sequence.uniforms, covered)
+        return verify(sampling.rule, lambda nodes: sampling.target(logits.index_select(0, nodes)), growth.laws, growth.drawn, index, sequence.uniforms, covered)
 
     def keep(self, accepted: Accepted) -> Tensor:
         """Commit the accepted path: caches, tokens, length."""

@@ -22,18 +22,22 @@ class Order:
     Args:
         nodes: int64 [inner], the node at each place.
         drawn: int64 [inner], its index among the draft's laws and draws, which are in the order of the nodes.
-        children: int64 [inner, branching], its children; the root where it has fewer.
         of: int64 [size], each node's place; 0 for a leaf.
-        entry: int64 [size - 1], where each node but the root is in `children`, flattened.
+        entry: int64 [size - 1], where each node but the root is in a flattened table [inner, branching] of children.
+        turn: int64 [size - 1], where it is in a flattened table [branching, inner].
+        exists: bool [inner, branching], has the node a child of that rank?
         groups: for each group and each rank, the places of nodes that have a child of that rank.
+        above: for each group int64 [nodes], its nodes' entries in such a table; None for the root's.
     """
 
     nodes: Tensor
     drawn: Tensor
-    children: Tensor
     of: Tensor
     entry: Tensor
+    turn: Tensor
+    exists: Tensor
     groups: tuple[tuple[slice, ...], ...]
+    above: tuple[Tensor | None, ...]
 
     @classmethod
     def build(cls, tree: TokenTree, group: np.ndarray, device: torch.device | str) -> Order:
@@ -41,18 +45,20 @@ class Order:
         inner = np.flatnonzero(tree.child_count)
         drawn = np.lexsort((-tree.child_count[inner], group[inner]))
         nodes = inner[drawn]
-        ranks = np.arange(tree.branching)
         counts = tree.child_count[nodes]
-        children = np.where(ranks < counts[:, None], tree.first_child[nodes][:, None] + ranks, 0)
         of = np.zeros(tree.size, np.int64)
         of[nodes] = np.arange(nodes.size)
-        groups = []
+        entry = of[tree.parents[1:]] * tree.branching + tree.ranks[1:] - 1
+        turn = (tree.ranks[1:] - 1) * nodes.size + of[tree.parents[1:]]
+        groups, above = [], list[Tensor | None]()
         for key in np.unique(group[nodes]):
             start = int(np.searchsorted(group[nodes], key))
             here = counts[group[nodes] == key]
             groups.append(tuple(slice(start, start + int((here > rank).sum())) for rank in range(int(here[0]))))
-        entry = of[tree.parents[1:]] * tree.branching + tree.ranks[1:] - 1
-        return cls(*(_tensor(a, device) for a in (nodes, drawn, children, of, entry)), tuple(groups))  # type: ignore[call-arg, arg-type]
+            above.append(_tensor(turn[nodes[start : start + here.size] - 1], device) if start else None)  # the root's group is the first
+        first, second, third, fourth, fifth = (_tensor(a, device) for a in (nodes, drawn, of, entry, turn))
+        exists = torch.as_tensor(np.arange(tree.branching) < counts[:, None], device=device)
+        return cls(first, second, third, fourth, fifth, exists, tuple(groups), tuple(above))
 
 
 @dataclass(frozen=True)
@@ -102,10 +108,11 @@ class TreeIndex:
         come each root's children. For verifiers that judge `together`; of a verdict's `ends`, those of a root are its own."""
         child = np.arange(roots * children)
         size = roots + child.size
-        groups = ((slice(0, roots),) * children,)
         inner, below = np.arange(roots), roots + child
         of, entry = np.append(inner, child * 0), np.append(inner[1:] * 0, child)
-        order = Order(*(_tensor(a, device) for a in (inner, inner, below.reshape(roots, children), of, entry)), groups)  # type: ignore[call-arg, arg-type]
+        nodes, place, child_entry, turn = (_tensor(a, device) for a in (inner, of, entry, child % children * roots + child // children))
+        exists = torch.ones(roots, children, dtype=torch.bool, device=device)
+        order = Order(nodes, nodes, place, child_entry, turn, exists, ((slice(0, roots),) * children,), (None,))
         count = np.append(np.full(roots, children), child * 0)
         parents, offsets = np.append(inner[1:] * 0, child // children), np.append(inner * 0, child * 0 + 1)
         paths = np.append(inner * 0, below)[:, None]  # node 0 pads: it is certain

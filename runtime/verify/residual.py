@@ -24,69 +24,78 @@ class Residual:
 
     Args:
         p, q: float [inner, draft vocabulary], the target's law and the draft's.
-        outside: float [inner, 1], the target's mass on what the draft does not cover.
-        mass: float [inner, 1], that of R with `outside`.
-        c, e: float [inner, 1], so far.
-        p_drawn, q_drawn: float [inner, branching], p and q at the children.
-        scarcity: float [inner, branching], 1 / D at each child just before its turn, D normalised; 0 if D is 0 there.
-        of_q, of_all: float [inner, branching], what D is then: q times the one, 1 times the other.
+        outside: float [inner], the target's mass on what the draft does not cover.
+        turns: float [branching, 5, inner], for the children of each rank: p and q at the child, 1 / D there just before its turn with D
+            normalised (0 if D is 0), and what D is then: q times the one number, 1 times the other.
+        state: float [4, inner], c, e, a and a / mass of R. a is the probability that a node's subtree is still to be accepted.
+        take: float [branching, inner], what a was for each child, 0 so far.
     """
 
     p: Tensor
     q: Tensor
     outside: Tensor
-    mass: Tensor
-    c: Tensor
-    e: Tensor
-    p_drawn: Tensor
-    q_drawn: Tensor
-    scarcity: Tensor
-    of_q: Tensor
-    of_all: Tensor
+    turns: Tensor
+    state: Tensor
+    take: Tensor
 
     @classmethod
     def start(cls, target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, order: Order, covered: Tensor | None, *, removed: bool = True) -> Residual:
-        """R = the target's law, D = the draft's.
+        """R = the target's law, D = the draft's, a = 1.
 
         Args:
             removed: does a rejected token leave D, as when children are drawn without replacement?
         """
-        left = _masses(draft, drawn, index.together, removed).index_select(0, index.together.of[order.nodes])
         laws, q, drawn = target(order.nodes), draft.index_select(0, order.drawn), drawn.index_select(0, order.drawn)
         p = laws if covered is None else laws.index_select(1, covered)
-        mass = p.sum(-1, keepdim=True)
-        outside = torch.zeros_like(mass) if covered is None else (laws.sum(-1, keepdim=True) - mass).clamp_(min=0)
-        p_drawn, q_drawn = p.gather(1, drawn), q.gather(1, drawn)
-        exhausted, in_q = left <= 0, q_drawn > 0
+        mass = p.sum(-1)
+        outside = torch.zeros_like(mass) if covered is None else (laws.sum(-1) - mass).clamp_(min=0)
+        at_child = q.gather(1, drawn)
+        if removed:  # what no child has, and what this child and later ones have: a difference would be all rounding where little is left
+            nobodys = q.scatter(1, drawn.where(order.exists, drawn[:, :1]), 0.0).sum(-1, keepdim=True)
+            masses = nobodys + at_child.where(order.exists, 0.0).flip(1).cumsum(1).flip(1)
+        else:
+            masses = q.sum(-1, keepdim=True).expand_as(at_child)
+        exhausted = masses <= 0
         undrawn = q.shape[1] - torch.arange(drawn.shape[1], device=q.device, dtype=q.dtype)
-        scarcity = torch.where(in_q, left / _positive(q_drawn), 0.0).where(~exhausted, undrawn)
-        of_q = torch.where(exhausted, 0.0, 1 / _positive(left))
-        zeros = torch.zeros_like(mass)
-        return cls(p, q, outside, _positive(mass + outside), zeros, zeros.clone(), p_drawn, q_drawn, scarcity, of_q, exhausted / undrawn)
+        scarcity = torch.where(exhausted, undrawn, torch.where(at_child > 0, masses / _positive(at_child), 0.0))
+        of_q = torch.where(exhausted, 0.0, 1 / _positive(masses))
+        turns = torch.stack([p.gather(1, drawn), at_child, scarcity, of_q, exhausted / undrawn]).permute(2, 0, 1).contiguous()
+        zeros, ones = torch.zeros_like(mass), torch.ones_like(mass)
+        state = torch.stack([zeros, zeros, ones, 1 / _positive(mass + outside)])
+        return cls(p, q, outside, turns, state, torch.zeros_like(turns[:, 0]))
 
-    def ratio(self, nodes: slice, rank: int) -> Tensor:
-        """float [nodes, 1]: R / D at the children of `rank`, both normalised. Where D is 0 no child can be drawn: 0."""
-        at = slice(rank, rank + 1)
-        r = torch.addcmul(self.p_drawn[nodes, at], self.c[nodes], self.q_drawn[nodes, at], value=-1).sub_(self.e[nodes]).clamp_(min=0)
-        return r.div_(self.mass[nodes]).mul_(self.scarcity[nodes, at])
+    def begin(self, nodes: slice, a: Tensor) -> None:
+        """Let `a` (float [nodes]) be what the nodes there start with."""
+        self.state[2, nodes] = a
+        self.state[3, nodes] *= a
 
-    def reject(self, nodes: slice, rank: int, a: Tensor | float = 1.0) -> Tensor:
-        """R <- max(a R - D, 0) for normalised R and D, of the children of `rank`; float [nodes, 1]: its mass in the same units.
+    def judge(self, group: tuple[slice, ...]) -> None:
+        """Take each child of a group's nodes with a(child) = min(1, a R[s] / D[s]), then reject it: r = max(a R - D, 0) for normalised
+        R and D, S = sum r, R <- r / S, a <- S / (S + 1 - a), D[s] <- 0. A node whose a is 1 keeps it."""
+        tiny, largest = torch.finfo(self.p.dtype).tiny, torch.finfo(self.p.dtype).max
+        for rank, having in enumerate(group):
+            if rank == 0 or having != group[rank - 1]:
+                laws, outside, turns = (self.p[having], self.q[having]), self.outside[having], self.turns[:, :, having].unbind()
+                c, e, a, scale = self.state[:, having].unbind()
+            p, q, scarcity, of_q, of_all = turns[rank].unbind()
+            r = torch.addcmul(p, c, q, value=-1).sub_(e).clamp_(min=0)
+            self.take[rank, having] = r.mul_(scale).mul_(scarcity).clamp_(max=1)
+            divisor = scale.clamp(min=tiny)
+            c.addcdiv_(of_q, divisor).clamp_(max=largest)  # infinite times 0 is not a number
+            e.addcdiv_(of_all, divisor)
+            mass = _left(*laws, c[:, None], e[:, None]).sum(-1).add_(outside).mul_(scale)
+            all_of_it = (1 - a).add_(mass).clamp_(min=tiny)
+            a.copy_(mass / all_of_it)
+            scale.div_(all_of_it).clamp_(max=largest)
 
-        Args:
-            a: float [nodes, 1], the probability that a node's subtree is still to be accepted (1 for all but `traversal`).
-        """
-        c, e, mass, at = self.c[nodes], self.e[nodes], self.mass[nodes], slice(rank, rank + 1)
-        w = mass / (_positive(a) if isinstance(a, Tensor) else a)
-        c.addcmul_(w, self.of_q[nodes, at]).clamp_(max=torch.finfo(c.dtype).max)  # infinite times 0 is not a number
-        e.addcmul_(w, self.of_all[nodes, at])
-        share = a / mass
-        mass.copy_(self.left(nodes).sum(-1, keepdim=True)).add_(self.outside[nodes]).clamp_(min=torch.finfo(mass.dtype).tiny)
-        return share.mul_(mass)
-
-    def left(self, nodes: slice | Tensor) -> Tensor:
+    def left(self, nodes: Tensor) -> Tensor:
         """float [nodes, draft vocabulary]: R."""
-        return torch.addcmul(self.p[nodes], self.c[nodes], self.q[nodes], value=-1).sub_(self.e[nodes]).clamp_(min=0)
+        c, e = self.state[:2, nodes].unsqueeze(-1).unbind()
+        return _left(self.p[nodes], self.q[nodes], c, e)
+
+
+def _left(p: Tensor, q: Tensor, c: Tensor, e: Tensor) -> Tensor:
+    return torch.addcmul(p, c, q, value=-1).sub_(e).clamp_(min=0)
 
 
 def in_turn(target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, covered: Tensor | None, *, removed: bool) -> Verdict:
@@ -97,22 +106,8 @@ def in_turn(target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, covere
     """
     order = index.together
     residual = Residual.start(target, draft, drawn, index, order, covered, removed=removed)
-    accept = draft.new_zeros(drawn.shape)
-    for rank, having in enumerate(order.groups[0]):
-        accept[having, rank] = residual.ratio(having, rank)[:, 0].clamp_(max=1)
-        residual.reject(having, rank)
-    return Verdict(top_down(one_by_one(accept), index), residual.left, order)
-
-
-def _masses(draft: Tensor, drawn: Tensor, order: Order, removed: bool) -> Tensor:
-    """float [inner, branching]: the mass of what is left of the draft's laws just before each child's turn, summed up anew: a difference
-    would be all rounding where hardly anything is left."""
-    d, drawn = draft.index_select(0, order.drawn), drawn.index_select(0, order.drawn)
-    masses = d.sum(-1, keepdim=True).repeat(1, drawn.shape[1])
-    for rank, having in enumerate(order.groups[0][1:] if removed else ()):
-        d[: having.stop].scatter_(1, drawn[: having.stop, rank : rank + 1], 0.0)
-        masses[having, rank + 1] = d[having].sum(-1)
-    return masses
+    residual.judge(order.groups[0])
+    return Verdict(top_down(one_by_one(residual.take.t()), index), residual.left, order)
 
 
 def _positive(x: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def judge(target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, covered:
     taken, gain = _overlap(p, q, high, total, k)
     d = q.gather(1, picks)
     accept = torch.where(d > 0, (p.gather(1, picks) / (high * d)).clamp(max=1), 0.0)
-    accept = torch.where(torch.arange(picks.shape[1], device=picks.device) < k, accept, 0.0)
+    accept = accept.where(order.exists, 0.0)
     return Verdict(top_down(one_by_one(accept), index), lambda places: (p[places] - taken[places] * gain[places]).clamp_(min=0), order)
 
 

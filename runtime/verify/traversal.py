@@ -22,16 +22,12 @@ def judge(target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, covered:
     """
     order = index.by_level
     residual = Residual.start(target, draft, drawn, index, order, covered)
-    accept = draft.new_ones(index.size)  # of a node's subtree, then of the node itself
-    for group in order.groups:
-        nodes = order.nodes[group[0]]
-        a = accept[nodes][:, None]
-        for rank, having in enumerate(group):
-            here = a[: having.stop - having.start]
-            accept[order.children[having, rank]] = residual.ratio(having, rank).mul_(here)[:, 0].clamp_(max=1)
-            mass = residual.reject(having, rank, here)
-            here.copy_(mass / (mass + (1 - here)).clamp_(min=torch.finfo(a.dtype).tiny))
-        accept[nodes] = a[:, 0]
+    for group, above in zip(order.groups, order.above, strict=True):
+        if above is not None:
+            residual.begin(group[0], residual.take.flatten()[above])
+        residual.judge(group)
+    accept = torch.cat([residual.take.new_ones(1), residual.take.flatten()[order.turn]])  # of a node's subtree
+    accept[order.nodes] = residual.state[2]  # of the node itself
     ordered = accept.double()[index.post_order]
     ends = torch.zeros_like(ordered).index_copy(0, index.post_order, ordered * before(1 - ordered))
     return Verdict(ends, residual.left, order)
