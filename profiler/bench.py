@@ -23,7 +23,6 @@ from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.models import dtype_name
-from sequoia_plan.runtime.packing import can_pack
 
 TITLES = {
     "plain": "plain decoding",
@@ -131,7 +130,7 @@ def compare(
         journal: a file that keeps finished prompts until all is done.
         reference: loads the models as transformers does; called if ours were repacked and transformers' decoders take part.
     """
-    repacked = can_pack(pair.target.dtype, pair.target.device) and {"generate", "assisted", "lookup"} & set(only or TITLES)
+    repacked = pair.placement == "repacked" and {"generate", "assisted", "lookup"} & set(only or TITLES)
     decoders = contenders(pair, reference() if repacked else pair, trees, sampling, tokens, only)
     shapes = {name: [each.parents.tolist(), verifier] for name, (each, verifier) in trees.items()}
     with Journal(journal, [pair.facts, list(map(list, prompts)), sampling.settings(), tokens, list(decoders), shapes]) as kept:

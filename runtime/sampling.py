@@ -62,7 +62,7 @@ class Sampling:
     The filters come in transformers' order (temperature, top_k, top_p, min_p) and mean the same.
 
     Raises:
-        ArgumentError: for a value that cannot be meant.
+        ArgumentError: for an invalid value.
     """
 
     temperature: float = 0.0
@@ -95,7 +95,7 @@ class Sampling:
         """The same sampling as transformers would do with `config` (a GenerationConfig, resolved or not).
 
         Raises:
-            ArgumentError: naming the first setting that cannot be honoured, or whose value cannot be meant.
+            ArgumentError: naming the first setting that cannot be honoured or is invalid.
         """
         for names, why in (
             (CONTEXT_DEPENDENT, "it depends on the text so far, which differs from node to node of a token tree"),
@@ -158,6 +158,10 @@ class Sampling:
         return torch.softmax(logits.float() / (self.draft_temperature or self.temperature), -1)
 
 
+LARGEST_BITS = (1 << 30) - 1
+"""More than those of any float32 up to 1."""
+
+
 def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     """float32 [nodes, vocabulary]: the most probable tokens with mass >= top_p, renormalised (Holtzman et al., arXiv
     1904.09751). Tokens as probable as the last one kept are kept too.
@@ -165,7 +169,7 @@ def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     Finds that last probability without sorting: the bits of non-negative floats are in the order of their values, so a
     histogram of the upper half of the bits and one of the lower half within the right bin give it exactly.
     """
-    bits = probabilities.view(torch.int32).long()
+    bits = probabilities.view(torch.int32).long().clamp_(0, LARGEST_BITS)  # NaN too must find a bin: the step reports it afterwards
     upper, before = _boundary(probabilities, bits >> 15, top_p)
     within = torch.where(bits >> 15 == upper, probabilities, 0.0)
     lower, _ = _boundary(within, bits & 0x7FFF, top_p - before)
@@ -177,7 +181,7 @@ def _boundary(weights: Tensor, bins: Tensor, mass: float | Tensor) -> tuple[Tens
     top = 0x7FFF
     total = torch.zeros((*weights.shape[:-1], top + 1), dtype=weights.dtype, device=weights.device).scatter_add_(-1, top - bins, weights)
     above = total.cumsum(-1) - total
-    last = (above < mass).sum(-1, keepdim=True) - 1
+    last = ((above < mass).sum(-1, keepdim=True) - 1).clamp_(min=0)
     return top - last, above.gather(-1, last)
 
 

@@ -135,15 +135,17 @@ def logits_errors(decoder, prompt):
     tokens = torch.randint(VOCABULARY, (TREE.size,), generator=torch.Generator().manual_seed(1))
     before = tree_error(decoder, prompt[:-1], tokens)
     path = torch.tensor([0, 2, 6, 9, 10])
-    decoder.target.cache.keep(decoder.length + path, decoder.length)
+    length = decoder.sequence.length
+    decoder.sequence.target.keep(length + path, length)
     committed = torch.cat([prompt[:-1], tokens[path]])
-    decoder.length += len(path)
+    length += len(path)
     return before, tree_error(decoder, committed, tokens.flip(0))
 
 
 def tree_error(decoder, committed, tokens):
-    mask = decoder.mask(decoder.length, decoder.extent(int(decoder.length)))[1:]
-    logits = decoder.target(tokens, decoder.length + decoder.offsets[1:], decoder.length + decoder.nodes, mask)
+    length = int(decoder.sequence.length)
+    decoder.sequence.tokens[length : length + TREE.size] = tokens
+    logits = decoder.read(decoder.extent(length))
     worst = 0.0
     for leaf in (TREE.child_count == 0).nonzero()[0]:
         path = torch.from_numpy(TREE.attention_mask[leaf].nonzero()[0])

@@ -21,7 +21,7 @@ from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, sequoia
-from sequoia_plan.runtime.vocabulary import check_tokenizers, shared_vocabulary
+from sequoia_plan.runtime.models.vocabulary import check_tokenizers, shared_vocabulary
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 IDS = torch.tensor([[5, 6, 7, 8]])

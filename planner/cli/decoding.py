@@ -159,7 +159,7 @@ def bench(
     texts = held_out(pair.tokenizer, limit) if given is None else [encode(pair.tokenizer, prompt) for prompt in given]
     journal = Path(output).with_name(f".{Path(output).name}.journal") if output else None
     with progress("bench", len(texts)) as advance:
-        reference = partial(load_pair, target, draft, device, dtype, packed=False)
+        reference = partial(load_pair, target, draft, device, dtype, placement="resident")
         result = compare(pair, reference, tree, trees, sampling, texts, tokens, only, advance, journal=journal)
     result = replace(result, breakdown=Breakdown(**{name: round(seconds, 6) for name, seconds in breakdown(pair, tree, sampling).items()}))
     if output:
