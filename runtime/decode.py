@@ -267,7 +267,7 @@ class SequoiaDecoder:
             return run(*inputs)
         if self.graphs.version != self.sequence.version:
             self.graphs.clear(self.sequence.version)
-        return self.graphs((part, self.tree, *settings), run, (self.sequence.tokens, self.sequence.length), inputs)
+        return self.graphs((part, self.tree, *settings), run, lambda: self.sequence.changed(self.tree.size), inputs)
 
     def may_capture(self, part: str, *settings: Hashable) -> bool:
         """Is nothing known that keeps this part of a step from being captured?"""
