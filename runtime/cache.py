@@ -66,6 +66,10 @@ class TreeCache(Cache):
         if self.positions is not None:
             self.positions.index_copy_(0, to, to)
 
+    def views(self, start: int, count: int) -> list[Tensor]:
+        """The keys and values in so many slots from `start` on, in place."""
+        return [block[:, :, :, start : start + count] for block in self.blocks]
+
     def allocate(self, kind: Kind, entries: int) -> Tensor:
         """A block of memory. Zeros, so that what is hidden is finite."""
         device, dtype, heads, head_dim = kind

@@ -47,16 +47,16 @@ class Graphs:
         self.version = version
         self.new_pool()
 
-    def __call__(self, key: Hashable, run: Callable[..., T], changed: Several[Tensor] = (), inputs: tuple[Tensor, ...] = ()) -> T:
+    def __call__(self, key: Hashable, run: Callable[..., T], changed: Callable[[], Several[Tensor]] = list, inputs: tuple[Tensor, ...] = ()) -> T:
         """`run(*inputs)`, replayed if `key` is known.
 
         Args:
-            changed: what `run` both reads and changes; put back after each run that only prepares the capture.
+            changed: gives what `run` both reads and changes; put back after each run that only prepares the capture.
             inputs: tensors that may be others at each call; a replay copies them to where the graph reads them.
         """
         if key not in self.graphs and key not in self.failed:
             try:
-                self.graphs[key] = *self.capture(run, changed, inputs), inputs
+                self.graphs[key] = *self.capture(run, changed(), inputs), inputs
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:

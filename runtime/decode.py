@@ -60,46 +60,40 @@ class SequoiaDecoder:
     """
 
     def __init__(self, target: Any, draft: Any, tree: TokenTree, *, tokenizer: Any = None, draft_tokenizer: Any = None, captured: bool | None = None) -> None:
-        if draft is None and tree.size > 1:
-            raise SequoiaPlanError(f"a tree of {tree.size} nodes needs a draft model; only a tree of one node decodes without")
         self.device, self.tokenizer = target.device, tokenizer
         self.drafter: Drafter | None = None
-        if tree.size > 1:
+        if draft is not None and tree.size > 1:
             if draft.device != target.device:
                 raise SequoiaPlanError(f"draft: on {draft.device}, the target takes its input on {target.device}; move the draft there")
-            size, covered = shared_vocabulary(target, draft, tokenizer, draft_tokenizer)
-            if tree.branching > size:
-                raise SequoiaPlanError(f"tree: {tree.branching} children of one node, more than the draft's vocabulary holds")
-            self.drafter = LanguageModelDrafter(draft, size, covered)
+            self.drafter = LanguageModelDrafter(draft, *shared_vocabulary(target, draft, tokenizer, draft_tokenizer))
         self.target = TreeModel(target, probe(target))
         self.context = self.target.context
         self.sequence = Sequence(self.device)
-        parts = {"draft": draft is None or capturable(draft), "target": capturable(target), "verify": on_one_cuda_device(target)}
-        parts["step"] = all(parts.values())
-        if captured is None:
-            captured = parts["verify"] and (parts["target"] or parts["draft"])
-            self.uncaptured = {name for name, possible in parts.items() if not possible}
-        else:
-            self.uncaptured = set()
-        self.graphs = Graphs(self.device) if captured else None
-        self.ahead = captured  # launch a step before the last one's tokens are read: the device never waits for the host
+        possible = {"draft": draft is None or capturable(draft), "target": capturable(target), "verify": on_one_cuda_device(target)}
+        possible["step"] = all(possible.values())
+        self.uncaptured = set[str]() if captured else {part for part in possible if not possible[part]}
+        wanted = possible["verify"] and (possible["draft"] or possible["target"]) if captured is None else captured
+        self.graphs = Graphs(self.device) if wanted else None
+        self.ahead = wanted  # launch a step before the last one's tokens are read: the device never waits for the host
         self._use(tree)
 
     def with_tree(self, tree: TokenTree) -> SequoiaDecoder:
         """A decoder of another tree that shares this one's models, sequence and graphs: only one of the two can be amid a sequence.
 
         Raises:
-            SequoiaPlanError: if the tree drafts and this decoder has no draft.
+            SequoiaPlanError: if the tree drafts and this decoder has no draft, or a node has more children than the draft has tokens.
         """
-        if self.drafter is None and tree.size > 1:
-            raise SequoiaPlanError(f"a tree of {tree.size} nodes needs a draft model; only a tree of one node decodes without")
         other = copy.copy(self)
         other._use(tree)
         return other
 
     def _use(self, tree: TokenTree) -> None:
+        if self.drafter is None and tree.size > 1:
+            raise SequoiaPlanError(f"a tree of {tree.size} nodes needs a draft model; only a tree of one node decodes without")
+        if self.drafter and tree.branching > self.drafter.vocabulary:
+            raise SequoiaPlanError(f"tree: {tree.branching} children of one node, more than the draft's vocabulary holds")
         self.tree, self.structure = tree, Structure.of(tree, self.device, self.target.model.dtype)
-        self.passes: tuple[Pass, ...] = self.drafter.passes(tree, self.structure) if self.drafter and tree.size > 1 else ()
+        self.passes: tuple[Pass, ...] = self.drafter.passes(tree, self.structure) if self.drafter else ()
         self.inner, self.branching, self.depth = sum(step.expands for step in self.passes), tree.branching, tree.depth
 
     @torch.inference_mode()
@@ -267,7 +261,7 @@ class SequoiaDecoder:
             return run(*inputs)
         if self.graphs.version != self.sequence.version:
             self.graphs.clear(self.sequence.version)
-        return self.graphs((part, self.tree, *settings), run, (self.sequence.tokens, self.sequence.length), inputs)
+        return self.graphs((part, self.tree, *settings), run, lambda: self.sequence.changed(self.tree.size), inputs)
 
     def may_capture(self, part: str, *settings: Hashable) -> bool:
         """Is nothing known that keeps this part of a step from being captured?"""
@@ -288,7 +282,7 @@ class SequoiaDecoder:
 
     def grow(self, extent: int, sampling: Sampling) -> Growth:
         """The draft's part of a step: the tree's tokens are then in the sequence."""
-        if self.drafter is None or not self.passes:
+        if not self.drafter or not self.passes:
             nothing = self.sequence.tokens[:0]
             return Growth(nothing, nothing)
         columns = self.structure.columns(self.sequence.length, extent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from sequoia_plan.runtime.cache import TreeCache
 
@@ -47,6 +48,11 @@ class Sequence:
             self.draft = draft(capacity)
         self.tokens = torch.zeros(capacity, dtype=torch.long, device=device)
         self.version += 1
+
+    def changed(self, size: int) -> list[Tensor]:
+        """What a step with a tree of `size` nodes both reads and changes. Reads the length on the host."""
+        root = int(self.length)
+        return [self.tokens, self.length, *self.target.views(root, size), *self.draft.views(root, size)]
 
     def refill_random_numbers(self, bits: int) -> None:
         """Draw what the next step needs: so many numbers of 31 bits, and the two uniform numbers."""

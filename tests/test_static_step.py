@@ -186,7 +186,7 @@ def test_graphs():
     graphs, total = Graphs(device), torch.zeros(3, device=device)
     for _ in range(2):
         total.zero_()
-        results = [graphs("sum", lambda: total.add_(1) * 2, (total,)).tolist() for _ in range(3)]
+        results = [graphs("sum", lambda: total.add_(1) * 2, lambda: (total,)).tolist() for _ in range(3)]
         assert results == [[2.0] * 3, [4.0] * 3, [6.0] * 3]
         assert graphs("other", lambda: total + 1).tolist() == [4.0] * 3
         assert len(graphs.graphs) == 2
@@ -204,6 +204,6 @@ def test_a_function_that_waits_runs_as_it_is(waiting):
         return total.add_(1).clone()
 
     with pytest.warns(UserWarning, match="cannot be captured"):
-        first = graphs("sum", run, (total,))
-    assert first.tolist() == [1.0] * 3 and graphs("sum", run, (total,)).tolist() == [2.0] * 3
+        first = graphs("sum", run, lambda: (total,))
+    assert first.tolist() == [1.0] * 3 and graphs("sum", run, lambda: (total,)).tolist() == [2.0] * 3
     assert torch.cuda.get_sync_debug_mode() == 0
