@@ -219,7 +219,7 @@ class _Forced:
         assert self.decoder.drafter is not None
         self.drafter = self.decoder.drafter
         self.ranks = min(ranks, self.drafter.vocabulary)
-        self.eos = {pair.tokenizer.eos_token_id}
+        self.ends = set(pair.end_tokens)
 
     @torch.inference_mode()
     def __call__(self, prompt: Tensor, samplings: Sequence[Sampling], tokens: int, seed: int) -> list[dict[str, Any]]:
@@ -230,9 +230,9 @@ class _Forced:
         for step in decoder.steps(prompt, tokens, both or samplings[0], seed):
             text += step.tokens
             levels += [*range(1, len(step.tokens)), 0]
-            if len(text) - prompt.numel() >= tokens or self.eos.intersection(step.tokens):
+            if len(text) - prompt.numel() >= tokens or self.ends.intersection(step.tokens):
                 break
-        ends = [at for at, token in enumerate(text[prompt.numel() :]) if token in self.eos]
+        ends = [at for at, token in enumerate(text[prompt.numel() :]) if token in self.ends]
         ids = torch.tensor(text[: prompt.numel() + ends[0]] if ends else text, device=decoder.device)
         level = torch.tensor(levels[: ids.numel() - prompt.numel() + 1]).clamp(max=LEVELS - 1)
         trials = torch.bincount(level, minlength=LEVELS).tolist()
@@ -280,7 +280,7 @@ class _Counted:
 
     def __init__(self, pair: Pair, ranks: int) -> None:
         self.decoder = SequoiaDecoder(pair.target, pair.draft, TokenTree.star(min(ranks, shared_vocabulary(pair.target, pair.draft)[0])))
-        self.eos = {pair.tokenizer.eos_token_id}
+        self.ends = set(pair.end_tokens)
 
     def __call__(self, prompt: Tensor, samplings: Sequence[Sampling], tokens: int, seed: int) -> list[dict[str, Any]]:
         """As `_Forced`; only the first level is seen."""
@@ -289,7 +289,7 @@ class _Counted:
             counts[step.path[1] if len(step.path) > 1 else 0] += 1
             trials += 1
             made += len(step.tokens)
-            if made >= tokens or self.eos.intersection(step.tokens):
+            if made >= tokens or self.ends.intersection(step.tokens):
                 break
         below = [[0.0] * (len(counts) - 1)] * (LEVELS - 1)
         return [{"trials": [trials] + [0] * (LEVELS - 1), "counts": [list(map(float, counts[1:])), *below], "reached": None}]

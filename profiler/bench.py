@@ -153,7 +153,7 @@ def ours(pair: Pair, tree: TokenTree, sampling: Sampling, tokens: int) -> Decode
 
     def decode(prompt: list[int], seed: int) -> Run:
         watch = _Stopwatch(len(prompt))
-        result = decoder.generate(prompt, tokens, sampling=sampling, seed=seed, eos_token_id=pair.tokenizer.eos_token_id, streamer=watch)
+        result = decoder.generate(prompt, tokens, sampling=sampling, seed=seed, eos_token_id=pair.end_tokens, streamer=watch)
         return watch.run(result.new_tokens, result.steps)
 
     return decode
@@ -161,8 +161,8 @@ def ours(pair: Pair, tree: TokenTree, sampling: Sampling, tokens: int) -> Decode
 
 def hugging_face(reference: Pair, sampling: Sampling, tokens: int, *, counted: bool = True, **options: Any) -> Decode:
     """transformers' own `generate`; `options` choose how it decodes. `counted`: count the target's passes, which a compiled forward must do without."""
-    target, eos = reference.target, reference.tokenizer.eos_token_id
-    options |= sampling.for_transformers() | {"max_new_tokens": tokens, "eos_token_id": eos, "pad_token_id": eos}
+    target, ends = reference.target, reference.end_tokens
+    options |= sampling.for_transformers() | {"max_new_tokens": tokens, "eos_token_id": ends or None, "pad_token_id": ends[0] if ends else None}
 
     def decode(prompt: list[int], seed: int) -> Run:
         torch.manual_seed(seed)

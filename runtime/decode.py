@@ -16,7 +16,7 @@ from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime.capture import Graphs, capturable, on_one_cuda_device, readback
 from sequoia_plan.runtime.draft.drafter import Drafter, Growth, Pass, grow
 from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
-from sequoia_plan.runtime.generation import Ending, Generation, eos_tokens, read_prompt, stop_criteria
+from sequoia_plan.runtime.generation import Ending, Generation, end_tokens, read_prompt, stop_criteria
 from sequoia_plan.runtime.models.forward import TreeModel
 from sequoia_plan.runtime.models.parallel import shared_seed
 from sequoia_plan.runtime.models.probe import probe
@@ -118,7 +118,7 @@ class SequoiaDecoder:
             temperature: 0 is greedy.
             top_p: nucleus filter on the target.
             seed: makes sampling repeatable; None draws one.
-            eos_token_id: ends the generation; None takes the target's generation config.
+            eos_token_id: ends the generation; None takes those of the target's generation config, else the tokenizer's.
             streamer: anything with transformers' `put(tokens)` and `end()`; gets the prompt first, as from transformers.
             sampling: every sampling setting at once, in place of `temperature` and `top_p`.
             attention_mask: as tokenizers return it; it must hide nothing.
@@ -137,7 +137,7 @@ class SequoiaDecoder:
         prompt = read_prompt(input_ids, self.tokenizer, attention_mask).to(self.device)
         ids = prompt.tolist()
         criteria = [*stop_criteria(stop_strings, self.tokenizer), *stopping_criteria]
-        ending = Ending(ids, max_new_tokens, self.context - len(ids), eos_tokens(eos_token_id, self.target.model), criteria)
+        ending = Ending(ids, max_new_tokens, self.context - len(ids), end_tokens(eos_token_id, self.target.model, self.tokenizer), criteria)
         new: list[int] = []
         steps, reason = 0, ""
         decoding = self.steps(prompt, max_new_tokens, sampling, seed)

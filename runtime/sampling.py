@@ -47,6 +47,10 @@ UNSUPPORTED = {
 """Settings that could be sampled from or searched with, and are not."""
 
 
+LEAST = 1e-30
+"""Temperatures and masses beyond this, or its inverse, leave what float32 can hold, and sampling would not be exact."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the target samples, and what drafts for it and verifies. Filters apply to the target alone.
@@ -77,16 +81,16 @@ class Sampling:
             value = getattr(self, name)
             if isinstance(value, bool) or (not isinstance(value, (int, float)) and (name, value) != ("draft_temperature", None)):
                 raise ArgumentError(f"{name}: found {value!r:.60}, expected a number")
-        if not 0 <= self.temperature < float("inf"):
-            raise ArgumentError(f"temperature: found {self.temperature}, expected 0 (greedy) or more")
-        if not 0 < self.top_p <= 1:
-            raise ArgumentError(f"top_p: found {self.top_p}, expected more than 0 and at most 1")
+        if not (self.temperature == 0 or LEAST <= self.temperature <= 1 / LEAST):
+            raise ArgumentError(f"temperature: found {self.temperature}, expected 0 (greedy), or {LEAST} to {1 / LEAST:g} (logits are float32)")
+        if not LEAST <= self.top_p <= 1:
+            raise ArgumentError(f"top_p: found {self.top_p}, expected at least {LEAST} (probabilities are float32) and at most 1")
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
             raise ArgumentError(f"top_k: found {self.top_k!r}, expected a count of tokens, or 0 for all")
         if not 0 <= self.min_p <= 1:
             raise ArgumentError(f"min_p: found {self.min_p}, expected 0 to 1")
-        if self.draft_temperature is not None and not 0 < self.draft_temperature < float("inf"):
-            raise ArgumentError(f"draft_temperature: found {self.draft_temperature}, expected more than 0")
+        if self.draft_temperature is not None and not LEAST <= self.draft_temperature <= 1 / LEAST:
+            raise ArgumentError(f"draft_temperature: found {self.draft_temperature}, expected {LEAST} to {1 / LEAST:g} (logits are float32)")
         if self.verifier not in VERIFIERS:
             raise ArgumentError(f"verifier: found {self.verifier!r}, expected {', '.join(VERIFIERS)}")
 

@@ -72,9 +72,7 @@ def generate(
     decoder = SequoiaDecoder(pair.target, pair.draft, tree, tokenizer=pair.tokenizer)
     streamer = None if as_json else TextStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True)
     ids = pair.tokenizer(text)["input_ids"] if raw else encode(pair.tokenizer, messages)
-    result = decoder.generate(
-        ids, max_new_tokens, seed=seed, eos_token_id=pair.tokenizer.eos_token_id, streamer=streamer, sampling=sampling, stop_strings=list(stop)
-    )
+    result = decoder.generate(ids, max_new_tokens, seed=seed, eos_token_id=pair.end_tokens, streamer=streamer, sampling=sampling, stop_strings=list(stop))
     tokens = result.sequences[0, -result.new_tokens :].tolist()
     if as_json:
         print_json(

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.runtime.draft.file import DEFAULT_DRAFT, load_draft
+from sequoia_plan.runtime.generation import end_tokens
 from sequoia_plan.runtime.models.repack import can_repack, repack
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary
 
@@ -42,6 +43,11 @@ class Pair:
     tokenizer: Any
     facts: dict[str, dict[str, Any]]
     placement: str = "resident"
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """The tokens that end a text: those of the target's generation config, else the tokenizer's."""
+        return sorted(end_tokens(None, self.target, self.tokenizer))
 
 
 def load_pair(target: str | None = None, draft: str | None = None, device: str = "cpu", dtype: str = "auto", placement: str = "auto") -> Pair:
