@@ -50,15 +50,15 @@ SHOWN = {"tokens_per_step": ("one_vector", "by_level", "same_prompts"), "step_ti
 def whole_steps(pair: Pair, tree: TokenTree, sampling: Sampling, tokens: int) -> Decode:
     """Our decoder until the step that brings `tokens` or the text's end. A prediction is of whole steps; a cut last one of a short text
     would count for less."""
-    decoder, eos = SequoiaDecoder(pair.target, pair.draft, tree), pair.tokenizer.eos_token_id
+    decoder, ends = SequoiaDecoder(pair.target, pair.draft, tree), set(pair.end_tokens)
 
     def decode(prompt: list[int], seed: int) -> Run:
         started, made, first_seconds = time.perf_counter(), list[int](), 0.0
         for step in decoder.steps(torch.tensor(prompt), tokens, sampling, seed):
             first_seconds = first_seconds or time.perf_counter() - started
             made.append(len(step.tokens))
-            if eos in step.tokens:
-                made[-1] = step.tokens.index(eos) + 1
+            if ends.intersection(step.tokens):
+                made[-1] = min(step.tokens.index(end) for end in ends if end in step.tokens) + 1
                 break
         return Run(sum(made), len(made), time.perf_counter() - started, made[0], first_seconds)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable
 from collections.abc import Sequence as Several
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -43,7 +44,7 @@ class Step:
 
 
 class SequoiaDecoder:
-    """Decodes with a static token tree; the output law is the target's.
+    """Decodes with a static token tree; the output law is the target's. It holds one sequence: requests of several threads take turns.
 
     Args:
         target: a transformers causal LM, loaded and in eval mode; quantised, sharded or compiled as you like.
@@ -140,15 +141,15 @@ class SequoiaDecoder:
         ending = Ending(ids, max_new_tokens, self.context - len(ids), end_tokens(eos_token_id, self.target.model, self.tokenizer), criteria)
         new: list[int] = []
         steps, reason = 0, ""
-        decoding = self.steps(prompt, max_new_tokens, sampling, seed)
         if streamer is not None:
             streamer.put(prompt[None].cpu())
-        while not reason:
-            added, reason = ending.take(next(decoding).tokens)
-            steps += 1
-            new.extend(added)
-            if streamer is not None:
-                streamer.put(torch.tensor(added))
+        with closing(self.steps(prompt, max_new_tokens, sampling, seed)) as decoding:
+            while not reason:
+                added, reason = ending.take(next(decoding).tokens)
+                steps += 1
+                new.extend(added)
+                if streamer is not None:
+                    streamer.put(torch.tensor(added))
         if streamer is not None:
             streamer.end()
         sequences = torch.tensor([ids + new], device=self.device)
@@ -160,8 +161,10 @@ class SequoiaDecoder:
         return [self.generate(prompt, seed=None if seed is None else seed + i, **settings) for i, prompt in enumerate(prompts)]
 
     @torch.inference_mode()
-    def steps(self, prompt: Tensor, max_new_tokens: int, sampling: Sampling, seed: int | None = None) -> Iterator[Step]:
+    def steps(self, prompt: Tensor, max_new_tokens: int, sampling: Sampling, seed: int | None = None) -> Generator[Step, None, None]:
         """Prefill `prompt` (int64 [n]), then one `Step` after the other until `max_new_tokens` or the context is full.
+
+        From the first step until the last one, or until the iterator is closed, other threads wait for the decoder.
 
         The tree never shrinks: near the end of the context, nodes beyond it are cut off the result. If `ahead`, a step that is needed
         however many tokens the last one accepts runs while those are read.
@@ -169,29 +172,30 @@ class SequoiaDecoder:
         Raises:
             SequoiaPlanError: if the prompt leaves no room in the context, or a model's logits are not finite.
         """
-        self.prefill(prompt, max_new_tokens, seed)
-        length = prompt.numel() - 1
-        end = min(length + max_new_tokens, self.context - 1)
+        with self.sequence.turns.take():
+            self.prefill(prompt, max_new_tokens, seed)
+            length = prompt.numel() - 1
+            end = min(length + max_new_tokens, self.context - 1)
 
-        def launched(longest: int) -> Callable[[], list[int]]:
-            self.refill_random_numbers(sampling)
-            return readback(self.run(self.extent(longest), sampling))
+            def launched(longest: int) -> Callable[[], list[int]]:
+                self.refill_random_numbers(sampling)
+                return readback(self.run(self.extent(longest), sampling))
 
-        following: Callable[[], list[int]] | None = None
-        while length < end:
-            read = following or launched(length)
-            longest = length + self.tree.depth
-            following = launched(longest) if self.ahead and longest < end else None
-            count, *values = read()
-            if count < 0:
-                raise SequoiaPlanError(
-                    f"{'target' if count == NOT_FINITE[0] else 'draft'}: logits that are not finite after token {length + 1}; "
-                    "the weights are damaged or the dtype overflows (float16 does, bfloat16 and float32 do not)"
-                )
-            count = min(count, self.context - 1 - length)
-            path, tokens = values[: self.tree.depth], values[self.tree.depth :]
-            length += count
-            yield Step(path[:count], tokens[:count])
+            following: Callable[[], list[int]] | None = None
+            while length < end:
+                read = following or launched(length)
+                longest = length + self.tree.depth
+                following = launched(longest) if self.ahead and longest < end else None
+                count, *values = read()
+                if count < 0:
+                    raise SequoiaPlanError(
+                        f"{'target' if count == NOT_FINITE[0] else 'draft'}: logits that are not finite after token {length + 1}; "
+                        "the weights are damaged or the dtype overflows (float16 does, bfloat16 and float32 do not)"
+                    )
+                count = min(count, self.context - 1 - length)
+                path, tokens = values[: self.tree.depth], values[self.tree.depth :]
+                length += count
+                yield Step(path[:count], tokens[:count])
 
     def prefill(self, prompt: Tensor, max_new_tokens: int, seed: int | None = None) -> None:
         """Start a sequence: both caches hold all of `prompt` but its last token, which is the first root.
@@ -199,6 +203,10 @@ class SequoiaDecoder:
         Raises:
             SequoiaPlanError: if the prompt leaves no room in the context, or there is not the memory for the sequence.
         """
+        largest, last = int(prompt.max()), self.target.last_token
+        if int(prompt.min()) < 0 or largest > last:
+            wrong = largest if largest > last else int(prompt.min())
+            raise ArgumentError(f"prompt: found the token {wrong}, expected 0 to {last}, the target's embeddings; was it made by another tokenizer?")
         if prompt.numel() >= self.context:
             raise SequoiaPlanError(f"prompt: {prompt.numel()} tokens, expected at most {self.context - 1} (the model's context less one new token); shorten it")
         sequence, drafter = self.sequence, self.drafter

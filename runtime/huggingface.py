@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,9 @@ CONFIGURED = tuple(
     if hasattr(processors, name)
 )
 """Processors that say nothing the configuration does not."""
+
+
+_making = threading.Lock()
 
 
 def sequoia(
@@ -84,9 +88,10 @@ def _refuse(config: GenerationConfig, logits_processor: Sequence[Any]) -> None:
 
 def _decoder(model: Any, draft: Any, tree: TokenTree) -> SequoiaDecoder:
     """The decoder of the last call if it was for the same draft and tree. It lives on the model, so both go together."""
-    kept = model.__dict__.get("_sequoia_decoder")
-    if kept is None or kept[0] is not draft or kept[1] != tree:
-        kept = (draft, tree, SequoiaDecoder(model, draft, tree))
-        model.__dict__["_sequoia_decoder"] = kept
+    with _making:
+        kept = model.__dict__.get("_sequoia_decoder")
+        if kept is None or kept[0] is not draft or kept[1] != tree:
+            kept = (draft, tree, SequoiaDecoder(model, draft, tree))
+            model.__dict__["_sequoia_decoder"] = kept
     decoder: SequoiaDecoder = kept[2]
     return decoder

@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.cache import TreeCache
+
+
+class Turns:
+    """Requests of several threads take turns: one has the sequence until its text is complete."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.owner: int | None = None
+
+    @contextmanager
+    def take(self) -> Iterator[None]:
+        """Wait until no other thread has the sequence, and have it.
+
+        Raises:
+            SequoiaPlanError: if this thread has it already: waiting for itself would take forever.
+        """
+        if self.owner == threading.get_ident():
+            raise SequoiaPlanError("decoder: found in the middle of another sequence of this thread; finish or close that one (steps(...).close()) first")
+        with self.lock:
+            self.owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self.owner = None
 
 
 class Sequence:
@@ -19,6 +46,7 @@ class Sequence:
         target, draft: the models' caches; the draft's has no capacity if nothing drafts.
         bits: int32, random numbers of 31 bits for the drawing of children; uniforms: float64 [2] for verification.
         version: how often memory was allocated anew; graphs captured before that are of no use.
+        turns: whose sequence it is.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,6 +57,7 @@ class Sequence:
         self.uniforms = torch.zeros(2, dtype=torch.float64, device=device)
         self.generator = torch.Generator(device)
         self.version = 0
+        self.turns = Turns()
 
     def reserve(self, capacity: int, target: Callable[[int], TreeCache], draft: Callable[[int], TreeCache] | None) -> None:
         """Memory for `capacity` slots; memory that is large enough is used again.

@@ -50,6 +50,7 @@ class ToyModel(torch.nn.Module):
         self.vocabulary = vocabulary
         self.eye = torch.eye(vocabulary)
         self.dtype, self.device = torch.float32, torch.device("cpu")
+        self.eval()
 
     def get_output_embeddings(self):
         covered = getattr(self, "covered_tokens", None)

@@ -75,7 +75,7 @@ class TreeModel:
             raise SequoiaPlanError(f"KV cache: {mask.shape[1]} slots needed, it has {cache.capacity}; prefill with more max_new_tokens")
         positions = positions.clamp(max=self.context - 1)
         output = self.model(
-            input_ids=tokens.clamp(max=self.last_token)[None],  # a draft may lack the target's last tokens
+            input_ids=tokens.clamp(max=self.last_token)[None],  # a draft may lack the target's last tokens; `prefill` checks the target's
             position_ids=positions[None],
             attention_mask=self._attention(cache, mask, positions, slots),
             past_key_values=cache.at(slots, mask.shape[1]),
@@ -87,7 +87,14 @@ class TreeModel:
         return Reading(logits)
 
     def prefill(self, cache: TreeCache, tokens: Tensor) -> None:
-        """Start a sequence with `tokens` (int64 [n]), read in chunks so that the mask stays small."""
+        """Start a sequence with `tokens` (int64 [n]), read in chunks so that the mask stays small.
+
+        Raises:
+            SequoiaPlanError: if the model is in training mode.
+        """
+        if getattr(self.model, "training", False):
+            kind = getattr(self.model.config, "model_type", type(plain(self.model)).__name__)
+            raise SequoiaPlanError(f"{kind}: found in training mode, where dropout changes its logits; call eval() on the model")
         cache.finite.fill_(True)
         for start in range(0, tokens.numel(), PREFILL_CHUNK):
             chunk = tokens[start : start + PREFILL_CHUNK]
