@@ -1,0 +1,132 @@
+"""Requests of many threads on one decoder: every text is the one that a single thread gets."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
+import pytest
+import torch
+from architectures import resembling, tiny
+from transformers import TextIteratorStreamer
+
+from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.runtime import Sampling, SequoiaDecoder, sequoia
+from sequoia_plan.runtime.sequence import Turns
+
+TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
+OTHER = TokenTree.chain(4)
+PROMPTS = [[(7 * i + j) % 90 for j in range(3 + i % 5)] for i in range(32)]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def models():
+    target = tiny("Llama")
+    return target, resembling(target)
+
+
+@pytest.fixture(autouse=True)
+def switching(monkeypatch):
+    """Threads give way often, so that what can go wrong does."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+class Ids:
+    """A streamer that keeps what it gets."""
+
+    def __init__(self):
+        self.tokens, self.ended = [], False
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.ended = True
+
+
+def by_threads(request):
+    """`request(i)` for every prompt, from eight threads at once."""
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(request, range(len(PROMPTS))))
+
+
+def request_of(decoder, sampling):
+    """A request for the text after a prompt; the streamed tokens must be those of the result."""
+
+    def request(i):
+        streamer = Ids()
+        found = decoder.generate(PROMPTS[i], 24, sampling=sampling, seed=i, streamer=streamer).sequences[0].tolist()
+        assert streamer.ended and streamer.tokens == found
+        return found
+
+    return request
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8)], ids=["greedy", "sampled"])
+def test_a_decoders_requests_take_turns(models, sampling):
+    request = request_of(SequoiaDecoder(*models, TREE), sampling)
+    alone = [request(i) for i in range(len(PROMPTS))]
+    assert by_threads(request) == alone
+
+
+def test_without_turns_texts_are_wrong(models, monkeypatch):
+    """Negative control: the same load on the same decoder, nobody waiting."""
+    decoder = SequoiaDecoder(*models, TREE)
+    alone = [decoder.generate(prompt, 24).sequences[0].tolist() for prompt in PROMPTS]
+    monkeypatch.setattr(Turns, "take", lambda self: nullcontext())
+
+    def request(i):
+        try:
+            return decoder.generate(PROMPTS[i], 24).sequences[0].tolist()
+        except Exception as error:  # whatever shapes that do not fit together give
+            return error
+
+    assert any(by_threads(request) != alone for _ in range(5))
+
+
+def test_custom_generate_takes_turns_too(models):
+    """Two trees in turn, so that the kept decoder changes hands; Hugging Face's own generate is the reference."""
+    target, draft = models
+
+    def request(i):
+        ids = torch.tensor([PROMPTS[i]])
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+        return target.generate(ids, custom_generate=sequoia, draft=draft, tree=TREE if i % 8 else OTHER, **options)[0].tolist()
+
+    reference = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        reference.append(target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, pad_token_id=0)[0].tolist())
+    assert by_threads(request) == reference
+
+
+def test_transformers_own_streamer_in_a_thread_each(pair):
+    """The real pair: two threads write, two listeners read, and each reads its own text."""
+    decoder = SequoiaDecoder(pair.target, pair.draft, TREE, tokenizer=pair.tokenizer)
+    prompts = ["The capital of France is", "Two plus two is"]
+    alone = [decoder.generate(prompt, 12).text for prompt in prompts]
+    streamers = [TextIteratorStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True) for _ in prompts]
+    threads = [threading.Thread(target=decoder.generate, args=(prompt, 12), kwargs={"streamer": s}) for prompt, s in zip(prompts, streamers, strict=True)]
+    for thread in threads:
+        thread.start()
+    assert ["".join(streamer) for streamer in streamers] == alone
+    for thread in threads:
+        thread.join()
+
+
+def test_a_thread_does_not_wait_for_itself(models):
+    decoder = SequoiaDecoder(*models, TREE)
+    steps = decoder.steps(torch.tensor([1, 2, 3]), 20, Sampling())
+    next(steps)
+    with pytest.raises(SequoiaPlanError, match=r"in the middle of another sequence of this thread; finish or close that one"):
+        decoder.generate([1, 2], 4)
+    with pytest.raises(SequoiaPlanError, match="in the middle of another sequence"):
+        decoder.with_tree(OTHER).generate([1, 2], 4)
+    steps.close()
+    assert decoder.generate([1, 2], 4).new_tokens == 4
