@@ -144,7 +144,7 @@ def relaxed(rows, times, most, price, floor, rate):
     high[0] = most
     low = np.r_[2, np.zeros(levels - 1, int)]
     box = relaxation.Box(low, high, np.ones(ranks, int), np.full(ranks, rows.shape[1]))
-    nodes = relaxation.offered(rows, floor)
+    nodes = relaxation.candidates(rows, floor)
     use = relaxation.Use(np.zeros(levels, int), np.zeros(levels, int), np.ones(ranks, int), np.zeros(ranks), np.zeros(len(nodes.value), int))
     exact = bool((np.diff(rows, axis=1) <= 0).all())
     return relaxation.relax(nodes, costs, box, price, rate, exact, use)[0]
