@@ -16,8 +16,8 @@ from sequoia_plan.planner.solving.relaxation import Costs, Ints, candidates
 
 OPTIMAL = 1e-9
 """A tree is called optimal if no other one can be faster by more than this, relative."""
-MOST_WORK = 250_000_000
-"""Nodes, and steps of the cost curves, that the search may look at: a second or two."""
+MOST_WORK = 150_000_000
+"""Nodes, and steps of the cost curves, that the search may look at: about a second."""
 CANDIDATES_PER_NODE = 4
 """The search looks at this many nodes for each that the largest tree may have; its bound covers all others by the largest of their values."""
 MOST_REBUILT = 20_000
