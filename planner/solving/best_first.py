@@ -99,11 +99,11 @@ def grow(rows, size, widths, ranks):  # type: ignore[no-untyped-def]
         parent[node], level[node] = above, here + 1
         taken += 1
         if rank + 1 < ranks[here]:
-            push(heap, count, value[above] * rows[here, rank + 1], above, rank + 1)
+            push(heap, count, value[above] * rows[here, rank + 1], float(above), rank + 1.0)
             count += 1
         if here + 1 < len(widths) and wide[here + 1] < widths[here + 1]:
             wide[here + 1] += 1
-            push(heap, count, value[node] * rows[here + 1, 0], node, 0.0)
+            push(heap, count, value[node] * rows[here + 1, 0], float(node), 0.0)
             count += 1
     return parent[:taken], value[:taken], level[:taken]
 

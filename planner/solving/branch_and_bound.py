@@ -237,12 +237,13 @@ def search(nodes, order, rows, costs, floor, exact, rate, most_work):  # type: i
             split(boxes, b, made, which, where)
             for part in (made, made + 1):
                 prices[part] = price
-                push(open_boxes, waiting, bound, part, 0.0)
+                push(open_boxes, waiting, bound, float(part), 0.0)
                 waiting += 1
             made += 2
         elif not exact:  # growth need not find the best tree here: the bound stays, as small as it can be made
             goal = rate * (1 + CLOSED)
-            excess, _ = improve(nodes, costs, box, price, goal, exact, floor, FIRST_STEPS, use)
-            work += FIRST_STEPS * len(nodes.value)
+            steps = max(steps, FIRST_STEPS)
+            excess, _ = improve(nodes, costs, box, price, goal, exact, floor, steps, use)
+            work += steps * len(nodes.value)
             unsettled = max(unsettled, min(bound, goal + max(0.0, excess) / least_seconds(costs, box)))
     return Found(best, rate, max(rate * (1 + CLOSED), unsettled))
