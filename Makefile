@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 demo: $(BUILD)/tree.safetensors
 	$(BIN)/sequoia-plan show $(BUILD)/tree.safetensors
 	$(BIN)/sequoia-plan generate --tree $(BUILD)/tree.safetensors --max-new-tokens 64
-	$(BIN)/sequoia-plan bench --tree $(BUILD)/tree.safetensors --only plain --only generate --only sequoia --prompts 8 --tokens 64 -o $(BUILD)/demo.json
+	$(BIN)/sequoia-plan bench --tree $(BUILD)/tree.safetensors --only plain --only generate --only sequoia --limit 8 --tokens 64 -o $(BUILD)/demo.json
 
 $(BUILD)/profile.yaml: | $(VENV)/ready
 	mkdir -p $(BUILD)

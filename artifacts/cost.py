@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,24 @@ def node_values(tree: TokenTree, acceptance: Acceptance | Floats) -> Floats:
 def expected_tokens(tree: TokenTree, acceptance: Acceptance | Floats) -> float:
     """F(T) of Sequoia, arXiv 2402.12374, section 3.1: the sum of the node values."""
     return math.fsum(node_values(tree, acceptance))  # exactly rounded: the same bits on every machine
+
+
+def most_expected_tokens(rows: Sequence[Sequence[float]], size: int) -> float:
+    """No tree of `size` nodes has more expected tokens: the sum of the largest node values of the endless tree.
+
+    Args:
+        rows: p[level][rank]; the last row holds for all deeper levels.
+    """
+    total, candidates = 0.0, [(-1.0, 0)]
+    for _ in range(size):
+        if not candidates:
+            break
+        value, level = heapq.heappop(candidates)
+        total -= value
+        for p in rows[min(level, len(rows) - 1)]:
+            if p > 0:
+                heapq.heappush(candidates, (value * p, level + 1))
+    return total
 
 
 @dataclass(frozen=True)

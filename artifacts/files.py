@@ -18,7 +18,7 @@ def write_atomically(path: str | Path, data: bytes) -> None:
     Raises:
         SequoiaPlanError: if `path` is a folder, its folder is missing or cannot be written, or the disk is full.
     """
-    path, temporary = Path(os.path.realpath(path)), None
+    given, path, temporary = path, Path(os.path.realpath(path)), None
     try:
         kind = stat.S_IFMT(path.stat().st_mode) if os.path.exists(path) else None
         if kind == stat.S_IFDIR:
@@ -38,7 +38,7 @@ def write_atomically(path: str | Path, data: bytes) -> None:
             Path(temporary).unlink(missing_ok=True)
         problem = error.strerror or error
         raise SequoiaPlanError(
-            f"{path}: cannot be written ({problem}); name a file in a folder that exists and is writable, with room for {len(data)} bytes"
+            f"{given}: cannot be written ({problem}); name a file in a folder that exists and is writable, with room for {len(data)} bytes"
         ) from error
 
 

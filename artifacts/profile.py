@@ -24,6 +24,7 @@ COUNT_TOLERANCE = 0.01
 
 Number = Annotated[float, Meta(ge=0, title="a number >= 0")]
 Curve = dict[Size, Seconds]
+Rounds = Literal["tree", "level"]
 Quartiles = dict[Annotated[str, Meta(pattern="^(target|draft)$", title="target or draft")], dict[Size, tuple[Seconds, Seconds]]]
 
 
@@ -61,7 +62,7 @@ class Verification(Artifact, frozen=True):
     by_parent: Annotated[Number, field("seconds for each node that has children")]
     by_child: Annotated[Number, field("seconds for each node but the root")]
     rounds: Annotated[
-        Literal["tree", "level"],
+        Rounds,
         field(
             "how many rounds a tree takes: `tree` if all nodes are judged at once (the most children any node has), `level` if levels are "
             "judged one after the other (the sum over levels of the most children a node of the level has)"

@@ -58,7 +58,7 @@ class Scale:
 
     Args:
         texts, prompts, tokens: prompts profiled, held-out prompts decoded, new tokens of each.
-        precision: of the acceptance, see `measure_acceptance`.
+        precision: of the acceptance, see `finished_prompts`.
         latency_seconds, rounds: for repeating latencies and breakdowns.
         largest: nodes of the largest tree that is timed.
         copied: bytes of the copy that memory bandwidth is measured with.
@@ -113,9 +113,9 @@ class Run:
 
 
 @functools.cache
-def embedded(device: torch.device, packed: bool = True) -> Pair:
+def embedded(device: torch.device, placement: str = "auto") -> Pair:
     """The embedded pair, loaded once."""
-    return load_pair(device=str(device), packed=packed)
+    return load_pair(device=str(device), placement=placement)
 
 
 def real_pair(run: Run, sampling: Sampling) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def real_pair(run: Run, sampling: Sampling) -> dict[str, Any]:
     profile = measure(pair, built_in()[: scale.texts], [sampling], scale.latency_seconds, **work)[0]
     solution = solve(profile, BUDGET, DEPTH)
     trees = arms(solution.tree, sampling.verifier)
-    reference = functools.partial(embedded, run.device, packed=False)
+    reference = functools.partial(embedded, run.device, placement="resident")
     result = compare(pair, reference, solution.tree, trees, sampling, longest_first(pair, scale), scale.tokens, CONTENDERS, deadline=run.deadline)
     steps = {"plain": TokenTree.chain(1), "tree": solution.tree}
     return result.facts() | {
@@ -184,7 +184,7 @@ def random_weights(run: Run, name: str) -> dict[str, Any]:
 def judged(pair: Pair, tree: TokenTree, acceptance: Sequence[float], times: StepTime, sampling: Sampling, plain_step: float, rounds: int) -> dict[str, Any]:
     """A tree's step against the sum of its passes, each timed alone, and what the vector would make of it."""
     parts = breakdown(pair, tree, sampling, rounds=rounds)
-    passes = times.step(tree) - times.latency.overhead
+    passes = times.step(tree) - times.latency.overhead - times.verification(tree)
     tokens = expected_tokens(tree, acceptance)
     return {
         "parents": tree.parents.tolist(),
@@ -214,6 +214,7 @@ def curves(latency: Latency | None) -> dict[str, Any]:
         "target": latency.target,
         "draft": latency.draft,
         "overhead": latency.overhead,
+        "verification": latency.verification.facts() if latency.verification else None,
         "context": latency.context,
         "samples": latency.samples,
         "out_of_memory": latency.out_of_memory,

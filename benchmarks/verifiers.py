@@ -38,7 +38,7 @@ TYPICAL = [0.35, 0.09, 0.045, 0.04, 0.023, 0.019, 0.014, 0.015]
 
 def tokens_per_step(pair: Pair, decoder: SequoiaDecoder, prompts: list[list[int]], tokens: int, sampling: Sampling) -> dict[str, float]:
     """All tokens over all steps, with the standard error of that ratio over prompts."""
-    results = [decoder.generate(p, tokens, seed=seed, eos_token_id=pair.tokenizer.eos_token_id, sampling=sampling) for seed, p in enumerate(prompts)]
+    results = [decoder.generate(p, tokens, seed=seed, eos_token_id=pair.end_tokens, sampling=sampling) for seed, p in enumerate(prompts)]
     steps = sum(r.steps for r in results)
     ratio = sum(r.new_tokens for r in results) / steps
     n = len(results)
@@ -56,7 +56,7 @@ def rejection_rates(pair: Pair, prompts: list[list[int]], tokens: int, sampling:
     rates = {name: [0.0] * len(CHILDREN) for name in VERIFIERS}
     positions = 0
     for seed, prompt in enumerate(prompts):
-        ids = plain.generate(prompt, tokens, seed=seed, eos_token_id=pair.tokenizer.eos_token_id, sampling=sampling).sequences
+        ids = plain.generate(prompt, tokens, seed=seed, eos_token_id=pair.end_tokens, sampling=sampling).sequences
         written = slice(len(prompt) - 1, ids.shape[1] - 1)
         p, q = (rule(model(ids).logits[0, written]) for rule, model in ((sampling.target, pair.target), (sampling.draft, pair.draft)))
         positions += len(p)

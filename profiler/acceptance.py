@@ -13,7 +13,7 @@ past that level. `decoding` sees one level only, where the two rules are the sam
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, LevelCounts, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts.cost import expected_tokens
+from sequoia_plan.artifacts.uncertainty import Z95, gradient
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
-from sequoia_plan.runtime.forward import additive
+from sequoia_plan.runtime.models.forward import additive
+from sequoia_plan.runtime.models.vocabulary import shared_vocabulary
 from sequoia_plan.runtime.verify import VERIFIERS, Laws, TreeIndex, Verdict, Verifier
-from sequoia_plan.runtime.vocabulary import shared_vocabulary
 
 RANKS, LEVELS = 16, 4
 """Children drawn at a node; levels told apart, the last one with all below it."""
@@ -41,7 +43,6 @@ POSITIONS = 64
 """Judged at a time: bounds the memory for probabilities."""
 LEAST_PROMPTS = 8
 """Fewer say nothing about how prompts differ."""
-Z95 = 1.96
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,11 @@ class Acceptance:
         error, mean = self._error()
         return Z95 * error / mean
 
-    def worth(self) -> int:
-        """Independent trials that would leave the same interval: fewer than there were, as positions of one text resemble each other."""
-        p, step = self.counts.sum((0, 1)) / self.trials.sum(), 1e-6
-        slope = (_expected_tokens(p + step * np.eye(p.size)) - _expected_tokens(p[None])) / step
+    def effective_trials(self) -> int:
+        """The effective sample size: independent trials that would leave the same interval. Fewer than there were, as positions of one text
+        resemble each other."""
+        p = self.counts.sum((0, 1)) / self.trials.sum()
+        slope = gradient(TREE, p[None])[0]
         error, _ = self._error()
         return int(min(self.trials.sum(), np.ceil((p @ slope**2 - (p @ slope) ** 2) / max(error, 1e-9) ** 2) if np.isfinite(error) else np.inf))
 
@@ -83,11 +85,61 @@ class Acceptance:
         n = len(trials)
         if n < LEAST_PROMPTS or (trials.sum() - trials).min() == 0:
             return float("inf"), 1.0
-        without = _expected_tokens((counts.sum(0) - counts) / (trials.sum() - trials)[:, None])
+        without = np.array([expected_tokens(TREE, p) for p in (counts.sum(0) - counts) / (trials.sum() - trials)[:, None]])
         return float(np.sqrt((n - 1) / n * ((without - without.mean()) ** 2).sum())), float(without.mean())
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far a measurement is after a prompt.
+
+    Args:
+        done, most: prompts so far, and how many there may be.
+        latest: what was found under the setting at hand.
+        found: by index, what was found under every setting so far.
+    """
+
+    done: int
+    most: int
+    latest: Acceptance
+    found: Mapping[int, Acceptance]
+
+
 def measure_acceptance(
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[Sampling],
+    *,
+    on_prompt: Callable[[int, int, Acceptance], None] = lambda done, most, found: None,
+    **options: Any,
+) -> list[Acceptance]:
+    """Measure every setting, in the order given, to the end; see `finished_prompts`.
+
+    Args:
+        on_prompt: called after each prompt with how many there were, how many there may be, and what was found so far.
+
+    Raises:
+        SequoiaPlanError: if nothing could be measured.
+    """
+    found: Mapping[int, Acceptance] = {}
+    for now in finished_prompts(pair, prompts, samplings, **options):
+        on_prompt(now.done, now.most, now.latest)
+        found = now.found
+    return results(found)
+
+
+def results(found: Mapping[int, Acceptance]) -> list[Acceptance]:
+    """What was found under every setting, in their order.
+
+    Raises:
+        SequoiaPlanError: if nothing could be measured.
+    """
+    if not found or not all(each.trials.sum() for each in found.values()):
+        raise SequoiaPlanError("acceptance: no step was decoded; the prompts leave no room in the model's context")
+    return [found[i] for i in range(len(found))]
+
+
+def finished_prompts(
     pair: Pair,
     prompts: Sequence[Sequence[int]],
     samplings: Sequence[Sampling],
@@ -99,9 +151,8 @@ def measure_acceptance(
     seed: int = 0,
     ranks: int = RANKS,
     journal: Path | None = None,
-    on_prompt: Callable[[int, int, Acceptance], None] = lambda done, most, found: None,
-) -> list[Acceptance]:
-    """Measure every setting, in the order given. The same arguments give the same result, whatever the machine's speed.
+) -> Iterator[Progress]:
+    """Measure prompt by prompt. The same arguments give the same result, whatever the machine's speed.
 
     Settings that differ in verifier or draft temperature alone share the target's text and both models' logits.
 
@@ -110,36 +161,31 @@ def measure_acceptance(
         method: "forced" or "decoding".
         precision: stop once `Acceptance.precision` of each setting is at most this; 0 uses all prompts and rounds.
         journal: a file that keeps finished prompts until all is done, so that an interrupted run goes on where it was.
-        on_prompt: called after each prompt with how many there were, how many there may be, and what was found so far.
 
     Raises:
-        SequoiaPlanError: if nothing could be measured.
+        ArgumentError: for another method.
     """
     if method not in METHODS:
         raise ArgumentError(f"method: found {method!r}, expected {' or '.join(METHODS)}")
     facts = [pair.facts, [list(map(int, prompt)) for prompt in prompts], [s.settings() for s in samplings], method, tokens_per_prompt, seed, ranks]
-    kept = Journal(journal, facts)
     groups = _groups(samplings, method)
     most = sum(len(prompts) * (1 if samplings[group[0]].greedy else rounds) for group in groups)
-    watched = any(s.verifier == "traversal" and not s.greedy for s in samplings)
-    measure = _Forced(pair, ranks, watched) if method == "forced" else _Counted(pair, ranks)
-    results: dict[int, Acceptance] = {}
+    compared = any(s.verifier == "traversal" and not s.greedy for s in samplings)
+    found: dict[int, Acceptance] = {}
     done = 0
-    for number, group in enumerate(groups):
-        mine = [samplings[i] for i in group]
-        tallies: list[Any] = []
-        for used in range(len(prompts) * (1 if mine[0].greedy else rounds)):
-            prompt = torch.tensor(prompts[used % len(prompts)])
-            tallies.append(kept.get(f"{number}.{used}", lambda p=prompt, m=mine, s=seed + used: measure(p, m, tokens_per_prompt, s)))  # type: ignore[misc]
-            done += 1
-            found = [_collect(tallies, place) for place in range(len(mine))]
-            on_prompt(done, most, found[0])
-            if max(each.precision() for each in found) <= precision:
-                break
-        results |= dict(zip(group, found, strict=True))
-    if not all(result.trials.sum() for result in results.values()):
-        raise SequoiaPlanError("acceptance: no step was decoded; the prompts leave no room in the model's context")
-    return [results[i] for i in range(len(samplings))]
+    with Journal(journal, facts) as kept:
+        measure = _Forced(pair, ranks, compared) if method == "forced" else _Counted(pair, ranks)
+        for number, group in enumerate(groups):
+            mine = [samplings[i] for i in group]
+            tallies: list[Any] = []
+            for used in range(len(prompts) * (1 if mine[0].greedy else rounds)):
+                prompt = torch.tensor(prompts[used % len(prompts)])
+                tallies.append(kept.get(f"{number}.{used}", lambda p=prompt, m=mine, s=seed + used: measure(p, m, tokens_per_prompt, s)))  # type: ignore[misc]
+                done += 1
+                found |= {i: _collect(tallies, place) for place, i in enumerate(group)}
+                yield Progress(done, most, found[group[0]], dict(found))
+                if max(found[i].precision() for i in group) <= precision:
+                    break
 
 
 def expected_acceptance(target: Tensor, draft: Tensor, sampling: Sampling, ranks: int, generator: torch.Generator, covered: Tensor | None = None) -> Tensor:
@@ -161,28 +207,32 @@ def expected_acceptance(target: Tensor, draft: Tensor, sampling: Sampling, ranks
 
 
 class _Forced:
-    """Measures by one more pass over text that the target wrote."""
+    """Measures by one more pass over text that the target wrote.
 
-    def __init__(self, pair: Pair, ranks: int, watched: bool) -> None:
-        self.decoder = SequoiaDecoder(pair.target, pair.draft, TREE, captured=False if watched else None)
-        self.watched = watched
-        assert self.decoder.draft is not None
-        self.draft, self.target = self.decoder.draft, self.decoder.target
-        self.ranks = min(ranks, self.draft.vocabulary or ranks)
-        self.eos = {pair.tokenizer.eos_token_id}
+    Args:
+        compared: judge each step of the text by both rules.
+    """
+
+    def __init__(self, pair: Pair, ranks: int, compared: bool) -> None:
+        self.decoder = SequoiaDecoder(pair.target, pair.draft, TREE, captured=False if compared else None)
+        self.compared = compared
+        assert self.decoder.drafter is not None
+        self.drafter = self.decoder.drafter
+        self.ranks = min(ranks, self.drafter.vocabulary)
+        self.ends = set(pair.end_tokens)
 
     @torch.inference_mode()
     def __call__(self, prompt: Tensor, samplings: Sequence[Sampling], tokens: int, seed: int) -> list[dict[str, Any]]:
-        """For each setting: trials [levels] and counts [levels][ranks]; `reached` of `_Watched`, None if nobody asked."""
+        """For each setting: trials [levels] and counts [levels][ranks]; `reached` of `_BothRules`, None if nobody asked."""
         decoder = self.decoder
         text, levels = prompt.tolist(), [0]  # the level of each position from the prompt's last token on
-        watching = _Watched(**samplings[0].settings()) if self.watched and not samplings[0].greedy else None
-        for step in decoder.steps(prompt, tokens, watching or samplings[0], seed):
+        both = _BothRules(**samplings[0].settings()) if self.compared and not samplings[0].greedy else None
+        for step in decoder.steps(prompt, tokens, both or samplings[0], seed):
             text += step.tokens
             levels += [*range(1, len(step.tokens)), 0]
-            if len(text) - prompt.numel() >= tokens or self.eos.intersection(step.tokens):
+            if len(text) - prompt.numel() >= tokens or self.ends.intersection(step.tokens):
                 break
-        ends = [at for at, token in enumerate(text[prompt.numel() :]) if token in self.eos]
+        ends = [at for at, token in enumerate(text[prompt.numel() :]) if token in self.ends]
         ids = torch.tensor(text[: prompt.numel() + ends[0]] if ends else text, device=decoder.device)
         level = torch.tensor(levels[: ids.numel() - prompt.numel() + 1]).clamp(max=LEVELS - 1)
         trials = torch.bincount(level, minlength=LEVELS).tolist()
@@ -190,13 +240,13 @@ class _Forced:
         generator = torch.Generator(decoder.device).manual_seed(seed)
         columns = torch.arange(ids.numel(), device=decoder.device)
         for here in columns[prompt.numel() - 1 :].split(POSITIONS):  # the prompt before is in both caches
-            rows = here - (prompt.numel() - 1)
-            mask = additive(columns <= here[:, None], self.target.model.dtype)
-            target, draft = (model(ids[here], here, here, mask) for model in (self.target, self.draft))
+            mask = additive(columns <= here[:, None], decoder.target.model.dtype)
+            target = decoder.target(decoder.sequence.target, ids[here], here, here, mask).logits
+            draft = self.drafter.read_text(decoder.sequence.draft, ids[here], here, mask).logits
             for sampling, total in zip(samplings, sums, strict=True):
-                found = expected_acceptance(target, draft, sampling, self.ranks, generator, self.draft.covered)
-                total.index_add_(0, level[rows.cpu()], found.cpu())
-        reached = watching.reached.tolist() if watching else None
+                found = expected_acceptance(target, draft, sampling, self.ranks, generator, self.drafter.covered)
+                total.index_add_(0, level[(here - (prompt.numel() - 1)).cpu()], found.cpu())
+        reached = both.reached.tolist() if both else None
         return [
             {"trials": trials, "counts": total.tolist(), "reached": reached if s.verifier == "traversal" else None}
             for s, total in zip(samplings, sums, strict=True)
@@ -204,7 +254,7 @@ class _Forced:
 
 
 @dataclass(frozen=True)
-class _Watched(Sampling):
+class _BothRules(Sampling):
     """A sampling whose every step is judged by `sequoia` and by `traversal`; it goes on with its own.
 
     Args:
@@ -230,7 +280,7 @@ class _Counted:
 
     def __init__(self, pair: Pair, ranks: int) -> None:
         self.decoder = SequoiaDecoder(pair.target, pair.draft, TokenTree.star(min(ranks, shared_vocabulary(pair.target, pair.draft)[0])))
-        self.eos = {pair.tokenizer.eos_token_id}
+        self.ends = set(pair.end_tokens)
 
     def __call__(self, prompt: Tensor, samplings: Sequence[Sampling], tokens: int, seed: int) -> list[dict[str, Any]]:
         """As `_Forced`; only the first level is seen."""
@@ -239,7 +289,7 @@ class _Counted:
             counts[step.path[1] if len(step.path) > 1 else 0] += 1
             trials += 1
             made += len(step.tokens)
-            if made >= tokens or self.eos.intersection(step.tokens):
+            if made >= tokens or self.ends.intersection(step.tokens):
                 break
         below = [[0.0] * (len(counts) - 1)] * (LEVELS - 1)
         return [{"trials": [trials] + [0] * (LEVELS - 1), "counts": [list(map(float, counts[1:])), *below], "reached": None}]
@@ -276,12 +326,3 @@ def _lifted(counts: NDArray[np.float64], trials: NDArray[np.int64], reached: NDA
     outside = np.where(known, 0.0, counts)
     room = (trials - inside.sum(-1)) / np.maximum(outside.sum(-1), 1e-9)
     return inside + outside * np.clip(room, 0, 1)[..., None]
-
-
-def _expected_tokens(vectors: NDArray[np.float64]) -> NDArray[np.float64]:
-    """F(TREE) under each of `vectors` (float64 [n, ranks]); ranks beyond their end are worth nothing."""
-    p = np.pad(vectors, ((0, 0), (0, max(0, TREE.branching - vectors.shape[1]))))
-    values = [np.ones(len(p))]
-    for node in range(1, TREE.size):
-        values.append(values[TREE.parents[node]] * p[:, TREE.ranks[node] - 1])
-    return np.sum(values, axis=0)

@@ -6,8 +6,9 @@ import copy
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,9 @@ from sequoia_plan.artifacts import ArgumentError, BenchResult, TokenTree, bench_
 from sequoia_plan.artifacts.bench_result import Contender, Ratio, Shape, Spread
 from sequoia_plan.artifacts.cost import predicted
 from sequoia_plan.profiler.hardware import fingerprint
+from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.models import dtype_name
-from sequoia_plan.runtime.packing import can_pack
 
 TITLES = {
     "plain": "plain decoding",
@@ -119,16 +120,21 @@ def compare(
     only: Sequence[str] = (),
     on_prompt: Callable[[int], None] = lambda done: None,
     deadline: float = math.inf,
+    journal: Path | None = None,
 ) -> BenchResult:
     """`contenders`, `bench` and `summary` in one, with what the tree's plan promises of each.
 
     Args:
         tree: the tree under test.
         trees: tree and verifier of each contender that is ours.
+        journal: a file that keeps finished prompts until all is done.
         reference: loads the models as transformers does; called if ours were repacked and transformers' decoders take part.
     """
-    repacked = can_pack(pair.target.dtype, pair.target.device) and {"generate", "assisted", "lookup"} & set(only or TITLES)
-    runs = bench(contenders(pair, reference() if repacked else pair, trees, sampling, tokens, only), prompts, on_prompt, deadline)
+    repacked = pair.placement == "repacked" and {"generate", "assisted", "lookup"} & set(only or TITLES)
+    decoders = contenders(pair, reference() if repacked else pair, trees, sampling, tokens, only)
+    shapes = {name: [each.parents.tolist(), verifier] for name, (each, verifier) in trees.items()}
+    with Journal(journal, [pair.facts, list(map(list, prompts)), sampling.settings(), tokens, list(decoders), shapes]) as kept:
+        runs = bench(decoders, prompts, on_prompt, deadline, kept)
     figures = summary(runs)
     for name in figures.keys() & trees.keys():
         figures[name] = structs.replace(figures[name], predicted=predicted(*trees[name], tree.plan, sampling.settings()))
@@ -147,7 +153,7 @@ def ours(pair: Pair, tree: TokenTree, sampling: Sampling, tokens: int) -> Decode
 
     def decode(prompt: list[int], seed: int) -> Run:
         watch = _Stopwatch(len(prompt))
-        result = decoder.generate(prompt, tokens, sampling=sampling, seed=seed, eos_token_id=pair.tokenizer.eos_token_id, streamer=watch)
+        result = decoder.generate(prompt, tokens, sampling=sampling, seed=seed, eos_token_id=pair.end_tokens, streamer=watch)
         return watch.run(result.new_tokens, result.steps)
 
     return decode
@@ -155,8 +161,8 @@ def ours(pair: Pair, tree: TokenTree, sampling: Sampling, tokens: int) -> Decode
 
 def hugging_face(reference: Pair, sampling: Sampling, tokens: int, *, counted: bool = True, **options: Any) -> Decode:
     """transformers' own `generate`; `options` choose how it decodes. `counted`: count the target's passes, which a compiled forward must do without."""
-    target, eos = reference.target, reference.tokenizer.eos_token_id
-    options |= sampling.for_transformers() | {"max_new_tokens": tokens, "eos_token_id": eos, "pad_token_id": eos}
+    target, ends = reference.target, reference.end_tokens
+    options |= sampling.for_transformers() | {"max_new_tokens": tokens, "eos_token_id": ends or None, "pad_token_id": ends[0] if ends else None}
 
     def decode(prompt: list[int], seed: int) -> Run:
         torch.manual_seed(seed)
@@ -200,23 +206,28 @@ def bench(
     prompts: Sequence[list[int]],
     on_prompt: Callable[[int], None] = lambda done: None,
     deadline: float = math.inf,
+    journal: Journal | None = None,
 ) -> dict[str, list[Run]]:
     """Every contender decodes every prompt once, interleaved: who goes first changes from prompt to prompt.
 
     Args:
+        journal: keeps finished prompts, so that an interrupted run goes on where it was.
         deadline: of `time.perf_counter`; once it has passed, no further prompt is begun.
     """
     if not contenders or not prompts:
         raise ArgumentError(f"bench: {len(contenders)} contenders and {len(prompts)} prompts, expected at least one of each")
     for decode in contenders.values():
         decode(prompts[0], 0)  # warm
+    kept = journal or Journal(None, None)
     runs: dict[str, list[Run]] = {name: [] for name in contenders}
     for seed, prompt in enumerate(prompts):
         if seed and time.perf_counter() > deadline:
             break
         turn = seed % len(contenders)
-        for name in [*contenders][turn:] + [*contenders][:turn]:
-            runs[name].append(contenders[name](prompt, seed))
+        order = [*contenders][turn:] + [*contenders][:turn]
+        found = kept.get(str(seed), lambda: {name: asdict(contenders[name](prompt, seed)) for name in order})  # noqa: B023
+        for name in contenders:
+            runs[name].append(Run(**found[name]))
         on_prompt(seed + 1)
     return runs
 

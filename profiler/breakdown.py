@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.profiler.latency import CONTEXT, prefilled, timed
-from sequoia_plan.runtime import Pair, Sampling
-from sequoia_plan.runtime.grow import beget, read
+from sequoia_plan.profiler.latency import CONTEXT, random_prompt, timed
+from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
+from sequoia_plan.runtime.draft.drafter import Growth
+from sequoia_plan.runtime.verify import Accepted
 
 T = TypeVar("T")
 PARTS = ("draft", "target", "verify", "keep", "host")
@@ -28,35 +29,41 @@ def breakdown(pair: Pair, tree: TokenTree, sampling: Sampling, context: int = CO
         context: tokens in the KV cache.
 
     Returns:
-        step: a whole step, its random numbers thrown before and its tokens read back after. Its parts, which add up to it:
+        step: a whole step, its random numbers drawn before and its tokens read back after. Its parts, which add up to it:
         draft: all draft passes, the drawing of children included; target: its forward pass; verify; keep: KV cache and tokens
         compacted; host: what is left of the step (small noise can make it negative). Besides:
         draw: the drawing of children within `draft`; share_not_model: (verify + keep + host) / step.
     """
-    decoder = prefilled(pair, tree, context)
-    length, extent = decoder.length.clone(), decoder.extent(context - 1)
-    mask = decoder.mask(length, extent)
-    decoder.throw(sampling)
-    growth = decoder.replayed("grow", lambda: decoder.grow(mask, sampling))  # stands for any tree: times do not depend on tokens
-    rows = torch.cat([decoder.tokens[context - 2 : context - 1] if context > 1 else growth.tokens[:1], growth.tokens])
+    decoder = SequoiaDecoder(pair.target, pair.draft, tree)
+    decoder.prefill(random_prompt(pair, context), tree.depth, seed=0)
+    sequence, drafter, extent = decoder.sequence, decoder.drafter, decoder.extent(context - 1)
+    length, columns = sequence.length.clone(), decoder.structure.columns(sequence.length, extent)
+    decoder.refill_random_numbers(sampling)
+    growth = decoder.run_draft(extent, sampling)  # stands for any tree: times do not depend on tokens
     samples: dict[str, list[float]] = {name: [] for name in ("step", "forward", "draw", "target", "verify", "keep")}
 
-    def forward() -> list[Tensor]:
-        assert decoder.draft is not None
-        return [read(decoder.draft, level, rows, decoder.length, decoder.offsets, mask) for level in decoder.levels]
+    def forward() -> tuple[Tensor, ...]:
+        assert drafter is not None
+        return tuple(drafter.read(step, sequence, columns).logits for step in decoder.passes)
 
-    def draw(logits: list[Tensor]) -> None:
-        assert decoder.draft is not None
-        thrown = decoder.bits.split([level.expands for level in decoder.levels])
-        for level, seen, bits in zip(decoder.levels, logits, thrown, strict=True):
-            beget(decoder.draft, level, rows, seen, sampling, bits)
+    def draw(*logits: Tensor) -> None:
+        assert drafter is not None
+        bits = decoder.random_bits(sampling).split([step.expands for step in decoder.passes])
+        for step, seen, mine in zip(decoder.passes, logits, bits, strict=True):
+            drafter.draw_children(step, seen, sequence, sampling, mine)
+
+    def judge(logits: Tensor, laws: Tensor, drawn: Tensor) -> Accepted:
+        return decoder.judge(logits, Growth(laws, drawn), sampling)
+
+    def keep(*accepted: Tensor) -> Tensor:
+        return decoder.keep(Accepted(*accepted))
 
     def whole() -> None:
-        decoder.throw(sampling)
+        decoder.refill_random_numbers(sampling)
         decoder.run(extent, sampling).tolist()
 
-    def part(name: str, run: Callable[..., T], *given: Any) -> T:
-        result, seconds = timed(decoder.device, lambda: decoder.replayed(name, lambda: run(*given)))
+    def part(name: str, run: Callable[..., T], *inputs: Tensor) -> T:
+        result, seconds = timed(decoder.device, lambda: decoder.replayed(name, run, extent, sampling, inputs=inputs))
         samples[name].append(seconds)
         return result
 
@@ -64,14 +71,14 @@ def breakdown(pair: Pair, tree: TokenTree, sampling: Sampling, context: int = CO
         if done == WARM_UP:
             for times in samples.values():
                 times.clear()
-        if decoder.draft:
-            part("draw", draw, part("forward", forward))
-        logits = part("target", decoder.read, growth, mask)
-        accepted = part("verify", decoder.judge, logits, growth, sampling)
-        part("keep", decoder.keep, accepted, growth)
-        decoder.length.copy_(length)
+        if decoder.passes:
+            part("draw", draw, *part("forward", forward))
+        logits = part("target", lambda: decoder.read(extent))
+        accepted = part("verify", judge, logits, growth.laws, growth.drawn)
+        part("keep", keep, accepted.path, accepted.count, accepted.bonus)
+        sequence.length.copy_(length)
         samples["step"].append(timed(decoder.device, whole)[1])
-        decoder.length.copy_(length)
+        sequence.length.copy_(length)
 
     median = {name: statistics.median(times) if times else 0.0 for name, times in samples.items()}
     found = {"draft": median["forward"] + median["draw"]} | {name: median[name] for name in ("target", "verify", "keep")}

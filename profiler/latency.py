@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_plan.artifacts import Latency, SequoiaPlanError, TokenTree
+from sequoia_plan.profiler.verification import ShapeTimer, bushy, fit, order_of_rounds, shapes
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
-from sequoia_plan.runtime.grow import expand
 
 T = TypeVar("T")
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 CONTEXT = 128
 LEAST_ROUNDS, MOST_ROUNDS = 5, 100
 RAREST = 4
-"""The largest sizes take part in every so manieth round."""
+"""The largest sizes take part in one round of four."""
 REST_UP_TO = 2
 """Up to this size what a step takes beyond its parts is timed, too."""
 
@@ -43,11 +43,11 @@ def measure_latency(
 
 
 class LatencyMeter:
-    """Times trees of growing size, then all of them in turn, round by round, so that drift hits all alike; medians and quartiles are kept,
-    drift taken out.
+    """Times passes of growing size, then all of them in turn, round by round, so that drift hits all alike; medians and quartiles are kept,
+    drift taken out. In the same rounds it times the verification of a few shapes.
 
-    A size whose pass takes k times a single token's takes part in every k-th round: time goes to the sizes that may be best. Rounds
-    may lie apart: a machine shared with others is not the same from one minute to the next.
+    A size whose pass takes k times a single token's takes part in one round of k: time goes to the sizes that may be best. Rounds
+    may be apart: a machine shared with others is not the same from one minute to the next. All sizes share one sequence.
 
     Args:
         on_size: called with each size's first median.
@@ -57,15 +57,19 @@ class LatencyMeter:
     def __init__(
         self, pair: Pair, sampling: Sampling, context: int, on_size: Callable[[int, float], None] = lambda size, median: None, largest: int = SIZES[-1]
     ) -> None:
-        self.pair, self.sampling, self.context, self.on_size = pair, sampling, context, on_size
+        self.decoder = SequoiaDecoder(pair.target, pair.draft, TokenTree.chain(2))
+        self.sampling, self.on_size = sampling, on_size
+        self.prompt = random_prompt(pair, context)
         self.sizes = [size for size in SIZES if size <= largest]
-        self.benches: list[_Bench] = []
+        self.timers: list[SizeTimer] = []
+        self.shapes: list[ShapeTimer] = []
+        self.shape_samples: list[list[float]] = []
         self.too_large: int | None = None
         self.rounds, self.seconds = 0, 0.0
 
     @torch.inference_mode()
     def begin(self, most_tokens: float) -> None:
-        """Find the sizes. They grow until the target's part of a step costs `most_tokens` times that of one node: no tree yields more
+        """Find the sizes. They grow until the target's pass costs `most_tokens` times that of one node: no tree yields more
         tokens, so none of that size can beat plain decoding. A size there is no memory for ends the growth, too, and is recorded.
 
         Args:
@@ -73,32 +77,40 @@ class LatencyMeter:
         """
         for size in self.sizes:
             try:
-                bench = _Bench(self.pair, size, self.sampling, self.context)
+                timer = SizeTimer(self.decoder, size, self.sampling, self.prompt)
                 for _ in range(3):
-                    bench.run()
+                    timer.run()
             except (RuntimeError, SequoiaPlanError) as error:
-                if not self.benches or not _out_of_memory(error):
+                if not self.timers or not _out_of_memory(error):
                     raise
                 self.too_large = size
                 break
-            self.benches.append(bench)
-            self.on_size(size, bench.target())
-            if bench.target() > most_tokens * self.benches[0].target():
+            self.timers.append(timer)
+            self.on_size(size, timer.target())
+            if timer.target() > most_tokens * self.timers[0].target():
                 break
-        plain = self.benches[0].target()
-        for bench in self.benches:
-            bench.every = min(RAREST, max(1, int(bench.target() / plain)))
-            bench.forget()
+        plain = self.timers[0].target()
+        for timer in self.timers:
+            timer.every = min(RAREST, max(1, int(timer.target() / plain)))
+            timer.forget()
+        assert self.decoder.drafter is not None
+        for tree in shapes(self.timers[-1].size, self.decoder.drafter.vocabulary):
+            judged = self.decoder.with_tree(tree)
+            judged.prefill(self.prompt, tree.depth, seed=0)
+            self.shapes.append(ShapeTimer(judged, self.sampling))
+        self._time_shapes()  # warm
+        self.shape_samples = []
 
     @torch.inference_mode()
     def round(self) -> None:
-        """One sample of each size that is due."""
+        """One sample of each size that is due, and of each shape."""
         started = time.perf_counter()
-        for bench in self.benches:
-            if self.rounds % bench.every == 0:
-                bench.run()
+        for timer in self.timers:
+            if self.rounds % timer.every == 0:
+                timer.run()
             else:
-                bench.skip()
+                timer.skip()
+        self._time_shapes()
         self.rounds += 1
         self.seconds += time.perf_counter() - started
 
@@ -106,21 +118,32 @@ class LatencyMeter:
         """Further rounds until they took about `seconds` in all, five at least; what was found."""
         while self.rounds < LEAST_ROUNDS or (self.rounds < MOST_ROUNDS and self.seconds < seconds):
             self.round()
-        curves, sizes = ("target", "draft"), [bench.size for bench in self.benches]
+        curves, sizes = ("target", "draft"), [timer.size for timer in self.timers]
 
-        def by_size(rows: NDArray[np.float64]) -> dict[str, dict[int, float]]:
-            return {name: dict(zip(sizes, map(_rounded, row), strict=True)) for name, row in zip(curves, rows, strict=True)}
+        def by_size(times: NDArray[np.float64]) -> dict[str, dict[int, float]]:
+            return {name: dict(zip(sizes, map(_rounded, curve), strict=True)) for name, curve in zip(curves, times, strict=True)}
 
-        low, middle, high = map(by_size, drift_free_quartiles(np.array([[bench.samples[name] for bench in self.benches] for name in curves])))
+        low, middle, high = map(by_size, drift_free_quartiles(np.array([[timer.samples[name] for timer in self.timers] for name in curves])))
+        judged = drift_free_quartiles(np.array(self.shape_samples).T)[1]
         return Latency(
             target=middle["target"],
             draft=middle["draft"],
-            overhead=round(statistics.median(bench.rest() for bench in self.benches if bench.size <= REST_UP_TO), 6),
-            context=self.context,
-            samples={bench.size: -(-self.rounds // bench.every) for bench in self.benches},
+            overhead=round(statistics.median(timer.rest() for timer in self.timers if timer.size <= REST_UP_TO), 6),
+            context=self.prompt.numel(),
+            samples={timer.size: -(-self.rounds // timer.every) for timer in self.timers},
             quartiles={name: {size: (low[name][size], high[name][size]) for size in sizes} for name in curves},
             out_of_memory=self.too_large,
+            verification=fit([shape.decoder.tree for shape in self.shapes], judged.tolist(), order_of_rounds(self.sampling)),
         )
+
+    def _time_shapes(self) -> None:
+        """One sample of each shape."""
+        seconds = []
+        for shape in self.shapes:
+            self.timers[0].draft_pass()  # as in a step, a model's weights were in the processor's cache before
+            seconds.append(timed(self.decoder.device, shape.run)[1])
+            shape.restore()
+        self.shape_samples.append(seconds)
 
 
 def timed(device: torch.device, run: Callable[[], T]) -> tuple[T, float]:
@@ -139,34 +162,35 @@ def timed(device: torch.device, run: Callable[[], T]) -> tuple[T, float]:
     return result, time.perf_counter() - started
 
 
-def prefilled(pair: Pair, tree: TokenTree, context: int) -> SequoiaDecoder:
-    """A decoder after a random prompt of `context` tokens, with room for a step."""
-    decoder = SequoiaDecoder(pair.target, pair.draft, tree)
+def random_prompt(pair: Pair, context: int) -> Tensor:
+    """int64 [context], the same tokens each time."""
     vocabulary = pair.target.get_input_embeddings().weight.shape[0]
-    prompt = torch.randint(vocabulary, (context,), generator=torch.Generator().manual_seed(0)).to(decoder.device)
-    decoder.prefill(prompt, tree.depth, seed=0)
-    return decoder
+    return torch.randint(vocabulary, (context,), generator=torch.Generator().manual_seed(0)).to(pair.target.device)
 
 
-class _Bench:
-    """Times one size: the target's part on a tree of `size` nodes, a draft pass of `size` tokens, a whole step.
+class SizeTimer:
+    """Times one size: the target's pass over `size` nodes, a draft pass over `size` tokens, and what a step takes beyond its parts.
 
     As the decoder runs a step, so its parts are run here: as CUDA graphs where it captures.
+
+    Args:
+        decoder: gives models and the sequence, which holds `prompt` afterwards.
     """
 
-    def __init__(self, pair: Pair, size: int, sampling: Sampling, context: int) -> None:
+    def __init__(self, decoder: SequoiaDecoder, size: int, sampling: Sampling, prompt: Tensor) -> None:
         self.size, self.sampling, self.every = size, sampling, 1
-        ternary = TokenTree.from_parents([-1, *((node - 1) // 3 for node in range(1, size))])
-        comb = TokenTree.from_parents([-1, *[0] * size, *range(1, size + 1)])  # its second draft pass reads `size` nodes
-        self.step, self.comb = (prefilled(pair, tree, context) for tree in (ternary, comb))
-        self.mask, self.comb_mask = (each.mask(each.length, each.extent(context - 1)) for each in (self.step, self.comb))
-        self.rows = torch.zeros_like(self.comb.offsets)
-        self.length, self.extent = self.step.length.clone(), self.step.extent(context - 1)
+        self.decoder = decoder.with_tree(bushy(size, 3))
+        self.comb = decoder.with_tree(TokenTree.from_parents([-1, *[0] * size, *range(1, size + 1)]))  # its second draft pass reads `size` nodes
+        self.comb.prefill(prompt, self.comb.tree.depth, seed=0)  # the larger tree: there is room for both
+        self.extent = self.decoder.extent(prompt.numel() - 1)
+        self.length = decoder.sequence.length.clone()
+        self.columns = self.comb.structure.columns(self.length, self.comb.extent(prompt.numel() - 1))
         self.samples: dict[str, list[float]] = {}
         self.forget()
 
     def forget(self) -> None:
-        self.samples = {"grow": [], "target": [], "draft": [], "rest": []}
+        """Start anew."""
+        self.samples = {"target": [], "draft": [], "rest": []}
 
     def skip(self) -> None:
         """No sample in this round."""
@@ -174,57 +198,58 @@ class _Bench:
             each.append(math.nan)
 
     def run(self) -> None:
-        """One sample of each part. The length is put back, so that every step is the same step."""
-        decoder, comb, sampling = self.step, self.comb, self.sampling
+        """One sample of each part."""
+        self._timed("target", lambda: self.decoder.run_target(self.extent))
+        self._timed("draft", self.draft_pass)
+        if self.size <= REST_UP_TO:
+            self.samples["rest"].append(self._beyond_the_parts())
 
-        def grow() -> Any:
-            decoder.throw(sampling)
-            return decoder.replayed("grow", lambda: decoder.grow(self.mask, sampling))
+    def draft_pass(self) -> tuple[Tensor, Tensor]:
+        """One draft pass over `size` tokens: its random numbers, the pass, the drawing of a child of each."""
+        comb, sampling, step = self.comb, self.sampling, self.comb.passes[1]
+        comb.refill_random_numbers(sampling)
 
-        growth = self._timed("grow", grow)
+        def expand() -> tuple[Tensor, Tensor]:
+            assert comb.drafter is not None
+            logits = comb.drafter.read(step, comb.sequence, self.columns).logits
+            return comb.drafter.draw_children(step, logits, comb.sequence, sampling, comb.random_bits(sampling)[1:])
 
-        def target() -> Tensor:
-            return decoder.keep(decoder.judge(decoder.read(growth, self.mask), growth, sampling), growth)
-
-        self._timed("target", lambda: decoder.replayed("target", target))
-        decoder.length.copy_(self.length)
-
-        def step() -> None:
-            decoder.throw(sampling)
-            decoder.run(self.extent, sampling).tolist()
-
-        def host() -> None:
-            decoder.mask(decoder.length, self.extent)
-            decoder.length.tolist()
-
-        if self.size <= REST_UP_TO and decoder.device.type == "cpu":  # a difference of passes would be all noise there
-            self._timed("rest", host)
-        elif self.size <= REST_UP_TO:
-            _, seconds = timed(decoder.device, step)
-            self.samples["rest"].append(seconds - self.samples["grow"][-1] - self.samples["target"][-1])
-            decoder.length.copy_(self.length)
-
-        def expansion() -> Any:
-            assert comb.draft is not None
-            return expand(comb.draft, comb.levels[1], self.rows, comb.length, comb.offsets, self.comb_mask, sampling, comb.bits[1:])
-
-        def draft() -> Any:
-            comb.throw(sampling)
-            return comb.replayed("draft", expansion)
-
-        self._timed("draft", draft)
+        return comb.replayed("draft pass", expand, sampling)
 
     def target(self) -> float:
+        """Median seconds of the target's pass."""
         return float(np.nanmedian(self.samples["target"]))
 
     def rest(self) -> float:
-        """A step's time beyond its parts: on CUDA by difference, round by round."""
+        """Median seconds of a step beyond its parts."""
         return max(0.0, float(np.nanmedian(self.samples["rest"])))
 
     def _timed(self, name: str, run: Callable[[], T]) -> T:
-        result, seconds = timed(self.step.device, run)
+        result, seconds = timed(self.decoder.device, run)
         self.samples[name].append(seconds)
         return result
+
+    def _beyond_the_parts(self) -> float:
+        """On CUDA the difference of a step and its parts; on the CPU, where that would be all noise, what the host does by itself."""
+        decoder, sampling, extent = self.decoder, self.sampling, self.extent
+
+        def host() -> None:
+            decoder.structure.columns(decoder.sequence.length, extent)
+            decoder.sequence.length.tolist()
+
+        def step() -> None:
+            decoder.refill_random_numbers(sampling)
+            decoder.run(extent, sampling).tolist()
+
+        if decoder.device.type == "cpu":
+            return timed(decoder.device, host)[1]
+        growth, drafted = timed(decoder.device, lambda: decoder.run_draft(extent, sampling))
+        logits, target = timed(decoder.device, lambda: decoder.run_target(extent))
+        _, judged = timed(decoder.device, lambda: decoder.run_verification(logits, growth, sampling))
+        decoder.sequence.length.copy_(self.length)
+        whole = timed(decoder.device, step)[1]
+        decoder.sequence.length.copy_(self.length)
+        return whole - drafted - target - judged
 
 
 def drift_free_quartiles(times: NDArray[np.float64]) -> NDArray[np.float64]:

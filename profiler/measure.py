@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sequoia_plan.artifacts import Profile
+from sequoia_plan.artifacts.cost import most_expected_tokens
 from sequoia_plan.artifacts.merge import pooled
-from sequoia_plan.profiler.acceptance import LEAST_PROMPTS, Acceptance, measure_acceptance
+from sequoia_plan.profiler.acceptance import LEAST_PROMPTS, Acceptance, finished_prompts, results
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.latency import CONTEXT, SIZES, LatencyMeter
 from sequoia_plan.profiler.prompts import Prompt, encode
 from sequoia_plan.runtime import Pair, Sampling
 
-APART = 2
-"""Prompts between two rounds of latency."""
+PROMPTS_PER_ROUND = 2
+"""Prompts from one round of latency to the next."""
 ROOM = 1.25
 """Sizes are chosen from the first prompts' acceptance; the final one may be so much better."""
 
@@ -38,28 +38,30 @@ def measure(
     Args:
         latency_seconds: for repeating latency measurements, about.
         context, on_size, largest: see `LatencyMeter`.
-        on_prompt, acceptance: options of `measure_acceptance`.
+        on_prompt: called after each prompt with how many there were, how many there may be, and what was found so far.
+        acceptance: options of `finished_prompts`.
 
     Raises:
         SequoiaPlanError: if the prompts do not fit the models.
     """
     meter = LatencyMeter(pair, samplings[0], context, on_size, largest)
-
-    def between_prompts(done: int, most: int, found: Acceptance) -> None:
-        on_prompt(done, most, found)
-        if not meter.benches and done >= LEAST_PROMPTS and found.trials.any():
-            meter.begin(ROOM * most_tokens(found))
-        elif meter.benches and done % APART == 0 and meter.seconds < latency_seconds:
+    measured: Mapping[int, Acceptance] = {}
+    for now in finished_prompts(pair, [encode(pair.tokenizer, p) for p in prompts], samplings, **acceptance):
+        on_prompt(now.done, now.most, now.latest)
+        measured = now.found
+        if not meter.timers and now.done >= LEAST_PROMPTS and now.latest.trials.any():
+            meter.begin(ROOM * most_tokens(now.latest))
+        elif meter.timers and now.done % PROMPTS_PER_ROUND == 0 and meter.seconds < latency_seconds:
             meter.round()
 
-    found = measure_acceptance(pair, [encode(pair.tokenizer, p) for p in prompts], samplings, on_prompt=between_prompts, **acceptance)
-    if not meter.benches:
+    found = results(measured)
+    if not meter.timers:
         meter.begin(max(map(most_tokens, found)))
     latency = meter.finish(latency_seconds)
     return [
         Profile(
             acceptance=pooled(each.levels()),
-            trials=each.worth(),
+            trials=each.effective_trials(),
             latency=latency,
             settings=sampling.settings(),
             models=pair.facts,
@@ -75,18 +77,4 @@ def most_tokens(found: Acceptance) -> float:
     level or by one vector for all levels."""
     levels = found.levels()
     by_level = [[count / max(level.trials, 1) for count in level.counts] for level in levels]
-    return max(_best_nodes(rows, SIZES[-1]) for rows in (by_level, [pooled(levels)]))
-
-
-def _best_nodes(rows: Sequence[Sequence[float]], size: int) -> float:
-    """The sum of the `size` largest node values; the last of `rows` holds for all deeper levels."""
-    total, candidates = 0.0, [(-1.0, 0)]
-    for _ in range(size):
-        if not candidates:
-            break
-        value, level = heapq.heappop(candidates)
-        total -= value
-        for p in rows[min(level, len(rows) - 1)]:
-            if p > 0:
-                heapq.heappush(candidates, (value * p, level + 1))
-    return total
+    return max(most_expected_tokens(rows, SIZES[-1]) for rows in (by_level, [pooled(levels)]))

@@ -1,4 +1,4 @@
-"""Token tree -> tokens: models, KV cache, growth, verification, decoding. Never needs numba, click or yaml."""
+"""Token tree -> tokens: models, KV cache, drafting, verification, decoding. Never needs numba, click or yaml."""
 
 from sequoia_plan.runtime.decode import SequoiaDecoder
 from sequoia_plan.runtime.generation import Generation

@@ -1,4 +1,4 @@
-"""The KV cache of one sequence, in fixed memory, written slot by slot."""
+"""A model's KV cache of one sequence, in fixed memory, written slot by slot."""
 
 from __future__ import annotations
 
@@ -29,38 +29,46 @@ class TreeCache(Cache):
     Args:
         layers: how many the model has, or their layout once it is known; until then every entry has its own tensor.
         capacity: slots.
-        positions: int64 [capacity], where each slot's token stands in the sequence, for models that count them.
+        device: of what is not keys and values.
+        counts_positions: keep `positions` (int64 [capacity]), the position in the sequence of each slot's token.
+
+    Attribute `finite` (bool [1]): did every row of logits of the sequence so far have a finite maximum?
 
     Raises:
         SequoiaPlanError: if there is not the memory.
     """
 
-    def __init__(self, layers: int | Layout, capacity: int, positions: Tensor | None = None) -> None:
+    def __init__(self, layers: int | Layout, capacity: int, device: torch.device | str = "cpu", *, counts_positions: bool = False) -> None:
         self.capacity = capacity
         self.extent = capacity
         self.slots: Tensor | None = None
-        self.positions = positions
+        self.positions = torch.arange(capacity, device=device) if counts_positions else None
+        self.finite = torch.ones(1, dtype=torch.bool, device=device)
         self.blocks: list[Tensor] = []
         layout: Layout = (None,) * layers if isinstance(layers, int) else layers
         super().__init__(layers=[_Layer(self) for _ in layout])
         blocks = {kind: self.allocate(kind, count) for kind, count in Counter(kind for pair in layout for kind in pair or ()).items()}
-        row: defaultdict[Kind, Iterator[int]] = defaultdict(itertools.count)
+        entry: defaultdict[Kind, Iterator[int]] = defaultdict(itertools.count)
         for layer, pair in zip(self.layers, layout, strict=True):
             if pair:
-                layer.bind(*(blocks[kind][next(row[kind])] for kind in pair))
+                layer.bind(*(blocks[kind][next(entry[kind])] for kind in pair))
 
     def at(self, slots: Tensor, extent: int) -> TreeCache:
         """Let the next forward write its tokens to `slots` (int64 [tokens]) and attend to slots below `extent`."""
         self.slots, self.extent = slots, extent
         return self
 
-    def keep(self, rows: Tensor, start: Tensor) -> None:
-        """Move the entries at `rows` (int64 [k]) to start, start + 1, ..., in one gather for each kind of memory."""
-        slots = start + torch.arange(rows.numel(), device=rows.device)
+    def keep(self, slots: Tensor, start: Tensor) -> None:
+        """Move the entries in `slots` (int64 [k]) to start, start + 1, ..., in one gather for each kind of memory."""
+        to = start + torch.arange(slots.numel(), device=slots.device)
         for block in self.blocks:
-            block.index_copy_(3, slots.to(block.device), block.index_select(3, rows.to(block.device)))
+            block.index_copy_(3, to.to(block.device), block.index_select(3, slots.to(block.device)))
         if self.positions is not None:
-            self.positions.index_copy_(0, slots, slots)
+            self.positions.index_copy_(0, to, to)
+
+    def views(self, start: int, count: int) -> list[Tensor]:
+        """The keys and values in so many slots from `start` on, in place."""
+        return [block[:, :, :, start : start + count] for block in self.blocks]
 
     def allocate(self, kind: Kind, entries: int) -> Tensor:
         """A block of memory. Zeros, so that what is hidden is finite."""

@@ -3,93 +3,118 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Several
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from sequoia_plan.runtime.forward import rope_changes, text_config
+from sequoia_plan.runtime.models.forward import rope_changes, text_config
 
 T = TypeVar("T")
 
 
-def capturable(model: Any) -> bool:
-    """Does all of `model` lie on one CUDA device, in one process, not compiled by someone else, nothing in it decided on the host?"""
+def on_one_cuda_device(model: Any) -> bool:
+    """Is all of `model` on one CUDA device, in one process, and not compiled by someone else?"""
     alone = (getattr(model, "_tp_size", None) or 1) == 1 and not hasattr(model, "_orig_mod")
     devices = {parameter.device for parameter in model.parameters()}
-    return alone and len(devices) == 1 and devices.pop().type == "cuda" and not rope_changes(text_config(model))
+    return alone and len(devices) == 1 and devices.pop().type == "cuda"
+
+
+def capturable(model: Any) -> bool:
+    """Can passes of `model` be captured: is it on one CUDA device, with nothing in it decided on the host?"""
+    return on_one_cuda_device(model) and not rope_changes(text_config(model))
 
 
 class Graphs:
     """Functions on one CUDA device, captured when they are first called and replayed from then on: one graph for each key.
 
-    A graph reads and writes the memory that it was captured with: what goes in must lie in tensors that stay, and `clear` must
-    follow when any of them is allocated anew. What a function returned is overwritten when it is replayed. Once a function cannot be
-    captured, as when it waits for the device, all run as they are, with a warning. All graphs share one pool: only one runs at a time.
+    A graph reads and writes the memory that it was captured with: what goes in must be in tensors that stay, or among `inputs`; `clear`
+    must follow when a tensor that stays is allocated anew. What a function returned is overwritten when it is replayed. A function that
+    cannot be captured, as when it waits for the device, is run as it is from then on, with one warning; the others stay captured. All
+    graphs share one pool: only one runs at a time.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
-        self.possible = True
+        self.failed: set[Hashable] = set()
         self.clear()
 
-    def clear(self) -> None:
-        """Forget every graph."""
-        self.graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
-        self.pool = torch.cuda.graph_pool_handle()  # PyTorch takes no further graph into a pool that has lost its last one
+    def clear(self, version: int = 0) -> None:
+        """Forget every graph; `version` says which memory the next ones are captured with (`Sequence.version`)."""
+        self.graphs: dict[Hashable, tuple[Callable[[], None], Any, tuple[Tensor, ...]]] = {}
+        self.version = version
+        self.new_pool()
 
-    def __call__(self, key: Hashable, run: Callable[[], T], changed: Sequence[Tensor] = ()) -> T:
-        """`run()`, replayed if `key` is known.
+    def __call__(self, key: Hashable, run: Callable[..., T], changed: Callable[[], Several[Tensor]] = list, inputs: tuple[Tensor, ...] = ()) -> T:
+        """`run(*inputs)`, replayed if `key` is known.
 
         Args:
-            changed: what `run` both reads and changes; put back after each run that only prepares the capture.
+            changed: gives what `run` both reads and changes; put back after each run that only prepares the capture.
+            inputs: tensors that may be others at each call; a replay copies them to where the graph reads them.
         """
-        if self.possible and key not in self.graphs:
-            with torch.cuda.device(self.device):
-                self._capture(key, run, changed)
-        if not self.possible:
-            return run()
-        graph, result = self.graphs[key]
-        graph.replay()
+        if key not in self.graphs and key not in self.failed:
+            try:
+                self.graphs[key] = *self.capture(run, changed(), inputs), inputs
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                self.failed.add(key)
+                name = key[0] if isinstance(key, tuple) else key
+                reason = str(error).strip().split("\n")[0]
+                warnings.warn(f"{name}: cannot be captured as a CUDA graph and runs slower, kernel by kernel: {reason:.200}", stacklevel=3)
+        if key in self.failed:
+            return run(*inputs)
+        replay, result, captured_with = self.graphs[key]
+        for mine, given in zip(captured_with, inputs, strict=True):
+            if mine is not given:
+                mine.copy_(given)
+        replay()
         return result
 
-    def _capture(self, key: Hashable, run: Callable[[], Any], changed: Sequence[Tensor]) -> None:
-        before = [tensor.clone() for tensor in changed]
-        here, waiting = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
+    def new_pool(self) -> None:
+        """Memory for graphs: PyTorch takes no further graph into a pool that has lost its last one."""
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(self.device)
 
-        def prepare() -> None:
-            run()
-            for tensor, value in zip(changed, before, strict=True):
-                tensor.copy_(value)
+    def capture(self, run: Callable[..., Any], changed: Several[Tensor], inputs: tuple[Tensor, ...]) -> tuple[Callable[[], None], Any]:
+        """How to replay `run(*inputs)`, and what it returns. `changed` is as it was before, also if this fails.
 
-        graph = torch.cuda.CUDAGraph()
-        self.stream.wait_stream(here)
-        try:
-            with torch.cuda.stream(here):  # where we come back to, even if ending the capture fails
-                with torch.cuda.stream(self.stream):
-                    prepare()  # libraries allocate their workspaces
-                    with warnings.catch_warnings():
-                        warnings.simplefilter("ignore")  # PyTorch calls it a prototype
-                        torch.cuda.set_sync_debug_mode("error")
-                    prepare()  # nothing waits for the device, or it raises
-                    torch.cuda.set_sync_debug_mode(waiting)
-                with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                    result = run()
-            self.graphs[key] = graph, result
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            self.possible = False
-            here.wait_stream(self.stream)
-            for tensor, value in zip(changed, before, strict=True):
-                tensor.copy_(value)
-            reason = str(error).strip().split("\n")[0]
-            warnings.warn(f"a step cannot be captured as a CUDA graph and runs slower, kernel by kernel: {reason:.200}", stacklevel=4)
-        finally:
-            torch.cuda.set_sync_debug_mode(waiting)
-            here.wait_stream(self.stream)
+        Raises:
+            RuntimeError: if it cannot be captured.
+        """
+        with torch.cuda.device(self.device):
+            before = [tensor.clone() for tensor in changed]
+            here, waiting = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
+
+            def restore() -> None:
+                for tensor, value in zip(changed, before, strict=True):
+                    tensor.copy_(value)
+
+            graph = torch.cuda.CUDAGraph()
+            self.stream.wait_stream(here)
+            try:
+                with torch.cuda.stream(here):  # where we come back to, even if ending the capture fails
+                    with torch.cuda.stream(self.stream):
+                        run(*inputs)  # libraries allocate their workspaces
+                        restore()
+                        with warnings.catch_warnings():
+                            warnings.simplefilter("ignore")  # PyTorch calls it a prototype
+                            torch.cuda.set_sync_debug_mode("error")
+                        run(*inputs)  # nothing waits for the device, or it raises
+                        restore()
+                        torch.cuda.set_sync_debug_mode(waiting)
+                    with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                        result = run(*inputs)
+            except RuntimeError:  # also out of memory
+                here.wait_stream(self.stream)
+                restore()
+                raise
+            finally:
+                torch.cuda.set_sync_debug_mode(waiting)
+                here.wait_stream(self.stream)
+            return graph.replay, result
 
 
 def readback(values: Tensor) -> Callable[[], list[int]]:

@@ -1,9 +1,11 @@
-"""Sequoia decoding: grow a tree, let the target judge it, keep what it accepts."""
+"""Sequoia decoding: draft a tree, let the target judge it, keep what it accepts."""
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,15 +13,18 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
-from sequoia_plan.runtime.capture import Graphs, capturable, readback
-from sequoia_plan.runtime.forward import CachedModel, TreeMask
-from sequoia_plan.runtime.generation import Ending, Generation, eos_tokens, read_prompt, stop_criteria
-from sequoia_plan.runtime.grow import Growth, Level, grow
-from sequoia_plan.runtime.parallel import shared_seed
-from sequoia_plan.runtime.probe import probe
+from sequoia_plan.runtime.capture import Graphs, capturable, on_one_cuda_device, readback
+from sequoia_plan.runtime.draft.drafter import Drafter, Growth, Pass, grow
+from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
+from sequoia_plan.runtime.generation import Ending, Generation, end_tokens, read_prompt, stop_criteria
+from sequoia_plan.runtime.models.forward import TreeModel
+from sequoia_plan.runtime.models.parallel import shared_seed
+from sequoia_plan.runtime.models.probe import probe
+from sequoia_plan.runtime.models.vocabulary import shared_vocabulary
 from sequoia_plan.runtime.sampling import Sampling
-from sequoia_plan.runtime.verify import Accepted, TreeIndex, greedy, verify
-from sequoia_plan.runtime.vocabulary import shared_vocabulary
+from sequoia_plan.runtime.sequence import Sequence
+from sequoia_plan.runtime.structure import Structure
+from sequoia_plan.runtime.verify import Accepted, greedy, verify
 
 T = TypeVar("T")
 EXTENT_STEP = {"cpu": 64, "cuda": 512}
@@ -55,34 +60,41 @@ class SequoiaDecoder:
     """
 
     def __init__(self, target: Any, draft: Any, tree: TokenTree, *, tokenizer: Any = None, draft_tokenizer: Any = None, captured: bool | None = None) -> None:
-        if draft is None and tree.size > 1:
-            raise SequoiaPlanError(f"a tree of {tree.size} nodes needs a draft model; only a tree of one node decodes without")
-        self.tree, self.device, self.tokenizer = tree, target.device, tokenizer
-        self.draft: CachedModel | None = None
-        if tree.size > 1:
+        self.device, self.tokenizer = target.device, tokenizer
+        self.drafter: Drafter | None = None
+        if draft is not None and tree.size > 1:
             if draft.device != target.device:
                 raise SequoiaPlanError(f"draft: on {draft.device}, the target takes its input on {target.device}; move the draft there")
-            size, covered = shared_vocabulary(target, draft, tokenizer, draft_tokenizer)
-            if tree.branching > size:
-                raise SequoiaPlanError(f"tree: {tree.branching} children of one node, more than the draft's vocabulary holds")
-            self.draft = CachedModel(draft, probe(draft), size, covered)
-        self.target = CachedModel(target, probe(target))
-        self.models = [self.target, *([self.draft] if self.draft else [])]
+            self.drafter = LanguageModelDrafter(draft, *shared_vocabulary(target, draft, tokenizer, draft_tokenizer))
+        self.target = TreeModel(target, probe(target))
         self.context = self.target.context
-        self.index = TreeIndex.of(tree, self.device)
-        self.levels = [Level.of(tree, level, self.device) for level in range(tree.depth - 1)]
-        self.mask = TreeMask(tree, self.device, target.dtype)
-        self.nodes = torch.arange(tree.size, device=self.device)
-        self.offsets = torch.as_tensor([-1, *tree.position_ids.tolist()], device=self.device)
-        self.around_root = torch.arange(-1, 1, device=self.device)
-        self.generator = torch.Generator(self.device)
-        self.bits = torch.empty(0, 0, dtype=torch.int32, device=self.device)
-        self.uniforms = torch.zeros(2, dtype=torch.float64, device=self.device)
-        self.tokens = torch.zeros(0, dtype=torch.long, device=self.device)
-        self.length = torch.zeros(1, dtype=torch.long, device=self.device)
-        wanted = all(capturable(each.model) for each in self.models) if captured is None else captured
-        self.captured = Graphs(self.device) if wanted else None
+        self.sequence = Sequence(self.device)
+        possible = {"draft": draft is None or capturable(draft), "target": capturable(target), "verify": on_one_cuda_device(target)}
+        possible["step"] = all(possible.values())
+        self.uncaptured = set[str]() if captured else {part for part in possible if not possible[part]}
+        wanted = possible["verify"] and (possible["draft"] or possible["target"]) if captured is None else captured
+        self.graphs = Graphs(self.device) if wanted else None
         self.ahead = wanted  # launch a step before the last one's tokens are read: the device never waits for the host
+        self._use(tree)
+
+    def with_tree(self, tree: TokenTree) -> SequoiaDecoder:
+        """A decoder of another tree that shares this one's models, sequence and graphs: only one of the two can be amid a sequence.
+
+        Raises:
+            SequoiaPlanError: if the tree drafts and this decoder has no draft, or a node has more children than the draft has tokens.
+        """
+        other = copy.copy(self)
+        other._use(tree)
+        return other
+
+    def _use(self, tree: TokenTree) -> None:
+        if self.drafter is None and tree.size > 1:
+            raise SequoiaPlanError(f"a tree of {tree.size} nodes needs a draft model; only a tree of one node decodes without")
+        if self.drafter and tree.branching > self.drafter.vocabulary:
+            raise SequoiaPlanError(f"tree: {tree.branching} children of one node, more than the draft's vocabulary holds")
+        self.tree, self.structure = tree, Structure.of(tree, self.device, self.target.model.dtype)
+        self.passes: tuple[Pass, ...] = self.drafter.passes(tree, self.structure) if self.drafter else ()
+        self.inner, self.branching, self.depth = sum(step.expands for step in self.passes), tree.branching, tree.depth
 
     @torch.inference_mode()
     def generate(
@@ -97,8 +109,8 @@ class SequoiaDecoder:
         *,
         sampling: Sampling | None = None,
         attention_mask: Tensor | None = None,
-        stop_strings: str | Sequence[str] | None = None,
-        stopping_criteria: Sequence[Callable[..., Any]] = (),
+        stop_strings: str | Several[str] | None = None,
+        stopping_criteria: Several[Callable[..., Any]] = (),
     ) -> Generation:
         """Generate after a prompt: token ids (int64 [n] or [1, n]), text, or what a tokenizer returns.
 
@@ -106,7 +118,7 @@ class SequoiaDecoder:
             temperature: 0 is greedy.
             top_p: nucleus filter on the target.
             seed: makes sampling repeatable; None draws one.
-            eos_token_id: ends the generation; None takes the target's generation config.
+            eos_token_id: ends the generation; None takes those of the target's generation config, else the tokenizer's.
             streamer: anything with transformers' `put(tokens)` and `end()`; gets the prompt first, as from transformers.
             sampling: every sampling setting at once, in place of `temperature` and `top_p`.
             attention_mask: as tokenizers return it; it must hide nothing.
@@ -125,7 +137,7 @@ class SequoiaDecoder:
         prompt = read_prompt(input_ids, self.tokenizer, attention_mask).to(self.device)
         ids = prompt.tolist()
         criteria = [*stop_criteria(stop_strings, self.tokenizer), *stopping_criteria]
-        ending = Ending(ids, max_new_tokens, self.context - len(ids), eos_tokens(eos_token_id, self.target.model), criteria)
+        ending = Ending(ids, max_new_tokens, self.context - len(ids), end_tokens(eos_token_id, self.target.model, self.tokenizer), criteria)
         new: list[int] = []
         steps, reason = 0, ""
         decoding = self.steps(prompt, max_new_tokens, sampling, seed)
@@ -162,7 +174,7 @@ class SequoiaDecoder:
         end = min(length + max_new_tokens, self.context - 1)
 
         def launched(longest: int) -> Callable[[], list[int]]:
-            self.throw(sampling)
+            self.refill_random_numbers(sampling)
             return readback(self.run(self.extent(longest), sampling))
 
         following: Callable[[], list[int]] | None = None
@@ -185,43 +197,75 @@ class SequoiaDecoder:
         """Start a sequence: both caches hold all of `prompt` but its last token, which is the first root.
 
         Raises:
-            SequoiaPlanError: if the prompt leaves no room in the context, or there is no memory for the sequence.
+            SequoiaPlanError: if the prompt leaves no room in the context, or there is not the memory for the sequence.
         """
         if prompt.numel() >= self.context:
             raise SequoiaPlanError(f"prompt: {prompt.numel()} tokens, expected at most {self.context - 1} (the model's context less one new token); shorten it")
-        self.generator.manual_seed(shared_seed(self.target.model) if seed is None else seed)
-        last = min(prompt.numel() + max_new_tokens, self.context)
-        capacity, memory = self.extent(last), [self.tokens, *(model.cache for model in self.models)]
-        for model in self.models:
-            model.reset(capacity)
-        if self.tokens.numel() < capacity:
-            self.tokens = torch.zeros(capacity, dtype=torch.long, device=self.device)
-        if self.captured and any(old is not new for old, new in zip(memory, [self.tokens, *(model.cache for model in self.models)], strict=True)):
-            self.captured.clear()
-        self.tokens[: prompt.numel()] = prompt
-        self.length.fill_(prompt.numel() - 1)
-        for model in self.models:
-            model.prefill(prompt[:-1])
+        sequence, drafter = self.sequence, self.drafter
+        sequence.generator.manual_seed(shared_seed(self.target.model) if seed is None else seed)
+        capacity = self.extent(min(prompt.numel() + max_new_tokens, self.context))
+        sequence.reserve(capacity, self.target.new_cache, drafter.new_cache if drafter else None)
+        sequence.tokens[: prompt.numel()] = prompt
+        sequence.length.fill_(prompt.numel() - 1)
+        self.target.prefill(sequence.target, prompt[:-1])
+        if drafter:
+            drafter.prefill(sequence.draft, prompt[:-1])
 
-    def throw(self, sampling: Sampling) -> None:
+    def refill_random_numbers(self, sampling: Sampling) -> None:
         """The random numbers of the next step, so that the step is a function of tensors."""
-        inner = sum(level.expands for level in self.levels)
-        columns = sampling.drawing.columns(int(self.draft.vocabulary or 0), self.tree.branching) if self.draft else 0
-        if self.bits.shape != (inner, columns):
-            if self.captured:
-                self.captured.clear()
-            self.bits = torch.empty(inner, columns, dtype=torch.int32, device=self.device)
         if not sampling.greedy:
-            self.bits.random_(generator=self.generator)
-            self.uniforms.uniform_(generator=self.generator)
+            self.sequence.refill_random_numbers(self.inner * self.bits_per_node(sampling))
+
+    def bits_per_node(self, sampling: Sampling) -> int:
+        """How many random numbers it takes to draw a node's children."""
+        return sampling.drawing.columns(self.drafter.vocabulary, self.branching) if self.drafter else 0
+
+    def random_bits(self, sampling: Sampling) -> Tensor:
+        """int32 [inner, columns], the random numbers that this step's children are drawn with; no columns if they are not needed."""
+        width = 0 if sampling.greedy else self.bits_per_node(sampling)
+        return self.sequence.bits[: self.inner * width].view(self.inner, width)
 
     def run(self, extent: int, sampling: Sampling) -> Tensor:
-        """`step`, replayed as a CUDA graph where that is possible; what it returns is overwritten by the next."""
-        return self.replayed(("step", extent, sampling), lambda: self.step(extent, sampling))
+        """`step`, replayed as a CUDA graph where that is possible, else part by part; what it returns is overwritten by the next."""
+        if self.graphs is None or self.may_capture("step", extent, sampling):
+            return self.replayed("step", lambda: self.step(extent, sampling), extent, sampling)
+        growth = self.run_draft(extent, sampling)
+        logits = self.run_target(extent)
+        return self.run_verification(logits, growth, sampling)
 
-    def replayed(self, key: Hashable, run: Callable[[], T]) -> T:
-        """`run()`, which reads and changes nothing but this decoder's sequence; as a CUDA graph where that is possible."""
-        return self.captured(key, run, (self.tokens, self.length)) if self.captured else run()
+    def run_draft(self, extent: int, sampling: Sampling) -> Growth:
+        """`grow`, as a CUDA graph where that is possible."""
+        return self.replayed("draft", lambda: self.grow(extent, sampling), extent, sampling)
+
+    def run_target(self, extent: int) -> Tensor:
+        """`read`, as a CUDA graph where that is possible."""
+        return self.replayed("target", lambda: self.read(extent), extent)
+
+    def run_verification(self, logits: Tensor, growth: Growth, sampling: Sampling) -> Tensor:
+        """`judge` and `keep`, as a CUDA graph where that is possible."""
+
+        def decided(logits: Tensor, laws: Tensor, drawn: Tensor) -> Tensor:
+            return self.keep(self.judge(logits, Growth(laws, drawn), sampling))
+
+        return self.replayed("verify", decided, sampling, inputs=(logits, growth.laws, growth.drawn))
+
+    def replayed(self, part: str, run: Callable[..., T], *settings: Hashable, inputs: tuple[Tensor, ...] = ()) -> T:
+        """`run(*inputs)`, which reads and changes nothing but this decoder's sequence; as a CUDA graph where that is possible.
+
+        Args:
+            part: "step", "draft", "target", "verify", or a name of one's own for another function.
+            settings: what else the function depends on, beside the tree.
+            inputs: tensors that may be others at each call.
+        """
+        if self.graphs is None or part in self.uncaptured:
+            return run(*inputs)
+        if self.graphs.version != self.sequence.version:
+            self.graphs.clear(self.sequence.version)
+        return self.graphs((part, self.tree, *settings), run, lambda: self.sequence.changed(self.tree.size), inputs)
+
+    def may_capture(self, part: str, *settings: Hashable) -> bool:
+        """Is nothing known that keeps this part of a step from being captured?"""
+        return part not in self.uncaptured and not (self.graphs and (part, self.tree, *settings) in self.graphs.failed)
 
     def step(self, extent: int, sampling: Sampling) -> Tensor:
         """One step on fixed shapes: int64 [1 + 2 * depth], the accepted count, the path, the tokens added.
@@ -231,44 +275,51 @@ class SequoiaDecoder:
         Args:
             extent: slots attention looks at, at least length + size.
         """
-        mask = self.mask(self.length, extent)
-        growth = self.grow(mask, sampling)
-        logits = self.read(growth, mask)
+        growth = self.grow(extent, sampling)
+        logits = self.read(extent)
         accepted = self.judge(logits, growth, sampling)
-        return self.keep(accepted, growth)
+        return self.keep(accepted)
 
-    def grow(self, mask: Tensor, sampling: Sampling) -> Growth:
-        """The draft's part of a step."""
-        root = (self.length + self.around_root).clamp(min=0)
-        if self.draft is None:
-            return Growth(self.tokens[root[1:]], self.tokens[:0], self.tokens[:0])
-        return grow(self.draft, self.levels, self.tokens[root], self.length, self.offsets, mask, sampling, self.bits)
+    def grow(self, extent: int, sampling: Sampling) -> Growth:
+        """The draft's part of a step: the tree's tokens are then in the sequence."""
+        if not self.drafter or not self.passes:
+            nothing = self.sequence.tokens[:0]
+            return Growth(nothing, nothing)
+        columns = self.structure.columns(self.sequence.length, extent)
+        return grow(self.drafter, self.passes, self.sequence, columns, sampling, self.random_bits(sampling))
 
-    def read(self, growth: Growth, mask: Tensor) -> Tensor:
+    def read(self, extent: int) -> Tensor:
         """The target's part of a step: one pass over the tree. Logits [size, vocabulary]."""
-        return self.target(growth.tokens, self.length + self.offsets[1:], self.length + self.nodes, mask[1:])
+        sequence, structure = self.sequence, self.structure
+        slots = sequence.length + structure.nodes
+        mask = structure.mask.index_select(1, structure.columns(sequence.length, extent))
+        return self.target(sequence.target, sequence.tokens[slots], sequence.length + structure.offsets, slots, mask).logits
 
     def judge(self, logits: Tensor, growth: Growth, sampling: Sampling) -> Accepted:
         """Which nodes are accepted, and the bonus token."""
+        sequence, index = self.sequence, self.structure.index
         if sampling.greedy:
-            return greedy(logits.argmax(-1), growth.tokens, self.index)
-        covered = self.draft.covered if self.draft else None
-        return verify(sampling.rule, lambda nodes: sampling.target(logits[nodes]), growth.laws, growth.drawn, self.index, self.uniforms, covered)
+            return greedy(logits.argmax(-1), sequence.tokens[sequence.length + self.structure.nodes], index)
+        covered = self.drafter.covered if self.drafter else None
+        return verify(sampling.rule, lambda nodes: sampling.target(logits.index_select(0, nodes)), growth.laws, growth.drawn, index, sequence.uniforms, covered)
 
-    def keep(self, accepted: Accepted, growth: Growth) -> Tensor:
-        """Commit the accepted path: KV rows, tokens, length."""
-        rows = self.length + accepted.path
-        for model in self.models:
-            model.cache.keep(rows, self.length)
-        after = torch.cat([accepted.path[1:], accepted.path[:1]])
-        order = torch.arange(self.tree.depth, device=self.device)
-        added = torch.where(order == accepted.count - 1, accepted.bonus, growth.tokens[after])
-        self.tokens.index_copy_(0, self.length + 1 + order, added)
-        self.length += accepted.count
-        count = accepted.count if self.draft is None else accepted.count.where(self.draft.finite, NOT_FINITE[1])
-        return torch.cat([count.where(self.target.finite, NOT_FINITE[0]), accepted.path, added])
+    def keep(self, accepted: Accepted) -> Tensor:
+        """Commit the accepted path: caches, tokens, length."""
+        sequence, length = self.sequence, self.sequence.length
+        slots = length + accepted.path
+        order = self.structure.nodes[: self.depth]
+        following = sequence.tokens[slots].roll(-1)
+        added = torch.where(order == accepted.count - 1, accepted.bonus, following)
+        sequence.target.keep(slots, length)
+        count = accepted.count
+        if self.drafter and self.passes:
+            self.drafter.keep(sequence.draft, slots, length)
+            count = count.where(sequence.draft.finite, NOT_FINITE[1])
+        sequence.tokens.index_copy_(0, length + 1 + order, added)
+        length += accepted.count
+        return torch.cat([count.where(sequence.target.finite, NOT_FINITE[0]), accepted.path, added])
 
     def extent(self, length: int) -> int:
         """How far attention looks with the root in slot `length`: past the whole tree, in few different shapes."""
-        step = EXTENT_STEP["cuda" if self.captured else "cpu"]
+        step = EXTENT_STEP["cuda" if self.graphs else "cpu"]
         return -(-(length + self.tree.size) // step) * step

@@ -1,6 +1,6 @@
 """From probabilities to tokens: how the children of a node are drawn, and single draws by inversion.
 
-Randomness comes in as numbers thrown beforehand (`bits`, 31 random bits each), so that drawing is a function of tensors.
+Randomness comes in as numbers drawn beforehand (`bits`, 31 random bits each), so that drawing is a function of tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Drawing:
     columns: Callable[[int, int], int]
 
     def __call__(self, probabilities: Tensor, count: int, generator: torch.Generator) -> Tensor:
-        """Throw the numbers and draw."""
+        """Make the random numbers, then draw."""
         shape = (probabilities.shape[0], self.columns(probabilities.shape[1], count))
         return self.draw(probabilities, count, torch.empty(shape, dtype=torch.int32, device=probabilities.device).random_(generator=generator))
 

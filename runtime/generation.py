@@ -73,9 +73,10 @@ class Ending:
         return self.reason if len(self.sequence) >= self.last else ""
 
 
-def eos_tokens(given: int | Iterable[int] | None, model: Any) -> set[int]:
-    """The tokens that end a generation: as given, else from the model's generation config."""
+def end_tokens(given: int | Iterable[int] | None, model: Any, tokenizer: Any = None) -> set[int]:
+    """The tokens that end a text: as given, else those of the model's generation config, else the tokenizer's."""
     found = getattr(getattr(model, "generation_config", None), "eos_token_id", None) if given is None else given
+    found = getattr(tokenizer, "eos_token_id", None) if found is None else found
     return set() if found is None else set(torch.as_tensor([found] if isinstance(found, int) else found).flatten().tolist())
 
 

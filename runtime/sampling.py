@@ -47,6 +47,10 @@ UNSUPPORTED = {
 """Settings that could be sampled from or searched with, and are not."""
 
 
+LEAST = 1e-30
+"""Temperatures and masses beyond this, or its inverse, leave what float32 can hold, and sampling would not be exact."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the target samples, and what drafts for it and verifies. Filters apply to the target alone.
@@ -62,7 +66,7 @@ class Sampling:
     The filters come in transformers' order (temperature, top_k, top_p, min_p) and mean the same.
 
     Raises:
-        ArgumentError: for a value that cannot be meant.
+        ArgumentError: for an invalid value.
     """
 
     temperature: float = 0.0
@@ -77,16 +81,16 @@ class Sampling:
             value = getattr(self, name)
             if isinstance(value, bool) or (not isinstance(value, (int, float)) and (name, value) != ("draft_temperature", None)):
                 raise ArgumentError(f"{name}: found {value!r:.60}, expected a number")
-        if not 0 <= self.temperature < float("inf"):
-            raise ArgumentError(f"temperature: found {self.temperature}, expected 0 (greedy) or more")
-        if not 0 < self.top_p <= 1:
-            raise ArgumentError(f"top_p: found {self.top_p}, expected more than 0 and at most 1")
+        if not (self.temperature == 0 or LEAST <= self.temperature <= 1 / LEAST):
+            raise ArgumentError(f"temperature: found {self.temperature}, expected 0 (greedy), or {LEAST} to {1 / LEAST:g} (logits are float32)")
+        if not LEAST <= self.top_p <= 1:
+            raise ArgumentError(f"top_p: found {self.top_p}, expected at least {LEAST} (probabilities are float32) and at most 1")
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
             raise ArgumentError(f"top_k: found {self.top_k!r}, expected a count of tokens, or 0 for all")
         if not 0 <= self.min_p <= 1:
             raise ArgumentError(f"min_p: found {self.min_p}, expected 0 to 1")
-        if self.draft_temperature is not None and not 0 < self.draft_temperature < float("inf"):
-            raise ArgumentError(f"draft_temperature: found {self.draft_temperature}, expected more than 0")
+        if self.draft_temperature is not None and not LEAST <= self.draft_temperature <= 1 / LEAST:
+            raise ArgumentError(f"draft_temperature: found {self.draft_temperature}, expected {LEAST} to {1 / LEAST:g} (logits are float32)")
         if self.verifier not in VERIFIERS:
             raise ArgumentError(f"verifier: found {self.verifier!r}, expected {', '.join(VERIFIERS)}")
 
@@ -95,7 +99,7 @@ class Sampling:
         """The same sampling as transformers would do with `config` (a GenerationConfig, resolved or not).
 
         Raises:
-            ArgumentError: naming the first setting that cannot be honoured, or whose value cannot be meant.
+            ArgumentError: naming the first setting that cannot be honoured or is invalid.
         """
         for names, why in (
             (CONTEXT_DEPENDENT, "it depends on the text so far, which differs from node to node of a token tree"),
@@ -158,6 +162,10 @@ class Sampling:
         return torch.softmax(logits.float() / (self.draft_temperature or self.temperature), -1)
 
 
+LARGEST_BITS = (1 << 30) - 1
+"""More than those of any float32 up to 1."""
+
+
 def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     """float32 [nodes, vocabulary]: the most probable tokens with mass >= top_p, renormalised (Holtzman et al., arXiv
     1904.09751). Tokens as probable as the last one kept are kept too.
@@ -165,7 +173,7 @@ def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     Finds that last probability without sorting: the bits of non-negative floats are in the order of their values, so a
     histogram of the upper half of the bits and one of the lower half within the right bin give it exactly.
     """
-    bits = probabilities.view(torch.int32).long()
+    bits = probabilities.view(torch.int32).long().clamp_(0, LARGEST_BITS)  # NaN too must find a bin: the step reports it afterwards
     upper, before = _boundary(probabilities, bits >> 15, top_p)
     within = torch.where(bits >> 15 == upper, probabilities, 0.0)
     lower, _ = _boundary(within, bits & 0x7FFF, top_p - before)
@@ -177,7 +185,7 @@ def _boundary(weights: Tensor, bins: Tensor, mass: float | Tensor) -> tuple[Tens
     top = 0x7FFF
     total = torch.zeros((*weights.shape[:-1], top + 1), dtype=weights.dtype, device=weights.device).scatter_add_(-1, top - bins, weights)
     above = total.cumsum(-1) - total
-    last = (above < mass).sum(-1, keepdim=True) - 1
+    last = ((above < mass).sum(-1, keepdim=True) - 1).clamp_(min=0)
     return top - last, above.gather(-1, last)
 
 

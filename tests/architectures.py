@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 
 import torch
@@ -134,15 +135,17 @@ def logits_errors(decoder, prompt):
     tokens = torch.randint(VOCABULARY, (TREE.size,), generator=torch.Generator().manual_seed(1))
     before = tree_error(decoder, prompt[:-1], tokens)
     path = torch.tensor([0, 2, 6, 9, 10])
-    decoder.target.cache.keep(decoder.length + path, decoder.length)
+    length = decoder.sequence.length
+    decoder.sequence.target.keep(length + path, length)
     committed = torch.cat([prompt[:-1], tokens[path]])
-    decoder.length += len(path)
+    length += len(path)
     return before, tree_error(decoder, committed, tokens.flip(0))
 
 
 def tree_error(decoder, committed, tokens):
-    mask = decoder.mask(decoder.length, decoder.extent(int(decoder.length)))[1:]
-    logits = decoder.target(tokens, decoder.length + decoder.offsets[1:], decoder.length + decoder.nodes, mask)
+    length = int(decoder.sequence.length)
+    decoder.sequence.tokens[length : length + TREE.size] = tokens
+    logits = decoder.read(decoder.extent(length))
     worst = 0.0
     for leaf in (TREE.child_count == 0).nonzero()[0]:
         path = torch.from_numpy(TREE.attention_mask[leaf].nonzero()[0])
@@ -155,13 +158,14 @@ BOUND = 1e-4
 
 HEADER = f"""# Architectures
 
-Tiny random models of transformers' own classes, in float32, as `tests/test_architectures.py` examines them. *Tree* compares the
-logits of every node of a {TREE.size}-node tree with those the model gives for the node's path alone, *kept* does so again after an
-accepted path moved to the front of the cache (largest relative error below {BOUND:g}), *greedy* compares {NEW} tokens with
-transformers' `generate`. Windows are {WINDOW} positions, prompts {PROMPT} tokens and the tree {TREE.depth} levels deep, so all are
-tried beyond the window. This file is made by `python tests/architectures.py`; a test holds it to what is found.
+`tests/test_architectures.py` examines tiny random models of transformers' own classes, in float32. *Tree* compares the
+logits of every node of a {TREE.size}-node tree with those the model gives for the node's path alone. *Kept* does so again
+after an accepted path was moved to the front of the cache. In both the largest relative error must be below {BOUND:g}.
+*Greedy* compares {NEW} tokens with transformers' `generate`. Windows are {WINDOW} positions, prompts {PROMPT} tokens and the tree
+{TREE.depth} levels deep, so every windowed model is examined beyond its window. This page is made by
+`python tests/architectures.py`; a test compares the two.
 
-Any other model is tried on a small tree when a decoder is made with it, and refused if tree and path differ.
+Any other model is examined on a small tree when a decoder is made with it, and refused if tree and path differ.
 """
 
 
@@ -175,7 +179,8 @@ def table(found):
             cells = [name, f"`{READS_TREES[name][0].__name__}`", result.attention, "yes" if result.window else "", *(yes[check] for check in checks)]
             rows.append(f"| {' | '.join(cells)} |")
     refused = [f"{name} (`{REFUSED[name][0].__name__}`)" for name, result in found.items() if isinstance(result, str)]
-    return "\n".join([HEADER, *rows, "", f"Refused, as ALiBi, recurrent, hybrid or encoder-decoder models: {', '.join(refused)}.", ""])
+    sentence = f"Refused, as ALiBi, recurrent, hybrid or encoder-decoder models: {', '.join(refused)}."
+    return "\n".join([HEADER, *rows, "", *textwrap.wrap(sentence, 120, break_on_hyphens=False), ""])
 
 
 if __name__ == "__main__":

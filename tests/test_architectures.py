@@ -13,8 +13,8 @@ from toys import ToyModel
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime import SequoiaDecoder
 from sequoia_plan.runtime.cache import TreeCache
-from sequoia_plan.runtime.forward import attention_window, context_length
-from sequoia_plan.runtime.probe import probe
+from sequoia_plan.runtime.models.forward import attention_window, context_length
+from sequoia_plan.runtime.models.probe import probe
 
 DOCS = Path(__file__).parent.parent / "docs" / "architectures.md"
 WINDOWED = ["Qwen2, some layers windowed", "Mistral", "Mixtral", "Gemma 2", "Gemma 3"]
@@ -62,7 +62,7 @@ def test_a_wrong_window_shows(name, wrong):
         decoder.target.window += 1
     else:
         attention = decoder.target._attention
-        decoder.target._attention = lambda mask, positions, slots: attention(mask, slots, slots)
+        decoder.target._attention = lambda cache, mask, positions, slots: attention(cache, mask, slots, slots)
     with torch.inference_mode():
         assert max(logits_errors(decoder, torch.arange(PROMPT))) > 10 * BOUND
 
@@ -130,7 +130,7 @@ def test_the_check_passes_in_low_precision(name, dtype):
 
 
 def test_a_model_is_tried_once(monkeypatch):
-    from sequoia_plan.runtime import probe as module
+    from sequoia_plan.runtime.models import probe as module
 
     target, calls = tiny("Llama"), []
     error = module._error

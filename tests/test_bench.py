@@ -22,8 +22,8 @@ from sequoia_plan.planner.report.bench_table import finding, print_table, told_a
 from sequoia_plan.planner.report.page import INK, LINE, page
 from sequoia_plan.planner.solving.baselines import arms
 from sequoia_plan.profiler.bench import TITLES, Run, bench, contenders, full_width, summary
-from sequoia_plan.profiler.breakdown import PARTS
-from sequoia_plan.runtime import Pair, Sampling
+from sequoia_plan.profiler.journal import Journal, discard
+from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 
 LATENCY = {"target": [[1, 0.04], [8, 0.05]], "draft": [[1, 0.002], [8, 0.003]]}
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3], {"acceptance": [0.5, 0.25], "latency": LATENCY})
@@ -82,14 +82,32 @@ def test_a_covering_draft_gets_a_full_head_and_stays_as_it_was(models):
     assert full_width(models.target) is models.target
 
 
-def test_sampling_contenders_run_with_every_filter(models):
-    decoders = contenders(models, models, arms(TREE, "traversal"), Sampling(0.8, 0.9, 20, 0.01), 6)
+@pytest.mark.parametrize(
+    ("filters", "keeps_one"), [({"top_p": 0.001}, True), ({"top_k": 1}, True), ({"min_p": 1.0}, True), ({"top_p": 0.9, "top_k": 20, "min_p": 0.01}, False)]
+)
+def test_sampling_contenders_apply_every_filter(models, monkeypatch, filters, keeps_one):
+    """Where a filter keeps one token, every contender says the same at any temperature; where the filters keep several (the control), not."""
+    returned = []
+
+    def remember(owner):
+        generate = owner.generate
+
+        def remembering(*args, **options):
+            result = generate(*args, **options)
+            returned.append(getattr(result, "sequences", result).tolist())
+            return result
+
+        monkeypatch.setattr(owner, "generate", remembering)
+
+    remember(SequoiaDecoder)
+    remember(type(models.target))
+    decoders = contenders(models, models, arms(TREE, "traversal"), Sampling(0.8, **filters), 12)
     assert list(decoders) == list(TITLES)
-    figures = summary(bench(decoders, [[1, 2, 3], [4, 5, 6, 7]]))
-    for name, found in figures.items():
-        assert found.speedup["plain"].low <= found.speedup["plain"].median <= found.speedup["plain"].high, name
-        assert found.tokens_per_step >= 1, name
-    assert figures["plain"].tokens_per_step == figures["generate"].tokens_per_step == 1
+    texts = set()
+    for decode in decoders.values():
+        decode([1, 2, 3], 0)
+        texts.add(str(returned[-1]))  # the last to return: an assistant's own calls came before
+    assert (len(texts) == 1) == keeps_one
 
 
 def test_only_and_unknown_names(models):
@@ -231,18 +249,21 @@ def test_the_command(models, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli.decoding, "load_pair", lambda *args, **options: models)
     monkeypatch.setattr("sequoia_plan.profiler.prompts.encode", lambda tokenizer, text: [ord(c) % 50 for c in text[:9]])
+    parts = {"step": 0.01, "draft": 0.002, "target": 0.006, "verify": 0.001, "keep": 0.0007, "host": 0.0003, "draw": 0.0005, "share_not_model": 0.2}
+    monkeypatch.setattr("sequoia_plan.profiler.breakdown.breakdown", lambda *_: parts)
     save_tree(TREE, "tree.safetensors")
-    arguments = ["bench", "--prompts", "2", "--tokens", "4", "--only", "plain", "--only", "sequoia", "--only", "generate"]
+    arguments = ["bench", "--limit", "2", "--tokens", "4", "--only", "plain", "--only", "sequoia", "--only", "generate"]
     result = CliRunner().invoke(cli.main, [*arguments, "-o", "found.json", "--json"])
     assert result.exit_code == 0, result.output
     answer = json.loads(result.stdout)
     assert json.loads((tmp_path / "found.json").read_text()) == answer
     assert list(answer["contenders"]) == ["plain", "generate", "sequoia"]
     assert answer["settings"]["prompts"] == 2 and answer["tree"]["size"] == 7
-    assert sum(answer["breakdown"][part] for part in PARTS) == pytest.approx(answer["breakdown"]["step"], abs=1e-4)
+    assert answer["breakdown"] == parts
     assert answer["contenders"]["sequoia"]["predicted"]["tokens_per_step"] == expected_tokens(TREE, [0.5, 0.25])
     text = CliRunner().invoke(cli.main, arguments).stdout
-    assert "our tree, Sequoia" in text and "Hugging Face generate" in text and "over plain" in text and "of it is not model time" in text
+    assert "our tree, Sequoia" in text and "Hugging Face generate" in text and "over plain" in text
+    assert "10.0 ms (draft 2.0, target 6.0, verify 1.0, keep 0.7, host 0.3); 20.0% of it is not model time" in " ".join(text.split())
     assert "tree of 7 nodes" in text and "plain decoding" in text
     warm = [*arguments, "--temperature", "0.8", "--with", "found.json", "--report", "page.html", "--json"]
     assert CliRunner().invoke(cli.main, warm).exit_code == 0
@@ -271,3 +292,49 @@ def test_figures_survive_and_are_checked(tmp_path):
         with pytest.raises(SequoiaPlanError) as error:
             BenchResult.load(tmp_path / "b.json")
         assert str(error.value).startswith(f"{tmp_path / 'b.json'}: ") and message in str(error.value)
+
+
+def test_an_interrupted_bench_goes_on(models, tmp_path, monkeypatch):
+    """Stopped within the third prompt, started again: the first two are not decoded again, and the figures are those of one run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli.decoding, "load_pair", lambda *args, **options: models)
+    monkeypatch.setattr("sequoia_plan.profiler.prompts.encode", lambda tokenizer, text: [ord(c) % 50 for c in text[:9]])
+    save_tree(TREE, "tree.safetensors")
+    decoded, stop = [], [7]
+    generate = SequoiaDecoder.generate
+
+    def counting(self, prompt, *args, **options):
+        decoded.append(tuple(prompt))
+        if len(decoded) == stop[0]:
+            raise KeyboardInterrupt
+        return generate(self, prompt, *args, **options)
+
+    monkeypatch.setattr(SequoiaDecoder, "generate", counting)
+    arguments = ["bench", "--limit", "4", "--tokens", "4", "--only", "plain", "--only", "sequoia", "-o", "found.json"]
+    first = CliRunner().invoke(cli.main, arguments)  # two to warm up, two for each of two prompts, and one more
+    assert first.exit_code == 1 and "Aborted!" in first.stderr and not (tmp_path / "found.json").exists()
+    kept = json.loads((tmp_path / ".found.json.journal").read_text())["done"]
+    assert list(kept) == ["0", "1"]
+    stop[0] = -1
+    decoded.clear()
+    second = CliRunner().invoke(cli.main, arguments)
+    assert second.exit_code == 0, second.output
+    assert len(decoded) == 2 + 2 * 2  # warm again, then the two prompts that were left
+    result = BenchResult.load(tmp_path / "found.json")
+    rates = [round((run["tokens"] - run["first_tokens"]) / (run["seconds"] - run["first_seconds"]), 3) for run in (kept["0"]["plain"], kept["1"]["plain"])]
+    assert list(result.contenders["plain"].each_prompt[:2]) == rates and result.settings.prompts == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json", "tree.safetensors"]
+
+
+def test_a_journal_belongs_to_one_process_at_a_time(tmp_path):
+    path = tmp_path / ".profile.yaml.journal"
+    with Journal(path, "work") as kept:
+        assert kept.get("a", lambda: 1) == 1
+        with pytest.raises(SequoiaPlanError, match=r"^profile\.yaml: another sequoia-plan is measuring for this file; wait for it, or name another"):
+            Journal(path, "work")
+    with Journal(path, "work") as again:
+        assert again.get("a", lambda: 2) == 1
+    with Journal(path, "other work") as other:
+        assert other.get("a", lambda: 3) == 3
+    discard(path)
+    assert list(tmp_path.iterdir()) == []

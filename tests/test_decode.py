@@ -161,6 +161,6 @@ def test_steps_have_fixed_shapes_and_read_back_once(monkeypatch):
             settings = [replace(sampling, verifier=name, top_p=0.9, top_k=5, min_p=0.01) for name in VERIFIERS]
             outputs = []
             for each in (sampling, sampling, *settings, replace(sampling, temperature=0.0)):
-                decoder.throw(each)
+                decoder.refill_random_numbers(each)
                 outputs.append(decoder.step(64, each))
     assert {tuple(o.shape) for o in outputs} == {(1 + 2 * TREE.depth,)}

@@ -6,7 +6,6 @@ import copy
 import gc
 import json
 import os
-import re
 import subprocess
 import sys
 import warnings
@@ -22,7 +21,7 @@ from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, sequoia
-from sequoia_plan.runtime.vocabulary import check_tokenizers, shared_vocabulary
+from sequoia_plan.runtime.models.vocabulary import check_tokenizers, shared_vocabulary
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 IDS = torch.tensor([[5, 6, 7, 8]])
@@ -274,17 +273,6 @@ def test_tensor_parallel_processes_say_what_one_says(target, tmp_path):
     assert first["rows"] == [16], "each process holds half of the 32 query rows"
     assert first["tokens"][:2] == tensor_parallel.decode(target)[:2]
     assert first["tokens"][2] != first["tokens"][1]
-
-
-# The documentation
-
-
-def test_the_snippets_in_the_docs_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    names = {}
-    for snippet in re.findall(r"```python\n(.*?)```", (Path(__file__).parent.parent / "docs" / "huggingface.md").read_text(), re.DOTALL):
-        exec(snippet, names)
-    assert capsys.readouterr().out.count("\n") >= 3
 
 
 def test_argument_errors_are_usage_errors():

@@ -8,6 +8,7 @@ from toys import ToyModel
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
+from sequoia_plan.runtime.verify import VERIFIERS
 
 PROMPT = [3, 1, 4]
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
@@ -27,20 +28,24 @@ def pair(context=64, seed=2):
     return target, draft
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+FILTERS = [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}, {"top_p": 0.5, "top_k": 5, "min_p": 0.01, "draft_temperature": 2.0}]
+SAMPLINGS = [Sampling(), *(Sampling(1.0, verifier=name, **settings) for name in VERIFIERS for settings in FILTERS)]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_logits_that_are_not_finite_are_reported_with_their_place(role, temperature, value):
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda each: f"{each.temperature}-{each.verifier}-{each.top_p}-{each.top_k}-{each.min_p}")
+def test_logits_that_are_not_finite_are_reported_with_their_place(role, sampling, value):
     target, draft = pair()
     decoder = SequoiaDecoder(target, draft, TREE)
-    before = decoder.generate(PROMPT, 12, temperature, seed=5).sequences
+    before = decoder.generate(PROMPT, 12, sampling=sampling, seed=5).sequences
     broken = {"target": target, "draft": draft}[role]
     healthy = broken.by_position.clone()
-    broken.by_position[0, 4] = value
+    broken.by_position[0, slice(None) if value < 0 else 4] = value  # -inf for some tokens is no fault
     with pytest.raises(SequoiaPlanError, match=rf"{role}: logits that are not finite after token \d+; .*bfloat16 and float32 do not"):
-        decoder.generate(PROMPT, 12, temperature, seed=5)
+        decoder.generate(PROMPT, 12, sampling=sampling, seed=5)
     broken.by_position.copy_(healthy)
-    assert torch.equal(decoder.generate(PROMPT, 12, temperature, seed=5).sequences, before)
+    assert torch.equal(decoder.generate(PROMPT, 12, sampling=sampling, seed=5).sequences, before)
 
 
 def test_a_model_that_is_broken_from_the_start_is_not_taken():
@@ -132,7 +137,7 @@ def test_a_step_beyond_the_prefilled_capacity():
     decoder = SequoiaDecoder(target, draft, TREE)
     with torch.inference_mode():
         decoder.prefill(torch.tensor(PROMPT), 4, seed=0)
-        decoder.throw(Sampling())
+        decoder.refill_random_numbers(Sampling())
         with pytest.raises(SequoiaPlanError, match="KV cache: 128 slots needed, it has 64; prefill with more max_new_tokens"):
             decoder.step(128, Sampling())
 

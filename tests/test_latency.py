@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import numpy as np
 import pytest
 import torch
-from test_acceptance import PROMPTS, toy_pair
+from msgspec import structs
+from toys import PROMPTS, toy_pair
 
-from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import Latency, SequoiaPlanError, TokenTree, Verification
+from sequoia_plan.artifacts.cost import StepTime, most_expected_tokens
 from sequoia_plan.planner import solve
 from sequoia_plan.profiler import latency
 from sequoia_plan.profiler.breakdown import PARTS, WARM_UP, breakdown
 from sequoia_plan.profiler.hardware import differences, fingerprint
-from sequoia_plan.profiler.measure import _best_nodes, measure
+from sequoia_plan.profiler.measure import measure
+from sequoia_plan.profiler.verification import ShapeTimer, bushy, fit
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 
 
@@ -32,15 +36,67 @@ def sizes(monkeypatch):
     return [1, 2, 3, 4]
 
 
-def test_every_size_with_quartiles(pair, sizes):
+def test_every_size_with_quartiles(pair, sizes, monkeypatch):
+    """Every size is recorded with the times its own samples say."""
+
+    def run(timer):
+        for name, seconds in {"target": 0.001 * timer.size, "draft": 0.0001 * timer.size, "rest": 0.00002}.items():
+            timer.samples[name].append(seconds)
+
+    monkeypatch.setattr(latency.SizeTimer, "run", run)
     found = latency.measure_latency(pair, Sampling(1.0), 1e9, 0.0, context=20)
-    assert list(found.target) == list(found.draft) == list(found.quartiles["target"]) == list(found.quartiles["draft"]) == sizes
-    assert found.context == 20 and found.samples[1] == latency.LEAST_ROUNDS and found.out_of_memory is None
-    assert all(0 < low <= high for curve in found.quartiles.values() for low, high in curve.values())
+    assert found.target == pytest.approx({size: 0.001 * size for size in sizes}) and found.draft == pytest.approx({size: 0.0001 * size for size in sizes})
+    assert found.quartiles["target"] == {size: pytest.approx((0.001 * size, 0.001 * size)) for size in sizes} and list(found.quartiles["draft"]) == sizes
+    assert found.overhead == 0.00002 and found.context == 20 and found.out_of_memory is None
+    assert found.samples == {1: 5, 2: 3, 3: 2, 4: 2} and latency.LEAST_ROUNDS == 5
+
+
+def test_all_sizes_share_one_sequence(pair, sizes):
+    """No size keeps caches of its own: the meter holds the target's and the draft's once."""
+    meter = latency.LatencyMeter(pair, Sampling(1.0), 20)
+    meter.begin(1e9)
+    used = [*(timer.decoder for timer in meter.timers), *(timer.comb for timer in meter.timers), *(shape.decoder for shape in meter.shapes)]
+    assert len(used) == 2 * len(sizes) + 4 and {id(each.sequence) for each in used} == {id(meter.decoder.sequence)}
+
+
+VERIFICATIONS = [
+    (Sampling(1.0, verifier="traversal"), Verification(0.002, 0.0003, 0.0001, 0.00005, "level")),
+    (Sampling(1.0, verifier="sequoia"), Verification(0.001, 0.0002, 0.0, 0.00005, "tree")),
+    (Sampling(), Verification(0.0005, 0.0, 0.0, 0.0001, "tree")),
+]
+
+
+@pytest.mark.parametrize(("sampling", "known"), VERIFICATIONS, ids=repr)
+def test_verification_is_fitted_to_the_shapes(pair, monkeypatch, sampling, known):
+    """With a clock that follows a known cost, the cost of any tree is found; of the other order of rounds (the control) it is not."""
+    monkeypatch.setattr(latency, "SIZES", (1, 2, 40))
+    truth = StepTime(Latency({1: 1.0}, {1: 1.0}, 0.0, 0, verification=known))
+
+    def timed(device, run):
+        shape = getattr(run, "__self__", None)
+        return run(), truth.verification(shape.decoder.tree) if isinstance(shape, ShapeTimer) else 0.01
+
+    monkeypatch.setattr(latency, "timed", timed)
+    found = latency.measure_latency(pair, sampling, 1e9, 0.0, context=20)
+    times = StepTime(found)
+    trees = [TokenTree.chain(8), TokenTree.star(8), bushy(13, 3), TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 2, 4, 7])]
+    assert [times.verification(tree) for tree in trees] == pytest.approx([truth.verification(tree) for tree in trees], rel=1e-6)
+    assert found.verification.rounds == known.rounds
+    if known.by_round:
+        other = structs.replace(found.verification, rounds="tree" if known.rounds == "level" else "level")
+        assert StepTime(structs.replace(found, verification=other)).verification(trees[0]) != pytest.approx(truth.verification(trees[0]), rel=0.05)
+
+
+def test_the_fit_has_no_negative_term():
+    """Times that fall with every round: the unconstrained solution is negative there, ours is the best without."""
+    trees = [TokenTree.chain(size) for size in (1, 2, 4, 8)]
+    found = fit(trees, [0.004, 0.003, 0.002, 0.001], "tree")
+    assert found.by_round == found.by_parent == found.by_child == 0
+    assert found.base == pytest.approx(sum(1 / t for t in (4e-3, 3e-3, 2e-3, 1e-3)) / sum(1 / t**2 for t in (4e-3, 3e-3, 2e-3, 1e-3)))
 
 
 def test_latency_is_timed_between_prompts(pair, sizes, monkeypatch):
-    """Rounds lie among the prompts, as many more as are asked for come after them, and the profile holds them all."""
+    """Rounds are among the prompts, as many more as are asked for come after them, and the profile holds them all."""
     events = []
     run = latency.LatencyMeter.round
     monkeypatch.setattr(latency.LatencyMeter, "round", lambda meter: (events.append("round"), run(meter)))
@@ -53,27 +109,26 @@ def test_latency_is_timed_between_prompts(pair, sizes, monkeypatch):
 
 
 def test_costly_sizes_are_timed_less_often(pair, sizes, monkeypatch):
-    """A size of k plain passes in every k-th round, the largest in every fourth; what lies beyond the passes up to two nodes only."""
-    monkeypatch.setattr(latency._Bench, "target", lambda bench: {1: 1.0, 2: 1.4, 3: 2.6, 4: 9.0}[bench.size])
+    """A size of k plain passes in one round of k, the largest in one of four; what is beyond the passes up to two nodes only."""
+    monkeypatch.setattr(latency.SizeTimer, "target", lambda timer: {1: 1.0, 2: 1.4, 3: 2.6, 4: 9.0}[timer.size])
     meter = latency.LatencyMeter(pair, Sampling(1.0), 20)
     meter.begin(1e9)
     found = meter.finish(0.0)
     assert latency.LEAST_ROUNDS == 5 and found.samples == {1: 5, 2: 5, 3: 3, 4: 2}
-    for bench in meter.benches:
-        taken = {name: sum(each == each for each in samples) for name, samples in bench.samples.items()}
-        times = found.samples[bench.size]
-        whole = times if bench.size <= latency.REST_UP_TO else 0
-        assert taken == {"grow": times, "target": times, "draft": times, "rest": whole}
-        assert {len(bench.samples[name]) for name in ("grow", "target", "draft")} == {5}
+    for timer in meter.timers:
+        taken = {name: sum(each == each for each in samples) for name, samples in timer.samples.items()}
+        times = found.samples[timer.size]
+        assert taken == {"target": times, "draft": times, "rest": times if timer.size <= latency.REST_UP_TO else 0}
+        assert {len(timer.samples[name]) for name in ("target", "draft")} == {5}
 
 
 def test_no_tree_has_more_tokens_than_the_bound():
     """Best nodes of the endless tree against the planner's own optimum, for one vector, rows by level and ranks that rise."""
     for rows in ([[0.5, 0.2, 0.1]], [[0.4, 0.2], [0.5, 0.2], [0.7, 0.1]], [[0.1, 0.5, 0.2], [0.6, 0.0, 0.1]]):
-        best = solve(rows, 40, 20).expected_tokens
-        assert best <= _best_nodes(rows, 40) + 1e-12
-    assert _best_nodes([[0.5, 0.2, 0.1]], 40) == pytest.approx(solve([0.5, 0.2, 0.1], 40, 40).expected_tokens)
-    assert _best_nodes([[0.0]], 9) == 1 and _best_nodes([[1.0]], 9) == 9
+        best = solve(rows, 40, 20).plan.expected_tokens
+        assert best <= most_expected_tokens(rows, 40) + 1e-12
+    assert most_expected_tokens([[0.5, 0.2, 0.1]], 40) == pytest.approx(solve([0.5, 0.2, 0.1], 40, 40).plan.expected_tokens)
+    assert most_expected_tokens([[0.0]], 9) == 1 and most_expected_tokens([[1.0]], 9) == 9
 
 
 def test_medians_and_quartiles_are_free_of_drift():
@@ -99,24 +154,24 @@ def test_medians_and_quartiles_are_free_of_drift():
     ],
 )
 def test_a_size_that_does_not_fit_is_recorded(pair, sizes, monkeypatch, error):
-    run = latency._Bench.run
+    run = latency.SizeTimer.run
 
-    def limited(bench):
-        if bench.size >= 3:
+    def limited(timer):
+        if timer.size >= 3:
             raise error
-        run(bench)
+        run(timer)
 
-    monkeypatch.setattr(latency._Bench, "run", limited)
+    monkeypatch.setattr(latency.SizeTimer, "run", limited)
     found = latency.measure_latency(pair, Sampling(), 1e9, 0.0, context=20)
     assert list(found.target) == [1, 2] and found.out_of_memory == 3
 
 
 def test_other_errors_and_plain_decoding_that_does_not_fit_are_errors(pair, sizes, monkeypatch):
     def failing(error):
-        def run(bench):
+        def run(timer):
             raise error
 
-        monkeypatch.setattr(latency._Bench, "run", run)
+        monkeypatch.setattr(latency.SizeTimer, "run", run)
 
     failing(torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(torch.OutOfMemoryError):
@@ -130,26 +185,34 @@ def test_no_size_above_the_largest_asked_for(pair, sizes):
     assert list(latency.measure_latency(pair, Sampling(), 1e9, 0.0, context=20, largest=2).target) == [1, 2]
 
 
+def clock(monkeypatch, *seconds):
+    """In place of the clock of `breakdown`: what is timed in a round takes these times, in turn."""
+    times = itertools.cycle(seconds)
+    monkeypatch.setattr(sys.modules["sequoia_plan.profiler.breakdown"], "timed", lambda device, run: (run(), next(times)))
+
+
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, verifier="traversal")], ids=repr)
-def test_the_parts_of_a_step_add_up_to_it(pair, sampling):
+def test_the_parts_of_a_step_add_up_to_it(pair, sampling, monkeypatch):
+    clock(monkeypatch, 0.004, 0.001, 0.05, 0.003, 0.002, 0.07)
     found = breakdown(pair, TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3]), sampling, context=20, rounds=5)
-    assert all(found[name] > 0 for name in ("step", "draft", "draw", "target", "verify", "keep"))  # host is a difference
+    expected = {"step": 0.07, "draft": 0.005, "target": 0.05, "verify": 0.003, "keep": 0.002, "host": 0.01, "draw": 0.001, "share_not_model": 0.015 / 0.07}
+    assert found == pytest.approx(expected)
     assert sum(found[name] for name in PARTS) == pytest.approx(found["step"])
-    assert found["draw"] < found["draft"]
-    assert found["share_not_model"] == pytest.approx(1 - (found["draft"] + found["target"]) / found["step"])
 
 
-def test_plain_decoding_has_no_draft_part(pair):
+def test_plain_decoding_has_no_draft_part(pair, monkeypatch):
+    clock(monkeypatch, 0.05, 0.003, 0.002, 0.06)
     found = breakdown(pair, TokenTree.chain(1), Sampling(), context=1, rounds=5)
-    assert found["draft"] == found["draw"] == 0 < found["target"] < found["step"]
+    assert found["draft"] == found["draw"] == 0
+    assert (found["target"], found["step"]) == (0.05, 0.06) and found["host"] == pytest.approx(0.005)
 
 
 def test_a_breakdown_leaves_every_step_the_same_step(pair, monkeypatch):
     """Each part and each whole step starts from the same length, or later rounds would look at more of the cache."""
     seen = []
     judge, keep = SequoiaDecoder.judge, SequoiaDecoder.keep
-    monkeypatch.setattr(SequoiaDecoder, "judge", lambda self, *args: seen.append(int(self.length)) or judge(self, *args))
-    monkeypatch.setattr(SequoiaDecoder, "keep", lambda self, *args: seen.append(int(self.length)) or keep(self, *args))
+    monkeypatch.setattr(SequoiaDecoder, "judge", lambda self, *args: seen.append(int(self.sequence.length)) or judge(self, *args))
+    monkeypatch.setattr(SequoiaDecoder, "keep", lambda self, *args: seen.append(int(self.sequence.length)) or keep(self, *args))
     breakdown(pair, TokenTree.chain(3), Sampling(), context=20, rounds=5)
     assert len(seen) == 2 * 2 * (5 + WARM_UP) and set(seen) == {19}
 

@@ -62,3 +62,13 @@ def test_a_layer_names_nothing_it_should_not(package, forbidden):
 def test_nothing_is_installed_under_a_bare_name(name):
     found = modules_after(f"import {name}")
     assert not found & {n.removeprefix("sequoia_plan.") for n in OWN}
+
+
+def test_no_test_module_imports_another():
+    """What two test modules share is in a module of its own, so that each runs and fails alone."""
+    found = []
+    for file in sorted(Path(__file__).parent.glob("test_*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module] if isinstance(node, ast.ImportFrom) else []
+            found += [f"{file.name} imports {name}" for name in names if name and name.startswith("test_")]
+    assert found == []

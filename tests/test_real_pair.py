@@ -60,8 +60,8 @@ def test_tree_logits_are_path_logits(pair, plain_target):
     decoder.prefill(prompt, 32, seed=0)
     tokens = torch.arange(1000, 1000 + tree.size)
     tokens[0] = prompt[-1]
-    mask = decoder.mask(decoder.length, decoder.extent(29))
-    logits = decoder.target(tokens, decoder.length + decoder.offsets[1:], decoder.length + decoder.nodes, mask[1:])
+    decoder.sequence.tokens[29 : 29 + tree.size] = tokens
+    logits = decoder.read(decoder.extent(29))
     for node in range(tree.size):
         path = tree.attention_mask[node].nonzero()[0]
         expected = plain_target(torch.cat([prompt[:-1], tokens[path]])[None]).logits[0, -1]
@@ -69,14 +69,14 @@ def test_tree_logits_are_path_logits(pair, plain_target):
 
 
 def test_the_draft_is_a_small_file(pair):
-    from sequoia_plan.runtime.draft_file import DEFAULT_DRAFT
+    from sequoia_plan.runtime.draft.file import DEFAULT_DRAFT
 
     assert DEFAULT_DRAFT.stat().st_size <= 20e6
     assert pair.draft.covered_tokens.unique().numel() == pair.draft.covered_tokens.numel()
 
 
 def test_converted_model_is_reused(pair):
-    from sequoia_plan.runtime.models import _converted, _default_gguf
+    from sequoia_plan.runtime.models.load import _converted, _default_gguf
 
     folder = _converted(_default_gguf())
     assert (folder / "model.safetensors").is_file()

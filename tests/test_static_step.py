@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, decode
 from sequoia_plan.runtime.capture import Graphs, capturable
+from sequoia_plan.runtime.draft import language_model
 from sequoia_plan.runtime.verify import VERIFIERS
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
@@ -64,8 +65,8 @@ def test_a_step_that_reads_a_tensor_does_not_trace(traced, monkeypatch):
     """Negative control: the tracer notices a host read."""
     keep = SequoiaDecoder.keep
 
-    def reading(self, taken, growth):
-        return keep(self, replace(taken, count=taken.count + int(taken.count.item() > 99)), growth)
+    def reading(self, taken):
+        return keep(self, replace(taken, count=taken.count + int(taken.count.item() > 99)))
 
     monkeypatch.setattr(SequoiaDecoder, "keep", reading)
     with torch.no_grad():
@@ -104,17 +105,15 @@ class FromPython(TorchFunctionMode):
 
 def devices_of_a_step(sampling, covered, monkeypatch):
     """The step on a device that has no values to look at. Only tensors copied from or to the host could lie elsewhere."""
-    monkeypatch.setattr(decode, "probe", lambda model: None)
+    for module in (decode, language_model):
+        monkeypatch.setattr(module, "probe", lambda model: None)
     monkeypatch.setattr(torch, "Generator", lambda device: None)
     draft = llama(1, 16, 1, "meta")
     if covered is not None:
         monkeypatch.setattr(decode, "shared_vocabulary", lambda *_: (len(covered), torch.empty(len(covered), dtype=torch.long, device="meta")))
     each = SequoiaDecoder(llama(0, 32, 2, "meta"), draft, TREE)
-    for model in each.models:
-        model.reset(64)
-    each.tokens = torch.zeros(64, dtype=torch.long, device="meta")
-    columns = sampling.drawing.columns(each.draft.vocabulary, TREE.branching)
-    each.bits = torch.empty(sum(level.expands for level in each.levels), columns, dtype=torch.int32, device="meta")
+    each.sequence.reserve(64, each.target.new_cache, each.drafter.new_cache)
+    each.sequence.bits = torch.empty(each.inner * each.bits_per_node(sampling), dtype=torch.int32, device="meta")
     with torch.inference_mode(), Devices() as devices, FromPython(devices.seen):
         each.step(64, sampling)
     return devices.seen
@@ -166,7 +165,7 @@ def test_steps_launched_ahead_change_nothing(sampling, tokens, context, monkeypa
         first = next(steps)
         assert len(launches) == 1 + (ahead and tokens > TREE.depth)
         found[ahead] = [first, *steps]
-        assert len(launches) == len(found[ahead]) and max(launches) <= each.target.cache.capacity
+        assert len(launches) == len(found[ahead]) and max(launches) <= each.sequence.target.capacity
     assert found[True] == found[False]
 
 
@@ -174,7 +173,7 @@ def test_steps_launched_ahead_change_nothing(sampling, tokens, context, monkeypa
 @pytest.mark.parametrize("sampling", SETTINGS, ids=repr)
 def test_captured_steps_give_the_same_tokens(sampling):
     eager, captured = decoder("cuda", captured=False), decoder("cuda")
-    assert captured.captured is not None
+    assert captured.graphs is not None
     expected = accepted(eager, sampling)
     assert accepted(captured, sampling) == expected
     assert accepted(captured, sampling) == expected  # replayed for another sequence
@@ -187,7 +186,7 @@ def test_graphs():
     graphs, total = Graphs(device), torch.zeros(3, device=device)
     for _ in range(2):
         total.zero_()
-        results = [graphs("sum", lambda: total.add_(1) * 2, (total,)).tolist() for _ in range(3)]
+        results = [graphs("sum", lambda: total.add_(1) * 2, lambda: (total,)).tolist() for _ in range(3)]
         assert results == [[2.0] * 3, [4.0] * 3, [6.0] * 3]
         assert graphs("other", lambda: total + 1).tolist() == [4.0] * 3
         assert len(graphs.graphs) == 2
@@ -205,6 +204,6 @@ def test_a_function_that_waits_runs_as_it_is(waiting):
         return total.add_(1).clone()
 
     with pytest.warns(UserWarning, match="cannot be captured"):
-        first = graphs("sum", run, (total,))
-    assert first.tolist() == [1.0] * 3 and graphs("sum", run, (total,)).tolist() == [2.0] * 3
+        first = graphs("sum", run, lambda: (total,))
+    assert first.tolist() == [1.0] * 3 and graphs("sum", run, lambda: (total,)).tolist() == [2.0] * 3
     assert torch.cuda.get_sync_debug_mode() == 0

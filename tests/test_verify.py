@@ -5,23 +5,17 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from toys import SMALL_TREES as TREES
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex, specinfer, spectr
-from sequoia_plan.runtime.verify.residual import Residual
 from sequoia_plan.runtime.verify.verdict import Verdict, before
 
-TREES = {
-    "chain": TokenTree.chain(3),
-    "star": TokenTree.star(3),
-    "binary": TokenTree.from_parents([-1, 0, 0, 1, 1]),
-    "lopsided": TokenTree.from_parents([-1, 0, 0, 2, 2, 3]),
-    "both": TokenTree.from_parents([-1, 0, 0, 1, 2]),
-}
 JUDGES = {name: verifier.judge for name, verifier in VERIFIERS.items()}
 
 
@@ -174,30 +168,61 @@ def no_residual(judge):
 
     def broken(target, draft, drawn, index, covered=None):
         verdict = judge(target, draft, drawn, index, covered)
-        laws = target(verdict.rows.nodes)
-        return replace(verdict, left=laws if covered is None else laws[:, covered])
+        laws = target(verdict.order.nodes)
+        return replace(verdict, left=(laws if covered is None else laws[:, covered]).__getitem__)
 
     return broken
 
 
-def traversal_with_another_start(target, draft, drawn, index, covered=None):
-    """Negative control: after a rejection a <- min(1, S / draft mass not drawn yet), a rule seen in public code."""
-    rows = index.by_level
-    left = Residual.start(target, draft, drawn, rows, covered)
-    accept = left.r.new_ones(index.size)
-    for group in rows.groups:
-        nodes = rows.nodes[group[0]]
-        a, undrawn = accept[nodes][:, None], left.r.new_ones((nodes.numel(), 1))
-        for rank, having in enumerate(group):
-            here, mass = a[: having.stop - having.start], undrawn[: having.stop - having.start]
-            accept[rows.children[having, rank]] = (here * left.ratio(having, rank))[:, 0].clamp(max=1)
-            s = left.reject(having, here)
-            mass -= draft[rows.drawn[having]].gather(1, left.drawn[having, rank : rank + 1])
-            here.copy_((s / mass.clamp(min=1e-300)).clamp(max=1))
-            left.remove(having, rank)
-        accept[nodes] = a[:, 0]
+def traversal_by_definition(update):
+    """Traversal node by node, as its paper writes it; `update` gives a after a rejection from S, a before it, and the draft mass not drawn."""
+    return partial(_traversal, update)
+
+
+def _traversal(update, target, draft, drawn, index, covered=None):
+    order, child_of = index.by_level, dict[tuple[int, int], int]()
+    for child, parent in enumerate(index.parents.tolist(), 1):
+        child_of[parent, sum(p == parent for p, _ in child_of)] = child
+    accept, left = draft.new_ones(index.size), {}
+    for place, node in enumerate(order.nodes.tolist()):  # parents come first
+        law = target(torch.tensor([node]))[0]
+        a, r = accept[node], law if covered is None else law[covered]
+        outside, q = law.sum() - r.sum(), draft[order.drawn[place]].clone()
+        undrawn, mass = torch.ones(()), 1.0  # mass of the target's law that is left, in its own units
+        for rank in range(int(index.child_count[node])):
+            token = drawn[order.drawn[place], rank]
+            free = torch.ones_like(q).index_fill(0, drawn[order.drawn[place], :rank], 0.0)
+            d = q / q.sum() if q.sum() > 0 else free / free.sum()
+            accept[child_of[node, rank]] = (a * r[token] / d[token]).clamp(max=1) if d[token] > 0 else 0.0
+            r = (a * r - d).clamp(min=0)
+            s = r.sum() + a * outside
+            r, outside = r / s.clamp(min=1e-300), a * outside / s.clamp(min=1e-300)
+            undrawn = undrawn - draft[order.drawn[place], token]
+            mass = mass * s / a.clamp(min=1e-300)
+            a = update(s, a, undrawn)
+            q[token] = 0
+        accept[node], left[place] = a, r * mass
     ordered = accept.double()[index.post_order]
-    return Verdict(torch.zeros_like(ordered).index_copy(0, index.post_order, ordered * before(1 - ordered)), left.r, rows)
+    ends = torch.zeros_like(ordered).index_copy(0, index.post_order, ordered * before(1 - ordered))
+    return Verdict(ends, lambda places: torch.stack([left[int(place)] for place in places]), order)
+
+
+def as_published(s, a, undrawn):
+    return s / (s + 1 - a).clamp(min=1e-300)
+
+
+def another_start(s, a, undrawn):
+    """Negative control: min(1, S / draft mass not drawn yet), a rule seen in public code."""
+    return (s / undrawn.clamp(min=1e-300)).clamp(max=1)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("tree", TREES)
+def test_traversal_is_its_definition(tree, case):
+    """Node by node, without any of our shortcuts: the same output law and the same expected tokens."""
+    setting = Case(TREES[tree], **CASES[case])
+    (law, tokens), (plain, expected) = (setting.output(judge, without_replacement) for judge in (JUDGES["traversal"], traversal_by_definition(as_published)))
+    assert np.abs(law - plain).max() < 1e-12 and tokens == pytest.approx(expected, abs=1e-12)
 
 
 def traversal_from_the_last_child(target, draft, drawn, index, covered=None):
@@ -211,7 +236,7 @@ TWINS = {
     "specinfer that removes what was drawn": (VERIFIERS["sequoia"].judge, independent),
     "spectr on draws without replacement": (spectr.judge, without_replacement),
     "traversal on independent draws": (VERIFIERS["traversal"].judge, independent),
-    "traversal with another start": (traversal_with_another_start, without_replacement),
+    "traversal with another start": (traversal_by_definition(another_start), without_replacement),
     "traversal from the last child": (traversal_from_the_last_child, without_replacement),
     "topk on independent draws": (VERIFIERS["topk"].judge, independent),
 }

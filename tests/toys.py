@@ -14,8 +14,18 @@ import numpy as np
 import torch
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.runtime import Sampling, SequoiaDecoder
+from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.verify import Verdict
+
+SMALL_TREES = {
+    "chain": TokenTree.chain(3),
+    "star": TokenTree.star(3),
+    "binary": TokenTree.from_parents([-1, 0, 0, 1, 1]),
+    "lopsided": TokenTree.from_parents([-1, 0, 0, 2, 2, 3]),
+    "both": TokenTree.from_parents([-1, 0, 0, 1, 2]),
+}
+"""Small enough to enumerate every draw."""
+PROMPTS = [[i % 8, (3 * i) % 8, 5, (i + 1) % 8] for i in range(12)]
 
 
 class ToyModel(torch.nn.Module):
@@ -77,6 +87,17 @@ class ToyModel(torch.nn.Module):
         return law.reshape(-1)
 
 
+def toy_pair(noise=0.7, covered=None, constant=False):
+    """A toy target, a draft that resembles it, and what else a pair has; `constant`: one law at every position."""
+    target = ToyModel(0, context=512)
+    draft = ToyModel(1, base=target, noise=noise, covered=covered, context=512)
+    if constant:
+        for model in (target, draft):
+            model.by_token = model.by_token[:1].expand(8, 8).clone()
+            model.by_position, model.by_past = 0 * model.by_position, 0 * model.by_past
+    return Pair(target, draft, SimpleNamespace(eos_token_id=None), {"target": {"name": "toy"}, "draft": {"name": "toy"}})
+
+
 def run_decoder(prompt, parents, seeds, covered=None, broken=False, length=3, verifier="sequoia"):
     """int64 [seeds, length]: the first tokens of one run for each seed; `broken` leaves the residual step out."""
     torch.set_num_threads(1)
@@ -86,8 +107,8 @@ def run_decoder(prompt, parents, seeds, covered=None, broken=False, length=3, ve
 
     def again(prompt, max_new_tokens, seed):
         """In place of prefill: the caches still hold the prompt, and what lies beyond it is hidden."""
-        decoder.generator.manual_seed(seed)
-        decoder.length.fill_(prompt.numel() - 1)
+        decoder.sequence.generator.manual_seed(seed)
+        decoder.sequence.length.fill_(prompt.numel() - 1)
 
     def first(seed):
         with torch.inference_mode():

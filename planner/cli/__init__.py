@@ -18,22 +18,28 @@ EXTRAS = {"torch": "runtime", "transformers": "runtime", "accelerate": "gguf", "
 
 
 class _Group(click.Group):
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Say in one line that output cannot be written; it may be as late as when the last of it leaves the buffer."""
+        try:
+            try:
+                return super().main(*args, **options)
+            finally:
+                sys.stdout.flush()
+        except OSError as error:
+            with suppress(OSError, ValueError):  # what is left in the buffer goes nowhere, or Python would complain when it ends
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if not isinstance(error, BrokenPipeError):  # then the reader has seen enough
+                click.echo(f"Error: {error.filename or 'output'}: {error.strerror or error}; free some space, or name another file", err=True)
+            sys.exit(1)
+
     def invoke(self, ctx: click.Context) -> Any:
-        """Turn errors that a user can meet into one line and an exit code."""
+        """Turn our own errors, and what is not installed, into one line and an exit code."""
         from sequoia_plan.artifacts.errors import SequoiaPlanError
 
         try:
-            result = super().invoke(ctx)
-            sys.stdout.flush()  # a full disk or a closed pipe shows here, not when Python ends
-            return result
+            return super().invoke(ctx)
         except SequoiaPlanError as error:
             _fail(ctx, str(error), error.exit_code)
-        except BrokenPipeError:
-            _forget_stdout()  # the reader has seen enough
-            ctx.exit(1)
-        except OSError as error:
-            _forget_stdout()
-            _fail(ctx, f"{error.filename or 'output'}: {error.strerror or error}; free some space, or name another file")
         except ModuleNotFoundError as error:
             missing = (error.name or "").split(".")[0]
             if missing not in EXTRAS:
@@ -46,12 +52,6 @@ class _Group(click.Group):
 def _fail(ctx: click.Context, text: str, code: int = 1) -> None:
     click.echo(f"Error: {text}", err=True)
     ctx.exit(code)
-
-
-def _forget_stdout() -> None:
-    """What is left in the buffer goes nowhere, so that Python does not complain when it ends."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
 
-from sequoia_plan.planner.cli.options import json_option, model_options, read_sampling, sampling_options, seed_option
+from sequoia_plan.planner.cli.options import json_option, model_options, read_sampling, sampling_options, seed_option, tree_option
 from sequoia_plan.planner.cli.pair import load_pair, warn_if_foreign
 from sequoia_plan.planner.cli.terminal import print_json, progress
 
@@ -17,14 +18,14 @@ DEFAULT_PROMPT = "Explain how a refrigerator keeps food cold."
 
 
 @click.command()
-@click.option("--tree", "tree_file", type=click.Path(), default="tree.safetensors", show_default=True)
+@tree_option
 @model_options
 @click.option("--prompt", help=f"The user's message; - reads it from stdin. [default: {DEFAULT_PROMPT}]")
 @click.option("--system", help="A system message before it.")
 @click.option("--chat", metavar="FILE.json", type=click.Path(), help="In place of --prompt: a conversation, as a list of messages with role and content.")
 @click.option("--raw", is_flag=True, help="The prompt as it is, without the model's chat template.")
-@click.option("--stop", metavar="TEXT", multiple=True, help="End once this text was generated; may be repeated.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option("--stop", metavar="TEXT", multiple=True, help="End once this text was generated.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="New tokens, at most.")
 @sampling_options("what the tree was made for")
 @seed_option
 @json_option
@@ -71,9 +72,7 @@ def generate(
     decoder = SequoiaDecoder(pair.target, pair.draft, tree, tokenizer=pair.tokenizer)
     streamer = None if as_json else TextStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True)
     ids = pair.tokenizer(text)["input_ids"] if raw else encode(pair.tokenizer, messages)
-    result = decoder.generate(
-        ids, max_new_tokens, seed=seed, eos_token_id=pair.tokenizer.eos_token_id, streamer=streamer, sampling=sampling, stop_strings=list(stop)
-    )
+    result = decoder.generate(ids, max_new_tokens, seed=seed, eos_token_id=pair.end_tokens, streamer=streamer, sampling=sampling, stop_strings=list(stop))
     tokens = result.sequences[0, -result.new_tokens :].tolist()
     if as_json:
         print_json(
@@ -98,17 +97,22 @@ def generate(
 
 
 @click.command()
-@click.option("--tree", "tree_file", type=click.Path(), default="tree.safetensors", show_default=True)
+@tree_option
 @model_options
-@click.option("--prompts", metavar="FILE", type=click.Path(), help="As for profile; every second prompt, those that profile leaves out. [default: built-in]")
+@click.option("--prompts", metavar="FILE", type=click.Path(), help="As for profile, which leaves every second prompt for this. [default: built-in]")
 @click.option("--limit", type=click.IntRange(min=1), default=12, show_default=True, help="Prompts, at most.")
 @click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="New tokens a prompt, at most.")
-@click.option("--only", metavar="NAME", multiple=True, help="A contender; may be repeated. [default: all]")
+@click.option("--only", metavar="NAME", multiple=True, help="Only this way of decoding; docs/profiling.md has the names. [default: all]")
 @sampling_options("what the tree was made for")
 @click.option("-o", "--output", type=click.Path(), help="Write the figures there, as JSON.")
-@click.option("--report", type=click.Path(), help="Write an HTML page: figures and plots in one file, for mailing.")
+@click.option("--report", type=click.Path(), help="Write one HTML file with figures and plots; it needs no network.")
 @click.option(
-    "--with", "others", metavar="FILE.json", type=click.Path(), multiple=True, help="Figures of earlier runs, as of other temperatures, for the page."
+    "--with",
+    "others",
+    metavar="FILE.json",
+    type=click.Path(),
+    multiple=True,
+    help="Figures of an earlier run, as at another temperature, for the page.",
 )
 @json_option
 def bench(
@@ -127,7 +131,7 @@ def bench(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Decode held-out prompts with a compiled tree and its peers, side by side."""
+    """Decode held-out prompts with a compiled tree and other methods in turn. With -o, a killed run goes on where it was."""
     from msgspec.structs import replace
 
     from sequoia_plan.artifacts import BenchResult, load_tree
@@ -137,6 +141,7 @@ def bench(
     from sequoia_plan.planner.solving.baselines import arms
     from sequoia_plan.profiler.bench import compare
     from sequoia_plan.profiler.breakdown import breakdown
+    from sequoia_plan.profiler.journal import discard
     from sequoia_plan.profiler.prompts import encode, held_out, held_out_half, load
 
     for path in filter(None, (output, report)):
@@ -150,11 +155,14 @@ def bench(
     pair = load_pair(target, draft, device, dtype)
     warn_if_foreign(tree.plan, pair)
     texts = held_out(pair.tokenizer, limit) if given is None else [encode(pair.tokenizer, prompt) for prompt in given]
+    journal = Path(output).with_name(f".{Path(output).name}.journal") if output else None
     with progress("bench", len(texts)) as advance:
-        result = compare(pair, partial(load_pair, target, draft, device, dtype, packed=False), tree, trees, sampling, texts, tokens, only, advance)
+        reference = partial(load_pair, target, draft, device, dtype, placement="resident")
+        result = compare(pair, reference, tree, trees, sampling, texts, tokens, only, advance, journal=journal)
     result = replace(result, breakdown=Breakdown(**{name: round(seconds, 6) for name, seconds in breakdown(pair, tree, sampling).items()}))
     if output:
         result.save(output)
+        discard(journal)
     if report:
         from sequoia_plan.planner.report.page import page
 

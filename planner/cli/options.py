@@ -29,11 +29,15 @@ seed_option = click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else there.")
 
 
+DTYPE_HELP = "Of the weights; auto takes bfloat16 where the processor computes in it, else float32."
+
+tree_option = click.option("--tree", "tree_file", type=click.Path(), default="tree.safetensors", show_default=True, help="A tree file, or a catalog name.")
+
 model_options = options(
     click.option("--target", metavar="ID|DIR|FILE.gguf", help="Target model. [default: the embedded SmolLM2-135M-Instruct]"),
     click.option("--draft", metavar="ID|DIR|FILE", help="Draft model, or a draft .safetensors made for the target. [default: the embedded draft]"),
-    click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda if there is one]"),
-    click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True),
+    click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where both models run. [default: cuda if there is one]"),
+    click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True, help=DTYPE_HELP),
 )
 
 
@@ -44,12 +48,12 @@ def sampling_options(default: str | None = None) -> Callable[[Any], Any]:
         return click.option(name, type=type_, help=f"{text} [default: {default or value}]")
 
     return options(
-        option("--temperature", float, "0", "Of the target's sampling; 0 is greedy."),
-        option("--top-p", float, "1", "Keep the most probable tokens with this mass."),
-        option("--top-k", int, "0", "Keep so many of the most probable tokens; 0 keeps all."),
-        option("--min-p", float, "0", "Keep tokens at least this fraction as probable as the first."),
-        option("--draft-temperature", float, "the target's", "Of the law that children are drawn from."),
-        option("--verifier", click.Choice(VERIFIERS), "the runtime's", "What accepts drafted tokens; see docs/verifiers.md."),
+        option("--temperature", float, "0", "Temperature of the target's sampling; 0 is greedy."),
+        option("--top-p", float, "1", "Sample from the most probable tokens whose probabilities add up to this."),
+        option("--top-k", int, "0", "Sample from so many of the most probable tokens; 0 takes all."),
+        option("--min-p", float, "0", "Sample from tokens at least this fraction as probable as the most probable one."),
+        option("--draft-temperature", float, "the target's", "Temperature of the distribution that a node's children are drawn from."),
+        option("--verifier", click.Choice(VERIFIERS), "the runtime's", "The rule that accepts drafted tokens; see docs/verifiers.md."),
     )
 
 

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from sequoia_plan.runtime import Pair
 
 
-def load_pair(target: str | None, draft: str | None, device: str | None, dtype: str, packed: bool = True) -> Pair:
+def load_pair(target: str | None, draft: str | None, device: str | None, dtype: str, placement: str = "auto") -> Pair:
     with status("loading models"):
         import torch
 
         from sequoia_plan.runtime.models import load_pair
 
-        return load_pair(target, draft, device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype, packed)
+        return load_pair(target, draft, device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype, placement)
 
 
 def warn_if_foreign(plan: Plan, pair: Pair) -> None:

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 @click.option("--also", metavar="NAME=VALUE,...", multiple=True, help="A further setting, as temperature=0.6,top_p=0.9; written beside the output.")
 @click.option("--prompts", type=click.Path(), help="JSONL (text, messages or turns) or plain text; every second prompt is left for bench. [default: built-in]")
 @click.option("--tokens", type=click.IntRange(min=1), default=32, show_default=True, help="New tokens a prompt, at most.")
-@click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="How often prompts may be sampled from, each time anew.")
-@click.option("--precision", metavar="PERCENT", default="7%", show_default=True, help="Stop once predicted tokens a step are known to +- this.")
-@click.option("--method", type=click.Choice(["forced", "decoding"]), default="forced", show_default=True, help="See docs/profiling.md.")
+@click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="How often each prompt may be used, with another seed each time.")
+@click.option("--precision", metavar="PERCENT", default="7%", show_default=True, help="Stop once predicted tokens a step are known to within this, at 95 %.")
+@click.option("--method", type=click.Choice(["forced", "decoding"]), default="forced", show_default=True, help="How to measure; see docs/profiling.md.")
 @click.option("--context", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens in the KV cache when latency is measured.")
-@click.option("--latency-seconds", type=click.FloatRange(min=0), default=45.0, show_default=True, help="Time for repeating latency measurements.")
+@click.option("--latency-seconds", type=click.FloatRange(min=0), default=45.0, show_default=True, help="Seconds for repeating latency measurements.")
 @click.option("--merge", metavar="PROFILE", type=click.Path(), multiple=True, help="Measure nothing: add these profiles' counts up.")
 @seed_option
-@click.option("-o", "--output", type=click.Path(), default="profile.yaml", show_default=True)
+@click.option("-o", "--output", type=click.Path(), default="profile.yaml", show_default=True, help="Write the profile there.")
 @json_option
 def profile(
     target: str | None,
@@ -49,7 +49,7 @@ def profile(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Measure acceptance and latency on this machine. Killed and started again, it goes on where it was."""
+    """Measure acceptance and latency on this machine. A run that was killed goes on where it was."""
     from sequoia_plan.artifacts.files import check_writable, refuse_to_replace
 
     if merge:
@@ -63,6 +63,7 @@ def profile(
         return
 
     from sequoia_plan.profiler import measure
+    from sequoia_plan.profiler.journal import discard
     from sequoia_plan.profiler.prompts import built_in, load, measuring_half
 
     samplings = [read_sampling(settings), *(read_sampling(settings | _read_setting(text)) for text in also)]
@@ -96,7 +97,7 @@ def profile(
         )
     for found, path in zip(profiles, outputs, strict=True):
         found.save(path)
-    journal.unlink(missing_ok=True)
+    discard(journal)
     _report({str(path): found for path, found in zip(outputs, profiles, strict=True)}, as_json)
 
 

@@ -19,13 +19,17 @@ PROMISED = ("expected_tokens", "upper_bound", "predicted_speedup", "speedup_boun
 @click.option("--budget", type=click.IntRange(min=1), default=768, show_default=True, help="Nodes, the root included.")
 @click.option("--depth", type=click.IntRange(min=1), default=20, show_default=True, help="Levels, the root's included.")
 @click.option("--branching", type=click.IntRange(min=1), help="Children a node may have. [default: the acceptance vector's length]")
-@click.option("--objective", type=click.Choice(["speed", "tokens", "paper"]), help="[default: speed with a profile, tokens with --acceptance]")
+@click.option(
+    "--objective",
+    type=click.Choice(["speed", "tokens", "paper"]),
+    help="What to maximise. [default: speed with a profile, else tokens]",
+)
 @click.option("--acceptance", type=click.Path(), help="Instead of a profile: JSON or YAML list p[1..B], or a list of such rows per level.")
-@click.option("--solver", type=click.Choice(["best-first", "hull", "dp"]), help="[default: best-first where it is exact, else hull]")
+@click.option("--solver", type=click.Choice(["best-first", "hull", "dp"]), help="Which exact solver. [default: best-first where it is exact, else hull]")
 @click.option("--smooth", is_flag=True, help="Assume that rarer ranks are not likelier: the closest non-increasing vector is solved for.")
 @click.option("--one-vector", is_flag=True, help="One acceptance vector for all levels, as in the paper. [default: by level, as the profile counts]")
 @click.option("--baseline", metavar="NAME", help="Do not solve: chain, chains:K, k-ary:K, specinfer:K1,K2,..., random:SEED or parents:FILE.")
-@click.option("-o", "--output", type=click.Path(), default="tree.safetensors", show_default=True)
+@click.option("-o", "--output", type=click.Path(), default="tree.safetensors", show_default=True, help="Write the tree there.")
 @json_option
 def solve(
     profile_file: str | None,
@@ -79,7 +83,7 @@ def solve(
 
 @click.command()
 @click.argument("tree_file", metavar="[TREE]", type=click.Path(), default="tree.safetensors")
-@click.option("--plot", type=click.Path(), help="Draw the tree, F against size, and speed over size and depth into a .png or .svg file.")
+@click.option("--plot", type=click.Path(), help="Draw the tree, tokens against size, and speed over size and depth into a .png or .svg file.")
 @json_option
 def show(tree_file: str, plot: str | None, as_json: bool) -> None:
     """Show a compiled tree: a file (default: tree.safetensors) or a name of the catalog."""
@@ -103,8 +107,8 @@ def show(tree_file: str, plot: str | None, as_json: bool) -> None:
 
 @click.command("export")
 @click.argument("tree_file", metavar="TREE", type=click.Path())
-@click.option("--format", "form", type=click.Choice(["medusa", "nxd", "growmap", "dot"]), required=True, help="Of the other engine; dot is Graphviz.")
-@click.option("-o", "--output", type=click.Path(), required=True, help="A growmap is saved by torch, or as JSON if the name ends in .json.")
+@click.option("--format", "form", type=click.Choice(["medusa", "nxd", "growmap", "dot"]), required=True, help="The format; dot is Graphviz.")
+@click.option("-o", "--output", type=click.Path(), required=True, help="Write it there; a growmap is saved by torch, or as JSON if the name ends in .json.")
 @json_option
 def export_command(tree_file: str, form: str, output: str, as_json: bool) -> None:
     """Write TREE (a file or a name of the catalog) for another engine."""
@@ -123,7 +127,7 @@ def export_command(tree_file: str, form: str, output: str, as_json: bool) -> Non
 
 @click.command("import")
 @click.argument("file", metavar="FILE", type=click.Path())
-@click.option("-o", "--output", type=click.Path(), default="tree.safetensors", show_default=True)
+@click.option("-o", "--output", type=click.Path(), default="tree.safetensors", show_default=True, help="Write the tree there.")
 @json_option
 def import_command(file: str, output: str, as_json: bool) -> None:
     """Read a tree of another engine: Medusa choices, an NxD token tree, a growmap. The content tells which."""

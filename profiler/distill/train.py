@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.runtime.draft_file import build_draft, save_draft
+from sequoia_plan.runtime.draft.file import build_draft, save_draft
 
 
 @dataclass(frozen=True)

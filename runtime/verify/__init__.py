@@ -56,7 +56,7 @@ def verify(verifier: Verifier, target: Laws, draft: Tensor, drawn: Tensor, index
         covered: int64 [draft vocabulary], the target's token for each of the draft's; None if they are the same.
     """
     if index.size == 1:  # nothing was drafted
-        verdict = Verdict(uniforms.new_ones(1), uniforms.new_ones((0, 0)), index.together)
+        verdict = Verdict(uniforms.new_ones(1), None, index.together)
     else:
         verdict = verifier.judge(target, draft, drawn, index, covered)
     return decide(verdict, target, index, uniforms, covered)

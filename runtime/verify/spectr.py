@@ -21,12 +21,12 @@ def judge(target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, covered:
     has that property from the start (rho = k), so precision costs acceptance and never exactness. A token drawn twice has
     its second chance, as the bonus law reckons with.
     """
-    rows = index.together
-    laws, q, picks = target(rows.nodes), draft[rows.drawn], drawn[rows.drawn]
-    p = laws if covered is None else laws[:, covered]
+    order = index.together
+    laws, q, picks = target(order.nodes), draft.index_select(0, order.drawn), drawn[order.drawn]
+    p = laws if covered is None else laws.index_select(1, covered)
     total = laws.sum(-1, keepdim=True)
     q = q * (total / q.sum(-1, keepdim=True))
-    k = index.child_count[rows.nodes][:, None].to(p.dtype)
+    k = index.child_count[order.nodes][:, None].to(p.dtype)
     low, high = torch.ones_like(k), k
     for _ in range(HALVINGS):
         middle = (low + high) / 2
@@ -36,8 +36,8 @@ def judge(target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, covered:
     taken, gain = _overlap(p, q, high, total, k)
     d = q.gather(1, picks)
     accept = torch.where(d > 0, (p.gather(1, picks) / (high * d)).clamp(max=1), 0.0)
-    accept = torch.where(torch.arange(picks.shape[1], device=picks.device) < k, accept, 0.0)
-    return Verdict(top_down(one_by_one(accept), index), (p - taken * gain).clamp(min=0), rows)
+    accept = accept.where(order.exists, 0.0)
+    return Verdict(top_down(one_by_one(accept), index), lambda places: (p[places] - taken[places] * gain[places]).clamp_(min=0), order)
 
 
 def _overlap(p: Tensor, q: Tensor, rho: Tensor, total: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

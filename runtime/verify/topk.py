@@ -14,11 +14,13 @@ def judge(target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, covered:
 
     Exact however the children were chosen, if siblings differ; `draft` has no part in it.
     """
-    rows = index.together
-    laws, picks = target(rows.nodes), drawn[rows.drawn]
-    p = laws.clone() if covered is None else laws[:, covered]
-    exists = torch.arange(picks.shape[1], device=picks.device) < index.child_count[rows.nodes][:, None]
-    take = torch.where(exists, p.gather(1, picks), 0.0) / laws.sum(-1, keepdim=True)
-    for rank, having in enumerate(rows.groups[0]):
-        p[having] = p[having].scatter(1, picks[having, rank : rank + 1], 0.0)
-    return Verdict(top_down(take, index), p, rows)
+    order = index.together
+    laws, picks = target(order.nodes), drawn[order.drawn]
+    p = laws if covered is None else laws.index_select(1, covered)
+    take = p.gather(1, picks).where(order.exists, 0.0) / laws.sum(-1, keepdim=True)
+
+    def left(places: Tensor) -> Tensor:
+        drawn_there = torch.zeros_like(p[places]).scatter_add_(1, picks[places], order.exists[places].to(p.dtype))  # adds: ranks that do not exist count 0
+        return p[places].masked_fill(drawn_there > 0, 0.0)
+
+    return Verdict(top_down(take, index), left, order)

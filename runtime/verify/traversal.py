@@ -1,4 +1,5 @@
-"""Traversal verification (Weng et al., arXiv 2505.12398): bottom-up, so that what a leaf's rejection frees helps its elders."""
+"""Traversal verification (Weng et al., arXiv 2505.12398): bottom-up, so that mass freed by a rejected leaf raises the acceptance of later
+siblings and of its parent."""
 
 from __future__ import annotations
 
@@ -19,19 +20,14 @@ def judge(target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, covered:
     Every a depends on the tokens drawn and never on a decision: levels are judged one after the other, the nodes of a level
     side by side.
     """
-    rows = index.by_level
-    left = Residual.start(target, draft, drawn, rows, covered)
-    accept = left.r.new_ones(index.size)  # of a node's subtree, then of the node itself
-    for group in rows.groups:
-        nodes = rows.nodes[group[0]]
-        a = accept[nodes][:, None]
-        for rank, having in enumerate(group):
-            here = a[: having.stop - having.start]
-            accept[rows.children[having, rank]] = (here * left.ratio(having, rank))[:, 0].clamp(max=1)
-            mass = left.reject(having, here)
-            here.copy_(mass / (mass + (1 - here)).clamp(min=torch.finfo(a.dtype).tiny))
-            left.remove(having, rank)
-        accept[nodes] = a[:, 0]
+    order = index.by_level
+    residual = Residual.start(target, draft, drawn, index, order, covered)
+    for group, above in zip(order.groups, order.above, strict=True):
+        if above is not None:
+            residual.begin(group[0], residual.take.flatten()[above])
+        residual.judge(group)
+    accept = torch.cat([residual.take.new_ones(1), residual.take.flatten()[order.turn]])  # of a node's subtree
+    accept[order.nodes] = residual.state[2]  # of the node itself
     ordered = accept.double()[index.post_order]
     ends = torch.zeros_like(ordered).index_copy(0, index.post_order, ordered * before(1 - ordered))
-    return Verdict(ends, left.r, rows)
+    return Verdict(ends, residual.left, order)

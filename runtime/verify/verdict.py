@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.runtime.drawing import draw
-from sequoia_plan.runtime.verify.index import Rows, TreeIndex
+from sequoia_plan.runtime.verify.index import Order, TreeIndex
 
 Laws = Callable[[Tensor], Tensor]
 """The target's law after given nodes: int64 [k] -> float [k, vocabulary]. Leaves are only asked for when a path ends there."""
@@ -17,25 +17,25 @@ Laws = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a verifier says of a drawn tree: everything but the dice.
+    """What a verifier says of a drawn tree; two uniform numbers then decide.
 
     Args:
         ends: float64 [size], the probability that the accepted path ends at each node, given the tokens drawn.
-        left: float [inner, draft vocabulary], the bonus token's law after each inner node, not normalised, on the draft's
-            vocabulary; on the rest of the target's it is the target's law, in the same units.
-        rows: which row of `left` is which node.
+        left: places in `order`, int64 [k] -> float [k, draft vocabulary], the bonus token's law after the nodes there, not normalised;
+            on what the draft does not cover it is the target's law, in the same units. None if there is no inner node.
+        order: which place is which node's.
     """
 
     ends: Tensor
-    left: Tensor
-    rows: Rows
+    left: Callable[[Tensor], Tensor] | None
+    order: Order
 
     def bonus_law(self, end: Tensor, target: Laws, index: TreeIndex, covered: Tensor | None = None) -> Tensor:
         """float [1, vocabulary]: the bonus token's law after `end` (int64 [1]), not normalised; the target's at a leaf."""
         law = target(end)
-        if not self.left.numel():
+        if self.left is None:
             return law
-        left = self.left[self.rows.of[end]]
+        left = self.left(self.order.of[end])
         rest = left if covered is None else law.index_copy(1, covered, left)
         # a law of mass 0 can only be met by rounding: a child was certain to be accepted
         return torch.where((index.child_count[end] > 0)[:, None] & (rest.sum(-1, keepdim=True) > 0), rest, law)
@@ -57,7 +57,7 @@ class Accepted:
 
 
 def decide(verdict: Verdict, target: Laws, index: TreeIndex, uniforms: Tensor, covered: Tensor | None = None) -> Accepted:
-    """Throw the dice: `uniforms` (float64 [2] in [0, 1)) pick the end of the path and the bonus token."""
+    """`uniforms` (float64 [2] in [0, 1)) pick the end of the path and the bonus token."""
     end = draw(verdict.ends, uniforms[:1])
     bonus = draw(verdict.bonus_law(end, target, index, covered)[0], uniforms[1:])
     return Accepted(index.paths[end][0], index.offsets[end] + 1, bonus)
@@ -71,7 +71,7 @@ def top_down(take: Tensor, index: TreeIndex) -> Tensor:
             its parent is; 0 where there is none.
     """
     step, stay = take.new_ones(index.size, dtype=torch.float64), take.new_ones(index.size, dtype=torch.float64)
-    step[1:] = take.double().flatten()[index.together.slot]
+    step[1:] = take.double().flatten()[index.together.entry]
     stay[index.together.nodes] = (1 - take.double().sum(-1)).clamp(min=0)
     return step[index.paths].prod(-1) * stay
 

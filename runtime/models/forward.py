@@ -1,14 +1,15 @@
-"""One transformers model with its KV cache, run over nodes of a token tree."""
+"""One transformers model, run over tokens whose keys and values go to given slots of a cache."""
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.cache import Layout, TreeCache
 
 PREFILL_CHUNK = 256
@@ -16,44 +17,51 @@ CHANGING_ROPE = ("dynamic", "longrope")
 """Rotary embeddings that change once the sequence is longer than the model was first trained for: cached keys go stale."""
 
 
-class CachedModel:
-    """A causal LM and the KV cache of the sequence at hand.
+@dataclass(frozen=True)
+class Reading:
+    """What a pass of a model returns.
 
-    `finite` (bool [1]) tells, until the next `reset`, whether every row of logits so far had a finite maximum.
+    Args:
+        logits: [tokens, vocabulary].
+        features: [tokens, width], the hidden states that a drafter asked for; None as long as none does.
+    """
+
+    logits: Tensor
+    features: Tensor | None = None
+
+
+class TreeModel:
+    """A causal LM as a decoding step runs it. What it remembers of a sequence is in the cache it is given.
 
     Args:
         model: a transformers causal LM in eval mode.
         layout: its cache's, if known.
         vocabulary: use only so many logits; None for all.
-        covered: int64 [vocabulary], the target's token for each of a draft's; None if they are the same.
     """
 
-    def __init__(self, model: Any, layout: Layout | None = None, vocabulary: int | None = None, covered: Tensor | None = None) -> None:
+    def __init__(self, model: Any, layout: Layout | None = None, vocabulary: int | None = None) -> None:
         self.model = model
         config = text_config(model)
         self.layers: int | Layout = layout or int(config.num_hidden_layers)
-        self.cache = TreeCache(0, 0)
         self.vocabulary = vocabulary
         self.context = context_length(config)
         self.window, self.by_kind = attention_window(config)
-        self.finite = torch.ones(1, dtype=torch.bool, device=model.device)
         self.lowest = torch.finfo(model.dtype).min
-        self.covered = covered
         embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
         self.last_token = int(getattr(embedding, "num_embeddings", 1 << 30)) - 1
         self.keeps_logits = "logits_to_keep" in inspect.signature(plain(model).forward).parameters
 
-    def reset(self, capacity: int) -> None:
-        """Room for a new sequence of up to `capacity` slots; memory that is large enough is used again."""
-        self.finite.fill_(True)
-        if self.cache.capacity < capacity:
-            windowed = self.window is not None and self.window < capacity
-            positions = torch.arange(capacity, device=self.model.device) if windowed else None
-            self.cache = TreeCache(0, 0)  # let the old memory go first
-            self.cache = TreeCache(self.layers, capacity, positions)
+    def new_cache(self, capacity: int) -> TreeCache:
+        """A cache for a sequence of up to `capacity` slots.
 
-    def __call__(self, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, last: int = 0) -> Tensor:
-        """Logits [tokens, vocabulary] of `tokens`, written to `slots`, attending by the additive mask [tokens, extent].
+        Raises:
+            SequoiaPlanError: if there is not the memory.
+        """
+        windowed = self.window is not None and self.window < capacity
+        return TreeCache(self.layers, capacity, self.model.device, counts_positions=windowed)
+
+    def __call__(self, cache: TreeCache, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, last: int = 0) -> Reading:
+        """Read `tokens`, write their keys and values to `slots` of `cache`, attend by the additive mask [tokens, extent].
 
         Args:
             tokens, positions, slots: int64 [tokens]. Positions beyond the model's context are those of nodes that cannot be
@@ -63,59 +71,40 @@ class CachedModel:
         Raises:
             SequoiaPlanError: if the mask looks further than the cache reaches.
         """
-        if mask.shape[1] > self.cache.capacity:
-            raise SequoiaPlanError(f"KV cache: {mask.shape[1]} slots needed, it has {self.cache.capacity}; prefill with more max_new_tokens")
+        if mask.shape[1] > cache.capacity:
+            raise SequoiaPlanError(f"KV cache: {mask.shape[1]} slots needed, it has {cache.capacity}; prefill with more max_new_tokens")
         positions = positions.clamp(max=self.context - 1)
         output = self.model(
             input_ids=tokens.clamp(max=self.last_token)[None],  # a draft may lack the target's last tokens
             position_ids=positions[None],
-            attention_mask=self._attention(mask, positions, slots),
-            past_key_values=self.cache.at(slots, mask.shape[1]),
+            attention_mask=self._attention(cache, mask, positions, slots),
+            past_key_values=cache.at(slots, mask.shape[1]),
             use_cache=True,
             **({"logits_to_keep": last} if self.keeps_logits else {}),
         )
         logits: Tensor = output.logits[0, -last:, : self.vocabulary]
-        self.finite.logical_and_(logits.amax(-1).isfinite().all())
-        return logits
+        cache.finite.logical_and_(logits.amax(-1).isfinite().all())
+        return Reading(logits)
 
-    def prefill(self, tokens: Tensor) -> None:
-        """Fill the cache with `tokens` (int64 [n]), in chunks so that the mask stays small."""
+    def prefill(self, cache: TreeCache, tokens: Tensor) -> None:
+        """Start a sequence with `tokens` (int64 [n]), read in chunks so that the mask stays small."""
+        cache.finite.fill_(True)
         for start in range(0, tokens.numel(), PREFILL_CHUNK):
             chunk = tokens[start : start + PREFILL_CHUNK]
             positions = torch.arange(start, start + chunk.numel(), device=tokens.device)
             columns = torch.arange(start + chunk.numel(), device=tokens.device)
-            self(chunk, positions, positions, additive(columns <= positions[:, None], self.model.dtype), last=1)
+            self(cache, chunk, positions, positions, additive(columns <= positions[:, None], self.model.dtype), last=1)
 
-    def _attention(self, mask: Tensor, positions: Tensor, slots: Tensor) -> Tensor | dict[str, Tensor]:
+    def _attention(self, cache: TreeCache, mask: Tensor, positions: Tensor, slots: Tensor) -> Tensor | dict[str, Tensor]:
         """The mask as the model takes it. A window counts positions, which in a tree are not slots."""
         if mask.dtype != self.model.dtype:
             mask = mask.clamp(min=self.lowest).to(self.model.dtype)
-        if self.cache.positions is None or self.window is None:
+        if cache.positions is None or self.window is None:
             return mask[None, None]
-        self.cache.positions.index_copy_(0, slots, positions)
-        near = self.cache.positions[: mask.shape[1]] > positions[:, None] - self.window
+        cache.positions.index_copy_(0, slots, positions)
+        near = cache.positions[: mask.shape[1]] > positions[:, None] - self.window
         windowed = mask.where(near, self.lowest)[None, None]
         return {"full_attention": mask[None, None], "sliding_attention": windowed} if self.by_kind else windowed
-
-
-class TreeMask:
-    """The additive attention mask of a step, from the length tensor alone.
-
-    A node sees every committed token and its ancestors. Relative to the root's slot a column is the past (always seen),
-    a node (seen by the tree's mask), or beyond (never): one gather of three kinds of columns makes the whole mask. Row 0
-    is the token before the root, which the draft reads again; row i + 1 is node i.
-    """
-
-    def __init__(self, tree: TokenTree, device: torch.device | str, dtype: torch.dtype) -> None:
-        seen = torch.zeros(tree.size + 1, tree.size + 2, dtype=torch.bool)
-        seen[:, 0] = True
-        seen[1:, 1:-1] = torch.from_numpy(tree.attention_mask.copy())
-        self.columns = additive(seen.to(device), dtype)
-
-    def __call__(self, length: Tensor, extent: int) -> Tensor:
-        """[size + 1, extent] for a root in slot `length` (int64 [1])."""
-        relative = torch.arange(extent, device=length.device) - length + 1
-        return self.columns.index_select(1, relative.clamp(0, self.columns.shape[1] - 1))
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

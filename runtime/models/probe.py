@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
-from sequoia_plan.runtime.cache import Layout
-from sequoia_plan.runtime.forward import CachedModel, TreeMask, additive, plain, text_config
+from sequoia_plan.runtime.cache import Layout, TreeCache
+from sequoia_plan.runtime.models.forward import TreeModel, additive, plain, text_config
+from sequoia_plan.runtime.structure import Structure
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2])
 LEAVES = (3, 4, 5)
@@ -46,10 +47,10 @@ def probe(model: Any) -> Layout:
     parameters = inspect.signature(plain(model).forward).parameters
     if ("input_ids" in parameters and "position_ids" not in parameters) or getattr(model.config, "alibi", False):
         raise SequoiaPlanError(f"{kind}: cannot decode with a token tree, it takes no position_ids (ALiBi or a recurrence orders its tokens)")
-    trial = CachedModel(model)  # says itself what it cannot describe
+    trial = TreeModel(model)  # says itself what it cannot describe
     try:
         with torch.compiler.set_stance("force_eager"):  # these shapes never come again
-            error = _error(trial)
+            error, cache = _error(trial)
     except Exception as failure:  # whatever foreign code does with a mask it does not expect
         raise SequoiaPlanError(f"{kind}: cannot decode with a token tree, reading one fails ({type(failure).__name__}: {_short(failure)})") from failure
     if error != error:
@@ -60,12 +61,12 @@ def probe(model: Any) -> Layout:
             f"{kind}: cannot decode with a token tree, its logits there differ from those of the plain sequence (relative error {error:.2g}, expected "
             f"less than {bound:.2g}); only attention that follows position_ids and the attention mask can, ALiBi and recurrent layers cannot"
         )
-    _probed[plain(model)] = implementation, trial.cache.layout
-    return trial.cache.layout
+    _probed[plain(model)] = implementation, cache.layout
+    return cache.layout
 
 
-def _error(trial: CachedModel) -> float:
-    """The mean over the tree's nodes of |tree - path| / |path|, logits centred: a softmax does not see their mean."""
+def _error(trial: TreeModel) -> tuple[float, TreeCache]:
+    """The mean over the tree's nodes of |tree - path| / |path|, logits centred: a softmax does not see their mean. And the cache used."""
     device = trial.model.device
     vocabulary = int(text_config(trial.model).vocab_size)
     chosen = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(0))[: PREFIX + TREE.size]
@@ -78,16 +79,15 @@ def _error(trial: CachedModel) -> float:
     for row, path in enumerate(paths):
         expected.update({node: reference[row, PREFIX + place] for place, node in enumerate(path.tolist())})
 
-    trial.reset(EXTENT)
+    cache = trial.new_cache(EXTENT)
     start = torch.arange(PREFIX + 1, device=device)  # the root too: the rest of the tree must find it in the cache
-    trial(chosen[: PREFIX + 1], start, start, additive(start <= start[:, None], trial.model.dtype))
-    length = torch.tensor([PREFIX], device=device)
-    mask = TreeMask(TREE, device, trial.model.dtype)(length, EXTENT)[2:]
-    offsets = torch.as_tensor(TREE.position_ids[1:].copy(), dtype=torch.long, device=device)
-    logits = trial(nodes[1:], length + offsets, length + torch.arange(1, TREE.size, device=device), mask)
+    trial(cache, chosen[: PREFIX + 1], start, start, additive(start <= start[:, None], trial.model.dtype))
+    length, structure = torch.tensor([PREFIX], device=device), Structure.of(TREE, device, trial.model.dtype)
+    mask = structure.mask[1:].index_select(1, structure.columns(length, EXTENT))
+    logits = trial(cache, nodes[1:], length + structure.offsets[1:], length + structure.nodes[1:], mask).logits
 
     errors = [_relative(logits[node - 1], expected[node]) for node in range(1, TREE.size)]
-    return float(torch.stack(errors).mean())
+    return float(torch.stack(errors).mean()), cache
 
 
 def _relative(ours: Tensor, theirs: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from sequoia_plan.artifacts.files import write_atomically
 
 FORMAT, VERSION = "sequoia-plan-draft", 1
 METADATA_KEY = "sequoia_plan"
-DEFAULT_DRAFT = Path(__file__).parent / "smollm2-135m-draft.safetensors"
+DEFAULT_DRAFT = Path(__file__).parents[1] / "smollm2-135m-draft.safetensors"
 
 
 def build_draft(config: LlamaConfig, embeddings: nn.Embedding, covered_tokens: Tensor) -> LlamaForCausalLM:

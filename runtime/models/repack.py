@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 
-class PackedLinear(nn.Module):
+class RepackedLinear(nn.Module):
     """y = x W^T + b with W in oneDNN's blocked layout. The dense weight is not kept."""
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -27,17 +27,16 @@ class PackedLinear(nn.Module):
         return result
 
 
-def can_pack(dtype: torch.dtype, device: torch.device | str) -> bool:
+def can_repack(dtype: torch.dtype, device: torch.device | str) -> bool:
     """Does this build of PyTorch have the kernels, and does the processor compute in `dtype`?"""
     native = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported())
     return torch.device(device).type == "cpu" and native and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def pack(model: Any) -> Any:
-    """Replace every linear layer of `model` by a packed one, in place; where that is impossible, leave the model as it is."""
-    if can_pack(model.dtype, model.device):
-        for module in list(model.modules()):
-            for name, child in list(module.named_children()):
-                if type(child) is nn.Linear:
-                    setattr(module, name, PackedLinear(child))
+def repack(model: Any) -> Any:
+    """Replace every linear layer of `model` by a repacked one, in place."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                setattr(module, name, RepackedLinear(child))
     return model

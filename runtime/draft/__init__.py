@@ -1,0 +1,1 @@
+"""Drafters, which propose the tokens of a tree, and the file format of small ones."""

@@ -1,0 +1,63 @@
+"""Everything that a decoding step changes: tokens, caches and random numbers of the sequence at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sequoia_plan.runtime.cache import TreeCache
+
+
+class Sequence:
+    """The sequence that is being decoded, in memory that stays where it is from step to step.
+
+    Attributes:
+        tokens: int64 [capacity], the token in each slot: committed ones up to the root's slot, the drafted tree's after it.
+        length: int64 [1], the root's slot, which is the number of committed tokens before it.
+        target, draft: the models' caches; the draft's has no capacity if nothing drafts.
+        bits: int32, random numbers of 31 bits for the drawing of children; uniforms: float64 [2] for verification.
+        version: how often memory was allocated anew; graphs captured before that are of no use.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.tokens = torch.zeros(0, dtype=torch.long, device=device)
+        self.length = torch.zeros(1, dtype=torch.long, device=device)
+        self.target = self.draft = TreeCache(0, 0, device)
+        self.bits = torch.empty(0, dtype=torch.int32, device=device)
+        self.uniforms = torch.zeros(2, dtype=torch.float64, device=device)
+        self.generator = torch.Generator(device)
+        self.version = 0
+
+    def reserve(self, capacity: int, target: Callable[[int], TreeCache], draft: Callable[[int], TreeCache] | None) -> None:
+        """Memory for `capacity` slots; memory that is large enough is used again.
+
+        Args:
+            target, draft: make a cache of so many slots.
+
+        Raises:
+            SequoiaPlanError: if there is not the memory.
+        """
+        if self.tokens.numel() >= capacity:
+            return
+        device = self.tokens.device
+        self.tokens, self.target, self.draft = self.tokens[:0], TreeCache(0, 0, device), TreeCache(0, 0, device)  # let the old memory go first
+        self.target = target(capacity)
+        if draft:
+            self.draft = draft(capacity)
+        self.tokens = torch.zeros(capacity, dtype=torch.long, device=device)
+        self.version += 1
+
+    def changed(self, size: int) -> list[Tensor]:
+        """What a step with a tree of `size` nodes both reads and changes. Reads the length on the host."""
+        root = int(self.length)
+        return [self.tokens, self.length, *self.target.views(root, size), *self.draft.views(root, size)]
+
+    def refill_random_numbers(self, bits: int) -> None:
+        """Draw what the next step needs: so many numbers of 31 bits, and the two uniform numbers."""
+        if self.bits.numel() < bits:
+            self.bits = torch.empty(bits, dtype=torch.int32, device=self.bits.device)
+            self.version += 1
+        self.bits[:bits].random_(generator=self.generator)
+        self.uniforms.uniform_(generator=self.generator)

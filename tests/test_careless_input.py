@@ -1,0 +1,214 @@
+"""What other people's hands do: outputs over inputs, keys and files given twice, odd bytes, full disks. One clear line, and nothing lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from sequoia_plan.artifacts import Latency, LevelCounts, Profile, SequoiaPlanError, TokenTree, load_tree, save_tree
+from sequoia_plan.artifacts.files import write_atomically
+from sequoia_plan.planner.cli import main
+from sequoia_plan.profiler.prompts import encode, held_out_half, load, measuring_half
+
+LEVELS = (LevelCounts(600, (300.25, 75.0)), LevelCounts(200, (99.75, 25.0)))
+PROFILE = Profile((0.5, 0.125), 800, Latency({1: 0.04, 4: 0.042, 16: 0.05}, {1: 0.003, 16: 0.004}, 0.001, 128), levels=LEVELS)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs a command in a folder that holds a profile and a tree."""
+    monkeypatch.chdir(tmp_path)
+    PROFILE.save("profile.yaml")
+    save_tree(TokenTree.from_parents([-1, 0, 0, 1], {"acceptance": [0.5, 0.2]}), "tree.safetensors")
+    return lambda *arguments, **options: CliRunner().invoke(main, arguments, **options)
+
+
+def refused(result, code, *parts):
+    """The command failed with `code`, and its last line holds all `parts`."""
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    line = result.stderr.strip().splitlines()[-1]
+    assert all(part in line for part in parts), line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        (("solve", "profile.yaml", "-o", "./profile.yaml"), "profile.yaml"),
+        (("solve", "--acceptance", "p.json", "-o", "p.json"), "p.json"),
+        (("export", "tree.safetensors", "--format", "nxd", "-o", "tree.safetensors"), "tree.safetensors"),
+        (("import", "n.json", "-o", "n.json"), "n.json"),
+        (("profile", "--merge", "profile.yaml", "--merge", "other.yaml", "-o", "link.yaml"), "profile.yaml"),
+        (("profile", "--prompts", "p.txt", "-o", "p.txt"), "p.txt"),
+        (("bench", "--prompts", "p.txt", "-o", "p.txt"), "p.txt"),
+        (("bench", "-o", "tree.safetensors"), "tree.safetensors"),
+    ],
+)
+def test_an_output_never_replaces_what_it_is_made_from(run, tmp_path, arguments, given):
+    (tmp_path / "p.json").write_text("[0.5, 0.2]")
+    (tmp_path / "p.txt").write_text("What is rain?")
+    (tmp_path / "n.json").write_text('{"0": ["1"]}')
+    (tmp_path / "link.yaml").symlink_to("profile.yaml")
+    Profile(PROFILE.acceptance, 8, levels=LEVELS[:1]).save("other.yaml")
+    before = (tmp_path / given).read_bytes()
+    refused(run(*arguments), 2, "is the input", given, "which would be lost; name another file")
+    assert (tmp_path / given).read_bytes() == before
+
+
+def test_counts_are_not_added_up_twice(run, tmp_path):
+    (tmp_path / "copy.yaml").write_text("# mine\n" + (tmp_path / "profile.yaml").read_text())
+    refused(run("profile", "--merge", "profile.yaml", "--merge", "copy.yaml", "-o", "both.yaml"), 1, "copy.yaml: holds the counts of profile.yaml again")
+    assert not (tmp_path / "both.yaml").exists()
+
+
+def test_a_key_that_stands_twice_and_numbers_of_base_sixty(run, tmp_path):
+    text = PROFILE.to_yaml()
+    for old, new, message in (
+        ("trials: 800", "trials: 800\n  trials: 900", "the key 'trials' stands twice at line"),
+        ("{1: 0.04,", "{1: 0.04, 1: 0.05,", "the key 1 stands twice"),
+        ("trials: 800", "trials: 13:20", "acceptance.trials: found '13:20', expected a whole number >= 0"),
+        ("trials: 800", "trials: 1" + 30 * "0", "acceptance.trials: found 1000"),
+        ("{1: 0.04,", "{1: 1" + 400 * "0" + ",", "latency.target[1]: found 1000"),
+        ("settings: {}", "settings: {verifier: [x]}", "settings.verifier: found ['x'], expected text"),
+    ):
+        assert old in text
+        (tmp_path / "bad.yaml").write_text(text.replace(old, new, 1))
+        refused(run("solve", "bad.yaml", "-o", "t"), 1, "bad.yaml", message)
+    (tmp_path / "good.yaml").write_text(text.replace("0.04,", "4e-2,"))  # what YAML 1.1 calls text
+    assert Profile.load("good.yaml").latency.target[1] == 0.04
+
+
+def test_permissions_stay(tmp_path):
+    path, mask = tmp_path / "t", os.umask(0o027)
+    try:
+        write_atomically(path, b"1")
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640  # new: as any program would make it
+        for mode in (0o600, 0o664):
+            path.chmod(mode)
+            write_atomically(path, b"2")
+            assert stat.S_IMODE(path.stat().st_mode) == mode
+    finally:
+        os.umask(mask)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "parts"),
+    [
+        (("solve", "-o", "."), 1, [".", "cannot be written (Is a directory)"]),
+        (("bench", "-o", "missing/b.json"), 1, ["missing/b.json: cannot be written (No such file or directory)"]),
+        (("bench", "--report", "."), 1, [".: cannot be written (Is a directory)"]),
+        (("profile", "-o", "missing/p.yaml"), 1, ["missing/p.yaml: cannot be written (No such file or directory)"]),
+        (("profile", "--also", "temperature=1/2"), 2, ["--also temperature=1/2", "NAME=VALUE"]),
+        (("profile", "--also", "top_k=3", "--also", "top_k=3"), 2, ["--also top_k=3: given twice"]),
+        (("generate", "--seed", "1" + 23 * "0"), 2, ["--seed", "is not in the range"]),
+        (("generate", "--seed", "-1"), 2, ["--seed", "is not in the range"]),
+        (("generate", "--prompt", "-"), 1, ["stdin is not UTF-8 text (byte 2)"]),
+        (("generate", "--chat", "c.json", "--prompt", "x"), 2, ["--chat FILE holds the whole conversation"]),
+        (("generate", "--raw", "--system", "x"), 2, ["--raw takes the prompt as it is"]),
+        (("generate", "--chat", "profile.yaml"), 1, ["profile.yaml: not a conversation; expected a JSON list"]),
+        (("show", "a" * 300), 1, ["cannot be read (File name too long)"]),
+        (("solve", "a" * 300), 1, ["cannot be read (File name too long)"]),
+        (("solve", "--acceptance", "a" * 300), 1, ["cannot be read (File name too long)"]),
+        (("solve", "--budget", "1000000", "--depth", "3", "--baseline", "k-ary:1000000000", "-o", "t/t"), 1, ["t/t: cannot be written"]),
+    ],
+)
+def test_odd_arguments(run, arguments, code, parts):
+    refused(run(*arguments, input=b"ab\xff"), code, *parts)
+
+
+def test_a_full_disk_behind_stdout(run, tmp_path):
+    """A real process that prints to a device without room."""
+    for arguments in (["show"], ["show", "--json"], ["--help"]):
+        with open("/dev/full", "w") as full:
+            found = subprocess.run(
+                [sys.executable, "-m", "sequoia_plan", *arguments], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            )
+        assert found.returncode == 1
+        assert found.stderr == "Error: output: No space left on device; free some space, or name another file\n"
+
+
+INTERRUPTED = """
+import signal, sys
+from sequoia_plan.planner.cli import main
+signal.signal(signal.SIGALRM, signal.default_int_handler)  # as Ctrl-C, at a time of our choosing
+signal.setitimer(signal.ITIMER_REAL, float(sys.argv.pop(1)))
+main(prog_name="sequoia-plan")
+"""
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.7, 1.5])
+def test_an_interrupted_solve_ends_in_one_line(run, tmp_path, seconds):
+    """While packages are imported, and in the middle of a solver's loops."""
+    (tmp_path / "p.json").write_text(json.dumps([0.02 + 0.001 * rank for rank in range(24)]))
+    command = [sys.executable, "-c", INTERRUPTED, str(seconds), "solve", "--acceptance", "p.json", "--budget", "65536", "--depth", "64"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stderr.strip(), found.stdout) == (1, "Aborted!", "")
+    assert load_tree(tmp_path / "tree.safetensors").size == 4
+
+
+class Words:
+    """A tokenizer without a chat template: one token a word."""
+
+    chat_template = None
+
+    def __call__(self, text):
+        return {"input_ids": [len(word) for word in text.split()]}
+
+
+def test_prompt_files(tmp_path):
+    (tmp_path / "p.jsonl").write_text(
+        '{"text": "a line\u2028separator"}\r\n'
+        '{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Why "}, '
+        '{"type": "text", "text": "rain?"}]}, {"role": "assistant", "content": "Because."}]}\n'
+        "\n"
+        '{"question_id": 81, "turns": ["Compose a post.", "Rewrite it."]}\n'
+        '{"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}, {"role": "user", "content": "three"}]}\n'
+    )
+    conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why rain?"}]
+    turns = [{"role": role, "content": text} for role, text in (("user", "one"), ("assistant", "two"), ("user", "three"))]
+    found = load(tmp_path / "p.jsonl")
+    assert found == ["a line\u2028separator", conversation, "Compose a post.", turns]
+    assert encode(Words(), conversation) == [2, 6, 3, 5]
+    assert measuring_half(found) == [found[0], found[2]] and held_out_half(found) == [found[1], found[3]]
+    assert measuring_half(found[:1]) == held_out_half(found[:1]) == found[:1]
+    (tmp_path / "p.txt").write_bytes("\ufeffFirst\r\nprompt.\r\n\r\nSecond.\r\n".encode())
+    assert load(tmp_path / "p.txt") == ["First\nprompt.", "Second."]
+    for line in (
+        '{"messages": []}',
+        '{"messages": [{"role": "assistant", "content": "x"}]}',
+        '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+        '{"turns": []}',
+        '{"text": 3}',
+        "[" * 5000,
+        "3",
+    ):
+        (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
+        with pytest.raises(SequoiaPlanError, match=r"bad\.jsonl: line 2 is no prompt; expected"):
+            load(tmp_path / "bad.jsonl")
+
+
+def test_generate_takes_conversations_and_stops_and_says_why(run, tmp_path):
+    """The real pair: a stop string ends the text, a system message and earlier turns change it."""
+    (tmp_path / "chat.json").write_text(json.dumps({"messages": [{"role": "user", "content": "Count from one to five."}]}))
+    short = ("--max-new-tokens", "24", "--dtype", "float32", "--json")
+    answers = [
+        json.loads(run("generate", *arguments, *short).stdout)
+        for arguments in (
+            ("--chat", "chat.json"),
+            ("--prompt", "Count from one to five."),
+            ("--prompt", "Count from one to five.", "--system", "Answer in French only."),
+            ("--prompt", "Count from one to five.", "--raw"),
+        )
+    ]
+    assert answers[0]["tokens"] == answers[1]["tokens"] and len({tuple(each["tokens"]) for each in answers}) == 3
+    text = answers[0]["text"]
+    word = next(word for word in text.split()[2:] if text.count(word) == 1)
+    stopped = json.loads(run("generate", "--chat", "chat.json", "--stop", word, *short).stdout)
+    assert stopped["finish_reason"] == "stop" and word in stopped["text"] and text.startswith(stopped["text"]) and len(stopped["text"]) < len(text)
+    assert {each["finish_reason"] for each in answers} <= {"length", "eos"}

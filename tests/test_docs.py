@@ -1,0 +1,360 @@
+"""The documentation agrees with the code: links lead somewhere, commands parse and run, snippets run, lines are short."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from sequoia_plan.artifacts import Latency, Profile, load_tree, save_tree
+from sequoia_plan.planner.cli import main
+from sequoia_plan.planner.cli.reference import reference
+
+ROOT = Path(__file__).parent.parent
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+REGENERATE = "python -m sequoia_plan.planner.cli.reference > docs/cli.md"
+COMMANDS = ("sequoia-plan ", "python -m ", "python benchmarks/", "python tests/", "make ")
+NOT_RUN = {
+    "sequoia-plan profile": "measures for minutes",
+    "sequoia-plan bench": "decodes for minutes",
+    "python -m sequoia_plan.profiler.distill": "trains for hours",
+    "python -m sequoia_plan.planner.solving.catalog": "rewrites files of the package; tests/test_catalog.py makes them",
+    "python benchmarks/": "measures for minutes",
+    "make": "sets up an environment",
+}
+"""How the commands begin that are parsed but not run here, and why. Every other command in the documentation runs."""
+
+NAMES = {file.stem for file in (ROOT / "artifacts" / "catalog").glob("*.safetensors")}
+"""What is also accepted in place of a tree's file name."""
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+
+
+def split(text):
+    """(code blocks as (language, content), all other lines). A block is fenced, or indented by four spaces."""
+    blocks, prose = [], []
+    fenced = indented = False
+    blank = True
+    for line in text.splitlines():
+        if line.startswith("```"):
+            fenced = not fenced
+            if fenced:
+                blocks.append((line[3:].strip(), []))
+        elif fenced:
+            blocks[-1][1].append(line)
+        elif line.startswith("    ") and (indented or blank):
+            if not indented:
+                blocks.append(("", []))
+            blocks[-1][1].append(line[4:])
+            indented = True
+        elif indented and not line.strip():
+            blocks[-1][1].append("")
+        else:
+            prose.append(line)
+            indented = False
+        blank = not line.strip()
+    return [(language, "\n".join(lines)) for language, lines in blocks], prose
+
+
+def commands(text):
+    """Every line of a code block that is a command, as words, without its comment and without what follows a `>`."""
+    lines = [line.strip().removeprefix("$ ") for _, block in split(text)[0] for line in re.sub(r"\\\n *", "", block).splitlines()]
+    return [shlex.split(line.split(" > ")[0], comments=True) for line in lines if line.startswith(COMMANDS)]
+
+
+def snippets(text):
+    """Every code block in Python."""
+    return [block for language, block in split(text)[0] if language == "python" or re.match(r"(from|import) ", block)]
+
+
+def why_not_run(words):
+    """The reason in NOT_RUN; None for a command that runs."""
+    return next((reason for start, reason in NOT_RUN.items() if " ".join(words).startswith(start)), None)
+
+
+def test_split_finds_every_kind_of_block():
+    text = "Text\n    goes on.\n\n    import a\n\n    a()\n\nText.\n```python\nb()\n```\n\n    $ make \\\n        test  # all\n    done > by hand\n"
+    assert split(text) == (
+        [("", "import a\n\na()\n"), ("python", "b()"), ("", "$ make \\\n    test  # all\ndone > by hand")],
+        ["Text", "    goes on.", "", "Text.", ""],
+    )
+    assert snippets(text) == ["import a\n\na()\n", "b()"] and commands(text) == [["make", "test"]]
+
+
+# Links
+
+
+def headings(text):
+    """The anchors of a page's headings in their order, as GitHub makes them."""
+    anchors, seen = [], Counter()
+    for line in split(text)[1]:
+        if found := re.match(r"#+ (.*)", line):
+            anchor = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", found[1]).lower()).replace(" ", "-")
+            anchors.append(f"{anchor}-{seen[anchor]}" if seen[anchor] else anchor)
+            seen[anchor] += 1
+    return anchors
+
+
+def dead_links(text, page):
+    """The relative links in `text`, which stands in the file `page`, that lead to no file or to no heading."""
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", "\n".join(split(text)[1]))):
+        if re.match(r"\w+:", link):
+            continue  # a web page
+        name, _, anchor = link.partition("#")
+        file = page.parent / name if name else page
+        if not file.exists() or (anchor and anchor not in headings(text if file == page else file.read_text())):
+            dead.append(link)
+    return dead
+
+
+@each_page
+def test_links_lead_somewhere(page):
+    assert dead_links(page.read_text(), page) == []
+
+
+def test_dead_links_are_found():
+    text = "# A `title`, twice\n# A title twice\n[1](none.md) [2](#none) [3](planner.md#none)\n\n    [4](none.md)\n\n`[5](none.md)`\n"
+    text += "[6](planner.md) [7](#a-title-twice) [8](#a-title-twice-1) [9](https://example.org/none) [10](planner.md#the-certificate)"
+    assert dead_links(text, ROOT / "docs" / "cli.md") == ["none.md", "#none", "planner.md#none"]
+
+
+def test_every_decision_is_in_the_index():
+    text = (ROOT / "docs" / "decisions.md").read_text()
+    index = text.partition("\n## ")[0]
+    assert re.findall(r"\]\(#([^)]+)\)", index) == headings(text)[1:]
+
+
+def missing_names(text):
+    """Paths of this repository and dotted names of its packages, in the prose of `text`, that do not exist."""
+    prose = "\n".join(split(text)[1])
+    folders = "|".join(sorted(folder.name for folder in ROOT.iterdir() if (folder / "__init__.py").exists() or folder.name in ("benchmarks", "docs", "tests")))
+    paths = re.findall(rf"`((?:{folders})/[\w./-]*)`", prose)
+    return [path for path in paths if not (ROOT / path).exists()] + [name for name in re.findall(r"\bsequoia_plan(?:\.\w+)+", prose) if not exists(name)]
+
+
+def exists(name):
+    """Whether `name` is a module or something in one."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[end:]:
+            found = getattr(found, part, None)
+        return found is not None
+    return False
+
+
+@each_page
+def test_files_and_names_exist(page):
+    assert missing_names(page.read_text()) == []
+
+
+def test_missing_names_are_found():
+    text = "`runtime/none.py` `runtime/decode.py` `runtime/` sequoia_plan.runtime.none sequoia_plan.runtime.decode.SequoiaDecoder sequoia_plan.none"
+    assert missing_names(text) == ["runtime/none.py", "sequoia_plan.runtime.none", "sequoia_plan.none"]
+
+
+# Commands
+
+
+class Parsed(Exception):
+    """A script has read its arguments."""
+
+
+@pytest.fixture
+def problem(monkeypatch):
+    """A function: what is wrong with a command, None if nothing is. It parses with the command's own parser and runs nothing."""
+
+    def stop(parser, arguments=None, namespace=None):
+        left = parser.parse_known_args(arguments, namespace)[1]
+        raise Parsed(f"unrecognized arguments: {' '.join(left)}" if left else "")
+
+    def fail(parser, message):
+        raise Parsed(message)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    monkeypatch.setattr(argparse.ArgumentParser, "error", fail)
+
+    def of_click(words):
+        try:
+            context = click.Context(main, info_name="sequoia-plan")
+            name, command, rest = main.resolve_command(context, words)
+            given = command.make_context(name, rest, parent=context).params
+        except click.UsageError as error:
+            return error.format_message()
+        values = [given[param.name] for param in command.params if isinstance(param.type, click.Path)]
+        files = [str(file) for value in values for file in (value if isinstance(value, tuple) else [value]) if file]
+        return next((f"{file} is no file name" for file in files if "." not in file and file not in NAMES), None)
+
+    def of_python(words):
+        module = words[0] == "-m"
+        name, arguments = words[module], words[module + 1 :]
+        if module and name in ("sequoia_plan", "sequoia_plan.planner.cli"):
+            return of_click(arguments)
+        if module and name.partition(".")[0] in sys.stdlib_module_names:
+            return None
+        found = exists(name) if module else (ROOT / name).is_file()
+        if not found:
+            return f"no {'module' if module else 'file'} {name}"
+        specification = importlib.util.find_spec(name) if module else None
+        if specification and specification.submodule_search_locations:
+            specification = importlib.util.find_spec(f"{name}.__main__")
+            if specification is None:
+                return f"{name} cannot be run: it has no __main__"
+        file = Path(specification.origin) if specification else ROOT / name
+        if "argparse" not in file.read_text():
+            return f"{name} takes no arguments" if arguments else None
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        with pytest.raises(Parsed) as stopped:
+            runpy.run_path(str(file), run_name="__main__")
+        return str(stopped.value) or None
+
+    def of_make(words):
+        targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return next((f"no target {word}" for word in words if word not in targets), None)
+
+    return lambda words: {"sequoia-plan": of_click, "python": of_python, "make": of_make}[words[0]](words[1:])
+
+
+def test_commands_of_the_makefile_parse(problem):
+    lines = re.findall(r"^\t\$\(BIN\)/(sequoia-plan .*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    found = {line: problem(shlex.split(re.sub(r"\$[@<]", "a.file", line))) for line in lines}
+    assert found and set(found.values()) == {None}, found
+
+
+@each_page
+def test_commands_parse(page, problem):
+    found = {" ".join(words): problem(words) for words in commands(page.read_text())}
+    assert {command: why for command, why in found.items() if why} == {}
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        ("sequoia-plan solve --bugdet 8", "--bugdet"),
+        ("sequoia-plan solve --budget many", "'many' is not a valid integer range"),
+        ("sequoia-plan slove", "slove"),
+        ("sequoia-plan show 20", "20 is no file name"),
+        ("sequoia-plan profile --merge a.yaml --merge 20", "20 is no file name"),
+        ("sequoia-plan export tree.safetensors --format onnx -o tree.onnx", "'onnx' is not one of"),
+        ("sequoia-plan export tree.safetensors", "Missing option '--format'"),
+        ("python -m sequoia_plan solve --bugdet 8", "--bugdet"),
+        ("python benchmarks/solver.py --fast", "unrecognized arguments: --fast"),
+        ("python benchmarks/verifiers.py", "the following arguments are required: -o/--output"),
+        ("python benchmarks/none.py -o a.json", "no file benchmarks/none.py"),
+        ("python -m sequoia_plan.profiler.distill train --text a --fast -o b", "unrecognized arguments: --fast"),
+        ("python -m sequoia_plan.planner.cli.none", "no module sequoia_plan.planner.cli.none"),
+        ("python -m sequoia_plan.planner.solving", "has no __main__"),
+        ("python -m sequoia_plan.planner.cli.reference --fast", "takes no arguments"),
+        ("make everything", "no target everything"),
+    ],
+)
+def test_wrong_commands_are_found(command, why, problem):
+    assert why in str(problem(*commands(f"Text.\n\n    $ {command}  # a comment\n")))
+
+
+def unknown_options(text):
+    """Options of `sequoia-plan` in the inline code of `text` that the named command does not have."""
+    unknown = []
+    for name, rest in re.findall(r"`sequoia-plan ([a-z]+)([^`]*)`", "\n".join(split(text)[1])):
+        known = {name for option in main.commands[name].params for name in option.opts} if name in main.commands else set()
+        unknown += [f"{name} {option}" for option in re.findall(r"(?<![\w-])--?[a-z][a-z-]*", rest) if option not in known | {"--help"}]
+        unknown += [name] if not known else []
+    return unknown
+
+
+@each_page
+def test_options_in_sentences_exist(page):
+    assert unknown_options(page.read_text()) == []
+
+
+def test_unknown_options_are_found():
+    text = "`sequoia-plan solve --bugdet 8 --depth 4`, `sequoia-plan slove`, `sequoia-plan bench -o x`, `sequoia-plan COMMAND --help`"
+    assert unknown_options(text) == ["solve --bugdet", "slove"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder, which holds the files that the documentation's commands read."""
+    monkeypatch.chdir(tmp_path)
+    profiles = ROOT / "artifacts" / "catalog" / "profiles"
+    shutil.copy(profiles / "smollm2-135m-epyc-2-cores-t0.yaml", "profile.yaml")
+    save_tree(load_tree("smollm2-135m-epyc-2-cores-t0"), "tree.safetensors")
+    vector = Profile.load(profiles / "llama3-70b-8b-cnn.yaml").acceptance
+    Profile(vector, 0, Latency({1: 5.7, 1024: 5.7}, {1: 0.025, 1024: 0.025}, 0.0, 0)).save("offload.yaml")  # docs/planner.md describes it
+    return tmp_path
+
+
+RUN = [page for page in PAGES if any(not why_not_run(words) for words in commands(page.read_text()))]
+
+
+@pytest.mark.parametrize("page", RUN, ids=[page.name for page in RUN])
+def test_quick_commands_run(page, folder):
+    """In the order of the page, in one folder, as a reader would run them."""
+    for words in filter(lambda words: not why_not_run(words), commands(page.read_text())):
+        if words[0] == "sequoia-plan":
+            result = CliRunner().invoke(main, words[1:])
+            assert result.exit_code == 0, f"{' '.join(words)}: {result.output}"
+        else:
+            process = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, timeout=120, check=False)
+            assert process.returncode == 0, f"{' '.join(words)}: {process.stderr}"
+
+
+def test_every_reason_not_to_run_is_needed():
+    found = [" ".join(words) for page in PAGES for words in commands(page.read_text())]
+    assert [start for start in NOT_RUN if not any(command.startswith(start) for command in found)] == []
+
+
+def test_the_command_line_reference_is_current():
+    assert (ROOT / "docs" / "cli.md").read_text() == reference(), f"run: {REGENERATE}"
+    assert REGENERATE in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+# Python, and the text itself
+
+
+WITH_SNIPPETS = [page for page in PAGES if snippets(page.read_text())]
+
+
+@pytest.mark.parametrize("page", WITH_SNIPPETS, ids=[page.name for page in WITH_SNIPPETS])
+def test_snippets_run(page, folder, pair, monkeypatch, capsys):
+    """All blocks of a page one after the other, with the embedded pair."""
+    monkeypatch.setattr("sequoia_plan.runtime.load_pair", lambda: pair)
+    names = {}
+    for snippet in snippets(page.read_text()):
+        exec(snippet, names)
+        assert capsys.readouterr().out.strip(), snippet  # every snippet shows something
+
+
+def test_pages_have_snippets():
+    assert {"README.md", "huggingface.md"} <= {page.name for page in WITH_SNIPPETS}
+
+
+def long_lines(text):
+    """Lines of more than 120 columns; tables and what links lead to do not count."""
+    return [line for line in text.splitlines() if not line.startswith("|") and len(re.sub(r"\]\([^)]*\)", "]", line)) > 120]
+
+
+@each_page
+def test_lines_are_short(page):
+    assert long_lines(page.read_text()) == []
+
+
+def test_long_lines_are_found():
+    text = "a" * 121 + "\n" + "b" * 120 + "\n| " + "c" * 200 + "\n[d](" + "e" * 120 + ")"
+    assert long_lines(text) == ["a" * 121]

@@ -1,0 +1,166 @@
+"""What a drafter declares is what it does, and what is captured, or placed, is one decision each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from toys import ToyModel
+
+from sequoia_plan.artifacts import LANGUAGE_MODEL, ArgumentError, TokenTree
+from sequoia_plan.runtime import Sampling, SequoiaDecoder, decode, load_pair
+from sequoia_plan.runtime.capture import Graphs
+from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
+from sequoia_plan.runtime.models import repack
+
+TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
+TREES = [TokenTree.chain(2), TokenTree.chain(5), TokenTree.star(4), TREE, TokenTree.from_parents([-1, *((node - 1) // 3 for node in range(1, 30))])]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def decoder(tree=TREE, **options):
+    target = ToyModel(0, context=256)
+    return SequoiaDecoder(target, ToyModel(1, base=target, noise=0.5, context=256), tree, **options)
+
+
+def widths_of_a_step(tree, monkeypatch):
+    """Tokens in each pass of the draft model during one step."""
+    each, widths = decoder(tree), []
+    each.prefill(torch.arange(5), 40, seed=0)
+    draft = each.drafter.model.model
+    monkeypatch.setattr(draft, "forward", lambda *args, run=draft.forward, **kwargs: widths.append(kwargs["input_ids"].shape[1]) or run(*args, **kwargs))
+    with torch.inference_mode():
+        each.refill_random_numbers(Sampling(1.0))
+        each.step(64, Sampling(1.0))
+    return widths
+
+
+@pytest.mark.parametrize("tree", TREES, ids=repr)
+def test_declared_widths_are_those_of_the_passes(tree, monkeypatch):
+    assert decoder(tree).drafter.drafting is LANGUAGE_MODEL
+    assert widths_of_a_step(tree, monkeypatch) == LANGUAGE_MODEL.widths_of(tree)
+
+
+def test_another_width_of_a_pass_shows(monkeypatch):
+    """Negative control: a drafter that reads its first level without the token before the root."""
+    passes = LanguageModelDrafter.passes
+
+    def narrow(self, tree, structure):
+        first, *others = passes(self, tree, structure)
+        return (type(first)(first.reads[1:], first.offsets[1:], first.mask[1:], first.expands, first.children, first.drawn, first.nodes), *others)
+
+    monkeypatch.setattr(LanguageModelDrafter, "passes", narrow)
+    assert widths_of_a_step(TREE, monkeypatch) != LANGUAGE_MODEL.widths_of(TREE)
+
+
+def test_decoders_of_several_trees_share_a_sequence():
+    """Whichever decodes, it says what a decoder of its own says; the memory is the same."""
+    first = decoder()
+    for tree in (TokenTree.chain(4), TokenTree.chain(1), TREE):
+        for sampling in (Sampling(), Sampling(1.0)):
+            shared, alone = (each.generate([3, 1, 4], 30, sampling=sampling, seed=2).sequences for each in (first.with_tree(tree), decoder(tree)))
+            assert torch.equal(shared, alone)
+    assert first.with_tree(TREE).sequence is first.sequence
+
+
+def test_random_numbers_of_other_settings_use_the_same_memory():
+    """Greedy and sampled generations in turn, of trees that need fewer numbers: nothing is allocated anew, so graphs stay."""
+    each = decoder()
+    each.generate([3, 1, 4], 30, 1.0, seed=0)
+    version = each.sequence.version
+    for temperature, tree in ((0.0, TREE), (1.0, TREE), (1.0, TokenTree.chain(2)), (0.0, TREE)):
+        each.with_tree(tree).generate([3, 1, 4], 20, temperature, seed=0)
+    assert each.sequence.version == version
+
+
+class Simulated(Graphs):
+    """Graphs on the CPU: what is captured is replayed into the memory that the first result lay in; parts named in `fails` cannot be."""
+
+    fails: frozenset[str] = frozenset()
+
+    def new_pool(self):
+        self.captures = []
+
+    def __call__(self, key, run, changed=list, inputs=()):
+        self.key = key
+        return super().__call__(key, run, changed, inputs)
+
+    def capture(self, run, changed, inputs):
+        if self.key[0] in self.fails:
+            raise RuntimeError("it waits for the device\nand more")
+        before = [tensor.clone() for tensor in changed]
+        for _ in range(3):  # two runs that prepare the capture, and the result's
+            result = run(*inputs)
+            for tensor, value in zip(changed, before, strict=True):
+                tensor.copy_(value)
+        self.captures.append(self.key[0])
+
+        def replay():
+            for old, new in zip(leaves(result), leaves(run(*inputs)), strict=True):
+                old.copy_(new)
+
+        return replay, result
+
+
+def leaves(result):
+    return [result] if isinstance(result, torch.Tensor) else list(vars(result).values())
+
+
+@pytest.mark.parametrize(
+    ("fails", "captured"),
+    [((), {"step"}), (("step", "target"), {"draft", "verify"}), (("step", "draft"), {"target", "verify"}), (("step", "draft", "target", "verify"), set())],
+)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=repr)
+def test_only_the_parts_that_cannot_be_captured_run_as_they_are(fails, captured, sampling, recwarn):
+    expected = decoder().generate([3, 1, 4], 60, sampling=sampling, seed=1).sequences
+    each = decoder()
+    each.graphs, each.uncaptured = Simulated(each.device), set()
+    each.graphs.fails = frozenset(fails)
+    for _ in range(2):
+        assert torch.equal(each.generate([3, 1, 4], 60, sampling=sampling, seed=1).sequences, expected)
+    assert set(each.graphs.captures) == captured and len(each.graphs.captures) == len({key for key in each.graphs.graphs})
+    assert {key[0] for key in each.graphs.failed} == set(fails)
+    warned = [str(w.message) for w in recwarn if "cannot be captured" in str(w.message)]
+    assert len(warned) == len(each.graphs.failed) and all("and more" not in line for line in warned)
+
+
+def test_parts_known_to_be_uncapturable_are_not_tried():
+    each = decoder()
+    each.graphs, each.uncaptured = Simulated(each.device), {"step", "target"}
+    expected = decoder().generate([3, 1, 4], 60, 1.0, seed=1).sequences
+    assert torch.equal(each.generate([3, 1, 4], 60, 1.0, seed=1).sequences, expected)
+    assert set(each.graphs.captures) == {"draft", "verify"} and not each.graphs.failed
+
+
+def test_new_memory_makes_new_graphs(monkeypatch):
+    monkeypatch.setattr(decode, "EXTENT_STEP", {"cpu": 64, "cuda": 64})
+    each = decoder()
+    each.graphs, each.uncaptured = Simulated(each.device), set()
+    for prompt, tokens in (([3, 1, 4], 20), ([3, 1, 4], 20), ([3, 1, 4] * 20, 100)):
+        expected = decoder().generate(prompt, tokens).sequences
+        assert torch.equal(each.generate(prompt, tokens).sequences, expected)
+    assert each.graphs.version == each.sequence.version == 2
+
+
+def test_inputs_elsewhere_are_copied_to_where_the_graph_reads_them():
+    """And a result of another graph, which is always in the same place, is not."""
+    graphs = Simulated(torch.device("cpu"))
+    run = lambda x: x + 1  # noqa: E731
+    for value in range(3):
+        assert graphs(("add",), run, list, (torch.tensor([value]),)).tolist() == [value + 1]
+    assert graphs.captures == ["add"]
+
+
+def test_placements():
+    with pytest.raises(ArgumentError, match="placement: found 'attic', expected auto, resident, repacked"):
+        load_pair(placement="attic")
+    with pytest.raises(ArgumentError, match="placement repacked: no kernels for float16 on cpu; use resident"):
+        load_pair(dtype="float16", placement="repacked")
+
+
+def test_where_weights_are_is_recorded(pair):
+    plain = load_pair(dtype="float32", placement="resident")
+    for each, placement in ((pair, "repacked" if repack.can_repack(torch.float32, "cpu") else "resident"), (plain, "resident")):
+        kinds = {type(module) for model in (each.target, each.draft) for module in model.modules()}
+        assert each.placement == placement == each.facts["target"]["placement"] == each.facts["draft"]["placement"]
+        assert (repack.RepackedLinear in kinds, torch.nn.Linear in kinds) == (placement == "repacked", placement == "resident")
+    assert all(pair.facts[role]["digest"] == plain.facts[role]["digest"] for role in ("target", "draft"))
