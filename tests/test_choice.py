@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import acceptance_vectors, all_trees, trees
 
-from sequoia_plan.artifacts import LANGUAGE_MODEL, Latency, LevelCounts, Profile, SequoiaPlanError, TokenTree, Verification
+from sequoia_plan.artifacts import LANGUAGE_MODEL, Drafting, Latency, LevelCounts, Profile, SequoiaPlanError, TokenTree, Verification
 from sequoia_plan.artifacts.cost import StepTime, acceptance_rows, expected_tokens
 from sequoia_plan.artifacts.uncertainty import ends, gradient, step_time_error
 from sequoia_plan.planner import baseline, check, frontier, solve
@@ -20,6 +20,10 @@ from sequoia_plan.planner.solving.fastest import fastest
 TREES = [tree for size in range(1, 8) for tree in all_trees(size)]
 TINY = Profile((0.5, 0.3, 0.1, 0.05), latency=Latency({n: 0.04 + 0.0005 * n for n in range(1, 8)}, {1: 0.002, 2: 0.012, 5: 0.02}, 0.001, 0))
 """Draft passes of two nodes cost six times those of one."""
+
+
+BLOCK = Drafting("block", first=2, by_level=False, deepest=4)
+"""One pass gives the laws of all levels."""
 
 
 @st.composite
@@ -56,10 +60,11 @@ def test_the_fastest_tree_is_found_and_proven(rows, latency, budget, depth):
     best = most_speed(table, times, min(budget, times.largest()))
     assert solution.plan.expected_tokens / solution.plan.step_seconds == pytest.approx(best, rel=1e-12)
     assert solution.plan.gap < 1e-9
-    table = acceptance_rows(rows, depth)
-    found = fastest(table, budget, times)
-    assert found.speed == pytest.approx(most_speed(table, times, min(budget, times.largest())), rel=1e-12)
-    assert found.gap < 1e-9
+    for drafting in (LANGUAGE_MODEL, BLOCK):
+        times, table = StepTime(latency, drafting), acceptance_rows(rows, min(depth, drafting.deepest or depth))
+        found = fastest(acceptance_rows(rows, depth), budget, times)
+        assert found.speed == pytest.approx(most_speed(table, times, min(budget, times.largest())), rel=1e-12)
+        assert found.gap < 1e-9
 
 
 @settings(max_examples=120, deadline=None)
@@ -144,7 +149,7 @@ def relaxed(rows, times, most, price, floor, rate):
     high[0] = most
     low = np.r_[2, np.zeros(levels - 1, int)]
     box = relaxation.Box(low, high, np.ones(ranks, int), np.full(ranks, rows.shape[1]))
-    nodes = relaxation.offered(rows, floor)
+    nodes = relaxation.candidates(rows, floor)
     use = relaxation.Use(np.zeros(levels, int), np.zeros(levels, int), np.ones(ranks, int), np.zeros(ranks), np.zeros(len(nodes.value), int))
     exact = bool((np.diff(rows, axis=1) <= 0).all())
     return relaxation.relax(nodes, costs, box, price, rate, exact, use)[0]

@@ -1,7 +1,7 @@
 """Best-first: when no rank is likelier than the one before it, the n most valuable nodes are the optimal tree.
 
-Every node is then worth at most its predecessor (left sibling, else parent), so taking nodes in order of value always
-leaves a tree, and no other n nodes are worth more. One heap pop a node gives the optima of all sizes, nested.
+The value of a node is then at most that of its predecessor (left sibling, else parent), so the first n nodes in order of value are always
+a tree, and no other n nodes have a larger sum. One heap pop a node gives the optima of all sizes, each contained in the next.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Ints = NDArray[np.int32]
 
 
 def is_non_increasing(rows: Floats) -> bool:
-    """Does every row of p[level, rank] allow best-first?"""
+    """Whether no row of p[level, rank] increases with rank, so that best-first is exact."""
     return bool((np.diff(rows, axis=1) <= 0).all())
 
 
@@ -45,7 +45,7 @@ def grow_freely(rows: Floats, size: int) -> tuple[Ints, Floats, Ints]:
 
 
 @numba.njit(cache=True)
-def _push(heap, count, value, parent, rank):  # type: ignore[no-untyped-def]
+def push(heap, count, value, parent, rank):  # type: ignore[no-untyped-def]
     """Add an entry to a heap of `count` entries."""
     at = count
     while at > 0:
@@ -58,7 +58,7 @@ def _push(heap, count, value, parent, rank):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def _pop(heap, count):  # type: ignore[no-untyped-def]
+def pop(heap, count):  # type: ignore[no-untyped-def]
     """Drop the top of a heap of `count` entries."""
     last = heap[count - 1].copy()
     at = 0
@@ -86,24 +86,24 @@ def grow(rows, size, widths, ranks):  # type: ignore[no-untyped-def]
     parent[0], value[0] = -1, 1.0
     count, taken = 0, 1
     if len(widths) > 0 and widths[0] > 0:
-        _push(heap, 0, rows[0, 0], 0.0, 0.0)
+        push(heap, 0, rows[0, 0], 0.0, 0.0)
         count = 1
     for node in range(1, size):
         if count == 0:
             break
         value[node] = heap[0, 0]
         above, rank = int(heap[0, 1]), int(heap[0, 2])
-        _pop(heap, count)
+        pop(heap, count)
         count -= 1
         here = level[above]
         parent[node], level[node] = above, here + 1
         taken += 1
         if rank + 1 < ranks[here]:
-            _push(heap, count, value[above] * rows[here, rank + 1], above, rank + 1)
+            push(heap, count, value[above] * rows[here, rank + 1], float(above), rank + 1.0)
             count += 1
         if here + 1 < len(widths) and wide[here + 1] < widths[here + 1]:
             wide[here + 1] += 1
-            _push(heap, count, value[node] * rows[here + 1, 0], node, 0.0)
+            push(heap, count, value[node] * rows[here + 1, 0], float(node), 0.0)
             count += 1
     return parent[:taken], value[:taken], level[:taken]
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from sequoia_plan.planner.solving.best_first import _pop, _push, grow
-from sequoia_plan.planner.solving.relaxation import Box, Ints, Use, certain_rounds, curve, lower, surplus
+from sequoia_plan.planner.solving.best_first import grow, pop, push
+from sequoia_plan.planner.solving.relaxation import Box, Ints, Use, certain_rounds, curve, improve, surplus
 
 FIRST_STEPS, STEPS = 200, 12
 MOST_BOXES = 20_000
@@ -55,7 +55,7 @@ def fastest_part(parents, levels, rows, costs):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def relaxed_rate(costs, box, use, tokens):  # type: ignore[no-untyped-def]
+def relaxed_rate(costs, use, tokens):  # type: ignore[no-untyped-def]
     """Tokens a second of the tree behind a bound; 0 if it is too large or too wide to know."""
     if use.used[0] >= len(costs.target):
         return 0.0
@@ -179,11 +179,12 @@ def search(nodes, order, rows, costs, floor, exact, rate, most_work):  # type: i
     """The fastest tree of two nodes or more, if it is faster than `rate`.
 
     Args:
-        nodes: `offered(rows, floor)`.
+        nodes: `candidates(rows, floor)`.
         order: rows that never increase, close to `rows`: what best-first growth goes by.
         rows: float64 [levels, branching], p.
-        floor: all other nodes are worth at most this.
+        floor: the value of every other node is at most this.
         exact: no row increases.
+        rate: tokens a second of the best tree known.
         most_work: how many nodes may be looked at; then the bound is the largest of the boxes still open.
     """
     resources, branching = rows.shape
@@ -204,23 +205,23 @@ def search(nodes, order, rows, costs, floor, exact, rate, most_work):  # type: i
     if costs.by_round == 0:
         boxes.least_ranks[0, 0] = branching
     best = np.empty(0, np.int64)
-    _push(open_boxes, 0, np.inf, 0.0, 0.0)
-    waiting, known, work, unsettled = 1, 1, 0, 0.0
+    push(open_boxes, 0, np.inf, 0.0, 0.0)
+    waiting, made, work, unsettled = 1, 1, 0, 0.0
     while waiting > 0 and open_boxes[0, 0] > rate * (1 + CLOSED):
         bound, b = open_boxes[0, 0], int(open_boxes[0, 1])
-        if work > most_work or known + 2 > room:
+        if work > most_work or made + 2 > room:
             unsettled = max(unsettled, bound)
             break
-        _pop(open_boxes, waiting)
+        pop(open_boxes, waiting)
         waiting -= 1
         box, price = Box(boxes.low[b], boxes.high[b], boxes.least_ranks[b], boxes.most_ranks[b]), prices[b]
         goal, steps = rate * (1 + CLOSED), FIRST_STEPS if b == 0 else STEPS
-        excess, tokens = lower(nodes, costs, box, price, goal, exact, floor, steps, use)
+        excess, tokens = improve(nodes, costs, box, price, goal, exact, floor, steps, use)
         work += steps * (len(nodes.value) + resources * len(costs.draft_ends)) + 10 * size
         if excess <= 0:
             continue
         bound = min(bound, goal + excess / least_seconds(costs, box))
-        reached = relaxed_rate(costs, box, use, tokens)
+        reached = relaxed_rate(costs, use, tokens)
         if reached > rate:
             rate, best = reached, use.parents[: use.used[0]].copy()
         tighten(costs, box, price, goal, use.paid, excess)
@@ -233,15 +234,16 @@ def search(nodes, order, rows, costs, floor, exact, rate, most_work):  # type: i
         if bound <= rate * (1 + CLOSED):
             continue
         if which >= 0:
-            split(boxes, b, known, which, where)
-            for part in (known, known + 1):
+            split(boxes, b, made, which, where)
+            for part in (made, made + 1):
                 prices[part] = price
-                _push(open_boxes, waiting, bound, part, 0.0)
+                push(open_boxes, waiting, bound, float(part), 0.0)
                 waiting += 1
-            known += 2
+            made += 2
         elif not exact:  # growth need not find the best tree here: the bound stays, as small as it can be made
             goal = rate * (1 + CLOSED)
-            excess, _ = lower(nodes, costs, box, price, goal, exact, floor, FIRST_STEPS, use)
-            work += FIRST_STEPS * len(nodes.value)
+            steps = max(steps, FIRST_STEPS)
+            excess, _ = improve(nodes, costs, box, price, goal, exact, floor, steps, use)
+            work += steps * len(nodes.value)
             unsettled = max(unsettled, min(bound, goal + max(0.0, excess) / least_seconds(costs, box)))
     return Found(best, rate, max(rate * (1 + CLOSED), unsettled))

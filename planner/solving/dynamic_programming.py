@@ -1,4 +1,4 @@
-"""The exact dynamic program: always right, for any acceptance (Sequoia, arXiv 2402.12374, section 3.1 and App. F.1).
+"""The exact dynamic program: exact for any acceptance (Sequoia, arXiv 2402.12374, section 3.1 and App. F.1).
 
     T[l][b][n] = most expected tokens of a subtree of n nodes whose root lies on level l and has exactly b children
                = max over m of T[l][b-1][n-m] + p[l][b] * best[l+1][m],    T[l][0][1] = 1

@@ -12,13 +12,13 @@ from sequoia_plan.planner.solving import best_first, hull
 from sequoia_plan.planner.solving.branch_and_bound import search
 from sequoia_plan.planner.solving.convolution import isotonic
 from sequoia_plan.planner.solving.frontier import LARGEST_BUDGET, Frontier
-from sequoia_plan.planner.solving.relaxation import Costs, Ints, offered
+from sequoia_plan.planner.solving.relaxation import Costs, Ints, candidates
 
 OPTIMAL = 1e-9
 """A tree is called optimal if no other one can be faster by more than this, relative."""
-MOST_WORK = 250_000_000
-"""Nodes, and steps of the cost curves, that the search may look at: a second or two."""
-OFFERED_PER_NODE = 4
+MOST_WORK = 150_000_000
+"""Nodes, and steps of the cost curves, that the search may look at: about a second."""
+CANDIDATES_PER_NODE = 4
 """The search looks at this many nodes for each that the largest tree may have; its bound covers all others by the largest of their values."""
 MOST_REBUILT = 20_000
 """Nodes of trees of most tokens that may be rebuilt, where rows increase."""
@@ -59,11 +59,11 @@ def fastest(rows: Floats, budget: int, times: StepTime, most_work: int = MOST_WO
     plain = Fastest(TokenTree.chain(1), 1 / times.plain(), 1 / times.plain())
     if len(rows) == 0 or not np.isfinite(times.draft(times.drafting.first)):
         return plain
-    room, exact = OFFERED_PER_NODE * most + 256, best_first.is_non_increasing(rows)
+    room, exact = CANDIDATES_PER_NODE * most + 256, best_first.is_non_increasing(rows)
     value = best_first.grow_freely(-np.sort(-rows, axis=1), room)[1]
     floor = float(value[-1]) if value.size == room else 0.0
     order = rows if exact else isotonic(rows)
-    parents, _, bound = search(offered(rows, floor), order, rows, costs_of(times, most), floor, exact, plain.speed, most_work)
+    parents, _, bound = search(candidates(rows, floor), order, rows, costs_of(times, most), floor, exact, plain.speed, most_work)
     best = plain if parents.size == 0 else _timed(TokenTree(best_first.breadth_first(parents)), rows, times)
     if not exact and best.speed < bound * (1 - OPTIMAL) and most <= LARGEST_BUDGET["hull"]:
         best, bound = _with_most_tokens(best, bound, rows, most, times)

@@ -1,4 +1,4 @@
-"""Hull-guided (max,+): exact for any acceptance, and fast wherever values are nearly concave in size, as measured ones are.
+"""Hull-guided (max,+): exact for any acceptance, and fast wherever the optimum is nearly concave in size, as it is for measured vectors.
 
     best[l][n] = most expected tokens of a subtree of exactly n nodes whose root lies on level l
                = max over b of T[l][b][n],    T[l][0][1] = 1
@@ -51,7 +51,7 @@ def parents(rows: Floats, size: int) -> Ints:
 
 
 def _suggested(rows: Floats, size: int) -> tuple[Ints, bool]:
-    """A tree that splits sizes as the recursion on envelopes does, and whether its value is that recursion's, so that none is better."""
+    """A tree that splits sizes as the recursion on envelopes does, and whether it attains that recursion's bound, so that no tree is better."""
     above = _relaxed_chain(rows, size)
     found, sizes, values, start = [np.array([-1], np.int32)], np.array([size], np.int32), np.ones(1), 0
     tokens = 1.0
@@ -191,7 +191,8 @@ def _merge(a, below, p, merged, shares):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _merge_ranks(row, below, size):  # type: ignore[no-untyped-def]
-    """By exact number of children b: [b, k] is the most that b + 1 + k nodes can have, and the last child's share of k; and how many k there are."""
+    """For b = 0, 1, ... children: table[b, k] is the most expected tokens of b + 1 + k nodes for concave `below`; shares[b, k] is how many of the
+    k the last child gets; known[b] is how many k there are."""
     ranks = min(len(row), size - 1)
     table, shares = np.empty((ranks + 1, size)), np.zeros((ranks + 1, size), np.int32)
     known = np.ones(ranks + 1, np.int64)
@@ -204,7 +205,7 @@ def _merge_ranks(row, below, size):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _relaxed_level(row, below, size):  # type: ignore[no-untyped-def]
-    """The envelope of the most that 1, 2, ... nodes can have, for concave `below`."""
+    """The concave envelope of the most expected tokens of 1, 2, ... nodes, for concave `below`."""
     table, _, known = _merge_ranks(row, below, size)
     reach = 1
     for b in range(len(known)):

@@ -49,7 +49,7 @@ class Costs(NamedTuple):
 
 
 class Nodes(NamedTuple):
-    """The nodes that may be worth their price, breadth-first: value, level, where their children begin and how many there are."""
+    """The nodes whose value may exceed their price, breadth-first: value, level, where their children begin and how many there are."""
 
     value: Floats
     level: Ints
@@ -88,7 +88,7 @@ class Use(NamedTuple):
 
 
 @numba.njit(cache=True)
-def offered(rows, floor):  # type: ignore[no-untyped-def]
+def candidates(rows, floor):  # type: ignore[no-untyped-def]
     """Every node of a value above `floor`, and its siblings of lower rank."""
     levels, branching = rows.shape
     room, size, node = 1024, 1, 0
@@ -119,7 +119,7 @@ def choose_children(nodes, costs, box, price, rate, exact):  # type: ignore[no-u
     Children pay for a round that is not certain in the box. On a level, those of one rank share it in proportion to what they add, so they
     are taken if they can pay for it together; in a whole tree, each pays what it would if all possible parents had such a child.
     """
-    value, level, first, offered_children = nodes
+    value, level, first, children = nodes
     gain, charged, taken = np.zeros(len(value)), np.zeros(len(value)), np.zeros(len(value), np.int64)
     together = np.zeros(1 if costs.by_round == 0 else box.most_ranks.max())
     a_round, possible, stop = rate * costs.by_round, 1, len(value)
@@ -138,14 +138,14 @@ def choose_children(nodes, costs, box, price, rate, exact):  # type: ignore[no-u
                 together[rank] = 0.0
             for node in nodes_of_level:
                 if value[node] > price[0]:
-                    for rank in range(certain, min(offered_children[node], most_ranks)):
+                    for rank in range(certain, min(children[node], most_ranks)):
                         child = first[node] + rank
                         together[rank] += max(0.0, value[child] - price[0] + gain[child])
         for node in nodes_of_level:
             if value[node] <= price[0]:
-                continue  # nor is anything below it worth its price
+                continue  # no node below it has a value above its price either
             run = most = charges = 0.0
-            for rank in range(min(offered_children[node], most_ranks)):
+            for rank in range(min(children[node], most_ranks)):
                 child = first[node] + rank
                 net = value[child] - price[0] + gain[child]
                 if exact and net <= 0:
@@ -233,11 +233,11 @@ def relax(nodes, costs, box, price, rate, exact, use):  # type: ignore[no-untype
 
 
 @numba.njit(cache=True)
-def lower(nodes, costs, box, price, rate, exact, floor, steps, use):  # type: ignore[no-untyped-def]
+def improve(nodes, costs, box, price, rate, exact, floor, steps, use):  # type: ignore[no-untyped-def]
     """Move `price` to where the bound is smaller, by Polyak's subgradient steps towards 0. Returns `relax` there.
 
     Args:
-        floor: the least price of a node: whatever is not among `nodes` is worth at most this.
+        floor: the least price of a node: the value of every node that is not among `nodes` is at most this.
     """
     trial = price.copy()
     least, scale, idle = np.inf, 1.0, 0

@@ -66,7 +66,7 @@ def solve(
         solver: of the objectives tokens and paper: "best-first", "hull" or "dp"; None picks best-first where it is exact, else hull.
             For speed it is always "branch and bound".
         smooth: replace the vector by the closest one that never increases with rank. A modelling choice.
-        baseline: do not solve; take this tree (see baselines.py) and say what it is worth.
+        baseline: do not solve; take this tree (see baselines.py) and predict its expected tokens and speed.
         one_vector: take a profile's one vector for all levels, as the paper does, even if it has counts by level.
 
     Raises:
