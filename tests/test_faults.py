@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from toys import ToyModel
@@ -187,3 +189,63 @@ def test_a_reason_is_always_given(budget):
     result = SequoiaDecoder(target, draft, TREE).generate(PROMPT, budget)
     assert result.finish_reason == ("length" if budget <= 5 else "context")
     assert result.new_tokens == min(budget, 5)
+
+
+@pytest.mark.parametrize("tokens", [[5, 10**6, 7], [5, 8, 7], [5, -1, 7]])
+def test_tokens_that_the_target_does_not_have_are_refused(tokens):
+    """They were read as its last token; only a draft may lack tokens."""
+    target, draft = pair()
+    decoder = SequoiaDecoder(target, draft, TREE)
+    decoder.target.last_token = 7  # toys have no embeddings to tell
+    before = decoder.generate(PROMPT, 12).sequences
+    wrong = next(token for token in tokens if not 0 <= token < 8)
+    with pytest.raises(ArgumentError, match=rf"prompt: found the token {wrong}, expected 0 to 7, the target's embeddings"):
+        decoder.generate(tokens, 4)
+    assert torch.equal(decoder.generate(PROMPT, 12).sequences, before)
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_training_mode_is_noticed(role):
+    """`train()` after the model was examined turns dropout on."""
+    from architectures import resembling, tiny
+
+    target = tiny("Llama")
+    models = {"target": target, "draft": resembling(target)}
+    decoder = SequoiaDecoder(models["target"], models["draft"], TREE)
+    assert decoder.generate(PROMPT, 4).new_tokens == 4
+    models[role].train()
+    with pytest.raises(SequoiaPlanError, match=r"llama: found in training mode, where dropout changes its logits; call eval\(\) on the model"):
+        decoder.generate(PROMPT, 4)
+    models[role].eval()
+    assert decoder.generate(PROMPT, 4).new_tokens == 4
+
+
+def test_what_ends_a_text_is_in_the_generation_config():
+    """A chat model's end of turn may stand only there, in a list; a tokenizer's end token counts where there is no such list."""
+    from sequoia_plan.profiler.bench import ours
+    from sequoia_plan.runtime import Pair
+
+    target, _ = pair()
+    full = greedy_tokens(target, 30)
+    turn_ends, tokenizer = full[9], SimpleNamespace(eos_token_id=full[14], decode=lambda tokens, **_: "")
+    expected = {"config": full.index(turn_ends, 3) - 2, "tokenizer": full.index(full[14], 3) - 2}
+    for kind, config in (("config", SimpleNamespace(eos_token_id=[turn_ends, 7**9])), ("tokenizer", SimpleNamespace(eos_token_id=None))):
+        target.generation_config = config
+        models = Pair(target, target, tokenizer, {})
+        decoder = SequoiaDecoder(target, target, TokenTree.chain(3), tokenizer=tokenizer)
+        assert decoder.generate(PROMPT, 20).new_tokens == expected[kind], kind
+        assert ours(models, TokenTree.chain(3), Sampling(), 20)(PROMPT, 0).tokens == expected[kind], kind
+    assert len(set(expected.values())) == 2
+
+
+def test_a_bfloat16_target_with_a_float32_draft():
+    from architectures import resembling, tiny
+
+    target = tiny("Llama")
+    draft = resembling(target)
+    expected = [SequoiaDecoder(target.to(torch.bfloat16), None, TokenTree.chain(1)).generate(PROMPT, 24).sequences]
+    for temperature in (0.0, 1.0):
+        result = SequoiaDecoder(target, draft.float(), TREE).generate(PROMPT, 24, temperature, seed=0)
+        assert result.new_tokens == 24
+        expected.append(result.sequences)
+    assert torch.equal(expected[0][0, :8], expected[1][0, :8])  # later, bfloat16 may break a tie the other way

@@ -155,3 +155,22 @@ def test_the_drafts_temperature_is_its_own():
 def test_impossible_settings(settings, message):
     with pytest.raises(ArgumentError, match=message):
         Sampling(**settings)
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "draft_temperature"])
+@pytest.mark.parametrize("value", [1e-45, 1e-40, 1e-31, 1e-300])
+def test_what_float32_cannot_hold_is_refused(name, value):
+    """Logits over such a temperature are infinite, and such a mass is 0: the law would not be the one asked for."""
+    with pytest.raises(ArgumentError, match=rf"{name}: found {value}, expected .*1e-30"):
+        Sampling(**({"temperature": 1.0} | {name: value}))
+    least = Sampling(**({"temperature": 1.0} | {name: 1e-30}))
+    logits = torch.tensor([[1.0, 30.0, -50.0, 29.9]])
+    found = least.draft(logits) if name == "draft_temperature" else least.target(logits)
+    assert found.tolist() == [[0.0, 1.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", ["temperature", "draft_temperature"])
+def test_a_temperature_without_end_is_refused(name):
+    for value in (1e31, float("inf"), float("nan")):
+        with pytest.raises(ArgumentError, match=f"{name}: found {value}".replace("+", r"\+")):
+            Sampling(**({"temperature": 1.0} | {name: value}))

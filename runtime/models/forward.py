@@ -105,7 +105,7 @@ class TreeModel:
     def _attention(self, cache: TreeCache, mask: Tensor, positions: Tensor, slots: Tensor) -> Tensor | dict[str, Tensor]:
         """The mask as the model takes it. A window counts positions, which in a tree are not slots."""
         if mask.dtype != self.model.dtype:
-            mask = mask.clamp(min=self.lowest).to(self.model.dtype)
+            mask = mask.to(self.model.dtype).clamp(min=self.lowest)  # in this order: neither dtype may hold the lowest number of the other
         if cache.positions is None or self.window is None:
             return mask[None, None]
         cache.positions.index_copy_(0, slots, positions)
