@@ -121,7 +121,7 @@ class StepTime:
 
     def step(self, tree: TokenTree) -> float:
         """One step with `tree`: every draft pass at its width, the target's pass, verification, and what is beyond them."""
-        passes = self.drafts(np.array(self.drafting.widths_of(tree), int))
+        passes = self.drafts(np.array(self.drafting.widths(tree.parents_by_level), int))
         return math.fsum([self.target(tree.size), *passes, self.verification(tree), self.latency.overhead])
 
     def verification(self, tree: TokenTree) -> float:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from sequoia_plan.artifacts.schema import Artifact, Size, field
-
-if TYPE_CHECKING:
-    from sequoia_plan.artifacts.tree import TokenTree
 
 
 class Drafting(Artifact, frozen=True):
@@ -31,15 +28,11 @@ class Drafting(Artifact, frozen=True):
         """Tokens in each pass of a step, first to last.
 
         Args:
-            parents: how many nodes have children on each level, the root's level first; empty for a tree of one node.
+            parents: how many nodes have children on each level (`TokenTree.parents_by_level`); empty for a tree of one node.
         """
         if not parents:
             return []
         return [self.first, *(int(count) for count in parents[1:])] if self.by_level else [self.first]
-
-    def widths_of(self, tree: TokenTree) -> list[int]:
-        """Tokens in each pass of a step with `tree`."""
-        return self.widths(tree.parents_by_level)
 
     def narrowest(self, depth: int) -> list[int]:
         """Tokens in each pass of a tree of `depth` levels whose passes are as narrow as they can be."""

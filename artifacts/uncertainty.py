@@ -61,5 +61,5 @@ def step_time_error(tree: TokenTree, latency: Latency) -> float:
         first, third = known.get(n, (0.0, 0.0))
         return (1.2533 * (third - first) / 1.349) ** 2 / latency.samples.get(n, 1)
 
-    step = variance("target", tree.size) + sum(variance("draft", width) for width in times.drafting.widths_of(tree))
+    step = variance("target", tree.size) + sum(variance("draft", width) for width in times.drafting.widths(tree.parents_by_level))
     return math.sqrt(step / times.step(tree) ** 2 + variance("target", 1) / times.plain() ** 2)

@@ -37,7 +37,7 @@ def widths_of_a_step(tree, monkeypatch):
 @pytest.mark.parametrize("tree", TREES, ids=repr)
 def test_declared_widths_are_those_of_the_passes(tree, monkeypatch):
     assert decoder(tree).drafter.drafting is LANGUAGE_MODEL
-    assert widths_of_a_step(tree, monkeypatch) == LANGUAGE_MODEL.widths_of(tree)
+    assert widths_of_a_step(tree, monkeypatch) == LANGUAGE_MODEL.widths(tree.parents_by_level)
 
 
 def test_another_width_of_a_pass_shows(monkeypatch):
@@ -49,7 +49,7 @@ def test_another_width_of_a_pass_shows(monkeypatch):
         return (type(first)(first.reads[1:], first.offsets[1:], first.mask[1:], first.expands, first.children, first.drawn, first.nodes), *others)
 
     monkeypatch.setattr(LanguageModelDrafter, "passes", narrow)
-    assert widths_of_a_step(TREE, monkeypatch) != LANGUAGE_MODEL.widths_of(TREE)
+    assert widths_of_a_step(TREE, monkeypatch) != LANGUAGE_MODEL.widths(TREE.parents_by_level)
 
 
 def test_decoders_of_several_trees_share_a_sequence():

@@ -182,7 +182,7 @@ def test_speed_never_leaves_what_was_measured():
     free = Latency({1: 0.04, 8: 0.04}, {1: 1e-6, 4: 1e-6}, 0.0, 0)
     solution = solve(Profile((0.5, 0.3), latency=free), 768, 20)
     assert solution.tree.size <= 8
-    assert max(LANGUAGE_MODEL.widths_of(solution.tree)) <= 4
+    assert max(LANGUAGE_MODEL.widths(solution.tree.parents_by_level)) <= 4
 
 
 def test_tokens_objective_takes_exactly_the_budget_even_where_no_latency_is_known():

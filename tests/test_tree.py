@@ -45,7 +45,7 @@ def test_derived_arrays_agree_with_walking(tree):
 
 @given(trees())
 def test_widths_of_draft_passes(tree):
-    widths = LANGUAGE_MODEL.widths_of(tree)
+    widths = LANGUAGE_MODEL.widths(tree.parents_by_level)
     assert len(widths) == tree.depth - 1
     assert sum(widths[1:]) + (tree.depth > 1) == np.count_nonzero(tree.child_count)
 
