@@ -45,7 +45,7 @@ from sequoia_plan.profiler.latency import measure_latency
 from sequoia_plan.profiler.measure import measure
 from sequoia_plan.profiler.prompts import built_in, held_out
 from sequoia_plan.runtime import Pair, Sampling, load_pair
-from sequoia_plan.runtime.models import dtype_name
+from sequoia_plan.runtime.models.load import dtype_name
 
 VECTORS = ("sequoia-example", "llama3-70b-8b-cnn")
 CONTENDERS = ("plain", "generate", "assisted", "traversal")

