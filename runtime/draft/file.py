@@ -55,6 +55,26 @@ def save_draft(draft: LlamaForCausalLM, path: str | Path, facts: dict[str, Any])
     write_atomically(path, save(tensors, {METADATA_KEY: json.dumps(header, sort_keys=True)}))
 
 
+def save_as_folder(draft: LlamaForCausalLM, tokenizer: Any, folder: str | Path) -> None:
+    """Write a draft that `build_draft` made as transformers writes models, for engines that know no draft files.
+
+    The folder has embeddings of its own, and a head over the target's whole vocabulary; tokens that the draft does not cover get a
+    logit of 0. It is larger than the file by both.
+
+    Raises:
+        SequoiaPlanError: if the draft's layers were repacked, and its weights are no longer there.
+    """
+    weights = draft.state_dict()
+    if "lm_head.weight" not in weights:
+        raise SequoiaPlanError("draft: its linear layers are repacked for this processor; load it with placement='resident' to write it")
+    head = torch.zeros_like(weights["model.embed_tokens.weight"])
+    head[draft.covered_tokens] = weights["lm_head.weight"]
+    whole = LlamaForCausalLM(LlamaConfig(**draft.config.to_dict() | {"tie_word_embeddings": False})).to(draft.dtype)
+    whole.load_state_dict(weights | {"lm_head.weight": head})
+    whole.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 def load_draft(path: str | Path, target: Any) -> LlamaForCausalLM:
     """Read a draft made for `target`, in its dtype and on its device.
 

@@ -1,0 +1,111 @@
+"""docs/own-models.md, from model folders to bench, with the folders that the page itself makes; and drafts with padded vocabularies."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from sequoia_plan.artifacts import BenchResult, Profile, SequoiaPlanError, TokenTree, load_tree
+from sequoia_plan.planner.cli import main
+from sequoia_plan.profiler import latency
+from sequoia_plan.runtime import SequoiaDecoder, load_pair
+from sequoia_plan.runtime.draft.file import save_as_folder
+
+PAGE = Path(__file__).parent.parent / "docs" / "own-models.md"
+SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the page's first snippet made `target` and `draft`."""
+    folder = tmp_path_factory.mktemp("own")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        exec(SNIPPETS[0], {})
+    return folder
+
+
+def test_the_page_from_profile_to_bench(folder, monkeypatch):
+    """Its four commands, made short: two prompts a command, few sizes."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(latency, "SIZES", (1, 2, 4))
+    (folder / "p.txt").write_text("What is rain?\n\nName three birds.\n\nWhat is two plus two?\n\nWho wrote Hamlet?\n")
+    short = {
+        "profile": ["--prompts", "p.txt", "--tokens", "8", "--latency-seconds", "0"],
+        "generate": ["--max-new-tokens", "6"],
+        "bench": ["--prompts", "p.txt", "--tokens", "8", "-o", "b.json"],
+    }
+    commands = [line.strip().removeprefix("sequoia-plan ") for line in PAGE.read_text().splitlines() if line.startswith("    sequoia-plan ")]
+    assert [command.split()[0] for command in commands] == ["profile", "solve", "generate", "bench"]
+    for command in commands:
+        words = [word.strip('"') for word in re.findall(r'"[^"]*"|\S+', command)]
+        result = CliRunner().invoke(main, [*words, *short.get(words[0], [])])
+        assert result.exit_code == 0, result.output
+    profile, found = Profile.load("own.yaml"), BenchResult.load("b.json")
+    assert profile.models["target"]["name"] == "target" and profile.models["draft"]["name"] == "draft"
+    assert load_tree("own.safetensors").plan.models == profile.models == found.models
+    assert list(found.contenders) == ["plain", "generate", *(["sequoia"] if load_tree("own.safetensors").size > 1 else [])]
+    assert found.settings.prompts == 2
+
+
+def test_the_pages_python(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    exec(SNIPPETS[1], {})
+    assert "Paris" in capsys.readouterr().out
+
+
+def test_the_folder_is_the_draft(folder, pair):
+    """Written as a folder and loaded by transformers alone, it gives the draft's logits, and 0 where the draft has none."""
+    ids = torch.tensor([[1, 5, 300, 17]])
+    whole = AutoModelForCausalLM.from_pretrained(folder / "draft", dtype=torch.float32)(ids).logits
+    covered = pair.draft.covered_tokens
+    torch.testing.assert_close(whole[..., covered], pair.draft(ids).logits, atol=2e-4, rtol=1e-4)
+    rest = torch.ones(whole.shape[-1], dtype=torch.bool).index_fill(0, covered, False)
+    assert (whole[..., rest] == 0).all() and rest.any()
+    with (
+        pytest.raises(SequoiaPlanError, match=r"repacked for this processor; load it with placement='resident'")
+        if pair.placement == "repacked"
+        else pytest.raises(AssertionError)
+    ):
+        save_as_folder(pair.draft, pair.tokenizer, folder / "again")
+        raise AssertionError
+
+
+@pytest.mark.parametrize("extra", [64, -100])
+def test_a_draft_with_a_padded_or_shorter_vocabulary_loads_from_a_folder_as_in_python(folder, pair, tmp_path, monkeypatch, extra):
+    """The command line and Python have the same rules: tokenizers decide, and padding does not matter."""
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, vocab_size=49152 + extra)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "other")
+    pair.tokenizer.save_pretrained(tmp_path / "other")
+    loaded = load_pair(str(folder / "target"), str(tmp_path / "other"), dtype="float32")
+    decoder = SequoiaDecoder(loaded.target, loaded.draft, TokenTree.star(3))
+    assert decoder.drafter.vocabulary == min(49152, 49152 + extra)
+    expected = SequoiaDecoder(loaded.target, None, TokenTree.chain(1)).generate([1, 5, 300], 8).sequences
+    assert torch.equal(decoder.generate([1, 5, 300], 8).sequences, expected)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["generate", "--tree", "sequoia-example-64x6", "--target", str(folder / "target"), "--draft", "other", "--max-new-tokens", "4", "--json"]
+    result = CliRunner().invoke(main, [*arguments, "--dtype", "float32"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["new_tokens"] == 4
+
+
+def test_a_hub_name_without_a_network_fails_at_once(monkeypatch, tmp_path):
+    """Also with a broken folder: one line that says what to do."""
+    monkeypatch.setattr("sequoia_plan.runtime.models.load._reachable", lambda endpoint: False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text('{"model_type": "llama", "hidden_size": "many", "num_hidden_layers": [1]}')
+    for name, part in (
+        ("some/model", "some/model: no such folder, and huggingface.co cannot be asked for it"),
+        ("not a name!", "not a name!: no such folder"),
+        ("broken", "broken: cannot be loaded as a causal language model"),
+    ):
+        result = CliRunner().invoke(main, ["generate", "--tree", "sequoia-example-64x6", "--target", name, "--draft", "other"])
+        assert result.exit_code == 1 and result.stderr.strip().splitlines()[-1].startswith(f"Error: {part}"), result.output
