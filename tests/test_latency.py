@@ -69,7 +69,7 @@ VERIFICATIONS = [
 @pytest.mark.parametrize(("sampling", "known"), VERIFICATIONS, ids=repr)
 def test_verification_is_fitted_to_the_shapes(pair, monkeypatch, sampling, known):
     """With a clock that follows a known cost, the cost of any tree is found; of the other order of rounds (the control) it is not."""
-    monkeypatch.setattr(latency, "SIZES", (1, 2, 40))
+    monkeypatch.setattr(latency, "SIZES", (1, 2, 8))
     truth = StepTime(Latency({1: 1.0}, {1: 1.0}, 0.0, 0, verification=known))
 
     def timed(device, run):
