@@ -20,6 +20,9 @@ class Turns:
         self.lock = threading.Lock()
         self.owner: int | None = None
 
+    def __reduce__(self) -> tuple[type[Turns], tuple[()]]:
+        return Turns, ()  # a copy of a decoder, and of the model that keeps one, has turns of its own
+
     @contextmanager
     def take(self) -> Iterator[None]:
         """Wait until no other thread has the sequence, and have it.

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 
-from sequoia_plan.artifacts import Latency, Profile, TokenTree, load_tree, save_tree
+from sequoia_plan.artifacts import Latency, LevelCounts, Profile, TokenTree, load_tree, save_tree
 from sequoia_plan.planner.cli import main
 from sequoia_plan.profiler import latency
 
@@ -207,7 +208,7 @@ def test_generate_with_the_embedded_pair(run, tmp_path):
     result = sequoia_plan("generate", "--prompt", "-", "--max-new-tokens", "12", "--dtype", "float32", "--json", cwd=tmp_path, input="What is two plus two?")
     assert result.returncode == 0, result.stderr
     answer = json.loads(result.stdout)
-    assert set(answer) == {"text", "tokens", "new_tokens", "steps", "tokens_per_step", "seconds"}
+    assert set(answer) == {"text", "tokens", "new_tokens", "steps", "tokens_per_step", "seconds", "finish_reason"}
     assert 0 < answer["new_tokens"] <= 12
     assert answer["new_tokens"] == len(answer["tokens"])
     streamed = sequoia_plan("generate", "--prompt", "What is two plus two?", "--max-new-tokens", "12", "--dtype", "float32", cwd=tmp_path)
@@ -243,7 +244,7 @@ def test_a_draft_with_another_vocabulary(run, tmp_path, pair):
 def test_profile_command_on_the_embedded_pair(run, tmp_path, monkeypatch):
     """The whole command, short; solve takes what it wrote, and what was measured can be added up."""
     monkeypatch.setattr(latency, "SIZES", (1, 2, 4, 8))
-    (tmp_path / "p.txt").write_text("Write a short story about a robot.\n\nWhat is rain?\n")
+    (tmp_path / "p.txt").write_text("Write a short story about a robot.\n\nHeld out.\n\nWhat is rain?\n\nHeld out, too.\n")
     chosen = ("--temperature", "0.7", "--top-k", "40", "--verifier", "traversal")
     short = ("--tokens", "12", "--latency-seconds", "0", "--also", "temperature=0,verifier=topk")
     result = run("profile", "--prompts", "p.txt", "-o", "measured.yaml", "--json", *chosen, *short)
@@ -254,8 +255,10 @@ def test_profile_command_on_the_embedded_pair(run, tmp_path, monkeypatch):
     assert answer["also"][0]["output"].endswith("topk.yaml") and answer["also"][0]["trials"] == greedy.trials
     assert {p.name for p in tmp_path.iterdir() if "journal" in p.name} == set()
     assert greedy.settings == profile.settings | {"temperature": 0.0, "verifier": "topk"}
-    merged = json.loads(run("profile", "--merge", "measured.yaml", "--merge", "measured.yaml", "-o", "both.yaml", "--json").stdout)
-    assert merged["trials"] == 2 * profile.trials and merged["acceptance"] == pytest.approx(profile.acceptance, abs=2e-6)
+    doubled = tuple(LevelCounts(2 * level.trials, tuple(2 * count for count in level.counts)) for level in profile.levels)
+    replace(profile, levels=doubled, trials=2 * profile.trials).save("more.yaml")
+    merged = json.loads(run("profile", "--merge", "measured.yaml", "--merge", "more.yaml", "-o", "both.yaml", "--json").stdout)
+    assert merged["trials"] == 3 * profile.trials and merged["acceptance"] == pytest.approx(profile.acceptance, abs=2e-6)
     one_line(run("profile", "--merge", "measured.yaml", "--merge", answer["also"][0]["output"]), 1, "its settings differ from those of measured.yaml")
     assert profile.latency is not None
     assert profile.latency.target.keys() == profile.latency.draft.keys()
