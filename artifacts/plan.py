@@ -80,7 +80,7 @@ class Plan(Artifact, frozen=True, kw_only=True):
             "`paper` (the same with Sequoia's own step time, t(n) + d c)"
         ),
     ] = None
-    solver: Annotated[str | None, field("`best-first`, `hull` or `dp`, or `baseline NAME`")] = None
+    solver: Annotated[str | None, field("`best-first`, `hull`, `dp` or `branch and bound` (for `speed`), or `baseline NAME`")] = None
     expected_tokens: Annotated[Tokens | None, field("tokens a step yields on average: the sum over all nodes of the product of p along their path")] = None
     upper_bound: Annotated[Tokens | None, field("proven: no tree of this size within the limits `depth` and `branching` has more expected tokens")] = None
     step_seconds: Annotated[Seconds | None, field("predicted duration of a step")] = None

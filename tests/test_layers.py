@@ -72,3 +72,70 @@ def test_no_test_module_imports_another():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module] if isinstance(node, ast.ImportFrom) else []
             found += [f"{file.name} imports {name}" for name in names if name and name.startswith("test_")]
     assert found == []
+
+
+PARTS = {"planner": ("solving", "report", "cli", "package"), "runtime": ("models", "draft", "verify"), "profiler": ("distill",), "artifacts": ()}
+"""The folders within a package that have a subject of their own."""
+MAY_IMPORT = {
+    "artifacts": set(),
+    "planner": {"planner.solving"},
+    "planner.solving": {"artifacts"},
+    "planner.report": {"artifacts", "planner.solving"},
+    "planner.cli": {"artifacts", "planner.solving", "planner.report", "runtime", "profiler"},
+    "planner.package": {"planner.cli"},
+    "runtime": {"artifacts", "runtime.models", "runtime.draft", "runtime.verify"},
+    "runtime.models": {"artifacts", "runtime"},
+    "runtime.draft": {"artifacts", "runtime", "runtime.models"},
+    "runtime.verify": {"artifacts", "runtime"},
+    "profiler": {"artifacts", "runtime", "runtime.models", "runtime.draft", "runtime.verify"},
+    "profiler.distill": {"artifacts", "runtime.models", "runtime.draft"},
+}
+"""Which part may import from which; docs/architecture.md draws it."""
+
+
+def sources():
+    """Every module of the package by name, as a syntax tree."""
+    for package in PARTS:
+        folder = Path(importlib.import_module(f"sequoia_plan.{package}").__file__).parent
+        for file in folder.rglob("*.py"):
+            name = ".".join(("sequoia_plan", package, *file.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__")
+            yield name, ast.parse(file.read_text())
+
+
+def imported(tree):
+    """What a module imports, wherever in it: `from a.b import c` gives a.b.c and a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def part_of(module):
+    """`sequoia_plan.planner.solving.hull` -> `planner.solving`; None for other packages."""
+    _, package, *rest = (*module.split("."), "", "")
+    if not module.startswith("sequoia_plan.") or package not in PARTS:
+        return None
+    return f"{package}.{rest[0]}" if rest[0] in PARTS[package] else package
+
+
+def test_no_part_imports_upwards():
+    found = {}
+    for module, tree in sources():
+        found.setdefault(part_of(module), set()).update(filter(None, map(part_of, imported(tree))))
+    assert found.keys() == MAY_IMPORT.keys()
+    for part, used in found.items():
+        assert used - {part} <= MAY_IMPORT[part], part
+
+
+def test_no_files_import_each_other_in_a_circle():
+    import networkx
+
+    faces = {"sequoia_plan", *(f"sequoia_plan.{part}" for part in MAY_IMPORT)}  # an __init__.py only hands names on
+    modules = {module: tree for module, tree in sources() if module not in faces}
+    graph = networkx.DiGraph((module, used) for module, tree in modules.items() for used in imported(tree) if used in modules and used != module)
+    circles = [circle for circle in networkx.strongly_connected_components(graph) if len(circle) > 1]
+    assert not circles
+    graph.add_edge("sequoia_plan.artifacts.tree", "sequoia_plan.planner.solving.solve")  # the control
+    assert any(len(circle) > 1 for circle in networkx.strongly_connected_components(graph))

@@ -25,7 +25,7 @@ PROMISED = ("expected_tokens", "upper_bound", "predicted_speedup", "speedup_boun
     help="What to maximise. [default: speed with a profile, else tokens]",
 )
 @click.option("--acceptance", type=click.Path(), help="Instead of a profile: JSON or YAML list p[1..B], or a list of such rows per level.")
-@click.option("--solver", type=click.Choice(["best-first", "hull", "dp"]), help="Which exact solver. [default: best-first where it is exact, else hull]")
+@click.option("--solver", type=click.Choice(["best-first", "hull", "dp"]), help="For tokens and paper. [default: best-first where it is exact, else hull]")
 @click.option("--smooth", is_flag=True, help="Assume that rarer ranks are not likelier: the closest non-increasing vector is solved for.")
 @click.option("--one-vector", is_flag=True, help="One acceptance vector for all levels, as in the paper. [default: by level, as the profile counts]")
 @click.option("--baseline", metavar="NAME", help="Do not solve: chain, chains:K, k-ary:K, specinfer:K1,K2,..., random:SEED or parents:FILE.")
