@@ -35,6 +35,7 @@ class Prediction(Artifact, frozen=True):
 
     tokens_per_step: Annotated[Number | None, field("expected tokens a step")] = None
     speedup: Annotated[Number | None, field("over plain decoding by the same engine")] = None
+    interval: Annotated[tuple[Number, Number] | None, field("the 95 % interval of `speedup`, for the tree under test")] = None
 
 
 class Contender(Artifact, frozen=True):

@@ -25,6 +25,7 @@ TABLES: dict[str, tuple[type[Artifact], str]] = {
     "bench.tree": (bench_result.Shape, "tree"),
     "bench.contenders": (bench_result.Contender, "contenders.NAME"),
     "bench.speedup": (bench_result.Ratio, "contenders.NAME.speedup.OTHER"),
+    "bench.predicted": (bench_result.Prediction, "contenders.NAME.predicted"),
     "bench.breakdown": (bench_result.Breakdown, "breakdown"),
 }
 """What stands between `<!-- table NAME -->` and `<!-- end -->`: the fields of which struct, and what their keys begin with."""

@@ -137,7 +137,10 @@ def compare(
         runs = bench(decoders, prompts, on_prompt, deadline, kept)
     figures = summary(runs)
     for name in figures.keys() & trees.keys():
-        figures[name] = structs.replace(figures[name], predicted=predicted(*trees[name], tree.plan, sampling.settings()))
+        promise = predicted(*trees[name], tree.plan, sampling.settings())
+        if promise.speedup and tree.size > 1 and trees[name][0] == tree and tree.plan.interval:
+            promise = structs.replace(promise, interval=tree.plan.interval.predicted_speedup)
+        figures[name] = structs.replace(figures[name], predicted=promise)
     return BenchResult(
         settings=bench_result.Run(sampling.settings(), dtype_name(pair.target.dtype), len(next(iter(runs.values()))), tokens),
         models=pair.facts,

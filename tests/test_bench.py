@@ -14,14 +14,14 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 from torch import nn
 
-from sequoia_plan.artifacts import ArgumentError, BenchResult, Plan, SequoiaPlanError, TokenTree, bench_result, save_tree
+from sequoia_plan.artifacts import ArgumentError, BenchResult, Latency, Plan, Profile, SequoiaPlanError, TokenTree, bench_result, save_tree
 from sequoia_plan.artifacts.bench_result import Prediction, Ratio, Shape
 from sequoia_plan.artifacts.cost import expected_tokens, predicted
-from sequoia_plan.planner import cli
+from sequoia_plan.planner import cli, solve
 from sequoia_plan.planner.report.bench_table import finding, print_table, told_apart
 from sequoia_plan.planner.report.page import INK, LINE, page
 from sequoia_plan.planner.solving.baselines import arms
-from sequoia_plan.profiler.bench import TITLES, Run, bench, contenders, full_width, summary
+from sequoia_plan.profiler.bench import TITLES, Run, bench, compare, contenders, full_width, summary
 from sequoia_plan.profiler.journal import Journal, discard
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 
@@ -338,3 +338,27 @@ def test_a_journal_belongs_to_one_process_at_a_time(tmp_path):
         assert other.get("a", lambda: 3) == 3
     discard(path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("interval", "said"),
+    [
+        (None, ""),
+        ((1.45, 1.80), ""),
+        ((1.10, 1.41), ""),  # the intervals meet: 1.40 to 1.60 was measured
+        ((1.61, 1.90), " The prediction is 17% too high, and its interval (1.61 to 1.90) does not meet the measured one: profile again with --prompts"),
+        ((1.05, 1.39), " The prediction is 17% too high, and its interval (1.05 to 1.39)"),
+    ],
+)
+def test_a_promise_that_was_not_kept_is_said(interval, said):
+    result = figures_of(TREE, sequoia=1.5)
+    result.contenders["sequoia"] = replace(result.contenders["sequoia"], predicted=Prediction(2.0, 1.75, interval))
+    text = finding(result)
+    assert ("The prediction is" in text) == bool(said) and said in text
+
+
+def test_the_tree_under_test_carries_its_plans_interval(models):
+    plan = solve(Profile((0.5, 0.25), 100, Latency({1: 0.04, 8: 0.05}, {1: 0.002, 8: 0.003})), 8, 4).tree
+    found = compare(models, lambda: models, plan, arms(plan, "sequoia"), Sampling(), [[1, 2, 3]], 4, ["plain", "sequoia", "chain"])
+    assert found.contenders["sequoia"].predicted.interval == plan.plan.interval.predicted_speedup != None  # noqa: E711
+    assert found.contenders["plain"].predicted.interval is None

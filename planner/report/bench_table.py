@@ -43,7 +43,19 @@ def finding(result: BenchResult, others: Sequence[BenchResult] = ()) -> str:
         else:
             found = there.get(best) or there.get("sequoia")
         text += f"; {found.median:.2f} at {label}" if found else ""
-    return f"{text}.{faster}"
+    return f"{text}.{_missed(ratio, predicted)}{faster}"
+
+
+def _missed(measured: Ratio, predicted: Prediction) -> str:
+    """A sentence if the intervals of the measured and the predicted speed-up do not meet, and what to do then."""
+    if predicted.interval is None or predicted.speedup is None:
+        return ""
+    low, high = predicted.interval
+    if low <= measured.interval_high and measured.interval_low <= high:
+        return ""
+    off = (predicted.speedup - measured.median) / measured.median
+    where = f"The prediction is {abs(off):.0%} too {'high' if off > 0 else 'low'}, and its interval ({low:.2f} to {high:.2f}) does not meet the measured one"
+    return f" {where}: profile again with --prompts of the kind decoded here, on a machine with nothing else to do."
 
 
 def _faster(arms: Mapping[str, Contender], compared: Mapping[str, Ratio], than: str) -> tuple[str, bool]:
