@@ -31,6 +31,9 @@ T = TypeVar("T")
 EXTENT_STEP = {"cpu": 64, "cuda": 512}
 """Attention looks at a multiple of this many slots: few shapes, little waste. On CUDA each shape is a graph of its own."""
 
+LARGEST_TREE = 4096
+"""Nodes. A decoder's mask and paths grow with the square of the size."""
+
 NOT_FINITE = (-1, -2)
 """What a step returns for a count if the target's, or the draft's, logits were not finite."""
 
@@ -93,6 +96,8 @@ class SequoiaDecoder:
             raise SequoiaPlanError(f"a tree of {tree.size} nodes needs a draft model; only a tree of one node decodes without")
         if self.drafter and tree.branching > self.drafter.vocabulary:
             raise SequoiaPlanError(f"tree: {tree.branching} children of one node, more than the draft's vocabulary holds")
+        if tree.size > LARGEST_TREE:
+            raise SequoiaPlanError(f"tree: {tree.size} nodes, expected at most {LARGEST_TREE} to decode with; solve with a smaller --budget")
         self.tree, self.structure = tree, Structure.of(tree, self.device, self.target.model.dtype)
         self.passes: tuple[Pass, ...] = self.drafter.passes(tree, self.structure) if self.drafter else ()
         self.inner, self.branching, self.depth = sum(step.expands for step in self.passes), tree.branching, tree.depth

@@ -144,6 +144,12 @@ def test_a_step_beyond_the_prefilled_capacity():
             decoder.step(128, Sampling())
 
 
+def test_a_tree_that_is_too_large_to_decode_with():
+    target, draft = pair()
+    with pytest.raises(SequoiaPlanError, match="tree: 30000 nodes, expected at most 4096 to decode with; solve with a smaller --budget"):
+        SequoiaDecoder(target, draft, TokenTree.from_parents([-1, *(node // 2 for node in range(29_999))]))
+
+
 class Breaks:
     """A streamer whose listener goes away."""
 
