@@ -1,4 +1,4 @@
-"""What is written and read: token trees, profiles and their files. Needs numpy, safetensors and pyyaml only."""
+"""What is written and read: token trees, plans, profiles and figures, with the cost model. Needs numpy, safetensors, msgspec and pyyaml."""
 
 from sequoia_plan.artifacts.bench_result import BenchResult
 from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting

@@ -1,4 +1,4 @@
-"""What a tree is worth: expected tokens, seconds a step, and their quotient."""
+"""The cost model: expected tokens of a tree, seconds of its step, and the speed-up that follows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Acceptance = Sequence[float] | Sequence[Sequence[float]] | Sequence[float | tupl
 def acceptance_rows(acceptance: Acceptance | Floats, depth: int, branching: int | None = None) -> Floats:
     """float64 [depth - 1, ranks]: p[level][rank] for parents on each level; one vector holds for all levels.
 
-    Given rows run out at the last one, which then holds for all deeper levels.
+    The last of the given rows holds for all deeper levels.
     """
     rows = np.atleast_2d(np.asarray(acceptance, np.float64))
     levels = np.minimum(np.arange(depth - 1), len(rows) - 1)
@@ -38,7 +38,7 @@ def acceptance_rows(acceptance: Acceptance | Floats, depth: int, branching: int 
 def node_values(tree: TokenTree, acceptance: Acceptance | Floats) -> Floats:
     """float64 [size]: the probability that each node is accepted, the product of p along its path, from the tree alone.
 
-    A rank beyond the vector's end is worth nothing.
+    A rank beyond the vector's end has the probability 0.
     """
     rows = acceptance_rows(acceptance, max(tree.depth, 2))
     if rows.shape[1] < tree.branching:
@@ -79,8 +79,8 @@ class StepTime:
     """Seconds of one decoding step, from measured latencies.
 
     A pass that was not measured costs what the cheapest measured pass of at least its size costs: it can be padded up to that one.
-    So the curves never decrease, steps stay steps, and no speed is invented between two measurements. Beyond the largest
-    measurement nothing is known (inf), so such trees are not considered.
+    So the curves never decrease, and nothing is interpolated. Beyond the largest measurement the time is inf: nothing is
+    known there, and such trees are not considered.
     """
 
     latency: Latency

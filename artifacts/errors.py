@@ -8,6 +8,6 @@ class SequoiaPlanError(Exception):
 
 
 class ArgumentError(SequoiaPlanError):
-    """The same for an argument or option that cannot be meant."""
+    """The same for an invalid argument or option."""
 
     exit_code = 2

@@ -1,4 +1,4 @@
-"""What may stand in a plan or in the free sections of a profile: plain JSON that any reader can hold, print and write again."""
+"""Facts: what the free sections of plans and profiles may hold, which is JSON that any reader can print and write again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 
 DEEPEST = 8
-"""Levels of lists and mappings within each other."""
+"""How deep lists and mappings may be nested."""
 
 
 def check_facts(value: Any, name: str, levels: int = DEEPEST) -> None:

@@ -1,6 +1,6 @@
 """Typed artifacts: each field is declared once, and reading, checking, writing and the tables of docs/format.md follow from that.
 
-A field is declared as `name: Annotated[type, field("what it means", ...)] = default`. Types are those msgspec knows; ranges stand in
+A field is declared as `name: Annotated[type, field("what it means", ...)] = default`. Types are those msgspec knows; ranges are given by
 `Meta(ge=..., title="how an error calls it")`.
 """
 

@@ -1,4 +1,4 @@
-"""The token tree: who is whose child, and everything that follows from it."""
+"""The token tree: the parent of every node, and everything that follows from that."""
 
 from __future__ import annotations
 

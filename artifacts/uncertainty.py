@@ -1,4 +1,4 @@
-"""How sure the promise is: what the measurements' noise does to expected tokens and speed.
+"""Intervals of the prediction: how the noise of the measurements changes expected tokens and speed.
 
 Delta method. With n observations of an accepted node's children, the counts are multinomial, so F(p) has the variance g' S g / n, where g is
 F's gradient and S = diag(p) - p p'; levels add up. The ends of the interval are the likeliest vectors at that distance, p +- z S g / n / sd(F);

@@ -1,4 +1,4 @@
-"""YAML as people mean it: no key twice, 1e-5 is a number, 1:30 is text, and nothing that grows or takes ages when it is loaded."""
+"""YAML with less surprise: a key that occurs twice is refused, 1e-5 is a number, 1:30 is text; deep nesting and aliases are refused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _loader() -> Any:
 
 
 def _check_layout(data: bytes, name: str, expected: str) -> None:
-    """Refuse YAML that takes ages or grows without end when loaded, while it is only being scanned: nesting and aliases."""
+    """Refuse deep nesting and aliases while the text is only scanned: loading them can take minutes, or memory without end."""
     import yaml
 
     nested = 0

@@ -42,7 +42,7 @@ model_options = options(
 
 
 def sampling_options(default: str | None = None) -> Callable[[Any], Any]:
-    """Options named as the fields of `Sampling`; None where not given. `default` says what then holds, if not the values here."""
+    """Options named as the fields of `Sampling`; None where not given. `default` says in the help what holds then."""
 
     def option(name: str, type_: Any, value: str, text: str) -> Any:
         return click.option(name, type=type_, help=f"{text} [default: {default or value}]")

@@ -15,9 +15,9 @@ WIDE = 130
 
 
 def finding(result: BenchResult, others: Sequence[BenchResult] = ()) -> str:
-    """What to take from bench: the tree's measured speed-up with its interval, the predicted one, and whoever was faster, and how surely.
+    """The result in a few sentences: the tree's measured speed-up with its interval, the predicted one, and which other method was faster.
 
-    `others` are runs with other settings, of which one clause each is said.
+    `others` are runs with other settings; each adds the tree's speed-up there.
     """
     tree, arms = result.tree, result.contenders
     compared = {name: arm.speedup["plain"] for name, arm in arms.items() if name != "plain" and "plain" in arm.speedup}
@@ -80,7 +80,7 @@ def sampling_text(result: BenchResult) -> str:
 
 
 def settings_text(result: BenchResult) -> str:
-    """Everything a run was made with, but models and machine."""
+    """The settings of a run, without models and machine."""
     settings, tree = result.settings, result.tree
     shape = f"tree of {tree.size} nodes, depth {tree.depth}" if tree.size > 1 else "no tree"
     run = f"{settings.prompts} held-out prompts, {settings.tokens} new tokens each; {shape}"
@@ -97,7 +97,7 @@ def parts_text(result: BenchResult) -> str:
 
 
 def told_apart(results: Sequence[BenchResult]) -> list[str]:
-    """A short name of each run: its sampling, and its tree where the runs have different ones."""
+    """A short name for each run: its sampling settings, and its tree if the runs have different ones."""
     texts = [sampling_text(result) for result in results]
     trees = [f"{result.tree.size} nodes, depth {result.tree.depth}" for result in results]
     return texts if len(set(trees)) == 1 else [f"{text} ({tree})" for text, tree in zip(texts, trees, strict=True)]

@@ -104,8 +104,8 @@ def tokens_panel(tree: TokenTree, axes: Any) -> None:
     chains = [f"chains:{k}" for k in (2, 4, 8, 16)]
     shapes = {"complete k-ary, best k": ["k-ary:2", "k-ary:3", "k-ary:4", "k-ary:8"], "k chains, best k": chains, "one chain": ["chain"]}
     for (label, names), colour in zip(shapes.items(), (AMBER, BLUE, PURPLE), strict=True):
-        worth = [max(expected_tokens(baseline(name, int(n), depth), acceptance) for name in names) for n in sizes]
-        lines.append((label, sizes, np.maximum.accumulate(worth), colour))
+        tokens = [max(expected_tokens(baseline(name, int(n), depth), acceptance) for name in names) for n in sizes]
+        lines.append((label, sizes, np.maximum.accumulate(tokens), colour))
     for label, x, y, colour in lines:
         axes.plot(x, y, color=colour, linewidth=2.6 if colour == GREEN else 1.8, label=label)
     axes.scatter([tree.size], [expected_tokens(tree, acceptance)], s=70, color=GREEN, edgecolors="white", linewidths=1.5, zorder=3, label="this tree")
@@ -181,9 +181,9 @@ def _layout(tree: TokenTree) -> Any:
         leaves[tree.parents[node]] += leaves[node]
     start = np.zeros(tree.size)
     for node in range(1, tree.size):
-        elder = node - 1
-        siblings = elder > 0 and tree.parents[elder] == tree.parents[node]
-        start[node] = start[elder] + leaves[elder] if siblings else start[tree.parents[node]]
+        before = node - 1
+        siblings = before > 0 and tree.parents[before] == tree.parents[node]
+        start[node] = start[before] + leaves[before] if siblings else start[tree.parents[node]]
     for node in range(tree.size - 1, -1, -1):
         first, count = int(tree.first_child[node]), int(tree.child_count[node])
         across[node] = (across[first] + across[first + count - 1]) / 2 if count else start[node]

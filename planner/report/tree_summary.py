@@ -55,7 +55,7 @@ def promises(plan: Plan) -> Iterator[str]:
 
 
 def _next_node(tree: TokenTree, console: object) -> None:
-    """Where one more node would be worth most, within the limits the tree was solved for."""
+    """Which further node would add the most expected tokens, within the limits the tree was solved for."""
     from sequoia_plan.artifacts.cost import acceptance_rows
     from sequoia_plan.planner.solving.certificate import best_addition
 
