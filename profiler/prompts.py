@@ -73,6 +73,17 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
     return list(tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"])
 
 
+def check_lengths(path: str | Path, prompts: Sequence[Prompt], tokenizer: Any, context: int) -> None:
+    """Refuse a prompt that leaves no room for a new token, before anything is measured.
+
+    Raises:
+        SequoiaPlanError: naming the file and which of its prompts it is.
+    """
+    for number, prompt in enumerate(prompts, 1):
+        if (length := len(encode(tokenizer, prompt))) >= context:
+            raise SequoiaPlanError(f"{path}: prompt {number} has {length} tokens, expected at most {context - 1} (the model's context less one new token)")
+
+
 def read_messages(found: Any) -> list[Message]:
     """A conversation up to its last user message.
 

@@ -212,3 +212,10 @@ def test_generate_takes_conversations_and_stops_and_says_why(run, tmp_path):
     stopped = json.loads(run("generate", "--chat", "chat.json", "--stop", word, *short).stdout)
     assert stopped["finish_reason"] == "stop" and word in stopped["text"] and text.startswith(stopped["text"]) and len(stopped["text"]) < len(text)
     assert {each["finish_reason"] for each in answers} <= {"length", "eos"}
+
+
+@pytest.mark.parametrize("command", ["profile", "bench"])
+def test_a_prompt_that_is_too_long_is_named_before_anything_is_measured(run, tmp_path, command):
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("short", "fine", "word " * 9000)))
+    refused(run(command, "--prompts", "p.jsonl", "-o", "out"), 1, "p.jsonl: prompt 3 has 90", "expected at most 8191 (the model's context less one new token)")
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))

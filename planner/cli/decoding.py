@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from sequoia_plan.planner.cli.options import json_option, model_options, read_sampling, sampling_options, seed_option, tree_option
-from sequoia_plan.planner.cli.pair import load_pair, warn_if_foreign
+from sequoia_plan.planner.cli.pair import check_prompts, load_pair, warn_if_foreign
 from sequoia_plan.planner.cli.terminal import print_json, progress
 
 DEFAULT_PROMPT = "Explain how a refrigerator keeps food cold."
@@ -147,14 +147,16 @@ def bench(
     for path in filter(None, (output, report)):
         check_writable(path)
         refuse_to_replace(path, tree_file, prompts, *others)
-    given = held_out_half(load(prompts))[:limit] if prompts else None
+    given = load(prompts) if prompts else None
     tree = load_tree(tree_file)
     sampling = read_sampling(settings, tree.plan.settings)
     earlier = [BenchResult.load(path) for path in others]
     trees = arms(tree, sampling.verifier)
     pair = load_pair(target, draft, device, dtype)
     warn_if_foreign(tree.plan, pair)
-    texts = held_out(pair.tokenizer, limit) if given is None else [encode(pair.tokenizer, prompt) for prompt in given]
+    if prompts and given:
+        check_prompts(prompts, given, pair)
+    texts = held_out(pair.tokenizer, limit) if given is None else [encode(pair.tokenizer, prompt) for prompt in held_out_half(given)[:limit]]
     journal = Path(output).with_name(f".{Path(output).name}.journal") if output else None
     with progress("bench", len(texts)) as advance:
         reference = partial(load_pair, target, draft, device, dtype, placement="resident")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sequoia_plan.planner.cli.options import json_option, model_options, read_sampling, sampling_options, seed_option
-from sequoia_plan.planner.cli.pair import load_pair
+from sequoia_plan.planner.cli.pair import check_prompts, load_pair
 from sequoia_plan.planner.cli.terminal import curve, numbers, print_json, progress
 
 if TYPE_CHECKING:
@@ -74,8 +74,11 @@ def profile(
     for path in outputs:
         refuse_to_replace(path, prompts)
         check_writable(path)
-    texts = measuring_half(load(prompts)) if prompts else built_in()
+    given = load(prompts) if prompts else None
     pair = load_pair(target, draft, device, dtype)
+    if prompts and given:
+        check_prompts(prompts, given, pair)
+    texts = measuring_half(given) if given else built_in()
     journal = Path(output).with_name(f".{Path(output).name}.journal")
     with progress("acceptance", len(texts)) as say:
         profiles = measure(
