@@ -9,6 +9,8 @@ from typing import Any
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.files import read_bytes
+from sequoia_plan.runtime import Pair
+from sequoia_plan.runtime.models.forward import context_length, text_config
 
 BUILT_IN = Path(__file__).parent / "prompts.jsonl"
 LARGEST_FILE = 1 << 28
@@ -73,14 +75,15 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
     return list(tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"])
 
 
-def check_lengths(path: str | Path, prompts: Sequence[Prompt], tokenizer: Any, context: int) -> None:
+def check_lengths(path: str | Path, prompts: Sequence[Prompt], pair: Pair) -> None:
     """Refuse a prompt that leaves no room for a new token, before anything is measured.
 
     Raises:
         SequoiaPlanError: naming the file and which of its prompts it is.
     """
+    context = context_length(text_config(pair.target))
     for number, prompt in enumerate(prompts, 1):
-        if (length := len(encode(tokenizer, prompt))) >= context:
+        if (length := len(encode(pair.tokenizer, prompt))) >= context:
             raise SequoiaPlanError(f"{path}: prompt {number} has {length} tokens, expected at most {context - 1} (the model's context less one new token)")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from sequoia_plan.planner.cli.options import json_option, model_options, read_sampling, sampling_options, seed_option, tree_option
-from sequoia_plan.planner.cli.pair import check_prompts, load_pair, warn_if_foreign
+from sequoia_plan.planner.cli.pair import load_pair, warn_if_foreign
 from sequoia_plan.planner.cli.terminal import print_json, progress
 
 DEFAULT_PROMPT = "Explain how a refrigerator keeps food cold."
@@ -142,7 +142,7 @@ def bench(
     from sequoia_plan.profiler.bench import compare
     from sequoia_plan.profiler.breakdown import breakdown
     from sequoia_plan.profiler.journal import discard
-    from sequoia_plan.profiler.prompts import encode, held_out, held_out_half, load
+    from sequoia_plan.profiler.prompts import check_lengths, encode, held_out, held_out_half, load
 
     for path in filter(None, (output, report)):
         check_writable(path)
@@ -155,7 +155,7 @@ def bench(
     pair = load_pair(target, draft, device, dtype)
     warn_if_foreign(tree.plan, pair)
     if prompts and given:
-        check_prompts(prompts, given, pair)
+        check_lengths(prompts, given, pair)
     texts = held_out(pair.tokenizer, limit) if given is None else [encode(pair.tokenizer, prompt) for prompt in held_out_half(given)[:limit]]
     journal = Path(output).with_name(f".{Path(output).name}.journal") if output else None
     with progress("bench", len(texts)) as advance:

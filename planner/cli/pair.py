@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -20,14 +20,6 @@ def load_pair(target: str | None, draft: str | None, device: str | None, dtype: 
         from sequoia_plan.runtime.pair import load_pair
 
         return load_pair(target, draft, device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype, placement)
-
-
-def check_prompts(path: str, prompts: Any, pair: Pair) -> None:
-    """Do all prompts of a file fit the target's context?"""
-    from sequoia_plan.profiler.prompts import check_lengths
-    from sequoia_plan.runtime.models.forward import context_length, text_config
-
-    check_lengths(path, prompts, pair.tokenizer, context_length(text_config(pair.target)))
 
 
 def warn_if_foreign(plan: Plan, pair: Pair) -> None:

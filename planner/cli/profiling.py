@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sequoia_plan.planner.cli.options import json_option, model_options, read_sampling, sampling_options, seed_option
-from sequoia_plan.planner.cli.pair import check_prompts, load_pair
+from sequoia_plan.planner.cli.pair import load_pair
 from sequoia_plan.planner.cli.terminal import curve, numbers, print_json, progress
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def profile(
 
     from sequoia_plan.profiler import measure
     from sequoia_plan.profiler.journal import discard
-    from sequoia_plan.profiler.prompts import built_in, load, measuring_half
+    from sequoia_plan.profiler.prompts import built_in, check_lengths, load, measuring_half
 
     samplings = [read_sampling(settings), *(read_sampling(settings | _read_setting(text)) for text in also)]
     enough = _read_percent(precision)
@@ -77,7 +77,7 @@ def profile(
     given = load(prompts) if prompts else None
     pair = load_pair(target, draft, device, dtype)
     if prompts and given:
-        check_prompts(prompts, given, pair)
+        check_lengths(prompts, given, pair)
     texts = measuring_half(given) if given else built_in()
     journal = Path(output).with_name(f".{Path(output).name}.journal")
     with progress("acceptance", len(texts)) as say:
