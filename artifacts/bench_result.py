@@ -52,7 +52,7 @@ class Contender(Artifact, frozen=True):
     predicted: Annotated[Prediction | None, field("what the plan promises; null without a tree", always=True)] = None
 
 
-class Run(Artifact, frozen=True):
+class BenchSettings(Artifact, frozen=True):
     """What was decoded, and how."""
 
     sampling: Annotated[Facts, field("every sampling setting by name", keys=Settings)]
@@ -85,7 +85,7 @@ class Breakdown(Artifact, frozen=True):
 class BenchResult(Artifact, frozen=True):
     """Settings, machine and every contender's figures."""
 
-    settings: Annotated[Run, field("what was decoded, and how")]
+    settings: Annotated[BenchSettings, field("what was decoded, and how")]
     models: Annotated[dict[str, Facts], field("as in the profile")]
     hardware: Annotated[Facts, field("as in the profile")]
     contenders: Annotated[Annotated[dict[str, Contender], Meta(min_length=1, title="a mapping of contenders")], field("figures by contender")]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -164,6 +164,23 @@ def _look_up(curve: tuple[Floats, Floats], tokens: NDArray[np.integer]) -> Float
     return curve[1][np.searchsorted(curve[0], tokens)]
 
 
+class Promise(NamedTuple):
+    """What measurements promise of a tree, by the keys of its plan; None is what they do not give."""
+
+    expected_tokens: float | None = None
+    step_seconds: float | None = None
+    predicted_speedup: float | None = None
+
+
+def promise(tree: TokenTree, acceptance: Acceptance | Floats | None, times: StepTime | None) -> Promise:
+    """Expected tokens by the acceptance, the step by the latencies if they reach so far, and the speed-up by both."""
+    tokens = expected_tokens(tree, acceptance) if acceptance is not None else None
+    step = times.step(tree) if times else math.inf
+    if times is None or not math.isfinite(step):
+        return Promise(tokens)
+    return Promise(tokens, step, tokens * times.plain() / step if tokens is not None else None)
+
+
 def predicted(tree: TokenTree, verifier: str, plan: Plan, sampling: Mapping[str, Any] | None = None) -> Prediction:
     """What the measurements in a plan promise of `tree` and `verifier`, which need not be those it was solved for.
 
@@ -177,9 +194,8 @@ def predicted(tree: TokenTree, verifier: str, plan: Plan, sampling: Mapping[str,
     alike |= tree.size == 1
     if not plan.acceptance or not alike:
         return Prediction()
-    tokens, times = expected_tokens(tree, plan.acceptance), StepTime.of(plan)
-    step = times.step(tree) if times else math.inf
-    return Prediction(tokens, tokens * times.plain() / step if times and math.isfinite(step) else None)
+    tokens, _, speedup = promise(tree, plan.acceptance, StepTime.of(plan))
+    return Prediction(tokens, speedup)
 
 
 def check_promise(tree: TokenTree) -> None:
@@ -189,16 +205,12 @@ def check_promise(tree: TokenTree) -> None:
         SequoiaPlanError: naming the key, what was found and what follows from the tree.
     """
     plan = tree.plan
-    tokens = expected_tokens(tree, plan.acceptance) if plan.acceptance else None
-    times = StepTime.of(plan)
-    step = times.step(tree) if times else math.inf
-    known = times is not None and math.isfinite(step)
-    speedup = tokens * times.plain() / step if times and known and tokens else None
-    for name, follows in (("expected_tokens", tokens), ("step_seconds", step if known else None), ("predicted_speedup", speedup)):
+    given = promise(tree, plan.acceptance, StepTime.of(plan))
+    for name, follows in given._asdict().items():
         found = getattr(plan, name)
         if found is not None and (follows is None or not math.isclose(found, follows, rel_tol=SAME)):
-            given = f"its tree, acceptance and latencies give {follows:.6g}" if follows else "nothing in the plan gives one"
-            raise SequoiaPlanError(f"plan.{name}: found {found:.6g}, {given}; solve again")
-    for name, bound, value in (("upper_bound", plan.upper_bound, tokens), ("speedup_bound", plan.speedup_bound, speedup)):
+            gives = f"its tree, acceptance and latencies give {follows:.6g}" if follows else "nothing in the plan gives one"
+            raise SequoiaPlanError(f"plan.{name}: found {found:.6g}, {gives}; solve again")
+    for name, bound, value in (("upper_bound", plan.upper_bound, given.expected_tokens), ("speedup_bound", plan.speedup_bound, given.predicted_speedup)):
         if bound is not None and value is not None and bound < value * (1 - SAME):
             raise SequoiaPlanError(f"plan.{name}: found {bound:.6g}, the tree itself has {value:.6g}; solve again")

@@ -44,11 +44,6 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
 
 
-def is_count(value: Any, least: int = 0) -> bool:
-    """A whole number of at least `least`, and not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
 def _within(name: str, levels: int) -> str:
     if levels == 0:
         raise SequoiaPlanError(f"{name.split('.')[0]}: nested deeper than {DEEPEST} levels")

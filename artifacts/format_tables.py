@@ -21,7 +21,7 @@ TABLES: dict[str, tuple[type[Artifact], str]] = {
     "latency.verification": (profile.Verification, "latency.verification"),
     "drafting": (Drafting, "drafting"),
     "bench": (bench_result.BenchResult, ""),
-    "bench.settings": (bench_result.Run, "settings"),
+    "bench.settings": (bench_result.BenchSettings, "settings"),
     "bench.tree": (bench_result.Shape, "tree"),
     "bench.contenders": (bench_result.Contender, "contenders.NAME"),
     "bench.speedup": (bench_result.Ratio, "contenders.NAME.speedup.OTHER"),

@@ -16,6 +16,8 @@ from sequoia_plan.artifacts.schema import Artifact, Count, Facts, Seconds, Size,
 Tokens = Annotated[float, Meta(ge=1, title="a number >= 1")]
 Times = Annotated[float, Meta(gt=0, title="a number > 0")]
 Ends = tuple[Number, Number]
+OPTIMAL = 1e-9
+"""A tree is called the fastest if no other one can be faster by more than this, relative: less is rounding."""
 
 
 class Interval(Artifact, frozen=True):

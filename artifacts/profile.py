@@ -84,7 +84,9 @@ class Latency(Artifact, frozen=True):
         ),
     ]
     draft: Annotated[Curve, field("nodes: median seconds of one draft pass and the drawing of its children")]
-    overhead: Annotated[Number, field("seconds of a step beyond passes and verification: mask, random numbers, launch, read-back", always=True)] = 0.0
+    overhead: Annotated[
+        Number, field("seconds of a step beyond passes and verification: mask and read-back; on CUDA also random numbers and launch", always=True)
+    ] = 0.0
     context: Annotated[Count, field("tokens in the KV cache when measured", always=True)] = 0
     samples: Annotated[dict[Size, Size], field("how often each size was timed")] = {}
     quartiles: Annotated[

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sequoia_plan.artifacts import Latency, TokenTree
+from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.cost import Floats, StepTime, node_values
 
 Z95 = 1.959964
@@ -47,13 +47,12 @@ def ends(tree: TokenTree, rows: Floats, trials: Sequence[float], z: float = Z95)
     return low / np.maximum(1.0, low.sum(1, keepdims=True)), high / np.maximum(1.0, high.sum(1, keepdims=True))
 
 
-def step_time_error(tree: TokenTree, latency: Latency) -> float:
-    """Standard error of log(step time / plain step time), from each size's quartiles and samples; 0 if the profile has none.
+def step_time_error(tree: TokenTree, times: StepTime) -> float:
+    """Standard error of log(step time / plain step time), from each size's quartiles and samples; 0 if the latencies have none.
 
     A normal law's quartiles are 1.349 standard deviations apart, and a median's standard error is 1.2533 times a mean's.
     """
-
-    times = StepTime(latency)
+    latency = times.latency
 
     def variance(curve: str, size: int) -> float:
         known = latency.quartiles.get(curve, {})

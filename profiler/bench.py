@@ -16,8 +16,8 @@ import torch
 from msgspec import structs
 from torch import Tensor, nn
 
-from sequoia_plan.artifacts import ArgumentError, BenchResult, TokenTree, bench_result
-from sequoia_plan.artifacts.bench_result import Contender, Ratio, Shape, Spread
+from sequoia_plan.artifacts import ArgumentError, BenchResult, TokenTree
+from sequoia_plan.artifacts.bench_result import BenchSettings, Contender, Ratio, Shape, Spread
 from sequoia_plan.artifacts.cost import predicted
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.journal import Journal
@@ -142,7 +142,7 @@ def compare(
             promise = structs.replace(promise, interval=tree.plan.interval.predicted_speedup)
         figures[name] = structs.replace(figures[name], predicted=promise)
     return BenchResult(
-        settings=bench_result.Run(sampling.settings(), dtype_name(pair.target.dtype), len(next(iter(runs.values()))), tokens),
+        settings=BenchSettings(sampling.settings(), dtype_name(pair.target.dtype), len(next(iter(runs.values()))), tokens),
         models=pair.facts,
         hardware=fingerprint(pair.target.device),
         contenders=figures,

@@ -15,6 +15,12 @@ from sequoia_plan.artifacts.files import read_bytes, write_atomically
 LARGEST = 1 << 28
 
 
+def journal_of(output: str | Path) -> Path:
+    """Where the journal of the work for `output` is kept: beside it."""
+    path = Path(output)
+    return path.with_name(f".{path.name}.journal")
+
+
 class Journal:
     """Results by name, written after each one, atomically. One process at a time may have a file open.
 

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 from torch import nn
 
-from sequoia_plan.artifacts import ArgumentError, BenchResult, Latency, Plan, Profile, SequoiaPlanError, TokenTree, bench_result, save_tree
-from sequoia_plan.artifacts.bench_result import Prediction, Ratio, Shape
+from sequoia_plan.artifacts import ArgumentError, BenchResult, Latency, Plan, Profile, SequoiaPlanError, TokenTree, save_tree
+from sequoia_plan.artifacts.bench_result import BenchSettings, Prediction, Ratio, Shape
 from sequoia_plan.artifacts.cost import expected_tokens, predicted
 from sequoia_plan.planner import cli, solve
 from sequoia_plan.planner.report.bench_table import finding, print_table, told_apart
@@ -182,7 +182,7 @@ def figures_of(tree, sampling=None, **speedups):
     for name, arm in contenders.items():
         over = {other: speedups.get(name, 1.0) / speedups.get(other, 1.0) for other in arm.speedup}
         contenders[name] = replace(arm, speedup={other: Ratio(ratio, ratio, ratio, ratio - 0.1, ratio + 0.1) for other, ratio in over.items()})
-    settings = bench_result.Run((sampling or Sampling()).settings(), "float32", 1, 4)
+    settings = BenchSettings((sampling or Sampling()).settings(), "float32", 1, 4)
     return BenchResult(settings, {"target": {"name": "<script>alert(1)</script>"}}, {}, contenders, Shape(tree.size, tree.depth))
 
 

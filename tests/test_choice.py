@@ -353,11 +353,11 @@ def test_the_error_of_step_times_is_their_spread():
         quartiles = {name: {n: tuple(np.quantile(x, [0.25, 0.75])) for n, x in curve.items()} for name, curve in samples.items()}
         latency = Latency(**medians, overhead=0.0, context=0, samples=dict.fromkeys((1, 2, 7), rounds), quartiles=quartiles)
         times = StepTime(latency)
-        return np.log(times.step(tree) / times.plain()), step_time_error(tree, latency)
+        return np.log(times.step(tree) / times.plain()), step_time_error(tree, times)
 
     ratios, errors = np.array([measured() for _ in range(1_000)]).T
     assert np.mean(errors) == pytest.approx(np.std(ratios), rel=0.1)
-    assert step_time_error(tree, Latency(**truth, overhead=0.0, context=0)) == 0
+    assert step_time_error(tree, StepTime(Latency(**truth, overhead=0.0, context=0))) == 0
     sure, unsure = (Latency(**truth, overhead=0.0, context=0, samples={7: 5}, quartiles={"target": {7: (0.05 - d, 0.05 + d)}}) for d in (0.0, 0.01))
     wide, narrow = (solve(Profile((0.5, 0.3), 10_000, latency), 7, 4).plan.interval.predicted_speedup for latency in (unsure, sure))
     assert np.ptp(wide) > 2 * np.ptp(narrow)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
-from toys import ToyModel, run_decoder
+from toys import Ids, ToyModel, run_decoder
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, decode
@@ -110,17 +110,7 @@ def test_max_new_tokens_is_exact(budget):
 
 
 def test_streamer_gets_every_token_once():
-    class Streamer:
-        def __init__(self):
-            self.tokens, self.ended = [], False
-
-        def put(self, value):
-            self.tokens += value.flatten().tolist()
-
-        def end(self):
-            self.ended = True
-
-    target, streamer = ToyModel(2), Streamer()
+    target, streamer = ToyModel(2), Ids()
     result = SequoiaDecoder(target, target, TREE).generate(PROMPT, 17, streamer=streamer)
     assert streamer.ended
     assert streamer.tokens == result.sequences[0].tolist()  # the prompt too, as from transformers

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from architectures import resembling, tiny
+from toys import Ids
 from transformers import TextIteratorStreamer
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
@@ -35,19 +36,6 @@ def switching(monkeypatch):
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(before)
-
-
-class Ids:
-    """A streamer that keeps what it gets."""
-
-    def __init__(self):
-        self.tokens, self.ended = [], False
-
-    def put(self, value):
-        self.tokens += value.flatten().tolist()
-
-    def end(self):
-        self.ended = True
 
 
 def by_threads(request):

@@ -88,6 +88,19 @@ class ToyModel(torch.nn.Module):
         return law.reshape(-1)
 
 
+class Ids:
+    """A streamer that keeps what it gets."""
+
+    def __init__(self):
+        self.tokens, self.ended = [], False
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.ended = True
+
+
 def toy_pair(noise=0.7, covered=None, constant=False):
     """A toy target, a draft that resembles it, and what else a pair has; `constant`: one law at every position."""
     target = ToyModel(0, context=512)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
@@ -72,7 +71,7 @@ def generate(
     decoder = SequoiaDecoder(pair.target, pair.draft, tree, tokenizer=pair.tokenizer)
     streamer = None if as_json else TextStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True)
     ids = pair.tokenizer(text)["input_ids"] if raw else encode(pair.tokenizer, messages)
-    result = decoder.generate(ids, max_new_tokens, seed=seed, eos_token_id=pair.end_tokens, streamer=streamer, sampling=sampling, stop_strings=list(stop))
+    result = decoder.generate(ids, max_new_tokens, seed=seed, streamer=streamer, sampling=sampling, stop_strings=list(stop))
     tokens = result.sequences[0, -result.new_tokens :].tolist()
     if as_json:
         print_json(
@@ -141,7 +140,7 @@ def bench(
     from sequoia_plan.planner.solving.baselines import arms
     from sequoia_plan.profiler.bench import compare
     from sequoia_plan.profiler.breakdown import breakdown
-    from sequoia_plan.profiler.journal import discard
+    from sequoia_plan.profiler.journal import discard, journal_of
     from sequoia_plan.profiler.prompts import check_lengths, encode, held_out, held_out_half, load
 
     for path in filter(None, (output, report)):
@@ -157,7 +156,7 @@ def bench(
     if prompts and given:
         check_lengths(prompts, given, pair)
     texts = held_out(pair.tokenizer, limit) if given is None else [encode(pair.tokenizer, prompt) for prompt in held_out_half(given)[:limit]]
-    journal = Path(output).with_name(f".{Path(output).name}.journal") if output else None
+    journal = journal_of(output) if output else None
     with progress("bench", len(texts)) as advance:
         reference = partial(load_pair, target, draft, device, dtype, placement="resident")
         result = compare(pair, reference, tree, trees, sampling, texts, tokens, only, advance, journal=journal)

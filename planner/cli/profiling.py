@@ -63,7 +63,7 @@ def profile(
         return
 
     from sequoia_plan.profiler import measure
-    from sequoia_plan.profiler.journal import discard
+    from sequoia_plan.profiler.journal import discard, journal_of
     from sequoia_plan.profiler.prompts import built_in, check_lengths, load, measuring_half
 
     samplings = [read_sampling(settings), *(read_sampling(settings | _read_setting(text)) for text in also)]
@@ -79,7 +79,7 @@ def profile(
     if prompts and given:
         check_lengths(prompts, given, pair)
     texts = measuring_half(given) if given else built_in()
-    journal = Path(output).with_name(f".{Path(output).name}.journal")
+    journal = journal_of(output)
     with progress("acceptance", len(texts)) as say:
         profiles = measure(
             pair,

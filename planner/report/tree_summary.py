@@ -8,11 +8,9 @@ import numpy as np
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.cost import node_values
-from sequoia_plan.artifacts.plan import Interval, Plan
+from sequoia_plan.artifacts.plan import OPTIMAL, Interval, Plan
 
 MOST_NODES_DRAWN = 40
-OPTIMAL = 1e-9
-"""A gap below this is rounding."""
 
 
 def summarise(tree: TokenTree) -> None:

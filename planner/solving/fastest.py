@@ -8,14 +8,13 @@ import numpy as np
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.cost import Floats, StepTime, expected_tokens
+from sequoia_plan.artifacts.plan import OPTIMAL
 from sequoia_plan.planner.solving import best_first, hull
 from sequoia_plan.planner.solving.branch_and_bound import search
 from sequoia_plan.planner.solving.convolution import isotonic
 from sequoia_plan.planner.solving.frontier import LARGEST_BUDGET, Frontier
 from sequoia_plan.planner.solving.relaxation import Costs, Ints, candidates
 
-OPTIMAL = 1e-9
-"""A tree is called optimal if no other one can be faster by more than this, relative."""
 MOST_WORK = 150_000_000
 """Nodes, and steps of the cost curves, that the search may look at: about a second."""
 CANDIDATES_PER_NODE = 4

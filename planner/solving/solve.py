@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from sequoia_plan.artifacts import ArgumentError, Profile, TokenTree
-from sequoia_plan.artifacts.cost import Floats, StepTime, acceptance_rows, expected_tokens
+from sequoia_plan.artifacts.cost import Floats, StepTime, acceptance_rows, expected_tokens, promise
 from sequoia_plan.artifacts.plan import Interval, Plan, provenance
 from sequoia_plan.artifacts.uncertainty import Z95, ends, step_time_error
 from sequoia_plan.planner.solving.baselines import baseline as baseline_tree
@@ -96,11 +96,8 @@ def solve(
         tree, bound = _choose(rows, budget, objective, name, times)
         name = "branch and bound" if bound is not None else name
 
-    tokens = expected_tokens(tree, acceptance)
-    step = times.step(tree) if times else None
-    known = times is not None and step is not None and bool(np.isfinite(step))
-    upper = None if baseline else check(tree, acceptance, depth, branching, tokens if objective == "tokens" else None).upper_bound
-    speedup = tokens * times.plain() / step if known and times and step else None
+    given = promise(tree, acceptance, times)
+    upper = None if baseline else check(tree, acceptance, depth, branching, given.expected_tokens if objective == "tokens" else None).upper_bound
     interval = None
     if measured and measured.trials and not smooth and not baseline and tree.size > 1:
 
@@ -110,7 +107,7 @@ def solve(
             slower = times.step(tree) / times.step(best) if times and objective != "tokens" else 1.0
             return max(0.0, 1 - expected_tokens(tree, vectors) / expected_tokens(best, vectors) / slower)
 
-        interval = _interval(tree, measured, np.atleast_2d(np.asarray(acceptance, float)), speedup, times, lost)
+        interval = _interval(tree, measured, np.atleast_2d(np.asarray(acceptance, float)), given.predicted_speedup, times, lost)
     plan = replace(
         provenance(measured),
         acceptance=tuple(tuple(row) if isinstance(row, Sequence) else row for row in acceptance),
@@ -119,12 +116,10 @@ def solve(
         branching=branching,
         objective=objective,
         solver=name,
-        expected_tokens=tokens,
         upper_bound=upper,
-        step_seconds=step if known else None,
-        predicted_speedup=speedup,
         speedup_bound=bound,
         interval=interval,
+        **given._asdict(),
     )
     return Solution(TokenTree(tree.parents, plan), time.perf_counter() - started)
 
@@ -160,7 +155,7 @@ def _interval(
     now = expected_tokens(tree, acceptance)
     sped: tuple[float, float] | None = None
     if speedup is not None and times is not None:
-        clock = Z95 * step_time_error(tree, times.latency)
+        clock = Z95 * step_time_error(tree, times)
         low_end, high_end = (speedup * math.exp(sign * math.hypot(math.log(end / now), clock)) for sign, end in zip((-1, 1), tokens, strict=True))
         sped = low_end, high_end
     low, high = vectors
