@@ -119,8 +119,17 @@ class StepTime:
         """The largest tree a step time is known for."""
         return max(self.latency.target)
 
+    @property
+    def least(self) -> float:
+        """No step is shorter: a streamed target's weights must arrive. 0 if all weights are in memory."""
+        return self.latency.stream.seconds if self.latency.stream else 0.0
+
     def step(self, tree: TokenTree) -> float:
-        """One step with `tree`: every draft pass at its width, the target's pass, verification, and what is beyond them."""
+        """One step with `tree`. A streamed target's weights arrive while the step's own work is done: the longer of the two counts."""
+        return max(self.least, self.work(tree))
+
+    def work(self, tree: TokenTree) -> float:
+        """What a step with `tree` does: every draft pass at its width, the target's pass, verification, and what is beyond them."""
         passes = self.drafts(np.array(self.drafting.widths(tree.parents_by_level), int))
         return math.fsum([self.target(tree.size), *passes, self.verification(tree), self.latency.overhead])
 
@@ -140,11 +149,30 @@ class StepTime:
         if known is not None:
             fewest = depth - 1 if known.rounds == "level" else min(depth - 1, 1)
             judged = known.base + known.by_round * fewest + known.by_parent * (depth - 1) + known.by_child * (sizes - 1)
-        return self.targets(sizes) + narrow + judged + self.latency.overhead
+        return np.maximum(self.least, self.targets(sizes) + narrow + judged + self.latency.overhead)
 
     def plain(self) -> float:
         """Seconds a token without speculation, by the same engine."""
         return self.step(TokenTree.chain(1))
+
+
+class Memory(NamedTuple):
+    """What more memory for a streamed target's layers is worth: `bytes` more, and by how many seconds a step could be shorter at most."""
+
+    bytes: float
+    seconds: float
+
+
+def worth_of_memory(plan: Plan) -> Memory | None:
+    """What a further GB, or a tenth of the streamed bytes if that is less, is worth: bytes that stay in memory need not arrive in each pass.
+
+    A step that then waits for something else gains less. None if nothing is streamed.
+    """
+    stream = plan.latency.stream if plan.latency else None
+    if stream is None:
+        return None
+    more = min(1e9, stream.bytes / 10)
+    return Memory(more, stream.seconds * more / stream.bytes)
 
 
 def rounds(tree: TokenTree, order: str) -> int:

@@ -19,6 +19,7 @@ TABLES: dict[str, tuple[type[Artifact], str]] = {
     "acceptance.levels[]": (profile.LevelCounts, "acceptance.levels[]"),
     "latency": (profile.Latency, "latency"),
     "latency.verification": (profile.Verification, "latency.verification"),
+    "latency.stream": (profile.Stream, "latency.stream"),
     "drafting": (Drafting, "drafting"),
     "bench": (bench_result.BenchResult, ""),
     "bench.settings": (bench_result.BenchSettings, "settings"),

@@ -66,7 +66,7 @@ class Plan(Artifact, frozen=True, kw_only=True):
     drafting: Annotated[Drafting, field("as in the profile")] = LANGUAGE_MODEL
     latency: Annotated[
         Latency | None,
-        field("the latencies used: `context`, `overhead`, `verification` as in the profile, `target` and `draft` as lists of [tokens, seconds]"),
+        field("the latencies used: `context`, `overhead`, `verification`, `stream` as in the profile, `target` and `draft` as lists of [tokens, seconds]"),
     ] = None
     profile_sha256: Annotated[
         Annotated[str, Meta(pattern="^[0-9a-f]{64}$", title="64 hexadecimal digits")] | None, field("SHA-256 of the profile's text as `sequoia-plan` writes it")

@@ -70,17 +70,26 @@ class Verification(Artifact, frozen=True):
     ] = "tree"
 
 
+class Stream(Artifact, frozen=True):
+    """What a target that is streamed in every pass waits for."""
+
+    PREFIX: ClassVar[str] = "latency.stream"
+
+    seconds: Annotated[Seconds, field("a pass right after another one: no step is shorter, because its weights must arrive")]
+    bytes: Annotated[Size, field("read in every pass")]
+
+
 class Latency(Artifact, frozen=True):
     """Median seconds on this machine."""
 
     PREFIX: ClassVar[str] = "latency"
-    ORDER: ClassVar[tuple[str, ...]] = ("context", "overhead", "target", "draft", "verification", "samples", "quartiles", "out_of_memory")
+    ORDER: ClassVar[tuple[str, ...]] = ("context", "overhead", "target", "draft", "verification", "stream", "samples", "quartiles", "out_of_memory")
 
     target: Annotated[
         Curve,
         field(
             "nodes: median seconds of the target's pass over them; 1 must be there. Without `verification`, verification and KV compaction "
-            "of a tree of that size are included"
+            "of a tree of that size are included. With `stream`, a pass after a pause in which the ring of layers has filled"
         ),
     ]
     draft: Annotated[Curve, field("nodes: median seconds of one draft pass and the drawing of its children")]
@@ -95,6 +104,7 @@ class Latency(Artifact, frozen=True):
     ] = {}
     out_of_memory: Annotated[Size | None, field("the smallest size there was no memory for")] = None
     verification: Annotated[Verification | None, field("what judging a tree and keeping what is accepted takes, for any tree")] = None
+    stream: Annotated[Stream | None, field("what streaming the target's weights takes; missing if they are all in memory")] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

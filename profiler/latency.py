@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sequoia_plan.artifacts import Latency, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import Latency, SequoiaPlanError, Stream, TokenTree
 from sequoia_plan.profiler.verification import ShapeTimer, bushy, fit, order_of_rounds, shapes
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 
@@ -64,6 +64,7 @@ class LatencyMeter:
         self.timers: list[SizeTimer] = []
         self.shapes: list[ShapeTimer] = []
         self.shape_samples: list[list[float]] = []
+        self.stream_samples: list[float] = []
         self.too_large: int | None = None
         self.rounds, self.seconds = 0, 0.0
 
@@ -87,9 +88,11 @@ class LatencyMeter:
                 break
             self.timers.append(timer)
             self.on_size(size, timer.target())
-            if timer.target() > most_tokens * self.timers[0].target():
+            if size == 1:
+                self._time_stream()
+            plain = max([self.timers[0].target(), *self.stream_samples])
+            if timer.target() > most_tokens * plain:
                 break
-        plain = self.timers[0].target()
         for timer in self.timers:
             timer.every = min(RAREST, max(1, int(timer.target() / plain)))
             timer.forget()
@@ -99,7 +102,7 @@ class LatencyMeter:
             judged.prefill(self.prompt, tree.depth, seed=0)
             self.shapes.append(ShapeTimer(judged, self.sampling))
         self._time_shapes()  # warm
-        self.shape_samples = []
+        self.shape_samples, self.stream_samples = [], []
 
     @torch.inference_mode()
     def round(self) -> None:
@@ -111,6 +114,7 @@ class LatencyMeter:
             else:
                 timer.skip()
         self._time_shapes()
+        self._time_stream()
         self.rounds += 1
         self.seconds += time.perf_counter() - started
 
@@ -118,6 +122,7 @@ class LatencyMeter:
         """Further rounds until they took about `seconds` in all, five at least; what was found."""
         while self.rounds < LEAST_ROUNDS or (self.rounds < MOST_ROUNDS and self.seconds < seconds):
             self.round()
+        stream = self.decoder.target.stream
         curves, sizes = ("target", "draft"), [timer.size for timer in self.timers]
 
         def by_size(times: NDArray[np.float64]) -> dict[str, dict[int, float]]:
@@ -133,8 +138,16 @@ class LatencyMeter:
             samples={timer.size: -(-self.rounds // timer.every) for timer in self.timers},
             quartiles={name: {size: (low[name][size], high[name][size]) for size in sizes} for name in curves},
             out_of_memory=self.too_large,
+            stream=Stream(_rounded(statistics.median(self.stream_samples)), stream.bytes) if stream else None,
             verification=fit([shape.decoder.tree for shape in self.shapes], judged.tolist(), order_of_rounds(self.sampling)),
         )
+
+    def _time_stream(self) -> None:
+        """One sample of a streamed target's pass right after another one."""
+        if self.decoder.target.stream:
+            first = self.timers[0]
+            first.decoder.run_target(first.extent)
+            self.stream_samples.append(timed(self.decoder.device, lambda: first.decoder.run_target(first.extent))[1])
 
     def _time_shapes(self) -> None:
         """One sample of each shape."""
@@ -199,6 +212,8 @@ class SizeTimer:
 
     def run(self) -> None:
         """One sample of each part."""
+        if stream := self.decoder.target.stream:
+            stream.fill()  # as after drafting
         self._timed("target", lambda: self.decoder.run_target(self.extent))
         self._timed("draft", self.draft_pass)
         if self.size <= REST_UP_TO:

@@ -18,7 +18,7 @@ from sequoia_plan.runtime.capture import Graphs, capturable, on_one_cuda_device,
 from sequoia_plan.runtime.draft.drafter import Drafter, Growth, Pass, grow
 from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
 from sequoia_plan.runtime.generation import Ending, Generation, end_tokens, read_prompt, stop_criteria
-from sequoia_plan.runtime.models.forward import TreeModel
+from sequoia_plan.runtime.models.forward import TreeModel, execution_device
 from sequoia_plan.runtime.models.parallel import shared_seed
 from sequoia_plan.runtime.models.probe import probe
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary
@@ -64,11 +64,11 @@ class SequoiaDecoder:
     """
 
     def __init__(self, target: Any, draft: Any, tree: TokenTree, *, tokenizer: Any = None, draft_tokenizer: Any = None, captured: bool | None = None) -> None:
-        self.device, self.tokenizer = target.device, tokenizer
+        self.device, self.tokenizer = execution_device(target), tokenizer
         self.drafter: Drafter | None = None
         if draft is not None and tree.size > 1:
-            if draft.device != target.device:
-                raise SequoiaPlanError(f"draft: on {draft.device}, the target takes its input on {target.device}; move the draft there")
+            if execution_device(draft) != self.device:
+                raise SequoiaPlanError(f"draft: on {execution_device(draft)}, the target takes its input on {self.device}; move the draft there")
             self.drafter = LanguageModelDrafter(draft, *shared_vocabulary(target, draft, tokenizer, draft_tokenizer))
         self.target = TreeModel(target, probe(target))
         self.context = self.target.context
@@ -288,6 +288,7 @@ class SequoiaDecoder:
         Args:
             extent: slots attention looks at, at least length + size.
         """
+        self.target.prefetch()
         growth = self.grow(extent, sampling)
         logits = self.read(extent)
         accepted = self.judge(logits, growth, sampling)

@@ -12,11 +12,14 @@ from sequoia_plan.artifacts import ArgumentError
 from sequoia_plan.runtime.draft.file import DEFAULT_DRAFT, load_draft
 from sequoia_plan.runtime.generation import end_tokens
 from sequoia_plan.runtime.models.load import dtype_name, load_model, model_facts, resolve_dtype
+from sequoia_plan.runtime.models.offload import Offloaded, as_bytes, cache_bytes, own_bytes, split_memory
 from sequoia_plan.runtime.models.repack import can_repack, repack
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary, vocabulary_size
 
 PLACEMENTS = ("resident", "repacked")
-"""Where weights are: in memory as transformers loads them, or in memory with linear layers repacked for the processor."""
+"""Where weights in memory are: as transformers loads them, or with linear layers repacked for the processor."""
+LINKS = ("host", "disk")
+"""From where the layers of a target that does not fit are streamed: from the host's memory to a CUDA device, or from a file."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Pair:
 
     Args:
         facts: name, digest, dtype, parameters and placement of both models, for profiles and trees.
-        placement: where the weights are: one of `PLACEMENTS`.
+        placement: where the weights are: one of `PLACEMENTS`, or "streamed from LINK".
     """
 
     target: Any
@@ -40,7 +43,15 @@ class Pair:
         return sorted(end_tokens(None, self.target, self.tokenizer))
 
 
-def load_pair(target: str | None = None, draft: str | None = None, device: str = "cpu", dtype: str = "auto", placement: str = "auto") -> Pair:
+def load_pair(
+    target: str | None = None,
+    draft: str | None = None,
+    device: str = "cpu",
+    dtype: str = "auto",
+    placement: str = "auto",
+    offload: str | None = None,
+    memory: str | int | None = None,
+) -> Pair:
     """Load a target and a draft that share a vocabulary.
 
     Args:
@@ -48,35 +59,61 @@ def load_pair(target: str | None = None, draft: str | None = None, device: str =
         draft: the same, or a draft .safetensors file made for the target; None for the embedded draft.
         device: "cpu" or "cuda".
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the processor computes in it, else float32.
-        placement: one of `PLACEMENTS`, or "auto": "repacked" where the processor has kernels for it, else "resident".
+        placement: one of `PLACEMENTS`, or "auto": "repacked" where the processor has kernels for it, else "resident". The layers of an
+            offloaded target are never repacked.
+        offload: one of `LINKS`: the target's layers that do not fit into `memory` are streamed from there in every pass.
+        memory: what the target's weights, both KV caches and the draft may take on the device, as "300MB", "24GB" or bytes; None for
+            what is free. See `runtime.models.offload.Split`.
 
     Raises:
-        SequoiaPlanError: if a model cannot be found or loaded, or the vocabularies differ.
+        SequoiaPlanError: if a model cannot be found or loaded, the vocabularies differ, or the memory does not suffice.
     """
     if placement not in ("auto", *PLACEMENTS):
         raise ArgumentError(f"placement: found {placement!r}, expected auto, {', '.join(PLACEMENTS)}")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ArgumentError("device cuda: PyTorch finds no CUDA device; use --device cpu or a CUDA build of torch")
+    if offload not in (None, *LINKS):
+        raise ArgumentError(f"offload: found {offload!r}, expected {' or '.join(LINKS)}")
+    if offload == "host" and not device.startswith("cuda"):
+        raise ArgumentError("offload host: the target would be streamed from the host's memory to a CUDA device, found --device cpu; use --offload disk")
+    if memory is not None and offload is None:
+        raise ArgumentError(f"memory {memory}: found without a link to stream from; add --offload {' or '.join(LINKS)}")
     torch_dtype = resolve_dtype(dtype, device)
     if placement == "auto":
         placement = "repacked" if can_repack(torch_dtype, device) else "resident"
     elif placement == "repacked" and not can_repack(torch_dtype, device):
         raise ArgumentError(f"placement repacked: no kernels for {dtype_name(torch_dtype)} on {device}; use resident")
-    model, tokenizer, target_name = load_model(target, device, torch_dtype)
     if draft is None and target is not None:
         raise ArgumentError(f"target {target}: name a draft for it with --draft (the embedded draft serves only the embedded target)")
-    source = str(DEFAULT_DRAFT) if draft is None else draft
-    if source.endswith(".safetensors"):
-        draft_model, draft_name = load_draft(source, model).to(device), Path(source).stem
+    offloaded = Offloaded(target, device, torch_dtype) if offload else None
+    if offloaded:
+        model, tokenizer, target_name, heads = offloaded.model, offloaded.tokenizer, offloaded.name, offloaded.heads()
     else:
-        draft_model, draft_tokenizer, draft_name = load_model(source, device, torch_dtype)
-        shared, covered = shared_vocabulary(model, draft_model, tokenizer, draft_tokenizer)
-        if vocabulary_size(draft_model) != vocabulary_size(model):  # the decoder sees no tokenizers
-            draft_model.covered_tokens = torch.arange(shared, device=draft_model.device) if covered is None else covered
+        (model, tokenizer, target_name), heads = load_model(target, device, torch_dtype), None
+    draft_model, draft_name = _load_draft(draft, model, tokenizer, device, torch_dtype)
     facts = {
-        "target": model_facts(target_name, model) | {"placement": placement},
+        "target": model_facts(target_name, model, heads) | {"placement": placement},
         "draft": model_facts(draft_name, draft_model) | {"placement": placement},
     }
+    if offloaded and offload:
+        caches = cache_bytes(model) + cache_bytes(draft_model)
+        split = split_memory(as_bytes(memory, offloaded.device), offloaded.outside, own_bytes(draft_model, model), caches, offloaded.sizes())
+        offloaded.place(split, offload)
+        facts["target"] |= split.facts(offload, len(offloaded.layers))
     if placement == "repacked":
-        model, draft_model = repack(model), repack(draft_model)
-    return Pair(model, draft_model, tokenizer, facts, placement)
+        draft_model = repack(draft_model)
+        if not offloaded:
+            model = repack(model)
+    return Pair(model, draft_model, tokenizer, facts, placement if not offloaded else f"streamed from {offload}")
+
+
+def _load_draft(draft: str | None, target: Any, tokenizer: Any, device: str, dtype: torch.dtype) -> tuple[Any, str]:
+    """A draft that fits the target, and its name."""
+    source = str(DEFAULT_DRAFT) if draft is None else draft
+    if source.endswith(".safetensors"):
+        return load_draft(source, target).to(device), Path(source).stem
+    model, draft_tokenizer, name = load_model(source, device, dtype)
+    shared, covered = shared_vocabulary(target, model, tokenizer, draft_tokenizer)
+    if vocabulary_size(model) != vocabulary_size(target):  # the decoder sees no tokenizers
+        model.covered_tokens = torch.arange(shared, device=model.device) if covered is None else covered
+    return model, name

@@ -13,7 +13,7 @@ from sequoia_plan.planner.cli.decoding import bench, generate
 from sequoia_plan.planner.cli.profiling import profile
 from sequoia_plan.planner.cli.trees import export_command, import_command, show, solve
 
-EXTRAS = {"torch": "runtime", "transformers": "runtime", "accelerate": "gguf", "gguf": "gguf", "matplotlib": "plot"}
+EXTRAS = {"torch": "runtime", "transformers": "runtime", "accelerate": "offload", "psutil": "offload", "gguf": "gguf", "matplotlib": "plot"}
 """Which extra of this package brings what a command may lack."""
 
 

@@ -34,6 +34,8 @@ def generate(
     draft: str | None,
     device: str | None,
     dtype: str,
+    offload: str | None,
+    memory: str | None,
     prompt: str | None,
     system: str | None,
     chat: str | None,
@@ -57,7 +59,7 @@ def generate(
     messages = _read_chat(chat) if chat else [{"role": "user", "content": text}]
     if system:
         messages = [{"role": "system", "content": system}, *messages]
-    pair = load_pair(target, draft, device, dtype)
+    pair = load_pair(target, draft, device, dtype, offload, memory)
     warn_if_foreign(tree.plan, pair)
     measured = tree.plan.settings.get("verifier", sampling.verifier)
     if measured != sampling.verifier and not sampling.greedy:
@@ -120,6 +122,8 @@ def bench(
     draft: str | None,
     device: str | None,
     dtype: str,
+    offload: str | None,
+    memory: str | None,
     prompts: str | None,
     limit: int,
     tokens: int,
@@ -151,7 +155,7 @@ def bench(
     sampling = read_sampling(settings, tree.plan.settings)
     earlier = [BenchResult.load(path) for path in others]
     trees = arms(tree, sampling.verifier)
-    pair = load_pair(target, draft, device, dtype)
+    pair = load_pair(target, draft, device, dtype, offload, memory)
     warn_if_foreign(tree.plan, pair)
     if prompts and given:
         check_lengths(prompts, given, pair)

@@ -35,6 +35,8 @@ def profile(
     draft: str | None,
     device: str | None,
     dtype: str,
+    offload: str | None,
+    memory: str | None,
     also: tuple[str, ...],
     prompts: str | None,
     tokens: int,
@@ -75,7 +77,7 @@ def profile(
         refuse_to_replace(path, prompts)
         check_writable(path)
     given = load(prompts) if prompts else None
-    pair = load_pair(target, draft, device, dtype)
+    pair = load_pair(target, draft, device, dtype, offload, memory)
     if prompts and given:
         check_lengths(prompts, given, pair)
     texts = measuring_half(given) if given else built_in()
@@ -121,6 +123,12 @@ def _report(profiles: dict[str, Profile], as_json: bool) -> None:
         click.echo(f"target      {curve(latency.target)}")
         click.echo(f"draft       {curve(latency.draft)}")
         click.echo(f"overhead    {latency.overhead * 1000:.2f} ms a step")
+        placed = next(iter(profiles.values())).models.get("target", {})
+        if latency.stream and "streamed_bytes" in placed:
+            click.echo(
+                f"streamed    {placed['streamed_bytes'] / 1e6:.0f} MB a pass in {latency.stream.seconds * 1000:.0f} ms; "
+                f"{placed['resident_layers']} of {placed['layers']} layers, and {placed['resident_bytes'] / 1e6:.0f} MB in all, stay in memory"
+            )
 
 
 def _read_setting(text: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.artifacts.cost import node_values
+from sequoia_plan.artifacts.cost import node_values, worth_of_memory
 from sequoia_plan.artifacts.plan import OPTIMAL, Interval, Plan
 
 MOST_NODES_DRAWN = 40
@@ -47,6 +47,8 @@ def promises(plan: Plan) -> Iterator[str]:
     if plan.predicted_speedup is not None and plan.step_seconds is not None:
         speed = f"{plan.predicted_speedup:.3f}x over plain decoding{_ends(interval.predicted_speedup)}"
         yield f"predicted speed-up      {speed}, {plan.step_seconds * 1000:.1f} ms a step"
+    if more := worth_of_memory(plan):
+        yield f"more memory             {more.bytes / 1e6:.0f} MB more of layers in memory would make a step up to {more.seconds * 1000:.1f} ms shorter"
     if plan.gap is not None:
         faster = "faster" if plan.gap < OPTIMAL else f"more than {plan.gap / (1 - plan.gap):.2%} faster"
         yield f"proven                  by these measurements, no tree within the limits is {faster}"

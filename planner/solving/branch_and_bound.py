@@ -13,9 +13,11 @@ import numba
 import numpy as np
 
 from sequoia_plan.planner.solving.best_first import grow, pop, push
-from sequoia_plan.planner.solving.relaxation import Box, Ints, Use, certain_rounds, curve, improve, surplus
+from sequoia_plan.planner.solving.relaxation import Box, Ints, Use, certain_rounds, curve, improve, shared, surplus
 
 FIRST_STEPS, STEPS = 200, 12
+SHARES = 6
+"""Shares that are tried where a step's least time may be the longer one, see relaxation.py."""
 MOST_BOXES = 20_000
 CLOSED = 1e-10
 """A box is closed when nothing in it is faster than the best tree known by more than this, relative."""
@@ -48,34 +50,56 @@ def fastest_part(parents, levels, rows, costs):  # type: ignore[no-untyped-def]
         if children[above] > most[of]:
             most[of] += 1
             rounds += 1
-        rate = tokens / (costs.target[node + 1] + drafts + costs.by_round * rounds + costs.constant)
+        rate = tokens / max(costs.least, costs.target[node + 1] + drafts + costs.by_round * rounds + costs.constant)
         if rate > best:
             best, size = rate, node + 1
     return best, size
 
 
 @numba.njit(cache=True)
-def relaxed_rate(costs, use, tokens):  # type: ignore[no-untyped-def]
-    """Tokens a second of the tree behind a bound; 0 if it is too large or too wide to know."""
+def relaxed_work(costs, use):  # type: ignore[no-untyped-def]
+    """Seconds of work of a step with the tree behind a bound; inf if it is too large or too wide to know."""
     if use.used[0] >= len(costs.target):
-        return 0.0
+        return np.inf
     seconds = costs.target[use.used[0]] + costs.constant
     for ranks in use.ranks:
         seconds += costs.by_round * (ranks - 1)
     for r in range(1, len(use.used)):
         if use.used[r] > costs.draft_ends[-1]:
-            return 0.0
+            return np.inf
         seconds += costs.draft[use.used[r]]
-    return tokens / seconds
+    return seconds
 
 
 @numba.njit(cache=True)
-def least_seconds(costs, box):  # type: ignore[no-untyped-def]
-    """No step with a tree in the box takes less."""
+def least_work(costs, box):  # type: ignore[no-untyped-def]
+    """No step with a tree in the box works less."""
     seconds = costs.target[box.low[0]] + costs.constant + costs.by_round * certain_rounds(box)
     for r in range(1, len(box.low)):
         seconds += costs.draft[box.low[r]]
     return seconds
+
+
+@numba.njit(cache=True)
+def lower(nodes, costs, box, price, goal, exact, floor, steps, share, use):  # type: ignore[no-untyped-def]
+    """`improve` for steps of at least `costs.least`: the bound on F - goal * step, its tokens, and the share that it was found at.
+
+    The work of the tree behind a bound says which way a better share lies.
+    """
+    if least_work(costs, box) >= costs.least:
+        return *improve(nodes, costs, box, price, goal, exact, floor, steps, use), 0.0
+    low, high = 0.0, 1.0
+    excess, tokens = improve(nodes, shared(costs, share), box, price, goal * (1 - share), exact, floor, steps, use)
+    for _ in range(SHARES):
+        if excess <= 0:
+            break
+        if relaxed_work(costs, use) < costs.least:
+            low = share
+        else:
+            high = share
+        share = (low + high) / 2
+        excess, tokens = improve(nodes, shared(costs, share), box, price, goal * (1 - share), exact, floor, STEPS, use)
+    return excess, tokens, share
 
 
 @numba.njit(cache=True)
@@ -192,7 +216,7 @@ def search(nodes, order, rows, costs, floor, exact, rate, most_work):  # type: i
     room = min(MOST_BOXES, 2 + 4_000_000 // resources)
     shape = (room, resources)
     boxes = Box(np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.ones((room, of_ranks), np.int64), np.full((room, of_ranks), branching))
-    prices, open_boxes = np.zeros(shape), np.empty((room + 1, 3))
+    prices, shares, open_boxes = np.zeros(shape), np.zeros(room), np.empty((room + 1, 3))
     integers, ranks = np.zeros(resources, np.int64), np.zeros(of_ranks, np.int64)
     use = Use(integers, integers.copy(), ranks, np.zeros(of_ranks), np.empty(len(nodes.value), np.int64))
     widths, most_ranks = np.ones(resources, np.int64), np.ones(resources, np.int64)
@@ -216,16 +240,17 @@ def search(nodes, order, rows, costs, floor, exact, rate, most_work):  # type: i
         waiting -= 1
         box, price = Box(boxes.low[b], boxes.high[b], boxes.least_ranks[b], boxes.most_ranks[b]), prices[b]
         goal, steps = rate * (1 + CLOSED), FIRST_STEPS if b == 0 else STEPS
-        excess, tokens = improve(nodes, costs, box, price, goal, exact, floor, steps, use)
+        excess, tokens, share = lower(nodes, costs, box, price, goal, exact, floor, steps, shares[b], use)
         work += steps * (len(nodes.value) + resources * len(costs.draft_ends)) + 10 * size
         if excess <= 0:
             continue
-        bound = min(bound, goal + excess / least_seconds(costs, box))
-        reached = relaxed_rate(costs, use, tokens)
+        bound = min(bound, goal + excess / max(costs.least, least_work(costs, box)))
+        reached = tokens / max(costs.least, relaxed_work(costs, use))
         if reached > rate:
             rate, best = reached, use.parents[: use.used[0]].copy()
-        tighten(costs, box, price, goal, use.paid, excess)
-        which, where = choose_cut(costs, box, price, goal, use, exact)
+        charged = goal * (1 - share)
+        tighten(costs, box, price, charged, use.paid, excess)
+        which, where = choose_cut(costs, box, price, charged, use, exact)
         limits(costs, box, use, which < 0, widths, most_ranks)
         grown, _, levels = grow(order, size, widths, most_ranks)
         reached, nodes_of_it = fastest_part(grown, levels, rows, costs)
@@ -236,14 +261,14 @@ def search(nodes, order, rows, costs, floor, exact, rate, most_work):  # type: i
         if which >= 0:
             split(boxes, b, made, which, where)
             for part in (made, made + 1):
-                prices[part] = price
+                prices[part], shares[part] = price, share
                 push(open_boxes, waiting, bound, float(part), 0.0)
                 waiting += 1
             made += 2
         elif not exact:  # growth need not find the best tree here: the bound stays, as small as it can be made
             goal = rate * (1 + CLOSED)
             steps = max(steps, FIRST_STEPS)
-            excess, _ = improve(nodes, costs, box, price, goal, exact, floor, steps, use)
+            excess, _, _ = lower(nodes, costs, box, price, goal, exact, floor, steps, share, use)
             work += steps * len(nodes.value)
-            unsettled = max(unsettled, min(bound, goal + max(0.0, excess) / least_seconds(costs, box)))
+            unsettled = max(unsettled, min(bound, goal + max(0.0, excess) / max(costs.least, least_work(costs, box))))
     return Found(best, rate, max(rate * (1 + CLOSED), unsettled))

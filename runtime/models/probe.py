@@ -51,6 +51,8 @@ def probe(model: Any) -> Layout:
     try:
         with torch.compiler.set_stance("force_eager"):  # these shapes never come again
             error, cache = _error(trial)
+    except SequoiaPlanError:
+        raise
     except Exception as failure:  # whatever foreign code does with a mask it does not expect
         raise SequoiaPlanError(f"{kind}: cannot decode with a token tree, reading one fails ({type(failure).__name__}: {_short(failure)})") from failure
     if error != error:
@@ -67,7 +69,7 @@ def probe(model: Any) -> Layout:
 
 def _error(trial: TreeModel) -> tuple[float, TreeCache]:
     """The mean over the tree's nodes of |tree - path| / |path|, logits centred: a softmax does not see their mean. And the cache used."""
-    device = trial.model.device
+    device = trial.device
     vocabulary = int(text_config(trial.model).vocab_size)
     chosen = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(0))[: PREFIX + TREE.size]
     chosen = chosen.repeat(PREFIX + TREE.size)[: PREFIX + TREE.size].to(device)

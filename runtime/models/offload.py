@@ -1,0 +1,313 @@
+"""A target that does not fit: what of it stays in memory, and what is streamed in every pass."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
+from sequoia_plan.runtime.models.forward import text_config
+from sequoia_plan.runtime.models.host_stream import stream_from_host
+from sequoia_plan.runtime.models.load import cache_folder, dtype_name, first_line, local_folder, name_of
+from sequoia_plan.runtime.models.stream import set_parameters, stream_layers
+from sequoia_plan.runtime.models.weight_file import Block, WeightFile, alone, write_weights
+
+SLOTS = 3
+"""Layers in the ring. More of them gain nothing over as many resident layers, which take the same memory and are never read again."""
+KV_TOKENS = 2048
+"""The memory budget holds KV caches of so many tokens, or of the model's context if that is shorter."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """What the memory holds, in bytes.
+
+    Args:
+        memory: the budget.
+        outside: embeddings, head, and whatever else is not in a layer.
+        draft: the draft's own weights.
+        cache: both models' KV caches of `KV_TOKENS` tokens.
+        slots: the ring.
+        resident: the layers that stay, by number; the others are streamed.
+        resident_bytes, streamed_bytes: of their weights.
+    """
+
+    memory: int
+    outside: int
+    draft: int
+    cache: int
+    slots: int
+    resident: tuple[int, ...]
+    resident_bytes: int
+    streamed_bytes: int
+
+    def facts(self, link: str, layers: int) -> dict[str, Any]:
+        """As profiles and trees record it."""
+        return {
+            "placement": f"streamed from {link}",
+            "memory": self.memory,
+            "resident_layers": len(self.resident),
+            "layers": layers,
+            "resident_bytes": self.outside + self.resident_bytes,
+            "streamed_bytes": self.streamed_bytes,
+        }
+
+
+def split_memory(memory: int, outside: int, draft: int, cache: int, layers: list[int]) -> Split:
+    """As many resident layers as fit, spread evenly, so that reading goes on while they compute.
+
+    Args:
+        layers: each layer's bytes.
+
+    Raises:
+        SequoiaPlanError: if not even the ring fits.
+    """
+    largest = max(layers)
+    fixed = outside + draft + cache
+    if fixed + sum(layers) <= memory:
+        return Split(memory, outside, draft, cache, 0, tuple(range(len(layers))), sum(layers), 0)
+    slots = SLOTS * largest
+    room = memory - fixed - slots
+    if room < 0:
+        raise SequoiaPlanError(
+            f"memory: found {shown(memory)}, expected at least {shown(fixed + slots)}: {shown(outside)} for embeddings and head, {shown(draft)} for the draft, "
+            f"{shown(cache)} for KV caches, {shown(slots)} for {SLOTS} layers at a time"
+        )
+    count = min(room // largest, len(layers) - 1)
+    resident = tuple(int((place + 0.5) * len(layers) / count) for place in range(count))
+    kept = sum(layers[layer] for layer in resident)
+    return Split(memory, outside, draft, cache, slots, resident, kept, sum(layers) - kept)
+
+
+class Offloaded:
+    """A target whose layers are still in a file; what is outside of them is in memory. `place` puts the layers where they belong.
+
+    Args:
+        source: folder, hub ID or .gguf file; None for the embedded target.
+        device: where passes are computed.
+
+    Raises:
+        SequoiaPlanError: if the model cannot be loaded layer by layer, or its weights cannot be written into a file.
+    """
+
+    def __init__(self, source: str | None, device: str, dtype: torch.dtype) -> None:
+        folder = Path(local_folder(source))
+        self.name = name_of(source)
+        try:
+            config = AutoConfig.from_pretrained(folder)
+            self.tokenizer = AutoTokenizer.from_pretrained(folder)
+            with _on_meta():
+                self.model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+            if (folder / "generation_config.json").is_file():
+                self.model.generation_config = GenerationConfig.from_pretrained(folder)
+        except Exception as error:  # whatever foreign code does with a folder it does not expect
+            raise SequoiaPlanError(f"{folder}: cannot be loaded as a causal language model ({first_line(error)})") from error
+        self.model.tie_weights()
+        self.device = torch.device(device)
+        self.prefix, layers = _layers(self.model)
+        self.layers = list(layers)
+        self.file = self._open(folder, dtype)
+        outside = {name: tensor.to(self.device) for name, tensor in self.file.load(self.file.blocks[0]).items()}
+        set_parameters(self.model, outside)
+        self.model.tie_weights()
+        self.outside = self.file.blocks[0].size
+
+    def layer(self, number: int) -> dict[str, Tensor]:
+        """The tensors of one layer, read from the file, by their names in the layer."""
+        return self.file.load(self._own_names(number))
+
+    def place(self, split: Split, link: str) -> None:
+        """Load the resident layers, and stream the others."""
+        for number in split.resident:
+            set_parameters(self.layers[number], {name: tensor.to(self.device) for name, tensor in self.layer(number).items()})
+        streamed = [number for number in range(len(self.layers)) if number not in split.resident]
+        if not streamed:
+            self.file.close()
+            return
+        blocks = {self.layers[number]: self._own_names(number) for number in streamed}
+        stream = stream_from_host if link == "host" else stream_layers
+        stream(self.model, self.file, blocks, SLOTS, self.device)
+
+    def sizes(self) -> list[int]:
+        """Bytes of each layer."""
+        return [block.size for block in self.file.blocks[1:]]
+
+    def heads(self) -> dict[str, Tensor]:
+        """The first 64 numbers of each parameter: what `model_facts` tells weights apart by."""
+        places = {name: (block, place) for block in self.file.blocks for name, place in block.tensors.items()}
+        with open(self.file.path, "rb") as file:
+            found = {}
+            for name, _ in self.model.named_parameters():
+                block, place = places[name]
+                file.seek(block.offset + place.start)
+                count = min(64, torch.Size(place.shape).numel())
+                found[name] = torch.frombuffer(bytearray(file.read(count * place.dtype.itemsize)), dtype=place.dtype)
+        return found
+
+    def _own_names(self, number: int) -> Block:
+        """A layer's block, its tensors by their names in the layer."""
+        block, prefix = self.file.blocks[1 + number], f"{self.prefix}.{number}."
+        return Block(block.offset, block.size, block.checksum, {name.removeprefix(prefix): place for name, place in block.tensors.items()})
+
+    def _open(self, folder: Path, dtype: torch.dtype) -> WeightFile:
+        """The weights in pass order; written on first use, and again once the folder has changed."""
+        layout = self._layout()
+        path = cache_folder() / f"{folder.resolve().name}-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]}-{dtype_name(dtype)}.weights"
+        source = _fingerprint(folder, layout)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with alone(path):
+                if not _is_made_from(path, source):
+                    write_weights(path, layout, _reader(folder, layout, dtype), source)
+        except OSError as error:
+            raise SequoiaPlanError(f"{path}: cannot be written ({error.strerror or error}); set SEQUOIA_PLAN_CACHE to a folder that can") from error
+        return WeightFile(path, source)
+
+    def _layout(self) -> list[dict[str, Tensor]]:
+        """First what is outside the layers, then each layer."""
+        blocks: list[dict[str, Tensor]] = [{} for _ in range(1 + len(self.layers))]
+        for name, parameter in _tensors(self.model).items():
+            rest = name.removeprefix(f"{self.prefix}.")
+            number = int(rest.split(".")[0]) if rest != name else -1
+            blocks[1 + number][name] = parameter
+        return blocks
+
+
+def shown(size: float) -> str:
+    """1500000 -> 1.5 MB"""
+    for unit, bytes_ in (("GB", 1e9), ("MB", 1e6)):
+        if size >= bytes_:
+            return f"{size / bytes_:.3g} {unit}"
+    return f"{size / 1e3:.3g} kB"
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be had on `device`: of the host's memory, what the system and the process's control group leave."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        try:
+            free = min(free, int(Path("/sys/fs/cgroup", limit).read_text()) - int(Path("/sys/fs/cgroup", used).read_text()))
+        except (OSError, ValueError):  # no such group, or no limit
+            continue
+    return free
+
+
+def cache_bytes(model: Any) -> int:
+    """A KV cache of `KV_TOKENS` tokens, or of the model's context."""
+    config = text_config(model)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    tokens = min(KV_TOKENS, getattr(config, "max_position_embeddings", None) or KV_TOKENS)
+    return int(2 * config.num_hidden_layers * heads * width * tokens * model.dtype.itemsize)
+
+
+def own_bytes(model: Any, other: Any) -> int:
+    """Of a model's weights, those that it does not share with another one."""
+    shared = {tensor.data_ptr() for tensor in other.parameters()}
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors if tensor.data_ptr() not in shared)
+
+
+def _on_meta() -> AbstractContextManager[Any]:
+    """Parameters made in here have no memory; buffers do, because a model computes them itself."""
+    from accelerate import init_empty_weights
+
+    return init_empty_weights(include_buffers=False)
+
+
+def _layers(model: Any) -> tuple[str, nn.ModuleList]:
+    """The decoder layers, and their name in the model."""
+    count = text_config(model).num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return name, module
+    raise SequoiaPlanError(f"{model.config.model_type}: no list of {count} layers found in the model; it cannot be streamed layer by layer")
+
+
+def _tensors(model: Any) -> dict[str, Tensor]:
+    """What a checkpoint holds: parameters, tied ones once, and persistent buffers."""
+    found: dict[str, Tensor] = dict(model.named_parameters())
+    saved = model.state_dict()
+    return found | {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def _fingerprint(folder: Path, layout: list[dict[str, Tensor]]) -> str:
+    """What the weights were made from: the folder's files of weights, their sizes and dates, and what the model expects."""
+    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.glob("*.safetensors"))]
+    tensors = [(name, tuple(like.shape), str(like.dtype)) for block in layout for name, like in block.items()]
+    return hashlib.sha256(json.dumps([files, tensors]).encode()).hexdigest()[:16]
+
+
+def _is_made_from(path: Path, source: str) -> bool:
+    if not path.exists():
+        return False
+    try:
+        WeightFile(path, source).close()
+    except SequoiaPlanError:
+        return False
+    return True
+
+
+def _reader(folder: Path, layout: list[dict[str, Tensor]], dtype: torch.dtype) -> Callable[[str], Tensor]:
+    """Reads a tensor by its name in the model.
+
+    Where the folder's safetensors files have the model's own names, one tensor at a time is in memory. Otherwise transformers loads
+    the whole model, as it has to for layouts that it converts.
+    """
+    expected = {name for block in layout for name in block}
+    found: dict[str, str] = {}
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as opened:
+                found |= {name: str(file) for name in opened.keys() if name in expected}  # noqa: SIM118
+    except Exception as error:
+        raise SequoiaPlanError(f"{folder}: its weights cannot be read ({first_line(error)})") from error
+    if found.keys() >= expected:
+
+        def read(name: str) -> Tensor:
+            try:
+                with safe_open(found[name], framework="pt") as opened:
+                    return opened.get_tensor(name)
+            except Exception as error:
+                raise SequoiaPlanError(f"{found[name]}: {name} cannot be read ({first_line(error)})") from error
+
+        return read
+    try:
+        whole = _tensors(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))
+    except Exception as error:
+        raise SequoiaPlanError(f"{folder}: cannot be loaded as a causal language model ({first_line(error)})") from error
+    return lambda name: whole[name].detach()
+
+
+def as_bytes(memory: str | int | None, device: torch.device) -> int:
+    """300MB, 24GB, 1.5GiB or a number of bytes; None for what is free.
+
+    Raises:
+        ArgumentError: for anything else.
+    """
+    if memory is None:
+        return free_memory(device)
+    text = str(memory).strip().lower().removesuffix("b")
+    units = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+    unit = next((unit for unit in sorted(units, key=len, reverse=True) if text.endswith(unit)), "")
+    try:
+        size = float(text.removesuffix(unit)) * units.get(unit, 1)
+    except ValueError:
+        size = -1
+    if not 0 < size < 1 << 60:
+        raise ArgumentError(f"memory: found {memory!r:.40}, expected a size, as 300MB or 24GB")
+    return int(size)
