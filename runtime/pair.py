@@ -83,13 +83,13 @@ def load_pair(
         placement = "repacked" if can_repack(torch_dtype, device) else "resident"
     elif placement == "repacked" and not can_repack(torch_dtype, device):
         raise ArgumentError(f"placement repacked: no kernels for {dtype_name(torch_dtype)} on {device}; use resident")
-    if draft is None and target is not None:
-        raise ArgumentError(f"target {target}: name a draft for it with --draft (the embedded draft serves only the embedded target)")
     offloaded = Offloaded(target, device, torch_dtype) if offload else None
     if offloaded:
         model, tokenizer, target_name, heads = offloaded.model, offloaded.tokenizer, offloaded.name, offloaded.heads()
     else:
         (model, tokenizer, target_name), heads = load_model(target, device, torch_dtype), None
+    if draft is None and target is not None:
+        raise ArgumentError(f"target {target}: name a draft for it with --draft (the embedded draft serves only the embedded target)")
     draft_model, draft_name = _load_draft(draft, model, tokenizer, device, torch_dtype)
     facts = {
         "target": model_facts(target_name, model, heads) | {"placement": placement},

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from strategies import acceptance_vectors, all_trees, trees
 
-from sequoia_plan.artifacts import LANGUAGE_MODEL, Drafting, Latency, LevelCounts, Profile, SequoiaPlanError, TokenTree, Verification
+from sequoia_plan.artifacts import LANGUAGE_MODEL, Drafting, Latency, LevelCounts, Profile, SequoiaPlanError, Stream, TokenTree, Verification
 from sequoia_plan.artifacts.cost import StepTime, acceptance_rows, expected_tokens
 from sequoia_plan.artifacts.uncertainty import ends, gradient, step_time_error
 from sequoia_plan.planner import baseline, check, frontier, solve
@@ -28,13 +29,14 @@ BLOCK = Drafting("block", first=2, by_level=False, deepest=4)
 
 @st.composite
 def latencies(draw):
-    """Curves that never decrease, for up to seven nodes, and any kind of verification."""
+    """Curves that never decrease, for up to seven nodes, any kind of verification, and a target in memory or streamed."""
     target, drafts = (np.cumsum(draw(st.lists(st.floats(0.0005, 0.02), min_size=7, max_size=7))).tolist() for _ in range(2))
     sizes, widths = {1, *draw(st.lists(st.integers(2, 7)))}, {2, *draw(st.lists(st.integers(1, 6)))}
     each = st.sampled_from([0.0, 0.0001, 0.002])
     costs = Verification(0.001, draw(each), draw(each), draw(each), draw(st.sampled_from(["tree", "level"])))
     curves = {n: 0.02 + target[n - 1] for n in sorted(sizes)}, {n: drafts[n - 1] for n in sorted(widths)}
-    return Latency(*curves, 0.001, 0, verification=draw(st.sampled_from([None, costs])))
+    stream = draw(st.sampled_from([None, *(Stream(seconds, 1000) for seconds in (0.01, 0.04, 0.06, 0.1, 1.0))]))
+    return Latency(*curves, 0.001, 0, verification=draw(st.sampled_from([None, costs])), stream=stream)
 
 
 @st.composite
@@ -81,6 +83,16 @@ def test_the_bound_on_speed_holds_where_rows_increase(rows, latency, budget, dep
             assert found.speed >= expected_tokens(tree, table) / times.step(tree) * (1 - 1e-12)
     without_work = fastest(table, budget, times, most_work=-1)
     assert most_speed(table, times, most) <= without_work.bound * (1 + 1e-12)
+
+
+def test_a_search_that_forgets_the_stream_is_noticed(monkeypatch):
+    """The control: without the time that weights take to arrive, a smaller tree is chosen and its speed-up is promised too high."""
+    latency = structs.replace(TINY.latency, stream=Stream(0.08, 1000))
+    times, rows, right = StepTime(latency), acceptance_rows(TINY.acceptance, 5), choice.costs_of
+    best = most_speed(rows, times, 7)
+    assert fastest(rows, 7, times).speed == pytest.approx(best, rel=1e-12)
+    monkeypatch.setattr(choice, "costs_of", lambda *given: right(*given)._replace(least=0.0))
+    assert fastest(rows, 7, times).speed < best * 0.999
 
 
 def fastest_by_widths(rows, times, most, widest):

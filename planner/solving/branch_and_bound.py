@@ -16,7 +16,7 @@ from sequoia_plan.planner.solving.best_first import grow, pop, push
 from sequoia_plan.planner.solving.relaxation import Box, Ints, Use, certain_rounds, curve, improve, shared, surplus
 
 FIRST_STEPS, STEPS = 200, 12
-SHARES = 6
+SHARES, LARGEST_SHARE = 6, 1 - 1e-6
 """Shares that are tried where a step's least time may be the longer one, see relaxation.py."""
 MOST_BOXES = 20_000
 CLOSED = 1e-10
@@ -97,7 +97,7 @@ def lower(nodes, costs, box, price, goal, exact, floor, steps, share, use):  # t
             low = share
         else:
             high = share
-        share = (low + high) / 2
+        share = min((low + high) / 2, LARGEST_SHARE)
         excess, tokens = improve(nodes, shared(costs, share), box, price, goal * (1 - share), exact, floor, STEPS, use)
     return excess, tokens, share
 
