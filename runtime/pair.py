@@ -10,6 +10,7 @@ import torch
 
 from sequoia_plan.artifacts import ArgumentError
 from sequoia_plan.runtime.draft.file import DEFAULT_DRAFT, load_draft
+from sequoia_plan.runtime.draft.self_draft import INT8, self_draft
 from sequoia_plan.runtime.generation import end_tokens
 from sequoia_plan.runtime.models.load import dtype_name, load_model, model_facts, resolve_dtype
 from sequoia_plan.runtime.models.repack import can_repack, repack
@@ -45,7 +46,8 @@ def load_pair(target: str | None = None, draft: str | None = None, device: str =
 
     Args:
         target: folder, hub ID or .gguf file; None for the embedded SmolLM2-135M-Instruct.
-        draft: the same, or a draft .safetensors file made for the target; None for the embedded draft.
+        draft: the same, or a draft .safetensors file made for the target, or "int8" for a copy of the target in 8 bits (see
+            `self_draft`; a folder of that name is "./int8"); None for the embedded draft.
         device: "cpu" or "cuda".
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the processor computes in it, else float32.
         placement: one of `PLACEMENTS`, or "auto": "repacked" where the processor has kernels for it, else "resident".
@@ -64,9 +66,11 @@ def load_pair(target: str | None = None, draft: str | None = None, device: str =
         raise ArgumentError(f"placement repacked: no kernels for {dtype_name(torch_dtype)} on {device}; use resident")
     model, tokenizer, target_name = load_model(target, device, torch_dtype)
     if draft is None and target is not None:
-        raise ArgumentError(f"target {target}: name a draft for it with --draft (the embedded draft serves only the embedded target)")
+        raise ArgumentError(f"target {target}: name a draft for it with --draft, or use --draft {INT8} (the embedded draft serves only the embedded target)")
     source = str(DEFAULT_DRAFT) if draft is None else draft
-    if source.endswith(".safetensors"):
+    if source == INT8:
+        draft_model, draft_name = self_draft(model), f"{target_name} {INT8}"
+    elif source.endswith(".safetensors"):
         draft_model, draft_name = load_draft(source, model).to(device), Path(source).stem
     else:
         draft_model, draft_tokenizer, draft_name = load_model(source, device, torch_dtype)
@@ -75,8 +79,8 @@ def load_pair(target: str | None = None, draft: str | None = None, device: str =
             draft_model.covered_tokens = torch.arange(shared, device=draft_model.device) if covered is None else covered
     facts = {
         "target": model_facts(target_name, model) | {"placement": placement},
-        "draft": model_facts(draft_name, draft_model) | {"placement": placement},
+        "draft": model_facts(draft_name, draft_model) | {"placement": "resident" if source == INT8 else placement},
     }
     if placement == "repacked":
-        model, draft_model = repack(model), repack(draft_model)
+        model, draft_model = repack(model), repack(draft_model)  # a copy in 8 bits has nothing to repack
     return Pair(model, draft_model, tokenizer, facts, placement)
