@@ -14,6 +14,7 @@ from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.models.forward import text_config
 from sequoia_plan.runtime.models.int8 import Int8Linear
 from sequoia_plan.runtime.models.lean import LeanLayer, can_be_lean
+from sequoia_plan.runtime.models.repack import RepackedLinear
 
 INT8 = "int8"
 """What --draft is called for a draft out of the target."""
@@ -31,8 +32,10 @@ def self_draft(target: Any, layers: Iterable[Mapping[str, Tensor]] | None = None
             is kept once it is copied. None for those that the target has.
 
     Raises:
-        SequoiaPlanError: if the target has weights that are not those of linear layers, as mixtures of experts have.
+        SequoiaPlanError: if the target has weights that are not those of linear layers, as mixtures of experts have, or was repacked.
     """
+    if any(isinstance(module, RepackedLinear) for module in target.modules()):
+        raise SequoiaPlanError(f"draft {INT8}: the target's linear layers are repacked for this processor; make the draft before, or load it as resident")
     dtype = torch.bfloat16 if target.device.type == "cpu" else target.dtype
     own = decoder_layers(target)
     given = (dict(layer.named_parameters()) for layer in own) if layers is None else iter(layers)

@@ -8,6 +8,8 @@ from torch.nn.functional import linear
 
 NARROW = 32
 """Up to so many rows PyTorch's 8-bit CPU kernel is faster than making the matrix anew and multiplying in bfloat16."""
+STEP = 16
+"""The kernel reads so many columns at a time, and past the end of a matrix that has not a multiple of them."""
 ROWS_AT_A_TIME = 4096
 
 
@@ -49,7 +51,7 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """float [..., in] -> float [..., out]."""
         rows = x.reshape(-1, self.in_features)
-        if rows.shape[0] > NARROW or x.device.type != "cpu" or x.dtype != torch.bfloat16:
+        if not (x.is_cpu and x.dtype == torch.bfloat16 and rows.shape[0] <= NARROW and self.in_features % STEP == 0):
             return linear(x, self.weight.to(x.dtype) * self.scales.to(x.dtype)[:, None], self.bias)
         result = torch._weight_int8pack_mm(rows, self.weight, self.scales).view(*x.shape[:-1], self.out_features)
         return result if self.bias is None else result + self.bias
