@@ -24,8 +24,8 @@ def rows_in_8_bits(weight: Tensor, dtype: torch.dtype = torch.float32) -> tuple[
         int8 [out, in] from -127 to 127, and the scales [out].
     """
     integers, scales = torch.empty(weight.shape, dtype=torch.int8, device=weight.device), torch.empty(len(weight), dtype=dtype, device=weight.device)
-    for rows in torch.arange(len(weight)).split(ROWS_AT_A_TIME):  # a head in float32 at once takes more memory than a layer
-        few = slice(int(rows[0]), int(rows[-1]) + 1)
+    for first in range(0, len(weight), ROWS_AT_A_TIME):  # a whole head in float32 takes more memory than a layer
+        few = slice(first, first + ROWS_AT_A_TIME)
         exact = weight[few].detach().float()
         scales[few] = exact.abs().amax(1).clamp(min=1e-12) / 127
         integers[few] = (exact / scales[few].float()[:, None]).round_().to(torch.int8)

@@ -81,4 +81,4 @@ class LeanLayer(nn.Module):
         else:  # queries that share keys become rows of one head: the kernel would read, or copy, the keys once for each
             rows = queries.reshape(batch, self.keys, -1, self.head_dim)
             seen = scaled_dot_product_attention(rows, keys, values, mask.repeat(1, 1, self.queries // self.keys, 1), scale=self.scaling)
-        return self.out(seen.view(batch, self.queries, tokens, self.head_dim).transpose(1, 2).reshape(batch, tokens, -1))
+        return self.out(seen.reshape(batch, self.queries, tokens, self.head_dim).transpose(1, 2).reshape(batch, tokens, -1))
