@@ -29,7 +29,7 @@ def self_draft(target: Any, layers: Iterable[Mapping[str, Tensor]] | None = None
     Args:
         target: a transformers causal LM. What is outside of its decoder layers is in memory; the layers may be on the meta device.
         layers: the weights of each decoder layer in order, by their names in it. They are taken one at a time, and nothing of one
-            is kept once it is copied. None for those that the target has.
+            is kept once it is copied. They may be on another device. None for those that the target has.
 
     Raises:
         SequoiaPlanError: if the target has weights that are not those of linear layers, as mixtures of experts have, or was repacked.
@@ -62,7 +62,8 @@ def _parameters(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _layer(model: Any, layer: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> nn.Module:
-    return LeanLayer(layer, tensors, dtype) if can_be_lean(model, layer) else _copy(model, layer, tensors, dtype, {})
+    here = {name: tensor.to(model.device) for name, tensor in tensors.items()}
+    return LeanLayer(layer, here, dtype) if can_be_lean(model, layer) else _copy(model, layer, here, dtype, {})
 
 
 def _copy(model: Any, module: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype, replaced: Mapping[nn.Module, nn.Module]) -> Any:
