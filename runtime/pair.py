@@ -10,6 +10,7 @@ import torch
 
 from sequoia_plan.artifacts import ArgumentError
 from sequoia_plan.runtime.draft.file import DEFAULT_DRAFT, load_draft
+from sequoia_plan.runtime.draft.self_draft import INT8, self_draft
 from sequoia_plan.runtime.generation import end_tokens
 from sequoia_plan.runtime.models.load import dtype_name, load_model, model_facts, resolve_dtype
 from sequoia_plan.runtime.models.offload import Offloaded, as_bytes, cache_bytes, own_bytes, split_memory
@@ -56,7 +57,8 @@ def load_pair(
 
     Args:
         target: folder, hub ID or .gguf file; None for the embedded SmolLM2-135M-Instruct.
-        draft: the same, or a draft .safetensors file made for the target; None for the embedded draft.
+        draft: the same, or a draft .safetensors file made for the target, or "int8" for a copy of the target in 8 bits (see
+            `self_draft`; a folder of that name is "./int8"); None for the embedded draft.
         device: "cpu" or "cuda".
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the processor computes in it, else float32.
         placement: one of `PLACEMENTS`, or "auto": "repacked" where the processor has kernels for it, else "resident". The layers of an
@@ -89,11 +91,16 @@ def load_pair(
     else:
         (model, tokenizer, target_name), heads = load_model(target, device, torch_dtype), None
     if draft is None and target is not None:
-        raise ArgumentError(f"target {target}: name a draft for it with --draft (the embedded draft serves only the embedded target)")
-    draft_model, draft_name = _load_draft(draft, model, tokenizer, device, torch_dtype)
+        raise ArgumentError(f"target {target}: name a draft for it with --draft, or use --draft {INT8} (the embedded draft serves only the embedded target)")
+    if draft == INT8:
+        layers = (offloaded.layer(number) for number in range(len(offloaded.layers))) if offloaded else None
+        draft_model, draft_name, draft_placement = self_draft(model, layers), f"{target_name} {INT8}", "resident"
+    else:
+        draft_model, draft_name = _load_draft(draft, model, tokenizer, device, torch_dtype)
+        draft_placement = placement
     facts = {
         "target": model_facts(target_name, model, heads) | {"placement": placement},
-        "draft": model_facts(draft_name, draft_model) | {"placement": placement},
+        "draft": model_facts(draft_name, draft_model) | {"placement": draft_placement},
     }
     if offloaded and offload:
         caches = cache_bytes(model) + cache_bytes(draft_model)
@@ -101,7 +108,7 @@ def load_pair(
         offloaded.place(split, offload)
         facts["target"] |= split.facts(offload, len(offloaded.layers))
     if placement == "repacked":
-        draft_model = repack(draft_model)
+        draft_model = repack(draft_model)  # a copy in 8 bits has nothing to repack
         if not offloaded:
             model = repack(model)
     return Pair(model, draft_model, tokenizer, facts, placement if not offloaded else f"streamed from {offload}")

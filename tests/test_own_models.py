@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from sequoia_plan.artifacts import BenchResult, Profile, SequoiaPlanError, TokenTree, load_tree
+from sequoia_plan.artifacts import ArgumentError, BenchResult, Profile, SequoiaPlanError, TokenTree, load_tree
 from sequoia_plan.planner.cli import main
 from sequoia_plan.profiler import latency
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
@@ -109,3 +109,23 @@ def test_a_hub_name_without_a_network_fails_at_once(monkeypatch, tmp_path):
     ):
         result = CliRunner().invoke(main, ["generate", "--tree", "sequoia-example-64x6", "--target", name, "--draft", "other"])
         assert result.exit_code == 1 and result.stderr.strip().splitlines()[-1].startswith(f"Error: {part}"), result.output
+
+
+def test_a_draft_out_of_the_target_needs_no_other_model(folder, tmp_path, monkeypatch):
+    """`int8` names it; a folder of that name is another draft."""
+    monkeypatch.chdir(tmp_path)
+    for name, model in (("target", "target"), ("int8", "draft")):
+        (tmp_path / name).symlink_to(folder / model)
+    own, other = load_pair("target", "int8", dtype="float32"), load_pair("target", "./int8", dtype="float32")
+    assert own.facts["draft"] == own.facts["draft"] | {"name": "target int8", "dtype": "bfloat16", "placement": "resident"}
+    assert other.facts["draft"]["name"] == "int8"
+    assert len({own.facts["target"]["digest"], own.facts["draft"]["digest"], other.facts["draft"]["digest"]}) == 3
+    assert own.facts["target"] == other.facts["target"]
+    tree, prompt = TokenTree.chain(4), own.tokenizer("What is rain?", return_tensors="pt").input_ids
+    ours, theirs = (SequoiaDecoder(each.target, each.draft, tree).generate(prompt, 24).sequences for each in (own, other))
+    assert torch.equal(ours, theirs)
+
+
+def test_a_target_without_a_draft_is_told_of_the_one_it_always_has(folder):
+    with pytest.raises(ArgumentError, match="name a draft for it with --draft, or use --draft int8"):
+        load_pair(str(folder / "target"))

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.profiler.prompts import held_out
 from sequoia_plan.runtime import SequoiaDecoder
+from sequoia_plan.runtime.draft.self_draft import self_draft
 
 BUSHY = TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 1, 2, 3, 4, 4, 9])
 TREES = [TokenTree.chain(1), TokenTree.chain(4), BUSHY]
@@ -49,6 +50,18 @@ def test_greedy_equals_transformers(pair, plain_target, greedy, tree, record_pro
     record_property("ties", ties)
     assert ties <= 2
     assert tokens / steps > (1.4 if tree is BUSHY else 0.99)
+
+
+def test_greedy_with_a_draft_out_of_the_target_equals_transformers(pair, plain_target, greedy):
+    """And that draft is most often right."""
+    decoder = SequoiaDecoder(pair.target, self_draft(plain_target), TREES[1])
+    tokens = steps = 0
+    for prompt, theirs in greedy[:2]:
+        result = decoder.generate(prompt, 64, eos_token_id=pair.tokenizer.eos_token_id)
+        gap = first_difference(plain_target, result.sequences, theirs, prompt)
+        assert gap is None or gap < TIE
+        tokens, steps = tokens + result.new_tokens, steps + result.steps
+    assert tokens / steps > 3
 
 
 @torch.no_grad()

@@ -113,11 +113,16 @@ def toy_pair(noise=0.7, covered=None, constant=False):
 
 
 def run_decoder(prompt, parents, seeds, covered=None, broken=False, length=3, verifier="sequoia"):
-    """int64 [seeds, length]: the first tokens of one run for each seed; `broken` leaves the residual step out."""
-    torch.set_num_threads(1)
-    target, law = ToyModel(0), Verdict.bonus_law
+    """int64 [seeds, length]: the first tokens of one run of a toy decoder for each seed; `broken` leaves the residual step out."""
+    target = ToyModel(0)
     decoder = SequoiaDecoder(target, ToyModel(1, base=target, noise=0.7, covered=covered), TokenTree(np.array(parents)))
-    sampling = Sampling(1.0, verifier=verifier)
+    return first_tokens(decoder, prompt, seeds, length, Sampling(1.0, verifier=verifier), broken)
+
+
+def first_tokens(decoder, prompt, seeds, length, sampling, broken=False):
+    """int64 [seeds, length]: the first tokens of one run of `decoder` for each seed; `broken` leaves the residual step out."""
+    torch.set_num_threads(1)
+    law = Verdict.bonus_law
 
     def again(prompt, max_new_tokens, seed):
         """In place of prefill: the caches still hold the prompt, and what lies beyond it is hidden."""

@@ -33,12 +33,16 @@ DTYPE_HELP = "Of the weights; auto takes bfloat16 where the processor computes i
 
 OFFLOAD_HELP = "Stream the target's layers that do not fit, from the host's memory to a CUDA device or from a file. [default: all in memory]"
 MEMORY_HELP = "With --offload: what the target's weights, the draft and both KV caches may take, as 300MB or 24GB. [default: what is free]"
+DRAFT_HELP = (
+    "Draft model, or a draft .safetensors made for the target, or int8: a copy of the target in 8 bits (a folder of that name is ./int8). "
+    "[default: the embedded draft]"
+)
 
 tree_option = click.option("--tree", "tree_file", type=click.Path(), default="tree.safetensors", show_default=True, help="A tree file, or a catalog name.")
 
 model_options = options(
     click.option("--target", metavar="ID|DIR|FILE.gguf", help="Target model. [default: the embedded SmolLM2-135M-Instruct]"),
-    click.option("--draft", metavar="ID|DIR|FILE", help="Draft model, or a draft .safetensors made for the target. [default: the embedded draft]"),
+    click.option("--draft", metavar="ID|DIR|FILE|int8", help=DRAFT_HELP),
     click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where both models run. [default: cuda if there is one]"),
     click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True, help=DTYPE_HELP),
     click.option("--offload", type=click.Choice(["host", "disk"]), help=OFFLOAD_HELP),

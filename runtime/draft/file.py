@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.files import write_atomically
+from sequoia_plan.runtime.models.int8 import rows_in_8_bits
 
 FORMAT, VERSION = "sequoia-plan-draft", 1
 METADATA_KEY = "sequoia_plan"
@@ -45,9 +46,7 @@ def save_draft(draft: LlamaForCausalLM, path: str | Path, facts: dict[str, Any])
         if name == "model.embed_tokens.weight":
             continue
         if value.ndim == 2:
-            scale = value.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
-            tensors[name] = (value.float() / scale).round().to(torch.int8)
-            tensors[f"{name}.scale"] = scale[:, 0].contiguous()
+            tensors[name], tensors[f"{name}.scale"] = rows_in_8_bits(value)
         else:
             tensors[name] = value.float()
     config = {k: v for k, v in draft.config.to_diff_dict().items() if k not in ("transformers_version", "_name_or_path", "dtype")}

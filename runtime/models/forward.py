@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.cache import Layout, TreeCache
@@ -149,6 +149,19 @@ def plain(model: Any) -> Any:
 def text_config(model: Any) -> Any:
     """The configuration of the language model, also inside a multimodal one."""
     return model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+
+
+def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
+    """The list of a model's decoder layers, and its name in the model.
+
+    Raises:
+        SequoiaPlanError: if there is none.
+    """
+    count = text_config(model).num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return name, module
+    raise SequoiaPlanError(f"{model.config.model_type}: no list of {count} layers found in the model; it cannot be taken layer by layer")
 
 
 def context_length(config: Any) -> int:

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
-from sequoia_plan.runtime.models.forward import text_config
+from sequoia_plan.runtime.models.forward import decoder_layers, text_config
 from sequoia_plan.runtime.models.host_stream import stream_from_host
 from sequoia_plan.runtime.models.load import cache_folder, dtype_name, first_line, local_folder, name_of
 from sequoia_plan.runtime.models.stream import set_parameters, stream_layers
@@ -114,7 +114,7 @@ class Offloaded:
             raise SequoiaPlanError(f"{folder}: cannot be loaded as a causal language model ({first_line(error)})") from error
         self.model.tie_weights()
         self.device = torch.device(device)
-        self.prefix, layers = _layers(self.model)
+        self.prefix, layers = decoder_layers(self.model)
         self.layers = list(layers)
         self.file = self._open(folder, dtype)
         outside = {name: tensor.to(self.device) for name, tensor in self.file.load(self.file.blocks[0]).items()}
@@ -227,15 +227,6 @@ def _on_meta() -> AbstractContextManager[Any]:
     from accelerate import init_empty_weights
 
     return init_empty_weights(include_buffers=False)
-
-
-def _layers(model: Any) -> tuple[str, nn.ModuleList]:
-    """The decoder layers, and their name in the model."""
-    count = text_config(model).num_hidden_layers
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return name, module
-    raise SequoiaPlanError(f"{model.config.model_type}: no list of {count} layers found in the model; it cannot be streamed layer by layer")
 
 
 def _tensors(model: Any) -> dict[str, Tensor]:

@@ -1,0 +1,251 @@
+"""A target streamed from disk, with the embedded pair: how much of the disk's speed a pass reaches, and what a tree gains over plain decoding.
+
+    python benchmarks/offload.py -o benchmarks/results/offload.json                # every part; parts that the file has are not run again
+    python benchmarks/offload.py --part link -o build/link.json
+    python benchmarks/offload.py --quick -o build/quick.json                       # few prompts: to see that it runs
+
+link: plain passes one after the other, and reads of the same blocks of the same file with as many threads and as large pieces (past the page
+    cache), in turn.
+decode: held-out prompts, every way of decoding in turn. All targets are streamed; each tree is solved from a profile of its own models, measured
+    in this run. `plain + N` is plain decoding that keeps N further layers in memory: about the bytes that a draft takes. accelerate's
+    `disk_offload` reads through the page cache, which is dropped before each pass.
+
+Bytes are those that the process had read from the disk (read_bytes of /proc/self/io): nothing comes out of the page cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import disk_offload
+
+from sequoia_plan.artifacts import Profile, TokenTree
+from sequoia_plan.artifacts.cost import predicted
+from sequoia_plan.artifacts.files import write_atomically
+from sequoia_plan.planner import solve
+from sequoia_plan.profiler import measure
+from sequoia_plan.profiler.bench import Decode, Run, bench, ours, summary
+from sequoia_plan.profiler.hardware import fingerprint
+from sequoia_plan.profiler.latency import CONTEXT, random_prompt
+from sequoia_plan.profiler.prompts import built_in, held_out
+from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
+from sequoia_plan.runtime.models import stream
+from sequoia_plan.runtime.models.offload import SLOTS, Offloaded, cache_bytes, own_bytes
+from sequoia_plan.runtime.models.stream import Ring, stream_of
+from sequoia_plan.runtime.models.weight_file import aligned_memory, bytes_of
+
+RESIDENT = 6
+"""Layers of thirty that stay in memory: a fifth."""
+PASSES = 4
+"""Plain passes for each read of the file."""
+
+
+def read_bytes() -> int:
+    """What this process has had read from the disk so far."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"])
+
+
+def streamed(draft: str | None, layers: int, dtype: str) -> Pair:
+    """The pair with so many layers of the target in memory."""
+    whole = load_pair(draft=draft, dtype=dtype, offload="disk", memory="1TB")
+    facts = whole.facts["target"]
+    sizes = Offloaded(None, "cpu", whole.target.dtype).sizes()
+    fixed = facts["resident_bytes"] - sum(sizes) + own_bytes(whole.draft, whole.target) + cache_bytes(whole.target) + cache_bytes(whole.draft)
+    pair = load_pair(draft=draft, dtype=dtype, offload="disk", memory=fixed + (SLOTS + layers) * max(sizes))
+    assert pair.facts["target"]["resident_layers"] == layers
+    return pair
+
+
+def raw_read(ring: Ring) -> float:
+    """Seconds to read what a pass reads, by as many threads in as large pieces, and do nothing with it."""
+    pieces = iter([(block, start) for block in ring.blocks for start in range(0, block.size, stream.CHUNK)])
+    lock = threading.Lock()
+
+    def work() -> None:
+        memory = bytes_of(aligned_memory(stream.CHUNK))
+        while True:
+            with lock:
+                piece = next(pieces, None)
+            if piece is None:
+                return
+            block, start = piece
+            ring.file.read(block.offset + start, memory[: min(stream.CHUNK, block.size - start)])
+
+    threads = [threading.Thread(target=work) for _ in range(stream.THREADS)]
+    started = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - started
+
+
+@torch.inference_mode()
+def link(dtype: str, rounds: int) -> dict[str, Any]:
+    """The share of the disk's speed that passes one after the other reach."""
+    pair = streamed(None, RESIDENT, dtype)
+    ring = stream_of(pair.target)
+    assert isinstance(ring, Ring)
+    decoder = SequoiaDecoder(pair.target, None, TokenTree.chain(1))
+    decoder.prefill(random_prompt(pair, CONTEXT), 64, seed=0)
+    extent = decoder.extent(CONTEXT)
+    decoder.run_target(extent)
+    reads, passes, moved = [], [], []
+    for _ in range(rounds):
+        ring.fill()  # the ring's own threads rest
+        reads.append(raw_read(ring))
+        before, started = read_bytes(), time.perf_counter()
+        for _ in range(PASSES):
+            decoder.run_target(extent)
+        ring.fill()  # as much was read as was computed with: the slots are as full as before
+        passes.append((time.perf_counter() - started) / PASSES)
+        moved.append((read_bytes() - before) / PASSES)
+    shares = [read / one for read, one in zip(reads, passes, strict=True)]
+    return {
+        "bytes_a_pass": ring.bytes,
+        "bytes_read_a_pass": round(statistics.median(moved)),
+        "threads": stream.THREADS,
+        "piece": stream.CHUNK,
+        "read_seconds": quartiles(reads),
+        "pass_seconds": quartiles(passes),
+        "share_of_bandwidth": quartiles(shares),
+        "rounds": rounds,
+        "models": pair.facts,
+    }
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """Median, first and third quartile."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return [round(x, 5) for x in (middle, low, high)]
+
+
+def decode(dtype: str, prompts: int, tokens: int, temperature: float, latency_seconds: float) -> dict[str, Any]:
+    """Every way of decoding, prompt by prompt in turn."""
+    sampling = Sampling(temperature)
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = {"embedded draft": streamed(None, RESIDENT, dtype), "int8 draft": streamed("int8", RESIDENT, dtype)}
+        layer = max(Offloaded(None, "cpu", pairs["int8 draft"].target.dtype).sizes())
+        counted: dict[str, int] = {}
+        arms: dict[str, Decode] = {"plain": proven("plain", ours(pairs["embedded draft"], TokenTree.chain(1), sampling, tokens), counted)}
+        trees: dict[str, TokenTree] = {}
+        for name, pair in pairs.items():
+            profile = measured(pair, sampling, latency_seconds)
+            trees[name] = solve(profile, 768, 40).tree
+            arms[name] = proven(name, ours(pair, trees[name], sampling, tokens), counted)
+            more = -(-own_bytes(pair.draft, pair.target) // layer)
+            fair = streamed(None, RESIDENT + more, dtype)
+            arms[f"plain + {more}"] = proven(f"plain + {more}", ours(fair, TokenTree.chain(1), sampling, tokens), counted)
+        arms["disk_offload"] = proven("disk_offload", by_accelerate(dtype, sampling, tokens, folder), counted)
+        ids = held_out(pairs["int8 draft"].tokenizer, prompts)
+        counted.clear()
+        runs = bench(arms, ids, on_prompt=lambda done: print(f"{done} of {len(ids)} prompts", flush=True))
+    figures = {name: each.facts() for name, each in summary(runs, over=tuple(arms)).items()}
+    for name, each in figures.items():
+        each["bytes_read_a_pass"] = round(counted[name] / sum(run.passes or 1 for run in runs[name]))
+    for name, tree in trees.items():
+        plan = tree.plan
+        promise = predicted(tree, sampling.verifier, plan, sampling.settings())
+        assert plan.latency is not None
+        figures[name] |= {
+            "tree": {"size": tree.size, "depth": tree.depth, "level_widths": tree.level_widths.tolist()},
+            "predicted": {"tokens_per_step": promise.tokens_per_step, "speedup": promise.speedup},
+            "step_seconds": plan.step_seconds,
+            "proven_gap": plan.gap,
+            "acceptance": plan.acceptance,
+            "latency": {"target": plan.latency.target, "draft": plan.latency.draft, "stream": plan.latency.stream and plan.latency.stream.seconds},
+            "draft_bytes": own_bytes(pairs[name].draft, pairs[name].target),
+        }
+    settings = {"sampling": sampling.settings(), "dtype": dtype, "prompts": len(ids), "tokens": tokens, "resident_layers": RESIDENT}
+    return {"settings": settings, "models": {name: pair.facts for name, pair in pairs.items()}, "contenders": figures}
+
+
+def measured(pair: Pair, sampling: Sampling, seconds: float) -> Profile:
+    """A profile of the built-in prompts. Acceptance does not depend on where the weights are: it is measured through the same ring."""
+    return measure(pair, built_in(), [sampling], seconds, precision=0.1, tokens_per_prompt=32)[0]
+
+
+def proven(name: str, run: Decode, counted: dict[str, int]) -> Decode:
+    """`run`, and what it had read from the disk added up in `counted`."""
+
+    def decode(prompt: list[int], seed: int) -> Run:
+        before = read_bytes()
+        found = run(prompt, seed)
+        counted[name] = counted.get(name, 0) + read_bytes() - before
+        return found
+
+    return decode
+
+
+def by_accelerate(dtype: str, sampling: Sampling, tokens: int, folder: str) -> Decode:
+    """transformers' generate with accelerate's disk_offload, the page cache dropped before each pass."""
+    pair = load_pair(dtype=dtype, placement="resident")
+    target: Any = disk_offload(pair.target, folder, torch.device("cpu"))
+    gc.collect()
+    for file in Path(folder).rglob("*"):
+        if file.is_file():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+    target.register_forward_pre_hook(lambda *_: drop_cache(folder))
+    from sequoia_plan.profiler.bench import hugging_face
+
+    return hugging_face(replace(pair, target=on_the_cpu(target)), sampling, tokens)
+
+
+def on_the_cpu(target: Any) -> Any:
+    """transformers asks an offloaded model for its device, which is `meta`; its input goes to the CPU."""
+    type(target).device = property(lambda self: torch.device("cpu"))
+    return target
+
+
+def drop_cache(folder: str) -> None:
+    """Take the folder's files out of the page cache."""
+    for file in Path(folder).rglob("*"):
+        if file.is_file():
+            opened = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(opened)
+
+
+def main() -> None:
+    """Run the parts that the output lacks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", action="append", choices=["link", "decode", "decode-0.6"])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--latency-seconds", type=float, default=45.0)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    options = parser.parse_args()
+    if options.quick:
+        options.prompts, options.tokens, options.rounds, options.latency_seconds = 2, 8, 3, 0.0
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "link": lambda: link(options.dtype, options.rounds),
+        "decode": lambda: decode(options.dtype, options.prompts, options.tokens, 0.0, options.latency_seconds),
+        "decode-0.6": lambda: decode(options.dtype, options.prompts, options.tokens, 0.6, options.latency_seconds),
+    }
+    found = json.loads(options.output.read_text()) if options.output.exists() else {}
+    for name in options.part or parts:
+        if name not in found:
+            found[name] = parts[name]() | {"hardware": fingerprint(torch.device("cpu"))}
+            write_atomically(options.output, (json.dumps(found, indent=1) + "\n").encode())
+            print(json.dumps({key: found[name][key] for key in found[name] if key in ("share_of_bandwidth", "contenders")}, indent=1)[:4000], flush=True)
+
+
+if __name__ == "__main__":
+    main()
