@@ -34,20 +34,25 @@ from accelerate import disk_offload
 from sequoia_plan.artifacts import Profile, TokenTree
 from sequoia_plan.artifacts.cost import predicted
 from sequoia_plan.artifacts.files import write_atomically
+from sequoia_plan.artifacts.merge import pooled
 from sequoia_plan.planner import solve
-from sequoia_plan.profiler import measure
+from sequoia_plan.profiler.acceptance import measure_acceptance
 from sequoia_plan.profiler.bench import Decode, Run, bench, ours, summary
 from sequoia_plan.profiler.hardware import fingerprint
-from sequoia_plan.profiler.latency import CONTEXT, random_prompt
-from sequoia_plan.profiler.prompts import built_in, held_out
+from sequoia_plan.profiler.latency import CONTEXT, measure_latency, random_prompt
+from sequoia_plan.profiler.measure import most_tokens
+from sequoia_plan.profiler.prompts import built_in, encode, held_out
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
 from sequoia_plan.runtime.models import stream
-from sequoia_plan.runtime.models.offload import SLOTS, Offloaded, cache_bytes, own_bytes
+from sequoia_plan.runtime.models.load import resolve_dtype
+from sequoia_plan.runtime.models.offload import SLOTS, Offloaded
 from sequoia_plan.runtime.models.stream import Ring, stream_of
 from sequoia_plan.runtime.models.weight_file import aligned_memory, bytes_of
 
 RESIDENT = 6
 """Layers of thirty that stay in memory: a fifth."""
+PRECISION = 0.08
+"""Of a profile's expected tokens."""
 PASSES = 4
 """Plain passes for each read of the file."""
 
@@ -60,13 +65,16 @@ def read_bytes() -> int:
 
 def streamed(draft: str | None, layers: int, dtype: str) -> Pair:
     """The pair with so many layers of the target in memory."""
-    whole = load_pair(draft=draft, dtype=dtype, offload="disk", memory="1TB")
-    facts = whole.facts["target"]
-    sizes = Offloaded(None, "cpu", whole.target.dtype).sizes()
-    fixed = facts["resident_bytes"] - sum(sizes) + own_bytes(whole.draft, whole.target) + cache_bytes(whole.target) + cache_bytes(whole.draft)
-    pair = load_pair(draft=draft, dtype=dtype, offload="disk", memory=fixed + (SLOTS + layers) * max(sizes))
+    facts = load_pair(draft=draft, dtype=dtype, offload="disk", memory="1TB").facts["target"]
+    everything = facts["resident_bytes"] + facts["draft_bytes"] + facts["cache_bytes"]
+    pair = load_pair(draft=draft, dtype=dtype, offload="disk", memory=everything - (facts["layers"] - SLOTS - layers) * layer_bytes(dtype))
     assert pair.facts["target"]["resident_layers"] == layers
     return pair
+
+
+def layer_bytes(dtype: str) -> int:
+    """Of one layer of the embedded target; all are alike."""
+    return max(Offloaded(None, "cpu", resolve_dtype(dtype, "cpu")).sizes())
 
 
 def raw_read(ring: Ring) -> float:
@@ -137,16 +145,16 @@ def decode(dtype: str, prompts: int, tokens: int, temperature: float, latency_se
     """Every way of decoding, prompt by prompt in turn."""
     sampling = Sampling(temperature)
     with tempfile.TemporaryDirectory() as folder:
-        pairs = {"embedded draft": streamed(None, RESIDENT, dtype), "int8 draft": streamed("int8", RESIDENT, dtype)}
-        layer = max(Offloaded(None, "cpu", pairs["int8 draft"].target.dtype).sizes())
+        drafts = {"embedded draft": None, "int8 draft": "int8"}
+        pairs = {name: streamed(draft, RESIDENT, dtype) for name, draft in drafts.items()}
         counted: dict[str, int] = {}
         arms: dict[str, Decode] = {"plain": proven("plain", ours(pairs["embedded draft"], TokenTree.chain(1), sampling, tokens), counted)}
         trees: dict[str, TokenTree] = {}
         for name, pair in pairs.items():
-            profile = measured(pair, sampling, latency_seconds)
+            profile = measured(pair, drafts[name], dtype, sampling, latency_seconds)
             trees[name] = solve(profile, 768, 40).tree
             arms[name] = proven(name, ours(pair, trees[name], sampling, tokens), counted)
-            more = -(-own_bytes(pair.draft, pair.target) // layer)
+            more = -(-pair.facts["target"]["draft_bytes"] // layer_bytes(dtype))
             fair = streamed(None, RESIDENT + more, dtype)
             arms[f"plain + {more}"] = proven(f"plain + {more}", ours(fair, TokenTree.chain(1), sampling, tokens), counted)
         arms["disk_offload"] = proven("disk_offload", by_accelerate(dtype, sampling, tokens, folder), counted)
@@ -167,15 +175,20 @@ def decode(dtype: str, prompts: int, tokens: int, temperature: float, latency_se
             "proven_gap": plan.gap,
             "acceptance": plan.acceptance,
             "latency": {"target": plan.latency.target, "draft": plan.latency.draft, "stream": plan.latency.stream and plan.latency.stream.seconds},
-            "draft_bytes": own_bytes(pairs[name].draft, pairs[name].target),
+            "draft_bytes": pairs[name].facts["target"]["draft_bytes"],
         }
     settings = {"sampling": sampling.settings(), "dtype": dtype, "prompts": len(ids), "tokens": tokens, "resident_layers": RESIDENT}
     return {"settings": settings, "models": {name: pair.facts for name, pair in pairs.items()}, "contenders": figures}
 
 
-def measured(pair: Pair, sampling: Sampling, seconds: float) -> Profile:
-    """A profile of the built-in prompts. Acceptance does not depend on where the weights are: it is measured through the same ring."""
-    return measure(pair, built_in(), [sampling], seconds, precision=0.1, tokens_per_prompt=32)[0]
+def measured(pair: Pair, draft: str | None, dtype: str, sampling: Sampling, seconds: float) -> Profile:
+    """Acceptance of the same models in memory, where it is the same and measured sooner; latency through the ring."""
+    resident = load_pair(draft=draft, dtype=dtype)
+    texts = [encode(resident.tokenizer, prompt) for prompt in built_in()]
+    found = measure_acceptance(resident, texts, [sampling], precision=PRECISION)[0]
+    latency = measure_latency(pair, sampling, most_tokens(found), seconds)
+    levels = found.levels()
+    return Profile(pooled(levels), found.effective_trials(), latency, sampling.settings(), pair.facts, fingerprint(torch.device("cpu")), levels)
 
 
 def proven(name: str, run: Decode, counted: dict[str, int]) -> Decode:

@@ -60,6 +60,9 @@ class Split:
             "layers": layers,
             "resident_bytes": self.outside + self.resident_bytes,
             "streamed_bytes": self.streamed_bytes,
+            "slot_bytes": self.slots,
+            "draft_bytes": self.draft,
+            "cache_bytes": self.cache,
         }
 
 
