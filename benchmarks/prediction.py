@@ -2,6 +2,7 @@
 
     sequoia-plan profile --tokens 48 --precision 0% --also temperature=0.6 --also temperature=1 -o build/t.yaml
     python benchmarks/prediction.py build/t.yaml build/t-temperature=0.6.yaml build/t-temperature=1.yaml -o build/prediction.json
+    python benchmarks/prediction.py build/t.yaml --prompts mt_bench.jsonl -o build/other.json   # the held-out half of a file's prompts
     python benchmarks/prediction.py build/t.yaml --quick -o build/quick.json      # two sizes, two prompts: to see that it runs
 
 For each profile and size the tree of most tokens is solved from the profile, by level, decodes the held-out prompts beside plain
@@ -37,7 +38,7 @@ from sequoia_plan.profiler.acceptance import measure_acceptance
 from sequoia_plan.profiler.bench import RESAMPLES, Decode, Run, bench
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.latency import CONTEXT, RAREST, LatencyMeter
-from sequoia_plan.profiler.prompts import held_out
+from sequoia_plan.profiler.prompts import BUILT_IN, encode, held_out_half, load
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
 from sequoia_plan.runtime.models.load import dtype_name
 
@@ -94,12 +95,13 @@ def rounded(numbers: Mapping[str, Any]) -> dict[str, float]:
     return {name: round(float(number), 4) for name, number in numbers.items()}
 
 
-def compare(pair: Pair, profile: Profile, sampling: Sampling, sizes: list[int], options: argparse.Namespace) -> dict[str, Any]:
+def compare(pair: Pair, profile: Profile, sampling: Sampling, options: argparse.Namespace) -> dict[str, Any]:
     """What was promised of every size's tree, and what was found."""
-    prompts = held_out(pair.tokenizer, options.prompts)
-    trees = {str(size): solve(profile, size, options.depth, objective="tokens").tree for size in sizes}
+    given = held_out_half(load(options.prompts or BUILT_IN))[: options.limit]
+    prompts = [encode(pair.tokenizer, prompt.text) for prompt in given]
+    trees = {str(size): solve(profile, size, options.depth, objective="tokens").tree for size in options.sizes}
     decoders = {name: whole_steps(pair, tree, sampling, options.tokens) for name, tree in ({"plain": TokenTree.chain(1)} | trees).items()}
-    meter = LatencyMeter(pair, sampling, CONTEXT, largest=sizes[-1])
+    meter = LatencyMeter(pair, sampling, CONTEXT, largest=max(options.sizes))
     meter.begin(math.inf)
 
     def every_size(done: int) -> None:
@@ -123,7 +125,7 @@ def compare(pair: Pair, profile: Profile, sampling: Sampling, sizes: list[int], 
         where: {"vector": p.acceptance, "by_level": [[round(x, 5) for x in row] for row in p.by_level], "level_trials": [level.trials for level in p.levels]}
         for where, p in (("profile", profile), ("held_out", same))
     }
-    return measured | {"trees": entries}
+    return measured | {"prompts": len(prompts), "trees": entries}
 
 
 def main() -> None:
@@ -133,14 +135,15 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--depth", type=int, default=10)
-    parser.add_argument("--prompts", type=int, default=80)
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--prompts", type=Path, help="a file, of which the held-out half is decoded")
+    parser.add_argument("--limit", type=int, default=80, help="prompts, at most")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
-    sizes = SIZES
     if options.quick:
-        sizes, options.prompts, options.tokens = [4, 8], 2, 8
+        options.sizes, options.limit, options.tokens = [4, 8], 2, 8
     pair = load_pair(dtype=options.dtype, device=options.device)
     console, results = Console(width=180), list[dict[str, Any]]()
     table = Table(title="measured (95 % interval over prompts), and promised less measured; a step's time is in plain steps", box=None)
@@ -148,8 +151,9 @@ def main() -> None:
         table.add_column(column.replace("_", " "), justify="right", no_wrap=True)
     for profile in map(Profile.load, options.profiles):
         sampling = Sampling(**profile.settings)
-        result = compare(pair, profile, sampling, sizes, options)
-        made = {"sampling": sampling.settings(), "dtype": dtype_name(pair.target.dtype), "prompts": options.prompts, "tokens": options.tokens}
+        result = compare(pair, profile, sampling, options)
+        made = {"sampling": sampling.settings(), "dtype": dtype_name(pair.target.dtype), "prompts": result.pop("prompts"), "tokens": options.tokens}
+        made |= {"file": options.prompts.name} if options.prompts else {}
         results.append({"settings": made, "models": pair.facts, "hardware": fingerprint(pair.target.device)} | result)
         write_atomically(options.output, (json.dumps(results, indent=1) + "\n").encode())
         for entry in result["trees"]:

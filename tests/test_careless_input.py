@@ -167,13 +167,17 @@ def test_prompt_files(tmp_path):
         '{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Why "}, '
         '{"type": "text", "text": "rain?"}]}, {"role": "assistant", "content": "Because."}]}\n'
         "\n"
-        '{"question_id": 81, "turns": ["Compose a post.", "Rewrite it."]}\n'
-        '{"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}, {"role": "user", "content": "three"}]}\n'
+        '{"question_id": 81, "category": "writing", "turns": ["Compose a post.", "Rewrite it."]}\n'
+        '{"kind": "numbers", "category": 3, "messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}, {"role": "user", "content": "three"}]}\n'
     )
     conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why rain?"}]
     turns = [{"role": role, "content": text} for role, text in (("user", "one"), ("assistant", "two"), ("user", "three"))]
     found = load(tmp_path / "p.jsonl")
     assert [prompt.text for prompt in found] == ["a line\u2028separator", conversation, "Compose a post.", turns]
+    assert [prompt.kind for prompt in found] == [None, None, "writing", "numbers"]
+    for odd in ('""', "7", '["a"]', "null", '"a\\u001b[2J"', f'"{61 * "k"}"'):  # nothing that a profile could hold: as if it were not there
+        (tmp_path / "odd.jsonl").write_text(f'{{"text": "fine", "kind": {odd}}}\n')
+        assert load(tmp_path / "odd.jsonl") == [Prompt("fine")]
     assert encode(Words(), conversation) == [2, 6, 3, 5]
     assert measuring_half(found) == [found[0], found[2]] and held_out_half(found) == [found[1], found[3]]
     assert measuring_half(found[:1]) == held_out_half(found[:1]) == found[:1]
