@@ -6,6 +6,9 @@
 Acceptance is measured once, prompt by prompt. For each kind and size the tree of most tokens is solved from the other kinds' counts, and the
 two intervals of its plan are compared with the tokens that the acceptance measured on the kind itself gives for the same tree. A file's kinds
 are predicted from the built-in prompts as well, and the built-in ones from the file's.
+
+A tree is chosen by the numbers that promise its worth, so it may promise too much. The same prompts are cut in two at random: the tree of
+each half is valued by its own half and by the other. The average difference is what the choice adds; luck with the halves cancels.
 """
 
 from __future__ import annotations
@@ -32,14 +35,14 @@ from sequoia_plan.profiler.prompts import BUILT_IN, encode, load
 from sequoia_plan.runtime import Sampling, load_pair
 from sequoia_plan.runtime.models.load import dtype_name
 
-SIZES, DEPTH = (3, 8, 16, 64), 10
+SIZES, DEPTH, SPLITS = (3, 8, 16, 64), 10, 100
 Measured = tuple[Acceptance, list[str]]
 """Acceptance prompt by prompt, and each prompt's kind."""
 
 
-def profiled(measured: Measured, chosen: Sequence[bool]) -> Profile:
-    """What `profile` would say of the chosen prompts."""
-    found = Acceptance(*(numbers[np.array(chosen)] for numbers in (measured[0].trials, measured[0].counts)))
+def profiled(measured: Measured, chosen: Any) -> Profile:
+    """What `profile` would say of the chosen prompts (a mask)."""
+    found = Acceptance(*(numbers[np.array(chosen, bool)] for numbers in (measured[0].trials, measured[0].counts)))
     kinds = [kind for kind, taken in zip(measured[1], chosen, strict=True) if taken]
     return Profile(pooled(found.levels()), found.effective_trials(), levels=found.levels(), kinds=found.by_kind(kinds))
 
@@ -55,6 +58,23 @@ def predictions(source: Measured, target: Measured) -> Iterator[dict[str, Any]]:
             assert plan.interval and plan.interval_new_kind and plan.expected_tokens
             ends = {"like_the_profiled": plan.interval.expected_tokens, "of_a_new_kind": plan.interval_new_kind.expected_tokens}
             yield {"kind": kind, "size": size, "promised": plan.expected_tokens, "found": expected_tokens(tree, own.by_level), **ends}
+
+
+def flattered(measured: Measured, prompts: int) -> dict[int, tuple[float, float]]:
+    """Of each size, how much more than from other prompts a tree promises from those it was chosen by, as a share, and the standard error.
+
+    Args:
+        prompts: in each of two parts that share none.
+    """
+    rng, gains = np.random.default_rng(0), dict[int, list[float]]()
+    for _ in range(SPLITS):
+        order = rng.permutation(len(measured[1]))
+        halves = [profiled(measured, np.isin(np.arange(len(order)), part)) for part in (order[:prompts], order[prompts : 2 * prompts])]
+        for size in SIZES:
+            trees = [solve(half.by_level, size, DEPTH, objective="tokens").tree for half in halves]
+            own, other = ([expected_tokens(tree, half.by_level) for tree, half in zip(trees, valued, strict=True)] for valued in (halves, halves[::-1]))
+            gains.setdefault(size, []).append(sum(own) / sum(other) - 1)
+    return {size: (float(np.mean(each)), float(np.std(each) / SPLITS**0.5)) for size, each in gains.items()}
 
 
 def held(entries: Sequence[dict[str, Any]], interval: str) -> tuple[int, float]:
@@ -96,10 +116,17 @@ def main() -> None:
                 inside, width = held(mine, interval)
                 cells += [f"{inside} of {len(mine)}", f"{width:.0%}"]
             table.add_row(target, "its other kinds" if source == target else source, str(size), *cells)
+    result["flattered_by_choice"] = []
+    chosen = Table("chosen from prompts", *(f"{size} nodes" for size in SIZES), box=None)
+    for name, each in measured.items():
+        for prompts in (len(each[1]) // 4, len(each[1]) // 2):
+            gains = flattered(each, prompts)
+            result["flattered_by_choice"].append({"prompts": name, "in_each_half": prompts, "by_size": gains})
+            chosen.add_row(f"{prompts} {name}", *(f"{gain:+.2%} (+- {error:.2%})" for gain, error in gains.values()))
     write_atomically(options.output, (json.dumps(result, indent=1) + "\n").encode())
     for journal in journals:
         discard(journal)
-    Console(width=120).print(table)
+    Console(width=120).print(table, chosen)
 
 
 if __name__ == "__main__":

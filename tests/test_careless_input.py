@@ -168,7 +168,8 @@ def test_prompt_files(tmp_path):
         '{"type": "text", "text": "rain?"}]}, {"role": "assistant", "content": "Because."}]}\n'
         "\n"
         '{"question_id": 81, "category": "writing", "turns": ["Compose a post.", "Rewrite it."]}\n'
-        '{"kind": "numbers", "category": 3, "messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}, {"role": "user", "content": "three"}]}\n'
+        '{"kind": "numbers", "category": 3, "messages": [{"role": "user", "content": "one"}, '
+        '{"role": "assistant", "content": "two"}, {"role": "user", "content": "three"}]}\n'
     )
     conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why rain?"}]
     turns = [{"role": role, "content": text} for role, text in (("user", "one"), ("assistant", "two"), ("user", "three"))]
