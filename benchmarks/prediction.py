@@ -9,7 +9,8 @@ For each profile and size the tree of most tokens is solved from the profile, by
 decoding, and its figures are put next to what the one vector and the rows by level promise. Two prompts differ, and so do two sets of
 prompts: acceptance is measured on the held-out ones as well, and what that promises of the same trees is put beside. The first
 difference is luck with prompts and all else, the second all else. Latencies are timed anew, every size after each prompt: the
-profile's may be hours old, and a shared machine changes by the minute.
+profile's may be hours old, and a shared machine changes by the minute. With --tokens-only nothing is timed: tokens a step do not depend on
+the machine's other work.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -100,26 +101,32 @@ def compare(pair: Pair, profile: Profile, sampling: Sampling, options: argparse.
     given = held_out_half(load(options.prompts or BUILT_IN))[: options.limit]
     prompts = [encode(pair.tokenizer, prompt.text) for prompt in given]
     trees = {str(size): solve(profile, size, options.depth, objective="tokens").tree for size in options.sizes}
-    decoders = {name: whole_steps(pair, tree, sampling, options.tokens) for name, tree in ({"plain": TokenTree.chain(1)} | trees).items()}
+    beside = {} if options.tokens_only else {"plain": TokenTree.chain(1)}
+    decoders = {name: whole_steps(pair, tree, sampling, options.tokens) for name, tree in (beside | trees).items()}
     meter = LatencyMeter(pair, sampling, CONTEXT, largest=max(options.sizes))
-    meter.begin(math.inf)
+    if not options.tokens_only:
+        meter.begin(math.inf)
 
     def every_size(done: int) -> None:
-        for _ in range(RAREST):
+        for _ in range(0 if options.tokens_only else RAREST):
             meter.round()
 
     runs = bench(decoders, prompts, on_prompt=every_size)
-    times = StepTime(meter.finish(seconds=0.0))
+    times = None if options.tokens_only else StepTime(meter.finish(seconds=0.0))
     levels = measure_acceptance(pair, prompts, [sampling], precision=0.0, tokens_per_prompt=options.tokens)[0].levels()
-    same = replace(profile, acceptance=pooled(levels), levels=levels)
+    same = replace(profile, acceptance=pooled(levels), levels=levels, kinds={})
     vectors = {"one_vector": profile.acceptance, "by_level": profile.by_level, "same_prompts": same.by_level}
     entries = []
     for name, tree in trees.items():
-        entry = found(runs[name], runs["plain"])
-        tokens, step_time = {kind: expected_tokens(tree, p) for kind, p in vectors.items()}, times.step(tree) / times.plain()
+        entry = found(runs[name], runs.get("plain", runs[name]))
+        tokens = {kind: expected_tokens(tree, p) for kind, p in vectors.items()}
         entry["tokens_per_step"] |= rounded(tokens)
-        entry["step_time"] |= rounded({"promised": step_time})
-        entry["speedup"] |= rounded({kind: f / step_time for kind, f in tokens.items()})
+        if times is None:
+            entry = {"tokens_per_step": entry["tokens_per_step"]}
+        else:
+            step_time = times.step(tree) / times.plain()
+            entry["step_time"] |= rounded({"promised": step_time})
+            entry["speedup"] |= rounded({kind: f / step_time for kind, f in tokens.items()})
         entries.append({"size": tree.size, "depth": tree.depth} | entry)
     measured = {
         where: {"vector": p.acceptance, "by_level": [[round(x, 5) for x in row] for row in p.by_level], "level_trials": [level.trials for level in p.levels]}
@@ -139,6 +146,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="a file, of which the held-out half is decoded")
     parser.add_argument("--limit", type=int, default=80, help="prompts, at most")
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--tokens-only", action="store_true", help="time nothing")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
@@ -146,8 +154,9 @@ def main() -> None:
         options.sizes, options.limit, options.tokens = [4, 8], 2, 8
     pair = load_pair(dtype=options.dtype, device=options.device)
     console, results = Console(width=180), list[dict[str, Any]]()
+    shown = {name: kinds for name, kinds in SHOWN.items() if name == "tokens_per_step" or not options.tokens_only}
     table = Table(title="measured (95 % interval over prompts), and promised less measured; a step's time is in plain steps", box=None)
-    for column in ("T", "nodes", *(title for name, kinds in SHOWN.items() for title in (name, *kinds))):
+    for column in ("T", "nodes", *(title for name, kinds in shown.items() for title in (name, *kinds))):
         table.add_column(column.replace("_", " "), justify="right", no_wrap=True)
     for profile in map(Profile.load, options.profiles):
         sampling = Sampling(**profile.settings)
@@ -158,7 +167,7 @@ def main() -> None:
         write_atomically(options.output, (json.dumps(results, indent=1) + "\n").encode())
         for entry in result["trees"]:
             cells = [str(sampling.temperature), str(entry["size"])]
-            for name, kinds in SHOWN.items():
+            for name, kinds in shown.items():
                 of = entry[name]
                 cells += [f"{of['measured']:.2f} ({of['interval_low']:.2f}-{of['interval_high']:.2f})"]
                 cells += [f"{of[kind] / of['measured'] - 1:+.1%}" for kind in kinds]
