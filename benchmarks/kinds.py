@@ -57,7 +57,9 @@ def predictions(source: Measured, target: Measured) -> Iterator[dict[str, Any]]:
             plan = tree.plan
             assert plan.interval and plan.interval_new_kind and plan.expected_tokens
             ends = {"like_the_profiled": plan.interval.expected_tokens, "of_a_new_kind": plan.interval_new_kind.expected_tokens}
-            yield {"kind": kind, "size": size, "promised": plan.expected_tokens, "found": expected_tokens(tree, own.by_level), **ends}
+            numbers = {"promised": plan.expected_tokens, "found": expected_tokens(tree, own.by_level)}
+            intervals = {name: [round(end, 4) for end in each or ()] for name, each in ends.items()}
+            yield {"kind": kind, "size": size, **{name: round(number, 4) for name, number in numbers.items()}, **intervals}
 
 
 def flattered(measured: Measured, prompts: int) -> dict[int, tuple[float, float]]:
@@ -74,7 +76,7 @@ def flattered(measured: Measured, prompts: int) -> dict[int, tuple[float, float]
             trees = [solve(half.by_level, size, DEPTH, objective="tokens").tree for half in halves]
             own, other = ([expected_tokens(tree, half.by_level) for tree, half in zip(trees, valued, strict=True)] for valued in (halves, halves[::-1]))
             gains.setdefault(size, []).append(sum(own) / sum(other) - 1)
-    return {size: (float(np.mean(each)), float(np.std(each) / SPLITS**0.5)) for size, each in gains.items()}
+    return {size: (round(float(np.mean(each)), 5), round(float(np.std(each) / SPLITS**0.5), 5)) for size, each in gains.items()}
 
 
 def held(entries: Sequence[dict[str, Any]], interval: str) -> tuple[int, float]:

@@ -116,6 +116,8 @@ def compare(pair: Pair, profile: Profile, sampling: Sampling, options: argparse.
     levels = measure_acceptance(pair, prompts, [sampling], precision=0.0, tokens_per_prompt=options.tokens)[0].levels()
     same = replace(profile, acceptance=pooled(levels), levels=levels, kinds={})
     vectors = {"one_vector": profile.acceptance, "by_level": profile.by_level, "same_prompts": same.by_level}
+    if options.beside:
+        vectors["beside"] = Profile.load(options.beside).by_level
     entries = []
     for name, tree in trees.items():
         entry = found(runs[name], runs.get("plain", runs[name]))
@@ -144,6 +146,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=10)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--prompts", type=Path, help="a file, of which the held-out half is decoded")
+    parser.add_argument("--beside", type=Path, help="a further profile, which promises what it does of the same trees")
     parser.add_argument("--limit", type=int, default=80, help="prompts, at most")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--tokens-only", action="store_true", help="time nothing")
@@ -154,7 +157,11 @@ def main() -> None:
         options.sizes, options.limit, options.tokens = [4, 8], 2, 8
     pair = load_pair(dtype=options.dtype, device=options.device)
     console, results = Console(width=180), list[dict[str, Any]]()
-    shown = {name: kinds for name, kinds in SHOWN.items() if name == "tokens_per_step" or not options.tokens_only}
+    shown = {
+        name: (*kinds, *(["beside"] if options.beside and "by_level" in kinds else []))
+        for name, kinds in SHOWN.items()
+        if name == "tokens_per_step" or not options.tokens_only
+    }
     table = Table(title="measured (95 % interval over prompts), and promised less measured; a step's time is in plain steps", box=None)
     for column in ("T", "nodes", *(title for name, kinds in shown.items() for title in (name, *kinds))):
         table.add_column(column.replace("_", " "), justify="right", no_wrap=True)
