@@ -35,7 +35,8 @@ class Prediction(Artifact, frozen=True):
 
     tokens_per_step: Annotated[Number | None, field("expected tokens a step")] = None
     speedup: Annotated[Number | None, field("over plain decoding by the same engine")] = None
-    interval: Annotated[tuple[Number, Number] | None, field("the 95 % interval of `speedup`, for the tree under test")] = None
+    interval: Annotated[tuple[Number, Number] | None, field("the 95 % interval of `speedup` on prompts like the profiled ones, for the tree under test")] = None
+    interval_new_kind: Annotated[tuple[Number, Number] | None, field("the same for prompts of a kind that was not profiled")] = None
 
 
 class Contender(Artifact, frozen=True):

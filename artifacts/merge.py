@@ -35,12 +35,21 @@ def merge(profiles: Sequence[Profile], names: Sequence[str] = ()) -> Profile:
             if profiles[earlier].levels == other.levels:
                 raise SequoiaPlanError(f"{name}: holds the counts of {names[earlier]} again, which would count twice; leave one of them out")
     depth = max(len(profile.levels) for profile in profiles)
-    rows = [[profile.levels[level] for profile in profiles if level < len(profile.levels)] for level in range(depth)]
-    levels = tuple(LevelCounts(sum(r.trials for r in row), tuple(round(sum(c), 4) for c in zip(*(r.counts for r in row), strict=True))) for row in rows)
+    levels = added([profile.levels for profile in profiles], depth)
+    kinds = {}
+    if all(profile.kinds for profile in profiles):
+        names_of_kinds = dict.fromkeys(kind for profile in profiles for kind in profile.kinds)
+        kinds = {kind: added([profile.kinds[kind] for profile in profiles if kind in profile.kinds], depth) for kind in names_of_kinds}
     timed = next((profile for profile in profiles if profile.latency), first)
-    return replace(
-        first, acceptance=pooled(levels), trials=sum(profile.trials for profile in profiles), levels=levels, latency=timed.latency, hardware=timed.hardware
-    )
+    acceptance = {"acceptance": pooled(levels), "trials": sum(profile.trials for profile in profiles), "levels": levels, "kinds": kinds}
+    return replace(first, latency=timed.latency, hardware=timed.hardware, **acceptance)
+
+
+def added(counts: Sequence[Sequence[LevelCounts]], depth: int) -> tuple[LevelCounts, ...]:
+    """Counts of the same ranks level by level, down to `depth`; the deeper ones may lack levels."""
+    nothing = LevelCounts(0, (0.0,) * len(counts[0][0].counts))
+    rows = [[each[level] if level < len(each) else nothing for each in counts] for level in range(depth)]
+    return tuple(LevelCounts(sum(r.trials for r in row), tuple(round(sum(c), 4) for c in zip(*(r.counts for r in row), strict=True))) for row in rows)
 
 
 def pooled(levels: Sequence[LevelCounts]) -> tuple[float, ...]:

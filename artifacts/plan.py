@@ -92,7 +92,14 @@ class Plan(Artifact, frozen=True, kw_only=True):
     ] = None
     interval: Annotated[
         Interval | None,
-        field("what the noise of the measurements leaves open at `level`: `expected_tokens`, `predicted_speedup`, `lost`, each [low, high]"),
+        field(
+            "for prompts like the profiled ones: what the noise of the measurements leaves open at `level`: `expected_tokens`, "
+            "`predicted_speedup`, `lost`, each [low, high]"
+        ),
+    ] = None
+    interval_new_kind: Annotated[
+        Interval | None,
+        field("the same for prompts of a kind that the profile did not measure; missing where its prompts named too few kinds"),
     ] = None
     other: Facts = {}
 

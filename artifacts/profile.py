@@ -6,7 +6,9 @@ import hashlib
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from sequoia_plan.artifacts import yaml_text
 from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
@@ -139,10 +141,16 @@ class LevelCounts(Artifact, frozen=True):
     ]
 
 
+LONGEST_KIND = 60
+Kind = Annotated[str, Meta(pattern=f"^.{{1,{LONGEST_KIND}}}$", title=f"printable text of 1 to {LONGEST_KIND} characters")]
+MOST_KINDS = 64
+"""A file that names more names its prompts."""
+
+
 class Profile(Artifact, frozen=True):
     """Acceptance and, where measured, latency."""
 
-    ORDER: ClassVar[tuple[str, ...]] = ("settings", "models", "hardware", "drafting", "trials", "acceptance", "levels", "latency")
+    ORDER: ClassVar[tuple[str, ...]] = ("settings", "models", "hardware", "drafting", "trials", "acceptance", "levels", "kinds", "latency")
 
     acceptance: Annotated[
         Annotated[tuple[float, ...], Meta(title="a list of numbers, not empty")],
@@ -173,15 +181,31 @@ class Profile(Artifact, frozen=True):
         ),
     ] = ()
     drafting: Annotated[Drafting, field("which passes the draft makes; missing for a language model")] = LANGUAGE_MODEL
+    kinds: Annotated[
+        dict[Kind, tuple[LevelCounts, ...]],
+        field(
+            "`levels` by kind of prompts, where every prompt said its kind: what is promised for prompts of a new kind follows from how these differ",
+            key="acceptance.kinds",
+        ),
+    ] = {}
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        ranks = len(self.levels[0].counts) if self.levels else 0
+        for name, levels in {"levels": self.levels, **{f"kinds.{kind}": levels for kind, levels in self.kinds.items()}}.items():
+            for number, level in enumerate(levels):
+                place = f"acceptance.{name}[{number}].counts"
+                if len(level.counts) != ranks:
+                    raise SequoiaPlanError(f"{place}: found {len(level.counts)} ranks, expected {ranks} as on the first level")
+                if sum(level.counts) > level.trials * (1 + SUM_TOLERANCE) + COUNT_TOLERANCE:
+                    raise SequoiaPlanError(f"{place}: sum to {sum(level.counts):.6g}, expected at most {level.trials} trials (at most one child is accepted)")
         for number, level in enumerate(self.levels):
-            name = f"acceptance.levels[{number}].counts"
-            if len(level.counts) != len(self.levels[0].counts):
-                raise SequoiaPlanError(f"{name}: found {len(level.counts)} ranks, expected {len(self.levels[0].counts)} as on the first level")
-            if sum(level.counts) > level.trials * (1 + SUM_TOLERANCE) + COUNT_TOLERANCE:
-                raise SequoiaPlanError(f"{name}: sum to {sum(level.counts):.6g}, expected at most {level.trials} trials (at most one child is accepted)")
+            found = sum(levels[number].trials for levels in self.kinds.values() if number < len(levels))
+            if self.kinds and (found != level.trials or {len(levels) for levels in self.kinds.values()} != {len(self.levels)}):
+                raise SequoiaPlanError(
+                    f"acceptance.kinds: found {found} trials on level {number}, expected every level in each kind, and {level.trials} trials as in "
+                    "`levels`; leave `kinds` out, or profile again"
+                )
 
     @property
     def by_level(self) -> tuple[tuple[float, ...], ...]:
@@ -190,6 +214,12 @@ class Profile(Artifact, frozen=True):
         for level in self.levels:
             rows.append(tuple(count / level.trials for count in level.counts) if level.trials else rows[-1] if rows else self.acceptance)
         return tuple(rows)
+
+    @property
+    def by_kind(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Trials [kinds, levels] and counts [kinds, levels, ranks]."""
+        levels = self.kinds.values()
+        return np.array([[level.trials for level in each] for each in levels], np.int64), np.array([[level.counts for level in each] for each in levels], float)
 
     @property
     def sha256(self) -> str:

@@ -184,7 +184,7 @@ def decode(dtype: str, prompts: int, tokens: int, temperature: float, latency_se
 def measured(pair: Pair, draft: str | None, dtype: str, sampling: Sampling, seconds: float) -> Profile:
     """Acceptance of the same models in memory, where it is the same and measured sooner; latency through the ring."""
     resident = load_pair(draft=draft, dtype=dtype)
-    texts = [encode(resident.tokenizer, prompt) for prompt in built_in()]
+    texts = [encode(resident.tokenizer, prompt.text) for prompt in built_in()]
     found = measure_acceptance(resident, texts, [sampling], precision=PRECISION)[0]
     latency = measure_latency(pair, sampling, most_tokens(found), seconds)
     levels = found.levels()

@@ -2,13 +2,15 @@
 
     sequoia-plan profile --tokens 48 --precision 0% --also temperature=0.6 --also temperature=1 -o build/t.yaml
     python benchmarks/prediction.py build/t.yaml build/t-temperature=0.6.yaml build/t-temperature=1.yaml -o build/prediction.json
+    python benchmarks/prediction.py build/t.yaml --prompts mt_bench.jsonl -o build/other.json   # the held-out half of a file's prompts
     python benchmarks/prediction.py build/t.yaml --quick -o build/quick.json      # two sizes, two prompts: to see that it runs
 
 For each profile and size the tree of most tokens is solved from the profile, by level, decodes the held-out prompts beside plain
 decoding, and its figures are put next to what the one vector and the rows by level promise. Two prompts differ, and so do two sets of
 prompts: acceptance is measured on the held-out ones as well, and what that promises of the same trees is put beside. The first
 difference is luck with prompts and all else, the second all else. Latencies are timed anew, every size after each prompt: the
-profile's may be hours old, and a shared machine changes by the minute.
+profile's may be hours old, and a shared machine changes by the minute. With --tokens-only nothing is timed: tokens a step do not depend on
+the machine's other work.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -37,7 +39,7 @@ from sequoia_plan.profiler.acceptance import measure_acceptance
 from sequoia_plan.profiler.bench import RESAMPLES, Decode, Run, bench
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.latency import CONTEXT, RAREST, LatencyMeter
-from sequoia_plan.profiler.prompts import held_out
+from sequoia_plan.profiler.prompts import BUILT_IN, encode, held_out_half, load
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
 from sequoia_plan.runtime.models.load import dtype_name
 
@@ -94,36 +96,45 @@ def rounded(numbers: Mapping[str, Any]) -> dict[str, float]:
     return {name: round(float(number), 4) for name, number in numbers.items()}
 
 
-def compare(pair: Pair, profile: Profile, sampling: Sampling, sizes: list[int], options: argparse.Namespace) -> dict[str, Any]:
+def compare(pair: Pair, profile: Profile, sampling: Sampling, options: argparse.Namespace) -> dict[str, Any]:
     """What was promised of every size's tree, and what was found."""
-    prompts = held_out(pair.tokenizer, options.prompts)
-    trees = {str(size): solve(profile, size, options.depth, objective="tokens").tree for size in sizes}
-    decoders = {name: whole_steps(pair, tree, sampling, options.tokens) for name, tree in ({"plain": TokenTree.chain(1)} | trees).items()}
-    meter = LatencyMeter(pair, sampling, CONTEXT, largest=sizes[-1])
-    meter.begin(math.inf)
+    given = held_out_half(load(options.prompts or BUILT_IN))[: options.limit]
+    prompts = [encode(pair.tokenizer, prompt.text) for prompt in given]
+    trees = {str(size): solve(profile, size, options.depth, objective="tokens").tree for size in options.sizes}
+    beside = {} if options.tokens_only else {"plain": TokenTree.chain(1)}
+    decoders = {name: whole_steps(pair, tree, sampling, options.tokens) for name, tree in (beside | trees).items()}
+    meter = LatencyMeter(pair, sampling, CONTEXT, largest=max(options.sizes))
+    if not options.tokens_only:
+        meter.begin(math.inf)
 
     def every_size(done: int) -> None:
-        for _ in range(RAREST):
+        for _ in range(0 if options.tokens_only else RAREST):
             meter.round()
 
     runs = bench(decoders, prompts, on_prompt=every_size)
-    times = StepTime(meter.finish(seconds=0.0))
+    times = None if options.tokens_only else StepTime(meter.finish(seconds=0.0))
     levels = measure_acceptance(pair, prompts, [sampling], precision=0.0, tokens_per_prompt=options.tokens)[0].levels()
-    same = replace(profile, acceptance=pooled(levels), levels=levels)
+    same = replace(profile, acceptance=pooled(levels), levels=levels, kinds={})
     vectors = {"one_vector": profile.acceptance, "by_level": profile.by_level, "same_prompts": same.by_level}
+    if options.beside:
+        vectors["beside"] = Profile.load(options.beside).by_level
     entries = []
     for name, tree in trees.items():
-        entry = found(runs[name], runs["plain"])
-        tokens, step_time = {kind: expected_tokens(tree, p) for kind, p in vectors.items()}, times.step(tree) / times.plain()
+        entry = found(runs[name], runs.get("plain", runs[name]))
+        tokens = {kind: expected_tokens(tree, p) for kind, p in vectors.items()}
         entry["tokens_per_step"] |= rounded(tokens)
-        entry["step_time"] |= rounded({"promised": step_time})
-        entry["speedup"] |= rounded({kind: f / step_time for kind, f in tokens.items()})
+        if times is None:
+            entry = {"tokens_per_step": entry["tokens_per_step"]}
+        else:
+            step_time = times.step(tree) / times.plain()
+            entry["step_time"] |= rounded({"promised": step_time})
+            entry["speedup"] |= rounded({kind: f / step_time for kind, f in tokens.items()})
         entries.append({"size": tree.size, "depth": tree.depth} | entry)
     measured = {
         where: {"vector": p.acceptance, "by_level": [[round(x, 5) for x in row] for row in p.by_level], "level_trials": [level.trials for level in p.levels]}
         for where, p in (("profile", profile), ("held_out", same))
     }
-    return measured | {"trees": entries}
+    return measured | {"prompts": len(prompts), "trees": entries}
 
 
 def main() -> None:
@@ -133,28 +144,37 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--depth", type=int, default=10)
-    parser.add_argument("--prompts", type=int, default=80)
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--prompts", type=Path, help="a file, of which the held-out half is decoded")
+    parser.add_argument("--beside", type=Path, help="a further profile, which promises what it does of the same trees")
+    parser.add_argument("--limit", type=int, default=80, help="prompts, at most")
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--tokens-only", action="store_true", help="time nothing")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
-    sizes = SIZES
     if options.quick:
-        sizes, options.prompts, options.tokens = [4, 8], 2, 8
+        options.sizes, options.limit, options.tokens = [4, 8], 2, 8
     pair = load_pair(dtype=options.dtype, device=options.device)
     console, results = Console(width=180), list[dict[str, Any]]()
+    shown = {
+        name: (*kinds, *(["beside"] if options.beside and "by_level" in kinds else []))
+        for name, kinds in SHOWN.items()
+        if name == "tokens_per_step" or not options.tokens_only
+    }
     table = Table(title="measured (95 % interval over prompts), and promised less measured; a step's time is in plain steps", box=None)
-    for column in ("T", "nodes", *(title for name, kinds in SHOWN.items() for title in (name, *kinds))):
+    for column in ("T", "nodes", *(title for name, kinds in shown.items() for title in (name, *kinds))):
         table.add_column(column.replace("_", " "), justify="right", no_wrap=True)
     for profile in map(Profile.load, options.profiles):
         sampling = Sampling(**profile.settings)
-        result = compare(pair, profile, sampling, sizes, options)
-        made = {"sampling": sampling.settings(), "dtype": dtype_name(pair.target.dtype), "prompts": options.prompts, "tokens": options.tokens}
+        result = compare(pair, profile, sampling, options)
+        made = {"sampling": sampling.settings(), "dtype": dtype_name(pair.target.dtype), "prompts": result.pop("prompts"), "tokens": options.tokens}
+        made |= {"file": options.prompts.name} if options.prompts else {}
         results.append({"settings": made, "models": pair.facts, "hardware": fingerprint(pair.target.device)} | result)
         write_atomically(options.output, (json.dumps(results, indent=1) + "\n").encode())
         for entry in result["trees"]:
             cells = [str(sampling.temperature), str(entry["size"])]
-            for name, kinds in SHOWN.items():
+            for name, kinds in shown.items():
                 of = entry[name]
                 cells += [f"{of['measured']:.2f} ({of['interval_low']:.2f}-{of['interval_high']:.2f})"]
                 cells += [f"{of[kind] / of['measured'] - 1:+.1%}" for kind in kinds]

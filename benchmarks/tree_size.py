@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from sequoia_plan.artifacts import Profile, TokenTree
-from sequoia_plan.artifacts.cost import expected_tokens
+from sequoia_plan.artifacts.cost import Acceptance, expected_tokens
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.planner import baseline, solve
 from sequoia_plan.profiler.bench import RESAMPLES
@@ -34,11 +34,16 @@ DEPTH = 20
 SHAPES = {"ours": "our tree", "chains": "k chains", "binary": "complete binary tree", "specinfer": "SpecInfer's shape"}
 
 
+def acceptance(profile: Profile) -> Acceptance:
+    """By level, or one vector where the profile has no more."""
+    return profile.by_level or profile.acceptance
+
+
 def shapes(size: int, profile: Profile) -> dict[str, TokenTree]:
     """A tree of about `size` nodes of each shape; SpecInfer's is one node a level but for the third, where it branches."""
 
     def best(trees: Sequence[TokenTree]) -> TokenTree:
-        return max((tree for tree in trees if tree.size > size / 2), key=lambda tree: expected_tokens(tree, by_level(profile)))
+        return max((tree for tree in trees if tree.size > size / 2), key=lambda tree: expected_tokens(tree, acceptance(profile)))
 
     lanes = sorted({min(2**power, size - 1) for power in range(10)})
     return {
@@ -81,7 +86,7 @@ def measured(pair: Pair, profile: Profile, sizes: Sequence[int], prompts: int, t
                 low, high = np.quantile(drawn[:, 0] / drawn[:, 1], [0.025, 0.975])
                 total = sums.sum(0)
                 entry = {"shape": name, "budget": size, "size": tree.size, "depth": tree.depth, "tokens_per_step": round(float(total[0] / total[1]), 4)}
-                entry |= {"interval": [round(float(low), 4), round(float(high), 4)], "promised": round(expected_tokens(tree, by_level(profile)), 4)}
+                entry |= {"interval": [round(float(low), 4), round(float(high), 4)], "promised": round(expected_tokens(tree, acceptance(profile)), 4)}
                 entries.append(entry)
                 print(
                     f"T={sampling.temperature} {size:4} {name:10} {entry['tokens_per_step']:.2f} {entry['interval']}, promised {entry['promised']:.2f}",

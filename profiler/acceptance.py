@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, LevelCounts, SequoiaPlanError, TokenTree
-from sequoia_plan.artifacts.cost import expected_tokens
-from sequoia_plan.artifacts.uncertainty import Z95, gradient
+from sequoia_plan.artifacts.profile import MOST_KINDS
+from sequoia_plan.artifacts.uncertainty import Z95, gradient, jackknife
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.models.forward import additive
@@ -59,8 +59,21 @@ class Acceptance:
 
     def levels(self) -> tuple[LevelCounts, ...]:
         """Totals of each level, down to the last one seen."""
-        trials, counts = self.trials.sum(0), self.counts.sum(0).round(4)
-        seen = int(np.flatnonzero(trials)[-1]) + 1
+        return self._totals(np.ones(len(self.trials), bool))
+
+    def by_kind(self, kinds: Sequence[str | None]) -> dict[str, tuple[LevelCounts, ...]]:
+        """`levels` of each kind of prompts; none if a prompt has no kind, or there are more kinds than a profile holds.
+
+        Args:
+            kinds: of the prompts in turn; those of further rounds follow from the start again.
+        """
+        named = np.array([kinds[i % len(kinds)] or "" for i in range(len(self.trials))])
+        names = list(dict.fromkeys(named.tolist()))
+        return {} if "" in names or len(names) > MOST_KINDS else {name: self._totals(named == name) for name in names}
+
+    def _totals(self, chosen: NDArray[np.bool_]) -> tuple[LevelCounts, ...]:
+        trials, counts = self.trials[chosen].sum(0), self.counts[chosen].sum(0).round(4)
+        seen = int(np.flatnonzero(self.trials.sum(0))[-1]) + 1
         return tuple(LevelCounts(int(n), tuple(row)) for n, row in zip(trials[:seen], counts[:seen].tolist(), strict=True))
 
     def precision(self) -> float:
@@ -81,12 +94,9 @@ class Acceptance:
 
     def _error(self) -> tuple[float, float]:
         """Standard error of F(`TREE`), and F."""
-        trials, counts = self.trials.sum(1), self.counts.sum(1)
-        n = len(trials)
-        if n < LEAST_PROMPTS or (trials.sum() - trials).min() == 0:
+        if len(self.trials) < LEAST_PROMPTS:
             return float("inf"), 1.0
-        without = np.array([expected_tokens(TREE, p) for p in (counts.sum(0) - counts) / (trials.sum() - trials)[:, None]])
-        return float(np.sqrt((n - 1) / n * ((without - without.mean()) ** 2).sum())), float(without.mean())
+        return jackknife(TREE, self.trials.sum(1, keepdims=True), self.counts.sum(1, keepdims=True))
 
 
 @dataclass(frozen=True)

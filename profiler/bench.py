@@ -138,8 +138,9 @@ def compare(
     figures = summary(runs)
     for name in figures.keys() & trees.keys():
         promise = predicted(*trees[name], tree.plan, sampling.settings())
-        if promise.speedup and tree.size > 1 and trees[name][0] == tree and tree.plan.interval:
-            promise = structs.replace(promise, interval=tree.plan.interval.predicted_speedup)
+        if promise.speedup and tree.size > 1 and trees[name][0] == tree:
+            both = {key: known.predicted_speedup for key in ("interval", "interval_new_kind") if (known := getattr(tree.plan, key))}
+            promise = structs.replace(promise, **both)
         figures[name] = structs.replace(figures[name], predicted=promise)
     return BenchResult(
         settings=BenchSettings(sampling.settings(), dtype_name(pair.target.dtype), len(next(iter(runs.values()))), tokens),

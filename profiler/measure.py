@@ -46,7 +46,7 @@ def measure(
     """
     meter = LatencyMeter(pair, samplings[0], context, on_size, largest)
     measured: Mapping[int, Acceptance] = {}
-    for now in finished_prompts(pair, [encode(pair.tokenizer, p) for p in prompts], samplings, **acceptance):
+    for now in finished_prompts(pair, [encode(pair.tokenizer, prompt.text) for prompt in prompts], samplings, **acceptance):
         on_prompt(now.done, now.most, now.latest)
         measured = now.found
         if not meter.timers and now.done >= LEAST_PROMPTS and now.latest.trials.any():
@@ -67,6 +67,7 @@ def measure(
             models=pair.facts,
             hardware=fingerprint(pair.target.device),
             levels=each.levels(),
+            kinds=each.by_kind([prompt.kind for prompt in prompts]),
         )
         for sampling, each in zip(samplings, found, strict=True)
     ]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.files import read_bytes
+from sequoia_plan.artifacts.profile import LONGEST_KIND
 from sequoia_plan.runtime import Pair
 from sequoia_plan.runtime.models.forward import context_length, text_config
 
@@ -17,8 +19,21 @@ LARGEST_FILE = 1 << 28
 EXPECTED = '{"text": "..."}, {"messages": [...]} with a user message, or {"turns": ["...", ...]}'
 
 Message = dict[str, str]
-Prompt = str | list[Message]
+Text = str | list[Message]
 """A user's text, or a conversation whose last message is the user's."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a model is asked.
+
+    Args:
+        text: in one message, or as a conversation.
+        kind: what kind of prompt it is, as "code" or "story"; None if nobody said.
+    """
+
+    text: Text
+    kind: str | None = None
 
 
 def built_in() -> list[Prompt]:
@@ -28,7 +43,7 @@ def built_in() -> list[Prompt]:
 
 def held_out(tokenizer: Any, most: int) -> list[list[int]]:
     """Token ids of the first of our own prompts that nothing is measured on."""
-    return [encode(tokenizer, prompt) for prompt in held_out_half(load(BUILT_IN))[:most]]
+    return [encode(tokenizer, prompt.text) for prompt in held_out_half(load(BUILT_IN))[:most]]
 
 
 def measuring_half(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -45,7 +60,8 @@ def load(path: str | Path) -> list[Prompt]:
     """Prompts from a file: .jsonl with one prompt a line, or plain text with one prompt a paragraph.
 
     A line has a `text`, chat `messages` (as OpenAI and Hugging Face write them, content parts included; what follows the last user
-    message is left out), or MT-bench's `turns`, of which the first is taken because the others follow answers.
+    message is left out), or MT-bench's `turns`, of which the first is taken because the others follow answers. Its `kind`, or MT-bench's
+    `category`, says of what kind it is.
 
     Raises:
         SequoiaPlanError: if the file cannot be read, a line is no prompt, or there is none.
@@ -60,13 +76,13 @@ def load(path: str | Path) -> list[Prompt]:
         lines = enumerate(text.split("\n"), 1)  # not splitlines: U+2028 may stand within a JSON text
         prompts = [_line(path, number, line) for number, line in lines if line.strip()]
     else:
-        prompts = [paragraph.strip() for paragraph in text.split("\n\n") if paragraph.strip()]
+        prompts = [Prompt(paragraph.strip()) for paragraph in text.split("\n\n") if paragraph.strip()]
     if not prompts:
         raise SequoiaPlanError(f"{path}: holds no prompt; expected at least one")
     return prompts
 
 
-def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
+def encode(tokenizer: Any, prompt: Text) -> list[int]:
     """Token ids of a prompt as the model expects it: in its chat template if it has one, else as plain text."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if getattr(tokenizer, "chat_template", None):
@@ -83,7 +99,7 @@ def check_lengths(path: str | Path, prompts: Sequence[Prompt], pair: Pair) -> No
     """
     context = context_length(text_config(pair.target))
     for number, prompt in enumerate(prompts, 1):
-        if (length := len(encode(pair.tokenizer, prompt))) >= context:
+        if (length := len(encode(pair.tokenizer, prompt.text))) >= context:
             raise SequoiaPlanError(f"{path}: prompt {number} has {length} tokens, expected at most {context - 1} (the model's context less one new token)")
 
 
@@ -107,13 +123,19 @@ def _line(path: str | Path, number: int, line: str) -> Prompt:
     try:
         entry = json.loads(line)
         if "messages" in entry:
-            return read_messages(entry["messages"])
-        prompt = entry["text"] if "text" in entry else entry["turns"][0]
-        if isinstance(prompt, str) and prompt:
-            return prompt
+            return Prompt(read_messages(entry["messages"]), _kind(entry))
+        text = entry["text"] if "text" in entry else entry["turns"][0]
+        if isinstance(text, str) and text:
+            return Prompt(text, _kind(entry))
     except (ValueError, TypeError, KeyError, IndexError, RecursionError):
         pass
     raise SequoiaPlanError(f"{path}: line {number} is no prompt; expected {EXPECTED}")
+
+
+def _kind(entry: Any) -> str | None:
+    """What a line says of its kind; what no profile can hold is none."""
+    kind = entry.get("kind", entry.get("category"))
+    return kind if isinstance(kind, str) and 0 < len(kind) <= LONGEST_KIND and kind.isprintable() else None
 
 
 def _content(content: Any) -> str:

@@ -9,16 +9,21 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
 import pytest
 import torch
 from msgspec import structs
+from scipy.stats import t as student
 from toys import PROMPTS, ToyModel, toy_pair
 
 from sequoia_plan.artifacts import ArgumentError, LevelCounts, Profile, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.cost import expected_tokens
 from sequoia_plan.artifacts.merge import merge, pooled
+from sequoia_plan.artifacts.profile import MOST_KINDS
+from sequoia_plan.artifacts.uncertainty import Z95, student95
+from sequoia_plan.planner import solve
 from sequoia_plan.profiler.acceptance import LEVELS, TREE, Acceptance, expected_acceptance, measure_acceptance
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex
@@ -169,6 +174,76 @@ def test_positions_of_one_text_count_for_less():
     assert Acceptance(trials[:7], np.zeros((7, LEVELS, 3))).effective_trials() == trials[:7].sum()  # too few to tell
 
 
+def profile_of_kinds(rng, kinds, prompts, spread=0.4):
+    """A profile of so many prompts of so many kinds, and what a further kind accepts, [levels, ranks]: of as many prompts, and expected.
+
+    Every kind, and every prompt within it, accepts more or less often, by a normal number of logits; it is told apart by nothing else.
+    """
+    trials = np.array([15, 10, 0, 0])
+    kind = rng.normal(0.2, spread, kinds + 1)
+    within = [0.6 * NormalDist().inv_cdf((i + 0.5) / 400) for i in range(400)]
+
+    def shares(logits):
+        return np.stack([share := 0.7 / (1 + np.exp(-logits)), 0.3 / 0.7 * share], -1)  # of the first and the second child
+
+    drawn = np.repeat(shares(kind[:, None] + rng.normal(0, 0.6, (kinds + 1, prompts)))[:, :, None], LEVELS, 2)
+    counts = rng.multinomial(trials, np.concatenate([drawn, 1 - drawn.sum(-1, keepdims=True)], -1))[..., :2].astype(float)
+    found = Acceptance(np.tile(trials, (kinds * prompts, 1)), counts[:-1].reshape(-1, LEVELS, 2))
+    names = [f"kind {number}" for number in range(kinds) for _ in range(prompts)]
+    profile = Profile(pooled(found.levels()), found.effective_trials(), levels=found.levels(), kinds=found.by_kind(names))
+    return profile, counts[-1, :, :2].sum(0) / (prompts * trials[:2, None]), shares(kind[-1] + np.array(within)).mean(0)[None]
+
+
+@pytest.mark.parametrize("kinds", [4, 8])
+def test_the_interval_for_a_new_kind_covers_one(kinds):
+    """As many prompts of a further kind lie within it as often as it says, its expectation at least as often. The interval for prompts like
+    the profiled ones (a control) holds neither, and with the normal law in place of Student's (another) four kinds are too few."""
+    rng = np.random.default_rng(kinds)
+    held = []
+    for _ in range(300):
+        profile, sample, expectation = profile_of_kinds(rng, kinds, 6)
+        tree = solve(profile, 6, 4).tree
+        wide, narrow = tree.plan.interval_new_kind.expected_tokens, tree.plan.interval.expected_tokens
+        middle, factor = tree.plan.expected_tokens, Z95 / student95(kinds - 1)
+        normal = [middle + (end - middle) * factor for end in wide]
+        found, expected = expected_tokens(tree, sample), expected_tokens(tree, expectation)
+        within = [(interval[0] <= value <= interval[1]) for interval in (wide, narrow, normal) for value in (found, expected)]
+        held.append(within)
+    wide, wide_expected, narrow, narrow_expected, normal, _ = np.mean(held, 0)
+    assert wide == pytest.approx(0.95, abs=0.035) and wide <= wide_expected
+    assert max(narrow, narrow_expected) < 0.7
+    assert normal < (0.9 if kinds == 4 else 0.94)
+
+
+def test_kinds_that_do_not_differ_widen_the_interval_less():
+    rng = np.random.default_rng(0)
+    widths = [
+        [np.ptp(solve(profile_of_kinds(rng, 8, 6, spread)[0], 6, 4).plan.interval_new_kind.expected_tokens) for _ in range(20)] for spread in (0, 0.4, 0.8)
+    ]
+    assert np.median(widths[0]) < 0.8 * np.median(widths[1]) < 0.8 * np.median(widths[2])
+
+
+def test_student95_is_the_quantile():
+    exact = student.ppf(0.975, np.arange(3, 64))
+    assert [student95(n) for n in range(3, 64)] == pytest.approx(exact, rel=2e-3) != pytest.approx([Z95] * 61, rel=2e-3)
+
+
+def test_kinds_are_kept_where_every_prompt_has_one():
+    """Three rounds of four prompts; a prompt without a kind, or a name for each prompt, says nothing."""
+    trials = np.arange(12 * LEVELS).reshape(12, LEVELS)
+    found = Acceptance(trials, trials[..., None] * np.array([0.5, 0.25]))
+    by_kind = found.by_kind(["a", "b", "b", "c"])
+    assert list(by_kind) == ["a", "b", "c"]
+    assert [level.trials for level in by_kind["b"]] == trials.reshape(3, 4, LEVELS)[:, 1:3].sum((0, 1)).tolist()
+    profile = Profile(pooled(found.levels()), 10, levels=found.levels(), kinds=by_kind)
+    assert Profile.from_bytes(profile.to_yaml().encode(), "p") == profile
+    assert solve(profile, 4, 3).plan.interval_new_kind is None  # three kinds
+    assert solve(structs.replace(profile, kinds=found.by_kind(list("abcd"))), 4, 3).plan.interval_new_kind is not None
+    assert found.by_kind(["a", None, "b", "c"]) == {}
+    many = Acceptance(np.ones((MOST_KINDS + 1, LEVELS), int), np.zeros((MOST_KINDS + 1, LEVELS, 2)))
+    assert many.by_kind([str(i) for i in range(MOST_KINDS + 1)]) == {} != many.by_kind([str(i % MOST_KINDS) for i in range(MOST_KINDS + 1)])
+
+
 def test_interrupted_runs_go_on(tmp_path):
     """Stopped after five prompts: the rest alone is measured, and nothing tells the result from an uninterrupted one."""
     pair, journal = toy_pair(), tmp_path / "journal"
@@ -241,6 +316,10 @@ def test_merging_adds_counts_up():
     assert both.trials == a.trials + b.trials == 20 and both.acceptance == (0.3, 0.1)
     assert both.by_level == ((0.35, 0.1125), (0.1, 0.05))
     assert merge([both]).levels == both.levels
+    kinds = [{"code": a.levels}, {"code": (LevelCounts(30, (9.0, 3.5)), LevelCounts(0, (0.0, 0.0))), "story": (LevelCounts(0, (0.0, 0.0)), b.levels[1])}]
+    named = [structs.replace(each, kinds=own) for each, own in zip((a, b), kinds, strict=True)]
+    assert merge(named).kinds == {"code": (LevelCounts(40, (14.0, 4.5)), LevelCounts(0, (0.0, 0.0))), "story": kinds[1]["story"]}
+    assert merge([named[0], b]).kinds == {} and merge([named[0], b]).levels == both.levels
     for other, part in (
         (structs.replace(a, settings={"temperature": 1.0}), "b: its settings differ from those of a"),
         (structs.replace(a, models={}), "b: its models differ"),

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 from torch import nn
 
-from sequoia_plan.artifacts import ArgumentError, BenchResult, Latency, Plan, Profile, SequoiaPlanError, TokenTree, save_tree
+from sequoia_plan.artifacts import ArgumentError, BenchResult, Latency, LevelCounts, Plan, Profile, SequoiaPlanError, TokenTree, save_tree
 from sequoia_plan.artifacts.bench_result import BenchSettings, Prediction, Ratio, Shape
 from sequoia_plan.artifacts.cost import expected_tokens, predicted
 from sequoia_plan.planner import cli, solve
@@ -341,24 +341,33 @@ def test_a_journal_belongs_to_one_process_at_a_time(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("interval", "said"),
+    ("interval", "new_kind", "said"),
     [
-        (None, ""),
-        ((1.45, 1.80), ""),
-        ((1.10, 1.41), ""),  # the intervals meet: 1.40 to 1.60 was measured
-        ((1.61, 1.90), " The prediction is 17% too high, and its interval (1.61 to 1.90) does not meet the measured one: profile again with --prompts"),
-        ((1.05, 1.39), " The prediction is 17% too high, and its interval (1.05 to 1.39)"),
+        (None, None, ""),
+        ((1.45, 1.80), None, ""),
+        ((1.10, 1.41), (1.00, 1.60), ""),  # the intervals meet: 1.40 to 1.60 was measured
+        ((1.61, 1.90), None, " The prediction is 17% too high, and its interval (1.61 to 1.90) does not meet the measured one: profile again with --prompts"),
+        ((1.05, 1.39), None, " The prediction is 17% too high, and its interval (1.05 to 1.39)"),
+        (
+            (1.61, 1.90),
+            (1.50, 2.00),
+            "the measured one; that for prompts of a new kind (1.50 to 2.00) does: for a closer prediction profile again with --prompts",
+        ),
+        ((1.62, 1.90), (1.61, 2.00), "the measured one, nor does that for prompts of a new kind (1.61 to 2.00): profile again with --prompts"),
     ],
 )
-def test_a_promise_that_was_not_kept_is_said(interval, said):
+def test_a_promise_that_was_not_kept_is_said(interval, new_kind, said):
     result = figures_of(TREE, sequoia=1.5)
-    result.contenders["sequoia"] = replace(result.contenders["sequoia"], predicted=Prediction(2.0, 1.75, interval))
+    result.contenders["sequoia"] = replace(result.contenders["sequoia"], predicted=Prediction(2.0, 1.75, interval, new_kind))
     text = finding(result)
     assert ("The prediction is" in text) == bool(said) and said in text
 
 
 def test_the_tree_under_test_carries_its_plans_interval(models):
-    plan = solve(Profile((0.5, 0.25), 100, Latency({1: 0.04, 8: 0.05}, {1: 0.002, 8: 0.003})), 8, 4).tree
+    kinds = {name: (LevelCounts(25, (accepted, 6.25)),) for name, accepted in (("a", 10.0), ("b", 11.5), ("c", 13.5), ("d", 15.0))}
+    levels = (LevelCounts(100, (50.0, 25.0)),)
+    plan = solve(Profile((0.5, 0.25), 100, Latency({1: 0.04, 8: 0.05}, {1: 0.002, 8: 0.003}), levels=levels, kinds=kinds), 8, 4).tree
     found = compare(models, lambda: models, plan, arms(plan, "sequoia"), Sampling(), [[1, 2, 3]], 4, ["plain", "sequoia", "chain"])
     assert found.contenders["sequoia"].predicted.interval == plan.plan.interval.predicted_speedup != None  # noqa: E711
+    assert found.contenders["sequoia"].predicted.interval_new_kind == plan.plan.interval_new_kind.predicted_speedup != None  # noqa: E711
     assert found.contenders["plain"].predicted.interval is None

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from sequoia_plan.artifacts import Latency, LevelCounts, Profile, SequoiaPlanError, TokenTree, load_tree, save_tree
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.planner.cli import main
-from sequoia_plan.profiler.prompts import encode, held_out_half, load, measuring_half
+from sequoia_plan.profiler.prompts import Prompt, encode, held_out_half, load, measuring_half
 
 LEVELS = (LevelCounts(600, (300.25, 75.0)), LevelCounts(200, (99.75, 25.0)))
 PROFILE = Profile((0.5, 0.125), 800, Latency({1: 0.04, 4: 0.042, 16: 0.05}, {1: 0.003, 16: 0.004}, 0.001, 128), levels=LEVELS)
@@ -167,18 +167,23 @@ def test_prompt_files(tmp_path):
         '{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Why "}, '
         '{"type": "text", "text": "rain?"}]}, {"role": "assistant", "content": "Because."}]}\n'
         "\n"
-        '{"question_id": 81, "turns": ["Compose a post.", "Rewrite it."]}\n'
-        '{"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}, {"role": "user", "content": "three"}]}\n'
+        '{"question_id": 81, "category": "writing", "turns": ["Compose a post.", "Rewrite it."]}\n'
+        '{"kind": "numbers", "category": 3, "messages": [{"role": "user", "content": "one"}, '
+        '{"role": "assistant", "content": "two"}, {"role": "user", "content": "three"}]}\n'
     )
     conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why rain?"}]
     turns = [{"role": role, "content": text} for role, text in (("user", "one"), ("assistant", "two"), ("user", "three"))]
     found = load(tmp_path / "p.jsonl")
-    assert found == ["a line\u2028separator", conversation, "Compose a post.", turns]
+    assert [prompt.text for prompt in found] == ["a line\u2028separator", conversation, "Compose a post.", turns]
+    assert [prompt.kind for prompt in found] == [None, None, "writing", "numbers"]
+    for odd in ('""', "7", '["a"]', "null", '"a\\u001b[2J"', f'"{61 * "k"}"'):  # nothing that a profile could hold: as if it were not there
+        (tmp_path / "odd.jsonl").write_text(f'{{"text": "fine", "kind": {odd}}}\n')
+        assert load(tmp_path / "odd.jsonl") == [Prompt("fine")]
     assert encode(Words(), conversation) == [2, 6, 3, 5]
     assert measuring_half(found) == [found[0], found[2]] and held_out_half(found) == [found[1], found[3]]
     assert measuring_half(found[:1]) == held_out_half(found[:1]) == found[:1]
     (tmp_path / "p.txt").write_bytes("\ufeffFirst\r\nprompt.\r\n\r\nSecond.\r\n".encode())
-    assert load(tmp_path / "p.txt") == ["First\nprompt.", "Second."]
+    assert load(tmp_path / "p.txt") == [Prompt("First\nprompt."), Prompt("Second.")]
     for line in (
         '{"messages": []}',
         '{"messages": [{"role": "assistant", "content": "x"}]}',

@@ -45,11 +45,24 @@ def test_solve_json_is_the_contract(run):
     assert result.exit_code == 0
     answer = json.loads(result.stdout)
     contract = {"size", "depth", "branching", "expected_tokens", "predicted_speedup", "parents", "solver", "seconds"}
-    assert set(answer) == contract | {"upper_bound", "speedup_bound", "interval"}
+    assert set(answer) == contract | {"upper_bound", "speedup_bound", "interval", "interval_new_kind"}
     tree = load_tree("tree.safetensors")
     assert tree.parents.tolist() == answer["parents"]
     assert tree.plan.expected_tokens == answer["expected_tokens"]
     assert answer["predicted_speedup"] > 1
+
+
+def test_solve_says_what_other_prompts_may_give(run):
+    """From kinds that differ a wider interval, in the text as in the plan; from a profile without kinds that it is not known."""
+    assert "prompts of a new kind   not known: the profiled prompts name fewer than 4 kinds\n" in run("solve", "--budget", "16", "--depth", "5").stdout
+    kinds = {name: (LevelCounts(100, (accepted, 10.0)),) for name, accepted in (("a", 30.0), ("b", 40.0), ("c", 50.0), ("d", 60.0))}
+    replace(Profile.load("profile.yaml"), acceptance=(0.45, 0.1), trials=300, levels=(LevelCounts(400, (180.0, 40.0)),), kinds=kinds).save("kinds.yaml")
+    text = run("solve", "kinds.yaml", "--budget", "16", "--depth", "5").stdout
+    plan = load_tree("tree.safetensors").plan
+    (low, high), (slow, fast) = plan.interval_new_kind.expected_tokens, plan.interval_new_kind.predicted_speedup
+    assert low < plan.interval.expected_tokens[0] < plan.expected_tokens < plan.interval.expected_tokens[1] < high
+    assert f"prompts of a new kind   {low:.3f} to {high:.3f} tokens a step, {slow:.3f} to {fast:.3f}x (95 %)\n" in text
+    assert "; of the one for prompts of a new kind: " in text
 
 
 def test_solve_same_input_same_bytes(run, tmp_path):

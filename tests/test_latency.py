@@ -18,6 +18,7 @@ from sequoia_plan.profiler import latency
 from sequoia_plan.profiler.breakdown import PARTS, WARM_UP, breakdown
 from sequoia_plan.profiler.hardware import differences, fingerprint
 from sequoia_plan.profiler.measure import measure
+from sequoia_plan.profiler.prompts import Prompt
 from sequoia_plan.profiler.verification import ShapeTimer, bushy, fit
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 
@@ -101,10 +102,10 @@ def test_latency_is_timed_between_prompts(pair, sizes, monkeypatch):
     run = latency.LatencyMeter.round
     monkeypatch.setattr(latency.LatencyMeter, "round", lambda meter: (events.append("round"), run(meter)))
     monkeypatch.setattr(sys.modules["sequoia_plan.profiler.measure"], "encode", lambda tokenizer, prompt: PROMPTS[int(prompt)])
-    found = measure(pair, [str(i) for i in range(12)], [Sampling(1.0)], 1e9, 20, precision=0, on_prompt=lambda *_: events.append("prompt"))[0]
+    found = measure(pair, [Prompt(str(i)) for i in range(12)], [Sampling(1.0)], 1e9, 20, precision=0, on_prompt=lambda *_: events.append("prompt"))[0]
     assert events == ["prompt"] * 10 + ["round"] + ["prompt"] * 2 + ["round"] * (latency.MOST_ROUNDS - 1)
     assert found.latency.samples[1] == latency.MOST_ROUNDS and list(found.latency.target) == sizes and found.trials > 0
-    few = measure(pair, ["0", "1"], [Sampling(1.0)], 0.0, 20, precision=0)[0]
+    few = measure(pair, [Prompt("0"), Prompt("1")], [Sampling(1.0)], 0.0, 20, precision=0)[0]
     assert few.latency.samples[1] == latency.LEAST_ROUNDS
 
 

@@ -116,6 +116,41 @@ def test_counts_by_level_are_checked(tmp_path, old, new, message):
         Profile.load(tmp_path / "p.yaml")
 
 
+KINDS = replace(
+    COUNTED,
+    kinds={
+        "code": (LevelCounts(350, (200.25, 50.0)), LevelCounts(200, (99.75, 25.0))),
+        "no: 1": (LevelCounts(250, (100.0, 25.0)), LevelCounts(0, (0.0, 0.0))),
+    },
+)
+
+
+def test_counts_by_kind_survive(tmp_path):
+    KINDS.save(tmp_path / "p.yaml")
+    assert Profile.load(tmp_path / "p.yaml") == KINDS
+    trials, counts = KINDS.by_kind
+    assert trials.tolist() == [[350, 200], [250, 0]] and counts.sum(0).tolist() == [[300.25, 75.0], [99.75, 25.0]]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("trials: 350", "trials: 340", r"acceptance.kinds: found 590 trials on level 0, expected every level in each kind, and 600 trials"),
+        ("    - trials: 0\n      counts: [0.0, 0.0]\n", "", r"acceptance.kinds: found 600 trials on level 0, expected every level in each kind"),
+        ("counts: [100.0, 25.0]", "counts: [100.0]", r"acceptance.kinds.no: 1\[0\].counts: found 1 ranks, expected 2"),
+        ("counts: [100.0, 25.0]", "counts: [300.0, 25.0]", r"acceptance.kinds.no: 1\[0\].counts: sum to 325, expected at most 250 trials"),
+        ("code:", "7:", r"acceptance.kinds: found the key 7, expected printable text of 1 to 60 characters"),
+        ("code:", "c" * 61 + ":", r"acceptance.kinds: found the key 'cc"),
+    ],
+)
+def test_counts_by_kind_are_checked(tmp_path, old, new, message):
+    text = KINDS.to_yaml()
+    assert old in text
+    (tmp_path / "p.yaml").write_text(text.replace(old, new, 1))
+    with pytest.raises(SequoiaPlanError, match=message):
+        Profile.load(tmp_path / "p.yaml")
+
+
 SPREAD = {"target": {1: (0.039, 0.042), 8: (0.06, 0.06)}, "draft": {8: (0.004, 0.006)}}
 
 

@@ -159,7 +159,7 @@ def bench(
     warn_if_foreign(tree.plan, pair)
     if prompts and given:
         check_lengths(prompts, given, pair)
-    texts = held_out(pair.tokenizer, limit) if given is None else [encode(pair.tokenizer, prompt) for prompt in held_out_half(given)[:limit]]
+    texts = held_out(pair.tokenizer, limit) if given is None else [encode(pair.tokenizer, prompt.text) for prompt in held_out_half(given)[:limit]]
     journal = journal_of(output) if output else None
     with progress("bench", len(texts)) as advance:
         reference = partial(load_pair, target, draft, device, dtype, placement="resident")

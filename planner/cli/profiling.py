@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @model_options
 @sampling_options()
 @click.option("--also", metavar="NAME=VALUE,...", multiple=True, help="A further setting, as temperature=0.6,top_p=0.9; written beside the output.")
-@click.option("--prompts", type=click.Path(), help="JSONL (text, messages or turns) or plain text; every second prompt is left for bench. [default: built-in]")
+@click.option("--prompts", type=click.Path(), help="JSONL (text, messages or turns; kind) or plain text; every second is left for bench. [default: built-in]")
 @click.option("--tokens", type=click.IntRange(min=1), default=32, show_default=True, help="New tokens a prompt, at most.")
 @click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="How often each prompt may be used, with another seed each time.")
 @click.option("--precision", metavar="PERCENT", default="7%", show_default=True, help="Stop once predicted tokens a step are known to within this, at 95 %.")

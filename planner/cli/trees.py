@@ -10,7 +10,7 @@ import click
 from sequoia_plan.planner.cli.options import json_option
 from sequoia_plan.planner.cli.terminal import print_json
 
-PROMISED = ("expected_tokens", "upper_bound", "predicted_speedup", "speedup_bound", "interval", "solver")
+PROMISED = ("expected_tokens", "upper_bound", "predicted_speedup", "speedup_bound", "interval", "interval_new_kind", "solver")
 """Of the plan, what `solve --json` says beside the tree."""
 
 
@@ -75,7 +75,9 @@ def solve(
     for line in promises(tree.plan):
         click.echo(line)
     if lost := tree.plan.interval and tree.plan.interval.lost:
-        click.echo("lost if the truth is at an end of the interval: {:.2%} and {:.2%}".format(*lost))
+        there = tree.plan.interval_new_kind and tree.plan.interval_new_kind.lost
+        more = "; of the one for prompts of a new kind: {:.2%} and {:.2%}".format(*there) if there else ""
+        click.echo("lost if the truth is at an end of the interval: {:.2%} and {:.2%}".format(*lost) + more)
     if tree.plan.predicted_speedup is not None and tree.size == 1:
         click.echo("no tree is faster than plain decoding with these measurements: do not speculate")
     click.echo(f"wrote {output}")

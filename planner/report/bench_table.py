@@ -50,12 +50,24 @@ def _missed(measured: Ratio, predicted: Prediction) -> str:
     """A sentence if the intervals of the measured and the predicted speed-up do not meet, and what to do then."""
     if predicted.interval is None or predicted.speedup is None:
         return ""
-    low, high = predicted.interval
-    if low <= measured.interval_high and measured.interval_low <= high:
+
+    def meets(low: float, high: float) -> bool:
+        return low <= measured.interval_high and measured.interval_low <= high
+
+    if meets(*predicted.interval):
         return ""
     off = (predicted.speedup - measured.median) / measured.median
-    where = f"The prediction is {abs(off):.0%} too {'high' if off > 0 else 'low'}, and its interval ({low:.2f} to {high:.2f}) does not meet the measured one"
-    return f" {where}: profile again with --prompts of the kind decoded here, on a machine with nothing else to do."
+    where = f"The prediction is {abs(off):.0%} too {'high' if off > 0 else 'low'}, and its interval "
+    where += f"({_span(predicted.interval)}) does not meet the measured one"
+    if predicted.interval_new_kind and meets(*predicted.interval_new_kind):
+        inside = f"that for prompts of a new kind ({_span(predicted.interval_new_kind)}) does"
+        return f" {where}; {inside}: for a closer prediction profile again with --prompts of the kind decoded here."
+    beyond = f", nor does that for prompts of a new kind ({_span(predicted.interval_new_kind)})" if predicted.interval_new_kind else ""
+    return f" {where}{beyond}: profile again with --prompts of the kind decoded here, on a machine with nothing else to do."
+
+
+def _span(ends: tuple[float, float]) -> str:
+    return f"{ends[0]:.2f} to {ends[1]:.2f}"
 
 
 def _faster(arms: Mapping[str, Contender], compared: Mapping[str, Ratio], than: str) -> tuple[str, bool]:

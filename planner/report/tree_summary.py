@@ -9,6 +9,7 @@ import numpy as np
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.cost import node_values, worth_of_memory
 from sequoia_plan.artifacts.plan import OPTIMAL, Interval, Plan
+from sequoia_plan.artifacts.uncertainty import LEAST_KINDS
 
 MOST_NODES_DRAWN = 40
 
@@ -47,6 +48,12 @@ def promises(plan: Plan) -> Iterator[str]:
     if plan.predicted_speedup is not None and plan.step_seconds is not None:
         speed = f"{plan.predicted_speedup:.3f}x over plain decoding{_ends(interval.predicted_speedup)}"
         yield f"predicted speed-up      {speed}, {plan.step_seconds * 1000:.1f} ms a step"
+    if plan.interval and plan.interval_new_kind:
+        tokens, speed_there = plan.interval_new_kind.expected_tokens, plan.interval_new_kind.predicted_speedup
+        told = ", ".join(filter(None, (_range(tokens, " tokens a step"), _range(speed_there, "x"))))
+        yield f"prompts of a new kind   {told} (95 %)"
+    elif plan.interval:
+        yield f"prompts of a new kind   not known: the profiled prompts name fewer than {LEAST_KINDS} kinds"
     if more := worth_of_memory(plan):
         yield f"more memory             {more.bytes / 1e6:.0f} MB more of layers in memory would make a step up to {more.seconds * 1000:.1f} ms shorter"
     if plan.gap is not None:
@@ -64,6 +71,10 @@ def _next_node(tree: TokenTree, console: object) -> None:
     if following:
         parent, rank, value = following
         console.print(f"the next node           child {rank} of node {parent}, on level {tree.position_ids[parent] + 1}: +{value:.4f}")  # type: ignore[attr-defined]
+
+
+def _range(ends: tuple[float, float] | None, unit: str) -> str:
+    return f"{ends[0]:.3f} to {ends[1]:.3f}{unit}" if ends else ""
 
 
 def _ends(ends: tuple[float, float] | None) -> str:

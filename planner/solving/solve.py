@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from sequoia_plan.artifacts import ArgumentError, Profile, TokenTree
 from sequoia_plan.artifacts.cost import Floats, StepTime, acceptance_rows, expected_tokens, promise
 from sequoia_plan.artifacts.plan import Interval, Plan, provenance
-from sequoia_plan.artifacts.uncertainty import Z95, ends, step_time_error
+from sequoia_plan.artifacts.uncertainty import Z95, ends, step_time_error, trials_of_a_new_kind
 from sequoia_plan.planner.solving.baselines import baseline as baseline_tree
 from sequoia_plan.planner.solving.certificate import check
 from sequoia_plan.planner.solving.convolution import isotonic
@@ -98,7 +98,7 @@ def solve(
 
     given = promise(tree, acceptance, times)
     upper = None if baseline else check(tree, acceptance, depth, branching, given.expected_tokens if objective == "tokens" else None).upper_bound
-    interval = None
+    interval = elsewhere = None
     if measured and measured.trials and not smooth and not baseline and tree.size > 1:
 
         def lost(vectors: Floats) -> float:
@@ -107,7 +107,10 @@ def solve(
             slower = times.step(tree) / times.step(best) if times and objective != "tokens" else 1.0
             return max(0.0, 1 - expected_tokens(tree, vectors) / expected_tokens(best, vectors) / slower)
 
-        interval = _interval(tree, measured, np.atleast_2d(np.asarray(acceptance, float)), given.predicted_speedup, times, lost)
+        table = np.atleast_2d(np.asarray(acceptance, float))
+        alike, new = _observations(tree, measured, table)
+        interval = _interval(tree, table, alike, given.predicted_speedup, times, lost)
+        elsewhere = None if new is None else _interval(tree, table, new, given.predicted_speedup, times, lost)
     plan = replace(
         provenance(measured),
         acceptance=tuple(tuple(row) if isinstance(row, Sequence) else row for row in acceptance),
@@ -119,6 +122,7 @@ def solve(
         upper_bound=upper,
         speedup_bound=bound,
         interval=interval,
+        interval_new_kind=elsewhere,
         **given._asdict(),
     )
     return Solution(TokenTree(tree.parents, plan), time.perf_counter() - started)
@@ -141,16 +145,27 @@ def _by_level(profile: Profile) -> list[list[float]]:
     return (rows / np.maximum(1.0, rows.sum(1, keepdims=True))).round(6).tolist()
 
 
-def _interval(
-    tree: TokenTree, profile: Profile, acceptance: Floats, speedup: float | None, times: StepTime | None, lost: Callable[[Floats], float]
-) -> Interval:
-    """What a 95 % interval of the measurements does to this tree's promise, and to the choice itself.
+def _observations(tree: TokenTree, profile: Profile, acceptance: Floats) -> tuple[Floats, Floats | None]:
+    """How many independent observations the acceptance of each of its levels is worth: for prompts like the profiled ones, and for prompts
+    of a new kind (None if the profile does not tell)."""
+    by_level = len(acceptance) > 1
+    seen = np.array([level.trials for level in profile.levels]) if by_level else np.ones(1)
+    alike = profile.trials * seen / seen.sum()
+    if not profile.kinds:
+        return alike, None
+    trials, counts = profile.by_kind
+    new = trials_of_a_new_kind(tree, acceptance, *((trials, counts) if by_level else (trials.sum(1, keepdims=True), counts.sum(1, keepdims=True))))
+    return alike, None if new is None else np.minimum(new, alike)
+
+
+def _interval(tree: TokenTree, acceptance: Floats, trials: Floats, speedup: float | None, times: StepTime | None, lost: Callable[[Floats], float]) -> Interval:
+    """What a 95 % interval does to this tree's promise, and to the choice itself.
 
     Args:
+        trials: float64 [levels], independent observations behind each level of `acceptance`.
         lost: of an acceptance, the share that `tree` falls short of the tree that would be chosen for it.
     """
-    seen = np.array([level.trials for level in profile.levels]) if len(acceptance) > 1 else np.ones(1)
-    vectors = ends(tree, acceptance, profile.trials * seen / seen.sum())
+    vectors = ends(tree, acceptance, trials)
     tokens = (expected_tokens(tree, vectors[0]), expected_tokens(tree, vectors[1]))
     now = expected_tokens(tree, acceptance)
     sped: tuple[float, float] | None = None
