@@ -54,7 +54,7 @@ RESIDENT = 6
 PRECISION = 0.08
 """Of a profile's expected tokens."""
 PASSES = 4
-"""Plain passes for each read of the file."""
+"""That follow one another, through the ring and without it."""
 
 
 def read_bytes() -> int:
@@ -77,13 +77,12 @@ def layer_bytes(dtype: str) -> int:
     return max(Offloaded(None, "cpu", resolve_dtype(dtype, "cpu")).sizes())
 
 
-def raw_read(ring: Ring) -> float:
-    """Seconds to read what a pass reads, by as many threads in as large pieces, and do nothing with it."""
-    pieces = iter([(block, start) for block in ring.blocks for start in range(0, block.size, stream.CHUNK)])
+def raw_read(ring: Ring, buffers: list[memoryview], passes: int) -> float:
+    """Seconds to read what a pass reads, by a thread for each buffer, and do nothing with it; the mean of `passes` without a pause."""
+    pieces = iter([(block, start) for block in ring.blocks * passes for start in range(0, block.size, stream.CHUNK)])
     lock = threading.Lock()
 
-    def work() -> None:
-        memory = bytes_of(aligned_memory(stream.CHUNK))
+    def work(memory: memoryview) -> None:
         while True:
             with lock:
                 piece = next(pieces, None)
@@ -92,13 +91,13 @@ def raw_read(ring: Ring) -> float:
             block, start = piece
             ring.file.read(block.offset + start, memory[: min(stream.CHUNK, block.size - start)])
 
-    threads = [threading.Thread(target=work) for _ in range(stream.THREADS)]
+    threads = [threading.Thread(target=work, args=(memory,)) for memory in buffers]
     started = time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return time.perf_counter() - started
+    return (time.perf_counter() - started) / passes
 
 
 @torch.inference_mode()
@@ -110,28 +109,33 @@ def link(dtype: str, rounds: int) -> dict[str, Any]:
     decoder = SequoiaDecoder(pair.target, None, TokenTree.chain(1))
     decoder.prefill(random_prompt(pair, CONTEXT), 64, seed=0)
     extent = decoder.extent(CONTEXT)
-    decoder.run_target(extent)
-    reads, passes, moved = [], [], []
+    return link_rounds(ring, lambda: decoder.run_target(extent), rounds, PASSES) | {"models": pair.facts}
+
+
+def link_rounds(ring: Ring, run: Callable[[], Any], rounds: int, passes: int) -> dict[str, Any]:
+    """Passes, `run` one after the other, and reads of what they stream, in turn; how much of the speed of reading the passes reach."""
+    run()
+    buffers = [bytes_of(aligned_memory(stream.CHUNK).fill_(1)) for _ in range(stream.THREADS)]  # the system gives memory when it is first written
+    reads, computed, moved = [], [], []
     for _ in range(rounds):
         ring.fill()  # the ring's own threads rest
-        reads.append(raw_read(ring))
+        reads.append(raw_read(ring, buffers, passes))
         before, started = read_bytes(), time.perf_counter()
-        for _ in range(PASSES):
-            decoder.run_target(extent)
-        ring.fill()  # as much was read as was computed with: the slots are as full as before
-        passes.append((time.perf_counter() - started) / PASSES)
-        moved.append((read_bytes() - before) / PASSES)
-    shares = [read / one for read, one in zip(reads, passes, strict=True)]
+        for _ in range(passes):
+            run()
+        ring.fill()  # the slots are as full as before: as much was read as was computed with
+        computed.append((time.perf_counter() - started) / passes)
+        moved.append((read_bytes() - before) / passes)
+    shares = [read / one for read, one in zip(reads, computed, strict=True)]
     return {
         "bytes_a_pass": ring.bytes,
         "bytes_read_a_pass": round(statistics.median(moved)),
         "threads": stream.THREADS,
         "piece": stream.CHUNK,
         "read_seconds": quartiles(reads),
-        "pass_seconds": quartiles(passes),
+        "pass_seconds": quartiles(computed),
         "share_of_bandwidth": quartiles(shares),
         "rounds": rounds,
-        "models": pair.facts,
     }
 
 

@@ -134,7 +134,7 @@ def main() -> None:
     if options.only != "acceptance":
         report["milliseconds"] = time_passes(pair, models, rounds)
     if options.only != "passes":
-        texts = [encode(pair.tokenizer, prompt) for prompt in built_in()[:prompts]]
+        texts = [encode(pair.tokenizer, prompt.text) for prompt in built_in()[:prompts]]
         report["acceptance"] = accept(pair, models, texts, tokens)
     write_atomically(options.output, (json.dumps(report, indent=1) + "\n").encode())
     show(report)

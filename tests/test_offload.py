@@ -22,6 +22,8 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
+from transformers import BitNetQuantConfig
+from transformers.integrations.bitnet import BitLinear, pack_weights, replace_with_bitnet_linear
 
 from sequoia_plan.artifacts import ArgumentError, Profile, SequoiaPlanError, TokenTree, load_tree, save_tree
 from sequoia_plan.planner.cli import main
@@ -125,6 +127,43 @@ def test_architectures(name, tmp_path, pair):
     assert len(stream_of(there.model).blocks) == 5
     ours, theirs = (SequoiaDecoder(target, here, TREE).generate(PROMPT, 24).sequences for target in (there.model, here))
     assert torch.equal(ours, theirs)
+
+
+def save_with_bitnet_weights(folder):
+    """A Llama as BitNet checkpoints are published: ternary weights, four to a byte, each matrix with a scale."""
+    model, config = tiny("Llama", num_hidden_layers=6), BitNetQuantConfig(modules_to_not_convert=["lm_head"])
+    matrices = {name: module.weight.data for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    model = replace_with_bitnet_linear(model, modules_to_not_convert=["lm_head"], quantization_config=config)
+    for name, module in model.named_modules():
+        if isinstance(module, BitLinear):
+            scale = matrices[name].abs().mean()
+            module.weight, module.weight_scale = pack_weights((matrices[name] / scale).round().clamp(-1, 1)), scale.reshape(1)
+    model.config.quantization_config = config
+    model.save_pretrained(folder)
+
+
+def test_quantised_weights_are_streamed_as_they_are(tmp_path, pair):
+    """A layer takes as few bytes in the file and in the ring as in the checkpoint, and the tokens are those of the quantised model in memory."""
+    save_with_bitnet_weights(tmp_path / "m")
+    pair.tokenizer.save_pretrained(tmp_path / "m")
+    here = load_model(str(tmp_path / "m"), "cpu", torch.float32)[0]
+    there = Offloaded(str(tmp_path / "m"), "cpu", torch.float32)
+    quantised = there.layer(0)["mlp.up_proj.weight"]
+    assert quantised.dtype == torch.uint8 and quantised.numel() == 48 * 32 // 4
+    there.place(split_memory(there.outside + SLOTS * max(there.sizes()), there.outside, 0, 0, there.sizes()), "disk")
+    ours, theirs = (SequoiaDecoder(target, here, TREE).generate(PROMPT, 24).sequences for target in (there.model, here))
+    assert torch.equal(ours, theirs)
+
+
+def test_weights_that_are_more_than_tensors_are_refused(tmp_path, pair, monkeypatch):
+    class Packed(torch.Tensor):
+        pass
+
+    save_with_bitnet_weights(tmp_path / "m")
+    pair.tokenizer.save_pretrained(tmp_path / "m")
+    monkeypatch.setattr(offload, "_tensors", lambda model: {"a": torch.zeros(2).as_subclass(Packed)})
+    with pytest.raises(SequoiaPlanError, match="a is a Packed, expected plain tensors; a model quantised like this cannot be streamed"):
+        Offloaded(str(tmp_path / "m"), "cpu", torch.float32)
 
 
 def test_the_file_is_a_safetensors_file_in_pass_order(folder):

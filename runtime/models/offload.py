@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
@@ -109,13 +109,19 @@ class Offloaded:
         try:
             config = AutoConfig.from_pretrained(folder)
             self.tokenizer = AutoTokenizer.from_pretrained(folder)
-            with _on_meta():
-                self.model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+            if getattr(config, "quantization_config", None):  # what its layers are like, only transformers and the library that quantised it know
+                self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+            else:
+                with _on_meta():
+                    self.model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
             if (folder / "generation_config.json").is_file():
                 self.model.generation_config = GenerationConfig.from_pretrained(folder)
         except Exception as error:  # whatever foreign code does with a folder it does not expect
             raise SequoiaPlanError(f"{folder}: cannot be loaded as a causal language model ({first_line(error)})") from error
         self.model.tie_weights()
+        for name, tensor in _tensors(self.model).items():
+            if type(tensor) not in (Tensor, nn.Parameter):
+                raise SequoiaPlanError(f"{folder}: {name} is a {type(tensor).__name__}, expected plain tensors; a model quantised like this cannot be streamed")
         self.device = torch.device(device)
         self.prefix, layers = decoder_layers(self.model)
         self.layers = list(layers)
@@ -260,9 +266,11 @@ def _reader(folder: Path, layout: list[dict[str, Tensor]], dtype: torch.dtype) -
     """Reads a tensor by its name in the model.
 
     Where the folder's safetensors files have the model's own names, one tensor at a time is in memory. Otherwise transformers loads
-    the whole model, as it has to for layouts that it converts.
+    the whole model, as it has to for layouts that it converts, and has done already for a quantised one.
     """
-    expected = {name for block in layout for name in block}
+    expected = {name: like for block in layout for name, like in block.items()}
+    if not any(like.is_meta for like in expected.values()):
+        return expected.__getitem__
     found: dict[str, str] = {}
     try:
         for file in sorted(folder.glob("*.safetensors")):
@@ -270,7 +278,7 @@ def _reader(folder: Path, layout: list[dict[str, Tensor]], dtype: torch.dtype) -
                 found |= {name: str(file) for name in opened.keys() if name in expected}  # noqa: SIM118
     except Exception as error:
         raise SequoiaPlanError(f"{folder}: its weights cannot be read ({first_line(error)})") from error
-    if found.keys() >= expected:
+    if found.keys() >= expected.keys():
 
         def read(name: str) -> Tensor:
             try:
