@@ -134,11 +134,7 @@ def execution_device(model: Any) -> torch.device:
         return torch.device(model.device)
     embedding = getattr(model.get_input_embeddings(), "_hf_hook", None)
     found = hooked if hooked is not None else getattr(embedding, "execution_device", None)
-    if found is None:
-        raise SequoiaPlanError(
-            f"{model.config.model_type}: its weights are on the meta device and nothing brings them; load them, or offload it with accelerate"
-        )
-    return torch.device(found)
+    return torch.device(model.device if found is None else found)
 
 
 def plain(model: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime.cache import Layout, TreeCache
-from sequoia_plan.runtime.models.forward import TreeModel, additive, plain, text_config
+from sequoia_plan.runtime.models.forward import TreeModel, additive, execution_device, plain, text_config
 from sequoia_plan.runtime.structure import Structure
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2])
@@ -47,6 +47,8 @@ def probe(model: Any) -> Layout:
     parameters = inspect.signature(plain(model).forward).parameters
     if ("input_ids" in parameters and "position_ids" not in parameters) or getattr(model.config, "alibi", False):
         raise SequoiaPlanError(f"{kind}: cannot decode with a token tree, it takes no position_ids (ALiBi or a recurrence orders its tokens)")
+    if execution_device(model).type == "meta":
+        raise SequoiaPlanError(f"{kind}: its weights are on the meta device and nothing brings them; load them, or offload it with accelerate")
     trial = TreeModel(model)  # says itself what it cannot describe
     try:
         with torch.compiler.set_stance("force_eager"):  # these shapes never come again
