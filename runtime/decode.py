@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
-from sequoia_plan.runtime.capture import Graphs, capturable, on_one_cuda_device, readback
+from sequoia_plan.runtime.capture import Graphs, addresses, capturable, on_one_cuda_device, readback
 from sequoia_plan.runtime.draft.drafter import Drafter, Growth, Pass, grow
 from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
 from sequoia_plan.runtime.generation import Ending, Generation, end_tokens, read_prompt, stop_criteria
 from sequoia_plan.runtime.models.forward import TreeModel
-from sequoia_plan.runtime.models.parallel import shared_seed
+from sequoia_plan.runtime.models.parallel import from_first, is_split, shared_seed
 from sequoia_plan.runtime.models.probe import probe
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary
 from sequoia_plan.runtime.sampling import Sampling
@@ -29,7 +29,8 @@ from sequoia_plan.runtime.verify import Accepted, greedy, verify
 
 T = TypeVar("T")
 EXTENT_STEP = {"cpu": 64, "cuda": 512}
-"""Attention looks at a multiple of this many slots: few shapes, little waste. On CUDA each shape is a graph of its own."""
+"""Attention looks at a multiple of this many slots: few shapes, little waste. On CUDA each shape is a graph of its own, so beyond 1024
+slots there are two shapes for each doubling of the length."""
 
 LARGEST_TREE = 4096
 """Nodes. A decoder's mask and paths grow with the square of the size."""
@@ -71,6 +72,7 @@ class SequoiaDecoder:
                 raise SequoiaPlanError(f"draft: on {draft.device}, the target takes its input on {target.device}; move the draft there")
             self.drafter = LanguageModelDrafter(draft, *shared_vocabulary(target, draft, tokenizer, draft_tokenizer))
         self.target = TreeModel(target, probe(target))
+        self.models = [model for model in (target, draft) if model is not None]
         self.context = self.target.context
         self.sequence = Sequence(self.device)
         possible = {"draft": draft is None or capturable(draft), "target": capturable(target), "verify": on_one_cuda_device(target)}
@@ -218,6 +220,8 @@ class SequoiaDecoder:
         sequence.generator.manual_seed(shared_seed(self.target.model) if seed is None else seed)
         capacity = self.extent(min(prompt.numel() + max_new_tokens, self.context))
         sequence.reserve(capacity, self.target.new_cache, drafter.new_cache if drafter else None)
+        if self.graphs:
+            sequence.read_from(addresses(self.models))
         sequence.tokens[: prompt.numel()] = prompt
         sequence.length.fill_(prompt.numel() - 1)
         self.target.prefill(sequence.target, prompt[:-1])
@@ -298,8 +302,13 @@ class SequoiaDecoder:
         if not self.drafter or not self.passes:
             nothing = self.sequence.tokens[:0]
             return Growth(nothing, nothing)
-        columns = self.structure.columns(self.sequence.length, extent)
-        return grow(self.drafter, self.passes, self.sequence, columns, sampling, self.random_bits(sampling))
+        sequence = self.sequence
+        columns = self.structure.columns(sequence.length, extent)
+        growth = grow(self.drafter, self.passes, sequence, columns, sampling, self.random_bits(sampling))
+        if is_split(self.target.model):
+            slots = sequence.length + self.structure.nodes
+            sequence.tokens.index_copy_(0, slots, from_first(self.target.model, sequence.tokens[slots]))
+        return growth
 
     def read(self, extent: int) -> Tensor:
         """The target's part of a step: one pass over the tree. Logits [size, vocabulary]."""
@@ -310,6 +319,14 @@ class SequoiaDecoder:
 
     def judge(self, logits: Tensor, growth: Growth, sampling: Sampling) -> Accepted:
         """Which nodes are accepted, and the bonus token."""
+        accepted = self.verdict(logits, growth, sampling)
+        if not is_split(self.target.model):
+            return accepted
+        agreed = from_first(self.target.model, torch.cat([accepted.path, accepted.count, accepted.bonus]))
+        return Accepted(agreed[:-2], agreed[-2:-1], agreed[-1:])
+
+    def verdict(self, logits: Tensor, growth: Growth, sampling: Sampling) -> Accepted:
+        """What this process by itself says of the tree."""
         sequence, index = self.sequence, self.structure.index
         if sampling.greedy:
             return greedy(logits.argmax(-1), sequence.tokens[sequence.length + self.structure.nodes], index)
@@ -334,5 +351,8 @@ class SequoiaDecoder:
 
     def extent(self, length: int) -> int:
         """How far attention looks with the root in slot `length`: past the whole tree, in few different shapes."""
-        step = EXTENT_STEP["cuda" if self.graphs else "cpu"]
-        return -(-(length + self.tree.size) // step) * step
+        needed = length + self.tree.size
+        step = EXTENT_STEP["cuda" if self.graphs or self.device.type == "cuda" else "cpu"]
+        if self.graphs:
+            step = max(step, (1 << needed.bit_length()) // 4)
+        return -(-needed // step) * step

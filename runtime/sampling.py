@@ -156,14 +156,16 @@ class Sampling:
         return probabilities
 
     def draft(self, logits: Tensor) -> Tensor:
-        """float32 [nodes, draft vocabulary]: what children are drawn from and verified against."""
+        """float32 [nodes, draft vocabulary]: what children are drawn from and verified against; the logits themselves if greedy."""
         if self.greedy:
-            return logits.float()  # only the order matters
+            return logits  # only the order matters
         return torch.softmax(logits.float() / (self.draft_temperature or self.temperature), -1)
 
 
 LARGEST_BITS = (1 << 30) - 1
 """More than those of any float32 up to 1."""
+FIXED_POINT = 1 << 50
+"""One, where probabilities are added as whole numbers."""
 
 
 def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
@@ -174,14 +176,26 @@ def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     histogram of the upper half of the bits and one of the lower half within the right bin give it exactly.
     """
     bits = probabilities.view(torch.int32).long().clamp_(0, LARGEST_BITS)  # NaN too must find a bin: the step reports it afterwards
-    upper, before = _boundary(probabilities, bits >> 15, top_p)
-    within = torch.where(bits >> 15 == upper, probabilities, 0.0)
-    lower, _ = _boundary(within, bits & 0x7FFF, top_p - before)
+    weights, mass = summands(probabilities, top_p)
+    upper, before = _boundary(weights, bits >> 15, mass)
+    within = torch.where(bits >> 15 == upper, weights, 0)
+    lower, _ = _boundary(within, bits & 0x7FFF, mass - before)
     return _at_least(probabilities, (upper << 15 | lower).int().view(torch.float32))
 
 
+def summands(probabilities: Tensor, mass: float) -> tuple[Tensor, float]:
+    """Probabilities and a mass as numbers whose sums are the same on every process that shares a model. A CUDA device adds in no fixed
+    order, so they are whole numbers there; the CPU adds in order, and floats are faster."""
+    return (probabilities, mass) if probabilities.device.type == "cpu" else whole_numbers(probabilities, mass)
+
+
+def whole_numbers(probabilities: Tensor, mass: float) -> tuple[Tensor, int]:
+    """Both in units of 1 / `FIXED_POINT`: int64."""
+    return (probabilities * FIXED_POINT).long(), int(mass * FIXED_POINT)
+
+
 def _boundary(weights: Tensor, bins: Tensor, mass: float | Tensor) -> tuple[Tensor, Tensor]:
-    """The lowest bin with less than `mass` above it, and how much is: int64 and float [nodes, 1]."""
+    """The lowest bin with less than `mass` above it, and how much is: int64, and as the weights are, [nodes, 1]."""
     top = 0x7FFF
     total = torch.zeros((*weights.shape[:-1], top + 1), dtype=weights.dtype, device=weights.device).scatter_add_(-1, top - bins, weights)
     above = total.cumsum(-1) - total

@@ -40,7 +40,7 @@ class TreeModel:
     """
 
     def __init__(self, model: Any, layout: Layout | None = None, vocabulary: int | None = None) -> None:
-        self.model = model
+        self.model, self.place = model, place(model)
         config = text_config(model)
         self.layers: int | Layout = layout or int(config.num_hidden_layers)
         self.vocabulary = vocabulary
@@ -90,10 +90,13 @@ class TreeModel:
         """Start a sequence with `tokens` (int64 [n]), read in chunks so that the mask stays small.
 
         Raises:
-            SequoiaPlanError: if the model is in training mode.
+            SequoiaPlanError: if the model is in training mode, or was moved after this was made of it.
         """
+        kind = getattr(self.model.config, "model_type", type(plain(self.model)).__name__)
+        if place(self.model) != self.place:
+            (device, dtype), (device_now, dtype_now) = self.place, place(self.model)
+            raise SequoiaPlanError(f"{kind}: found as {dtype_now} on {device_now}, it was {dtype} on {device} when the decoder was made; make it anew")
         if getattr(self.model, "training", False):
-            kind = getattr(self.model.config, "model_type", type(plain(self.model)).__name__)
             raise SequoiaPlanError(f"{kind}: found in training mode, where dropout changes its logits; call eval() on the model")
         cache.finite.fill_(True)
         for start in range(0, tokens.numel(), PREFILL_CHUNK):
@@ -117,6 +120,11 @@ class TreeModel:
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where seen, the most negative number elsewhere: the one mask `sdpa` and `eager` attention both take."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+def place(model: Any) -> tuple[torch.device, torch.dtype]:
+    """Where a model is and what it computes in: `model.to(...)` changes it."""
+    return model.device, model.dtype
 
 
 def plain(model: Any) -> Any:
