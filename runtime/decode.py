@@ -21,11 +21,12 @@ from sequoia_plan.runtime.generation import Ending, Generation, end_tokens, read
 from sequoia_plan.runtime.models.forward import TreeModel
 from sequoia_plan.runtime.models.parallel import from_first, is_split, shared_seed
 from sequoia_plan.runtime.models.probe import probe
-from sequoia_plan.runtime.models.vocabulary import shared_vocabulary
+from sequoia_plan.runtime.models.vocabulary import shared_vocabulary, vocabulary_size
 from sequoia_plan.runtime.sampling import Sampling
 from sequoia_plan.runtime.sequence import Sequence
 from sequoia_plan.runtime.structure import Structure
 from sequoia_plan.runtime.verify import Accepted, greedy, verify
+from sequoia_plan.runtime.verify.fused import Fused, available
 
 T = TypeVar("T")
 EXTENT_STEP = {"cpu": 64, "cuda": 512}
@@ -103,6 +104,10 @@ class SequoiaDecoder:
         self.tree, self.structure = tree, Structure.of(tree, self.device, self.target.model.dtype)
         self.passes: tuple[Pass, ...] = self.drafter.passes(tree, self.structure) if self.drafter else ()
         self.inner, self.branching, self.depth = sum(step.expands for step in self.passes), tree.branching, tree.depth
+        self.fused: Fused | None = None
+        if available(self.device) and on_one_cuda_device(self.target.model):
+            covered = self.drafter.covered if self.drafter else None
+            self.fused = Fused(tree, self.device, covered, vocabulary_size(self.target.model) if covered is not None else 0)
 
     @torch.inference_mode()
     def generate(
@@ -329,7 +334,10 @@ class SequoiaDecoder:
         """What this process by itself says of the tree."""
         sequence, index = self.sequence, self.structure.index
         if sampling.greedy:
-            return greedy(logits.argmax(-1), sequence.tokens[sequence.length + self.structure.nodes], index)
+            tokens = sequence.tokens[sequence.length + self.structure.nodes]
+            return self.fused.greedy(logits, tokens) if self.fused else greedy(logits.argmax(-1), tokens, index)
+        if self.fused and sampling.fusible:
+            return self.fused.verify(sampling.verifier, logits, sampling.filters, growth.laws, growth.drawn, sequence.uniforms)
         covered = self.drafter.covered if self.drafter else None
         return verify(sampling.rule, lambda nodes: sampling.target(logits.index_select(0, nodes)), growth.laws, growth.drawn, index, sequence.uniforms, covered)
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError
-from sequoia_plan.runtime.drawing import MOST_PROBABLE, Drawing
+from sequoia_plan.runtime.drawing import MOST_PROBABLE, WITHOUT_REPLACEMENT, Drawing
 from sequoia_plan.runtime.verify import DEFAULT, VERIFIERS, Verifier
+from sequoia_plan.runtime.verify.fused import RULES, Filters, available, race
 
 CONTEXT_DEPENDENT = {
     "repetition_penalty": (1.0,),
@@ -132,6 +133,16 @@ class Sampling:
         """How children are drawn from `draft`: as the verifier needs, or the best in order if greedy."""
         return MOST_PROBABLE if self.greedy else self.rule.drawing
 
+    @property
+    def filters(self) -> Filters:
+        """How the target's law follows from its logits."""
+        return Filters(self.temperature, self.top_k, self.top_p, self.min_p)
+
+    @property
+    def fusible(self) -> bool:
+        """Are there kernels for the verifier?"""
+        return self.verifier in RULES and self.rule is VERIFIERS[self.verifier]
+
     def settings(self) -> dict[str, Any]:
         """Every setting by name, as profiles and trees record it."""
         return asdict(self)
@@ -160,6 +171,13 @@ class Sampling:
         if self.greedy:
             return logits  # only the order matters
         return torch.softmax(logits.float() / (self.draft_temperature or self.temperature), -1)
+
+    def children(self, logits: Tensor, count: int, bits: Tensor) -> tuple[Tensor, Tensor]:
+        """The draft's laws (see `draft`) and children drawn from them, int64 [nodes, count]: on CUDA by a kernel."""
+        if self.drawing is WITHOUT_REPLACEMENT and available(logits.device):
+            return race(logits, self.draft_temperature or self.temperature, count, bits)
+        laws = self.draft(logits)
+        return laws, self.drawing.draw(laws, count, bits)
 
 
 LARGEST_BITS = (1 << 30) - 1

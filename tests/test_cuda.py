@@ -8,15 +8,18 @@ import pytest
 import torch
 from architectures import resembling, tiny
 from simulated import Cuda, Simulated
+from torch.utils._python_dispatch import TorchDispatchMode
 from toys import ToyModel, toy_pair
-from transformers import TopPLogitsWarper
+from transformers import LlamaConfig, LlamaForCausalLM, TopPLogitsWarper
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.profiler import hardware, latency
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, sampling, sequoia
 from sequoia_plan.runtime.capture import Graphs, on_one_cuda_device
 from sequoia_plan.runtime.draft.drafter import Growth
-from sequoia_plan.runtime.models import probe
+from sequoia_plan.runtime.models import forward, probe
+from sequoia_plan.runtime.models.attention import attending
+from sequoia_plan.runtime.models.forward import TreeModel
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -246,3 +249,103 @@ def test_the_clock_starts_on_a_busy_device(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, fake)
     assert latency.timed(torch.device("cuda"), lambda: events.append("run")) == (None, 0.003)
     assert events == ["idle", "busy", "record", "run", "record", "wait"]
+
+
+# Passes of a model
+
+
+def gqa(heads=6, shared=2):
+    """A tiny Llama whose heads share keys and values."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=heads, num_key_value_heads=shared, vocab_size=90, head_dim=8
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies of whole keys or values, one for each head that shares them."""
+
+    def __init__(self, numbers):
+        super().__init__()
+        self.numbers, self.count = numbers, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.count += function.overloadpacket.__name__ == "clone" and result.numel() == self.numbers
+        return result
+
+
+def copies_and_logits(sharing):
+    """Of one pass over a tree, and what it returns."""
+    model = gqa()
+    each = SequoiaDecoder(model, gqa(), TREE)
+    assert each.target.sharing is model.config
+    if not sharing:
+        each.target.sharing = None
+    with torch.no_grad():  # in inference mode `reshape` does not show its copy
+        each.prefill(torch.arange(5, 20), 8, seed=0)
+        extent = each.extent(14)
+        with Copies(6 * extent * 8) as copies:
+            logits = each.read(extent)
+    assert model.config._attn_implementation == "sdpa"
+    return copies.count, logits
+
+
+def test_heads_that_share_keys_and_values_do_not_copy_them():
+    """Where transformers (the control) copies both in each of three layers; the logits are the same."""
+    (none, logits), (copied, expected) = copies_and_logits(True), copies_and_logits(False)
+    assert none == 0 and copied == 6
+    torch.testing.assert_close(logits, expected)
+
+
+def test_only_our_passes_attend_otherwise():
+    """The model's own forward, with or without a mask, between our steps."""
+    model = gqa()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+    each = SequoiaDecoder(model, gqa(), TREE)
+    assert torch.equal(each.generate(ids, 20).sequences, expected)
+    assert torch.equal(model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False), expected)
+
+
+def test_a_mask_is_not_attended_to_by_cudnn(monkeypatch):
+    """It would build a plan for every new shape."""
+    enabled = lambda: (torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled(), torch.backends.cuda.math_sdp_enabled())  # noqa: E731
+    before = enabled()
+    with attending(torch.device("cuda")):
+        assert enabled() == (False, True, True)
+    with attending(torch.device("cpu")):
+        assert enabled() == before
+    assert enabled() == before
+
+
+@pytest.mark.parametrize("length", [2, 40, 64, 65, 200, 1500])
+def test_a_prompt_in_fixed_shapes_is_the_same_prompt(length):
+    """What is padded is hidden, and few shapes are seen."""
+    prompt = torch.randint(90, (length,), generator=torch.Generator().manual_seed(0))
+    texts = []
+    for fixed in (False, True):
+        shapes = []
+        model = gqa()
+        each = SequoiaDecoder(model, gqa(), TREE)
+        if fixed:
+            each.target.prefill_chunk, each.target.prefill_steps = forward.PREFILL_CHUNK["cuda"], forward.PREFILL_STEPS["cuda"]
+        widths = model.register_forward_pre_hook(
+            lambda model, args, given, shapes=shapes: shapes.append((given["input_ids"].shape[1], given["attention_mask"].shape[3])), with_kwargs=True
+        )
+        with torch.inference_mode():
+            each.prefill(prompt, 600, seed=0)
+        widths.remove()
+        capacity = each.sequence.target.capacity
+        texts.append(each.generate(prompt, 20).sequences)
+    assert torch.equal(*texts)
+    assert all(width % 64 == 0 and extent in (capacity, *range(512, capacity, 512)) for width, extent in shapes) and len(shapes) == -(-length // 1024)
+
+
+def test_a_prompt_is_read_in_larger_chunks_on_cuda():
+    model = gqa()
+    assert TreeModel(model).prefill_chunk == 256
+    model.to("meta")
+    model.__class__ = type("OnCuda", (type(model),), {"device": torch.device("cuda")})
+    assert TreeModel(model).prefill_chunk >= 1024

@@ -72,8 +72,7 @@ class LanguageModelDrafter:
         return self.model(cache, tokens, slots, slots, mask)
 
     def draw_children(self, step: Pass, logits: Tensor, sequence: Sequence, sampling: Sampling, bits: Tensor) -> tuple[Tensor, Tensor]:
-        law = sampling.draft(logits)
-        picks = sampling.drawing.draw(law, step.children, bits)
+        law, picks = sampling.children(logits, step.children, bits)
         children = picks.flatten()[step.drawn]
         sequence.tokens.index_copy_(0, sequence.length + step.nodes, children if self.covered is None else self.covered[children])
         return law, picks

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.cache import Layout, TreeCache
+from sequoia_plan.runtime.models.attention import attending, shares_heads
 
-PREFILL_CHUNK = 256
+PREFILL_CHUNK = {"cpu": 256, "cuda": 1024}
+"""Tokens of a prompt in one pass. On CUDA fewer leave the device waiting for launches."""
+PREFILL_STEPS = {"cpu": (1, 1), "cuda": (64, 512)}
+"""On CUDA a prompt's passes have multiples of so many tokens and slots: few shapes, whose kernels are chosen once."""
 CHANGING_ROPE = ("dynamic", "longrope")
 """Rotary embeddings that change once the sequence is longer than the model was first trained for: cached keys go stale."""
 
@@ -49,6 +53,9 @@ class TreeModel:
         self.lowest = torch.finfo(model.dtype).min
         embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
         self.last_token = int(getattr(embedding, "num_embeddings", 1 << 30)) - 1
+        kind = "cuda" if model.device.type == "cuda" else "cpu"
+        self.prefill_chunk, self.prefill_steps = PREFILL_CHUNK[kind], PREFILL_STEPS[kind]
+        self.sharing = config if shares_heads(plain(model), config) else None
         self.keeps_logits = "logits_to_keep" in inspect.signature(plain(model).forward).parameters
 
     def new_cache(self, capacity: int) -> TreeCache:
@@ -74,14 +81,15 @@ class TreeModel:
         if mask.shape[1] > cache.capacity:
             raise SequoiaPlanError(f"KV cache: {mask.shape[1]} slots needed, it has {cache.capacity}; prefill with more max_new_tokens")
         positions = positions.clamp(max=self.context - 1)
-        output = self.model(
-            input_ids=tokens.clamp(max=self.last_token)[None],  # a draft may lack the target's last tokens; `prefill` checks the target's
-            position_ids=positions[None],
-            attention_mask=self._attention(cache, mask, positions, slots),
-            past_key_values=cache.at(slots, mask.shape[1]),
-            use_cache=True,
-            **({"logits_to_keep": last} if self.keeps_logits else {}),
-        )
+        with attending(self.model.device, self.sharing):
+            output = self.model(
+                input_ids=tokens.clamp(max=self.last_token)[None],  # a draft may lack the target's last tokens; `prefill` checks the target's
+                position_ids=positions[None],
+                attention_mask=self._attention(cache, mask, positions, slots),
+                past_key_values=cache.at(slots, mask.shape[1]),
+                use_cache=True,
+                **({"logits_to_keep": last} if self.keeps_logits else {}),
+            )
         logits: Tensor = output.logits[0, -last:, : self.vocabulary]
         cache.finite.logical_and_(logits.amax(-1).isfinite().all())
         return Reading(logits)
@@ -99,10 +107,14 @@ class TreeModel:
         if getattr(self.model, "training", False):
             raise SequoiaPlanError(f"{kind}: found in training mode, where dropout changes its logits; call eval() on the model")
         cache.finite.fill_(True)
-        for start in range(0, tokens.numel(), PREFILL_CHUNK):
-            chunk = tokens[start : start + PREFILL_CHUNK]
-            positions = torch.arange(start, start + chunk.numel(), device=tokens.device)
-            columns = torch.arange(start + chunk.numel(), device=tokens.device)
+        multiple, slots = self.prefill_steps
+        for start in range(0, tokens.numel(), self.prefill_chunk):
+            chunk = tokens[start : start + self.prefill_chunk]
+            width = min(_up(chunk.numel(), multiple), cache.capacity - start)
+            extent = min(_up(start + width, slots), cache.capacity)
+            chunk = nn.functional.pad(chunk, (0, width - chunk.numel()))  # what is written beyond the prompt is hidden until a step writes there
+            positions = torch.arange(start, start + width, device=tokens.device)
+            columns = torch.arange(extent, device=tokens.device)
             self(cache, chunk, positions, positions, additive(columns <= positions[:, None], self.model.dtype), last=1)
 
     def _attention(self, cache: TreeCache, mask: Tensor, positions: Tensor, slots: Tensor) -> Tensor | dict[str, Tensor]:
@@ -115,6 +127,11 @@ class TreeModel:
         near = cache.positions[: mask.shape[1]] > positions[:, None] - self.window
         windowed = mask.where(near, self.lowest)[None, None]
         return {"full_attention": mask[None, None], "sliding_attention": windowed} if self.by_kind else windowed
+
+
+def _up(count: int, step: int) -> int:
+    """The next multiple of `step`."""
+    return -(-count // step) * step
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
