@@ -15,7 +15,7 @@ from enumeration import CASES, Case, independent, without_replacement
 from toys import SMALL_TREES as TREES
 from toys import ToyModel
 
-from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.artifacts import TokenTree, load_tree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, decode, sampling
 from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex, fused, greedy, verify
 from sequoia_plan.runtime.verify.fused import RULES, Filters, Fused
@@ -252,3 +252,17 @@ def test_they_compile_for_a_gpu_that_is_not_here(tmp_path):
     assert run.returncode == 0, run.stderr[-3000:]
     lines = [line.split() for line in run.stdout.splitlines()]
     assert len(lines) == 7 and all(made == "True" and int(shared) < 1 << 15 for _, made, shared in lines)
+
+
+@pytest.mark.parametrize(("name", "rounds"), [("llama3-70b-8b-cnn-128x10", 10), ("llama3-70b-8b-cnn-768x18", 18)])
+def test_traversal_takes_few_rounds(name, rounds):
+    """Every child is judged once, after its parent and after its earlier siblings; no more rounds than the longest such wait."""
+    tree = load_tree(name)
+    each, done = Fused(tree, "cpu"), {0: -1}
+    assert len(each.rounds) == rounds
+    for now, (rows, ranks) in enumerate(each.rounds):
+        for node, rank in zip(each.inner[rows].tolist(), ranks.tolist(), strict=True):
+            child = int(tree.first_child[node]) + rank
+            assert child not in done and done[node] < now and (rank == 0 or done[child - 1] < now)
+            done[child] = now
+    assert len(done) == tree.size
