@@ -7,6 +7,7 @@
 - sdpa: attention alone by each kernel that takes a mask: the first call, a later one, a graph's replay.
 - captured: captured steps give the tokens of eager ones; logits that are no numbers end in an error and not in a dead device.
 - breakdown: the parts of a step with a 7B target and a vocabulary of 128k, for trees, verifiers, settings and lengths of text.
+- compiled: passes compiled by torch.compile and then captured, against captured alone.
 - llama-2-7b, llama-2-13b: bfloat16, with a draft of 68M parameters. Step times do not depend on what weights say, so these are
   measured: target and draft passes by size, memory bandwidth, the best tree's step for the paper's acceptance vectors. Tokens a
   second follow from a vector that was measured on other models, so they are called projected.
@@ -116,6 +117,9 @@ def show(parts_found: dict[str, dict[str, Any]], device: str) -> None:
         for each in found.get("steps", []):
             what = f"{each['tree']}, context {each['context']}, T {each['temperature']}, top-p {each['top_p']}, {each['verifier'] or 'greedy'}"
             table.add_row(part, what, "", "", f"{1000 * each['step']:.2f}", f"{each['share_not_model']:.1%}", f"verify {1000 * each['verify']:.2f} ms")
+        for each in found.get("compiled", []):
+            what = f"{each['tree']}, {'compiled' if each['compile'] else 'as it is'}"
+            table.add_row(part, what, "", "", f"{1000 * each['step']:.2f}", f"{each['share_not_model']:.1%}", f"first {each['first_step_seconds']:.1f} s")
         for name, parts in found.get("breakdown", {}).items():
             table.add_row(part, f"step: {name}", "", "", f"{1000 * parts['step']:.2f}", f"{parts['share_not_model']:.1%}", "")
         if "bandwidth" in found:

@@ -244,10 +244,27 @@ def step_parts(run: Run) -> dict[str, Any]:
     return {"models": pair.facts, "steps": found}
 
 
+def compiled(run: Run) -> dict[str, Any]:
+    """Passes compiled by torch.compile, then captured, against captured alone: plain decoding and a tree, 7B shapes."""
+    scale, sampling = run.scale, Sampling(0.6)
+    pair = random_pair("llama-2-7b", scale.targets["llama-2-7b"], scale.draft, run.device)
+    trees = {"plain": TokenTree.chain(1), "tree": bushy(min(64, scale.largest), 3)}
+    found = []
+    for (title, tree), choice in itertools.product(trees.items(), (False, True)):
+
+        def timed_parts(tree: TokenTree = tree, choice: bool = choice) -> dict[str, Any]:
+            torch.compiler.reset()
+            first = first_step(pair, tree, sampling, scale.contexts[0], compile=choice)
+            return {"first_step_seconds": first, **breakdown(pair, tree, sampling, scale.contexts[0], scale.rounds, compile=choice)}
+
+        found.append({"tree": title, "compile": choice, **with_peak(run.device, timed_parts)})
+    return {"compiled": found}
+
+
 @torch.inference_mode()
-def first_step(pair: Pair, tree: TokenTree, sampling: Sampling, context: int) -> float:
-    """Seconds of the step that is captured."""
-    decoder = SequoiaDecoder(pair.target, pair.draft, tree)
+def first_step(pair: Pair, tree: TokenTree, sampling: Sampling, context: int, **options: Any) -> float:
+    """Seconds of the step that is compiled and captured."""
+    decoder = SequoiaDecoder(pair.target, pair.draft, tree, **options)
     decoder.prefill(random_prompt(pair, context), tree.depth, seed=0)
     decoder.refill_random_numbers(sampling)
     started = time.perf_counter()
@@ -378,6 +395,7 @@ PARTS: dict[str, tuple[float, Callable[[Run], dict[str, Any]]]] = {
     "sdpa": (90.0, sdpa),
     "captured": (150.0, captured),
     "breakdown": (420.0, step_parts),
+    "compiled": (180.0, compiled),
     "llama-2-7b": (150.0, lambda run: random_weights(run, "llama-2-7b")),
     "llama-2-13b": (150.0, lambda run: random_weights(run, "llama-2-13b")),
     "pair-t0": (150.0, lambda run: real_pair(run, Sampling())),

@@ -59,20 +59,35 @@ class SequoiaDecoder:
         tokenizer: the target's, for prompts that are text, stop strings and the text of results.
         draft_tokenizer: the draft's, to be compared with the target's token by token.
         captured: replay steps as CUDA graphs; None: if both models lie on one CUDA device and neither is compiled.
+        compile: compile the models' passes over trees by torch.compile, each shape for itself; they are captured all the same. Plain
+            decoding gains from it, too. The first step of each shape takes a minute or so. A backend's name, or a backend, chooses it.
 
     Raises:
         SequoiaPlanError: if the vocabularies cannot belong together, the tree drafts and there is no draft, or a model
             cannot read a tree (see `probe`).
     """
 
-    def __init__(self, target: Any, draft: Any, tree: TokenTree, *, tokenizer: Any = None, draft_tokenizer: Any = None, captured: bool | None = None) -> None:
+    def __init__(
+        self,
+        target: Any,
+        draft: Any,
+        tree: TokenTree,
+        *,
+        tokenizer: Any = None,
+        draft_tokenizer: Any = None,
+        captured: bool | None = None,
+        compile: bool | str | Callable[..., Any] = False,
+    ) -> None:
+        backend = "inductor" if compile is True else compile or None
         self.device, self.tokenizer = target.device, tokenizer
         self.drafter: Drafter | None = None
         if draft is not None and tree.size > 1:
             if draft.device != target.device:
                 raise SequoiaPlanError(f"draft: on {draft.device}, the target takes its input on {target.device}; move the draft there")
-            self.drafter = LanguageModelDrafter(draft, *shared_vocabulary(target, draft, tokenizer, draft_tokenizer))
+            self.drafter = LanguageModelDrafter(draft, *shared_vocabulary(target, draft, tokenizer, draft_tokenizer), backend)
         self.target = TreeModel(target, probe(target))
+        if backend is not None:
+            self.target.compile(backend)
         self.models = [model for model in (target, draft) if model is not None]
         self.context = self.target.context
         self.sequence = Sequence(self.device)

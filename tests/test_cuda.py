@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TopPLogitsWarper
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.profiler import hardware, latency
-from sequoia_plan.runtime import Sampling, SequoiaDecoder, sampling, sequoia
+from sequoia_plan.runtime import Sampling, SequoiaDecoder, decode, sampling, sequoia
 from sequoia_plan.runtime.capture import Graphs, on_one_cuda_device
 from sequoia_plan.runtime.draft.drafter import Growth
 from sequoia_plan.runtime.models import forward, probe
@@ -349,3 +349,16 @@ def test_a_prompt_is_read_in_larger_chunks_on_cuda():
     model.to("meta")
     model.__class__ = type("OnCuda", (type(model),), {"device": torch.device("cuda")})
     assert TreeModel(model).prefill_chunk >= 1024
+
+
+@pytest.mark.parametrize(("tree", "widths"), [(TokenTree.chain(1), 1), (TREE, 4)], ids=["plain", "tree"])
+def test_compiled_passes_say_the_same_and_are_compiled_once_a_shape(tree, widths, monkeypatch):
+    """The target's pass and the draft's three, each for two extents; prompts never, and a second text compiles nothing."""
+    monkeypatch.setattr(decode, "EXTENT_STEP", {"cpu": 32, "cuda": 32})
+    torch.compiler.reset()
+    target, draft, graphs = gqa(), gqa(), []
+    each = SequoiaDecoder(target, draft, tree, compile=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    for prompt in ([5, 6, 7, 8], [9, 8, 7]):
+        expected = SequoiaDecoder(target, draft, tree).generate(prompt, 40, 0.8, 0.9, seed=1).sequences
+        assert torch.equal(each.generate(prompt, 40, 0.8, 0.9, seed=1).sequences, expected)
+        assert len(graphs) == 2 * widths

@@ -8,6 +8,7 @@ from dataclasses import replace
 import gpu
 import gpu_parts
 import pytest
+import torch
 
 from sequoia_plan.artifacts import Latency, TokenTree
 from sequoia_plan.artifacts.cost import StepTime
@@ -62,7 +63,9 @@ def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
 
 
 def test_the_checks_of_a_device_run_without_one(tmp_path, monkeypatch):
-    parts = {name: gpu.PARTS[name] for name in ("checks", "sdpa", "captured", "breakdown")}
+    parts = {name: gpu.PARTS[name] for name in ("checks", "sdpa", "captured", "breakdown", "compiled")}
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **options: real(model, **options | {"backend": "eager"}))  # no C++ compiler is needed
     monkeypatch.setattr(gpu, "QUICK", replace(gpu.QUICK, tokens=2))
     code, found = run(monkeypatch, tmp_path / "gpu", parts)
     assert code == 0, found
@@ -77,6 +80,7 @@ def test_the_checks_of_a_device_run_without_one(tmp_path, monkeypatch):
         (0.0, 1.0, None),
         *((0.6, top_p, verifier) for top_p in (1.0, 0.9) for verifier in ("sequoia", "traversal")),
     }
+    assert [(each["tree"], each["compile"]) for each in found["compiled"]["compiled"]] == [(t, c) for t in ("plain", "tree") for c in (False, True)]
     assert all("peak_memory_bytes" in each and each["first_step_seconds"] > 0 for each in found["breakdown"]["steps"])
 
 

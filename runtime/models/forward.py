@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ PREFILL_CHUNK = {"cpu": 256, "cuda": 1024}
 """Tokens of a prompt in one pass. On CUDA fewer leave the device waiting for launches."""
 PREFILL_STEPS = {"cpu": (1, 1), "cuda": (64, 512)}
 """On CUDA a prompt's passes have multiples of so many tokens and slots: few shapes, whose kernels are chosen once."""
+MOST_SHAPES = 256
+"""Shapes of a model's passes that are compiled: the widths of its passes times the extents of attention."""
 CHANGING_ROPE = ("dynamic", "longrope")
 """Rotary embeddings that change once the sequence is longer than the model was first trained for: cached keys go stale."""
 
@@ -56,7 +59,12 @@ class TreeModel:
         kind = "cuda" if model.device.type == "cuda" else "cpu"
         self.prefill_chunk, self.prefill_steps = PREFILL_CHUNK[kind], PREFILL_STEPS[kind]
         self.sharing = config if shares_heads(plain(model), config) else None
+        self.compiled: Any = None
         self.keeps_logits = "logits_to_keep" in inspect.signature(plain(model).forward).parameters
+
+    def compile(self, backend: Any = "inductor") -> None:
+        """Compile passes over a tree by torch.compile, each shape for itself; prompts, whose shapes vary, are read as before."""
+        self.compiled = torch.compile(self.model, dynamic=False, backend=backend)
 
     def new_cache(self, capacity: int) -> TreeCache:
         """A cache for a sequence of up to `capacity` slots.
@@ -67,13 +75,14 @@ class TreeModel:
         windowed = self.window is not None and self.window < capacity
         return TreeCache(self.layers, capacity, self.model.device, counts_positions=windowed)
 
-    def __call__(self, cache: TreeCache, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, last: int = 0) -> Reading:
+    def __call__(self, cache: TreeCache, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, last: int = 0, *, compiled: bool = True) -> Reading:
         """Read `tokens`, write their keys and values to `slots` of `cache`, attend by the additive mask [tokens, extent].
 
         Args:
             tokens, positions, slots: int64 [tokens]. Positions beyond the model's context are those of nodes that cannot be
                 used any more; they only have to be valid.
             last: logits of the last so many tokens only; 0 for all.
+            compiled: run what `compile` made, if it was called.
 
         Raises:
             SequoiaPlanError: if the mask looks further than the cache reaches.
@@ -81,8 +90,9 @@ class TreeModel:
         if mask.shape[1] > cache.capacity:
             raise SequoiaPlanError(f"KV cache: {mask.shape[1]} slots needed, it has {cache.capacity}; prefill with more max_new_tokens")
         positions = positions.clamp(max=self.context - 1)
-        with attending(self.model.device, self.sharing):
-            output = self.model(
+        run = self.compiled if compiled and self.compiled is not None else self.model
+        with attending(self.model.device, self.sharing), _many_shapes(run is not self.model):
+            output = run(
                 input_ids=tokens.clamp(max=self.last_token)[None],  # a draft may lack the target's last tokens; `prefill` checks the target's
                 position_ids=positions[None],
                 attention_mask=self._attention(cache, mask, positions, slots),
@@ -115,7 +125,7 @@ class TreeModel:
             chunk = nn.functional.pad(chunk, (0, width - chunk.numel()))  # what is written beyond the prompt is hidden until a step writes there
             positions = torch.arange(start, start + width, device=tokens.device)
             columns = torch.arange(extent, device=tokens.device)
-            self(cache, chunk, positions, positions, additive(columns <= positions[:, None], self.model.dtype), last=1)
+            self(cache, chunk, positions, positions, additive(columns <= positions[:, None], self.model.dtype), last=1, compiled=False)
 
     def _attention(self, cache: TreeCache, mask: Tensor, positions: Tensor, slots: Tensor) -> Tensor | dict[str, Tensor]:
         """The mask as the model takes it. A window counts positions, which in a tree are not slots."""
@@ -127,6 +137,11 @@ class TreeModel:
         near = cache.positions[: mask.shape[1]] > positions[:, None] - self.window
         windowed = mask.where(near, self.lowest)[None, None]
         return {"full_attention": mask[None, None], "sliding_attention": windowed} if self.by_kind else windowed
+
+
+def _many_shapes(compiled: bool) -> contextlib.AbstractContextManager[Any]:
+    """Every width and extent is compiled: torch.compile would give up after eight shapes."""
+    return torch._dynamo.config.patch(recompile_limit=MOST_SHAPES) if compiled else contextlib.nullcontext()
 
 
 def _up(count: int, step: int) -> int:
