@@ -151,9 +151,9 @@ def compare(
     )
 
 
-def ours(pair: Pair, tree: TokenTree, sampling: Sampling, tokens: int) -> Decode:
-    """Our decoder with `tree`."""
-    decoder = SequoiaDecoder(pair.target, pair.draft, tree)
+def ours(pair: Pair, tree: TokenTree, sampling: Sampling, tokens: int, **options: Any) -> Decode:
+    """Our decoder with `tree`; `options` are those of `SequoiaDecoder`."""
+    decoder = SequoiaDecoder(pair.target, pair.draft, tree, **options)
 
     def decode(prompt: list[int], seed: int) -> Run:
         watch = _Stopwatch(len(prompt))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,11 +22,12 @@ WARM_UP = 3
 
 
 @torch.inference_mode()
-def breakdown(pair: Pair, tree: TokenTree, sampling: Sampling, context: int = CONTEXT, rounds: int = 20) -> dict[str, float]:
+def breakdown(pair: Pair, tree: TokenTree, sampling: Sampling, context: int = CONTEXT, rounds: int = 20, **options: Any) -> dict[str, float]:
     """Median seconds of a step and of its parts, timed in turn, round by round, as the decoder runs them (CUDA graphs where it captures).
 
     Args:
         context: tokens in the KV cache.
+        options: of `SequoiaDecoder`.
 
     Returns:
         step: a whole step, its random numbers drawn before and its tokens read back after. Its parts, which add up to it:
@@ -34,7 +35,7 @@ def breakdown(pair: Pair, tree: TokenTree, sampling: Sampling, context: int = CO
         compacted; host: what is left of the step (small noise can make it negative). Besides:
         draw: the drawing of children within `draft`; share_not_model: (verify + keep + host) / step.
     """
-    decoder = SequoiaDecoder(pair.target, pair.draft, tree)
+    decoder = SequoiaDecoder(pair.target, pair.draft, tree, **options)
     decoder.prefill(random_prompt(pair, context), tree.depth, seed=0)
     sequence, drafter, extent = decoder.sequence, decoder.drafter, decoder.extent(context - 1)
     length, columns = sequence.length.clone(), decoder.structure.columns(sequence.length, extent)

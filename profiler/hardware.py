@@ -19,7 +19,7 @@ def fingerprint(device: torch.device | str) -> dict[str, Any]:
     if device.type == "cuda":
         facts["gpu"] = torch.cuda.get_device_name(device)
         facts["cuda"] = torch.version.cuda
-        facts |= _nvidia(device.index or 0)
+        facts |= _nvidia(device)
     return facts | {"torch": str(torch.__version__), "transformers": transformers.__version__, "python": platform.python_version()}
 
 
@@ -29,10 +29,11 @@ def differences(measured: Mapping[str, Any], here: Mapping[str, Any]) -> list[st
     return [f"{name} {measured[name]}, here {here[name]}" for name in names if name in measured and name in here and measured[name] != here[name]]
 
 
-def _nvidia(index: int) -> dict[str, Any]:
-    """Driver and clocks as found; nothing if the driver's own tool does not tell."""
+def _nvidia(device: torch.device) -> dict[str, Any]:
+    """Driver and clocks as found; nothing if the driver's own tool does not tell. It is asked by the card's UUID: its numbers are
+    not ours if CUDA_VISIBLE_DEVICES hides cards."""
     fields = {"driver_version": "driver", "clocks.sm": "sm_mhz", "clocks.mem": "memory_mhz", "power.limit": "watts"}
-    command = ["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip().split(", ")
     except (OSError, subprocess.SubprocessError):

@@ -16,6 +16,7 @@ from torch import Tensor
 from sequoia_plan.artifacts import Latency, SequoiaPlanError, Stream, TokenTree
 from sequoia_plan.profiler.verification import ShapeTimer, bushy, fit, order_of_rounds, shapes
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
+from sequoia_plan.runtime.draft.drafter import Pass
 
 T = TypeVar("T")
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -23,6 +24,8 @@ CONTEXT = 128
 LEAST_ROUNDS, MOST_ROUNDS = 5, 100
 RAREST = 4
 """The largest sizes take part in one round of four."""
+BUSY_CYCLES = 200_000
+"""About 0.1 ms of a GPU: as long as it takes to launch a graph, and much less than to launch the kernels of a pass one by one."""
 REST_UP_TO = 2
 """Up to this size what a step takes beyond its parts is timed, too."""
 
@@ -76,6 +79,10 @@ class LatencyMeter:
         Args:
             most_tokens: a bound on any tree's expected tokens.
         """
+        drafter = self.decoder.drafter
+        assert drafter is not None
+        if self.decoder.graphs and not self.sampling.greedy:  # numbers for any size: if they moved, every graph would be captured anew
+            self.decoder.sequence.reserve_random_numbers(self.sizes[-1] * self.sampling.drawing.columns(drafter.vocabulary, 1))
         for size in self.sizes:
             try:
                 timer = SizeTimer(self.decoder, size, self.sampling, self.prompt)
@@ -96,8 +103,7 @@ class LatencyMeter:
         for timer in self.timers:
             timer.every = min(RAREST, max(1, int(timer.target() / plain)))
             timer.forget()
-        assert self.decoder.drafter is not None
-        for tree in shapes(self.timers[-1].size, self.decoder.drafter.vocabulary):
+        for tree in shapes(self.timers[-1].size, drafter.vocabulary):
             judged = self.decoder.with_tree(tree)
             judged.prefill(self.prompt, tree.depth, seed=0)
             self.shapes.append(ShapeTimer(judged, self.sampling))
@@ -160,11 +166,13 @@ class LatencyMeter:
 
 
 def timed(device: torch.device, run: Callable[[], T]) -> tuple[T, float]:
-    """What `run` returns, and the seconds until all of its work is done; on CUDA by the device's own clock."""
+    """What `run` returns, and the seconds until all of its work is done; on CUDA by the device's own clock. There the device is kept busy
+    before the clock starts: while steps are launched ahead it never waits for the launch of a graph, so that is no part of the time."""
     if device.type == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream = torch.cuda.current_stream(device)
         torch.cuda.synchronize(device)
+        torch.cuda._sleep(BUSY_CYCLES)
         begin.record(stream)
         result = run()
         end.record(stream)
@@ -193,11 +201,11 @@ class SizeTimer:
     def __init__(self, decoder: SequoiaDecoder, size: int, sampling: Sampling, prompt: Tensor) -> None:
         self.size, self.sampling, self.every = size, sampling, 1
         self.decoder = decoder.with_tree(bushy(size, 3))
-        self.comb = decoder.with_tree(TokenTree.from_parents([-1, *[0] * size, *range(1, size + 1)]))  # its second draft pass reads `size` nodes
-        self.comb.prefill(prompt, self.comb.tree.depth, seed=0)  # the larger tree: there is room for both
+        self.decoder.prefill(prompt, size + self.decoder.tree.depth, seed=0)  # with room for a child of each node
         self.extent = self.decoder.extent(prompt.numel() - 1)
         self.length = decoder.sequence.length.clone()
-        self.columns = self.comb.structure.columns(self.length, self.comb.extent(prompt.numel() - 1))
+        self.columns = self.decoder.structure.columns(self.length, self.extent)
+        self.whole = self._draft_pass_over_all()
         self.samples: dict[str, list[float]] = {}
         self.forget()
 
@@ -221,15 +229,22 @@ class SizeTimer:
 
     def draft_pass(self) -> tuple[Tensor, Tensor]:
         """One draft pass over `size` tokens: its random numbers, the pass, the drawing of a child of each."""
-        comb, sampling, step = self.comb, self.sampling, self.comb.passes[1]
-        comb.refill_random_numbers(sampling)
+        decoder, sequence, sampling, drafter = self.decoder, self.decoder.sequence, self.sampling, self.decoder.drafter
+        assert drafter is not None
+        columns = sampling.drawing.columns(drafter.vocabulary, 1)
+        sequence.refill_random_numbers(0 if sampling.greedy else self.size * columns)
 
         def expand() -> tuple[Tensor, Tensor]:
-            assert comb.drafter is not None
-            logits = comb.drafter.read(step, comb.sequence, self.columns).logits
-            return comb.drafter.draw_children(step, logits, comb.sequence, sampling, comb.random_bits(sampling)[1:])
+            logits = drafter.read(self.whole, sequence, self.columns).logits
+            return drafter.draw_children(self.whole, logits, sequence, sampling, sequence.bits[: self.size * columns].view(self.size, columns))
 
-        return comb.replayed("draft pass", expand, sampling)
+        return decoder.replayed("draft pass", expand, sampling)
+
+    def _draft_pass_over_all(self) -> Pass:
+        """A pass that reads every node and draws one child of each, into the slots after the tree."""
+        structure = self.decoder.structure
+        nodes = structure.nodes
+        return Pass(nodes, structure.offsets, structure.mask, self.size, 1, drawn=nodes, nodes=nodes + self.size)
 
     def target(self) -> float:
         """Median seconds of the target's pass."""

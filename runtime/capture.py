@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Hashable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Several
 from typing import Any, TypeVar
 
@@ -11,20 +13,28 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.runtime.models.forward import rope_changes, text_config
+from sequoia_plan.runtime.models.parallel import is_split
 
 T = TypeVar("T")
+MOST_GRAPHS = 128
+"""That are kept; of more, the one that was not used for longest is forgotten."""
 
 
 def on_one_cuda_device(model: Any) -> bool:
-    """Is all of `model` on one CUDA device, in one process, and not compiled by someone else?"""
-    alone = (getattr(model, "_tp_size", None) or 1) == 1 and not hasattr(model, "_orig_mod")
+    """Is all of `model` on one CUDA device, in one process, and not compiled by someone else (`torch.compile(model)`, `model.compile()`)?"""
+    compiled = hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
     devices = {parameter.device for parameter in model.parameters()}
-    return alone and len(devices) == 1 and devices.pop().type == "cuda"
+    return not compiled and not is_split(model) and len(devices) == 1 and devices.pop().type == "cuda"
 
 
 def capturable(model: Any) -> bool:
     """Can passes of `model` be captured: is it on one CUDA device, with nothing in it decided on the host?"""
     return on_one_cuda_device(model) and not rope_changes(text_config(model))
+
+
+def addresses(models: Iterable[Any]) -> tuple[int, ...]:
+    """Where the weights of `models` are: graphs read them there, and `model.to(...)` moves them."""
+    return tuple(tensor.data_ptr() for model in models for tensor in (*model.parameters(), *model.buffers()))
 
 
 class Graphs:
@@ -33,17 +43,17 @@ class Graphs:
     A graph reads and writes the memory that it was captured with: what goes in must be in tensors that stay, or among `inputs`; `clear`
     must follow when a tensor that stays is allocated anew. What a function returned is overwritten when it is replayed. A function that
     cannot be captured, as when it waits for the device, is run as it is from then on, with one warning; the others stay captured. All
-    graphs share one pool: only one runs at a time.
+    graphs share one pool: only one runs at a time. No more than `most` are kept.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, most: int = MOST_GRAPHS) -> None:
+        self.device, self.most = device, most
         self.failed: set[Hashable] = set()
         self.clear()
 
     def clear(self, version: int = 0) -> None:
         """Forget every graph; `version` says which memory the next ones are captured with (`Sequence.version`)."""
-        self.graphs: dict[Hashable, tuple[Callable[[], None], Any, tuple[Tensor, ...]]] = {}
+        self.graphs: OrderedDict[Hashable, tuple[Callable[[], None], Any, tuple[Tensor, ...]]] = OrderedDict()
         self.version = version
         self.new_pool()
 
@@ -57,6 +67,8 @@ class Graphs:
         if key not in self.graphs and key not in self.failed:
             try:
                 self.graphs[key] = *self.capture(run, changed(), inputs), inputs
+                if len(self.graphs) > self.most:
+                    self.graphs.popitem(last=False)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
@@ -66,6 +78,7 @@ class Graphs:
                 warnings.warn(f"{name}: cannot be captured as a CUDA graph and runs slower, kernel by kernel: {reason:.200}", stacklevel=3)
         if key in self.failed:
             return run(*inputs)
+        self.graphs.move_to_end(key)
         replay, result, captured_with = self.graphs[key]
         for mine, given in zip(captured_with, inputs, strict=True):
             if mine is not given:
@@ -92,7 +105,7 @@ class Graphs:
                 for tensor, value in zip(changed, before, strict=True):
                     tensor.copy_(value)
 
-            graph = torch.cuda.CUDAGraph()
+            graph, begun = torch.cuda.CUDAGraph(), False
             self.stream.wait_stream(here)
             try:
                 with torch.cuda.stream(here):  # where we come back to, even if ending the capture fails
@@ -105,9 +118,12 @@ class Graphs:
                         run(*inputs)  # nothing waits for the device, or it raises
                         restore()
                         torch.cuda.set_sync_debug_mode(waiting)
+                    begun = True
                     with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                         result = run(*inputs)
             except RuntimeError:  # also out of memory
+                if begun:
+                    self.abandon()
                 here.wait_stream(self.stream)
                 restore()
                 raise
@@ -115,6 +131,12 @@ class Graphs:
                 torch.cuda.set_sync_debug_mode(waiting)
                 here.wait_stream(self.stream)
             return graph.replay, result
+
+    def abandon(self) -> None:
+        """After a capture that failed: PyTorch may not have told its allocator that the capture is over, and the pool may be damaged."""
+        with contextlib.suppress(RuntimeError):  # it is over
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool)
+        self.new_pool()
 
 
 def readback(values: Tensor) -> Callable[[], list[int]]:

@@ -14,22 +14,24 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
-from sequoia_plan.runtime.capture import Graphs, capturable, on_one_cuda_device, readback
+from sequoia_plan.runtime.capture import Graphs, addresses, capturable, on_one_cuda_device, readback
 from sequoia_plan.runtime.draft.drafter import Drafter, Growth, Pass, grow
 from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
 from sequoia_plan.runtime.generation import Ending, Generation, end_tokens, read_prompt, stop_criteria
 from sequoia_plan.runtime.models.forward import TreeModel, execution_device
-from sequoia_plan.runtime.models.parallel import shared_seed
+from sequoia_plan.runtime.models.parallel import from_first, is_split, shared_seed
 from sequoia_plan.runtime.models.probe import probe
-from sequoia_plan.runtime.models.vocabulary import shared_vocabulary
+from sequoia_plan.runtime.models.vocabulary import shared_vocabulary, vocabulary_size
 from sequoia_plan.runtime.sampling import Sampling
 from sequoia_plan.runtime.sequence import Sequence
 from sequoia_plan.runtime.structure import Structure
 from sequoia_plan.runtime.verify import Accepted, greedy, verify
+from sequoia_plan.runtime.verify.fused import Fused, available
 
 T = TypeVar("T")
 EXTENT_STEP = {"cpu": 64, "cuda": 512}
-"""Attention looks at a multiple of this many slots: few shapes, little waste. On CUDA each shape is a graph of its own."""
+"""Attention looks at a multiple of this many slots: few shapes, little waste. On CUDA each shape is a graph of its own, so beyond 1024
+slots there are two shapes for each doubling of the length."""
 
 LARGEST_TREE = 4096
 """Nodes. A decoder's mask and paths grow with the square of the size."""
@@ -57,20 +59,36 @@ class SequoiaDecoder:
         tokenizer: the target's, for prompts that are text, stop strings and the text of results.
         draft_tokenizer: the draft's, to be compared with the target's token by token.
         captured: replay steps as CUDA graphs; None: if both models lie on one CUDA device and neither is compiled.
+        compile: compile the models' passes over trees by torch.compile, each shape for itself; they are captured all the same. Plain
+            decoding gains from it, too. The first step of each shape takes a minute or so. A backend's name, or a backend, chooses it.
 
     Raises:
         SequoiaPlanError: if the vocabularies cannot belong together, the tree drafts and there is no draft, or a model
             cannot read a tree (see `probe`).
     """
 
-    def __init__(self, target: Any, draft: Any, tree: TokenTree, *, tokenizer: Any = None, draft_tokenizer: Any = None, captured: bool | None = None) -> None:
+    def __init__(
+        self,
+        target: Any,
+        draft: Any,
+        tree: TokenTree,
+        *,
+        tokenizer: Any = None,
+        draft_tokenizer: Any = None,
+        captured: bool | None = None,
+        compile: bool | str | Callable[..., Any] = False,
+    ) -> None:
+        backend = "inductor" if compile is True else compile or None
         self.device, self.tokenizer = execution_device(target), tokenizer
         self.drafter: Drafter | None = None
         if draft is not None and tree.size > 1:
             if execution_device(draft) != self.device:
                 raise SequoiaPlanError(f"draft: on {execution_device(draft)}, the target takes its input on {self.device}; move the draft there")
-            self.drafter = LanguageModelDrafter(draft, *shared_vocabulary(target, draft, tokenizer, draft_tokenizer))
+            self.drafter = LanguageModelDrafter(draft, *shared_vocabulary(target, draft, tokenizer, draft_tokenizer), backend)
         self.target = TreeModel(target, probe(target))
+        if backend is not None:
+            self.target.compile(backend)
+        self.models = [model for model in (target, draft) if model is not None]
         self.context = self.target.context
         self.sequence = Sequence(self.device)
         possible = {"draft": draft is None or capturable(draft), "target": capturable(target), "verify": on_one_cuda_device(target)}
@@ -101,6 +119,10 @@ class SequoiaDecoder:
         self.tree, self.structure = tree, Structure.of(tree, self.device, self.target.model.dtype)
         self.passes: tuple[Pass, ...] = self.drafter.passes(tree, self.structure) if self.drafter else ()
         self.inner, self.branching, self.depth = sum(step.expands for step in self.passes), tree.branching, tree.depth
+        self.fused: Fused | None = None
+        if available(self.device) and on_one_cuda_device(self.target.model):
+            covered = self.drafter.covered if self.drafter else None
+            self.fused = Fused(tree, self.device, covered, vocabulary_size(self.target.model) if covered is not None else 0)
 
     @torch.inference_mode()
     def generate(
@@ -218,6 +240,8 @@ class SequoiaDecoder:
         sequence.generator.manual_seed(shared_seed(self.target.model) if seed is None else seed)
         capacity = self.extent(min(prompt.numel() + max_new_tokens, self.context))
         sequence.reserve(capacity, self.target.new_cache, drafter.new_cache if drafter else None)
+        if self.graphs:
+            sequence.read_from(addresses(self.models))
         sequence.tokens[: prompt.numel()] = prompt
         sequence.length.fill_(prompt.numel() - 1)
         self.target.prefill(sequence.target, prompt[:-1])
@@ -299,8 +323,13 @@ class SequoiaDecoder:
         if not self.drafter or not self.passes:
             nothing = self.sequence.tokens[:0]
             return Growth(nothing, nothing)
-        columns = self.structure.columns(self.sequence.length, extent)
-        return grow(self.drafter, self.passes, self.sequence, columns, sampling, self.random_bits(sampling))
+        sequence = self.sequence
+        columns = self.structure.columns(sequence.length, extent)
+        growth = grow(self.drafter, self.passes, sequence, columns, sampling, self.random_bits(sampling))
+        if is_split(self.target.model):
+            slots = sequence.length + self.structure.nodes
+            sequence.tokens.index_copy_(0, slots, from_first(self.target.model, sequence.tokens[slots]))
+        return growth
 
     def read(self, extent: int) -> Tensor:
         """The target's part of a step: one pass over the tree. Logits [size, vocabulary]."""
@@ -311,9 +340,20 @@ class SequoiaDecoder:
 
     def judge(self, logits: Tensor, growth: Growth, sampling: Sampling) -> Accepted:
         """Which nodes are accepted, and the bonus token."""
+        accepted = self.verdict(logits, growth, sampling)
+        if not is_split(self.target.model):
+            return accepted
+        agreed = from_first(self.target.model, torch.cat([accepted.path, accepted.count, accepted.bonus]))
+        return Accepted(agreed[:-2], agreed[-2:-1], agreed[-1:])
+
+    def verdict(self, logits: Tensor, growth: Growth, sampling: Sampling) -> Accepted:
+        """What this process by itself says of the tree."""
         sequence, index = self.sequence, self.structure.index
         if sampling.greedy:
-            return greedy(logits.argmax(-1), sequence.tokens[sequence.length + self.structure.nodes], index)
+            tokens = sequence.tokens[sequence.length + self.structure.nodes]
+            return self.fused.greedy(logits, tokens) if self.fused else greedy(logits.argmax(-1), tokens, index)
+        if self.fused and sampling.fusible:
+            return self.fused.verify(sampling.verifier, logits, sampling.filters, growth.laws, growth.drawn, sequence.uniforms)
         covered = self.drafter.covered if self.drafter else None
         return verify(sampling.rule, lambda nodes: sampling.target(logits.index_select(0, nodes)), growth.laws, growth.drawn, index, sequence.uniforms, covered)
 
@@ -335,5 +375,8 @@ class SequoiaDecoder:
 
     def extent(self, length: int) -> int:
         """How far attention looks with the root in slot `length`: past the whole tree, in few different shapes."""
-        step = EXTENT_STEP["cuda" if self.graphs else "cpu"]
-        return -(-(length + self.tree.size) // step) * step
+        needed = length + self.tree.size
+        step = EXTENT_STEP["cuda" if self.graphs or self.device.type == "cuda" else "cpu"]
+        if self.graphs:
+            step = max(step, (1 << needed.bit_length()) // 4)
+        return -(-needed // step) * step

@@ -13,6 +13,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from sequoia_plan.artifacts import ArgumentError, TokenTree
 from sequoia_plan.runtime.decode import SequoiaDecoder
+from sequoia_plan.runtime.models.forward import place
 from sequoia_plan.runtime.sampling import Sampling
 
 NOT_RETURNED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -43,7 +44,7 @@ def sequoia(
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """For `custom_generate`: the target decodes with `tree` and `draft`; everything else comes from the generation config.
 
-    The decoder is made on the first call and kept with the model while draft and tree stay the same.
+    The decoder is made on the first call and kept with the model while draft, tree, and where both models are stay the same.
 
     Args:
         draft, tree: as for `SequoiaDecoder`.
@@ -87,11 +88,12 @@ def _refuse(config: GenerationConfig, logits_processor: Sequence[Any]) -> None:
 
 
 def _decoder(model: Any, draft: Any, tree: TokenTree) -> SequoiaDecoder:
-    """The decoder of the last call if it was for the same draft and tree. It lives on the model, so both go together."""
+    """The decoder of the last call if it was for the same draft and tree, where both models are. It lives on the model, so both go together."""
     with _making:
+        places = [place(each) for each in (model, draft) if each is not None]
         kept = model.__dict__.get("_sequoia_decoder")
-        if kept is None or kept[0] is not draft or kept[1] != tree:
-            kept = (draft, tree, SequoiaDecoder(model, draft, tree))
+        if kept is None or kept[0] is not draft or kept[1] != tree or kept[3] != places:
+            kept = (draft, tree, SequoiaDecoder(model, draft, tree), places)
             model.__dict__["_sequoia_decoder"] = kept
     decoder: SequoiaDecoder = kept[2]
     return decoder

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError
-from sequoia_plan.runtime.drawing import MOST_PROBABLE, Drawing
+from sequoia_plan.runtime.drawing import MOST_PROBABLE, WITHOUT_REPLACEMENT, Drawing
 from sequoia_plan.runtime.verify import DEFAULT, VERIFIERS, Verifier
+from sequoia_plan.runtime.verify.fused import RULES, Filters, available, race
 
 CONTEXT_DEPENDENT = {
     "repetition_penalty": (1.0,),
@@ -132,6 +133,16 @@ class Sampling:
         """How children are drawn from `draft`: as the verifier needs, or the best in order if greedy."""
         return MOST_PROBABLE if self.greedy else self.rule.drawing
 
+    @property
+    def filters(self) -> Filters:
+        """How the target's law follows from its logits."""
+        return Filters(self.temperature, self.top_k, self.top_p, self.min_p)
+
+    @property
+    def fusible(self) -> bool:
+        """Are there kernels for the verifier?"""
+        return self.verifier in RULES and self.rule is VERIFIERS[self.verifier]
+
     def settings(self) -> dict[str, Any]:
         """Every setting by name, as profiles and trees record it."""
         return asdict(self)
@@ -156,14 +167,23 @@ class Sampling:
         return probabilities
 
     def draft(self, logits: Tensor) -> Tensor:
-        """float32 [nodes, draft vocabulary]: what children are drawn from and verified against."""
+        """float32 [nodes, draft vocabulary]: what children are drawn from and verified against; the logits themselves if greedy."""
         if self.greedy:
-            return logits.float()  # only the order matters
+            return logits  # only the order matters
         return torch.softmax(logits.float() / (self.draft_temperature or self.temperature), -1)
+
+    def children(self, logits: Tensor, count: int, bits: Tensor) -> tuple[Tensor, Tensor]:
+        """The draft's laws (see `draft`) and children drawn from them, int64 [nodes, count]: on CUDA by a kernel."""
+        if self.drawing is WITHOUT_REPLACEMENT and available(logits.device):
+            return race(logits, self.draft_temperature or self.temperature, count, bits)
+        laws = self.draft(logits)
+        return laws, self.drawing.draw(laws, count, bits)
 
 
 LARGEST_BITS = (1 << 30) - 1
 """More than those of any float32 up to 1."""
+FIXED_POINT = 1 << 50
+"""One, where probabilities are added as whole numbers."""
 
 
 def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
@@ -174,14 +194,26 @@ def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     histogram of the upper half of the bits and one of the lower half within the right bin give it exactly.
     """
     bits = probabilities.view(torch.int32).long().clamp_(0, LARGEST_BITS)  # NaN too must find a bin: the step reports it afterwards
-    upper, before = _boundary(probabilities, bits >> 15, top_p)
-    within = torch.where(bits >> 15 == upper, probabilities, 0.0)
-    lower, _ = _boundary(within, bits & 0x7FFF, top_p - before)
+    weights, mass = summands(probabilities, top_p)
+    upper, before = _boundary(weights, bits >> 15, mass)
+    within = torch.where(bits >> 15 == upper, weights, 0)
+    lower, _ = _boundary(within, bits & 0x7FFF, mass - before)
     return _at_least(probabilities, (upper << 15 | lower).int().view(torch.float32))
 
 
+def summands(probabilities: Tensor, mass: float) -> tuple[Tensor, float]:
+    """Probabilities and a mass as numbers whose sums are the same on every process that shares a model. A CUDA device adds in no fixed
+    order, so they are whole numbers there; the CPU adds in order, and floats are faster."""
+    return (probabilities, mass) if probabilities.device.type == "cpu" else whole_numbers(probabilities, mass)
+
+
+def whole_numbers(probabilities: Tensor, mass: float) -> tuple[Tensor, int]:
+    """Both in units of 1 / `FIXED_POINT`: int64."""
+    return (probabilities * FIXED_POINT).long(), int(mass * FIXED_POINT)
+
+
 def _boundary(weights: Tensor, bins: Tensor, mass: float | Tensor) -> tuple[Tensor, Tensor]:
-    """The lowest bin with less than `mass` above it, and how much is: int64 and float [nodes, 1]."""
+    """The lowest bin with less than `mass` above it, and how much is: int64, and as the weights are, [nodes, 1]."""
     top = 0x7FFF
     total = torch.zeros((*weights.shape[:-1], top + 1), dtype=weights.dtype, device=weights.device).scatter_add_(-1, top - bins, weights)
     above = total.cumsum(-1) - total

@@ -48,7 +48,8 @@ class Sequence:
         length: int64 [1], the root's slot, which is the number of committed tokens before it.
         target, draft: the models' caches; the draft's has no capacity if nothing drafts.
         bits: int32, random numbers of 31 bits for the drawing of children; uniforms: float64 [2] for verification.
-        version: how often memory was allocated anew; graphs captured before that are of no use.
+        version: how often memory that graphs read was allocated anew; graphs captured before that are of no use.
+        weights: where the models' weights were last seen; None before.
         turns: whose sequence it is.
     """
 
@@ -60,6 +61,7 @@ class Sequence:
         self.uniforms = torch.zeros(2, dtype=torch.float64, device=device)
         self.generator = torch.Generator(device)
         self.version = 0
+        self.weights: tuple[int, ...] | None = None
         self.turns = Turns()
 
     def reserve(self, capacity: int, target: Callable[[int], TreeCache], draft: Callable[[int], TreeCache] | None) -> None:
@@ -86,10 +88,20 @@ class Sequence:
         root = int(self.length)
         return [self.tokens, self.length, *self.target.views(root, size), *self.draft.views(root, size)]
 
+    def read_from(self, weights: tuple[int, ...]) -> None:
+        """Note where the models' weights are (`capture.addresses`)."""
+        self.version += self.weights not in (None, weights)
+        self.weights = weights
+
+    def reserve_random_numbers(self, bits: int) -> None:
+        """Memory for so many numbers, and for twice as many as before: it is seldom allocated anew."""
+        had = self.bits.numel()
+        if had < bits:
+            self.bits = torch.empty(max(bits, 2 * had), dtype=torch.int32, device=self.bits.device)
+            self.version += had > 0  # no graph has read what was not there
+
     def refill_random_numbers(self, bits: int) -> None:
         """Draw what the next step needs: so many numbers of 31 bits, and the two uniform numbers."""
-        if self.bits.numel() < bits:
-            self.bits = torch.empty(bits, dtype=torch.int32, device=self.bits.device)
-            self.version += 1
+        self.reserve_random_numbers(bits)
         self.bits[:bits].random_(generator=self.generator)
         self.uniforms.uniform_(generator=self.generator)

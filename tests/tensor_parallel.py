@@ -17,6 +17,38 @@ TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 PROMPT = [5, 6, 7, 8]
 
 
+def disturb(decoder, rank):
+    """Let this process, unless it is the first, draw other random numbers; returns how often it was overruled so far."""
+    refill, verdict, judge = decoder.sequence.refill_random_numbers, decoder.verdict, decoder.judge
+    overruled, own = [], []
+
+    def other(bits):
+        refill(bits)
+        if rank:
+            decoder.sequence.bits.add_(12345).remainder_(2**31 - 1)
+            decoder.sequence.uniforms.mul_(0.5)
+
+    def seen(logits, growth, sampling):
+        agreed = judge(logits, growth, sampling)
+        overruled.append(own.pop() != [agreed.path.tolist(), agreed.bonus.tolist()])
+        return agreed
+
+    def noted(logits, growth, sampling):
+        accepted = verdict(logits, growth, sampling)
+        own.append([accepted.path.tolist(), accepted.bonus.tolist()])
+        return accepted
+
+    decoder.sequence.refill_random_numbers, decoder.judge, decoder.verdict = other, seen, noted
+    return overruled
+
+
+def disturbed(target, rank):
+    """Tokens sampled by processes that would not decide alike, and how often this one was overruled."""
+    decoder = SequoiaDecoder(target, resembling(tiny("Llama")), TREE)
+    overruled = disturb(decoder, rank)
+    return decoder.generate(PROMPT, 32, 1.0, seed=3).sequences[0].tolist(), sum(overruled)
+
+
 def decode(target):
     """Tokens: greedy, sampled with a seed, sampled without one."""
     decoder = SequoiaDecoder(target, resembling(tiny("Llama")), TREE)
@@ -29,6 +61,7 @@ if __name__ == "__main__":
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto", dtype=torch.float32).eval()
     rank = os.environ["RANK"]
     heads = {layer.self_attn.q_proj.weight.to_local().shape[0] for layer in model.model.layers if hasattr(layer.self_attn.q_proj.weight, "to_local")}
+    agreed, overruled = disturbed(model, int(rank))
     with open(f"{sys.argv[2]}/{rank}.json", "w") as file:
-        json.dump({"tokens": decode(model), "rows": sorted(heads)}, file)
+        json.dump({"tokens": decode(model), "rows": sorted(heads), "agreed": agreed, "overruled": overruled}, file)
     torch.distributed.destroy_process_group()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from simulated import Simulated
 from toys import ToyModel
 
 from sequoia_plan.artifacts import LANGUAGE_MODEL, ArgumentError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, decode, load_pair
-from sequoia_plan.runtime.capture import Graphs
 from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
 from sequoia_plan.runtime.models import repack
 
@@ -70,39 +70,6 @@ def test_random_numbers_of_other_settings_use_the_same_memory():
     for temperature, tree in ((0.0, TREE), (1.0, TREE), (1.0, TokenTree.chain(2)), (0.0, TREE)):
         each.with_tree(tree).generate([3, 1, 4], 20, temperature, seed=0)
     assert each.sequence.version == version
-
-
-class Simulated(Graphs):
-    """Graphs on the CPU: what is captured is replayed into the memory that the first result lay in; parts named in `fails` cannot be."""
-
-    fails: frozenset[str] = frozenset()
-
-    def new_pool(self):
-        self.captures = []
-
-    def __call__(self, key, run, changed=list, inputs=()):
-        self.key = key
-        return super().__call__(key, run, changed, inputs)
-
-    def capture(self, run, changed, inputs):
-        if self.key[0] in self.fails:
-            raise RuntimeError("it waits for the device\nand more")
-        before = [tensor.clone() for tensor in changed]
-        for _ in range(3):  # two runs that prepare the capture, and the result's
-            result = run(*inputs)
-            for tensor, value in zip(changed, before, strict=True):
-                tensor.copy_(value)
-        self.captures.append(self.key[0])
-
-        def replay():
-            for old, new in zip(leaves(result), leaves(run(*inputs)), strict=True):
-                old.copy_(new)
-
-        return replay, result
-
-
-def leaves(result):
-    return [result] if isinstance(result, torch.Tensor) else list(vars(result).values())
 
 
 @pytest.mark.parametrize(

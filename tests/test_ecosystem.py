@@ -269,6 +269,7 @@ def test_tensor_parallel_processes_say_what_one_says(target, tmp_path):
     run = subprocess.run([*command, tmp_path / "model", tmp_path], env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first.pop("overruled") == 0 < second.pop("overruled"), "the second process alone would have decided otherwise"
     assert first == second
     assert first["rows"] == [16], "each process holds half of the 32 query rows"
     assert first["tokens"][:2] == tensor_parallel.decode(target)[:2]

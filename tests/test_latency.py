@@ -53,11 +53,27 @@ def test_every_size_with_quartiles(pair, sizes, monkeypatch):
 
 
 def test_all_sizes_share_one_sequence(pair, sizes):
-    """No size keeps caches of its own: the meter holds the target's and the draft's once."""
+    """No size keeps caches of its own: the meter holds the target's and the draft's once, and one decoder a size."""
     meter = latency.LatencyMeter(pair, Sampling(1.0), 20)
     meter.begin(1e9)
-    used = [*(timer.decoder for timer in meter.timers), *(timer.comb for timer in meter.timers), *(shape.decoder for shape in meter.shapes)]
-    assert len(used) == 2 * len(sizes) + 4 and {id(each.sequence) for each in used} == {id(meter.decoder.sequence)}
+    used = [value for timer in (*meter.timers, *meter.shapes) for value in vars(timer).values() if isinstance(value, SequoiaDecoder)]
+    assert len(used) == len(sizes) + 4 and {id(each.sequence) for each in used} == {id(meter.decoder.sequence)}
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 13])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=repr)
+def test_the_draft_pass_that_is_timed_reads_so_many_tokens_and_draws_a_child_of_each(pair, size, sampling, monkeypatch):
+    """Of the same laws as the draft gives the nodes of a tree, and without touching the tree's tokens."""
+    decoder = SequoiaDecoder(pair.target, pair.draft, TokenTree.chain(2))
+    timer = latency.SizeTimer(decoder, size, sampling, torch.arange(20) % 8)
+    before, widths = decoder.sequence.tokens.clone(), []
+    run = pair.draft.forward
+    monkeypatch.setattr(pair.draft, "forward", lambda *args, **kwargs: widths.append(kwargs["input_ids"].shape[1]) or run(*args, **kwargs))
+    laws, picks = timer.draft_pass()
+    assert widths == [size] and laws.shape == (size, 8) and picks.shape == (size, 1)
+    after, length = decoder.sequence.tokens, int(timer.length)
+    assert torch.equal(after[length + size : length + 2 * size], picks[:, 0])
+    assert torch.equal(after[: length + size], before[: length + size]) and torch.equal(after[length + 2 * size :], before[length + 2 * size :])
 
 
 VERIFICATIONS = [

@@ -101,10 +101,10 @@ class Ids:
         self.ended = True
 
 
-def toy_pair(noise=0.7, covered=None, constant=False):
+def toy_pair(noise=0.7, covered=None, constant=False, context=512):
     """A toy target, a draft that resembles it, and what else a pair has; `constant`: one law at every position."""
-    target = ToyModel(0, context=512)
-    draft = ToyModel(1, base=target, noise=noise, covered=covered, context=512)
+    target = ToyModel(0, context=context)
+    draft = ToyModel(1, base=target, noise=noise, covered=covered, context=context)
     if constant:
         for model in (target, draft):
             model.by_token = model.by_token[:1].expand(8, 8).clone()

@@ -45,7 +45,8 @@ class Growth:
     """What the nodes of a drafted tree were drawn from. The tokens themselves are in the sequence, each in its node's slot.
 
     Args:
-        laws: float32 [inner, draft vocabulary], what the children of each inner node were drawn from, in the order of the nodes.
+        laws: float32 [inner, draft vocabulary], what the children of each inner node were drawn from, in the order of the nodes; empty
+            if greedy, where nobody reads them.
         drawn: int64 [inner, branching], the children as indices into the draft's vocabulary, in draw order.
     """
 
@@ -88,7 +89,7 @@ class Drafter(Protocol):
             bits: int32 [expands, columns], what the sampling's drawing needs.
 
         Returns:
-            float32 [expands, vocabulary], the laws; int64 [expands, children], indices into the vocabulary.
+            float32 [expands, vocabulary], the laws (the logits if greedy); int64 [expands, children], indices into the vocabulary.
         """
 
     def keep(self, cache: TreeCache, slots: Tensor, start: Tensor) -> None:
@@ -107,6 +108,6 @@ def grow(drafter: Drafter, passes: Several[Pass], sequence: Sequence, columns: T
     for step, mine in zip(passes, bits.split([step.expands for step in passes]), strict=True):
         logits = drafter.read(step, sequence, columns).logits
         law, children = drafter.draw_children(step, logits, sequence, sampling, mine)
-        laws.append(law)
+        laws.append(law[:0] if sampling.greedy else law)
         drawn.append(torch.nn.functional.pad(children, (0, branching - step.children)))
     return Growth(torch.cat(laws), torch.cat(drawn))

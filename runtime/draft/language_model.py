@@ -25,6 +25,7 @@ class LanguageModelDrafter:
         model: a transformers causal LM in eval mode.
         vocabulary: use only so many of its logits.
         covered: int64 [vocabulary], the target's token for each of them; None if they are the same.
+        backend: compile its passes by this backend of torch.compile; None leaves them as they are.
 
     Raises:
         SequoiaPlanError: if the model cannot read a tree.
@@ -32,8 +33,10 @@ class LanguageModelDrafter:
 
     drafting = LANGUAGE_MODEL
 
-    def __init__(self, model: Any, vocabulary: int, covered: Tensor | None = None) -> None:
+    def __init__(self, model: Any, vocabulary: int, covered: Tensor | None = None, backend: Any = None) -> None:
         self.model = TreeModel(model, probe(model), vocabulary)
+        if backend is not None:
+            self.model.compile(backend)
         self.vocabulary, self.covered = vocabulary, covered
         self.new_cache, self.prefill = self.model.new_cache, self.model.prefill
 
@@ -72,8 +75,7 @@ class LanguageModelDrafter:
         return self.model(cache, tokens, slots, slots, mask)
 
     def draw_children(self, step: Pass, logits: Tensor, sequence: Sequence, sampling: Sampling, bits: Tensor) -> tuple[Tensor, Tensor]:
-        law = sampling.draft(logits)
-        picks = sampling.drawing.draw(law, step.children, bits)
+        law, picks = sampling.children(logits, step.children, bits)
         children = picks.flatten()[step.drawn]
         sequence.tokens.index_copy_(0, sequence.length + step.nodes, children if self.covered is None else self.covered[children])
         return law, picks

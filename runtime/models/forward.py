@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,17 @@ from torch import Tensor, nn
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.cache import Layout, TreeCache
+from sequoia_plan.runtime.models.attention import attending, shares_heads
 from sequoia_plan.runtime.models.stream import stream_of
 
-PREFILL_CHUNK, STREAMED_CHUNK = 256, 1024
-"""Tokens of a prompt in one pass; more where each pass streams the model's weights."""
+PREFILL_CHUNK = {"cpu": 256, "cuda": 1024}
+"""Tokens of a prompt in one pass. On CUDA fewer leave the device waiting for launches."""
+STREAMED_CHUNK = 1024
+"""The same where each pass streams the model's weights."""
+PREFILL_STEPS = {"cpu": (1, 1), "cuda": (64, 512)}
+"""On CUDA a prompt's passes have multiples of so many tokens and slots: few shapes, whose kernels are chosen once."""
+MOST_SHAPES = 256
+"""Shapes of a model's passes that are compiled: the widths of its passes times the extents of attention."""
 CHANGING_ROPE = ("dynamic", "longrope")
 """Rotary embeddings that change once the sequence is longer than the model was first trained for: cached keys go stale."""
 
@@ -42,7 +50,8 @@ class TreeModel:
     """
 
     def __init__(self, model: Any, layout: Layout | None = None, vocabulary: int | None = None) -> None:
-        self.model, self.device, self.stream = model, execution_device(model), stream_of(model)
+        self.model, self.place, self.stream = model, place(model), stream_of(model)
+        self.device = self.place[0]
         config = text_config(model)
         self.layers: int | Layout = layout or int(config.num_hidden_layers)
         self.vocabulary = vocabulary
@@ -51,7 +60,16 @@ class TreeModel:
         self.lowest = torch.finfo(model.dtype).min
         embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
         self.last_token = int(getattr(embedding, "num_embeddings", 1 << 30)) - 1
+        kind = "cuda" if self.device.type == "cuda" else "cpu"
+        self.prefill_chunk = STREAMED_CHUNK if self.stream else PREFILL_CHUNK[kind]
+        self.prefill_steps = PREFILL_STEPS[kind]
+        self.sharing = config if shares_heads(plain(model), config) else None
+        self.compiled: Any = None
         self.keeps_logits = "logits_to_keep" in inspect.signature(plain(model).forward).parameters
+
+    def compile(self, backend: Any = "inductor") -> None:
+        """Compile passes over a tree by torch.compile, each shape for itself; prompts, whose shapes vary, are read as before."""
+        self.compiled = torch.compile(self.model, dynamic=False, backend=backend)
 
     def new_cache(self, capacity: int) -> TreeCache:
         """A cache for a sequence of up to `capacity` slots.
@@ -62,13 +80,14 @@ class TreeModel:
         windowed = self.window is not None and self.window < capacity
         return TreeCache(self.layers, capacity, self.device, counts_positions=windowed)
 
-    def __call__(self, cache: TreeCache, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, last: int = 0) -> Reading:
+    def __call__(self, cache: TreeCache, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, last: int = 0, *, compiled: bool = True) -> Reading:
         """Read `tokens`, write their keys and values to `slots` of `cache`, attend by the additive mask [tokens, extent].
 
         Args:
             tokens, positions, slots: int64 [tokens]. Positions beyond the model's context are those of nodes that cannot be
                 used any more; they only have to be valid.
             last: logits of the last so many tokens only; 0 for all.
+            compiled: run what `compile` made, if it was called.
 
         Raises:
             SequoiaPlanError: if the mask looks further than the cache reaches.
@@ -76,14 +95,16 @@ class TreeModel:
         if mask.shape[1] > cache.capacity:
             raise SequoiaPlanError(f"KV cache: {mask.shape[1]} slots needed, it has {cache.capacity}; prefill with more max_new_tokens")
         positions = positions.clamp(max=self.context - 1)
-        output = self.model(
-            input_ids=tokens.clamp(max=self.last_token)[None],  # a draft may lack the target's last tokens; `prefill` checks the target's
-            position_ids=positions[None],
-            attention_mask=self._attention(cache, mask, positions, slots),
-            past_key_values=cache.at(slots, mask.shape[1]),
-            use_cache=True,
-            **({"logits_to_keep": last} if self.keeps_logits else {}),
-        )
+        run = self.compiled if compiled and self.compiled is not None else self.model
+        with attending(self.device, self.sharing), _many_shapes(run is not self.model):
+            output = run(
+                input_ids=tokens.clamp(max=self.last_token)[None],  # a draft may lack the target's last tokens; `prefill` checks the target's
+                position_ids=positions[None],
+                attention_mask=self._attention(cache, mask, positions, slots),
+                past_key_values=cache.at(slots, mask.shape[1]),
+                use_cache=True,
+                **({"logits_to_keep": last} if self.keeps_logits else {}),
+            )
         logits: Tensor = output.logits[0, -last:, : self.vocabulary]
         cache.finite.logical_and_(logits.amax(-1).isfinite().all())
         return Reading(logits)
@@ -97,18 +118,24 @@ class TreeModel:
         """Start a sequence with `tokens` (int64 [n]), read in chunks so that the mask stays small.
 
         Raises:
-            SequoiaPlanError: if the model is in training mode.
+            SequoiaPlanError: if the model is in training mode, or was moved after this was made of it.
         """
+        kind = getattr(self.model.config, "model_type", type(plain(self.model)).__name__)
+        if place(self.model) != self.place:
+            (device, dtype), (device_now, dtype_now) = self.place, place(self.model)
+            raise SequoiaPlanError(f"{kind}: found as {dtype_now} on {device_now}, it was {dtype} on {device} when the decoder was made; make it anew")
         if getattr(self.model, "training", False):
-            kind = getattr(self.model.config, "model_type", type(plain(self.model)).__name__)
             raise SequoiaPlanError(f"{kind}: found in training mode, where dropout changes its logits; call eval() on the model")
         cache.finite.fill_(True)
-        most = STREAMED_CHUNK if self.stream else PREFILL_CHUNK
-        for start in range(0, tokens.numel(), most):
-            chunk = tokens[start : start + most]
-            positions = torch.arange(start, start + chunk.numel(), device=tokens.device)
-            columns = torch.arange(start + chunk.numel(), device=tokens.device)
-            self(cache, chunk, positions, positions, additive(columns <= positions[:, None], self.model.dtype), last=1)
+        multiple, slots = self.prefill_steps
+        for start in range(0, tokens.numel(), self.prefill_chunk):
+            chunk = tokens[start : start + self.prefill_chunk]
+            width = min(_up(chunk.numel(), multiple), cache.capacity - start)
+            extent = min(_up(start + width, slots), cache.capacity)
+            chunk = nn.functional.pad(chunk, (0, width - chunk.numel()))  # what is written beyond the prompt is hidden until a step writes there
+            positions = torch.arange(start, start + width, device=tokens.device)
+            columns = torch.arange(extent, device=tokens.device)
+            self(cache, chunk, positions, positions, additive(columns <= positions[:, None], self.model.dtype), last=1, compiled=False)
 
     def _attention(self, cache: TreeCache, mask: Tensor, positions: Tensor, slots: Tensor) -> Tensor | dict[str, Tensor]:
         """The mask as the model takes it. A window counts positions, which in a tree are not slots."""
@@ -120,6 +147,16 @@ class TreeModel:
         near = cache.positions[: mask.shape[1]] > positions[:, None] - self.window
         windowed = mask.where(near, self.lowest)[None, None]
         return {"full_attention": mask[None, None], "sliding_attention": windowed} if self.by_kind else windowed
+
+
+def _many_shapes(compiled: bool) -> contextlib.AbstractContextManager[Any]:
+    """Every width and extent is compiled: torch.compile would give up after eight shapes."""
+    return torch._dynamo.config.patch(recompile_limit=MOST_SHAPES) if compiled else contextlib.nullcontext()
+
+
+def _up(count: int, step: int) -> int:
+    """The next multiple of `step`."""
+    return -(-count // step) * step
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
@@ -135,6 +172,11 @@ def execution_device(model: Any) -> torch.device:
     embedding = getattr(model.get_input_embeddings(), "_hf_hook", None)
     found = hooked if hooked is not None else getattr(embedding, "execution_device", None)
     return torch.device(model.device if found is None else found)
+
+
+def place(model: Any) -> tuple[torch.device, torch.dtype]:
+    """Where a model computes and in what: `model.to(...)` changes it."""
+    return execution_device(model), model.dtype
 
 
 def plain(model: Any) -> Any:

@@ -1,22 +1,37 @@
-"""Randomness under tensor parallelism: every process runs the same decoder and must draw the same numbers."""
+"""Tensor parallelism: every process runs the same decoder, and all must go on with the same tokens."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sequoia_plan.runtime.models.forward import plain
 
 
+def is_split(model: Any) -> bool:
+    """Is `model` split over several processes (transformers' `tp_plan`)?"""
+    return (getattr(plain(model), "_tp_size", None) or 1) > 1
+
+
 def shared_seed(model: Any) -> int:
-    """A fresh seed; where `model` is split over processes (transformers' `tp_plan`), the first one's."""
+    """A fresh seed; where `model` is split, the first process's."""
     seed = torch.Generator().seed() % (1 << 63)
-    if (getattr(plain(model), "_tp_size", None) or 1) > 1:
+    if is_split(model):
         seeds = [seed]
         torch.distributed.broadcast_object_list(seeds, group=_group(model), group_src=0)
         seed = seeds[0]
     return seed
+
+
+def from_first(model: Any, values: Tensor) -> Tensor:
+    """`values`, or where `model` is split those of the first process. What processes compute alike may differ in its last bits: sums of
+    floats on a device have no fixed order, and one other token would part them for good."""
+    if is_split(model):
+        values = values.contiguous()
+        torch.distributed.broadcast(values, group=_group(model), group_src=0)
+    return values
 
 
 def _group(model: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime.cache import Layout, TreeCache
-from sequoia_plan.runtime.models.forward import TreeModel, additive, execution_device, plain, text_config
+from sequoia_plan.runtime.models.forward import TreeModel, additive, execution_device, place, plain, text_config
 from sequoia_plan.runtime.structure import Structure
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2])
@@ -19,14 +19,14 @@ LEAVES = (3, 4, 5)
 PREFIX, EXTENT = 4, 16
 ATTENTION = ("sdpa", "eager")
 
-_probed: WeakKeyDictionary[Any, tuple[str | None, Layout]] = WeakKeyDictionary()
+_probed: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Layout]] = WeakKeyDictionary()
 
 
 @torch.inference_mode()
 def probe(model: Any) -> Layout:
     """Compare logits of a tree's nodes with those of its paths, each read by the model on its own, without our mask or cache.
 
-    That is done once for a model. Nodes share slots' order but not positions with their paths, so whatever looks at slots
+    That is done once for a model in one place and dtype. Nodes share slots' order but not positions with their paths, so whatever looks at slots
     (ALiBi), at the token before (recurrent layers) or past the mask shows.
 
     Returns:
@@ -36,8 +36,9 @@ def probe(model: Any) -> Layout:
         SequoiaPlanError: if the model cannot read a tree.
     """
     implementation = getattr(model.config, "_attn_implementation", None)
+    setting = (implementation, *place(model))
     known, layout = _probed.get(plain(model), (None, None))
-    if layout is not None and known == implementation:
+    if layout is not None and known == setting:
         return layout
     kind = getattr(model.config, "model_type", type(plain(model)).__name__)
     if getattr(model.config, "is_encoder_decoder", False):
@@ -65,7 +66,7 @@ def probe(model: Any) -> Layout:
             f"{kind}: cannot decode with a token tree, its logits there differ from those of the plain sequence (relative error {error:.2g}, expected "
             f"less than {bound:.2g}); only attention that follows position_ids and the attention mask can, ALiBi and recurrent layers cannot"
         )
-    _probed[plain(model)] = implementation, cache.layout
+    _probed[plain(model)] = setting, cache.layout
     return cache.layout
 
 

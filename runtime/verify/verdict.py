@@ -57,8 +57,11 @@ class Accepted:
 
 
 def decide(verdict: Verdict, target: Laws, index: TreeIndex, uniforms: Tensor, covered: Tensor | None = None) -> Accepted:
-    """`uniforms` (float64 [2] in [0, 1)) pick the end of the path and the bonus token."""
-    end = draw(verdict.ends, uniforms[:1])
+    """`uniforms` (float64 [2] in [0, 1)) pick the end of the path and the bonus token.
+
+    Ends are in post-order, so that a walk that gives each child its interval decides alike (`kernels.py`).
+    """
+    end = index.post_order[draw(verdict.ends[index.post_order], uniforms[:1])]
     bonus = draw(verdict.bonus_law(end, target, index, covered)[0], uniforms[1:])
     return Accepted(index.paths[end][0], index.offsets[end] + 1, bonus)
 

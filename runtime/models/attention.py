@@ -1,0 +1,76 @@
+"""How a pass attends: which of PyTorch's kernels take a tree's mask on CUDA, and heads that share keys and values without copies of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+NAME = "sequoia_plan"
+WITH_A_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Flash attention takes no mask. cuDNN does, but builds a plan of tens of milliseconds for every new shape and stride."""
+
+
+def shared(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' `sdpa` attention. For several tokens with a mask it copies keys and values once for each head that shares them; here
+    those heads are a dimension along which keys and values are expanded, which copies nothing.
+
+    Args:
+        query: [1, heads, tokens, head_dim].
+        key, value: [1, shared heads, extent, head_dim].
+        attention_mask: additive, [1, 1, tokens, extent].
+
+    Returns:
+        [1, tokens, heads, head_dim], and None for weights.
+    """
+    heads, tokens = key.shape[1], query.shape[2]
+    alike = query.shape[0] == 1 and attention_mask is not None and attention_mask.shape[1] == 1
+    if query.shape[1] == heads or tokens == 1 or not alike or any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache")):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    query = query[0].unflatten(0, (heads, -1))
+    key, value = (each[0][:, None].expand(-1, query.shape[1], -1, -1) for each in (key, value))
+    output = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
+    return output.flatten(0, 1)[None].transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, shared)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def shares_heads(model: nn.Module, config: Any) -> bool:
+    """Do several heads of `model` share keys and values, and does it attend by `sdpa`?"""
+    return getattr(config, "_attn_implementation", None) == "sdpa" and any(getattr(module, "num_key_value_groups", 1) > 1 for module in model.modules())
+
+
+@contextlib.contextmanager
+def attending(device: torch.device, config: Any = None) -> Iterator[None]:
+    """Passes of a model in here attend as above.
+
+    Args:
+        device: the model's.
+        config: the model's, if it `shares_heads`.
+    """
+    with contextlib.ExitStack() as stack:
+        if device.type == "cuda":
+            stack.enter_context(sdpa_kernel(WITH_A_MASK))
+        if config is not None:
+            before = config._attn_implementation
+            stack.callback(setattr, config, "_attn_implementation", before)
+            config._attn_implementation = NAME
+        yield
