@@ -309,6 +309,18 @@ def test_only_our_passes_attend_otherwise():
     assert torch.equal(model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False), expected)
 
 
+def test_another_thread_amid_a_pass_changes_nothing():
+    """Passes of one model that overlap: it is examined as it is, and attends as before once both have ended."""
+    model, cpu = gqa(), torch.device("cpu")
+    first, second = attending(cpu, model.config), attending(cpu, model.config)
+    first.__enter__()
+    assert SequoiaDecoder(model, gqa(), TREE).target.sharing is model.config  # examined amid a pass
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_a_mask_is_not_attended_to_by_cudnn(monkeypatch):
     """It would build a plan for every new shape."""
     enabled = lambda: (torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled(), torch.backends.cuda.math_sdp_enabled())  # noqa: E731

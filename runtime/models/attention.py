@@ -53,9 +53,15 @@ AttentionInterface.register(NAME, shared)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
+def implementation(config: Any) -> str | None:
+    """How a model attends, also while another thread is amid a pass of it."""
+    found: str | None = getattr(config, "_attn_implementation", None)
+    return "sdpa" if found == NAME else found
+
+
 def shares_heads(model: nn.Module, config: Any) -> bool:
     """Do several heads of `model` share keys and values, and does it attend by `sdpa`?"""
-    return getattr(config, "_attn_implementation", None) == "sdpa" and any(getattr(module, "num_key_value_groups", 1) > 1 for module in model.modules())
+    return implementation(config) == "sdpa" and any(getattr(module, "num_key_value_groups", 1) > 1 for module in model.modules())
 
 
 @contextlib.contextmanager
@@ -70,7 +76,6 @@ def attending(device: torch.device, config: Any = None) -> Iterator[None]:
         if device.type == "cuda":
             stack.enter_context(sdpa_kernel(WITH_A_MASK))
         if config is not None:
-            before = config._attn_implementation
-            stack.callback(setattr, config, "_attn_implementation", before)
+            stack.callback(setattr, config, "_attn_implementation", "sdpa")  # other threads may be in here: not what was found
             config._attn_implementation = NAME
         yield

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime.cache import Layout, TreeCache
+from sequoia_plan.runtime.models import attention
 from sequoia_plan.runtime.models.forward import TreeModel, additive, execution_device, place, plain, text_config
 from sequoia_plan.runtime.structure import Structure
 
@@ -35,7 +36,7 @@ def probe(model: Any) -> Layout:
     Raises:
         SequoiaPlanError: if the model cannot read a tree.
     """
-    implementation = getattr(model.config, "_attn_implementation", None)
+    implementation = attention.implementation(model.config)
     setting = (implementation, *place(model))
     known, layout = _probed.get(plain(model), (None, None))
     if layout is not None and known == setting:
