@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -85,7 +84,7 @@ def limited(folder: str, memory: int, before: int, rounds: int) -> dict[str, Any
         for nodes, decoder in decoders.items():
             ring.fill()
             times[nodes].append(timed(torch.device("cpu"), partial(decoder.run_target, extent))[1])
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = resident_bytes("VmHWM")
     return {
         "memory": memory,
         "placement": split.facts("disk", len(target.layers)),
@@ -95,6 +94,12 @@ def limited(folder: str, memory: int, before: int, rounds: int) -> dict[str, Any
         "peak_bytes": peak,
         "peak_over_budget": round((peak - before) / memory, 4),
     }
+
+
+def resident_bytes(name: str) -> int:
+    """Of this process: VmRSS now, VmHWM at most so far. (`getrusage` would count what the parent took before it started this one.)"""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields[name].split()[0]) * 1024
 
 
 def projected(found: dict[str, Any]) -> dict[str, Any]:
@@ -117,18 +122,19 @@ def main() -> None:
     parser.add_argument("--memory", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.limited:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        before = resident_bytes("VmRSS")
         limit = int(options.memory * 1.1) + before
         CGROUP.mkdir(exist_ok=True)
         (CGROUP / "memory.limit_in_bytes").write_text(str(limit))
         (CGROUP / "cgroup.procs").write_text(str(os.getpid()))
+        (CGROUP / "memory.max_usage_in_bytes").write_text("0")
         found = limited(options.limited, options.memory, before, options.rounds)
         found["limit_bytes"] = limit
         found["group_peak_bytes"] = int((CGROUP / "memory.max_usage_in_bytes").read_text())
         write_atomically(options.output, json.dumps(found).encode())
         return
     name = "small" if options.quick else "llama-2-7b"
-    with tempfile.TemporaryDirectory(dir=options.output.parent) as folder:
+    with tempfile.TemporaryDirectory(dir=options.output.parent, prefix=".") as folder:
         os.environ["SEQUOIA_PLAN_CACHE"] = f"{folder}/cache"
         weights = write_model(SHAPES[name], Path(folder) / "model")
         Offloaded(f"{folder}/model", "cpu", torch.bfloat16).file.close()  # writes the weights in pass order

@@ -180,7 +180,7 @@ def decode(dtype: str, prompts: int, tokens: int, temperature: float, latency_se
         ring = stream_of(pairs["embedded draft"].target)
         assert isinstance(ring, Ring)
         disk = Disk(ring)
-        counted: dict[str, int] = {}
+        counted: dict[tuple[str, int], int] = {}
         arms: dict[str, Decode] = {"plain": proven("plain", ours(pairs["embedded draft"], TokenTree.chain(1), sampling, tokens), counted, disk)}
         trees: dict[str, TokenTree] = {}
         for name, pair in pairs.items():
@@ -192,12 +192,11 @@ def decode(dtype: str, prompts: int, tokens: int, temperature: float, latency_se
             fair = streamed(None, RESIDENT + more, dtype)
             arms[f"plain + {more}"] = proven(f"plain + {more}", ours(fair, TokenTree.chain(1), sampling, tokens), counted, disk)
         arms["disk_offload"] = proven("disk_offload", by_accelerate(dtype, sampling, max(tokens // 4, 2), folder), counted, disk)
-        ids = held_out(pairs["int8 draft"].tokenizer, prompts)
-        counted.clear()
+        ids = long_texts(dtype, sampling, prompts, tokens)
         runs = bench(arms, ids, on_prompt=lambda done: print(f"{done} of {len(ids)} prompts", flush=True))
     figures = {name: each.facts() for name, each in summary(runs, over=tuple(arms)).items()}
     for name, each in figures.items():
-        each["bytes_read_a_pass"] = round(counted[name] / sum(run.passes or 1 for run in runs[name]))
+        each["bytes_read_a_pass"] = round(sum(counted[name, seed] for seed in range(len(ids))) / sum(run.passes or 1 for run in runs[name]))
     for name, tree in trees.items():
         plan = tree.plan
         promise = predicted(tree, sampling.verifier, plan, sampling.settings())
@@ -226,14 +225,24 @@ def measured(pair: Pair, draft: str | None, dtype: str, sampling: Sampling, seco
     return Profile(pooled(levels), found.effective_trials(), latency, sampling.settings(), pair.facts, fingerprint(torch.device("cpu")), levels)
 
 
-def proven(name: str, run: Decode, counted: dict[str, int], disk: Disk) -> Decode:
-    """`run` on a disk that has not rested, and what it had read from the disk added up in `counted`."""
+def long_texts(dtype: str, sampling: Sampling, prompts: int, tokens: int) -> list[list[int]]:
+    """The first held-out prompts whose texts have `tokens` tokens: a step brings a dozen, and a short text has only one or two steps."""
+    resident = load_pair(dtype=dtype)
+    decoder, found = SequoiaDecoder(resident.target, None, TokenTree.chain(1)), list[list[int]]()
+    for prompt in held_out(resident.tokenizer, 80):
+        if len(found) < prompts and decoder.generate(prompt, tokens, sampling=sampling, seed=len(found)).new_tokens == tokens:
+            found.append(prompt)
+    return found
+
+
+def proven(name: str, run: Decode, counted: dict[tuple[str, int], int], disk: Disk) -> Decode:
+    """`run` on a disk that has not rested, and what it had read from the disk, by name and seed."""
 
     def decode(prompt: list[int], seed: int) -> Run:
         disk.rest()
         before = read_bytes()
         found = run(prompt, seed)
-        counted[name] = counted.get(name, 0) + read_bytes() - before
+        counted[name, seed] = read_bytes() - before
         return found
 
     return decode

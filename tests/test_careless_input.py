@@ -145,7 +145,7 @@ main(prog_name="sequoia-plan")
 @pytest.mark.parametrize("seconds", [0.1, 0.7, 1.5])
 def test_an_interrupted_solve_ends_in_one_line(run, tmp_path, seconds):
     """While packages are imported, and in the middle of a solver's loops."""
-    (tmp_path / "p.json").write_text(json.dumps([0.02 + 0.001 * rank for rank in range(24)]))
+    (tmp_path / "p.json").write_text(json.dumps([0.0012 * rank for rank in range(1, 41)]))  # rows that rise take longest, several seconds
     command = [sys.executable, "-c", INTERRUPTED, str(seconds), "solve", "--acceptance", "p.json", "--budget", "65536", "--depth", "64"]
     found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (found.returncode, found.stderr.strip(), found.stdout) == (1, "Aborted!", "")

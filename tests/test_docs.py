@@ -34,6 +34,8 @@ NOT_RUN = {
     "python benchmarks/": "measures for minutes",
     "make": "sets up an environment",
     "sequoia-plan solve own.yaml": "tests/test_own_models.py runs the page with the folders that it makes",
+    "sequoia-plan solve streamed.yaml": "tests/test_offload.py profiles, solves and generates with a streamed target",
+    "sequoia-plan generate --offload": "tests/test_offload.py profiles, solves and generates with a streamed target",
     "sequoia-plan generate --target target": "tests/test_own_models.py runs the page with the folders that it makes",
 }
 """How the commands begin that are parsed but not run here, and why. Every other command in the documentation runs."""
