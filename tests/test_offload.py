@@ -254,6 +254,20 @@ def test_damaged_weights_are_not_computed_with(folder):
             assert torch.equal(tokens(streamed(folder)), right)
 
 
+def test_every_flipped_bit_of_the_header_is_noticed(folder):
+    """No exception but ours comes out, whatever the header says."""
+    Offloaded(str(folder / "target"), "cpu", torch.float32).file.close()
+    path = weights(folder)
+    header, chosen = path.read_bytes()[: WeightFile(path).blocks[0].offset], torch.Generator().manual_seed(0)
+    text = len(header.rstrip())
+    for at in torch.randint(text * 8, (400,), generator=chosen).tolist():
+        damaged(path, at // 8, 1 << at % 8)
+        with pytest.raises(SequoiaPlanError):
+            WeightFile(path)
+        damaged(path, at // 8, 1 << at % 8)
+    WeightFile(path).close()
+
+
 def test_another_model_in_the_same_folder(folder, tmp_path, pair):
     """The file is made again, and a process that uses the old one goes on with it."""
     for name in ("a", "draft"):
