@@ -25,6 +25,8 @@ TINY = Profile((0.5, 0.3, 0.1, 0.05), latency=Latency({n: 0.04 + 0.0005 * n for 
 
 BLOCK = Drafting("block", first=2, by_level=False, deepest=4)
 """One pass gives the laws of all levels."""
+FEATURES = Drafting("features", first=1, by_level=True, deepest=5, first_by_depth=True)
+"""The first pass is as wide as the tree is deep."""
 
 
 @st.composite
@@ -62,7 +64,7 @@ def test_the_fastest_tree_is_found_and_proven(rows, latency, budget, depth):
     best = most_speed(table, times, min(budget, times.largest()))
     assert solution.plan.expected_tokens / solution.plan.step_seconds == pytest.approx(best, rel=1e-12)
     assert solution.plan.gap < 1e-9
-    for drafting in (LANGUAGE_MODEL, BLOCK):
+    for drafting in (LANGUAGE_MODEL, BLOCK, FEATURES):
         times, table = StepTime(latency, drafting), acceptance_rows(rows, min(depth, drafting.deepest or depth))
         found = fastest(acceptance_rows(rows, depth), budget, times)
         assert found.speed == pytest.approx(most_speed(table, times, min(budget, times.largest())), rel=1e-12)
@@ -83,6 +85,47 @@ def test_the_bound_on_speed_holds_where_rows_increase(rows, latency, budget, dep
             assert found.speed >= expected_tokens(tree, table) / times.step(tree) * (1 - 1e-12)
     without_work = fastest(table, budget, times, most_work=-1)
     assert most_speed(table, times, most) <= without_work.bound * (1 + 1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(level_rows(non_increasing=False), latencies(), st.integers(2, 7), st.integers(2, 6), st.sampled_from([BLOCK, FEATURES]))
+def test_the_bound_on_speed_holds_for_every_kind_of_draft(rows, latency, budget, depth, drafting):
+    times = StepTime(latency, drafting)
+    table, most = acceptance_rows(rows, min(depth, drafting.deepest)), min(budget, times.largest())
+    found = fastest(acceptance_rows(rows, depth), budget, times)
+    assert found.tree.depth <= drafting.deepest and found.speed <= found.bound * (1 + 1e-12)
+    assert most_speed(table, times, most) <= found.bound * (1 + 1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(latencies(), st.integers(2, 7))
+def test_plans_keep_to_the_levels_that_a_draft_reaches(latency, budget):
+    """Whatever the objective, and although the acceptance would pay for more."""
+    for drafting in (BLOCK, FEATURES):
+        profile = Profile((0.9, 0.05), latency=latency, drafting=drafting)
+        for objective in ("speed", "tokens", "paper"):
+            assert solve(profile, budget, 7, objective=objective).tree.depth <= drafting.deepest
+        assert solve(profile, budget, 7, baseline="chain").tree.depth <= drafting.deepest
+
+
+def test_the_paper_counts_one_pass_of_a_block_draft():
+    """F / (t(n) + d1): with a pass for each level the deepest chain would not pay."""
+    latency = Latency({n: 0.04 + 0.0001 * n for n in range(1, 8)}, {4: 0.03}, 0.0, 0)
+    chain = solve(Profile((0.9,), latency=latency, drafting=Drafting("block", 4, False, 7)), 7, 7, objective="paper").tree
+    assert chain.depth == 7
+    assert solve(Profile((0.9,), latency=latency), 7, 7, objective="paper").tree.depth < 7
+
+
+def test_a_first_pass_priced_as_if_it_did_not_widen_is_noticed(monkeypatch):
+    """The control: a search that takes the first pass of two levels for any depth finds a tree that is slower than the best."""
+    latency = Latency({n: 0.04 for n in range(1, 8)}, {1: 0.001, 2: 0.002, 3: 0.002, 4: 0.2, 5: 0.2}, 0.001, 0)
+    times, rows = StepTime(latency, FEATURES), acceptance_rows([0.9, 0.05], 5)
+    best = most_speed(rows, times, 7)
+    assert fastest(rows, 7, times).speed == pytest.approx(best, rel=1e-12)
+    monkeypatch.setattr(choice, "_depths_to_search", lambda deepest, times: [deepest])
+    right = choice.costs_of
+    monkeypatch.setattr(choice, "costs_of", lambda times, most, depth: right(times, most, 2))
+    assert fastest(rows, 7, times).speed < best * 0.999
 
 
 def test_a_search_that_forgets_the_stream_is_noticed(monkeypatch):
@@ -155,7 +198,7 @@ def test_no_tree_gains_more_than_its_relaxation(rows, latency, prices, floor, ra
 
 def relaxed(rows, times, most, price, floor, rate):
     """The bound over all trees of 2 to `most` nodes."""
-    costs, levels = choice.costs_of(times, most), len(rows)
+    costs, levels = choice.costs_of(times, most, len(rows) + 1), len(rows)
     ranks = levels if costs.rounds_by_level else 1
     high = np.full(levels, costs.draft_ends[-1])
     high[0] = most

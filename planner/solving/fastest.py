@@ -54,16 +54,32 @@ def fastest(rows: Floats, budget: int, times: StepTime, most_work: int = MOST_WO
         rows: float64 [levels, branching], p[level, rank].
     """
     most = min(budget, times.largest())
-    rows = np.ascontiguousarray(rows[: max(0, min(most, times.drafting.deepest or most) - 1)])  # n nodes have at most n levels
-    plain = Fastest(TokenTree.chain(1), 1 / times.plain(), 1 / times.plain())
-    if len(rows) == 0 or not np.isfinite(times.draft(times.drafting.first)):
-        return plain
+    deepest = min(len(rows) + 1, most, times.drafting.deepest or most)  # n nodes have at most n levels
+    best = Fastest(TokenTree.chain(1), 1 / times.plain(), 1 / times.plain())
+    bound = best.bound
+    for depth in _depths_to_search(deepest, times):
+        found = _fastest_up_to(depth, np.ascontiguousarray(rows[: depth - 1]), most, times, best, most_work)
+        best, bound = max(best, found, key=lambda each: each.speed), max(bound, found.bound)
+    return Fastest(best.tree, best.speed, max(bound, best.speed))
+
+
+def _depths_to_search(deepest: int, times: StepTime) -> list[int]:
+    """Every tree is among those of at most one of these depths, deepest first, whose first draft pass takes as long as its own: most often
+    the deepest is enough, and where the first pass is as wide as the tree is deep, it is one for each step of its curve."""
+    found: dict[float, int] = {}
+    for depth in range(2, deepest + 1):
+        found[times.draft(times.drafting.first_pass(depth))] = depth
+    return sorted((depth for seconds, depth in found.items() if np.isfinite(seconds)), reverse=True)
+
+
+def _fastest_up_to(depth: int, rows: Floats, most: int, times: StepTime, known: Fastest, most_work: int) -> Fastest:
+    """The fastest tree of at most `depth` levels, each with the first draft pass of that depth, or `known` if that is faster; a bound on those."""
     room, exact = CANDIDATES_PER_NODE * most + 256, best_first.is_non_increasing(rows)
     value = best_first.grow_freely(-np.sort(-rows, axis=1), room)[1]
     floor = float(value[-1]) if value.size == room else 0.0
     order = rows if exact else isotonic(rows)
-    parents, _, bound = search(candidates(rows, floor), order, rows, costs_of(times, most), floor, exact, plain.speed, most_work)
-    best = plain if parents.size == 0 else _timed(TokenTree(best_first.breadth_first(parents)), rows, times)
+    parents, _, bound = search(candidates(rows, floor), order, rows, costs_of(times, most, depth), floor, exact, known.speed, most_work)
+    best = known if parents.size == 0 else _timed(TokenTree(best_first.breadth_first(parents)), rows, times)
     if not exact and best.speed < bound * (1 - OPTIMAL) and most <= LARGEST_BUDGET["hull"]:
         best, bound = _with_most_tokens(best, bound, rows, most, times)
     return Fastest(best.tree, best.speed, max(bound, best.speed))
@@ -90,14 +106,14 @@ def _with_most_tokens(best: Fastest, bound: float, rows: Floats, most: int, time
     return best, min(bound, float(flat.max()))
 
 
-def costs_of(times: StepTime, most: int) -> Costs:
-    """The tables that the search reads, for trees of at most `most` nodes."""
+def costs_of(times: StepTime, most: int, depth: int) -> Costs:
+    """The tables that the search reads, for trees of at most `most` nodes with the first draft pass of `depth` levels."""
     numbers = np.arange(most + 1)
     target, draft = times.targets(numbers), times.drafts(numbers) if times.drafting.by_level else np.zeros(most + 1)
     draft[0] = 0.0
     widest = int(np.flatnonzero(np.isfinite(draft))[-1])
     target_ends, draft_ends = _ends(target), _ends(draft[: widest + 1])
-    constant = times.draft(times.drafting.first) + times.latency.overhead
+    constant = times.draft(times.drafting.first_pass(depth)) + times.latency.overhead
     by_round, by_level = 0.0, False
     if (known := times.latency.verification) is not None:
         by_round, by_level = known.by_round, known.by_round > 0 and known.rounds == "level"
@@ -113,7 +129,10 @@ def _ends(cost: Floats) -> Ints:
 
 
 def fastest_by_the_paper(frontier: Frontier, times: StepTime) -> TokenTree:
-    """max over (n, d) of F(n, d) / (t(n) + d c), c one draft pass of one token (Sequoia, arXiv 2402.12374, section 3.3)."""
-    rates = [values / (times.targets(np.arange(1, len(values) + 1)) + d * times.draft(1)) for d, values in enumerate(frontier.values, 1)]
+    """max over (n, d) of F(n, d) / (t(n) + d c), c one draft pass of one token (Sequoia, arXiv 2402.12374, section 3.3); F / (t(n) + c) where
+    one pass drafts all levels."""
+    one, by_level = times.drafting.first_pass(1), times.drafting.by_level
+    drafts = [d * times.draft(1) if by_level else times.draft(one) for d in range(1, len(frontier.values) + 1)]
+    rates = [values / (times.targets(np.arange(1, len(values) + 1)) + c) for values, c in zip(frontier.values, drafts, strict=True)]
     depth = max(range(len(rates)), key=lambda d: rates[d].max())
     return frontier.tree(int(np.argmax(rates[depth])) + 1, depth + 1)

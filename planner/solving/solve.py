@@ -87,6 +87,7 @@ def solve(
         acceptance = smoothed if isinstance(acceptance[0], (list, tuple)) else smoothed[0]
 
     times = StepTime.of(measured) if measured else None
+    depth = min(depth, (measured.drafting.deepest if measured else None) or depth)
     rows = acceptance_rows(acceptance, depth, branching)
     bound: float | None = None
     if baseline:
