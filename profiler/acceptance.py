@@ -224,10 +224,10 @@ class _Forced:
     """
 
     def __init__(self, pair: Pair, ranks: int, compared: bool) -> None:
-        self.decoder = SequoiaDecoder(pair.target, pair.draft, TREE, captured=False if compared else None)
-        self.compared = compared
-        assert self.decoder.drafter is not None
-        self.drafter = self.decoder.drafter
+        decoder = SequoiaDecoder(pair.target, pair.draft, TokenTree.chain(2), captured=False if compared else None)
+        assert decoder.drafter is not None
+        self.compared, self.drafter = compared, decoder.drafter
+        self.decoder = decoder.with_tree(as_deep(TREE, self.drafter.drafting.deepest))
         self.ranks = min(ranks, self.drafter.vocabulary)
         self.ends = set(pair.end_tokens)
 
@@ -244,18 +244,24 @@ class _Forced:
                 break
         ends = [at for at, token in enumerate(text[prompt.numel() :]) if token in self.ends]
         ids = torch.tensor(text[: prompt.numel() + ends[0]] if ends else text, device=decoder.device)
-        level = torch.tensor(levels[: ids.numel() - prompt.numel() + 1]).clamp(max=LEVELS - 1)
-        trials = torch.bincount(level, minlength=LEVELS).tolist()
+        first = prompt.numel() - 1
+        levels = levels[: ids.numel() - first]
+        deepest = self.drafter.drafting.deepest or len(levels) + 2
+        trials = torch.bincount(torch.tensor([min(level, LEVELS - 1) for level in levels if level < deepest - 1]), minlength=LEVELS).tolist()
         sums = [torch.zeros(LEVELS, self.ranks, dtype=torch.float64) for _ in samplings]
         generator = torch.Generator(decoder.device).manual_seed(seed)
-        columns = torch.arange(ids.numel(), device=decoder.device)
-        for here in columns[prompt.numel() - 1 :].split(POSITIONS):  # the prompt before is in both caches
-            mask = additive(columns <= here[:, None], decoder.target.model.dtype)
-            target = decoder.target(decoder.sequence.target, ids[here], here, here, mask).logits
-            draft = self.drafter.read_text(decoder.sequence.draft, ids[here], here, mask).logits
+        sequence, columns = decoder.sequence, torch.arange(ids.numel(), device=decoder.device)
+        again = min(first, TREE.depth) if self.drafter.taps else 0  # before them, the prompt is in both caches
+        for start, end in pieces([-1] * again + levels, POSITIONS):
+            here, mine = columns[first - again + start : first - again + end], ([-1] * again + levels)[start:end]
+            target = decoder.target(sequence.target, ids[here], here, here, additive(columns <= here[:, None], decoder.target.model.dtype))
+            draft = self.drafter.read_text(sequence, here, mine, target.features)
+            counted = torch.tensor([place for place, level in enumerate(mine) if 0 <= level < deepest - 1], dtype=torch.long)
+            level = torch.tensor(mine)[counted].clamp(max=LEVELS - 1)
             for sampling, total in zip(samplings, sums, strict=True):
-                found = expected_acceptance(target, draft, sampling, self.ranks, generator, self.drafter.covered)
-                total.index_add_(0, level[(here - (prompt.numel() - 1)).cpu()], found.cpu())
+                rows = (target.logits, draft) if len(counted) == len(mine) else (target.logits[counted], draft[counted])
+                found = expected_acceptance(*rows, sampling, self.ranks, generator, self.drafter.covered)
+                total.index_add_(0, level, found.cpu())
         reached = both.reached.tolist() if both else None
         return [
             {"trials": trials, "counts": total.tolist(), "reached": reached if s.verifier == "traversal" else None}
@@ -283,6 +289,24 @@ class _BothRules(Sampling):
             return verdicts[self.verifier]
 
         return Verifier(judge, VERIFIERS[self.verifier].drawing)
+
+
+def as_deep(tree: TokenTree, deepest: int | None) -> TokenTree:
+    """The tree without its levels beyond `deepest`, if that is a limit."""
+    return tree if deepest is None or tree.depth <= deepest else TokenTree(tree.parents[: int(tree.level_offsets[deepest])])
+
+
+def pieces(levels: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Ranges of at most `most` positions, cut where a step begins, if no step is longer."""
+    start = 0
+    while start < len(levels):
+        end = min(start + most, len(levels))
+        cut = end
+        while start < cut < len(levels) and levels[cut] > 0:
+            cut -= 1
+        end = cut if cut > start else end
+        yield start, end
+        start = end
 
 
 class _Counted:

@@ -16,7 +16,7 @@ from torch import Tensor
 from sequoia_plan.artifacts import Latency, SequoiaPlanError, Stream, TokenTree
 from sequoia_plan.profiler.verification import ShapeTimer, bushy, fit, order_of_rounds, shapes
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
-from sequoia_plan.runtime.draft.drafter import Pass
+from sequoia_plan.runtime.draft.drafter import draw_children
 
 T = TypeVar("T")
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -205,7 +205,8 @@ class SizeTimer:
         self.extent = self.decoder.extent(prompt.numel() - 1)
         self.length = decoder.sequence.length.clone()
         self.columns = self.decoder.structure.columns(self.length, self.extent)
-        self.whole = self._draft_pass_over_all()
+        assert self.decoder.drafter is not None
+        self.drafted, self.before = self.decoder.drafter.trial(self.decoder.structure)
         self.samples: dict[str, list[float]] = {}
         self.forget()
 
@@ -235,16 +236,12 @@ class SizeTimer:
         sequence.refill_random_numbers(0 if sampling.greedy else self.size * columns)
 
         def expand() -> tuple[Tensor, Tensor]:
-            logits = drafter.read(self.whole, sequence, self.columns).logits
-            return drafter.draw_children(self.whole, logits, sequence, sampling, sequence.bits[: self.size * columns].view(self.size, columns))
+            logits = drafter.read(self.drafted, sequence, self.columns, self.before).logits
+            if not self.drafted.nodes.numel():
+                return logits, self.drafted.nodes
+            return draw_children(drafter, self.drafted, logits, sequence, sampling, sequence.bits[: self.size * columns].view(self.size, columns))
 
         return decoder.replayed("draft pass", expand, sampling)
-
-    def _draft_pass_over_all(self) -> Pass:
-        """A pass that reads every node and draws one child of each, into the slots after the tree."""
-        structure = self.decoder.structure
-        nodes = structure.nodes
-        return Pass(nodes, structure.offsets, structure.mask, self.size, 1, drawn=nodes, nodes=nodes + self.size)
 
     def target(self) -> float:
         """Median seconds of the target's pass."""
