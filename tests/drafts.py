@@ -10,6 +10,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from sequoia_plan.runtime.draft.load_tapped import load_tapped
+from sequoia_plan.runtime.draft.published import kind_of, read_checkpoint, tensor_names
+from sequoia_plan.runtime.models.load import model_config
+
 DATA = Path(__file__).parent / "data"
 VOCABULARY, HIDDEN, LAYERS = 48, 16, 4
 
@@ -35,6 +39,12 @@ def write(folder, config, weights):
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
     return str(folder)
+
+
+def load(folder, target):
+    """A draft as `load_pair` reads it."""
+    config, names = model_config(folder), tensor_names(Path(folder))
+    return load_tapped(read_checkpoint(Path(folder), config, kind_of(config, names, folder), folder), target, torch.float32)
 
 
 def small_target(seed=0, vocabulary=VOCABULARY, hidden=HIDDEN, layers=LAYERS, **settings):
@@ -92,6 +102,7 @@ def eagle3_parts(target, covered, layout="SpecForge", seed=1, heads=4, kv_heads=
         "rope_theta": 10000.0,
         "vocab_size": vocabulary,
         "draft_vocab_size": len(covered),
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, config.num_hidden_layers - 2]},
     }
     return written, weights
 
@@ -113,3 +124,22 @@ def eagle1_parts(target, seed=1, heads=4, kv_heads=2, head_dim=8, intermediate=2
     written, _ = eagle3_parts(target, [0], heads=heads, kv_heads=kv_heads, head_dim=head_dim, intermediate=intermediate)
     written.pop("draft_vocab_size")
     return written | {"architectures": ["LlamaForCausalLM"]}, random_weights(shapes, seed)
+
+
+def dflash_parts(target, block=4, mask=1, layers=2, seed=1, heads=4, kv_heads=2, head_dim=8, intermediate=24, ids=(0, 2)):
+    """(config, weights) of a random DFlash draft for `target`."""
+    config = target.config.get_text_config()
+    hidden = config.hidden_size
+    shapes = {"fc.weight": (hidden, len(ids) * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    for number in range(layers):
+        attention = {"q_proj": (heads * head_dim, hidden), "k_proj": (kv_heads * head_dim, hidden), "v_proj": (kv_heads * head_dim, hidden)}
+        attention |= {"o_proj": (hidden, heads * head_dim), "q_norm": (head_dim,), "k_norm": (head_dim,)}
+        shapes |= {f"layers.{number}.self_attn.{name}.weight": shape for name, shape in attention.items()}
+        shapes |= {f"layers.{number}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"layers.{number}.mlp.{name}_proj.weight": (intermediate, hidden) for name in ("gate", "up")}
+        shapes |= {f"layers.{number}.mlp.down_proj.weight": (hidden, intermediate)}
+    written = eagle3_parts(target, [0], heads=heads, kv_heads=kv_heads, head_dim=head_dim, intermediate=intermediate)[0]
+    for name in ("draft_vocab_size", "eagle_config"):
+        written.pop(name)
+    told = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": layers, "block_size": block}
+    return written | told | {"dflash_config": {"mask_token_id": mask, "target_layer_ids": list(ids)}}, random_weights(shapes, seed)

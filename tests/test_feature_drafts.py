@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from drafts import eagle1_parts, eagle3_parts, golden, small_target, write
+from drafts import golden, load, small_target, write
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime.draft.feature import FeatureDrafter
-from sequoia_plan.runtime.draft.load_tapped import load_tapped
-from sequoia_plan.runtime.draft.published import kind_of, read_checkpoint, tensor_names
 from sequoia_plan.runtime.models.forward import additive
-from sequoia_plan.runtime.models.load import model_config
 from sequoia_plan.runtime.sequence import Sequence
 from sequoia_plan.runtime.structure import Structure
 
@@ -21,14 +18,6 @@ FORK = 12
 """The slot of the root after which the two texts of the golden file differ."""
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 2, 3, 4, 5, 6])
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def load(folder, target):
-    """A draft as `load_pair` reads it."""
-    from pathlib import Path
-
-    config, names = model_config(folder), tensor_names(Path(folder))
-    return load_tapped(read_checkpoint(Path(folder), config, kind_of(config, names, folder), folder), target, torch.float32)
 
 
 def flat(config, weights, layout):

@@ -9,15 +9,18 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
 
+from sequoia_plan.runtime.draft.block_model import Block, BlockModel
 from sequoia_plan.runtime.draft.feature_model import Eagle1, Eagle3, Norms
 from sequoia_plan.runtime.draft.published import DFLASH, EAGLE1, Checkpoint
-from sequoia_plan.runtime.draft.tapped import LAYERS, WINDOWED, TappedDraft
+from sequoia_plan.runtime.draft.tapped import FULL, LAYERS, WINDOWED, TappedDraft
 from sequoia_plan.runtime.models.forward import decoder_layers, execution_device, plain, text_config
 from sequoia_plan.runtime.models.load import first_line
 from sequoia_plan.runtime.models.taps import NORMED
 from sequoia_plan.runtime.models.vocabulary import vocabulary_size
 
 CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+DFLASH_SETTINGS = {"block_size", "mask_token_id", "target_layer_ids", "causal", "sample_from_anchor", "num_target_layers"}
+"""Of `dflash_config`; each of the others makes it another model."""
 
 
 def load_tapped(checkpoint: Checkpoint, target: Any, dtype: torch.dtype) -> TappedDraft:
@@ -93,7 +96,9 @@ def _taps(checkpoint: Checkpoint, target: Any, fc: Tensor, config: Any, width: i
     count, last = fc.shape[1] // width, len(decoder_layers(plain(target))[1])
     if fc.shape[1] % width or (said and said != width):
         raise checkpoint.refuse(f"made for a target of hidden size {said}, this one's is {width}; use a draft made for this target")
-    taps = checkpoint.taps or (2, last // 2, last - 3)
+    if checkpoint.taps is None and checkpoint.kind == DFLASH:
+        raise checkpoint.refuse("says no target_layer_ids, and a DFlash draft can be read with no others; get its config.json again")
+    taps = checkpoint.taps or (2, last // 2, last - 3)  # what both engines and all trainers of EAGLE-3 take where nothing is said
     if len(taps) != count:
         raise checkpoint.refuse(
             f"fc.weight is {_shape(fc)}, which takes {count} hidden states of {width}, its layer ids are {len(taps)}; use a draft made for this target"
@@ -131,9 +136,32 @@ def _build(checkpoint: Checkpoint, shared: Mapping[str, Any], width: int) -> Tap
     """The module, without memory for its weights."""
     if checkpoint.kind == EAGLE1:
         return Eagle1(**shared, bias="fc.bias" in checkpoint.weights)
+    if checkpoint.kind == DFLASH:
+        return BlockModel(**shared, width=width, block=_block(checkpoint, shared["target"]))
     settings: Mapping[str, Any] = {**checkpoint.settings, **(checkpoint.settings.get("eagle_config") or {})}
     flags = {"before_residual": "norm_before_residual", "output": "norm_output", "before_fc": "norm_before_fc", "each_before_fc": "fc_norm"}
     return Eagle3(**shared, width=width, norms=Norms(**{ours: bool(settings.get(theirs, False)) for ours, theirs in flags.items()}))
+
+
+def _block(checkpoint: Checkpoint, target: Any) -> Block:
+    """What a block of this draft is."""
+    said, nested = checkpoint.settings, checkpoint.settings.get("speculators_model_type") is not None
+    own = {} if nested else dict(said.get("dflash_config") or {})
+    if unknown := sorted(name for name in own.keys() - DFLASH_SETTINGS if own[name]):
+        raise checkpoint.refuse(
+            f"dflash_config.{unknown[0]}: found {own[unknown[0]]!r:.40}, a variant that is not known; expected {', '.join(sorted(DFLASH_SETTINGS))}"
+        )
+    size, mask = (own.get(name, said.get(name)) for name in ("block_size", "mask_token_id"))
+    if isinstance(size, bool) or not isinstance(size, int) or size < 2:
+        raise checkpoint.refuse(f"block_size: found {size!r:.20}, expected a whole number of tokens, 2 or more")
+    if isinstance(mask, bool) or not isinstance(mask, int) or not 0 <= mask < target.get_input_embeddings().num_embeddings:
+        raise checkpoint.refuse(f"mask_token_id: found {mask!r:.20}, expected a token of the target, 0 to {target.get_input_embeddings().num_embeddings - 1}")
+    if nested:
+        causal = frozenset() if said.get("sliding_window_non_causal", False) else frozenset([WINDOWED])
+    else:
+        everywhere = said.get("is_causal", own.get("causal"))
+        causal = frozenset([WINDOWED] if everywhere is None else [FULL, WINDOWED] if everywhere else [])
+    return Block(size, mask, bool(own.get("sample_from_anchor", said.get("sample_from_anchor", False))), causal, window_from_root=nested)
 
 
 def _fill(checkpoint: Checkpoint, draft: TappedDraft, device: torch.device, dtype: torch.dtype) -> None:

@@ -89,8 +89,8 @@ def read_checkpoint(folder: Path, config: Mapping[str, Any], kind: str, name: st
     weights = {_our_name(name): value for name, value in _read_weights(folder).items()}
     offsets = weights.pop("d2t", None)
     marked = weights.pop("t2d", None)
-    for name in NOT_OURS:
-        weights.pop(name, None)
+    for other in NOT_OURS:
+        weights.pop(other, None)
     nested = config.get("speculators_model_type") is not None
     layers = dict(config.get("transformer_layer_config") or {}) if nested else dict(config)
     if kind != DFLASH:
