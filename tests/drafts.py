@@ -67,7 +67,9 @@ def random_weights(shapes, seed):
     return made
 
 
-def eagle3_parts(target, covered, layout="SpecForge", seed=1, heads=4, kv_heads=2, head_dim=8, intermediate=24):
+def eagle3_parts(
+    target, covered=(0, 2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47), layout="SpecForge", seed=1, heads=4, kv_heads=2, head_dim=8, intermediate=24
+):
     """(config, weights) of a random EAGLE-3 draft for `target`, whose tokens are `covered`."""
     config = target.config.get_text_config()
     hidden, vocabulary = config.hidden_size, config.vocab_size
@@ -84,7 +86,7 @@ def eagle3_parts(target, covered, layout="SpecForge", seed=1, heads=4, kv_heads=
         "norm.weight": (hidden,),
         "lm_head.weight": (len(covered), hidden),
     }
-    covered = torch.tensor(covered)
+    covered = torch.tensor(list(covered))
     marked = torch.zeros(vocabulary, dtype=torch.bool)
     marked[covered] = True
     weights = random_weights(shapes, seed) | {"d2t": covered - torch.arange(len(covered)), "t2d": marked}
@@ -126,7 +128,7 @@ def eagle1_parts(target, seed=1, heads=4, kv_heads=2, head_dim=8, intermediate=2
     return written | {"architectures": ["LlamaForCausalLM"]}, random_weights(shapes, seed)
 
 
-def dflash_parts(target, block=4, mask=1, layers=2, seed=1, heads=4, kv_heads=2, head_dim=8, intermediate=24, ids=(0, 2)):
+def dflash_parts(target, block=5, mask=1, layers=2, seed=1, heads=4, kv_heads=2, head_dim=8, intermediate=24, ids=(0, 2)):
     """(config, weights) of a random DFlash draft for `target`."""
     config = target.config.get_text_config()
     hidden = config.hidden_size
@@ -143,3 +145,6 @@ def dflash_parts(target, block=4, mask=1, layers=2, seed=1, heads=4, kv_heads=2,
         written.pop(name)
     told = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": layers, "block_size": block}
     return written | told | {"dflash_config": {"mask_token_id": mask, "target_layer_ids": list(ids)}}, random_weights(shapes, seed)
+
+
+PARTS = {"EAGLE-3": eagle3_parts, "EAGLE-1": eagle1_parts, "DFlash": dflash_parts}
