@@ -54,7 +54,7 @@ class Settings(Artifact, frozen=True):
 
 
 class Verification(Artifact, frozen=True):
-    """Seconds that a step spends on judging a drawn tree and keeping what is accepted:
+    """Seconds that a step spends on judging a drawn tree and keeping what is accepted, and on drawing it where one pass drafts all levels:
     base + by_round x rounds + by_parent x nodes with children + by_child x (size - 1)."""
 
     PREFIX: ClassVar[str] = "latency.verification"
@@ -94,7 +94,7 @@ class Latency(Artifact, frozen=True):
             "of a tree of that size are included. With `stream`, a pass after a pause in which the ring of layers has filled"
         ),
     ]
-    draft: Annotated[Curve, field("nodes: median seconds of one draft pass and the drawing of its children")]
+    draft: Annotated[Curve, field("nodes: median seconds of one draft pass and the drawing of its children; without it where one pass drafts all levels")]
     overhead: Annotated[
         Number, field("seconds of a step beyond passes and verification: mask and read-back; on CUDA also random numbers and launch", always=True)
     ] = 0.0

@@ -85,7 +85,7 @@ class LatencyMeter:
             self.decoder.sequence.reserve_random_numbers(self.sizes[-1] * self.sampling.drawing.columns(drafter.vocabulary, 1))
         for size in self.sizes:
             try:
-                timer = SizeTimer(self.decoder, size, self.sampling, self.prompt)
+                timer = SizeTimer(self.decoder, size, self.sampling, self.prompt, drafts=drafter.drafting.by_level or not self.timers)
                 for _ in range(3):
                     timer.run()
             except (RuntimeError, SequoiaPlanError) as error:
@@ -129,12 +129,16 @@ class LatencyMeter:
         while self.rounds < LEAST_ROUNDS or (self.rounds < MOST_ROUNDS and self.seconds < seconds):
             self.round()
         stream = self.decoder.target.stream
-        curves, sizes = ("target", "draft"), [timer.size for timer in self.timers]
+        timed = [("target", timer.size, timer.samples["target"]) for timer in self.timers]
+        timed += [("draft", timer.width, timer.samples["draft"]) for timer in self.timers if timer.drafts]
 
         def by_size(times: NDArray[np.float64]) -> dict[str, dict[int, float]]:
-            return {name: dict(zip(sizes, map(_rounded, curve), strict=True)) for name, curve in zip(curves, times, strict=True)}
+            found: dict[str, dict[int, float]] = {"target": {}, "draft": {}}
+            for (name, size, _), seconds in zip(timed, times, strict=True):
+                found[name][size] = _rounded(seconds)
+            return found
 
-        low, middle, high = map(by_size, drift_free_quartiles(np.array([[timer.samples[name] for timer in self.timers] for name in curves])))
+        low, middle, high = map(by_size, drift_free_quartiles(np.array([samples for _, _, samples in timed])))
         judged = drift_free_quartiles(np.array(self.shape_samples).T)[1]
         return Latency(
             target=middle["target"],
@@ -142,7 +146,7 @@ class LatencyMeter:
             overhead=round(statistics.median(timer.rest() for timer in self.timers if timer.size <= REST_UP_TO), 6),
             context=self.prompt.numel(),
             samples={timer.size: -(-self.rounds // timer.every) for timer in self.timers},
-            quartiles={name: {size: (low[name][size], high[name][size]) for size in sizes} for name in curves},
+            quartiles={name: {size: (low[name][size], high[name][size]) for size in curve} for name, curve in middle.items()},
             out_of_memory=self.too_large,
             stream=Stream(_rounded(statistics.median(self.stream_samples)), stream.bytes) if stream else None,
             verification=fit([shape.decoder.tree for shape in self.shapes], judged.tolist(), order_of_rounds(self.sampling)),
@@ -196,10 +200,11 @@ class SizeTimer:
 
     Args:
         decoder: gives models and the sequence, which holds `prompt` afterwards.
+        drafts: time a draft pass, too. Where every pass is as wide, one size is enough.
     """
 
-    def __init__(self, decoder: SequoiaDecoder, size: int, sampling: Sampling, prompt: Tensor) -> None:
-        self.size, self.sampling, self.every = size, sampling, 1
+    def __init__(self, decoder: SequoiaDecoder, size: int, sampling: Sampling, prompt: Tensor, drafts: bool = True) -> None:
+        self.size, self.sampling, self.every, self.drafts = size, sampling, 1, drafts
         self.decoder = decoder.with_tree(bushy(size, 3))
         self.decoder.prefill(prompt, size + self.decoder.tree.depth, seed=0)  # with room for a child of each node
         self.extent = self.decoder.extent(prompt.numel() - 1)
@@ -207,6 +212,7 @@ class SizeTimer:
         self.columns = self.decoder.structure.columns(self.length, self.extent)
         assert self.decoder.drafter is not None
         self.drafted, self.before = self.decoder.drafter.trial(self.decoder.structure)
+        self.width = self.drafted.reads.numel()
         self.samples: dict[str, list[float]] = {}
         self.forget()
 
@@ -224,16 +230,17 @@ class SizeTimer:
         if stream := self.decoder.target.stream:
             stream.fill()  # as after drafting
         self._timed("target", lambda: self.decoder.run_target(self.extent))
-        self._timed("draft", self.draft_pass)
+        if self.drafts:
+            self._timed("draft", self.draft_pass)
         if self.size <= REST_UP_TO:
             self.samples["rest"].append(self._beyond_the_parts())
 
     def draft_pass(self) -> tuple[Tensor, Tensor]:
-        """One draft pass over `size` tokens: its random numbers, the pass, the drawing of a child of each."""
+        """One draft pass over `width` tokens: its random numbers, the pass, the drawing of a child of each where that is a part of it."""
         decoder, sequence, sampling, drafter = self.decoder, self.decoder.sequence, self.sampling, self.decoder.drafter
         assert drafter is not None
         columns = sampling.drawing.columns(drafter.vocabulary, 1)
-        sequence.refill_random_numbers(0 if sampling.greedy else self.size * columns)
+        sequence.refill_random_numbers(0 if sampling.greedy else self.drafted.nodes.numel() * columns)
 
         def expand() -> tuple[Tensor, Tensor]:
             logits = drafter.read(self.drafted, sequence, self.columns, self.before).logits

@@ -58,6 +58,8 @@ def measure(
     if not meter.timers:
         meter.begin(max(map(most_tokens, found)))
     latency = meter.finish(latency_seconds)
+    assert meter.decoder.drafter is not None
+    drafting = meter.decoder.drafter.drafting
     return [
         Profile(
             acceptance=pooled(each.levels()),
@@ -68,6 +70,7 @@ def measure(
             hardware=fingerprint(pair.target.device),
             levels=each.levels(),
             kinds=each.by_kind([prompt.kind for prompt in prompts]),
+            drafting=drafting,
         )
         for sampling, each in zip(samplings, found, strict=True)
     ]

@@ -14,7 +14,7 @@ from sequoia_plan.artifacts import TokenTree, Verification
 from sequoia_plan.artifacts.cost import rounds as rounds_of
 from sequoia_plan.artifacts.profile import Rounds
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
-from sequoia_plan.runtime.draft.drafter import Growth
+from sequoia_plan.runtime.draft.drafter import Growth, draw_children
 from sequoia_plan.runtime.models.vocabulary import vocabulary_size
 
 
@@ -37,7 +37,8 @@ def order_of_rounds(sampling: Sampling) -> Rounds:
 
 
 class ShapeTimer:
-    """Judges one tree again and again: random logits with drawn children, no pass of a model.
+    """Judges one tree again and again: random logits with drawn children, no pass of a model. Where one draft pass gives the laws of all
+    levels, it draws them again and again as well: what that takes depends on the tree, not on the pass.
 
     Args:
         decoder: of `tree`, its sequence prefilled with room for it.
@@ -53,13 +54,25 @@ class ShapeTimer:
         self.logits = random(decoder.tree.size, vocabulary_size(decoder.target.model))
         nothing = decoder.sequence.tokens[:0]
         self.growth = Growth(nothing, nothing)
+        self.drafter = decoder.drafter if decoder.drafter and decoder.passes and not decoder.drafter.drafting.by_level else None
         if decoder.drafter and decoder.passes:
-            laws = sampling.draft(random(decoder.inner, decoder.drafter.vocabulary))
+            self.seen = random(decoder.inner, decoder.drafter.vocabulary)
+            laws = sampling.draft(self.seen)
             self.growth = Growth(laws, sampling.drawing(laws, decoder.tree.branching, generator))
 
     def run(self) -> Tensor:
         """Judge and keep; what a step returns. The sequence is then longer: `restore` puts that right."""
+        if self.drafter:
+            self.decoder.refill_random_numbers(self.sampling)
+            self.growth = self.decoder.replayed("shape", self._drawn, self.sampling)
         return self.decoder.run_verification(self.logits, self.growth, self.sampling)
+
+    def _drawn(self) -> Growth:
+        """The tree drawn from the random logits."""
+        assert self.drafter is not None
+        (step,) = self.decoder.passes
+        laws, drawn = draw_children(self.drafter, step, self.seen, self.decoder.sequence, self.sampling, self.decoder.random_bits(self.sampling))
+        return Growth(laws[:0] if self.sampling.greedy else laws, drawn)
 
     def restore(self) -> None:
         """Put the sequence's length back."""
