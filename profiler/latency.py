@@ -103,7 +103,7 @@ class LatencyMeter:
         for timer in self.timers:
             timer.every = min(RAREST, max(1, int(timer.target() / plain)))
             timer.forget()
-        for tree in shapes(self.timers[-1].size, drafter.vocabulary):
+        for tree in shapes(self.timers[-1].size, drafter.vocabulary, drafter.drafting.deepest):
             judged = self.decoder.with_tree(tree)
             judged.prefill(self.prompt, tree.depth, seed=0)
             self.shapes.append(ShapeTimer(judged, self.sampling))
@@ -205,7 +205,7 @@ class SizeTimer:
 
     def __init__(self, decoder: SequoiaDecoder, size: int, sampling: Sampling, prompt: Tensor, drafts: bool = True) -> None:
         self.size, self.sampling, self.every, self.drafts = size, sampling, 1, drafts
-        self.decoder = decoder.with_tree(bushy(size, 3))
+        self.decoder = decoder.with_tree(bushy(size, 3, decoder.drafter.drafting.deepest if decoder.drafter else None))
         self.decoder.prefill(prompt, size + self.decoder.tree.depth, seed=0)  # with room for a child of each node
         self.extent = self.decoder.extent(prompt.numel() - 1)
         self.length = decoder.sequence.length.clone()

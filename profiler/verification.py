@@ -18,16 +18,22 @@ from sequoia_plan.runtime.draft.drafter import Growth, draw_children
 from sequoia_plan.runtime.models.vocabulary import vocabulary_size
 
 
-def bushy(size: int, children: int) -> TokenTree:
-    """A tree of `size` nodes in which every node has `children`, as far as they go: a chain, a binary tree, a ternary tree."""
-    return TokenTree.from_parents([-1, *((node - 1) // children for node in range(1, size))])
+def bushy(size: int, children: int, deepest: int | None = None) -> TokenTree:
+    """A tree of `size` nodes in which every node has `children`, as far as they go: a chain, a binary tree, a ternary tree. More children
+    where it would have more than `deepest` levels."""
+    while True:
+        tree = TokenTree.from_parents([-1, *((node - 1) // children for node in range(1, size))])
+        if deepest is None or tree.depth <= max(deepest, 2):
+            return tree
+        children += 1
 
 
-def shapes(largest: int, vocabulary: int) -> list[TokenTree]:
-    """Trees to time, of at most `largest` nodes and `vocabulary` children: in them rounds, parents and children grow apart from each other."""
-    chains = [TokenTree.chain(size) for size in (1, 2, 4, 12)]
+def shapes(largest: int, vocabulary: int, deepest: int | None = None) -> list[TokenTree]:
+    """Trees to time, of at most `largest` nodes, `vocabulary` children and `deepest` levels: in them rounds, parents and children grow apart
+    from each other."""
+    chains = [TokenTree.chain(size) for size in sorted({min(size, deepest or size) for size in (1, 2, 4, 12)})]
     stars = [TokenTree.star(children) for children in (3, 12)]
-    wide = [bushy(size, children) for size in (8, 32, 128, 512) for children in (2, 3)]
+    wide = [bushy(size, children, deepest) for size in (8, 32, 128, 512) for children in (2, 3)]
     return [tree for tree in (*chains, *stars, *wide) if tree.size <= largest and tree.branching <= vocabulary]
 
 

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from sequoia_plan.artifacts import Profile
 
 
+FOREIGN = 0.02
+"""A draft of which less is accepted at the root does not fit its target. With layer ids that are off by one about a quarter is left."""
+
+
 @click.command()
 @model_options
 @sampling_options()
@@ -103,6 +107,13 @@ def profile(
     for found, path in zip(profiles, outputs, strict=True):
         found.save(path)
     discard(journal)
+    accepted = sum(profiles[0].by_level[0])
+    if accepted < FOREIGN:
+        click.echo(
+            f"Warning: of the draft's proposals for the next token {accepted:.1%} are accepted; it was probably made for another target, or it "
+            "reads other hidden states than it was trained on",
+            err=True,
+        )
     _report({str(path): found for path, found in zip(outputs, profiles, strict=True)}, as_json)
 
 
