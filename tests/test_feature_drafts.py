@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from drafts import golden, load, small_target, write
+from drafts import eagle1_parts, eagle3_parts, golden, load, small_target, write
 
 from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.artifacts.cost import expected_tokens
+from sequoia_plan.profiler import acceptance
+from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.draft.feature import FeatureDrafter
+from sequoia_plan.runtime.draft.load_tapped import load_tapped
+from sequoia_plan.runtime.draft.published import EAGLE3, Checkpoint
 from sequoia_plan.runtime.models.forward import additive
 from sequoia_plan.runtime.sequence import Sequence
 from sequoia_plan.runtime.structure import Structure
@@ -78,3 +85,114 @@ def test_logits_are_those_of_speculators(variant, layout, tmp_path):
     for level, logits in enumerate(logits_of_tree(drafter, sequence, TREE)[:levels]):
         for row, name in zip(logits, ("chain", "branch"), strict=False):
             torch.testing.assert_close(row, expected[f"{name}.logits"][level, FORK - 1], atol=1e-5, rtol=1e-5)
+
+
+def eagle1_by_hand(weights, config, embeddings, head, tokens, features, root, deeper):
+    """Logits along a chain after `root`, from the description of EAGLE alone: every row is computed anew, without a cache, in plain operations."""
+    heads, shared, width, eps = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"], config["rms_norm_eps"]
+    w = {name.removeprefix("layers.0."): value for name, value in weights.items()}
+    rows = [torch.cat([embeddings[tokens[i + 1]], features[i]]) for i in range(root)]
+    found = []
+    for level in range(deeper + 1):
+        x = torch.stack(rows) @ w["fc.weight"].T + w["fc.bias"]
+        angles = torch.arange(len(rows))[:, None] / config["rope_theta"] ** (torch.arange(0, width, 2) / width)
+        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+
+        def rotated(states, turn=turn):
+            first, second = states.chunk(2, -1)
+            states = torch.complex(first, second) * turn
+            return torch.cat([states.real, states.imag], -1)
+
+        q = rotated((x @ w["self_attn.q_proj.weight"].T).view(len(rows), heads, width))
+        k = rotated((x @ w["self_attn.k_proj.weight"].T).view(len(rows), shared, width)).repeat_interleave(heads // shared, 1)
+        v = (x @ w["self_attn.v_proj.weight"].T).view(len(rows), shared, width).repeat_interleave(heads // shared, 1)
+        scores = torch.einsum("ihd,jhd->hij", q, k) / width**0.5
+        scores = scores.masked_fill(torch.ones(len(rows), len(rows)).triu(1).bool(), -torch.inf)
+        x = x + torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).reshape(len(rows), -1) @ w["self_attn.o_proj.weight"].T
+        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w["post_attention_layernorm.weight"]
+        gate, up = (normed @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (torch.nn.functional.silu(gate) * up) @ w["mlp.down_proj.weight"].T
+        found.append(x[-1] @ head.T)
+        if level < deeper:
+            rows.append(torch.cat([embeddings[tokens[root + 1 + level]], x[-1]]))
+    return found
+
+
+@torch.no_grad()
+def test_eagle1_is_what_its_paper_describes(tmp_path):
+    """Against a computation of the test's own: no library on the package index has this model."""
+    target = small_target()
+    config, weights = eagle1_parts(target)
+    draft = load(write(tmp_path / "draft", config, weights), target)
+    generator = torch.Generator().manual_seed(3)
+    tokens, features = torch.randint(48, (20,), generator=generator), torch.randn(20, 16, generator=generator)
+    for root in (1, 2, 5, 11):
+        drafter, sequence = started(draft, tokens, features, root)
+        expected = eagle1_by_hand(weights, config, target.model.embed_tokens.weight, target.lm_head.weight, tokens, features, root, 3)
+        for level, logits in enumerate(logits_of_tree(drafter, sequence, TokenTree.chain(5))):
+            torch.testing.assert_close(logits[0], expected[level], atol=1e-5, rtol=1e-5)
+
+
+def test_torch_checkpoints_are_read_as_well(tmp_path):
+    """EAGLE's own folders hold pytorch_model.bin."""
+    target = small_target()
+    for parts in (eagle1_parts(target), eagle3_parts(target)):
+        folder = write(tmp_path / "draft", *parts)
+        first = load(folder, target).state_dict()
+        (tmp_path / "draft" / "model.safetensors").unlink()
+        torch.save(parts[1], tmp_path / "draft" / "pytorch_model.bin")
+        assert all(torch.equal(value, first[name]) for name, value in load(folder, target).state_dict().items())
+        (tmp_path / "draft" / "pytorch_model.bin").unlink()
+
+
+def test_which_hidden_states_are_read(tmp_path):
+    """Layouts count layers from different places; where nothing is said, it is what the engines take."""
+    target = small_target(layers=8)
+    config, weights = eagle3_parts(target)
+    assert load(write(tmp_path / "a", config, weights), target).taps == (1, 2, 7)
+    assert load(write(tmp_path / "b", {name: value for name, value in config.items() if name != "eagle_config"}, weights), target).taps == (2, 4, 5)
+    nested = {"speculators_model_type": "eagle3", "transformer_layer_config": config, "draft_vocab_size": 16, "eagle_aux_hidden_state_layer_ids": [0, 1, 6]}
+    assert load(write(tmp_path / "c", nested, weights), target).taps == (0, 1, 6)
+
+
+def test_a_draft_can_be_trained_and_then_keeps_its_promise():
+    """The module computes gradients; a draft of a few seconds' training is accepted more often, and what the profiler promises of a tree by
+    counting level by level is what decoding yields."""
+    torch.manual_seed(0)
+    target = small_target()
+    text = target.generate(torch.randint(48, (64, 1)), max_new_tokens=48, do_sample=True, temperature=0.5, top_k=0)
+    draft, before = (load_tapped(Checkpoint("", EAGLE3, *eagle3_checkpoint(target)), target, torch.float32) for _ in range(2))
+    with torch.no_grad():
+        read = target(text, output_hidden_states=True)
+        features = torch.cat([read.hidden_states[tap] for tap in draft.taps], -1)
+        goal = torch.log_softmax(read.logits[:, 1:-1, draft.covered_tokens] / 0.5, -1)
+    rows = text.shape[1] - 1
+    positions, mask = torch.arange(rows).expand(len(text), -1), additive(torch.ones(rows, rows).tril().bool(), torch.float32)[None, None]
+    optimizer = torch.optim.AdamW(draft.train().requires_grad_(True).parameters(), 3e-3)
+    for _ in range(200):
+        logits, _ = draft(text[:, 1:], draft.fuse(features[:, :-1]), positions, {"full_attention": mask})
+        loss = torch.nn.functional.kl_div(torch.log_softmax(logits[:, :-1] / 0.5, -1), goal, log_target=True, reduction="batchmean")
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    draft.eval().requires_grad_(False)
+    sampling, prompts = Sampling(0.5, verifier="sequoia"), [row[:6].tolist() for row in text[:32]]
+    tokens = {}
+    for name, each, count in (("before", before, 8), ("after", draft, 32)):
+        decoder = SequoiaDecoder(target, each, acceptance.TREE)
+        made = [decoder.generate(prompt, 40, sampling=sampling, seed=seed) for seed, prompt in enumerate(prompts[:count])]
+        tokens[name] = sum(each.new_tokens for each in made) / sum(each.steps for each in made)
+    assert tokens["after"] > tokens["before"] + 0.15
+    pair = Pair(target, draft, SimpleNamespace(eos_token_id=None), {"target": {"name": "small"}, "draft": {"name": "small"}})
+    (found,) = acceptance.measure_acceptance(pair, prompts, [sampling], precision=0.0, tokens_per_prompt=40)
+    rows = [[count / level.trials for count in level.counts] for level in found.levels()]
+    assert expected_tokens(acceptance.TREE, rows) == pytest.approx(tokens["after"], rel=0.05)
+
+
+def eagle3_checkpoint(target):
+    """What `read_checkpoint` makes of a random draft's folder."""
+    config, weights = eagle3_parts(target, covered=range(48), intermediate=64)
+    offsets = weights.pop("d2t")
+    weights.pop("t2d")
+    renamed = {name.replace("midlayer.", "layers.0."): value for name, value in weights.items()}
+    return config, config, (1, 2, 4), renamed, offsets + torch.arange(len(offsets))
