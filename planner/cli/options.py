@@ -34,7 +34,8 @@ DTYPE_HELP = "Of the weights; auto takes bfloat16 where the processor computes i
 OFFLOAD_HELP = "Stream the target's layers that do not fit, from the host's memory to a CUDA device or from a file. [default: all in memory]"
 MEMORY_HELP = "With --offload: what the target's weights, the draft and both KV caches may take, as 300MB or 24GB. [default: what is free]"
 DRAFT_HELP = (
-    "Draft model, or a draft .safetensors made for the target, or int8: a copy of the target in 8 bits (a folder of that name is ./int8). "
+    "Draft model; or a folder of an EAGLE or DFlash draft as published, which its config.json tells; or a draft .safetensors made for the "
+    "target; or int8: a copy of the target in 8 bits (a folder of that name is ./int8). "
     "[default: the embedded draft]"
 )
 
