@@ -235,12 +235,8 @@ def step_parts(run: Run) -> dict[str, Any]:
     samplings = [Sampling(), *(Sampling(0.6, top_p, verifier=verifier) for top_p in (1.0, 0.9) for verifier in ("sequoia", "traversal"))]
     found = []
     for (title, tree), sampling, context in itertools.product(trees.items(), samplings, scale.contexts):
-
-        def timed_parts(tree: TokenTree = tree, sampling: Sampling = sampling, context: int = context) -> dict[str, Any]:
-            return {"first_step_seconds": first_step(pair, tree, sampling, context), **breakdown(pair, tree, sampling, context, scale.rounds)}
-
         setting = {"temperature": sampling.temperature, "top_p": sampling.top_p, "verifier": None if sampling.greedy else sampling.verifier}
-        found.append({"tree": title, "context": context, **setting, **with_peak(run.device, timed_parts)})
+        found.append({"tree": title, "context": context, **setting, **timed_parts(run, pair, tree, sampling, context)})
     return {"models": pair.facts, "steps": found}
 
 
@@ -251,14 +247,19 @@ def compiled(run: Run) -> dict[str, Any]:
     trees = {"plain": TokenTree.chain(1), "tree": bushy(min(64, scale.largest), 3)}
     found = []
     for (title, tree), choice in itertools.product(trees.items(), (False, True)):
-
-        def timed_parts(tree: TokenTree = tree, choice: bool = choice) -> dict[str, Any]:
-            torch.compiler.reset()
-            first = first_step(pair, tree, sampling, scale.contexts[0], compile=choice)
-            return {"first_step_seconds": first, **breakdown(pair, tree, sampling, scale.contexts[0], scale.rounds, compile=choice)}
-
-        found.append({"tree": title, "compile": choice, **with_peak(run.device, timed_parts)})
+        torch.compiler.reset()
+        found.append({"tree": title, "compile": choice, **timed_parts(run, pair, tree, sampling, scale.contexts[0], compile=choice)})
     return {"compiled": found}
+
+
+def timed_parts(run: Run, pair: Pair, tree: TokenTree, sampling: Sampling, context: int, **options: Any) -> dict[str, Any]:
+    """The first step's seconds, the parts of the steps after it, and the peak of memory."""
+
+    def parts() -> dict[str, Any]:
+        first = first_step(pair, tree, sampling, context, **options)
+        return {"first_step_seconds": first, **breakdown(pair, tree, sampling, context, run.scale.rounds, **options)}
+
+    return with_peak(run.device, parts)
 
 
 @torch.inference_mode()

@@ -193,11 +193,12 @@ def test_a_failed_solve_leaves_the_old_tree(run, tmp_path):
     assert (tmp_path / "tree.safetensors").read_bytes() == before
 
 
-def test_the_command_line_offers_the_runtimes_verifiers():
-    from sequoia_plan.planner.cli.options import VERIFIERS
+def test_the_command_line_offers_the_runtimes_verifiers_and_links():
+    from sequoia_plan.planner.cli.options import LINKS, VERIFIERS
+    from sequoia_plan.runtime.pair import LINKS as OFFLOADS
     from sequoia_plan.runtime.verify import VERIFIERS as RULES
 
-    assert list(RULES) == VERIFIERS
+    assert list(RULES) == VERIFIERS and list(OFFLOADS) == LINKS
 
 
 def test_generate_takes_settings_from_the_tree_and_warns_of_another_verifier(run, tmp_path):
