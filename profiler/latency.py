@@ -84,6 +84,7 @@ class LatencyMeter:
         assert drafter is not None
         if self.decoder.graphs and not self.sampling.greedy:  # numbers for any size: if they moved, every graph would be captured anew
             self.decoder.sequence.reserve_random_numbers(self.sizes[-1] * self.sampling.drawing.columns(drafter.vocabulary, 1))
+        longest = math.inf
         for size in self.sizes:
             try:
                 timer = SizeTimer(self.decoder, size, self.sampling, self.prompt, drafts=not self.timers or self.timers[-1].draft() <= longest)
