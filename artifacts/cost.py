@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -202,7 +203,7 @@ def rounds(tree: TokenTree, order: str) -> int:
         return int(np.maximum.reduceat(tree.child_count, tree.level_offsets[:-1]).sum())
     offsets = tree.level_offsets.tolist()
     judged = np.zeros(tree.size, np.int64)  # the round in which each node was
-    for start, end in zip(offsets[1:-1], offsets[2:], strict=True):
+    for start, end in itertools.pairwise(offsets[1:]):
         judged[start:end] = judged[tree.parents[start:end]] + tree.ranks[start:end]
     return int(judged.max())
 

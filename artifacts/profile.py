@@ -184,7 +184,9 @@ class Lift(Artifact, frozen=True):
         super().__post_init__()
         shapes = {len(self.ratio), len(self.ranks), *({len(self.covariance)} if self.covariance else ()), *map(len, self.covariance)}
         if len(shapes) > 1:
-            raise SequoiaPlanError(f"{self.PREFIX}: found lists of {' and '.join(map(str, sorted(shapes)))} entries, expected one for each level in all of them")
+            raise SequoiaPlanError(
+                f"{self.PREFIX}: found lists of {' and '.join(map(str, sorted(shapes)))} entries, expected one for each level in all of them"
+            )
 
 
 class Profile(Artifact, frozen=True):
@@ -265,11 +267,11 @@ class Profile(Artifact, frozen=True):
         Raises:
             ArgumentError: if it was not measured.
         """
+        if verifier == self.verifier:
+            return replace(self, verifiers={}, lift=None)
         settings = {**self.settings, "verifier": verifier}
         if self.settings.get("temperature") == 0:
             return replace(self, settings=settings)
-        if verifier == self.verifier:
-            return replace(self, verifiers={}, lift=None)
         if verifier not in self.verifiers:
             raise ArgumentError(f"verifier: found {verifier!r}, expected {' or '.join(self.measured)}, which the profile has; profile --verifier measures it")
         judged = self.verifiers[verifier]

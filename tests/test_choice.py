@@ -156,7 +156,7 @@ def test_no_tree_gains_more_than_its_relaxation(rows, latency, prices, floor, ra
 def relaxed(rows, times, most, price, floor, rate):
     """The bound over all trees of 2 to `most` nodes."""
     costs, levels = choice.costs_of(times, most), len(rows)
-    ranks = levels if costs.rounds_by_level else 1
+    ranks = levels if costs.order == relaxation.LEVEL else 1
     high = np.full(levels, costs.draft_ends[-1])
     high[0] = most
     low = np.r_[2, np.zeros(levels - 1, int)]
