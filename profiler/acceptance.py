@@ -5,7 +5,7 @@ children is accepted. `forced` computes: decode with a small tree, then run targ
 wrote; at every position draw children afresh and ask the verifier for the probability that each is the one accepted. The
 position's level is where it stood in that tree. One position is one trial, whatever it decided, so the same text says more.
 
-What `traversal` accepts depends on what hangs below a node. With `forced`, the small tree that writes the text is judged by
+What `traversal` accepts at a node depends on the path down to it. With `forced`, the small tree that writes the text is judged by
 both rules at every step, and the acceptance of its ranks on each level is multiplied by how much more often `traversal` gets
 past that level. `decoding` sees one level only, where the two rules are the same.
 
@@ -32,7 +32,7 @@ from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.models.forward import additive
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary
-from sequoia_plan.runtime.verify import VERIFIERS, Laws, TreeIndex, Verdict, Verifier
+from sequoia_plan.runtime.verify import VERIFIERS, Laws, TreeIndex, Verdict, Verifier, traversal
 
 RANKS, LEVELS = 16, 4
 """Children drawn at a node; levels told apart, the last one with all below it."""
@@ -74,7 +74,7 @@ class Acceptance:
         if groups >= LEAST_PROMPTS:
             off = np.log(np.maximum([_lift(self.reached.sum(0) - one)[:depth] for one in self.reached], 1e-9))
             off -= off.mean(0)
-            covariance = tuple(map(tuple, (off.T @ off * (groups - 1) / groups).tolist()))
+            covariance = tuple(map(tuple, (off.T @ off * (groups - 1) / groups).round(9).tolist()))
         return Lift(tuple(ratio.round(6).tolist()), tuple(WIDEST[:depth].tolist()), covariance)
 
     def levels(self) -> tuple[LevelCounts, ...]:
@@ -293,7 +293,8 @@ class _BothRules(Sampling):
     """A sampling whose every step is judged by `sequoia` and by `traversal`; it goes on with its own.
 
     Args:
-        reached: float64 [2, depth], the sum over steps of the probability to get to each level, by either rule, given what was drawn.
+        reached: float64 [2, depth], the sum over steps of the probability to get to each level, by either rule, given what was drawn on the way
+            there: so on the first level, where the two rules accept alike, they are the same numbers.
     """
 
     reached: Tensor = field(default_factory=lambda: torch.zeros(2, TREE.depth, dtype=torch.float64), hash=False, compare=False)
@@ -302,12 +303,27 @@ class _BothRules(Sampling):
     def rule(self) -> Verifier:
         def judge(target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, covered: Tensor | None) -> Verdict:
             verdicts = {name: VERIFIERS[name].judge(target, draft, drawn, index, covered) for name in BOTH}
-            for row, verdict in zip(self.reached, verdicts.values(), strict=True):
-                ends = torch.zeros_like(row).index_add_(0, index.offsets.cpu(), verdict.ends.cpu())
-                row += ends.flip(0).cumsum(0).flip(0)
+            of = traversal.of_subtrees(traversal.judged(target, draft, drawn, index, covered), index).double().cpu()
+            ends = torch.zeros_like(self.reached[0]).index_add_(0, index.offsets.cpu(), verdicts["sequoia"].ends.cpu())
+            self.reached[0] += ends.flip(0).cumsum(0).flip(0)
+            self.reached[1].index_add_(0, index.offsets.cpu(), through(of, index))
             return verdicts[self.verifier]
 
         return Verifier(judge, VERIFIERS[self.verifier].drawing)
+
+
+def through(of_subtrees: Tensor, index: TreeIndex) -> Tensor:
+    """float64 [size]: the probability that the path goes through each node with `traversal`, on average over what is drawn below it.
+
+    Args:
+        of_subtrees: float64 [size], see `traversal.of_subtrees`.
+    """
+    passed_by = torch.ones_like(of_subtrees)  # no earlier sibling's subtree holds the path's end
+    parents = index.parents.tolist()
+    for node in range(2, index.size):
+        if parents[node - 1] == parents[node - 2]:
+            passed_by[node] = passed_by[node - 1] * (1 - of_subtrees[node - 1])
+    return of_subtrees * passed_by[index.paths.cpu()].prod(-1)
 
 
 class _Counted:
