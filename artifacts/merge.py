@@ -71,7 +71,7 @@ def _lift(profiles: Sequence[Profile], depth: int) -> Lift | None:
     weights /= np.maximum(weights.sum(0), 1)
     together = (weights[:, :, None] * weights[:, None, :] * covariance).sum(0) if all(lift.covariance for lift in lifts) else np.zeros((0, 0))
     ranks = max((lift.ranks for lift in lifts), key=len)
-    return Lift(tuple((weights * ratio).sum(0).round(6).tolist())[: len(ranks)], ranks, tuple(map(tuple, together.round(9).tolist())))
+    return Lift(tuple((1 + (weights * (ratio - 1)).sum(0)).round(6).tolist())[: len(ranks)], ranks, tuple(map(tuple, together.round(9).tolist())))
 
 
 def added(counts: Sequence[Sequence[LevelCounts]], depth: int) -> tuple[LevelCounts, ...]:
@@ -84,4 +84,12 @@ def added(counts: Sequence[Sequence[LevelCounts]], depth: int) -> tuple[LevelCou
 def pooled(levels: Sequence[LevelCounts]) -> tuple[float, ...]:
     """p[1..B] of all levels together, to six digits."""
     trials = sum(level.trials for level in levels)
-    return tuple(round(sum(counts) / trials, 6) for counts in zip(*(level.counts for level in levels), strict=True))
+    return rounded([sum(counts) / trials for counts in zip(*(level.counts for level in levels), strict=True)])
+
+
+def rounded(shares: Sequence[float]) -> tuple[float, ...]:
+    """Probabilities to six digits; where rounding brings their sum above 1, the largest gives way."""
+    row = [round(share, 6) for share in shares]
+    if (beyond := sum(row) - 1) > 0:
+        row[row.index(max(row))] = round(max(row) - beyond, 6)
+    return tuple(row)

@@ -184,9 +184,7 @@ class Lift(Artifact, frozen=True):
         super().__post_init__()
         shapes = {len(self.ratio), len(self.ranks), *({len(self.covariance)} if self.covariance else ()), *map(len, self.covariance)}
         if len(shapes) > 1:
-            raise SequoiaPlanError(
-                f"{self.PREFIX}: found lists of {' and '.join(map(str, sorted(shapes)))} entries, expected one for each level in all of them"
-            )
+            raise SequoiaPlanError(f"{self.PREFIX}: found lists of {' and '.join(map(str, sorted(shapes)))} entries, expected one a level in each")
 
 
 class Profile(Artifact, frozen=True):

@@ -68,7 +68,7 @@ def test_what_is_new_survives_and_is_left_out_where_it_says_nothing():
         ("first: 8", "first: 0", "drafting.first: found 0, expected a whole number >= 1"),
         ("by_level: false", "by_level: 0", "drafting.by_level: found 0, expected true or false"),
         ("kind: block", "king: block", "drafting.kind: found None, expected text"),
-        ("rounds: level", "rounds: nodes", "latency.verification.rounds: found 'nodes', expected level or tree"),
+        ("rounds: level", "rounds: nodes", "latency.verification.rounds: found 'nodes', expected level or path or tree or walk"),
         ("base: 0.001", "base: .inf", "latency.verification.base: found inf, expected a number >= 0"),
         ("{base", "3 # {base", "latency.verification: found 3, expected a mapping"),
     ],

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from sequoia_plan.artifacts import ArgumentError, Profile, TokenTree
 from sequoia_plan.artifacts.cost import Floats, StepTime, acceptance_rows, expected_tokens, promise
+from sequoia_plan.artifacts.merge import rounded
 from sequoia_plan.artifacts.plan import Plan, provenance
 from sequoia_plan.planner.solving.baselines import baseline as baseline_tree
 from sequoia_plan.planner.solving.certificate import check
@@ -157,4 +158,4 @@ def _choose(rows: Floats, budget: int, objective: str, name: str, times: StepTim
 def _by_level(profile: Profile) -> list[list[float]]:
     """p[level][k] to six digits; counts may exceed their trials by rounding."""
     rows = np.array(profile.by_level)
-    return (rows / np.maximum(1.0, rows.sum(1, keepdims=True))).round(6).tolist()
+    return [list(rounded(row)) for row in (rows / np.maximum(1.0, rows.sum(1, keepdims=True))).tolist()]
