@@ -73,7 +73,7 @@ def fastest_of_all(profile):
 def test_the_fastest_tree_and_verifier_are_found():
     """Brute force over all trees of up to seven nodes and both verifiers; each of them is the faster one in some of the cases."""
     rng, taken = np.random.default_rng(0), []
-    for _ in range(40):
+    for _ in range(25):
         profile = two_verifiers(rng)
         speed, name = fastest_of_all(profile)
         plan = solve(profile, 7, 4).plan
@@ -84,17 +84,17 @@ def test_the_fastest_tree_and_verifier_are_found():
         assert alternative.advantage == pytest.approx(speeds[name] / speeds[other]) and {name, other} == set(profile.measured)
         assert all(each.alternatives == {} for each in alone)
         taken.append(name)
-    assert 5 < taken.count("sequoia") < 35
+    assert 3 < taken.count("sequoia") < 22
 
 
 def test_a_choice_that_forgets_verification_is_noticed(monkeypatch):
     """The control: with the verification of one verifier for both, the one that accepts more is always taken, and is slower."""
     rng, right = np.random.default_rng(0), Profile.under
     monkeypatch.setattr(Profile, "under", lambda self, name: structs.replace(right(self, name), latency=self.latency))
-    wrong = [solve(profile, 7, 4).plan.settings["verifier"] for profile in (two_verifiers(rng) for _ in range(40))]
+    wrong = [solve(profile, 7, 4).plan.settings["verifier"] for profile in (two_verifiers(rng) for _ in range(12))]
     monkeypatch.undo()
     rng = np.random.default_rng(0)
-    best = [fastest_of_all(two_verifiers(rng))[1] for _ in range(40)]
+    best = [fastest_of_all(two_verifiers(rng))[1] for _ in range(12)]
     assert set(wrong) == {"traversal"} != set(best)
 
 
@@ -153,7 +153,7 @@ def test_the_interval_of_the_advantage_holds():
     (a control) it lies there less often; and taking the two for independent measurements, as two profiles would be, says much less."""
     rng = np.random.default_rng(0)
     inside, narrow, widths, apart = [], [], [], []
-    for _ in range(150):
+    for _ in range(80):
         profile = measured(rng, 40, TRUTH, LIFT, CLOCK)
         best, trees = solve(profile, 12, 5), {name: solve(profile, 12, 5, verifier=name).tree for name in profile.measured}
         speeds = {}
@@ -219,14 +219,14 @@ def test_the_way_through_each_node_is_known_before_what_is_below_it_is_drawn(tre
 
 def test_both_are_measured_on_the_same_draws():
     """Counts differ by the lift alone: not at all at the root, where the rules are the same, and more below it."""
-    lifted, plain = measure_acceptance(toy_pair(noise=1.5), PROMPTS, BOTH, precision=0, rounds=4, tokens_per_prompt=40)
+    lifted, plain = measure_acceptance(toy_pair(noise=1.5), PROMPTS, BOTH, precision=0, rounds=2, tokens_per_prompt=40)
     assert np.array_equal(lifted.trials, plain.trials) and plain.lift() is None
     lift = lifted.lift()
     assert lift.ratio[0] == 1 and min(lift.ratio) > 0.999 and lift.ratio[2] > 1.005 and lift.ranks == (3, 2, 2, 1)
     assert np.allclose(lifted.counts[:, 0], plain.counts[:, 0], atol=1e-12)
     covariance = np.array(lift.covariance)
     assert np.allclose(covariance, covariance.T) and (np.linalg.eigvalsh(covariance) > -1e-8).all() and not covariance[0].any()
-    alone = measure_acceptance(toy_pair(noise=1.5), PROMPTS, BOTH[:1], precision=0, rounds=4, tokens_per_prompt=40)[0]
+    alone = measure_acceptance(toy_pair(noise=1.5), PROMPTS, BOTH[:1], precision=0, rounds=2, tokens_per_prompt=40)[0]
     assert np.array_equal(alone.counts, lifted.counts)  # that the other is measured along with it changes nothing
     warmer = [replace(each, draft_temperature=2.0) for each in BOTH]
     assert len({each.trials.tobytes() for each in measure_acceptance(toy_pair(), PROMPTS[:3], warmer, precision=0, tokens_per_prompt=20)}) == 1
@@ -236,7 +236,7 @@ def test_both_are_measured_on_the_same_draws():
 
 def test_the_error_of_the_lift_is_its_spread():
     """Lifts of 16 measurements vary as much as each one's covariance says."""
-    both = measure_acceptance(toy_pair(noise=1.5), PROMPTS, BOTH[:1], precision=0, rounds=16, tokens_per_prompt=30)[0]
+    both = measure_acceptance(toy_pair(noise=1.5), PROMPTS, BOTH[:1], precision=0, rounds=16, tokens_per_prompt=16)[0]
     parts = [Acceptance(both.trials[i::16], both.counts[i::16], both.reached[i::16]).lift() for i in range(16)]
     spread = np.log([part.ratio for part in parts]).std(0, ddof=1)
     said = np.sqrt(np.mean([np.diag(part.covariance) for part in parts], 0))
@@ -371,7 +371,7 @@ def test_a_walk_is_as_long_as_acceptance_lets_expect():
 
 
 @pytest.mark.parametrize("covered", [None, [0, 2, 3, 5, 6]])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.6, verifier="sequoia"), Sampling(1.0, 0.8, verifier="sequoia")], ids=repr)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.6, verifier="sequoia")], ids=repr)
 def test_a_walk_that_is_timed_goes_where_it_should(pair, sampling, covered):
     """Kernels by Triton's interpreter: down the whole chain, and no further than the root elsewhere, whatever else was written before."""
     pytest.importorskip("triton", exc_type=ImportError)
