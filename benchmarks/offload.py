@@ -46,7 +46,8 @@ from sequoia_plan.profiler.prompts import built_in, encode, held_out
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
 from sequoia_plan.runtime.models import stream
 from sequoia_plan.runtime.models.load import resolve_dtype
-from sequoia_plan.runtime.models.offload import SLOTS, Offloaded
+from sequoia_plan.runtime.models.memory import SLOTS
+from sequoia_plan.runtime.models.offload import Offloaded
 from sequoia_plan.runtime.models.stream import Ring, stream_of
 from sequoia_plan.runtime.models.weight_file import aligned_memory, bytes_of
 

@@ -18,7 +18,7 @@ from sequoia_plan.runtime.capture import Graphs, addresses, capturable, on_one_c
 from sequoia_plan.runtime.draft.drafter import Drafter, Growth, Pass, grow
 from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
 from sequoia_plan.runtime.generation import Ending, Generation, end_tokens, read_prompt, stop_criteria
-from sequoia_plan.runtime.models.forward import TreeModel, execution_device
+from sequoia_plan.runtime.models.forward import TreeModel, execution_device, round_up
 from sequoia_plan.runtime.models.parallel import from_first, is_split, shared_seed
 from sequoia_plan.runtime.models.probe import probe
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary, vocabulary_size
@@ -384,4 +384,4 @@ class SequoiaDecoder:
         step = EXTENT_STEP["cuda" if self.graphs or self.device.type == "cuda" else "cpu"]
         if self.graphs:
             step = max(step, (1 << needed.bit_length()) // 4)
-        return -(-needed // step) * step
+        return round_up(needed, step)

@@ -193,11 +193,12 @@ def test_a_failed_solve_leaves_the_old_tree(run, tmp_path):
     assert (tmp_path / "tree.safetensors").read_bytes() == before
 
 
-def test_the_command_line_offers_the_runtimes_verifiers():
-    from sequoia_plan.planner.cli.options import VERIFIERS
+def test_the_command_line_offers_the_runtimes_verifiers_and_links():
+    from sequoia_plan.planner.cli.options import LINKS, VERIFIERS
+    from sequoia_plan.runtime.pair import LINKS as OFFLOADS
     from sequoia_plan.runtime.verify import VERIFIERS as RULES
 
-    assert list(RULES) == VERIFIERS
+    assert list(RULES) == VERIFIERS and list(OFFLOADS) == LINKS
 
 
 def test_generate_takes_settings_from_the_tree_and_warns_of_another_verifier(run, tmp_path):
@@ -216,8 +217,8 @@ def test_the_verifier_is_chosen_recorded_and_used(run, tmp_path, monkeypatch):
     monkeypatch.setattr(latency, "SIZES", (1, 2, 4))
     lines = [json.dumps({"text": text}) for text in ("Write a story.", "Held out.", "What is rain?", "Held out, too.")]
     (tmp_path / "p.jsonl").write_text("\n".join(lines))
-    short = ("--prompts", "p.jsonl", "--tokens", "8", "--latency-seconds", "0", "--dtype", "float32", "--temperature", "0.6")
-    text = run("profile", *short, "-o", "both.yaml")
+    measuring = ("--prompts", "p.jsonl", "--tokens", "8", "--latency-seconds", "0", "--dtype", "float32", "--temperature", "0.6")
+    text = run("profile", *measuring, "-o", "both.yaml")
     assert text.exit_code == 0 and ", sequoia)" in text.stdout and ", traversal)" in text.stdout, text.output
     profile = Profile.load("both.yaml")
     assert profile.measured == ("traversal", "sequoia") and profile.lift.ratio[0] == 1
@@ -232,14 +233,13 @@ def test_the_verifier_is_chosen_recorded_and_used(run, tmp_path, monkeypatch):
     forced = json.loads(run("solve", "both.yaml", "--verifier", other, "--json", "-o", "other.safetensors").stdout)
     assert forced["verifier"] == other and not forced["alternatives"] and forced["size"] == tree.plan.alternatives[other].size
     one_line(run("solve", "both.yaml", "--verifier", "spectr"), 2, "verifier: found 'spectr', expected traversal or sequoia", "profile --verifier")
-    made = [
-        run("generate", "--tree", name, "--prompt", "Hi", "--max-new-tokens", "4", "--dtype", "float32") for name in ("tree.safetensors", "other.safetensors")
-    ]
+    short = ("--prompt", "Hi", "--max-new-tokens", "4", "--dtype", "float32")
+    made = [run("generate", "--tree", name, *short) for name in ("tree.safetensors", "other.safetensors")]
     assert all(each.exit_code == 0 and "Warning: the tree was solved for the verifier" not in each.stderr for each in made), made
     bench = ("bench", "--tree", "other.safetensors", "--prompts", "p.jsonl", "--limit", "1", "--tokens", "4", "--only", "plain", "--dtype", "float32", "--json")
     assert json.loads(run(*bench).stdout)["settings"]["sampling"]["verifier"] == other
     assert json.loads(run(*bench, "--verifier", taken).stdout)["settings"]["sampling"]["verifier"] == taken
-    alone = run("profile", *short, "--verifier", "sequoia", "-o", "one.yaml", "--json")
+    alone = run("profile", *measuring, "--verifier", "sequoia", "-o", "one.yaml", "--json")
     assert Profile.load("one.yaml").measured == ("sequoia",) and "verifiers" not in json.loads(alone.stdout)
 
 

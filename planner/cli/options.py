@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from sequoia_plan.runtime import Sampling
 
 
-VERIFIERS = ["sequoia", "traversal", "specinfer", "spectr", "topk"]  # a test compares them with the runtime's
+VERIFIERS = ["sequoia", "traversal", "specinfer", "spectr", "topk"]  # a test compares these two with the runtime's
+LINKS = ["host", "disk"]
 
 
 def options(*each: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -45,7 +46,7 @@ model_options = options(
     click.option("--draft", metavar="ID|DIR|FILE|int8", help=DRAFT_HELP),
     click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where both models run. [default: cuda if there is one]"),
     click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True, help=DTYPE_HELP),
-    click.option("--offload", type=click.Choice(["host", "disk"]), help=OFFLOAD_HELP),
+    click.option("--offload", type=click.Choice(LINKS), help=OFFLOAD_HELP),
     click.option("--memory", metavar="SIZE", help=MEMORY_HELP),
 )
 
