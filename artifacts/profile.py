@@ -74,7 +74,7 @@ class Verification(Artifact, frozen=True):
             "(children rejected on it, as many as the acceptance lets expect)"
         ),
     ] = "tree"
-    error: Annotated[Number, field("by how much the sum is off, relative: root mean square over the timed shapes, each one predicted from the others")] = 0.0
+    error: Annotated[Number, field("by how much the sum is off, relative: the residual standard error over the timed shapes")] = 0.0
 
 
 class Stream(Artifact, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Hashable, Sequence
 
 import numpy as np
@@ -118,17 +119,17 @@ class ShapeTimer:
 
 
 def fit(trees: Sequence[TokenTree], seconds: Sequence[float], rounds: Rounds) -> Verification:
-    """The sum that fits the times of `trees` best, relative errors squared, no term negative; and how far it is off trees left out of it.
+    """The sum that fits the times of `trees` best, relative errors squared, no term negative; and its residual standard error.
 
     Args:
         seconds: each tree's time.
         rounds: what counts as a round, see `Verification`.
     """
     a = np.array([terms(tree, rounds, certain_acceptance(tree)) for tree in trees]) / np.array(seconds)[:, None]
-    others = [np.arange(len(a)) != left_out for left_out in range(len(a))]
-    off = [1 - a[~rest][0] @ non_negative_least_squares(a[rest], np.ones(rest.sum())) for rest in others if rest.any()]
-    error = round(float(np.sqrt(np.mean(np.square(off)))), 4) if off else 0.0
-    return Verification(*non_negative_least_squares(a, np.ones(len(trees))), rounds, error)
+    found = non_negative_least_squares(a, np.ones(len(trees)))
+    freedom = max(1, len(trees) - np.count_nonzero(found))
+    error = math.sqrt(np.square(a @ np.array(found) - 1).sum() / freedom)
+    return Verification(*found, rounds, round(error, 4))
 
 
 def non_negative_least_squares(a: NDArray[np.float64], b: NDArray[np.float64]) -> tuple[float, float, float, float]:

@@ -109,6 +109,8 @@ def test_the_fit_has_no_negative_term():
     trees = [TokenTree.chain(size) for size in (1, 2, 4, 8)]
     found = fit(trees, [0.004, 0.003, 0.002, 0.001], "tree")
     assert found.by_round == found.by_parent == found.by_child == 0
+    off = [found.base / seconds - 1 for seconds in (0.004, 0.003, 0.002, 0.001)]
+    assert found.error == pytest.approx((sum(each**2 for each in off) / 3) ** 0.5, abs=1e-4)
     assert found.base == pytest.approx(sum(1 / t for t in (4e-3, 3e-3, 2e-3, 1e-3)) / sum(1 / t**2 for t in (4e-3, 3e-3, 2e-3, 1e-3)))
 
 

@@ -48,6 +48,9 @@ def test_files_of_earlier_versions_stay_readable():
     profile = Profile.load(DATA / "profile-before-typed-plans.yaml")
     assert profile.sha256 == tree.plan.profile_sha256 and profile.drafting == tree.plan.drafting == LANGUAGE_MODEL
     assert profile.latency.target == tree.plan.latency.target and profile.latency.verification is None
+    assert profile.measured == ("sequoia",) and profile.under("sequoia") == profile  # nothing is chosen, and nothing else solved for
+    again = solve(profile, tree.plan.budget, tree.plan.depth)
+    assert again.plan.alternatives == {} == tree.plan.alternatives and again.plan.settings == tree.plan.settings
     found = BenchResult.load(DATA / "bench-before-typed-plans.json")
     assert list(found.contenders) == ["plain", "generate", "traversal"] and found.contenders["traversal"].predicted.speedup == pytest.approx(1.11, abs=0.01)
 

@@ -68,12 +68,12 @@ def profile(
     from sequoia_plan.profiler.acceptance import BOTH
     from sequoia_plan.profiler.journal import discard, journal_of
     from sequoia_plan.profiler.prompts import built_in, check_lengths, load, measuring_half
-    from sequoia_plan.runtime.verify import DEFAULT
 
     given_settings = [settings, *(settings | _read_setting(text) for text in also)]
     samplings = [read_sampling(each) for each in given_settings]
     # one level, which `decoding` counts, tells nothing of how the two differ
-    along = [() if each["verifier"] or method == "decoding" else tuple(name for name in BOTH if name != DEFAULT) for each in given_settings]
+    chosen = [bool(each["verifier"]) or method == "decoding" for each in given_settings]
+    along = [() if alone else [name for name in BOTH if name != one.verifier] for alone, one in zip(chosen, samplings, strict=True)]
     enough = _read_percent(precision)
     outputs = [Path(output), *(Path(output).with_stem(f"{Path(output).stem}-{name}") for name in also)]
     if len(set(outputs)) < len(outputs):
