@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sequoia_plan.artifacts import Latency, SequoiaPlanError, Stream, TokenTree
+from sequoia_plan.artifacts import Latency, SequoiaPlanError, Stream, TokenTree, Verification
 from sequoia_plan.profiler.verification import ShapeTimer, bushy, fit, order_of_rounds, shapes
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.draft.drafter import Pass
@@ -55,18 +57,26 @@ class LatencyMeter:
     Args:
         on_size: called with each size's first median.
         largest: no more nodes than these.
+        others: further settings that verification is timed under, as with another verifier.
     """
 
     def __init__(
-        self, pair: Pair, sampling: Sampling, context: int, on_size: Callable[[int, float], None] = lambda size, median: None, largest: int = SIZES[-1]
+        self,
+        pair: Pair,
+        sampling: Sampling,
+        context: int,
+        on_size: Callable[[int, float], None] = lambda size, median: None,
+        largest: int = SIZES[-1],
+        others: Sequence[Sampling] = (),
     ) -> None:
+        self.judged = list(dict.fromkeys([sampling, *others]))
         self.decoder = SequoiaDecoder(pair.target, pair.draft, TokenTree.chain(2))
         self.sampling, self.on_size = sampling, on_size
         self.prompt = random_prompt(pair, context)
         self.sizes = [size for size in SIZES if size <= largest]
         self.timers: list[SizeTimer] = []
         self.shapes: list[ShapeTimer] = []
-        self.shape_samples: list[list[float]] = []
+        self.shape_samples: list[list[list[float]]] = []
         self.stream_samples: list[float] = []
         self.too_large: int | None = None
         self.rounds, self.seconds = 0, 0.0
@@ -109,7 +119,7 @@ class LatencyMeter:
         for tree in shapes(self.timers[-1].size, drafter.vocabulary):
             judged = self.decoder.with_tree(tree)
             judged.prefill(self.prompt, tree.depth, seed=0)
-            self.shapes.append(ShapeTimer(judged, self.sampling))
+            self.shapes.append(ShapeTimer(judged, self.judged))
         self._time_shapes()  # warm
         self.shape_samples, self.stream_samples = [], []
 
@@ -141,7 +151,6 @@ class LatencyMeter:
             return found
 
         low, middle, high = map(by_size, drift_free_quartiles(np.array([timer.samples[name] for name, timer in timed_sizes])))
-        judged = drift_free_quartiles(np.array(self.shape_samples).T)[1]
         return Latency(
             target=middle["target"],
             draft=middle["draft"],
@@ -151,8 +160,13 @@ class LatencyMeter:
             quartiles={name: {size: (first, high[name][size]) for size, first in sizes.items()} for name, sizes in low.items()},
             out_of_memory=self.too_large,
             stream=Stream(_rounded(statistics.median(self.stream_samples)), stream.bytes) if stream else None,
-            verification=fit([shape.decoder.tree for shape in self.shapes], judged.tolist(), order_of_rounds(self.sampling)),
+            verification=self.verification(self.sampling),
         )
+
+    def verification(self, sampling: Sampling) -> Verification:
+        """What was found for one of the settings."""
+        medians = drift_free_quartiles(np.moveaxis(np.array(self.shape_samples), 0, -1))[1]  # drift of all settings together: ratios stay
+        return fit([shape.decoder.tree for shape in self.shapes], medians[self.judged.index(sampling)].tolist(), order_of_rounds(self.decoder, sampling))
 
     def _time_stream(self) -> None:
         """One sample of a streamed target's pass right after another one."""
@@ -162,11 +176,12 @@ class LatencyMeter:
             self.stream_samples.append(timed(self.decoder.device, lambda: first.decoder.run_target(first.extent))[1])
 
     def _time_shapes(self) -> None:
-        """One sample of each shape."""
-        seconds = []
-        for shape in self.shapes:
+        """One sample of each shape under each setting."""
+        seconds: list[list[float]] = [[] for _ in self.judged]
+        for shape, (sampling, mine) in itertools.product(self.shapes, zip(self.judged, seconds, strict=True)):
             self.timers[0].draft_pass()  # as in a step, a model's weights were in the processor's cache before
-            seconds.append(timed(self.decoder.device, shape.run)[1])
+            shape.prepare(sampling)
+            mine.append(timed(self.decoder.device, partial(shape.run, sampling))[1])
             shape.restore()
         self.shape_samples.append(seconds)
 

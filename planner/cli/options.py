@@ -51,8 +51,13 @@ model_options = options(
 )
 
 
-def sampling_options(default: str | None = None) -> Callable[[Any], Any]:
-    """Options named as the fields of `Sampling`; None where not given. `default` says in the help what holds then."""
+def verifier_option(default: str) -> Callable[[Any], Any]:
+    """`--verifier`; None where not given."""
+    return click.option("--verifier", type=click.Choice(VERIFIERS), help=f"The rule that accepts drafted tokens; see docs/verifiers.md. [default: {default}]")
+
+
+def sampling_options(default: str | None = None, verifier: str = "") -> Callable[[Any], Any]:
+    """Options named as the fields of `Sampling`; None where not given. `default` says in the help what holds then, `verifier` for that one."""
 
     def option(name: str, type_: Any, value: str, text: str) -> Any:
         return click.option(name, type=type_, help=f"{text} [default: {default or value}]")
@@ -63,7 +68,7 @@ def sampling_options(default: str | None = None) -> Callable[[Any], Any]:
         option("--top-k", int, "0", "Sample from so many of the most probable tokens; 0 takes all."),
         option("--min-p", float, "0", "Sample from tokens at least this fraction as probable as the most probable one."),
         option("--draft-temperature", float, "the target's", "Temperature of the distribution that a node's children are drawn from."),
-        option("--verifier", click.Choice(VERIFIERS), "the runtime's", "The rule that accepts drafted tokens; see docs/verifiers.md."),
+        verifier_option(default or verifier),
     )
 
 
