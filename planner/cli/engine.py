@@ -45,6 +45,7 @@ def engine() -> None:
 @click.option("--speculative-args", metavar="JSON", help='Further entries of the speculative config, as {"prompt_lookup_max": 4}.')
 @click.option("--metrics", metavar="URL|FILE", help=METRICS_HELP)
 @click.option("--metrics-before", metavar="FILE", type=click.Path(), help=BEFORE_HELP)
+@click.option("--together", type=click.IntRange(min=1), help="Engines kept in memory at a time, to be timed in turn. [default: 4 on a CPU, else 1]")
 @click.option("--verify", is_flag=True, help="Then measure the best number, its neighbours and no speculation on other prompts.")
 @plan_options
 def vllm(
@@ -60,6 +61,7 @@ def vllm(
     speculative_args: str | None,
     metrics: str | None,
     metrics_before: str | None,
+    together: int | None,
     verify: bool,
     batches: str,
     most: int,
@@ -101,7 +103,7 @@ def vllm(
         assert target
         work, measuring, held_out = _work(prompts, limit, tokens, temperature)
         arguments = {"max_num_seqs": max(sizes)} | arguments
-        with status("") as say, engines.Engines(engines.find_python(python), target, work, speculative, arguments, say) as running:
+        with status("") as say, engines.Engines(engines.find_python(python), target, work, speculative, arguments, together, say) as running:
             acceptance, steps, seconds = planning.measure(running, sizes, most, measuring, acceptance)
             known = {
                 "engine": "vllm",

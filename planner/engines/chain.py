@@ -115,7 +115,7 @@ def effective_trials(acceptance: ChainAcceptance, gave: Sequence[Sequence[int]])
     Args:
         gave: for each text, the tokens that each of its steps gave.
     """
-    sums = np.array([[sum(text), len(text)] for text in gave if text], float)
+    sums = np.array([[sum(text), len(text)] for text in gave if len(text)], float)
     if len(sums) < 2:
         return 0.0
     rest = sums.sum(0) - sums
@@ -192,12 +192,12 @@ def cells(found: Tokens, times: Times, batches: Sequence[int]) -> tuple[Cell, ..
                 Cell(
                     batch=batch,
                     speculative_tokens=length,
-                    tokens_per_step=mean,
-                    seconds=seconds,
-                    throughput=throughput,
-                    low=throughput * math.exp(-reach),
-                    high=throughput * math.exp(reach),
-                    speedup=mean / seconds * plain,
+                    tokens_per_step=_short(mean),
+                    seconds=_short(seconds),
+                    throughput=_short(throughput),
+                    low=_short(throughput * math.exp(-reach)),
+                    high=_short(throughput * math.exp(reach)),
+                    speedup=_short(mean / seconds * plain),
                     timed=times.timed(batch, length),
                 )
             )
@@ -233,5 +233,10 @@ def step_seconds(rounds: Mapping[tuple[int, int], Sequence[tuple[float, int]]]) 
         middle = float(np.median(each))
         # a normal law's median has 1.2533 times the standard error of its mean
         error = 1.2533 * float(each.std(ddof=1)) / math.sqrt(len(each)) / middle if len(each) > 1 else 0.0
-        rows.append(StepSeconds(batch=batch, speculative_tokens=length, seconds=middle, error=error, steps=sum(steps for _, steps in found)))
+        rows.append(StepSeconds(batch=batch, speculative_tokens=length, seconds=_short(middle), error=_short(error), steps=sum(steps for _, steps in found)))
     return tuple(rows)
+
+
+def _short(value: float) -> float:
+    """Six digits, which is more than is measured, for files that people read."""
+    return float(f"{value:.6g}")

@@ -15,6 +15,9 @@ import sys
 import time
 from typing import Any, NoReturn
 
+if sys.path and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
+    del sys.path[0]  # this folder's files are not what the engine imports by their names
+
 
 def watch(lifeline: int, engine: int) -> NoReturn:
     """Wait until the other end of `lifeline` is closed, or the process `engine` has ended; then kill every process of this session."""
@@ -68,8 +71,8 @@ class Driver:
                 self.prompts.append(list(tokenizer.encode("\n\n".join(message["content"] for message in messages))))
         return {"lengths": [len(prompt) for prompt in self.prompts]}
 
-    def run(self, batch: int, prompts: list[int], tokens: int, steps: int | None = None, temperature: float = 0.0) -> dict[str, Any]:
-        """Decode with `batch` requests at a time; the next prompt follows one that ends, and when none is left the run ends.
+    def run(self, batch: int, prompts: list[int], tokens: int, steps: int | None = None, temperature: float = 0.0, drain: bool = False) -> dict[str, Any]:
+        """Decode with `batch` requests at a time; the next prompt follows one that ends, and when none is left the run ends, or drains.
 
         A step counts when every one of `batch` requests got tokens in it and none its first: prefills and the end of the run are left out.
 
@@ -77,6 +80,7 @@ class Driver:
             prompts: numbers of prompts, in the order they are taken.
             tokens: new tokens a prompt, at most.
             steps: end after so many steps that count.
+            drain: go on until every prompt has its tokens.
 
         Returns:
             seconds and tokens of each step that counts; for each prompt, how many tokens each of its steps but the first gave; vLLM's own
@@ -86,7 +90,7 @@ class Driver:
         gave: dict[int, list[int]] = {number: [] for number in prompts}
         seconds, given, whole, began = list[float](), list[int](), 0, time.perf_counter()
         last = began
-        while waiting or len(flying) == batch:
+        while waiting or len(flying) == batch or (drain and flying):
             while waiting and len(flying) < batch:
                 name, number = f"{self.number}", waiting.pop(0)
                 self.number += 1

@@ -48,7 +48,7 @@ def measure(
     if acceptance is None:
         engines.use([most])
         acceptance, gave = engines.acceptance(most, min(max(batches), len(prompts)), prompts)
-        acceptance = replace(acceptance, trials=effective_trials(acceptance, gave))
+        acceptance = replace(acceptance, trials=round(effective_trials(acceptance, gave), 1))
     found = tokens(acceptance, most)
     rounds = engines.time(sorted({0, 1, most}), batches, ROUNDS, STEPS)
     while True:
@@ -67,10 +67,10 @@ def verify(engines: vllm.Engines, plan: EnginePlan, prompts: Sequence[int]) -> E
 
 
 def run_cells(engines: vllm.Engines, lengths: Mapping[int, Sequence[int]], prompts: Sequence[int], repeats: int) -> dict[tuple[int, int], list[vllm.Run]]:
-    """Runs by (batch, length); side by side, the lengths take turns in every repeat."""
+    """Runs by (batch, length); engines that are kept together take turns in every repeat."""
     found: dict[tuple[int, int], list[vllm.Run]] = {}
     every = sorted({length for each in lengths.values() for length in each})
-    for group in [every] if engines.side_by_side else [[length] for length in every]:
+    for group in engines.groups(every):
         engines.use(group)
         for number in range(repeats):
             for batch, wanted in lengths.items():

@@ -69,6 +69,7 @@ class Engine:
             answer: dict[str, Any] = message["answer"]
             return answer
         if "died" in message:
+            self.process.wait()
             code = message["died"]
             how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
             raise SequoiaPlanError(f"the engine died {how} while {what}: {self.cause()}")
@@ -91,11 +92,13 @@ class Engine:
 
     def close(self) -> None:
         """Kill it and every process that it has started."""
-        with suppress(OSError):
-            os.close(self._lifeline)
+        if self._lifeline < 0:
+            return
+        os.close(self._lifeline)
         self._lifeline = -1
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process.returncode is None:  # else the session is gone, and its number may be another's
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         for stream in (self.process.stdin, self.process.stdout, self.log):
             with suppress(OSError):

@@ -61,7 +61,7 @@ class Run:
 class Engines:
     """Engines of one target and draft with different numbers of speculative tokens; a context that ends them all.
 
-    On a CPU they are kept side by side, so that all can be timed in turn; elsewhere only one is, since each takes the device's memory.
+    So many are kept `together` that can be: they are then timed in turn. None is for 4 on a CPU, and else 1, since each takes the device's memory.
     """
 
     python: str
@@ -69,6 +69,7 @@ class Engines:
     work: Work
     speculative: Mapping[str, Any]
     options: Mapping[str, Any]
+    together: int | None = None
     say: Say = lambda text: None
     facts: dict[str, Any] = field(default_factory=dict)
     running: dict[int, Engine] = field(default_factory=dict)
@@ -80,19 +81,21 @@ class Engines:
     def __exit__(self, *_: object) -> None:
         self.stack.close()
 
-    @property
-    def side_by_side(self) -> bool:
-        return self.facts.get("device") == "cpu"
+    def groups(self, lengths: Sequence[int]) -> list[list[int]]:
+        """The lengths in groups of engines that are kept together; those that run come first."""
+        size = self.together or (4 if self.facts.get("device") == "cpu" else 1)
+        ordered = sorted(lengths, key=lambda length: length not in self.running)
+        return [sorted(ordered[start : start + size]) for start in range(0, len(ordered), size)]
 
     def use(self, lengths: Sequence[int]) -> None:
-        """See to it that there are engines with these numbers of speculative tokens."""
+        """See to it that there are engines with these numbers of speculative tokens, a group at most."""
         missing = [length for length in lengths if length not in self.running]
         if missing and not self.facts:  # the first tells what device it is on
             self._start(missing[:1])
             missing = missing[1:]
-        if not self.side_by_side and missing:
-            self.stack.close()
-            self.running.clear()
+        if missing and len(self.groups([*self.running, *missing])) > 1:
+            for length in [each for each in self.running if each not in lengths]:
+                self.running.pop(length).close()
         if missing:
             self._start(missing)
 
@@ -108,10 +111,10 @@ class Engines:
             self.facts["prompt_tokens"] = sum(lengths_of_prompts)
         self.running |= started
 
-    def run(self, length: int, batch: int, prompts: Sequence[int], steps: int | None = None, tokens: int | None = None) -> Run:
-        """Decode `prompts`, `batch` at a time; `steps` ends it after so many steps that count."""
+    def run(self, length: int, batch: int, prompts: Sequence[int], steps: int | None = None, drain: bool = False) -> Run:
+        """Decode `prompts`, `batch` at a time; see `driver.Driver.run`."""
         self.use([length])
-        given = {"batch": batch, "prompts": list(prompts), "tokens": tokens or self.work.tokens, "steps": steps, "temperature": self.work.temperature}
+        given = {"batch": batch, "prompts": list(prompts), "tokens": self.work.tokens, "steps": steps, "temperature": self.work.temperature, "drain": drain}
         found = self.running[length].ask(f"decoding {batch} requests at a time with {length} speculative tokens", "run", **given)
         if not found["seconds"]:
             raise SequoiaPlanError(f"batch {batch}: no step had {batch} requests in it; give more prompts, or a larger max_num_seqs in --engine-args")
@@ -120,13 +123,13 @@ class Engines:
     def acceptance(self, length: int, batch: int, prompts: Sequence[int]) -> tuple[ChainAcceptance, list[list[int]]]:
         """vLLM's counters of a run at one length, and the tokens of each step by prompt."""
         self.say(f"counting what is accepted of {length} speculative tokens, {batch} requests at a time")
-        run = self.run(length, batch, prompts)
+        run = self.run(length, batch, prompts, drain=True)
         return counters.acceptance(run.after, run.before, f"vLLM {self.facts['version']}, {len(prompts)} prompts"), run.gave
 
     def time(self, lengths: Sequence[int], batches: Sequence[int], rounds: int, steps: int) -> Rounds:
-        """Timed steps of every length and batch size. Side by side, the engines take turns in every round."""
+        """Timed steps of every length and batch size. Engines that are kept together take turns in every round."""
         found: Rounds = {}
-        for group in [list(lengths)] if self.side_by_side else [[length] for length in lengths]:
+        for group in self.groups(lengths):
             self.use(group)
             for number in range(-1, rounds):
                 self.say(f"timing steps with {_listed(group)} speculative tokens, round {max(number, 0) + 1} of {rounds}")
