@@ -25,7 +25,7 @@ class ChainAcceptance(Artifact, frozen=True):
 
     drafts: Annotated[Size, field("chains that were verified")]
     accepted: Annotated[
-        Annotated[tuple[Number, ...], Meta(min_length=1, title="a non-empty list of counts")],
+        Annotated[tuple[Count, ...], Meta(min_length=1, title="a non-empty list of counts")],
         field("of these, how many had their first token accepted, their first two, and so on"),
     ]
     trials: Annotated[
@@ -41,8 +41,8 @@ class ChainAcceptance(Artifact, frozen=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         for before, after in zip((self.drafts, *self.accepted), self.accepted, strict=False):
-            if after > before * (1 + 1e-9):
-                raise SequoiaPlanError(f"{self.PREFIX}.accepted: found {after:g} after {before:g}, expected no more at a later position than at the one before")
+            if after > before:
+                raise SequoiaPlanError(f"{self.PREFIX}.accepted: found {after} after {before}, expected no more at a later position than at the one before")
 
     @property
     def survival(self) -> tuple[float, ...]:

@@ -25,7 +25,7 @@ VERSIONS = sorted(DATA.glob("counters-*.txt"))
 def test_every_version_counts_the_same(page):
     after, text = counters.fetch(str(page))
     found = counters.acceptance(after, None, str(page), text)
-    assert (found.drafts, found.accepted, found.source) == (100, (40.0, 16.0, 6.0), page.name)
+    assert (found.drafts, found.accepted, found.source) == (100, (40, 16, 6), page.name)
 
 
 def test_there_are_several_versions():
@@ -43,7 +43,7 @@ def test_a_real_servers_page():
 def test_several_engines_add_up_and_labels_may_hold_anything():
     page = (DATA / "counters-0.27.1.txt").read_text()
     odd = page.replace('engine="0"', 'engine="1"').replace('model_name="target"', r'model_name="a \"b\", position=\"9\"} 3"')
-    assert counters.acceptance(counters.parse(page + odd)).accepted == (80.0, 32.0, 12.0)
+    assert counters.acceptance(counters.parse(page + odd)).accepted == (80, 32, 12)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_log_gives_step_times(tmp_path):
     log.write_text(ARGS.format(3, 1) + line(1, 3.1, 1.9) + line(1, 40.0, 2.0) + line(4, 9.9, 1.5) + line(4, 120.0, 1.5) + line(4, 125.0, 1.5) + "INFO: x\n")
     length, steps, means = sglang.read_log(str(log))
     assert length == 3 and means == {1: 2.0, 4: 1.5}
-    assert [(step.batch, step.speculative_tokens, step.steps) for step in steps] == [(1, 3, 1), (4, 3, 2)]  # the first line after a change is a mix
+    assert [(step.batch, step.speculative_tokens, step.steps) for step in steps] == [(1, 3, 40), (4, 3, 80)]  # the first line after a change is a mix
     assert steps[0].seconds == pytest.approx(1 * 2.0 / 40) and steps[1].seconds == pytest.approx((4 * 1.5 / 120 + 4 * 1.5 / 125) / 2)
     log.write_text(ARGS.format("None", "None") + line(2, 30.0) * 3)
     assert sglang.read_log(str(log))[:2] == (0, (pytest.approx(sglang.read_log(str(log))[1][0]),))
@@ -200,7 +200,7 @@ def test_logs_that_tell_nothing(tmp_path, text, message):
 
 def test_one_rate_for_all_positions():
     found = sglang.of_mean(1 + 0.6 + 0.36 + 0.216, 3, 1000)
-    assert found.survival == pytest.approx((0.6, 0.36, 0.216))
+    assert found.survival == pytest.approx((0.6, 0.36, 0.216), abs=1e-3)
     for wrong in (1.0, 4.0, 0.5):
         with pytest.raises(SequoiaPlanError, match="expected more than 1 and less than 4"):
             sglang.of_mean(wrong, 3, 1000)

@@ -101,6 +101,8 @@ def acceptance(after: Mapping[str, float], before: Mapping[str, float] | None = 
             f"{name}: {BY_POSITION} adds up to {sum(accepted):g}, {ACCEPTED} is {grown(ACCEPTED):g}; this version counts otherwise, tell us which it is"
         )
     try:
-        return ChainAcceptance(drafts=round(drafts), accepted=tuple(accepted), source=Path(source).name if source and "://" not in source else source)
+        return ChainAcceptance(
+            drafts=round(drafts), accepted=tuple(map(round, accepted)), source=Path(source).name if source and "://" not in source else source
+        )
     except SequoiaPlanError as error:
         raise SequoiaPlanError(f"{name}: {error}") from error

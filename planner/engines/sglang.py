@@ -26,6 +26,9 @@ from sequoia_plan.artifacts.files import read_bytes
 HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")
 DECODE = re.compile(r"Decode batch.*?#running-req: (\d+).*?gen throughput \(token/s\): ([\d.]+)")
 ACCEPTED, LENGTH, BRANCHES = re.compile(r"accept len: ([\d.]+)"), re.compile(r"speculative_num_steps=(\d+|None)"), re.compile(r"speculative_eagle_topk=(\d+)")
+INTERVAL = re.compile(r"decode_log_interval=(\d+)")
+USUAL_INTERVAL = 40
+"""Steps between two lines of the log, unless the server was told otherwise."""
 LARGEST_FILE = 1 << 28
 EXPECTED = "responses of SGLang, as JSON or a JSON object a line"
 
@@ -55,7 +58,7 @@ def read_responses(path: str) -> ChainAcceptance:
     if longest < 2 or counts[1:].sum() == 0:
         raise SequoiaPlanError(f"{path}: no drafted token was accepted in {int(counts.sum())} steps; the draft does not fit the target, or nothing was drafted")
     at_least = counts[::-1].cumsum()[::-1]
-    return ChainAcceptance(drafts=int(at_least[0]), accepted=tuple(map(float, at_least[1:])), source=f"{len(found)} responses of SGLang")
+    return ChainAcceptance(drafts=int(at_least[0]), accepted=tuple(map(int, at_least[1:])), source=f"{len(found)} responses of SGLang")
 
 
 def read_log(path: str) -> tuple[int, tuple[StepSeconds, ...], dict[int, float]]:
@@ -76,6 +79,7 @@ def read_log(path: str) -> tuple[int, tuple[StepSeconds, ...], dict[int, float]]
     if not said:
         raise SequoiaPlanError(f"{path}: does not say speculative_num_steps; expected a log from the server's start on, with its server_args")
     length = 0 if said[1] == "None" else int(said[1])
+    interval = int(told[1]) if (told := INTERVAL.search(text)) else USUAL_INTERVAL
     if length and not any(accepted for _, _, accepted in seen):
         raise SequoiaPlanError(f"{path}: ran with {length} speculative tokens, but no line has 'accept len'; use an SGLang that logs it")
     steady = [now for before, now in pairwise(seen) if before[0] == now[0]]
@@ -87,7 +91,7 @@ def read_log(path: str) -> tuple[int, tuple[StepSeconds, ...], dict[int, float]]
         seconds = np.array([each for each, _ in found])
         middle = float(np.median(seconds))
         error = 1.2533 * float(seconds.std(ddof=1)) / len(found) ** 0.5 / middle if len(found) > 1 else 0.0
-        rows.append(StepSeconds(batch=batch, speculative_tokens=length, seconds=middle, error=error, steps=len(found)))
+        rows.append(StepSeconds(batch=batch, speculative_tokens=length, seconds=middle, error=error, steps=len(found) * interval))
     if not rows:
         raise SequoiaPlanError(f"{path}: no two 'Decode batch' lines in a row with the same #running-req; expected a steady number of requests for a while")
     return length, tuple(rows), {batch: float(np.mean([each for _, each in found])) for batch, found in by_batch.items()}
@@ -106,7 +110,7 @@ def of_mean(tokens_per_step: float, length: int, drafts: int) -> ChainAcceptance
         rate = (low + high) / 2
         low, high = (rate, high) if sum(rate**n for n in range(length + 1)) < tokens_per_step else (low, rate)
     source = f"accept len {tokens_per_step:.2f} of a log, one rate for all positions"
-    return ChainAcceptance(drafts, tuple(drafts * low**n for n in range(1, length + 1)), 0.0, source)
+    return ChainAcceptance(drafts, tuple(round(drafts * low**n) for n in range(1, length + 1)), 0.0, source)
 
 
 def lines(ranges: Sequence[Range]) -> tuple[str, ...]:
