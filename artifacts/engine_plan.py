@@ -97,6 +97,11 @@ class Range(Artifact, frozen=True):
 class EnginePlan(Artifact, frozen=True):
     """A plan for an engine whose drafts are chains."""
 
+    ORDER: ClassVar[tuple[str, ...]] = (
+        *("engine", "version", "method", "target", "draft", "settings"),
+        *("acceptance", "steps", "cells", "schedule", "lines", "seconds", "tool"),
+    )
+
     engine: Annotated[str, field("vllm or sglang", key="engine.name")]
     acceptance: Annotated[ChainAcceptance, field("how far drafted chains are accepted")]
     version: Annotated[str, field("of the engine; empty if it is not known", key="engine.version", always=True)] = ""
