@@ -36,6 +36,10 @@ class ChainAcceptance(Artifact, frozen=True):
             always=True,
         ),
     ] = 0.0
+    share: Annotated[
+        Annotated[float, Meta(gt=0, le=1, title="a number > 0 and <= 1")],
+        field("of a request's steps in which anything was drafted; below 1 where drafts are looked up in the text", always=True),
+    ] = 1.0
     source: Annotated[str, field("where the counts are from", always=True)] = ""
 
     def __post_init__(self) -> None:

@@ -1,8 +1,9 @@
 """Counters of vLLM from metrics pages of several versions, and what SGLang's responses and logs say.
 
 `data/vllm/counters-*.txt` are what the counters' own class of these vLLM versions (`SpecDecodingProm`, taken from their wheels and run alone with
-prometheus_client) writes after 100 drafts of 3 tokens, of which 60, 24, 10 and 6 had 0, 1, 2 and 3 accepted. `data/vllm/server-0.32.0*.txt` are
-the pages of real servers.
+prometheus_client) writes after 100 drafts of 3 tokens, of which 60, 24, 10 and 6 had 0, 1, 2 and 3 accepted. `data/vllm/server-0.32.0-*.txt` are
+pages of real servers, without the buckets of histograms: with 4 speculative tokens after two and four requests, without speculation, and with
+speculation and --disable-log-stats.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pytest
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.planner.engines import counters, sglang
+from sequoia_plan.planner.engines.chain import tokens
 
 DATA = Path(__file__).parent / "data" / "vllm"
 VERSIONS = sorted(DATA.glob("counters-*.txt"))
@@ -38,6 +40,25 @@ def test_a_real_servers_page():
     assert 0 < part.drafts < whole.drafts and len(whole.accepted) == 4
     assert sum(whole.accepted) == after[0]["vllm:spec_decode_num_accepted_tokens"]
     assert part.accepted[0] == after[0][f"{counters.BY_POSITION}[0]"] - before[0][f"{counters.BY_POSITION}[0]"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("plain", "vLLM counts no speculation; start the server with"), ("silent", "holds no metrics of vLLM; start the")]
+)
+def test_a_real_server_that_counts_nothing(name, message):
+    after, page = counters.fetch(str(DATA / f"server-0.32.0-{name}.txt"))
+    with pytest.raises(SequoiaPlanError, match=message):
+        counters.acceptance(after, None, name, page)
+
+
+def test_drafts_that_are_looked_up_are_not_in_every_step():
+    """Of a server with ngram: of 300 steps 100 drafted, two of three tokens on average."""
+    page = (DATA / "counters-0.27.1.txt").read_text().replace("} 300.0", "} 200.0")
+    page += "vllm:generation_tokens_total 372.0\nvllm:time_to_first_token_seconds_count 10.0\nvllm:time_to_first_token_seconds_sum 99.0\n"
+    found = counters.acceptance(counters.parse(page), None, "p")
+    assert found.share == pytest.approx(1 / 3, abs=1e-4) and found.source == "p; chains of 2.0 tokens on average, 3 at most"
+    mean = tokens(found, 3).mean
+    assert mean[3] == pytest.approx(1 + 62 / 300, abs=1e-4) and mean[0] == 1
 
 
 def test_several_engines_add_up_and_labels_may_hold_anything():

@@ -151,13 +151,9 @@ def _export_model(output: str, model: str, target: str | None, draft: str | None
         from sequoia_plan.planner.cli.pair import load_pair
 
         pair = load_pair(target, "int8" if model == "target" and target else draft, "cpu", "float32", placement="resident")
-        if model == "target":
-            pair.target.save_pretrained(folder)
-            pair.tokenizer.save_pretrained(folder)
-        else:
-            from sequoia_plan.runtime.draft.file import save_as_folder
+        from sequoia_plan.runtime.pair import save_model
 
-            save_as_folder(pair.draft, pair.tokenizer, folder)
+        save_model(pair, model, folder)
     facts = pair.facts[model]
     if as_json:
         print_json({"output": output, "format": "hf", "model": model, "name": facts["name"], "parameters": facts["parameters"]})

@@ -93,13 +93,9 @@ class Tokens:
     error: Floats
 
 
-def tokens(acceptance: ChainAcceptance, most: int, share: float = 1.0) -> Tokens:
-    """Expected tokens for every length up to `most`.
-
-    Args:
-        share: of the steps in which anything is drafted; below 1 for drafts that look tokens up.
-    """
-    h, trials = agreement(acceptance), acceptance.trials or acceptance.drafts
+def tokens(acceptance: ChainAcceptance, most: int) -> Tokens:
+    """Expected tokens for every length up to `most`."""
+    h, trials, share = agreement(acceptance), acceptance.trials or acceptance.drafts, acceptance.share
     mean, error = np.ones(most + 1), np.zeros(most + 1)
     for length in range(1, most + 1):
         alive = survival(h, length)

@@ -12,6 +12,7 @@ from sequoia_plan.artifacts.files import read_bytes
 
 PREFIX = "vllm:spec_decode_"
 DRAFTS, ACCEPTED, BY_POSITION = f"{PREFIX}num_drafts", f"{PREFIX}num_accepted_tokens", f"{PREFIX}num_accepted_tokens_per_pos"
+DRAFTED, GENERATED, FIRST = f"{PREFIX}num_draft_tokens", "vllm:generation_tokens", "vllm:time_to_first_token_seconds_count"
 SAMPLE = re.compile(r'^([A-Za-z_:][\w:]*)(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})?\s+(\S+)')
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 LARGEST_PAGE = 1 << 26
@@ -48,13 +49,15 @@ def fetch(source: str) -> tuple[Counters, str]:
 
 
 def parse(page: str) -> Counters:
-    """The counters of speculation in Prometheus text; `_total` is cut off, as vLLM's own snapshot names them."""
+    """The counters of speculation in Prometheus text, and those of tokens; `_total` is cut off, as vLLM's own snapshot names them."""
     found: Counters = {}
     for line in page.splitlines():
         match = SAMPLE.match(line.strip())
-        if not match or not match[1].startswith(PREFIX) or match[1].endswith("_created"):
+        if not match or match[1].endswith("_created"):
             continue
         labels, name = dict(LABEL.findall(match[2] or "")), match[1].removesuffix("_total")
+        if not name.startswith(PREFIX) and name not in (GENERATED, FIRST):
+            continue
         if name == BY_POSITION:
             name = f"{name}[{labels.get('position', '?')}]"
         try:
@@ -76,14 +79,15 @@ def acceptance(after: Mapping[str, float], before: Mapping[str, float] | None = 
         SequoiaPlanError: if there are no counters of speculation, they are of another version, were reset, or count nothing.
     """
     name = source or "counters"
-    if not after:
+    counted = sorted(each for each in after if each.startswith(PREFIX))
+    if not counted:
         if page is not None and "vllm:" not in page:
             raise SequoiaPlanError(f"{name}: holds no metrics of vLLM; start the server without --disable-log-stats and read its /metrics page")
         raise SequoiaPlanError(f"{name}: vLLM counts no speculation; start the server with --speculative-config (and without --disable-log-stats)")
     positions = sorted(int(match[1]) for each in after if (match := re.fullmatch(rf"{re.escape(BY_POSITION)}\[(\d+)\]", each)))
     if DRAFTS not in after or not positions:
         raise SequoiaPlanError(
-            f"{name}: found {', '.join(sorted(after))[:200]}, expected {DRAFTS} and {BY_POSITION}; this version counts otherwise: use vLLM 0.9 or later"
+            f"{name}: found {', '.join(counted)[:200]}, expected {DRAFTS} and {BY_POSITION}; this version counts otherwise: use the V1 engine of vLLM 0.8.5 or later"
         )
     if positions != list(range(len(positions))):
         raise SequoiaPlanError(f"{name}: {BY_POSITION} has the positions {positions}, expected 0 to {len(positions) - 1}; read the whole page")
@@ -100,9 +104,13 @@ def acceptance(after: Mapping[str, float], before: Mapping[str, float] | None = 
         raise SequoiaPlanError(
             f"{name}: {BY_POSITION} adds up to {sum(accepted):g}, {ACCEPTED} is {grown(ACCEPTED):g}; this version counts otherwise, tell us which it is"
         )
+    short = Path(source).name if source and "://" not in source else source
+    if (length := grown(DRAFTED) / drafts) < 0.9 * len(accepted):
+        short = f"{short}; chains of {length:.1f} tokens on average, {len(accepted)} at most".removeprefix("; ")
+    # every step of a request yields one token and those accepted; its first token is from the prompt's pass, which drafts nothing
+    steps = grown(GENERATED) - sum(accepted) - grown(FIRST) if {GENERATED, FIRST} <= after.keys() else 0.0
+    share = min(1.0, drafts / steps) if steps > 0 else 1.0
     try:
-        return ChainAcceptance(
-            drafts=round(drafts), accepted=tuple(map(round, accepted)), source=Path(source).name if source and "://" not in source else source
-        )
+        return ChainAcceptance(drafts=round(drafts), accepted=tuple(map(round, accepted)), share=round(share, 4), source=short)
     except SequoiaPlanError as error:
         raise SequoiaPlanError(f"{name}: {error}") from error

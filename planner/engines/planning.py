@@ -48,7 +48,8 @@ def measure(
     if acceptance is None:
         engines.use([most])
         acceptance, gave = engines.acceptance(most, min(max(batches), len(prompts)), prompts)
-        acceptance = replace(acceptance, trials=round(effective_trials(acceptance, gave), 1))
+        share = min(1.0, acceptance.drafts / max(sum(map(len, gave)), 1))
+        acceptance = replace(acceptance, trials=round(effective_trials(acceptance, gave), 1), share=round(share, 4))
     found = tokens(acceptance, most)
     rounds = engines.time(sorted({0, 1, most}), batches, ROUNDS, STEPS)
     while True:

@@ -110,7 +110,7 @@ def of_mean(tokens_per_step: float, length: int, drafts: int) -> ChainAcceptance
         rate = (low + high) / 2
         low, high = (rate, high) if sum(rate**n for n in range(length + 1)) < tokens_per_step else (low, rate)
     source = f"accept len {tokens_per_step:.2f} of a log, one rate for all positions"
-    return ChainAcceptance(drafts, tuple(round(drafts * low**n) for n in range(1, length + 1)), 0.0, source)
+    return ChainAcceptance(drafts, tuple(round(drafts * low**n) for n in range(1, length + 1)), source=source)
 
 
 def lines(ranges: Sequence[Range]) -> tuple[str, ...]:
