@@ -58,7 +58,7 @@ def test_drafts_that_are_looked_up_are_not_in_every_step():
     found = counters.acceptance(counters.parse(page), None, "p")
     assert found.share == pytest.approx(1 / 3, abs=1e-4) and found.source == "p; chains of 2.0 tokens on average, 3 at most"
     mean = tokens(found, 3).mean
-    assert mean[3] == pytest.approx(1 + 62 / 300, abs=1e-4) and mean[0] == 1
+    assert mean[3] == pytest.approx(1 + 62 / 300, abs=0.005) and mean[0] == 1
 
 
 def test_several_engines_add_up_and_labels_may_hold_anything():

@@ -87,7 +87,7 @@ def acceptance(after: Mapping[str, float], before: Mapping[str, float] | None = 
     positions = sorted(int(match[1]) for each in after if (match := re.fullmatch(rf"{re.escape(BY_POSITION)}\[(\d+)\]", each)))
     if DRAFTS not in after or not positions:
         raise SequoiaPlanError(
-            f"{name}: found {', '.join(counted)[:200]}, expected {DRAFTS} and {BY_POSITION}; this version counts otherwise: use the V1 engine of vLLM 0.8.5 or later"
+            f"{name}: found {', '.join(counted)[:200]}, expected {DRAFTS} and {BY_POSITION}; this version counts otherwise: use vLLM V1, 0.8.5 or later"
         )
     if positions != list(range(len(positions))):
         raise SequoiaPlanError(f"{name}: {BY_POSITION} has the positions {positions}, expected 0 to {len(positions) - 1}; read the whole page")
