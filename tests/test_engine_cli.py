@@ -78,8 +78,8 @@ def test_the_plan_holds_what_the_engine_counted(made):
 
 def test_what_is_said_can_be_pasted(made):
     plan, _, _, said = made
-    assert plan.lines and plan.lines[0] in said
-    option, value = shlex.split(plan.lines[0])
+    assert plan.lines and all(line in said for line in plan.lines)
+    option, value = shlex.split(plan.lines[-1])
     found = json.loads(value)
     assert option == "--speculative-config" and found["method"] == "draft_model" and found["model"] == "d"
     assert found["num_speculative_tokens"] == max(each.speculative_tokens for each in plan.schedule) > 0
@@ -118,10 +118,11 @@ def test_counters_alone_say_what_they_can(run):
 def test_the_lines_of_every_kind_of_schedule():
     speculative = vllm.config("draft_model", "it's", {"x": 1})
     ranges = (Range(1, 2, 3), Range(3, 8, 1), Range(9, 16, 0))
-    whole = json.loads(shlex.split(vllm.lines(speculative, ranges, True)[0])[1])
+    whole = json.loads(shlex.split(vllm.lines(speculative, ranges, True)[-1])[1])
     assert whole == {"method": "draft_model", "model": "it's", "x": 1, "num_speculative_tokens": 3, vllm.SCHEDULE: [[1, 2, 3], [3, 8, 1], [9, 16, 0]]}
     each = [json.loads(shlex.split(line)[1]) for line in vllm.lines(speculative, ranges, False)]
     assert [one["num_speculative_tokens"] for one in each] == [3, 1] and vllm.SCHEDULE not in each[0]
+    assert vllm.lines(speculative, ranges, True)[:-1] == vllm.lines(speculative, ranges, False)
     assert len(vllm.lines(speculative, (Range(1, 16, 2),), True)) == 1 and vllm.lines(speculative, (Range(1, 16, 0),), True) == ()
 
 

@@ -83,7 +83,7 @@ def test_vllm_takes_the_schedule(made):
     """Its own reader of schedules makes of ours what the plan says for each batch size."""
     speculative, ranges = vllm.config("draft_model", "d", {}), made[0].schedule
     ranges = ranges if len(ranges) > 1 else (vllm.Range(1, 2, 2), vllm.Range(3, 3, 0))
-    found = json.loads(shlex.split(vllm.lines(speculative, ranges, True)[0])[1])
+    found = json.loads(shlex.split(vllm.lines(speculative, ranges, True)[-1])[1])
     script = "import json, sys; from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup as build; "
     script += "print(json.dumps(build(json.loads(sys.argv[1]), 5, int(sys.argv[2]))))"
     run = subprocess.run(

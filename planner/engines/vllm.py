@@ -158,18 +158,17 @@ def config(method: str, draft: str | None, more: Mapping[str, Any]) -> dict[str,
 
 
 def lines(speculative: Mapping[str, Any], ranges: Sequence[Range], takes_schedule: bool) -> tuple[str, ...]:
-    """What to start vLLM with; nothing if it should not speculate at any batch size.
+    """What to start vLLM with: a line for each number that is best at some batch size, and one with the schedule if there are several.
 
     A schedule takes effect at the batch size of each step. vLLM makes the draft's first pass also where it says 0, to keep the draft's cache
     complete.
     """
-    most = max(each.speculative_tokens for each in ranges)
-    if most == 0:
-        return ()
-    if len(ranges) > 1 and takes_schedule:
-        return (option({**speculative, "num_speculative_tokens": most, SCHEDULE: [[each.first, each.last, each.speculative_tokens] for each in ranges]}),)
-    lengths = dict.fromkeys(each.speculative_tokens for each in ranges)
-    return tuple(option({**speculative, "num_speculative_tokens": length}) for length in lengths if length)
+    lengths = [length for length in dict.fromkeys(each.speculative_tokens for each in ranges) if length]
+    found = [option({**speculative, "num_speculative_tokens": length}) for length in lengths]
+    if lengths and len(ranges) > 1 and takes_schedule:
+        table = [[each.first, each.last, each.speculative_tokens] for each in ranges]
+        found.append(option({**speculative, "num_speculative_tokens": max(lengths), SCHEDULE: table}))
+    return tuple(found)
 
 
 def option(speculative: Mapping[str, Any]) -> str:

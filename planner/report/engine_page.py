@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from sequoia_plan.artifacts.engine_plan import EnginePlan
-from sequoia_plan.planner.report.engine_table import COLUMNS, acceptance_lines, findings, misses, rows
+from sequoia_plan.planner.report.engine_table import COLUMNS, KEY, acceptance_lines, findings, misses, rows
 from sequoia_plan.planner.report.html import HEIGHT, Plot, document, figures
 from sequoia_plan.planner.report.panels import AMBER, BLUE, GREEN
 
@@ -46,9 +46,9 @@ def throughput_panel(plan: EnginePlan, batch: int, axes: Any) -> None:
     best = plan.best(batch)
     axes.axvline(best.speculative_tokens, color=BLUE, linewidth=1, linestyle=":", label=f"chosen: {best.speculative_tokens}")
     axes.set_xticks(lengths if len(lengths) <= 12 else lengths[:: -(-len(lengths) // 12)])
-    axes.set(xlabel="speculative tokens", ylabel="tokens/s", ylim=(0, None))
+    axes.set(xlabel="speculative tokens", ylabel="tokens/s", ylim=(0, 1.15 * max(cell.high for cell in cells)))
     axes.grid(axis="y", linewidth=0.8)
-    axes.legend(loc="lower left")
+    axes.legend(loc="best")
 
 
 def _plots(plan: EnginePlan) -> list[Plot]:
@@ -61,7 +61,7 @@ def _table(plan: EnginePlan) -> str:
     for cell, texts in rows(plan):
         mine = ' class="mine"' if cell == plan.best(cell.batch) else ""
         body += f"<tr{mine}>{''.join(f'<td>{escape(text)}</td>' for text in texts)}</tr>"
-    note = "~: on the line between two measured times. a / b: predicted / measured."
+    note = f"{KEY}. ~: on the line between two measured times. a / b: predicted / measured."
     return f'<div class="wide"><table class="figures"><tr>{head}</tr>{body}</table></div><p class="soft">{note}</p>'
 
 

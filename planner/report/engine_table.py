@@ -7,7 +7,8 @@ from typing import Any
 
 from sequoia_plan.artifacts.engine_plan import Cell, ChainAcceptance, EnginePlan
 
-COLUMNS = ("batch", "speculative tokens", "tokens a step", "step", "predicted tokens/s", "measured tokens/s", "over none")
+COLUMNS = ("batch", "K", "tokens/step", "step", "predicted", "measured", "over K=0")
+KEY = "K: speculative tokens; predicted, measured: generated tokens a second"
 
 
 def findings(plan: EnginePlan) -> list[str]:
@@ -39,18 +40,18 @@ def misses(plan: EnginePlan, most: float = 0.1) -> list[str]:
     return found
 
 
-def rows(plan: EnginePlan) -> Iterator[tuple[Cell, tuple[str, ...]]]:
-    """Each cell and its texts; a time that was not measured has a ~."""
+def rows(plan: EnginePlan, measured: bool = True) -> Iterator[tuple[Cell, tuple[str, ...]]]:
+    """Each cell and its texts; a time that was not measured has a ~. With `measured`, tokens and times say it as predicted / measured."""
     for batch in plan.batches:
         for cell in plan.at(batch):
-            seen = cell.measured
+            seen, both = cell.measured, cell.measured if measured else None
             yield (
                 cell,
                 (
                     f"{cell.batch}",
                     f"{cell.speculative_tokens}",
-                    f"{cell.tokens_per_step:.2f}" + (f" / {seen.tokens_per_step:.2f}" if seen else ""),
-                    f"{'' if cell.timed else '~'}{cell.seconds * 1000:.1f}" + (f" / {seen.seconds * 1000:.1f}" if seen else "") + " ms",
+                    f"{cell.tokens_per_step:.2f}" + (f" / {both.tokens_per_step:.2f}" if both else ""),
+                    f"{'' if cell.timed else '~'}{cell.seconds * 1000:.1f}" + (f" / {both.seconds * 1000:.1f}" if both else "") + " ms",
                     f"{cell.throughput:.1f} ({cell.low:.1f}-{cell.high:.1f})",
                     f"{seen.throughput:.1f} ({seen.low:.1f}-{seen.high:.1f})" if seen else "",
                     f"{cell.speedup:.2f}x",
@@ -77,13 +78,14 @@ def print_plan(plan: EnginePlan) -> None:
     for line in acceptance_lines(plan.acceptance, [cell.tokens_per_step for cell in first]):
         console.print(line, soft_wrap=True, markup=False)
     verified = any(cell.measured for cell in plan.cells)
-    shown = [number for number, name in enumerate(COLUMNS) if verified or name != "measured tokens/s"]
-    table = Table(*(COLUMNS[number] for number in shown), box=box.SIMPLE)
-    for cell, texts in rows(plan):
+    shown = [number for number, name in enumerate(COLUMNS) if verified or name != "measured"]
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for number in shown:
+        table.add_column(COLUMNS[number], no_wrap=True, justify="right", min_width=len(COLUMNS[number]))
+    for cell, texts in rows(plan, measured=False):
         table.add_row(*(texts[number] for number in shown), style="bold" if cell == plan.best(cell.batch) else None)
     console.print(table)
-    if any(not cell.timed for cell in plan.cells):
-        console.print("~: on the line between two measured times" + ("; a / b: predicted / measured" if verified else ""), markup=False)
+    console.print(KEY + ("; ~: on the line between two measured times" if any(not cell.timed for cell in plan.cells) else ""), markup=False)
     for line in (*findings(plan), *misses(plan)):
         console.print(line, soft_wrap=True, markup=False)
     if plan.engine == "sglang":
