@@ -25,6 +25,10 @@ def modules_after(statement):
         ("import sequoia_plan.artifacts", {"torch", "transformers", "numba", "click", "yaml"} | OWN - {"sequoia_plan.artifacts"}),
         ("import sequoia_plan.artifacts.interchange", {"torch", "networkx", "yaml"} | OWN - {"sequoia_plan.artifacts"}),
         ("from sequoia_plan.planner import solve; solve([0.5, 0.2], 8, 4)", {"torch", "transformers", "sequoia_plan.runtime", "sequoia_plan.profiler"}),
+        (
+            "from sequoia_plan.artifacts.prompts import built_in; import sequoia_plan.planner.engines.planning; built_in()",
+            {"torch", "transformers", "vllm", "sequoia_plan.runtime", "sequoia_plan.profiler"},
+        ),
         ("import sequoia_plan.runtime", {"numba", "sequoia_plan.planner", "sequoia_plan.profiler"}),
         ("import sequoia_plan.profiler", {"numba", "sequoia_plan.planner"}),
         (
