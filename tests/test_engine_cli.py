@@ -154,7 +154,7 @@ def test_findings_and_misses(made):
         (
             ["vllm", "--target", "wrong vocabulary", "--draft", "d", "--python", sys.executable],
             1,
-            "ValueError: Target and draft model should have the same voc",
+            "Value error, Target and draft model should have the same vocabulary size; use",
         ),
         (["vllm", "--target", "dies", "--draft", "d", "--python", sys.executable], 1, "the engine died by signal SIGSEGV while decoding 16 requests at a time"),
         (["vllm", "--target", "no counters", "--draft", "d", "--python", sys.executable], 1, "vLLM counts no speculation; start the server with"),

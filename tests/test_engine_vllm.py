@@ -115,7 +115,8 @@ def test_a_draft_of_another_vocabulary_is_one_line(folders):
     words = ["--target", str(folders / "target"), "--draft", str(folders / "other"), "--python", PYTHON, "--engine-args", json.dumps(OPTIONS), "--batch", "1"]
     result = CliRunner().invoke(main, ["engine", "vllm", *words])
     assert result.exit_code == 1 and "Traceback" not in result.output
-    assert "vocab" in result.stderr.strip().splitlines()[-1], result.stderr
+    said = result.stderr.strip().splitlines()[-1]
+    assert "same vocabulary" in said and said.endswith("; use a draft that shares the target's tokenizer")
 
 
 def test_nothing_of_vllm_outlives_a_killed_program(folders):

@@ -16,9 +16,17 @@ from typing import Any
 from sequoia_plan.artifacts import SequoiaPlanError
 
 DRIVER = Path(__file__).with_name("driver.py")
-CAUSE = re.compile(r"\b((?:\w+\.)*\w*(?:Error|Exception)): (.+)")
+CAUSE = re.compile(r"\b(\w*(?:Error|Exception)): (?:\d+ validation errors? for .*\n\s*)?(.+?)(?: \[type=.*)?$", re.MULTILINE)
+"""An error at the end of a traceback; pydantic says which one on the next line."""
 WRAPPED = ("Engine core initialization failed", "EngineCore encountered an issue", "EngineDeadError", "cancelled")
 """What vLLM says of an error that another process has told in full before."""
+HINTS = (
+    ("vocab", "use a draft that shares the target's tokenizer"),
+    ("memory", "give the engine less in --engine-args, or keep fewer with --together"),
+    ("No such file|does not exist|not a valid model|find the requested files", "name folders or models that the engine can load"),
+    ("", "its options are set by --engine-args and --speculative-args"),
+)
+"""What to do about an error with such words; the last holds for all others."""
 
 
 class Engine:
@@ -72,8 +80,8 @@ class Engine:
             self.process.wait()
             code = message["died"]
             how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            raise SequoiaPlanError(f"the engine died {how} while {what}: {self.cause()}")
-        raise SequoiaPlanError(f"the engine failed while {what}: {self.cause(message['error'])}")
+            raise SequoiaPlanError(f"the engine died {how} while {what}: {_with_hint(self.cause())}")
+        raise SequoiaPlanError(f"the engine failed while {what}: {_with_hint(self.cause(message['error']))}")
 
     def ask(self, what: str, do: str, **arguments: Any) -> dict[str, Any]:
         """`send` and `receive`."""
@@ -85,7 +93,7 @@ class Engine:
         self.log.seek(0, os.SEEK_END)
         self.log.seek(max(0, self.log.tell() - (1 << 17)))
         text = self.log.read().decode(errors="replace")
-        named = [f"{kind}: {words}" for kind, words in CAUSE.findall(text) if not any(each in words or each in kind for each in WRAPPED)]
+        named = [f"{kind}: {words.rstrip('.')}" for kind, words in CAUSE.findall(text) if not any(each in words or each in kind for each in WRAPPED)]
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         found = named[-1] if named else said or (lines[-1] if lines else "it printed nothing")
         return "".join(each if each.isprintable() else " " for each in found)[:400].strip()
@@ -109,3 +117,7 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _with_hint(cause: str) -> str:
+    return f"{cause}; {next(hint for words, hint in HINTS if re.search(words, cause, re.IGNORECASE))}"

@@ -23,7 +23,11 @@ def SamplingParams(temperature, max_tokens):
 class LLM:
     def __init__(self, model, speculative_config=None, disable_log_stats=False, **options):
         if model == "wrong vocabulary":
-            raise ValueError("Target and draft model should have the same vocabulary size. Target model vocab_size=49152. Draft model vocab_size=8192.")
+            raise type("ValidationError", (ValueError,), {})(
+                "1 validation error for SpeculativeConfig\n"
+                "  Value error, Target and draft model should have the same vocabulary size. [type=value_error, input_value=1]\n"
+                "    For further information visit a page"
+            )  # as vLLM 0.32 says it, through pydantic
         self.dies, self.silent = model == "dies", model == "no counters"
         self.length = (speculative_config or {}).get("num_speculative_tokens", 0)
         self.child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
