@@ -72,7 +72,7 @@ def main() -> None:
         for name, group, more in arms:
             cells = [(batch, length) for batch in BATCHES for length in (group if (repeat + batch) % 2 else group[::-1])]
             places = {(run["arm"], run["group"], run["repeat"], run["batch"], run["length"]) for run in state["runs"]}
-            missing = [cell for cell in cells if (name, group, repeat, *cell) not in places]
+            missing = [cell for cell in cells if (name, str(group), repeat, *cell) not in places]
             if not missing:
                 continue
             with engines(more) as running:
@@ -86,7 +86,7 @@ def main() -> None:
                     began = time.perf_counter()
                     run = running.run(length, batch, planning.share(held_out, batch))
                     wall = time.perf_counter() - began
-                    facts = {"arm": name, "group": group, "repeat": repeat, "batch": batch, "length": length, "wall": wall}
+                    facts = {"arm": name, "group": str(group), "repeat": repeat, "batch": batch, "length": length, "wall": wall}
                     state["runs"].append({**facts, "seconds": run.seconds, "steps": run.steps, "tokens": run.tokens})
                     print(
                         f"repeat {repeat} batch {batch} length {length}: {run.throughput:.1f} tokens/s, {run.tokens / run.steps / batch:.3f} a step", flush=True
