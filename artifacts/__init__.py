@@ -4,7 +4,7 @@ from sequoia_plan.artifacts.bench_result import BenchResult
 from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
 from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.plan import Plan
-from sequoia_plan.artifacts.profile import Latency, LevelCounts, Profile, Stream, Verification
+from sequoia_plan.artifacts.profile import Judged, Latency, LevelCounts, Lift, Profile, Stream, Verification
 from sequoia_plan.artifacts.tree import TokenTree
 from sequoia_plan.artifacts.tree_file import load_tree, save_tree
 
@@ -13,8 +13,10 @@ __all__ = [
     "ArgumentError",
     "BenchResult",
     "Drafting",
+    "Judged",
     "Latency",
     "LevelCounts",
+    "Lift",
     "Plan",
     "Profile",
     "SequoiaPlanError",

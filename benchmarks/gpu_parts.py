@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -235,12 +235,8 @@ def step_parts(run: Run) -> dict[str, Any]:
     samplings = [Sampling(), *(Sampling(0.6, top_p, verifier=verifier) for top_p in (1.0, 0.9) for verifier in ("sequoia", "traversal"))]
     found = []
     for (title, tree), sampling, context in itertools.product(trees.items(), samplings, scale.contexts):
-
-        def timed_parts(tree: TokenTree = tree, sampling: Sampling = sampling, context: int = context) -> dict[str, Any]:
-            return {"first_step_seconds": first_step(pair, tree, sampling, context), **breakdown(pair, tree, sampling, context, scale.rounds)}
-
         setting = {"temperature": sampling.temperature, "top_p": sampling.top_p, "verifier": None if sampling.greedy else sampling.verifier}
-        found.append({"tree": title, "context": context, **setting, **with_peak(run.device, timed_parts)})
+        found.append({"tree": title, "context": context, **setting, **timed_parts(run, pair, tree, sampling, context)})
     return {"models": pair.facts, "steps": found}
 
 
@@ -251,14 +247,19 @@ def compiled(run: Run) -> dict[str, Any]:
     trees = {"plain": TokenTree.chain(1), "tree": bushy(min(64, scale.largest), 3)}
     found = []
     for (title, tree), choice in itertools.product(trees.items(), (False, True)):
-
-        def timed_parts(tree: TokenTree = tree, choice: bool = choice) -> dict[str, Any]:
-            torch.compiler.reset()
-            first = first_step(pair, tree, sampling, scale.contexts[0], compile=choice)
-            return {"first_step_seconds": first, **breakdown(pair, tree, sampling, scale.contexts[0], scale.rounds, compile=choice)}
-
-        found.append({"tree": title, "compile": choice, **with_peak(run.device, timed_parts)})
+        torch.compiler.reset()
+        found.append({"tree": title, "compile": choice, **timed_parts(run, pair, tree, sampling, scale.contexts[0], compile=choice)})
     return {"compiled": found}
+
+
+def timed_parts(run: Run, pair: Pair, tree: TokenTree, sampling: Sampling, context: int, **options: Any) -> dict[str, Any]:
+    """The first step's seconds, the parts of the steps after it, and the peak of memory."""
+
+    def parts() -> dict[str, Any]:
+        first = first_step(pair, tree, sampling, context, **options)
+        return {"first_step_seconds": first, **breakdown(pair, tree, sampling, context, run.scale.rounds, **options)}
+
+    return with_peak(run.device, parts)
 
 
 @torch.inference_mode()
@@ -282,8 +283,9 @@ def real_pair(run: Run, sampling: Sampling) -> dict[str, Any]:
     """The embedded pair end to end: profile, solve, decode side by side, the parts of a step."""
     scale, pair = run.scale, embedded(run.device)
     work = {"largest": scale.largest, "precision": scale.precision, "tokens_per_prompt": min(scale.tokens, 64)}
-    profile = measure(pair, built_in()[: scale.texts], [sampling], scale.latency_seconds, **work)[0]
+    profile = measure(pair, built_in()[: scale.texts], [sampling], scale.latency_seconds, verifiers=[["sequoia"]], **work)[0]
     solution = solve(profile, BUDGET, DEPTH)
+    sampling = replace(sampling, verifier=solution.plan.settings["verifier"])
     trees = arms(solution.tree, sampling.verifier)
     reference = functools.partial(embedded, run.device, placement="resident")
     result = compare(pair, reference, solution.tree, trees, sampling, longest_first(pair, scale), scale.tokens, CONTENDERS, deadline=run.deadline)
@@ -292,6 +294,7 @@ def real_pair(run: Run, sampling: Sampling) -> dict[str, Any]:
         "acceptance": profile.acceptance,
         "trials": profile.trials,
         "latency": curves(profile.latency),
+        "alternatives": solution.plan.facts().get("alternatives", {}),
         "tree": {"parents": solution.tree.parents.tolist(), "expected_tokens": solution.plan.expected_tokens, "step_seconds": solution.plan.step_seconds},
         "breakdown": {name: with_peak(run.device, functools.partial(breakdown, pair, tree, sampling, rounds=scale.rounds)) for name, tree in steps.items()},
     }
@@ -353,6 +356,7 @@ def random_weights(run: Run, name: str) -> dict[str, Any]:
 def judged(pair: Pair, tree: TokenTree, acceptance: Sequence[float], times: StepTime, sampling: Sampling, plain_step: float, rounds: int) -> dict[str, Any]:
     """A tree's step against the sum of its passes, each timed alone, and what the vector would make of it."""
     parts = with_peak(pair.target.device if pair else torch.device("cpu"), lambda: breakdown(pair, tree, sampling, rounds=rounds))
+    times = replace(times, acceptance=acceptance)
     passes = times.step(tree) - times.latency.overhead - times.verification(tree)
     tokens = expected_tokens(tree, acceptance)
     return {

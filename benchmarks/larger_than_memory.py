@@ -35,7 +35,8 @@ from sequoia_plan.profiler.latency import timed
 from sequoia_plan.profiler.verification import bushy
 from sequoia_plan.runtime import SequoiaDecoder
 from sequoia_plan.runtime.models.load import local_folder
-from sequoia_plan.runtime.models.offload import Offloaded, cache_bytes, split_memory
+from sequoia_plan.runtime.models.memory import cache_bytes, split_memory
+from sequoia_plan.runtime.models.offload import Offloaded
 from sequoia_plan.runtime.models.stream import Ring, stream_of
 
 SHAPES = {"llama-2-7b": shape(4096, 11008, 32, 32), "small": shape(512, 1376, 12, 8)}

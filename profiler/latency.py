@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sequoia_plan.artifacts import Latency, SequoiaPlanError, Stream, TokenTree
+from sequoia_plan.artifacts import Latency, SequoiaPlanError, Stream, TokenTree, Verification
 from sequoia_plan.profiler.verification import ShapeTimer, bushy, fit, order_of_rounds, shapes
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.draft.drafter import Pass
@@ -55,18 +57,26 @@ class LatencyMeter:
     Args:
         on_size: called with each size's first median.
         largest: no more nodes than these.
+        others: further settings that verification is timed under, as with another verifier.
     """
 
     def __init__(
-        self, pair: Pair, sampling: Sampling, context: int, on_size: Callable[[int, float], None] = lambda size, median: None, largest: int = SIZES[-1]
+        self,
+        pair: Pair,
+        sampling: Sampling,
+        context: int,
+        on_size: Callable[[int, float], None] = lambda size, median: None,
+        largest: int = SIZES[-1],
+        others: Sequence[Sampling] = (),
     ) -> None:
+        self.judged = list(dict.fromkeys([sampling, *others]))
         self.decoder = SequoiaDecoder(pair.target, pair.draft, TokenTree.chain(2))
         self.sampling, self.on_size = sampling, on_size
         self.prompt = random_prompt(pair, context)
         self.sizes = [size for size in SIZES if size <= largest]
         self.timers: list[SizeTimer] = []
         self.shapes: list[ShapeTimer] = []
-        self.shape_samples: list[list[float]] = []
+        self.shape_samples: list[list[list[float]]] = []
         self.stream_samples: list[float] = []
         self.too_large: int | None = None
         self.rounds, self.seconds = 0, 0.0
@@ -74,7 +84,8 @@ class LatencyMeter:
     @torch.inference_mode()
     def begin(self, most_tokens: float) -> None:
         """Find the sizes. They grow until the target's pass costs `most_tokens` times that of one node: no tree yields more
-        tokens, so none of that size can beat plain decoding. A size there is no memory for ends the growth, too, and is recorded.
+        tokens, so none of that size can beat plain decoding. The same holds for draft passes, each width of which is timed up to there.
+        A size there is no memory for ends the growth, too, and is recorded.
 
         Args:
             most_tokens: a bound on any tree's expected tokens.
@@ -83,9 +94,10 @@ class LatencyMeter:
         assert drafter is not None
         if self.decoder.graphs and not self.sampling.greedy:  # numbers for any size: if they moved, every graph would be captured anew
             self.decoder.sequence.reserve_random_numbers(self.sizes[-1] * self.sampling.drawing.columns(drafter.vocabulary, 1))
+        longest = math.inf
         for size in self.sizes:
             try:
-                timer = SizeTimer(self.decoder, size, self.sampling, self.prompt)
+                timer = SizeTimer(self.decoder, size, self.sampling, self.prompt, drafts=not self.timers or self.timers[-1].draft() <= longest)
                 for _ in range(3):
                     timer.run()
             except (RuntimeError, SequoiaPlanError) as error:
@@ -98,15 +110,16 @@ class LatencyMeter:
             if size == 1:
                 self._time_stream()
             plain = max([self.timers[0].target(), *self.stream_samples])
-            if timer.target() > most_tokens * plain:
+            longest = most_tokens * plain
+            if timer.target() > longest:
                 break
         for timer in self.timers:
-            timer.every = min(RAREST, max(1, int(timer.target() / plain)))
+            timer.every = min(RAREST, max(1, int(max(timer.target(), timer.draft() if timer.drafts else 0.0) / plain)))
             timer.forget()
         for tree in shapes(self.timers[-1].size, drafter.vocabulary):
             judged = self.decoder.with_tree(tree)
             judged.prefill(self.prompt, tree.depth, seed=0)
-            self.shapes.append(ShapeTimer(judged, self.sampling))
+            self.shapes.append(ShapeTimer(judged, self.judged))
         self._time_shapes()  # warm
         self.shape_samples, self.stream_samples = [], []
 
@@ -129,24 +142,31 @@ class LatencyMeter:
         while self.rounds < LEAST_ROUNDS or (self.rounds < MOST_ROUNDS and self.seconds < seconds):
             self.round()
         stream = self.decoder.target.stream
-        curves, sizes = ("target", "draft"), [timer.size for timer in self.timers]
+        timed_sizes = [("target", timer) for timer in self.timers] + [("draft", timer) for timer in self.timers if timer.drafts]
 
         def by_size(times: NDArray[np.float64]) -> dict[str, dict[int, float]]:
-            return {name: dict(zip(sizes, map(_rounded, curve), strict=True)) for name, curve in zip(curves, times, strict=True)}
+            found: dict[str, dict[int, float]] = {"target": {}, "draft": {}}
+            for (name, timer), seconds in zip(timed_sizes, times, strict=True):
+                found[name][timer.size] = _rounded(seconds)
+            return found
 
-        low, middle, high = map(by_size, drift_free_quartiles(np.array([[timer.samples[name] for timer in self.timers] for name in curves])))
-        judged = drift_free_quartiles(np.array(self.shape_samples).T)[1]
+        low, middle, high = map(by_size, drift_free_quartiles(np.array([timer.samples[name] for name, timer in timed_sizes])))
         return Latency(
             target=middle["target"],
             draft=middle["draft"],
             overhead=round(statistics.median(timer.rest() for timer in self.timers if timer.size <= REST_UP_TO), 6),
             context=self.prompt.numel(),
             samples={timer.size: -(-self.rounds // timer.every) for timer in self.timers},
-            quartiles={name: {size: (low[name][size], high[name][size]) for size in sizes} for name in curves},
+            quartiles={name: {size: (first, high[name][size]) for size, first in sizes.items()} for name, sizes in low.items()},
             out_of_memory=self.too_large,
             stream=Stream(_rounded(statistics.median(self.stream_samples)), stream.bytes) if stream else None,
-            verification=fit([shape.decoder.tree for shape in self.shapes], judged.tolist(), order_of_rounds(self.sampling)),
+            verification=self.verification(self.sampling),
         )
+
+    def verification(self, sampling: Sampling) -> Verification:
+        """What was found for one of the settings."""
+        medians = drift_free_quartiles(np.moveaxis(np.array(self.shape_samples), 0, -1))[1]  # drift of all settings together: ratios stay
+        return fit([shape.decoder.tree for shape in self.shapes], medians[self.judged.index(sampling)].tolist(), order_of_rounds(self.decoder, sampling))
 
     def _time_stream(self) -> None:
         """One sample of a streamed target's pass right after another one."""
@@ -156,11 +176,12 @@ class LatencyMeter:
             self.stream_samples.append(timed(self.decoder.device, lambda: first.decoder.run_target(first.extent))[1])
 
     def _time_shapes(self) -> None:
-        """One sample of each shape."""
-        seconds = []
-        for shape in self.shapes:
+        """One sample of each shape under each setting."""
+        seconds: list[list[float]] = [[] for _ in self.judged]
+        for shape, (sampling, mine) in itertools.product(self.shapes, zip(self.judged, seconds, strict=True)):
             self.timers[0].draft_pass()  # as in a step, a model's weights were in the processor's cache before
-            seconds.append(timed(self.decoder.device, shape.run)[1])
+            shape.prepare(sampling)
+            mine.append(timed(self.decoder.device, partial(shape.run, sampling))[1])
             shape.restore()
         self.shape_samples.append(seconds)
 
@@ -196,10 +217,11 @@ class SizeTimer:
 
     Args:
         decoder: gives models and the sequence, which holds `prompt` afterwards.
+        drafts: time draft passes, too.
     """
 
-    def __init__(self, decoder: SequoiaDecoder, size: int, sampling: Sampling, prompt: Tensor) -> None:
-        self.size, self.sampling, self.every = size, sampling, 1
+    def __init__(self, decoder: SequoiaDecoder, size: int, sampling: Sampling, prompt: Tensor, drafts: bool = True) -> None:
+        self.size, self.sampling, self.drafts, self.every = size, sampling, drafts, 1
         self.decoder = decoder.with_tree(bushy(size, 3))
         self.decoder.prefill(prompt, size + self.decoder.tree.depth, seed=0)  # with room for a child of each node
         self.extent = self.decoder.extent(prompt.numel() - 1)
@@ -223,7 +245,8 @@ class SizeTimer:
         if stream := self.decoder.target.stream:
             stream.fill()  # as after drafting
         self._timed("target", lambda: self.decoder.run_target(self.extent))
-        self._timed("draft", self.draft_pass)
+        if self.drafts:
+            self._timed("draft", self.draft_pass)
         if self.size <= REST_UP_TO:
             self.samples["rest"].append(self._beyond_the_parts())
 
@@ -249,6 +272,10 @@ class SizeTimer:
     def target(self) -> float:
         """Median seconds of the target's pass."""
         return float(np.nanmedian(self.samples["target"]))
+
+    def draft(self) -> float:
+        """Median seconds of a draft pass; inf if it is not timed."""
+        return float(np.nanmedian(self.samples["draft"])) if self.drafts else math.inf
 
     def rest(self) -> float:
         """Median seconds of a step beyond its parts."""

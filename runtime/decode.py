@@ -18,11 +18,11 @@ from sequoia_plan.runtime.capture import Graphs, addresses, capturable, on_one_c
 from sequoia_plan.runtime.draft.drafter import Drafter, Growth, Pass, grow
 from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
 from sequoia_plan.runtime.generation import Ending, Generation, end_tokens, read_prompt, stop_criteria
-from sequoia_plan.runtime.models.forward import TreeModel, execution_device
+from sequoia_plan.runtime.models.forward import TreeModel, execution_device, round_up
 from sequoia_plan.runtime.models.parallel import from_first, is_split, shared_seed
 from sequoia_plan.runtime.models.probe import probe
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary, vocabulary_size
-from sequoia_plan.runtime.sampling import Sampling
+from sequoia_plan.runtime.sampling import Sampling, verifier_of
 from sequoia_plan.runtime.sequence import Sequence
 from sequoia_plan.runtime.structure import Structure
 from sequoia_plan.runtime.verify import Accepted, greedy, verify
@@ -148,7 +148,8 @@ class SequoiaDecoder:
             seed: makes sampling repeatable; None draws one.
             eos_token_id: ends the generation; None takes those of the target's generation config, else the tokenizer's.
             streamer: anything with transformers' `put(tokens)` and `end()`; gets the prompt first, as from transformers.
-            sampling: every sampling setting at once, in place of `temperature` and `top_p`.
+            sampling: every sampling setting at once, in place of `temperature` and `top_p`; else the verifier is the one that the tree's plan
+                records (`verifier_of`).
             attention_mask: as tokenizers return it; it must hide nothing.
             stop_strings: text after which to stop; needs the decoder's tokenizer. As in transformers, the token that
                 completes one is kept.
@@ -159,7 +160,7 @@ class SequoiaDecoder:
                 memory does not suffice, or a model's logits are not finite.
         """
         started = time.perf_counter()
-        sampling = sampling or Sampling(temperature, top_p)
+        sampling = sampling or Sampling(temperature, top_p, verifier=verifier_of(self.tree))
         if max_new_tokens < 1:
             raise ArgumentError(f"max_new_tokens: found {max_new_tokens}, expected 1 or more")
         prompt = read_prompt(input_ids, self.tokenizer, attention_mask).to(self.device)
@@ -346,13 +347,17 @@ class SequoiaDecoder:
         agreed = from_first(self.target.model, torch.cat([accepted.path, accepted.count, accepted.bonus]))
         return Accepted(agreed[:-2], agreed[-2:-1], agreed[-1:])
 
+    def fuses(self, sampling: Sampling) -> bool:
+        """Do kernels that walk on the device judge the tree? Else tensor operations do, which take other rounds."""
+        return self.fused is not None and (sampling.greedy or sampling.fusible)
+
     def verdict(self, logits: Tensor, growth: Growth, sampling: Sampling) -> Accepted:
         """What this process by itself says of the tree."""
         sequence, index = self.sequence, self.structure.index
         if sampling.greedy:
             tokens = sequence.tokens[sequence.length + self.structure.nodes]
             return self.fused.greedy(logits, tokens) if self.fused else greedy(logits.argmax(-1), tokens, index)
-        if self.fused and sampling.fusible:
+        if self.fused and self.fuses(sampling):
             return self.fused.verify(sampling.verifier, logits, sampling.filters, growth.laws, growth.drawn, sequence.uniforms)
         covered = self.drafter.covered if self.drafter else None
         return verify(sampling.rule, lambda nodes: sampling.target(logits.index_select(0, nodes)), growth.laws, growth.drawn, index, sequence.uniforms, covered)
@@ -379,4 +384,4 @@ class SequoiaDecoder:
         step = EXTENT_STEP["cuda" if self.graphs or self.device.type == "cuda" else "cpu"]
         if self.graphs:
             step = max(step, (1 << needed.bit_length()) // 4)
-        return -(-needed // step) * step
+        return round_up(needed, step)

@@ -13,7 +13,8 @@ from sequoia_plan.runtime.draft.file import DEFAULT_DRAFT, load_draft, save_as_f
 from sequoia_plan.runtime.draft.self_draft import INT8, self_draft
 from sequoia_plan.runtime.generation import end_tokens
 from sequoia_plan.runtime.models.load import dtype_name, load_model, model_facts, resolve_dtype
-from sequoia_plan.runtime.models.offload import Offloaded, as_bytes, cache_bytes, own_bytes, split_memory
+from sequoia_plan.runtime.models.memory import as_bytes, cache_bytes, own_bytes, split_memory
+from sequoia_plan.runtime.models.offload import Offloaded
 from sequoia_plan.runtime.models.repack import can_repack, repack
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary, vocabulary_size
 
@@ -65,7 +66,7 @@ def load_pair(
             offloaded target are never repacked.
         offload: one of `LINKS`: the target's layers that do not fit into `memory` are streamed from there in every pass.
         memory: what the target's weights, both KV caches and the draft may take on the device, as "300MB", "24GB" or bytes; None for
-            what is free. See `runtime.models.offload.Split`.
+            what is free. See `runtime.models.memory.Split`.
 
     Raises:
         SequoiaPlanError: if a model cannot be found or loaded, the vocabularies differ, or the memory does not suffice.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import torch
@@ -34,3 +35,36 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """Weight files of tiny models go with the test."""
+    monkeypatch.setenv("SEQUOIA_PLAN_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, pair):
+    """A Llama of eight layers and a draft, as transformers saves them."""
+    from architectures import tiny
+    from streamed import LAYERS
+
+    folder = tmp_path_factory.mktemp("models")
+    for name, layers in (("target", LAYERS), ("draft", 1)):
+        tiny("Llama", num_hidden_layers=layers, tie_word_embeddings=True).save_pretrained(folder / name)
+        pair.tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Reads take longer than a layer computes, as on a real disk."""
+    from sequoia_plan.runtime.models.weight_file import WeightFile
+
+    right = WeightFile.read
+
+    def read(self, offset, memory):
+        time.sleep(0.002)
+        right(self, offset, memory)
+
+    monkeypatch.setattr(WeightFile, "read", read)

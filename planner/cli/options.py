@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from sequoia_plan.runtime import Sampling
 
 
-VERIFIERS = ["sequoia", "traversal", "specinfer", "spectr", "topk"]  # a test compares them with the runtime's
+VERIFIERS = ["sequoia", "traversal", "specinfer", "spectr", "topk"]  # a test compares these two with the runtime's
+LINKS = ["host", "disk"]
 
 
 def options(*each: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -45,13 +46,18 @@ model_options = options(
     click.option("--draft", metavar="ID|DIR|FILE|int8", help=DRAFT_HELP),
     click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where both models run. [default: cuda if there is one]"),
     click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True, help=DTYPE_HELP),
-    click.option("--offload", type=click.Choice(["host", "disk"]), help=OFFLOAD_HELP),
+    click.option("--offload", type=click.Choice(LINKS), help=OFFLOAD_HELP),
     click.option("--memory", metavar="SIZE", help=MEMORY_HELP),
 )
 
 
-def sampling_options(default: str | None = None) -> Callable[[Any], Any]:
-    """Options named as the fields of `Sampling`; None where not given. `default` says in the help what holds then."""
+def verifier_option(default: str) -> Callable[[Any], Any]:
+    """`--verifier`; None where not given."""
+    return click.option("--verifier", type=click.Choice(VERIFIERS), help=f"The rule that accepts drafted tokens; see docs/verifiers.md. [default: {default}]")
+
+
+def sampling_options(default: str | None = None, verifier: str = "") -> Callable[[Any], Any]:
+    """Options named as the fields of `Sampling`; None where not given. `default` says in the help what holds then, `verifier` for that one."""
 
     def option(name: str, type_: Any, value: str, text: str) -> Any:
         return click.option(name, type=type_, help=f"{text} [default: {default or value}]")
@@ -62,7 +68,7 @@ def sampling_options(default: str | None = None) -> Callable[[Any], Any]:
         option("--top-k", int, "0", "Sample from so many of the most probable tokens; 0 takes all."),
         option("--min-p", float, "0", "Sample from tokens at least this fraction as probable as the most probable one."),
         option("--draft-temperature", float, "the target's", "Temperature of the distribution that a node's children are drawn from."),
-        option("--verifier", click.Choice(VERIFIERS), "the runtime's", "The rule that accepts drafted tokens; see docs/verifiers.md."),
+        verifier_option(default or verifier),
     )
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @model_options
-@sampling_options()
+@sampling_options(verifier="sequoia and traversal, for solve to choose from; one where they decide alike")
 @click.option("--also", metavar="NAME=VALUE,...", multiple=True, help="A further setting, as temperature=0.6,top_p=0.9; written beside the output.")
 @click.option("--prompts", type=click.Path(), help="JSONL (text, messages or turns; kind) or plain text; every second is left for bench. [default: built-in]")
 @click.option("--tokens", type=click.IntRange(min=1), default=32, show_default=True, help="New tokens a prompt, at most.")
@@ -65,10 +65,15 @@ def profile(
         return
 
     from sequoia_plan.profiler import measure
+    from sequoia_plan.profiler.acceptance import BOTH
     from sequoia_plan.profiler.journal import discard, journal_of
     from sequoia_plan.profiler.prompts import built_in, check_lengths, load, measuring_half
 
-    samplings = [read_sampling(settings), *(read_sampling(settings | _read_setting(text)) for text in also)]
+    given_settings = [settings, *(settings | _read_setting(text) for text in also)]
+    samplings = [read_sampling(each) for each in given_settings]
+    # one level, which `decoding` counts, tells nothing of how the two differ
+    chosen = [bool(each["verifier"]) or method == "decoding" for each in given_settings]
+    along = [() if alone else [name for name in BOTH if name != one.verifier] for alone, one in zip(chosen, samplings, strict=True)]
     enough = _read_percent(precision)
     outputs = [Path(output), *(Path(output).with_stem(f"{Path(output).stem}-{name}") for name in also)]
     if len(set(outputs)) < len(outputs):
@@ -93,6 +98,7 @@ def profile(
             on_prompt=lambda done, most, found: say(
                 done, most, f"acceptance: {found.trials.sum()} trials, sum {found.counts.sum() / max(found.trials.sum(), 1):.3f} +- {found.precision():.1%}"
             ),
+            verifiers=along,
             method=method,
             precision=enough,
             tokens_per_prompt=tokens,
@@ -111,13 +117,17 @@ def _report(profiles: dict[str, Profile], as_json: bool) -> None:
     latency = next(iter(profiles.values())).latency
     if as_json:
         times = {"target": latency.target, "draft": latency.draft} if latency else {}
-        first, *also = [{"output": path, "trials": p.trials, "acceptance": p.acceptance, "by_level": p.by_level} | times for path, p in profiles.items()]
+        first, *also = [{"output": path} | _figures(p) | {"verifier": p.verifier} | times for path, p in profiles.items()]
+        for facts, found in zip((first, *also), profiles.values(), strict=True):
+            facts |= {"verifiers": {name: _figures(found.under(name)) for name in found.verifiers}} if found.verifiers else {}
         print_json(first | ({"also": also} if also else {}))
         return
-    for path, found in profiles.items():
-        click.echo(f"acceptance  {numbers(found.acceptance)}  (effective sample size {found.trials})")
-        for level, row in enumerate(found.by_level):
-            click.echo(f"  level {level}{'+' if level and level == len(found.by_level) - 1 else ' '}  {numbers(row)}  ({found.levels[level].trials})")
+    for path, each in profiles.items():
+        for name in each.measured:
+            found = each.under(name)
+            click.echo(f"acceptance  {numbers(found.acceptance)}  (effective sample size {found.trials}{f', {name}' if each.verifiers else ''})")
+            for level, row in enumerate(found.by_level):
+                click.echo(f"  level {level}{'+' if level and level == len(found.by_level) - 1 else ' '}  {numbers(row)}  ({found.levels[level].trials})")
         click.echo(f"wrote {path}")
     if latency:
         click.echo(f"target      {curve(latency.target)}")
@@ -129,6 +139,10 @@ def _report(profiles: dict[str, Profile], as_json: bool) -> None:
                 f"streamed    {placed['streamed_bytes'] / 1e6:.0f} MB a pass in {latency.stream.seconds * 1000:.0f} ms; "
                 f"{placed['resident_layers']} of {placed['layers']} layers, and {placed['resident_bytes'] / 1e6:.0f} MB in all, stay in memory"
             )
+
+
+def _figures(profile: Profile) -> dict[str, Any]:
+    return {"trials": profile.trials, "acceptance": profile.acceptance, "by_level": profile.by_level}
 
 
 def _read_setting(text: str) -> dict[str, Any]:

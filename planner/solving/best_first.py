@@ -41,7 +41,7 @@ def parents(rows: Floats, size: int) -> Ints:
 def grow_freely(rows: Floats, size: int) -> tuple[Ints, Floats, Ints]:
     """`grow` without limits."""
     levels, branching = rows.shape
-    return grow(np.ascontiguousarray(rows), size, np.full(levels, size), np.full(levels, branching))
+    return grow(np.ascontiguousarray(rows), size, np.full(levels, size), np.full(levels, branching), levels * branching)
 
 
 @numba.njit(cache=True)
@@ -74,18 +74,19 @@ def pop(heap, count):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def grow(rows, size, widths, ranks):  # type: ignore[no-untyped-def]
+def grow(rows, size, widths, ranks, longest):  # type: ignore[no-untyped-def]
     """Parents, values and levels of the first `size` nodes by value, of those that the limits allow, or of all if there are fewer.
 
     Level l may have widths[l] nodes with children, at most ranks[l] each; rows[l] holds p of those children. With non-increasing rows the
-    first n are the best tree of n nodes within these limits: the most valuable nodes of a level have the most valuable children.
+    first n are the best tree of n nodes within these limits: the most valuable nodes of a level have the most valuable children. That need
+    not be so where `longest` limits the sum of ranks along each path, too.
     """
     heap = np.empty((size + 2, 3))  # value, parent, rank (0-based): each pop pushes at most two
     parent, value, level = np.empty(size, np.int64), np.empty(size), np.zeros(size, np.int64)
-    wide = np.zeros(len(widths), np.int64)
+    wide, ranks_so_far = np.zeros(len(widths), np.int64), np.zeros(size, np.int64)
     parent[0], value[0] = -1, 1.0
     count, taken = 0, 1
-    if len(widths) > 0 and widths[0] > 0:
+    if len(widths) > 0 and widths[0] > 0 and longest > 0:
         push(heap, 0, rows[0, 0], 0.0, 0.0)
         count = 1
     for node in range(1, size):
@@ -97,11 +98,12 @@ def grow(rows, size, widths, ranks):  # type: ignore[no-untyped-def]
         count -= 1
         here = level[above]
         parent[node], level[node] = above, here + 1
+        ranks_so_far[node] = ranks_so_far[above] + rank + 1
         taken += 1
-        if rank + 1 < ranks[here]:
+        if rank + 1 < ranks[here] and ranks_so_far[node] < longest:
             push(heap, count, value[above] * rows[here, rank + 1], float(above), rank + 1.0)
             count += 1
-        if here + 1 < len(widths) and wide[here + 1] < widths[here + 1]:
+        if here + 1 < len(widths) and wide[here + 1] < widths[here + 1] and ranks_so_far[node] < longest:
             wide[here + 1] += 1
             push(heap, count, value[node] * rows[here + 1, 0], float(node), 0.0)
             count += 1

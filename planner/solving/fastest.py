@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from sequoia_plan.planner.solving import best_first, hull
 from sequoia_plan.planner.solving.branch_and_bound import search
 from sequoia_plan.planner.solving.convolution import isotonic
 from sequoia_plan.planner.solving.frontier import LARGEST_BUDGET, Frontier
-from sequoia_plan.planner.solving.relaxation import Costs, Ints, candidates
+from sequoia_plan.planner.solving.relaxation import LEVEL, PATH, TREE, Costs, Ints, candidates
 
 MOST_WORK = 150_000_000
 """Nodes, and steps of the cost curves, that the search may look at: about a second."""
@@ -54,17 +54,22 @@ def fastest(rows: Floats, budget: int, times: StepTime, most_work: int = MOST_WO
         rows: float64 [levels, branching], p[level, rank].
     """
     most = min(budget, times.largest())
+    times = replace(times, acceptance=rows if len(rows) else None)
     rows = np.ascontiguousarray(rows[: max(0, min(most, times.drafting.deepest or most) - 1)])  # n nodes have at most n levels
     plain = Fastest(TokenTree.chain(1), 1 / times.plain(), 1 / times.plain())
     if len(rows) == 0 or not np.isfinite(times.draft(times.drafting.first)):
         return plain
-    room, exact = CANDIDATES_PER_NODE * most + 256, best_first.is_non_increasing(rows)
+    costs = costs_of(times, most)
+    room, non_increasing = CANDIDATES_PER_NODE * most + 256, best_first.is_non_increasing(rows)
+    exact = non_increasing and costs.by_rejection == 0
+    grows_best = exact and costs.order != PATH
     value = best_first.grow_freely(-np.sort(-rows, axis=1), room)[1]
     floor = float(value[-1]) if value.size == room else 0.0
-    order = rows if exact else isotonic(rows)
-    parents, _, bound = search(candidates(rows, floor), order, rows, costs_of(times, most), floor, exact, plain.speed, most_work)
+    order = rows if non_increasing else isotonic(rows)
+    nodes = candidates(rows, floor, costs.by_visit, costs.by_rejection)
+    parents, _, bound = search(nodes, order, rows, costs, floor, exact, grows_best, plain.speed, most_work)
     best = plain if parents.size == 0 else _timed(TokenTree(best_first.breadth_first(parents)), rows, times)
-    if not exact and best.speed < bound * (1 - OPTIMAL) and most <= LARGEST_BUDGET["hull"]:
+    if not grows_best and best.speed < bound * (1 - OPTIMAL) and most <= LARGEST_BUDGET["hull"]:
         best, bound = _with_most_tokens(best, bound, rows, most, times)
     return Fastest(best.tree, best.speed, max(bound, best.speed))
 
@@ -98,13 +103,18 @@ def costs_of(times: StepTime, most: int) -> Costs:
     widest = int(np.flatnonzero(np.isfinite(draft))[-1])
     target_ends, draft_ends = _ends(target), _ends(draft[: widest + 1])
     constant = times.draft(times.drafting.first) + times.latency.overhead
-    by_round, by_level = 0.0, False
+    by_round, order, by_visit, by_rejection = 0.0, TREE, 0.0, 0.0
     if (known := times.latency.verification) is not None:
-        by_round, by_level = known.by_round, known.by_round > 0 and known.rounds == "level"
         target = target + known.by_child * (numbers - 1)
-        draft[1:] += known.by_parent * numbers[1:] + (by_round if by_level else 0.0)
-        constant += known.base + known.by_parent + by_round
-    return Costs(target, target_ends, draft, draft_ends, by_round, by_level, constant, times.least)
+        constant += known.base + known.by_parent
+        if known.rounds == "walk":
+            by_visit, by_rejection = known.by_parent, known.by_round
+        else:
+            by_round = known.by_round
+            order = {"tree": TREE, "level": LEVEL, "path": PATH}[known.rounds] if by_round > 0 else TREE
+            draft[1:] += known.by_parent * numbers[1:] + (by_round if order == LEVEL else 0.0)
+            constant += by_round
+    return Costs(target, target_ends, draft, draft_ends, by_round, order, constant, by_visit, by_rejection, times.least)
 
 
 def _ends(cost: Floats) -> Ints:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,14 @@ from msgspec.structs import replace
 
 from sequoia_plan.artifacts import ArgumentError, Profile, TokenTree
 from sequoia_plan.artifacts.cost import Floats, StepTime, acceptance_rows, expected_tokens, promise
-from sequoia_plan.artifacts.plan import Interval, Plan, provenance
-from sequoia_plan.artifacts.uncertainty import Z95, ends, step_time_error, trials_of_a_new_kind
+from sequoia_plan.artifacts.merge import rounded
+from sequoia_plan.artifacts.plan import Plan, provenance
 from sequoia_plan.planner.solving.baselines import baseline as baseline_tree
 from sequoia_plan.planner.solving.certificate import check
 from sequoia_plan.planner.solving.convolution import isotonic
 from sequoia_plan.planner.solving.fastest import MOST_WORK, fastest, fastest_by_the_paper
-from sequoia_plan.planner.solving.frontier import LARGEST_BUDGET, SOLVERS, Frontier, best_tree, check_input, pick
+from sequoia_plan.planner.solving.frontier import SOLVERS, Frontier, best_tree, check_input, pick
+from sequoia_plan.planner.solving.noise import Candidate, alternative, intervals
 
 OBJECTIVES = ("speed", "tokens", "paper")
 
@@ -52,8 +54,12 @@ def solve(
     smooth: bool = False,
     baseline: str | None = None,
     one_vector: bool = False,
+    verifier: str | None = None,
 ) -> Solution:
     """The best token tree for what was measured, with a proof in its plan: `upper_bound`, and for the objective speed `speedup_bound`.
+
+    Where a profile has several verifiers, a tree is solved for each of them. The best of these trees is taken, and its verifier is in the
+    plan's `settings`; the plan's `alternatives` say by how much it is better than the others.
 
     Args:
         profile: a Profile, or an acceptance vector p[1..B], or one such row per level.
@@ -68,63 +74,73 @@ def solve(
         smooth: replace the vector by the closest one that never increases with rank. A modelling choice.
         baseline: do not solve; take this tree (see baselines.py) and predict its expected tokens and speed.
         one_vector: take a profile's one vector for all levels, as the paper does, even if it has counts by level.
+        verifier: solve for this one alone, of those that the profile has.
 
     Raises:
         SequoiaPlanError: for impossible input, or if no tree of that size fits the depth and branching.
     """
     started = time.perf_counter()
-    measured = profile if isinstance(profile, Profile) else None
-    acceptance: Any = profile if measured is None else measured.acceptance if one_vector or not measured.levels else _by_level(measured)
-    check_input(acceptance, budget, depth, branching)
-    latency = measured.latency if measured else None
+    if isinstance(profile, Profile):
+        each = [profile.under(name) for name in ([verifier] if verifier else profile.measured)]
+        vectors: list[Any] = [one.acceptance if one_vector or not one.levels else _by_level(one) for one in each]
+    elif verifier:
+        raise ArgumentError(f"verifier: found {verifier!r} with an acceptance vector, which holds for one verifier; give a profile to choose by")
+    else:
+        each, vectors = [], [profile]
+    latency = each[0].latency if each else None
     objective = objective or ("speed" if latency else "tokens")
     if objective not in OBJECTIVES:
         raise ArgumentError(f"objective: found {objective!r}, expected {', '.join(OBJECTIVES)}")
     if objective != "tokens" and latency is None and not baseline:
         raise ArgumentError(f"objective {objective} needs latencies: give a profile that has them, or choose the objective tokens")
-    if smooth:
-        smoothed = isotonic(np.atleast_2d(np.asarray(acceptance, float))).tolist()
-        acceptance = smoothed if isinstance(acceptance[0], (list, tuple)) else smoothed[0]
+    found = []
+    for measured, acceptance in itertools.zip_longest(each, vectors):
+        check_input(acceptance, budget, depth, branching)
+        if smooth:
+            smoothed = isotonic(np.atleast_2d(np.asarray(acceptance, float))).tolist()
+            acceptance = smoothed if isinstance(acceptance[0], (list, tuple)) else smoothed[0]
+        rows, times = acceptance_rows(acceptance, depth, branching), StepTime.of(measured) if measured else None
+        bound: float | None = None
+        if baseline:
+            name, tree = f"baseline {baseline}", baseline_tree(baseline, budget, depth)
+        else:
+            name = pick(solver, rows, budget if objective == "tokens" or not times else min(budget, times.largest()))
+            tree, bound = _choose(rows, budget, objective, name, times)
+            name = "branch and bound" if bound is not None else name
+        found.append(Candidate(tree, acceptance, rows, measured, times, promise(tree, acceptance, times), bound, name))
+    by_tokens = objective == "tokens" or any(one.given.step_seconds is None for one in found)
+    best = max(found, key=lambda one: one.worth(by_tokens))
+    tree, given, times, measured = best.tree, best.given, best.times, best.measured
 
-    times = StepTime.of(measured) if measured else None
-    rows = acceptance_rows(acceptance, depth, branching)
-    bound: float | None = None
-    if baseline:
-        name, tree = f"baseline {baseline}", baseline_tree(baseline, budget, depth)
-    else:
-        name = pick(solver, rows, budget if objective == "tokens" or not times else min(budget, times.largest()))
-        tree, bound = _choose(rows, budget, objective, name, times)
-        name = "branch and bound" if bound is not None else name
-
-    given = promise(tree, acceptance, times)
-    upper = None if baseline else check(tree, acceptance, depth, branching, given.expected_tokens if objective == "tokens" else None).upper_bound
+    upper = None if baseline else check(tree, best.acceptance, depth, branching, given.expected_tokens if objective == "tokens" else None).upper_bound
     interval = elsewhere = None
     if measured and measured.trials and not smooth and not baseline and tree.size > 1:
 
         def lost(vectors: Floats) -> float:
-            there = acceptance_rows(vectors, depth, rows.shape[1])  # may rise where `acceptance` does not: the solver is picked anew
-            best = _choose(there, budget, objective, pick(None, there, tree.size), times, MOST_WORK // 10)[0]
-            slower = times.step(tree) / times.step(best) if times and objective != "tokens" else 1.0
-            return max(0.0, 1 - expected_tokens(tree, vectors) / expected_tokens(best, vectors) / slower)
+            there = acceptance_rows(vectors, depth, best.rows.shape[1])  # may rise where the acceptance does not: the solver is picked anew
+            other = _choose(there, budget, objective, pick(None, there, tree.size), times, MOST_WORK // 10)[0]
+            then = replace_fields(times, acceptance=vectors) if times and objective != "tokens" else None
+            slower = then.step(tree) / then.step(other) if then else 1.0
+            return max(0.0, 1 - expected_tokens(tree, vectors) / expected_tokens(other, vectors) / slower)
 
-        table = np.atleast_2d(np.asarray(acceptance, float))
-        alike, new = _observations(tree, measured, table)
-        interval = _interval(tree, table, alike, given.predicted_speedup, times, lost)
-        elsewhere = None if new is None else _interval(tree, table, new, given.predicted_speedup, times, lost)
+        interval, elsewhere = intervals(best, lost)
     plan = replace(
         provenance(measured),
-        acceptance=tuple(tuple(row) if isinstance(row, Sequence) else row for row in acceptance),
+        acceptance=tuple(tuple(row) if isinstance(row, Sequence) else row for row in best.acceptance),
         budget=budget,
         depth=depth,
         branching=branching,
         objective=objective,
-        solver=name,
+        solver=best.solver,
         upper_bound=upper,
-        speedup_bound=bound,
+        speedup_bound=best.bound,
+        alternatives={one.verifier: alternative(best, one, profile, by_tokens, smooth) for one in found if one is not best},
         interval=interval,
         interval_new_kind=elsewhere,
         **given._asdict(),
     )
+    if isinstance(profile, Profile):
+        plan = replace(plan, profile_sha256=profile.sha256)
     return Solution(TokenTree(tree.parents, plan), time.perf_counter() - started)
 
 
@@ -142,36 +158,4 @@ def _choose(rows: Floats, budget: int, objective: str, name: str, times: StepTim
 def _by_level(profile: Profile) -> list[list[float]]:
     """p[level][k] to six digits; counts may exceed their trials by rounding."""
     rows = np.array(profile.by_level)
-    return (rows / np.maximum(1.0, rows.sum(1, keepdims=True))).round(6).tolist()
-
-
-def _observations(tree: TokenTree, profile: Profile, acceptance: Floats) -> tuple[Floats, Floats | None]:
-    """How many independent observations the acceptance of each of its levels is worth: for prompts like the profiled ones, and for prompts
-    of a new kind (None if the profile does not tell)."""
-    by_level = len(acceptance) > 1
-    seen = np.array([level.trials for level in profile.levels]) if by_level else np.ones(1)
-    alike = profile.trials * seen / seen.sum()
-    if not profile.kinds:
-        return alike, None
-    trials, counts = profile.by_kind
-    new = trials_of_a_new_kind(tree, acceptance, *((trials, counts) if by_level else (trials.sum(1, keepdims=True), counts.sum(1, keepdims=True))))
-    return alike, None if new is None else np.minimum(new, alike)
-
-
-def _interval(tree: TokenTree, acceptance: Floats, trials: Floats, speedup: float | None, times: StepTime | None, lost: Callable[[Floats], float]) -> Interval:
-    """What a 95 % interval does to this tree's promise, and to the choice itself.
-
-    Args:
-        trials: float64 [levels], independent observations behind each level of `acceptance`.
-        lost: of an acceptance, the share that `tree` falls short of the tree that would be chosen for it.
-    """
-    vectors = ends(tree, acceptance, trials)
-    tokens = (expected_tokens(tree, vectors[0]), expected_tokens(tree, vectors[1]))
-    now = expected_tokens(tree, acceptance)
-    sped: tuple[float, float] | None = None
-    if speedup is not None and times is not None:
-        clock = Z95 * step_time_error(tree, times)
-        low_end, high_end = (speedup * math.exp(sign * math.hypot(math.log(end / now), clock)) for sign, end in zip((-1, 1), tokens, strict=True))
-        sped = low_end, high_end
-    low, high = vectors
-    return Interval(0.95, tokens, sped, (lost(low), lost(high)) if tree.size <= LARGEST_BUDGET["hull"] else None)
+    return [list(rounded(row)) for row in (rows / np.maximum(1.0, rows.sum(1, keepdims=True))).tolist()]

@@ -50,7 +50,7 @@ class TreeModel:
     """
 
     def __init__(self, model: Any, layout: Layout | None = None, vocabulary: int | None = None) -> None:
-        self.model, self.place, self.stream = model, place(model), stream_of(model)
+        self.model, self.place, self.stream = model, place(model), stream_of(plain(model))
         self.device = self.place[0]
         config = text_config(model)
         self.layers: int | Layout = layout or int(config.num_hidden_layers)
@@ -130,8 +130,8 @@ class TreeModel:
         multiple, slots = self.prefill_steps
         for start in range(0, tokens.numel(), self.prefill_chunk):
             chunk = tokens[start : start + self.prefill_chunk]
-            width = min(_up(chunk.numel(), multiple), cache.capacity - start)
-            extent = min(_up(start + width, slots), cache.capacity)
+            width = min(round_up(chunk.numel(), multiple), cache.capacity - start)
+            extent = min(round_up(start + width, slots), cache.capacity)
             chunk = nn.functional.pad(chunk, (0, width - chunk.numel()))  # what is written beyond the prompt is hidden until a step writes there
             positions = torch.arange(start, start + width, device=tokens.device)
             columns = torch.arange(extent, device=tokens.device)
@@ -154,7 +154,7 @@ def _many_shapes(compiled: bool) -> contextlib.AbstractContextManager[Any]:
     return torch._dynamo.config.patch(recompile_limit=MOST_SHAPES) if compiled else contextlib.nullcontext()
 
 
-def _up(count: int, step: int) -> int:
+def round_up(count: int, step: int) -> int:
     """The next multiple of `step`."""
     return -(-count // step) * step
 

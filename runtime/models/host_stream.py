@@ -8,37 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import finalize
 
 import torch
 from torch import Tensor, nn
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.models.stream import attach
-from sequoia_plan.runtime.models.weight_file import Block, WeightFile, aligned_memory, bytes_of
+from sequoia_plan.runtime.models.weight_file import Block, WeightFile
 
 
-def stream_from_host(model: Any, file: WeightFile, layers: Mapping[nn.Module, Block], slots: int, device: torch.device) -> HostRing:
+def stream_from_host(model: Any, file: WeightFile, layers: Mapping[nn.Module, Block], slots: int, device: torch.device) -> None:
     """Let `layers`, in the order in which a pass runs them, take their weights from host memory, which `file` fills once.
 
     Raises:
         SequoiaPlanError: if the file is damaged, or the memory cannot be pinned.
     """
-    blocks = []
-    for block in layers.values():
-        memory = aligned_memory(block.size)
-        file.read(block.offset, bytes_of(memory))
-        file.check(block, bytes_of(memory))
-        pin(memory)
-        blocks.append(memory)
+    blocks = [pin(file.memory_of(block)) for block in layers.values()]
     file.close()
-    ring = HostRing(blocks, slots, device)
-    attach(model, ring, layers)
-    finalize(model, ring.close)
-    return ring
+    attach(model, HostRing(blocks, slots, device), layers)
 
 
-def pin(memory: Tensor) -> None:
+def pin(memory: Tensor) -> Tensor:
     """Let the device read `memory` by itself. `Tensor.pin_memory` would take up to twice as much, rounded to a power of two.
 
     Raises:
@@ -47,6 +37,7 @@ def pin(memory: Tensor) -> None:
     failure = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     if failure:
         raise SequoiaPlanError(f"offload host: {memory.numel()} bytes of host memory cannot be pinned (CUDA error {failure}); free some, or use --offload disk")
+    return memory
 
 
 class HostRing:

@@ -55,32 +55,28 @@ _streams: WeakKeyDictionary[Any, Stream] = WeakKeyDictionary()
 
 def stream_of(model: Any) -> Stream | None:
     """What brings the weights of a streamed model; None for one that is all in memory."""
-    return _streams.get(getattr(model, "_orig_mod", model))
+    return _streams.get(model)
 
 
-def stream_layers(model: Any, file: WeightFile, layers: Mapping[nn.Module, Block], slots: int, device: torch.device) -> Ring:
+def stream_layers(model: Any, file: WeightFile, layers: Mapping[nn.Module, Block], slots: int, device: torch.device) -> None:
     """Let `layers`, in the order in which a pass runs them, take their weights from `file`.
-
-    Threads end with `Ring.close`, or when the model is no longer used.
 
     Args:
         slots: how many layers' weights are in memory at once.
         device: where the model computes; each block is copied there once it is read.
     """
-    ring = Ring(file, list(layers.values()), slots, device)
-    attach(model, ring, layers)
-    finalize(model, ring.close)
-    return ring
+    attach(model, Ring(file, list(layers.values()), slots, device), layers)
 
 
 def attach(model: Any, stream: Stream, layers: Mapping[nn.Module, Block]) -> None:
-    """Make the parameters of each layer views of its slot, and let each pass wait for them."""
+    """Make the parameters of each layer views of its slot, and let each pass wait for them. The stream is closed when the model is no longer used."""
     for turn, (layer, block) in enumerate(layers.items()):
         memory = stream.memory[turn % len(stream.memory)]
         set_parameters(layer, {name: place.view(memory) for name, place in block.tensors.items()})
         layer.register_forward_pre_hook(lambda *_, turn=turn: stream.take(turn))
         layer.register_forward_hook(lambda *_, turn=turn: stream.release(turn))
     _streams[model] = stream
+    finalize(model, stream.close)
 
 
 def set_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import mmap
 import os
 import struct
 import zlib
@@ -137,17 +138,24 @@ class WeightFile:
 
     def load(self, block: Block) -> dict[str, Tensor]:
         """A block's tensors, in memory of their own that holds nothing else."""
+        memory = self.memory_of(block)
+        return {name: place.view(memory) for name, place in block.tensors.items()}
+
+    def memory_of(self, block: Block) -> Tensor:
+        """A block's bytes (uint8), checked.
+
+        Raises:
+            SequoiaPlanError: if they cannot be read, or are damaged.
+        """
         memory = aligned_memory(block.size)
         view = bytes_of(memory)
         self.read(block.offset, view)
         self.check(block, view)
-        return {name: place.view(memory) for name, place in block.tensors.items()}
+        return memory
 
 
 def aligned_memory(size: int) -> Tensor:
     """uint8 [size]: zeros that begin at a page."""
-    import mmap
-
     return torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)[:size]
 
 

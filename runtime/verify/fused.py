@@ -55,14 +55,15 @@ class Fused:
         row_of[inner] = np.arange(inner.size)
         for node in range(1, tree.size):
             start[node] = start[tree.parents[node]] + tree.ranks[node]  # the round after the one that its parent judges it in
-        turns = [(start[node] + rank, row_of[node], rank) for node in inner for rank in range(tree.child_count[node])]
 
         def tensor(values: Any) -> Tensor:
             return torch.as_tensor(np.asarray(values, np.int64), device=device)
 
         self.inner, self.row_of, self.first_child = tensor(inner), tensor(row_of), tensor(tree.first_child)
-        judged = [[turn[1:] for turn in turns if turn[0] == now] for now in range(1 + max((turn[0] for turn in turns), default=-1))]
-        self.rounds = [(tensor([row for row, _ in each]), tensor([rank for _, rank in each])) for each in judged]
+        row = np.repeat(np.arange(inner.size), tree.child_count[inner])  # one entry a child
+        rank = np.concatenate([np.arange(0), *map(np.arange, tree.child_count[inner])])
+        turn = start[inner[row]] + rank
+        self.rounds = [(tensor(row[turn == now]), tensor(rank[turn == now])) for now in np.unique(turn)]
         self.token_of, self.draft_of = self.inner, self.inner  # not read
         self.reduced = covered is not None
         if covered is not None:
