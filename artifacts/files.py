@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
@@ -40,6 +43,30 @@ def write_atomically(path: str | Path, data: bytes) -> None:
         raise SequoiaPlanError(
             f"{given}: cannot be written ({problem}); name a file in a folder that exists and is writable, with room for {len(data)} bytes"
         ) from error
+
+
+@contextmanager
+def new_folder(path: str | Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `path` when all is written, and is removed if anything fails.
+
+    Raises:
+        SequoiaPlanError: if `path` exists and is not an empty folder, or cannot be made.
+    """
+    final = Path(os.path.realpath(path))
+    if final.exists() and not (final.is_dir() and not any(final.iterdir())):
+        raise SequoiaPlanError(f"{path}: exists already; name a new folder, or remove it")
+    try:
+        temporary = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}."))
+    except OSError as error:
+        raise SequoiaPlanError(f"{path}: cannot be made ({error.strerror or error}); name a folder within one that exists and is writable") from error
+    try:
+        yield temporary
+        os.chmod(temporary, 0o777 & ~_umask())  # a temporary folder is private
+        os.replace(temporary, final)
+    except OSError as error:
+        raise SequoiaPlanError(f"{path}: cannot be written ({error.strerror or error}); free some space, or name another folder") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def refuse_to_replace(output: str | Path, *inputs: str | Path | None) -> None:

@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from sequoia_plan.artifacts import bench_result, plan, profile
+from sequoia_plan.artifacts import bench_result, engine_plan, plan, profile
 from sequoia_plan.artifacts.drafting import Drafting
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.schema import Artifact, table
@@ -31,6 +31,12 @@ TABLES: dict[str, tuple[type[Artifact], str]] = {
     "bench.speedup": (bench_result.Ratio, "contenders.NAME.speedup.OTHER"),
     "bench.predicted": (bench_result.Prediction, "contenders.NAME.predicted"),
     "bench.breakdown": (bench_result.Breakdown, "breakdown"),
+    "engine": (engine_plan.EnginePlan, ""),
+    "engine.acceptance": (engine_plan.ChainAcceptance, "acceptance"),
+    "engine.steps": (engine_plan.StepSeconds, "steps[]"),
+    "engine.cells": (engine_plan.Cell, "cells[]"),
+    "engine.measured": (engine_plan.MeasuredCell, "cells[].measured"),
+    "engine.schedule": (engine_plan.Range, "schedule[]"),
 }
 """What stands between `<!-- table NAME -->` and `<!-- end -->`: the fields of which struct, and what their keys begin with."""
 

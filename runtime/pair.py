@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sequoia_plan.artifacts import ArgumentError
-from sequoia_plan.runtime.draft.file import DEFAULT_DRAFT, load_draft
+from sequoia_plan.runtime.draft.file import DEFAULT_DRAFT, load_draft, save_as_folder
 from sequoia_plan.runtime.draft.load_tapped import load_tapped, remarks
 from sequoia_plan.runtime.draft.published import Checkpoint, kind_of, read_checkpoint, tensor_names
 from sequoia_plan.runtime.draft.self_draft import INT8, self_draft
@@ -119,6 +119,18 @@ def load_pair(
         if not offloaded:
             model = repack(model)
     return Pair(model, draft_model, tokenizer, facts, placement if not offloaded else f"streamed from {offload}", tuple(said))
+
+
+def save_model(pair: Pair, role: str, folder: str | Path) -> None:
+    """Write the "target" or the "draft" as a folder that transformers and other engines load, with the tokenizer.
+
+    The pair must have been loaded with placement="resident".
+    """
+    if role == "draft":
+        save_as_folder(pair.draft, pair.tokenizer, folder)
+        return
+    pair.target.save_pretrained(folder)
+    pair.tokenizer.save_pretrained(folder)
 
 
 def _load_draft(draft: str | None, target: Any, tokenizer: Any, device: str, dtype: torch.dtype) -> tuple[Any, str, list[str]]:

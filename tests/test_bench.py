@@ -19,7 +19,8 @@ from sequoia_plan.artifacts.bench_result import BenchSettings, Prediction, Ratio
 from sequoia_plan.artifacts.cost import expected_tokens, predicted
 from sequoia_plan.planner import cli, solve
 from sequoia_plan.planner.report.bench_table import finding, print_table, told_apart
-from sequoia_plan.planner.report.page import INK, LINE, page
+from sequoia_plan.planner.report.html import INK, LINE
+from sequoia_plan.planner.report.page import page
 from sequoia_plan.planner.solving.baselines import arms
 from sequoia_plan.profiler.bench import TITLES, Run, bench, compare, contenders, full_width, summary
 from sequoia_plan.profiler.journal import Journal, discard

@@ -20,6 +20,7 @@ from click.testing import CliRunner
 
 from sequoia_plan.artifacts import Latency, Profile, load_tree, save_tree
 from sequoia_plan.planner.cli import main
+from sequoia_plan.planner.cli.reference import commands as commands_of
 from sequoia_plan.planner.cli.reference import reference
 
 ROOT = Path(__file__).parent.parent
@@ -32,6 +33,10 @@ NOT_RUN = {
     "python -m sequoia_plan.profiler.distill": "trains for hours",
     "python -m sequoia_plan.planner.solving.catalog": "rewrites files of the package; tests/test_catalog.py makes them",
     "python benchmarks/": "measures for minutes",
+    "sequoia-plan engine vllm --target": "measures for minutes in a vLLM; tests/test_engine_vllm.py does",
+    "sequoia-plan engine vllm --metrics": "needs a server; tests/test_engine_cli.py reads recorded ones",
+    "sequoia-plan engine sglang": "reads files of a server; tests/test_engine_cli.py writes such",
+    "sequoia-plan export --format hf": "tests/test_export_model.py writes the folders",
     "make": "sets up an environment",
     "sequoia-plan solve own.yaml": "tests/test_own_models.py runs the page with the folders that it makes",
     "sequoia-plan solve streamed.yaml": "tests/test_offload.py profiles, solves and generates with a streamed target",
@@ -196,12 +201,15 @@ def problem(monkeypatch):
 
     def of_click(words):
         try:
-            context = click.Context(main, info_name="sequoia-plan")
-            name, command, rest = main.resolve_command(context, words)
+            context, command, rest = click.Context(main, info_name="sequoia-plan"), main, words
+            while isinstance(command, click.Group):
+                name, command, rest = command.resolve_command(context, rest)
+                context = click.Context(command, context, name) if isinstance(command, click.Group) else context
             given = command.make_context(name, rest, parent=context).params
         except click.UsageError as error:
             return error.format_message()
-        values = [given[param.name] for param in command.params if isinstance(param.type, click.Path)]
+        folder = given.get("form") == "hf"  # a model is written as a folder
+        values = [given[param.name] for param in command.params if isinstance(param.type, click.Path) and not (folder and param.name == "output")]
         files = [str(file) for value in values for file in (value if isinstance(value, tuple) else [value]) if file]
         return next((f"{file} is no file name" for file in files if "." not in file and file not in NAMES), None)
 
@@ -257,6 +265,9 @@ def test_commands_parse(page, problem):
         ("sequoia-plan profile --merge a.yaml --merge 20", "20 is no file name"),
         ("sequoia-plan export tree.safetensors --format onnx -o tree.onnx", "'onnx' is not one of"),
         ("sequoia-plan export tree.safetensors", "Missing option '--format'"),
+        ("sequoia-plan engine vlm", "vlm"),
+        ("sequoia-plan engine vllm --bach 1", "--bach"),
+        ("sequoia-plan engine vllm --metrics a.txt -o 20", "20 is no file name"),
         ("python -m sequoia_plan solve --bugdet 8", "--bugdet"),
         ("python benchmarks/solver.py --fast", "unrecognized arguments: --fast"),
         ("python benchmarks/verifiers.py", "the following arguments are required: -o/--output"),
@@ -275,10 +286,11 @@ def test_wrong_commands_are_found(command, why, problem):
 def unknown_options(text):
     """Options of `sequoia-plan` in the inline code of `text` that the named command does not have."""
     unknown = []
-    for name, rest in re.findall(r"`sequoia-plan ([a-z]+)([^`]*)`", "\n".join(split(text)[1])):
-        known = {name for option in main.commands[name].params for name in option.opts} if name in main.commands else set()
+    every = main.commands | dict(commands_of(main))
+    for name, rest in re.findall(r"`sequoia-plan ((?:engine )?[a-z]+)([^`]*)`", "\n".join(split(text)[1])):
+        known = {name for option in every[name].params for name in option.opts} if name in every else set()
         unknown += [f"{name} {option}" for option in re.findall(r"(?<![\w-])--?[a-z][a-z-]*", rest) if option not in known | {"--help"}]
-        unknown += [name] if not known else []
+        unknown += [name] if name not in every else []
     return unknown
 
 
@@ -289,7 +301,8 @@ def test_options_in_sentences_exist(page):
 
 def test_unknown_options_are_found():
     text = "`sequoia-plan solve --bugdet 8 --depth 4`, `sequoia-plan slove`, `sequoia-plan bench -o x`, `sequoia-plan COMMAND --help`"
-    assert unknown_options(text) == ["solve --bugdet", "slove"]
+    text += "`sequoia-plan engine vllm --verify --bach 1`"
+    assert unknown_options(text) == ["solve --bugdet", "slove", "engine vllm --bach"]
 
 
 @pytest.fixture

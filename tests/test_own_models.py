@@ -61,13 +61,13 @@ def test_the_pages_python(folder, monkeypatch, capsys):
 
 
 def test_the_folder_is_the_draft(folder, pair):
-    """Written as a folder and loaded by transformers alone, it gives the draft's logits, and 0 where the draft has none."""
+    """Written as a folder and loaded by transformers alone, it gives the draft's logits, and never its highest where the draft has none."""
     ids = torch.tensor([[1, 5, 300, 17]])
     whole = AutoModelForCausalLM.from_pretrained(folder / "draft", dtype=torch.float32)(ids).logits
     covered = pair.draft.covered_tokens
     torch.testing.assert_close(whole[..., covered], pair.draft(ids).logits, atol=2e-4, rtol=1e-4)
     rest = torch.ones(whole.shape[-1], dtype=torch.bool).index_fill(0, covered, False)
-    assert (whole[..., rest] == 0).all() and rest.any()
+    assert rest.any() and (whole[..., rest] < whole[..., covered].amax(-1, keepdim=True)).all()
     with (
         pytest.raises(SequoiaPlanError, match=r"repacked for this processor; load it with placement='resident'")
         if pair.placement == "repacked"

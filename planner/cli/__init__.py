@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from sequoia_plan.planner.cli.decoding import bench, generate
+from sequoia_plan.planner.cli.engine import engine
 from sequoia_plan.planner.cli.profiling import profile
 from sequoia_plan.planner.cli.trees import export_command, import_command, show, solve
 
@@ -60,5 +61,5 @@ def main() -> None:
     """Compile speculation trees: measure a draft and a target, solve for the best token tree, decode with it exactly."""
 
 
-for _command in (profile, solve, show, generate, bench, export_command, import_command):
+for _command in (profile, solve, show, generate, bench, engine, export_command, import_command):
     main.add_command(_command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import click
 
@@ -24,7 +25,16 @@ command line itself is wrong.
 
 def reference() -> str:
     """The whole page, one section a command."""
-    return PAGE.format("\n\n".join(_section(name, command) for name, command in main.commands.items()))
+    return PAGE.format("\n\n".join(_section(name, command) for name, command in commands(main)))
+
+
+def commands(group: click.Group, prefix: str = "") -> Iterator[tuple[str, click.Command]]:
+    """Every command with its whole name, those of groups after each other."""
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", command
 
 
 def _section(name: str, command: click.Command) -> str:

@@ -10,6 +10,7 @@ import click
 from sequoia_plan.planner.cli.options import json_option, verifier_option
 from sequoia_plan.planner.cli.terminal import print_json
 
+FORMAT_HELP = "The format; dot is Graphviz, hf a folder with the draft (or the target) as transformers and vLLM load it."
 PROMISED = ("expected_tokens", "upper_bound", "predicted_speedup", "speedup_bound", "interval", "interval_new_kind", "solver", "alternatives")
 """Of the plan, what `solve --json` says beside the tree."""
 
@@ -111,16 +112,28 @@ def show(tree_file: str, plot: str | None, as_json: bool) -> None:
 
 
 @click.command("export")
-@click.argument("tree_file", metavar="TREE", type=click.Path())
-@click.option("--format", "form", type=click.Choice(["medusa", "nxd", "growmap", "dot"]), required=True, help="The format; dot is Graphviz.")
+@click.argument("tree_file", metavar="[TREE]", type=click.Path(), required=False)
+@click.option("--format", "form", type=click.Choice(["medusa", "nxd", "growmap", "dot", "hf"]), required=True, help=FORMAT_HELP)
 @click.option("-o", "--output", type=click.Path(), required=True, help="Write it there; a growmap is saved by torch, or as JSON if the name ends in .json.")
+@click.option("--model", type=click.Choice(["draft", "target"]), help="With hf: which model to write. [default: draft]")
+@click.option("--target", metavar="ID|DIR|FILE.gguf", help="With hf: the target. [default: the embedded SmolLM2-135M-Instruct]")
+@click.option("--draft", metavar="FILE", help="With hf: a draft .safetensors made for the target. [default: the embedded draft]")
 @json_option
-def export_command(tree_file: str, form: str, output: str, as_json: bool) -> None:
-    """Write TREE (a file or a name of the catalog) for another engine."""
+def export_command(tree_file: str | None, form: str, output: str, model: str | None, target: str | None, draft: str | None, as_json: bool) -> None:
+    """Write TREE (a file or a name of the catalog) for another engine, or with hf a model as a folder that other engines load."""
     from sequoia_plan.artifacts import load_tree
     from sequoia_plan.artifacts.files import refuse_to_replace
     from sequoia_plan.artifacts.interchange import export_tree
 
+    if form == "hf":
+        if tree_file:
+            raise click.UsageError("--format hf writes a model, not a tree: leave TREE out")
+        _export_model(output, model or "draft", target, draft, as_json)
+        return
+    if model or target or draft:
+        raise click.UsageError(f"--model, --target and --draft are for --format hf; {form} is a format of trees")
+    if not tree_file:
+        raise click.UsageError(f"--format {form} needs a TREE: a file or a name of the catalog")
     tree = load_tree(tree_file)
     refuse_to_replace(output, tree_file)
     export_tree(tree, output, form)
@@ -128,6 +141,27 @@ def export_command(tree_file: str, form: str, output: str, as_json: bool) -> Non
         print_json({"output": output, "format": form, "size": tree.size, "depth": tree.depth})
         return
     click.echo(f"wrote {output}: {tree.size} nodes as {form}")
+
+
+def _export_model(output: str, model: str, target: str | None, draft: str | None, as_json: bool) -> None:
+    """A folder as transformers writes them, with the tokenizer."""
+    from sequoia_plan.artifacts import ArgumentError
+    from sequoia_plan.artifacts.files import new_folder
+
+    if model == "draft" and draft is not None and not draft.endswith(".safetensors"):
+        raise ArgumentError(f"--draft {draft}: expected a draft .safetensors file; a folder can be given to other engines as it is")
+    with new_folder(output) as folder:
+        from sequoia_plan.planner.cli.pair import load_pair
+
+        pair = load_pair(target, "int8" if model == "target" and target else draft, "cpu", "float32", placement="resident")
+        from sequoia_plan.runtime.pair import save_model
+
+        save_model(pair, model, folder)
+    facts = pair.facts[model]
+    if as_json:
+        print_json({"output": output, "format": "hf", "model": model, "name": facts["name"], "parameters": facts["parameters"]})
+        return
+    click.echo(f"wrote {output}: the {model} {facts['name']} with its tokenizer, float32")
 
 
 @click.command("import")

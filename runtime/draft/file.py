@@ -23,6 +23,8 @@ from sequoia_plan.runtime.models.int8 import rows_in_8_bits
 
 FORMAT, VERSION = "sequoia-plan-draft", 1
 METADATA_KEY = "sequoia_plan"
+ROWS, ROW_TEXT, ROW_TEXTS = 4, 64, 32
+"""`uncovered_row`: of how many rows it is the mean, and how many texts of how many tokens tell which."""
 DEFAULT_DRAFT = Path(__file__).parents[1] / "smollm2-135m-draft.safetensors"
 
 
@@ -57,8 +59,8 @@ def save_draft(draft: LlamaForCausalLM, path: str | Path, facts: dict[str, Any])
 def save_as_folder(draft: LlamaForCausalLM, tokenizer: Any, folder: str | Path) -> None:
     """Write a draft that `build_draft` made as transformers writes models, for engines that know no draft files.
 
-    The folder has embeddings of its own, and a head over the target's whole vocabulary; tokens that the draft does not cover get a
-    logit of 0. It is larger than the file by both.
+    The folder has embeddings of its own, and a head over the target's whole vocabulary. It is larger than the file by both. Tokens
+    that the draft does not cover share one row, see `uncovered_row`.
 
     Raises:
         SequoiaPlanError: if the draft's layers were repacked, and its weights are no longer there.
@@ -66,12 +68,26 @@ def save_as_folder(draft: LlamaForCausalLM, tokenizer: Any, folder: str | Path) 
     weights = draft.state_dict()
     if "lm_head.weight" not in weights:
         raise SequoiaPlanError("draft: its linear layers are repacked for this processor; load it with placement='resident' to write it")
-    head = torch.zeros_like(weights["model.embed_tokens.weight"])
+    head = uncovered_row(draft).repeat(len(weights["model.embed_tokens.weight"]), 1)
     head[draft.covered_tokens] = weights["lm_head.weight"]
     whole = LlamaForCausalLM(LlamaConfig(**draft.config.to_dict() | {"tie_word_embeddings": False})).to(draft.dtype)
     whole.load_state_dict(weights | {"lm_head.weight": head})
     whole.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+@torch.no_grad()
+def uncovered_row(draft: LlamaForCausalLM) -> Tensor:
+    """The head's row for tokens that a draft does not cover, [hidden], where a head must have one for every token.
+
+    It is the mean of the covered rows whose logits are lowest. A mean of rows gives the mean of their logits, so it never exceeds the
+    highest covered logit: a greedy draft never proposes an uncovered token. That the rows are those of unlikely tokens keeps all
+    uncovered tokens together improbable, too. A row of zeros does neither: its logit is 0, and covered ones may all be lower.
+    """
+    tokens = draft.covered_tokens[: draft.covered_tokens.numel() // ROW_TEXT * ROW_TEXT][: ROW_TEXTS * ROW_TEXT]
+    texts = tokens.reshape(-1, ROW_TEXT) if tokens.numel() else draft.covered_tokens[None]
+    lowest = draft(texts).logits.flatten(0, 1).float().mean(0).argsort()[:ROWS]
+    return draft.lm_head.weight[lowest].mean(0)
 
 
 def load_draft(path: str | Path, target: Any) -> LlamaForCausalLM:

@@ -1,0 +1,93 @@
+"""The embedded draft and target as folders that other engines load, and what such a head proposes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sequoia_plan.artifacts.prompts import built_in
+from sequoia_plan.planner.cli import main
+from sequoia_plan.profiler.prompts import encode
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of the embedded draft, as the command writes it."""
+    path = tmp_path_factory.mktemp("export") / "draft"
+    result = CliRunner().invoke(main, ["export", "--format", "hf", "-o", str(path), "--json"])
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    assert said.pop("parameters") > 10_000_000
+    assert said == {"output": str(path), "format": "hf", "model": "draft", "name": "smollm2-135m-draft"}
+    assert sorted(each.name for each in path.parent.iterdir()) == ["draft"]  # nothing is left beside it
+    return path
+
+
+@pytest.fixture(scope="module")
+@torch.no_grad()
+def logits(folder, pair):
+    """Logits over real prompts, [positions, vocabulary], of the folder's model; the embedded draft's; and which tokens it covers."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    texts = [torch.tensor([encode(pair.tokenizer, prompt.text)]) for prompt in built_in()[:12]]
+    whole = torch.cat([model(text).logits[0] for text in texts])
+    return whole, torch.cat([pair.draft(text).logits[0] for text in texts]), pair.draft.covered_tokens
+
+
+def test_covered_tokens_have_the_drafts_logits(logits):
+    whole, draft, covered = logits
+    assert whole.shape[1] == 49152 and len(covered) == 8192
+    torch.testing.assert_close(whole[:, covered], draft, atol=5e-4, rtol=1e-4)
+
+
+def others(whole, covered):
+    return whole[:, torch.ones(whole.shape[1], dtype=torch.bool).index_fill(0, covered, False)]
+
+
+def test_uncovered_tokens_are_not_proposed(logits):
+    """Never by a greedy draft, and hardly by one that samples. With a row of zeros both happen: the control."""
+    whole, draft, covered = logits
+    rest = others(whole, covered)
+    highest = draft.amax(1, keepdim=True)
+    assert (rest < highest - 1).all()
+    mass = (whole.softmax(1).sum(1) - whole.softmax(1)[:, covered].sum(1)).mean()
+    assert mass < 0.02
+    zeros = torch.cat([draft, torch.zeros_like(rest)], 1).softmax(1)[:, draft.shape[1] :].sum(1)
+    assert zeros.mean() > 0.5 and (highest < 0).any()
+
+
+def test_the_tokenizer_is_beside_it(folder, pair):
+    text = "The capital of France is"
+    assert AutoTokenizer.from_pretrained(folder)(text)["input_ids"] == pair.tokenizer(text)["input_ids"]
+
+
+def test_the_target_is_written_as_well(tmp_path, plain_target):
+    result = CliRunner().invoke(main, ["export", "--format", "hf", "--model", "target", "-o", str(tmp_path / "target")])
+    assert result.exit_code == 0 and "the target SmolLM2-135M-Instruct" in result.output, result.output
+    ids = torch.tensor([[1, 5, 300, 17]])
+    with torch.no_grad():
+        torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32)(ids).logits, plain_target(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["tree.safetensors", "--format", "hf", "-o", "new"], 2, "--format hf writes a model, not a tree: leave TREE out"),
+        (["--format", "medusa", "-o", "new"], 2, "--format medusa needs a TREE: a file or a name of the catalog"),
+        (["a", "--format", "dot", "--model", "draft", "-o", "new"], 2, "--model, --target and --draft are for --format hf; dot is a format of trees"),
+        (["--format", "hf", "-o", "full"], 1, "full: exists already; name a new folder, or remove it"),
+        (["--format", "hf", "-o", "none/new"], 1, "none/new: cannot be made (No such file or directory)"),
+        (["--format", "hf", "--draft", "folder", "-o", "new"], 2, "--draft folder: expected a draft .safetensors file"),
+        (["--format", "hf", "--draft", "none.safetensors", "-o", "new"], 1, "none.safetensors: no such file"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, monkeypatch, words, code, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("")
+    result = CliRunner().invoke(main, ["export", *words])
+    assert result.exit_code == code and message in result.stderr.strip().splitlines()[-1], result.output
+    assert "Traceback" not in result.output and [each.name for each in tmp_path.iterdir()] == ["full"]
