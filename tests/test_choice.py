@@ -116,7 +116,7 @@ def test_the_fastest_tree_is_found_where_kernels_judge(rounds):
 def test_a_search_that_forgets_the_rounds_is_noticed(monkeypatch):
     """The control: a search that charges rounds by level where a node begins once its parent has judged it takes a slower tree."""
     rows = np.array([[0.5, 0.3, 0.1]] * 5)
-    times = StepTime(Latency({1: 0.02, 7: 0.021}, {1: 0.0001, 7: 0.0001}, verification=Verification(0.0, 0.01, 0.0, 0.0, "path")))
+    times = StepTime(Latency({1: 0.05, 7: 0.051}, {1: 0.0001, 7: 0.0001}, verification=Verification(0.0, 0.02, 0.0, 0.0, "path")))
     best, right = most_speed(rows, times, 7), choice.costs_of
     assert fastest(rows, 7, times).speed == pytest.approx(best, rel=1e-12)
     monkeypatch.setattr(choice, "costs_of", lambda *given: right(*given)._replace(by_round=0.0, order=relaxation.TREE))
