@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.artifacts.cost import Floats, StepTime, expected_tokens, node_values
+from sequoia_plan.artifacts.cost import Floats, StepTime, by_class, child_probabilities, expected_tokens, node_values, parents_rows
 
 Z95 = 1.959964
 LEAST_KINDS = 4
@@ -25,36 +25,39 @@ LEAST_KINDS = 4
 
 
 def gradient(tree: TokenTree, rows: Floats) -> Floats:
-    """float64 [levels, ranks]: dF / dp[level][k], from the tree alone; the last of `rows` holds for all deeper levels."""
+    """dF / dp, of the shape of `rows`, from the tree alone.
+
+    Args:
+        rows: float64 [levels, ranks] or [levels, classes, ranks], p[level][class][k]; the last level holds for all deeper ones.
+    """
     below = np.ones(tree.size)  # F of the subtree under each node, the node counted as 1
-    p = np.pad(rows, ((0, 0), (0, max(0, tree.branching - rows.shape[1]))))
-    at = np.minimum(tree.position_ids[tree.parents[1:]], len(rows) - 1)  # each node's row
-    offsets = tree.level_offsets
+    p, offsets = child_probabilities(tree, by_class(rows)), tree.level_offsets
     for level in range(tree.depth - 1, 0, -1):
         nodes = np.arange(offsets[level], offsets[level + 1])
-        np.add.at(below, tree.parents[nodes], p[at[nodes - 1], tree.ranks[nodes] - 1] * below[nodes])
-    slope = np.zeros_like(p)
-    np.add.at(slope, (at, tree.ranks[1:] - 1), node_values(tree, rows)[tree.parents[1:]] * below[1:])
-    return slope[:, : rows.shape[1]]
+        np.add.at(below, tree.parents[nodes], p[nodes - 1] * below[nodes])
+    levels, classes, ranks = by_class(rows).shape
+    slope = np.zeros((levels, classes, max(ranks, tree.branching)))
+    np.add.at(slope, (*parents_rows(tree, by_class(rows)), tree.ranks[1:] - 1), node_values(tree, rows)[tree.parents[1:]] * below[1:])
+    return slope[..., :ranks].reshape(rows.shape)
 
 
 def ends(tree: TokenTree, rows: Floats, trials: Sequence[float] | Floats, z: float = Z95) -> tuple[Floats, Floats]:
-    """The likeliest acceptance at which F(tree) is z standard errors below and above; float64 [levels, ranks] each.
+    """The likeliest acceptance at which F(tree) is z standard errors below and above; of the shape of `rows` each.
 
     Args:
-        rows: float64 [levels, ranks], p[level][k]; the last holds for all deeper levels.
-        trials: independent observations behind each.
+        rows: as `gradient` takes them.
+        trials: independent observations behind each of their vectors, [levels] or [levels, classes].
     """
     spread, variance = _propagated(tree, rows, trials)
     step = z * spread / math.sqrt(variance) if variance > 0 else np.zeros_like(rows)
     low, high = (np.clip(rows + sign * step, 0, 1) for sign in (-1, 1))
-    return low / np.maximum(1.0, low.sum(1, keepdims=True)), high / np.maximum(1.0, high.sum(1, keepdims=True))
+    return low / np.maximum(1.0, low.sum(-1, keepdims=True)), high / np.maximum(1.0, high.sum(-1, keepdims=True))
 
 
 def _propagated(tree: TokenTree, rows: Floats, trials: Sequence[float] | Floats) -> tuple[Floats, float]:
-    """S g / n, float64 [levels, ranks], and the variance of F, g' S g / n."""
-    slope, n = gradient(tree, rows), np.maximum(np.asarray(trials, float), 1)[:, None]
-    spread = rows * (slope - (rows * slope).sum(1, keepdims=True)) / n
+    """S g / n, of the shape of `rows`, and the variance of F, g' S g / n."""
+    slope, n = gradient(tree, rows), np.maximum(np.asarray(trials, float), 1)[..., None]
+    spread = rows * (slope - (rows * slope).sum(-1, keepdims=True)) / n
     return spread, max(float((slope * spread).sum()), 0.0)
 
 

@@ -49,7 +49,7 @@ def level_rows(draw, non_increasing):
 
 def most_speed(rows, times, most):
     """Of every tree of up to seven nodes within the limits."""
-    fits = [t for t in TREES if t.size <= most and t.depth <= len(rows) + 1 and t.branching <= rows.shape[1]]
+    fits = [t for t in TREES if t.size <= most and t.depth <= len(rows) + 1 and t.branching <= rows.shape[-1]]
     return max(expected_tokens(t, rows) / times.step(t) for t in fits)
 
 
@@ -102,7 +102,7 @@ def fastest_by_widths(rows, times, most, widest):
     def deepen(values, offered, widths):
         nonlocal best
         level = len(widths)
-        children = np.sort((values[:, None] * rows[level - 1]).ravel())[::-1][:most]
+        children = np.sort((values[:, None] * rows[level - 1, 0]).ravel())[::-1][:most]
         taken = np.sort(np.concatenate([offered, children]))[::-1][: most - 1]
         tokens, sizes = 1 + np.cumsum(taken), 2 + np.arange(taken.size)
         drafts = times.drafts(np.array(LANGUAGE_MODEL.widths(widths))).sum()
@@ -149,7 +149,7 @@ def test_no_tree_gains_more_than_its_relaxation(rows, latency, prices, floor, ra
     if most < 2:
         return
     bound = relaxed(table, times, most, np.array(prices[: len(table)]) + np.eye(len(table))[0] * floor, floor, rate)
-    fits = [t for t in TREES if 2 <= t.size <= most and t.branching <= table.shape[1] and t.depth <= 6 and np.isfinite(times.step(t))]
+    fits = [t for t in TREES if 2 <= t.size <= most and t.branching <= table.shape[-1] and t.depth <= 6 and np.isfinite(times.step(t))]
     assert max((expected_tokens(t, table) - rate * times.step(t) for t in fits), default=-np.inf) <= bound + 1e-12
 
 
@@ -160,10 +160,10 @@ def relaxed(rows, times, most, price, floor, rate):
     high = np.full(levels, costs.draft_ends[-1])
     high[0] = most
     low = np.r_[2, np.zeros(levels - 1, int)]
-    box = relaxation.Box(low, high, np.ones(ranks, int), np.full(ranks, rows.shape[1]))
+    box = relaxation.Box(low, high, np.ones(ranks, int), np.full(ranks, rows.shape[-1]))
     nodes = relaxation.candidates(rows, floor)
     use = relaxation.Use(np.zeros(levels, int), np.zeros(levels, int), np.ones(ranks, int), np.zeros(ranks), np.zeros(len(nodes.value), int))
-    exact = bool((np.diff(rows, axis=1) <= 0).all())
+    exact = bool((np.diff(rows, axis=-1) <= 0).all())
     return relaxation.relax(nodes, costs, box, price, rate, exact, use)[0]
 
 
@@ -220,7 +220,7 @@ def test_the_bound_holds_and_is_attained_on_non_increasing_rows(rows, size, dept
     bounds = hull.upper_bounds(table, size)
     assert (bounds >= values * (1 - 1e-12)).all()
     assert (np.diff(bounds, 2) <= 1e-12 * bounds[-1]).all()  # concave
-    if (np.diff(table, axis=1) <= 0).all():
+    if (np.diff(table, axis=-1) <= 0).all():
         np.testing.assert_allclose(bounds, values, rtol=1e-12)  # then it is attained
 
 

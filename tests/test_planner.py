@@ -105,7 +105,7 @@ def test_the_tree_attains_the_tables_value(acceptance, size, depth, branching):
     tree = solve(acceptance, size, depth, branching).tree
     assert tree.size == size
     assert tree.depth <= depth
-    assert tree.branching <= rows.shape[1]
+    assert tree.branching <= rows.shape[-1]
     assert expected_tokens(tree, acceptance) == pytest.approx(value, rel=1e-12)
 
 
@@ -113,7 +113,7 @@ def test_the_tree_attains_the_tables_value(acceptance, size, depth, branching):
 @given(acceptance_vectors(longest=4))
 def test_more_never_hurts(acceptance):
     rows = acceptance_rows(acceptance, 6)
-    frontiers = [hull.frontier(np.ascontiguousarray(rows[:, :ranks]), 25) for ranks in range(1, len(acceptance) + 1)]
+    frontiers = [hull.frontier(np.ascontiguousarray(rows[..., :ranks]), 25) for ranks in range(1, len(acceptance) + 1)]
     slack = 1 - 1e-12
     for values in itertools.chain(*frontiers):
         assert (values[1:] >= values[:-1] * slack).all()

@@ -2,7 +2,7 @@
 
 A box is closed when its bound (relaxation.py) says that none of its trees is faster than the best one known. A box that stays open is split
 at the resource whose cost differs most from what its price pays. Once each draft pass in a box has one known cost, and where no row of p
-increases, best-first growth within the box's widths gives its best tree of every size, and the box is closed as well.
+increases and the rows favour the spine, best-first growth within the box's widths gives its best tree of every size, and the box is closed as well.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ class Found(NamedTuple):
 @numba.njit(cache=True)
 def fastest_part(parents, levels, rows, costs):  # type: ignore[no-untyped-def]
     """Tokens a second, and size, of the fastest of the trees that the first 2, 3, ... nodes are."""
-    value, children = np.ones(len(parents)), np.zeros(len(parents), np.int64)
+    value, children, kind = np.ones(len(parents)), np.zeros(len(parents), np.int64), np.zeros(len(parents), np.int64)
     wide, most = np.zeros(len(rows), np.int64), np.ones(len(rows), np.int64)
     tokens, drafts, rounds = 1.0, 0.0, 0
     best, size = 0.0, 1
     for node in range(1, len(parents)):
         above, here = parents[node], levels[node] - 1
-        value[node] = value[above] * rows[here, children[above]]
+        value[node] = value[above] * rows[here, kind[above], children[above]]
+        kind[node] = kind[above] if children[above] == 0 else rows.shape[1] - 1
         tokens += value[node]
         children[above] += 1
         if children[above] == 1 and here > 0:
@@ -138,7 +139,7 @@ def cut(cost, ends, used, low, high):  # type: ignore[no-untyped-def]
 def choose_cut(costs, box, price, rate, use, exact):  # type: ignore[no-untyped-def]
     """Which interval to split, and where: resources come first, then ranks. (-1, -1) if all that matters is known.
 
-    Where no row increases, sizes need not be split: best-first growth tells the best tree of each.
+    Where growth is exact, sizes need not be split: it tells the best tree of each.
     """
     worst, which, where, matters = -1.0, -1, -1, False
     for r in range(len(price)):
@@ -205,13 +206,13 @@ def search(nodes, order, rows, costs, floor, exact, rate, most_work):  # type: i
     Args:
         nodes: `candidates(rows, floor)`.
         order: rows that never increase, close to `rows`: what best-first growth goes by.
-        rows: float64 [levels, branching], p.
+        rows: float64 [levels, classes, branching], p.
         floor: the value of every other node is at most this.
-        exact: no row increases.
+        exact: no row increases, and they favour the spine.
         rate: tokens a second of the best tree known.
         most_work: how many nodes may be looked at; then the bound is the largest of the boxes still open.
     """
-    resources, branching = rows.shape
+    resources, _, branching = rows.shape
     of_ranks = resources if costs.rounds_by_level else 1
     room = min(MOST_BOXES, 2 + 4_000_000 // resources)
     shape = (room, resources)

@@ -46,27 +46,37 @@ class Fastest:
 def fastest(rows: Floats, budget: int, times: StepTime, most_work: int = MOST_WORK) -> Fastest:
     """The fastest tree of at most `budget` nodes and len(rows) + 1 levels, with as many children a node as the rows have ranks, at most.
 
-    Where no row increases, the search ends with a proof unless it reaches its limit of work. Where rows increase, best-first growth goes by the
-    closest rows that do not, while values and bounds are those of the rows themselves; the search may then end without a proof, and the trees
-    of most tokens (the exact optimum of each size and depth) are tried as well.
+    Where no row increases, and the rows favour the spine (`best_first.favours_spine`), the search ends with a proof unless it reaches its
+    limit of work. Where rows increase, best-first growth goes by the closest rows that do not, while values and bounds are those of the rows
+    themselves; the search may then end without a proof, and the trees of most tokens (the exact optimum of each size and depth) are tried as well.
 
     Args:
-        rows: float64 [levels, branching], p[level, rank].
+        rows: float64 [levels, classes, branching], p[level, class, rank].
     """
     most = min(budget, times.largest())
     rows = np.ascontiguousarray(rows[: max(0, min(most, times.drafting.deepest or most) - 1)])  # n nodes have at most n levels
     plain = Fastest(TokenTree.chain(1), 1 / times.plain(), 1 / times.plain())
     if len(rows) == 0 or not np.isfinite(times.draft(times.drafting.first)):
         return plain
-    room, exact = CANDIDATES_PER_NODE * most + 256, best_first.is_non_increasing(rows)
-    value = best_first.grow_freely(-np.sort(-rows, axis=1), room)[1]
+    ordered = best_first.is_non_increasing(rows)
+    room, exact = CANDIDATES_PER_NODE * most + 256, ordered and best_first.favours_spine(rows)
+    value = best_first.grow_freely(_by_value(rows), room)[1]
     floor = float(value[-1]) if value.size == room else 0.0
-    order = rows if exact else isotonic(rows)
+    order = rows if ordered else isotonic(rows)
     parents, _, bound = search(candidates(rows, floor), order, rows, costs_of(times, most), floor, exact, plain.speed, most_work)
     best = plain if parents.size == 0 else _timed(TokenTree(best_first.breadth_first(parents)), rows, times)
     if not exact and best.speed < bound * (1 - OPTIMAL) and most <= LARGEST_BUDGET["hull"]:
         best, bound = _with_most_tokens(best, bound, rows, most, times)
     return Fastest(best.tree, best.speed, max(bound, best.speed))
+
+
+def _by_value(rows: Floats) -> Floats:
+    """Rows whose growth finds the nodes of the endless tree by value: which rank has which probability matters only to the first child of a
+    node on the spine, of another class than its siblings."""
+    by_value = -np.sort(-rows, axis=2)
+    if rows.shape[1] > 1:
+        by_value[:, 0] = np.concatenate([rows[:, 0, :1], -np.sort(-rows[:, 0, 1:], axis=1)], axis=1)
+    return by_value
 
 
 def _timed(tree: TokenTree, rows: Floats, times: StepTime) -> Fastest:

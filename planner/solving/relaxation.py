@@ -95,15 +95,17 @@ class Use(NamedTuple):
 @numba.njit(cache=True)
 def candidates(rows, floor):  # type: ignore[no-untyped-def]
     """Every node of a value above `floor`, and its siblings of lower rank."""
-    levels, branching = rows.shape
-    room, size, node = 1024, 1, 0
+    levels, classes, branching = rows.shape
+    room, size, node, spine = 1024, 1, 0, 0
     value, level, first, count = np.ones(room), np.zeros(room, np.int64), np.zeros(room, np.int64), np.zeros(room, np.int64)
     while node < size:
-        here = level[node]
+        here, kind = level[node], 0 if node == spine else classes - 1
         if here < levels:
             for rank in range(branching):
-                if value[node] * rows[here, rank] > floor:
+                if value[node] * rows[here, kind, rank] > floor:
                     count[node] = rank + 1
+            if node == spine and count[node] > 0:
+                spine = size
         first[node] = size
         if size + count[node] > room:
             more = room + branching
@@ -111,7 +113,7 @@ def candidates(rows, floor):  # type: ignore[no-untyped-def]
             first, count = np.append(first, np.zeros(more, np.int64)), np.append(count, np.zeros(more, np.int64))
             room += more
         for rank in range(count[node]):
-            value[size], level[size] = value[node] * rows[here, rank], here + 1
+            value[size], level[size] = value[node] * rows[here, kind, rank], here + 1
             size += 1
         node += 1
     return Nodes(value[:size], level[:size], first[:size], count[:size])
@@ -214,7 +216,7 @@ def relax(nodes, costs, box, price, rate, exact, use):  # type: ignore[no-untype
     """The bound on F - rate * step over the box, and the expected tokens of the tree behind it, which `use` describes.
 
     Args:
-        exact: no row of p increases.
+        exact: no row of p increases, and the rows favour the spine, so that no later sibling adds more than an earlier one.
     """
     used, paid, ranks, charges, parents = use
     gain, taken, charged = choose_children(nodes, costs, box, price, rate, exact)

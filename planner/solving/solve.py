@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from sequoia_plan.artifacts import ArgumentError, Profile, TokenTree
-from sequoia_plan.artifacts.cost import Floats, StepTime, acceptance_rows, expected_tokens, promise
+from sequoia_plan.artifacts.cost import Acceptance, Floats, StepTime, acceptance_rows, expected_tokens, promise
 from sequoia_plan.artifacts.plan import Interval, Plan, provenance
 from sequoia_plan.artifacts.uncertainty import Z95, ends, step_time_error, trials_of_a_new_kind
 from sequoia_plan.planner.solving.baselines import baseline as baseline_tree
@@ -43,7 +43,7 @@ class Solution:
 
 
 def solve(
-    profile: Profile | Sequence[float] | Sequence[Sequence[float]],
+    profile: Profile | Acceptance,
     budget: int,
     depth: int,
     branching: int | None = None,
@@ -56,7 +56,8 @@ def solve(
     """The best token tree for what was measured, with a proof in its plan: `upper_bound`, and for the objective speed `speedup_bound`.
 
     Args:
-        profile: a Profile, or an acceptance vector p[1..B], or one such row per level.
+        profile: a Profile, or an acceptance vector p[1..B], or one such row per level, or per level one for parents on the spine (every rank
+            on their path from the root is 1) and one for all others.
         budget: size, the root included: exactly this many nodes for "tokens", at most for "speed" and "paper".
         depth: levels, the root's included, at most.
         branching: children a node may have, at most; the acceptance vector's length if None.
@@ -83,8 +84,7 @@ def solve(
     if objective != "tokens" and latency is None and not baseline:
         raise ArgumentError(f"objective {objective} needs latencies: give a profile that has them, or choose the objective tokens")
     if smooth:
-        smoothed = isotonic(np.atleast_2d(np.asarray(acceptance, float))).tolist()
-        acceptance = smoothed if isinstance(acceptance[0], (list, tuple)) else smoothed[0]
+        acceptance = isotonic(np.asarray(acceptance, float)).tolist()
 
     times = StepTime.of(measured) if measured else None
     rows = acceptance_rows(acceptance, depth, branching)
@@ -102,7 +102,7 @@ def solve(
     if measured and measured.trials and not smooth and not baseline and tree.size > 1:
 
         def lost(vectors: Floats) -> float:
-            there = acceptance_rows(vectors, depth, rows.shape[1])  # may rise where `acceptance` does not: the solver is picked anew
+            there = acceptance_rows(vectors, depth, rows.shape[2])  # may rise where `acceptance` does not: the solver is picked anew
             best = _choose(there, budget, objective, pick(None, there, tree.size), times, MOST_WORK // 10)[0]
             slower = times.step(tree) / times.step(best) if times and objective != "tokens" else 1.0
             return max(0.0, 1 - expected_tokens(tree, vectors) / expected_tokens(best, vectors) / slower)
@@ -113,7 +113,7 @@ def solve(
         elsewhere = None if new is None else _interval(tree, table, new, given.predicted_speedup, times, lost)
     plan = replace(
         provenance(measured),
-        acceptance=tuple(tuple(row) if isinstance(row, Sequence) else row for row in acceptance),
+        acceptance=_tuples(acceptance),
         budget=budget,
         depth=depth,
         branching=branching,
@@ -137,6 +137,10 @@ def _choose(rows: Floats, budget: int, objective: str, name: str, times: StepTim
         return fastest_by_the_paper(Frontier(tuple(values), rows, name), times), None
     found = fastest(rows, budget, times, most_work)
     return found.tree, found.bound * times.plain()
+
+
+def _tuples(acceptance: Any) -> Any:
+    return tuple(map(_tuples, acceptance)) if isinstance(acceptance, Sequence) else acceptance
 
 
 def _by_level(profile: Profile) -> list[list[float]]:
