@@ -72,7 +72,8 @@ class Plan(Artifact, frozen=True, kw_only=True):
         field(
             "p[1], p[2], ... of the profile: the probability that of an accepted node's children the one of that rank is accepted. Each from 0 "
             "to 1, sum at most 1 + 1e-6. With lists, the first is for the root's children, and so on; the last holds for all deeper levels. With pairs "
-            "of lists, the first of a pair is for children of a node on the spine (every rank on its path from the root is 1; so is the root), the second for all others",
+            "of lists, the first of a pair is for children of a node on the spine (all ranks on its path from the root are 1; the root is on it, "
+            "too), the second for all others",
             check=check_rows,
         ),
     ] = None

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from strategies import acceptance_vectors, all_trees, trees
+from strategies import acceptance_vectors, all_trees, rows_by_class, trees
 
 from sequoia_plan.artifacts import LANGUAGE_MODEL, Drafting, Latency, LevelCounts, Profile, SequoiaPlanError, Stream, TokenTree, Verification
 from sequoia_plan.artifacts.cost import StepTime, acceptance_rows, expected_tokens
 from sequoia_plan.artifacts.uncertainty import ends, gradient, step_time_error
 from sequoia_plan.planner import baseline, check, frontier, solve
-from sequoia_plan.planner.solving import certificate, dynamic_programming, hull, relaxation
+from sequoia_plan.planner.solving import best_first, certificate, dynamic_programming, hull, relaxation
 from sequoia_plan.planner.solving import fastest as choice
 from sequoia_plan.planner.solving.convolution import isotonic
 from sequoia_plan.planner.solving.fastest import fastest
@@ -67,6 +67,47 @@ def test_the_fastest_tree_is_found_and_proven(rows, latency, budget, depth):
         found = fastest(acceptance_rows(rows, depth), budget, times)
         assert found.speed == pytest.approx(most_speed(table, times, min(budget, times.largest())), rel=1e-12)
         assert found.gap < 1e-9
+
+
+@settings(max_examples=120, deadline=None)
+@given(rows_by_class(non_increasing=True, favouring=True), latencies(), st.integers(2, 7), st.integers(2, 6))
+def test_the_fastest_tree_is_found_and_proven_with_classes(rows, latency, budget, depth):
+    table = acceptance_rows(rows, depth)
+    assert best_first.favours_spine(table)
+    for drafting in (LANGUAGE_MODEL, BLOCK):
+        times, table = StepTime(latency, drafting), acceptance_rows(rows, min(depth, drafting.deepest or depth))
+        found = fastest(acceptance_rows(rows, depth), budget, times)
+        assert found.speed == pytest.approx(most_speed(table, times, min(budget, times.largest())), rel=1e-12)
+        assert found.gap < 1e-9
+
+
+@settings(max_examples=120, deadline=None)
+@given(rows_by_class(non_increasing=True) | rows_by_class(), latencies(), st.integers(2, 7), st.integers(2, 6))
+def test_the_bound_on_speed_holds_with_any_classes(rows, latency, budget, depth):
+    times, table = StepTime(latency), acceptance_rows(rows, depth)
+    most = most_speed(table, times, min(budget, times.largest()))
+    for work in (choice.MOST_WORK, -1):
+        found = fastest(table, budget, times, most_work=work)
+        assert found.speed <= most * (1 + 1e-12)
+        assert most <= found.bound * (1 + 1e-12)
+
+
+def test_growth_is_trusted_only_where_rows_favour_the_spine(monkeypatch):
+    """The control: off the spine a child is likelier here, so the most valuable nodes of a level need not have the most valuable children."""
+    rows = acceptance_rows([[[0.33, 0.32, 0.3], [0.4, 0.36, 0.1]], [[0.44, 0.23, 0.06], [0.41, 0.39, 0.06]]], 3)
+    times = StepTime(Latency({1: 0.04, 3: 0.041, 5: 0.043, 7: 0.045}, {1: 0.002, 2: 0.0057990024098245625, 3: 0.012, 7: 0.02}, 0.001, 0))
+    best = most_speed(rows, times, 7)
+    assert best_first.is_non_increasing(rows) and not best_first.favours_spine(rows)
+    assert fastest(rows, 7, times).bound >= best
+    monkeypatch.setattr(best_first, "favours_spine", lambda rows: True)
+    assert fastest(rows, 7, times).bound < best * 0.999
+
+
+def test_of_equally_valuable_nodes_the_one_on_the_spine_has_children_first():
+    """Two nodes of value .25 on level 2, room for one with children there: below the one on the spine hangs more."""
+    rows = acceptance_rows([[[0.5, 0.5], [0.5, 0.5]], [[0.5, 0.5], [0.5, 0.5]], [[0.9, 0.1], [0.2, 0.1]]], 4)
+    value = best_first.grow(rows, 8, np.array([1, 2, 1]), np.array([2, 2, 2]))[1]
+    assert value.sum() == pytest.approx(1 + 2 * 0.5 + 4 * 0.25 + 0.25 * 0.9)
 
 
 @settings(max_examples=120, deadline=None)
@@ -141,7 +182,9 @@ def test_a_wrong_price_of_draft_passes_is_noticed(monkeypatch):
 
 
 @settings(max_examples=60, deadline=None)
-@given(level_rows(non_increasing=False), latencies(), st.lists(st.floats(0, 0.3), min_size=6, max_size=6), st.floats(0, 0.2), st.floats(5, 80))
+@given(
+    level_rows(non_increasing=False) | rows_by_class(), latencies(), st.lists(st.floats(0, 0.3), min_size=6, max_size=6), st.floats(0, 0.2), st.floats(5, 80)
+)
 def test_no_tree_gains_more_than_its_relaxation(rows, latency, prices, floor, rate):
     """For whatever prices: F - rate x step of every tree of two to seven nodes is at most the bound."""
     times, table = StepTime(latency), acceptance_rows(rows, 6)
@@ -154,7 +197,7 @@ def test_no_tree_gains_more_than_its_relaxation(rows, latency, prices, floor, ra
 
 
 def relaxed(rows, times, most, price, floor, rate):
-    """The bound over all trees of 2 to `most` nodes."""
+    """The bound over all trees of 2 to `most` nodes, whatever the rows."""
     costs, levels = choice.costs_of(times, most), len(rows)
     ranks = levels if costs.rounds_by_level else 1
     high = np.full(levels, costs.draft_ends[-1])
@@ -163,7 +206,7 @@ def relaxed(rows, times, most, price, floor, rate):
     box = relaxation.Box(low, high, np.ones(ranks, int), np.full(ranks, rows.shape[-1]))
     nodes = relaxation.candidates(rows, floor)
     use = relaxation.Use(np.zeros(levels, int), np.zeros(levels, int), np.ones(ranks, int), np.zeros(ranks), np.zeros(len(nodes.value), int))
-    exact = bool((np.diff(rows, axis=-1) <= 0).all())
+    exact = best_first.is_non_increasing(rows) and best_first.favours_spine(rows)
     return relaxation.relax(nodes, costs, box, price, rate, exact, use)[0]
 
 
@@ -213,14 +256,14 @@ def test_the_papers_objective_by_name():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(acceptance_vectors(longest=4), min_size=1, max_size=3), st.integers(1, 30), st.integers(2, 6))
+@given(st.lists(acceptance_vectors(longest=4), min_size=1, max_size=3) | rows_by_class(longest=4), st.integers(1, 30), st.integers(2, 6))
 def test_the_bound_holds_and_is_attained_on_non_increasing_rows(rows, size, depth):
-    table = acceptance_rows([row + [0.0] * (4 - len(row)) for row in rows], depth)
+    table = acceptance_rows(rows if isinstance(rows[0][0], list) else [row + [0.0] * (4 - len(row)) for row in rows], depth)
     values = dynamic_programming.frontier(table, size)[-1]
     bounds = hull.upper_bounds(table, size)
     assert (bounds >= values * (1 - 1e-12)).all()
     assert (np.diff(bounds, 2) <= 1e-12 * bounds[-1]).all()  # concave
-    if (np.diff(table, axis=-1) <= 0).all():
+    if best_first.is_non_increasing(table):
         np.testing.assert_allclose(bounds, values, rtol=1e-12)  # then it is attained
 
 
@@ -242,6 +285,19 @@ def test_certificate():
         check(TokenTree.chain(4), vector, 3)
     with pytest.raises(SequoiaPlanError, match="branching 3, expected at most 2"):
         check(TokenTree.star(3), vector, branching=2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows_by_class(), st.integers(1, 7), st.integers(2, 5))
+def test_the_certificate_knows_classes(rows, size, depth):
+    """The bound is what enumeration finds, and the next node adds what it says."""
+    fits = [t for t in TREES if t.size == size and t.depth <= depth and t.branching <= len(rows[0][0])]
+    for tree in fits[:: max(1, len(fits) // 5)]:
+        proof = check(tree, rows, depth, len(rows[0][0]))
+        assert proof.upper_bound == pytest.approx(max(expected_tokens(t, rows) for t in fits), rel=1e-12)
+        if proof.next_node:
+            larger = TokenTree.from_parents([*tree.parents.tolist(), proof.next_node[0]])
+            assert expected_tokens(larger, rows) == pytest.approx(proof.expected_tokens + proof.next_node[2])
 
 
 def test_the_certificate_where_rows_increase(monkeypatch):
@@ -293,7 +349,8 @@ def test_baselines_have_their_shapes(tmp_path):
 @given(trees(12), acceptance_vectors(longest=4))
 def test_gradient_is_the_derivative(tree, acceptance):
     vector = np.pad(np.array(acceptance) * 0.9, (0, max(0, tree.branching - len(acceptance))))
-    for rows in (vector[None], np.array([vector, vector[::-1] * 0.8])):  # one vector; another one from the second level on
+    other = np.array([vector, vector[::-1] * 0.8])
+    for rows in (vector[None], other, np.stack([other, other[::-1] * 0.7], 1)):  # one vector; another one from the second level on; by class
         slopes = gradient(tree, rows)
         for place in np.ndindex(rows.shape):
             ahead, behind = (rows.copy() for _ in range(2))

@@ -20,6 +20,7 @@ from sequoia_plan.planner.solving.convolution import by_remainder, convolve, env
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 
+
 def frontier(rows: Floats, size: int) -> list[Floats]:
     """For each depth 1, 2, ..., len(rows) + 1: expected tokens of the best tree of 1, 2, ... nodes, up to the largest there is or `size`.
 
