@@ -15,6 +15,7 @@ from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.facts import is_number
 from sequoia_plan.artifacts.files import read_bytes, write_atomically
+from sequoia_plan.artifacts.rates import rates, tally, told_apart
 from sequoia_plan.artifacts.schema import Artifact, Count, Facts, Seconds, Size, field
 
 FORMAT, VERSION = "sequoia-plan-profile", 1
@@ -28,6 +29,24 @@ Number = Annotated[float, Meta(ge=0, title="a number >= 0")]
 Curve = dict[Size, Seconds]
 Rounds = Literal["tree", "level"]
 Quartiles = dict[Annotated[str, Meta(pattern="^(target|draft)$", title="target or draft")], dict[Size, tuple[Seconds, Seconds]]]
+
+
+def _check_counts(found: Counts, ranks: int, place: str) -> None:
+    if len(found.counts) != ranks:
+        raise SequoiaPlanError(f"{place}.counts: found {len(found.counts)} ranks, expected {ranks} as on the first level")
+    if sum(found.counts) > found.trials * (1 + SUM_TOLERANCE) + COUNT_TOLERANCE:
+        raise SequoiaPlanError(f"{place}.counts: sum to {sum(found.counts):.6g}, expected at most {found.trials} trials (at most one child is accepted)")
+
+
+def _check_off(level: LevelCounts, off: Counts, ranks: int, place: str) -> None:
+    _check_counts(off, ranks, place)
+    rest = [total - part for total, part in zip(level.counts, off.counts, strict=True)]
+    trials = level.trials - off.trials
+    if trials < 0 or min(rest) < -COUNT_TOLERANCE or sum(rest) > trials * (1 + SUM_TOLERANCE) + COUNT_TOLERANCE:
+        raise SequoiaPlanError(
+            f"{place}: found {off.trials} of {level.trials} trials, with counts that sum to {sum(off.counts):.6g} of {sum(level.counts):.6g}; expected a "
+            "part of the level's, whose rest holds at most one accepted child a trial"
+        )
 
 
 def check_acceptance(vector: Any, name: str) -> None:
@@ -126,8 +145,8 @@ class Latency(Artifact, frozen=True):
                     )
 
 
-class LevelCounts(Artifact, frozen=True):
-    """Acceptance on one level, as counts: they add up over runs, and tell how sure a probability is."""
+class Counts(Artifact, frozen=True):
+    """Acceptance as counts: they add up over runs, and tell how sure a probability is."""
 
     PREFIX: ClassVar[str] = "acceptance.levels"
 
@@ -139,6 +158,19 @@ class LevelCounts(Artifact, frozen=True):
             "most `trials` (1e-6 relative and 0.01 absolute tolerance); as many on each level"
         ),
     ]
+
+
+class LevelCounts(Counts, frozen=True):
+    """Those of one level."""
+
+    off: Annotated[
+        Counts | None,
+        field(
+            "the part of `trials` and `counts` that belongs to accepted nodes off the spine (a rank on their path from the root is above 1). Missing "
+            "for the root's level, and where nobody told them apart",
+            key="off_spine",
+        ),
+    ] = None
 
 
 LONGEST_KIND = 60
@@ -194,17 +226,22 @@ class Profile(Artifact, frozen=True):
         ranks = len(self.levels[0].counts) if self.levels else 0
         for name, levels in {"levels": self.levels, **{f"kinds.{kind}": levels for kind, levels in self.kinds.items()}}.items():
             for number, level in enumerate(levels):
-                place = f"acceptance.{name}[{number}].counts"
-                if len(level.counts) != ranks:
-                    raise SequoiaPlanError(f"{place}: found {len(level.counts)} ranks, expected {ranks} as on the first level")
-                if sum(level.counts) > level.trials * (1 + SUM_TOLERANCE) + COUNT_TOLERANCE:
-                    raise SequoiaPlanError(f"{place}: sum to {sum(level.counts):.6g}, expected at most {level.trials} trials (at most one child is accepted)")
+                place = f"acceptance.{name}[{number}]"
+                _check_counts(level, ranks, place)
+                if level.off is not None:
+                    _check_off(level, level.off, ranks, f"{place}.off_spine")
         for number, level in enumerate(self.levels):
             found = sum(levels[number].trials for levels in self.kinds.values() if number < len(levels))
             if self.kinds and (found != level.trials or {len(levels) for levels in self.kinds.values()} != {len(self.levels)}):
                 raise SequoiaPlanError(
                     f"acceptance.kinds: found {found} trials on level {number}, expected every level in each kind, and {level.trials} trials as in "
                     "`levels`; leave `kinds` out, or profile again"
+                )
+            off = [each.off.trials if (each := levels[number]).off else None for levels in self.kinds.values()]
+            if level.off and self.kinds and (None in off or sum(filter(None, off)) != level.off.trials):
+                raise SequoiaPlanError(
+                    f"acceptance.kinds: found {off} trials off the spine on level {number}, expected {level.off.trials} together, as in `levels`; "
+                    "leave `kinds` out, or profile again"
                 )
 
     @property
@@ -214,6 +251,13 @@ class Profile(Artifact, frozen=True):
         for level in self.levels:
             rows.append(tuple(count / level.trials for count in level.counts) if level.trials else rows[-1] if rows else self.acceptance)
         return tuple(rows)
+
+    @property
+    def by_class(self) -> tuple[tuple[tuple[float, ...], ...], ...]:
+        """p[level][class][rank] from the counts, for parents on the spine and off it, see `rates`. Empty if they do not tell them apart."""
+        if not told_apart(self.levels):
+            return ()
+        return tuple(tuple(map(tuple, level)) for level in rates(*tally(self.levels, 2))[0].tolist())
 
     @property
     def by_kind(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

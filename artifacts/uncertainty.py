@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.cost import Floats, StepTime, by_class, child_probabilities, expected_tokens, node_values, parents_rows
+from sequoia_plan.artifacts.rates import rates
 
 Z95 = 1.959964
 LEAST_KINDS = 4
@@ -65,21 +66,20 @@ def jackknife(tree: TokenTree, trials: NDArray[np.integer], counts: Floats) -> t
     """Standard error of F(tree), and F, from groups of trials of which one after the other is left out: inf if one holds all of the root's.
 
     Args:
-        trials: [groups, levels], accepted nodes observed.
-        counts: float64 [groups, levels, ranks], how many of their children of each rank were accepted.
+        trials: [groups, levels] or [groups, levels, classes], accepted nodes observed.
+        counts: float64 [..., ranks], how many of their children of each rank were accepted.
     """
     groups = len(trials)
-    n = trials.sum(0) - trials
-    if n[:, 0].min() <= 0:
+    n, accepted = trials.sum(0) - trials, counts.sum(0) - counts
+    if n.reshape(*n.shape[:2], -1)[:, 0, 0].min() <= 0:
         return math.inf, 1.0
-    rates = (counts.sum(0) - counts) / np.maximum(n, 1)[..., None]
-    seen = np.maximum.accumulate(np.where(n > 0, np.arange(n.shape[1]), 0), 1)  # a level without trials is as the one above it
-    without = np.array([expected_tokens(tree, rows[at]) for rows, at in zip(rates, seen, strict=True)])
+    without = np.array([expected_tokens(tree, rates(*each)[0]) for each in zip(n, accepted, strict=True)])
     return math.sqrt((groups - 1) / groups * ((without - without.mean()) ** 2).sum()), float(without.mean())
 
 
 def trials_of_a_new_kind(tree: TokenTree, rows: Floats, trials: NDArray[np.integer], counts: Floats) -> Floats | None:
-    """float64 [levels]: how many independent observations would leave F(tree) as open as a kind of prompts that was not measured does.
+    """Of the shape [levels] or [levels, classes] of each kind's trials: how many independent observations would leave F(tree) as open as a
+    kind of prompts that was not measured does.
 
     Of K kinds with the variance s^2 of F the mean has the variance s^2 / K, which is the jackknife's, and a further kind's distance from that
     mean s^2 (1 + 1 / K). As s^2 is known from K kinds only, Student's law takes the normal one's place. s^2 holds the noise of each kind's
@@ -87,14 +87,14 @@ def trials_of_a_new_kind(tree: TokenTree, rows: Floats, trials: NDArray[np.integ
     expectation more often than it says. Taking that noise out made it hold less often, since few prompts do not tell how large it is.
 
     Args:
-        rows: float64 [levels, ranks], p[level][k] of all kinds together.
+        rows: p of all kinds together, as `gradient` takes them.
         trials, counts: of each kind, as `jackknife` takes groups. None is returned for fewer than `LEAST_KINDS`.
     """
     kinds = len(trials)
     if kinds < LEAST_KINDS:
         return None
     error = jackknife(tree, trials, counts)[0] * math.sqrt(kinds + 1) * student95(kinds - 1) / Z95
-    seen = trials.sum(0).astype(float)
+    seen = rates(trials.sum(0), counts.sum(0))[1]
     return seen * min(1.0, _propagated(tree, rows, seen)[1] / max(error, 1e-9) ** 2)
 
 

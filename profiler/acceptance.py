@@ -3,7 +3,8 @@
 Two methods. `decoding` counts, as Sequoia does (arXiv 2402.12374, App. F.1): decode with a one-level tree and count which of the root's
 children is accepted. `forced` computes: decode with a small tree, then run target and draft once more over the text they
 wrote; at every position draw children afresh and ask the verifier for the probability that each is the one accepted. The
-position's level is where it stood in that tree. One position is one trial, whatever it decided, so the same text says more.
+position's level is where it stood in that tree, and its class is whether every child accepted on the way there was a first one (on the spine)
+or not. One position is one trial, whatever it decided, so the same text says more.
 
 What `traversal` accepts depends on what hangs below a node. With `forced`, the small tree that writes the text is judged by
 both rules at every step, and the acceptance of its ranks on each level is multiplied by how much more often `traversal` gets
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, LevelCounts, SequoiaPlanError, TokenTree
-from sequoia_plan.artifacts.profile import MOST_KINDS
+from sequoia_plan.artifacts.profile import MOST_KINDS, Counts
 from sequoia_plan.artifacts.uncertainty import Z95, gradient, jackknife
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
@@ -52,10 +53,12 @@ class Acceptance:
     Args:
         trials: int64 [prompts, levels], accepted nodes observed.
         counts: float64 [prompts, levels, ranks], how many of their children of each rank were accepted, or were expected to be.
+        off: the part of both that belongs to accepted nodes off the spine; None if nobody told them apart.
     """
 
     trials: NDArray[np.int64]
     counts: NDArray[np.float64]
+    off: Acceptance | None = None
 
     def levels(self) -> tuple[LevelCounts, ...]:
         """Totals of each level, down to the last one seen."""
@@ -72,9 +75,14 @@ class Acceptance:
         return {} if "" in names or len(names) > MOST_KINDS else {name: self._totals(named == name) for name in names}
 
     def _totals(self, chosen: NDArray[np.bool_]) -> tuple[LevelCounts, ...]:
-        trials, counts = self.trials[chosen].sum(0), self.counts[chosen].sum(0).round(4)
+        trials, counts = self.trials[chosen].sum(0), self.counts[chosen].sum(0)
         seen = int(np.flatnonzero(self.trials.sum(0))[-1]) + 1
-        return tuple(LevelCounts(int(n), tuple(row)) for n, row in zip(trials[:seen], counts[:seen].tolist(), strict=True))
+        off: list[Counts | None] = [None] * seen
+        if self.off is not None:
+            of_them = self.off.trials[chosen].sum(0)
+            apart = _within(self.off.counts[chosen].sum(0), counts, of_them, trials - of_them).round(4).tolist()
+            off[1:] = [Counts(int(n), tuple(row)) for n, row in zip(of_them[1:seen], apart[1:seen], strict=True)]
+        return tuple(LevelCounts(int(n), tuple(row), part) for n, row, part in zip(trials[:seen], counts[:seen].round(4).tolist(), off, strict=True))
 
     def precision(self) -> float:
         """Half the 95 % interval of a tree's expected tokens (`TREE`), relative: of its predicted speed-up too, step times given.
@@ -177,7 +185,7 @@ def finished_prompts(
     """
     if method not in METHODS:
         raise ArgumentError(f"method: found {method!r}, expected {' or '.join(METHODS)}")
-    facts = [pair.facts, [list(map(int, prompt)) for prompt in prompts], [s.settings() for s in samplings], method, tokens_per_prompt, seed, ranks]
+    facts = [pair.facts, [list(map(int, prompt)) for prompt in prompts], [s.settings() for s in samplings], method, tokens_per_prompt, seed, ranks, "classes"]
     groups = _groups(samplings, method)
     most = sum(len(prompts) * (1 if samplings[group[0]].greedy else rounds) for group in groups)
     compared = any(s.verifier == "traversal" and not s.greedy for s in samplings)
@@ -233,20 +241,20 @@ class _Forced:
 
     @torch.inference_mode()
     def __call__(self, prompt: Tensor, samplings: Sequence[Sampling], tokens: int, seed: int) -> list[dict[str, Any]]:
-        """For each setting: trials [levels] and counts [levels][ranks]; `reached` of `_BothRules`, None if nobody asked."""
+        """For each setting: trials [levels][classes] and counts [levels][classes][ranks]; `reached` of `_BothRules`, None if nobody asked."""
         decoder = self.decoder
-        text, levels = prompt.tolist(), [0]  # the level of each position from the prompt's last token on
+        text, places = prompt.tolist(), [0]  # of each position from the prompt's last token on: twice its level, and its class
         both = _BothRules(**samplings[0].settings()) if self.compared and not samplings[0].greedy else None
         for step in decoder.steps(prompt, tokens, both or samplings[0], seed):
             text += step.tokens
-            levels += [*range(1, len(step.tokens)), 0]
+            places += [*(2 * min(level, LEVELS - 1) + TREE.classes[node] for level, node in enumerate(step.path[1:], 1)), 0]
             if len(text) - prompt.numel() >= tokens or self.ends.intersection(step.tokens):
                 break
         ends = [at for at, token in enumerate(text[prompt.numel() :]) if token in self.ends]
         ids = torch.tensor(text[: prompt.numel() + ends[0]] if ends else text, device=decoder.device)
-        level = torch.tensor(levels[: ids.numel() - prompt.numel() + 1]).clamp(max=LEVELS - 1)
-        trials = torch.bincount(level, minlength=LEVELS).tolist()
-        sums = [torch.zeros(LEVELS, self.ranks, dtype=torch.float64) for _ in samplings]
+        place = torch.tensor(places[: ids.numel() - prompt.numel() + 1])
+        trials = torch.bincount(place, minlength=2 * LEVELS).reshape(LEVELS, 2).tolist()
+        sums = [torch.zeros(2 * LEVELS, self.ranks, dtype=torch.float64) for _ in samplings]
         generator = torch.Generator(decoder.device).manual_seed(seed)
         columns = torch.arange(ids.numel(), device=decoder.device)
         for here in columns[prompt.numel() - 1 :].split(POSITIONS):  # the prompt before is in both caches
@@ -255,10 +263,10 @@ class _Forced:
             draft = self.drafter.read_text(decoder.sequence.draft, ids[here], here, mask).logits
             for sampling, total in zip(samplings, sums, strict=True):
                 found = expected_acceptance(target, draft, sampling, self.ranks, generator, self.drafter.covered)
-                total.index_add_(0, level[(here - (prompt.numel() - 1)).cpu()], found.cpu())
+                total.index_add_(0, place[(here - (prompt.numel() - 1)).cpu()], found.cpu())
         reached = both.reached.tolist() if both else None
         return [
-            {"trials": trials, "counts": total.tolist(), "reached": reached if s.verifier == "traversal" else None}
+            {"trials": trials, "counts": total.reshape(LEVELS, 2, -1).tolist(), "reached": reached if s.verifier == "traversal" else None}
             for s, total in zip(samplings, sums, strict=True)
         ]
 
@@ -301,8 +309,9 @@ class _Counted:
             made += len(step.tokens)
             if made >= tokens or self.ends.intersection(step.tokens):
                 break
-        below = [[0.0] * (len(counts) - 1)] * (LEVELS - 1)
-        return [{"trials": [trials] + [0] * (LEVELS - 1), "counts": [list(map(float, counts[1:])), *below], "reached": None}]
+        nothing = [0.0] * (len(counts) - 1)
+        below = [[nothing, nothing]] * (LEVELS - 1)
+        return [{"trials": [[trials, 0], *[[0, 0]] * (LEVELS - 1)], "counts": [[list(map(float, counts[1:])), nothing], *below], "reached": None}]
 
 
 def _groups(samplings: Sequence[Sampling], method: str) -> list[list[int]]:
@@ -320,9 +329,19 @@ def _groups(samplings: Sequence[Sampling], method: str) -> list[list[int]]:
 def _collect(tallies: Sequence[Any], place: int) -> Acceptance:
     mine = [tally[place] for tally in tallies]
     trials, counts = np.array([t["trials"] for t in mine], np.int64), np.array([t["counts"] for t in mine], np.float64)
+    total, off = counts.sum(2), counts[:, :, 1]
     if mine[0]["reached"]:
-        counts = _lifted(counts, trials, np.sum([t["reached"] for t in mine], axis=0))
-    return Acceptance(trials, counts)
+        plain, total = total, _lifted(total, trials.sum(2), np.sum([t["reached"] for t in mine], axis=0))
+        off = off * total / np.maximum(plain, 1e-300)  # of one level, the classes are lifted alike
+    return Acceptance(trials.sum(2), total, Acceptance(trials[:, :, 1], off))
+
+
+def _within(off: NDArray[np.float64], total: NDArray[np.float64], trials: NDArray[np.int64], others: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Counts [levels, ranks] off the spine, moved so that they are at most their `trials`, and the rest of `total` at most the `others`."""
+    off = off * np.minimum(1, trials / np.maximum(off.sum(-1), 1e-300))[:, None]
+    rest = total - off
+    moved: NDArray[np.float64] = total - rest * np.minimum(1, others / np.maximum(rest.sum(-1), 1e-300))[:, None]
+    return moved
 
 
 def _lifted(counts: NDArray[np.float64], trials: NDArray[np.int64], reached: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -11,6 +11,8 @@ from strategies import acceptance_vectors, all_trees, rows_by_class, trees
 
 from sequoia_plan.artifacts import LANGUAGE_MODEL, Drafting, Latency, LevelCounts, Profile, SequoiaPlanError, Stream, TokenTree, Verification
 from sequoia_plan.artifacts.cost import StepTime, acceptance_rows, expected_tokens
+from sequoia_plan.artifacts.profile import Counts
+from sequoia_plan.artifacts.rates import rates
 from sequoia_plan.artifacts.uncertainty import ends, gradient, step_time_error
 from sequoia_plan.planner import baseline, check, frontier, solve
 from sequoia_plan.planner.solving import best_first, certificate, dynamic_programming, hull, relaxation
@@ -394,6 +396,59 @@ def test_levels_are_solved_for_unless_one_vector_is_asked_for():
     for found in (by_level, pooled):
         low, high = found.plan.interval.expected_tokens
         assert low < found.plan.expected_tokens < high
+
+
+def test_classes_are_solved_for_where_they_were_counted():
+    levels = (LevelCounts(900, (360.0, 180.0)), LevelCounts(800, (360.0, 80.0), Counts(400, (80.0, 40.0))))
+    profile = Profile((0.423529, 0.152941), 500, levels=levels)
+    by_class, by_level, one = (solve(profile, 12, 6, objective="tokens", **options) for options in ({}, {"classes": False}, {"one_vector": True}))
+    assert by_class.plan.acceptance == (((0.4, 0.2), (0.4, 0.2)), ((0.7, 0.1), (0.2, 0.1)))
+    assert by_level.plan.acceptance == ((0.4, 0.2), (0.45, 0.1))
+    assert one.plan.acceptance == profile.acceptance
+    assert by_class.plan.expected_tokens == solve(by_class.plan.acceptance, 12, 6).plan.expected_tokens
+    assert by_class.tree != by_level.tree
+    for found in (by_class, by_level, one):
+        low, high = found.plan.interval.expected_tokens
+        assert low < found.plan.expected_tokens < high
+    kinds = {str(n): (LevelCounts(225, (90.0, 45.0)), LevelCounts(200, (90.0 + 3 * n, 20.0), Counts(100, (20.0 + n, 10.0)))) for n in (-9, -3, 3, 9)}
+    apart = solve(structs.replace(profile, kinds=kinds), 12, 6, objective="tokens").plan
+    assert np.ptp(apart.interval_new_kind.expected_tokens) > np.ptp(apart.interval.expected_tokens)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_interval_covers_the_truth_by_class(shared):
+    """With a vector of its own for each level off the spine, and with one that levels of few observations share: then it may be wider than
+    it must be. Intervals from more trials (the control) do not cover as often."""
+    truth = np.array([[[0.4, 0.15], [0.4, 0.15]], [[0.6, 0.12], [0.2, 0.1]], [[0.7, 0.1], [0.2, 0.1] if shared else [0.4, 0.05]]])
+    trials = np.array([[3000, 0], [1500, 200 if shared else 700], [600, 80 if shared else 500]])
+    tree = solve(truth.tolist(), 24, 8).tree
+    rng, value = np.random.default_rng(1), expected_tokens(tree, truth)
+    assert np.isin([1, 2], np.unique(tree.position_ids[tree.classes == 1])).all() and gradient(tree, truth)[1:, 1, 0].min() > 0
+
+    def drawn():
+        counts = [[rng.multinomial(n, [*p, 1 - p.sum()])[:-1] for n, p in zip(*each, strict=True)] for each in zip(trials, truth, strict=True)]
+        return rates(trials, np.array(counts, float))
+
+    draws = [drawn() for _ in range(400)]
+
+    def covered_with(factor):
+        bounds = [[expected_tokens(tree, end) for end in ends(tree, rows, behind * factor)] for rows, behind in draws]
+        return np.mean([low <= value <= high for low, high in bounds])
+
+    assert 0.915 <= covered_with(1) <= (1 if shared else 0.985)
+    assert covered_with(4) < 0.85
+
+
+def test_rates_of_few_observations_are_shared():
+    trials = np.array([[500, 0], [300, 400], [0, 30], [100, 10]])
+    counts = np.array([[[250.0], [0.0]], [[240.0], [100.0]], [[0.0], [6.0]], [[90.0], [6.0]]])
+    p, behind = rates(trials, counts)
+    assert p[:, 0, 0].tolist() == [0.5, 0.8, 0.8, 0.9]  # a level without trials is as the one above it
+    assert p[:, 1, 0].tolist() == [0.5, 0.25, 0.3, 0.3]
+    assert behind.tolist() == [[500, 0], [300, 400], [0, 20], [100, 20]]
+    assert rates(trials[:, 0], counts[:, 0])[0][:, 0].tolist() == [0.5, 0.8, 0.8, 0.9]
+    alone = rates(np.array([[500, 0], [300, 0]]), counts[:2] * [[[1.0], [0.0]]])[0]
+    assert np.array_equal(alone[:, 0], alone[:, 1])  # nothing is known off the spine
 
 
 def test_the_interval_covers_the_truth():

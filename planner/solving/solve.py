@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from sequoia_plan.artifacts import ArgumentError, Profile, TokenTree
 from sequoia_plan.artifacts.cost import Acceptance, Floats, StepTime, acceptance_rows, expected_tokens, promise
 from sequoia_plan.artifacts.plan import Interval, Plan, provenance
+from sequoia_plan.artifacts.rates import rates, tally
 from sequoia_plan.artifacts.uncertainty import Z95, ends, step_time_error, trials_of_a_new_kind
 from sequoia_plan.planner.solving.baselines import baseline as baseline_tree
 from sequoia_plan.planner.solving.certificate import check
@@ -52,6 +53,7 @@ def solve(
     smooth: bool = False,
     baseline: str | None = None,
     one_vector: bool = False,
+    classes: bool = True,
 ) -> Solution:
     """The best token tree for what was measured, with a proof in its plan: `upper_bound`, and for the objective speed `speedup_bound`.
 
@@ -69,13 +71,14 @@ def solve(
         smooth: replace the vector by the closest one that never increases with rank. A modelling choice.
         baseline: do not solve; take this tree (see baselines.py) and predict its expected tokens and speed.
         one_vector: take a profile's one vector for all levels, as the paper does, even if it has counts by level.
+        classes: take a profile's counts by class of the parent (on the spine, where every rank on its path is 1, or off it) where it has them.
 
     Raises:
         SequoiaPlanError: for impossible input, or if no tree of that size fits the depth and branching.
     """
     started = time.perf_counter()
     measured = profile if isinstance(profile, Profile) else None
-    acceptance: Any = profile if measured is None else measured.acceptance if one_vector or not measured.levels else _by_level(measured)
+    acceptance: Any = profile if measured is None else measured.acceptance if one_vector or not measured.levels else _rows(measured, classes)
     check_input(acceptance, budget, depth, branching)
     latency = measured.latency if measured else None
     objective = objective or ("speed" if latency else "tokens")
@@ -143,23 +146,25 @@ def _tuples(acceptance: Any) -> Any:
     return tuple(map(_tuples, acceptance)) if isinstance(acceptance, Sequence) else acceptance
 
 
-def _by_level(profile: Profile) -> list[list[float]]:
-    """p[level][k] to six digits; counts may exceed their trials by rounding."""
-    rows = np.array(profile.by_level)
-    return (rows / np.maximum(1.0, rows.sum(1, keepdims=True))).round(6).tolist()
+def _rows(profile: Profile, classes: bool) -> Any:
+    """p[level][k] or p[level][class][k] to six digits; counts may exceed their trials by rounding."""
+    rows = np.array((classes and profile.by_class) or profile.by_level)
+    return (rows / np.maximum(1.0, rows.sum(-1, keepdims=True))).round(6).tolist()
 
 
 def _observations(tree: TokenTree, profile: Profile, acceptance: Floats) -> tuple[Floats, Floats | None]:
-    """How many independent observations the acceptance of each of its levels is worth: for prompts like the profiled ones, and for prompts
-    of a new kind (None if the profile does not tell)."""
-    by_level = len(acceptance) > 1
-    seen = np.array([level.trials for level in profile.levels]) if by_level else np.ones(1)
+    """How many independent observations each vector of the acceptance is worth, [levels] or [levels, classes]: for prompts like the profiled
+    ones, and for prompts of a new kind (None if the profile does not tell)."""
+    classes = acceptance.shape[1] if acceptance.ndim > 2 else 1
+    seen = rates(*tally(profile.levels, classes))[1] if len(acceptance) > 1 else np.ones((1, 1))
     alike = profile.trials * seen / seen.sum()
-    if not profile.kinds:
-        return alike, None
-    trials, counts = profile.by_kind
-    new = trials_of_a_new_kind(tree, acceptance, *((trials, counts) if by_level else (trials.sum(1, keepdims=True), counts.sum(1, keepdims=True))))
-    return alike, None if new is None else np.minimum(new, alike)
+    new = None
+    if profile.kinds:
+        trials, counts = (np.stack(each) for each in zip(*(tally(levels, classes) for levels in profile.kinds.values()), strict=True))
+        pooled = (trials, counts) if len(acceptance) > 1 else (trials.sum(1, keepdims=True), counts.sum(1, keepdims=True))
+        new = trials_of_a_new_kind(tree, acceptance.reshape(*seen.shape, -1), *pooled)
+    shape = acceptance.shape[:-1]
+    return alike.reshape(shape), None if new is None else np.minimum(new, alike).reshape(shape)
 
 
 def _interval(tree: TokenTree, acceptance: Floats, trials: Floats, speedup: float | None, times: StepTime | None, lost: Callable[[Floats], float]) -> Interval:
