@@ -42,7 +42,7 @@ Measured = tuple[Acceptance, list[str]]
 
 def profiled(measured: Measured, chosen: Any) -> Profile:
     """What `profile` would say of the chosen prompts (a mask)."""
-    found = Acceptance(*(numbers[np.array(chosen, bool)] for numbers in (measured[0].trials, measured[0].counts)))
+    found = measured[0].part(np.array(chosen, bool))
     kinds = [kind for kind, taken in zip(measured[1], chosen, strict=True) if taken]
     return Profile(pooled(found.levels()), found.effective_trials(), levels=found.levels(), kinds=found.by_kind(kinds))
 

@@ -64,6 +64,10 @@ class Acceptance:
         """Totals of each level, down to the last one seen."""
         return self._totals(np.ones(len(self.trials), bool))
 
+    def part(self, chosen: NDArray[np.bool_]) -> Acceptance:
+        """What was observed on some of the prompts, bool [prompts]."""
+        return Acceptance(self.trials[chosen], self.counts[chosen], self.off and self.off.part(chosen))
+
     def by_kind(self, kinds: Sequence[str | None]) -> dict[str, tuple[LevelCounts, ...]]:
         """`levels` of each kind of prompts; none if a prompt has no kind, or there are more kinds than a profile holds.
 

@@ -111,13 +111,18 @@ def _report(profiles: dict[str, Profile], as_json: bool) -> None:
     latency = next(iter(profiles.values())).latency
     if as_json:
         times = {"target": latency.target, "draft": latency.draft} if latency else {}
-        first, *also = [{"output": path, "trials": p.trials, "acceptance": p.acceptance, "by_level": p.by_level} | times for path, p in profiles.items()]
+        first, *also = [
+            {"output": path, "trials": p.trials, "acceptance": p.acceptance, "by_level": p.by_level, "by_class": p.by_class} | times
+            for path, p in profiles.items()
+        ]
         print_json(first | ({"also": also} if also else {}))
         return
     for path, found in profiles.items():
         click.echo(f"acceptance  {numbers(found.acceptance)}  (effective sample size {found.trials})")
         for level, row in enumerate(found.by_level):
             click.echo(f"  level {level}{'+' if level and level == len(found.by_level) - 1 else ' '}  {numbers(row)}  ({found.levels[level].trials})")
+            if (off := found.levels[level].off) and off.trials:
+                click.echo(f"    off the spine  {numbers([count / off.trials for count in off.counts])}  ({off.trials})")
         click.echo(f"wrote {path}")
     if latency:
         click.echo(f"target      {curve(latency.target)}")
