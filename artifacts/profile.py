@@ -254,10 +254,12 @@ class Profile(Artifact, frozen=True):
 
     @property
     def by_class(self) -> tuple[tuple[tuple[float, ...], ...], ...]:
-        """p[level][class][rank] from the counts, for parents on the spine and off it, see `rates`. Empty if they do not tell them apart."""
+        """p[level][class][rank] from the counts, for parents on the spine and off it, see `rates`. Empty if they do not tell them apart, or
+        differ by no more than noise."""
         if not told_apart(self.levels):
             return ()
-        return tuple(tuple(map(tuple, level)) for level in rates(*tally(self.levels, 2))[0].tolist())
+        rows = rates(*tally(self.levels, 2))[0]
+        return () if np.array_equal(rows[:, 0], rows[:, 1]) else tuple(tuple(map(tuple, level)) for level in rows.tolist())
 
     @property
     def by_kind(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

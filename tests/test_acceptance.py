@@ -22,6 +22,7 @@ from sequoia_plan.artifacts import ArgumentError, LevelCounts, Profile, SequoiaP
 from sequoia_plan.artifacts.cost import expected_tokens
 from sequoia_plan.artifacts.merge import merge, pooled
 from sequoia_plan.artifacts.profile import MOST_KINDS, Counts
+from sequoia_plan.artifacts.rates import told_apart
 from sequoia_plan.artifacts.uncertainty import Z95, student95
 from sequoia_plan.planner import solve
 from sequoia_plan.profiler.acceptance import LEVELS, TREE, Acceptance, expected_acceptance, measure_acceptance
@@ -151,7 +152,7 @@ def test_classes_are_where_the_text_stood():
     for level in found.levels()[1:]:
         assert 0 < level.off.trials < level.trials
     assert found.levels()[0].off is None
-    assert Profile(pooled(found.levels()), levels=found.levels()).by_class
+    assert told_apart(found.levels())
 
 
 @pytest.mark.parametrize("second", [False, True])
@@ -400,10 +401,10 @@ def test_merging_adds_classes_up_where_all_tell_them_apart():
     more = counted((30, (9.0, 1.0)), (12, (5.0, 2.0), Counts(6, (1.5, 0.5))), (2, (1.0, 0.0), Counts(0, (0.0, 0.0))))
     both = merge([told, more])
     assert both.levels[1:] == (LevelCounts(22, (10.0, 3.0), Counts(10, (4.0, 1.0))), more.levels[2])
-    assert both.levels[0].off is None and both.by_class
+    assert both.levels[0].off is None and told_apart(both.levels)
     assert merge([told, counted((1, (0.0, 0.0)))]).levels[1] == told.levels[1]  # `decoding` sees the root alone, whose class is known
     assert merge([told, counted((20, (9.0, 0.0)), (10, (5.0, 1.0)))]).levels[1] == LevelCounts(20, (10.0, 2.0))
-    assert merge([told, counted((20, (9.0, 0.0)), (10, (5.0, 1.0)))]).by_class == ()
+    assert not told_apart(merge([told, counted((20, (9.0, 0.0)), (10, (5.0, 1.0)))]).levels)
 
 
 def test_deepest_level_counts_with_all_below():
