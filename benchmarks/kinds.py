@@ -57,7 +57,7 @@ def predictions(source: Measured, target: Measured) -> Iterator[dict[str, Any]]:
             plan = tree.plan
             assert plan.interval and plan.interval_new_kind and plan.expected_tokens
             ends = {"like_the_profiled": plan.interval.expected_tokens, "of_a_new_kind": plan.interval_new_kind.expected_tokens}
-            numbers = {"promised": plan.expected_tokens, "found": expected_tokens(tree, own.by_level)}
+            numbers = {"promised": plan.expected_tokens, "found": expected_tokens(tree, own.by_class or own.by_level)}
             intervals = {name: [round(end, 4) for end in each or ()] for name, each in ends.items()}
             yield {"kind": kind, "size": size, **{name: round(number, 4) for name, number in numbers.items()}, **intervals}
 
