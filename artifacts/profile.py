@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,7 +16,7 @@ from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.facts import is_number
 from sequoia_plan.artifacts.files import read_bytes, write_atomically
-from sequoia_plan.artifacts.rates import rates, tally, told_apart
+from sequoia_plan.artifacts.rates import rates
 from sequoia_plan.artifacts.schema import Artifact, Count, Facts, Seconds, Size, field
 
 FORMAT, VERSION = "sequoia-plan-profile", 1
@@ -171,6 +172,21 @@ class LevelCounts(Counts, frozen=True):
             key="off_spine",
         ),
     ] = None
+
+
+def told_apart(levels: Sequence[LevelCounts]) -> bool:
+    """Whether counts say of every level below the root's which part of them is off the spine."""
+    return bool(levels) and levels[0].trials > 0 and any(level.off for level in levels) and all(level.off or not level.trials for level in levels[1:])
+
+
+def tally(levels: Sequence[LevelCounts], classes: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Trials [levels, classes] and counts [levels, classes, ranks], as `rates` takes them; with one class those of all nodes together."""
+    trials, counts = np.array([level.trials for level in levels], float), np.array([level.counts for level in levels], float)
+    if classes == 1:
+        return trials[:, None], counts[:, None]
+    off = np.array([level.off.trials if level.off else 0 for level in levels], float)
+    off_counts = np.array([level.off.counts if level.off else np.zeros(counts.shape[1]) for level in levels], float)
+    return np.stack([trials - off, off], 1), np.stack([np.maximum(counts - off_counts, 0), off_counts], 1)
 
 
 LONGEST_KIND = 60

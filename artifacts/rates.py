@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from sequoia_plan.artifacts.profile import LevelCounts
 
 Floats = NDArray[np.float64]
 FEW = 300
@@ -51,18 +45,3 @@ def _share(seen: Floats, n: Floats, together: Floats) -> float:
     rate = n / np.maximum(seen, 1)[..., None]
     difference = (weight * ((rate[:, 1] - rate[:, 0]) ** 2).sum(1)).sum()
     return max(0.0, 1 - noise / difference) if difference > 0 else 0.0
-
-
-def told_apart(levels: Sequence[LevelCounts]) -> bool:
-    """Whether counts say of every level below the root's which part of them is off the spine."""
-    return bool(levels) and levels[0].trials > 0 and any(level.off for level in levels) and all(level.off or not level.trials for level in levels[1:])
-
-
-def tally(levels: Sequence[LevelCounts], classes: int) -> tuple[Floats, Floats]:
-    """Trials [levels, classes] and counts [levels, classes, ranks], as `rates` takes them; with one class those of all nodes together."""
-    trials, counts = np.array([level.trials for level in levels], float), np.array([level.counts for level in levels], float)
-    if classes == 1:
-        return trials[:, None], counts[:, None]
-    off = np.array([level.off.trials if level.off else 0 for level in levels], float)
-    off_counts = np.array([level.off.counts if level.off else np.zeros(counts.shape[1]) for level in levels], float)
-    return np.stack([trials - off, off], 1), np.stack([np.maximum(counts - off_counts, 0), off_counts], 1)

@@ -8,7 +8,8 @@ from typing import Any
 from sequoia_plan.artifacts import Profile
 from sequoia_plan.artifacts.cost import most_expected_tokens
 from sequoia_plan.artifacts.merge import pooled
-from sequoia_plan.artifacts.rates import rates, tally
+from sequoia_plan.artifacts.profile import tally
+from sequoia_plan.artifacts.rates import rates
 from sequoia_plan.profiler.acceptance import LEAST_PROMPTS, Acceptance, finished_prompts, results
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.latency import CONTEXT, SIZES, LatencyMeter

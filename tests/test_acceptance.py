@@ -21,8 +21,7 @@ from toys import PROMPTS, ToyModel, toy_pair
 from sequoia_plan.artifacts import ArgumentError, LevelCounts, Profile, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.cost import expected_tokens
 from sequoia_plan.artifacts.merge import merge, pooled
-from sequoia_plan.artifacts.profile import MOST_KINDS, Counts
-from sequoia_plan.artifacts.rates import told_apart
+from sequoia_plan.artifacts.profile import MOST_KINDS, Counts, told_apart
 from sequoia_plan.artifacts.uncertainty import Z95, student95
 from sequoia_plan.planner import solve
 from sequoia_plan.profiler.acceptance import LEVELS, TREE, Acceptance, expected_acceptance, measure_acceptance

@@ -14,7 +14,8 @@ from msgspec.structs import replace
 from sequoia_plan.artifacts import ArgumentError, Profile, TokenTree
 from sequoia_plan.artifacts.cost import Acceptance, Floats, StepTime, acceptance_rows, expected_tokens, promise
 from sequoia_plan.artifacts.plan import Interval, Plan, provenance
-from sequoia_plan.artifacts.rates import rates, tally
+from sequoia_plan.artifacts.profile import tally
+from sequoia_plan.artifacts.rates import rates
 from sequoia_plan.artifacts.uncertainty import Z95, ends, step_time_error, trials_of_a_new_kind
 from sequoia_plan.planner.solving.baselines import baseline as baseline_tree
 from sequoia_plan.planner.solving.certificate import check
