@@ -22,7 +22,7 @@ from sequoia_plan.artifacts.tree import TokenTree
 Floats = NDArray[np.float64]
 SAME = 1e-9
 """Relative: figures that differ by less are the same, computed on another machine."""
-Acceptance = Sequence[float] | Sequence[Sequence[float]] | Sequence[Sequence[Sequence[float]]] | Sequence[Any]
+Acceptance = Sequence[float] | Sequence[Sequence[float]] | Sequence[Sequence[Sequence[float]]] | Sequence[float | tuple[float | tuple[float, ...], ...]]
 """p[rank], p[level][rank] or p[level][class][rank], see `acceptance_rows`."""
 
 
