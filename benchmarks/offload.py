@@ -9,7 +9,8 @@ link: plain passes one after the other, and reads of the same blocks of the same
 decode: held-out prompts, every way of decoding in turn. All targets are streamed; each tree is solved from a profile of its own models, measured
     in this run. `plain + N` is plain decoding that keeps N further layers in memory: about the bytes that a draft takes. accelerate's
     `disk_offload` reads through the page cache, which is dropped before each pass; it writes a quarter of the tokens. A disk may give more after
-    it rested, so the file is read before each text until it gives what it does for long.
+    it rested, so the file is read before each text until it gives what it does for long. With `--deepspeed PYTHON` DeepSpeed's ZeRO takes part
+    as well (by_deepspeed.py), in a process of its own.
 
 Bytes are those that the process had read from the disk (read_bytes of /proc/self/io): nothing comes out of the page cache.
 """
@@ -21,10 +22,12 @@ import gc
 import json
 import os
 import statistics
+import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,9 +64,9 @@ PASSES = 4
 """That follow one another, through the ring and without it."""
 
 
-def read_bytes() -> int:
-    """What this process has had read from the disk so far."""
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+def read_bytes(process: int | str = "self") -> int:
+    """What a process has had read from the disk so far."""
+    fields = dict(line.split(": ") for line in Path(f"/proc/{process}/io").read_text().splitlines())
     return int(fields["read_bytes"])
 
 
@@ -172,10 +175,10 @@ def quartiles(values: list[float]) -> list[float]:
     return [round(x, 5) for x in (middle, low, high)]
 
 
-def decode(dtype: str, prompts: int, tokens: int, temperature: float, latency_seconds: float) -> dict[str, Any]:
+def decode(dtype: str, prompts: int, tokens: int, temperature: float, latency_seconds: float, deepspeed: str | None) -> dict[str, Any]:
     """Every way of decoding, prompt by prompt in turn."""
     sampling = Sampling(temperature)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         drafts = {"embedded draft": None, "int8 draft": "int8"}
         pairs = {name: streamed(draft, RESIDENT, dtype) for name, draft in drafts.items()}
         ring = stream_of(pairs["embedded draft"].target)
@@ -193,6 +196,9 @@ def decode(dtype: str, prompts: int, tokens: int, temperature: float, latency_se
             fair = streamed(None, RESIDENT + more, dtype)
             arms[f"plain + {more}"] = proven(f"plain + {more}", ours(fair, TokenTree.chain(1), sampling, tokens), counted, disk)
         arms["disk_offload"] = proven("disk_offload", by_accelerate(dtype, sampling, max(tokens // 4, 2), folder), counted, disk)
+        if deepspeed:
+            child = stack.enter_context(DeepSpeed(deepspeed, dtype, temperature, max(tokens // 4, 2), folder))
+            arms["deepspeed"] = proven("deepspeed", child.decode, counted, disk, child.process.pid)
         ids = long_texts(dtype, sampling, prompts, tokens)
         runs = bench(arms, ids, on_prompt=lambda done: print(f"{done} of {len(ids)} prompts", flush=True))
     figures = {name: each.facts() for name, each in summary(runs, over=tuple(arms)).items()}
@@ -236,17 +242,53 @@ def long_texts(dtype: str, sampling: Sampling, prompts: int, tokens: int) -> lis
     return found
 
 
-def proven(name: str, run: Decode, counted: dict[tuple[str, int], int], disk: Disk) -> Decode:
-    """`run` on a disk that has not rested, and what it had read from the disk, by name and seed."""
+def proven(name: str, run: Decode, counted: dict[tuple[str, int], int], disk: Disk, process: int | str = "self") -> Decode:
+    """`run` on a disk that has not rested, and what its process had read from the disk, by name and seed."""
 
     def decode(prompt: list[int], seed: int) -> Run:
         disk.rest()
-        before = read_bytes()
+        before = read_bytes(process)
         found = run(prompt, seed)
-        counted[name, seed] = read_bytes() - before
+        counted[name, seed] = read_bytes(process) - before
         return found
 
     return decode
+
+
+class DeepSpeed:
+    """A child process that decodes with DeepSpeed's ZeRO; see by_deepspeed.py.
+
+    Args:
+        python: an interpreter that has deepspeed.
+        folder: where its weights are written.
+    """
+
+    def __init__(self, python: str, dtype: str, temperature: float, tokens: int, folder: str) -> None:
+        script = str(Path(__file__).with_name("by_deepspeed.py"))
+        command = [python, script, "--dtype", dtype, "--temperature", str(temperature), "--tokens", str(tokens), "--folder", folder]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> DeepSpeed:
+        print(self._answer(), flush=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def decode(self, prompt: list[int], seed: int) -> Run:
+        """One text."""
+        assert self.process.stdin is not None
+        print(json.dumps([prompt, seed]), file=self.process.stdin, flush=True)
+        return Run(**self._answer())
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"--deepspeed: the process ended with {self.process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
 
 def by_accelerate(dtype: str, sampling: Sampling, tokens: int, folder: str) -> Decode:
@@ -288,6 +330,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--latency-seconds", type=float, default=45.0)
+    parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has deepspeed and sequoia-plan")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
@@ -295,8 +338,8 @@ def main() -> None:
         options.prompts, options.tokens, options.rounds, options.latency_seconds = 2, 8, 3, 0.0
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "link": lambda: link(options.dtype, options.rounds),
-        "decode": lambda: decode(options.dtype, options.prompts, options.tokens, 0.0, options.latency_seconds),
-        "decode-0.6": lambda: decode(options.dtype, options.prompts, options.tokens, 0.6, options.latency_seconds),
+        "decode": lambda: decode(options.dtype, options.prompts, options.tokens, 0.0, options.latency_seconds, options.deepspeed),
+        "decode-0.6": lambda: decode(options.dtype, options.prompts, options.tokens, 0.6, options.latency_seconds, options.deepspeed),
     }
     found = json.loads(options.output.read_text()) if options.output.exists() else {}
     for name in options.part or parts:

@@ -74,7 +74,8 @@ class LatencyMeter:
     @torch.inference_mode()
     def begin(self, most_tokens: float) -> None:
         """Find the sizes. They grow until the target's pass costs `most_tokens` times that of one node: no tree yields more
-        tokens, so none of that size can beat plain decoding. A size there is no memory for ends the growth, too, and is recorded.
+        tokens, so none of that size can beat plain decoding. The same holds for draft passes, each width of which is timed up to there.
+        A size there is no memory for ends the growth, too, and is recorded.
 
         Args:
             most_tokens: a bound on any tree's expected tokens.
@@ -85,7 +86,7 @@ class LatencyMeter:
             self.decoder.sequence.reserve_random_numbers(self.sizes[-1] * self.sampling.drawing.columns(drafter.vocabulary, 1))
         for size in self.sizes:
             try:
-                timer = SizeTimer(self.decoder, size, self.sampling, self.prompt)
+                timer = SizeTimer(self.decoder, size, self.sampling, self.prompt, drafts=not self.timers or self.timers[-1].draft() <= longest)
                 for _ in range(3):
                     timer.run()
             except (RuntimeError, SequoiaPlanError) as error:
@@ -98,10 +99,11 @@ class LatencyMeter:
             if size == 1:
                 self._time_stream()
             plain = max([self.timers[0].target(), *self.stream_samples])
-            if timer.target() > most_tokens * plain:
+            longest = most_tokens * plain
+            if timer.target() > longest:
                 break
         for timer in self.timers:
-            timer.every = min(RAREST, max(1, int(timer.target() / plain)))
+            timer.every = min(RAREST, max(1, int(max(timer.target(), timer.draft() if timer.drafts else 0.0) / plain)))
             timer.forget()
         for tree in shapes(self.timers[-1].size, drafter.vocabulary):
             judged = self.decoder.with_tree(tree)
@@ -129,12 +131,15 @@ class LatencyMeter:
         while self.rounds < LEAST_ROUNDS or (self.rounds < MOST_ROUNDS and self.seconds < seconds):
             self.round()
         stream = self.decoder.target.stream
-        curves, sizes = ("target", "draft"), [timer.size for timer in self.timers]
+        timed_sizes = [("target", timer) for timer in self.timers] + [("draft", timer) for timer in self.timers if timer.drafts]
 
         def by_size(times: NDArray[np.float64]) -> dict[str, dict[int, float]]:
-            return {name: dict(zip(sizes, map(_rounded, curve), strict=True)) for name, curve in zip(curves, times, strict=True)}
+            found: dict[str, dict[int, float]] = {"target": {}, "draft": {}}
+            for (name, timer), seconds in zip(timed_sizes, times, strict=True):
+                found[name][timer.size] = _rounded(seconds)
+            return found
 
-        low, middle, high = map(by_size, drift_free_quartiles(np.array([[timer.samples[name] for timer in self.timers] for name in curves])))
+        low, middle, high = map(by_size, drift_free_quartiles(np.array([timer.samples[name] for name, timer in timed_sizes])))
         judged = drift_free_quartiles(np.array(self.shape_samples).T)[1]
         return Latency(
             target=middle["target"],
@@ -142,7 +147,7 @@ class LatencyMeter:
             overhead=round(statistics.median(timer.rest() for timer in self.timers if timer.size <= REST_UP_TO), 6),
             context=self.prompt.numel(),
             samples={timer.size: -(-self.rounds // timer.every) for timer in self.timers},
-            quartiles={name: {size: (low[name][size], high[name][size]) for size in sizes} for name in curves},
+            quartiles={name: {size: (first, high[name][size]) for size, first in sizes.items()} for name, sizes in low.items()},
             out_of_memory=self.too_large,
             stream=Stream(_rounded(statistics.median(self.stream_samples)), stream.bytes) if stream else None,
             verification=fit([shape.decoder.tree for shape in self.shapes], judged.tolist(), order_of_rounds(self.sampling)),
@@ -196,10 +201,11 @@ class SizeTimer:
 
     Args:
         decoder: gives models and the sequence, which holds `prompt` afterwards.
+        drafts: time draft passes, too.
     """
 
-    def __init__(self, decoder: SequoiaDecoder, size: int, sampling: Sampling, prompt: Tensor) -> None:
-        self.size, self.sampling, self.every = size, sampling, 1
+    def __init__(self, decoder: SequoiaDecoder, size: int, sampling: Sampling, prompt: Tensor, drafts: bool = True) -> None:
+        self.size, self.sampling, self.drafts, self.every = size, sampling, drafts, 1
         self.decoder = decoder.with_tree(bushy(size, 3))
         self.decoder.prefill(prompt, size + self.decoder.tree.depth, seed=0)  # with room for a child of each node
         self.extent = self.decoder.extent(prompt.numel() - 1)
@@ -223,7 +229,8 @@ class SizeTimer:
         if stream := self.decoder.target.stream:
             stream.fill()  # as after drafting
         self._timed("target", lambda: self.decoder.run_target(self.extent))
-        self._timed("draft", self.draft_pass)
+        if self.drafts:
+            self._timed("draft", self.draft_pass)
         if self.size <= REST_UP_TO:
             self.samples["rest"].append(self._beyond_the_parts())
 
@@ -249,6 +256,10 @@ class SizeTimer:
     def target(self) -> float:
         """Median seconds of the target's pass."""
         return float(np.nanmedian(self.samples["target"]))
+
+    def draft(self) -> float:
+        """Median seconds of a draft pass; inf if it is not timed."""
+        return float(np.nanmedian(self.samples["draft"])) if self.drafts else math.inf
 
     def rest(self) -> float:
         """Median seconds of a step beyond its parts."""

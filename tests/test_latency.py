@@ -139,6 +139,22 @@ def test_costly_sizes_are_timed_less_often(pair, sizes, monkeypatch):
         assert {len(timer.samples[name]) for name in ("target", "draft")} == {5}
 
 
+def test_draft_passes_that_no_tree_can_pay_for_are_not_timed(pair, sizes, monkeypatch):
+    """From a pass on that takes longer than the most tokens take plainly, and in few rounds before that."""
+
+    def run(timer):
+        timer.samples["target"].append(1.0)
+        if timer.drafts:
+            timer.samples["draft"].append({1: 1.0, 2: 2.5, 3: 3.5}[timer.size])
+
+    monkeypatch.setattr(latency.SizeTimer, "run", run)
+    monkeypatch.setattr(latency.SizeTimer, "rest", lambda timer: 0.0)
+    found = latency.measure_latency(pair, Sampling(1.0), 3.0, 0.0, context=20)
+    assert list(found.target) == list(found.quartiles["target"]) == sizes
+    assert found.draft == {1: 1.0, 2: 2.5, 3: 3.5} and list(found.quartiles["draft"]) == [1, 2, 3]
+    assert found.samples == {1: 5, 2: 3, 3: 2, 4: 5}
+
+
 def test_no_tree_has_more_tokens_than_the_bound():
     """Best nodes of the endless tree against the planner's own optimum, for one vector, rows by level and ranks that rise."""
     for rows in ([[0.5, 0.2, 0.1]], [[0.4, 0.2], [0.5, 0.2], [0.7, 0.1]], [[0.1, 0.5, 0.2], [0.6, 0.0, 0.1]]):
