@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -99,6 +100,9 @@ def most_expected_tokens(acceptance: Acceptance | Floats, size: int) -> float:
 class StepTime:
     """Seconds of one decoding step, from measured latencies.
 
+    Args:
+        acceptance: what is accepted; verification that walks down the accepted path takes as long as that lets expect. None: the longest walk.
+
     A pass that was not measured costs what the cheapest measured pass of at least its size costs: it can be padded up to that one.
     So the curves never decrease, and nothing is interpolated. Beyond the largest measurement the time is inf: nothing is
     known there, and such trees are not considered.
@@ -106,11 +110,13 @@ class StepTime:
 
     latency: Latency
     drafting: Drafting = LANGUAGE_MODEL
+    acceptance: Acceptance | Floats | None = None
 
     @classmethod
     def of(cls, measured: Profile | Plan) -> StepTime | None:
-        """From the latencies that a profile or a plan records; None if it has none."""
-        return cls(measured.latency, measured.drafting) if measured.latency else None
+        """From the latencies and the acceptance that a profile or a plan records; None without latencies."""
+        acceptance = getattr(measured, "by_level", None) or measured.acceptance
+        return cls(measured.latency, measured.drafting, acceptance) if measured.latency else None
 
     @cached_property
     def _target(self) -> tuple[Floats, Floats]:
@@ -159,8 +165,8 @@ class StepTime:
         known = self.latency.verification
         if known is None:
             return 0.0
-        parents = int(np.count_nonzero(tree.child_count))
-        return known.base + known.by_round * rounds(tree, known.rounds) + known.by_parent * parents + known.by_child * (tree.size - 1)
+        base, by_round, by_parent, by_child = terms(tree, known.rounds, self.acceptance)
+        return known.base * base + known.by_round * by_round + known.by_parent * by_parent + known.by_child * by_child
 
     def steps_at_least(self, sizes: NDArray[np.integer], depth: int) -> Floats:
         """No tree of that size and depth takes less: its draft passes are as narrow, and its rounds as few, as they can be."""
@@ -168,8 +174,9 @@ class StepTime:
         known = self.latency.verification
         judged: Any = 0.0
         if known is not None:
-            fewest = depth - 1 if known.rounds == "level" else min(depth - 1, 1)
-            judged = known.base + known.by_round * fewest + known.by_parent * (depth - 1) + known.by_child * (sizes - 1)
+            fewest = {"level": depth - 1, "path": depth - 1, "tree": min(depth - 1, 1), "walk": 0}[known.rounds]
+            parents = 1 if known.rounds == "walk" else depth - 1
+            judged = known.base + known.by_round * fewest + known.by_parent * parents + known.by_child * (sizes - 1)
         return np.maximum(self.least, self.targets(sizes) + narrow + judged + self.latency.overhead)
 
     def plain(self) -> float:
@@ -196,11 +203,40 @@ def worth_of_memory(plan: Plan) -> Memory | None:
     return Memory(more, stream.seconds * more / stream.bytes)
 
 
+def terms(tree: TokenTree, order: str, acceptance: Acceptance | Floats | None = None) -> tuple[float, float, float, float]:
+    """What the costs of `Verification` are multiplied by, in the order of its fields.
+
+    Args:
+        order: `Verification.rounds`.
+        acceptance: for "walk", see `StepTime`.
+    """
+    if order == "walk":
+        rejected, visited = walk(tree, acceptance)
+        return 1.0, rejected, visited, tree.size - 1
+    return 1.0, rounds(tree, order), int(np.count_nonzero(tree.child_count)), tree.size - 1
+
+
 def rounds(tree: TokenTree, order: str) -> int:
-    """How many times a verifier judges children of one rank side by side: `order` is `Verification.rounds`."""
+    """How many times children are judged side by side: `order` is `Verification.rounds`, but for "walk"."""
     if order == "tree":
         return tree.branching
-    return int(np.maximum.reduceat(tree.child_count, tree.level_offsets[:-1]).sum())
+    if order == "level":
+        return int(np.maximum.reduceat(tree.child_count, tree.level_offsets[:-1]).sum())
+    offsets = tree.level_offsets.tolist()
+    judged = np.zeros(tree.size, np.int64)  # the round in which each node was
+    for start, end in itertools.pairwise(offsets[1:]):
+        judged[start:end] = judged[tree.parents[start:end]] + tree.ranks[start:end]
+    return int(judged.max())
+
+
+def walk(tree: TokenTree, acceptance: Acceptance | Floats | None) -> tuple[float, float]:
+    """Children rejected, and nodes visited, on the way down the accepted path: as expected, or the most of both without an acceptance."""
+    if acceptance is None:
+        return float(rounds(tree, "path")), float(tree.depth)
+    values, parents = node_values(tree, acceptance), tree.parents[1:]
+    up_to = np.cumsum(values)
+    taken = up_to[1:] - up_to[tree.first_child[parents] - 1]  # by a node and its earlier siblings
+    return math.fsum(np.maximum(0.0, values[parents] - taken)), math.fsum(values)
 
 
 def _steps(points: Mapping[int, float]) -> tuple[Floats, Floats]:
@@ -224,7 +260,7 @@ class Promise(NamedTuple):
 def promise(tree: TokenTree, acceptance: Acceptance | Floats | None, times: StepTime | None) -> Promise:
     """Expected tokens by the acceptance, the step by the latencies if they reach so far, and the speed-up by both."""
     tokens = expected_tokens(tree, acceptance) if acceptance is not None else None
-    step = times.step(tree) if times else math.inf
+    step = replace(times, acceptance=acceptance).step(tree) if times else math.inf
     if times is None or not math.isfinite(step):
         return Promise(tokens)
     return Promise(tokens, step, tokens * times.plain() / step if tokens is not None else None)

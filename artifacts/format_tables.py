@@ -14,9 +14,12 @@ from sequoia_plan.artifacts.schema import Artifact, table
 TABLES: dict[str, tuple[type[Artifact], str]] = {
     "plan": (plan.Plan, ""),
     "plan.interval": (plan.Interval, "interval"),
+    "plan.alternatives": (plan.Alternative, "alternatives.NAME"),
     "profile": (profile.Profile, ""),
     "settings": (profile.Settings, "settings"),
     "acceptance.levels[]": (profile.LevelCounts, "acceptance.levels[]"),
+    "acceptance.lift": (profile.Lift, "acceptance.lift"),
+    "verifiers": (profile.Judged, "verifiers.NAME"),
     "latency": (profile.Latency, "latency"),
     "latency.verification": (profile.Verification, "latency.verification"),
     "latency.stream": (profile.Stream, "latency.stream"),

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
 from sequoia_plan.artifacts.errors import SequoiaPlanError
-from sequoia_plan.artifacts.profile import Latency, Number, Profile, Settings, check_acceptance
+from sequoia_plan.artifacts.profile import Latency, Number, Profile, Settings, Verifier, check_acceptance
 from sequoia_plan.artifacts.schema import Artifact, Count, Facts, Seconds, Size, field
 
 Tokens = Annotated[float, Meta(ge=1, title="a number >= 1")]
@@ -61,6 +61,25 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple))
 
 
+class Alternative(Artifact, frozen=True):
+    """The best tree with a verifier that was measured and not taken."""
+
+    PREFIX: ClassVar[str] = "alternatives"
+
+    size: Annotated[Size, field("its nodes, the root included")]
+    depth: Annotated[Size, field("its levels, the root's included")]
+    expected_tokens: Annotated[Tokens, field("tokens a step yields on average")]
+    advantage: Annotated[
+        Annotated[float, Meta(ge=1, title="a number >= 1")],
+        field("how many times its predicted speed (expected tokens for the objective `tokens` or without latencies) the tree that was taken has"),
+    ]
+    step_seconds: Annotated[Seconds | None, field("predicted duration of a step")] = None
+    interval: Annotated[
+        Ends | None,
+        field("the 95 % interval of `advantage`; where it holds 1 the two are within the noise of the measurements. Missing if the noise is not known"),
+    ] = None
+
+
 class Plan(Artifact, frozen=True, kw_only=True):
     """Every key may be missing (None): a tree that was not solved has no plan. A reader that only decodes needs none of it."""
 
@@ -108,6 +127,10 @@ class Plan(Artifact, frozen=True, kw_only=True):
     speedup_bound: Annotated[
         Times | None, field("proven for these measurements: no tree within the limits has a higher predicted speed-up; only for the objective `speed`")
     ] = None
+    alternatives: Annotated[
+        dict[Verifier, Alternative],
+        field("by name: verifiers that were measured as well and whose best tree is not faster; the one taken is in `settings`"),
+    ] = {}
     interval: Annotated[
         Interval | None,
         field(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from msgspec import Meta
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from sequoia_plan.artifacts import yaml_text
 from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
-from sequoia_plan.artifacts.errors import SequoiaPlanError
+from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.facts import is_number
 from sequoia_plan.artifacts.files import read_bytes, write_atomically
 from sequoia_plan.artifacts.rates import rates
@@ -28,26 +29,8 @@ COUNT_TOLERANCE = 0.01
 
 Number = Annotated[float, Meta(ge=0, title="a number >= 0")]
 Curve = dict[Size, Seconds]
-Rounds = Literal["tree", "level"]
+Rounds = Literal["tree", "level", "path", "walk"]
 Quartiles = dict[Annotated[str, Meta(pattern="^(target|draft)$", title="target or draft")], dict[Size, tuple[Seconds, Seconds]]]
-
-
-def _check_counts(found: Counts, ranks: int, place: str) -> None:
-    if len(found.counts) != ranks:
-        raise SequoiaPlanError(f"{place}.counts: found {len(found.counts)} ranks, expected {ranks} as on the first level")
-    if sum(found.counts) > found.trials * (1 + SUM_TOLERANCE) + COUNT_TOLERANCE:
-        raise SequoiaPlanError(f"{place}.counts: sum to {sum(found.counts):.6g}, expected at most {found.trials} trials (at most one child is accepted)")
-
-
-def _check_off(level: LevelCounts, off: Counts, ranks: int, place: str) -> None:
-    _check_counts(off, ranks, place)
-    rest = [total - part for total, part in zip(level.counts, off.counts, strict=True)]
-    trials = level.trials - off.trials
-    if trials < 0 or min(rest) < -COUNT_TOLERANCE or sum(rest) > trials * (1 + SUM_TOLERANCE) + COUNT_TOLERANCE:
-        raise SequoiaPlanError(
-            f"{place}: found {off.trials} of {level.trials} trials, with counts that sum to {sum(off.counts):.6g} of {sum(level.counts):.6g}; expected a "
-            "part of the level's, whose rest holds at most one accepted child a trial"
-        )
 
 
 def check_acceptance(vector: Any, name: str) -> None:
@@ -74,22 +57,25 @@ class Settings(Artifact, frozen=True):
 
 
 class Verification(Artifact, frozen=True):
-    """Seconds that a step spends on judging a drawn tree and keeping what is accepted:
+    """Seconds that a step spends on judging a drawn tree and keeping what is accepted, and on drawing it where one pass drafts all levels:
     base + by_round x rounds + by_parent x nodes with children + by_child x (size - 1)."""
 
     PREFIX: ClassVar[str] = "latency.verification"
 
     base: Annotated[Number, field("seconds for any tree")]
-    by_round: Annotated[Number, field("seconds for each round; children of one rank are judged side by side in one round")]
-    by_parent: Annotated[Number, field("seconds for each node that has children")]
+    by_round: Annotated[Number, field("seconds for each round; children that are judged side by side are one round")]
+    by_parent: Annotated[Number, field("seconds for each node that has children; with `walk`, for each node of the accepted path")]
     by_child: Annotated[Number, field("seconds for each node but the root")]
     rounds: Annotated[
         Rounds,
         field(
-            "how many rounds a tree takes: `tree` if all nodes are judged at once (the most children any node has), `level` if levels are "
-            "judged one after the other (the sum over levels of the most children a node of the level has)"
+            "how many rounds a tree takes, by what runs on the device: `tree` if all nodes are judged at once (the most children any node has), "
+            "`level` if levels are judged one after the other (the sum over levels of the most children a node of the level has), `path` if a "
+            "node begins once its parent has judged it (the largest sum of ranks along a path), `walk` if only the accepted path is looked at "
+            "(children rejected on it, as many as the acceptance lets expect)"
         ),
     ] = "tree"
+    error: Annotated[Number, field("by how much the sum is off, relative: the residual standard error over the timed shapes")] = 0.0
 
 
 class Stream(Artifact, frozen=True):
@@ -114,7 +100,7 @@ class Latency(Artifact, frozen=True):
             "of a tree of that size are included. With `stream`, a pass after a pause in which the ring of layers has filled"
         ),
     ]
-    draft: Annotated[Curve, field("nodes: median seconds of one draft pass and the drawing of its children")]
+    draft: Annotated[Curve, field("nodes: median seconds of one draft pass and the drawing of its children; without it where one pass drafts all levels")]
     overhead: Annotated[
         Number, field("seconds of a step beyond passes and verification: mask and read-back; on CUDA also random numbers and launch", always=True)
     ] = 0.0
@@ -189,16 +175,53 @@ def tally(levels: Sequence[LevelCounts], classes: int) -> tuple[NDArray[np.float
     return np.stack([trials - off, off], 1), np.stack([np.maximum(counts - off_counts, 0), off_counts], 1)
 
 
+Levels = Annotated[tuple[LevelCounts, ...], Meta(title="a list of mappings")]
 LONGEST_KIND = 60
 Kind = Annotated[str, Meta(pattern=f"^.{{1,{LONGEST_KIND}}}$", title=f"printable text of 1 to {LONGEST_KIND} characters")]
 MOST_KINDS = 64
 """A file that names more names its prompts."""
 
 
-class Profile(Artifact, frozen=True):
-    """Acceptance and, where measured, latency."""
+Verifier = Annotated[str, Meta(pattern="^[a-z0-9-]{1,30}$", title="a verifier's name")]
 
-    ORDER: ClassVar[tuple[str, ...]] = ("settings", "models", "hardware", "drafting", "trials", "acceptance", "levels", "kinds", "latency")
+
+class Judged(Artifact, frozen=True):
+    """What a further verifier accepts of the same draws, and what it takes."""
+
+    PREFIX: ClassVar[str] = "verifiers"
+
+    vector: Annotated[tuple[float, ...], field("as `acceptance.vector`", check=check_acceptance)]
+    trials: Annotated[Count, field("as `acceptance.trials`", always=True)] = 0
+    levels: Annotated[Levels, field("as `acceptance.levels`")] = ()
+    kinds: Annotated[dict[Kind, tuple[LevelCounts, ...]], field("as `acceptance.kinds`")] = {}
+    verification: Annotated[Verification | None, field("as `latency.verification`")] = None
+
+
+class Lift(Artifact, frozen=True):
+    """How much more often `traversal` accepts than `sequoia` of the same draws."""
+
+    PREFIX: ClassVar[str] = "acceptance.lift"
+
+    ratio: Annotated[tuple[Number, ...], field("on each level: how many times as often `traversal` as `sequoia` accepts a node of the next one")]
+    ranks: Annotated[tuple[Size, ...], field("the children of a node on each level that `ratio` holds for: those of the tree it was measured with")]
+    covariance: Annotated[
+        Annotated[tuple[tuple[float, ...], ...], Meta(title="a list of lists of numbers")],
+        field("of the logarithms of `ratio`, [level][level], by a jackknife over prompts; missing where there were too few of them"),
+    ] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        shapes = {len(self.ratio), len(self.ranks), *({len(self.covariance)} if self.covariance else ()), *map(len, self.covariance)}
+        if len(shapes) > 1:
+            raise SequoiaPlanError(f"{self.PREFIX}: found lists of {' and '.join(map(str, sorted(shapes)))} entries, expected one a level in each")
+
+
+class Profile(Artifact, frozen=True):
+    """Acceptance and, where measured, latency; of one verifier, and beside it of further ones that were measured along with it."""
+
+    ORDER: ClassVar[tuple[str, ...]] = (
+        "settings", "models", "hardware", "drafting", "trials", "acceptance", "levels", "kinds", "lift", "latency", "verifiers",
+    )  # fmt: skip
 
     acceptance: Annotated[
         Annotated[tuple[float, ...], Meta(title="a list of numbers, not empty")],
@@ -222,7 +245,7 @@ class Profile(Artifact, frozen=True):
     models: Annotated[dict[str, Any], field("`target` and `draft`, each with `name`, `digest`, `dtype`, `parameters`, `placement`", always=True)] = {}
     hardware: Annotated[Facts, field("the machine: device, processor, threads, library versions", always=True)] = {}
     levels: Annotated[
-        Annotated[tuple[LevelCounts, ...], Meta(title="a list of mappings")],
+        Levels,
         field(
             "the counts behind `vector`, one entry a level: the first for the root's children, the last with all levels below",
             key="acceptance.levels",
@@ -236,29 +259,52 @@ class Profile(Artifact, frozen=True):
             key="acceptance.kinds",
         ),
     ] = {}
+    lift: Annotated[Lift | None, field("how much more often `traversal` accepts than `sequoia`, where both were measured", key="acceptance.lift")] = None
+    verifiers: Annotated[
+        dict[Verifier, Judged],
+        field("by name: acceptance and verification of further verifiers, measured along with that of `settings.verifier`; `solve` chooses"),
+    ] = {}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ranks = len(self.levels[0].counts) if self.levels else 0
-        for name, levels in {"levels": self.levels, **{f"kinds.{kind}": levels for kind, levels in self.kinds.items()}}.items():
-            for number, level in enumerate(levels):
-                place = f"acceptance.{name}[{number}]"
-                _check_counts(level, ranks, place)
-                if level.off is not None:
-                    _check_off(level, level.off, ranks, f"{place}.off_spine")
-        for number, level in enumerate(self.levels):
-            found = sum(levels[number].trials for levels in self.kinds.values() if number < len(levels))
-            if self.kinds and (found != level.trials or {len(levels) for levels in self.kinds.values()} != {len(self.levels)}):
+        _check_counts("acceptance", self.levels, self.kinds)
+        for name, judged in self.verifiers.items():
+            if name == self.verifier or self.settings.get("temperature") == 0:
                 raise SequoiaPlanError(
-                    f"acceptance.kinds: found {found} trials on level {number}, expected every level in each kind, and {level.trials} trials as in "
-                    "`levels`; leave `kinds` out, or profile again"
+                    f"verifiers.{name}: found beside the verifier {self.verifier} at temperature {self.settings.get('temperature')}, expected other "
+                    "verifiers than the one in `settings`, and none at temperature 0, where they all decide alike"
                 )
-            off = [each.off.trials if (each := levels[number]).off else None for levels in self.kinds.values()]
-            if level.off and self.kinds and (None in off or sum(filter(None, off)) != level.off.trials):
-                raise SequoiaPlanError(
-                    f"acceptance.kinds: found {off} trials off the spine on level {number}, expected {level.off.trials} together, as in `levels`; "
-                    "leave `kinds` out, or profile again"
-                )
+            if judged.levels and not self.levels:
+                raise SequoiaPlanError(f"verifiers.{name}.levels: found counts, expected them for every verifier or for none; profile again")
+            _check_counts(f"verifiers.{name}", judged.levels, judged.kinds)
+
+    @property
+    def verifier(self) -> str:
+        """The verifier that acceptance and latency are of; `sequoia` where none is named."""
+        return str(self.settings.get("verifier") or "sequoia")
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """Every verifier that was measured, that of the settings first."""
+        return (self.verifier, *self.verifiers)
+
+    def under(self, verifier: str) -> Profile:
+        """What was measured of one verifier alone; at temperature 0 all verifiers decide alike.
+
+        Raises:
+            ArgumentError: if it was not measured.
+        """
+        if verifier == self.verifier:
+            return replace(self, verifiers={}, lift=None)
+        settings = {**self.settings, "verifier": verifier}
+        if self.settings.get("temperature") == 0:
+            return replace(self, settings=settings)
+        if verifier not in self.verifiers:
+            raise ArgumentError(f"verifier: found {verifier!r}, expected {' or '.join(self.measured)}, which the profile has; profile --verifier measures it")
+        judged = self.verifiers[verifier]
+        latency = self.latency and replace(self.latency, verification=judged.verification)
+        known = {"acceptance": judged.vector, "trials": judged.trials, "levels": judged.levels, "kinds": judged.kinds}
+        return replace(self, settings=settings, latency=latency, verifiers={}, lift=None, **known)
 
     @property
     def by_level(self) -> tuple[tuple[float, ...], ...]:
@@ -321,3 +367,44 @@ class Profile(Artifact, frozen=True):
             return cls.read(document, "")
         except SequoiaPlanError as error:
             raise SequoiaPlanError(f"{name}: {error}") from error
+
+
+def _check_counts(place: str, levels: Levels, kinds: Mapping[str, Levels]) -> None:
+    """Refuse counts of different ranks, above their trials, with a part that is none, or of kinds that do not add up."""
+    ranks = len(levels[0].counts) if levels else 0
+    for name, rows in {"levels": levels, **{f"kinds.{kind}": rows for kind, rows in kinds.items()}}.items():
+        for number, level in enumerate(rows):
+            _check_vector(level, ranks, f"{place}.{name}[{number}]")
+            if level.off is not None:
+                _check_off(level, level.off, ranks, f"{place}.{name}[{number}].off_spine")
+    for number, level in enumerate(levels):
+        found = sum(rows[number].trials for rows in kinds.values() if number < len(rows))
+        if kinds and (found != level.trials or {len(rows) for rows in kinds.values()} != {len(levels)}):
+            raise SequoiaPlanError(
+                f"{place}.kinds: found {found} trials on level {number}, expected every level in each kind, and {level.trials} trials as in "
+                "`levels`; leave `kinds` out, or profile again"
+            )
+        off = [each.off.trials if (each := rows[number]).off else None for rows in kinds.values()]
+        if level.off and kinds and (None in off or sum(filter(None, off)) != level.off.trials):
+            raise SequoiaPlanError(
+                f"{place}.kinds: found {off} trials off the spine on level {number}, expected {level.off.trials} together, as in `levels`; "
+                "leave `kinds` out, or profile again"
+            )
+
+
+def _check_vector(found: Counts, ranks: int, place: str) -> None:
+    if len(found.counts) != ranks:
+        raise SequoiaPlanError(f"{place}.counts: found {len(found.counts)} ranks, expected {ranks} as on the first level")
+    if sum(found.counts) > found.trials * (1 + SUM_TOLERANCE) + COUNT_TOLERANCE:
+        raise SequoiaPlanError(f"{place}.counts: sum to {sum(found.counts):.6g}, expected at most {found.trials} trials (at most one child is accepted)")
+
+
+def _check_off(level: LevelCounts, off: Counts, ranks: int, place: str) -> None:
+    _check_vector(off, ranks, place)
+    rest = [total - part for total, part in zip(level.counts, off.counts, strict=True)]
+    trials = level.trials - off.trials
+    if trials < 0 or min(rest) < -COUNT_TOLERANCE or sum(rest) > trials * (1 + SUM_TOLERANCE) + COUNT_TOLERANCE:
+        raise SequoiaPlanError(
+            f"{place}: found {off.trials} of {level.trials} trials, with counts that sum to {sum(off.counts):.6g} of {sum(level.counts):.6g}; expected a "
+            "part of the level's, whose rest holds at most one accepted child a trial"
+        )

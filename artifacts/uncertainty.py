@@ -11,12 +11,13 @@ size), the second by how its kinds of prompts differ: a kind that was not measur
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.artifacts import Lift, TokenTree
 from sequoia_plan.artifacts.cost import Floats, StepTime, by_class, child_probabilities, expected_tokens, node_values, parents_rows
 from sequoia_plan.artifacts.rates import rates
 
@@ -112,17 +113,64 @@ def student95(freedom: int) -> float:
 
 
 def step_time_error(tree: TokenTree, times: StepTime) -> float:
-    """Standard error of log(step time / plain step time), from each size's quartiles and samples; 0 if the latencies have none.
+    """Standard error of log(step time / plain step time)."""
+    return step_ratio_error((tree, times), (TokenTree.chain(1), times))
+
+
+def step_ratio_error(first: tuple[TokenTree, StepTime], second: tuple[TokenTree, StepTime]) -> float:
+    """Standard error of log(one step time / another), of the same models on the same machine: from each size's quartiles and samples, and from
+    how far verification is off its shapes; 0 if the latencies have none of it. What both steps take alike cancels.
 
     A normal law's quartiles are 1.349 standard deviations apart, and a median's standard error is 1.2533 times a mean's.
     """
-    latency = times.latency
+    slopes: defaultdict[tuple[str, int], float] = defaultdict(float)  # of the logarithm, by the passes that were measured
+    variance = 0.0
+    for sign, (tree, times) in zip((1, -1), (first, second), strict=True):
+        passes = [("target", tree.size), *(("draft", width) for width in times.drafting.widths(tree.parents_by_level))]
+        for curve, size in passes:
+            known = min((n for n in times.latency.quartiles.get(curve, ()) if n >= size), default=0)
+            slopes[curve, known] += sign / times.step(tree)
+        judged = times.latency.verification
+        variance += (judged.error * times.verification(tree) / times.step(tree)) ** 2 if judged else 0.0
+    latency = first[1].latency
+    for (curve, size), slope in slopes.items():
+        low, high = latency.quartiles.get(curve, {}).get(size, (0.0, 0.0))
+        variance += slope**2 * (1.2533 * (high - low) / 1.349) ** 2 / latency.samples.get(size, 1)
+    return math.sqrt(variance)
 
-    def variance(curve: str, size: int) -> float:
-        known = latency.quartiles.get(curve, {})
-        n = min((n for n in known if n >= size), default=0)
-        first, third = known.get(n, (0.0, 0.0))
-        return (1.2533 * (third - first) / 1.349) ** 2 / latency.samples.get(n, 1)
 
-    step = variance("target", tree.size) + sum(variance("draft", width) for width in times.drafting.widths(tree.parents_by_level))
-    return math.sqrt(step / times.step(tree) ** 2 + variance("target", 1) / times.plain() ** 2)
+def lift_error(tree: TokenTree, rows: Floats, counts: Floats, trials: Floats, lift: Lift) -> float:
+    """Standard error of log F(tree) with `traversal`, from how sure its acceptance is relative to that of `sequoia`.
+
+    Args:
+        rows: float64 [levels, ranks] or [levels, classes, ranks], or one row for all levels. Classes are lifted alike.
+        counts, trials: of `traversal`, [levels, ranks] and [levels]; rows are their quotients, or that of their sums.
+    """
+    if not lift.covariance:
+        return math.inf
+    slope, levels = gradient(tree, rows), min(len(lift.ratio), len(counts))
+    by_level = len(rows) > 1
+    change = np.zeros(len(lift.ratio))
+    for level in range(levels):
+        known = slice(0, lift.ranks[level])
+        if rows.ndim > 2:
+            change[level] = (slope[level, :, known] * rows[level, :, known]).sum()
+            continue
+        seen = trials[level] if by_level else trials.sum()
+        change[level] = slope[level if by_level else 0, known] @ counts[level, known] / max(seen, 1)
+    covariance = np.array(lift.covariance)
+    return math.sqrt(max(float(change @ covariance @ change), 0.0)) / expected_tokens(tree, rows)
+
+
+def token_ratio_error(first: tuple[TokenTree, Floats], second: tuple[TokenTree, Floats], trials: Sequence[float] | Floats) -> float:
+    """Standard error of log(F of one tree / F of another), each with its own acceptance of the same trials, the ratio of the two acceptances given.
+
+    Args:
+        first, second: tree and p as `gradient` takes it, of one shape.
+        trials: independent observations behind each vector.
+    """
+    (a, mine), (b, theirs) = first, second
+    ratio = np.divide(mine, theirs, out=np.ones_like(mine), where=theirs > 0)
+    slope = gradient(a, mine) * ratio / expected_tokens(a, mine) - gradient(b, theirs) / expected_tokens(b, theirs)
+    spread = theirs * (slope - (theirs * slope).sum(-1, keepdims=True)) / np.maximum(np.asarray(trials, float), 1)[..., None]
+    return math.sqrt(max(float((slope * spread).sum()), 0.0))

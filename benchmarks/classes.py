@@ -31,7 +31,7 @@ from sequoia_plan.artifacts.cost import expected_tokens
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.rates import rates
 from sequoia_plan.planner import solve
-from sequoia_plan.profiler.acceptance import LEVELS, RANKS, TREE, expected_acceptance
+from sequoia_plan.profiler.acceptance import LEVELS, RANKS, TREE, expected_acceptance, pieces
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.journal import Journal, discard, journal_of
 from sequoia_plan.profiler.prompts import BUILT_IN, encode, load
@@ -51,19 +51,20 @@ Text = list[int]
 def ranks_of_text(pair: Pair, decoder: SequoiaDecoder, prompt: list[int], tokens: int) -> Text:
     """The target's greedy text after `prompt`, as the ranks that the draft gives its tokens; at an end token it ends with that one."""
     assert decoder.drafter is not None
-    text = list(prompt)
+    text, levels = list(prompt), [0]
     for step in decoder.steps(torch.tensor(prompt), tokens, Sampling(), 0):
         text += step.tokens
+        levels += [*range(1, len(step.tokens)), 0]
         if len(text) - len(prompt) >= tokens or set(pair.end_tokens).intersection(step.tokens):
             break
     ends = [at for at, token in enumerate(text[len(prompt) :]) if token in pair.end_tokens]
     ids = torch.tensor(text[: len(prompt) + ends[0]] if ends else text)
-    columns, found = torch.arange(ids.numel()), Text()
-    for here in columns[len(prompt) - 1 :].split(64):
-        mask = additive(columns <= here[:, None], decoder.target.model.dtype)
-        target = decoder.target(decoder.sequence.target, ids[here], here, here, mask).logits
-        draft = decoder.drafter.read_text(decoder.sequence.draft, ids[here], here, mask).logits
-        right = expected_acceptance(target, draft, Sampling(), RANKED, torch.Generator(), decoder.drafter.covered)
+    columns, found, first = torch.arange(ids.numel()), Text(), len(prompt) - 1
+    for start, end in pieces(levels[: ids.numel() - first], 64):
+        here = columns[first + start : first + end]
+        read = decoder.target(decoder.sequence.target, ids[here], here, here, additive(columns <= here[:, None], decoder.target.model.dtype))
+        draft = decoder.drafter.read_text(decoder.sequence, here, levels[start:end], read.features)
+        right = expected_acceptance(read.logits, draft, Sampling(), RANKED, torch.Generator(), decoder.drafter.covered)
         found += torch.where(right.any(1), right.argmax(1) + 1, 0).tolist()
     return found
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -283,8 +283,9 @@ def real_pair(run: Run, sampling: Sampling) -> dict[str, Any]:
     """The embedded pair end to end: profile, solve, decode side by side, the parts of a step."""
     scale, pair = run.scale, embedded(run.device)
     work = {"largest": scale.largest, "precision": scale.precision, "tokens_per_prompt": min(scale.tokens, 64)}
-    profile = measure(pair, built_in()[: scale.texts], [sampling], scale.latency_seconds, **work)[0]
+    profile = measure(pair, built_in()[: scale.texts], [sampling], scale.latency_seconds, verifiers=[["sequoia"]], **work)[0]
     solution = solve(profile, BUDGET, DEPTH)
+    sampling = replace(sampling, verifier=solution.plan.settings["verifier"])
     trees = arms(solution.tree, sampling.verifier)
     reference = functools.partial(embedded, run.device, placement="resident")
     result = compare(pair, reference, solution.tree, trees, sampling, longest_first(pair, scale), scale.tokens, CONTENDERS, deadline=run.deadline)
@@ -293,6 +294,7 @@ def real_pair(run: Run, sampling: Sampling) -> dict[str, Any]:
         "acceptance": profile.acceptance,
         "trials": profile.trials,
         "latency": curves(profile.latency),
+        "alternatives": solution.plan.facts().get("alternatives", {}),
         "tree": {"parents": solution.tree.parents.tolist(), "expected_tokens": solution.plan.expected_tokens, "step_seconds": solution.plan.step_seconds},
         "breakdown": {name: with_peak(run.device, functools.partial(breakdown, pair, tree, sampling, rounds=scale.rounds)) for name, tree in steps.items()},
     }
@@ -354,6 +356,7 @@ def random_weights(run: Run, name: str) -> dict[str, Any]:
 def judged(pair: Pair, tree: TokenTree, acceptance: Sequence[float], times: StepTime, sampling: Sampling, plain_step: float, rounds: int) -> dict[str, Any]:
     """A tree's step against the sum of its passes, each timed alone, and what the vector would make of it."""
     parts = with_peak(pair.target.device if pair else torch.device("cpu"), lambda: breakdown(pair, tree, sampling, rounds=rounds))
+    times = replace(times, acceptance=acceptance)
     passes = times.step(tree) - times.latency.overhead - times.verification(tree)
     tokens = expected_tokens(tree, acceptance)
     return {

@@ -104,7 +104,7 @@ def compare(pair: Pair, profile: Profile, sampling: Sampling, options: argparse.
     """What was promised of every size's tree, and what was found."""
     given = held_out_half(load(options.prompts or BUILT_IN))[: options.limit]
     prompts = [encode(pair.tokenizer, prompt.text) for prompt in given]
-    trees = {str(size): solve(profile, size, options.depth, objective="tokens").tree for size in options.sizes}
+    trees = {str(size): solve(profile, size, options.depth, objective="tokens", verifier=profile.verifier).tree for size in options.sizes}
     beside = {} if options.tokens_only else {"plain": TokenTree.chain(1)}
     decoders = {name: whole_steps(pair, tree, sampling, options.tokens) for name, tree in (beside | trees).items()}
     meter = LatencyMeter(pair, sampling, CONTEXT, largest=max(options.sizes))
@@ -116,7 +116,7 @@ def compare(pair: Pair, profile: Profile, sampling: Sampling, options: argparse.
             meter.round()
 
     runs = bench(decoders, prompts, on_prompt=every_size)
-    times = None if options.tokens_only else StepTime(meter.finish(seconds=0.0))
+    times = None if options.tokens_only else StepTime(meter.finish(seconds=0.0), acceptance=profile.by_level or profile.acceptance)
     levels = measure_acceptance(pair, prompts, [sampling], precision=0.0, tokens_per_prompt=options.tokens)[0].levels()
     same = replace(profile, acceptance=pooled(levels), levels=levels, kinds={})
     vectors = {"one_vector": profile.acceptance, "by_level": profile.by_level, "by_class": profile.by_class or profile.by_level}

@@ -47,7 +47,7 @@ def shapes(size: int, profile: Profile) -> dict[str, TokenTree]:
 
     lanes = sorted({min(2**power, size - 1) for power in range(10)})
     return {
-        "ours": solve(profile, size, DEPTH, objective="tokens").tree,
+        "ours": solve(profile, size, DEPTH, objective="tokens", verifier=profile.verifier).tree,
         "chains": best([baseline(f"chains:{count}", size, DEPTH) for count in lanes]),
         "binary": baseline("k-ary:2", size, DEPTH),
         "specinfer": best([baseline(f"specinfer:1,1,{count}" + ",1" * (DEPTH - 4), size, DEPTH) for count in lanes]),

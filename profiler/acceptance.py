@@ -6,9 +6,11 @@ wrote; at every position draw children afresh and ask the verifier for the proba
 position's level is where it stood in that tree, and its class is whether every child accepted on the way there was a first one (on the spine)
 or not. One position is one trial, whatever it decided, so the same text says more.
 
-What `traversal` accepts depends on what hangs below a node. With `forced`, the small tree that writes the text is judged by
+What `traversal` accepts at a node depends on the path down to it. With `forced`, the small tree that writes the text is judged by
 both rules at every step, and the acceptance of its ranks on each level is multiplied by how much more often `traversal` gets
 past that level. `decoding` sees one level only, where the two rules are the same.
+
+Where both are measured, they judge the same draws over the same text: their figures differ by that ratio alone, and so does their noise.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sequoia_plan.artifacts import ArgumentError, LevelCounts, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import ArgumentError, LevelCounts, Lift, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.profile import MOST_KINDS, Counts
 from sequoia_plan.artifacts.uncertainty import Z95, gradient, jackknife
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.models.forward import additive
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary
-from sequoia_plan.runtime.verify import VERIFIERS, Laws, TreeIndex, Verdict, Verifier
+from sequoia_plan.runtime.verify import VERIFIERS, Laws, TreeIndex, Verdict, Verifier, traversal
 
 RANKS, LEVELS = 16, 4
 """Children drawn at a node; levels told apart, the last one with all below it."""
@@ -40,6 +42,8 @@ TREE = TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7])
 """Decodes the text of `forced`, and stands for any tree where precision is asked for."""
 WIDEST = np.array([TREE.child_count[TREE.position_ids == level].max() for level in range(LEVELS)])
 """The most children a node of `TREE` has on each level."""
+BOTH = ("sequoia", "traversal")
+"""The verifiers whose acceptance is computed from the same draws."""
 POSITIONS = 64
 """Judged at a time: bounds the memory for probabilities."""
 LEAST_PROMPTS = 8
@@ -53,12 +57,28 @@ class Acceptance:
     Args:
         trials: int64 [prompts, levels], accepted nodes observed.
         counts: float64 [prompts, levels, ranks], how many of their children of each rank were accepted, or were expected to be.
-        off: the part of both that belongs to accepted nodes off the spine; None if nobody told them apart.
+        reached: of `traversal`, float64 [prompts, 2, levels of `TREE`]: what `_BothRules` adds up.
+        off: the part of trials and counts that belongs to accepted nodes off the spine; None if nobody told them apart.
     """
 
     trials: NDArray[np.int64]
     counts: NDArray[np.float64]
+    reached: NDArray[np.float64] | None = None
     off: Acceptance | None = None
+
+    def lift(self) -> Lift | None:
+        """How much more often `traversal` accepts, level by level, and how sure that is: a jackknife over prompts."""
+        if self.reached is None:
+            return None
+        depth = min(LEVELS, int(np.flatnonzero(self.trials.sum(0))[-1]) + 1)
+        ratio = _lift(self.reached.sum(0))[:depth]
+        covariance: tuple[tuple[float, ...], ...] = ()
+        groups = len(self.reached)
+        if groups >= LEAST_PROMPTS:
+            off = np.log(np.maximum([_lift(self.reached.sum(0) - one)[:depth] for one in self.reached], 1e-9))
+            off -= off.mean(0)
+            covariance = tuple(map(tuple, (off.T @ off * (groups - 1) / groups).round(9).tolist()))
+        return Lift(tuple(ratio.round(6).tolist()), tuple(WIDEST[:depth].tolist()), covariance)
 
     def levels(self) -> tuple[LevelCounts, ...]:
         """Totals of each level, down to the last one seen."""
@@ -66,7 +86,8 @@ class Acceptance:
 
     def part(self, chosen: NDArray[np.bool_]) -> Acceptance:
         """What was observed on some of the prompts, bool [prompts]."""
-        return Acceptance(self.trials[chosen], self.counts[chosen], self.off and self.off.part(chosen))
+        reached = None if self.reached is None else self.reached[chosen]
+        return Acceptance(self.trials[chosen], self.counts[chosen], reached, self.off and self.off.part(chosen))
 
     def by_kind(self, kinds: Sequence[str | None]) -> dict[str, tuple[LevelCounts, ...]]:
         """`levels` of each kind of prompts; none if a prompt has no kind, or there are more kinds than a profile holds.
@@ -176,7 +197,8 @@ def finished_prompts(
 ) -> Iterator[Progress]:
     """Measure prompt by prompt. The same arguments give the same result, whatever the machine's speed.
 
-    Settings that differ in verifier or draft temperature alone share the target's text and both models' logits.
+    Settings that differ in verifier or draft temperature alone share the target's text and both models' logits; `sequoia` and `traversal` under
+    the same setting share the drawn children, too.
 
     Args:
         prompts: token ids, taken in order; once more with other seeds in each further round (greedy takes one round).
@@ -236,10 +258,10 @@ class _Forced:
     """
 
     def __init__(self, pair: Pair, ranks: int, compared: bool) -> None:
-        self.decoder = SequoiaDecoder(pair.target, pair.draft, TREE, captured=False if compared else None)
-        self.compared = compared
-        assert self.decoder.drafter is not None
-        self.drafter = self.decoder.drafter
+        decoder = SequoiaDecoder(pair.target, pair.draft, TokenTree.chain(2), captured=False if compared else None)
+        assert decoder.drafter is not None
+        self.drafter = decoder.drafter
+        self.decoder = decoder.with_tree(as_deep(TREE, self.drafter.drafting.deepest))
         self.ranks = min(ranks, self.drafter.vocabulary)
         self.ends = set(pair.end_tokens)
 
@@ -247,27 +269,43 @@ class _Forced:
     def __call__(self, prompt: Tensor, samplings: Sequence[Sampling], tokens: int, seed: int) -> list[dict[str, Any]]:
         """For each setting: trials [levels][classes] and counts [levels][classes][ranks]; `reached` of `_BothRules`, None if nobody asked."""
         decoder = self.decoder
-        text, places = prompt.tolist(), [0]  # of each position from the prompt's last token on: twice its level, and its class
-        both = _BothRules(**samplings[0].settings()) if self.compared and not samplings[0].greedy else None
-        for step in decoder.steps(prompt, tokens, both or samplings[0], seed):
+        text, levels, classes = prompt.tolist(), [0], [0]  # of each position from the prompt's last token on
+        writer, both = samplings[0], None
+        if any(each.verifier == "traversal" for each in samplings) and not writer.greedy:
+            both = writer = _BothRules(**next(each for each in samplings if each.verifier in BOTH).settings())
+        for step in decoder.steps(prompt, tokens, writer, seed):
             text += step.tokens
-            places += [*(2 * min(level, LEVELS - 1) + TREE.classes[node] for level, node in enumerate(step.path[1:], 1)), 0]
+            levels += [*range(1, len(step.tokens)), 0]
+            classes += [*decoder.tree.classes[step.path[1:]].tolist(), 0]
             if len(text) - prompt.numel() >= tokens or self.ends.intersection(step.tokens):
                 break
         ends = [at for at, token in enumerate(text[prompt.numel() :]) if token in self.ends]
         ids = torch.tensor(text[: prompt.numel() + ends[0]] if ends else text, device=decoder.device)
-        place = torch.tensor(places[: ids.numel() - prompt.numel() + 1])
-        trials = torch.bincount(place, minlength=2 * LEVELS).reshape(LEVELS, 2).tolist()
+        first = prompt.numel() - 1
+        levels, classes = levels[: ids.numel() - first], classes[: ids.numel() - first]
+        deepest = self.drafter.drafting.deepest or len(levels) + 2
+        places = [2 * min(level, LEVELS - 1) + kind for level, kind in zip(levels, classes, strict=True)]  # of the sums
+        known = [place for place, level in zip(places, levels, strict=True) if level < deepest - 1]
+        trials = torch.bincount(torch.tensor(known), minlength=2 * LEVELS).reshape(LEVELS, 2).tolist()
         sums = [torch.zeros(2 * LEVELS, self.ranks, dtype=torch.float64) for _ in samplings]
         generator = torch.Generator(decoder.device).manual_seed(seed)
         columns = torch.arange(ids.numel(), device=decoder.device)
-        for here in columns[prompt.numel() - 1 :].split(POSITIONS):  # the prompt before is in both caches
-            mask = additive(columns <= here[:, None], decoder.target.model.dtype)
-            target = decoder.target(decoder.sequence.target, ids[here], here, here, mask).logits
-            draft = self.drafter.read_text(decoder.sequence.draft, ids[here], here, mask).logits
+        again = min(first, TREE.depth) if self.drafter.taps else 0  # before them, the prompt is in both caches
+        levels, places = [-1] * again + levels, [-1] * again + places
+        for start, end in pieces(levels, POSITIONS):
+            here, mine = columns[first - again + start : first - again + end], levels[start:end]
+            read = decoder.target(decoder.sequence.target, ids[here], here, here, additive(columns <= here[:, None], decoder.target.model.dtype))
+            target, draft = read.logits, self.drafter.read_text(decoder.sequence, here, mine, read.features)
+            counted = torch.tensor([at for at, level in enumerate(mine) if 0 <= level < deepest - 1], dtype=torch.long)
+            if len(counted) < len(mine):
+                target, draft = target[counted], draft[counted]
+            place = torch.tensor(places[start:end])[counted]
+            judged: dict[Sampling, Tensor] = {}  # by the rule that is applied to a node's own children
             for sampling, total in zip(samplings, sums, strict=True):
-                found = expected_acceptance(target, draft, sampling, self.ranks, generator, self.drafter.covered)
-                total.index_add_(0, place[(here - (prompt.numel() - 1)).cpu()], found.cpu())
+                alone = replace(sampling, verifier="sequoia") if sampling.verifier == "traversal" else sampling
+                if alone not in judged:
+                    judged[alone] = expected_acceptance(target, draft, alone, self.ranks, generator, self.drafter.covered).cpu()
+                total.index_add_(0, place, judged[alone])
         reached = both.reached.tolist() if both else None
         return [
             {"trials": trials, "counts": total.reshape(LEVELS, 2, -1).tolist(), "reached": reached if s.verifier == "traversal" else None}
@@ -280,7 +318,8 @@ class _BothRules(Sampling):
     """A sampling whose every step is judged by `sequoia` and by `traversal`; it goes on with its own.
 
     Args:
-        reached: float64 [2, depth], the sum over steps of the probability to get to each level, by either rule, given what was drawn.
+        reached: float64 [2, depth], the sum over steps of the probability to get to each level, by either rule, given what was drawn on the way
+            there: so on the first level, where the two rules accept alike, they are the same numbers.
     """
 
     reached: Tensor = field(default_factory=lambda: torch.zeros(2, TREE.depth, dtype=torch.float64), hash=False, compare=False)
@@ -288,13 +327,46 @@ class _BothRules(Sampling):
     @property
     def rule(self) -> Verifier:
         def judge(target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, covered: Tensor | None) -> Verdict:
-            verdicts = {name: VERIFIERS[name].judge(target, draft, drawn, index, covered) for name in ("sequoia", "traversal")}
-            for row, verdict in zip(self.reached, verdicts.values(), strict=True):
-                ends = torch.zeros_like(row).index_add_(0, index.offsets.cpu(), verdict.ends.cpu())
-                row += ends.flip(0).cumsum(0).flip(0)
+            verdicts = {name: VERIFIERS[name].judge(target, draft, drawn, index, covered) for name in BOTH}
+            of = traversal.of_subtrees(traversal.judged(target, draft, drawn, index, covered), index).double().cpu()
+            ends = torch.zeros_like(self.reached[0]).index_add_(0, index.offsets.cpu(), verdicts["sequoia"].ends.cpu())
+            self.reached[0] += ends.flip(0).cumsum(0).flip(0)
+            self.reached[1].index_add_(0, index.offsets.cpu(), through(of, index))
             return verdicts[self.verifier]
 
         return Verifier(judge, VERIFIERS[self.verifier].drawing)
+
+
+def through(of_subtrees: Tensor, index: TreeIndex) -> Tensor:
+    """float64 [size]: the probability that the path goes through each node with `traversal`, on average over what is drawn below it.
+
+    Args:
+        of_subtrees: float64 [size], see `traversal.of_subtrees`.
+    """
+    passed_by = torch.ones_like(of_subtrees)  # no earlier sibling's subtree holds the path's end
+    parents = index.parents.tolist()
+    for node in range(2, index.size):
+        if parents[node - 1] == parents[node - 2]:
+            passed_by[node] = passed_by[node - 1] * (1 - of_subtrees[node - 1])
+    return of_subtrees * passed_by[index.paths.cpu()].prod(-1)
+
+
+def as_deep(tree: TokenTree, deepest: int | None) -> TokenTree:
+    """The tree without its levels beyond `deepest`, if that is a limit."""
+    return tree if deepest is None or tree.depth <= deepest else TokenTree(tree.parents[: int(tree.level_offsets[deepest])])
+
+
+def pieces(levels: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Ranges of at most `most` positions, cut where a step begins, if no step is longer."""
+    start = 0
+    while start < len(levels):
+        end = min(start + most, len(levels))
+        cut = end
+        while start < cut < len(levels) and levels[cut] > 0:
+            cut -= 1
+        end = cut if cut > start else end
+        yield start, end
+        start = end
 
 
 class _Counted:
@@ -323,7 +395,8 @@ def _groups(samplings: Sequence[Sampling], method: str) -> list[list[int]]:
 
     def law(i: int) -> str:
         mine = samplings[i]
-        lifted = mine.verifier == "traversal" and not mine.greedy  # by what the text's own draws say
+        # by what the text's own draws say, or compared with what is
+        lifted = mine.verifier in BOTH and not mine.greedy and replace(mine, verifier="traversal") in samplings
         return repr(replace(mine, verifier="sequoia", draft_temperature=mine.draft_temperature if lifted else None) if method == "forced" else mine)
 
     order = sorted(range(len(samplings)), key=law)
@@ -334,10 +407,11 @@ def _collect(tallies: Sequence[Any], place: int) -> Acceptance:
     mine = [tally[place] for tally in tallies]
     trials, counts = np.array([t["trials"] for t in mine], np.int64), np.array([t["counts"] for t in mine], np.float64)
     total, off = counts.sum(2), counts[:, :, 1]
-    if mine[0]["reached"]:
-        plain, total = total, _lifted(total, trials.sum(2), np.sum([t["reached"] for t in mine], axis=0))
+    reached = np.array([t["reached"] for t in mine]) if mine[0]["reached"] else None
+    if reached is not None:
+        plain, total = total, _lifted(total, trials.sum(2), reached.sum(0))
         off = off * total / np.maximum(plain, 1e-300)  # of one level, the classes are lifted alike
-    return Acceptance(trials.sum(2), total, Acceptance(trials[:, :, 1], off))
+    return Acceptance(trials.sum(2), total, reached, Acceptance(trials[:, :, 1], off))
 
 
 def _within(off: NDArray[np.float64], total: NDArray[np.float64], trials: NDArray[np.int64], others: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -348,13 +422,18 @@ def _within(off: NDArray[np.float64], total: NDArray[np.float64], trials: NDArra
     return moved
 
 
+def _lift(reached: NDArray[np.float64]) -> NDArray[np.float64]:
+    """float64 [levels]: how many times as often the second rule gets past each level, from `_BothRules.reached`."""
+    past = reached[:, 1:] / np.maximum(reached[:, :-1], 1e-9)
+    lift: NDArray[np.float64] = np.where(past[0] > 0, past[1] / np.maximum(past[0], 1e-9), 1.0)
+    return lift[:LEVELS]
+
+
 def _lifted(counts: NDArray[np.float64], trials: NDArray[np.int64], reached: NDArray[np.float64]) -> NDArray[np.float64]:
     """`counts` of the first rule as the second one accepts: ranks that `TREE` has on a level in proportion, the others as they are, or what
     those leave."""
-    past = reached[:, 1:] / np.maximum(reached[:, :-1], 1e-9)
-    lift = np.where(past[0] > 0, past[1] / np.maximum(past[0], 1e-9), 1.0)
     known = np.arange(counts.shape[2]) < WIDEST[:, None]
-    inside = np.where(known, counts * lift[:LEVELS, None], 0.0)
+    inside = np.where(known, counts * _lift(reached)[:, None], 0.0)
     inside *= np.minimum(1, trials / np.maximum(inside.sum(-1), 1e-9))[..., None]
     outside = np.where(known, 0.0, counts)
     room = (trials - inside.sum(-1)) / np.maximum(outside.sum(-1), 1e-9)

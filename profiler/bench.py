@@ -103,6 +103,10 @@ def contenders(
         "assisted": lambda: hugging_face(reference, sampling, tokens, assistant_model=full_width(reference.draft)),
         "lookup": lambda: hugging_face(reference, sampling, tokens, prompt_lookup_num_tokens=LOOKUP_TOKENS),
     }
+    if not hasattr(reference.draft, "generate"):  # it reads the target's hidden states, and transformers gives it none
+        del made["assisted"]
+        if "assisted" in only:
+            raise ArgumentError("only: found 'assisted', and transformers cannot use this draft; leave it out")
     for name, (tree, verifier) in trees.items():
         made[name] = partial(ours, pair, tree, replace(sampling, verifier=verifier), tokens)
     same = {"top-k", "traversal"} if sampling.greedy else set()

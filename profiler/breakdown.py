@@ -12,7 +12,8 @@ from torch import Tensor
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.profiler.latency import CONTEXT, random_prompt, timed
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
-from sequoia_plan.runtime.draft.drafter import Growth
+from sequoia_plan.runtime.draft.drafter import Growth, draw_children
+from sequoia_plan.runtime.models.forward import Reading
 from sequoia_plan.runtime.verify import Accepted
 
 T = TypeVar("T")
@@ -45,13 +46,16 @@ def breakdown(pair: Pair, tree: TokenTree, sampling: Sampling, context: int = CO
 
     def forward() -> tuple[Tensor, ...]:
         assert drafter is not None
-        return tuple(drafter.read(step, sequence, columns).logits for step in decoder.passes)
+        readings: list[Reading] = []
+        for step in decoder.passes:
+            readings.append(drafter.read(step, sequence, columns, readings[-1] if readings else None))
+        return tuple(reading.logits for reading in readings)
 
     def draw(*logits: Tensor) -> None:
         assert drafter is not None
         bits = decoder.random_bits(sampling).split([step.expands for step in decoder.passes])
         for step, seen, mine in zip(decoder.passes, logits, bits, strict=True):
-            drafter.draw_children(step, seen, sequence, sampling, mine)
+            draw_children(drafter, step, seen, sequence, sampling, mine)
 
     def judge(logits: Tensor, laws: Tensor, drawn: Tensor) -> Accepted:
         return decoder.judge(logits, Growth(laws, drawn), sampling)

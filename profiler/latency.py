@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -13,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sequoia_plan.artifacts import Latency, SequoiaPlanError, Stream, TokenTree
+from sequoia_plan.artifacts import Latency, SequoiaPlanError, Stream, TokenTree, Verification
 from sequoia_plan.profiler.verification import ShapeTimer, bushy, fit, order_of_rounds, shapes
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
-from sequoia_plan.runtime.draft.drafter import Pass
+from sequoia_plan.runtime.draft.drafter import draw_children
 
 T = TypeVar("T")
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -55,18 +57,26 @@ class LatencyMeter:
     Args:
         on_size: called with each size's first median.
         largest: no more nodes than these.
+        others: further settings that verification is timed under, as with another verifier.
     """
 
     def __init__(
-        self, pair: Pair, sampling: Sampling, context: int, on_size: Callable[[int, float], None] = lambda size, median: None, largest: int = SIZES[-1]
+        self,
+        pair: Pair,
+        sampling: Sampling,
+        context: int,
+        on_size: Callable[[int, float], None] = lambda size, median: None,
+        largest: int = SIZES[-1],
+        others: Sequence[Sampling] = (),
     ) -> None:
+        self.judged = list(dict.fromkeys([sampling, *others]))
         self.decoder = SequoiaDecoder(pair.target, pair.draft, TokenTree.chain(2))
         self.sampling, self.on_size = sampling, on_size
         self.prompt = random_prompt(pair, context)
         self.sizes = [size for size in SIZES if size <= largest]
         self.timers: list[SizeTimer] = []
         self.shapes: list[ShapeTimer] = []
-        self.shape_samples: list[list[float]] = []
+        self.shape_samples: list[list[list[float]]] = []
         self.stream_samples: list[float] = []
         self.too_large: int | None = None
         self.rounds, self.seconds = 0, 0.0
@@ -84,9 +94,11 @@ class LatencyMeter:
         assert drafter is not None
         if self.decoder.graphs and not self.sampling.greedy:  # numbers for any size: if they moved, every graph would be captured anew
             self.decoder.sequence.reserve_random_numbers(self.sizes[-1] * self.sampling.drawing.columns(drafter.vocabulary, 1))
+        longest = math.inf
         for size in self.sizes:
             try:
-                timer = SizeTimer(self.decoder, size, self.sampling, self.prompt, drafts=not self.timers or self.timers[-1].draft() <= longest)
+                drafts = not self.timers or (drafter.drafting.by_level and self.timers[-1].draft() <= longest)
+                timer = SizeTimer(self.decoder, size, self.sampling, self.prompt, drafts)
                 for _ in range(3):
                     timer.run()
             except (RuntimeError, SequoiaPlanError) as error:
@@ -105,10 +117,10 @@ class LatencyMeter:
         for timer in self.timers:
             timer.every = min(RAREST, max(1, int(max(timer.target(), timer.draft() if timer.drafts else 0.0) / plain)))
             timer.forget()
-        for tree in shapes(self.timers[-1].size, drafter.vocabulary):
+        for tree in shapes(self.timers[-1].size, drafter.vocabulary, drafter.drafting.deepest):
             judged = self.decoder.with_tree(tree)
             judged.prefill(self.prompt, tree.depth, seed=0)
-            self.shapes.append(ShapeTimer(judged, self.sampling))
+            self.shapes.append(ShapeTimer(judged, self.judged))
         self._time_shapes()  # warm
         self.shape_samples, self.stream_samples = [], []
 
@@ -131,16 +143,15 @@ class LatencyMeter:
         while self.rounds < LEAST_ROUNDS or (self.rounds < MOST_ROUNDS and self.seconds < seconds):
             self.round()
         stream = self.decoder.target.stream
-        timed_sizes = [("target", timer) for timer in self.timers] + [("draft", timer) for timer in self.timers if timer.drafts]
+        timed_sizes = [("target", timer.size, timer) for timer in self.timers] + [("draft", timer.width, timer) for timer in self.timers if timer.drafts]
 
         def by_size(times: NDArray[np.float64]) -> dict[str, dict[int, float]]:
             found: dict[str, dict[int, float]] = {"target": {}, "draft": {}}
-            for (name, timer), seconds in zip(timed_sizes, times, strict=True):
-                found[name][timer.size] = _rounded(seconds)
+            for (name, size, _), seconds in zip(timed_sizes, times, strict=True):
+                found[name][size] = _rounded(seconds)
             return found
 
-        low, middle, high = map(by_size, drift_free_quartiles(np.array([timer.samples[name] for name, timer in timed_sizes])))
-        judged = drift_free_quartiles(np.array(self.shape_samples).T)[1]
+        low, middle, high = map(by_size, drift_free_quartiles(np.array([timer.samples[name] for name, _, timer in timed_sizes])))
         return Latency(
             target=middle["target"],
             draft=middle["draft"],
@@ -150,8 +161,13 @@ class LatencyMeter:
             quartiles={name: {size: (first, high[name][size]) for size, first in sizes.items()} for name, sizes in low.items()},
             out_of_memory=self.too_large,
             stream=Stream(_rounded(statistics.median(self.stream_samples)), stream.bytes) if stream else None,
-            verification=fit([shape.decoder.tree for shape in self.shapes], judged.tolist(), order_of_rounds(self.sampling)),
+            verification=self.verification(self.sampling),
         )
+
+    def verification(self, sampling: Sampling) -> Verification:
+        """What was found for one of the settings."""
+        medians = drift_free_quartiles(np.moveaxis(np.array(self.shape_samples), 0, -1))[1]  # drift of all settings together: ratios stay
+        return fit([shape.decoder.tree for shape in self.shapes], medians[self.judged.index(sampling)].tolist(), order_of_rounds(self.decoder, sampling))
 
     def _time_stream(self) -> None:
         """One sample of a streamed target's pass right after another one."""
@@ -161,11 +177,12 @@ class LatencyMeter:
             self.stream_samples.append(timed(self.decoder.device, lambda: first.decoder.run_target(first.extent))[1])
 
     def _time_shapes(self) -> None:
-        """One sample of each shape."""
-        seconds = []
-        for shape in self.shapes:
+        """One sample of each shape under each setting."""
+        seconds: list[list[float]] = [[] for _ in self.judged]
+        for shape, (sampling, mine) in itertools.product(self.shapes, zip(self.judged, seconds, strict=True)):
             self.timers[0].draft_pass()  # as in a step, a model's weights were in the processor's cache before
-            seconds.append(timed(self.decoder.device, shape.run)[1])
+            shape.prepare(sampling)
+            mine.append(timed(self.decoder.device, partial(shape.run, sampling))[1])
             shape.restore()
         self.shape_samples.append(seconds)
 
@@ -201,17 +218,19 @@ class SizeTimer:
 
     Args:
         decoder: gives models and the sequence, which holds `prompt` afterwards.
-        drafts: time draft passes, too.
+        drafts: time draft passes, too. Where every pass is as wide, one size is enough.
     """
 
     def __init__(self, decoder: SequoiaDecoder, size: int, sampling: Sampling, prompt: Tensor, drafts: bool = True) -> None:
         self.size, self.sampling, self.drafts, self.every = size, sampling, drafts, 1
-        self.decoder = decoder.with_tree(bushy(size, 3))
+        self.decoder = decoder.with_tree(bushy(size, 3, decoder.drafter.drafting.deepest if decoder.drafter else None))
         self.decoder.prefill(prompt, size + self.decoder.tree.depth, seed=0)  # with room for a child of each node
         self.extent = self.decoder.extent(prompt.numel() - 1)
         self.length = decoder.sequence.length.clone()
         self.columns = self.decoder.structure.columns(self.length, self.extent)
-        self.whole = self._draft_pass_over_all()
+        assert self.decoder.drafter is not None
+        self.drafted, self.before = self.decoder.drafter.trial(self.decoder.structure)
+        self.width = self.drafted.reads.numel()
         self.samples: dict[str, list[float]] = {}
         self.forget()
 
@@ -235,23 +254,19 @@ class SizeTimer:
             self.samples["rest"].append(self._beyond_the_parts())
 
     def draft_pass(self) -> tuple[Tensor, Tensor]:
-        """One draft pass over `size` tokens: its random numbers, the pass, the drawing of a child of each."""
+        """One draft pass over `width` tokens: its random numbers, the pass, the drawing of a child of each where that is a part of it."""
         decoder, sequence, sampling, drafter = self.decoder, self.decoder.sequence, self.sampling, self.decoder.drafter
         assert drafter is not None
         columns = sampling.drawing.columns(drafter.vocabulary, 1)
-        sequence.refill_random_numbers(0 if sampling.greedy else self.size * columns)
+        sequence.refill_random_numbers(0 if sampling.greedy else self.drafted.nodes.numel() * columns)
 
         def expand() -> tuple[Tensor, Tensor]:
-            logits = drafter.read(self.whole, sequence, self.columns).logits
-            return drafter.draw_children(self.whole, logits, sequence, sampling, sequence.bits[: self.size * columns].view(self.size, columns))
+            logits = drafter.read(self.drafted, sequence, self.columns, self.before).logits
+            if not self.drafted.nodes.numel():
+                return logits, self.drafted.nodes
+            return draw_children(drafter, self.drafted, logits, sequence, sampling, sequence.bits[: self.size * columns].view(self.size, columns))
 
         return decoder.replayed("draft pass", expand, sampling)
-
-    def _draft_pass_over_all(self) -> Pass:
-        """A pass that reads every node and draws one child of each, into the slots after the tree."""
-        structure = self.decoder.structure
-        nodes = structure.nodes
-        return Pass(nodes, structure.offsets, structure.mask, self.size, 1, drawn=nodes, nodes=nodes + self.size)
 
     def target(self) -> float:
         """Median seconds of the target's pass."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from sequoia_plan.artifacts import Profile
+from msgspec import structs
+
+from sequoia_plan.artifacts import Judged, Profile
 from sequoia_plan.artifacts.cost import most_expected_tokens
 from sequoia_plan.artifacts.merge import pooled
 from sequoia_plan.artifacts.profile import tally
@@ -31,24 +35,29 @@ def measure(
     on_size: Callable[[int, float], None] = lambda size, median: None,
     on_prompt: Callable[[int, int, Acceptance], None] = lambda done, most, found: None,
     largest: int = SIZES[-1],
+    verifiers: Sequence[Sequence[str]] = (),
     **acceptance: Any,
 ) -> list[Profile]:
-    """Measure acceptance on `prompts` under every setting and latency under the first, all through the decoder.
+    """Measure acceptance on `prompts` and verification under every setting, and the passes' latency under the first, all through the decoder.
 
     Latency is timed between prompts, so that it is that of the whole time and not of its last minute.
 
     Args:
         latency_seconds: for repeating latency measurements, about.
         context, on_size, largest: see `LatencyMeter`.
+        verifiers: for each setting, further verifiers to measure along with its own; none if empty. At temperature 0 all decide alike.
         on_prompt: called after each prompt with how many there were, how many there may be, and what was found so far.
         acceptance: options of `finished_prompts`.
 
     Raises:
         SequoiaPlanError: if the prompts do not fit the models.
     """
-    meter = LatencyMeter(pair, samplings[0], context, on_size, largest)
+    along = verifiers or [()] * len(samplings)
+    further = [[replace(one, verifier=name) for name in names if not one.greedy] for one, names in zip(samplings, along, strict=True)]
+    every = list(dict.fromkeys([*samplings, *itertools.chain.from_iterable(further)]))
+    meter = LatencyMeter(pair, samplings[0], context, on_size, largest, every)
     measured: Mapping[int, Acceptance] = {}
-    for now in finished_prompts(pair, [encode(pair.tokenizer, prompt.text) for prompt in prompts], samplings, **acceptance):
+    for now in finished_prompts(pair, [encode(pair.tokenizer, prompt.text) for prompt in prompts], every, **acceptance):
         on_prompt(now.done, now.most, now.latest)
         measured = now.found
         if not meter.timers and now.done >= LEAST_PROMPTS and now.latest.trials.any():
@@ -56,23 +65,36 @@ def measure(
         elif meter.timers and now.done % PROMPTS_PER_ROUND == 0 and meter.seconds < latency_seconds:
             meter.round()
 
-    found = results(measured)
+    found = dict(zip(every, results(measured), strict=True))
     if not meter.timers:
-        meter.begin(max(map(most_tokens, found)))
-    latency = meter.finish(latency_seconds)
-    return [
-        Profile(
-            acceptance=pooled(each.levels()),
-            trials=each.effective_trials(),
-            latency=latency,
+        meter.begin(max(map(most_tokens, found.values())))
+    latency, kinds = meter.finish(latency_seconds), [prompt.kind for prompt in prompts]
+    assert meter.decoder.drafter is not None
+    drafting = meter.decoder.drafter.drafting
+
+    def judged(sampling: Sampling) -> Judged:
+        each = found[sampling]
+        levels = each.levels()
+        return Judged(pooled(levels), each.effective_trials(), levels, each.by_kind(kinds), meter.verification(sampling))
+
+    def profile(sampling: Sampling, further: Sequence[Sampling]) -> Profile:
+        own = judged(sampling)
+        both = {each.verifier: found[each] for each in (sampling, *further)}
+        return Profile(
+            acceptance=own.vector,
+            trials=own.trials,
+            latency=structs.replace(latency, verification=own.verification),
             settings=sampling.settings(),
             models=pair.facts,
             hardware=fingerprint(pair.target.device),
-            levels=each.levels(),
-            kinds=each.by_kind([prompt.kind for prompt in prompts]),
+            levels=own.levels,
+            kinds=own.kinds,
+            lift=both["traversal"].lift() if {"sequoia", "traversal"} <= both.keys() else None,
+            verifiers={each.verifier: judged(each) for each in further},
+            drafting=drafting,
         )
-        for sampling, each in zip(samplings, found, strict=True)
-    ]
+
+    return [profile(sampling, others) for sampling, others in zip(samplings, further, strict=True)]
 
 
 def most_tokens(found: Acceptance) -> float:

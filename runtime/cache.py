@@ -32,7 +32,8 @@ class TreeCache(Cache):
         device: of what is not keys and values.
         counts_positions: keep `positions` (int64 [capacity]), the position in the sequence of each slot's token.
 
-    Attribute `finite` (bool [1]): did every row of logits of the sequence so far have a finite maximum?
+    Attribute `finite` (bool [1]): did every row of logits of the sequence so far have a finite maximum? Attribute `heard`: the hidden
+    states of the pass at hand that a hook has left, by number (taps.py).
 
     Raises:
         SequoiaPlanError: if there is not the memory.
@@ -44,6 +45,7 @@ class TreeCache(Cache):
         self.slots: Tensor | None = None
         self.positions = torch.arange(capacity, device=device) if counts_positions else None
         self.finite = torch.ones(1, dtype=torch.bool, device=device)
+        self.heard: dict[int, Tensor] = {}
         self.blocks: list[Tensor] = []
         layout: Layout = (None,) * layers if isinstance(layers, int) else layers
         super().__init__(layers=[_Layer(self) for _ in layout])

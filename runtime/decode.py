@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Hashable, Iterable
 from collections.abc import Sequence as Several
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,13 +17,13 @@ from torch import Tensor
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime.capture import Graphs, addresses, capturable, on_one_cuda_device, readback
 from sequoia_plan.runtime.draft.drafter import Drafter, Growth, Pass, grow
-from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
+from sequoia_plan.runtime.draft.kinds import drafter_of
 from sequoia_plan.runtime.generation import Ending, Generation, end_tokens, read_prompt, stop_criteria
-from sequoia_plan.runtime.models.forward import TreeModel, execution_device, round_up
+from sequoia_plan.runtime.models.forward import TreeModel, execution_device, round_up, text_config
 from sequoia_plan.runtime.models.parallel import from_first, is_split, shared_seed
 from sequoia_plan.runtime.models.probe import probe
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary, vocabulary_size
-from sequoia_plan.runtime.sampling import Sampling
+from sequoia_plan.runtime.sampling import Sampling, verifier_of
 from sequoia_plan.runtime.sequence import Sequence
 from sequoia_plan.runtime.structure import Structure
 from sequoia_plan.runtime.verify import Accepted, greedy, verify
@@ -84,8 +85,8 @@ class SequoiaDecoder:
         if draft is not None and tree.size > 1:
             if execution_device(draft) != self.device:
                 raise SequoiaPlanError(f"draft: on {execution_device(draft)}, the target takes its input on {self.device}; move the draft there")
-            self.drafter = LanguageModelDrafter(draft, *shared_vocabulary(target, draft, tokenizer, draft_tokenizer), backend)
-        self.target = TreeModel(target, probe(target))
+            self.drafter = drafter_of(draft, *shared_vocabulary(target, draft, tokenizer, draft_tokenizer), backend)
+        self.target = TreeModel(target, probe(target), taps=self.drafter.taps if self.drafter else ())
         if backend is not None:
             self.target.compile(backend)
         self.models = [model for model in (target, draft) if model is not None]
@@ -114,6 +115,9 @@ class SequoiaDecoder:
             raise SequoiaPlanError(f"a tree of {tree.size} nodes needs a draft model; only a tree of one node decodes without")
         if self.drafter and tree.branching > self.drafter.vocabulary:
             raise SequoiaPlanError(f"tree: {tree.branching} children of one node, more than the draft's vocabulary holds")
+        deepest = self.drafter.drafting.deepest if self.drafter else None
+        if deepest and tree.depth > deepest:
+            raise SequoiaPlanError(f"tree: {tree.depth} levels, the draft reaches {deepest}; solve with its own profile, or with --depth {deepest}")
         if tree.size > LARGEST_TREE:
             raise SequoiaPlanError(f"tree: {tree.size} nodes, expected at most {LARGEST_TREE} to decode with; solve with a smaller --budget")
         self.tree, self.structure = tree, Structure.of(tree, self.device, self.target.model.dtype)
@@ -148,7 +152,8 @@ class SequoiaDecoder:
             seed: makes sampling repeatable; None draws one.
             eos_token_id: ends the generation; None takes those of the target's generation config, else the tokenizer's.
             streamer: anything with transformers' `put(tokens)` and `end()`; gets the prompt first, as from transformers.
-            sampling: every sampling setting at once, in place of `temperature` and `top_p`.
+            sampling: every sampling setting at once, in place of `temperature` and `top_p`; else the verifier is the one that the tree's plan
+                records (`verifier_of`).
             attention_mask: as tokenizers return it; it must hide nothing.
             stop_strings: text after which to stop; needs the decoder's tokenizer. As in transformers, the token that
                 completes one is kept.
@@ -159,7 +164,7 @@ class SequoiaDecoder:
                 memory does not suffice, or a model's logits are not finite.
         """
         started = time.perf_counter()
-        sampling = sampling or Sampling(temperature, top_p)
+        sampling = sampling or Sampling(temperature, top_p, verifier=verifier_of(self.tree))
         if max_new_tokens < 1:
             raise ArgumentError(f"max_new_tokens: found {max_new_tokens}, expected 1 or more")
         prompt = read_prompt(input_ids, self.tokenizer, attention_mask).to(self.device)
@@ -240,13 +245,15 @@ class SequoiaDecoder:
         sequence.generator.manual_seed(shared_seed(self.target.model) if seed is None else seed)
         capacity = self.extent(min(prompt.numel() + max_new_tokens, self.context))
         sequence.reserve(capacity, self.target.new_cache, drafter.new_cache if drafter else None)
+        if drafter and drafter.taps:
+            sequence.reserve_features(self.tree.size, len(drafter.taps) * text_config(self.target.model).hidden_size, self.target.model.dtype)
         if self.graphs:
             sequence.read_from(addresses(self.models))
         sequence.tokens[: prompt.numel()] = prompt
         sequence.length.fill_(prompt.numel() - 1)
-        self.target.prefill(sequence.target, prompt[:-1])
         if drafter:
             drafter.prefill(sequence.draft, prompt[:-1])
+        self.target.prefill(sequence.target, prompt[:-1], partial(drafter.watch, sequence.draft) if drafter else None)
 
     def refill_random_numbers(self, sampling: Sampling) -> None:
         """The random numbers of the next step, so that the step is a function of tensors."""
@@ -336,7 +343,10 @@ class SequoiaDecoder:
         sequence, structure = self.sequence, self.structure
         slots = sequence.length + structure.nodes
         mask = structure.mask.index_select(1, structure.columns(sequence.length, extent))
-        return self.target(sequence.target, sequence.tokens[slots], sequence.length + structure.offsets, slots, mask).logits
+        reading = self.target(sequence.target, sequence.tokens[slots], sequence.length + structure.offsets, slots, mask)
+        if reading.features is not None:
+            sequence.features.index_copy_(0, structure.nodes, reading.features)
+        return reading.logits
 
     def judge(self, logits: Tensor, growth: Growth, sampling: Sampling) -> Accepted:
         """Which nodes are accepted, and the bonus token."""
@@ -346,13 +356,17 @@ class SequoiaDecoder:
         agreed = from_first(self.target.model, torch.cat([accepted.path, accepted.count, accepted.bonus]))
         return Accepted(agreed[:-2], agreed[-2:-1], agreed[-1:])
 
+    def fuses(self, sampling: Sampling) -> bool:
+        """Do kernels that walk on the device judge the tree? Else tensor operations do, which take other rounds."""
+        return self.fused is not None and (sampling.greedy or sampling.fusible)
+
     def verdict(self, logits: Tensor, growth: Growth, sampling: Sampling) -> Accepted:
         """What this process by itself says of the tree."""
         sequence, index = self.sequence, self.structure.index
         if sampling.greedy:
             tokens = sequence.tokens[sequence.length + self.structure.nodes]
             return self.fused.greedy(logits, tokens) if self.fused else greedy(logits.argmax(-1), tokens, index)
-        if self.fused and sampling.fusible:
+        if self.fused and self.fuses(sampling):
             return self.fused.verify(sampling.verifier, logits, sampling.filters, growth.laws, growth.drawn, sequence.uniforms)
         covered = self.drafter.covered if self.drafter else None
         return verify(sampling.rule, lambda nodes: sampling.target(logits.index_select(0, nodes)), growth.laws, growth.drawn, index, sequence.uniforms, covered)
@@ -367,7 +381,7 @@ class SequoiaDecoder:
         sequence.target.keep(slots, length)
         count = accepted.count
         if self.drafter and self.passes:
-            self.drafter.keep(sequence.draft, slots, length)
+            self.drafter.keep(sequence, accepted.path)
             count = count.where(sequence.draft.finite, NOT_FINITE[1])
         sequence.tokens.index_copy_(0, length + 1 + order, added)
         length += accepted.count

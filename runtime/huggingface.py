@@ -14,7 +14,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from sequoia_plan.artifacts import ArgumentError, TokenTree
 from sequoia_plan.runtime.decode import SequoiaDecoder
 from sequoia_plan.runtime.models.forward import place
-from sequoia_plan.runtime.sampling import Sampling
+from sequoia_plan.runtime.sampling import Sampling, verifier_of
 
 NOT_RETURNED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 OTHER_DECODING = ("prompt_lookup_num_tokens", "assistant_early_exit", "stop_strings")
@@ -47,7 +47,7 @@ def sequoia(
     The decoder is made on the first call and kept with the model while draft, tree, and where both models are stay the same.
 
     Args:
-        draft, tree: as for `SequoiaDecoder`.
+        draft, tree: as for `SequoiaDecoder`; the verifier is the one that the tree's plan records.
         text_streamer: a streamer under a name that transformers passes on; it drops `streamer`.
         seed: makes sampling repeatable; None draws one.
 
@@ -60,7 +60,7 @@ def sequoia(
     config = generation_config or model.generation_config
     if tree is None:
         raise ArgumentError("custom_generate=sequoia needs a tree: model.generate(ids, custom_generate=sequoia, draft=draft, tree=load_tree(file))")
-    sampling = Sampling.from_generation_config(config)
+    sampling = Sampling.from_generation_config(config, verifier=verifier_of(tree))
     _refuse(config, logits_processor or ())
     decoder = _decoder(model, draft, tree)
     criteria = [c for c in stopping_criteria or () if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))]

@@ -10,9 +10,11 @@ import torch
 
 from sequoia_plan.artifacts import ArgumentError
 from sequoia_plan.runtime.draft.file import DEFAULT_DRAFT, load_draft
+from sequoia_plan.runtime.draft.load_tapped import load_tapped, remarks
+from sequoia_plan.runtime.draft.published import Checkpoint, kind_of, read_checkpoint, tensor_names
 from sequoia_plan.runtime.draft.self_draft import INT8, self_draft
 from sequoia_plan.runtime.generation import end_tokens
-from sequoia_plan.runtime.models.load import dtype_name, load_model, model_facts, resolve_dtype
+from sequoia_plan.runtime.models.load import dtype_name, load_model, local_folder, model_config, model_facts, name_of, resolve_dtype
 from sequoia_plan.runtime.models.memory import as_bytes, cache_bytes, own_bytes, split_memory
 from sequoia_plan.runtime.models.offload import Offloaded
 from sequoia_plan.runtime.models.repack import can_repack, repack
@@ -31,6 +33,7 @@ class Pair:
     Args:
         facts: name, digest, dtype, parameters and placement of both models, for profiles and trees.
         placement: where the weights are: one of `PLACEMENTS`, or "streamed from LINK".
+        remarks: what a person should know of them, a sentence each.
     """
 
     target: Any
@@ -38,6 +41,7 @@ class Pair:
     tokenizer: Any
     facts: dict[str, dict[str, Any]]
     placement: str = "resident"
+    remarks: tuple[str, ...] = ()
 
     @property
     def end_tokens(self) -> list[int]:
@@ -58,8 +62,9 @@ def load_pair(
 
     Args:
         target: folder, hub ID or .gguf file; None for the embedded SmolLM2-135M-Instruct.
-        draft: the same, or a draft .safetensors file made for the target, or "int8" for a copy of the target in 8 bits (see
-            `self_draft`; a folder of that name is "./int8"); None for the embedded draft.
+        draft: the same, or a folder or hub ID of a draft that reads the target's hidden states (see `draft.published`), or a draft
+            .safetensors file made for the target, or "int8" for a copy of the target in 8 bits (see `self_draft`; a folder of that
+            name is "./int8"); None for the embedded draft.
         device: "cpu" or "cuda".
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the processor computes in it, else float32.
         placement: one of `PLACEMENTS`, or "auto": "repacked" where the processor has kernels for it, else "resident". The layers of an
@@ -93,11 +98,12 @@ def load_pair(
         (model, tokenizer, target_name), heads = load_model(target, device, torch_dtype), None
     if draft is None and target is not None:
         raise ArgumentError(f"target {target}: name a draft for it with --draft, or use --draft {INT8} (the embedded draft serves only the embedded target)")
+    said: list[str] = []
     if draft == INT8:
         layers = (offloaded.layer(number) for number in range(len(offloaded.layers))) if offloaded else None
         draft_model, draft_name, draft_placement = self_draft(model, layers), f"{target_name} {INT8}", "resident"
     else:
-        draft_model, draft_name = _load_draft(draft, model, tokenizer, device, torch_dtype)
+        draft_model, draft_name, said = _load_draft(draft, model, tokenizer, device, torch_dtype)
         draft_placement = placement
     facts = {
         "target": model_facts(target_name, model, heads) | {"placement": placement},
@@ -112,16 +118,29 @@ def load_pair(
         draft_model = repack(draft_model)  # a copy in 8 bits has nothing to repack
         if not offloaded:
             model = repack(model)
-    return Pair(model, draft_model, tokenizer, facts, placement if not offloaded else f"streamed from {offload}")
+    return Pair(model, draft_model, tokenizer, facts, placement if not offloaded else f"streamed from {offload}", tuple(said))
 
 
-def _load_draft(draft: str | None, target: Any, tokenizer: Any, device: str, dtype: torch.dtype) -> tuple[Any, str]:
-    """A draft that fits the target, and its name."""
+def _load_draft(draft: str | None, target: Any, tokenizer: Any, device: str, dtype: torch.dtype) -> tuple[Any, str, list[str]]:
+    """A draft that fits the target, its name, and what is to be said of it."""
     source = str(DEFAULT_DRAFT) if draft is None else draft
     if source.endswith(".safetensors"):
-        return load_draft(source, target).to(device), Path(source).stem
+        return load_draft(source, target).to(device), Path(source).stem, []
+    if published := _published(source):
+        model = load_tapped(published, target, dtype)
+        return model, name_of(source), remarks(published, model, target)
     model, draft_tokenizer, name = load_model(source, device, dtype)
     shared, covered = shared_vocabulary(target, model, tokenizer, draft_tokenizer)
     if vocabulary_size(model) != vocabulary_size(target):  # the decoder sees no tokenizers
         model.covered_tokens = torch.arange(shared, device=model.device) if covered is None else covered
-    return model, name
+    return model, name, []
+
+
+def _published(source: str) -> Checkpoint | None:
+    """The checkpoint of a draft that reads hidden states; None for anything else."""
+    config = model_config(source)
+    if config is None:
+        return None
+    local = Path(source) if Path(source).is_dir() else None
+    kind = kind_of(config, tensor_names(local) if local else (), source)
+    return read_checkpoint(local or local_folder(source), config, kind, source) if kind else None

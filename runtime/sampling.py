@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sequoia_plan.artifacts import ArgumentError
+from sequoia_plan.artifacts import ArgumentError, TokenTree
 from sequoia_plan.runtime.drawing import MOST_PROBABLE, WITHOUT_REPLACEMENT, Drawing
 from sequoia_plan.runtime.verify import DEFAULT, VERIFIERS, Verifier
 from sequoia_plan.runtime.verify.fused import RULES, Filters, available, race
@@ -46,6 +46,11 @@ UNSUPPORTED = {
     "force_words_ids": (),
 }
 """Settings that could be sampled from or searched with, and are not."""
+
+
+def verifier_of(tree: TokenTree) -> str:
+    """The verifier that a tree was solved for, by its plan; the default where the plan names none."""
+    return str(tree.plan.settings.get("verifier") or DEFAULT)
 
 
 LEAST = 1e-30

@@ -47,6 +47,7 @@ class Sequence:
         tokens: int64 [capacity], the token in each slot: committed ones up to the root's slot, the drafted tree's after it.
         length: int64 [1], the root's slot, which is the number of committed tokens before it.
         target, draft: the models' caches; the draft's has no capacity if nothing drafts.
+        features: [nodes, width], the target's hidden states for each node of the drafted tree, if the drafter reads them.
         bits: int32, random numbers of 31 bits for the drawing of children; uniforms: float64 [2] for verification.
         version: how often memory that graphs read was allocated anew; graphs captured before that are of no use.
         weights: where the models' weights were last seen; None before.
@@ -57,6 +58,7 @@ class Sequence:
         self.tokens = torch.zeros(0, dtype=torch.long, device=device)
         self.length = torch.zeros(1, dtype=torch.long, device=device)
         self.target = self.draft = TreeCache(0, 0, device)
+        self.features = torch.zeros(0, 0, device=device)
         self.bits = torch.empty(0, dtype=torch.int32, device=device)
         self.uniforms = torch.zeros(2, dtype=torch.float64, device=device)
         self.generator = torch.Generator(device)
@@ -82,6 +84,13 @@ class Sequence:
             self.draft = draft(capacity)
         self.tokens = torch.zeros(capacity, dtype=torch.long, device=device)
         self.version += 1
+
+    def reserve_features(self, nodes: int, width: int, dtype: torch.dtype) -> None:
+        """Memory for the hidden states of so many nodes, and for twice as many as before."""
+        had = self.features.shape[0]
+        if had < nodes:
+            self.features = torch.zeros(max(nodes, 2 * had), width, dtype=dtype, device=self.tokens.device)
+            self.version += had > 0  # no graph has read what was not there
 
     def changed(self, size: int) -> list[Tensor]:
         """What a step with a tree of `size` nodes both reads and changes. Reads the length on the host."""

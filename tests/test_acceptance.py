@@ -181,7 +181,7 @@ def test_traversal_lifts_both_classes():
         assert sum(level.off.counts) <= level.off.trials + 1e-3
         assert sum(level.counts) - sum(level.off.counts) <= level.trials - level.off.trials + 1e-3
     Profile(pooled(lifted.levels()), levels=lifted.levels(), kinds=lifted.by_kind(["a", "b"]))
-    few = Acceptance(np.array([[4, 2]]), np.array([[[2.0, 1.0], [1.9, 0.0]]]), Acceptance(np.array([[0, 1]]), np.array([[[0.0, 0.0], [1.4, 0.0]]])))
+    few = Acceptance(np.array([[4, 2]]), np.array([[[2.0, 1.0], [1.9, 0.0]]]), None, Acceptance(np.array([[0, 1]]), np.array([[[0.0, 0.0], [1.4, 0.0]]])))
     assert few.levels()[1] == LevelCounts(2, (1.9, 0.0), Counts(1, (1.0, 0.0)))
     many = replace(few, off=Acceptance(np.array([[0, 1]]), np.array([[[0.0, 0.0], [0.2, 0.0]]])))
     assert many.levels()[1] == LevelCounts(2, (1.9, 0.0), Counts(1, (0.9, 0.0)))

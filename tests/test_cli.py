@@ -45,7 +45,7 @@ def test_solve_json_is_the_contract(run):
     assert result.exit_code == 0
     answer = json.loads(result.stdout)
     contract = {"size", "depth", "branching", "expected_tokens", "predicted_speedup", "parents", "solver", "seconds"}
-    assert set(answer) == contract | {"upper_bound", "speedup_bound", "interval", "interval_new_kind"}
+    assert set(answer) == contract | {"upper_bound", "speedup_bound", "interval", "interval_new_kind", "verifier", "alternatives"}
     tree = load_tree("tree.safetensors")
     assert tree.parents.tolist() == answer["parents"]
     assert tree.plan.expected_tokens == answer["expected_tokens"]
@@ -210,6 +210,37 @@ def test_generate_takes_settings_from_the_tree_and_warns_of_another_verifier(run
     assert json.loads(as_made.stdout)["tokens"] == json.loads(same.stdout)["tokens"]
     assert "Warning" not in as_made.stderr
     assert "the tree was solved for the verifier traversal, this is topk; its predictions do not apply" in other.stderr
+
+
+def test_the_verifier_is_chosen_recorded_and_used(run, tmp_path, monkeypatch):
+    """The whole way on the embedded pair at temperature 0.6, short: both are measured, one is taken, everything goes by it, an option overrides."""
+    monkeypatch.setattr(latency, "SIZES", (1, 2, 4))
+    lines = [json.dumps({"text": text}) for text in ("Write a story.", "Held out.", "What is rain?", "Held out, too.")]
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    measuring = ("--prompts", "p.jsonl", "--tokens", "8", "--latency-seconds", "0", "--dtype", "float32", "--temperature", "0.6")
+    text = run("profile", *measuring, "-o", "both.yaml")
+    assert text.exit_code == 0 and ", sequoia)" in text.stdout and ", traversal)" in text.stdout, text.output
+    profile = Profile.load("both.yaml")
+    assert profile.measured == ("traversal", "sequoia") and profile.lift.ratio[0] == 1
+    solved = json.loads(run("solve", "both.yaml", "--objective", "tokens", "--budget", "4", "--depth", "3", "--json").stdout)
+    (other,) = solved["alternatives"]
+    assert {solved["verifier"], other} == {"traversal", "sequoia"} and solved["alternatives"][other]["advantage"] >= 1
+    said = run("solve", "both.yaml").stdout
+    tree = load_tree("tree.safetensors")
+    taken, (other,) = tree.plan.settings["verifier"], tree.plan.alternatives
+    assert f"verifier                {taken}: " in said and f" of the best tree for {other} (" in said and ", noise not known\n" in said
+    assert f"verifier                {taken}: " in run("show").stdout
+    forced = json.loads(run("solve", "both.yaml", "--verifier", other, "--json", "-o", "other.safetensors").stdout)
+    assert forced["verifier"] == other and not forced["alternatives"] and forced["size"] == tree.plan.alternatives[other].size
+    one_line(run("solve", "both.yaml", "--verifier", "spectr"), 2, "verifier: found 'spectr', expected traversal or sequoia", "profile --verifier")
+    short = ("--prompt", "Hi", "--max-new-tokens", "4", "--dtype", "float32")
+    made = [run("generate", "--tree", name, *short) for name in ("tree.safetensors", "other.safetensors")]
+    assert all(each.exit_code == 0 and "Warning: the tree was solved for the verifier" not in each.stderr for each in made), made
+    bench = ("bench", "--tree", "other.safetensors", "--prompts", "p.jsonl", "--limit", "1", "--tokens", "4", "--only", "plain", "--dtype", "float32", "--json")
+    assert json.loads(run(*bench).stdout)["settings"]["sampling"]["verifier"] == other
+    assert json.loads(run(*bench, "--verifier", taken).stdout)["settings"]["sampling"]["verifier"] == taken
+    alone = run("profile", *measuring, "--verifier", "sequoia", "-o", "one.yaml", "--json")
+    assert Profile.load("one.yaml").measured == ("sequoia",) and "verifiers" not in json.loads(alone.stdout)
 
 
 def sequoia_plan(*arguments, cwd, **options):

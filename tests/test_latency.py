@@ -90,7 +90,7 @@ def test_verification_is_fitted_to_the_shapes(pair, monkeypatch, sampling, known
     truth = StepTime(Latency({1: 1.0}, {1: 1.0}, 0.0, 0, verification=known))
 
     def timed(device, run):
-        shape = getattr(run, "__self__", None)
+        shape = getattr(getattr(run, "func", None), "__self__", None)
         return run(), truth.verification(shape.decoder.tree) if isinstance(shape, ShapeTimer) else 0.01
 
     monkeypatch.setattr(latency, "timed", timed)
@@ -98,7 +98,7 @@ def test_verification_is_fitted_to_the_shapes(pair, monkeypatch, sampling, known
     times = StepTime(found)
     trees = [TokenTree.chain(8), TokenTree.star(8), bushy(13, 3), TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 2, 4, 7])]
     assert [times.verification(tree) for tree in trees] == pytest.approx([truth.verification(tree) for tree in trees], rel=1e-6)
-    assert found.verification.rounds == known.rounds
+    assert found.verification.rounds == known.rounds and found.verification.error < 1e-6
     if known.by_round:
         other = structs.replace(found.verification, rounds="tree" if known.rounds == "level" else "level")
         assert StepTime(structs.replace(found, verification=other)).verification(trees[0]) != pytest.approx(truth.verification(trees[0]), rel=0.05)
@@ -109,6 +109,8 @@ def test_the_fit_has_no_negative_term():
     trees = [TokenTree.chain(size) for size in (1, 2, 4, 8)]
     found = fit(trees, [0.004, 0.003, 0.002, 0.001], "tree")
     assert found.by_round == found.by_parent == found.by_child == 0
+    off = [found.base / seconds - 1 for seconds in (0.004, 0.003, 0.002, 0.001)]
+    assert found.error == pytest.approx((sum(each**2 for each in off) / 3) ** 0.5, abs=1e-4)
     assert found.base == pytest.approx(sum(1 / t for t in (4e-3, 3e-3, 2e-3, 1e-3)) / sum(1 / t**2 for t in (4e-3, 3e-3, 2e-3, 1e-3)))
 
 

@@ -48,6 +48,9 @@ def test_files_of_earlier_versions_stay_readable():
     profile = Profile.load(DATA / "profile-before-typed-plans.yaml")
     assert profile.sha256 == tree.plan.profile_sha256 and profile.drafting == tree.plan.drafting == LANGUAGE_MODEL
     assert profile.latency.target == tree.plan.latency.target and profile.latency.verification is None
+    assert profile.measured == ("sequoia",) and profile.under("sequoia") == profile  # nothing is chosen, and nothing else solved for
+    again = solve(profile, tree.plan.budget, tree.plan.depth)
+    assert again.plan.alternatives == {} == tree.plan.alternatives and again.plan.settings == tree.plan.settings
     found = BenchResult.load(DATA / "bench-before-typed-plans.json")
     assert list(found.contenders) == ["plain", "generate", "traversal"] and found.contenders["traversal"].predicted.speedup == pytest.approx(1.11, abs=0.01)
 
@@ -68,7 +71,7 @@ def test_what_is_new_survives_and_is_left_out_where_it_says_nothing():
         ("first: 8", "first: 0", "drafting.first: found 0, expected a whole number >= 1"),
         ("by_level: false", "by_level: 0", "drafting.by_level: found 0, expected true or false"),
         ("kind: block", "king: block", "drafting.kind: found None, expected text"),
-        ("rounds: level", "rounds: nodes", "latency.verification.rounds: found 'nodes', expected level or tree"),
+        ("rounds: level", "rounds: nodes", "latency.verification.rounds: found 'nodes', expected level or path or tree or walk"),
         ("base: 0.001", "base: .inf", "latency.verification.base: found inf, expected a number >= 0"),
         ("{base", "3 # {base", "latency.verification: found 3, expected a mapping"),
     ],

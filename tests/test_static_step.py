@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from drafts import PARTS, load, small_target, write
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -34,6 +35,13 @@ def decoder(device="cpu", **options):
     return SequoiaDecoder(llama(0, 32, 2, device), llama(1, 16, 1, device), TREE, **options)
 
 
+def tapped(kind, folder, device="cpu", **options):
+    """A decoder with a draft that reads the target's hidden states."""
+    target = small_target()
+    draft = load(write(folder / "draft", *PARTS[kind](target)), target)
+    return SequoiaDecoder(target.to(device), draft.to(device), TREE, **options)
+
+
 def accepted(decoder, sampling):
     """What each of many steps accepted and added."""
     prompt = torch.arange(7, device=decoder.device)
@@ -59,6 +67,27 @@ def test_the_step_traces_whole_and_the_trace_gives_the_same_tokens(sampling, tra
         traced()
         assert accepted(traced_decoder, sampling) == expected
     assert len(expected) == STEPS
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.8)], ids=repr)
+@pytest.mark.parametrize("kind", PARTS)
+def test_steps_with_other_kinds_of_drafts_trace_whole(kind, sampling, traced, tmp_path):
+    """With the hooks that take the target's hidden states out of its pass."""
+    with torch.no_grad():
+        eager, traced_decoder = tapped(kind, tmp_path), tapped(kind, tmp_path)
+        for each in (eager, traced_decoder):
+            each.steps = SequoiaDecoder.steps.__wrapped__.__get__(each)
+        expected = accepted(eager, sampling)
+        traced()
+        assert accepted(traced_decoder, sampling) == expected
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.8)], ids=repr)
+@pytest.mark.parametrize("kind", PARTS)
+def test_no_operation_of_a_step_with_other_kinds_of_drafts_copies_from_the_host(kind, sampling, monkeypatch, tmp_path):
+    target = small_target()
+    draft = load(write(tmp_path / "draft", *PARTS[kind](target)), target)
+    assert devices_of_a_step(sampling, None, monkeypatch, target.to("meta"), draft.to("meta")) == {"meta"}
 
 
 def test_a_step_that_reads_a_tensor_does_not_trace(traced, monkeypatch):
@@ -103,16 +132,19 @@ class FromPython(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def devices_of_a_step(sampling, covered, monkeypatch):
+def devices_of_a_step(sampling, covered, monkeypatch, target=None, draft=None):
     """The step on a device that has no values to look at. Only tensors copied from or to the host could lie elsewhere."""
     for module in (decode, language_model):
         monkeypatch.setattr(module, "probe", lambda model: None)
     monkeypatch.setattr(torch, "Generator", lambda device: None)
-    draft = llama(1, 16, 1, "meta")
+    target, draft = target or llama(0, 32, 2, "meta"), draft or llama(1, 16, 1, "meta")
     if covered is not None:
         monkeypatch.setattr(decode, "shared_vocabulary", lambda *_: (len(covered), torch.empty(len(covered), dtype=torch.long, device="meta")))
-    each = SequoiaDecoder(llama(0, 32, 2, "meta"), draft, TREE)
+    if getattr(draft, "covered_tokens", None) is not None:
+        monkeypatch.setattr(decode, "shared_vocabulary", lambda target, draft, *_: (draft.covered_tokens.numel(), draft.covered_tokens))
+    each = SequoiaDecoder(target, draft, TREE)
     each.sequence.reserve(64, each.target.new_cache, each.drafter.new_cache)
+    each.sequence.reserve_features(TREE.size, len(each.drafter.taps) * target.config.hidden_size, torch.float32)
     each.sequence.bits = torch.empty(each.inner * each.bits_per_node(sampling), dtype=torch.int32, device="meta")
     with torch.inference_mode(), Devices() as devices, FromPython(devices.seen):
         each.step(64, sampling)

@@ -35,7 +35,8 @@ DTYPE_HELP = "Of the weights; auto takes bfloat16 where the processor computes i
 OFFLOAD_HELP = "Stream the target's layers that do not fit, from the host's memory to a CUDA device or from a file. [default: all in memory]"
 MEMORY_HELP = "With --offload: what the target's weights, the draft and both KV caches may take, as 300MB or 24GB. [default: what is free]"
 DRAFT_HELP = (
-    "Draft model, or a draft .safetensors made for the target, or int8: a copy of the target in 8 bits (a folder of that name is ./int8). "
+    "Draft model; or a folder of an EAGLE or DFlash draft as published, which its config.json tells; or a draft .safetensors made for the "
+    "target; or int8: a copy of the target in 8 bits (a folder of that name is ./int8). "
     "[default: the embedded draft]"
 )
 
@@ -51,8 +52,13 @@ model_options = options(
 )
 
 
-def sampling_options(default: str | None = None) -> Callable[[Any], Any]:
-    """Options named as the fields of `Sampling`; None where not given. `default` says in the help what holds then."""
+def verifier_option(default: str) -> Callable[[Any], Any]:
+    """`--verifier`; None where not given."""
+    return click.option("--verifier", type=click.Choice(VERIFIERS), help=f"The rule that accepts drafted tokens; see docs/verifiers.md. [default: {default}]")
+
+
+def sampling_options(default: str | None = None, verifier: str = "") -> Callable[[Any], Any]:
+    """Options named as the fields of `Sampling`; None where not given. `default` says in the help what holds then, `verifier` for that one."""
 
     def option(name: str, type_: Any, value: str, text: str) -> Any:
         return click.option(name, type=type_, help=f"{text} [default: {default or value}]")
@@ -63,7 +69,7 @@ def sampling_options(default: str | None = None) -> Callable[[Any], Any]:
         option("--top-k", int, "0", "Sample from so many of the most probable tokens; 0 takes all."),
         option("--min-p", float, "0", "Sample from tokens at least this fraction as probable as the most probable one."),
         option("--draft-temperature", float, "the target's", "Temperature of the distribution that a node's children are drawn from."),
-        option("--verifier", click.Choice(VERIFIERS), "the runtime's", "The rule that accepts drafted tokens; see docs/verifiers.md."),
+        verifier_option(default or verifier),
     )
 
 

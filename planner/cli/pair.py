@@ -26,7 +26,10 @@ def load_pair(
 
         from sequoia_plan.runtime.pair import load_pair
 
-        return load_pair(target, draft, device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype, placement, offload, memory)
+        pair = load_pair(target, draft, device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype, placement, offload, memory)
+    for remark in pair.remarks:
+        click.echo(f"Warning: {remark}", err=True)
+    return pair
 
 
 def warn_if_foreign(plan: Plan, pair: Pair) -> None:

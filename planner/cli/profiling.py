@@ -15,9 +15,13 @@ if TYPE_CHECKING:
     from sequoia_plan.artifacts import Profile
 
 
+FOREIGN = 0.02
+"""A draft of which less is accepted at the root does not fit its target. With layer ids that are off by one about a quarter is left."""
+
+
 @click.command()
 @model_options
-@sampling_options()
+@sampling_options(verifier="sequoia and traversal, for solve to choose from; one where they decide alike")
 @click.option("--also", metavar="NAME=VALUE,...", multiple=True, help="A further setting, as temperature=0.6,top_p=0.9; written beside the output.")
 @click.option("--prompts", type=click.Path(), help="JSONL (text, messages or turns; kind) or plain text; every second is left for bench. [default: built-in]")
 @click.option("--tokens", type=click.IntRange(min=1), default=32, show_default=True, help="New tokens a prompt, at most.")
@@ -65,10 +69,15 @@ def profile(
         return
 
     from sequoia_plan.profiler import measure
+    from sequoia_plan.profiler.acceptance import BOTH
     from sequoia_plan.profiler.journal import discard, journal_of
     from sequoia_plan.profiler.prompts import built_in, check_lengths, load, measuring_half
 
-    samplings = [read_sampling(settings), *(read_sampling(settings | _read_setting(text)) for text in also)]
+    given_settings = [settings, *(settings | _read_setting(text) for text in also)]
+    samplings = [read_sampling(each) for each in given_settings]
+    # one level, which `decoding` counts, tells nothing of how the two differ
+    chosen = [bool(each["verifier"]) or method == "decoding" for each in given_settings]
+    along = [() if alone else [name for name in BOTH if name != one.verifier] for alone, one in zip(chosen, samplings, strict=True)]
     enough = _read_percent(precision)
     outputs = [Path(output), *(Path(output).with_stem(f"{Path(output).stem}-{name}") for name in also)]
     if len(set(outputs)) < len(outputs):
@@ -93,6 +102,7 @@ def profile(
             on_prompt=lambda done, most, found: say(
                 done, most, f"acceptance: {found.trials.sum()} trials, sum {found.counts.sum() / max(found.trials.sum(), 1):.3f} +- {found.precision():.1%}"
             ),
+            verifiers=along,
             method=method,
             precision=enough,
             tokens_per_prompt=tokens,
@@ -103,6 +113,13 @@ def profile(
     for found, path in zip(profiles, outputs, strict=True):
         found.save(path)
     discard(journal)
+    accepted = sum(profiles[0].by_level[0])
+    if accepted < FOREIGN:
+        click.echo(
+            f"Warning: of the draft's proposals for the next token {accepted:.1%} are accepted; it was probably made for another target, or it "
+            "reads other hidden states than it was trained on",
+            err=True,
+        )
     _report({str(path): found for path, found in zip(outputs, profiles, strict=True)}, as_json)
 
 
@@ -111,18 +128,19 @@ def _report(profiles: dict[str, Profile], as_json: bool) -> None:
     latency = next(iter(profiles.values())).latency
     if as_json:
         times = {"target": latency.target, "draft": latency.draft} if latency else {}
-        first, *also = [
-            {"output": path, "trials": p.trials, "acceptance": p.acceptance, "by_level": p.by_level, "by_class": p.by_class} | times
-            for path, p in profiles.items()
-        ]
+        first, *also = [{"output": path} | _figures(p) | {"verifier": p.verifier} | times for path, p in profiles.items()]
+        for facts, found in zip((first, *also), profiles.values(), strict=True):
+            facts |= {"verifiers": {name: _figures(found.under(name)) for name in found.verifiers}} if found.verifiers else {}
         print_json(first | ({"also": also} if also else {}))
         return
-    for path, found in profiles.items():
-        click.echo(f"acceptance  {numbers(found.acceptance)}  (effective sample size {found.trials})")
-        for level, row in enumerate(found.by_level):
-            click.echo(f"  level {level}{'+' if level and level == len(found.by_level) - 1 else ' '}  {numbers(row)}  ({found.levels[level].trials})")
-            if (off := found.levels[level].off) and off.trials:
-                click.echo(f"    off the spine  {numbers([count / off.trials for count in off.counts])}  ({off.trials})")
+    for path, each in profiles.items():
+        for name in each.measured:
+            found = each.under(name)
+            click.echo(f"acceptance  {numbers(found.acceptance)}  (effective sample size {found.trials}{f', {name}' if each.verifiers else ''})")
+            for level, row in enumerate(found.by_level):
+                click.echo(f"  level {level}{'+' if level and level == len(found.by_level) - 1 else ' '}  {numbers(row)}  ({found.levels[level].trials})")
+                if (off := found.levels[level].off) and off.trials:
+                    click.echo(f"    off the spine  {numbers([count / off.trials for count in off.counts])}  ({off.trials})")
         click.echo(f"wrote {path}")
     if latency:
         click.echo(f"target      {curve(latency.target)}")
@@ -134,6 +152,10 @@ def _report(profiles: dict[str, Profile], as_json: bool) -> None:
                 f"streamed    {placed['streamed_bytes'] / 1e6:.0f} MB a pass in {latency.stream.seconds * 1000:.0f} ms; "
                 f"{placed['resident_layers']} of {placed['layers']} layers, and {placed['resident_bytes'] / 1e6:.0f} MB in all, stay in memory"
             )
+
+
+def _figures(profile: Profile) -> dict[str, Any]:
+    return {"trials": profile.trials, "acceptance": profile.acceptance, "by_level": profile.by_level, "by_class": profile.by_class}
 
 
 def _read_setting(text: str) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from sequoia_plan.planner.cli.options import json_option
+from sequoia_plan.planner.cli.options import json_option, verifier_option
 from sequoia_plan.planner.cli.terminal import print_json
 
-PROMISED = ("expected_tokens", "upper_bound", "predicted_speedup", "speedup_bound", "interval", "interval_new_kind", "solver")
+PROMISED = ("expected_tokens", "upper_bound", "predicted_speedup", "speedup_bound", "interval", "interval_new_kind", "solver", "alternatives")
 """Of the plan, what `solve --json` says beside the tree."""
 
 
@@ -29,6 +29,7 @@ PROMISED = ("expected_tokens", "upper_bound", "predicted_speedup", "speedup_boun
 @click.option("--smooth", is_flag=True, help="Assume that rarer ranks are not likelier: the closest non-increasing vector is solved for.")
 @click.option("--one-vector", is_flag=True, help="One acceptance vector for all levels, as in the paper. [default: by level, as the profile counts]")
 @click.option("--baseline", metavar="NAME", help="Do not solve: chain, chains:K, k-ary:K, specinfer:K1,K2,..., random:SEED or parents:FILE.")
+@verifier_option("the one of those in the profile whose tree is the fastest")
 @click.option("-o", "--output", type=click.Path(), default="tree.safetensors", show_default=True, help="Write the tree there.")
 @json_option
 def solve(
@@ -42,6 +43,7 @@ def solve(
     smooth: bool,
     one_vector: bool,
     baseline: str | None,
+    verifier: str | None,
     output: str,
     as_json: bool,
 ) -> None:
@@ -55,7 +57,7 @@ def solve(
 
     measured = _read_acceptance(acceptance) if acceptance else Profile.load(profile_file or "profile.yaml")
     refuse_to_replace(output, acceptance or profile_file or "profile.yaml")
-    solution = run(measured, budget, depth, branching, objective, solver, smooth, baseline, one_vector)
+    solution = run(measured, budget, depth, branching, objective, solver, smooth, baseline, one_vector, verifier)
     save_tree(solution.tree, output)
     tree = solution.tree
     if as_json:
@@ -65,6 +67,7 @@ def solve(
                 "size": tree.size,
                 "depth": tree.depth,
                 "branching": tree.branching,
+                "verifier": tree.plan.settings.get("verifier"),
                 **{name: facts.get(name) for name in PROMISED},
                 "parents": tree.parents.tolist(),
                 "seconds": solution.seconds,

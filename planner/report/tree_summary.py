@@ -42,6 +42,12 @@ def summarise(tree: TokenTree) -> None:
 def promises(plan: Plan) -> Iterator[str]:
     """What a plan says of expected tokens and speed, a line each, with intervals and bounds where it has them."""
     interval = plan.interval or Interval()
+    for name, other in plan.alternatives.items():
+        ends = f" (95 %: {other.interval[0]:.3f} to {other.interval[1]:.3f})" if other.interval else ""
+        open_ = ", within the noise of the measurements" if other.interval and other.interval[0] <= 1 else "" if other.interval else ", noise not known"
+        what = f"the best tree for {name} ({other.size} nodes, depth {other.depth})"
+        better = "the tokens" if plan.objective == "tokens" or other.step_seconds is None else "the speed"
+        yield f"verifier                {plan.settings.get('verifier')}: {other.advantage:.3f} times {better} of {what}{ends}{open_}"
     if plan.expected_tokens is not None:
         limit = f", at most {plan.upper_bound:.4f} for any tree of this size" if plan.upper_bound is not None else ""
         yield f"expected tokens a step  {plan.expected_tokens:.4f}{_ends(interval.expected_tokens)}{limit}  ({plan.solver})"

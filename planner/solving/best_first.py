@@ -53,7 +53,7 @@ def parents(rows: Floats, size: int) -> Ints:
 def grow_freely(rows: Floats, size: int) -> tuple[Ints, Floats, Ints]:
     """`grow` without limits."""
     levels, _, branching = rows.shape
-    return grow(np.ascontiguousarray(rows), size, np.full(levels, size), np.full(levels, branching))
+    return grow(np.ascontiguousarray(rows), size, np.full(levels, size), np.full(levels, branching), levels * branching)
 
 
 @numba.njit(cache=True)
@@ -86,22 +86,23 @@ def pop(heap, count):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def grow(rows, size, widths, ranks):  # type: ignore[no-untyped-def]
+def grow(rows, size, widths, ranks, longest):  # type: ignore[no-untyped-def]
     """Parents, values and levels of the first `size` nodes by value, of those that the limits allow, or of all if there are fewer.
 
     Level l may have widths[l] nodes with children, at most ranks[l] each; rows[l, class] holds p of those children. With non-increasing rows
     that favour the spine the first n are the best tree of n nodes within these limits: the most valuable nodes of a level have the most
-    valuable children, and of equally valuable ones the node on the spine comes first.
+    valuable children, and of equally valuable ones the node on the spine comes first. That need not be so where `longest` limits the sum of
+    ranks along each path, too.
     """
     heap = np.empty((size + 2, 3))  # value, parent, rank (0-based) of nodes off the spine: each node taken pushes at most two
     parent, value, level = np.empty(size, np.int64), np.empty(size), np.zeros(size, np.int64)
     off, spine, taken, count = rows.shape[1] - 1, 0, 1, 0
-    kind, wide = np.full(size, off), np.zeros(len(widths), np.int64)
+    kind, wide, ranks_so_far = np.full(size, off), np.zeros(len(widths), np.int64), np.zeros(size, np.int64)
     parent[0], value[0], kind[0] = -1, 1.0, 0
     following = -1.0  # the value of the last spine node's first child; negative if it may have none
-    if len(widths) > 0 and widths[0] > 0:
+    if len(widths) > 0 and widths[0] > 0 and longest > 0:
         following = rows[0, 0, 0]
-        if ranks[0] > 1:
+        if ranks[0] > 1 and longest > 1:
             push(heap, 0, rows[0, 0, 1], 0.0, 1.0)
             count = 1
     for node in range(1, size):
@@ -116,18 +117,19 @@ def grow(rows, size, widths, ranks):  # type: ignore[no-untyped-def]
             break
         here = level[above]
         parent[node], level[node] = above, here + 1
+        ranks_so_far[node] = ranks_so_far[above] + rank + 1
         taken += 1
-        if spine != node and rank + 1 < ranks[here]:
+        if spine != node and rank + 1 < ranks[here] and ranks_so_far[node] < longest:
             push(heap, count, value[above] * rows[here, kind[above], rank + 1], float(above), rank + 1.0)
             count += 1
-        if here + 1 < len(widths) and wide[here + 1] < widths[here + 1]:
+        if here + 1 < len(widths) and wide[here + 1] < widths[here + 1] and ranks_so_far[node] < longest:
             wide[here + 1] += 1
             if spine != node:
                 push(heap, count, value[node] * rows[here + 1, off, 0], float(node), 0.0)
                 count += 1
             else:
                 following = value[node] * rows[here + 1, 0, 0]
-                if ranks[here + 1] > 1:
+                if ranks[here + 1] > 1 and ranks_so_far[node] + 1 < longest:
                     push(heap, count, value[node] * rows[here + 1, 0, 1], float(node), 1.0)
                     count += 1
     return parent[:taken], value[:taken], level[:taken]

@@ -13,7 +13,7 @@ import numba
 import numpy as np
 
 from sequoia_plan.planner.solving.best_first import grow, pop, push
-from sequoia_plan.planner.solving.relaxation import Box, Ints, Use, certain_rounds, curve, improve, shared, surplus
+from sequoia_plan.planner.solving.relaxation import LEVEL, PATH, Box, Ints, Use, certain_rounds, curve, improve, shared, surplus
 
 FIRST_STEPS, STEPS = 200, 12
 SHARES, LARGEST_SHARE = 6, 1 - 1e-6
@@ -34,7 +34,8 @@ class Found(NamedTuple):
 @numba.njit(cache=True)
 def fastest_part(parents, levels, rows, costs):  # type: ignore[no-untyped-def]
     """Tokens a second, and size, of the fastest of the trees that the first 2, 3, ... nodes are."""
-    value, children, kind = np.ones(len(parents)), np.zeros(len(parents), np.int64), np.zeros(len(parents), np.int64)
+    value, children, ranks = np.ones(len(parents)), np.zeros(len(parents), np.int64), np.zeros(len(parents), np.int64)
+    left, walk, kind = np.ones(len(parents)), 0.0, np.zeros(len(parents), np.int64)
     wide, most = np.zeros(len(rows), np.int64), np.ones(len(rows), np.int64)
     tokens, drafts, rounds = 1.0, 0.0, 0
     best, size = 0.0, 1
@@ -44,14 +45,17 @@ def fastest_part(parents, levels, rows, costs):  # type: ignore[no-untyped-def]
         kind[node] = kind[above] if children[above] == 0 else rows.shape[1] - 1
         tokens += value[node]
         children[above] += 1
+        ranks[node], left[node] = ranks[above] + children[above], value[node]
+        left[above] = max(0.0, left[above] - value[node])
+        walk += costs.by_visit * value[node] + costs.by_rejection * left[above]
         if children[above] == 1 and here > 0:
             drafts += costs.draft[wide[here] + 1] - costs.draft[wide[here]]
             wide[here] += 1
-        of = here if costs.rounds_by_level else 0
-        if children[above] > most[of]:
+        of = here if costs.order == LEVEL else 0
+        if (ranks[node] if costs.order == PATH else children[above]) > most[of]:
             most[of] += 1
             rounds += 1
-        rate = tokens / max(costs.least, costs.target[node + 1] + drafts + costs.by_round * rounds + costs.constant)
+        rate = tokens / max(costs.least, costs.target[node + 1] + drafts + walk + costs.by_round * rounds + costs.constant)
         if rate > best:
             best, size = rate, node + 1
     return best, size
@@ -62,7 +66,7 @@ def relaxed_work(costs, use):  # type: ignore[no-untyped-def]
     """Seconds of work of a step with the tree behind a bound; inf if it is too large or too wide to know."""
     if use.used[0] >= len(costs.target):
         return np.inf
-    seconds = costs.target[use.used[0]] + costs.constant
+    seconds = costs.target[use.used[0]] + costs.constant + use.walk[0]
     for ranks in use.ranks:
         seconds += costs.by_round * (ranks - 1)
     for r in range(1, len(use.used)):
@@ -136,10 +140,10 @@ def cut(cost, ends, used, low, high):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def choose_cut(costs, box, price, rate, use, exact):  # type: ignore[no-untyped-def]
+def choose_cut(costs, box, price, rate, use, grows_best):  # type: ignore[no-untyped-def]
     """Which interval to split, and where: resources come first, then ranks. (-1, -1) if all that matters is known.
 
-    Where growth is exact, sizes need not be split: it tells the best tree of each.
+    Where best-first growth tells the best tree of each size, sizes need not be split.
     """
     worst, which, where, matters = -1.0, -1, -1, False
     for r in range(len(price)):
@@ -147,7 +151,7 @@ def choose_cut(costs, box, price, rate, use, exact):  # type: ignore[no-untyped-
         u = min(max(use.used[r], box.low[r]), box.high[r])
         at = cut(cost, ends, u, box.low[r], box.high[r])
         if at >= 0:
-            matters |= r > 0 or not exact
+            matters |= r > 0 or not grows_best
             paid = price[r] * use.paid[r] - rate * cost[use.paid[r]]
             gap = paid - price[r] * u + rate * cost[u] + price[r] * abs(use.used[r] - u)
             if gap > worst:
@@ -185,9 +189,10 @@ def split(boxes, b, new, which, where):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def limits(costs, box, use, settled, widths, ranks):  # type: ignore[no-untyped-def]
-    """What best-first growth may use: the box's limits if it is settled, else what the relaxed tree uses, up to where the cost jumps."""
+    """What best-first growth may use: the box's limits if it is settled, else what the relaxed tree uses, up to where the cost jumps. Returns
+    the largest sum of ranks along a path."""
     for r in range(len(widths)):
-        of = r if costs.rounds_by_level else 0
+        of = r if costs.order == LEVEL else 0
         ranks[r] = box.most_ranks[of]
         if not settled and costs.by_round > 0:
             ranks[r] = min(use.ranks[of], box.most_ranks[of])
@@ -197,10 +202,11 @@ def limits(costs, box, use, settled, widths, ranks):  # type: ignore[no-untyped-
             u = min(use.used[r], box.high[r])
             end = costs.draft_ends[np.searchsorted(costs.draft_ends, u)]
             widths[r] = end if u > 0 and costs.draft[end] == costs.draft[u] else u
+    return ranks[0] if costs.order == PATH else len(widths) * ranks.max()
 
 
 @numba.njit(cache=True)
-def search(nodes, order, rows, costs, floor, exact, rate, most_work):  # type: ignore[no-untyped-def]
+def search(nodes, order, rows, costs, floor, exact, grows_best, rate, most_work):  # type: ignore[no-untyped-def]
     """The fastest tree of two nodes or more, if it is faster than `rate`.
 
     Args:
@@ -208,18 +214,19 @@ def search(nodes, order, rows, costs, floor, exact, rate, most_work):  # type: i
         order: rows that never increase, close to `rows`: what best-first growth goes by.
         rows: float64 [levels, classes, branching], p.
         floor: the value of every other node is at most this.
-        exact: no row increases, and they favour the spine.
+        exact: no later sibling adds more than an earlier one: no row increases, the rows favour the spine, and rejections cost nothing.
+        grows_best: best-first growth within limits of a box gives its best tree of every size.
         rate: tokens a second of the best tree known.
         most_work: how many nodes may be looked at; then the bound is the largest of the boxes still open.
     """
     resources, _, branching = rows.shape
-    of_ranks = resources if costs.rounds_by_level else 1
+    of_ranks = resources if costs.order == LEVEL else 1
     room = min(MOST_BOXES, 2 + 4_000_000 // resources)
-    shape = (room, resources)
-    boxes = Box(np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.ones((room, of_ranks), np.int64), np.full((room, of_ranks), branching))
+    shape, most_ranks_of_all = (room, resources), branching * resources if costs.order == PATH else branching
+    boxes = Box(np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.ones((room, of_ranks), np.int64), np.full((room, of_ranks), most_ranks_of_all))
     prices, shares, open_boxes = np.zeros(shape), np.zeros(room), np.empty((room + 1, 3))
     integers, ranks = np.zeros(resources, np.int64), np.zeros(of_ranks, np.int64)
-    use = Use(integers, integers.copy(), ranks, np.zeros(of_ranks), np.empty(len(nodes.value), np.int64))
+    use = Use(integers, integers.copy(), ranks, np.zeros(of_ranks), np.empty(len(nodes.value), np.int64), np.zeros(1))
     widths, most_ranks = np.ones(resources, np.int64), np.ones(resources, np.int64)
     size, widest = costs.target_ends[-1], costs.draft_ends[-1]
     boxes.low[0, 0], boxes.high[0, 0], prices[0, 0] = 2, size, floor
@@ -228,7 +235,7 @@ def search(nodes, order, rows, costs, floor, exact, rate, most_work):  # type: i
         if r < nodes.level[-1]:
             prices[0, r] = rate * costs.draft[widest] / widest
     if costs.by_round == 0:
-        boxes.least_ranks[0, 0] = branching
+        boxes.least_ranks[0, 0] = most_ranks_of_all
     best = np.empty(0, np.int64)
     push(open_boxes, 0, np.inf, 0.0, 0.0)
     waiting, made, work, unsettled = 1, 1, 0, 0.0
@@ -251,9 +258,9 @@ def search(nodes, order, rows, costs, floor, exact, rate, most_work):  # type: i
             rate, best = reached, use.parents[: use.used[0]].copy()
         charged = goal * (1 - share)
         tighten(costs, box, price, charged, use.paid, excess)
-        which, where = choose_cut(costs, box, price, charged, use, exact)
-        limits(costs, box, use, which < 0, widths, most_ranks)
-        grown, _, levels = grow(order, size, widths, most_ranks)
+        which, where = choose_cut(costs, box, price, charged, use, grows_best)
+        longest = limits(costs, box, use, which < 0, widths, most_ranks)
+        grown, _, levels = grow(order, size, widths, np.minimum(most_ranks, branching), longest)
         reached, nodes_of_it = fastest_part(grown, levels, rows, costs)
         if reached > rate:
             rate, best = reached, grown[:nodes_of_it].copy()
@@ -266,7 +273,7 @@ def search(nodes, order, rows, costs, floor, exact, rate, most_work):  # type: i
                 push(open_boxes, waiting, bound, float(part), 0.0)
                 waiting += 1
             made += 2
-        elif not exact:  # growth need not find the best tree here: the bound stays, as small as it can be made
+        elif not grows_best:  # growth need not find the best tree here: the bound stays, as small as it can be made
             goal = rate * (1 + CLOSED)
             steps = max(steps, FIRST_STEPS)
             excess, _, _ = lower(nodes, costs, box, price, goal, exact, floor, steps, share, use)

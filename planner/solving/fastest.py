@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from sequoia_plan.planner.solving import best_first, hull
 from sequoia_plan.planner.solving.branch_and_bound import search
 from sequoia_plan.planner.solving.convolution import isotonic
 from sequoia_plan.planner.solving.frontier import LARGEST_BUDGET, Frontier
-from sequoia_plan.planner.solving.relaxation import Costs, Ints, candidates
+from sequoia_plan.planner.solving.relaxation import LEVEL, PATH, TREE, Costs, Ints, candidates
 
 MOST_WORK = 150_000_000
 """Nodes, and steps of the cost curves, that the search may look at: about a second."""
@@ -54,18 +54,38 @@ def fastest(rows: Floats, budget: int, times: StepTime, most_work: int = MOST_WO
         rows: float64 [levels, classes, branching], p[level, class, rank].
     """
     most = min(budget, times.largest())
-    rows = np.ascontiguousarray(rows[: max(0, min(most, times.drafting.deepest or most) - 1)])  # n nodes have at most n levels
-    plain = Fastest(TokenTree.chain(1), 1 / times.plain(), 1 / times.plain())
-    if len(rows) == 0 or not np.isfinite(times.draft(times.drafting.first)):
-        return plain
-    ordered = best_first.is_non_increasing(rows)
-    room, exact = CANDIDATES_PER_NODE * most + 256, ordered and best_first.favours_spine(rows)
+    times = replace(times, acceptance=rows if len(rows) else None)
+    deepest = min(len(rows) + 1, most, times.drafting.deepest or most)  # n nodes have at most n levels
+    best = Fastest(TokenTree.chain(1), 1 / times.plain(), 1 / times.plain())
+    bound = best.bound
+    for depth in _depths_to_search(deepest, times):
+        found = _fastest_up_to(depth, np.ascontiguousarray(rows[: depth - 1]), most, times, best, most_work)
+        best, bound = max(best, found, key=lambda each: each.speed), max(bound, found.bound)
+    return Fastest(best.tree, best.speed, max(bound, best.speed))
+
+
+def _depths_to_search(deepest: int, times: StepTime) -> list[int]:
+    """Every tree is among those of at most one of these depths, deepest first, whose first draft pass takes as long as its own: most often
+    the deepest is enough, and where the first pass is as wide as the tree is deep, it is one for each step of its curve."""
+    found: dict[float, int] = {}
+    for depth in range(2, deepest + 1):
+        found[times.draft(times.drafting.first_pass(depth))] = depth
+    return sorted((depth for seconds, depth in found.items() if np.isfinite(seconds)), reverse=True)
+
+
+def _fastest_up_to(depth: int, rows: Floats, most: int, times: StepTime, known: Fastest, most_work: int) -> Fastest:
+    """The fastest tree of at most `depth` levels, each with the first draft pass of that depth, or `known` if that is faster; a bound on those."""
+    costs = costs_of(times, most, depth)
+    room, non_increasing = CANDIDATES_PER_NODE * most + 256, best_first.is_non_increasing(rows)
+    exact = non_increasing and best_first.favours_spine(rows) and costs.by_rejection == 0
+    grows_best = exact and costs.order != PATH
     value = best_first.grow_freely(_by_value(rows), room)[1]
     floor = float(value[-1]) if value.size == room else 0.0
-    order = rows if ordered else isotonic(rows)
-    parents, _, bound = search(candidates(rows, floor), order, rows, costs_of(times, most), floor, exact, plain.speed, most_work)
-    best = plain if parents.size == 0 else _timed(TokenTree(best_first.breadth_first(parents)), rows, times)
-    if not exact and best.speed < bound * (1 - OPTIMAL) and most <= LARGEST_BUDGET["hull"]:
+    order = rows if non_increasing else isotonic(rows)
+    nodes = candidates(rows, floor, costs.by_visit, costs.by_rejection)
+    parents, _, bound = search(nodes, order, rows, costs, floor, exact, grows_best, known.speed, most_work)
+    best = known if parents.size == 0 else _timed(TokenTree(best_first.breadth_first(parents)), rows, times)
+    if not grows_best and best.speed < bound * (1 - OPTIMAL) and most <= LARGEST_BUDGET["hull"]:
         best, bound = _with_most_tokens(best, bound, rows, most, times)
     return Fastest(best.tree, best.speed, max(bound, best.speed))
 
@@ -100,21 +120,26 @@ def _with_most_tokens(best: Fastest, bound: float, rows: Floats, most: int, time
     return best, min(bound, float(flat.max()))
 
 
-def costs_of(times: StepTime, most: int) -> Costs:
-    """The tables that the search reads, for trees of at most `most` nodes."""
+def costs_of(times: StepTime, most: int, depth: int) -> Costs:
+    """The tables that the search reads, for trees of at most `most` nodes with the first draft pass of `depth` levels."""
     numbers = np.arange(most + 1)
     target, draft = times.targets(numbers), times.drafts(numbers) if times.drafting.by_level else np.zeros(most + 1)
     draft[0] = 0.0
     widest = int(np.flatnonzero(np.isfinite(draft))[-1])
     target_ends, draft_ends = _ends(target), _ends(draft[: widest + 1])
-    constant = times.draft(times.drafting.first) + times.latency.overhead
-    by_round, by_level = 0.0, False
+    constant = times.draft(times.drafting.first_pass(depth)) + times.latency.overhead
+    by_round, order, by_visit, by_rejection = 0.0, TREE, 0.0, 0.0
     if (known := times.latency.verification) is not None:
-        by_round, by_level = known.by_round, known.by_round > 0 and known.rounds == "level"
         target = target + known.by_child * (numbers - 1)
-        draft[1:] += known.by_parent * numbers[1:] + (by_round if by_level else 0.0)
-        constant += known.base + known.by_parent + by_round
-    return Costs(target, target_ends, draft, draft_ends, by_round, by_level, constant, times.least)
+        constant += known.base + known.by_parent
+        if known.rounds == "walk":
+            by_visit, by_rejection = known.by_parent, known.by_round
+        else:
+            by_round = known.by_round
+            order = {"tree": TREE, "level": LEVEL, "path": PATH}[known.rounds] if by_round > 0 else TREE
+            draft[1:] += known.by_parent * numbers[1:] + (by_round if order == LEVEL else 0.0)
+            constant += by_round
+    return Costs(target, target_ends, draft, draft_ends, by_round, order, constant, by_visit, by_rejection, times.least)
 
 
 def _ends(cost: Floats) -> Ints:
@@ -123,7 +148,10 @@ def _ends(cost: Floats) -> Ints:
 
 
 def fastest_by_the_paper(frontier: Frontier, times: StepTime) -> TokenTree:
-    """max over (n, d) of F(n, d) / (t(n) + d c), c one draft pass of one token (Sequoia, arXiv 2402.12374, section 3.3)."""
-    rates = [values / (times.targets(np.arange(1, len(values) + 1)) + d * times.draft(1)) for d, values in enumerate(frontier.values, 1)]
+    """max over (n, d) of F(n, d) / (t(n) + d c), c one draft pass of one token (Sequoia, arXiv 2402.12374, section 3.3); F / (t(n) + c) where
+    one pass drafts all levels."""
+    one, by_level = times.drafting.first_pass(1), times.drafting.by_level
+    drafts = [d * times.draft(1) if by_level else times.draft(one) for d in range(1, len(frontier.values) + 1)]
+    rates = [values / (times.targets(np.arange(1, len(values) + 1)) + c) for values, c in zip(frontier.values, drafts, strict=True)]
     depth = max(range(len(rates)), key=lambda d: rates[d].max())
     return frontier.tree(int(np.argmax(rates[depth])) + 1, depth + 1)

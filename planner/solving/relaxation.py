@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+TREE, LEVEL, PATH = range(3)
+"""What a round of verification is: a rank in the tree, a rank on a level, or a sum of ranks along a path (see `Verification.rounds`)."""
 PATIENCE = 10
 """Steps without a smaller bound, after which subgradient steps become half as long."""
 
@@ -38,8 +40,9 @@ class Costs(NamedTuple):
         draft: float64 [most + 1], by nodes with children on a level below the root's: the draft pass and what verification takes for them.
         draft_ends: int64, ascending: the widths after which a draft pass takes longer; the last is the widest that was measured.
         by_round: for each round of verification that `draft` and `constant` do not hold: they hold one for each level, or one for the tree.
-        rounds_by_level: a round is a rank on a level; otherwise it is a rank in the tree.
+        order: what a round is.
         constant: what every tree takes that speculates.
+        by_visit, by_rejection: for each node on the accepted path, and each child rejected there, as often as p lets expect.
         least: no step is shorter, however little it does: a streamed target's weights must arrive.
     """
 
@@ -48,22 +51,34 @@ class Costs(NamedTuple):
     draft: Floats
     draft_ends: Ints
     by_round: float
-    rounds_by_level: bool
+    order: int
     constant: float
+    by_visit: float
+    by_rejection: float
     least: float
 
 
 class Nodes(NamedTuple):
-    """The nodes whose value may exceed their price, breadth-first: value, level, where their children begin and how many there are."""
+    """The nodes whose value may exceed their price, breadth-first.
+
+    Args:
+        value, level: of each.
+        first, children: where its children begin, and how many there are.
+        ranks: the sum of ranks along its path.
+        seconds: what it adds to a walk down the accepted path, as expected.
+    """
 
     value: Floats
     level: Ints
     first: Ints
     children: Ints
+    ranks: Ints
+    seconds: Floats
 
 
 class Box(NamedTuple):
-    """Limits, inclusive: of each resource, and of the most children that a node has (one number for each level, or one for the tree).
+    """Limits, inclusive: of each resource, and of the most children that a node has (one number for each level, or one for the tree) or,
+    with PATH, of the largest sum of ranks along a path.
 
     Many boxes are the same with one more dimension in front.
     """
@@ -80,9 +95,10 @@ class Use(NamedTuple):
     Args:
         used: of each resource, by the tree behind the bound.
         paid: of each resource, the number in its interval that its price pays for best.
-        ranks: the most children of a node in that tree, as in Box.most_ranks.
+        ranks: the most children of a node in that tree, or ranks along a path, as in Box.most_ranks.
         charges: tokens charged for rounds beyond Box.least_ranks.
         parents: of that tree, breadth-first; the first used[0] entries count.
+        walk: float64 [1], the seconds that its nodes add to a walk down the accepted path.
     """
 
     used: Ints
@@ -90,14 +106,16 @@ class Use(NamedTuple):
     ranks: Ints
     charges: Floats
     parents: Ints
+    walk: Floats
 
 
 @numba.njit(cache=True)
-def candidates(rows, floor):  # type: ignore[no-untyped-def]
-    """Every node of a value above `floor`, and its siblings of lower rank."""
+def candidates(rows, floor, by_visit, by_rejection):  # type: ignore[no-untyped-def]
+    """Every node of a value above `floor`, and its siblings of lower rank; the other two are as in `Costs`."""
     levels, classes, branching = rows.shape
     room, size, node, spine = 1024, 1, 0, 0
     value, level, first, count = np.ones(room), np.zeros(room, np.int64), np.zeros(room, np.int64), np.zeros(room, np.int64)
+    ranks, seconds = np.zeros(room, np.int64), np.zeros(room)
     while node < size:
         here, kind = level[node], 0 if node == spine else classes - 1
         if here < levels:
@@ -111,12 +129,16 @@ def candidates(rows, floor):  # type: ignore[no-untyped-def]
             more = room + branching
             value, level = np.append(value, np.ones(more)), np.append(level, np.zeros(more, np.int64))
             first, count = np.append(first, np.zeros(more, np.int64)), np.append(count, np.zeros(more, np.int64))
+            ranks, seconds = np.append(ranks, np.zeros(more, np.int64)), np.append(seconds, np.zeros(more))
             room += more
+        left = value[node]
         for rank in range(count[node]):
             value[size], level[size] = value[node] * rows[here, kind, rank], here + 1
+            left = max(0.0, left - value[size])
+            ranks[size], seconds[size] = ranks[node] + rank + 1, by_visit * value[size] + by_rejection * left
             size += 1
         node += 1
-    return Nodes(value[:size], level[:size], first[:size], count[:size])
+    return Nodes(value[:size], level[:size], first[:size], count[:size], ranks[:size], seconds[:size])
 
 
 @numba.njit(cache=True)
@@ -124,9 +146,10 @@ def choose_children(nodes, costs, box, price, rate, exact):  # type: ignore[no-u
     """From the leaves up: how many children each node should have, what they add (its own price as a parent taken off), and what was charged for rounds.
 
     Children pay for a round that is not certain in the box. On a level, those of one rank share it in proportion to what they add, so they
-    are taken if they can pay for it together; in a whole tree, each pays what it would if all possible parents had such a child.
+    are taken if they can pay for it together; in a whole tree, each pays what it would if all possible parents had such a child (a parent has
+    one of each rank, and one of each sum of ranks).
     """
-    value, level, first, children = nodes
+    value, level, first, children, ranks_so_far, seconds = nodes
     gain, charged, taken = np.zeros(len(value)), np.zeros(len(value)), np.zeros(len(value), np.int64)
     together = np.zeros(1 if costs.by_round == 0 else box.most_ranks.max())
     a_round, possible, stop = rate * costs.by_round, 1, len(value)
@@ -138,28 +161,29 @@ def choose_children(nodes, costs, box, price, rate, exact):  # type: ignore[no-u
         nodes_of_level, stop = range(start, stop), start
         if here == len(price) or (here > 0 and box.high[here] == 0):
             continue
-        of = here if costs.rounds_by_level else 0
+        of = here if costs.order == LEVEL else 0
         certain, most_ranks = box.least_ranks[of], box.most_ranks[of]
-        if costs.rounds_by_level:
+        if costs.order == LEVEL:
             for rank in range(certain, most_ranks):
                 together[rank] = 0.0
             for node in nodes_of_level:
                 if value[node] > price[0]:
                     for rank in range(certain, min(children[node], most_ranks)):
                         child = first[node] + rank
-                        together[rank] += max(0.0, value[child] - price[0] + gain[child])
+                        together[rank] += max(0.0, value[child] - rate * seconds[child] - price[0] + gain[child])
         for node in nodes_of_level:
             if value[node] <= price[0]:
                 continue  # no node below it has a value above its price either
             run = most = charges = 0.0
-            for rank in range(min(children[node], most_ranks)):
+            before = ranks_so_far[node] if costs.order == PATH else 0
+            for rank in range(min(children[node], most_ranks - before)):
                 child = first[node] + rank
-                net = value[child] - price[0] + gain[child]
+                net = value[child] - rate * seconds[child] - price[0] + gain[child]
                 if exact and net <= 0:
                     break  # no later sibling adds more
-                if rank >= certain:
+                if before + rank >= certain:
                     charge = a_round / possible
-                    if costs.rounds_by_level:
+                    if costs.order == LEVEL:
                         charge = a_round * net / together[rank] if net > 0 else 0.0
                     charges += charge
                     net -= charge
@@ -199,7 +223,8 @@ def curve(costs, resource):  # type: ignore[no-untyped-def]
 def shared(costs, share):  # type: ignore[no-untyped-def]
     """Costs that, at the rate (1 - share) * rate, charge what rate * (share * least + (1 - share) * work) does; share < 1."""
     constant = costs.constant + share / (1 - share) * costs.least
-    return Costs(costs.target, costs.target_ends, costs.draft, costs.draft_ends, costs.by_round, costs.rounds_by_level, constant, costs.least)
+    every = (costs.by_round, costs.order, constant, costs.by_visit, costs.by_rejection, costs.least)
+    return Costs(costs.target, costs.target_ends, costs.draft, costs.draft_ends, *every)
 
 
 @numba.njit(cache=True)
@@ -218,21 +243,22 @@ def relax(nodes, costs, box, price, rate, exact, use):  # type: ignore[no-untype
     Args:
         exact: no row of p increases, and the rows favour the spine, so that no later sibling adds more than an earlier one.
     """
-    used, paid, ranks, charges, parents = use
+    used, paid, ranks, charges, parents, walk = use
     gain, taken, charged = choose_children(nodes, costs, box, price, rate, exact)
     used[:], ranks[:], charges[:] = 0, 1, 0.0
-    used[0], parents[0] = 1, -1
+    used[0], parents[0], walk[0] = 1, -1, 0.0
     inside = np.zeros(len(nodes.value), np.int64)
     tokens, at = 0.0, 0
     while at < used[0]:
         node = inside[at]
         tokens += nodes.value[node]
+        walk[0] += nodes.seconds[node]
         if taken[node] > 0:
             here = nodes.level[node]
-            of = here if costs.rounds_by_level else 0
+            of = here if costs.order == LEVEL else 0
             if here > 0:
                 used[here] += 1
-            ranks[of] = max(ranks[of], taken[node])
+            ranks[of] = max(ranks[of], taken[node] + (nodes.ranks[node] if costs.order == PATH else 0))
             charges[of] += charged[node]
             for rank in range(taken[node]):
                 inside[used[0]], parents[used[0]] = nodes.first[node] + rank, at

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Several
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import LANGUAGE_MODEL, TokenTree
 from sequoia_plan.runtime.cache import TreeCache
-from sequoia_plan.runtime.draft.drafter import Pass
+from sequoia_plan.runtime.draft.drafter import Pass, pass_over_all, passes_by_level
 from sequoia_plan.runtime.models.forward import Reading, TreeModel, additive
 from sequoia_plan.runtime.models.probe import probe
-from sequoia_plan.runtime.sampling import Sampling
 from sequoia_plan.runtime.sequence import Sequence
 from sequoia_plan.runtime.structure import Structure
 
@@ -32,6 +32,7 @@ class LanguageModelDrafter:
     """
 
     drafting = LANGUAGE_MODEL
+    taps: tuple[int, ...] = ()
 
     def __init__(self, model: Any, vocabulary: int, covered: Tensor | None = None, backend: Any = None) -> None:
         self.model = TreeModel(model, probe(model), vocabulary)
@@ -46,39 +47,25 @@ class LanguageModelDrafter:
         committed = torch.zeros_like(structure.mask[:1], dtype=torch.bool)
         committed[0, 0] = True
         before = additive(committed, structure.mask.dtype)
+        passes = passes_by_level(tree, structure)
+        again = torch.tensor([-1, 0], device=structure.nodes.device)
+        return tuple(replace(each, reads=again, offsets=again, mask=torch.cat([before, each.mask])) if i == 0 else each for i, each in enumerate(passes))
 
-        def tensor(values: Any) -> Tensor:
-            return torch.as_tensor(np.asarray(values, np.int64), device=structure.nodes.device)
+    def trial(self, structure: Structure) -> tuple[Pass, Reading | None]:
+        return pass_over_all(structure), None
 
-        def expansion(level: int) -> Pass:
-            parents, first, end = tree.expanded(level), int(tree.level_offsets[level + 1]), int(tree.level_offsets[level + 2])
-            nodes, children = tensor(parents), int(tree.child_count[parents].max())
-            mask = structure.mask[nodes]
-            return Pass(
-                reads=nodes if level else tensor([-1, 0]),
-                offsets=structure.offsets[nodes] if level else tensor([-1, 0]),
-                mask=mask if level else torch.cat([before, mask]),
-                expands=len(parents),
-                children=children,
-                drawn=tensor(np.searchsorted(parents, tree.parents[first:end]) * children + tree.ranks[first:end] - 1),
-                nodes=structure.nodes[first:end],
-            )
+    def watch(self, cache: TreeCache, tokens: Tensor, slots: Tensor, mask: Tensor, features: Tensor) -> None:
+        """It reads no hidden states."""
 
-        return tuple(expansion(level) for level in range(tree.depth - 1))
-
-    def read(self, step: Pass, sequence: Sequence, columns: Tensor) -> Reading:
+    def read(self, step: Pass, sequence: Sequence, columns: Tensor, before: Reading | None = None) -> Reading:
         slots = (sequence.length + step.reads).clamp_(min=0)  # a prompt of one token has none before its root
         positions = (sequence.length + step.offsets).clamp_(min=0)
         return self.model(sequence.draft, sequence.tokens[slots], positions, slots, step.mask.index_select(1, columns), last=step.expands)
 
-    def read_text(self, cache: TreeCache, tokens: Tensor, slots: Tensor, mask: Tensor) -> Reading:
-        return self.model(cache, tokens, slots, slots, mask)
+    def read_text(self, sequence: Sequence, here: Tensor, levels: Several[int], features: Tensor | None) -> Tensor:
+        """In one pass: the level makes no difference."""
+        mask = additive(torch.arange(int(here[-1]) + 1, device=here.device) <= here[:, None], self.model.model.dtype)
+        return self.model(sequence.draft, sequence.tokens[here], here, here, mask).logits
 
-    def draw_children(self, step: Pass, logits: Tensor, sequence: Sequence, sampling: Sampling, bits: Tensor) -> tuple[Tensor, Tensor]:
-        law, picks = sampling.children(logits, step.children, bits)
-        children = picks.flatten()[step.drawn]
-        sequence.tokens.index_copy_(0, sequence.length + step.nodes, children if self.covered is None else self.covered[children])
-        return law, picks
-
-    def keep(self, cache: TreeCache, slots: Tensor, start: Tensor) -> None:
-        cache.keep(slots, start)
+    def keep(self, sequence: Sequence, path: Tensor) -> None:
+        sequence.draft.keep(sequence.length + path, sequence.length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.cache import Layout, TreeCache
 from sequoia_plan.runtime.models.attention import attending, shares_heads
 from sequoia_plan.runtime.models.stream import stream_of
+from sequoia_plan.runtime.models.taps import NORMED, heard, listen
 
 PREFILL_CHUNK = {"cpu": 256, "cuda": 1024}
 """Tokens of a prompt in one pass. On CUDA fewer leave the device waiting for launches."""
@@ -33,7 +35,7 @@ class Reading:
 
     Args:
         logits: [tokens, vocabulary].
-        features: [tokens, width], the hidden states that a drafter asked for; None as long as none does.
+        features: [tokens, width], the hidden states that somebody asked for, side by side; None if nobody did.
     """
 
     logits: Tensor
@@ -47,9 +49,13 @@ class TreeModel:
         model: a transformers causal LM in eval mode.
         layout: its cache's, if known.
         vocabulary: use only so many logits; None for all.
+        taps: hidden states to return with each pass, numbered as in taps.py.
+
+    Raises:
+        SequoiaPlanError: if the model has no such hidden states.
     """
 
-    def __init__(self, model: Any, layout: Layout | None = None, vocabulary: int | None = None) -> None:
+    def __init__(self, model: Any, layout: Layout | None = None, vocabulary: int | None = None, taps: Sequence[int] = ()) -> None:
         self.model, self.place, self.stream = model, place(model), stream_of(plain(model))
         self.device = self.place[0]
         config = text_config(model)
@@ -57,7 +63,6 @@ class TreeModel:
         self.vocabulary = vocabulary
         self.context = context_length(config)
         self.window, self.by_kind = attention_window(config)
-        self.lowest = torch.finfo(model.dtype).min
         embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
         self.last_token = int(getattr(embedding, "num_embeddings", 1 << 30)) - 1
         kind = "cuda" if self.device.type == "cuda" else "cpu"
@@ -65,6 +70,9 @@ class TreeModel:
         self.prefill_steps = PREFILL_STEPS[kind]
         self.sharing = config if shares_heads(plain(model), config) else None
         self.compiled: Any = None
+        self.taps = tuple(taps)
+        if self.taps:
+            listen(plain(model), decoder_layers(plain(model))[1] if set(taps) - {NORMED} else None, taps)
         self.keeps_logits = "logits_to_keep" in inspect.signature(plain(model).forward).parameters
 
     def compile(self, backend: Any = "inductor") -> None:
@@ -96,7 +104,7 @@ class TreeModel:
             raise SequoiaPlanError(f"KV cache: {mask.shape[1]} slots needed, it has {cache.capacity}; prefill with more max_new_tokens")
         positions = positions.clamp(max=self.context - 1)
         run = self.compiled if compiled and self.compiled is not None else self.model
-        with attending(self.device, self.sharing), _many_shapes(run is not self.model):
+        with attending(self.device, self.sharing), many_shapes(run is not self.model):
             output = run(
                 input_ids=tokens.clamp(max=self.last_token)[None],  # a draft may lack the target's last tokens; `prefill` checks the target's
                 position_ids=positions[None],
@@ -107,15 +115,18 @@ class TreeModel:
             )
         logits: Tensor = output.logits[0, -last:, : self.vocabulary]
         cache.finite.logical_and_(logits.amax(-1).isfinite().all())
-        return Reading(logits)
+        return Reading(logits, heard(cache, self.taps, self.device) if self.taps else None)
 
     def prefetch(self) -> None:
         """A step begins: weights that its pass will stream may be sent on their way."""
         if self.stream:
             self.stream.begin()
 
-    def prefill(self, cache: TreeCache, tokens: Tensor) -> None:
+    def prefill(self, cache: TreeCache, tokens: Tensor, on_chunk: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None) -> None:
         """Start a sequence with `tokens` (int64 [n]), read in chunks so that the mask stays small.
+
+        Args:
+            on_chunk: is told each chunk's tokens, slots, mask and features; what is beyond the prompt in the last one has no meaning.
 
         Raises:
             SequoiaPlanError: if the model is in training mode, or was moved after this was made of it.
@@ -135,21 +146,21 @@ class TreeModel:
             chunk = nn.functional.pad(chunk, (0, width - chunk.numel()))  # what is written beyond the prompt is hidden until a step writes there
             positions = torch.arange(start, start + width, device=tokens.device)
             columns = torch.arange(extent, device=tokens.device)
-            self(cache, chunk, positions, positions, additive(columns <= positions[:, None], self.model.dtype), last=1, compiled=False)
+            mask = additive(columns <= positions[:, None], self.model.dtype)
+            features = self(cache, chunk, positions, positions, mask, last=1, compiled=False).features
+            if on_chunk is not None and features is not None:
+                on_chunk(chunk, positions, mask, features)
 
     def _attention(self, cache: TreeCache, mask: Tensor, positions: Tensor, slots: Tensor) -> Tensor | dict[str, Tensor]:
         """The mask as the model takes it. A window counts positions, which in a tree are not slots."""
-        if mask.dtype != self.model.dtype:
-            mask = mask.to(self.model.dtype).clamp(min=self.lowest)  # in this order: neither dtype may hold the lowest number of the other
+        mask = as_dtype(mask, self.model.dtype)
         if cache.positions is None or self.window is None:
             return mask[None, None]
-        cache.positions.index_copy_(0, slots, positions)
-        near = cache.positions[: mask.shape[1]] > positions[:, None] - self.window
-        windowed = mask.where(near, self.lowest)[None, None]
+        windowed = in_window(cache, mask, positions, slots, self.window)[None, None]
         return {"full_attention": mask[None, None], "sliding_attention": windowed} if self.by_kind else windowed
 
 
-def _many_shapes(compiled: bool) -> contextlib.AbstractContextManager[Any]:
+def many_shapes(compiled: bool) -> contextlib.AbstractContextManager[Any]:
     """Every width and extent is compiled: torch.compile would give up after eight shapes."""
     return torch._dynamo.config.patch(recompile_limit=MOST_SHAPES) if compiled else contextlib.nullcontext()
 
@@ -157,6 +168,19 @@ def _many_shapes(compiled: bool) -> contextlib.AbstractContextManager[Any]:
 def round_up(count: int, step: int) -> int:
     """The next multiple of `step`."""
     return -(-count // step) * step
+
+
+def as_dtype(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """An additive mask in another dtype; neither dtype may hold the lowest number of the other."""
+    return mask if mask.dtype == dtype else mask.to(dtype).clamp(min=torch.finfo(dtype).min)
+
+
+def in_window(cache: TreeCache, mask: Tensor, positions: Tensor, slots: Tensor, window: int) -> Tensor:
+    """An additive mask [tokens, extent] less what is `window` positions away or more; notes the `positions` of `slots` in the cache."""
+    assert cache.positions is not None
+    cache.positions.index_copy_(0, slots, positions)
+    near = cache.positions[: mask.shape[1]] > positions[:, None] - window
+    return mask.where(near, torch.finfo(mask.dtype).min)
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

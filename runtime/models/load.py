@@ -19,7 +19,7 @@ import torch
 from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
@@ -104,6 +104,18 @@ def local_folder(source: str | None) -> Path:
         raise
     except Exception as error:  # whatever a network can do
         raise SequoiaPlanError(f"{folder}: cannot be downloaded ({first_line(error)})") from error
+
+
+def model_config(source: str) -> dict[str, Any] | None:
+    """What a model's config.json says, of a folder or a hub ID; None where there is none, or it cannot be read: `load_model` says why."""
+    if source.endswith(".gguf"):
+        return None
+    try:
+        options = {} if Path(source).exists() else _from_hub(source)
+        found = PretrainedConfig.get_config_dict(source, **options)[0]
+    except Exception:  # whatever foreign code does with a folder it does not expect
+        return None
+    return dict(found) or None
 
 
 def _default_gguf() -> Path:

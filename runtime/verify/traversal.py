@@ -21,13 +21,27 @@ def judge(target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, covered:
     side by side.
     """
     order = index.by_level
+    residual = judged(target, draft, drawn, index, covered)
+    accept = of_subtrees(residual, index)
+    accept[order.nodes] = residual.state[2]  # of the node itself
+    ordered = accept.double()[index.post_order]
+    ends = torch.zeros_like(ordered).index_copy(0, index.post_order, ordered * before(1 - ordered))
+    return Verdict(ends, residual.left, order)
+
+
+def judged(target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, covered: Tensor | None = None) -> Residual:
+    """What is left of every node once its children were judged."""
+    order = index.by_level
     residual = Residual.start(target, draft, drawn, index, order, covered)
     for group, above in zip(order.groups, order.above, strict=True):
         if above is not None:
             residual.begin(group[0], residual.take.flatten()[above])
         residual.judge(group)
-    accept = torch.cat([residual.take.new_ones(1), residual.take.flatten()[order.turn]])  # of a node's subtree
-    accept[order.nodes] = residual.state[2]  # of the node itself
-    ordered = accept.double()[index.post_order]
-    ends = torch.zeros_like(ordered).index_copy(0, index.post_order, ordered * before(1 - ordered))
-    return Verdict(ends, residual.left, order)
+    return residual
+
+
+def of_subtrees(residual: Residual, index: TreeIndex) -> Tensor:
+    """float [size]: a of each node before its children were judged. That is the probability that its subtree holds the end of the path once
+    those visited before do not, on average over what is drawn below it: as E[a(s)] = a - S for a child s, the probability that neither the
+    child nor the node is accepted is (1 - a + S) (1 - S / (S + 1 - a)) = 1 - a."""
+    return torch.cat([residual.take.new_ones(1), residual.take.flatten()[index.by_level.turn]])

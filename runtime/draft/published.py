@@ -1,0 +1,194 @@
+"""Drafts as people publish them: folders of EAGLE-1, EAGLE-3 and DFlash checkpoints, told apart by their configurations.
+
+Layouts name the same hidden state by different numbers. Here each is brought to the numbers of taps.py, once, or refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime.models.load import first_line
+
+EAGLE1, EAGLE3, DFLASH = "EAGLE-1", "EAGLE-3", "DFlash"
+FLAT = {"LlamaForCausalLMEagle3": EAGLE3, "Eagle3LlamaForCausalLM": EAGLE3, "EagleLlamaForCausalLM": EAGLE1, "DFlashDraftModel": DFLASH}
+"""By architecture: a configuration whose layers' settings are at its top. SpecForge, AngelSlim, EAGLE itself, z-lab."""
+NESTED = {"eagle3": EAGLE3, "dflash": DFLASH}
+"""By `speculators_model_type`: the layout of the library speculators."""
+LIKE_A_DRAFT = ("eagle", "dflash", "medusa", "mtp", "speculator", "draftmodel", "hydra", "dspark")
+NOT_OURS = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
+"""Tensors that drafting does not need."""
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A draft's folder, its meaning made plain.
+
+    Args:
+        kind: `EAGLE1`, `EAGLE3` or `DFLASH`.
+        layers: the configuration of its layers, as transformers' LlamaConfig or Qwen3Config take it.
+        settings: what else its configuration says, under the names of the layout.
+        taps: the hidden states it reads; None where it leaves that to the engine.
+        weights: by their names in our module.
+        covered: the target's token for each of its own; None if it has them all.
+        made_for: what it calls its target, and the target's architecture; empty where it does not say.
+    """
+
+    folder: str
+    kind: str
+    layers: dict[str, Any]
+    settings: dict[str, Any]
+    taps: tuple[int, ...] | None
+    weights: dict[str, Tensor]
+    covered: Tensor | None
+    made_for: tuple[str, str] = field(default=("", ""))
+
+    def refuse(self, what: str) -> SequoiaPlanError:
+        """An error about this draft."""
+        return SequoiaPlanError(f"{self.folder}: {what}")
+
+
+def kind_of(config: Mapping[str, Any], names: Iterable[str], folder: str) -> str | None:
+    """Which draft a folder holds; None if it holds a language model, or anything that is loaded as one.
+
+    Args:
+        config: its config.json.
+        names: those of its tensors.
+
+    Raises:
+        SequoiaPlanError: if it is a draft of a kind that is not known.
+    """
+    expected = f"expected one of {', '.join(FLAT)}, or the layout of speculators ({', '.join(NESTED)})"
+    nested = config.get("speculators_model_type")
+    if nested is not None:
+        if nested not in NESTED:
+            raise SequoiaPlanError(f"{folder}: found speculators_model_type {nested!r:.60}, which is a draft of another kind; {expected}")
+        return NESTED[nested]
+    architecture = str((config.get("architectures") or [""])[0])
+    if architecture in FLAT:
+        return FLAT[architecture]
+    if any(word in architecture.lower() for word in LIKE_A_DRAFT):
+        raise SequoiaPlanError(f"{folder}: found the architecture {architecture!r:.60}, which is a draft of another kind; {expected}")
+    return EAGLE1 if "fc.weight" in names else None
+
+
+def read_checkpoint(folder: Path, config: Mapping[str, Any], kind: str, name: str) -> Checkpoint:
+    """The draft of `kind` in a folder, which errors call `name`.
+
+    Raises:
+        SequoiaPlanError: if its weights cannot be read, or a number in its configuration has no known meaning.
+    """
+    weights = {_our_name(name): value for name, value in _read_weights(folder).items()}
+    offsets = weights.pop("d2t", None)
+    marked = weights.pop("t2d", None)
+    for other in NOT_OURS:
+        weights.pop(other, None)
+    nested = config.get("speculators_model_type") is not None
+    layers = dict(config.get("transformer_layer_config") or {}) if nested else dict(config)
+    if kind != DFLASH:
+        layers = {"model_type": "llama"} | layers
+    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+    made_for = str(verifier.get("name_or_path") or ""), str((verifier.get("architectures") or [""])[0])
+    taps = _taps(config, kind, nested, name)
+    return Checkpoint(name, kind, layers, dict(config), taps, weights, _covered(offsets, marked, name), made_for)
+
+
+def tensor_names(folder: Path) -> set[str]:
+    """Names of the tensors in a folder's safetensors files, or in the index of a checkpoint that torch saved; none where reading says nothing."""
+    found: set[str] = set()
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                found |= set(opened.keys())
+        except Exception:  # whoever loads it says what is wrong
+            continue
+    return found or set(_saved_by_torch(folder, mapped=True))
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as opened:
+                found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except Exception as error:
+        raise SequoiaPlanError(f"{folder}: its weights cannot be read ({first_line(error)}); get the draft again") from error
+    found = found or _saved_by_torch(folder)
+    if not found:
+        raise SequoiaPlanError(f"{folder}: no weights found, expected model.safetensors or pytorch_model.bin")
+    return found
+
+
+def _saved_by_torch(folder: Path, mapped: bool = False) -> dict[str, Tensor]:
+    """Tensors of pytorch_model*.bin; `mapped` reads none of their values."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("pytorch_model*.bin")):
+        try:
+            found |= torch.load(file, map_location="meta" if mapped else "cpu", weights_only=True)
+        except Exception as error:  # pickles fail in many ways
+            if not mapped:
+                raise SequoiaPlanError(f"{file}: cannot be read ({first_line(error)}); get the draft again") from error
+    return found
+
+
+def _our_name(name: str) -> str:
+    """A tensor's name without what layouts put before it."""
+    return name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
+
+
+def _covered(offsets: Tensor | None, marked: Tensor | None, folder: str) -> Tensor | None:
+    """int64: the target's token for each of the draft's, from what is to be added to the draft's own number."""
+    if offsets is None:
+        return None
+    if offsets.ndim != 1 or offsets.is_floating_point():
+        raise SequoiaPlanError(f"{folder}: d2t is {tuple(offsets.shape)} of {offsets.dtype}, expected one whole number for each token of the draft")
+    covered = torch.arange(offsets.numel()) + offsets.long()
+    if covered.numel() and (int(covered.min()) < 0 or covered.unique().numel() != covered.numel()):
+        raise SequoiaPlanError(f"{folder}: d2t does not name each target token at most once; expected offsets: target token = draft token + d2t[draft token]")
+    if marked is not None and (int(covered.max()) >= marked.numel() or set(covered.tolist()) != set(marked.nonzero().flatten().tolist())):
+        raise SequoiaPlanError(f"{folder}: d2t names other tokens than t2d marks; one of them was not filled, get the draft again")
+    return covered
+
+
+def _taps(config: Mapping[str, Any], kind: str, nested: bool, folder: str) -> tuple[int, ...] | None:
+    """The hidden states a draft reads, by our numbers; None if its configuration does not say."""
+    eagle, dflash = (config.get(name) or {} for name in ("eagle_config", "dflash_config"))
+    places = {
+        f"{LAYER_IDS}": (config, LAYER_IDS),
+        f"eagle_config.{LAYER_IDS}": (eagle, LAYER_IDS),
+        "aux_hidden_state_layer_ids": (config, "aux_hidden_state_layer_ids"),
+        "dflash_config.target_layer_ids": (dflash, "target_layer_ids"),
+        "target_layer_ids": (config, "target_layer_ids"),
+        "layer_ids": (config, "layer_ids"),
+        "eagle_config.layer_ids": (eagle, "layer_ids"),
+        "dflash_config.layer_ids": (dflash, "layer_ids"),
+    }
+    found = {name: where[key] for name, (where, key) in places.items() if isinstance(where, Mapping) and where.get(key) is not None}
+    if kind == EAGLE1:
+        found = {}
+    if not found:
+        return None
+    if (kind, nested) == (EAGLE3, True):
+        known, shift = (LAYER_IDS,), 0  # as vLLM counts: the hidden state that layer k, counted from 0, reads
+    elif (kind, nested) == (EAGLE3, False):
+        known, shift = (f"eagle_config.{LAYER_IDS}",), 1  # as SGLang and both trainers count: what layer k, counted from 0, puts out
+    elif nested:
+        known, shift = ("aux_hidden_state_layer_ids",), 0
+    else:
+        known, shift = ("dflash_config.target_layer_ids",), 1
+    for name, ids in found.items():
+        if name not in known:
+            raise SequoiaPlanError(f"{folder}: found layer ids as {name}, whose numbers no known trainer of this layout writes; expected {known[0]}")
+        if not isinstance(ids, list) or not ids or any(isinstance(each, bool) or not isinstance(each, int) or each + shift < 0 for each in ids):
+            raise SequoiaPlanError(f"{folder}: {name}: found {ids!r:.60}, expected a list of layer numbers")
+        if len(set(ids)) < len(ids):
+            raise SequoiaPlanError(f"{folder}: {name}: found {ids!r:.60}, expected each layer once")
+    return tuple(each + shift for each in found[known[0]])

@@ -1,0 +1,104 @@
+"""The exact law of what one step of a real decoder puts out: every draw it could make is made, each with its probability."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from enumeration import without_replacement
+
+from sequoia_plan.runtime import Sampling
+
+
+class Script:
+    """Runs a program again and again until every choice it has was made."""
+
+    def __init__(self):
+        self.chosen, self.at = [], 0
+
+    def choose(self, options):
+        """One of `options`, [(value, probability)]; a later run takes the next."""
+        if self.at == len(self.chosen):
+            self.chosen.append([0, options])
+        place, options = self.chosen[self.at]
+        self.at += 1
+        self.chance *= options[place][1]
+        return options[place][0]
+
+    def runs(self):
+        """Begins each run."""
+        while True:
+            self.at, self.chance = 0, 1.0
+            yield
+            while self.chosen and self.chosen[-1][0] + 1 == len(self.chosen[-1][1]):
+                self.chosen.pop()
+            if not self.chosen:
+                return
+            self.chosen[-1][0] += 1
+
+
+@dataclass(frozen=True)
+class Scripted(Sampling):
+    """A sampling whose children are chosen by a script.
+
+    Args:
+        shared: rows of logits that are equal, as those of one level of a block draft, take one draw together. Wrong for `traversal`.
+        told: what verification is told of a law that was drawn from; anything but the law itself is wrong.
+    """
+
+    script: Script = field(default_factory=Script, compare=False)
+    shared: bool = False
+    told: object = None
+
+    def children(self, logits, count, bits):
+        laws, drawn, known = self.draft(logits), [], {}
+        for law in laws.double().numpy():
+            key = law.tobytes() if self.shared else len(drawn)
+            if key not in known:
+                known[key] = self.script.choose(list(without_replacement(law / law.sum(), count)))
+            drawn.append(known[key])
+        return (laws if self.told is None else self.told(laws)), torch.tensor(drawn)
+
+
+def target_law(target, tokens, temperature, known):
+    """float64 [vocabulary]: the target's own law after `tokens`, read whole."""
+    if tokens not in known:
+        logits = target(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
+        known[tokens] = torch.softmax(logits.double() / temperature, -1).numpy()
+    return known[tokens]
+
+
+@torch.inference_mode()
+def error_of_a_step(decoder, prompt, sampling):
+    """The largest difference between the law of the first tokens and the target's, as many tokens as the tree has levels."""
+    target, script, tree, known = decoder.target.model, sampling.script, decoder.tree, {}
+    vocabulary, length = target.config.vocab_size, tree.depth
+    decoder.prefill(torch.tensor(prompt), 4 * tree.depth, seed=0)
+    decoder.refill_random_numbers(sampling)
+    covered, total = decoder.drafter.covered, Counter()
+    for _ in script.runs():
+        growth = decoder.grow(64, sampling)
+        logits = decoder.read(64)
+        tokens = decoder.sequence.tokens[len(prompt) - 1 : len(prompt) - 1 + tree.size].tolist()
+        p = sampling.target(logits).double()
+        verdict = sampling.rule.judge(p.__getitem__, growth.laws.double(), growth.drawn, decoder.structure.index, covered)
+        for node, end in enumerate(verdict.ends.tolist()):
+            if end > 0:
+                path = tuple(tokens[n] for n in np.flatnonzero(tree.attention_mask[node]))[1:]
+                bonus = verdict.bonus_law(torch.tensor([node]), p.__getitem__, decoder.structure.index, covered)[0]
+                for token, chance in enumerate((bonus / bonus.sum()).tolist()):
+                    total[(*path, token)] += script.chance * end * chance
+
+    def following(said, tokens):
+        return np.prod([target_law(target, (*prompt, *said, *tokens[:i]), sampling.temperature, known)[token] for i, token in enumerate(tokens)])
+
+    law = np.zeros([vocabulary] * length)
+    for said, probability in total.items():
+        for rest in itertools.product(range(vocabulary), repeat=length - len(said)):
+            law[(*said, *rest)] += probability * following(said, rest)
+    expected = np.array([following((), tokens) for tokens in itertools.product(range(vocabulary), repeat=length)])
+    assert abs(sum(total.values()) - 1) < 1e-5
+    return float(np.abs(law.reshape(-1) - expected).max())
