@@ -23,17 +23,44 @@ from sequoia_plan.artifacts.tree import TokenTree
 Floats = NDArray[np.float64]
 SAME = 1e-9
 """Relative: figures that differ by less are the same, computed on another machine."""
-Acceptance = Sequence[float] | Sequence[Sequence[float]] | Sequence[float | tuple[float, ...]]
+Acceptance = Sequence[float] | Sequence[Sequence[float]] | Sequence[Sequence[Sequence[float]]] | Sequence[float | tuple[float | tuple[float, ...], ...]]
+"""p[rank], p[level][rank] or p[level][class][rank], see `acceptance_rows`."""
+
+
+def by_class(acceptance: Acceptance | Floats) -> Floats:
+    """float64 [levels, classes, ranks]: the given levels, one for a vector, and the given classes, one where none are told apart."""
+    given = np.asarray(acceptance, np.float64)
+    return given if given.ndim == 3 else np.atleast_2d(given)[:, None]
 
 
 def acceptance_rows(acceptance: Acceptance | Floats, depth: int, branching: int | None = None) -> Floats:
-    """float64 [depth - 1, ranks]: p[level][rank] for parents on each level; one vector holds for all levels.
+    """float64 [depth - 1, classes, ranks]: p[level][class][rank] of the children of nodes on each level.
 
-    The last of the given rows holds for all deeper levels.
+    There is one class, or two: nodes on the spine (every rank on their path from the root is 1; the root is one) and nodes off it. One vector holds
+    for all levels; the last of the given levels holds for all deeper ones.
     """
-    rows = np.atleast_2d(np.asarray(acceptance, np.float64))
+    rows = by_class(acceptance)
     levels = np.minimum(np.arange(depth - 1), len(rows) - 1)
-    return np.ascontiguousarray(rows[levels, : branching or rows.shape[1]])
+    return np.ascontiguousarray(rows[levels, :, :branching])
+
+
+def child_probabilities(tree: TokenTree, rows: Floats) -> Floats:
+    """float64 [size - 1]: of each node but the root, the probability that it is the one accepted, its parent being accepted.
+
+    A rank beyond the rows' end has the probability 0.
+
+    Args:
+        rows: float64 [levels, classes, ranks]; the last level holds for all deeper ones.
+    """
+    level, kind = parents_rows(tree, rows)
+    rank = tree.ranks[1:] - 1
+    return np.where(rank < rows.shape[2], rows[level, kind, np.minimum(rank, rows.shape[2] - 1)], 0.0)
+
+
+def parents_rows(tree: TokenTree, rows: Floats) -> tuple[Any, Any]:
+    """Level and class in `rows` of the parent of each node but the root."""
+    parents = tree.parents[1:]
+    return np.minimum(tree.position_ids[parents], len(rows) - 1), np.minimum(tree.classes[parents], rows.shape[1] - 1)
 
 
 def node_values(tree: TokenTree, acceptance: Acceptance | Floats) -> Floats:
@@ -41,14 +68,11 @@ def node_values(tree: TokenTree, acceptance: Acceptance | Floats) -> Floats:
 
     A rank beyond the vector's end has the probability 0.
     """
-    rows = acceptance_rows(acceptance, max(tree.depth, 2))
-    if rows.shape[1] < tree.branching:
-        rows = np.pad(rows, ((0, 0), (0, tree.branching - rows.shape[1])))
-    ranks, parents, offsets = tree.ranks, tree.parents, tree.level_offsets.tolist()
-    value = np.ones(tree.size)
-    for level in range(1, tree.depth):
+    parents, offsets = tree.parents, tree.level_offsets.tolist()
+    value = np.append(1.0, child_probabilities(tree, by_class(acceptance)))
+    for level in range(2, tree.depth):
         nodes = slice(offsets[level], offsets[level + 1])
-        value[nodes] = value[parents[nodes]] * rows[level - 1, ranks[nodes] - 1]
+        value[nodes] *= value[parents[nodes]]
     return value
 
 
@@ -57,21 +81,18 @@ def expected_tokens(tree: TokenTree, acceptance: Acceptance | Floats) -> float:
     return math.fsum(node_values(tree, acceptance))  # exactly rounded: the same bits on every machine
 
 
-def most_expected_tokens(rows: Sequence[Sequence[float]], size: int) -> float:
-    """No tree of `size` nodes has more expected tokens: the sum of the largest node values of the endless tree.
-
-    Args:
-        rows: p[level][rank]; the last row holds for all deeper levels.
-    """
-    total, candidates = 0.0, [(-1.0, 0)]
+def most_expected_tokens(acceptance: Acceptance | Floats, size: int) -> float:
+    """No tree of `size` nodes has more expected tokens: the sum of the largest node values of the endless tree."""
+    rows = by_class(acceptance).tolist()
+    total, candidates, last = 0.0, [(-1.0, 0, 0)], len(rows[0]) - 1
     for _ in range(size):
         if not candidates:
             break
-        value, level = heapq.heappop(candidates)
+        value, level, kind = heapq.heappop(candidates)
         total -= value
-        for p in rows[min(level, len(rows) - 1)]:
+        for rank, p in enumerate(rows[min(level, len(rows) - 1)][kind]):
             if p > 0:
-                heapq.heappush(candidates, (value * p, level + 1))
+                heapq.heappush(candidates, (value * p, level + 1, kind if rank == 0 else last))
     return total
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
-from sequoia_plan.artifacts.profile import Judged, LevelCounts, Lift, Profile
+from sequoia_plan.artifacts.profile import Counts, Judged, LevelCounts, Lift, Profile
 
 
 def merge(profiles: Sequence[Profile], names: Sequence[str] = ()) -> Profile:
@@ -75,10 +75,20 @@ def _lift(profiles: Sequence[Profile], depth: int) -> Lift | None:
 
 
 def added(counts: Sequence[Sequence[LevelCounts]], depth: int) -> tuple[LevelCounts, ...]:
-    """Counts of the same ranks level by level, down to `depth`; the deeper ones may lack levels."""
+    """Counts of the same ranks level by level, down to `depth`; the deeper ones may lack levels. Classes are told apart where all do so."""
     nothing = LevelCounts(0, (0.0,) * len(counts[0][0].counts))
     rows = [[each[level] if level < len(each) else nothing for each in counts] for level in range(depth)]
-    return tuple(LevelCounts(sum(r.trials for r in row), tuple(round(sum(c), 4) for c in zip(*(r.counts for r in row), strict=True))) for row in rows)
+
+    def off(row: Sequence[LevelCounts]) -> Counts | None:
+        seen = [each for each in row if each.trials]
+        parts = [each.off for each in seen if each.off]
+        return Counts(*_sums(parts)) if parts and len(parts) == len(seen) else None
+
+    return tuple(LevelCounts(*_sums(row), off(row)) for row in rows)
+
+
+def _sums(counts: Sequence[Counts]) -> tuple[int, tuple[float, ...]]:
+    return sum(each.trials for each in counts), tuple(round(sum(of_rank), 4) for of_rank in zip(*(each.counts for each in counts), strict=True))
 
 
 def pooled(levels: Sequence[LevelCounts]) -> tuple[float, ...]:

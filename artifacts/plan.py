@@ -31,19 +31,34 @@ class Interval(Artifact, frozen=True):
     lost: Annotated[Ends | None, field("the share of speed (or of tokens) this tree loses at either end against the one that would be chosen there")] = None
 
 
+CLASSES = ("on the spine", "off the spine")
+"""Of a node: whether every rank on its path from the root is 1."""
+
+
 def check_rows(acceptance: Any, name: str) -> None:
-    """Refuse what is neither an acceptance vector nor a list of such vectors of one length, one a level.
+    """Refuse what is neither an acceptance vector, nor a list of such vectors, one a level, nor a list of pairs of them, one for each of CLASSES.
 
     Raises:
-        SequoiaPlanError: naming the level and the rank.
+        SequoiaPlanError: naming the level, the class and the rank.
     """
-    if not isinstance(acceptance, (list, tuple)) or not acceptance or not isinstance(acceptance[0], (list, tuple)):
+    if not _is_list(acceptance) or not acceptance or not _is_list(acceptance[0]):
         check_acceptance(acceptance, name)
         return
-    for level, row in enumerate(acceptance):
-        check_acceptance(row, f"{name}, level {level}")
-        if len(row) != len(acceptance[0]):
-            raise SequoiaPlanError(f"{name}, level {level}: found {len(row)} ranks, expected equal lengths: {len(acceptance[0])} (pad with zeros)")
+    pairs = bool(acceptance[0]) and _is_list(acceptance[0][0])
+    rows: list[tuple[str, Any]] = []
+    for level, given in enumerate(acceptance):
+        here = f"{name}, level {level}"
+        if pairs and (not _is_list(given) or len(given) != len(CLASSES) or not all(map(_is_list, given))):
+            raise SequoiaPlanError(f"{here}: found {given!r:.60}, expected two vectors as on level 0: for parents {' and '.join(CLASSES)}")
+        rows += [(f"{here}, {kind}", row) for kind, row in zip(CLASSES, given, strict=True)] if pairs else [(here, given)]
+    for where, row in rows:
+        check_acceptance(row, where)
+        if len(row) != len(rows[0][1]):
+            raise SequoiaPlanError(f"{where}: found {len(row)} ranks, expected equal lengths: {len(rows[0][1])} (pad with zeros)")
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
 
 
 class Alternative(Artifact, frozen=True):
@@ -71,10 +86,13 @@ class Plan(Artifact, frozen=True, kw_only=True):
     PREFIX: ClassVar[str] = "plan"
 
     acceptance: Annotated[
-        Annotated[tuple[float | tuple[float, ...], ...], Meta(title="a list of numbers, or a list of such lists")] | None,
+        Annotated[tuple[float | tuple[float | tuple[float, ...], ...], ...], Meta(title="a list of numbers, or a list of such lists or of pairs of them")]
+        | None,
         field(
             "p[1], p[2], ... of the profile: the probability that of an accepted node's children the one of that rank is accepted. Each from 0 "
-            "to 1, sum at most 1 + 1e-6. With lists, the first is for the root's children, and so on; the last holds for all deeper levels",
+            "to 1, sum at most 1 + 1e-6. With lists, the first is for the root's children, and so on; the last holds for all deeper levels. With pairs "
+            "of lists, the first of a pair is for children of a node on the spine (all ranks on its path from the root are 1; the root is on it, "
+            "too), the second for all others",
             check=check_rows,
         ),
     ] = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -17,6 +17,7 @@ from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
 from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.facts import is_number
 from sequoia_plan.artifacts.files import read_bytes, write_atomically
+from sequoia_plan.artifacts.rates import rates
 from sequoia_plan.artifacts.schema import Artifact, Count, Facts, Seconds, Size, field
 
 FORMAT, VERSION = "sequoia-plan-profile", 1
@@ -131,8 +132,8 @@ class Latency(Artifact, frozen=True):
                     )
 
 
-class LevelCounts(Artifact, frozen=True):
-    """Acceptance on one level, as counts: they add up over runs, and tell how sure a probability is."""
+class Counts(Artifact, frozen=True):
+    """Acceptance as counts: they add up over runs, and tell how sure a probability is."""
 
     PREFIX: ClassVar[str] = "acceptance.levels"
 
@@ -144,6 +145,34 @@ class LevelCounts(Artifact, frozen=True):
             "most `trials` (1e-6 relative and 0.01 absolute tolerance); as many on each level"
         ),
     ]
+
+
+class LevelCounts(Counts, frozen=True):
+    """Those of one level."""
+
+    off: Annotated[
+        Counts | None,
+        field(
+            "the part of `trials` and `counts` that belongs to accepted nodes off the spine (a rank on their path from the root is above 1). Missing "
+            "for the root's level, and where nobody told them apart",
+            key="off_spine",
+        ),
+    ] = None
+
+
+def told_apart(levels: Sequence[LevelCounts]) -> bool:
+    """Whether counts say of every level below the root's which part of them is off the spine."""
+    return bool(levels) and levels[0].trials > 0 and any(level.off for level in levels) and all(level.off or not level.trials for level in levels[1:])
+
+
+def tally(levels: Sequence[LevelCounts], classes: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Trials [levels, classes] and counts [levels, classes, ranks], as `rates` takes them; with one class those of all nodes together."""
+    trials, counts = np.array([level.trials for level in levels], float), np.array([level.counts for level in levels], float)
+    if classes == 1:
+        return trials[:, None], counts[:, None]
+    off = np.array([level.off.trials if level.off else 0 for level in levels], float)
+    off_counts = np.array([level.off.counts if level.off else np.zeros(counts.shape[1]) for level in levels], float)
+    return np.stack([trials - off, off], 1), np.stack([np.maximum(counts - off_counts, 0), off_counts], 1)
 
 
 Levels = Annotated[tuple[LevelCounts, ...], Meta(title="a list of mappings")]
@@ -286,6 +315,15 @@ class Profile(Artifact, frozen=True):
         return tuple(rows)
 
     @property
+    def by_class(self) -> tuple[tuple[tuple[float, ...], ...], ...]:
+        """p[level][class][rank] from the counts, for parents on the spine and off it, see `rates`. Empty if they do not tell them apart, or
+        differ by no more than noise."""
+        if not told_apart(self.levels):
+            return ()
+        rows = rates(*tally(self.levels, 2))[0]
+        return () if np.array_equal(rows[:, 0], rows[:, 1]) else tuple(tuple(map(tuple, level)) for level in rows.tolist())
+
+    @property
     def by_kind(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Trials [kinds, levels] and counts [kinds, levels, ranks]."""
         levels = self.kinds.values()
@@ -332,16 +370,13 @@ class Profile(Artifact, frozen=True):
 
 
 def _check_counts(place: str, levels: Levels, kinds: Mapping[str, Levels]) -> None:
-    """Refuse counts of different ranks, above their trials, or of kinds that do not add up."""
+    """Refuse counts of different ranks, above their trials, with a part that is none, or of kinds that do not add up."""
     ranks = len(levels[0].counts) if levels else 0
     for name, rows in {"levels": levels, **{f"kinds.{kind}": rows for kind, rows in kinds.items()}}.items():
         for number, level in enumerate(rows):
-            if len(level.counts) != ranks:
-                raise SequoiaPlanError(f"{place}.{name}[{number}].counts: found {len(level.counts)} ranks, expected {ranks} as on the first level")
-            if sum(level.counts) > level.trials * (1 + SUM_TOLERANCE) + COUNT_TOLERANCE:
-                raise SequoiaPlanError(
-                    f"{place}.{name}[{number}].counts: sum to {sum(level.counts):.6g}, expected at most {level.trials} trials (at most one child is accepted)"
-                )
+            _check_vector(level, ranks, f"{place}.{name}[{number}]")
+            if level.off is not None:
+                _check_off(level, level.off, ranks, f"{place}.{name}[{number}].off_spine")
     for number, level in enumerate(levels):
         found = sum(rows[number].trials for rows in kinds.values() if number < len(rows))
         if kinds and (found != level.trials or {len(rows) for rows in kinds.values()} != {len(levels)}):
@@ -349,3 +384,27 @@ def _check_counts(place: str, levels: Levels, kinds: Mapping[str, Levels]) -> No
                 f"{place}.kinds: found {found} trials on level {number}, expected every level in each kind, and {level.trials} trials as in "
                 "`levels`; leave `kinds` out, or profile again"
             )
+        off = [each.off.trials if (each := rows[number]).off else None for rows in kinds.values()]
+        if level.off and kinds and (None in off or sum(filter(None, off)) != level.off.trials):
+            raise SequoiaPlanError(
+                f"{place}.kinds: found {off} trials off the spine on level {number}, expected {level.off.trials} together, as in `levels`; "
+                "leave `kinds` out, or profile again"
+            )
+
+
+def _check_vector(found: Counts, ranks: int, place: str) -> None:
+    if len(found.counts) != ranks:
+        raise SequoiaPlanError(f"{place}.counts: found {len(found.counts)} ranks, expected {ranks} as on the first level")
+    if sum(found.counts) > found.trials * (1 + SUM_TOLERANCE) + COUNT_TOLERANCE:
+        raise SequoiaPlanError(f"{place}.counts: sum to {sum(found.counts):.6g}, expected at most {found.trials} trials (at most one child is accepted)")
+
+
+def _check_off(level: LevelCounts, off: Counts, ranks: int, place: str) -> None:
+    _check_vector(off, ranks, place)
+    rest = [total - part for total, part in zip(level.counts, off.counts, strict=True)]
+    trials = level.trials - off.trials
+    if trials < 0 or min(rest) < -COUNT_TOLERANCE or sum(rest) > trials * (1 + SUM_TOLERANCE) + COUNT_TOLERANCE:
+        raise SequoiaPlanError(
+            f"{place}: found {off.trials} of {level.trials} trials, with counts that sum to {sum(off.counts):.6g} of {sum(level.counts):.6g}; expected a "
+            "part of the level's, whose rest holds at most one accepted child a trial"
+        )

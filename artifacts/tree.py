@@ -130,6 +130,16 @@ class TokenTree:
         return _frozen(ranks)
 
     @cached_property
+    def classes(self) -> IntArray:
+        """int32 [size]: 0 for a node on the spine (the root, its first child, that one's first child, and so on), 1 for one off it."""
+        classes, node = np.ones(self.size, int), 0
+        classes[0] = 0
+        while self.child_count[node]:
+            node = int(self.first_child[node])
+            classes[node] = 0
+        return _frozen(classes)
+
+    @cached_property
     def attention_mask(self) -> NDArray[np.bool_]:
         """bool [size, size]: may node i attend to node j, that is, is j i itself or an ancestor. Lower-triangular."""
         mask = np.eye(self.size, dtype=bool)

@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sequoia_plan.artifacts import Lift, TokenTree
-from sequoia_plan.artifacts.cost import Floats, StepTime, expected_tokens, node_values
+from sequoia_plan.artifacts.cost import Floats, StepTime, by_class, child_probabilities, expected_tokens, node_values, parents_rows
+from sequoia_plan.artifacts.rates import rates
 
 Z95 = 1.959964
 LEAST_KINDS = 4
@@ -26,36 +27,39 @@ LEAST_KINDS = 4
 
 
 def gradient(tree: TokenTree, rows: Floats) -> Floats:
-    """float64 [levels, ranks]: dF / dp[level][k], from the tree alone; the last of `rows` holds for all deeper levels."""
+    """dF / dp, of the shape of `rows`, from the tree alone.
+
+    Args:
+        rows: float64 [levels, ranks] or [levels, classes, ranks], p[level][class][k]; the last level holds for all deeper ones.
+    """
     below = np.ones(tree.size)  # F of the subtree under each node, the node counted as 1
-    p = np.pad(rows, ((0, 0), (0, max(0, tree.branching - rows.shape[1]))))
-    at = np.minimum(tree.position_ids[tree.parents[1:]], len(rows) - 1)  # each node's row
-    offsets = tree.level_offsets
+    p, offsets = child_probabilities(tree, by_class(rows)), tree.level_offsets
     for level in range(tree.depth - 1, 0, -1):
         nodes = np.arange(offsets[level], offsets[level + 1])
-        np.add.at(below, tree.parents[nodes], p[at[nodes - 1], tree.ranks[nodes] - 1] * below[nodes])
-    slope = np.zeros_like(p)
-    np.add.at(slope, (at, tree.ranks[1:] - 1), node_values(tree, rows)[tree.parents[1:]] * below[1:])
-    return slope[:, : rows.shape[1]]
+        np.add.at(below, tree.parents[nodes], p[nodes - 1] * below[nodes])
+    levels, classes, ranks = by_class(rows).shape
+    slope = np.zeros((levels, classes, max(ranks, tree.branching)))
+    np.add.at(slope, (*parents_rows(tree, by_class(rows)), tree.ranks[1:] - 1), node_values(tree, rows)[tree.parents[1:]] * below[1:])
+    return slope[..., :ranks].reshape(rows.shape)
 
 
 def ends(tree: TokenTree, rows: Floats, trials: Sequence[float] | Floats, z: float = Z95) -> tuple[Floats, Floats]:
-    """The likeliest acceptance at which F(tree) is z standard errors below and above; float64 [levels, ranks] each.
+    """The likeliest acceptance at which F(tree) is z standard errors below and above; of the shape of `rows` each.
 
     Args:
-        rows: float64 [levels, ranks], p[level][k]; the last holds for all deeper levels.
-        trials: independent observations behind each.
+        rows: as `gradient` takes them.
+        trials: independent observations behind each of their vectors, [levels] or [levels, classes].
     """
     spread, variance = _propagated(tree, rows, trials)
     step = z * spread / math.sqrt(variance) if variance > 0 else np.zeros_like(rows)
     low, high = (np.clip(rows + sign * step, 0, 1) for sign in (-1, 1))
-    return low / np.maximum(1.0, low.sum(1, keepdims=True)), high / np.maximum(1.0, high.sum(1, keepdims=True))
+    return low / np.maximum(1.0, low.sum(-1, keepdims=True)), high / np.maximum(1.0, high.sum(-1, keepdims=True))
 
 
 def _propagated(tree: TokenTree, rows: Floats, trials: Sequence[float] | Floats) -> tuple[Floats, float]:
-    """S g / n, float64 [levels, ranks], and the variance of F, g' S g / n."""
-    slope, n = gradient(tree, rows), np.maximum(np.asarray(trials, float), 1)[:, None]
-    spread = rows * (slope - (rows * slope).sum(1, keepdims=True)) / n
+    """S g / n, of the shape of `rows`, and the variance of F, g' S g / n."""
+    slope, n = gradient(tree, rows), np.maximum(np.asarray(trials, float), 1)[..., None]
+    spread = rows * (slope - (rows * slope).sum(-1, keepdims=True)) / n
     return spread, max(float((slope * spread).sum()), 0.0)
 
 
@@ -63,21 +67,20 @@ def jackknife(tree: TokenTree, trials: NDArray[np.integer], counts: Floats) -> t
     """Standard error of F(tree), and F, from groups of trials of which one after the other is left out: inf if one holds all of the root's.
 
     Args:
-        trials: [groups, levels], accepted nodes observed.
-        counts: float64 [groups, levels, ranks], how many of their children of each rank were accepted.
+        trials: [groups, levels] or [groups, levels, classes], accepted nodes observed.
+        counts: float64 [..., ranks], how many of their children of each rank were accepted.
     """
     groups = len(trials)
-    n = trials.sum(0) - trials
-    if n[:, 0].min() <= 0:
+    n, accepted = trials.sum(0) - trials, counts.sum(0) - counts
+    if n.reshape(*n.shape[:2], -1)[:, 0, 0].min() <= 0:
         return math.inf, 1.0
-    rates = (counts.sum(0) - counts) / np.maximum(n, 1)[..., None]
-    seen = np.maximum.accumulate(np.where(n > 0, np.arange(n.shape[1]), 0), 1)  # a level without trials is as the one above it
-    without = np.array([expected_tokens(tree, rows[at]) for rows, at in zip(rates, seen, strict=True)])
+    without = np.array([expected_tokens(tree, rates(*each)[0]) for each in zip(n, accepted, strict=True)])
     return math.sqrt((groups - 1) / groups * ((without - without.mean()) ** 2).sum()), float(without.mean())
 
 
 def trials_of_a_new_kind(tree: TokenTree, rows: Floats, trials: NDArray[np.integer], counts: Floats) -> Floats | None:
-    """float64 [levels]: how many independent observations would leave F(tree) as open as a kind of prompts that was not measured does.
+    """Of the shape [levels] or [levels, classes] of each kind's trials: how many independent observations would leave F(tree) as open as a
+    kind of prompts that was not measured does.
 
     Of K kinds with the variance s^2 of F the mean has the variance s^2 / K, which is the jackknife's, and a further kind's distance from that
     mean s^2 (1 + 1 / K). As s^2 is known from K kinds only, Student's law takes the normal one's place. s^2 holds the noise of each kind's
@@ -85,14 +88,14 @@ def trials_of_a_new_kind(tree: TokenTree, rows: Floats, trials: NDArray[np.integ
     expectation more often than it says. Taking that noise out made it hold less often, since few prompts do not tell how large it is.
 
     Args:
-        rows: float64 [levels, ranks], p[level][k] of all kinds together.
+        rows: p of all kinds together, as `gradient` takes them.
         trials, counts: of each kind, as `jackknife` takes groups. None is returned for fewer than `LEAST_KINDS`.
     """
     kinds = len(trials)
     if kinds < LEAST_KINDS:
         return None
     error = jackknife(tree, trials, counts)[0] * math.sqrt(kinds + 1) * student95(kinds - 1) / Z95
-    seen = trials.sum(0).astype(float)
+    seen = rates(trials.sum(0), counts.sum(0))[1]
     return seen * min(1.0, _propagated(tree, rows, seen)[1] / max(error, 1e-9) ** 2)
 
 
@@ -140,7 +143,7 @@ def lift_error(tree: TokenTree, rows: Floats, counts: Floats, trials: Floats, li
     """Standard error of log F(tree) with `traversal`, from how sure its acceptance is relative to that of `sequoia`.
 
     Args:
-        rows: float64 [levels, ranks], or one row for all levels.
+        rows: float64 [levels, ranks] or [levels, classes, ranks], or one row for all levels. Classes are lifted alike.
         counts, trials: of `traversal`, [levels, ranks] and [levels]; rows are their quotients, or that of their sums.
     """
     if not lift.covariance:
@@ -150,6 +153,9 @@ def lift_error(tree: TokenTree, rows: Floats, counts: Floats, trials: Floats, li
     change = np.zeros(len(lift.ratio))
     for level in range(levels):
         known = slice(0, lift.ranks[level])
+        if rows.ndim > 2:
+            change[level] = (slope[level, :, known] * rows[level, :, known]).sum()
+            continue
         seen = trials[level] if by_level else trials.sum()
         change[level] = slope[level if by_level else 0, known] @ counts[level, known] / max(seen, 1)
     covariance = np.array(lift.covariance)
@@ -160,11 +166,11 @@ def token_ratio_error(first: tuple[TokenTree, Floats], second: tuple[TokenTree, 
     """Standard error of log(F of one tree / F of another), each with its own acceptance of the same trials, the ratio of the two acceptances given.
 
     Args:
-        first, second: tree and float64 [levels, ranks], p[level][k].
-        trials: independent observations behind each level.
+        first, second: tree and p as `gradient` takes it, of one shape.
+        trials: independent observations behind each vector.
     """
     (a, mine), (b, theirs) = first, second
     ratio = np.divide(mine, theirs, out=np.ones_like(mine), where=theirs > 0)
     slope = gradient(a, mine) * ratio / expected_tokens(a, mine) - gradient(b, theirs) / expected_tokens(b, theirs)
-    spread = theirs * (slope - (theirs * slope).sum(1, keepdims=True)) / np.maximum(np.asarray(trials, float), 1)[:, None]
+    spread = theirs * (slope - (theirs * slope).sum(-1, keepdims=True)) / np.maximum(np.asarray(trials, float), 1)[..., None]
     return math.sqrt(max(float((slope * spread).sum()), 0.0))

@@ -42,7 +42,7 @@ Measured = tuple[Acceptance, list[str]]
 
 def profiled(measured: Measured, chosen: Any) -> Profile:
     """What `profile` would say of the chosen prompts (a mask)."""
-    found = Acceptance(*(numbers[np.array(chosen, bool)] for numbers in (measured[0].trials, measured[0].counts)))
+    found = measured[0].part(np.array(chosen, bool))
     kinds = [kind for kind, taken in zip(measured[1], chosen, strict=True) if taken]
     return Profile(pooled(found.levels()), found.effective_trials(), levels=found.levels(), kinds=found.by_kind(kinds))
 
@@ -57,7 +57,7 @@ def predictions(source: Measured, target: Measured) -> Iterator[dict[str, Any]]:
             plan = tree.plan
             assert plan.interval and plan.interval_new_kind and plan.expected_tokens
             ends = {"like_the_profiled": plan.interval.expected_tokens, "of_a_new_kind": plan.interval_new_kind.expected_tokens}
-            numbers = {"promised": plan.expected_tokens, "found": expected_tokens(tree, own.by_level)}
+            numbers = {"promised": plan.expected_tokens, "found": expected_tokens(tree, own.by_class or own.by_level)}
             intervals = {name: [round(end, 4) for end in each or ()] for name, each in ends.items()}
             yield {"kind": kind, "size": size, **{name: round(number, 4) for name, number in numbers.items()}, **intervals}
 

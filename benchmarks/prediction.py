@@ -5,10 +5,10 @@
     python benchmarks/prediction.py build/t.yaml --prompts mt_bench.jsonl -o build/other.json   # the held-out half of a file's prompts
     python benchmarks/prediction.py build/t.yaml --quick -o build/quick.json      # two sizes, two prompts: to see that it runs
 
-For each profile and size the tree of most tokens is solved from the profile, by level, decodes the held-out prompts beside plain
-decoding, and its figures are put next to what the one vector and the rows by level promise. Two prompts differ, and so do two sets of
-prompts: acceptance is measured on the held-out ones as well, and what that promises of the same trees is put beside. The first
-difference is luck with prompts and all else, the second all else. Latencies are timed anew, every size after each prompt: the
+For each profile and size the tree of most tokens is solved from the profile, decodes the held-out prompts beside plain decoding, and its
+figures are put next to what the one vector, the rows by level and the rows by level and class of the parent promise. Two prompts differ, and
+so do two sets of prompts: acceptance is measured on the held-out ones as well, and what that promises of the same trees, by level and by
+class, is put beside. The first difference is luck with prompts and all else, the second all else. Latencies are timed anew, every size after each prompt: the
 profile's may be hours old, and a shared machine changes by the minute. With --tokens-only nothing is timed: tokens a step do not depend on
 the machine's other work.
 """
@@ -45,7 +45,11 @@ from sequoia_plan.runtime.models.load import dtype_name
 
 Floats = NDArray[np.float64]
 SIZES = [4, 8, 16, 32, 64]
-SHOWN = {"tokens_per_step": ("one_vector", "by_level", "same_prompts"), "step_time": ("promised",), "speedup": ("one_vector", "by_level")}
+SHOWN = {
+    "tokens_per_step": ("one_vector", "by_level", "by_class", "same_prompts", "same_by_class"),
+    "step_time": ("promised",),
+    "speedup": ("one_vector", "by_level", "by_class"),
+}
 """What the table has of each tree: a figure, and which promises of it."""
 
 
@@ -115,7 +119,8 @@ def compare(pair: Pair, profile: Profile, sampling: Sampling, options: argparse.
     times = None if options.tokens_only else StepTime(meter.finish(seconds=0.0), acceptance=profile.by_level or profile.acceptance)
     levels = measure_acceptance(pair, prompts, [sampling], precision=0.0, tokens_per_prompt=options.tokens)[0].levels()
     same = replace(profile, acceptance=pooled(levels), levels=levels, kinds={})
-    vectors = {"one_vector": profile.acceptance, "by_level": profile.by_level, "same_prompts": same.by_level}
+    vectors = {"one_vector": profile.acceptance, "by_level": profile.by_level, "by_class": profile.by_class or profile.by_level}
+    vectors |= {"same_prompts": same.by_level, "same_by_class": same.by_class}
     if options.beside:
         vectors["beside"] = Profile.load(options.beside).by_level
     entries = []
@@ -131,7 +136,13 @@ def compare(pair: Pair, profile: Profile, sampling: Sampling, options: argparse.
             entry["speedup"] |= rounded({kind: f / step_time for kind, f in tokens.items()})
         entries.append({"size": tree.size, "depth": tree.depth} | entry)
     measured = {
-        where: {"vector": p.acceptance, "by_level": [[round(x, 5) for x in row] for row in p.by_level], "level_trials": [level.trials for level in p.levels]}
+        where: {
+            "vector": p.acceptance,
+            "by_level": np.round(p.by_level, 5).tolist(),
+            "by_class": np.round(p.by_class, 5).tolist(),
+            "level_trials": [level.trials for level in p.levels],
+            "off_spine_trials": [level.off.trials if level.off else 0 for level in p.levels],
+        }
         for where, p in (("profile", profile), ("held_out", same))
     }
     return measured | {"prompts": len(prompts), "trees": entries}

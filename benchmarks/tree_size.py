@@ -35,8 +35,8 @@ SHAPES = {"ours": "our tree", "chains": "k chains", "binary": "complete binary t
 
 
 def acceptance(profile: Profile) -> Acceptance:
-    """By level, or one vector where the profile has no more."""
-    return profile.by_level or profile.acceptance
+    """By level and class, by level, or one vector: what `solve` goes by."""
+    return profile.by_class or profile.by_level or profile.acceptance
 
 
 def shapes(size: int, profile: Profile) -> dict[str, TokenTree]:

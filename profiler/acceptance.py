@@ -3,7 +3,8 @@
 Two methods. `decoding` counts, as Sequoia does (arXiv 2402.12374, App. F.1): decode with a one-level tree and count which of the root's
 children is accepted. `forced` computes: decode with a small tree, then run target and draft once more over the text they
 wrote; at every position draw children afresh and ask the verifier for the probability that each is the one accepted. The
-position's level is where it stood in that tree. One position is one trial, whatever it decided, so the same text says more.
+position's level is where it stood in that tree, and its class is whether every child accepted on the way there was a first one (on the spine)
+or not. One position is one trial, whatever it decided, so the same text says more.
 
 What `traversal` accepts at a node depends on the path down to it. With `forced`, the small tree that writes the text is judged by
 both rules at every step, and the acceptance of its ranks on each level is multiplied by how much more often `traversal` gets
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, LevelCounts, Lift, SequoiaPlanError, TokenTree
-from sequoia_plan.artifacts.profile import MOST_KINDS
+from sequoia_plan.artifacts.profile import MOST_KINDS, Counts
 from sequoia_plan.artifacts.uncertainty import Z95, gradient, jackknife
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
@@ -57,11 +58,13 @@ class Acceptance:
         trials: int64 [prompts, levels], accepted nodes observed.
         counts: float64 [prompts, levels, ranks], how many of their children of each rank were accepted, or were expected to be.
         reached: of `traversal`, float64 [prompts, 2, levels of `TREE`]: what `_BothRules` adds up.
+        off: the part of trials and counts that belongs to accepted nodes off the spine; None if nobody told them apart.
     """
 
     trials: NDArray[np.int64]
     counts: NDArray[np.float64]
     reached: NDArray[np.float64] | None = None
+    off: Acceptance | None = None
 
     def lift(self) -> Lift | None:
         """How much more often `traversal` accepts, level by level, and how sure that is: a jackknife over prompts."""
@@ -81,6 +84,11 @@ class Acceptance:
         """Totals of each level, down to the last one seen."""
         return self._totals(np.ones(len(self.trials), bool))
 
+    def part(self, chosen: NDArray[np.bool_]) -> Acceptance:
+        """What was observed on some of the prompts, bool [prompts]."""
+        reached = None if self.reached is None else self.reached[chosen]
+        return Acceptance(self.trials[chosen], self.counts[chosen], reached, self.off and self.off.part(chosen))
+
     def by_kind(self, kinds: Sequence[str | None]) -> dict[str, tuple[LevelCounts, ...]]:
         """`levels` of each kind of prompts; none if a prompt has no kind, or there are more kinds than a profile holds.
 
@@ -92,9 +100,14 @@ class Acceptance:
         return {} if "" in names or len(names) > MOST_KINDS else {name: self._totals(named == name) for name in names}
 
     def _totals(self, chosen: NDArray[np.bool_]) -> tuple[LevelCounts, ...]:
-        trials, counts = self.trials[chosen].sum(0), self.counts[chosen].sum(0).round(4)
+        trials, counts = self.trials[chosen].sum(0), self.counts[chosen].sum(0)
         seen = int(np.flatnonzero(self.trials.sum(0))[-1]) + 1
-        return tuple(LevelCounts(int(n), tuple(row)) for n, row in zip(trials[:seen], counts[:seen].tolist(), strict=True))
+        off: list[Counts | None] = [None] * seen
+        if self.off is not None:
+            of_them = self.off.trials[chosen].sum(0)
+            apart = _within(self.off.counts[chosen].sum(0), counts, of_them, trials - of_them).round(4).tolist()
+            off[1:] = [Counts(int(n), tuple(row)) for n, row in zip(of_them[1:seen], apart[1:seen], strict=True)]
+        return tuple(LevelCounts(int(n), tuple(row), part) for n, row, part in zip(trials[:seen], counts[:seen].round(4).tolist(), off, strict=True))
 
     def precision(self) -> float:
         """Half the 95 % interval of a tree's expected tokens (`TREE`), relative: of its predicted speed-up too, step times given.
@@ -198,7 +211,7 @@ def finished_prompts(
     """
     if method not in METHODS:
         raise ArgumentError(f"method: found {method!r}, expected {' or '.join(METHODS)}")
-    facts = [pair.facts, [list(map(int, prompt)) for prompt in prompts], [s.settings() for s in samplings], method, tokens_per_prompt, seed, ranks]
+    facts = [pair.facts, [list(map(int, prompt)) for prompt in prompts], [s.settings() for s in samplings], method, tokens_per_prompt, seed, ranks, "classes"]
     groups = _groups(samplings, method)
     most = sum(len(prompts) * (1 if samplings[group[0]].greedy else rounds) for group in groups)
     compared = any(s.verifier == "traversal" and not s.greedy for s in samplings)
@@ -254,45 +267,48 @@ class _Forced:
 
     @torch.inference_mode()
     def __call__(self, prompt: Tensor, samplings: Sequence[Sampling], tokens: int, seed: int) -> list[dict[str, Any]]:
-        """For each setting: trials [levels] and counts [levels][ranks]; `reached` of `_BothRules`, None if nobody asked."""
+        """For each setting: trials [levels][classes] and counts [levels][classes][ranks]; `reached` of `_BothRules`, None if nobody asked."""
         decoder = self.decoder
-        text, levels = prompt.tolist(), [0]  # the level of each position from the prompt's last token on
+        text, levels, classes = prompt.tolist(), [0], [0]  # of each position from the prompt's last token on
         writer, both = samplings[0], None
         if any(each.verifier == "traversal" for each in samplings) and not writer.greedy:
             both = writer = _BothRules(**next(each for each in samplings if each.verifier in BOTH).settings())
         for step in decoder.steps(prompt, tokens, writer, seed):
             text += step.tokens
             levels += [*range(1, len(step.tokens)), 0]
+            classes += [*decoder.tree.classes[step.path[1:]].tolist(), 0]
             if len(text) - prompt.numel() >= tokens or self.ends.intersection(step.tokens):
                 break
         ends = [at for at, token in enumerate(text[prompt.numel() :]) if token in self.ends]
         ids = torch.tensor(text[: prompt.numel() + ends[0]] if ends else text, device=decoder.device)
         first = prompt.numel() - 1
-        levels = levels[: ids.numel() - first]
+        levels, classes = levels[: ids.numel() - first], classes[: ids.numel() - first]
         deepest = self.drafter.drafting.deepest or len(levels) + 2
-        trials = torch.bincount(torch.tensor([min(level, LEVELS - 1) for level in levels if level < deepest - 1]), minlength=LEVELS).tolist()
-        sums = [torch.zeros(LEVELS, self.ranks, dtype=torch.float64) for _ in samplings]
+        places = [2 * min(level, LEVELS - 1) + kind for level, kind in zip(levels, classes, strict=True)]  # of the sums
+        known = [place for place, level in zip(places, levels, strict=True) if level < deepest - 1]
+        trials = torch.bincount(torch.tensor(known), minlength=2 * LEVELS).reshape(LEVELS, 2).tolist()
+        sums = [torch.zeros(2 * LEVELS, self.ranks, dtype=torch.float64) for _ in samplings]
         generator = torch.Generator(decoder.device).manual_seed(seed)
         columns = torch.arange(ids.numel(), device=decoder.device)
         again = min(first, TREE.depth) if self.drafter.taps else 0  # before them, the prompt is in both caches
-        levels = [-1] * again + levels
+        levels, places = [-1] * again + levels, [-1] * again + places
         for start, end in pieces(levels, POSITIONS):
             here, mine = columns[first - again + start : first - again + end], levels[start:end]
             read = decoder.target(decoder.sequence.target, ids[here], here, here, additive(columns <= here[:, None], decoder.target.model.dtype))
             target, draft = read.logits, self.drafter.read_text(decoder.sequence, here, mine, read.features)
-            counted = torch.tensor([place for place, level in enumerate(mine) if 0 <= level < deepest - 1], dtype=torch.long)
+            counted = torch.tensor([at for at, level in enumerate(mine) if 0 <= level < deepest - 1], dtype=torch.long)
             if len(counted) < len(mine):
                 target, draft = target[counted], draft[counted]
-            level = torch.tensor(mine)[counted].clamp(max=LEVELS - 1)
+            place = torch.tensor(places[start:end])[counted]
             judged: dict[Sampling, Tensor] = {}  # by the rule that is applied to a node's own children
             for sampling, total in zip(samplings, sums, strict=True):
                 alone = replace(sampling, verifier="sequoia") if sampling.verifier == "traversal" else sampling
                 if alone not in judged:
                     judged[alone] = expected_acceptance(target, draft, alone, self.ranks, generator, self.drafter.covered).cpu()
-                total.index_add_(0, level, judged[alone])
+                total.index_add_(0, place, judged[alone])
         reached = both.reached.tolist() if both else None
         return [
-            {"trials": trials, "counts": total.tolist(), "reached": reached if s.verifier == "traversal" else None}
+            {"trials": trials, "counts": total.reshape(LEVELS, 2, -1).tolist(), "reached": reached if s.verifier == "traversal" else None}
             for s, total in zip(samplings, sums, strict=True)
         ]
 
@@ -369,8 +385,9 @@ class _Counted:
             made += len(step.tokens)
             if made >= tokens or self.ends.intersection(step.tokens):
                 break
-        below = [[0.0] * (len(counts) - 1)] * (LEVELS - 1)
-        return [{"trials": [trials] + [0] * (LEVELS - 1), "counts": [list(map(float, counts[1:])), *below], "reached": None}]
+        nothing = [0.0] * (len(counts) - 1)
+        below = [[nothing, nothing]] * (LEVELS - 1)
+        return [{"trials": [[trials, 0], *[[0, 0]] * (LEVELS - 1)], "counts": [[list(map(float, counts[1:])), nothing], *below], "reached": None}]
 
 
 def _groups(samplings: Sequence[Sampling], method: str) -> list[list[int]]:
@@ -389,10 +406,20 @@ def _groups(samplings: Sequence[Sampling], method: str) -> list[list[int]]:
 def _collect(tallies: Sequence[Any], place: int) -> Acceptance:
     mine = [tally[place] for tally in tallies]
     trials, counts = np.array([t["trials"] for t in mine], np.int64), np.array([t["counts"] for t in mine], np.float64)
-    if not mine[0]["reached"]:
-        return Acceptance(trials, counts)
-    reached = np.array([t["reached"] for t in mine])
-    return Acceptance(trials, _lifted(counts, trials, reached.sum(0)), reached)
+    total, off = counts.sum(2), counts[:, :, 1]
+    reached = np.array([t["reached"] for t in mine]) if mine[0]["reached"] else None
+    if reached is not None:
+        plain, total = total, _lifted(total, trials.sum(2), reached.sum(0))
+        off = off * total / np.maximum(plain, 1e-300)  # of one level, the classes are lifted alike
+    return Acceptance(trials.sum(2), total, reached, Acceptance(trials[:, :, 1], off))
+
+
+def _within(off: NDArray[np.float64], total: NDArray[np.float64], trials: NDArray[np.int64], others: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Counts [levels, ranks] off the spine, moved so that they are at most their `trials`, and the rest of `total` at most the `others`."""
+    off = off * np.minimum(1, trials / np.maximum(off.sum(-1), 1e-300))[:, None]
+    rest = total - off
+    moved: NDArray[np.float64] = total - rest * np.minimum(1, others / np.maximum(rest.sum(-1), 1e-300))[:, None]
+    return moved
 
 
 def _lift(reached: NDArray[np.float64]) -> NDArray[np.float64]:

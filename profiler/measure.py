@@ -12,6 +12,8 @@ from msgspec import structs
 from sequoia_plan.artifacts import Judged, Profile
 from sequoia_plan.artifacts.cost import most_expected_tokens
 from sequoia_plan.artifacts.merge import pooled
+from sequoia_plan.artifacts.profile import tally
+from sequoia_plan.artifacts.rates import rates
 from sequoia_plan.profiler.acceptance import LEAST_PROMPTS, Acceptance, finished_prompts, results
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.latency import CONTEXT, SIZES, LatencyMeter
@@ -97,7 +99,7 @@ def measure(
 
 def most_tokens(found: Acceptance) -> float:
     """No tree of any size that is timed has more expected tokens: the values of as many of the endless tree's best nodes, by
-    level or by one vector for all levels."""
+    level, by level and class, or by one vector for all levels."""
     levels = found.levels()
-    by_level = [[count / max(level.trials, 1) for count in level.counts] for level in levels]
-    return max(most_expected_tokens(rows, SIZES[-1]) for rows in (by_level, [pooled(levels)]))
+    by_level, by_class = (rates(*tally(levels, classes))[0] for classes in (1, 2))
+    return max(most_expected_tokens(rows, SIZES[-1]) for rows in (by_level, by_class, pooled(levels)))

@@ -21,7 +21,7 @@ from toys import PROMPTS, ToyModel, toy_pair
 from sequoia_plan.artifacts import ArgumentError, LevelCounts, Profile, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.cost import expected_tokens
 from sequoia_plan.artifacts.merge import merge, pooled
-from sequoia_plan.artifacts.profile import MOST_KINDS
+from sequoia_plan.artifacts.profile import MOST_KINDS, Counts, told_apart
 from sequoia_plan.artifacts.uncertainty import Z95, student95
 from sequoia_plan.planner import solve
 from sequoia_plan.profiler.acceptance import LEVELS, TREE, Acceptance, expected_acceptance, measure_acceptance
@@ -122,6 +122,69 @@ def test_levels_are_where_the_text_stood():
     assert (found.counts[:, :, 0] == found.trials).all()
     assert found.counts[:, :, 1:].sum() == 0
     assert [level.trials for level in found.levels()] == [22, 20, 20, 40]
+
+
+def classes_decoded(pair, sampling, tokens, off):
+    """Accepted nodes by level and class in the text of `forced`, from the decoder's own paths; `off` tells the class from the ranks so far."""
+    found = np.zeros((LEVELS, 2), int)
+    for number, prompt in enumerate(PROMPTS):
+        made = 0
+        for step in SequoiaDecoder(pair.target, pair.draft, TREE).steps(torch.tensor(prompt), tokens, sampling, number):
+            ranks = [int(TREE.ranks[node]) for node in step.path[1:]]
+            for level in range(len(step.tokens)):  # the root, and the accepted nodes below it
+                found[min(level, LEVELS - 1), off(ranks[:level])] += 1
+            made += len(step.tokens)
+            if made >= tokens:
+                break
+        found[0, 0] += 1  # the next step's root, on which the text ends
+    return found
+
+
+def test_classes_are_where_the_text_stood():
+    """Counts by class are of the nodes that the decoder accepted; the last choice alone (the control) tells another class."""
+    pair = toy_pair(noise=1.5)
+    found = measure_acceptance(pair, PROMPTS, [PLAIN_RULE], precision=0, tokens_per_prompt=40)[0]
+    apart = np.stack([found.trials - found.off.trials, found.off.trials], -1).sum(0)
+    assert np.array_equal(apart, classes_decoded(pair, PLAIN_RULE, 40, lambda ranks: int(max(ranks, default=1) > 1)))
+    assert not np.array_equal(apart, classes_decoded(pair, PLAIN_RULE, 40, lambda ranks: int([1, *ranks][-1] > 1)))
+    assert (found.off.counts <= found.counts + 1e-9).all() and (found.off.trials[:, 0] == 0).all()
+    for level in found.levels()[1:]:
+        assert 0 < level.off.trials < level.trials
+    assert found.levels()[0].off is None
+    assert told_apart(found.levels())
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_a_draft_that_is_wrong_first_leaves_the_spine(second):
+    """Of a draft that always ranks the target's token second, every accepted node is off the spine; of a perfect one, none."""
+    target = ToyModel(0, context=512)
+
+    class Second(ToyModel):
+        def _covered(self, logits):
+            best, following = logits.topk(2).values.unbind(-1)
+            swapped = torch.where(logits == best[..., None], following[..., None] - 1e-3, logits)
+            return swapped
+
+    draft = Second(0, context=512) if second else target
+    found = measure_acceptance(replace(toy_pair(), target=target, draft=draft), PROMPTS[:2], [Sampling()], precision=0, tokens_per_prompt=50)[0]
+    assert found.off.trials[:, 1:].sum() == (found.trials[:, 1:].sum() if second else 0)
+    assert found.counts[:, 0, 1 if second else 0].sum() == found.trials[:, 0].sum()
+
+
+def test_traversal_lifts_both_classes():
+    """The classes add up to the level, and each holds at most one accepted child a trial, however few there are."""
+    pair = toy_pair(noise=1.5)
+    rules = [Sampling(1.0, verifier=name) for name in ("sequoia", "traversal")]
+    plain, lifted = measure_acceptance(pair, PROMPTS, rules, precision=0, tokens_per_prompt=40)
+    assert lifted.off.counts[..., 0].sum() > plain.off.counts[..., 0].sum() * 1.001
+    for level in lifted.levels()[1:]:
+        assert sum(level.off.counts) <= level.off.trials + 1e-3
+        assert sum(level.counts) - sum(level.off.counts) <= level.trials - level.off.trials + 1e-3
+    Profile(pooled(lifted.levels()), levels=lifted.levels(), kinds=lifted.by_kind(["a", "b"]))
+    few = Acceptance(np.array([[4, 2]]), np.array([[[2.0, 1.0], [1.9, 0.0]]]), None, Acceptance(np.array([[0, 1]]), np.array([[[0.0, 0.0], [1.4, 0.0]]])))
+    assert few.levels()[1] == LevelCounts(2, (1.9, 0.0), Counts(1, (1.0, 0.0)))
+    many = replace(few, off=Acceptance(np.array([[0, 1]]), np.array([[[0.0, 0.0], [0.2, 0.0]]])))
+    assert many.levels()[1] == LevelCounts(2, (1.9, 0.0), Counts(1, (0.9, 0.0)))
 
 
 def test_settings_share_text_and_keep_their_order():
@@ -260,7 +323,7 @@ def test_interrupted_runs_go_on(tmp_path):
     again = measure_acceptance(pair, PROMPTS, [PLAIN_RULE], precision=0, tokens_per_prompt=16, journal=journal, on_prompt=lambda *_: times.append(1))[0]
     assert np.array_equal(again.counts, whole.counts) and np.array_equal(again.trials, whole.trials)
     kept = json.loads(journal.read_text())
-    kept["done"]["0.0"][0]["counts"][0][0] = 0.5  # shows that it is read at all
+    kept["done"]["0.0"][0]["counts"][0][0][0] = 0.5  # shows that it is read at all
     journal.write_text(json.dumps(kept))
     assert measure_acceptance(pair, PROMPTS, [PLAIN_RULE], precision=0, tokens_per_prompt=16, journal=journal)[0].counts[0, 0, 0] == 0.5
     for other in ("{", '{"work": 1}', '{"done": {}}', "[]"):
@@ -305,7 +368,7 @@ def test_what_cannot_be_measured():
 
 
 def counted(*rows, **changes):
-    levels = tuple(LevelCounts(n, counts) for n, counts in rows)
+    levels = tuple(LevelCounts(*row) for row in rows)
     return Profile((0.5, 0.1), 10, settings={"temperature": 0.6}, models={"target": {"name": "t"}}, levels=levels, **changes)
 
 
@@ -330,6 +393,17 @@ def test_merging_adds_counts_up():
             merge([a, other], ["a", "b"])
     with pytest.raises(ArgumentError, match="no profile"):
         merge([])
+
+
+def test_merging_adds_classes_up_where_all_tell_them_apart():
+    told = counted((20, (9.0, 1.0)), (10, (5.0, 1.0), Counts(4, (2.5, 0.5))))
+    more = counted((30, (9.0, 1.0)), (12, (5.0, 2.0), Counts(6, (1.5, 0.5))), (2, (1.0, 0.0), Counts(0, (0.0, 0.0))))
+    both = merge([told, more])
+    assert both.levels[1:] == (LevelCounts(22, (10.0, 3.0), Counts(10, (4.0, 1.0))), more.levels[2])
+    assert both.levels[0].off is None and told_apart(both.levels)
+    assert merge([told, counted((1, (0.0, 0.0)))]).levels[1] == told.levels[1]  # `decoding` sees the root alone, whose class is known
+    assert merge([told, counted((20, (9.0, 0.0)), (10, (5.0, 1.0)))]).levels[1] == LevelCounts(20, (10.0, 2.0))
+    assert not told_apart(merge([told, counted((20, (9.0, 0.0)), (10, (5.0, 1.0)))]).levels)
 
 
 def test_deepest_level_counts_with_all_below():

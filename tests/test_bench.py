@@ -203,6 +203,12 @@ def test_a_page_says_what_it_knows():
     text = page(by_level, [result, figures_of(TREE, Sampling(0.6), sequoia=1.2, traversal=1.3)])
     check_page(text, plots=6)
     assert all(f"children of level {level}" in text for level in range(3)) and "power law: rank^-1.58" in text
+    assert "off the spine" not in text
+    by_class = TokenTree(TREE.parents, replace(TREE.plan, acceptance=(((0.6, 0.2), (0.0, 0.0)), ((0.7, 0.1), (0.2, 0.1)))))
+    text = page(by_class, [result])
+    check_page(text, plots=6)
+    assert all(f"children of level {level}" in text for level in ("0<", "1, on the spine<", "1, off the spine<"))
+    assert "level 0, off" not in text and "Dashed: children of nodes off the spine" in text
     alone = page(TokenTree.from_parents([-1], TREE.plan), [figures_of(TokenTree.chain(1))])
     check_page(alone, plots=4)
     assert "nothing is speculated" in alone

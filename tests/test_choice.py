@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from strategies import acceptance_vectors, all_trees, trees
+from strategies import acceptance_vectors, all_trees, rows_by_class, trees
 
 from sequoia_plan.artifacts import LANGUAGE_MODEL, Drafting, Latency, LevelCounts, Profile, SequoiaPlanError, Stream, TokenTree, Verification
 from sequoia_plan.artifacts.cost import StepTime, acceptance_rows, expected_tokens
+from sequoia_plan.artifacts.profile import Counts
+from sequoia_plan.artifacts.rates import rates
 from sequoia_plan.artifacts.uncertainty import ends, gradient, step_time_error
 from sequoia_plan.planner import baseline, check, frontier, solve
-from sequoia_plan.planner.solving import certificate, dynamic_programming, hull, relaxation
+from sequoia_plan.planner.solving import best_first, certificate, dynamic_programming, hull, relaxation
 from sequoia_plan.planner.solving import fastest as choice
 from sequoia_plan.planner.solving.convolution import isotonic
 from sequoia_plan.planner.solving.fastest import fastest
@@ -60,7 +62,7 @@ def level_rows(draw, non_increasing):
 
 def most_speed(rows, times, most):
     """Of every tree of up to seven nodes within the limits."""
-    fits = [t for t in TREES if t.size <= most and t.depth <= len(rows) + 1 and t.branching <= rows.shape[1]]
+    fits = [t for t in TREES if t.size <= most and t.depth <= len(rows) + 1 and t.branching <= rows.shape[-1]]
     times = replace(times, acceptance=rows)
     return max(expected_tokens(t, rows) / times.step(t) for t in fits)
 
@@ -79,6 +81,47 @@ def test_the_fastest_tree_is_found_and_proven(rows, latency, budget, depth):
         found = fastest(acceptance_rows(rows, depth), budget, times)
         assert found.speed == pytest.approx(most_speed(table, times, min(budget, times.largest())), rel=1e-12)
         assert found.gap < 1e-9
+
+
+@settings(max_examples=120, deadline=None)
+@given(rows_by_class(non_increasing=True, favouring=True), latencies(), st.integers(2, 7), st.integers(2, 6))
+def test_the_fastest_tree_is_found_and_proven_with_classes(rows, latency, budget, depth):
+    table = acceptance_rows(rows, depth)
+    assert best_first.favours_spine(table)
+    for drafting in (LANGUAGE_MODEL, BLOCK):
+        times, table = StepTime(latency, drafting), acceptance_rows(rows, min(depth, drafting.deepest or depth))
+        found = fastest(acceptance_rows(rows, depth), budget, times)
+        assert found.speed == pytest.approx(most_speed(table, times, min(budget, times.largest())), rel=1e-12)
+        assert found.gap < 1e-9
+
+
+@settings(max_examples=120, deadline=None)
+@given(rows_by_class(non_increasing=True) | rows_by_class(), latencies(), st.integers(2, 7), st.integers(2, 6))
+def test_the_bound_on_speed_holds_with_any_classes(rows, latency, budget, depth):
+    times, table = StepTime(latency), acceptance_rows(rows, depth)
+    most = most_speed(table, times, min(budget, times.largest()))
+    for work in (choice.MOST_WORK, -1):
+        found = fastest(table, budget, times, most_work=work)
+        assert found.speed <= most * (1 + 1e-12)
+        assert most <= found.bound * (1 + 1e-12)
+
+
+def test_growth_is_trusted_only_where_rows_favour_the_spine(monkeypatch):
+    """The control: off the spine a child is likelier here, so the most valuable nodes of a level need not have the most valuable children."""
+    rows = acceptance_rows([[[0.33, 0.32, 0.3], [0.4, 0.36, 0.1]], [[0.44, 0.23, 0.06], [0.41, 0.39, 0.06]]], 3)
+    times = StepTime(Latency({1: 0.04, 3: 0.041, 5: 0.043, 7: 0.045}, {1: 0.002, 2: 0.0057990024098245625, 3: 0.012, 7: 0.02}, 0.001, 0))
+    best = most_speed(rows, times, 7)
+    assert best_first.is_non_increasing(rows) and not best_first.favours_spine(rows)
+    assert fastest(rows, 7, times).bound >= best
+    monkeypatch.setattr(best_first, "favours_spine", lambda rows: True)
+    assert fastest(rows, 7, times).bound < best * 0.999
+
+
+def test_of_equally_valuable_nodes_the_one_on_the_spine_has_children_first():
+    """Two nodes of value .25 on level 2, room for one with children there: below the one on the spine hangs more."""
+    rows = acceptance_rows([[[0.5, 0.5], [0.5, 0.5]], [[0.5, 0.5], [0.5, 0.5]], [[0.9, 0.1], [0.2, 0.1]]], 4)
+    value = best_first.grow(rows, 8, np.array([1, 2, 1]), np.array([2, 2, 2]), 99)[1]
+    assert value.sum() == pytest.approx(1 + 2 * 0.5 + 4 * 0.25 + 0.25 * 0.9)
 
 
 @settings(max_examples=120, deadline=None)
@@ -102,7 +145,7 @@ def test_the_fastest_tree_is_found_where_kernels_judge(rounds):
     """No proof is promised there, but brute force finds nothing faster in any of a hundred cases; and the bound is nearly attained."""
     rng, gaps = np.random.default_rng(0), []
     for _ in range(100):
-        rows = -np.sort(-rng.dirichlet(np.full(5, rng.choice([0.5, 1.0, 3.0])), 6)[:, :4], axis=1)
+        rows = acceptance_rows(-np.sort(-rng.dirichlet(np.full(5, rng.choice([0.5, 1.0, 3.0])), 6)[:, :4], axis=1), 7)
         target, drafts = (np.cumsum(rng.uniform(0.0005, 0.02, 7)) for _ in range(2))
         costs = Verification(0.001, *rng.choice([0.0, 0.0001, 0.002, 0.01], 3).tolist(), rounds)
         curves = {n: 0.02 + target[n - 1] for n in range(1, 8)}, {n: drafts[n - 1] for n in range(1, 7)}
@@ -115,7 +158,7 @@ def test_the_fastest_tree_is_found_where_kernels_judge(rounds):
 
 def test_a_search_that_forgets_the_rounds_is_noticed(monkeypatch):
     """The control: a search that charges rounds by level where a node begins once its parent has judged it takes a slower tree."""
-    rows = np.array([[0.5, 0.3, 0.1]] * 5)
+    rows = acceptance_rows([0.5, 0.3, 0.1], 6)
     times = StepTime(Latency({1: 0.05, 7: 0.051}, {1: 0.0001, 7: 0.0001}, verification=Verification(0.0, 0.02, 0.0, 0.0, "path")))
     best, right = most_speed(rows, times, 7), choice.costs_of
     assert fastest(rows, 7, times).speed == pytest.approx(best, rel=1e-12)
@@ -181,7 +224,7 @@ def fastest_by_widths(rows, times, most, widest):
     def deepen(values, offered, widths):
         nonlocal best
         level = len(widths)
-        children = np.sort((values[:, None] * rows[level - 1]).ravel())[::-1][:most]
+        children = np.sort((values[:, None] * rows[level - 1, 0]).ravel())[::-1][:most]
         taken = np.sort(np.concatenate([offered, children]))[::-1][: most - 1]
         tokens, sizes = 1 + np.cumsum(taken), 2 + np.arange(taken.size)
         drafts = times.drafts(np.array(LANGUAGE_MODEL.widths(widths))).sum()
@@ -220,7 +263,9 @@ def test_a_wrong_price_of_draft_passes_is_noticed(monkeypatch):
 
 
 @settings(max_examples=60, deadline=None)
-@given(level_rows(non_increasing=False), latencies(), st.lists(st.floats(0, 0.3), min_size=6, max_size=6), st.floats(0, 0.2), st.floats(5, 80))
+@given(
+    level_rows(non_increasing=False) | rows_by_class(), latencies(), st.lists(st.floats(0, 0.3), min_size=6, max_size=6), st.floats(0, 0.2), st.floats(5, 80)
+)
 def test_no_tree_gains_more_than_its_relaxation(rows, latency, prices, floor, rate):
     """For whatever prices: F - rate x step of every tree of two to seven nodes is at most the bound."""
     table = acceptance_rows(rows, 6)
@@ -229,21 +274,21 @@ def test_no_tree_gains_more_than_its_relaxation(rows, latency, prices, floor, ra
     if most < 2:
         return
     bound = relaxed(table, times, most, np.array(prices[: len(table)]) + np.eye(len(table))[0] * floor, floor, rate)
-    fits = [t for t in TREES if 2 <= t.size <= most and t.branching <= table.shape[1] and t.depth <= 6 and np.isfinite(times.step(t))]
+    fits = [t for t in TREES if 2 <= t.size <= most and t.branching <= table.shape[-1] and t.depth <= 6 and np.isfinite(times.step(t))]
     assert max((expected_tokens(t, table) - rate * times.step(t) for t in fits), default=-np.inf) <= bound + 1e-12
 
 
 def relaxed(rows, times, most, price, floor, rate):
-    """The bound over all trees of 2 to `most` nodes."""
+    """The bound over all trees of 2 to `most` nodes, whatever the rows."""
     costs, levels = choice.costs_of(times, most, len(rows) + 1), len(rows)
     ranks = levels if costs.order == relaxation.LEVEL else 1
     high = np.full(levels, costs.draft_ends[-1])
     high[0] = most
     low = np.r_[2, np.zeros(levels - 1, int)]
-    box = relaxation.Box(low, high, np.ones(ranks, int), np.full(ranks, rows.shape[1] * (levels if costs.order == relaxation.PATH else 1)))
+    box = relaxation.Box(low, high, np.ones(ranks, int), np.full(ranks, rows.shape[-1] * (levels if costs.order == relaxation.PATH else 1)))
     nodes = relaxation.candidates(rows, floor, costs.by_visit, costs.by_rejection)
     use = relaxation.Use(np.zeros(levels, int), np.zeros(levels, int), np.ones(ranks, int), np.zeros(ranks), np.zeros(len(nodes.value), int), np.zeros(1))
-    exact = bool((np.diff(rows, axis=1) <= 0).all()) and costs.by_rejection == 0
+    exact = best_first.is_non_increasing(rows) and best_first.favours_spine(rows) and costs.by_rejection == 0
     return relaxation.relax(nodes, costs, box, price, rate, exact, use)[0]
 
 
@@ -293,14 +338,14 @@ def test_the_papers_objective_by_name():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(acceptance_vectors(longest=4), min_size=1, max_size=3), st.integers(1, 30), st.integers(2, 6))
+@given(st.lists(acceptance_vectors(longest=4), min_size=1, max_size=3) | rows_by_class(longest=4), st.integers(1, 30), st.integers(2, 6))
 def test_the_bound_holds_and_is_attained_on_non_increasing_rows(rows, size, depth):
-    table = acceptance_rows([row + [0.0] * (4 - len(row)) for row in rows], depth)
+    table = acceptance_rows(rows if isinstance(rows[0][0], list) else [row + [0.0] * (4 - len(row)) for row in rows], depth)
     values = dynamic_programming.frontier(table, size)[-1]
     bounds = hull.upper_bounds(table, size)
     assert (bounds >= values * (1 - 1e-12)).all()
     assert (np.diff(bounds, 2) <= 1e-12 * bounds[-1]).all()  # concave
-    if (np.diff(table, axis=1) <= 0).all():
+    if best_first.is_non_increasing(table):
         np.testing.assert_allclose(bounds, values, rtol=1e-12)  # then it is attained
 
 
@@ -322,6 +367,19 @@ def test_certificate():
         check(TokenTree.chain(4), vector, 3)
     with pytest.raises(SequoiaPlanError, match="branching 3, expected at most 2"):
         check(TokenTree.star(3), vector, branching=2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows_by_class(), st.integers(1, 7), st.integers(2, 5))
+def test_the_certificate_knows_classes(rows, size, depth):
+    """The bound is what enumeration finds, and the next node adds what it says."""
+    fits = [t for t in TREES if t.size == size and t.depth <= depth and t.branching <= len(rows[0][0])]
+    for tree in fits[:: max(1, len(fits) // 5)]:
+        proof = check(tree, rows, depth, len(rows[0][0]))
+        assert proof.upper_bound == pytest.approx(max(expected_tokens(t, rows) for t in fits), rel=1e-12)
+        if proof.next_node:
+            larger = TokenTree.from_parents([*tree.parents.tolist(), proof.next_node[0]])
+            assert expected_tokens(larger, rows) == pytest.approx(proof.expected_tokens + proof.next_node[2])
 
 
 def test_the_certificate_where_rows_increase(monkeypatch):
@@ -373,7 +431,8 @@ def test_baselines_have_their_shapes(tmp_path):
 @given(trees(12), acceptance_vectors(longest=4))
 def test_gradient_is_the_derivative(tree, acceptance):
     vector = np.pad(np.array(acceptance) * 0.9, (0, max(0, tree.branching - len(acceptance))))
-    for rows in (vector[None], np.array([vector, vector[::-1] * 0.8])):  # one vector; another one from the second level on
+    other = np.array([vector, vector[::-1] * 0.8])
+    for rows in (vector[None], other, np.stack([other, other[::-1] * 0.7], 1)):  # one vector; another one from the second level on; by class
         slopes = gradient(tree, rows)
         for place in np.ndindex(rows.shape):
             ahead, behind = (rows.copy() for _ in range(2))
@@ -417,6 +476,76 @@ def test_levels_are_solved_for_unless_one_vector_is_asked_for():
     for found in (by_level, pooled):
         low, high = found.plan.interval.expected_tokens
         assert low < found.plan.expected_tokens < high
+
+
+def test_classes_are_solved_for_where_they_were_counted():
+    levels = (LevelCounts(900, (360.0, 180.0)), LevelCounts(800, (360.0, 80.0), Counts(400, (80.0, 40.0))))
+    profile = Profile((0.423529, 0.152941), 500, levels=levels)
+    by_class, by_level, one = (solve(profile, 12, 6, objective="tokens", **options) for options in ({}, {"classes": False}, {"one_vector": True}))
+    assert np.array(by_class.plan.acceptance) == pytest.approx(np.array([[[0.4, 0.2], [0.4, 0.2]], [[0.7, 0.1], [0.2, 0.1]]]), abs=0.005)
+    assert by_level.plan.acceptance == ((0.4, 0.2), (0.45, 0.1))
+    assert one.plan.acceptance == profile.acceptance
+    assert by_class.plan.expected_tokens == solve(by_class.plan.acceptance, 12, 6).plan.expected_tokens
+    assert by_class.tree != by_level.tree
+    for found in (by_class, by_level, one):
+        low, high = found.plan.interval.expected_tokens
+        assert low < found.plan.expected_tokens < high
+    kinds = {str(n): (LevelCounts(225, (90.0, 45.0)), LevelCounts(200, (90.0 + 3 * n, 20.0), Counts(100, (20.0 + n, 10.0)))) for n in (-9, -3, 3, 9)}
+    apart = solve(structs.replace(profile, kinds=kinds), 12, 6, objective="tokens").plan
+    assert np.ptp(apart.interval_new_kind.expected_tokens) > np.ptp(apart.interval.expected_tokens)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_interval_covers_the_truth_by_class(shared):
+    """With a vector of its own for each level off the spine, and with one that levels of few observations share: then it may be wider than
+    it must be. Intervals from more trials (the control) do not cover as often."""
+    truth = np.array([[[0.4, 0.15], [0.4, 0.15]], [[0.6, 0.12], [0.2, 0.1]], [[0.7, 0.1], [0.2, 0.1] if shared else [0.4, 0.05]]])
+    trials = np.array([[3000, 0], [1500, 200 if shared else 700], [600, 80 if shared else 500]])
+    tree = solve(truth.tolist(), 24, 8).tree
+    rng, value = np.random.default_rng(1), expected_tokens(tree, truth)
+    assert np.isin([1, 2], np.unique(tree.position_ids[tree.classes == 1])).all() and gradient(tree, truth)[1:, 1, 0].min() > 0
+
+    def drawn():
+        counts = [[rng.multinomial(n, [*p, 1 - p.sum()])[:-1] for n, p in zip(*each, strict=True)] for each in zip(trials, truth, strict=True)]
+        return rates(trials, np.array(counts, float))
+
+    draws = [drawn() for _ in range(400)]
+
+    def covered_with(factor):
+        bounds = [[expected_tokens(tree, end) for end in ends(tree, rows, behind * factor)] for rows, behind in draws]
+        return np.mean([low <= value <= high for low, high in bounds])
+
+    assert 0.915 <= covered_with(1) <= (1 if shared else 0.985)
+    assert covered_with(4) < 0.85
+
+
+def test_classes_differ_as_far_as_their_counts_do_by_more_than_noise():
+    """Counts drawn from two laws, and from one: the second kind is nearly always told to be one, and the first one never."""
+    rng = np.random.default_rng(0)
+    trials = np.array([[1000, 0], [300, 150], [120, 60]])
+
+    def of(spine, off):
+        counts = [[rng.multinomial(n, [*p, 1 - sum(p)])[:-1] for n, p in zip(level, (spine, off), strict=True)] for level in trials]
+        return rates(trials, np.array(counts, float))[0]
+
+    apart = np.array([of((0.7, 0.1), (0.25, 0.1)) for _ in range(200)])
+    alike = np.array([of((0.5, 0.1), (0.5, 0.1)) for _ in range(200)])
+    assert apart.mean(0)[1:, 0, 0] == pytest.approx(0.7, abs=0.02) and apart.mean(0)[1:, 1, 0] == pytest.approx(0.25, abs=0.02)
+    assert (alike[:, :, 0] == alike[:, :, 1]).all((1, 2)).mean() > 0.8
+    assert np.abs(alike[:, 1, 1, 0] - 0.5).mean() < 0.75 * np.abs(rng.binomial(150, 0.5, 200) / 150 - 0.5).mean()  # better than its own counts
+    assert (apart[:, 0, 0] == apart[:, 0, 1]).all()
+
+
+def test_rates_of_few_observations_are_shared():
+    trials = np.array([[500, 0], [3000, 4000], [0, 30], [1000, 10]])
+    counts = np.array([[[250.0], [0.0]], [[2700.0], [400.0]], [[0.0], [9.0]], [[900.0], [3.0]]])
+    p, behind = rates(trials, counts)
+    assert p[:, 0, 0] == pytest.approx([0.5, 0.9, 0.3, 0.9], abs=0.01)
+    assert p[:, 1, 0] == pytest.approx([0.5, 0.1, 0.3, 0.3], abs=0.01)
+    assert behind.tolist() == [[500, 0], [3000, 4000], [0, 20], [1000, 20]]
+    assert rates(np.array([500, 0, 100]), np.array([[250.0], [0.0], [90.0]]))[0][:, 0].tolist() == [0.5, 0.5, 0.9]  # as the level above
+    alone = rates(np.array([[500, 0], [300, 0]]), counts[:2] * [[[1.0], [0.0]]] / 10)[0]
+    assert np.array_equal(alone[:, 0], alone[:, 1])  # nothing is known off the spine
 
 
 def test_the_interval_covers_the_truth():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import acceptance_vectors, all_trees
+from strategies import acceptance_vectors, all_trees, rows_by_class
 
 from sequoia_plan.artifacts import LANGUAGE_MODEL, ArgumentError, Latency, Profile, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.cost import StepTime, acceptance_rows, expected_tokens
@@ -18,6 +18,18 @@ from sequoia_plan.planner import solve
 from sequoia_plan.planner.solving import best_first, dynamic_programming, hull
 
 LLAMA3 = [0.7732, 0.1039, 0.0402, 0.0206, 0.0128, 0.0081, 0.0064, 0.0043, 0.0035, 0.0026]
+
+
+def paths_worth(tree, rows):
+    """F by its definition, path by path: rows[level][class][rank], the class told by the ranks before."""
+    total = 0.0
+    for node in range(tree.size):
+        ranks = []
+        while node:
+            ranks.insert(0, int(tree.ranks[node]) - 1)
+            node = int(tree.parents[node])
+        total += math.prod(rows[min(level, len(rows) - 1)][any(ranks[:level])][rank] for level, rank in enumerate(ranks))
+    return total
 
 
 def last(solver, rows, size):
@@ -65,6 +77,60 @@ def test_hull_equals_dp_on_any_rows(rows, size, depth):
     same_frontier(acceptance_rows([row + [0.0] * (6 - len(row)) for row in rows], depth), size, hull, dynamic_programming)
 
 
+@settings(max_examples=80, deadline=None)
+@given(rows_by_class(), st.integers(1, 8), st.integers(2, 6))
+def test_every_solver_equals_exhaustive_enumeration_with_classes(rows, size, depth):
+    """Classes of parents are part of what is solved: values and trees, by a definition of F that is not the solver's."""
+    fits = [t for t in all_trees(size) if t.depth <= depth and t.branching <= len(rows[0][0])]
+    table = acceptance_rows(rows, depth)
+    exact = [hull, dynamic_programming] + [best_first] * best_first.is_non_increasing(table)
+    for solver in exact:
+        value = last(solver, table, size)
+        if not fits:
+            assert math.isnan(value)
+            continue
+        assert value == pytest.approx(max(paths_worth(tree, rows) for tree in fits), rel=1e-12)
+        tree = TokenTree.from_parents(solver.parents(table, size))
+        assert paths_worth(tree, rows) == pytest.approx(value, rel=1e-12) == expected_tokens(tree, rows)
+
+
+@settings(max_examples=80, deadline=None)
+@given(rows_by_class(longest=6), st.integers(1, 60), st.integers(1, 7))
+def test_solvers_agree_with_classes(rows, size, depth):
+    table = acceptance_rows(rows, depth)
+    same_frontier(table, size, hull, dynamic_programming)
+    if len(last_values := dynamic_programming.frontier(table, size)[-1]) == size:
+        for tree in (TokenTree(hull._solved(table, size)), TokenTree(hull._suggested(table, size)[0])):
+            assert tree.size == size and tree.depth <= depth
+            assert expected_tokens(tree, rows) <= last_values[-1] * (1 + 1e-12)
+        assert expected_tokens(TokenTree(hull._solved(table, size)), rows) == pytest.approx(last_values[-1], rel=1e-12)
+
+
+@settings(max_examples=80, deadline=None)
+@given(rows_by_class(longest=6, non_increasing=True), st.integers(1, 60), st.integers(1, 9))
+def test_best_first_is_exact_with_classes_whose_rows_do_not_increase(rows, size, depth):
+    same_frontier(acceptance_rows(rows, depth), size, best_first, hull, dynamic_programming)
+
+
+@given(rows_by_class(), st.integers(1, 30), st.integers(2, 6))
+def test_equal_classes_are_one(rows, size, depth):
+    alike = [[spine, spine] for spine, _ in rows]
+    same = [spine for spine, _ in rows]
+    for solver in (hull, dynamic_programming):
+        for two, one in zip(solver.frontier(acceptance_rows(alike, depth), size), solver.frontier(acceptance_rows(same, depth), size), strict=True):
+            np.testing.assert_array_equal(two, one)
+
+
+def test_a_solver_that_ignores_the_class_is_noticed():
+    """The control: rows of the spine taken for all nodes promise more than there is, and give a worse tree."""
+    rows = [[[0.5, 0.4], [0.0, 0.0]], [[0.8, 0.1], [0.2, 0.1]]]
+    right = solve(rows, 6, 5)
+    assert right.plan.expected_tokens == pytest.approx(max(paths_worth(t, rows) for t in all_trees(6) if t.depth <= 5 and t.branching <= 2))
+    for solver in ("best-first", "hull", "dp"):
+        blind = solve([spine for spine, _ in rows], 6, 5, solver=solver)
+        assert paths_worth(blind.tree, rows) < right.plan.expected_tokens * 0.95 < blind.plan.expected_tokens * 0.95
+
+
 @pytest.mark.parametrize("rare", [0.0, 1e-4])
 def test_hull_equals_dp_on_staircases(rare):
     """Only families of six pay: the scan gives up, and remainders (or all sums) take over."""
@@ -105,7 +171,7 @@ def test_the_tree_attains_the_tables_value(acceptance, size, depth, branching):
     tree = solve(acceptance, size, depth, branching).tree
     assert tree.size == size
     assert tree.depth <= depth
-    assert tree.branching <= rows.shape[1]
+    assert tree.branching <= rows.shape[-1]
     assert expected_tokens(tree, acceptance) == pytest.approx(value, rel=1e-12)
 
 
@@ -113,7 +179,7 @@ def test_the_tree_attains_the_tables_value(acceptance, size, depth, branching):
 @given(acceptance_vectors(longest=4))
 def test_more_never_hurts(acceptance):
     rows = acceptance_rows(acceptance, 6)
-    frontiers = [hull.frontier(np.ascontiguousarray(rows[:, :ranks]), 25) for ranks in range(1, len(acceptance) + 1)]
+    frontiers = [hull.frontier(np.ascontiguousarray(rows[..., :ranks]), 25) for ranks in range(1, len(acceptance) + 1)]
     slack = 1 - 1e-12
     for values in itertools.chain(*frontiers):
         assert (values[1:] >= values[:-1] * slack).all()
@@ -215,6 +281,13 @@ def test_the_plan_is_json_and_complete():
         (("0.5", 4, 3), "non-empty list"),
         (([[0.5, 0.1], [0.5]], 4, 3), "expected equal lengths"),
         (([[0.5, 0.1], [0.5, 0.9]], 4, 3), "level 1: sums to 1.4"),
+        (([[[0.5], [0.1]], [0.5]], 4, 3), r"level 1: found \[0.5\], expected two vectors as on level 0: for parents on the spine and off the spine"),
+        (([[[0.5], [0.1]], [[0.5], [0.1], [0.1]]], 4, 3), "level 1: found .*expected two vectors as on level 0"),
+        (([[[0.5], [0.1, 0.1]]], 4, 3), "level 0, off the spine: found 2 ranks, expected equal lengths: 1"),
+        (([[[0.5], [1.1]]], 4, 3), r"level 0, off the spine: p\[1\] is 1.1"),
+        (([[0.5], [[0.5], [0.1]]], 4, 3), r"level 1: p\[1\] is \[0.5\], expected a probability"),
+        (([[[]]], 4, 3), "level 0: found .*expected two vectors as on level 0"),
+        (([[[[0.5]], [[0.1]]]], 4, 3), r"level 0, on the spine: p\[1\] is \[0.5\]"),
         (([0.5], 4, 9, None, "speed"), "objective speed needs latencies"),
         (([0.5], 4, 9, None, "fun"), "objective: found 'fun'"),
         (([0.5], 4, 9, None, None, "magic"), "solver: found 'magic'"),

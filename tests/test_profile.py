@@ -12,6 +12,7 @@ from strategies import acceptance_vectors
 
 from sequoia_plan.artifacts import Latency, LevelCounts, Profile, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.plan import provenance
+from sequoia_plan.artifacts.profile import Counts
 from sequoia_plan.artifacts.tree_file import from_bytes, to_bytes
 
 PROFILE = Profile(
@@ -114,6 +115,51 @@ def test_counts_by_level_are_checked(tmp_path, old, new, message):
     (tmp_path / "p.yaml").write_text(text.replace(old, new, 1))
     with pytest.raises(SequoiaPlanError, match=message):
         Profile.load(tmp_path / "p.yaml")
+
+
+CLASSES = replace(PROFILE, levels=(LevelCounts(600, (300.25, 75.0)), LevelCounts(2000, (997.5, 250.0), Counts(790, (158.0, 79.0)))))
+
+
+def test_counts_by_class_survive(tmp_path):
+    CLASSES.save(tmp_path / "p.yaml")
+    assert Profile.load(tmp_path / "p.yaml") == CLASSES
+    root = (300.25 / 600, 0.125)
+    assert CLASSES.by_class[0] == (root, root)
+    assert CLASSES.by_class[1][0] == pytest.approx((839.5 / 1210, 171 / 1210), abs=0.002)
+    assert CLASSES.by_class[1][1] == pytest.approx((0.2, 0.1), abs=0.002)
+    assert CLASSES.by_level == (root, (997.5 / 2000, 0.125))
+    assert COUNTED.by_class == PROFILE.by_class == ()
+    assert CLASSES.sha256 != replace(CLASSES, levels=(CLASSES.levels[0], replace(CLASSES.levels[1], off=None))).sha256
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("trials: 790", "trials: 2400", r"levels\[1\].off_spine: found 2400 of 2000 trials.* expected a part of the level's"),
+        ("[158.0, 79.0]", "[158.0, 280.0]", r"levels\[1\].off_spine: found 790 of 2000 trials, with counts that sum to 438 of 1247.5; expected a part"),
+        ("trials: 790", "trials: 1200", r"levels\[1\].off_spine: found 1200 of 2000 trials.* whose rest holds at most one accepted child"),
+        ("[158.0, 79.0]", "[800.0, 80.0]", r"levels\[1\].off_spine.counts: sum to 880, expected at most 790 trials"),
+        ("[158.0, 79.0]", "[158.0]", r"levels\[1\].off_spine.counts: found 1 ranks, expected 2"),
+        ("trials: 790", "trials: -1", r"off_spine.trials: found -1, expected a whole number"),
+        ("off_spine:\n      trials: 790\n      counts: [158.0, 79.0]", "off_spine: 3", r"off_spine: found 3, expected a mapping"),
+    ],
+)
+def test_counts_by_class_are_checked(tmp_path, old, new, message):
+    text = CLASSES.to_yaml()
+    assert old in text
+    (tmp_path / "p.yaml").write_text(text.replace(old, new, 1))
+    with pytest.raises(SequoiaPlanError, match=message):
+        Profile.load(tmp_path / "p.yaml")
+
+
+def test_classes_of_kinds_add_up():
+    first = CLASSES.levels[0]
+    parts = [LevelCounts(900, (400.0, 150.0), Counts(n, (58.0, n - 251.0))) for n in (290, 400)], LevelCounts(1100, (597.5, 100.0), Counts(500, (100.0, 40.0)))
+    nothing = LevelCounts(0, (0.0, 0.0))
+    assert replace(CLASSES, kinds={"a": (first, parts[0][0]), "b": (nothing, parts[1])}).by_class == CLASSES.by_class
+    for wrong in (parts[0][1], replace(parts[0][0], off=None)):
+        with pytest.raises(SequoiaPlanError, match=r"acceptance.kinds: found .* trials off the spine on level 1, expected 790 together"):
+            replace(CLASSES, kinds={"a": (first, wrong), "b": (nothing, parts[1])})
 
 
 KINDS = replace(

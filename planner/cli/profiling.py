@@ -139,6 +139,8 @@ def _report(profiles: dict[str, Profile], as_json: bool) -> None:
             click.echo(f"acceptance  {numbers(found.acceptance)}  (effective sample size {found.trials}{f', {name}' if each.verifiers else ''})")
             for level, row in enumerate(found.by_level):
                 click.echo(f"  level {level}{'+' if level and level == len(found.by_level) - 1 else ' '}  {numbers(row)}  ({found.levels[level].trials})")
+                if (off := found.levels[level].off) and off.trials:
+                    click.echo(f"    off the spine  {numbers([count / off.trials for count in off.counts])}  ({off.trials})")
         click.echo(f"wrote {path}")
     if latency:
         click.echo(f"target      {curve(latency.target)}")
@@ -153,7 +155,7 @@ def _report(profiles: dict[str, Profile], as_json: bool) -> None:
 
 
 def _figures(profile: Profile) -> dict[str, Any]:
-    return {"trials": profile.trials, "acceptance": profile.acceptance, "by_level": profile.by_level}
+    return {"trials": profile.trials, "acceptance": profile.acceptance, "by_level": profile.by_level, "by_class": profile.by_class}
 
 
 def _read_setting(text: str) -> dict[str, Any]:

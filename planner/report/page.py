@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from sequoia_plan.artifacts import BenchResult, TokenTree
+from sequoia_plan.artifacts.cost import by_class
 from sequoia_plan.planner.report import panels
 from sequoia_plan.planner.report.bench_table import OURS, finding, parts_text, settings_text, table
 from sequoia_plan.planner.report.html import HEIGHT, Plot, document, figures
@@ -48,6 +49,7 @@ def _plots(tree: TokenTree, results: Sequence[BenchResult]) -> list[Plot]:
         plots.append((lambda axes: panels.tokens_panel(tree, axes), text, HEIGHT))
         trials = plan.trials or 0
         text = "Acceptance by rank" + (", and the power law through it. Ranks that were never accepted are not shown." if np.size(acceptance) > 1 else ".")
+        text += " Dashed: children of nodes off the spine, whose path has a rank above 1." if by_class(acceptance).shape[1] > 1 else ""
         plots.append((lambda axes: panels.acceptance_panel(acceptance, axes, trials), text, HEIGHT))
     if acceptance and plan.latency:
         text = "Predicted speed-up of the best tree of each size and depth. The star is this tree."

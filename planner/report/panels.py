@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.artifacts.cost import Acceptance, StepTime, expected_tokens, node_values
+from sequoia_plan.artifacts.cost import Acceptance, StepTime, by_class, expected_tokens, node_values
+from sequoia_plan.artifacts.plan import CLASSES
 from sequoia_plan.artifacts.uncertainty import Z95
 from sequoia_plan.planner.solving.baselines import baseline
 from sequoia_plan.planner.solving.frontier import LARGEST_TABLE, frontier
@@ -54,34 +55,38 @@ def tree_panel(tree: TokenTree, axes: Any) -> None:
 
 
 def acceptance_panel(acceptance: Acceptance, axes: Any, trials: int = 0) -> None:
-    """Log-log, and the power law through it; one vector has its 95 % (Wilson) interval if its `trials` are known.
+    """Log-log, and the power law through it; one vector has its 95 % (Wilson) interval if its `trials` are known. Where parents have two
+    classes, the children of nodes off the spine are drawn dashed.
 
     The fit weighs a rank by what is known of it: log p has the variance (1 - p) / (n p).
     """
     from matplotlib import colormaps
 
-    rows = np.atleast_2d(np.asarray(acceptance, float))
-    shades = [GREEN] if len(rows) == 1 else [colormaps["viridis"](0.15 + 0.75 * level / (len(rows) - 1)) for level in range(len(rows))]
-    for level, (row, shade) in enumerate(zip(rows, shades, strict=True)):
-        ranks = np.flatnonzero(row > 0) + 1
-        p = row[ranks - 1]
-        label = "measured" if len(rows) == 1 else None if level % -(-len(rows) // 8) else f"children of level {level}"
-        axes.plot(ranks, p, "o-", markersize=4 if len(rows) == 1 else 2.5, linewidth=1.2, color=shade, label=label)
-        if trials and len(rows) == 1:
+    rows = by_class(acceptance)
+    levels, classes, _ = rows.shape
+    shades = [GREEN] if levels == 1 else [colormaps["viridis"](0.15 + 0.75 * level / (levels - 1)) for level in range(levels)]
+    for level, kind in [each for each in np.ndindex(levels, classes) if each[1] == 0 or each[0] > 0 or levels == 1]:  # the root is on the spine
+        ranks, shade = np.flatnonzero(rows[level, kind] > 0) + 1, shades[level]
+        p = rows[level, kind, ranks - 1]
+        label = "measured" if levels == 1 else None if level % -(-levels // 8) else f"children of level {level}"
+        if classes > 1 and label and (level or levels == 1):
+            label += f", {CLASSES[kind]}"
+        axes.plot(ranks, p, "o--" if kind else "o-", markersize=4 if levels == 1 else 2.5, linewidth=1.2, color=shade, label=label)
+        if trials and rows.shape[:2] == (1, 1):
             room = Z95**2 / trials
             middle, reach = (p + room / 2) / (1 + room), np.sqrt(room * p * (1 - p) + room**2 / 4) / (1 + room)
             axes.vlines(ranks, middle - reach, middle + reach, color=shade, alpha=0.35, linewidth=3, label="95 % interval")
-    ranks = np.flatnonzero(rows[0] > 0) + 1
+    ranks = np.flatnonzero(rows[0, 0] > 0) + 1
     if ranks.size > 1:
-        p = rows[0][ranks - 1]
+        p = rows[0, 0, ranks - 1]
         slope, start = np.polyfit(np.log(ranks), np.log(p), 1, w=np.sqrt(p))
         axes.plot(
             ranks,
             np.exp(start) * ranks**slope,
-            "--",
+            ":",
             color=AMBER,
             linewidth=1.8,
-            label=f"power law: rank^{slope:.2f}" + (" on level 0" if len(rows) > 1 else ""),
+            label=f"power law: rank^{slope:.2f}" + (" on level 0" if levels > 1 else ""),
         )
     axes.set_yscale("log")
     _log_ticks(axes.yaxis)

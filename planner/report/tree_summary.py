@@ -73,7 +73,7 @@ def _next_node(tree: TokenTree, console: object) -> None:
     from sequoia_plan.planner.solving.certificate import best_addition
 
     rows = acceptance_rows(tree.plan.acceptance or (), max(tree.plan.depth or 0, tree.depth), tree.plan.branching)
-    following = best_addition(tree, rows) if rows.shape[1] >= tree.branching else None
+    following = best_addition(tree, rows) if rows.shape[2] >= tree.branching else None
     if following:
         parent, rank, value = following
         console.print(f"the next node           child {rank} of node {parent}, on level {tree.position_ids[parent] + 1}: +{value:.4f}")  # type: ignore[attr-defined]

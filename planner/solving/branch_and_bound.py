@@ -2,7 +2,7 @@
 
 A box is closed when its bound (relaxation.py) says that none of its trees is faster than the best one known. A box that stays open is split
 at the resource whose cost differs most from what its price pays. Once each draft pass in a box has one known cost, and where no row of p
-increases, best-first growth within the box's widths gives its best tree of every size, and the box is closed as well.
+increases and the rows favour the spine, best-first growth within the box's widths gives its best tree of every size, and the box is closed as well.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ class Found(NamedTuple):
 def fastest_part(parents, levels, rows, costs):  # type: ignore[no-untyped-def]
     """Tokens a second, and size, of the fastest of the trees that the first 2, 3, ... nodes are."""
     value, children, ranks = np.ones(len(parents)), np.zeros(len(parents), np.int64), np.zeros(len(parents), np.int64)
-    left, walk = np.ones(len(parents)), 0.0
+    left, walk, kind = np.ones(len(parents)), 0.0, np.zeros(len(parents), np.int64)
     wide, most = np.zeros(len(rows), np.int64), np.ones(len(rows), np.int64)
     tokens, drafts, rounds = 1.0, 0.0, 0
     best, size = 0.0, 1
     for node in range(1, len(parents)):
         above, here = parents[node], levels[node] - 1
-        value[node] = value[above] * rows[here, children[above]]
+        value[node] = value[above] * rows[here, kind[above], children[above]]
+        kind[node] = kind[above] if children[above] == 0 else rows.shape[1] - 1
         tokens += value[node]
         children[above] += 1
         ranks[node], left[node] = ranks[above] + children[above], value[node]
@@ -211,14 +212,14 @@ def search(nodes, order, rows, costs, floor, exact, grows_best, rate, most_work)
     Args:
         nodes: `candidates(rows, floor)`.
         order: rows that never increase, close to `rows`: what best-first growth goes by.
-        rows: float64 [levels, branching], p.
+        rows: float64 [levels, classes, branching], p.
         floor: the value of every other node is at most this.
-        exact: no later sibling adds more than an earlier one: no row increases, and rejections cost nothing.
+        exact: no later sibling adds more than an earlier one: no row increases, the rows favour the spine, and rejections cost nothing.
         grows_best: best-first growth within limits of a box gives its best tree of every size.
         rate: tokens a second of the best tree known.
         most_work: how many nodes may be looked at; then the bound is the largest of the boxes still open.
     """
-    resources, branching = rows.shape
+    resources, _, branching = rows.shape
     of_ranks = resources if costs.order == LEVEL else 1
     room = min(MOST_BOXES, 2 + 4_000_000 // resources)
     shape, most_ranks_of_all = (room, resources), branching * resources if costs.order == PATH else branching

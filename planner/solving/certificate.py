@@ -49,7 +49,7 @@ def check(tree: TokenTree, acceptance: Acceptance, depth: int | None = None, bra
     """Compute a tree's expected tokens, and the most that a tree of its size can have.
 
     Args:
-        acceptance: p[1..B], or one such row per level.
+        acceptance: p[1..B], or one such row per level, or one for each class of parents per level.
         depth, branching: the limits it was solved for; the tree's own depth, and the vector's length, if None.
         optimum: what an exact solver found for this size and these limits, if it was asked already; None solves again if need be,
             up to LARGEST_SOLVED nodes.
@@ -62,7 +62,7 @@ def check(tree: TokenTree, acceptance: Acceptance, depth: int | None = None, bra
     if parents[0] != -1 or (parents[1:] < 0).any() or (parents[1:] >= np.arange(1, tree.size)).any():
         raise SequoiaPlanError("token tree: a node comes before its parent")
     rows = acceptance_rows(acceptance, depth or tree.depth, branching)
-    for name, found, limit in (("depth", tree.depth, len(rows) + 1), ("branching", tree.branching, rows.shape[1])):
+    for name, found, limit in (("depth", tree.depth, len(rows) + 1), ("branching", tree.branching, rows.shape[2])):
         if found > limit:
             raise SequoiaPlanError(f"token tree: {name} {found}, expected at most {limit}")
     if len(rows) == 0:
@@ -89,9 +89,10 @@ def check(tree: TokenTree, acceptance: Acceptance, depth: int | None = None, bra
 
 def best_addition(tree: TokenTree, rows: Floats) -> tuple[int, int, float] | None:
     """The most valuable single node that could be added within len(rows) + 1 levels and the rows' ranks: (parent, rank, value)."""
-    nodes = np.flatnonzero((tree.child_count < rows.shape[1]) & (tree.position_ids < len(rows)))
+    nodes = np.flatnonzero((tree.child_count < rows.shape[2]) & (tree.position_ids < len(rows)))
     if not nodes.size:
         return None
-    offered = node_values(tree, rows)[nodes] * rows[tree.position_ids[nodes], tree.child_count[nodes]]
+    kind = np.minimum(tree.classes[nodes], rows.shape[1] - 1)
+    offered = node_values(tree, rows)[nodes] * rows[tree.position_ids[nodes], kind, tree.child_count[nodes]]
     best = nodes[np.argmax(offered)]
     return int(best), int(tree.child_count[best]) + 1, float(offered.max())

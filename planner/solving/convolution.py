@@ -131,12 +131,13 @@ def _convolve_densely(a, b, p, found):  # type: ignore[no-untyped-def]
 
 
 def isotonic(rows: Floats) -> Floats:
-    """Rows that never increase with rank, closest to `rows` in least squares: slopes of the concave envelope of their sums.
+    """Rows (the last dimension) that never increase with rank, closest to `rows` in least squares: slopes of the concave envelope of their sums.
 
     A modelling choice (rarer ranks are not likelier), not a measurement: it changes F where the vector was right.
     """
-    sums = np.concatenate([np.zeros((len(rows), 1)), np.cumsum(rows, axis=1)], axis=1)
+    flat = rows.reshape(-1, rows.shape[-1])
+    sums = np.concatenate([np.zeros((len(flat), 1)), np.cumsum(flat, axis=1)], axis=1)
     above = np.empty_like(sums)
     for row, found in zip(sums, above, strict=True):
         envelope(row, found)
-    return np.minimum.accumulate(np.maximum(np.diff(above, axis=1), 0.0), axis=1)
+    return np.minimum.accumulate(np.maximum(np.diff(above, axis=1), 0.0), axis=1).reshape(rows.shape)

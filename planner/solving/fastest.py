@@ -46,12 +46,12 @@ class Fastest:
 def fastest(rows: Floats, budget: int, times: StepTime, most_work: int = MOST_WORK) -> Fastest:
     """The fastest tree of at most `budget` nodes and len(rows) + 1 levels, with as many children a node as the rows have ranks, at most.
 
-    Where no row increases, the search ends with a proof unless it reaches its limit of work. Where rows increase, best-first growth goes by the
-    closest rows that do not, while values and bounds are those of the rows themselves; the search may then end without a proof, and the trees
-    of most tokens (the exact optimum of each size and depth) are tried as well.
+    Where no row increases, and the rows favour the spine (`best_first.favours_spine`), the search ends with a proof unless it reaches its
+    limit of work. Where rows increase, best-first growth goes by the closest rows that do not, while values and bounds are those of the rows
+    themselves; the search may then end without a proof, and the trees of most tokens (the exact optimum of each size and depth) are tried as well.
 
     Args:
-        rows: float64 [levels, branching], p[level, rank].
+        rows: float64 [levels, classes, branching], p[level, class, rank].
     """
     most = min(budget, times.largest())
     times = replace(times, acceptance=rows if len(rows) else None)
@@ -77,9 +77,9 @@ def _fastest_up_to(depth: int, rows: Floats, most: int, times: StepTime, known: 
     """The fastest tree of at most `depth` levels, each with the first draft pass of that depth, or `known` if that is faster; a bound on those."""
     costs = costs_of(times, most, depth)
     room, non_increasing = CANDIDATES_PER_NODE * most + 256, best_first.is_non_increasing(rows)
-    exact = non_increasing and costs.by_rejection == 0
+    exact = non_increasing and best_first.favours_spine(rows) and costs.by_rejection == 0
     grows_best = exact and costs.order != PATH
-    value = best_first.grow_freely(-np.sort(-rows, axis=1), room)[1]
+    value = best_first.grow_freely(_by_value(rows), room)[1]
     floor = float(value[-1]) if value.size == room else 0.0
     order = rows if non_increasing else isotonic(rows)
     nodes = candidates(rows, floor, costs.by_visit, costs.by_rejection)
@@ -88,6 +88,15 @@ def _fastest_up_to(depth: int, rows: Floats, most: int, times: StepTime, known: 
     if not grows_best and best.speed < bound * (1 - OPTIMAL) and most <= LARGEST_BUDGET["hull"]:
         best, bound = _with_most_tokens(best, bound, rows, most, times)
     return Fastest(best.tree, best.speed, max(bound, best.speed))
+
+
+def _by_value(rows: Floats) -> Floats:
+    """Rows whose growth finds the nodes of the endless tree by value: which rank has which probability matters only to the first child of a
+    node on the spine, of another class than its siblings."""
+    by_value = -np.sort(-rows, axis=2)
+    if rows.shape[1] > 1:
+        by_value[:, 0] = np.concatenate([rows[:, 0, :1], -np.sort(-rows[:, 0, 1:], axis=1)], axis=1)
+    return by_value
 
 
 def _timed(tree: TokenTree, rows: Floats, times: StepTime) -> Fastest:

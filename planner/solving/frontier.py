@@ -26,7 +26,7 @@ class Frontier:
     Args:
         values: values[d - 1][n - 1] is F of the best tree of exactly n nodes and at most d levels, float64; a row ends at the
             largest size that depth and branching allow, or at the budget.
-        rows: float64 [depth - 1, branching], p[level][rank].
+        rows: float64 [depth - 1, classes, branching], p[level][class][rank].
         solver: who found it.
     """
 
@@ -49,7 +49,7 @@ def frontier(acceptance: Acceptance, budget: int, depth: int, branching: int | N
     """The exact optimum for every size <= budget and every depth <= depth, in one call.
 
     Args:
-        acceptance: p[1..B], or one such row per level (the last holds for all deeper levels).
+        acceptance: p[1..B], or one such row per level (the last holds for all deeper levels), or one for each class of parents per level.
         solver: "best-first", "hull" or "dp"; None picks best-first where it is exact, else hull.
 
     Raises:
@@ -70,7 +70,7 @@ def best_tree(rows: Floats, size: int, solver: str) -> TokenTree:
     reachable = _largest_reachable(rows, size)
     if reachable < size:
         raise ArgumentError(
-            f"no tree of {size} nodes has depth {len(rows) + 1} and branching {rows.shape[1]}: the largest has {reachable}; "
+            f"no tree of {size} nodes has depth {len(rows) + 1} and branching {rows.shape[2]}: the largest has {reachable}; "
             "lower the budget, or allow more depth or branching"
         )
     found = SOLVERS[solver].parents(rows, size)
@@ -91,8 +91,8 @@ def pick(solver: str | None, rows: Floats, size: int) -> str:
         raise ArgumentError("solver best-first is exact only where acceptance never grows with rank; use hull")
     if size > LARGEST_BUDGET[name]:
         raise ArgumentError(f"budget: found {size}, expected at most {LARGEST_BUDGET[name]} for the solver {name}")
-    depth, branching = rows.shape
-    held = {"best-first": size, "hull": size * (depth + branching), "dp": size * (depth + 1) * (branching + 1)}[name]
+    depth, classes, branching = rows.shape
+    held = {"best-first": size, "hull": size * classes * (depth + branching), "dp": size * classes * (depth + 1) * (branching + 1)}[name]
     if held > LARGEST_TABLE:
         raise ArgumentError(f"budget {size} with depth {depth + 1} and branching {branching} needs too much memory for the solver {name}: lower one of them")
     return name
@@ -120,7 +120,7 @@ def _largest_reachable(rows: Floats, cap: int) -> int:
     """Nodes of the complete tree, counted up to `cap`."""
     nodes = level = 1
     for _ in range(len(rows)):
-        level *= rows.shape[1]
+        level *= rows.shape[2]
         nodes += level
         if nodes >= cap:
             return cap

@@ -12,6 +12,8 @@ import numpy as np
 from sequoia_plan.artifacts import Profile, TokenTree
 from sequoia_plan.artifacts.cost import Floats, Promise, StepTime, expected_tokens
 from sequoia_plan.artifacts.plan import Alternative, Interval
+from sequoia_plan.artifacts.profile import tally
+from sequoia_plan.artifacts.rates import rates
 from sequoia_plan.artifacts.uncertainty import Z95, ends, lift_error, step_ratio_error, step_time_error, token_ratio_error, trials_of_a_new_kind
 from sequoia_plan.planner.solving.frontier import LARGEST_BUDGET
 
@@ -22,7 +24,7 @@ class Candidate:
 
     Args:
         tree: the token tree.
-        acceptance, rows: what it was solved for: a vector or a list of rows, and float64 [levels, ranks] within the limits.
+        acceptance, rows: what it was solved for, and float64 [levels, classes, ranks] within the limits.
         measured, times: the profile of that verifier alone, and its latencies; None where there is none.
         given: what is promised.
         bound: on the speed-up of any tree; None if there is none.
@@ -45,7 +47,7 @@ class Candidate:
 
     @property
     def table(self) -> Floats:
-        """float64 [levels, ranks]: the acceptance as measured; the last row holds for all deeper levels."""
+        """float64 [levels, ranks] or [levels, classes, ranks]: the acceptance as measured; the last level holds for all deeper ones."""
         return np.atleast_2d(np.asarray(self.acceptance, float))
 
     def worth(self, by_tokens: bool) -> float:
@@ -105,23 +107,25 @@ def intervals(one: Candidate, lost: Callable[[Floats], float]) -> tuple[Interval
 
 
 def _observations(tree: TokenTree, profile: Profile, acceptance: Floats) -> tuple[Floats, Floats | None]:
-    """How many independent observations the acceptance of each of its levels is worth: for prompts like the profiled ones, and for prompts
-    of a new kind (None if the profile does not tell)."""
-    by_level = len(acceptance) > 1
-    seen = np.array([level.trials for level in profile.levels]) if by_level else np.ones(1)
-    alike = profile.trials * seen / seen.sum()
+    """How many independent observations each vector of the acceptance is worth, [levels] or [levels, classes]: for prompts like the profiled
+    ones, and for prompts of a new kind (None if the profile does not tell)."""
+    shape, classes = acceptance.shape[:-1], acceptance.shape[1] if acceptance.ndim > 2 else 1
+    seen = rates(*tally(profile.levels, classes))[1] if len(acceptance) > 1 else np.ones((1, 1))
+    alike = (profile.trials * seen / seen.sum()).reshape(shape)
     if not profile.kinds:
         return alike, None
-    trials, counts = profile.by_kind
-    new = trials_of_a_new_kind(tree, acceptance, *((trials, counts) if by_level else (trials.sum(1, keepdims=True), counts.sum(1, keepdims=True))))
-    return alike, None if new is None else np.minimum(new, alike)
+    trials, counts = (np.stack(each) for each in zip(*(tally(levels, classes) for levels in profile.kinds.values()), strict=True))
+    if len(acceptance) == 1:
+        trials, counts = trials.sum(1, keepdims=True), counts.sum(1, keepdims=True)
+    new = trials_of_a_new_kind(tree, acceptance.reshape(*seen.shape, -1), trials, counts)
+    return alike, None if new is None else np.minimum(new.reshape(shape), alike)
 
 
 def _interval(one: Candidate, trials: Floats, lost: Callable[[Floats], float]) -> Interval:
     """What a 95 % interval does to this tree's promise, and to the choice itself.
 
     Args:
-        trials: float64 [levels], independent observations behind each level of the acceptance.
+        trials: independent observations behind each vector of the acceptance, [levels] or [levels, classes].
         lost: as for `intervals`.
     """
     tree, acceptance, times, speedup = one.tree, one.table, one.times, one.given.predicted_speedup

@@ -112,16 +112,18 @@ class Use(NamedTuple):
 @numba.njit(cache=True)
 def candidates(rows, floor, by_visit, by_rejection):  # type: ignore[no-untyped-def]
     """Every node of a value above `floor`, and its siblings of lower rank; the other two are as in `Costs`."""
-    levels, branching = rows.shape
-    room, size, node = 1024, 1, 0
+    levels, classes, branching = rows.shape
+    room, size, node, spine = 1024, 1, 0, 0
     value, level, first, count = np.ones(room), np.zeros(room, np.int64), np.zeros(room, np.int64), np.zeros(room, np.int64)
     ranks, seconds = np.zeros(room, np.int64), np.zeros(room)
     while node < size:
-        here = level[node]
+        here, kind = level[node], 0 if node == spine else classes - 1
         if here < levels:
             for rank in range(branching):
-                if value[node] * rows[here, rank] > floor:
+                if value[node] * rows[here, kind, rank] > floor:
                     count[node] = rank + 1
+            if node == spine and count[node] > 0:
+                spine = size
         first[node] = size
         if size + count[node] > room:
             more = room + branching
@@ -131,7 +133,7 @@ def candidates(rows, floor, by_visit, by_rejection):  # type: ignore[no-untyped-
             room += more
         left = value[node]
         for rank in range(count[node]):
-            value[size], level[size] = value[node] * rows[here, rank], here + 1
+            value[size], level[size] = value[node] * rows[here, kind, rank], here + 1
             left = max(0.0, left - value[size])
             ranks[size], seconds[size] = ranks[node] + rank + 1, by_visit * value[size] + by_rejection * left
             size += 1
@@ -239,7 +241,7 @@ def relax(nodes, costs, box, price, rate, exact, use):  # type: ignore[no-untype
     """The bound on F - rate * step over the box, and the expected tokens of the tree behind it, which `use` describes.
 
     Args:
-        exact: no row of p increases.
+        exact: no row of p increases, and the rows favour the spine, so that no later sibling adds more than an earlier one.
     """
     used, paid, ranks, charges, parents, walk = use
     gain, taken, charged = choose_children(nodes, costs, box, price, rate, exact)

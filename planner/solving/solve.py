@@ -13,7 +13,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from sequoia_plan.artifacts import ArgumentError, Profile, TokenTree
-from sequoia_plan.artifacts.cost import Floats, StepTime, acceptance_rows, expected_tokens, promise
+from sequoia_plan.artifacts.cost import Acceptance, Floats, StepTime, acceptance_rows, expected_tokens, promise
 from sequoia_plan.artifacts.merge import rounded
 from sequoia_plan.artifacts.plan import Plan, provenance
 from sequoia_plan.planner.solving.baselines import baseline as baseline_tree
@@ -45,7 +45,7 @@ class Solution:
 
 
 def solve(
-    profile: Profile | Sequence[float] | Sequence[Sequence[float]],
+    profile: Profile | Acceptance,
     budget: int,
     depth: int,
     branching: int | None = None,
@@ -55,6 +55,7 @@ def solve(
     baseline: str | None = None,
     one_vector: bool = False,
     verifier: str | None = None,
+    classes: bool = True,
 ) -> Solution:
     """The best token tree for what was measured, with a proof in its plan: `upper_bound`, and for the objective speed `speedup_bound`.
 
@@ -62,7 +63,8 @@ def solve(
     plan's `settings`; the plan's `alternatives` say by how much it is better than the others.
 
     Args:
-        profile: a Profile, or an acceptance vector p[1..B], or one such row per level.
+        profile: a Profile, or an acceptance vector p[1..B], or one such row per level, or per level one for parents on the spine (every rank
+            on their path from the root is 1) and one for all others.
         budget: size, the root included: exactly this many nodes for "tokens", at most for "speed" and "paper".
         depth: levels, the root's included, at most.
         branching: children a node may have, at most; the acceptance vector's length if None.
@@ -75,6 +77,7 @@ def solve(
         baseline: do not solve; take this tree (see baselines.py) and predict its expected tokens and speed.
         one_vector: take a profile's one vector for all levels, as the paper does, even if it has counts by level.
         verifier: solve for this one alone, of those that the profile has.
+        classes: take a profile's counts by class of the parent (on the spine or off it) where the classes differ by more than noise.
 
     Raises:
         SequoiaPlanError: for impossible input, or if no tree of that size fits the depth and branching.
@@ -82,7 +85,8 @@ def solve(
     started = time.perf_counter()
     if isinstance(profile, Profile):
         each = [profile.under(name) for name in ([verifier] if verifier else profile.measured)]
-        vectors: list[Any] = [one.acceptance if one_vector or not one.levels else _by_level(one) for one in each]
+        classes &= all(one.by_class for one in each)
+        vectors: list[Any] = [one.acceptance if one_vector or not one.levels else _rows(one, classes) for one in each]
     elif verifier:
         raise ArgumentError(f"verifier: found {verifier!r} with an acceptance vector, which holds for one verifier; give a profile to choose by")
     else:
@@ -98,8 +102,7 @@ def solve(
     for measured, acceptance in itertools.zip_longest(each, vectors):
         check_input(acceptance, budget, depth, branching)
         if smooth:
-            smoothed = isotonic(np.atleast_2d(np.asarray(acceptance, float))).tolist()
-            acceptance = smoothed if isinstance(acceptance[0], (list, tuple)) else smoothed[0]
+            acceptance = isotonic(np.asarray(acceptance, float)).tolist()
         rows, times = acceptance_rows(acceptance, depth, branching), StepTime.of(measured) if measured else None
         bound: float | None = None
         if baseline:
@@ -118,7 +121,7 @@ def solve(
     if measured and measured.trials and not smooth and not baseline and tree.size > 1:
 
         def lost(vectors: Floats) -> float:
-            there = acceptance_rows(vectors, depth, best.rows.shape[1])  # may rise where the acceptance does not: the solver is picked anew
+            there = acceptance_rows(vectors, depth, best.rows.shape[2])  # may rise where the acceptance does not: the solver is picked anew
             other = _choose(there, budget, objective, pick(None, there, tree.size), times, MOST_WORK // 10)[0]
             then = replace_fields(times, acceptance=vectors) if times and objective != "tokens" else None
             slower = then.step(tree) / then.step(other) if then else 1.0
@@ -127,7 +130,7 @@ def solve(
         interval, elsewhere = intervals(best, lost)
     plan = replace(
         provenance(measured),
-        acceptance=tuple(tuple(row) if isinstance(row, Sequence) else row for row in best.acceptance),
+        acceptance=_tuples(best.acceptance),
         budget=budget,
         depth=depth,
         branching=branching,
@@ -156,7 +159,12 @@ def _choose(rows: Floats, budget: int, objective: str, name: str, times: StepTim
     return found.tree, found.bound * times.plain()
 
 
-def _by_level(profile: Profile) -> list[list[float]]:
-    """p[level][k] to six digits; counts may exceed their trials by rounding."""
-    rows = np.array(profile.by_level)
-    return [list(rounded(row)) for row in (rows / np.maximum(1.0, rows.sum(1, keepdims=True))).tolist()]
+def _rows(profile: Profile, classes: bool) -> Any:
+    """p[level][k] or p[level][class][k] to six digits; counts may exceed their trials by rounding."""
+    rows = np.array(profile.by_class if classes else profile.by_level)
+    shares = (rows / np.maximum(1.0, rows.sum(-1, keepdims=True))).tolist()
+    return [[list(rounded(row)) for row in level] for level in shares] if classes else [list(rounded(row)) for row in shares]
+
+
+def _tuples(acceptance: Any) -> Any:
+    return tuple(map(_tuples, acceptance)) if isinstance(acceptance, Sequence) else acceptance
