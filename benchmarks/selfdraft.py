@@ -81,8 +81,9 @@ def time_passes(pair: Pair, models: dict[str, Any], rounds: int) -> dict[str, An
 
 def read(timer: SizeTimer) -> Tensor:
     """The pass without the drawing."""
-    assert timer.comb.drafter is not None
-    return timer.comb.drafter.read(timer.comb.passes[1], timer.comb.sequence, timer.columns).logits
+    decoder = timer.decoder
+    assert decoder.drafter is not None
+    return decoder.drafter.read(timer.drafted, decoder.sequence, timer.columns, timer.before).logits
 
 
 @torch.inference_mode()
