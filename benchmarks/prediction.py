@@ -120,7 +120,7 @@ def compare(pair: Pair, profile: Profile, sampling: Sampling, options: argparse.
     levels = measure_acceptance(pair, prompts, [sampling], precision=0.0, tokens_per_prompt=options.tokens)[0].levels()
     same = replace(profile, acceptance=pooled(levels), levels=levels, kinds={})
     vectors = {"one_vector": profile.acceptance, "by_level": profile.by_level, "by_class": profile.by_class or profile.by_level}
-    vectors |= {"same_prompts": same.by_level, "same_by_class": same.by_class}
+    vectors |= {"same_prompts": same.by_level, "same_by_class": same.by_class or same.by_level}
     if options.beside:
         vectors["beside"] = Profile.load(options.beside).by_level
     entries = []
