@@ -56,6 +56,7 @@ from sequoia_plan.runtime.models.weight_file import aligned_memory, bytes_of
 
 RESIDENT = 6
 """Layers of thirty that stay in memory: a fifth."""
+DRAFTS = {"embedded draft": None, "int8 draft": "int8"}
 PRECISION = 0.08
 """Of a profile's expected tokens."""
 FIRST_READS = 40
@@ -175,29 +176,30 @@ def quartiles(values: list[float]) -> list[float]:
     return [round(x, 5) for x in (middle, low, high)]
 
 
-def decode(dtype: str, prompts: int, tokens: int, temperature: float, latency_seconds: float, deepspeed: str | None) -> dict[str, Any]:
+def decode(options: argparse.Namespace, temperature: float) -> dict[str, Any]:
     """Every way of decoding, prompt by prompt in turn."""
-    sampling = Sampling(temperature)
+    sampling, dtype, prompts, tokens = Sampling(temperature), options.dtype, options.prompts, options.tokens
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        drafts = {"embedded draft": None, "int8 draft": "int8"}
+        drafts = {name: DRAFTS[name] for name in options.draft or DRAFTS}
         pairs = {name: streamed(draft, RESIDENT, dtype) for name, draft in drafts.items()}
-        ring = stream_of(pairs["embedded draft"].target)
+        first = next(iter(pairs.values()))
+        ring = stream_of(first.target)
         assert isinstance(ring, Ring)
         disk = Disk(ring)
         counted: dict[tuple[str, int], int] = {}
-        arms: dict[str, Decode] = {"plain": proven("plain", ours(pairs["embedded draft"], TokenTree.chain(1), sampling, tokens), counted, disk)}
+        arms: dict[str, Decode] = {"plain": proven("plain", ours(first, TokenTree.chain(1), sampling, tokens), counted, disk)}
         trees: dict[str, TokenTree] = {}
         for name, pair in pairs.items():
             disk.rest()
-            profile = measured(pair, drafts[name], dtype, sampling, latency_seconds)
+            profile = measured(pair, drafts[name], dtype, sampling, options.latency_seconds)
             trees[name] = solve(profile, 768, 40).tree
             arms[name] = proven(name, ours(pair, trees[name], sampling, tokens), counted, disk)
             more = -(-pair.facts["target"]["draft_bytes"] // layer_bytes(dtype))
             fair = streamed(None, RESIDENT + more, dtype)
             arms[f"plain + {more}"] = proven(f"plain + {more}", ours(fair, TokenTree.chain(1), sampling, tokens), counted, disk)
         arms["disk_offload"] = proven("disk_offload", by_accelerate(dtype, sampling, max(tokens // 4, 2), folder), counted, disk)
-        if deepspeed:
-            child = stack.enter_context(DeepSpeed(deepspeed, dtype, temperature, max(tokens // 4, 2), folder))
+        if options.deepspeed:
+            child = stack.enter_context(DeepSpeed(options.deepspeed, dtype, temperature, max(tokens // 4, 2), folder))
             arms["deepspeed"] = proven("deepspeed", child.decode, counted, disk, child.process.pid)
         ids = long_texts(dtype, sampling, prompts, tokens)
         runs = bench(arms, ids, on_prompt=lambda done: print(f"{done} of {len(ids)} prompts", flush=True))
@@ -330,6 +332,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--latency-seconds", type=float, default=45.0)
+    parser.add_argument("--draft", action="append", choices=[*DRAFTS], help="[default: both]")
     parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has deepspeed and sequoia-plan")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("-o", "--output", type=Path, required=True)
@@ -338,8 +341,8 @@ def main() -> None:
         options.prompts, options.tokens, options.rounds, options.latency_seconds = 2, 8, 3, 0.0
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "link": lambda: link(options.dtype, options.rounds),
-        "decode": lambda: decode(options.dtype, options.prompts, options.tokens, 0.0, options.latency_seconds, options.deepspeed),
-        "decode-0.6": lambda: decode(options.dtype, options.prompts, options.tokens, 0.6, options.latency_seconds, options.deepspeed),
+        "decode": lambda: decode(options, 0.0),
+        "decode-0.6": lambda: decode(options, 0.6),
     }
     found = json.loads(options.output.read_text()) if options.output.exists() else {}
     for name in options.part or parts:

@@ -89,7 +89,8 @@ def test_a_python_that_cannot_be_run():
 def test_the_engine_never_outlives_the_program(how):
     """Whatever ends it: the engine and its child are gone, also while the engine works."""
     script = (
-        "import sys, time; sys.path.insert(0, 'tests')\n"
+        "import signal, sys, time; sys.path.insert(0, 'tests')\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it, and so would this one
         "from test_engine_process import started\n"
         "engine = started(); engine.receive('starting'); print(engine.process.pid, flush=True); engine.send('encode', prompts=['a'])\n"
         "engine.send('run', batch=1, prompts=[0], tokens=10**6); time.sleep(600)\n"
