@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from sequoia_plan.planner.engines import planning, vllm
 
 BATCHES, MOST, REPEATS = [1, 4, 16], 6, 3
 GROUPS = [[0, 1, 2, 3], [0, 4, 5, 6]]
-PROMPTS, TOKENS = 48, 40
+PROMPTS, TOKENS = 48, 32
 ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 16, "max_num_batched_tokens": 1024}
 NOTED = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS")
 
@@ -119,6 +120,9 @@ def report(plan: EnginePlan, state: dict[str, Any]) -> dict[str, Any]:
             "chosen_over_none": seen[length] / seen[0],
             "schedule_over_chosen": vllm.measured_cell(follows, batch).throughput / seen[length] if follows else None,
         }
+    ratios = {f"{batch}x{length}": _ratios(state["runs"], batch, length) for batch, length in runs if length}
+    speedups = {f"{cell.batch}x{cell.speculative_tokens}": cell.speedup / statistics.median(ratios[f"{cell.batch}x{cell.speculative_tokens}"]) - 1
+                for cell in known if cell.speculative_tokens}
     once = sum(seconds for name, seconds in state["starts"].items() if name.startswith("grid") and name.endswith(" 0"))
     grid = once + sum(run["wall"] for run in state["runs"] if run["arm"] == "grid")
     return {
@@ -130,10 +134,23 @@ def report(plan: EnginePlan, state: dict[str, Any]) -> dict[str, Any]:
         "within_10_percent": sum(abs(each) <= 0.1 for each in off.values()),
         "cells": len(off),
         "predicted_over_measured_less_1": {name: round(each, 4) for name, each in off.items()},
+        "speedup": {
+            "what": "over no speculation, measured in the same group and repeat, which a drift of the machine's speed does not reach",
+            "within_10_percent": sum(abs(each) <= 0.1 for each in speedups.values()),
+            "cells": len(speedups),
+            "predicted_over_measured_less_1": {name: round(each, 4) for name, each in speedups.items()},
+            "measured": {name: [round(each, 4) for each in found] for name, found in ratios.items()},
+        },
         "plan": plan.facts(),
         "runs": state["runs"],
         "starts": state["starts"],
     }
+
+
+def _ratios(runs: list[dict[str, Any]], batch: int, length: int) -> list[float]:
+    """Throughput over that without speculation, of each repeat."""
+    at = {(run["group"], run["repeat"], run["length"]): run["tokens"] / run["seconds"] for run in runs if run["arm"] == "grid" and run["batch"] == batch}
+    return [speed / at[group, repeat, 0] for (group, repeat, each), speed in at.items() if each == length and (group, repeat, 0) in at]
 
 
 def _processor() -> str:

@@ -10,11 +10,14 @@ from msgspec.structs import replace
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.engine_plan import ChainAcceptance, EnginePlan, Range, StepSeconds
+from sequoia_plan.artifacts.uncertainty import Z95
 from sequoia_plan.planner.engines import vllm
 from sequoia_plan.planner.engines.chain import Times, best_length, cells, effective_trials, schedule, step_seconds, tokens
 
-ROUNDS, STEPS, REPEATS = 3, 12, 3
-"""How often and over how many steps a step is timed, and how often `verify` runs a cell."""
+STEPS, REPEATS = 12, 3
+"""Over how many steps a step is timed in one round, and how often `verify` runs a cell."""
+PRECISION, FEWEST, MOST = 0.05, 4, 8
+"""Rounds go on until every step's time is known to so much with 95 % confidence, and there are so many of them."""
 Lines = Callable[[Sequence[Range]], tuple[str, ...]]
 
 
@@ -51,13 +54,19 @@ def measure(
         share = min(1.0, acceptance.drafts / max(sum(map(len, gave)), 1))
         acceptance = replace(acceptance, trials=round(effective_trials(acceptance, gave), 1), share=round(share, 4))
     found = tokens(acceptance, most)
-    rounds = engines.time(sorted({0, 1, most}), batches, ROUNDS, STEPS)
+    rounds = engines.time(sorted({0, 1, most}), batches, STEPS, _enough)
     while True:
         steps = step_seconds(rounds)
         wanted = {best_length(found, Times(steps), batch) for batch in batches} - {step.speculative_tokens for step in steps}
         if not wanted:
             return acceptance, steps, time.perf_counter() - began
-        rounds |= engines.time(sorted(wanted), batches, ROUNDS, STEPS)
+        rounds |= engines.time(sorted(wanted), batches, STEPS, _enough)
+
+
+def _enough(rounds: vllm.Rounds) -> bool:
+    """Are the times of steps known well enough, or is one more round of little use?"""
+    done = min(map(len, rounds.values()))
+    return done >= MOST or (done >= FEWEST and all(Z95 * step.error <= PRECISION for step in step_seconds(rounds)))
 
 
 def verify(engines: vllm.Engines, plan: EnginePlan, prompts: Sequence[int]) -> EnginePlan:

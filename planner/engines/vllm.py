@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,6 +23,9 @@ from sequoia_plan.planner.engines.process import Engine
 SCHEDULE = "num_speculative_tokens_per_batch_size"
 WITHOUT_DRAFT = ("ngram", "ngram_gpu", "suffix", "mtp")
 """Methods that need no model of their own."""
+REST = 1.5
+"""Seconds before another engine's turn: vLLM's processes look for work in a loop for one second after their last (shm_broadcast.py in 0.32.0),
+which takes a processor from whoever decodes in that second."""
 Rounds = dict[tuple[int, int], list[tuple[float, int]]]
 Say = Callable[[str], None]
 
@@ -74,6 +79,7 @@ class Engines:
     facts: dict[str, Any] = field(default_factory=dict)
     running: dict[int, Engine] = field(default_factory=dict)
     stack: ExitStack = field(default_factory=ExitStack)
+    last: int | None = None
 
     def __enter__(self) -> Engines:
         return self
@@ -114,6 +120,9 @@ class Engines:
     def run(self, length: int, batch: int, prompts: Sequence[int], steps: int | None = None, drain: bool = False) -> Run:
         """Decode `prompts`, `batch` at a time; see `driver.Driver.run`."""
         self.use([length])
+        if self.last not in (None, length):
+            time.sleep(REST)
+        self.last = length
         given = {"batch": batch, "prompts": list(prompts), "tokens": self.work.tokens, "steps": steps, "temperature": self.work.temperature, "drain": drain}
         found = self.running[length].ask(f"decoding {batch} requests at a time with {length} speculative tokens", "run", **given)
         if not found["seconds"]:
@@ -126,20 +135,24 @@ class Engines:
         run = self.run(length, batch, prompts, drain=True)
         return counters.acceptance(run.after, run.before, f"vLLM {self.facts['version']}, {len(prompts)} prompts"), run.gave
 
-    def time(self, lengths: Sequence[int], batches: Sequence[int], rounds: int, steps: int) -> Rounds:
-        """Timed steps of every length and batch size. Engines that are kept together take turns in every round."""
+    def time(self, lengths: Sequence[int], batches: Sequence[int], steps: int, enough: Callable[[Rounds], bool]) -> Rounds:
+        """Timed steps of every length and batch size, in rounds until they are `enough`. Engines that are kept together take turns in a round."""
         found: Rounds = {}
         for group in self.groups(lengths):
             self.use(group)
-            for number in range(-1, rounds):
-                self.say(f"timing steps with {_listed(group)} speculative tokens, round {max(number, 0) + 1} of {rounds}")
-                for batch in batches:
-                    for length in group if number % 2 else group[::-1]:
-                        start = (max(number, 0) * batch) % len(self.work.prompts)
-                        prompts = [(start + each) % len(self.work.prompts) for each in range(2 * batch)]
-                        run = self.run(length, batch, prompts, steps if number >= 0 else 2)
-                        if number >= 0:  # the first round only warms up
-                            found.setdefault((batch, length), []).append((run.seconds, run.steps))
+            cells = [(batch, length) for batch in batches for length in group]
+            for batch, length in cells:  # the first passes of every batch size take longer
+                self.run(length, batch, [each % len(self.work.prompts) for each in range(2 * batch)], 2)
+            timed: Rounds = {cell: [] for cell in cells}
+            for number in itertools.count():
+                self.say(f"timing steps with {_listed(group)} speculative tokens, round {number + 1}")
+                for batch, length in cells if number % 2 else reversed(cells):
+                    prompts = [(number * batch + each) % len(self.work.prompts) for each in range(2 * batch)]
+                    run = self.run(length, batch, prompts, steps)
+                    timed[batch, length].append((run.seconds, run.steps))
+                if enough(timed):
+                    break
+            found |= timed
         return found
 
 
