@@ -1,4 +1,4 @@
-"""Make a draft for a target: `python -m sequoia_plan.profiler.distill text|train --help`. docs/draft.md tells the story."""
+"""Make a draft for a target: `python -m sequoia_plan.profiler.distill text|train|eagle3 --help`. docs/draft.md tells the story."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from sequoia_plan.profiler.distill.feature import FeatureRecipe, train_eagle3
 from sequoia_plan.profiler.distill.text import write_text
 from sequoia_plan.profiler.distill.train import Recipe, Text, train
 from sequoia_plan.runtime.models.load import load_model
@@ -19,25 +20,30 @@ def main() -> None:
     text = commands.add_parser("text", help="let the target write training text")
     text.add_argument("--tokens", type=int, default=1_000_000, help="answer tokens to write (default: %(default)s)")
     text.add_argument("--rows", type=int, default=224, help="conversations written side by side (default: %(default)s)")
-    learn = commands.add_parser("train", help="train a draft on it")
-    learn.add_argument("--text", type=Path, nargs="+", required=True, help="folders that `text` wrote; the last conversations are held out")
+    text.add_argument("--taps", type=int, nargs="*", default=(), help="hidden states to keep for a feature draft: 0 the embedding, k what layer k puts out")
+    learn = commands.add_parser("train", help="train a small Llama as draft")
     learn.add_argument("--layers", type=int, nargs="+", default=list(Recipe.layers), help="the target's layers to start from (default: %(default)s)")
-    for name in ("covered", "steps", "batch", "held_out"):
-        learn.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Recipe, name), help="(default: %(default)s)")
-    learn.add_argument("--learning-rate", type=float, default=Recipe.learning_rate, help="(default: %(default)s)")
-    for command in (text, learn):
+    features = commands.add_parser("eagle3", help="train a draft that reads the target's hidden states")
+    features.add_argument("--chain", type=int, default=FeatureRecipe.chain, help="tokens of a chain that are learnt together (default: %(default)s)")
+    for command, recipe in ((learn, Recipe), (features, FeatureRecipe)):
+        command.add_argument("--text", type=Path, nargs="+", required=True, help="folders that `text` wrote; the last conversations are held out")
+        for name in ("covered", "steps", "batch", "held_out"):
+            command.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(recipe, name), help="(default: %(default)s)")
+        command.add_argument("--learning-rate", type=float, default=recipe.learning_rate, help="(default: %(default)s)")
+    for command in (text, learn, features):
         command.add_argument("--target", help="folder, hub ID or .gguf file (default: the embedded target)")
         command.add_argument("--seed", type=int, default=0)
         command.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
     target, tokenizer, name = load_model(options.target, "cpu", torch.float32)
     if options.command == "text":
-        write_text(target, tokenizer, options.tokens, options.seed, options.output, options.rows)
+        write_text(target, tokenizer, options.tokens, options.seed, options.output, options.rows, options.taps)
+        return
+    shared = {name: getattr(options, name) for name in ("covered", "steps", "batch", "learning_rate", "held_out", "seed")}
+    if options.command == "train":
+        train(target, Text(options.text), Recipe(tuple(options.layers), **shared), options.output, name)
     else:
-        recipe = Recipe(
-            tuple(options.layers), options.covered, options.steps, options.batch, options.learning_rate, held_out=options.held_out, seed=options.seed
-        )
-        train(target, Text(options.text), recipe, options.output, name)
+        train_eagle3(target, Text(options.text), FeatureRecipe(chain=options.chain, **shared), options.output, name)
 
 
 main()

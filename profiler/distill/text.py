@@ -3,7 +3,8 @@
 The draft must imitate the target on the target's own text, so the target writes it. Half of the questions are the
 target's own too (it continues an open user turn, as in Magpie, arXiv 2406.08464); half are templates filled with words
 from the tokenizer's vocabulary, so nothing is needed but the model. For every answer token the target's `TOP` most
-probable tokens are kept: one pass gives both text and labels.
+probable tokens are kept: one pass gives both text and labels. The hidden states that a feature draft reads are kept too,
+if they are asked for.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,14 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from sequoia_plan.runtime.models.attention import attending, shares_heads
+
 TOP = 64
 CONTEXT = 256
 TEMPERATURES = (0.0, 0.6, 1.0)
+LARGEST = 60_000.0
+"""A hidden state beyond this is cut off there: float16 ends at 65,504."""
+HIDDEN = "hidden-[0-9][0-9][0-9][0-9].npy"
 
 TEMPLATES = (
     "Write a short story about {a} and {b}.",
@@ -66,6 +72,16 @@ class Turn:
     temperature: float
     limit: int
     is_answer: bool
+
+
+@dataclass
+class Conversation:
+    """What was written: tokens, which of them are the answer, the laws of those, and hidden states until they are saved."""
+
+    tokens: list[int]
+    answer: list[bool]
+    laws: list[tuple[np.ndarray, np.ndarray]]
+    hidden: np.ndarray | None
 
 
 class _RowsLayer(CacheLayerMixin):
@@ -139,12 +155,16 @@ def conversations(tokenizer: Any, answer: list[int], rng: random.Random) -> Iter
 
 
 @torch.inference_mode()
-def write_text(model: Any, tokenizer: Any, tokens: int, seed: int, out: Path, rows: int = 224) -> None:
+def write_text(model: Any, tokenizer: Any, tokens: int, seed: int, out: Path, rows: int = 224, taps: Sequence[int] = ()) -> None:
     """Write at least `tokens` answer tokens to `out`: tokens.npy, answer.npy, top_ids.npy, top_logp.npy, text.json.
 
     tokens uint16 [N] and answer bool [N] (is this token the target's answer?) are whole conversations one after
     the other, ends in text.json; top_ids uint16 [A, TOP] and top_logp float16 [A, TOP] (natural log of the target's
     probability at temperature 1) have one row for each answer token, the law it was drawn from.
+
+    With `taps`, numbers of hidden states as in runtime/models/taps.py and below the last layer's, there are also files
+    hidden-0000.npy, hidden-0001.npy, ... which together are float16 [N, taps * hidden size]: those states at every token,
+    side by side; the last token of a conversation is not read, and has zeros.
     """
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -153,30 +173,38 @@ def write_text(model: Any, tokenizer: Any, tokens: int, seed: int, out: Path, ro
     eos = tokenizer.eos_token_id
     cache = RowsCache(model.config.num_hidden_layers, rows)
     lowest = torch.finfo(torch.float32).min
-    columns = torch.arange(CONTEXT)
+    columns, shares = torch.arange(CONTEXT), shares_heads(model, model.config)
 
-    def forward(current: list[int]) -> torch.Tensor:
+    def forward(current: list[int]) -> tuple[torch.Tensor, np.ndarray]:
         cache.extent = min(CONTEXT, (int(cache.position.max()) // 32 + 1) * 32)
         mask = torch.where(columns[: cache.extent] <= cache.position[:, None], 0.0, lowest)[:, None, None]
-        logits: torch.Tensor = model(torch.tensor(current)[:, None], attention_mask=mask, position_ids=cache.position[:, None], past_key_values=cache).logits
-        return logits[:, 0]
+        inputs = {"attention_mask": mask, "position_ids": cache.position[:, None], "past_key_values": cache}
+        with attending(model.device, model.config if shares else None):
+            read = model(torch.tensor(current)[:, None], **inputs, output_hidden_states=bool(taps))
+        states = torch.cat([read.hidden_states[tap][:, 0] for tap in taps], -1) if taps else torch.zeros(rows, 0)
+        return read.logits[:, 0], states.clamp(-LARGEST, LARGEST).numpy().astype(np.float16)
 
+    opening = []
     for at, token in enumerate(prefix[:-1]):
         cache.position.fill_(at)
-        forward([token] * rows)
+        opening.append(forward([token] * rows)[1][0])
     cache.share_prefix(len(prefix) - 1)
 
     turns: list[list[Turn]] = [next(questions) for _ in range(rows)]
     written: list[list[int]] = [[] for _ in range(rows)]
     answered: list[list[bool]] = [[] for _ in range(rows)]
     laws: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(rows)]
+    states: list[list[np.ndarray]] = [list(opening) for _ in range(rows)]
     current = [prefix[-1]] * rows
     cache.position.fill_(len(prefix) - 1)
-    done: list[tuple[list[int], list[bool], list[tuple[np.ndarray, np.ndarray]]]] = []
+    done: list[Conversation] = []
     count, started, reported = 0, time.perf_counter(), 0.0
     out.mkdir(parents=True, exist_ok=True)
+    for old in out.glob(HIDDEN):
+        old.unlink()
     while count < tokens:
-        logp = forward(current).log_softmax(-1)
+        logits, hidden = forward(current)
+        logp = logits.log_softmax(-1)
         top_logp, top_ids = logp.topk(TOP)
         temperature = torch.tensor([t[0].temperature for t in turns])[:, None]
         noise = -torch.empty_like(top_logp).exponential_().log()
@@ -184,6 +212,7 @@ def write_text(model: Any, tokenizer: Any, tokens: int, seed: int, out: Path, ro
         sampled = top_ids.gather(1, pick)[:, 0].tolist()
         ids, lp = top_ids.numpy().astype(np.uint16), top_logp.numpy().astype(np.float16)
         for row in range(rows):
+            states[row].append(hidden[row])
             turn = turns[row][0]
             if turn.forced:
                 current[row], is_answer = turn.forced.pop(0), False
@@ -199,28 +228,33 @@ def write_text(model: Any, tokenizer: Any, tokens: int, seed: int, out: Path, ro
             answered[row].append(is_answer)
             cache.position[row] += 1
             if (is_answer and current[row] == eos) or len(prefix) + len(written[row]) >= CONTEXT:
-                done.append((prefix + written[row], [False] * len(prefix) + answered[row], laws[row]))
+                states[row].append(np.zeros_like(hidden[row]))
+                done.append(Conversation(prefix + written[row], [False] * len(prefix) + answered[row], laws[row], np.array(states[row])))
                 count += len(laws[row])
-                turns[row], written[row], answered[row], laws[row] = next(questions), [], [], []
+                turns[row], written[row], answered[row], laws[row], states[row] = next(questions), [], [], [], list(opening)
                 current[row] = prefix[-1]
                 cache.position[row] = len(prefix) - 1
         elapsed = time.perf_counter() - started
         if elapsed - reported > 300 or count >= tokens:
             reported = elapsed
-            save(out, done, dict(seed=seed, answer_tokens=count, conversations=len(done), seconds=round(elapsed)))
+            save(out, done, dict(seed=seed, answer_tokens=count, conversations=len(done), seconds=round(elapsed), taps=list(taps)))
             print(f"{count} answer tokens, {len(done)} conversations, {elapsed:.0f} s, {count / elapsed:.0f} tokens/s", flush=True)
 
 
-def save(out: Path, done: list[Any], facts: dict[str, Any]) -> None:
+def save(out: Path, done: list[Conversation], facts: dict[str, Any]) -> None:
     """All conversations so far; text.json goes last, so a reader never finds it without its arrays."""
-    ends = np.cumsum([len(d[0]) for d in done]).tolist()
     arrays = dict(
-        tokens=np.concatenate([np.array(d[0], np.uint16) for d in done]) if done else np.zeros(0, np.uint16),
-        answer=np.concatenate([np.array(d[1]) for d in done]) if done else np.zeros(0, bool),
-        top_ids=np.array([law[0] for d in done for law in d[2]], np.uint16),
-        top_logp=np.array([law[1] for d in done for law in d[2]], np.float16),
+        tokens=np.concatenate([np.array(d.tokens, np.uint16) for d in done]) if done else np.zeros(0, np.uint16),
+        answer=np.concatenate([np.array(d.answer) for d in done]) if done else np.zeros(0, bool),
+        top_ids=np.array([law[0] for d in done for law in d.laws], np.uint16),
+        top_logp=np.array([law[1] for d in done for law in d.laws], np.float16),
     )
+    new = [d for d in done if d.hidden is not None]
+    if facts["taps"] and new:  # each save adds a file of them, for they are too many to keep in memory
+        arrays[f"hidden-{len(list(out.glob(HIDDEN))):04d}"] = np.concatenate([d.hidden for d in new if d.hidden is not None])
     for name, array in arrays.items():
         np.save(out / f"{name}.tmp.npy", array)
         (out / f"{name}.tmp.npy").rename(out / f"{name}.npy")
-    (out / "text.json").write_text(json.dumps({**facts, "ends": ends}))
+    for each in new:
+        each.hidden = None
+    (out / "text.json").write_text(json.dumps({**facts, "ends": np.cumsum([len(d.tokens) for d in done]).tolist()}))

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.profiler.distill.text import HIDDEN
 from sequoia_plan.runtime.draft.file import build_draft, save_draft
 
 
@@ -47,15 +48,23 @@ class Recipe:
 
 
 class Text:
-    """Conversations written by `text.write_text`, from one or more folders."""
+    """Conversations written by `text.write_text`, from one or more folders.
+
+    Attributes:
+        facts: what each folder says of itself.
+        conversations: tokens [n], which are the answer's [n], top ids and log p [answer tokens, TOP] of each.
+        hidden: the target's hidden states [n, taps * width] of each, on disk; empty if one of the folders has none.
+    """
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.facts: list[dict[str, Any]] = []
         self.conversations: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+        self.hidden: list[np.ndarray] = []
         for folder in folders:
             try:
                 facts = json.loads((folder / "text.json").read_text())
                 tokens, answer, top_ids, top_logp = (np.load(folder / f"{name}.npy") for name in ("tokens", "answer", "top_ids", "top_logp"))
+                states = [np.load(file, mmap_mode="r") for file in sorted(folder.glob(HIDDEN))]
             except (OSError, ValueError) as error:
                 raise SequoiaPlanError(f"{folder}: no training text ({error}); write some with: python -m sequoia_plan.profiler.distill text") from error
             ends = facts.pop("ends")
@@ -63,15 +72,22 @@ class Text:
             for start, end in zip([0, *ends], ends, strict=False):
                 rows = slice(laws[start], laws[end])
                 self.conversations.append((tokens[start:end], answer[start:end], top_ids[rows], top_logp[rows]))
+            first = 0
+            for file in states:
+                inside = [(start, end) for start, end in zip([0, *ends], ends, strict=False) if first <= start < first + len(file)]
+                self.hidden += [file[start - first : end - first] for start, end in inside]
+                first += len(file)
             self.facts.append(facts)
 
-    def most_used(self, count: int, vocabulary: int) -> tuple[Tensor, float]:
-        """The tokens with the most mass under the target's laws, sorted, and their share of that mass."""
+    def most_used(self, count: int, vocabulary: int) -> tuple[Tensor, float, Tensor]:
+        """The tokens with the most mass under the target's laws, sorted; their share of that mass; each token's place among them or -1."""
         mass = np.zeros(vocabulary)
         for _, _, ids, logp in self.conversations:
             np.add.at(mass, ids.astype(np.int64), np.exp(logp.astype(np.float64)))
         chosen = np.sort(np.argsort(-mass, kind="stable")[:count])
-        return torch.from_numpy(chosen), float(mass[chosen].sum() / mass.sum())
+        places = torch.full((vocabulary,), -1)
+        places[chosen] = torch.arange(count)
+        return torch.from_numpy(chosen), float(mass[chosen].sum() / mass.sum()), places
 
     def batches(self, which: Sequence[int], size: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Padded batches: tokens [b, n], places [a] (flat, of the token before each answer token), top ids and log p [a, TOP]."""
@@ -96,14 +112,13 @@ def train(target: Any, text: Text, recipe: Recipe, out: Path, target_name: str) 
     learn, held_out = list(everything[: -recipe.held_out]), list(everything[-recipe.held_out :])
     parameters = [p for name, p in draft.named_parameters() if "embed_tokens" not in name]
     optimiser = torch.optim.AdamW(parameters, lr=recipe.learning_rate, weight_decay=recipe.weight_decay, betas=(0.9, 0.95))
-    warm_up = min(100, recipe.steps // 10 + 1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda s: min(1.0, (s + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * min(1.0, s / recipe.steps))))
+    schedule = warmed_up_cosine(optimiser, recipe.steps)
     rng = np.random.default_rng(recipe.seed)
     step, average = 0, 0.0
     print(f"{len(learn)} conversations, head of {recipe.covered} covers {share:.3f} of the target's mass, {sum(p.numel() for p in parameters)} parameters")
     while step < recipe.steps:
         draft.train()
-        for batch in text.batches(_shuffled(learn, text, recipe.batch, rng), recipe.batch):
+        for batch in text.batches(shuffled(learn, text, recipe.batch, rng), recipe.batch):
             loss = divergence(draft, to_draft, batch)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -153,7 +168,7 @@ def _logits(draft: Any, tokens: Tensor, places: Tensor) -> Tensor:
 def _start(target: Any, text: Text, recipe: Recipe) -> tuple[Any, Tensor, float]:
     """The untrained draft, the map from the target's tokens to its own (-1: not covered), and the mass it covers."""
     vocabulary = target.config.vocab_size
-    covered, share = text.most_used(recipe.covered, vocabulary)
+    covered, share, to_draft = text.most_used(recipe.covered, vocabulary)
     config = LlamaConfig(**{**target.config.to_dict(), "num_hidden_layers": len(recipe.layers), "layer_types": None, "tie_word_embeddings": False})
     draft = build_draft(config, target.get_input_embeddings(), covered)
     weights = target.state_dict()
@@ -163,12 +178,16 @@ def _start(target: Any, text: Text, recipe: Recipe) -> tuple[Any, Tensor, float]
         start |= {f"model.layers.{to}.{name.removeprefix(prefix)}": value for name, value in weights.items() if name.startswith(prefix)}
     draft.load_state_dict(start, strict=False)
     draft.model.embed_tokens.requires_grad_(False)
-    to_draft = torch.full((vocabulary,), -1)
-    to_draft[covered] = torch.arange(covered.numel())
     return draft, to_draft, share
 
 
-def _shuffled(which: Sequence[int], text: Text, batch: int, rng: np.random.Generator) -> list[int]:
+def warmed_up_cosine(optimiser: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    """A learning rate that rises for a hundred steps, or a tenth of them, and falls to zero along a cosine."""
+    warm_up = min(100, steps // 10 + 1)
+    return torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: min(1.0, (step + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps))))
+
+
+def shuffled(which: Sequence[int], text: Text, batch: int, rng: np.random.Generator) -> list[int]:
     """A new order in which batches hold conversations of like length, so that little is padded."""
     order = rng.permutation(which)
     pools = [sorted(order[i : i + 32 * batch], key=lambda c: len(text.conversations[c][0])) for i in range(0, len(order), 32 * batch)]

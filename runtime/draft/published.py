@@ -5,6 +5,7 @@ Layouts name the same hidden state by different numbers. Here each is brought to
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.runtime.models.load import first_line
 
 EAGLE1, EAGLE3, DFLASH = "EAGLE-1", "EAGLE-3", "DFlash"
@@ -99,6 +102,32 @@ def read_checkpoint(folder: Path, config: Mapping[str, Any], kind: str, name: st
     made_for = str(verifier.get("name_or_path") or ""), str((verifier.get("architectures") or [""])[0])
     taps = _taps(config, kind, nested, name)
     return Checkpoint(name, kind, layers, dict(config), taps, weights, _covered(offsets, marked, name), made_for)
+
+
+def write_eagle3(folder: Path, config: Any, weights: Mapping[str, Tensor], covered: Tensor, facts: Mapping[str, Any]) -> None:
+    """Write an EAGLE-3 draft as SpecForge does, which vLLM and SGLang load.
+
+    No layer ids are written, because the two engines count them differently. Both take the hidden states 2, L // 2 and L - 3 of a target of
+    L layers where nothing is said, and so must the draft.
+
+    Args:
+        config: of its layers, a LlamaConfig of the target's vocabulary.
+        weights: by their names in our module, without embeddings.
+        covered: int64 [draft vocabulary], the target's token for each of the draft's.
+        facts: how it was made, for the header of model.safetensors.
+    """
+    tokens = int(config.vocab_size)
+    marked = torch.zeros(tokens, dtype=torch.bool)
+    marked[covered] = True
+    tensors = {name.replace("layers.0.", "midlayer.", 1): value.detach().contiguous() for name, value in weights.items()}
+    tensors |= {"d2t": covered - torch.arange(covered.numel()), "t2d": marked}
+    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    settings = {name: value for name, value in config.to_diff_dict().items() if name not in ("_name_or_path", "dtype", "transformers_version", "layer_types")}
+    settings |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "draft_vocab_size": covered.numel(), "torch_dtype": dtype}
+    settings |= {"target_hidden_size": int(config.hidden_size), "norm_before_residual": False}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "model.safetensors", save(tensors, {"format": "pt", "sequoia_plan": json.dumps(facts, sort_keys=True)}))
+    write_atomically(folder / "config.json", (json.dumps(settings, indent=2, sort_keys=True) + "\n").encode())
 
 
 def tensor_names(folder: Path) -> set[str]:

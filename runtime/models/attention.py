@@ -28,21 +28,25 @@ def shared(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' `sdpa` attention. For several tokens with a mask it copies keys and values once for each head that shares them; here
-    those heads are a dimension along which keys and values are expanded, which copies nothing.
+    """transformers' `sdpa` attention. With a mask it copies keys and values once for each head that shares them; here those heads are a
+    dimension along which keys and values are expanded, or the rows of one head where each sequence has one token. Neither copies anything.
 
     Args:
-        query: [1, heads, tokens, head_dim].
-        key, value: [1, shared heads, extent, head_dim].
-        attention_mask: additive, [1, 1, tokens, extent].
+        query: [sequences, heads, tokens, head_dim], of one sequence or of one token each.
+        key, value: [sequences, shared heads, extent, head_dim].
+        attention_mask: additive, [sequences, 1, tokens, extent].
 
     Returns:
-        [1, tokens, heads, head_dim], and None for weights.
+        [sequences, tokens, heads, head_dim], and None for weights.
     """
-    heads, tokens = key.shape[1], query.shape[2]
-    alike = query.shape[0] == 1 and attention_mask is not None and attention_mask.shape[1] == 1
-    if query.shape[1] == heads or tokens == 1 or not alike or any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache")):
+    heads, sequences, tokens = key.shape[1], query.shape[0], query.shape[2]
+    alike = (sequences == 1) != (tokens == 1) and attention_mask is not None and attention_mask.shape[1] == 1
+    if query.shape[1] == heads or not alike or any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache")):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    if tokens == 1:
+        query = query[:, :, 0].unflatten(1, (heads, -1))
+        output = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
+        return output.flatten(1, 2)[:, None].contiguous(), None
     query = query[0].unflatten(0, (heads, -1))
     key, value = (each[0][:, None].expand(-1, query.shape[1], -1, -1) for each in (key, value))
     output = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)

@@ -1,0 +1,92 @@
+"""Making a draft: the text says what the target says, a chain in training is a chain in decoding, and what is trained is what is loaded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from drafts import golden, load, small_target, write
+
+from sequoia_plan.profiler.distill.feature import Batch, FeatureRecipe, batches, chains, divergences, evaluate, train_eagle3
+from sequoia_plan.profiler.distill.text import TOP, write_text
+from sequoia_plan.profiler.distill.train import Text
+from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.runtime import SequoiaDecoder, load_pair
+from sequoia_plan.runtime.models.attention import attending
+
+GOLDEN = golden("eagle3")
+TAPS = (2, 15, 27)
+TREE = TokenTree.from_parents([-1, 0, 0, 1, 3])
+
+
+@pytest.fixture(scope="module")
+def text(plain_target, pair, tmp_path_factory):
+    """Some conversations that the embedded target wrote, with its hidden states."""
+    folder = tmp_path_factory.mktemp("text")
+    write_text(plain_target, pair.tokenizer, 900, 3, folder, rows=8, taps=TAPS)
+    return Text([folder])
+
+
+@pytest.mark.parametrize("heads, shared, tokens, sequences", [(6, 2, 1, 5), (4, 4, 1, 3), (9, 3, 7, 1), (9, 3, 4, 2)])
+def test_heads_that_share_are_attended_as_transformers_does(heads, shared, tokens, sequences):
+    """The path that copies nothing, for several sequences of one token and for one sequence of several."""
+    target = small_target(num_attention_heads=heads, num_key_value_heads=shared)
+    read = torch.randint(48, (sequences, tokens), generator=torch.Generator().manual_seed(1))
+    mask = torch.zeros(sequences, 1, tokens, tokens).masked_fill(torch.ones(tokens, tokens).triu(1).bool(), torch.finfo(torch.float32).min)
+    plain = target(read, attention_mask=mask).logits
+    with attending(target.device, target.config):
+        ours = target(read, attention_mask=mask).logits
+    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_the_text_has_the_laws_and_hidden_states_of_its_target(plain_target, text):
+    """Against one pass of transformers over each conversation."""
+    assert len(text.conversations) == len(text.hidden) >= 4
+    for (tokens, answer, ids, logp), states in zip(text.conversations, text.hidden, strict=True):
+        read = plain_target(torch.from_numpy(tokens.astype(np.int64))[None], output_hidden_states=True)
+        law = read.logits[0].log_softmax(-1)[torch.from_numpy(np.flatnonzero(answer)) - 1]
+        assert ids.shape == logp.shape == (answer.sum(), TOP)
+        torch.testing.assert_close(law.gather(1, torch.from_numpy(ids.astype(np.int64))), torch.from_numpy(logp.astype(np.float32)), atol=2e-2, rtol=2e-3)
+        expected = torch.cat([read.hidden_states[tap][0] for tap in TAPS], -1)
+        torch.testing.assert_close(torch.from_numpy(states[:-1].astype(np.float32)), expected[:-1], atol=2e-2, rtol=2e-3)
+        assert not states[-1].any()
+
+
+@pytest.mark.parametrize("variant", [name for name in GOLDEN if name != "window"])
+@torch.no_grad()
+def test_a_chain_in_training_is_one_in_decoding(variant, tmp_path):
+    """Logits of speculators for chains from every root, all from one run of passes. A chain that attends further than to where it began
+    must not pass."""
+    config, weights, expected = GOLDEN[variant]
+    draft = load(write(tmp_path / "draft", config, weights), small_target())
+    tokens, features, wanted = expected["chain.tokens"], expected["features"], expected["chain.logits"]
+    rows = 19
+    batch: Batch = tokens[None, 1 : rows + 1], features[None, :rows], torch.arange(rows), torch.zeros(0), torch.zeros(0)
+    found = list(chains(draft, batch, 4))
+    for level, logits in enumerate(found):
+        for root in range(1, rows + 1 - level):
+            torch.testing.assert_close(logits[root - 1 + level], wanted[level, root - 1], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(found[1][5], wanted[0, 5], atol=1e-2), "the second pass repeats the first"
+
+
+def test_what_is_trained_is_what_is_loaded(plain_target, text, tmp_path, pair):
+    """Some steps of training bring the draft nearer to the target; its folder, loaded as anyone's, gives the same logits and decodes exactly."""
+    recipe = FeatureRecipe(covered=512, steps=12, batch=2, chain=2, held_out=2)
+    said = []
+    train_eagle3(plain_target, text, recipe, tmp_path / "draft", "the target", said.append)
+    loaded = load_pair(draft=str(tmp_path / "draft"), dtype="float32")
+    assert loaded.draft.taps == TAPS
+    plain = load_pair(draft=str(tmp_path / "draft"), dtype="float32", placement="resident").draft
+    covered, _, to_draft = text.most_used(recipe.covered, plain_target.config.vocab_size)
+    assert torch.equal(plain.covered_tokens, covered)
+    held = list(batches(text, range(len(text.conversations) - 2, len(text.conversations)), 2, torch.ones(3 * plain_target.config.hidden_size)))
+    with torch.no_grad():
+        after = divergences(plain, to_draft, held[0], 2)
+    first, last = (float(line.split("loss ")[1].split(",")[0]) for line in (said[1], said[-1]))
+    assert last < first and after[0] < first
+    agreement = evaluate(plain, to_draft, held, 2)
+    assert agreement == pytest.approx([float(each) for each in said[-1].split("[")[1].split("]")[0].split(",")], abs=0.02)
+    prompt = pair.encode("Name three rivers of Europe.")
+    ours, plainly = (SequoiaDecoder(each, TREE).generate(prompt, max_new_tokens=24) for each in (loaded, pair))
+    assert ours.tokens == plainly.tokens
