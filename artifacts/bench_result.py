@@ -11,8 +11,8 @@ from msgspec import Meta
 
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.files import read_bytes, write_atomically
-from sequoia_plan.artifacts.profile import Number, Settings
-from sequoia_plan.artifacts.schema import Artifact, Facts, Size, field
+from sequoia_plan.artifacts.profile import Settings
+from sequoia_plan.artifacts.schema import Artifact, Facts, Number, Size, field
 
 
 class Spread(Artifact, frozen=True):

@@ -10,12 +10,10 @@ from msgspec import Meta
 from sequoia_plan.artifacts import yaml_text
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.files import read_bytes, write_atomically
-from sequoia_plan.artifacts.schema import Artifact, Count, Facts, Seconds, Size, field
+from sequoia_plan.artifacts.schema import Artifact, Count, Facts, Number, Seconds, Size, field
 
 FORMAT, VERSION = "sequoia-plan-engine", 1
 LARGEST_FILE = 1 << 20
-
-Number = Annotated[float, Meta(ge=0, title="a number >= 0")]
 
 
 class ChainAcceptance(Artifact, frozen=True):

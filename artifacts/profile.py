@@ -18,7 +18,7 @@ from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.facts import is_number
 from sequoia_plan.artifacts.files import read_bytes, write_atomically
 from sequoia_plan.artifacts.rates import rates
-from sequoia_plan.artifacts.schema import Artifact, Count, Facts, Seconds, Size, field
+from sequoia_plan.artifacts.schema import Artifact, Count, Facts, Number, Seconds, Size, field
 
 FORMAT, VERSION = "sequoia-plan-profile", 1
 LARGEST_FILE = 1 << 18
@@ -27,7 +27,6 @@ SUM_TOLERANCE = 1e-6
 COUNT_TOLERANCE = 0.01
 """Counts are written to four digits; there may be many of them."""
 
-Number = Annotated[float, Meta(ge=0, title="a number >= 0")]
 Curve = dict[Size, Seconds]
 Rounds = Literal["tree", "level", "path", "walk"]
 Quartiles = dict[Annotated[str, Meta(pattern="^(target|draft)$", title="target or draft")], dict[Size, tuple[Seconds, Seconds]]]

@@ -23,6 +23,7 @@ S = TypeVar("S", bound="Artifact")
 
 Size = Annotated[int, Meta(ge=1, title="a whole number >= 1")]
 Count = Annotated[int, Meta(ge=0, title="a whole number >= 0")]
+Number = Annotated[float, Meta(ge=0, title="a number >= 0")]
 Seconds = Annotated[float, Meta(gt=0, title="seconds > 0")]
 Facts = dict[str, Any]
 """Anything that JSON can hold, see `facts.check_facts`."""
