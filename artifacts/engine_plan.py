@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
@@ -12,7 +12,7 @@ from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.files import read_bytes, write_atomically
 from sequoia_plan.artifacts.schema import Artifact, Count, Facts, Number, Seconds, Size, field
 
-FORMAT, VERSION = "sequoia-plan-engine", 1
+FORMAT = yaml_text.Format("sequoia-plan-engine", 1, "a plan for an engine", "engine plan", "measure again")
 LARGEST_FILE = 1 << 20
 
 
@@ -144,10 +144,7 @@ class EnginePlan(Artifact, frozen=True):
 
     def to_yaml(self) -> str:
         """The file's text."""
-        import yaml  # here, because the runtime never needs it
-
-        dumper = type("Dumper", (yaml.SafeDumper,), {"ignore_aliases": lambda *_: True})
-        return yaml.dump({"format": FORMAT, "version": VERSION, **self.facts()}, Dumper=dumper, sort_keys=False, default_flow_style=None, width=160)
+        return yaml_text.dump({"format": FORMAT.name, "version": FORMAT.version, **self.facts()}, width=160)
 
     @classmethod
     def load(cls, path: str | Path) -> EnginePlan:
@@ -156,12 +153,4 @@ class EnginePlan(Artifact, frozen=True):
         Raises:
             SequoiaPlanError: if the file is missing, not a plan for an engine, of another version, or holds impossible numbers.
         """
-        document: Any = yaml_text.load(read_bytes(path, "a plan written by sequoia-plan engine", LARGEST_FILE), str(path), "a plan for an engine")
-        if not isinstance(document, dict) or document.get("format") != FORMAT:
-            raise SequoiaPlanError(f"{path}: not a plan for an engine (expected `format: {FORMAT}`)")
-        if document.get("version") != VERSION or isinstance(document["version"], bool):
-            raise SequoiaPlanError(f"{path}: engine plan version {document.get('version')!r:.60}, expected {VERSION}; measure again with this sequoia-plan")
-        try:
-            return cls.read(document, "")
-        except SequoiaPlanError as error:
-            raise SequoiaPlanError(f"{path}: {error}") from error
+        return yaml_text.read(cls, read_bytes(path, "a plan written by sequoia-plan engine", LARGEST_FILE), str(path), FORMAT.what, FORMAT)

@@ -20,7 +20,8 @@ from sequoia_plan.artifacts.files import read_bytes, write_atomically
 from sequoia_plan.artifacts.rates import rates
 from sequoia_plan.artifacts.schema import Artifact, Count, Facts, Number, Seconds, Size, field
 
-FORMAT, VERSION = "sequoia-plan-profile", 1
+FORMAT = yaml_text.Format("sequoia-plan-profile", 1, "a profile", "profile", "profile again")
+EXPECTED = "a profile written by sequoia-plan profile"
 LARGEST_FILE = 1 << 18
 """Bytes; a measured profile has two or three thousand."""
 SUM_TOLERANCE = 1e-6
@@ -339,11 +340,7 @@ class Profile(Artifact, frozen=True):
 
     def to_yaml(self) -> str:
         """The file's text."""
-        import yaml  # here, because the runtime never needs it
-
-        dumper = type("Dumper", (yaml.SafeDumper,), {"ignore_aliases": lambda *_: True})  # equal content, equal text
-        document = {"format": FORMAT, "version": VERSION, **self.facts()}
-        return yaml.dump(document, Dumper=dumper, sort_keys=False, default_flow_style=None, width=100)
+        return yaml_text.dump({"format": FORMAT.name, "version": FORMAT.version, **self.facts()}, width=100)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -352,20 +349,12 @@ class Profile(Artifact, frozen=True):
         Raises:
             SequoiaPlanError: if the file is missing, not a profile, of another version, or holds impossible numbers.
         """
-        return cls.from_bytes(read_bytes(path, "a profile written by sequoia-plan profile", LARGEST_FILE), str(path))
+        return cls.from_bytes(read_bytes(path, EXPECTED, LARGEST_FILE), str(path))
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> Profile:
         """The profile in a file's content; `name` says which file in errors. Raises as `load` does."""
-        document = yaml_text.load(data, name, "a profile written by sequoia-plan profile")
-        if not isinstance(document, dict) or document.get("format") != FORMAT:
-            raise SequoiaPlanError(f"{name}: not a profile (expected `format: {FORMAT}`)")
-        if document.get("version") != VERSION or isinstance(document["version"], bool):
-            raise SequoiaPlanError(f"{name}: profile version {document.get('version')!r:.60}, expected {VERSION}; profile again with this sequoia-plan")
-        try:
-            return cls.read(document, "")
-        except SequoiaPlanError as error:
-            raise SequoiaPlanError(f"{name}: {error}") from error
+        return yaml_text.read(cls, data, name, EXPECTED, FORMAT)
 
 
 def _check_counts(place: str, levels: Levels, kinds: Mapping[str, Levels]) -> None:
