@@ -3,8 +3,9 @@
 from sequoia_plan.artifacts.bench_result import BenchResult
 from sequoia_plan.artifacts.drafting import FEATURE_DRAFT, LANGUAGE_MODEL, Drafting, block_draft
 from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
+from sequoia_plan.artifacts.latency import Latency, Stream, Verification
 from sequoia_plan.artifacts.plan import Plan
-from sequoia_plan.artifacts.profile import Judged, Latency, LevelCounts, Lift, Profile, Stream, Verification
+from sequoia_plan.artifacts.profile import Judged, LevelCounts, Lift, Profile
 from sequoia_plan.artifacts.tree import TokenTree
 from sequoia_plan.artifacts.tree_file import load_tree, save_tree
 

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from sequoia_plan.artifacts.bench_result import Prediction
 from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
 from sequoia_plan.artifacts.errors import SequoiaPlanError
+from sequoia_plan.artifacts.latency import Latency
 from sequoia_plan.artifacts.plan import Plan
-from sequoia_plan.artifacts.profile import Latency, Profile
+from sequoia_plan.artifacts.profile import Profile
 from sequoia_plan.artifacts.tree import TokenTree
 
 Floats = NDArray[np.float64]

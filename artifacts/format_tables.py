@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from sequoia_plan.artifacts import bench_result, engine_plan, plan, profile
+from sequoia_plan.artifacts import bench_result, engine_plan, latency, plan, profile
 from sequoia_plan.artifacts.drafting import Drafting
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.schema import Artifact, table
@@ -20,9 +20,9 @@ TABLES: dict[str, tuple[type[Artifact], str]] = {
     "acceptance.levels[]": (profile.LevelCounts, "acceptance.levels[]"),
     "acceptance.lift": (profile.Lift, "acceptance.lift"),
     "verifiers": (profile.Judged, "verifiers.NAME"),
-    "latency": (profile.Latency, "latency"),
-    "latency.verification": (profile.Verification, "latency.verification"),
-    "latency.stream": (profile.Stream, "latency.stream"),
+    "latency": (latency.Latency, "latency"),
+    "latency.verification": (latency.Verification, "latency.verification"),
+    "latency.stream": (latency.Stream, "latency.stream"),
     "drafting": (Drafting, "drafting"),
     "bench": (bench_result.BenchResult, ""),
     "bench.settings": (bench_result.BenchSettings, "settings"),

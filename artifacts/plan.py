@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
 from sequoia_plan.artifacts.errors import SequoiaPlanError
-from sequoia_plan.artifacts.profile import Latency, Profile, Settings, Verifier, check_acceptance
+from sequoia_plan.artifacts.latency import Latency
+from sequoia_plan.artifacts.profile import Profile, Settings, Verifier, check_acceptance
 from sequoia_plan.artifacts.schema import Artifact, Count, Facts, Number, Seconds, Size, field
 
 Tokens = Annotated[float, Meta(ge=1, title="a number >= 1")]

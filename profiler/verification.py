@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree, Verification
 from sequoia_plan.artifacts.cost import terms
-from sequoia_plan.artifacts.profile import Rounds
+from sequoia_plan.artifacts.latency import Rounds
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.draft.drafter import Growth
 from sequoia_plan.runtime.models.vocabulary import vocabulary_size
