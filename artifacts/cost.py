@@ -101,12 +101,12 @@ def most_expected_tokens(acceptance: Acceptance | Floats, size: int) -> float:
 class StepTime:
     """Seconds of one decoding step, from measured latencies.
 
-    Args:
-        acceptance: what is accepted; verification that walks down the accepted path takes as long as that lets expect. None: the longest walk.
-
     A pass that was not measured costs what the cheapest measured pass of at least its size costs: it can be padded up to that one.
     So the curves never decrease, and nothing is interpolated. Beyond the largest measurement the time is inf: nothing is
     known there, and such trees are not considered.
+
+    Args:
+        acceptance: what is accepted; verification that walks down the accepted path takes as long as that lets expect. None: the longest walk.
     """
 
     latency: Latency
