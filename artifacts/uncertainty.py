@@ -22,6 +22,10 @@ from sequoia_plan.artifacts.cost import Floats, StepTime, by_class, child_probab
 from sequoia_plan.artifacts.rates import rates
 
 Z95 = 1.959964
+OF_MEDIAN = 1.2533
+"""A median's standard error over that of the mean, for a normal law."""
+QUARTILES_APART = 1.349
+"""Standard deviations from the first quartile of a normal law to the third."""
 LEAST_KINDS = 4
 """Fewer say too little about how kinds differ: for three of them the quantile of Student's law is 4.3 already."""
 
@@ -112,6 +116,12 @@ def student95(freedom: int) -> float:
     )
 
 
+def median(values: Floats) -> tuple[float, float]:
+    """The median of repeated measurements, and its relative standard error; 0 for a single one."""
+    middle = float(np.median(values))
+    return middle, OF_MEDIAN * float(values.std(ddof=1)) / math.sqrt(len(values)) / middle if len(values) > 1 else 0.0
+
+
 def step_time_error(tree: TokenTree, times: StepTime) -> float:
     """Standard error of log(step time / plain step time)."""
     return step_ratio_error((tree, times), (TokenTree.chain(1), times))
@@ -119,10 +129,7 @@ def step_time_error(tree: TokenTree, times: StepTime) -> float:
 
 def step_ratio_error(first: tuple[TokenTree, StepTime], second: tuple[TokenTree, StepTime]) -> float:
     """Standard error of log(one step time / another), of the same models on the same machine: from each size's quartiles and samples, and from
-    how far verification is off its shapes; 0 if the latencies have none of it. What both steps take alike cancels.
-
-    A normal law's quartiles are 1.349 standard deviations apart, and a median's standard error is 1.2533 times a mean's.
-    """
+    how far verification is off its shapes; 0 if the latencies have none of it. What both steps take alike cancels."""
     slopes: defaultdict[tuple[str, int], float] = defaultdict(float)  # of the logarithm, by the passes that were measured
     variance = 0.0
     for sign, (tree, times) in zip((1, -1), (first, second), strict=True):
@@ -135,7 +142,7 @@ def step_ratio_error(first: tuple[TokenTree, StepTime], second: tuple[TokenTree,
     latency = first[1].latency
     for (curve, size), slope in slopes.items():
         low, high = latency.quartiles.get(curve, {}).get(size, (0.0, 0.0))
-        variance += slope**2 * (1.2533 * (high - low) / 1.349) ** 2 / latency.samples.get(size, 1)
+        variance += slope**2 * (OF_MEDIAN * (high - low) / QUARTILES_APART) ** 2 / latency.samples.get(size, 1)
     return math.sqrt(variance)
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.engine_plan import Cell, ChainAcceptance, Range, StepSeconds
-from sequoia_plan.artifacts.uncertainty import Z95
+from sequoia_plan.artifacts.uncertainty import Z95, median
 
 Floats = NDArray[np.float64]
 OLDEST = 64
@@ -99,9 +99,8 @@ def tokens(acceptance: ChainAcceptance, most: int) -> Tokens:
     mean, error = np.ones(most + 1), np.zeros(most + 1)
     for length in range(1, most + 1):
         alive = survival(h, length)
-        accepted, squared = alive.sum(), ((2 * np.arange(1, length + 1) - 1) * alive).sum()
-        mean[length] = 1 + share * accepted
-        error[length] = share * math.sqrt(max(squared - accepted**2, 0) / trials) / mean[length]
+        mean[length] = 1 + share * alive.sum()
+        error[length] = share * math.sqrt(max(_variance(alive), 0) / trials) / mean[length]
     return Tokens(mean, error)
 
 
@@ -117,9 +116,13 @@ def effective_trials(acceptance: ChainAcceptance, gave: Sequence[Sequence[int]])
     rest = sums.sum(0) - sums
     means = rest[:, 0] / rest[:, 1]
     variance = (len(sums) - 1) / len(sums) * ((means - means.mean()) ** 2).sum()
-    alive = np.array(acceptance.survival)
-    each = ((2 * np.arange(1, len(alive) + 1) - 1) * alive).sum() - alive.sum() ** 2
+    each = _variance(np.array(acceptance.survival))
     return float(min(acceptance.drafts, each / variance)) if variance > 0 and each > 0 else float(acceptance.drafts)
+
+
+def _variance(alive: Floats) -> float:
+    """Of the number of accepted tokens of a chain, from the probabilities that its first 1, 2, ... are accepted."""
+    return float(((2 * np.arange(1, len(alive) + 1) - 1) * alive).sum() - alive.sum() ** 2)
 
 
 @dataclass(frozen=True)
@@ -226,9 +229,7 @@ def step_seconds(rounds: Mapping[tuple[int, int], Sequence[tuple[float, int]]]) 
     rows = []
     for (batch, length), found in sorted(rounds.items()):
         each = np.array([seconds / steps for seconds, steps in found if steps])
-        middle = float(np.median(each))
-        # a normal law's median has 1.2533 times the standard error of its mean
-        error = 1.2533 * float(each.std(ddof=1)) / math.sqrt(len(each)) / middle if len(each) > 1 else 0.0
+        middle, error = median(each)
         rows.append(StepSeconds(batch=batch, speculative_tokens=length, seconds=_short(middle), error=_short(error), steps=sum(steps for _, steps in found)))
     return tuple(rows)
 

@@ -22,6 +22,7 @@ import numpy as np
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.engine_plan import ChainAcceptance, Range, StepSeconds
 from sequoia_plan.artifacts.files import read_bytes
+from sequoia_plan.artifacts.uncertainty import median
 
 HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")
 DECODE = re.compile(r"Decode batch.*?#running-req: (\d+).*?gen throughput \(token/s\): ([\d.]+)")
@@ -88,9 +89,7 @@ def read_log(path: str) -> tuple[int, tuple[StepSeconds, ...], dict[int, float]]
         by_batch.setdefault(batch, []).append((batch * (accepted or 1.0) / throughput, accepted or 1.0))
     rows = []
     for batch, found in sorted(by_batch.items()):
-        seconds = np.array([each for each, _ in found])
-        middle = float(np.median(seconds))
-        error = 1.2533 * float(seconds.std(ddof=1)) / len(found) ** 0.5 / middle if len(found) > 1 else 0.0
+        middle, error = median(np.array([each for each, _ in found]))
         rows.append(StepSeconds(batch=batch, speculative_tokens=length, seconds=middle, error=error, steps=len(found) * interval))
     if not rows:
         raise SequoiaPlanError(f"{path}: no two 'Decode batch' lines in a row with the same #running-req; expected a steady number of requests for a while")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -186,8 +187,6 @@ def lines(speculative: Mapping[str, Any], ranges: Sequence[Range], takes_schedul
 
 def option(speculative: Mapping[str, Any]) -> str:
     """As it is pasted into a shell."""
-    import shlex
-
     return f"--speculative-config {shlex.quote(json.dumps(speculative))}"
 
 
