@@ -182,14 +182,23 @@ NO_PLAN = Plan()
 """Of a tree that was not solved."""
 
 
+def tool() -> str:
+    """What made a file: sequoia-plan 0.1.0"""
+    from importlib.metadata import PackageNotFoundError, version  # here, because it is slow to import
+
+    try:
+        return f"sequoia-plan {version('sequoia-plan')}"
+    except PackageNotFoundError:
+        return "sequoia-plan unknown"
+
+
 def provenance(profile: Profile | None) -> Plan:
     """The part of a plan that says by what tool and from which measurements the tree was made."""
-    tool = f"sequoia-plan {_version()}"
     if profile is None:
-        return Plan(tool=tool)
+        return Plan(tool=tool())
     used = {name: getattr(profile, name) for name in ("trials", "settings", "models", "hardware", "drafting")}
     latency = profile.latency and replace(profile.latency, samples={}, quartiles={}, out_of_memory=None)
-    return Plan(tool=tool, profile_sha256=profile.sha256, latency=latency, **used)
+    return Plan(tool=tool(), profile_sha256=profile.sha256, latency=latency, **used)
 
 
 def _curve(points: Any, name: str) -> Any:
@@ -199,12 +208,3 @@ def _curve(points: Any, name: str) -> Any:
     if len({point[0] for point in points}) < len(points):
         raise SequoiaPlanError(f"{name}: found {points!r:.60}, expected each size once")
     return dict(points)
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version  # here, because it is slow to import
-
-    try:
-        return version("sequoia-plan")
-    except PackageNotFoundError:
-        return "unknown"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,7 +13,7 @@ from sequoia_plan.planner.cli.options import json_option, options
 from sequoia_plan.planner.cli.terminal import print_json, status
 
 if TYPE_CHECKING:
-    from sequoia_plan.artifacts.engine_plan import ChainAcceptance, EnginePlan
+    from sequoia_plan.artifacts.engine_plan import ChainAcceptance, EnginePlan, Range
 
 METRICS_HELP = "Acceptance from a running server's counters: its address, or a file of its /metrics page. No acceptance is measured then."
 BEFORE_HELP = "An earlier reading of the same server, as a file: only what it did since counts."
@@ -83,6 +85,7 @@ def vllm(
     _check_outputs(output, report, times, metrics, metrics_before, prompts)
 
     from sequoia_plan.artifacts import ArgumentError
+    from sequoia_plan.artifacts.plan import tool
     from sequoia_plan.planner.engines import counters, planning
     from sequoia_plan.planner.engines import vllm as engines
 
@@ -98,7 +101,11 @@ def vllm(
         if not times:
             _say_acceptance(acceptance, most, as_json)
             return
-        plan = _replanned(times, acceptance, sizes, most, lambda ranges: engines.lines(speculative if target else earlier_config(times), ranges, True))
+
+        def lines(earlier: EnginePlan, ranges: Sequence[Range]) -> tuple[str, ...]:
+            return engines.lines(speculative if target else earlier_config(earlier), ranges, True)
+
+        plan = _replanned(times, acceptance, sizes, most, lines)
     else:
         assert target
         work, measuring, held_out = _work(prompts, limit, tokens, temperature)
@@ -115,7 +122,7 @@ def vllm(
                 "seconds": round(seconds, 1),
             }
             takes = running.facts["schedule"]
-            plan = planning.decide(acceptance, steps, sizes, most, lambda ranges: engines.lines(speculative, ranges, takes), **known, tool=_tool())
+            plan = planning.decide(acceptance, steps, sizes, most, lambda ranges: engines.lines(speculative, ranges, takes), **known, tool=tool())
             if output:
                 plan.save(output)  # what was measured is not lost if verifying fails
             if verify:
@@ -137,6 +144,7 @@ def sglang(
     _check_outputs(output, report, times, responses, *logs)
 
     from sequoia_plan.artifacts import ArgumentError
+    from sequoia_plan.artifacts.plan import tool
     from sequoia_plan.planner.engines import planning
     from sequoia_plan.planner.engines import sglang as engines
 
@@ -151,34 +159,34 @@ def sglang(
     most = min(most, len(acceptance.accepted))
     timed = tuple(step for _, steps, _ in read.values() for step in steps)
     if times:
-        plan = _replanned(times, acceptance, sizes, most, engines.lines)
+        plan = _replanned(times, acceptance, sizes, most, lambda earlier, ranges: engines.lines(ranges))
     elif not {0} < {step.speculative_tokens for step in timed}:
         if logs:
             raise ArgumentError("--log: the best number needs times with and without speculation; give the log of a server without it and of one with it")
         _say_acceptance(acceptance, most, as_json)
         return
     else:
-        plan = planning.decide(acceptance, timed, sizes, most, engines.lines, engine="sglang", tool=_tool())
+        plan = planning.decide(acceptance, timed, sizes, most, engines.lines, engine="sglang", tool=tool())
     _finish(plan, output, report, as_json)
 
 
-def earlier_config(path: str) -> dict[str, Any]:
+def earlier_config(plan: EnginePlan) -> dict[str, Any]:
     """The speculative config that an earlier plan was measured with."""
-    from sequoia_plan.artifacts.engine_plan import EnginePlan
-
-    plan = EnginePlan.load(path)
     return dict(plan.settings.get("speculative") or {"method": plan.method, **({"model": plan.draft} if plan.draft else {})})
 
 
-def _replanned(times: str, acceptance: ChainAcceptance, sizes: list[int], most: int, lines: Any) -> EnginePlan:
-    """A plan from an earlier one's times and other counts."""
+def _replanned(
+    times: str, acceptance: ChainAcceptance, sizes: list[int], most: int, lines: Callable[[EnginePlan, Sequence[Range]], tuple[str, ...]]
+) -> EnginePlan:
+    """A plan from an earlier one's times and other counts; `lines` takes the earlier plan, too."""
     from sequoia_plan.artifacts.engine_plan import EnginePlan
+    from sequoia_plan.artifacts.plan import tool
     from sequoia_plan.planner.engines import planning
 
     earlier = EnginePlan.load(times)
     names = ("engine", "version", "method", "target", "draft", "settings")
     known = {name: getattr(earlier, name) for name in names}
-    return planning.decide(acceptance, planning.steps_of(earlier, times), sizes, most, lines, **known, tool=_tool())
+    return planning.decide(acceptance, planning.steps_of(earlier, times), sizes, most, partial(lines, earlier), **known, tool=tool())
 
 
 def _work(prompts: str | None, limit: int, tokens: int, temperature: float) -> tuple[Any, list[int], list[int]]:
@@ -220,12 +228,6 @@ def _check_outputs(output: str | None, report: str | None, *inputs: str | None) 
     for path in filter(None, (output, report)):
         check_writable(path)
         refuse_to_replace(path, *inputs)
-
-
-def _tool() -> str:
-    from sequoia_plan import __version__
-
-    return f"sequoia-plan {__version__}"
 
 
 def _say_acceptance(acceptance: ChainAcceptance, most: int, as_json: bool) -> None:
