@@ -6,6 +6,7 @@ wide as the draft; below the root of a tree they are what the draft itself put o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,13 +35,14 @@ class Norms:
     each_before_fc: bool = False
 
 
-class FeatureModel(TappedDraft):
+class FeatureModel(TappedDraft, ABC):
     """A draft that reads tokens and features; see `Eagle3` and `Eagle1`."""
 
+    @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
         """The target's hidden states [..., taps * target's hidden size] -> features [..., hidden size]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forward(
         self, tokens: Tensor, features: Tensor, positions: Tensor, masks: Mapping[str, Tensor], cache: TreeCache | None = None, last: int = 0
     ) -> tuple[Tensor, Tensor]:
@@ -57,7 +59,6 @@ class FeatureModel(TappedDraft):
         Returns:
             Logits [batch, rows, draft vocabulary], and the outputs that deeper rows take as features, [batch, rows, hidden size].
         """
-        raise NotImplementedError
 
 
 class Eagle3(FeatureModel):

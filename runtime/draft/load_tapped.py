@@ -11,7 +11,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from sequoia_plan.runtime.draft.block_model import Block, BlockModel
 from sequoia_plan.runtime.draft.feature_model import Eagle1, Eagle3, Norms
-from sequoia_plan.runtime.draft.published import DFLASH, EAGLE1, Checkpoint
+from sequoia_plan.runtime.draft.published import DFLASH, EAGLE1, EAGLE3, Checkpoint
 from sequoia_plan.runtime.draft.tapped import FULL, LAYERS, WINDOWED, TappedDraft
 from sequoia_plan.runtime.models.forward import decoder_layers, execution_device, plain, text_config
 from sequoia_plan.runtime.models.load import first_line
@@ -113,7 +113,7 @@ def _head_rows(checkpoint: Checkpoint, target: Any, head: Tensor | None, config:
     covered, tokens = checkpoint.covered, vocabulary_size(target)
     rows = 0 if head is None else int(head.shape[0])
     if head is None:
-        if checkpoint.kind == "EAGLE-3":
+        if checkpoint.kind == EAGLE3:
             raise checkpoint.refuse("no lm_head.weight found, which every EAGLE-3 draft has; get the draft again")
         if covered is not None:
             raise checkpoint.refuse("found d2t without an lm_head.weight of its own; get the draft again")
