@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,6 +47,13 @@ class TappedDraft(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, head, bias=False) if head else None
         self.kinds = tuple(getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers)
         self.register_buffer("covered_tokens", covered, persistent=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy whose own weights are copies, for the same target."""
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        memo[id(self._target)] = self._target
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     @property
     def device(self) -> torch.device:
