@@ -7,11 +7,15 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
+from drafts import PARTS, load, small_target, write
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sequoia_plan.artifacts import ArgumentError
 from sequoia_plan.artifacts.prompts import built_in
 from sequoia_plan.planner.cli import main
 from sequoia_plan.profiler.prompts import encode
+from sequoia_plan.runtime.draft.file import save_as_folder
+from sequoia_plan.runtime.draft.self_draft import self_draft
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +68,19 @@ def test_the_tokenizer_is_beside_it(folder, pair):
     assert AutoTokenizer.from_pretrained(folder)(text)["input_ids"] == pair.tokenizer(text)["input_ids"]
 
 
+@pytest.mark.parametrize("kind", [*PARTS, "int8", "language model"])
+def test_a_draft_that_is_from_no_file_of_ours_is_refused(kind, tmp_path):
+    """In one line, also where Python is used and the command line does not see to it."""
+    target = small_target()
+    if kind in PARTS:
+        draft = load(write(tmp_path / "draft", *PARTS[kind](target)), target)
+    else:
+        draft = self_draft(target) if kind == "int8" else small_target(seed=1)
+    with pytest.raises(ArgumentError, match=f"^draft: found a {type(draft).__name__} that is not from a draft .safetensors file, expected [^\n]*$"):
+        save_as_folder(draft, None, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 def test_the_target_is_written_as_well(tmp_path, plain_target):
     result = CliRunner().invoke(main, ["export", "--format", "hf", "--model", "target", "-o", str(tmp_path / "target")])
     assert result.exit_code == 0 and "the target SmolLM2-135M-Instruct" in result.output, result.output
@@ -81,6 +98,7 @@ def test_the_target_is_written_as_well(tmp_path, plain_target):
         (["--format", "hf", "-o", "full"], 1, "full: exists already; name a new folder, or remove it"),
         (["--format", "hf", "-o", "none/new"], 1, "none/new: cannot be made (No such file or directory)"),
         (["--format", "hf", "--draft", "folder", "-o", "new"], 2, "--draft folder: expected a draft .safetensors file"),
+        (["--format", "hf", "--draft", "int8", "-o", "new"], 2, "--draft int8: a copy of the target that is made when it loads, expected a draft"),
         (["--format", "hf", "--draft", "none.safetensors", "-o", "new"], 1, "none.safetensors: no such file"),
     ],
 )

@@ -148,6 +148,8 @@ def _export_model(output: str, model: str, target: str | None, draft: str | None
     from sequoia_plan.artifacts import ArgumentError
     from sequoia_plan.artifacts.files import new_folder
 
+    if model == "draft" and draft == "int8":
+        raise ArgumentError("--draft int8: a copy of the target that is made when it loads, expected a draft .safetensors file; write --model target")
     if model == "draft" and draft is not None and not draft.endswith(".safetensors"):
         raise ArgumentError(f"--draft {draft}: expected a draft .safetensors file; a folder can be given to other engines as it is")
     with new_folder(output) as folder:

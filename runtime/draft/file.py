@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.runtime.models.int8 import rows_in_8_bits
 
@@ -63,8 +63,13 @@ def save_as_folder(draft: LlamaForCausalLM, tokenizer: Any, folder: str | Path) 
     that the draft does not cover share one row, see `uncovered_row`.
 
     Raises:
-        SequoiaPlanError: if the draft's layers were repacked, and its weights are no longer there.
+        SequoiaPlanError: if it is another draft, or its layers were repacked, and its weights are no longer there.
     """
+    if not isinstance(draft, LlamaForCausalLM) or "covered_tokens" not in dict(draft.named_buffers()):
+        raise ArgumentError(
+            f"draft: found a {type(draft).__name__} that is not from a draft .safetensors file, expected one that is; give other engines the folder that "
+            "it was loaded from, or the target that an int8 draft is a copy of"
+        )
     weights = draft.state_dict()
     if "lm_head.weight" not in weights:
         raise SequoiaPlanError("draft: its linear layers are repacked for this processor; load it with placement='resident' to write it")
