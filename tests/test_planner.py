@@ -16,6 +16,7 @@ from sequoia_plan.artifacts import LANGUAGE_MODEL, ArgumentError, Latency, Profi
 from sequoia_plan.artifacts.cost import StepTime, acceptance_rows, expected_tokens
 from sequoia_plan.planner import solve
 from sequoia_plan.planner.solving import best_first, dynamic_programming, hull
+from sequoia_plan.planner.solving.frontier import LARGEST_DEPTH
 
 LLAMA3 = [0.7732, 0.1039, 0.0402, 0.0206, 0.0128, 0.0081, 0.0064, 0.0043, 0.0035, 0.0026]
 
@@ -54,6 +55,12 @@ def test_dp_equals_exhaustive_enumeration(acceptance, size, depth):
         assert math.isnan(value)
     else:
         assert value == pytest.approx(best, rel=1e-12)
+
+
+@pytest.mark.parametrize("solver", ["best-first", "hull", "dp"])
+def test_the_deepest_tree_is_built(solver):
+    """A thousand levels are what the limits allow; Python's own stack has fewer."""
+    assert solve([0.9], LARGEST_DEPTH, LARGEST_DEPTH, solver=solver).tree == TokenTree.chain(LARGEST_DEPTH)
 
 
 @settings(max_examples=40, deadline=None)

@@ -28,19 +28,15 @@ def parents(rows: Floats, size: int) -> list[int]:
     """The best tree of exactly `size` nodes, in preorder."""
     _, last, children = _solve(np.ascontiguousarray(rows), size)
     found: list[int] = []
-    off = rows.shape[1] - 1
-
-    def build(level: int, kind: int, nodes: int, above: int) -> None:
+    off, waiting = rows.shape[1] - 1, [(0, 0, size, -1)]  # level, class, nodes and parent of subtrees, the next one last
+    while waiting:
+        level, kind, nodes, above = waiting.pop()
         node = len(found)
         found.append(above)
-        sizes = []
         for rank in range(int(children[level, kind, nodes]), 0, -1):  # the last child's share first, then what was left
-            sizes.append(int(last[level, kind, rank, nodes]))
-            nodes -= sizes[-1]
-        for rank, share in enumerate(reversed(sizes), 1):
-            build(level + 1, kind if rank == 1 else off, share, node)
-
-    build(0, 0, size, -1)
+            share = int(last[level, kind, rank, nodes])
+            waiting.append((level + 1, kind if rank == 1 else off, share, node))
+            nodes -= share
     return found
 
 
