@@ -56,8 +56,9 @@ def solve(
     from sequoia_plan.planner.report.tree_summary import promises
     from sequoia_plan.planner.solving.solve import solve as run
 
-    measured = _read_acceptance(acceptance) if acceptance else Profile.load(profile_file or "profile.yaml")
-    refuse_to_replace(output, acceptance or profile_file or "profile.yaml")
+    source = acceptance or profile_file or "profile.yaml"
+    measured = _read_acceptance(source) if acceptance else Profile.load(source)
+    refuse_to_replace(output, source)
     solution = run(measured, budget, depth, branching, objective, solver, smooth, baseline, one_vector, verifier)
     save_tree(solution.tree, output)
     tree = solution.tree

@@ -11,6 +11,8 @@ level's T is ever held: splits are found again on the way down, where at most th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numba
 import numpy as np
 from numpy.typing import NDArray
@@ -107,20 +109,24 @@ def upper_bounds(rows: Floats, size: int) -> Floats:
 
 def _relaxed_chain(rows: Floats, size: int) -> list[Floats]:
     """The bounds of subtrees that start on level 0, 1, ... len(rows), [classes, sizes] each."""
-    best = [np.ones((rows.shape[1], 1))]
-    for level in range(len(rows) - 1, -1, -1):
-        settled = len(best) > 2 and np.array_equal(best[-1], best[-2]) and np.array_equal(rows[level], rows[level + 1])
-        best.append(best[-1] if settled else _relaxed_level(rows[level], best[-1], size))
-    return best[::-1]
+    return _from_below(rows, lambda row, below: _relaxed_level(row, below, size))
 
 
 def _chain(rows: Floats, size: int) -> list[Floats]:
-    """best[l], [classes, sizes], for l = 0 ... len(rows). Once a level that repeats its rows repeats its values too, so do all above with those."""
+    """best[l], [classes, sizes], for l = 0 ... len(rows)."""
     table = _table(rows, size)
+    return _from_below(rows, lambda row, below: _level(row, below, size, table))
+
+
+def _from_below(rows: Floats, level_of: Callable[[Floats, Floats], Floats]) -> list[Floats]:
+    """What `level_of` gives for each level's rows and the level below, from level 0 to len(rows), [classes, sizes] each.
+
+    Once a level that repeats its rows repeats its values too, so do all above with those.
+    """
     best = [np.ones((rows.shape[1], 1))]
     for level in range(len(rows) - 1, -1, -1):
         settled = len(best) > 2 and np.array_equal(best[-1], best[-2]) and np.array_equal(rows[level], rows[level + 1])
-        best.append(best[-1] if settled else _level(rows[level], best[-1], size, table))
+        best.append(best[-1] if settled else level_of(rows[level], best[-1]))
     return best[::-1]
 
 

@@ -69,10 +69,10 @@ def alternative(best: Candidate, other: Candidate, profile: Any, by_tokens: bool
     """
     advantage = best.worth(by_tokens) / other.worth(by_tokens)
     error = math.inf if smooth else _advantage_error(best, other, profile, by_tokens)
-    ends = (advantage * math.exp(-Z95 * error), advantage * math.exp(Z95 * error)) if math.isfinite(error) else None
+    interval = (advantage * math.exp(-Z95 * error), advantage * math.exp(Z95 * error)) if math.isfinite(error) else None
     tokens, step = other.given.expected_tokens, other.given.step_seconds
     assert tokens is not None
-    return Alternative(other.tree.size, other.tree.depth, tokens, advantage, step, ends)
+    return Alternative(other.tree.size, other.tree.depth, tokens, advantage, step, interval)
 
 
 def _advantage_error(best: Candidate, other: Candidate, profile: Profile, by_tokens: bool) -> float:
@@ -129,13 +129,11 @@ def _interval(one: Candidate, trials: Floats, lost: Callable[[Floats], float]) -
         lost: as for `intervals`.
     """
     tree, acceptance, times, speedup = one.tree, one.table, one.times, one.given.predicted_speedup
-    vectors = ends(tree, acceptance, trials)
-    tokens = (expected_tokens(tree, vectors[0]), expected_tokens(tree, vectors[1]))
-    now = expected_tokens(tree, acceptance)
+    low, high = ends(tree, acceptance, trials)
+    tokens = expected_tokens(tree, low), expected_tokens(tree, high)
     sped: tuple[float, float] | None = None
     if speedup is not None and times is not None:
-        clock = Z95 * step_time_error(tree, times)
-        low_end, high_end = (speedup * math.exp(sign * math.hypot(math.log(end / now), clock)) for sign, end in zip((-1, 1), tokens, strict=True))
-        sped = low_end, high_end
-    low, high = vectors
+        now, clock = expected_tokens(tree, acceptance), Z95 * step_time_error(tree, times)
+        slower, faster = (speedup * math.exp(sign * math.hypot(math.log(end / now), clock)) for sign, end in zip((-1, 1), tokens, strict=True))
+        sped = slower, faster
     return Interval(0.95, tokens, sped, (lost(low), lost(high)) if tree.size <= LARGEST_BUDGET["hull"] else None)
