@@ -241,7 +241,7 @@ def relax(nodes, costs, box, price, rate, exact, use):  # type: ignore[no-untype
     """The bound on F - rate * step over the box, and the expected tokens of the tree behind it, which `use` describes.
 
     Args:
-        exact: no row of p increases, and the rows favour the spine, so that no later sibling adds more than an earlier one.
+        exact: no row of p increases, the rows favour the spine, and rejections cost nothing, so that no later sibling adds more than an earlier one.
     """
     used, paid, ranks, charges, parents, walk = use
     gain, taken, charged = choose_children(nodes, costs, box, price, rate, exact)
