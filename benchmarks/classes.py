@@ -31,9 +31,11 @@ from sequoia_plan.artifacts.cost import expected_tokens
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.rates import rates
 from sequoia_plan.planner import solve
-from sequoia_plan.profiler.acceptance import LEVELS, RANKS, TREE, expected_acceptance, pieces
+from sequoia_plan.profiler.acceptance import RANKS
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.journal import Journal, discard, journal_of
+from sequoia_plan.profiler.methods import expected_acceptance, pieces
+from sequoia_plan.profiler.observed import LEVELS, TREE
 from sequoia_plan.profiler.prompts import BUILT_IN, encode, load
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
 from sequoia_plan.runtime.models.forward import additive

@@ -28,9 +28,10 @@ from sequoia_plan.artifacts.cost import expected_tokens
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.merge import pooled
 from sequoia_plan.planner import solve
-from sequoia_plan.profiler.acceptance import Acceptance, measure_acceptance
+from sequoia_plan.profiler.acceptance import measure_acceptance
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.journal import discard, journal_of
+from sequoia_plan.profiler.observed import Acceptance
 from sequoia_plan.profiler.prompts import BUILT_IN, encode, load
 from sequoia_plan.runtime import Sampling, load_pair
 from sequoia_plan.runtime.models.load import dtype_name

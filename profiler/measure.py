@@ -14,9 +14,10 @@ from sequoia_plan.artifacts.cost import most_expected_tokens
 from sequoia_plan.artifacts.merge import pooled
 from sequoia_plan.artifacts.profile import tally
 from sequoia_plan.artifacts.rates import rates
-from sequoia_plan.profiler.acceptance import LEAST_PROMPTS, Acceptance, finished_prompts, results
+from sequoia_plan.profiler.acceptance import finished_prompts, results
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.latency import CONTEXT, SIZES, LatencyMeter
+from sequoia_plan.profiler.observed import LEAST_PROMPTS, Acceptance
 from sequoia_plan.profiler.prompts import Prompt, encode
 from sequoia_plan.runtime import Pair, Sampling
 

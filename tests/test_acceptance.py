@@ -24,7 +24,9 @@ from sequoia_plan.artifacts.merge import merge, pooled
 from sequoia_plan.artifacts.profile import MOST_KINDS, Counts, told_apart
 from sequoia_plan.artifacts.uncertainty import Z95, student95
 from sequoia_plan.planner import solve
-from sequoia_plan.profiler.acceptance import LEVELS, TREE, Acceptance, expected_acceptance, measure_acceptance
+from sequoia_plan.profiler.acceptance import measure_acceptance
+from sequoia_plan.profiler.methods import expected_acceptance
+from sequoia_plan.profiler.observed import LEVELS, TREE, Acceptance
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex
 

@@ -11,7 +11,8 @@ from drafts import PARTS, eagle1_parts, eagle3_parts, golden, load, small_target
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.cost import expected_tokens
-from sequoia_plan.profiler import acceptance
+from sequoia_plan.profiler.acceptance import measure_acceptance
+from sequoia_plan.profiler.observed import TREE as MEASURED
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.draft.feature import FeatureDrafter
 from sequoia_plan.runtime.draft.load_tapped import load_tapped
@@ -196,14 +197,14 @@ def test_a_draft_can_be_trained_and_then_keeps_its_promise():
     sampling, prompts = Sampling(0.5, verifier="sequoia"), [row[:6].tolist() for row in text[:32]]
     tokens = {}
     for name, each, count in (("before", before, 8), ("after", draft, 32)):
-        decoder = SequoiaDecoder(target, each, acceptance.TREE)
+        decoder = SequoiaDecoder(target, each, MEASURED)
         made = [decoder.generate(prompt, 40, sampling=sampling, seed=seed) for seed, prompt in enumerate(prompts[:count])]
         tokens[name] = sum(each.new_tokens for each in made) / sum(each.steps for each in made)
     assert tokens["after"] > tokens["before"] + 0.15
     pair = Pair(target, draft, SimpleNamespace(eos_token_id=None), {"target": {"name": "small"}, "draft": {"name": "small"}})
-    (found,) = acceptance.measure_acceptance(pair, prompts, [sampling], precision=0.0, tokens_per_prompt=40)
+    (found,) = measure_acceptance(pair, prompts, [sampling], precision=0.0, tokens_per_prompt=40)
     rows = [[count / level.trials for count in level.counts] for level in found.levels()]
-    assert expected_tokens(acceptance.TREE, rows) == pytest.approx(tokens["after"], rel=0.05)
+    assert expected_tokens(MEASURED, rows) == pytest.approx(tokens["after"], rel=0.05)
 
 
 def eagle3_checkpoint(target):

@@ -19,9 +19,11 @@ from sequoia_plan.artifacts.cost import StepTime, acceptance_rows, expected_toke
 from sequoia_plan.artifacts.merge import merge, pooled
 from sequoia_plan.planner import solve
 from sequoia_plan.planner.solving import solve as solving
-from sequoia_plan.profiler.acceptance import LEVELS, WIDEST, Acceptance, _lifted, measure_acceptance, through
+from sequoia_plan.profiler.acceptance import measure_acceptance
 from sequoia_plan.profiler.latency import LatencyMeter
 from sequoia_plan.profiler.measure import measure
+from sequoia_plan.profiler.methods import through
+from sequoia_plan.profiler.observed import LEVELS, WIDEST, Acceptance, lifted
 from sequoia_plan.profiler.prompts import Prompt
 from sequoia_plan.profiler.verification import ShapeTimer, bushy, certain_acceptance, order_of_rounds
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
@@ -130,7 +132,7 @@ def measured(rng, prompts, truth, lift, clock):
     more = np.cumprod(lift[None] * np.exp(0.05 * rng.normal(size=(prompts, LEVELS))), 1)
     ones = np.ones((prompts, 1))
     reached = np.stack([np.concatenate([ones, past], 1), np.concatenate([ones, past * more], 1)], 1)
-    found = {"sequoia": Acceptance(trials, drawn), "traversal": Acceptance(trials, _lifted(drawn, trials, reached.sum(0)), reached)}
+    found = {"sequoia": Acceptance(trials, drawn), "traversal": Acceptance(trials, lifted(drawn, trials, reached.sum(0)), reached)}
     latency = Latency(clock["target"], clock["draft"], verification=clock["traversal"])
     judged = {name: Judged(pooled(each.levels()), each.effective_trials(), each.levels(), {}, clock[name]) for name, each in found.items()}
     own = judged["traversal"]

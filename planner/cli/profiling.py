@@ -69,8 +69,8 @@ def profile(
         return
 
     from sequoia_plan.profiler import measure
-    from sequoia_plan.profiler.acceptance import BOTH
     from sequoia_plan.profiler.journal import discard, journal_of
+    from sequoia_plan.profiler.methods import BOTH
     from sequoia_plan.profiler.prompts import built_in, check_lengths, load, measuring_half
 
     given_settings = [settings, *(settings | _read_setting(text) for text in also)]
