@@ -1,12 +1,14 @@
-"""What hypothesis draws: trees and acceptance vectors, with the awkward cases likely."""
+"""What hypothesis draws: trees, acceptance vectors and latencies, with the awkward cases likely."""
 
 from __future__ import annotations
 
 import itertools
 
+import numpy as np
 from hypothesis import strategies as st
+from msgspec import structs
 
-from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.artifacts import Latency, Stream, TokenTree, Verification
 
 probabilities = st.one_of(st.just(0.0), st.just(1.0), st.sampled_from([0.1, 0.25, 0.5]), st.floats(0, 1))
 
@@ -40,6 +42,33 @@ def rows_by_class(draw, longest=3, non_increasing=False, favouring=False):
             off = [min(a, b) if rank < kept else 0.0 for rank, (a, b) in enumerate(zip(spine, off, strict=True))]
         rows.append([spine, off])
     return rows
+
+
+@st.composite
+def level_rows(draw, non_increasing):
+    """One to three rows of up to four ranks."""
+    rows = draw(st.lists(acceptance_vectors(longest=4, non_increasing=non_increasing), min_size=1, max_size=3))
+    ranks = max(map(len, rows))
+    return [row + [0.0] * (ranks - len(row)) for row in rows]
+
+
+@st.composite
+def latencies(draw, proven=False):
+    """Curves that never decrease, for up to seven nodes, any kind of verification, and a target in memory or streamed.
+
+    `proven`: verification of the kinds for which the search ends with a proof.
+    """
+    target, drafts = (np.cumsum(draw(st.lists(st.floats(0.0005, 0.02), min_size=7, max_size=7))).tolist() for _ in range(2))
+    sizes, widths = {1, *draw(st.lists(st.integers(2, 7)))}, {2, *draw(st.lists(st.integers(1, 6)))}
+    each = st.sampled_from([0.0, 0.0001, 0.002])
+    costs = Verification(
+        0.001, draw(each), draw(each), draw(each), draw(st.sampled_from(["tree", "level", "walk"] if proven else ["tree", "level", "walk", "path"]))
+    )
+    if proven and costs.rounds == "walk":
+        costs = structs.replace(costs, by_round=0.0)  # greedy decoding: rejections cost nothing
+    curves = {n: 0.02 + target[n - 1] for n in sorted(sizes)}, {n: drafts[n - 1] for n in sorted(widths)}
+    stream = draw(st.sampled_from([None, *(Stream(seconds, 1000) for seconds in (0.01, 0.04, 0.06, 0.1, 1.0))]))
+    return Latency(*curves, 0.001, 0, verification=draw(st.sampled_from([None, costs])), stream=stream)
 
 
 def all_trees(size):

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from brute_force import TREES as SMALL
 from enumeration import CASES, Case, without_replacement
 from msgspec import structs
-from strategies import all_trees
 from toys import PROMPTS, ToyModel, toy_pair
 from toys import SMALL_TREES as TREES
 
@@ -31,7 +31,6 @@ from sequoia_plan.runtime.verify import DEFAULT, VERIFIERS, traversal
 from sequoia_plan.runtime.verify.fused import Fused
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]
-SMALL = [tree for size in range(1, 8) for tree in all_trees(size)]
 BOTH = [Sampling(1.0, verifier="traversal"), Sampling(1.0, verifier="sequoia")]
 
 
