@@ -121,8 +121,11 @@ def report(plan: EnginePlan, state: dict[str, Any]) -> dict[str, Any]:
             "schedule_over_chosen": vllm.measured_cell(follows, batch).throughput / seen[length] if follows else None,
         }
     ratios = {f"{batch}x{length}": _ratios(state["runs"], batch, length) for batch, length in runs if length}
-    speedups = {f"{cell.batch}x{cell.speculative_tokens}": cell.speedup / statistics.median(ratios[f"{cell.batch}x{cell.speculative_tokens}"]) - 1
-                for cell in known if cell.speculative_tokens}
+    speedups = {
+        f"{cell.batch}x{cell.speculative_tokens}": cell.speedup / statistics.median(ratios[f"{cell.batch}x{cell.speculative_tokens}"]) - 1
+        for cell in known
+        if cell.speculative_tokens
+    }
     once = sum(seconds for name, seconds in state["starts"].items() if name.startswith("grid") and name.endswith(" 0"))
     grid = once + sum(run["wall"] for run in state["runs"] if run["arm"] == "grid")
     return {

@@ -7,10 +7,10 @@ import pytest
 import torch
 from drafts import golden, load, small_target, write
 
-from sequoia_plan.profiler.distill.feature import Batch, FeatureRecipe, batches, chains, divergences, evaluate, train_eagle3
+from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.profiler.distill.feature import Batch, FeatureRecipe, batches, chains, divergences, evaluate, magnitudes, train_eagle3, untrained
 from sequoia_plan.profiler.distill.text import TOP, write_text
 from sequoia_plan.profiler.distill.train import Text
-from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.models.attention import attending
 
@@ -27,7 +27,7 @@ def text(plain_target, pair, tmp_path_factory):
     return Text([folder])
 
 
-@pytest.mark.parametrize("heads, shared, tokens, sequences", [(6, 2, 1, 5), (4, 4, 1, 3), (9, 3, 7, 1), (9, 3, 4, 2)])
+@pytest.mark.parametrize(("heads", "shared", "tokens", "sequences"), [(6, 2, 1, 5), (4, 4, 1, 3), (9, 3, 7, 1), (9, 3, 4, 2)])
 def test_heads_that_share_are_attended_as_transformers_does(heads, shared, tokens, sequences):
     """The path that copies nothing, for several sequences of one token and for one sequence of several."""
     target = small_target(num_attention_heads=heads, num_key_value_heads=shared)
@@ -70,23 +70,33 @@ def test_a_chain_in_training_is_one_in_decoding(variant, tmp_path):
     assert not torch.allclose(found[1][5], wanted[0, 5], atol=1e-2), "the second pass repeats the first"
 
 
-def test_what_is_trained_is_what_is_loaded(plain_target, text, tmp_path, pair):
+def test_what_is_trained_is_what_is_loaded(plain_target, pair, text, tmp_path):
     """Some steps of training bring the draft nearer to the target; its folder, loaded as anyone's, gives the same logits and decodes exactly."""
     recipe = FeatureRecipe(covered=512, steps=12, batch=2, chain=2, held_out=2)
-    said = []
+    said: list[str] = []
     train_eagle3(plain_target, text, recipe, tmp_path / "draft", "the target", said.append)
-    loaded = load_pair(draft=str(tmp_path / "draft"), dtype="float32")
-    assert loaded.draft.taps == TAPS
-    plain = load_pair(draft=str(tmp_path / "draft"), dtype="float32", placement="resident").draft
+    loaded = load_pair(draft=str(tmp_path / "draft"), dtype="float32", placement="resident")
     covered, _, to_draft = text.most_used(recipe.covered, plain_target.config.vocab_size)
-    assert torch.equal(plain.covered_tokens, covered)
-    held = list(batches(text, range(len(text.conversations) - 2, len(text.conversations)), 2, torch.ones(3 * plain_target.config.hidden_size)))
+    assert loaded.draft.taps == TAPS and torch.equal(loaded.draft.covered_tokens, covered)
+    last_two = range(len(text.conversations) - 2, len(text.conversations))
+    (scaled,) = batches(text, last_two, 2, 1 / magnitudes(text))
+    (held_out,) = batches(text, last_two, 2, torch.ones(3 * plain_target.config.hidden_size))
     with torch.no_grad():
-        after = divergences(plain, to_draft, held[0], 2)
-    first, last = (float(line.split("loss ")[1].split(",")[0]) for line in (said[1], said[-1]))
-    assert last < first and after[0] < first
-    agreement = evaluate(plain, to_draft, held, 2)
-    assert agreement == pytest.approx([float(each) for each in said[-1].split("[")[1].split("]")[0].split(",")], abs=0.02)
-    prompt = pair.encode("Name three rivers of Europe.")
-    ours, plainly = (SequoiaDecoder(each, TREE).generate(prompt, max_new_tokens=24) for each in (loaded, pair))
-    assert ours.tokens == plainly.tokens
+        before, after = divergences(untrained(plain_target, covered), to_draft, scaled, 2), divergences(loaded.draft, to_draft, held_out, 2)
+    assert (after < before).all()
+    told = [float(each) for each in said[-1].split("[")[1].split("]")[0].split(",")]
+    assert evaluate(loaded.draft, to_draft, [held_out], 2) == pytest.approx(told, abs=0.02), "bfloat16 weights and unscaled hidden states"
+    prompt = pair.tokenizer("Name three rivers of Europe.", return_tensors="pt").input_ids
+    ours = SequoiaDecoder(loaded.target, loaded.draft, TREE).generate(prompt, 24)
+    expected = plain_target.generate(prompt, max_new_tokens=24, do_sample=False)
+    assert torch.equal(ours.sequences, expected)
+
+
+def test_text_without_the_hidden_states_is_refused(plain_target, text):
+    """The folder that is written says no layer ids, so a draft of other states would be read wrongly by everyone."""
+    other = Text([])
+    other.facts, other.conversations, other.hidden = [{"taps": [3, 15, 27]}], text.conversations, text.hidden
+    with pytest.raises(
+        SequoiaPlanError, match=r"--text: holds the hidden states \[3, 15, 27\], expected 2 15 27 for this target; write it with --taps 2 15 27"
+    ):
+        train_eagle3(plain_target, other, FeatureRecipe(), "nowhere", "the target")

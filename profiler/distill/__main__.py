@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,7 +44,7 @@ def main() -> None:
     if options.command == "train":
         train(target, Text(options.text), Recipe(tuple(options.layers), **shared), options.output, name)
     else:
-        train_eagle3(target, Text(options.text), FeatureRecipe(chain=options.chain, **shared), options.output, name)
+        train_eagle3(target, Text(options.text), FeatureRecipe(chain=options.chain, **shared), options.output, name, partial(print, flush=True))
 
 
 main()

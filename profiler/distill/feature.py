@@ -21,7 +21,7 @@ from transformers import DynamicCache, LlamaConfig
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.profiler.distill.train import Text, shuffled, warmed_up_cosine
 from sequoia_plan.runtime.draft.feature_model import Eagle3, Norms
-from sequoia_plan.runtime.draft.published import write_eagle3
+from sequoia_plan.runtime.draft.published import eagle3_taps, write_eagle3
 from sequoia_plan.runtime.draft.tapped import FULL
 
 Batch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -59,11 +59,13 @@ def train_eagle3(target: Any, text: Text, recipe: FeatureRecipe, out: Path, targ
     """
     torch.manual_seed(recipe.seed)
     started = time.perf_counter()
-    taps = text.facts[0]["taps"]
-    if not text.hidden or any(each["taps"] != taps for each in text.facts):
-        raise SequoiaPlanError(f"--text: found hidden states {[each['taps'] for each in text.facts]}, expected the same ones in each; write it with --taps")
+    taps = eagle3_taps(target.config.num_hidden_layers)
+    for facts in text.facts:
+        if tuple(facts.get("taps", ())) != taps:
+            wanted = " ".join(map(str, taps))
+            raise SequoiaPlanError(f"--text: holds the hidden states {facts.get('taps', [])}, expected {wanted} for this target; write it with --taps {wanted}")
     covered, share, to_draft = text.most_used(recipe.covered, target.config.vocab_size)
-    draft = untrained(target, tuple(taps), covered)
+    draft = untrained(target, covered)
     everything = range(len(text.conversations))
     learn, held_out = list(everything[: -recipe.held_out]), list(everything[-recipe.held_out :])
     scale = 1 / magnitudes(text)
@@ -76,8 +78,8 @@ def train_eagle3(target: Any, text: Text, recipe: FeatureRecipe, out: Path, targ
     while step < recipe.steps:
         for batch in batches(text, shuffled(learn, text, recipe.batch, rng), recipe.batch, scale):
             chain = 1 if step < recipe.steps // 2 else recipe.chain
-            weights = recipe.decay ** torch.arange(chain)
-            loss = (weights * divergences(draft, to_draft, batch, chain)).sum() / weights.sum()
+            counts = recipe.decay ** torch.arange(chain)
+            loss = (counts * divergences(draft, to_draft, batch, chain)).sum() / counts.sum()
             loss.backward()
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimiser.step()
@@ -98,13 +100,13 @@ def train_eagle3(target: Any, text: Text, recipe: FeatureRecipe, out: Path, targ
                 break
 
 
-def untrained(target: Any, taps: tuple[int, ...], covered: Tensor) -> Eagle3:
+def untrained(target: Any, covered: Tensor) -> Eagle3:
     """The draft before training: the target's first layer over the embedding, which sees nothing of the hidden states yet; the target's final
     norm and its head's rows for `covered`."""
     own = target.config.to_dict()
     config = LlamaConfig(**own | {"num_hidden_layers": 1, "layer_types": None, "tie_word_embeddings": False})
     width, source = config.hidden_size, target.model.layers[0]
-    draft = Eagle3(config, target, taps, covered, embeds=False, head=covered.numel(), width=width, norms=Norms())
+    draft = Eagle3(config, target, eagle3_taps(target.config.num_hidden_layers), covered, embeds=False, head=covered.numel(), width=width, norms=Norms())
     layer: Any = draft.layers[0]
     with torch.no_grad():
         for name in ("q_proj", "k_proj", "v_proj"):

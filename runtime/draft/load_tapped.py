@@ -11,7 +11,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from sequoia_plan.runtime.draft.block_model import Block, BlockModel
 from sequoia_plan.runtime.draft.feature_model import Eagle1, Eagle3, Norms
-from sequoia_plan.runtime.draft.published import DFLASH, EAGLE1, EAGLE3, Checkpoint
+from sequoia_plan.runtime.draft.published import DFLASH, EAGLE1, EAGLE3, Checkpoint, eagle3_taps
 from sequoia_plan.runtime.draft.tapped import FULL, LAYERS, WINDOWED, TappedDraft
 from sequoia_plan.runtime.models.forward import decoder_layers, execution_device, plain, text_config
 from sequoia_plan.runtime.models.load import first_line
@@ -98,7 +98,7 @@ def _taps(checkpoint: Checkpoint, target: Any, fc: Tensor, config: Any, width: i
         raise checkpoint.refuse(f"made for a target of hidden size {said}, this one's is {width}; use a draft made for this target")
     if checkpoint.taps is None and checkpoint.kind == DFLASH:
         raise checkpoint.refuse("says no target_layer_ids, and a DFlash draft can be read with no others; get its config.json again")
-    taps = checkpoint.taps or (2, last // 2, last - 3)  # what both engines and all trainers of EAGLE-3 take where nothing is said
+    taps = checkpoint.taps or eagle3_taps(last)
     if len(taps) != count:
         raise checkpoint.refuse(
             f"fc.weight is {_shape(fc)}, which takes {count} hidden states of {width}, its layer ids are {len(taps)}; use a draft made for this target"

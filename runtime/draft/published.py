@@ -104,11 +104,16 @@ def read_checkpoint(folder: Path, config: Mapping[str, Any], kind: str, name: st
     return Checkpoint(name, kind, layers, dict(config), taps, weights, _covered(offsets, marked, name), made_for)
 
 
+def eagle3_taps(layers: int) -> tuple[int, ...]:
+    """The hidden states that a draft of EAGLE-3 reads of a target of so many layers where its folder does not say: what both engines and all
+    trainers take."""
+    return 2, layers // 2, layers - 3
+
+
 def write_eagle3(folder: Path, config: Any, weights: Mapping[str, Tensor], covered: Tensor, facts: Mapping[str, Any]) -> None:
     """Write an EAGLE-3 draft as SpecForge does, which vLLM and SGLang load.
 
-    No layer ids are written, because the two engines count them differently. Both take the hidden states 2, L // 2 and L - 3 of a target of
-    L layers where nothing is said, and so must the draft.
+    No layer ids are written, because the two engines count them differently. The draft must read `eagle3_taps`.
 
     Args:
         config: of its layers, a LlamaConfig of the target's vocabulary.
@@ -124,6 +129,7 @@ def write_eagle3(folder: Path, config: Any, weights: Mapping[str, Tensor], cover
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     settings = {name: value for name, value in config.to_diff_dict().items() if name not in ("_name_or_path", "dtype", "transformers_version", "layer_types")}
     settings |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "draft_vocab_size": covered.numel(), "torch_dtype": dtype}
+    settings |= {"rope_theta": config.rope_parameters["rope_theta"]}  # where readers older than `rope_parameters` look
     settings |= {"target_hidden_size": int(config.hidden_size), "norm_before_residual": False}
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "model.safetensors", save(tensors, {"format": "pt", "sequoia_plan": json.dumps(facts, sort_keys=True)}))
