@@ -108,12 +108,13 @@ def untrained(target: Any, covered: Tensor) -> Eagle3:
     width, source = config.hidden_size, target.model.layers[0]
     draft = Eagle3(config, target, eagle3_taps(target.config.num_hidden_layers), covered, embeds=False, head=covered.numel(), width=width, norms=Norms())
     layer: Any = draft.layers[0]
+    head: Any = draft.get_output_embeddings()
     with torch.no_grad():
         for name in ("q_proj", "k_proj", "v_proj"):
             weight = getattr(layer.self_attn, name).weight
             weight.zero_()[:, :width] = getattr(source.self_attn, name).weight
         draft.fc.weight.zero_()[:, -width:] = 0.01 * torch.eye(width)
-        draft.lm_head.weight.copy_(target.get_output_embeddings().weight[covered])
+        head.weight.copy_(target.get_output_embeddings().weight[covered])
     layer.self_attn.o_proj.load_state_dict(source.self_attn.o_proj.state_dict())
     for name in ("mlp", "input_layernorm", "post_attention_layernorm"):
         getattr(layer, name).load_state_dict(getattr(source, name).state_dict())
@@ -161,13 +162,13 @@ def divergences(draft: Eagle3, to_draft: Tensor, batch: Batch, chain: int) -> Te
 def evaluate(draft: Eagle3, to_draft: Tensor, held_out: Iterable[Batch], chain: int) -> list[float]:
     """Share of answer tokens on whose most probable token draft and target agree, as a chain's first token, second, ...; tokens before are
     the target's."""
-    agree, total = torch.zeros(chain), 0
+    agree, total = [0] * chain, 0
     for batch in held_out:
         best = to_draft[batch[3][:, 0]]
-        agree += torch.stack([(logits.argmax(-1) == best).sum() for logits in chains(draft, batch, chain)])
         total += best.numel()
-    found: list[float] = (agree / total).tolist()
-    return found
+        for token, logits in enumerate(chains(draft, batch, chain)):
+            agree[token] += int((logits.argmax(-1) == best).sum())
+    return [each / total for each in agree]
 
 
 def chains(draft: Eagle3, batch: Batch, chain: int) -> Iterator[Tensor]:
