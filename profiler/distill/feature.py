@@ -141,8 +141,8 @@ def batches(text: Text, which: Sequence[int], size: int, scale: Tensor) -> Itera
         for row, conversation in enumerate(chosen):
             states = text.hidden[conversation]
             hidden[row, : len(states)] = torch.from_numpy(states.astype(np.float32))
-        row, place = places // tokens.shape[1], places % tokens.shape[1]
-        yield tokens[:, 1:], hidden[:, :-1] * scale, row * (tokens.shape[1] - 1) + place - 1, ids, logp
+        rows = places - 1 - places // tokens.shape[1]  # each conversation has a row less than tokens, and its rows begin at token 1
+        yield tokens[:, 1:], hidden[:, :-1] * scale, rows, ids, logp
 
 
 def divergences(draft: Eagle3, to_draft: Tensor, batch: Batch, chain: int) -> Tensor:
