@@ -10,7 +10,7 @@ from drafts import golden, load, small_target, write
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.profiler.distill.feature import Batch, FeatureRecipe, batches, chains, divergences, evaluate, magnitudes, train_eagle3, untrained
 from sequoia_plan.profiler.distill.text import TOP, write_text
-from sequoia_plan.profiler.distill.train import Text
+from sequoia_plan.profiler.distill.train import Recipe, Text, train
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.models.attention import attending
 
@@ -100,3 +100,12 @@ def test_text_without_the_hidden_states_is_refused(plain_target, text):
         SequoiaPlanError, match=r"--text: holds the hidden states \[3, 15, 27\], expected 2 15 27 for this target; write it with --taps 2 15 27"
     ):
         train_eagle3(plain_target, other, FeatureRecipe(), "nowhere", "the target")
+
+
+def test_text_that_leaves_nothing_to_learn_from_is_refused(plain_target, text, tmp_path):
+    """Training would wait for its first batch forever."""
+    count = len(text.conversations)
+    with pytest.raises(SequoiaPlanError, match=rf"--held-out 100: the text has {count} conversations; write more text, or hold out fewer"):
+        train_eagle3(plain_target, text, FeatureRecipe(covered=64), tmp_path, "the target")
+    with pytest.raises(SequoiaPlanError, match="--held-out 100: the text has"):
+        train(plain_target, text, Recipe(covered=64), tmp_path / "draft.safetensors", "the target")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.profiler.distill.feature import FeatureRecipe, train_eagle3
 from sequoia_plan.profiler.distill.text import write_text
 from sequoia_plan.profiler.distill.train import Recipe, Text, train
@@ -47,4 +49,7 @@ def main() -> None:
         train_eagle3(target, Text(options.text), FeatureRecipe(chain=options.chain, **shared), options.output, name, partial(print, flush=True))
 
 
-main()
+try:
+    main()
+except SequoiaPlanError as error:
+    sys.exit(f"Error: {error}")

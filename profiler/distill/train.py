@@ -89,6 +89,17 @@ class Text:
         places[chosen] = torch.arange(count)
         return torch.from_numpy(chosen), float(mass[chosen].sum() / mass.sum()), places
 
+    def split(self, held_out: int) -> tuple[list[int], list[int]]:
+        """Numbers of the conversations to learn from, and of the last `held_out`.
+
+        Raises:
+            SequoiaPlanError: if none is left to learn from.
+        """
+        every = list(range(len(self.conversations)))
+        if not 0 < held_out < len(every):
+            raise SequoiaPlanError(f"--held-out {held_out}: the text has {len(every)} conversations; write more text, or hold out fewer, at least one")
+        return every[:-held_out], every[-held_out:]
+
     def batches(self, which: Sequence[int], size: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Padded batches: tokens [b, n], places [a] (flat, of the token before each answer token), top ids and log p [a, TOP]."""
         for start in range(0, len(which), size):
@@ -108,8 +119,7 @@ def train(target: Any, text: Text, recipe: Recipe, out: Path, target_name: str) 
     torch.manual_seed(recipe.seed)
     started = time.perf_counter()
     draft, to_draft, share = _start(target, text, recipe)
-    everything = range(len(text.conversations))
-    learn, held_out = list(everything[: -recipe.held_out]), list(everything[-recipe.held_out :])
+    learn, held_out = text.split(recipe.held_out)
     parameters = [p for name, p in draft.named_parameters() if "embed_tokens" not in name]
     optimiser = torch.optim.AdamW(parameters, lr=recipe.learning_rate, weight_decay=recipe.weight_decay, betas=(0.9, 0.95))
     schedule = warmed_up_cosine(optimiser, recipe.steps)
