@@ -40,17 +40,18 @@ def shared(
         [sequences, tokens, heads, head_dim], and None for weights.
     """
     heads, sequences, tokens = key.shape[1], query.shape[0], query.shape[2]
-    alike = (sequences == 1) != (tokens == 1) and attention_mask is not None and attention_mask.shape[1] == 1
-    if query.shape[1] == heads or not alike or any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache")):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    if tokens == 1:
-        query = query[:, :, 0].unflatten(1, (heads, -1))
-        output = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
-        return output.flatten(1, 2)[:, None].contiguous(), None
-    query = query[0].unflatten(0, (heads, -1))
-    key, value = (each[0][:, None].expand(-1, query.shape[1], -1, -1) for each in (key, value))
-    output = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
-    return output.flatten(0, 1)[None].transpose(1, 2).contiguous(), None
+    alike = attention_mask is not None and attention_mask.shape[1] == 1
+    if query.shape[1] != heads and alike and all(kwargs.get(name) is None for name in ("softcap", "position_bias", "cache")):
+        if sequences > 1 and tokens == 1:
+            query = query[:, :, 0].unflatten(1, (heads, -1))
+            output = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
+            return output.flatten(1, 2)[:, None].contiguous(), None
+        if sequences == 1 and tokens > 1:
+            query = query[0].unflatten(0, (heads, -1))
+            key, value = (each[0][:, None].expand(-1, query.shape[1], -1, -1) for each in (key, value))
+            output = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
+            return output.flatten(0, 1)[None].transpose(1, 2).contiguous(), None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 
 AttentionInterface.register(NAME, shared)
