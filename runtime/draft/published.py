@@ -127,7 +127,7 @@ def write_eagle3(folder: Path, config: Any, weights: Mapping[str, Tensor], cover
     tensors = {name.replace("layers.0.", "midlayer.", 1): value.detach().contiguous() for name, value in weights.items()}
     tensors |= {"d2t": covered - torch.arange(covered.numel()), "t2d": marked}
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
-    settings = {name: value for name, value in config.to_diff_dict().items() if name not in ("_name_or_path", "dtype", "transformers_version", "layer_types")}
+    settings = {name: value for name, value in config.to_diff_dict().items() if name[0] != "_" and name not in ("dtype", "transformers_version", "layer_types")}
     settings |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "draft_vocab_size": covered.numel(), "torch_dtype": dtype}
     settings |= {"rope_theta": config.rope_parameters["rope_theta"]}  # where readers older than `rope_parameters` look
     settings |= {"target_hidden_size": int(config.hidden_size), "norm_before_residual": False}
