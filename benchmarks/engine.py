@@ -121,11 +121,8 @@ def report(plan: EnginePlan, state: dict[str, Any]) -> dict[str, Any]:
             "schedule_over_chosen": vllm.measured_cell(follows, batch).throughput / seen[length] if follows else None,
         }
     ratios = {f"{batch}x{length}": _ratios(state["runs"], batch, length) for batch, length in runs if length}
-    speedups = {
-        f"{cell.batch}x{cell.speculative_tokens}": cell.speedup / statistics.median(ratios[f"{cell.batch}x{cell.speculative_tokens}"]) - 1
-        for cell in known
-        if cell.speculative_tokens
-    }
+    promised = {f"{cell.batch}x{cell.speculative_tokens}": cell.speedup for cell in known}
+    speedups = {name: promised[name] / statistics.median(found) - 1 for name, found in ratios.items()}
     once = sum(seconds for name, seconds in state["starts"].items() if name.startswith("grid") and name.endswith(" 0"))
     grid = once + sum(run["wall"] for run in state["runs"] if run["arm"] == "grid")
     return {

@@ -10,7 +10,8 @@ from drafts import golden, load, small_target, write
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.profiler.distill.feature import Batch, FeatureRecipe, batches, chains, divergences, evaluate, magnitudes, train_eagle3, untrained
 from sequoia_plan.profiler.distill.text import TOP, write_text
-from sequoia_plan.profiler.distill.train import Recipe, Text, train
+from sequoia_plan.profiler.distill.train import Recipe, train
+from sequoia_plan.profiler.distill.training import Text
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.models.attention import attending
 
@@ -62,7 +63,7 @@ def test_a_chain_in_training_is_one_in_decoding(variant, tmp_path):
     draft = load(write(tmp_path / "draft", config, weights), small_target())
     tokens, features, wanted = expected["chain.tokens"], expected["features"], expected["chain.logits"]
     rows = 19
-    batch: Batch = tokens[None, 1 : rows + 1], features[None, :rows], torch.arange(rows), torch.zeros(0), torch.zeros(0)
+    batch = Batch(tokens[None, 1 : rows + 1], features[None, :rows], torch.arange(rows), torch.zeros(0), torch.zeros(0))
     found = list(chains(draft, batch, 4))
     for level, logits in enumerate(found):
         for root in range(1, rows + 1 - level):

@@ -17,7 +17,7 @@ from sequoia_plan.planner.engines.chain import Times, best_length, cells, effect
 STEPS, REPEATS = 12, 3
 """Over how many steps a step is timed in one round, and how often `verify` runs a cell."""
 PRECISION, FEWEST, MOST = 0.05, 4, 8
-"""Rounds go on until every step's time is known to so much with 95 % confidence, and there are so many of them."""
+"""Rounds go on until every step's time is known to this relative error with 95 % confidence; how many there are at least and at most."""
 Lines = Callable[[Sequence[Range]], tuple[str, ...]]
 
 

@@ -143,18 +143,21 @@ class Engines:
             self.use(group)
             cells = [(batch, length) for batch in batches for length in group]
             for batch, length in cells:  # the first passes of every batch size take longer
-                self.run(length, batch, [each % len(self.work.prompts) for each in range(2 * batch)], 2)
+                self.run(length, batch, self._prompts(batch, 0), 2)
             timed: Rounds = {cell: [] for cell in cells}
             for number in itertools.count():
                 self.say(f"timing steps with {_listed(group)} speculative tokens, round {number + 1}")
                 for batch, length in cells if number % 2 else reversed(cells):
-                    prompts = [(number * batch + each) % len(self.work.prompts) for each in range(2 * batch)]
-                    run = self.run(length, batch, prompts, steps)
+                    run = self.run(length, batch, self._prompts(batch, number), steps)
                     timed[batch, length].append((run.seconds, run.steps))
                 if enough(timed):
                     break
             found |= timed
         return found
+
+    def _prompts(self, batch: int, number: int) -> list[int]:
+        """Twice as many prompts as requests, others in every round."""
+        return [(number * batch + each) % len(self.work.prompts) for each in range(2 * batch)]
 
 
 def measured_cell(runs: Sequence[Run], batch: int) -> MeasuredCell:

@@ -12,7 +12,8 @@ import torch
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.profiler.distill.feature import FeatureRecipe, train_eagle3
 from sequoia_plan.profiler.distill.text import write_text
-from sequoia_plan.profiler.distill.train import Recipe, Text, train
+from sequoia_plan.profiler.distill.train import Recipe, train
+from sequoia_plan.profiler.distill.training import Text
 from sequoia_plan.runtime.models.load import load_model
 
 
@@ -43,10 +44,11 @@ def main() -> None:
         write_text(target, tokenizer, options.tokens, options.seed, options.output, options.rows, options.taps)
         return
     shared = {name: getattr(options, name) for name in ("covered", "steps", "batch", "learning_rate", "held_out", "seed")}
+    text_of, say = Text(options.text), partial(print, flush=True)
     if options.command == "train":
-        train(target, Text(options.text), Recipe(tuple(options.layers), **shared), options.output, name)
+        train(target, text_of, Recipe(layers=tuple(options.layers), **shared), options.output, name, say)
     else:
-        train_eagle3(target, Text(options.text), FeatureRecipe(chain=options.chain, **shared), options.output, name, partial(print, flush=True))
+        train_eagle3(target, text_of, FeatureRecipe(chain=options.chain, **shared), options.output, name, say)
 
 
 try:

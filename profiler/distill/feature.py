@@ -7,48 +7,54 @@ the token before, as in decoding. Without the further ones, drafts are worth lit
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import DynamicCache, LlamaConfig
+from torch import Tensor
+from transformers import DynamicCache
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.profiler.distill.train import Text, shuffled, warmed_up_cosine
+from sequoia_plan.profiler.distill.training import Text, Training, agreeing, divergence, fit, layers_like
 from sequoia_plan.runtime.draft.feature_model import Eagle3, Norms
 from sequoia_plan.runtime.draft.published import eagle3_taps, write_eagle3
 from sequoia_plan.runtime.draft.tapped import FULL
 
-Batch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+class Batch(NamedTuple):
+    """Conversations of n tokens at most, b of them; row r stands for token r + 1 and the hidden states of token r.
+
+    Args:
+        tokens: int64 [b, n - 1].
+        hidden: [b, n - 1, taps * width].
+        places: int64 [a], the rows that draft an answer token, in all rows one after the other.
+        ids, logp: [a, TOP], the target's most probable tokens there and the logarithms of their probabilities.
+    """
+
+    tokens: Tensor
+    hidden: Tensor
+    places: Tensor
+    ids: Tensor
+    logp: Tensor
 
 
 @dataclass(frozen=True)
-class FeatureRecipe:
+class FeatureRecipe(Training):
     """How a feature draft is made.
 
     Args:
-        covered: rows of its head.
-        steps, batch: optimiser steps, and conversations in each.
         chain: tokens of a chain from half of the steps on; before that 1.
         decay: what a chain's next token counts for in the loss, if this one counts for 1.
-        learning_rate: peak of AdamW's, warmed up, then cosine to zero.
-        held_out: conversations kept for measuring, from the end of the text.
+        others: as for `Training`.
     """
 
-    covered: int = 8192
     steps: int = 3000
-    batch: int = 8
     chain: int = 3
     decay: float = 0.8
-    learning_rate: float = 2e-3
-    weight_decay: float = 0.05
-    held_out: int = 100
-    seed: int = 0
 
 
 def train_eagle3(target: Any, text: Text, recipe: FeatureRecipe, out: Path, target_name: str, report: Callable[[str], None] = print) -> None:
@@ -58,52 +64,33 @@ def train_eagle3(target: Any, text: Text, recipe: FeatureRecipe, out: Path, targ
         SequoiaPlanError: if the text was written without hidden states, or with others than EAGLE-3 reads where nothing is said.
     """
     torch.manual_seed(recipe.seed)
-    started = time.perf_counter()
     taps = eagle3_taps(target.config.num_hidden_layers)
     for facts in text.facts:
         if tuple(facts.get("taps", ())) != taps:
             wanted = " ".join(map(str, taps))
             raise SequoiaPlanError(f"--text: holds the hidden states {facts.get('taps', [])}, expected {wanted} for this target; write it with --taps {wanted}")
     covered, share, to_draft = text.most_used(recipe.covered, target.config.vocab_size)
-    draft = untrained(target, covered)
-    learn, held_out = text.split(recipe.held_out)
-    scale = 1 / magnitudes(text)
-    parameters = list(draft.parameters())
-    optimiser = torch.optim.AdamW(parameters, lr=recipe.learning_rate, weight_decay=recipe.weight_decay, betas=(0.9, 0.95))
-    schedule = warmed_up_cosine(optimiser, recipe.steps)
-    rng = np.random.default_rng(recipe.seed)
-    step, average = 0, 0.0
-    report(f"{len(learn)} conversations, head of {recipe.covered} covers {share:.3f} of the target's mass, {sum(p.numel() for p in parameters)} parameters")
-    while step < recipe.steps:
-        for batch in batches(text, shuffled(learn, text, recipe.batch, rng), recipe.batch, scale):
-            chain = 1 if step < recipe.steps // 2 else recipe.chain
-            counts = recipe.decay ** torch.arange(chain)
-            loss = (counts * divergences(draft, to_draft, batch, chain)).sum() / counts.sum()
-            loss.backward()
-            nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimiser.step()
-            schedule.step()
-            optimiser.zero_grad(set_to_none=True)
-            average = loss.item() if step == 0 else 0.98 * average + 0.02 * loss.item()
-            step += 1
-            if step % 200 == 0 or step in (1, recipe.steps):
-                agreement = [round(each, 4) for each in evaluate(draft, to_draft, batches(text, held_out, 16, scale), recipe.chain)]
-                elapsed = time.perf_counter() - started
-                report(f"step {step}: loss {average:.3f}, held-out top-1 agreement {agreement}, {elapsed:.0f} s")
-                facts = {"recipe": asdict(recipe), "text": text.facts, "target": target_name, "steps": step, "seconds": round(elapsed)}
-                facts |= {"covered_mass": round(share, 4), "held_out_top1": agreement}
-                weights = dict(draft.state_dict())
-                weights |= {"fc.weight": weights["fc.weight"] * scale}  # published drafts read hidden states as they are
-                write_eagle3(out, draft.config, {name: value.bfloat16() for name, value in weights.items()}, covered, facts)
-            if step >= recipe.steps:
-                break
+    draft, scale = untrained(target, covered), 1 / magnitudes(text)
+
+    def loss_of(batch: Batch, step: int) -> Tensor:
+        chain = 1 if step < recipe.steps // 2 else recipe.chain
+        counts = recipe.decay ** torch.arange(chain)
+        return (counts * divergences(draft, to_draft, batch, chain)).sum() / counts.sum()
+
+    def agreement(held_out: Sequence[int]) -> list[float]:
+        return [round(each, 4) for each in evaluate(draft, to_draft, batches(text, held_out, 16, scale), recipe.chain)]
+
+    def save(facts: dict[str, Any]) -> None:
+        weights = draft.state_dict() | {"fc.weight": draft.fc.weight * scale}  # published drafts read hidden states as they are
+        write_eagle3(out, draft.config, {name: value.bfloat16() for name, value in weights.items()}, covered, facts | {"target": target_name})
+
+    fit(list(draft.parameters()), text, recipe, share, partial(batches, text, scale=scale), loss_of, agreement, save, report)
 
 
 def untrained(target: Any, covered: Tensor) -> Eagle3:
     """The draft before training: the target's first layer over the embedding, which sees nothing of the hidden states yet; the target's final
     norm and its head's rows for `covered`."""
-    own = target.config.to_dict()
-    config = LlamaConfig(**own | {"num_hidden_layers": 1, "layer_types": None, "tie_word_embeddings": False})
+    config = layers_like(target, 1)
     width, source = config.hidden_size, target.model.layers[0]
     draft = Eagle3(config, target, eagle3_taps(target.config.num_hidden_layers), covered, embeds=False, head=covered.numel(), width=width, norms=Norms())
     layer: Any = draft.layers[0]
@@ -128,12 +115,7 @@ def magnitudes(text: Text) -> Tensor:
 
 
 def batches(text: Text, which: Sequence[int], size: int, scale: Tensor) -> Iterator[Batch]:
-    """Padded batches of conversations of n tokens at most, whose row r stands for token r + 1 and the hidden states of token r.
-
-    Yields:
-        tokens [b, n - 1]; hidden states [b, n - 1, taps * width] times `scale`; places [a], flat, of the rows that
-        draft an answer token; top ids and log p [a, TOP].
-    """
+    """Padded batches of conversations, `size` in each; hidden states are multiplied by `scale` [taps * width]."""
     for at, (tokens, places, ids, logp) in enumerate(text.batches(which, size)):
         chosen = which[at * size : (at + 1) * size]
         hidden = torch.zeros(*tokens.shape, scale.numel())
@@ -141,20 +123,12 @@ def batches(text: Text, which: Sequence[int], size: int, scale: Tensor) -> Itera
             states = text.hidden[conversation]
             hidden[row, : len(states)] = torch.from_numpy(states.astype(np.float32))
         rows = places - 1 - places // tokens.shape[1]  # each conversation has a row less than tokens, and its rows begin at token 1
-        yield tokens[:, 1:], hidden[:, :-1] * scale, rows, ids, logp
+        yield Batch(tokens[:, 1:], hidden[:, :-1] * scale, rows, ids, logp)
 
 
 def divergences(draft: Eagle3, to_draft: Tensor, batch: Batch, chain: int) -> Tensor:
-    """[chain]: mean over answer tokens of KL(target || draft), where the token is the first of a chain, the second, ...; on the covered part
-    of the target's most probable tokens."""
-    *_, ids, logp = batch
-    at = to_draft[ids]
-    p = logp.exp() * (at >= 0)
-    found = []
-    for logits in chains(draft, batch, chain):
-        log_q = logits.gather(1, at.clamp(min=0)) - logits.logsumexp(-1, keepdim=True)
-        found.append((p * (logp - log_q)).sum(-1).mean())
-    return torch.stack(found)
+    """[chain]: `divergence` where the answer token is the first of a chain, the second, ..."""
+    return torch.stack([divergence(logits, to_draft, batch.ids, batch.logp) for logits in chains(draft, batch, chain)])
 
 
 @torch.no_grad()
@@ -163,10 +137,9 @@ def evaluate(draft: Eagle3, to_draft: Tensor, held_out: Iterable[Batch], chain: 
     the target's."""
     agree, total = [0] * chain, 0
     for batch in held_out:
-        best = to_draft[batch[3][:, 0]]
-        total += best.numel()
+        total += batch.places.numel()
         for token, logits in enumerate(chains(draft, batch, chain)):
-            agree[token] += int((logits.argmax(-1) == best).sum())
+            agree[token] += agreeing(logits, to_draft, batch.ids)
     return [each / total for each in agree]
 
 
@@ -176,13 +149,12 @@ def chains(draft: Eagle3, batch: Batch, chain: int) -> Iterator[Tensor]:
     One pass drafts with every row as a chain's first, the next with every row as the second of the chain that began a row before, and so on:
     a row attends to the first pass up to where its chain began, and to its own chain in the passes since.
     """
-    tokens, hidden, places, _, _ = batch
-    rows = tokens.shape[1]
-    features, positions, cache = draft.fuse(hidden), torch.arange(1, rows + 1)[None], DynamicCache()
+    rows = batch.tokens.shape[1]
+    features, positions, cache = draft.fuse(batch.hidden), torch.arange(1, rows + 1)[None], DynamicCache()
     for token in range(chain):
         mask = attends(rows, token)[None, None]
-        logits, output = draft(tokens, features, positions, {FULL: mask}, cache)
-        yield logits.flatten(0, 1)[places]
+        logits, output = draft(batch.tokens, features, positions, {FULL: mask}, cache)
+        yield logits.flatten(0, 1)[batch.places]
         features = torch.cat([output[:, :1], output[:, :-1]], 1)
 
 

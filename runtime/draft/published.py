@@ -111,7 +111,7 @@ def eagle3_taps(layers: int) -> tuple[int, ...]:
 
 
 def write_eagle3(folder: Path, config: Any, weights: Mapping[str, Tensor], covered: Tensor, facts: Mapping[str, Any]) -> None:
-    """Write an EAGLE-3 draft as SpecForge does, which vLLM and SGLang load.
+    """Write an EAGLE-3 draft as SpecForge does, a layout for vLLM and SGLang.
 
     No layer ids are written, because the two engines count them differently. The draft must read `eagle3_taps`.
 

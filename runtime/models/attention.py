@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,16 +42,14 @@ def shared(
     """
     heads, sequences, tokens = key.shape[1], query.shape[0], query.shape[2]
     alike = attention_mask is not None and attention_mask.shape[1] == 1
+    attend = partial(nn.functional.scaled_dot_product_attention, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
     if query.shape[1] != heads and alike and all(kwargs.get(name) is None for name in ("softcap", "position_bias", "cache")):
         if sequences > 1 and tokens == 1:
-            query = query[:, :, 0].unflatten(1, (heads, -1))
-            output = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
-            return output.flatten(1, 2)[:, None].contiguous(), None
+            return attend(query[:, :, 0].unflatten(1, (heads, -1)), key, value).flatten(1, 2)[:, None].contiguous(), None
         if sequences == 1 and tokens > 1:
             query = query[0].unflatten(0, (heads, -1))
             key, value = (each[0][:, None].expand(-1, query.shape[1], -1, -1) for each in (key, value))
-            output = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
-            return output.flatten(0, 1)[None].transpose(1, 2).contiguous(), None
+            return attend(query, key, value).flatten(0, 1)[None].transpose(1, 2).contiguous(), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 
