@@ -8,14 +8,18 @@ import torch
 from drafts import golden, load, small_target, write
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
-from sequoia_plan.profiler.distill.feature import Batch, FeatureRecipe, batches, chains, divergences, evaluate, magnitudes, train_eagle3, untrained
+from sequoia_plan.profiler.distill.block import BlockRecipe, Blocks, blocks, train_dflash
+from sequoia_plan.profiler.distill.block import batches as block_batches
+from sequoia_plan.profiler.distill.block import divergences as block_divergences
+from sequoia_plan.profiler.distill.block import untrained as untrained_block
+from sequoia_plan.profiler.distill.feature import Batch, FeatureRecipe, batches, chains, divergences, evaluate, train_eagle3, untrained
 from sequoia_plan.profiler.distill.text import TOP, write_text
 from sequoia_plan.profiler.distill.train import Recipe, train
-from sequoia_plan.profiler.distill.training import Text
+from sequoia_plan.profiler.distill.training import Text, magnitudes
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.models.attention import attending
 
-GOLDEN = golden("eagle3")
+GOLDEN, BLOCKS = golden("eagle3"), golden("dflash")
 TAPS = (2, 15, 27)
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 3])
 
@@ -83,10 +87,66 @@ def test_what_is_trained_is_what_is_loaded(plain_target, pair, text, tmp_path):
     (scaled,) = batches(text, last_two, 2, 1 / magnitudes(text))
     (held_out,) = batches(text, last_two, 2, torch.ones(3 * plain_target.config.hidden_size))
     with torch.no_grad():
-        before, after = divergences(untrained(plain_target, covered), to_draft, scaled, 2), divergences(loaded.draft, to_draft, held_out, 2)
+        new = untrained(plain_target, covered, text.counts(plain_target.config.vocab_size))
+        before, after = divergences(new, to_draft, scaled, 2), divergences(loaded.draft, to_draft, held_out, 2)
     assert (after < before).all()
     told = [float(each) for each in said[-1].split("[")[1].split("]")[0].split(",")]
     assert evaluate(loaded.draft, to_draft, [held_out], 2) == pytest.approx(told, abs=0.02), "bfloat16 weights and unscaled hidden states"
+    prompt = pair.tokenizer("Name three rivers of Europe.", return_tensors="pt").input_ids
+    ours = SequoiaDecoder(loaded.target, loaded.draft, TREE).generate(prompt, 24)
+    expected = plain_target.generate(prompt, max_new_tokens=24, do_sample=False)
+    assert torch.equal(ours.sequences, expected)
+
+
+@torch.no_grad()
+def test_a_block_in_training_is_one_in_decoding(tmp_path):
+    """Logits of speculators for blocks from several roots, all from one pass. Blocks that see further than their roots must not pass."""
+    config, weights, expected = BLOCKS["plain"]
+    target = small_target()
+    target.model.embed_tokens.weight.data = expected["embeddings"]
+    draft = load(write(tmp_path / "draft", config, weights), target)
+    tokens, features, anchors = (expected[name] for name in ("tokens", "features", "anchors"))
+    nothing = torch.zeros(0)
+    batch = Blocks(features[None, : len(tokens)], tokens[anchors][None], anchors[None], nothing, nothing, nothing)
+    torch.testing.assert_close(blocks(draft, batch)[0], expected["logits"][:, 1:], atol=1e-5, rtol=1e-5)
+    late = batch._replace(positions=batch.positions + 1)
+    assert not torch.allclose(blocks(draft, late)[0], expected["logits"][:, 1:], atol=1e-2)
+
+
+def test_the_laws_of_a_block_are_those_of_the_tokens_after_its_root(text):
+    """Against the conversations themselves; where an answer ends, nothing is learnt."""
+    recipe = BlockRecipe(size=4, roots=400)
+    which = [0, 1, 2]
+    (batch,) = block_batches(text, which, 3, torch.ones(text.hidden[0].shape[1]), recipe)
+    ended = 0
+    for row, conversation in enumerate(which):
+        tokens, answer, ids, _ = text.conversations[conversation]
+        laws = dict(zip(np.flatnonzero(answer).tolist(), ids.tolist(), strict=True))
+        for root, position, found in zip(batch.roots[row].tolist(), batch.positions[row].tolist(), batch.laws[row].tolist(), strict=True):
+            assert root == tokens[position] and position + 1 in laws
+            for level, at in enumerate(found, 1):
+                assert (batch.ids[at].tolist() if at >= 0 else None) == laws.get(position + level)
+                ended += at < 0
+    assert ended
+
+
+def test_a_block_draft_that_is_trained_is_what_is_loaded(plain_target, pair, text, tmp_path):
+    """Some steps bring it nearer to the target; its folder, loaded as anyone's, gives the same logits and decodes exactly."""
+    recipe = BlockRecipe(covered=512, steps=12, batch=2, held_out=2, layers=(0,), size=4, roots=16)
+    said: list[str] = []
+    train_dflash(plain_target, text, recipe, tmp_path / "draft", "the target", said.append)
+    loaded = load_pair(draft=str(tmp_path / "draft"), dtype="float32", placement="resident")
+    covered, _, to_draft = text.most_used(recipe.covered, plain_target.config.vocab_size)
+    assert loaded.draft.taps == TAPS and torch.equal(loaded.draft.covered_tokens, covered)
+    assert loaded.draft.block.mask == int(text.counts(plain_target.config.vocab_size).argmin())
+    last_two = range(len(text.conversations) - 2, len(text.conversations))
+    scales = 1 / magnitudes(text), torch.ones(3 * plain_target.config.hidden_size)
+    drawn = [next(block_batches(text, last_two, 2, scale, recipe)) for scale in scales]
+    same = drawn[0]._replace(hidden=drawn[1].hidden)
+    with torch.no_grad():
+        new = untrained_block(plain_target, TAPS, covered, recipe, loaded.draft.block.mask)
+        before, after = block_divergences(new, to_draft, drawn[0]), block_divergences(loaded.draft, to_draft, same)
+    assert (after < before).all()
     prompt = pair.tokenizer("Name three rivers of Europe.", return_tensors="pt").input_ids
     ours = SequoiaDecoder(loaded.target, loaded.draft, TREE).generate(prompt, 24)
     expected = plain_target.generate(prompt, max_new_tokens=24, do_sample=False)
@@ -97,10 +157,11 @@ def test_text_without_the_hidden_states_is_refused(plain_target, text):
     """The folder that is written says no layer ids, so a draft of other states would be read wrongly by everyone."""
     other = Text([])
     other.facts, other.conversations, other.hidden = [{"taps": [3, 15, 27]}], text.conversations, text.hidden
-    with pytest.raises(
-        SequoiaPlanError, match=r"--text: holds the hidden states \[3, 15, 27\], expected 2 15 27 for this target; write it with --taps 2 15 27"
-    ):
+    with pytest.raises(SequoiaPlanError, match=r"--text: holds the hidden states \[3, 15, 27\], expected 2 15 27 for this draft; write it with --taps 2 15 27"):
         train_eagle3(plain_target, other, FeatureRecipe(), "nowhere", "the target")
+    other.facts = [{}]
+    with pytest.raises(SequoiaPlanError, match="--text: holds no hidden states, and this draft reads some; write it with --taps"):
+        train_dflash(plain_target, other, BlockRecipe(), "nowhere", "the target")
 
 
 def test_text_that_leaves_nothing_to_learn_from_is_refused(plain_target, text, tmp_path):

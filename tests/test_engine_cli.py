@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner
 from msgspec.structs import replace
 
@@ -172,6 +173,14 @@ def test_an_input_is_never_replaced(run, made, tmp_path):
     (tmp_path / "p.yaml").write_text(made[1].read_text())
     result = run("vllm", "--metrics", COUNTERS, "--times", "p.yaml", "-o", "p.yaml")
     assert result.exit_code == 2 and "is the input p.yaml itself" in result.stderr
+
+
+def test_an_edited_plan_without_a_speculative_config(run, made, tmp_path):
+    edited = yaml.safe_load(made[1].read_text())
+    edited["settings"]["speculative"] = "eagle"
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(edited))
+    result = run("vllm", "--metrics", COUNTERS, "--times", "p.yaml")
+    assert result.exit_code == 2 and "settings.speculative: found 'eagle', expected a mapping" in result.stderr.strip().splitlines()[-1], result.output
 
 
 def test_a_python_without_vllm(run, monkeypatch):

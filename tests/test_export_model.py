@@ -99,6 +99,7 @@ def test_the_target_is_written_as_well(tmp_path, plain_target):
         (["--format", "hf", "-o", "none/new"], 1, "none/new: cannot be made (No such file or directory)"),
         (["--format", "hf", "--draft", "folder", "-o", "new"], 2, "--draft folder: expected a draft .safetensors file"),
         (["--format", "hf", "--draft", "int8", "-o", "new"], 2, "--draft int8: a copy of the target that is made when it loads, expected a draft"),
+        (["--format", "hf", "--model", "target", "--draft", "folder", "-o", "new"], 2, "--draft folder: --model target writes the target"),
         (["--format", "hf", "--draft", "none.safetensors", "-o", "new"], 1, "none.safetensors: no such file"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -171,8 +171,17 @@ def sglang(
 
 
 def earlier_config(plan: EnginePlan) -> dict[str, Any]:
-    """The speculative config that an earlier plan was measured with."""
-    return dict(plan.settings.get("speculative") or {"method": plan.method, **({"model": plan.draft} if plan.draft else {})})
+    """The speculative config that an earlier plan was measured with.
+
+    Raises:
+        ArgumentError: if the plan's file was edited and holds none that an engine could take.
+    """
+    from sequoia_plan.artifacts import ArgumentError
+
+    found = plan.settings.get("speculative") or {"method": plan.method} | ({"model": plan.draft} if plan.draft else {})
+    if not isinstance(found, Mapping):
+        raise ArgumentError(f"--times: settings.speculative: found {found!r:.60}, expected a mapping of vLLM's speculative config")
+    return dict(found)
 
 
 def _replanned(

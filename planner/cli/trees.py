@@ -149,6 +149,8 @@ def _export_model(output: str, model: str, target: str | None, draft: str | None
     from sequoia_plan.artifacts import ArgumentError
     from sequoia_plan.artifacts.files import new_folder
 
+    if model == "target" and draft is not None:
+        raise ArgumentError(f"--draft {draft}: --model target writes the target, whose folder says nothing of a draft; leave --draft out")
     if model == "draft" and draft == "int8":
         raise ArgumentError("--draft int8: a copy of the target that is made when it loads, expected a draft .safetensors file; write --model target")
     if model == "draft" and draft is not None and not draft.endswith(".safetensors"):

@@ -1,4 +1,4 @@
-"""Make a draft for a target: `python -m sequoia_plan.profiler.distill text|train|eagle3 --help`. docs/draft.md tells the story."""
+"""Make a draft for a target: `python -m sequoia_plan.profiler.distill text|train|eagle3|dflash --help`. docs/draft.md tells the story."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.profiler.distill.block import BlockRecipe, train_dflash
 from sequoia_plan.profiler.distill.feature import FeatureRecipe, train_eagle3
 from sequoia_plan.profiler.distill.text import write_text
 from sequoia_plan.profiler.distill.train import Recipe, train
@@ -29,12 +30,15 @@ def main() -> None:
     learn.add_argument("--layers", type=int, nargs="+", default=list(Recipe.layers), help="the target's layers to start from (default: %(default)s)")
     features = commands.add_parser("eagle3", help="train a draft that reads the target's hidden states")
     features.add_argument("--chain", type=int, default=FeatureRecipe.chain, help="tokens of a chain that are learnt together (default: %(default)s)")
-    for command, recipe in ((learn, Recipe), (features, FeatureRecipe)):
+    blocks = commands.add_parser("dflash", help="train a draft that reads the target's hidden states and says a block at once")
+    blocks.add_argument("--layers", type=int, nargs="+", default=list(BlockRecipe.layers), help="the target's layers to start from (default: %(default)s)")
+    blocks.add_argument("--size", type=int, default=BlockRecipe.size, help="tokens of a block, the last token before it included (default: %(default)s)")
+    for command, recipe in ((learn, Recipe), (features, FeatureRecipe), (blocks, BlockRecipe)):
         command.add_argument("--text", type=Path, nargs="+", required=True, help="folders that `text` wrote; the last conversations are held out")
         for name in ("covered", "steps", "batch", "held_out"):
             command.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(recipe, name), help="(default: %(default)s)")
         command.add_argument("--learning-rate", type=float, default=recipe.learning_rate, help="(default: %(default)s)")
-    for command in (text, learn, features):
+    for command in (text, learn, features, blocks):
         command.add_argument("--target", help="folder, hub ID or .gguf file (default: the embedded target)")
         command.add_argument("--seed", type=int, default=0)
         command.add_argument("-o", "--output", type=Path, required=True)
@@ -47,6 +51,8 @@ def main() -> None:
     text_of, say = Text(options.text), partial(print, flush=True)
     if options.command == "train":
         train(target, text_of, Recipe(layers=tuple(options.layers), **shared), options.output, name, say)
+    elif options.command == "dflash":
+        train_dflash(target, text_of, BlockRecipe(layers=tuple(options.layers), size=options.size, **shared), options.output, name, say)
     else:
         train_eagle3(target, text_of, FeatureRecipe(chain=options.chain, **shared), options.output, name, say)
 

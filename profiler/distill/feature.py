@@ -13,13 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.profiler.distill.training import Text, Training, agreeing, divergence, fit, layers_like
+from sequoia_plan.profiler.distill.training import Text, Training, agreeing, divergence, fit, hidden_of, layers_like, magnitudes
 from sequoia_plan.runtime.draft.feature_model import Eagle3, Norms
 from sequoia_plan.runtime.draft.published import eagle3_taps, write_eagle3
 from sequoia_plan.runtime.draft.tapped import FULL
@@ -64,13 +62,9 @@ def train_eagle3(target: Any, text: Text, recipe: FeatureRecipe, out: Path, targ
         SequoiaPlanError: if the text was written without hidden states, or with others than EAGLE-3 reads where nothing is said.
     """
     torch.manual_seed(recipe.seed)
-    taps = eagle3_taps(target.config.num_hidden_layers)
-    for facts in text.facts:
-        if tuple(facts.get("taps", ())) != taps:
-            wanted = " ".join(map(str, taps))
-            raise SequoiaPlanError(f"--text: holds the hidden states {facts.get('taps', [])}, expected {wanted} for this target; write it with --taps {wanted}")
+    text.taps(eagle3_taps(target.config.num_hidden_layers))
     covered, share, to_draft = text.most_used(recipe.covered, target.config.vocab_size)
-    draft, scale = untrained(target, covered), 1 / magnitudes(text)
+    draft, scale = untrained(target, covered, text.counts(target.config.vocab_size)), 1 / magnitudes(text)
 
     def loss_of(batch: Batch, step: int) -> Tensor:
         chain = 1 if step < recipe.steps // 2 else recipe.chain
@@ -82,48 +76,66 @@ def train_eagle3(target: Any, text: Text, recipe: FeatureRecipe, out: Path, targ
 
     def save(facts: dict[str, Any]) -> None:
         weights = draft.state_dict() | {"fc.weight": draft.fc.weight * scale}  # published drafts read hidden states as they are
-        write_eagle3(out, draft.config, {name: value.bfloat16() for name, value in weights.items()}, covered, facts | {"target": target_name})
+        written = {name: value.bfloat16() for name, value in weights.items()}
+        write_eagle3(out, draft.config, written, covered, draft.norms.before_residual, facts | {"target": target_name})
 
     fit(list(draft.parameters()), text, recipe, share, partial(batches, text, scale=scale), loss_of, agreement, save, report)
 
 
-def untrained(target: Any, covered: Tensor) -> Eagle3:
-    """The draft before training: the target's first layer over the embedding, which sees nothing of the hidden states yet; the target's final
-    norm and its head's rows for `covered`."""
+def untrained(target: Any, covered: Tensor, counts: Tensor) -> Eagle3:
+    """The draft before training: nearly the target's first layer over the embedding, its final norm, and its head's rows for `covered`.
+
+    In EAGLE-3's layout an embedding reaches what the layer puts out through attention only. So two thirds of the heads start by passing it on:
+    queries and keys are one random projection, by which a token finds itself, and values are the embeddings' principal components. The other
+    heads are the first layer's, each with keys and values of its own. Features start small beside embeddings, at every level of a tree.
+
+    Args:
+        counts: float [vocabulary], how often the text has each token.
+    """
     config = layers_like(target, 1)
-    width, source = config.hidden_size, target.model.layers[0]
-    draft = Eagle3(config, target, eagle3_taps(target.config.num_hidden_layers), covered, embeds=False, head=covered.numel(), width=width, norms=Norms())
+    config.num_key_value_heads = config.num_attention_heads
+    width, size, source = config.hidden_size, config.head_dim, target.model.layers[0]
+    draft = Eagle3(config, target, eagle3_taps(target.config.num_hidden_layers), covered, False, covered.numel(), width, Norms(before_residual=True))
     layer: Any = draft.layers[0]
     head: Any = draft.get_output_embeddings()
+    norm: Any = draft.norm
+    queries, keys, values = (getattr(layer.self_attn, name).weight for name in ("q_proj", "k_proj", "v_proj"))
+    table = target.get_input_embeddings().weight
+    share, same = target.config.num_attention_heads // target.config.num_key_value_heads, source.input_layernorm.weight
     with torch.no_grad():
-        for name in ("q_proj", "k_proj", "v_proj"):
-            weight = getattr(layer.self_attn, name).weight
-            weight.zero_()[:, :width] = getattr(source.self_attn, name).weight
-        draft.fc.weight.zero_()[:, -width:] = 0.01 * torch.eye(width)
+        normed = torch.nn.functional.rms_norm(table, (width,))
+        often = (counts / counts.sum())[:, None]
+        mean, components = (often * normed).sum(0), torch.linalg.eigh((often * normed).T @ normed)[1].flip(1)
+        centred = torch.eye(width) - torch.outer(mean, mean) / mean.dot(mean)
+        magnitude = (often[:, 0] * table.square().mean(-1).sqrt()).sum()
+        for weight in (queries, keys, values):
+            weight.zero_()
+        layer.self_attn.o_proj.load_state_dict(source.self_attn.o_proj.state_dict())
+        for number in range(config.num_attention_heads):
+            mine, shared = (slice(at * size, (at + 1) * size) for at in (number, number // share))
+            if number < min(2 * config.num_attention_heads // 3, width // size):
+                queries[mine, :width] = keys[mine, :width] = 1.2 * torch.linalg.qr(torch.randn(width, size))[0].T @ centred
+                values[mine, :width] = components[:, mine].T
+                layer.self_attn.o_proj.weight[:, mine] = magnitude * components[:, mine]
+            else:
+                queries[mine, :width] = source.self_attn.q_proj.weight[mine] * same
+                keys[mine, :width] = source.self_attn.k_proj.weight[shared] * same
+                values[mine, :width] = source.self_attn.v_proj.weight[shared] * same
+        draft.fc.weight.zero_()[:, -width:] = torch.eye(width)
+        layer.hidden_norm.weight.fill_(0.02)
+        norm.weight.copy_(0.3 * target.model.norm.weight)  # one layer is sure far too often with the whole
         head.weight.copy_(target.get_output_embeddings().weight[covered])
-    layer.self_attn.o_proj.load_state_dict(source.self_attn.o_proj.state_dict())
-    for name in ("mlp", "input_layernorm", "post_attention_layernorm"):
+    for name in ("mlp", "post_attention_layernorm"):
         getattr(layer, name).load_state_dict(getattr(source, name).state_dict())
-    draft.norm.load_state_dict(target.model.norm.state_dict())
     return draft.train()
-
-
-def magnitudes(text: Text) -> Tensor:
-    """[taps * width]: the root mean square of every dimension of the hidden states. A few are a hundred times the others."""
-    sample = np.concatenate([states[1:-1] for states in text.hidden[:100]]).astype(np.float32)  # the first token's are unlike all others
-    return torch.from_numpy(np.sqrt((sample**2).mean(0)) + 1e-6)
 
 
 def batches(text: Text, which: Sequence[int], size: int, scale: Tensor) -> Iterator[Batch]:
     """Padded batches of conversations, `size` in each; hidden states are multiplied by `scale` [taps * width]."""
     for at, (tokens, places, ids, logp) in enumerate(text.batches(which, size)):
-        chosen = which[at * size : (at + 1) * size]
-        hidden = torch.zeros(*tokens.shape, scale.numel())
-        for row, conversation in enumerate(chosen):
-            states = text.hidden[conversation]
-            hidden[row, : len(states)] = torch.from_numpy(states.astype(np.float32))
+        hidden = hidden_of(text, which[at * size : (at + 1) * size], tokens.shape[1], scale)
         rows = places - 1 - places // tokens.shape[1]  # each conversation has a row less than tokens, and its rows begin at token 1
-        yield Batch(tokens[:, 1:], hidden[:, :-1] * scale, rows, ids, logp)
+        yield Batch(tokens[:, 1:], hidden[:, :-1], rows, ids, logp)
 
 
 def divergences(draft: Eagle3, to_draft: Tensor, batch: Batch, chain: int) -> Tensor:
@@ -153,8 +165,8 @@ def chains(draft: Eagle3, batch: Batch, chain: int) -> Iterator[Tensor]:
     features, positions, cache = draft.fuse(batch.hidden), torch.arange(1, rows + 1)[None], DynamicCache()
     for token in range(chain):
         mask = attends(rows, token)[None, None]
-        logits, output = draft(batch.tokens, features, positions, {FULL: mask}, cache)
-        yield logits.flatten(0, 1)[batch.places]
+        _, output = draft(batch.tokens, features, positions, {FULL: mask}, cache, last=1)
+        yield draft.logits(output.flatten(0, 1)[batch.places])
         features = torch.cat([output[:, :1], output[:, :-1]], 1)
 
 

@@ -75,6 +75,23 @@ class Text:
                 first += len(file)
             self.facts.append(facts)
 
+    def taps(self, wanted: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """The target's hidden states that the text holds.
+
+        Raises:
+            SequoiaPlanError: if one of the folders holds none, or others than `wanted`; without that, others than the first.
+        """
+        wanted = wanted or tuple(self.facts[0].get("taps", ()))
+        if not wanted:
+            raise SequoiaPlanError("--text: holds no hidden states, and this draft reads some; write it with --taps")
+        for facts in self.facts:
+            if tuple(facts.get("taps", ())) != wanted:
+                numbers = " ".join(map(str, wanted))
+                raise SequoiaPlanError(
+                    f"--text: holds the hidden states {facts.get('taps', [])}, expected {numbers} for this draft; write it with --taps {numbers}"
+                )
+        return wanted
+
     def most_used(self, count: int, vocabulary: int) -> tuple[Tensor, float, Tensor]:
         """The tokens with the most mass under the target's laws, sorted; their share of that mass; each token's place among them or -1."""
         mass = np.zeros(vocabulary)
@@ -84,6 +101,10 @@ class Text:
         places = torch.full((vocabulary,), -1)
         places[chosen] = torch.arange(count)
         return torch.from_numpy(chosen), float(mass[chosen].sum() / mass.sum()), places
+
+    def counts(self, vocabulary: int) -> Tensor:
+        """float [vocabulary]: how often the text has each token."""
+        return torch.from_numpy(np.bincount(np.concatenate([tokens for tokens, *_ in self.conversations]), minlength=vocabulary)).float()
 
     def split(self, held_out: int) -> tuple[list[int], list[int]]:
         """Numbers of the conversations to learn from, and of the last `held_out`.
@@ -155,6 +176,21 @@ def fit(
                 save(facts | {"covered_mass": round(share, 4), "held_out_top1": agreement})
             if step >= recipe.steps:
                 break
+
+
+def magnitudes(text: Text) -> Tensor:
+    """[taps * width]: the root mean square of every dimension of the hidden states. A few are a hundred times the others."""
+    sample = np.concatenate([states[1:-1] for states in text.hidden[:100]]).astype(np.float32)  # the first token's are unlike all others
+    return torch.from_numpy(np.sqrt((sample**2).mean(0)) + 1e-6)
+
+
+def hidden_of(text: Text, which: Sequence[int], longest: int, scale: Tensor) -> Tensor:
+    """[conversations, longest, taps * width]: the hidden states of some conversations, multiplied by `scale` [taps * width], and zeros after them."""
+    hidden = torch.zeros(len(which), longest, scale.numel())
+    for row, conversation in enumerate(which):
+        states = text.hidden[conversation]
+        hidden[row, : len(states)] = torch.from_numpy(states.astype(np.float32))
+    return hidden * scale
 
 
 def divergence(logits: Tensor, to_draft: Tensor, ids: Tensor, logp: Tensor) -> Tensor:

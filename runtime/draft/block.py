@@ -58,7 +58,7 @@ class BlockDrafter:
         cache.finite.fill_(True)
 
     def watch(self, cache: TreeCache, tokens: Tensor, slots: Tensor, mask: Tensor, features: Tensor) -> None:
-        self.model.remember(features, cache, slots)
+        self._remember(features, cache, slots)
 
     def read(self, step: Pass, sequence: Sequence, columns: Tensor, before: Reading | None = None) -> Reading:
         cache, length, block = sequence.draft, sequence.length, self.model.block
@@ -67,7 +67,7 @@ class BlockDrafter:
         masks = self.model.block_masks(length, columns.numel() + block.size)
         run = self.model if self.compiled is None else self.compiled
         with self.model.attending(), many_shapes(run is not self.model):
-            logits = run(tokens[None], slots[None], masks, cache.at(slots, columns.numel() + block.size))[0, :, : self.vocabulary]
+            logits = run(tokens[None], slots[None], masks, cache.at(slots, columns.numel() + block.size))[0, 0, :, : self.vocabulary]
         cache.finite.logical_and_(logits.amax(-1).isfinite().all())
         return Reading(logits if step.parents is None else logits.index_select(0, step.parents))
 
@@ -77,13 +77,17 @@ class BlockDrafter:
         known, chain = features, TokenTree.chain(self.model.block.levels + 1)
 
         def watch(start: int, end: int) -> None:
-            self.model.remember(known[start:end], sequence.draft, here[start:end])
+            self._remember(known[start:end], sequence.draft, here[start:end])
 
         return read_steps(self, chain, Structure.of(chain, here.device, self.model.dtype), sequence, here, levels, watch)
 
     def keep(self, sequence: Sequence, path: Tensor) -> None:
         slots = sequence.length + torch.arange(path.numel(), device=path.device)
-        self.model.remember(sequence.features.index_select(0, path), sequence.draft, slots)
+        self._remember(sequence.features.index_select(0, path), sequence.draft, slots)
+
+    def _remember(self, features: Tensor, cache: TreeCache, slots: Tensor) -> None:
+        """The target's hidden states [tokens, taps * width] of the tokens in `slots`, which are their positions."""
+        self.model.remember(features[None], slots[None], cache.at(slots, cache.extent))
 
     def _pass(self, structure: Structure, expands: int, children: int, drawn: Tensor, nodes: Tensor, rows: Tensor | None) -> Pass:
         block = torch.arange(self.model.block.size, device=structure.nodes.device)

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
-from sequoia_plan.runtime.cache import TreeCache
 from sequoia_plan.runtime.draft.tapped import WINDOWED, TappedDraft
 from sequoia_plan.runtime.models.forward import additive
 
@@ -60,11 +60,16 @@ class BlockModel(TappedDraft):
         self.hidden_norm, self.norm = self.norm_of(config.hidden_size), self.norm_of(config.hidden_size)
         self.layers = nn.ModuleList(self.layer_class(config, number) for number in range(config.num_hidden_layers))
 
-    def remember(self, features: Tensor, cache: TreeCache, slots: Tensor) -> None:
-        """Write the keys and values of committed tokens: the target's hidden states [tokens, taps * width] of those in `slots`, their positions."""
-        context = self.hidden_norm(self.fc(features.to(self.dtype)))[None]
-        cos, sin = self.rotary_emb(context, slots[None])
-        cache.at(slots, cache.extent)
+    def remember(self, features: Tensor, positions: Tensor, cache: Cache) -> None:
+        """Give a cache the keys and values of committed tokens.
+
+        Args:
+            features: the target's hidden states of these tokens [batch, tokens, taps * width].
+            positions: int64 [1, tokens].
+            cache: a TreeCache set to the slots of these tokens, or one of transformers.
+        """
+        context = self.hidden_norm(self.fc(features.to(self.dtype)))
+        cos, sin = self.rotary_emb(context, positions)
         for number, layer in enumerate(self.layers):
             attention: Any = layer.self_attn
             shape = (*context.shape[:-1], -1, attention.head_dim)
@@ -84,7 +89,17 @@ class BlockModel(TappedDraft):
             found[kind] = additive(seen, self.dtype)[None, None]
         return found
 
-    def forward(self, tokens: Tensor, positions: Tensor, masks: Mapping[str, Tensor], cache: TreeCache | None = None) -> Tensor:
-        """Logits [batch, levels, draft vocabulary] of a block, int64 [batch, size] at `positions`."""
+    def forward(self, tokens: Tensor, positions: Tensor, masks: Mapping[str, Tensor], cache: Cache | None = None) -> Tensor:
+        """One pass over blocks; nothing in it is for inference alone.
+
+        Args:
+            tokens: int64 [batch, blocks * size], block after block.
+            positions: int64 [batch, blocks * size].
+            masks: by kind of layer, additive, [batch, 1, blocks * size, keys].
+            cache: has the keys and values of what came before.
+
+        Returns:
+            Logits [batch, blocks, levels, draft vocabulary].
+        """
         hidden = self.run_layers(self.layers, self.embed(tokens), positions, masks, cache)
-        return self.head(self.norm(hidden[:, self.block.size - self.block.levels :]))
+        return self.head(self.norm(hidden.unflatten(1, (-1, self.block.size))[:, :, self.block.size - self.block.levels :]))

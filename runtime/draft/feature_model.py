@@ -105,8 +105,12 @@ class Eagle3(FeatureModel):
         hidden = (normed if self.norms.before_residual else features) + seen
         hidden = hidden + first.mlp(first.post_attention_layernorm(hidden))
         hidden = self.run_layers(self.layers[1:], hidden, positions, masks, cache, first=1)
-        normed = self.norm(hidden)
-        return self.head(normed[:, -last:]), normed if self.norms.output else hidden
+        output = self.norm(hidden) if self.norms.output else hidden
+        return self.logits(output[:, -last:]), output
+
+    def logits(self, output: Tensor) -> Tensor:
+        """Outputs of rows [..., hidden size] -> their logits [..., draft vocabulary]."""
+        return self.head(output if self.norms.output else self.norm(output))
 
 
 class Eagle1(FeatureModel):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.files import write_atomically
+from sequoia_plan.runtime.draft.block_model import Block
 from sequoia_plan.runtime.models.load import first_line
 
 EAGLE1, EAGLE3, DFLASH = "EAGLE-1", "EAGLE-3", "DFlash"
@@ -110,7 +111,7 @@ def eagle3_taps(layers: int) -> tuple[int, ...]:
     return 2, layers // 2, layers - 3
 
 
-def write_eagle3(folder: Path, config: Any, weights: Mapping[str, Tensor], covered: Tensor, facts: Mapping[str, Any]) -> None:
+def write_eagle3(folder: Path, config: Any, weights: Mapping[str, Tensor], covered: Tensor, before_residual: bool, facts: Mapping[str, Any]) -> None:
     """Write an EAGLE-3 draft as SpecForge does, a layout for vLLM and SGLang.
 
     No layer ids are written, because the two engines count them differently. The draft must read `eagle3_taps`.
@@ -119,18 +120,45 @@ def write_eagle3(folder: Path, config: Any, weights: Mapping[str, Tensor], cover
         config: of its layers, a LlamaConfig of the target's vocabulary.
         weights: by their names in our module, without embeddings.
         covered: int64 [draft vocabulary], the target's token for each of the draft's.
+        before_residual: as in `Norms`.
         facts: how it was made, for the header of model.safetensors.
     """
-    tokens = int(config.vocab_size)
-    marked = torch.zeros(tokens, dtype=torch.bool)
-    marked[covered] = True
-    tensors = {name.replace("layers.0.", "midlayer.", 1): value.detach().contiguous() for name, value in weights.items()}
-    tensors |= {"d2t": covered - torch.arange(covered.numel()), "t2d": marked}
-    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
-    settings = {name: value for name, value in config.to_diff_dict().items() if name[0] != "_" and name not in ("dtype", "transformers_version", "layer_types")}
+    layout = {name.replace("layers.0.", "midlayer.", 1): value for name, value in weights.items()}
+    dtype = str(layout["fc.weight"].dtype).removeprefix("torch.")
+    settings = _layer_settings(config)
     settings |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "draft_vocab_size": covered.numel(), "torch_dtype": dtype}
     settings |= {"rope_theta": config.rope_parameters["rope_theta"]}  # where readers older than `rope_parameters` look
-    settings |= {"target_hidden_size": int(config.hidden_size), "norm_before_residual": False}
+    settings |= {"target_hidden_size": int(config.hidden_size), "norm_before_residual": before_residual}
+    _write(folder, settings, layout, int(config.vocab_size), covered, facts)
+
+
+def write_dflash(
+    folder: Path, config: Any, weights: Mapping[str, Tensor], covered: Tensor, taps: tuple[int, ...], block: Block, facts: Mapping[str, Any]
+) -> None:
+    """Write a DFlash draft as the library speculators does, whose layout has a head of the draft's own.
+
+    Args:
+        config: of its layers, a Qwen3Config of the target's vocabulary.
+        taps: the hidden states that it reads.
+        block: what a block is.
+        others: as for `write_eagle3`.
+    """
+    settings = {"architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash", "draft_vocab_size": covered.numel()}
+    settings |= {"block_size": block.size, "mask_token_id": block.mask, "sample_from_anchor": block.from_root, "aux_hidden_state_layer_ids": list(taps)}
+    settings |= {"transformer_layer_config": _layer_settings(config) | {"model_type": "qwen3"}}
+    _write(folder, settings, weights, int(config.vocab_size), covered, facts)
+
+
+def _layer_settings(config: Any) -> dict[str, Any]:
+    """What differs from transformers' defaults; nothing private, and nothing that is another's to say."""
+    return {name: value for name, value in config.to_diff_dict().items() if name[0] != "_" and name not in ("dtype", "transformers_version", "layer_types")}
+
+
+def _write(folder: Path, settings: Mapping[str, Any], weights: Mapping[str, Tensor], tokens: int, covered: Tensor, facts: Mapping[str, Any]) -> None:
+    """A folder with a draft, and both tables of its vocabulary: d2t, offsets to the target's tokens, and t2d, which of these it has."""
+    marked = torch.zeros(tokens, dtype=torch.bool)
+    marked[covered] = True
+    tensors = {name: value.detach().contiguous() for name, value in weights.items()} | {"d2t": covered - torch.arange(covered.numel()), "t2d": marked}
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "model.safetensors", save(tensors, {"format": "pt", "sequoia_plan": json.dumps(facts, sort_keys=True)}))
     write_atomically(folder / "config.json", (json.dumps(settings, indent=2, sort_keys=True) + "\n").encode())

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
@@ -113,7 +114,7 @@ class TappedDraft(nn.Module):
         """Passes in here attend as the target's do."""
         return attending(self.device, self.config if shares_heads(self, self.config) else None)
 
-    def run_layers(self, layers: Any, hidden: Tensor, positions: Tensor, masks: Mapping[str, Tensor], cache: TreeCache | None, first: int = 0) -> Tensor:
+    def run_layers(self, layers: Any, hidden: Tensor, positions: Tensor, masks: Mapping[str, Tensor], cache: Cache | None, first: int = 0) -> Tensor:
         """[batch, tokens, hidden size] -> the same, through `layers`, of which the first one is layer `first` of the draft."""
         turned = self.rotary_emb(hidden, positions)
         for number, layer in enumerate(layers, first):
