@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sequoia_plan.artifacts import ArgumentError
-from sequoia_plan.runtime.draft.file import DEFAULT_DRAFT, load_draft, save_as_folder
+from sequoia_plan.runtime.draft.file import DEFAULT_DRAFT, EMBEDDED, load_draft, save_as_folder
 from sequoia_plan.runtime.draft.load_tapped import load_tapped, remarks
 from sequoia_plan.runtime.draft.published import Checkpoint, kind_of, read_checkpoint, tensor_names
 from sequoia_plan.runtime.draft.self_draft import INT8, self_draft
@@ -64,7 +64,7 @@ def load_pair(
         target: folder, hub ID or .gguf file; None for the embedded SmolLM2-135M-Instruct.
         draft: the same, or a folder or hub ID of a draft that reads the target's hidden states (see `draft.published`), or a draft
             .safetensors file made for the target, or "int8" for a copy of the target in 8 bits (see `self_draft`; a folder of that
-            name is "./int8"); None for the embedded draft.
+            name is "./int8"), or "smollm2-135m-eagle3" for the embedded draft that reads hidden states; None for the embedded draft that does not.
         device: "cpu" or "cuda".
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the processor computes in it, else float32.
         placement: one of `PLACEMENTS`, or "auto": "repacked" where the processor has kernels for it, else "resident". The layers of an
@@ -135,7 +135,7 @@ def save_model(pair: Pair, role: str, folder: str | Path) -> None:
 
 def _load_draft(draft: str | None, target: Any, tokenizer: Any, device: str, dtype: torch.dtype) -> tuple[Any, str, list[str]]:
     """A draft that fits the target, its name, and what is to be said of it."""
-    source = str(DEFAULT_DRAFT) if draft is None else draft
+    source = str(EMBEDDED.get(draft, draft) if draft else DEFAULT_DRAFT)
     if source.endswith(".safetensors"):
         return load_draft(source, target).to(device), Path(source).stem, []
     if published := _published(source):

@@ -14,7 +14,7 @@ from sequoia_plan.artifacts import ArgumentError
 from sequoia_plan.artifacts.prompts import built_in
 from sequoia_plan.planner.cli import main
 from sequoia_plan.profiler.prompts import encode
-from sequoia_plan.runtime.draft.file import save_as_folder
+from sequoia_plan.runtime.draft.file import EMBEDDED, save_as_folder
 from sequoia_plan.runtime.draft.self_draft import self_draft
 
 
@@ -87,6 +87,14 @@ def test_the_target_is_written_as_well(tmp_path, plain_target):
     ids = torch.tensor([[1, 5, 300, 17]])
     with torch.no_grad():
         torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32)(ids).logits, plain_target(ids).logits)
+
+
+def test_the_embedded_feature_draft_is_written_as_it_is(tmp_path):
+    name, out = "smollm2-135m-eagle3", tmp_path / "out"
+    result = CliRunner().invoke(main, ["export", "--format", "hf", "--draft", name, "-o", str(out)])
+    assert result.exit_code == 0 and f"wrote {out}: the draft {name}, bfloat16" in result.output, result.output
+    for file in EMBEDDED[name].iterdir():
+        assert (out / file.name).read_bytes() == file.read_bytes()
 
 
 @pytest.mark.parametrize(

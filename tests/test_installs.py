@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,14 @@ def environment(folder, wheel, packages):
 def run(python, *arguments, cwd):
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     return subprocess.run([python, *arguments], cwd=cwd, capture_output=True, text=True, env=clean, check=False)
+
+
+def test_the_wheel_has_every_file_that_is_loaded_by_name(wheel):
+    """Models, prompts and catalog; what the sources have of them."""
+    patterns = ("runtime/*.safetensors", "runtime/smollm2-135m-eagle3/*", "artifacts/*.jsonl", "artifacts/catalog/**/*.*")
+    expected = {f"sequoia_plan/{file.relative_to(ROOT)}" for pattern in patterns for file in ROOT.glob(pattern) if "__pycache__" not in file.parts}
+    with zipfile.ZipFile(wheel) as opened:
+        assert len(expected) > 5 and expected <= set(opened.namelist())
 
 
 def test_planning_needs_no_torch_and_other_commands_say_what_they_need(wheel, tmp_path):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from transformers import AutoTokenizer
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.profiler.prompts import held_out
-from sequoia_plan.runtime import SequoiaDecoder
+from sequoia_plan.runtime import SequoiaDecoder, load_pair
+from sequoia_plan.runtime.draft.file import DEFAULT_DRAFT, EMBEDDED
 from sequoia_plan.runtime.draft.self_draft import self_draft
 
 BUSHY = TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 1, 2, 3, 4, 4, 9])
@@ -33,6 +36,11 @@ def first_difference(model, ours, theirs, prompt):
     at = int(differ[0])
     logits = model(theirs[:, :at]).logits[0, -1]
     return float((logits[theirs[0, at]] - logits[ours[0, at]]).abs())
+
+
+@pytest.fixture(scope="module")
+def feature_pair():
+    return load_pair(draft="smollm2-135m-eagle3", dtype="float32")
 
 
 @pytest.mark.parametrize("tree", TREES, ids=repr)
@@ -81,11 +89,33 @@ def test_tree_logits_are_path_logits(pair, plain_target):
         torch.testing.assert_close(logits[node], expected, atol=2e-3, rtol=1e-4)
 
 
-def test_the_draft_is_a_small_file(pair):
-    from sequoia_plan.runtime.draft.file import DEFAULT_DRAFT
+def test_greedy_with_the_embedded_feature_draft_equals_transformers(feature_pair, plain_target, greedy):
+    """And it saves passes; one that reads other hidden states, or none, does not."""
+    decoders = [SequoiaDecoder(feature_pair.target, draft, BUSHY) for draft in (feature_pair.draft, misread(feature_pair.draft))]
+    told = []
+    for decoder in decoders:
+        tokens = steps = 0
+        for prompt, theirs in greedy[:4]:
+            result = decoder.generate(prompt, 64, eos_token_id=feature_pair.tokenizer.eos_token_id)
+            gap = first_difference(plain_target, result.sequences, theirs, prompt)
+            assert gap is None or gap < TIE
+            tokens, steps = tokens + result.new_tokens, steps + result.steps
+        told.append(tokens / steps)
+    assert told[0] > 1.5 and told[0] > told[1] + 0.1, told
 
-    assert DEFAULT_DRAFT.stat().st_size <= 20e6
-    assert pair.draft.covered_tokens.unique().numel() == pair.draft.covered_tokens.numel()
+
+def misread(draft):
+    """The same draft, but for the order in which it takes the hidden states."""
+    other = copy.deepcopy(draft)
+    other.fc.weight.data = torch.cat(list(reversed(other.fc.weight.chunk(len(other.taps), 1))), 1)
+    return other
+
+
+def test_embedded_drafts_are_small(pair, feature_pair):
+    files = [DEFAULT_DRAFT, *(file / "model.safetensors" for file in EMBEDDED.values())]
+    assert all(file.stat().st_size <= 20e6 for file in files)
+    for each in (pair, feature_pair):
+        assert each.draft.covered_tokens.unique().numel() == each.draft.covered_tokens.numel()
 
 
 def test_converted_model_is_reused(pair):

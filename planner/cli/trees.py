@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import Any
 
 import click
@@ -118,7 +119,7 @@ def show(tree_file: str, plot: str | None, as_json: bool) -> None:
 @click.option("-o", "--output", type=click.Path(), required=True, help="Write it there; a growmap is saved by torch, or as JSON if the name ends in .json.")
 @click.option("--model", type=click.Choice(["draft", "target"]), help="With hf: which model to write. [default: draft]")
 @click.option("--target", metavar="ID|DIR|FILE.gguf", help="With hf: the target. [default: the embedded SmolLM2-135M-Instruct]")
-@click.option("--draft", metavar="FILE", help="With hf: a draft .safetensors made for the target. [default: the embedded draft]")
+@click.option("--draft", metavar="FILE", help="With hf: a draft .safetensors file, or smollm2-135m-eagle3. [default: the embedded draft of two layers]")
 @json_option
 def export_command(tree_file: str | None, form: str, output: str, model: str | None, target: str | None, draft: str | None, as_json: bool) -> None:
     """Write TREE (a file or a name of the catalog) for another engine, or with hf a model as a folder that other engines load."""
@@ -153,7 +154,9 @@ def _export_model(output: str, model: str, target: str | None, draft: str | None
         raise ArgumentError(f"--draft {draft}: --model target writes the target, whose folder says nothing of a draft; leave --draft out")
     if model == "draft" and draft == "int8":
         raise ArgumentError("--draft int8: a copy of the target that is made when it loads, expected a draft .safetensors file; write --model target")
-    if model == "draft" and draft is not None and not draft.endswith(".safetensors"):
+    from sequoia_plan.runtime.draft.file import EMBEDDED
+
+    if model == "draft" and draft is not None and draft not in EMBEDDED and not draft.endswith(".safetensors"):
         raise ArgumentError(f"--draft {draft}: expected a draft .safetensors file; a folder can be given to other engines as it is")
     with new_folder(output) as folder:
         from sequoia_plan.planner.cli.pair import load_pair
@@ -161,12 +164,15 @@ def _export_model(output: str, model: str, target: str | None, draft: str | None
         pair = load_pair(target, "int8" if model == "target" and target else draft, "cpu", "float32", placement="resident")
         from sequoia_plan.runtime.pair import save_model
 
-        save_model(pair, model, folder)
+        if draft in EMBEDDED:
+            shutil.copytree(EMBEDDED[draft], folder, dirs_exist_ok=True)
+        else:
+            save_model(pair, model, folder)
     facts = pair.facts[model]
     if as_json:
         print_json({"output": output, "format": "hf", "model": model, "name": facts["name"], "parameters": facts["parameters"]})
         return
-    click.echo(f"wrote {output}: the {model} {facts['name']} with its tokenizer, float32")
+    click.echo(f"wrote {output}: the {model} {facts['name']}" + (", bfloat16" if draft in EMBEDDED else " with its tokenizer, float32"))
 
 
 @click.command("import")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, Qwen3Config
 
-from sequoia_plan.profiler.distill.training import Text, Training, agreeing, divergence, fit, hidden_of, magnitudes
+from sequoia_plan.profiler.distill.training import SURENESS, Text, Training, agreeing, divergence, fit, hidden_of, magnitudes
 from sequoia_plan.runtime.draft.block_model import Block, BlockModel
 from sequoia_plan.runtime.draft.published import write_dflash
 from sequoia_plan.runtime.draft.tapped import FULL
@@ -95,12 +95,13 @@ def untrained(target: Any, taps: tuple[int, ...], covered: Tensor, recipe: Block
     width = config.hidden_size
     draft = BlockModel(config, target, taps, covered, embeds=False, head=covered.numel(), width=width, block=Block(recipe.size, mask))
     head: Any = draft.get_output_embeddings()
+    norm: Any = draft.norm
     with torch.no_grad():
         draft.fc.weight.zero_()[:, -width:] = torch.eye(width)
+        norm.weight.copy_(SURENESS * target.model.norm.weight)
         head.weight.copy_(target.get_output_embeddings().weight[covered])
     for layer, number in zip(draft.layers, recipe.layers, strict=True):
         layer.load_state_dict(target.model.layers[number].state_dict(), strict=False)  # norms of queries and keys are new
-    draft.norm.load_state_dict(target.model.norm.state_dict())
     return draft.train()
 
 

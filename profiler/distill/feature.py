@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from sequoia_plan.profiler.distill.training import Text, Training, agreeing, divergence, fit, hidden_of, layers_like, magnitudes
+from sequoia_plan.profiler.distill.training import SURENESS, Text, Training, agreeing, divergence, fit, hidden_of, layers_like, magnitudes
 from sequoia_plan.runtime.draft.feature_model import Eagle3, Norms
 from sequoia_plan.runtime.draft.published import eagle3_taps, write_eagle3
 from sequoia_plan.runtime.draft.tapped import FULL
@@ -87,7 +87,8 @@ def untrained(target: Any, covered: Tensor, counts: Tensor) -> Eagle3:
 
     In EAGLE-3's layout an embedding reaches what the layer puts out through attention only. So two thirds of the heads start by passing it on:
     queries and keys are one random projection, by which a token finds itself, and values are the embeddings' principal components. The other
-    heads are the first layer's, each with keys and values of its own. Features start small beside embeddings, at every level of a tree.
+    heads are the first layer's, each with keys and values of its own. Features are normed before anything is added to them (`before_residual`),
+    so at every level of a tree they are of one magnitude.
 
     Args:
         counts: float [vocabulary], how often the text has each token.
@@ -122,8 +123,7 @@ def untrained(target: Any, covered: Tensor, counts: Tensor) -> Eagle3:
                 keys[mine, :width] = source.self_attn.k_proj.weight[shared] * same
                 values[mine, :width] = source.self_attn.v_proj.weight[shared] * same
         draft.fc.weight.zero_()[:, -width:] = torch.eye(width)
-        layer.hidden_norm.weight.fill_(0.02)
-        norm.weight.copy_(0.3 * target.model.norm.weight)  # one layer is sure far too often with the whole
+        norm.weight.copy_(SURENESS * target.model.norm.weight)
         head.weight.copy_(target.get_output_embeddings().weight[covered])
     for name in ("mlp", "post_attention_layernorm"):
         getattr(layer, name).load_state_dict(getattr(source, name).state_dict())

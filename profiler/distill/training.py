@@ -20,6 +20,8 @@ from sequoia_plan.profiler.distill.text import HIDDEN
 
 EVERY = 100
 """Steps between two looks at the held-out conversations, each of which also saves the draft."""
+SURENESS = 0.3
+"""What the target's final norm counts for before training: with the whole of it, a layer or two are sure, and wrong."""
 B = TypeVar("B")
 
 
