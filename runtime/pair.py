@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sequoia_plan.artifacts import ArgumentError
-from sequoia_plan.runtime.draft.file import DEFAULT_DRAFT, EMBEDDED, load_draft, save_as_folder
+from sequoia_plan.runtime.draft.file import DEFAULT_DRAFT, load_draft, save_as_folder
 from sequoia_plan.runtime.draft.load_tapped import load_tapped, remarks
 from sequoia_plan.runtime.draft.published import Checkpoint, kind_of, read_checkpoint, tensor_names
 from sequoia_plan.runtime.draft.self_draft import INT8, self_draft
@@ -24,6 +24,8 @@ PLACEMENTS = ("resident", "repacked")
 """Where weights in memory are: as transformers loads them, or with linear layers repacked for the processor."""
 LINKS = ("host", "disk")
 """From where the layers of a target that does not fit are streamed: from the host's memory to a CUDA device, or from a file."""
+EMBEDDED = {"smollm2-135m-eagle3": DEFAULT_DRAFT.with_name("smollm2-135m-eagle3")}
+"""Other drafts of the embedded target, as published ones are, by the names that load them."""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from sequoia_plan.artifacts import ArgumentError
 from sequoia_plan.artifacts.prompts import built_in
 from sequoia_plan.planner.cli import main
 from sequoia_plan.profiler.prompts import encode
-from sequoia_plan.runtime.draft.file import EMBEDDED, save_as_folder
+from sequoia_plan.runtime.draft.file import save_as_folder
 from sequoia_plan.runtime.draft.self_draft import self_draft
+from sequoia_plan.runtime.pair import EMBEDDED
 
 
 @pytest.fixture(scope="module")

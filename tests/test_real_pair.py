@@ -11,8 +11,9 @@ from transformers import AutoTokenizer
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.profiler.prompts import held_out
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
-from sequoia_plan.runtime.draft.file import DEFAULT_DRAFT, EMBEDDED
+from sequoia_plan.runtime.draft.file import DEFAULT_DRAFT
 from sequoia_plan.runtime.draft.self_draft import self_draft
+from sequoia_plan.runtime.pair import EMBEDDED
 
 BUSHY = TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 1, 2, 3, 4, 4, 9])
 TREES = [TokenTree.chain(1), TokenTree.chain(4), BUSHY]
@@ -40,7 +41,7 @@ def first_difference(model, ours, theirs, prompt):
 
 @pytest.fixture(scope="module")
 def feature_pair():
-    return load_pair(draft="smollm2-135m-eagle3", dtype="float32")
+    return load_pair(draft="smollm2-135m-eagle3", dtype="float32", placement="resident")
 
 
 @pytest.mark.parametrize("tree", TREES, ids=repr)

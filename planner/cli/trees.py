@@ -154,7 +154,7 @@ def _export_model(output: str, model: str, target: str | None, draft: str | None
         raise ArgumentError(f"--draft {draft}: --model target writes the target, whose folder says nothing of a draft; leave --draft out")
     if model == "draft" and draft == "int8":
         raise ArgumentError("--draft int8: a copy of the target that is made when it loads, expected a draft .safetensors file; write --model target")
-    from sequoia_plan.runtime.draft.file import EMBEDDED
+    from sequoia_plan.runtime.pair import EMBEDDED
 
     if model == "draft" and draft is not None and draft not in EMBEDDED and not draft.endswith(".safetensors"):
         raise ArgumentError(f"--draft {draft}: expected a draft .safetensors file; a folder can be given to other engines as it is")

@@ -26,8 +26,6 @@ METADATA_KEY = "sequoia_plan"
 ROWS, ROW_TEXT, ROW_TEXTS = 4, 64, 32
 """`uncovered_row`: of how many rows it is the mean, and how many texts of how many tokens tell which."""
 DEFAULT_DRAFT = Path(__file__).parents[1] / "smollm2-135m-draft.safetensors"
-EMBEDDED = {"smollm2-135m-eagle3": DEFAULT_DRAFT.with_name("smollm2-135m-eagle3")}
-"""Other drafts of the embedded target, as published ones are, by the names that load them."""
 
 
 def build_draft(config: LlamaConfig, embeddings: nn.Embedding, covered_tokens: Tensor) -> LlamaForCausalLM:
