@@ -75,7 +75,14 @@ def test_a_chain_in_training_is_one_in_decoding(variant, tmp_path):
     assert not torch.allclose(found[1][5], wanted[0, 5], atol=1e-2), "the second pass repeats the first"
 
 
-def test_what_is_trained_is_what_is_loaded(plain_target, pair, text, tmp_path):
+def assert_decodes_exactly(loaded, plain_target):
+    """Our greedy text is that of transformers."""
+    prompt = loaded.tokenizer("Name three rivers of Europe.", return_tensors="pt").input_ids
+    ours = SequoiaDecoder(loaded.target, loaded.draft, TREE).generate(prompt, 24)
+    assert torch.equal(ours.sequences, plain_target.generate(prompt, max_new_tokens=24, do_sample=False))
+
+
+def test_what_is_trained_is_what_is_loaded(plain_target, text, tmp_path):
     """Some steps of training bring the draft nearer to the target; its folder, loaded as anyone's, gives the same logits and decodes exactly."""
     recipe = FeatureRecipe(covered=512, steps=12, batch=2, chain=2, held_out=2)
     said: list[str] = []
@@ -92,10 +99,7 @@ def test_what_is_trained_is_what_is_loaded(plain_target, pair, text, tmp_path):
     assert (after < before).all()
     told = [float(each) for each in said[-1].split("[")[1].split("]")[0].split(",")]
     assert evaluate(loaded.draft, to_draft, [held_out], 2) == pytest.approx(told, abs=0.02), "bfloat16 weights and unscaled hidden states"
-    prompt = pair.tokenizer("Name three rivers of Europe.", return_tensors="pt").input_ids
-    ours = SequoiaDecoder(loaded.target, loaded.draft, TREE).generate(prompt, 24)
-    expected = plain_target.generate(prompt, max_new_tokens=24, do_sample=False)
-    assert torch.equal(ours.sequences, expected)
+    assert_decodes_exactly(loaded, plain_target)
 
 
 @torch.no_grad()
@@ -130,8 +134,8 @@ def test_the_laws_of_a_block_are_those_of_the_tokens_after_its_root(text):
     assert ended
 
 
-def test_a_block_draft_that_is_trained_is_what_is_loaded(plain_target, pair, text, tmp_path):
-    """Some steps bring it nearer to the target; its folder, loaded as anyone's, gives the same logits and decodes exactly."""
+def test_a_block_draft_that_is_trained_is_what_is_loaded(plain_target, text, tmp_path):
+    """Some steps bring it nearer to the target, as its folder shows when it is loaded as anyone's; and that decodes exactly."""
     recipe = BlockRecipe(covered=512, steps=12, batch=2, held_out=2, layers=(0,), size=4, roots=16)
     said: list[str] = []
     train_dflash(plain_target, text, recipe, tmp_path / "draft", "the target", said.append)
@@ -147,10 +151,7 @@ def test_a_block_draft_that_is_trained_is_what_is_loaded(plain_target, pair, tex
         new = untrained_block(plain_target, TAPS, covered, recipe, loaded.draft.block.mask)
         before, after = block_divergences(new, to_draft, drawn[0]), block_divergences(loaded.draft, to_draft, same)
     assert (after < before).all()
-    prompt = pair.tokenizer("Name three rivers of Europe.", return_tensors="pt").input_ids
-    ours = SequoiaDecoder(loaded.target, loaded.draft, TREE).generate(prompt, 24)
-    expected = plain_target.generate(prompt, max_new_tokens=24, do_sample=False)
-    assert torch.equal(ours.sequences, expected)
+    assert_decodes_exactly(loaded, plain_target)
 
 
 def test_text_without_the_hidden_states_is_refused(plain_target, text):

@@ -39,6 +39,19 @@ def first_difference(model, ours, theirs, prompt):
     return float((logits[theirs[0, at]] - logits[ours[0, at]]).abs())
 
 
+def decoded(decoder, model, cases, tokenizer):
+    """Tokens a step over prompts and transformers' texts, and in how many our text parts from theirs, at what must be a tie."""
+    ties = tokens = steps = 0
+    for prompt, theirs in cases:
+        result = decoder.generate(prompt, 64, eos_token_id=tokenizer.eos_token_id)
+        gap = first_difference(model, result.sequences, theirs, prompt)
+        if gap is not None:
+            assert gap < TIE, f"{decoder.tree}: parts from transformers by {gap} logits"
+            ties += 1
+        tokens, steps = tokens + result.new_tokens, steps + result.steps
+    return tokens / steps, ties
+
+
 @pytest.fixture(scope="module")
 def feature_pair():
     return load_pair(draft="smollm2-135m-eagle3", dtype="float32", placement="resident")
@@ -48,29 +61,16 @@ def feature_pair():
 def test_greedy_equals_transformers(pair, plain_target, greedy, tree, record_property):
     """And the shipped draft is no stub: with a few children it saves a good part of the target's passes."""
     decoder = SequoiaDecoder(pair.target, pair.draft, tree)
-    ties = tokens = steps = 0
-    for prompt, theirs in greedy if tree is BUSHY else greedy[:4]:
-        result = decoder.generate(prompt, 64, eos_token_id=pair.tokenizer.eos_token_id)
-        gap = first_difference(plain_target, result.sequences, theirs, prompt)
-        if gap is not None:
-            assert gap < TIE, f"{tree}: parts from transformers by {gap} logits"
-            ties += 1
-        tokens, steps = tokens + result.new_tokens, steps + result.steps
+    tokens_a_step, ties = decoded(decoder, plain_target, greedy if tree is BUSHY else greedy[:4], pair.tokenizer)
     record_property("ties", ties)
     assert ties <= 2
-    assert tokens / steps > (1.4 if tree is BUSHY else 0.99)
+    assert tokens_a_step > (1.4 if tree is BUSHY else 0.99)
 
 
 def test_greedy_with_a_draft_out_of_the_target_equals_transformers(pair, plain_target, greedy):
     """And that draft is most often right."""
     decoder = SequoiaDecoder(pair.target, self_draft(plain_target), TREES[1])
-    tokens = steps = 0
-    for prompt, theirs in greedy[:2]:
-        result = decoder.generate(prompt, 64, eos_token_id=pair.tokenizer.eos_token_id)
-        gap = first_difference(plain_target, result.sequences, theirs, prompt)
-        assert gap is None or gap < TIE
-        tokens, steps = tokens + result.new_tokens, steps + result.steps
-    assert tokens / steps > 3
+    assert decoded(decoder, plain_target, greedy[:2], pair.tokenizer)[0] > 3
 
 
 @torch.no_grad()
@@ -93,16 +93,8 @@ def test_tree_logits_are_path_logits(pair, plain_target):
 def test_greedy_with_the_embedded_feature_draft_equals_transformers(feature_pair, plain_target, greedy):
     """And it saves passes; one that reads other hidden states, or none, does not."""
     decoders = [SequoiaDecoder(feature_pair.target, draft, BUSHY) for draft in (feature_pair.draft, misread(feature_pair.draft))]
-    told = []
-    for decoder in decoders:
-        tokens = steps = 0
-        for prompt, theirs in greedy[:4]:
-            result = decoder.generate(prompt, 64, eos_token_id=feature_pair.tokenizer.eos_token_id)
-            gap = first_difference(plain_target, result.sequences, theirs, prompt)
-            assert gap is None or gap < TIE
-            tokens, steps = tokens + result.new_tokens, steps + result.steps
-        told.append(tokens / steps)
-    assert told[0] > 1.5 and told[0] > told[1] + 0.1, told
+    told, misled = (decoded(decoder, plain_target, greedy[:4], feature_pair.tokenizer)[0] for decoder in decoders)
+    assert told > 1.5 and told > misled + 0.1, (told, misled)
 
 
 def misread(draft):

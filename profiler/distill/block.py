@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, Qwen3Config
 
-from sequoia_plan.profiler.distill.training import SURENESS, Text, Training, agreeing, divergence, fit, hidden_of, magnitudes
+from sequoia_plan.profiler.distill.training import Text, Training, agreeing, as_published, decayed, divergence, fit, hidden_of, magnitudes, start_ends
 from sequoia_plan.runtime.draft.block_model import Block, BlockModel
 from sequoia_plan.runtime.draft.published import write_dflash
 from sequoia_plan.runtime.draft.tapped import FULL
@@ -72,34 +72,24 @@ def train_dflash(target: Any, text: Text, recipe: BlockRecipe, out: Path, target
     draft, scale = untrained(target, taps, covered, recipe, int(text.counts(target.config.vocab_size).argmin())), 1 / magnitudes(text)
 
     def loss_of(batch: Blocks, step: int) -> Tensor:
-        counts = recipe.decay ** torch.arange(draft.block.levels)
-        return (counts * divergences(draft, to_draft, batch)).sum() / counts.sum()
+        return decayed(divergences(draft, to_draft, batch), recipe.decay)
 
     def agreement(held_out: Sequence[int]) -> list[float]:
         return [round(each, 4) for each in evaluate(draft, to_draft, batches(text, held_out, 16, scale, recipe))]
 
     def save(facts: dict[str, Any]) -> None:
-        weights = draft.state_dict() | {"fc.weight": draft.fc.weight * scale}  # published drafts read hidden states as they are
-        written = {name: value.bfloat16() for name, value in weights.items()}
-        write_dflash(out, draft.config, written, covered, taps, draft.block, facts | {"target": target_name})
+        write_dflash(out, draft.config, as_published(draft, scale), covered, taps, draft.block, facts | {"target": target_name})
 
     fit(list(draft.parameters()), text, recipe, share, partial(batches, text, scale=scale, recipe=recipe), loss_of, agreement, save, report)
 
 
 def untrained(target: Any, taps: tuple[int, ...], covered: Tensor, recipe: BlockRecipe, mask: int) -> BlockModel:
-    """The draft before training: layers of the target, its final norm and its head's rows for `covered`; the context is the last hidden state
-    that the draft reads. `mask` stands for the tokens that a block is to say."""
+    """The draft before training: layers of the target, and what `start_ends` says. `mask` stands for the tokens that a block is to say."""
     shared = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
     sizes = {name: getattr(target.config, name) for name in (*shared, "max_position_embeddings", "rope_parameters")}
     config = Qwen3Config(**sizes, num_hidden_layers=len(recipe.layers), tie_word_embeddings=False)
-    width = config.hidden_size
-    draft = BlockModel(config, target, taps, covered, embeds=False, head=covered.numel(), width=width, block=Block(recipe.size, mask))
-    head: Any = draft.get_output_embeddings()
-    norm: Any = draft.norm
-    with torch.no_grad():
-        draft.fc.weight.zero_()[:, -width:] = torch.eye(width)
-        norm.weight.copy_(SURENESS * target.model.norm.weight)
-        head.weight.copy_(target.get_output_embeddings().weight[covered])
+    draft = BlockModel(config, target, taps, covered, embeds=False, head=covered.numel(), width=config.hidden_size, block=Block(recipe.size, mask))
+    start_ends(draft, target, covered)
     for layer, number in zip(draft.layers, recipe.layers, strict=True):
         layer.load_state_dict(target.model.layers[number].state_dict(), strict=False)  # norms of queries and keys are new
     return draft.train()
@@ -108,22 +98,20 @@ def untrained(target: Any, taps: tuple[int, ...], covered: Tensor, recipe: Block
 def batches(text: Text, which: Sequence[int], size: int, scale: Tensor, recipe: BlockRecipe) -> Iterator[Blocks]:
     """Padded batches of conversations, `size` in each; hidden states are multiplied by `scale` [taps * width]. Roots are drawn from the tokens
     before an answer's, as often as it needs."""
-    levels = torch.arange(recipe.size - 1)
+    below = torch.arange(recipe.size - 1)
     for at, (tokens, places, ids, logp) in enumerate(text.batches(which, size)):
         longest = tokens.shape[1]
         law = torch.full((tokens.shape[0], longest + recipe.size), -1)
         law[places // longest, places % longest] = torch.arange(places.numel())
         positions = torch.stack([row.nonzero()[:, 0][torch.randint(int(row.sum()), (recipe.roots,))] for row in law >= 0])
-        laws = law.gather(1, (positions[..., None] + levels).flatten(1)).view(*positions.shape, -1)
+        laws = law.gather(1, (positions[..., None] + below).flatten(1)).view(*positions.shape, -1)
         hidden = hidden_of(text, which[at * size : (at + 1) * size], longest, scale)
         yield Blocks(hidden, tokens.gather(1, positions), positions, laws, ids, logp)
 
 
 def divergences(draft: BlockModel, to_draft: Tensor, batch: Blocks) -> Tensor:
     """[levels]: `divergence` at each level."""
-    logits = blocks(draft, batch)
-    known = [(logits[:, :, level][rows >= 0], rows[rows >= 0]) for level, rows in enumerate(batch.laws.unbind(-1))]
-    return torch.stack([divergence(found, to_draft, batch.ids[rows], batch.logp[rows]) for found, rows in known])
+    return torch.stack([divergence(logits, to_draft, batch.ids[rows], batch.logp[rows]) for logits, rows in levels(draft, batch)])
 
 
 @torch.no_grad()
@@ -131,11 +119,16 @@ def evaluate(draft: BlockModel, to_draft: Tensor, held_out: Iterator[Blocks]) ->
     """By level, share of places on whose most probable token draft and target agree; the target has the tokens between, which the draft has not."""
     agree, total = [0] * draft.block.levels, [0] * draft.block.levels
     for batch in held_out:
-        logits = blocks(draft, batch)
-        for level, rows in enumerate(batch.laws.unbind(-1)):
-            agree[level] += agreeing(logits[:, :, level][rows >= 0], to_draft, batch.ids[rows[rows >= 0]])
-            total[level] += int((rows >= 0).sum())
+        for level, (logits, rows) in enumerate(levels(draft, batch)):
+            agree[level] += agreeing(logits, to_draft, batch.ids[rows])
+            total[level] += rows.numel()
     return [each / max(of, 1) for each, of in zip(agree, total, strict=True)]
+
+
+def levels(draft: BlockModel, batch: Blocks) -> Iterator[tuple[Tensor, Tensor]]:
+    """By level, logits [r, draft vocabulary] of the blocks that have a token there, and the rows int64 [r] of its law in the batch."""
+    for logits, rows in zip(blocks(draft, batch).unbind(2), batch.laws.unbind(-1), strict=True):
+        yield logits[rows >= 0], rows[rows >= 0]
 
 
 def blocks(draft: BlockModel, batch: Blocks) -> Tensor:

@@ -17,7 +17,19 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from sequoia_plan.profiler.distill.training import SURENESS, Text, Training, agreeing, divergence, fit, hidden_of, layers_like, magnitudes
+from sequoia_plan.profiler.distill.training import (
+    Text,
+    Training,
+    agreeing,
+    as_published,
+    decayed,
+    divergence,
+    fit,
+    hidden_of,
+    layers_like,
+    magnitudes,
+    start_ends,
+)
 from sequoia_plan.runtime.draft.feature_model import Eagle3, Norms
 from sequoia_plan.runtime.draft.published import eagle3_taps, write_eagle3
 from sequoia_plan.runtime.draft.tapped import FULL
@@ -68,22 +80,19 @@ def train_eagle3(target: Any, text: Text, recipe: FeatureRecipe, out: Path, targ
 
     def loss_of(batch: Batch, step: int) -> Tensor:
         chain = 1 if step < recipe.steps // 2 else recipe.chain
-        counts = recipe.decay ** torch.arange(chain)
-        return (counts * divergences(draft, to_draft, batch, chain)).sum() / counts.sum()
+        return decayed(divergences(draft, to_draft, batch, chain), recipe.decay)
 
     def agreement(held_out: Sequence[int]) -> list[float]:
         return [round(each, 4) for each in evaluate(draft, to_draft, batches(text, held_out, 16, scale), recipe.chain)]
 
     def save(facts: dict[str, Any]) -> None:
-        weights = draft.state_dict() | {"fc.weight": draft.fc.weight * scale}  # published drafts read hidden states as they are
-        written = {name: value.bfloat16() for name, value in weights.items()}
-        write_eagle3(out, draft.config, written, covered, draft.norms.before_residual, facts | {"target": target_name})
+        write_eagle3(out, draft.config, as_published(draft, scale), covered, draft.norms.before_residual, facts | {"target": target_name})
 
     fit(list(draft.parameters()), text, recipe, share, partial(batches, text, scale=scale), loss_of, agreement, save, report)
 
 
 def untrained(target: Any, covered: Tensor, counts: Tensor) -> Eagle3:
-    """The draft before training: nearly the target's first layer over the embedding, its final norm, and its head's rows for `covered`.
+    """The draft before training: nearly the target's first layer over the embedding, and what `start_ends` says.
 
     In EAGLE-3's layout an embedding reaches what the layer puts out through attention only. So two thirds of the heads start by passing it on:
     queries and keys are one random projection, by which a token finds itself, and values are the embeddings' principal components. The other
@@ -98,11 +107,9 @@ def untrained(target: Any, covered: Tensor, counts: Tensor) -> Eagle3:
     width, size, source = config.hidden_size, config.head_dim, target.model.layers[0]
     draft = Eagle3(config, target, eagle3_taps(target.config.num_hidden_layers), covered, False, covered.numel(), width, Norms(before_residual=True))
     layer: Any = draft.layers[0]
-    head: Any = draft.get_output_embeddings()
-    norm: Any = draft.norm
     queries, keys, values = (getattr(layer.self_attn, name).weight for name in ("q_proj", "k_proj", "v_proj"))
     table = target.get_input_embeddings().weight
-    share, same = target.config.num_attention_heads // target.config.num_key_value_heads, source.input_layernorm.weight
+    group, norm = target.config.num_attention_heads // target.config.num_key_value_heads, source.input_layernorm.weight
     with torch.no_grad():
         normed = torch.nn.functional.rms_norm(table, (width,))
         often = (counts / counts.sum())[:, None]
@@ -113,18 +120,16 @@ def untrained(target: Any, covered: Tensor, counts: Tensor) -> Eagle3:
             weight.zero_()
         layer.self_attn.o_proj.load_state_dict(source.self_attn.o_proj.state_dict())
         for number in range(config.num_attention_heads):
-            mine, shared = (slice(at * size, (at + 1) * size) for at in (number, number // share))
+            mine, shared = (slice(at * size, (at + 1) * size) for at in (number, number // group))
             if number < min(2 * config.num_attention_heads // 3, width // size):
                 queries[mine, :width] = keys[mine, :width] = 1.2 * torch.linalg.qr(torch.randn(width, size))[0].T @ centred
                 values[mine, :width] = components[:, mine].T
                 layer.self_attn.o_proj.weight[:, mine] = magnitude * components[:, mine]
             else:
-                queries[mine, :width] = source.self_attn.q_proj.weight[mine] * same
-                keys[mine, :width] = source.self_attn.k_proj.weight[shared] * same
-                values[mine, :width] = source.self_attn.v_proj.weight[shared] * same
-        draft.fc.weight.zero_()[:, -width:] = torch.eye(width)
-        norm.weight.copy_(SURENESS * target.model.norm.weight)
-        head.weight.copy_(target.get_output_embeddings().weight[covered])
+                queries[mine, :width] = source.self_attn.q_proj.weight[mine] * norm
+                keys[mine, :width] = source.self_attn.k_proj.weight[shared] * norm
+                values[mine, :width] = source.self_attn.v_proj.weight[shared] * norm
+    start_ends(draft, target, covered)
     for name in ("mlp", "post_attention_layernorm"):
         getattr(layer, name).load_state_dict(getattr(source, name).state_dict())
     return draft.train()

@@ -209,9 +209,31 @@ def divergence(logits: Tensor, to_draft: Tensor, ids: Tensor, logp: Tensor) -> T
     return (p * (logp - log_q)).sum(-1).mean()
 
 
+def decayed(losses: Tensor, decay: float) -> Tensor:
+    """The mean of losses [n], each of which counts `decay` times what the one before it counts."""
+    counts = decay ** torch.arange(losses.numel())
+    return (counts * losses).sum() / counts.sum()
+
+
 def agreeing(logits: Tensor, to_draft: Tensor, ids: Tensor) -> int:
     """At how many answer tokens draft and target agree on the most probable token (acceptance of rank 1 at temperature 0)."""
     return int((logits.argmax(-1) == to_draft[ids[:, 0]]).sum())
+
+
+def start_ends(draft: Any, target: Any, covered: Tensor) -> None:
+    """Before training, a draft that reads hidden states takes the last of them as it is, and has the target's final norm, at `SURENESS`, and the
+    rows of its head for `covered`."""
+    width = draft.config.hidden_size
+    with torch.no_grad():
+        draft.fc.weight.zero_()[:, -width:] = torch.eye(width)
+        draft.norm.weight.copy_(SURENESS * target.model.norm.weight)
+        draft.get_output_embeddings().weight.copy_(target.get_output_embeddings().weight[covered])
+
+
+def as_published(draft: nn.Module, scale: Tensor) -> dict[str, Tensor]:
+    """The weights of a draft that was trained on hidden states times `scale`, in bfloat16, for hidden states as they are."""
+    weights = draft.state_dict()
+    return {name: value.bfloat16() for name, value in (weights | {"fc.weight": weights["fc.weight"] * scale}).items()}
 
 
 def layers_like(target: Any, count: int) -> LlamaConfig:

@@ -150,7 +150,7 @@ def write_dflash(
 
 
 def _layer_settings(config: Any) -> dict[str, Any]:
-    """What differs from transformers' defaults; nothing private, and nothing that is another's to say."""
+    """What differs from transformers' defaults, without private settings and those that say nothing about how the draft computes."""
     return {name: value for name, value in config.to_diff_dict().items() if name[0] != "_" and name not in ("dtype", "transformers_version", "layer_types")}
 
 
