@@ -11,10 +11,10 @@ import torch
 from sequoia_plan.artifacts import ArgumentError
 from sequoia_plan.runtime.draft.file import DEFAULT_DRAFT, load_draft, save_as_folder
 from sequoia_plan.runtime.draft.load_tapped import load_tapped, remarks
-from sequoia_plan.runtime.draft.published import Checkpoint, kind_of, read_checkpoint, tensor_names
+from sequoia_plan.runtime.draft.published import find_checkpoint
 from sequoia_plan.runtime.draft.self_draft import INT8, self_draft
 from sequoia_plan.runtime.generation import end_tokens
-from sequoia_plan.runtime.models.load import dtype_name, load_model, local_folder, model_config, model_facts, name_of, resolve_dtype
+from sequoia_plan.runtime.models.load import dtype_name, load_model, model_facts, name_of, resolve_dtype
 from sequoia_plan.runtime.models.memory import as_bytes, cache_bytes, own_bytes, split_memory
 from sequoia_plan.runtime.models.offload import Offloaded
 from sequoia_plan.runtime.models.repack import can_repack, repack
@@ -140,7 +140,7 @@ def _load_draft(draft: str | None, target: Any, tokenizer: Any, device: str, dty
     source = str(EMBEDDED.get(draft, draft) if draft else DEFAULT_DRAFT)
     if source.endswith(".safetensors"):
         return load_draft(source, target).to(device), Path(source).stem, []
-    if published := _published(source):
+    if published := find_checkpoint(source):
         model = load_tapped(published, target, dtype)
         return model, name_of(source), remarks(published, model, target)
     model, draft_tokenizer, name = load_model(source, device, dtype)
@@ -148,13 +148,3 @@ def _load_draft(draft: str | None, target: Any, tokenizer: Any, device: str, dty
     if vocabulary_size(model) != vocabulary_size(target):  # the decoder sees no tokenizers
         model.covered_tokens = torch.arange(shared, device=model.device) if covered is None else covered
     return model, name, []
-
-
-def _published(source: str) -> Checkpoint | None:
-    """The checkpoint of a draft that reads hidden states; None for anything else."""
-    config = model_config(source)
-    if config is None:
-        return None
-    local = Path(source) if Path(source).is_dir() else None
-    kind = kind_of(config, tensor_names(local) if local else (), source)
-    return read_checkpoint(local or local_folder(source), config, kind, source) if kind else None

@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sequoia_plan.runtime.draft.load_tapped import load_tapped
-from sequoia_plan.runtime.draft.published import kind_of, read_checkpoint, tensor_names
-from sequoia_plan.runtime.models.load import model_config
+from sequoia_plan.runtime.draft.published import find_checkpoint
 
 DATA = Path(__file__).parent / "data"
 VOCABULARY, HIDDEN, LAYERS = 48, 16, 4
@@ -43,8 +42,7 @@ def write(folder, config, weights):
 
 def load(folder, target):
     """A draft as `load_pair` reads it."""
-    config, names = model_config(folder), tensor_names(Path(folder))
-    return load_tapped(read_checkpoint(Path(folder), config, kind_of(config, names, folder), folder), target, torch.float32)
+    return load_tapped(find_checkpoint(str(folder)), target, torch.float32)
 
 
 def small_target(seed=0, vocabulary=VOCABULARY, hidden=HIDDEN, layers=LAYERS, **settings):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -88,7 +90,8 @@ def test_what_is_trained_is_what_is_loaded(plain_target, text, tmp_path):
     said: list[str] = []
     train_eagle3(plain_target, text, recipe, tmp_path / "draft", "the target", said.append)
     loaded = load_pair(draft=str(tmp_path / "draft"), dtype="float32", placement="resident")
-    covered, _, to_draft = text.most_used(recipe.covered, plain_target.config.vocab_size)
+    covered = text.most_used(recipe.covered, plain_target.config.vocab_size)
+    _, to_draft = text.covered_by(covered, plain_target.config.vocab_size)
     assert loaded.draft.taps == TAPS and torch.equal(loaded.draft.covered_tokens, covered)
     last_two = range(len(text.conversations) - 2, len(text.conversations))
     (scaled,) = batches(text, last_two, 2, 1 / magnitudes(text))
@@ -100,6 +103,30 @@ def test_what_is_trained_is_what_is_loaded(plain_target, text, tmp_path):
     told = [float(each) for each in said[-1].split("[")[1].split("]")[0].split(",")]
     assert evaluate(loaded.draft, to_draft, [held_out], 2) == pytest.approx(told, abs=0.02), "bfloat16 weights and unscaled hidden states"
     assert_decodes_exactly(loaded, plain_target)
+
+
+def test_training_goes_on_from_a_draft(plain_target, text, tmp_path):
+    """Without a learning rate the draft stays what it was; with one it comes nearer to the target, chains included. Other drafts are refused."""
+    recipe = FeatureRecipe(covered=512, steps=4, batch=2, chain=2, held_out=2)
+    train_eagle3(plain_target, text, recipe, tmp_path / "draft", "the target", print)
+    (held_out,) = batches(text, range(len(text.conversations) - 2, len(text.conversations)), 2, torch.ones(3 * plain_target.config.hidden_size))
+    kept = replace(recipe, covered=9, steps=1, learning_rate=0.0, start=str(tmp_path / "draft"))
+    found = {}
+    for name, further in (("draft", None), ("kept", kept), ("further", replace(kept, steps=8, learning_rate=recipe.learning_rate))):
+        if further:
+            train_eagle3(plain_target, text, further, tmp_path / name, "the target", print)
+        draft = load(tmp_path / name, plain_target)
+        _, to_draft = text.covered_by(draft.covered_tokens, plain_target.config.vocab_size)
+        with torch.no_grad():
+            found[name] = divergences(draft, to_draft, held_out, 2)
+    torch.testing.assert_close(found["kept"], found["draft"], atol=0.01, rtol=0)  # fc is rounded to bfloat16 once more
+    assert (found["further"] < found["draft"] - 0.05).all()
+    config, weights, _ = BLOCKS["plain"]
+    (tmp_path / "empty").mkdir()
+    for other in (write(tmp_path / "block", config, weights), str(tmp_path / "empty")):
+        with pytest.raises(SequoiaPlanError, match=f"^--start {other}: expected a draft as `eagle3` writes it|^{other}: made for a target"):
+            train_eagle3(plain_target, text, replace(kept, start=other), tmp_path / "refused", "the target")
+    assert not (tmp_path / "refused").exists()
 
 
 @torch.no_grad()
@@ -140,7 +167,8 @@ def test_a_block_draft_that_is_trained_is_what_is_loaded(plain_target, text, tmp
     said: list[str] = []
     train_dflash(plain_target, text, recipe, tmp_path / "draft", "the target", said.append)
     loaded = load_pair(draft=str(tmp_path / "draft"), dtype="float32", placement="resident")
-    covered, _, to_draft = text.most_used(recipe.covered, plain_target.config.vocab_size)
+    covered = text.most_used(recipe.covered, plain_target.config.vocab_size)
+    _, to_draft = text.covered_by(covered, plain_target.config.vocab_size)
     assert loaded.draft.taps == TAPS and torch.equal(loaded.draft.covered_tokens, covered)
     assert loaded.draft.block.mask == int(text.counts(plain_target.config.vocab_size).argmin())
     last_two = range(len(text.conversations) - 2, len(text.conversations))

@@ -12,6 +12,7 @@ import click
 from sequoia_plan.planner.cli.decoding import bench, generate
 from sequoia_plan.planner.cli.engine import engine
 from sequoia_plan.planner.cli.profiling import profile
+from sequoia_plan.planner.cli.terminal import interruptible
 from sequoia_plan.planner.cli.trees import export_command, import_command, show, solve
 
 EXTRAS = {"torch": "runtime", "transformers": "runtime", "accelerate": "offload", "psutil": "offload", "gguf": "gguf", "matplotlib": "plot"}
@@ -23,7 +24,8 @@ class _Group(click.Group):
         """Say in one line that output cannot be written; it may be as late as when the last of it leaves the buffer."""
         try:
             try:
-                return super().main(*args, **options)
+                with interruptible():
+                    return super().main(*args, **options)
             finally:
                 sys.stdout.flush()
         except OSError as error:

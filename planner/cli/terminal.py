@@ -3,11 +3,42 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import click
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Within it, Ctrl-C ends the process at once while numba is imported or compiles: LLVM calls back into Python, where an exception is lost."""
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not ours:  # another thread may not set it, and a background job ignores it
+        yield
+        return
+    signal.signal(signal.SIGINT, _interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    caller = frame
+    while caller and not str(caller.f_globals.get("__name__")).startswith(("numba.", "llvmlite.")):
+        caller = caller.f_back
+    if not caller:
+        signal.default_int_handler(number, frame)
+    from rich.console import Console
+
+    Console(stderr=True).show_cursor()
+    click.echo("Aborted!", err=True)
+    os._exit(1)
 
 
 @contextmanager

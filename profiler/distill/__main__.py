@@ -30,6 +30,7 @@ def main() -> None:
     learn.add_argument("--layers", type=int, nargs="+", default=list(Recipe.layers), help="the target's layers to start from (default: %(default)s)")
     features = commands.add_parser("eagle3", help="train a draft that reads the target's hidden states")
     features.add_argument("--chain", type=int, default=FeatureRecipe.chain, help="tokens of a chain that are learnt together (default: %(default)s)")
+    features.add_argument("--start", help="folder of a trained draft to go on from, with a head for the same tokens (default: a new one)")
     blocks = commands.add_parser("dflash", help="train a draft that reads the target's hidden states and says a block at once")
     blocks.add_argument("--layers", type=int, nargs="+", default=list(BlockRecipe.layers), help="the target's layers to start from (default: %(default)s)")
     blocks.add_argument("--size", type=int, default=BlockRecipe.size, help="tokens of a block, the last token before it included (default: %(default)s)")
@@ -54,7 +55,7 @@ def main() -> None:
     elif options.command == "dflash":
         train_dflash(target, text_of, BlockRecipe(layers=tuple(options.layers), size=options.size, **shared), options.output, name, say)
     else:
-        train_eagle3(target, text_of, FeatureRecipe(chain=options.chain, **shared), options.output, name, say)
+        train_eagle3(target, text_of, FeatureRecipe(chain=options.chain, start=options.start, **shared), options.output, name, say)
 
 
 try:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.profiler.distill.training import (
     Text,
     Training,
@@ -31,7 +32,8 @@ from sequoia_plan.profiler.distill.training import (
     start_ends,
 )
 from sequoia_plan.runtime.draft.feature_model import Eagle3, Norms
-from sequoia_plan.runtime.draft.published import eagle3_taps, write_eagle3
+from sequoia_plan.runtime.draft.load_tapped import load_tapped
+from sequoia_plan.runtime.draft.published import eagle3_taps, find_checkpoint, write_eagle3
 from sequoia_plan.runtime.draft.tapped import FULL
 
 
@@ -57,29 +59,38 @@ class FeatureRecipe(Training):
     """How a feature draft is made.
 
     Args:
-        chain: tokens of a chain from half of the steps on; before that 1.
+        chain: tokens of a chain from half of the steps on; before that 1. With `start` from the first step on.
         decay: what a chain's next token counts for in the loss, if this one counts for 1.
+        start: the folder of a trained draft to go on from. Its head stays for the same tokens, so `covered` does not count.
         others: as for `Training`.
     """
 
     steps: int = 3000
     chain: int = 3
     decay: float = 0.8
+    start: str | None = None
 
 
 def train_eagle3(target: Any, text: Text, recipe: FeatureRecipe, out: Path, target_name: str, report: Callable[[str], None] = print) -> None:
     """Train a feature draft for `target` (a Llama in float32) on text with its hidden states, and write it to the folder `out`.
 
     Raises:
-        SequoiaPlanError: if the text was written without hidden states, or with others than EAGLE-3 reads where nothing is said.
+        SequoiaPlanError: if the text was written without hidden states, or with others than EAGLE-3 reads where nothing is said, or
+            `recipe.start` is no draft that this wrote.
     """
     torch.manual_seed(recipe.seed)
+    vocabulary = target.config.vocab_size
     text.taps(eagle3_taps(target.config.num_hidden_layers))
-    covered, share, to_draft = text.most_used(recipe.covered, target.config.vocab_size)
-    draft, scale = untrained(target, covered, text.counts(target.config.vocab_size)), 1 / magnitudes(text)
+    scale = 1 / magnitudes(text)
+    if recipe.start:
+        draft = loaded(target, recipe.start, scale)
+    else:
+        draft = untrained(target, text.most_used(recipe.covered, vocabulary), text.counts(vocabulary))
+    covered: Any = draft.covered_tokens
+    share, to_draft = text.covered_by(covered, vocabulary)
 
     def loss_of(batch: Batch, step: int) -> Tensor:
-        chain = 1 if step < recipe.steps // 2 else recipe.chain
+        chain = 1 if step < recipe.steps // 2 and not recipe.start else recipe.chain
         return decayed(divergences(draft, to_draft, batch, chain), recipe.decay)
 
     def agreement(held_out: Sequence[int]) -> list[float]:
@@ -133,6 +144,19 @@ def untrained(target: Any, covered: Tensor, counts: Tensor) -> Eagle3:
     for name in ("mlp", "post_attention_layernorm"):
         getattr(layer, name).load_state_dict(getattr(source, name).state_dict())
     return draft.train()
+
+
+def loaded(target: Any, folder: str, scale: Tensor) -> Eagle3:
+    """The draft in a folder, to be trained further on hidden states multiplied by `scale` [taps * width]."""
+    found, layers = find_checkpoint(folder), target.config.num_hidden_layers
+    draft: Any = load_tapped(found, target, torch.float32) if found else None
+    as_written = isinstance(draft, Eagle3) and draft.norms in (Norms(), Norms(before_residual=True)) and draft.taps == eagle3_taps(layers)
+    if not (as_written and draft.config.num_hidden_layers == 1 and draft.lm_head and draft.embed_tokens is None and draft.covered_tokens is not None):
+        raise SequoiaPlanError(f"--start {folder}: expected a draft as `eagle3` writes it: EAGLE-3's layout, one layer, a head of its own, no embeddings")
+    with torch.no_grad():
+        draft.fc.weight /= scale
+    unfrozen: Eagle3 = draft.requires_grad_(True).train()
+    return unfrozen
 
 
 def batches(text: Text, which: Sequence[int], size: int, scale: Tensor) -> Iterator[Batch]:

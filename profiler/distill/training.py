@@ -94,15 +94,21 @@ class Text:
                 )
         return wanted
 
-    def most_used(self, count: int, vocabulary: int) -> tuple[Tensor, float, Tensor]:
-        """The tokens with the most mass under the target's laws, sorted; their share of that mass; each token's place among them or -1."""
+    def most_used(self, count: int, vocabulary: int) -> Tensor:
+        """int64 [count]: the tokens with the most mass under the target's laws, sorted."""
+        return torch.from_numpy(np.sort(np.argsort(-self._mass(vocabulary), kind="stable")[:count]))
+
+    def covered_by(self, tokens: Tensor, vocabulary: int) -> tuple[float, Tensor]:
+        """The share that tokens [n] have of the mass under the target's laws; and int64 [vocabulary], each token's place among them or -1."""
+        mass, places = self._mass(vocabulary), torch.full((vocabulary,), -1)
+        places[tokens] = torch.arange(tokens.numel())
+        return float(mass[tokens.numpy()].sum() / mass.sum()), places
+
+    def _mass(self, vocabulary: int) -> np.ndarray:
         mass = np.zeros(vocabulary)
         for _, _, ids, logp in self.conversations:
             np.add.at(mass, ids.astype(np.int64), np.exp(logp.astype(np.float64)))
-        chosen = np.sort(np.argsort(-mass, kind="stable")[:count])
-        places = torch.full((vocabulary,), -1)
-        places[chosen] = torch.arange(count)
-        return torch.from_numpy(chosen), float(mass[chosen].sum() / mass.sum()), places
+        return mass
 
     def counts(self, vocabulary: int) -> Tensor:
         """float [vocabulary]: how often the text has each token."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.runtime.draft.block_model import Block
-from sequoia_plan.runtime.models.load import first_line
+from sequoia_plan.runtime.models.load import first_line, local_folder, model_config
 
 EAGLE1, EAGLE3, DFLASH = "EAGLE-1", "EAGLE-3", "DFlash"
 FLAT = {"LlamaForCausalLMEagle3": EAGLE3, "Eagle3LlamaForCausalLM": EAGLE3, "EagleLlamaForCausalLM": EAGLE1, "DFlashDraftModel": DFLASH}
@@ -58,6 +58,20 @@ class Checkpoint:
     def refuse(self, what: str) -> SequoiaPlanError:
         """An error about this draft."""
         return SequoiaPlanError(f"{self.folder}: {what}")
+
+
+def find_checkpoint(source: str) -> Checkpoint | None:
+    """The draft that reads hidden states in a folder or under a hub ID; None for anything else.
+
+    Raises:
+        SequoiaPlanError: if it is such a draft of a kind that is not known, or cannot be read.
+    """
+    config = model_config(source)
+    if config is None:
+        return None
+    local = Path(source) if Path(source).is_dir() else None
+    kind = kind_of(config, tensor_names(local) if local else (), source)
+    return read_checkpoint(local or local_folder(source), config, kind, source) if kind else None
 
 
 def kind_of(config: Mapping[str, Any], names: Iterable[str], folder: str) -> str | None:
