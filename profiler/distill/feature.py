@@ -1,8 +1,9 @@
 """Training a draft that reads the target's hidden states: `python -m sequoia_plan.profiler.distill eagle3`.
 
-The draft is one layer in the layout of EAGLE-3 (arXiv 2503.01840). It minimises the forward KL divergence to the target's law at the answer
-tokens, along chains: the first token of a chain is drafted from the target's hidden states, each further one from the draft's own output for
-the token before, as in decoding. Without the further ones, drafts are worth little below the first level of a tree.
+The draft is one layer in the layout of EAGLE-3 (arXiv 2503.01840). In the first half of the steps it minimises the forward KL divergence from
+the target's law at the answer tokens. In the second half it does so along chains: the first token of a chain is drafted from the target's
+hidden states, each further one from the draft's own output for the token before, as in decoding. Without the further ones, drafts are worth
+little below the first level of a tree. There, the probability that speculative sampling rejects the draft's token counts most.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from sequoia_plan.profiler.distill.training import (
     hidden_of,
     layers_like,
     magnitudes,
+    rejection,
     start_ends,
 )
 from sequoia_plan.runtime.draft.feature_model import Eagle3, Norms
@@ -59,15 +61,17 @@ class FeatureRecipe(Training):
     """How a feature draft is made.
 
     Args:
-        chain: tokens of a chain from half of the steps on; before that 1. With `start` from the first step on.
+        chain: tokens of a chain in the second half of the steps; in the first half 1.
         decay: what a chain's next token counts for in the loss, if this one counts for 1.
-        start: the folder of a trained draft to go on from. Its head stays for the same tokens, so `covered` does not count.
+        divergence: what the divergence counts for in the second half, beside the share of rejected tokens, which counts for 1.
+        start: the folder of a trained draft to go on from; all steps are as in the second half. Its head is for the same tokens, whatever `covered` is.
         others: as for `Training`.
     """
 
     steps: int = 3000
     chain: int = 3
     decay: float = 0.8
+    divergence: float = 0.3
     start: str | None = None
 
 
@@ -90,8 +94,9 @@ def train_eagle3(target: Any, text: Text, recipe: FeatureRecipe, out: Path, targ
     share, to_draft = text.covered_by(covered, vocabulary)
 
     def loss_of(batch: Batch, step: int) -> Tensor:
-        chain = 1 if step < recipe.steps // 2 and not recipe.start else recipe.chain
-        return decayed(divergences(draft, to_draft, batch, chain), recipe.decay)
+        if step < recipe.steps // 2 and not recipe.start:
+            return divergences(draft, to_draft, batch, 1)[0]
+        return decayed(losses(draft, to_draft, batch, recipe), recipe.decay)
 
     def agreement(held_out: Sequence[int]) -> list[float]:
         return [round(each, 4) for each in evaluate(draft, to_draft, batches(text, held_out, 16, scale), recipe.chain)]
@@ -170,6 +175,12 @@ def batches(text: Text, which: Sequence[int], size: int, scale: Tensor) -> Itera
 def divergences(draft: Eagle3, to_draft: Tensor, batch: Batch, chain: int) -> Tensor:
     """[chain]: `divergence` where the answer token is the first of a chain, the second, ..."""
     return torch.stack([divergence(logits, to_draft, batch.ids, batch.logp) for logits in chains(draft, batch, chain)])
+
+
+def losses(draft: Eagle3, to_draft: Tensor, batch: Batch, recipe: FeatureRecipe) -> Tensor:
+    """[recipe.chain]: what is minimised in the second half, where the answer token is the first of a chain, the second, ..."""
+    laws = to_draft, batch.ids, batch.logp
+    return torch.stack([rejection(logits, *laws) + recipe.divergence * divergence(logits, *laws) for logits in chains(draft, batch, recipe.chain)])
 
 
 @torch.no_grad()

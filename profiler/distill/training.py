@@ -215,6 +215,14 @@ def divergence(logits: Tensor, to_draft: Tensor, ids: Tensor, logp: Tensor) -> T
     return (p * (logp - log_q)).sum(-1).mean()
 
 
+def rejection(logits: Tensor, to_draft: Tensor, ids: Tensor, logp: Tensor) -> Tensor:
+    """Mean over answer tokens of the probability that speculative sampling rejects a token drawn from the draft at temperature 1: the total
+    variation distance of target and draft (arXiv 2211.17192, Corollary 3.6). Arguments as for `divergence`."""
+    at = to_draft[ids]
+    q = logits.log_softmax(-1).gather(1, at.clamp(min=0)).exp() * (at >= 0)
+    return 1 - torch.minimum(logp.exp(), q).sum(-1).mean()
+
+
 def decayed(losses: Tensor, decay: float) -> Tensor:
     """The mean of losses [n], each of which counts `decay` times what the one before it counts."""
     counts = decay ** torch.arange(losses.numel())
