@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from drafts import golden, load, small_target, write
+from safetensors import safe_open
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.profiler.distill.block import BlockRecipe, Blocks, blocks, train_dflash
@@ -130,6 +132,9 @@ def test_training_goes_on_from_a_draft(plain_target, text, tmp_path):
         with torch.no_grad():
             found[name] = losses(draft, to_draft, held_out, recipe)
     torch.testing.assert_close(found["kept"], found["draft"], atol=0.01, rtol=0)  # fc is rounded to bfloat16 once more
+    with safe_open(tmp_path / "kept" / "model.safetensors", "pt") as file:
+        told = json.loads(file.metadata()["sequoia_plan"])["recipe"]
+    assert (told["covered"], told["start"]) == (512, str(tmp_path / "draft"))
     assert (found["further"] < found["draft"] - 0.02).all(), found
     config, weights, _ = BLOCKS["plain"]
     (tmp_path / "empty").mkdir()

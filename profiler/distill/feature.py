@@ -9,7 +9,7 @@ little below the first level of a tree. There, the probability that speculative 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,7 +64,7 @@ class FeatureRecipe(Training):
         chain: tokens of a chain in the second half of the steps; in the first half 1.
         decay: what a chain's next token counts for in the loss, if this one counts for 1.
         divergence: what the divergence counts for in the second half, beside the share of rejected tokens, which counts for 1.
-        start: the folder of a trained draft to go on from; all steps are as in the second half. Its head is for the same tokens, whatever `covered` is.
+        start: the folder of a trained draft to go on from; all steps are as in the second half. Its head says what `covered` is.
         others: as for `Training`.
     """
 
@@ -91,6 +91,7 @@ def train_eagle3(target: Any, text: Text, recipe: FeatureRecipe, out: Path, targ
     else:
         draft = untrained(target, text.most_used(recipe.covered, vocabulary), text.counts(vocabulary))
     covered: Any = draft.covered_tokens
+    recipe = replace(recipe, covered=covered.numel())
     share, to_draft = text.covered_by(covered, vocabulary)
 
     def loss_of(batch: Batch, step: int) -> Tensor:
