@@ -37,7 +37,7 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
     from rich.console import Console
 
     Console(stderr=True).show_cursor()
-    click.echo("Aborted!", err=True)
+    click.echo("\nAborted!", err=True)  # as click says it
     os._exit(1)
 
 
