@@ -19,7 +19,7 @@ from sequoia_plan.profiler.distill.block import untrained as untrained_block
 from sequoia_plan.profiler.distill.feature import Batch, FeatureRecipe, batches, chains, divergences, evaluate, losses, train_eagle3, untrained
 from sequoia_plan.profiler.distill.text import TOP, write_text
 from sequoia_plan.profiler.distill.train import Recipe, train
-from sequoia_plan.profiler.distill.training import Text, magnitudes, rejection
+from sequoia_plan.profiler.distill.training import Text, apart, magnitudes
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.models.attention import attending
 
@@ -84,7 +84,7 @@ def test_the_share_of_rejected_tokens_is_that_of_speculative_sampling():
     target, draft = torch.tensor([[0.5, 0.2, 0.15, 0.1, 0.05], [0.1, 0.2, 0.3, 0.35, 0.05]]), torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.25, 0.25]])
     kept = [sum(float(q[at]) * min(1.0, float(p[token] / q[at])) for at, token in enumerate((3, 0, 2))) for p, q in zip(target, draft, strict=True)]
     logp, ids = target.sort(descending=True)
-    found = rejection(draft.log() + 7, torch.tensor([1, -1, 2, 0, -1]), ids[:, :4], logp[:, :4].log())
+    _, found = apart(draft.log() + 7, torch.tensor([1, -1, 2, 0, -1]), ids[:, :4], logp[:, :4].log())
     assert float(found) == pytest.approx(1 - sum(kept) / 2, abs=1e-6)
     assert float(found) != pytest.approx(0.5 * float((target[:, [3, 0, 2]] - draft).abs().sum(-1).mean()), abs=0.02), "of covered tokens alone"
 
@@ -102,8 +102,7 @@ def test_what_is_trained_is_what_is_loaded(plain_target, text, tmp_path):
     said: list[str] = []
     train_eagle3(plain_target, text, recipe, tmp_path / "draft", "the target", said.append)
     loaded = load_pair(draft=str(tmp_path / "draft"), dtype="float32", placement="resident")
-    covered = text.most_used(recipe.covered, plain_target.config.vocab_size)
-    _, to_draft = text.covered_by(covered, plain_target.config.vocab_size)
+    covered, _, to_draft = text.most_used(recipe.covered, plain_target.config.vocab_size)
     assert loaded.draft.taps == TAPS and torch.equal(loaded.draft.covered_tokens, covered)
     last_two = range(len(text.conversations) - 2, len(text.conversations))
     (scaled,) = batches(text, last_two, 2, 1 / magnitudes(text))
@@ -182,8 +181,7 @@ def test_a_block_draft_that_is_trained_is_what_is_loaded(plain_target, text, tmp
     said: list[str] = []
     train_dflash(plain_target, text, recipe, tmp_path / "draft", "the target", said.append)
     loaded = load_pair(draft=str(tmp_path / "draft"), dtype="float32", placement="resident")
-    covered = text.most_used(recipe.covered, plain_target.config.vocab_size)
-    _, to_draft = text.covered_by(covered, plain_target.config.vocab_size)
+    covered, _, to_draft = text.most_used(recipe.covered, plain_target.config.vocab_size)
     assert loaded.draft.taps == TAPS and torch.equal(loaded.draft.covered_tokens, covered)
     assert loaded.draft.block.mask == int(text.counts(plain_target.config.vocab_size).argmin())
     last_two = range(len(text.conversations) - 2, len(text.conversations))

@@ -68,8 +68,7 @@ def train_dflash(target: Any, text: Text, recipe: BlockRecipe, out: Path, target
     """
     torch.manual_seed(recipe.seed)
     taps = text.taps()
-    covered = text.most_used(recipe.covered, target.config.vocab_size)
-    share, to_draft = text.covered_by(covered, target.config.vocab_size)
+    covered, share, to_draft = text.most_used(recipe.covered, target.config.vocab_size)
     draft, scale = untrained(target, taps, covered, recipe, int(text.counts(target.config.vocab_size).argmin())), 1 / magnitudes(text)
 
     def loss_of(batch: Blocks, step: int) -> Tensor:

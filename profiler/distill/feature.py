@@ -23,6 +23,7 @@ from sequoia_plan.profiler.distill.training import (
     Text,
     Training,
     agreeing,
+    apart,
     as_published,
     decayed,
     divergence,
@@ -30,7 +31,6 @@ from sequoia_plan.profiler.distill.training import (
     hidden_of,
     layers_like,
     magnitudes,
-    rejection,
     start_ends,
 )
 from sequoia_plan.runtime.draft.feature_model import Eagle3, Norms
@@ -88,11 +88,12 @@ def train_eagle3(target: Any, text: Text, recipe: FeatureRecipe, out: Path, targ
     scale = 1 / magnitudes(text)
     if recipe.start:
         draft = loaded(target, recipe.start, scale)
+        covered: Any = draft.covered_tokens
+        share, to_draft = text.covered_by(covered, vocabulary)
+        recipe = replace(recipe, covered=covered.numel())
     else:
-        draft = untrained(target, text.most_used(recipe.covered, vocabulary), text.counts(vocabulary))
-    covered: Any = draft.covered_tokens
-    recipe = replace(recipe, covered=covered.numel())
-    share, to_draft = text.covered_by(covered, vocabulary)
+        covered, share, to_draft = text.most_used(recipe.covered, vocabulary)
+        draft = untrained(target, covered, text.counts(vocabulary))
 
     def loss_of(batch: Batch, step: int) -> Tensor:
         if step < recipe.steps // 2 and not recipe.start:
@@ -180,8 +181,8 @@ def divergences(draft: Eagle3, to_draft: Tensor, batch: Batch, chain: int) -> Te
 
 def losses(draft: Eagle3, to_draft: Tensor, batch: Batch, recipe: FeatureRecipe) -> Tensor:
     """[recipe.chain]: what is minimised in the second half, where the answer token is the first of a chain, the second, ..."""
-    laws = to_draft, batch.ids, batch.logp
-    return torch.stack([rejection(logits, *laws) + recipe.divergence * divergence(logits, *laws) for logits in chains(draft, batch, recipe.chain)])
+    both = [apart(logits, to_draft, batch.ids, batch.logp) for logits in chains(draft, batch, recipe.chain)]
+    return torch.stack([rejected + recipe.divergence * diverging for diverging, rejected in both])
 
 
 @torch.no_grad()

@@ -69,8 +69,7 @@ def _logits(draft: Any, tokens: Tensor, places: Tensor) -> Tensor:
 def _start(target: Any, text: Text, recipe: Recipe) -> tuple[Any, Tensor, float]:
     """The untrained draft, the map from the target's tokens to its own (-1: not covered), and the mass it covers."""
     vocabulary = target.config.vocab_size
-    covered = text.most_used(recipe.covered, vocabulary)
-    share, to_draft = text.covered_by(covered, vocabulary)
+    covered, share, to_draft = text.most_used(recipe.covered, vocabulary)
     draft = build_draft(layers_like(target, len(recipe.layers)), target.get_input_embeddings(), covered)
     weights = target.state_dict()
     start = {"lm_head.weight": weights["lm_head.weight"][covered], "model.norm.weight": weights["model.norm.weight"]}

@@ -94,15 +94,15 @@ class Text:
                 )
         return wanted
 
-    def most_used(self, count: int, vocabulary: int) -> Tensor:
-        """int64 [count]: the tokens with the most mass under the target's laws, sorted."""
-        return torch.from_numpy(np.sort(np.argsort(-self._mass(vocabulary), kind="stable")[:count]))
+    def most_used(self, count: int, vocabulary: int) -> tuple[Tensor, float, Tensor]:
+        """The tokens with the most mass under the target's laws, sorted; and what `covered_by` says of them."""
+        mass = self._mass(vocabulary)
+        chosen = torch.from_numpy(np.sort(np.argsort(-mass, kind="stable")[:count]))
+        return chosen, *_covered(mass, chosen)
 
     def covered_by(self, tokens: Tensor, vocabulary: int) -> tuple[float, Tensor]:
         """The share that tokens [n] have of the mass under the target's laws; and int64 [vocabulary], each token's place among them or -1."""
-        mass, places = self._mass(vocabulary), torch.full((vocabulary,), -1)
-        places[tokens] = torch.arange(tokens.numel())
-        return float(mass[tokens.numpy()].sum() / mass.sum()), places
+        return _covered(self._mass(vocabulary), tokens)
 
     def _mass(self, vocabulary: int) -> np.ndarray:
         mass = np.zeros(vocabulary)
@@ -201,26 +201,27 @@ def hidden_of(text: Text, which: Sequence[int], longest: int, scale: Tensor) -> 
     return hidden * scale
 
 
-def divergence(logits: Tensor, to_draft: Tensor, ids: Tensor, logp: Tensor) -> Tensor:
-    """Mean over answer tokens of KL(target || draft), on the covered part of the target's most probable tokens.
+def apart(logits: Tensor, to_draft: Tensor, ids: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
+    """Two distances of draft and target, means over answer tokens.
 
     Args:
         logits: [a, draft vocabulary].
         to_draft: int64 [target vocabulary], each token's place in the draft's vocabulary or -1.
         ids, logp: [a, TOP], the target's most probable tokens and the logarithms of their probabilities.
+
+    Returns:
+        KL(target || draft), on the covered part of the target's most probable tokens; and the probability that speculative sampling rejects a
+        token drawn from the draft at temperature 1, which is their total variation distance (arXiv 2211.17192, Corollary 3.6).
     """
     at = to_draft[ids]
-    p = logp.exp() * (at >= 0)
+    covered, p = at >= 0, logp.exp()
     log_q = logits.gather(1, at.clamp(min=0)) - logits.logsumexp(-1, keepdim=True)
-    return (p * (logp - log_q)).sum(-1).mean()
+    return (p * covered * (logp - log_q)).sum(-1).mean(), 1 - torch.minimum(p, log_q.exp() * covered).sum(-1).mean()
 
 
-def rejection(logits: Tensor, to_draft: Tensor, ids: Tensor, logp: Tensor) -> Tensor:
-    """Mean over answer tokens of the probability that speculative sampling rejects a token drawn from the draft at temperature 1: the total
-    variation distance of target and draft (arXiv 2211.17192, Corollary 3.6). Arguments as for `divergence`."""
-    at = to_draft[ids]
-    q = logits.log_softmax(-1).gather(1, at.clamp(min=0)).exp() * (at >= 0)
-    return 1 - torch.minimum(logp.exp(), q).sum(-1).mean()
+def divergence(logits: Tensor, to_draft: Tensor, ids: Tensor, logp: Tensor) -> Tensor:
+    """The first of the distances of `apart`."""
+    return apart(logits, to_draft, ids, logp)[0]
 
 
 def decayed(losses: Tensor, decay: float) -> Tensor:
@@ -259,6 +260,13 @@ def _warmed_up_cosine(optimiser: torch.optim.Optimizer, steps: int) -> torch.opt
     """A learning rate that rises for a hundred steps, or a tenth of them, and falls to zero along a cosine."""
     warm_up = min(100, steps // 10 + 1)
     return torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: min(1.0, (step + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps))))
+
+
+def _covered(mass: np.ndarray, tokens: Tensor) -> tuple[float, Tensor]:
+    """See `Text.covered_by`, from each token's mass [vocabulary]."""
+    places = torch.full(mass.shape, -1)
+    places[tokens] = torch.arange(tokens.numel())
+    return float(mass[tokens.numpy()].sum() / mass.sum()), places
 
 
 def _shuffled(which: Sequence[int], text: Text, batch: int, rng: np.random.Generator) -> list[int]:
