@@ -157,6 +157,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 def main() -> None:
     """Read, compare and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draft", help="as for sequoia-plan profile")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--prompts", type=int, default=160, help="of the built-in ones, at most")
     parser.add_argument("--tokens", type=int, default=48, help="of each prompt")
@@ -167,7 +168,7 @@ def main() -> None:
     if options.texts:
         known = json.loads(options.texts.read_text())
     else:
-        pair = load_pair(dtype=options.dtype)
+        pair = load_pair(draft=options.draft, dtype=options.dtype)
         ids = [encode(pair.tokenizer, prompt.text) for prompt in load(BUILT_IN)[: options.prompts]]
         decoder = SequoiaDecoder(pair.target, pair.draft, TREE)
         journal = journal_of(options.output)

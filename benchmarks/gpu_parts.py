@@ -35,6 +35,7 @@ from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
 from sequoia_plan.runtime.capture import Graphs
 from sequoia_plan.runtime.models import attention
 from sequoia_plan.runtime.models.load import dtype_name, resolve_dtype
+from sequoia_plan.runtime.pair import LANGUAGE_MODEL
 
 VECTORS = ("sequoia-example", "llama3-70b-8b-cnn")
 CONTENDERS = ("plain", "generate", "assisted", "traversal")
@@ -288,7 +289,8 @@ def real_pair(run: Run, sampling: Sampling) -> dict[str, Any]:
     sampling = replace(sampling, verifier=solution.plan.settings["verifier"])
     trees = arms(solution.tree, sampling.verifier)
     reference = functools.partial(embedded, run.device, placement="resident")
-    result = compare(pair, reference, solution.tree, trees, sampling, longest_first(pair, scale), scale.tokens, CONTENDERS, deadline=run.deadline)
+    prompts = longest_first(pair, scale)
+    result = compare(pair, reference, solution.tree, trees, sampling, prompts, scale.tokens, CONTENDERS, deadline=run.deadline, assistant=LANGUAGE_MODEL)
     steps = {"plain": TokenTree.chain(1), "tree": solution.tree}
     return result.facts() | {
         "acceptance": profile.acceptance,

@@ -90,12 +90,13 @@ def main() -> None:
     """Measure, predict and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--draft", help="as for sequoia-plan profile")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
-    pair, sampling = load_pair(dtype=options.dtype), Sampling(options.temperature)
+    pair, sampling = load_pair(draft=options.draft, dtype=options.dtype), Sampling(options.temperature)
     measured: dict[str, Measured] = {}
     journals = []
     for name, path in {"built-in": BUILT_IN, **({options.prompts.stem: options.prompts} if options.prompts else {})}.items():

@@ -56,7 +56,7 @@ from sequoia_plan.runtime.models.weight_file import aligned_memory, bytes_of
 
 RESIDENT = 6
 """Layers of thirty that stay in memory: a fifth."""
-DRAFTS = {"embedded draft": None, "int8 draft": "int8"}
+DRAFTS = ["smollm2-135m-eagle3", "smollm2-135m-draft", "int8"]
 PRECISION = 0.08
 """Of a profile's expected tokens."""
 FIRST_READS = 40
@@ -180,8 +180,8 @@ def decode(options: argparse.Namespace, temperature: float) -> dict[str, Any]:
     """Every way of decoding, prompt by prompt in turn."""
     sampling, dtype, prompts, tokens = Sampling(temperature), options.dtype, options.prompts, options.tokens
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        drafts = {name: DRAFTS[name] for name in options.draft or DRAFTS}
-        pairs = {name: streamed(draft, RESIDENT, dtype) for name, draft in drafts.items()}
+        drafts = options.draft or DRAFTS
+        pairs = {name: streamed(name, RESIDENT, dtype) for name in drafts}
         first = next(iter(pairs.values()))
         ring = stream_of(first.target)
         assert isinstance(ring, Ring)
@@ -191,7 +191,7 @@ def decode(options: argparse.Namespace, temperature: float) -> dict[str, Any]:
         trees: dict[str, TokenTree] = {}
         for name, pair in pairs.items():
             disk.rest()
-            profile = measured(pair, drafts[name], dtype, sampling, options.latency_seconds)
+            profile = measured(pair, name, dtype, sampling, options.latency_seconds)
             trees[name] = solve(profile, 768, 40).tree
             arms[name] = proven(name, ours(pair, trees[name], sampling, tokens), counted, disk)
             more = -(-pair.facts["target"]["draft_bytes"] // layer_bytes(dtype))
@@ -332,7 +332,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--latency-seconds", type=float, default=45.0)
-    parser.add_argument("--draft", action="append", choices=[*DRAFTS], help="[default: both]")
+    parser.add_argument("--draft", action="append", choices=DRAFTS, help="[default: all]")
     parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has deepspeed and sequoia-plan")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("-o", "--output", type=Path, required=True)

@@ -152,6 +152,7 @@ def main() -> None:
     """Decode, compare and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("profiles", type=Path, nargs="+")
+    parser.add_argument("--draft", help="as for sequoia-plan profile")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--depth", type=int, default=10)
@@ -166,7 +167,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.sizes, options.limit, options.tokens = [4, 8], 2, 8
-    pair = load_pair(dtype=options.dtype, device=options.device)
+    pair = load_pair(draft=options.draft, dtype=options.dtype, device=options.device)
     console, results = Console(width=180), list[dict[str, Any]]()
     shown = {
         name: (*kinds, *(["beside"] if options.beside and "by_level" in kinds else []))

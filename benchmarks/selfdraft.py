@@ -30,8 +30,9 @@ from sequoia_plan.profiler.latency import CONTEXT, SizeTimer, random_prompt, tim
 from sequoia_plan.profiler.prompts import built_in, encode
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
 from sequoia_plan.runtime.draft import self_draft
-from sequoia_plan.runtime.draft.file import DEFAULT_DRAFT, load_draft
+from sequoia_plan.runtime.draft.file import load_draft
 from sequoia_plan.runtime.models.int8 import Int8Linear
+from sequoia_plan.runtime.pair import EMBEDDED, LANGUAGE_MODEL
 
 WIDTHS = (1, 2, 4, 8)
 HEADS = (8192, 16384, 24576, 32768)
@@ -54,7 +55,7 @@ def variants(pair: Pair) -> dict[str, Any]:
     with patch.object(self_draft, "can_be_lean", lambda *_: False):
         modules = self_draft.self_draft(target)
     heads = {f"int8, head of the first {size:,} tokens": with_head(draft, torch.arange(size), target) for size in HEADS}
-    frequent = load_draft(DEFAULT_DRAFT, target).covered_tokens
+    frequent = load_draft(EMBEDDED[LANGUAGE_MODEL], target).covered_tokens
     heads[f"int8, head of the {len(frequent):,} tokens used most"] = with_head(draft, frequent, target)
     repacked = load_pair(draft=self_draft.INT8, dtype="bfloat16", placement="repacked").target
     return {"target, as loaded": target, REFERENCE: repacked, "int8, transformers' layers": modules, "int8": draft} | heads

@@ -124,6 +124,7 @@ def main() -> None:
     """Decode and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("profiles", type=Path, nargs="+")
+    parser.add_argument("--draft", help="as for sequoia-plan profile")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=32)
@@ -133,7 +134,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.prompts, options.tokens = 2, 8
-    pair = load_pair(dtype=options.dtype)
+    pair = load_pair(draft=options.draft, dtype=options.dtype)
     results = []
     for number, path in enumerate(options.profiles):
         journal = journal_of(f"{options.output}.{number}")

@@ -58,13 +58,14 @@ def compare(pair: Pair, sampling: Sampling, largest: int, rounds: int) -> dict[s
 def main() -> None:
     """Fit, measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draft", help="as for sequoia-plan profile")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=20, help="how often everything is timed (default: %(default)s)")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
-    pair = load_pair(dtype=options.dtype, device=options.device)
+    pair = load_pair(draft=options.draft, dtype=options.dtype, device=options.device)
     report: dict[str, Any] = {"hardware": fingerprint(options.device), "models": pair.facts, "settings": {}}
     table = Table(title="verification, ms: predicted, measured, and their difference as a share of the step", box=None)
     for column in ("", "tree", "predicted", "measured", "difference", "of the step"):

@@ -27,6 +27,7 @@ from sequoia_plan.planner import solve
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.prompts import held_out
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
+from sequoia_plan.runtime.pair import LANGUAGE_MODEL
 from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex
 
 SETTINGS = [(0.2, 1.0), (0.6, 1.0), (1.0, 1.0), (1.0, 0.9), (1.0, 0.8)]
@@ -104,7 +105,7 @@ def main() -> None:
     if options.quick:
         options.prompts, options.tokens = 2, 8
     settings = SETTINGS[1:2] if options.quick else SETTINGS
-    pair = load_pair(dtype=options.dtype)
+    pair = load_pair(draft=LANGUAGE_MODEL, dtype=options.dtype)
     prompts = held_out(pair.tokenizer, options.prompts)
     tree = solve(TYPICAL if options.quick else Profile.load(options.profile), options.budget, options.depth, objective="tokens").tree
     decoder = SequoiaDecoder(pair.target, pair.draft, tree)

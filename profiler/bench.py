@@ -23,6 +23,7 @@ from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.models.load import dtype_name
+from sequoia_plan.runtime.pair import with_draft
 
 TITLES = {
     "plain": "plain decoding",
@@ -37,6 +38,8 @@ TITLES = {
     "traversal": "our tree, traversal",
 }
 """Every contender, by name; `sequoia_plan.planner.solving.baselines` has the trees."""
+TRANSFORMERS = {"generate", "assisted", "lookup"}
+"""Those that are transformers' own."""
 LOOKUP_TOKENS = 10
 RESAMPLES = 2_000
 
@@ -90,7 +93,7 @@ def contenders(
     """The contenders named in `only` (all if empty), in the order of `TITLES`. Where greedy makes verifiers equal, one is enough.
 
     Args:
-        reference: the same models as transformers loads them, for transformers' own decoders.
+        reference: target and draft for transformers' own decoders, as transformers loads them.
         trees: tree and verifier of those that are ours.
 
     Raises:
@@ -106,7 +109,7 @@ def contenders(
     if not hasattr(reference.draft, "generate"):  # it reads the target's hidden states, and transformers gives it none
         del made["assisted"]
         if "assisted" in only:
-            raise ArgumentError("only: found 'assisted', and transformers cannot use this draft; leave it out")
+            raise ArgumentError("only: found 'assisted', and transformers cannot use this draft; name a language model with --assistant, or leave it out")
     for name, (tree, verifier) in trees.items():
         made[name] = partial(ours, pair, tree, replace(sampling, verifier=verifier), tokens)
     same = {"top-k", "traversal"} if sampling.greedy else set()
@@ -125,6 +128,7 @@ def compare(
     on_prompt: Callable[[int], None] = lambda done: None,
     deadline: float = math.inf,
     journal: Path | None = None,
+    assistant: str | None = None,
 ) -> BenchResult:
     """`contenders`, `bench` and `summary` in one, with what the tree's plan promises of each.
 
@@ -133,11 +137,16 @@ def compare(
         trees: tree and verifier of each contender that is ours.
         journal: a file that keeps finished prompts until all is done.
         reference: loads the models as transformers does; called if ours were repacked and transformers' decoders take part.
+        assistant: the draft of transformers' assisted generation, named as for `load_pair`; None for the pair's.
     """
-    repacked = pair.placement == "repacked" and {"generate", "assisted", "lookup"} & set(only or TITLES)
-    decoders = contenders(pair, reference() if repacked else pair, trees, sampling, tokens, only)
+    wanted, models = set(only or TITLES), pair.facts
+    theirs = reference() if pair.placement == "repacked" and TRANSFORMERS & wanted else pair
+    if assistant and "assisted" in wanted:
+        theirs = with_draft(theirs, assistant)
+        models = models | {"assistant": theirs.facts["draft"]}
+    decoders = contenders(pair, theirs, trees, sampling, tokens, only)
     shapes = {name: [each.parents.tolist(), verifier] for name, (each, verifier) in trees.items()}
-    with Journal(journal, [pair.facts, list(map(list, prompts)), sampling.settings(), tokens, list(decoders), shapes]) as kept:
+    with Journal(journal, [models, list(map(list, prompts)), sampling.settings(), tokens, list(decoders), shapes]) as kept:
         runs = bench(decoders, prompts, on_prompt, deadline, kept)
     figures = summary(runs)
     for name in figures.keys() & trees.keys():
@@ -148,7 +157,7 @@ def compare(
         figures[name] = structs.replace(figures[name], predicted=promise)
     return BenchResult(
         settings=BenchSettings(sampling.settings(), dtype_name(pair.target.dtype), len(next(iter(runs.values()))), tokens),
-        models=pair.facts,
+        models=models,
         hardware=fingerprint(pair.target.device),
         contenders=figures,
         tree=Shape(tree.size, tree.depth, tuple(tree.level_widths.tolist())),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sequoia_plan.artifacts import ArgumentError
-from sequoia_plan.runtime.draft.file import DEFAULT_DRAFT, load_draft, save_as_folder
+from sequoia_plan.runtime.draft.file import load_draft, save_as_folder
 from sequoia_plan.runtime.draft.load_tapped import load_tapped, remarks
 from sequoia_plan.runtime.draft.published import find_checkpoint
 from sequoia_plan.runtime.draft.self_draft import INT8, self_draft
@@ -24,8 +24,9 @@ PLACEMENTS = ("resident", "repacked")
 """Where weights in memory are: as transformers loads them, or with linear layers repacked for the processor."""
 LINKS = ("host", "disk")
 """From where the layers of a target that does not fit are streamed: from the host's memory to a CUDA device, or from a file."""
-EMBEDDED = {"smollm2-135m-eagle3": DEFAULT_DRAFT.with_name("smollm2-135m-eagle3")}
-"""Other drafts of the embedded target, as published ones are, by the names that load them."""
+DEFAULT_DRAFT, LANGUAGE_MODEL = "smollm2-135m-eagle3", "smollm2-135m-draft"
+EMBEDDED = {DEFAULT_DRAFT: Path(__file__).with_name(DEFAULT_DRAFT), LANGUAGE_MODEL: Path(__file__).with_name(f"{LANGUAGE_MODEL}.safetensors")}
+"""The drafts of the embedded target by the names that load them: one reads the target's hidden states, the other is a model of its own."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def load_pair(
         target: folder, hub ID or .gguf file; None for the embedded SmolLM2-135M-Instruct.
         draft: the same, or a folder or hub ID of a draft that reads the target's hidden states (see `draft.published`), or a draft
             .safetensors file made for the target, or "int8" for a copy of the target in 8 bits (see `self_draft`; a folder of that
-            name is "./int8"), or "smollm2-135m-eagle3" for the embedded draft that reads hidden states; None for the embedded draft that does not.
+            name is "./int8"), or a name in `EMBEDDED`; None for `DEFAULT_DRAFT`.
         device: "cpu" or "cuda".
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the processor computes in it, else float32.
         placement: one of `PLACEMENTS`, or "auto": "repacked" where the processor has kernels for it, else "resident". The layers of an
@@ -123,6 +124,17 @@ def load_pair(
     return Pair(model, draft_model, tokenizer, facts, placement if not offloaded else f"streamed from {offload}", tuple(said))
 
 
+def with_draft(pair: Pair, draft: str) -> Pair:
+    """The same target with another draft, not repacked; `draft` is as for `load_pair`, but not "int8".
+
+    Raises:
+        SequoiaPlanError: if it cannot be found or loaded, or the vocabularies differ.
+    """
+    model, name, said = _load_draft(draft, pair.target, pair.tokenizer, str(pair.target.device), pair.target.dtype)
+    facts = pair.facts | {"draft": model_facts(name, model) | {"placement": PLACEMENTS[0]}}
+    return replace(pair, draft=model, facts=facts, remarks=tuple(said))
+
+
 def save_model(pair: Pair, role: str, folder: str | Path) -> None:
     """Write the "target" or the "draft" as a folder that transformers and other engines load, with the tokenizer.
 
@@ -137,7 +149,7 @@ def save_model(pair: Pair, role: str, folder: str | Path) -> None:
 
 def _load_draft(draft: str | None, target: Any, tokenizer: Any, device: str, dtype: torch.dtype) -> tuple[Any, str, list[str]]:
     """A draft that fits the target, its name, and what is to be said of it."""
-    source = str(EMBEDDED.get(draft, draft) if draft else DEFAULT_DRAFT)
+    source = str(EMBEDDED.get(draft or DEFAULT_DRAFT, draft))
     if source.endswith(".safetensors"):
         return load_draft(source, target).to(device), Path(source).stem, []
     if published := find_checkpoint(source):

@@ -25,6 +25,7 @@ from sequoia_plan.planner.solving.baselines import arms
 from sequoia_plan.profiler.bench import TITLES, Run, bench, compare, contenders, full_width, summary
 from sequoia_plan.profiler.journal import Journal, discard
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
+from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL
 
 LATENCY = {"target": [[1, 0.04], [8, 0.05]], "draft": [[1, 0.002], [8, 0.003]]}
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3], {"acceptance": [0.5, 0.25], "latency": LATENCY})
@@ -280,6 +281,20 @@ def test_the_command(models, tmp_path, monkeypatch):
     assert foreign.exit_code == 1 and "other.json: not figures of bench" in foreign.stderr
     wrong = CliRunner().invoke(cli.main, ["bench", "--only", "medusa"])
     assert wrong.exit_code == 2 and "only: found 'medusa'" in wrong.stderr
+
+
+def test_transformers_has_an_assistant_where_it_cannot_use_the_draft(tmp_path, monkeypatch):
+    """That is the embedded language model for the embedded draft that reads hidden states; one that reads them is none."""
+    monkeypatch.chdir(tmp_path)
+    save_tree(TREE, "tree.safetensors")
+    arguments = ["bench", "--limit", "1", "--tokens", "16", "--only", "assisted", "--dtype", "float32", "--json"]
+    result = CliRunner().invoke(cli.main, arguments)
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert {role: facts["name"] for role, facts in answer["models"].items() if role != "target"} == {"draft": DEFAULT_DRAFT, "assistant": LANGUAGE_MODEL}
+    assert answer["contenders"]["assisted"]["tokens_per_step"] > 1.2
+    refused = CliRunner().invoke(cli.main, [*arguments, "--assistant", DEFAULT_DRAFT])
+    assert refused.exit_code == 2 and "transformers cannot use this draft; name a language model with --assistant" in refused.stderr
 
 
 def test_figures_survive_and_are_checked(tmp_path):

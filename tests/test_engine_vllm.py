@@ -37,10 +37,10 @@ def environment():
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """The embedded pair as vLLM loads it."""
+    """The embedded target and language model as vLLM loads them."""
     folder = tmp_path_factory.mktemp("models")
-    for model in ("target", "draft"):
-        result = CliRunner().invoke(main, ["export", "--format", "hf", "--model", model, "-o", str(folder / model)])
+    for model, words in (("target", ["--model", "target"]), ("draft", ["--draft", "smollm2-135m-draft"])):
+        result = CliRunner().invoke(main, ["export", "--format", "hf", *words, "-o", str(folder / model)])
         assert result.exit_code == 0, result.output
     return folder
 

@@ -1,4 +1,4 @@
-"""The embedded draft and target as folders that other engines load, and what such a head proposes."""
+"""The embedded models as folders that other engines load, and what a language model's head proposes there."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from sequoia_plan.planner.cli import main
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.runtime.draft.file import save_as_folder
 from sequoia_plan.runtime.draft.self_draft import self_draft
-from sequoia_plan.runtime.pair import EMBEDDED
+from sequoia_plan.runtime.pair import DEFAULT_DRAFT, EMBEDDED, LANGUAGE_MODEL, with_draft
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The folder of the embedded draft, as the command writes it."""
+    """The folder of the embedded language model, as the command writes it."""
     path = tmp_path_factory.mktemp("export") / "draft"
-    result = CliRunner().invoke(main, ["export", "--format", "hf", "-o", str(path), "--json"])
+    result = CliRunner().invoke(main, ["export", "--format", "hf", "--draft", LANGUAGE_MODEL, "-o", str(path), "--json"])
     assert result.exit_code == 0, result.output
     said = json.loads(result.stdout)
     assert said.pop("parameters") > 10_000_000
-    assert said == {"output": str(path), "format": "hf", "model": "draft", "name": "smollm2-135m-draft"}
+    assert said == {"output": str(path), "format": "hf", "model": "draft", "name": LANGUAGE_MODEL}
     assert sorted(each.name for each in path.parent.iterdir()) == ["draft"]  # nothing is left beside it
     return path
 
@@ -35,11 +35,11 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 @torch.no_grad()
 def logits(folder, pair):
-    """Logits over real prompts, [positions, vocabulary], of the folder's model; the embedded draft's; and which tokens it covers."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    """Logits over real prompts, [positions, vocabulary], of the folder's model; the embedded one's; and which tokens that covers."""
+    draft, model = with_draft(pair, LANGUAGE_MODEL).draft, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     texts = [torch.tensor([encode(pair.tokenizer, prompt.text)]) for prompt in built_in()[:12]]
     whole = torch.cat([model(text).logits[0] for text in texts])
-    return whole, torch.cat([pair.draft(text).logits[0] for text in texts]), pair.draft.covered_tokens
+    return whole, torch.cat([draft(text).logits[0] for text in texts]), draft.covered_tokens
 
 
 def test_covered_tokens_have_the_drafts_logits(logits):
@@ -91,11 +91,12 @@ def test_the_target_is_written_as_well(tmp_path, plain_target):
 
 
 def test_the_embedded_feature_draft_is_written_as_it_is(tmp_path):
-    name, out = "smollm2-135m-eagle3", tmp_path / "out"
-    result = CliRunner().invoke(main, ["export", "--format", "hf", "--draft", name, "-o", str(out)])
-    assert result.exit_code == 0 and f"wrote {out}: the draft {name}, bfloat16" in result.output, result.output
-    for file in EMBEDDED[name].iterdir():
-        assert (out / file.name).read_bytes() == file.read_bytes()
+    """It is the default; its name says the same."""
+    for out, words in ((tmp_path / "out", []), (tmp_path / "again", ["--draft", DEFAULT_DRAFT])):
+        result = CliRunner().invoke(main, ["export", "--format", "hf", *words, "-o", str(out)])
+        assert result.exit_code == 0 and f"wrote {out}: the draft {DEFAULT_DRAFT}, bfloat16" in result.output, result.output
+        for file in EMBEDDED[DEFAULT_DRAFT].iterdir():
+            assert (out / file.name).read_bytes() == file.read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,10 @@ from sequoia_plan.planner.cli.pair import load_pair, warn_if_foreign
 from sequoia_plan.planner.cli.terminal import print_json, progress
 
 DEFAULT_PROMPT = "Explain how a refrigerator keeps food cold."
+ASSISTANT_HELP = (
+    "The draft of Hugging Face assisted, if it is to be another: transformers uses none that reads the target's hidden states. "
+    "[default: --draft; for smollm2-135m-eagle3, smollm2-135m-draft]"
+)
 
 
 @click.command()
@@ -104,6 +108,7 @@ def generate(
 @click.option("--limit", type=click.IntRange(min=1), default=12, show_default=True, help="Prompts, at most.")
 @click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="New tokens a prompt, at most.")
 @click.option("--only", metavar="NAME", multiple=True, help="Only this way of decoding; docs/profiling.md has the names. [default: all]")
+@click.option("--assistant", metavar="ID|DIR|FILE", help=ASSISTANT_HELP)
 @sampling_options("what the tree was made for")
 @click.option("-o", "--output", type=click.Path(), help="Write the figures there, as JSON.")
 @click.option("--report", type=click.Path(), help="Write one HTML file with figures and plots; it needs no network.")
@@ -128,6 +133,7 @@ def bench(
     limit: int,
     tokens: int,
     only: tuple[str, ...],
+    assistant: str | None,
     output: str | None,
     report: str | None,
     others: tuple[str, ...],
@@ -146,6 +152,7 @@ def bench(
     from sequoia_plan.profiler.breakdown import breakdown
     from sequoia_plan.profiler.journal import discard, journal_of
     from sequoia_plan.profiler.prompts import check_lengths, encode, held_out, held_out_half, load
+    from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL
 
     for path in filter(None, (output, report)):
         check_writable(path)
@@ -155,6 +162,8 @@ def bench(
     sampling = read_sampling(settings, tree.plan.settings)
     earlier = [BenchResult.load(path) for path in others]
     trees = arms(tree, sampling.verifier)
+    if assistant is None and target is None and draft in (None, DEFAULT_DRAFT):
+        assistant = LANGUAGE_MODEL
     pair = load_pair(target, draft, device, dtype, offload, memory)
     warn_if_foreign(tree.plan, pair)
     if prompts and given:
@@ -163,7 +172,7 @@ def bench(
     journal = journal_of(output) if output else None
     with progress("bench", len(texts)) as advance:
         reference = partial(load_pair, target, draft, device, dtype, placement="resident")
-        result = compare(pair, reference, tree, trees, sampling, texts, tokens, only, advance, journal=journal)
+        result = compare(pair, reference, tree, trees, sampling, texts, tokens, only, advance, journal=journal, assistant=assistant)
     result = replace(result, breakdown=Breakdown(**{name: round(seconds, 6) for name, seconds in breakdown(pair, tree, sampling).items()}))
     if output:
         result.save(output)

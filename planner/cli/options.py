@@ -36,9 +36,8 @@ OFFLOAD_HELP = "Stream the target's layers that do not fit, from the host's memo
 MEMORY_HELP = "With --offload: what the target's weights, the draft and both KV caches may take, as 300MB or 24GB. [default: what is free]"
 DRAFT_HELP = (
     "Draft model; or a folder of an EAGLE or DFlash draft as published, which its config.json tells; or a draft .safetensors made for the "
-    "target; or int8: a copy of the target in 8 bits (a folder of that name is ./int8); or smollm2-135m-eagle3: the embedded draft that reads "
-    "the target's hidden states. "
-    "[default: the embedded draft of two layers]"
+    "target; or int8: a copy of the target in 8 bits (a folder of that name is ./int8); or smollm2-135m-draft: the embedded language model of "
+    "two layers. [default: smollm2-135m-eagle3, the embedded draft that reads the target's hidden states]"
 )
 
 tree_option = click.option("--tree", "tree_file", type=click.Path(), default="tree.safetensors", show_default=True, help="A tree file, or a catalog name.")

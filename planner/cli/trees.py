@@ -119,7 +119,7 @@ def show(tree_file: str, plot: str | None, as_json: bool) -> None:
 @click.option("-o", "--output", type=click.Path(), required=True, help="Write it there; a growmap is saved by torch, or as JSON if the name ends in .json.")
 @click.option("--model", type=click.Choice(["draft", "target"]), help="With hf: which model to write. [default: draft]")
 @click.option("--target", metavar="ID|DIR|FILE.gguf", help="With hf: the target. [default: the embedded SmolLM2-135M-Instruct]")
-@click.option("--draft", metavar="FILE", help="With hf: a draft .safetensors file, or smollm2-135m-eagle3. [default: the embedded draft of two layers]")
+@click.option("--draft", metavar="FILE", help="With hf: a draft .safetensors file, or smollm2-135m-draft. [default: smollm2-135m-eagle3]")
 @json_option
 def export_command(tree_file: str | None, form: str, output: str, model: str | None, target: str | None, draft: str | None, as_json: bool) -> None:
     """Write TREE (a file or a name of the catalog) for another engine, or with hf a model as a folder that other engines load."""
@@ -154,8 +154,10 @@ def _export_model(output: str, model: str, target: str | None, draft: str | None
         raise ArgumentError(f"--draft {draft}: --model target writes the target, whose folder says nothing of a draft; leave --draft out")
     if model == "draft" and draft == "int8":
         raise ArgumentError("--draft int8: a copy of the target that is made when it loads, expected a draft .safetensors file; write --model target")
-    from sequoia_plan.runtime.pair import EMBEDDED
+    from sequoia_plan.runtime.pair import DEFAULT_DRAFT, EMBEDDED
 
+    if model == "draft" and target is None:
+        draft = draft or DEFAULT_DRAFT
     if model == "draft" and draft is not None and draft not in EMBEDDED and not draft.endswith(".safetensors"):
         raise ArgumentError(f"--draft {draft}: expected a draft .safetensors file; a folder can be given to other engines as it is")
     with new_folder(output) as folder:
@@ -164,7 +166,7 @@ def _export_model(output: str, model: str, target: str | None, draft: str | None
         pair = load_pair(target, "int8" if model == "target" and target else draft, "cpu", "float32", placement="resident")
         from sequoia_plan.runtime.pair import save_model
 
-        if draft in EMBEDDED:
+        if draft == DEFAULT_DRAFT:
             shutil.copytree(EMBEDDED[draft], folder, dirs_exist_ok=True)
         else:
             save_model(pair, model, folder)
@@ -172,7 +174,7 @@ def _export_model(output: str, model: str, target: str | None, draft: str | None
     if as_json:
         print_json({"output": output, "format": "hf", "model": model, "name": facts["name"], "parameters": facts["parameters"]})
         return
-    click.echo(f"wrote {output}: the {model} {facts['name']}" + (", bfloat16" if draft in EMBEDDED else " with its tokenizer, float32"))
+    click.echo(f"wrote {output}: the {model} {facts['name']}" + (", bfloat16" if draft == DEFAULT_DRAFT else " with its tokenizer, float32"))
 
 
 @click.command("import")

@@ -25,7 +25,6 @@ FORMAT, VERSION = "sequoia-plan-draft", 1
 METADATA_KEY = "sequoia_plan"
 ROWS, ROW_TEXT, ROW_TEXTS = 4, 64, 32
 """`uncovered_row`: of how many rows it is the mean, and how many texts of how many tokens tell which."""
-DEFAULT_DRAFT = Path(__file__).parents[1] / "smollm2-135m-draft.safetensors"
 
 
 def build_draft(config: LlamaConfig, embeddings: nn.Embedding, covered_tokens: Tensor) -> LlamaForCausalLM:
