@@ -47,16 +47,18 @@ from sequoia_plan.profiler.latency import CONTEXT, measure_latency, random_promp
 from sequoia_plan.profiler.measure import most_tokens
 from sequoia_plan.profiler.prompts import built_in, encode, held_out
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
+from sequoia_plan.runtime.draft.self_draft import INT8
 from sequoia_plan.runtime.models import stream
 from sequoia_plan.runtime.models.load import resolve_dtype
 from sequoia_plan.runtime.models.memory import SLOTS
 from sequoia_plan.runtime.models.offload import Offloaded
 from sequoia_plan.runtime.models.stream import Ring, stream_of
 from sequoia_plan.runtime.models.weight_file import aligned_memory, bytes_of
+from sequoia_plan.runtime.pair import EMBEDDED
 
 RESIDENT = 6
 """Layers of thirty that stay in memory: a fifth."""
-DRAFTS = ["smollm2-135m-eagle3", "smollm2-135m-draft", "int8"]
+DRAFTS = [*EMBEDDED, INT8]
 PRECISION = 0.08
 """Of a profile's expected tokens."""
 FIRST_READS = 40

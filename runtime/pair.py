@@ -131,7 +131,7 @@ def with_draft(pair: Pair, draft: str) -> Pair:
         SequoiaPlanError: if it cannot be found or loaded, or the vocabularies differ.
     """
     model, name, said = _load_draft(draft, pair.target, pair.tokenizer, str(pair.target.device), pair.target.dtype)
-    facts = pair.facts | {"draft": model_facts(name, model) | {"placement": PLACEMENTS[0]}}
+    facts = pair.facts | {"draft": model_facts(name, model) | {"placement": "resident"}}
     return replace(pair, draft=model, facts=facts, remarks=tuple(said))
 
 

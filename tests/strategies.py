@@ -52,6 +52,11 @@ def level_rows(draw, non_increasing):
     return [row + [0.0] * (ranks - len(row)) for row in rows]
 
 
+def has_proof(costs):
+    """Whether the search ends with a proof where verification costs this."""
+    return costs is None or costs.by_round == 0 or costs.rounds in ("tree", "level")
+
+
 @st.composite
 def latencies(draw, proven=False):
     """Curves that never decrease, for up to seven nodes, any kind of verification, and a target in memory or streamed.

@@ -10,7 +10,7 @@ from brute_force import BLOCK, FEATURES, TREES, most_speed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from strategies import acceptance_vectors, latencies, level_rows, rows_by_class
+from strategies import acceptance_vectors, has_proof, latencies, level_rows, rows_by_class
 
 from sequoia_plan.artifacts import LANGUAGE_MODEL, Latency, Profile, Stream, TokenTree, Verification
 from sequoia_plan.artifacts.cost import StepTime, acceptance_rows, expected_tokens
@@ -41,7 +41,7 @@ def test_the_fastest_tree_is_found_and_proven(rows, latency, budget, depth):
 
 
 @settings(max_examples=120, deadline=None)
-@given(rows_by_class(non_increasing=True, favouring=True), latencies(proven=True), st.integers(2, 7), st.integers(2, 6))
+@given(rows_by_class(non_increasing=True, favouring=True), latencies(), st.integers(2, 7), st.integers(2, 6))
 def test_the_fastest_tree_is_found_and_proven_with_classes(rows, latency, budget, depth):
     table = acceptance_rows(rows, depth)
     assert best_first.favours_spine(table)
@@ -49,7 +49,7 @@ def test_the_fastest_tree_is_found_and_proven_with_classes(rows, latency, budget
         times, table = StepTime(latency, drafting), acceptance_rows(rows, min(depth, drafting.deepest or depth))
         found = fastest(acceptance_rows(rows, depth), budget, times)
         assert found.speed == pytest.approx(most_speed(table, times, min(budget, times.largest())), rel=1e-12)
-        assert found.gap < 1e-9
+        assert found.gap < (1e-9 if has_proof(latency.verification) else 0.1)
 
 
 @settings(max_examples=120, deadline=None)
