@@ -1,4 +1,4 @@
-"""What `sequoia-plan bench` measured: contenders side by side, as a JSON file."""
+"""The results of `sequoia-plan bench`: methods of decoding side by side, as a JSON file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from msgspec import Meta
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.files import read_bytes, write_atomically
 from sequoia_plan.artifacts.profile import Settings
-from sequoia_plan.artifacts.schema import Artifact, Facts, Number, Size, field
+from sequoia_plan.artifacts.schema import Artifact, Metadata, Number, Size, field
 
 
 class Spread(Artifact, frozen=True):
-    """A figure over prompts."""
+    """Median and quartiles of a figure over prompts."""
 
     median: Annotated[Number, field("the median over prompts")]
     low: Annotated[Number, field("the first quartile")]
@@ -24,82 +24,126 @@ class Spread(Artifact, frozen=True):
 
 
 class Ratio(Spread, frozen=True):
-    """A ratio of speeds, taken prompt by prompt, so that drift of the machine cancels."""
+    """Ratio of two methods' speeds, taken for each prompt, so that drift of the machine cancels."""
 
-    interval_low: Annotated[Number, field("the lower end of the median's 95 % bootstrap interval over prompts")]
-    interval_high: Annotated[Number, field("its upper end")]
+    interval_low: Annotated[
+        Number, field("the lower end of the median's 95 % bootstrap interval over prompts")
+    ]
+    interval_high: Annotated[Number, field("the upper end of that interval")]
 
 
 class Prediction(Artifact, frozen=True):
-    """What a tree's plan promises; None where it does not apply."""
+    """What a tree's plan predicts; None where the plan does not apply."""
 
     tokens_per_step: Annotated[Number | None, field("expected tokens a step")] = None
-    speedup: Annotated[Number | None, field("over plain decoding by the same engine")] = None
-    interval: Annotated[tuple[Number, Number] | None, field("the 95 % interval of `speedup` on prompts like the profiled ones, for the tree under test")] = None
-    interval_new_kind: Annotated[tuple[Number, Number] | None, field("the same for prompts of a kind that was not profiled")] = None
+    speedup: Annotated[
+        Number | None, field("predicted speed-up over plain decoding with the same engine")
+    ] = None
+    interval: Annotated[
+        tuple[Number, Number] | None,
+        field(
+            "95 % interval of `speedup` on prompts like the profiled ones, for the tree under test"
+        ),
+    ] = None
+    interval_new_kind: Annotated[
+        tuple[Number, Number] | None,
+        field("the same for prompts of a kind that was not profiled"),
+    ] = None
 
 
-class Contender(Artifact, frozen=True):
-    """One way to decode."""
+class MethodResult(Artifact, frozen=True):
+    """The figures of one method of decoding."""
 
-    ORDER: ClassVar[tuple[str, ...]] = ("title", "tokens_per_second", "first_token_seconds", "tokens_per_step", "each_prompt", "speedup", "predicted")
+    ORDER: ClassVar[tuple[str, ...]] = (
+        "title",
+        "tokens_per_second",
+        "first_token_seconds",
+        "tokens_per_step",
+        "tokens_per_second_by_prompt",
+        "speedup",
+        "prediction",
+    )
 
-    title: Annotated[str, field("its name for people")]
-    tokens_per_second: Annotated[Spread, field("new tokens over wall time, the prompt's prefill included")]
-    first_token_seconds: Annotated[Spread, field("time to the first new tokens")]
-    each_prompt: Annotated[tuple[Number, ...], field("tokens/s after the first tokens, prompt by prompt")]
-    speedup: Annotated[dict[str, Ratio], field("over other contenders, by name")]
-    tokens_per_step: Annotated[Number | None, field("new tokens over the target's passes; null where it does not say", always=True)] = None
-    predicted: Annotated[Prediction | None, field("what the plan promises; null without a tree", always=True)] = None
+    title: Annotated[str, field("the method's name for people")]
+    tokens_per_second: Annotated[
+        Spread, field("new tokens over wall time, the prompt's prefill included")
+    ]
+    first_token_seconds: Annotated[Spread, field("seconds until the first new tokens")]
+    tokens_per_second_by_prompt: Annotated[
+        tuple[Number, ...],
+        field("tokens a second after the first tokens, for each prompt", key="each_prompt"),
+    ]
+    speedup: Annotated[dict[str, Ratio], field("speed-up over other methods, by their name")]
+    tokens_per_step: Annotated[
+        Number | None,
+        field("new tokens over passes of the target; null where these are unknown", always=True),
+    ] = None
+    prediction: Annotated[
+        Prediction | None,
+        field("what the plan predicts; null without a tree", key="predicted", always=True),
+    ] = None
 
 
 class BenchSettings(Artifact, frozen=True):
     """What was decoded, and how."""
 
-    sampling: Annotated[Facts, field("every sampling setting by name", keys=Settings)]
-    dtype: Annotated[str, field("of the target's weights")]
-    prompts: Annotated[Size, field("how many")]
-    tokens: Annotated[Size, field("new tokens for each prompt, at most")]
+    sampling: Annotated[Metadata, field("every sampling setting by name", keys=Settings)]
+    dtype: Annotated[str, field("dtype of the target's weights")]
+    prompts: Annotated[Size, field("number of prompts")]
+    tokens: Annotated[Size, field("largest number of new tokens for each prompt")]
 
 
-class Shape(Artifact, frozen=True):
-    """The tree under test."""
+class TreeShape(Artifact, frozen=True):
+    """The shape of the tree under test."""
 
-    size: Annotated[Size, field("nodes, the root included")]
-    depth: Annotated[Size, field("levels, the root's included")]
-    level_widths: Annotated[tuple[Size, ...], field("nodes of each level")] = ()
+    size: Annotated[Size, field("number of nodes, including the root")]
+    depth: Annotated[Size, field("number of levels, including the root's")]
+    level_widths: Annotated[tuple[Size, ...], field("number of nodes on each level")] = ()
 
 
 class Breakdown(Artifact, frozen=True):
-    """Median seconds of a step of the tree and of its parts, which add up to it."""
+    """Median seconds of a step with the tree, and of its parts, which add up to the step."""
 
     step: Annotated[float, field("a whole step")]
-    draft: Annotated[float, field("all draft passes and the drawing of children")]
+    draft: Annotated[float, field("all draft passes, and the drawing of children")]
     target: Annotated[float, field("the target's pass over the tree")]
-    verify: Annotated[float, field("which path is accepted, and the bonus token")]
-    keep: Annotated[float, field("KV cache and tokens compacted")]
-    host: Annotated[float, field("what is left: mask, random numbers, launch, read-back; noise can make it negative")]
-    draw: Annotated[float, field("the drawing of children within `draft`")]
+    verify: Annotated[float, field("choosing the accepted path and the bonus token")]
+    commit: Annotated[float, field("compaction of the KV cache and of the tokens", key="keep")]
+    host: Annotated[
+        float,
+        field(
+            "the rest: mask, random numbers, launches, transfer to the host; noise can make it "
+            "negative"
+        ),
+    ]
+    draw: Annotated[float, field("the drawing of children, which is a part of `draft`")]
     share_not_model: Annotated[float, field("(verify + keep + host) / step")]
 
 
+MethodResults = Annotated[
+    dict[str, MethodResult], Meta(min_length=1, title="a mapping of contenders")
+]
+
+
 class BenchResult(Artifact, frozen=True):
-    """Settings, machine and every contender's figures."""
+    """Settings, machine and the figures of every method."""
 
     settings: Annotated[BenchSettings, field("what was decoded, and how")]
-    models: Annotated[dict[str, Facts], field("as in the profile")]
-    hardware: Annotated[Facts, field("as in the profile")]
-    contenders: Annotated[Annotated[dict[str, Contender], Meta(min_length=1, title="a mapping of contenders")], field("figures by contender")]
-    tree: Annotated[Shape, field("the tree under test")]
-    breakdown: Annotated[Breakdown | None, field("where the time of a step of the tree goes")] = None
+    models: Annotated[dict[str, Metadata], field("as in the profile")]
+    hardware: Annotated[Metadata, field("as in the profile")]
+    methods: Annotated[MethodResults, field("figures by method", key="contenders")]
+    tree: Annotated[TreeShape, field("the shape of the tree under test")]
+    breakdown: Annotated[
+        Breakdown | None, field("seconds of the parts of a step with the tree")
+    ] = None
 
     def save(self, path: str | Path) -> None:
         """Write as JSON, atomically."""
-        write_atomically(path, (json.dumps(self.facts(), indent=1) + "\n").encode())
+        write_atomically(path, (json.dumps(self.to_dict(), indent=1) + "\n").encode())
 
     @classmethod
     def load(cls, path: str | Path) -> BenchResult:
-        """Read and validate.
+        """Read and check a file.
 
         Raises:
             SequoiaPlanError: if the file is missing, or not what bench writes.
@@ -108,8 +152,10 @@ class BenchResult(Artifact, frozen=True):
         with suppress(ValueError, RecursionError):
             document = json.loads(read_bytes(path, "figures written by sequoia-plan bench -o"))
         if not isinstance(document, dict) or "contenders" not in document:
-            raise SequoiaPlanError(f"{path}: not figures of bench; expected what sequoia-plan bench -o wrote")
+            raise SequoiaPlanError(
+                f"{path}: not figures of bench; expected what sequoia-plan bench -o wrote"
+            )
         try:
-            return cls.read(document, "")
+            return cls.from_dict(document, "")
         except SequoiaPlanError as error:
             raise SequoiaPlanError(f"{path}: not figures of bench: {error}") from error

@@ -1,4 +1,4 @@
-"""The cost model: expected tokens of a tree, seconds of its step, and the speed-up that follows."""
+"""The cost model: the expected tokens of a tree, the seconds of its step, and its speed-up."""
 
 from __future__ import annotations
 
@@ -16,84 +16,139 @@ from numpy.typing import NDArray
 from sequoia_plan.artifacts.bench_result import Prediction
 from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
 from sequoia_plan.artifacts.errors import SequoiaPlanError
-from sequoia_plan.artifacts.latency import Latency
+from sequoia_plan.artifacts.latency import Latency, RoundOrder
 from sequoia_plan.artifacts.plan import Plan
 from sequoia_plan.artifacts.profile import Profile
 from sequoia_plan.artifacts.tree import TokenTree
 
 Floats = NDArray[np.float64]
-SAME = 1e-9
-"""Relative: figures that differ by less are the same, computed on another machine."""
-Acceptance = Sequence[float] | Sequence[Sequence[float]] | Sequence[Sequence[Sequence[float]]] | Sequence[float | tuple[float | tuple[float, ...], ...]]
-"""p[rank], p[level][rank] or p[level][class][rank], see `acceptance_rows`."""
+ROUNDING_TOLERANCE = 1e-9
+"""Relative difference below which two figures are equal: computed on different machines."""
+AcceptanceProbs = (
+    Sequence[float]
+    | Sequence[Sequence[float]]
+    | Sequence[Sequence[Sequence[float]]]
+    | Sequence[float | tuple[float | tuple[float, ...], ...]]
+)
+"""p[rank], p[level][rank] or p[level][class][rank]; `acceptance_rows` explains them."""
 
 
-def by_class(acceptance: Acceptance | Floats) -> Floats:
-    """float64 [levels, classes, ranks]: the given levels, one for a vector, and the given classes, one where none are told apart."""
-    given = np.asarray(acceptance, np.float64)
-    return given if given.ndim == 3 else np.atleast_2d(given)[:, None]
+def acceptance_table(acceptance: AcceptanceProbs | Floats) -> Floats:
+    """The acceptance probabilities as float64 [levels, classes, ranks].
 
-
-def acceptance_rows(acceptance: Acceptance | Floats, depth: int, branching: int | None = None) -> Floats:
-    """float64 [depth - 1, classes, ranks]: p[level][class][rank] of the children of nodes on each level.
-
-    There is one class, or two: nodes on the spine (every rank on their path from the root is 1; the root is one) and nodes off it. One vector holds
-    for all levels; the last of the given levels holds for all deeper ones.
+    The class of a node is 0 on the spine (the root, its first child, that node's first child, ...)
+    and 1 off it. A single vector has one level, and rows without classes have one class.
     """
-    rows = by_class(acceptance)
-    levels = np.minimum(np.arange(depth - 1), len(rows) - 1)
-    return np.ascontiguousarray(rows[levels, :, :branching])
+    table = np.asarray(acceptance, np.float64)
+    return table if table.ndim == 3 else np.atleast_2d(table)[:, None]
+
+
+def acceptance_rows(
+    acceptance: AcceptanceProbs | Floats, depth: int, branching: int | None = None
+) -> Floats:
+    """The acceptance probabilities for each level of trees with `depth` levels.
+
+    An entry p[level][class][rank] is for the children of nodes on that level. There is one class,
+    or there are two: nodes on the spine (the root is on it, and every node whose path from the root
+    has only rank 1), and nodes off it. One vector holds for all levels; the last given level holds
+    for all deeper ones.
+
+    Args:
+        acceptance: p[rank], p[level][rank] or p[level][class][rank].
+        depth: number of levels of the trees, the root's included.
+        branching: number of ranks to keep; None keeps all.
+
+    Returns:
+        float64 [depth - 1, classes, ranks].
+    """
+    table = acceptance_table(acceptance)
+    levels = np.minimum(np.arange(depth - 1), len(table) - 1)
+    return np.ascontiguousarray(table[levels, :, :branching])
 
 
 def child_probabilities(tree: TokenTree, rows: Floats) -> Floats:
-    """float64 [size - 1]: of each node but the root, the probability that it is the one accepted, its parent being accepted.
+    """Probability that each node but the root is accepted, given that its parent is accepted.
 
-    A rank beyond the rows' end has the probability 0.
+    A rank beyond the end of the rows has the probability 0.
 
     Args:
-        rows: float64 [levels, classes, ranks]; the last level holds for all deeper ones.
+        tree: the token tree.
+        rows: float64 [levels, classes, ranks], p of a node's children by its level and class (0: on
+            the spine, that is the root, its first child, that node's first child, ...; 1: off it);
+            the last level holds for all deeper ones.
+
+    Returns:
+        float64 [size - 1], of the nodes 1, 2, ...
     """
-    level, kind = parents_rows(tree, rows)
+    num_ranks = rows.shape[2]
+    parent_level, parent_class = parent_rows(tree, rows)
     rank = tree.ranks[1:] - 1
-    return np.where(rank < rows.shape[2], rows[level, kind, np.minimum(rank, rows.shape[2] - 1)], 0.0)
+    probability = rows[parent_level, parent_class, np.minimum(rank, num_ranks - 1)]
+    return np.where(rank < num_ranks, probability, 0.0)
 
 
-def parents_rows(tree: TokenTree, rows: Floats) -> tuple[Any, Any]:
-    """Level and class in `rows` of the parent of each node but the root."""
+def parent_rows(tree: TokenTree, rows: Floats) -> tuple[Any, Any]:
+    """Level and class in `rows` of the parent of each node but the root, int [size - 1] each.
+
+    Args:
+        tree: the token tree.
+        rows: float64 [levels, classes, ranks]. The last level holds for all deeper ones. Class 0 is
+            the spine (the root, its first child, that node's first child, ...), class 1 all other
+            nodes; a single class stands for all nodes.
+    """
     parents = tree.parents[1:]
-    return np.minimum(tree.position_ids[parents], len(rows) - 1), np.minimum(tree.classes[parents], rows.shape[1] - 1)
+    level = np.minimum(tree.position_ids[parents], len(rows) - 1)
+    parent_class = np.minimum(tree.classes[parents], rows.shape[1] - 1)
+    return level, parent_class
 
 
-def node_values(tree: TokenTree, acceptance: Acceptance | Floats) -> Floats:
-    """float64 [size]: the probability that each node is accepted, the product of p along its path, from the tree alone.
+def node_values(tree: TokenTree, acceptance: AcceptanceProbs | Floats) -> Floats:
+    """Probability that each node is accepted: the product of the probabilities along its path.
 
-    A rank beyond the vector's end has the probability 0.
+    It follows from the tree and the acceptance alone. A rank beyond the vector's end has the
+    probability 0.
+
+    Returns:
+        float64 [size].
     """
     parents, offsets = tree.parents, tree.level_offsets.tolist()
-    value = np.append(1.0, child_probabilities(tree, by_class(acceptance)))
+    values = np.append(1.0, child_probabilities(tree, acceptance_table(acceptance)))
     for level in range(2, tree.depth):
         nodes = slice(offsets[level], offsets[level + 1])
-        value[nodes] *= value[parents[nodes]]
-    return value
+        values[nodes] *= values[parents[nodes]]
+    return values
 
 
-def expected_tokens(tree: TokenTree, acceptance: Acceptance | Floats) -> float:
-    """F(T) of Sequoia, arXiv 2402.12374, section 3.1: the sum of the node values."""
-    return math.fsum(node_values(tree, acceptance))  # exactly rounded: the same bits on every machine
+def expected_tokens(tree: TokenTree, acceptance: AcceptanceProbs | Floats) -> float:
+    """Expected tokens a step (mean acceptance length): the sum of the node values.
+
+    This is F(T) of Sequoia, arXiv 2402.12374, section 3.1.
+    """
+    return math.fsum(node_values(tree, acceptance))  # exactly rounded: equal on every machine
 
 
-def most_expected_tokens(acceptance: Acceptance | Floats, size: int) -> float:
-    """No tree of `size` nodes has more expected tokens: the sum of the largest node values of the endless tree."""
-    rows = by_class(acceptance).tolist()
-    total, candidates, last = 0.0, [(-1.0, 0, 0)], len(rows[0]) - 1
+def max_expected_tokens(acceptance: AcceptanceProbs | Floats, size: int) -> float:
+    """Upper bound on the expected tokens of all trees of `size` nodes.
+
+    It is the sum of the `size` largest node values of the infinite tree. A child's value is at most
+    its parent's, so a heap that starts with the root yields the values in decreasing order.
+    """
+    table = acceptance_table(acceptance).tolist()
+    off_spine = len(table[0]) - 1
+    total = 0.0
+    # Entries are -value, level and class of the nodes whose parent is counted already. The class is
+    # 0 on the spine (the root, its first child, that node's first child, ...), else the last one.
+    heap = [(-1.0, 0, 0)]
     for _ in range(size):
-        if not candidates:
+        if not heap:
             break
-        value, level, kind = heapq.heappop(candidates)
-        total -= value
-        for rank, p in enumerate(rows[min(level, len(rows) - 1)][kind]):
+        negative_value, level, node_class = heapq.heappop(heap)
+        total -= negative_value
+        vector = table[min(level, len(table) - 1)][node_class]
+        for rank, p in enumerate(vector):
             if p > 0:
-                heapq.heappush(candidates, (value * p, level + 1, kind if rank == 0 else last))
+                child_class = node_class if rank == 0 else off_spine
+                heapq.heappush(heap, (negative_value * p, level + 1, child_class))
     return total
 
 
@@ -101,202 +156,316 @@ def most_expected_tokens(acceptance: Acceptance | Floats, size: int) -> float:
 class StepTime:
     """Seconds of one decoding step, from measured latencies.
 
-    A pass that was not measured costs what the cheapest measured pass of at least its size costs: it can be padded up to that one.
-    So the curves never decrease, and nothing is interpolated. Beyond the largest measurement the time is inf: nothing is
-    known there, and such trees are not considered.
+    A pass of a size that was not measured costs as much as the cheapest measured pass of at least
+    that size, because it can be padded to it. So the curves never decrease, and nothing is
+    interpolated. Beyond the largest measurement the time is unknown, which is inf: such trees are
+    not considered.
 
     Args:
-        acceptance: what is accepted; verification that walks down the accepted path takes as long as that lets expect. None: the longest walk.
+        latency: the measured times.
+        drafting: the draft's passes.
+        acceptance: gives the expected length of a walk, for verification that walks down the
+            accepted path. None stands for the longest walk.
     """
 
     latency: Latency
     drafting: Drafting = LANGUAGE_MODEL
-    acceptance: Acceptance | Floats | None = None
+    acceptance: AcceptanceProbs | Floats | None = None
 
     @classmethod
-    def of(cls, measured: Profile | Plan) -> StepTime | None:
-        """From the latencies and the acceptance that a profile or a plan records; None without latencies."""
-        acceptance = getattr(measured, "by_level", None) or measured.acceptance
-        return cls(measured.latency, measured.drafting, acceptance) if measured.latency else None
+    def from_measured(cls, measured: Profile | Plan) -> StepTime | None:
+        """The step time that a profile or plan records; None if it has no latencies."""
+        if not measured.latency:
+            return None
+        acceptance = getattr(measured, "acceptance_by_level", None) or measured.acceptance
+        return cls(measured.latency, measured.drafting, acceptance)
 
     @cached_property
-    def _target(self) -> tuple[Floats, Floats]:
-        return _steps(self.latency.target)
+    def _target_steps(self) -> tuple[Floats, Floats]:
+        """The measured sizes of the target's pass, and the seconds up to each of them."""
+        return _step_function(self.latency.target)
 
     @cached_property
-    def _draft(self) -> tuple[Floats, Floats]:
-        return _steps(self.latency.draft)
+    def _draft_steps(self) -> tuple[Floats, Floats]:
+        """The measured widths of a draft pass, and the seconds up to each of them."""
+        return _step_function(self.latency.draft)
 
-    def targets(self, sizes: NDArray[np.integer]) -> Floats:
-        """The target's pass over each number of nodes."""
-        return _look_up(self._target, sizes)
+    def target_seconds(self, sizes: int | NDArray[np.integer]) -> Any:
+        """Seconds of the target's pass over each number of nodes."""
+        return _evaluate(self._target_steps, sizes)
 
-    def drafts(self, widths: NDArray[np.integer]) -> Floats:
-        """A draft pass of each number of nodes."""
-        return _look_up(self._draft, widths)
+    def draft_seconds(self, widths: int | NDArray[np.integer]) -> Any:
+        """Seconds of a draft pass over each number of nodes."""
+        return _evaluate(self._draft_steps, widths)
 
-    def target(self, size: int) -> float:
-        """The target's pass over `size` nodes."""
-        return float(self.targets(np.array([size]))[0])
-
-    def draft(self, width: int) -> float:
-        """One draft pass of `width` nodes."""
-        return float(self.drafts(np.array([width]))[0])
-
-    def largest(self) -> int:
-        """The largest tree a step time is known for."""
+    def largest_size(self) -> int:
+        """Nodes of the largest tree whose step time is known."""
         return max(self.latency.target)
 
     @property
-    def least(self) -> float:
-        """No step is shorter: a streamed target's weights must arrive. 0 if all weights are in memory."""
+    def stream_seconds(self) -> float:
+        """Seconds in which a streamed target's weights arrive; 0 if all of them are in memory."""
         return self.latency.stream.seconds if self.latency.stream else 0.0
 
-    def step(self, tree: TokenTree) -> float:
-        """One step with `tree`. A streamed target's weights arrive while the step's own work is done: the longer of the two counts."""
-        return max(self.least, self.work(tree))
+    def step_seconds(self, tree: TokenTree) -> float:
+        """Seconds of a step with `tree`.
 
-    def work(self, tree: TokenTree) -> float:
-        """What a step with `tree` does: every draft pass at its width, the target's pass, verification, and what is beyond them."""
-        passes = self.drafts(np.array(self.drafting.widths(tree.parents_by_level), int))
-        return math.fsum([self.target(tree.size), *passes, self.verification(tree), self.latency.overhead])
+        The weights of a streamed target arrive while the step does its work, so the longer of the
+        two counts.
+        """
+        return max(self.stream_seconds, self.work_seconds(tree))
 
-    def verification(self, tree: TokenTree) -> float:
-        """Judging `tree` and keeping what is accepted; 0 where the target's curve holds it."""
-        known = self.latency.verification
-        if known is None:
+    def work_seconds(self, tree: TokenTree) -> float:
+        """Seconds of a step's passes, its verification and its overhead."""
+        widths = self.drafting.pass_widths(tree.num_parents_by_level)
+        draft_passes = self.draft_seconds(np.array(widths, int))
+        target_pass = float(self.target_seconds(tree.size))
+        verification = self.verification_seconds(tree)
+        return math.fsum([target_pass, *draft_passes, verification, self.latency.overhead])
+
+    def verification_seconds(self, tree: TokenTree) -> float:
+        """Seconds of verification and of committing; 0 where the target's times include them."""
+        cost = self.latency.verification
+        if cost is None:
             return 0.0
-        base, by_round, by_parent, by_child = terms(tree, known.rounds, self.acceptance)
-        return known.base * base + known.by_round * by_round + known.by_parent * by_parent + known.by_child * by_child
+        _, rounds, parents, children = verification_terms(tree, cost.round_order, self.acceptance)
+        return (
+            cost.base + cost.by_round * rounds + cost.by_parent * parents + cost.by_child * children
+        )
 
-    def steps_at_least(self, sizes: NDArray[np.integer], depth: int) -> Floats:
-        """No tree of that size and depth takes less: its draft passes are as narrow, and its rounds as few, as they can be."""
-        narrow = self.drafts(np.array(self.drafting.narrowest(depth), int)).sum()
-        known = self.latency.verification
-        judged: Any = 0.0
-        if known is not None:
-            fewest = {"level": depth - 1, "path": depth - 1, "tree": min(depth - 1, 1), "walk": 0}[known.rounds]
-            parents = 1 if known.rounds == "walk" else depth - 1
-            judged = known.base + known.by_round * fewest + known.by_parent * parents + known.by_child * (sizes - 1)
-        return np.maximum(self.least, self.targets(sizes) + narrow + judged + self.latency.overhead)
+    def min_step_seconds(self, sizes: NDArray[np.integer], depth: int) -> Floats:
+        """Lower bound on the step times of all trees of these sizes and this depth.
 
-    def plain(self) -> float:
-        """Seconds a token without speculation, by the same engine."""
-        return self.step(TokenTree.chain(1))
+        It assumes the narrowest draft passes and the fewest rounds that the depth allows.
+
+        Returns:
+            float64 [len(sizes)].
+        """
+        widths = self.drafting.narrowest_widths(depth)
+        draft_passes = self.draft_seconds(np.array(widths, int)).sum()
+        cost = self.latency.verification
+        verification: Any = 0.0
+        if cost is not None:
+            min_rounds_by_order = {
+                "level": depth - 1,
+                "path": depth - 1,
+                "tree": min(depth - 1, 1),
+                "walk": 0,
+            }
+            min_rounds = min_rounds_by_order[cost.round_order]
+            min_parents = 1 if cost.round_order == "walk" else depth - 1
+            verification = (
+                cost.base
+                + cost.by_round * min_rounds
+                + cost.by_parent * min_parents
+                + cost.by_child * (sizes - 1)
+            )
+        work = self.target_seconds(sizes) + draft_passes + verification + self.latency.overhead
+        return np.maximum(self.stream_seconds, work)
+
+    def plain_seconds(self) -> float:
+        """Seconds a token of decoding without speculation, with the same engine."""
+        return self.step_seconds(TokenTree.chain(1))
 
 
-class Memory(NamedTuple):
-    """What more memory for a streamed target's layers is worth: `bytes` more, and by how many seconds a step could be shorter at most."""
+def _step_function(points: Mapping[int, float]) -> tuple[Floats, Floats]:
+    """The cheapest measured time at each measured size or above, with inf beyond the largest.
+
+    Args:
+        points: measured seconds by the number of nodes of a pass.
+
+    Returns:
+        float64 [n] sizes in increasing order, and float64 [n + 1] seconds.
+    """
+    sizes = sorted(points)
+    seconds_from_largest = [points[size] for size in sizes][::-1]
+    seconds = np.minimum.accumulate(seconds_from_largest)[::-1]
+    return np.array(sizes, float), np.append(seconds, np.inf)
+
+
+def _evaluate(step_function: tuple[Floats, Floats], sizes: int | NDArray[np.integer]) -> Any:
+    """The seconds of passes over `sizes` nodes: those of the next measured size, if not measured.
+
+    Args:
+        step_function: measured sizes and seconds, from `_step_function`.
+        sizes: a number of nodes, or an array of them.
+    """
+    measured_sizes, seconds = step_function
+    return seconds[np.searchsorted(measured_sizes, sizes)]
+
+
+class MemoryGain(NamedTuple):
+    """By how many seconds a step could be shorter at most if more layers stayed in memory.
+
+    Args:
+        bytes: the additional memory.
+        seconds: the gain.
+    """
 
     bytes: float
     seconds: float
 
 
-def worth_of_memory(plan: Plan) -> Memory | None:
-    """What a further GB, or a tenth of the streamed bytes if that is less, is worth: bytes that stay in memory need not arrive in each pass.
+def memory_gain(plan: Plan) -> MemoryGain | None:
+    """The gain from a further GB of memory, or from a tenth of the streamed bytes if that is less.
 
-    A step that then waits for something else gains less. None if nothing is streamed.
+    Bytes that stay in memory need not arrive in each pass. The gain is smaller if the step then
+    waits for something else. None if nothing is streamed.
     """
     stream = plan.latency.stream if plan.latency else None
     if stream is None:
         return None
-    more = min(1e9, stream.bytes / 10)
-    return Memory(more, stream.seconds * more / stream.bytes)
+    more_bytes = min(1e9, stream.bytes / 10)
+    return MemoryGain(more_bytes, stream.seconds * more_bytes / stream.bytes)
 
 
-def terms(tree: TokenTree, order: str, acceptance: Acceptance | Floats | None = None) -> tuple[float, float, float, float]:
-    """What the costs of `Verification` are multiplied by, in the order of its fields.
+def verification_terms(
+    tree: TokenTree, order: RoundOrder, acceptance: AcceptanceProbs | Floats | None = None
+) -> tuple[float, float, float, float]:
+    """The counts that the costs of `VerificationCost` are multiplied by, in their order.
 
     Args:
-        order: `Verification.rounds`.
-        acceptance: for "walk", see `StepTime`.
+        tree: the token tree.
+        order: how the verifier takes nodes in rounds, "tree", "level" or "path", or "walk" if it
+            walks down the accepted path (`VerificationCost.round_order`).
+        acceptance: gives the expected length of a walk; None stands for the longest walk.
+
+    Returns:
+        1 for the base, rounds, nodes with children, and nodes but the root. With "walk" rounds are
+        rejected children, and nodes with children are nodes of the accepted path.
     """
     if order == "walk":
-        rejected, visited = walk(tree, acceptance)
-        return 1.0, rejected, visited, tree.size - 1
-    return 1.0, rounds(tree, order), int(np.count_nonzero(tree.child_count)), tree.size - 1
+        rejected_children, path_nodes = expected_walk(tree, acceptance)
+        return 1.0, rejected_children, path_nodes, tree.size - 1
+    num_parents = int(np.count_nonzero(tree.child_count))
+    return 1.0, num_rounds(tree, order), num_parents, tree.size - 1
 
 
-def rounds(tree: TokenTree, order: str) -> int:
-    """How many times children are judged side by side: `order` is `Verification.rounds`, but for "walk"."""
+def num_rounds(tree: TokenTree, order: RoundOrder) -> int:
+    """Number of rounds in which a tree is verified.
+
+    Args:
+        tree: the token tree.
+        order: what one round verifies: "tree", the children of one rank in the whole tree; "level",
+            those of one rank on one level; "path", the nodes of one sum of ranks along their path
+            (`VerificationCost.round_order`). "walk" has no rounds.
+    """
     if order == "tree":
         return tree.branching
+    offsets = tree.level_offsets
     if order == "level":
-        return int(np.maximum.reduceat(tree.child_count, tree.level_offsets[:-1]).sum())
-    offsets = tree.level_offsets.tolist()
-    judged = np.zeros(tree.size, np.int64)  # the round in which each node was
-    for start, end in itertools.pairwise(offsets[1:]):
-        judged[start:end] = judged[tree.parents[start:end]] + tree.ranks[start:end]
-    return int(judged.max())
+        return int(np.maximum.reduceat(tree.child_count, offsets[:-1]).sum())
+    round_of_node = np.zeros(tree.size, np.int64)  # the sum of ranks along its path
+    for start, stop in itertools.pairwise(offsets[1:].tolist()):
+        parents = tree.parents[start:stop]
+        round_of_node[start:stop] = round_of_node[parents] + tree.ranks[start:stop]
+    return int(round_of_node.max())
 
 
-def walk(tree: TokenTree, acceptance: Acceptance | Floats | None) -> tuple[float, float]:
-    """Children rejected, and nodes visited, on the way down the accepted path: as expected, or the most of both without an acceptance."""
+def expected_walk(
+    tree: TokenTree, acceptance: AcceptanceProbs | Floats | None
+) -> tuple[float, float]:
+    """Expected number of children rejected on the accepted path, and of nodes on that path.
+
+    Without an acceptance these are their largest possible values.
+    """
     if acceptance is None:
-        return float(rounds(tree, "path")), float(tree.depth)
+        return float(num_rounds(tree, "path")), float(tree.depth)
     values, parents = node_values(tree, acceptance), tree.parents[1:]
-    up_to = np.cumsum(values)
-    taken = up_to[1:] - up_to[tree.first_child[parents] - 1]  # by a node and its earlier siblings
-    return math.fsum(np.maximum(0.0, values[parents] - taken)), math.fsum(values)
+    cumulative = np.cumsum(values)
+    # Probability that the path goes to a node or to one of its earlier siblings: these are
+    # adjacent, so it is the sum of the values from its parent's first child up to the node.
+    accepted_so_far = cumulative[1:] - cumulative[tree.first_child[parents] - 1]
+    rejected = np.maximum(0.0, values[parents] - accepted_so_far)
+    return math.fsum(rejected), math.fsum(values)
 
 
-def _steps(points: Mapping[int, float]) -> tuple[Floats, Floats]:
-    measured = sorted(points)
-    seconds = np.minimum.accumulate([points[n] for n in measured][::-1])[::-1]
-    return np.array(measured, float), np.append(seconds, np.inf)
-
-
-def _look_up(curve: tuple[Floats, Floats], tokens: NDArray[np.integer]) -> Floats:
-    return curve[1][np.searchsorted(curve[0], tokens)]
-
-
-class Promise(NamedTuple):
-    """What measurements promise of a tree, by the keys of its plan; None is what they do not give."""
+class TreePrediction(NamedTuple):
+    """Predictions for a tree, named like the fields of its plan. None: the measurements lack it."""
 
     expected_tokens: float | None = None
     step_seconds: float | None = None
     predicted_speedup: float | None = None
 
 
-def promise(tree: TokenTree, acceptance: Acceptance | Floats | None, times: StepTime | None) -> Promise:
-    """Expected tokens by the acceptance, the step by the latencies if they reach so far, and the speed-up by both."""
+def predict(
+    tree: TokenTree, acceptance: AcceptanceProbs | Floats | None, times: StepTime | None
+) -> TreePrediction:
+    """Predict expected tokens, step time and speed-up.
+
+    Args:
+        tree: the token tree.
+        acceptance: p[rank], p[level][rank] or p[level][class][rank], which gives the expected
+            tokens; None if it is unknown.
+        times: give the step time, if they reach the tree's size; None if they are unknown.
+    """
     tokens = expected_tokens(tree, acceptance) if acceptance is not None else None
-    step = replace(times, acceptance=acceptance).step(tree) if times else math.inf
-    if times is None or not math.isfinite(step):
-        return Promise(tokens)
-    return Promise(tokens, step, tokens * times.plain() / step if tokens is not None else None)
+    if times is None:
+        return TreePrediction(tokens)
+    step = replace(times, acceptance=acceptance).step_seconds(tree)
+    if not math.isfinite(step):
+        return TreePrediction(tokens)
+    speedup = tokens * times.plain_seconds() / step if tokens is not None else None
+    return TreePrediction(tokens, step, speedup)
 
 
-def predicted(tree: TokenTree, verifier: str, plan: Plan, sampling: Mapping[str, Any] | None = None) -> Prediction:
-    """What the measurements in a plan promise of `tree` and `verifier`, which need not be those it was solved for.
+def prediction_for(
+    tree: TokenTree, verifier: str, plan: Plan, sampling: Mapping[str, Any] | None = None
+) -> Prediction:
+    """Predict a tree's figures in bench from the measurements in a plan.
 
-    Nothing where they do not apply: they were taken with one temperature and filters (`sampling` is what is decoded with, None for
-    the same) and with one verifier. What `sequoia` yields, `traversal` yields at least; with greedy decoding all verifiers are one.
+    The plan need not be the tree's own. Its measurements were taken with one temperature, one set
+    of filters and one verifier; the prediction is empty where they do not apply. They apply to
+    `traversal` if they are of `sequoia`, as a lower bound, and to every verifier in greedy
+    decoding, where all verifiers are equal.
+
+    Args:
+        verifier: the verifier to decode with.
+        sampling: the sampling settings to decode with, by name; None for the plan's own.
     """
     settings = dict(plan.settings)
-    measured = settings.pop("verifier", "sequoia")
-    alike = settings.get("temperature") == 0 or verifier == measured or (verifier, measured) == ("traversal", "sequoia")
-    alike &= sampling is None or all(sampling.get(name, value) == value for name, value in settings.items())
-    alike |= tree.size == 1
-    if not plan.acceptance or not alike:
+    measured_verifier = settings.pop("verifier", "sequoia")
+    is_same_acceptance = (
+        settings.get("temperature") == 0
+        or verifier == measured_verifier
+        or (verifier, measured_verifier) == ("traversal", "sequoia")
+    )
+    is_same_sampling = sampling is None or all(
+        sampling.get(name, value) == value for name, value in settings.items()
+    )
+    applies = (is_same_acceptance and is_same_sampling) or tree.size == 1
+    if not plan.acceptance or not applies:
         return Prediction()
-    tokens, _, speedup = promise(tree, plan.acceptance, StepTime.of(plan))
+    tokens, _, speedup = predict(tree, plan.acceptance, StepTime.from_measured(plan))
     return Prediction(tokens, speedup)
 
 
-def check_promise(tree: TokenTree) -> None:
-    """Refuse a tree whose plan promises something else than its acceptance and latencies give for it.
+def check_prediction(tree: TokenTree) -> None:
+    """Refuse a tree whose plan contradicts its own acceptance and latencies.
 
     Raises:
         SequoiaPlanError: naming the key, what was found and what follows from the tree.
     """
     plan = tree.plan
-    given = promise(tree, plan.acceptance, StepTime.of(plan))
-    for name, follows in given._asdict().items():
-        found = getattr(plan, name)
-        if found is not None and (follows is None or not math.isclose(found, follows, rel_tol=SAME)):
-            gives = f"its tree, acceptance and latencies give {follows:.6g}" if follows else "nothing in the plan gives one"
-            raise SequoiaPlanError(f"plan.{name}: found {found:.6g}, {gives}; solve again")
-    for name, bound, value in (("upper_bound", plan.upper_bound, given.expected_tokens), ("speedup_bound", plan.speedup_bound, given.predicted_speedup)):
-        if bound is not None and value is not None and bound < value * (1 - SAME):
-            raise SequoiaPlanError(f"plan.{name}: found {bound:.6g}, the tree itself has {value:.6g}; solve again")
+    prediction = predict(tree, plan.acceptance, StepTime.from_measured(plan))
+    for name, predicted in prediction._asdict().items():
+        recorded = getattr(plan, name)
+        if recorded is None:
+            continue
+        if predicted is None or not math.isclose(recorded, predicted, rel_tol=ROUNDING_TOLERANCE):
+            consequence = "nothing in the plan gives one"
+            if predicted:
+                consequence = f"its tree, acceptance and latencies give {predicted:.6g}"
+            raise SequoiaPlanError(f"plan.{name}: found {recorded:.6g}, {consequence}; solve again")
+    _check_bound("upper_bound", plan.upper_bound, prediction.expected_tokens)
+    _check_bound("speedup_bound", plan.speedup_bound, prediction.predicted_speedup)
+
+
+def _check_bound(name: str, bound: float | None, predicted: float | None) -> None:
+    """Refuse an upper bound that the tree itself exceeds."""
+    if bound is None or predicted is None:
+        return
+    if bound < predicted * (1 - ROUNDING_TOLERANCE):
+        raise SequoiaPlanError(
+            f"plan.{name}: found {bound:.6g}, the tree itself has {predicted:.6g}; solve again"
+        )

@@ -1,4 +1,7 @@
-"""Which passes a draft makes to grow a token tree. The drafter declares them once; cost model, profiler and runtime ask here."""
+"""The passes with which a draft model drafts a token tree.
+
+The drafter declares them once. The cost model, the profiler and the runtime ask here.
+"""
 
 from __future__ import annotations
 
@@ -9,54 +12,96 @@ from sequoia_plan.artifacts.schema import Artifact, Size, field
 
 
 class Drafting(Artifact, frozen=True):
-    """The passes of one kind of draft."""
+    """The draft passes of one type of draft model."""
 
     PREFIX: ClassVar[str] = "drafting"
 
-    kind: Annotated[str, field("the kind of draft, as profiles and trees record it")]
-    first: Annotated[Size, field("tokens in the first pass, the one that gives the root's children; see `first_by_depth`")]
-    by_level: Annotated[
-        bool,
+    draft_type: Annotated[
+        str, field("type of the draft, as profiles and trees record it", key="kind")
+    ]
+    first_width: Annotated[
+        Size,
         field(
-            "true if every deeper level that has children takes a pass of its own, as wide as it has nodes with children; false if the first "
-            "pass gives the laws of all levels"
+            "tokens in the first pass, which gives the root's children; see `first_by_depth`",
+            key="first",
         ),
     ]
-    deepest: Annotated[Size | None, field("the most levels a tree may have, the root's included; missing if there is no limit")] = None
-    first_by_depth: Annotated[
+    drafts_by_level: Annotated[
         bool,
-        field("true if the first pass has `first` tokens for each level of the tree: it reads again as many tokens as a step may have accepted"),
+        field(
+            "true if every deeper level that has children takes a pass of its own, over its nodes "
+            "with children; false if the first pass gives the probabilities of all levels",
+            key="by_level",
+        ),
+    ]
+    max_depth: Annotated[
+        Size | None,
+        field(
+            "largest number of levels of a tree, including the root's; missing if there is no "
+            "limit",
+            key="deepest",
+        ),
+    ] = None
+    first_width_is_per_level: Annotated[
+        bool,
+        field(
+            "true if the first pass has `first` tokens for each level of the tree: it repeats as "
+            "many tokens as a step may have accepted",
+            key="first_by_depth",
+        ),
     ] = False
 
-    def first_pass(self, depth: int) -> int:
-        """Tokens in the first pass of a step with a tree of `depth` levels."""
-        return self.first * depth if self.first_by_depth else self.first
+    def first_pass_width(self, depth: int) -> int:
+        """Number of tokens in the first draft pass of a step, for a tree of `depth` levels."""
+        return self.first_width * depth if self.first_width_is_per_level else self.first_width
 
-    def widths(self, parents: Sequence[int]) -> list[int]:
-        """Tokens in each pass of a step, first to last.
+    def pass_widths(self, num_parents_by_level: Sequence[int]) -> list[int]:
+        """Number of tokens in each draft pass of a step, first to last.
 
         Args:
-            parents: how many nodes have children on each level (`TokenTree.parents_by_level`); empty for a tree of one node.
+            num_parents_by_level: number of nodes with children on each level but the last, from
+                the root's level on; empty for a tree of one node.
         """
-        if not parents:
+        if not num_parents_by_level:
             return []
-        first = self.first_pass(len(parents) + 1)
-        return [first, *(int(count) for count in parents[1:])] if self.by_level else [first]
+        first_pass = self.first_pass_width(depth=len(num_parents_by_level) + 1)
+        if not self.drafts_by_level:
+            return [first_pass]
+        return [first_pass, *map(int, num_parents_by_level[1:])]
 
-    def narrowest(self, depth: int) -> list[int]:
-        """Tokens in each pass of a tree of `depth` levels whose passes are as narrow as they can be."""
-        return self.widths([1] * (depth - 1))
-
-
-LANGUAGE_MODEL = Drafting("language model", first=2, by_level=True)
-"""A language model with a KV cache of its own. Its first pass reads the root and the token before it, because an accepted leaf is a
-token that the draft has not read yet."""
-
-FEATURE_DRAFT = Drafting("feature draft", first=1, by_level=True, deepest=64, first_by_depth=True)
-"""A draft that reads the target's hidden states. Its first pass reads the last tokens again, now with the target's own hidden states, as many
-as a step may have accepted; deeper passes read what the draft itself said of the parent."""
+    def narrowest_widths(self, depth: int) -> list[int]:
+        """Number of tokens in each draft pass for the narrowest tree of `depth` levels, a chain."""
+        return self.pass_widths([1] * (depth - 1))
 
 
-def block_draft(block: int, levels: int) -> Drafting:
-    """A draft that reads the target's hidden states and gives the laws of `levels` levels in one pass over a block of `block` tokens."""
-    return Drafting("block draft", first=block, by_level=False, deepest=levels + 1)
+LANGUAGE_MODEL = Drafting("language model", first_width=2, drafts_by_level=True)
+"""A language model with a KV cache of its own.
+
+Its first pass takes the root and the token before it, because the draft has not run yet on an
+accepted leaf.
+"""
+
+EAGLE_DRAFT = Drafting(
+    "feature draft",
+    first_width=1,
+    drafts_by_level=True,
+    max_depth=64,
+    first_width_is_per_level=True,
+)
+"""An EAGLE draft: its input is the target's hidden states.
+
+Its first pass repeats the last tokens, as many as a step may have accepted, now with the target's
+own hidden states. Deeper passes take the draft's own output at the parent.
+"""
+
+
+def dflash_draft(block_size: int, levels: int) -> Drafting:
+    """A DFlash draft: its input is the target's hidden states, and one pass serves all levels.
+
+    Args:
+        block_size: tokens in that pass.
+        levels: levels below the root's that it gives probabilities for.
+    """
+    return Drafting(
+        "block draft", first_width=block_size, drafts_by_level=False, max_depth=levels + 1
+    )

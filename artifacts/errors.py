@@ -1,13 +1,16 @@
-"""The exceptions users meet."""
+"""The exceptions that users meet."""
 
 
 class SequoiaPlanError(Exception):
-    """Something that cannot be done, told in one line: what it is, what was found, what was expected, what to do."""
+    """The request cannot be carried out.
+
+    The message is one line: what was asked, what was found, what was expected, and what to do.
+    """
 
     exit_code = 1
 
 
 class ArgumentError(SequoiaPlanError):
-    """The same for an invalid argument or option."""
+    """An argument or a command line option is invalid. The message is as in `SequoiaPlanError`."""
 
     exit_code = 2

@@ -1,4 +1,4 @@
-"""Reading and writing without losing anything."""
+"""Reading files within limits, and writing files so that an old one is never lost."""
 
 from __future__ import annotations
 
@@ -15,73 +15,98 @@ from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:
-    """Replace `path` by `data`, or leave it as it was: write beside it, then rename. A link keeps pointing where it points, and a
-    file that is replaced keeps its permissions.
+    """Replace a file by `data`, or leave it as it was.
+
+    The data is written to a file beside it, which is then renamed. A symbolic link keeps pointing
+    to its target, and a file that is replaced keeps its permissions.
 
     Raises:
-        SequoiaPlanError: if `path` is a folder, its folder is missing or cannot be written, or the disk is full.
+        SequoiaPlanError: if `path` is a folder, its folder is missing or cannot be written, or the
+            disk is full.
     """
-    given, path, temporary = path, Path(os.path.realpath(path)), None
+    target = Path(os.path.realpath(path))
+    temporary = None
     try:
-        kind = stat.S_IFMT(path.stat().st_mode) if os.path.exists(path) else None
-        if kind == stat.S_IFDIR:
+        old_mode = target.stat().st_mode if os.path.exists(target) else None
+        if old_mode is not None and stat.S_ISDIR(old_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if kind not in (None, stat.S_IFREG):
-            path.write_bytes(data)  # a terminal or a pipe cannot be replaced
+        if old_mode is not None and not stat.S_ISREG(old_mode):
+            target.write_bytes(data)  # a terminal or a pipe cannot be replaced
             return
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            dir=target.parent, prefix=f".{target.name}.", delete=False
+        ) as file:
             temporary = file.name
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, stat.S_IMODE(path.stat().st_mode) if kind else 0o666 & ~_umask())  # a temporary file is private
-        os.replace(temporary, path)
+        # A temporary file is private, so it needs the permissions of a usual one.
+        os.chmod(temporary, stat.S_IMODE(target.stat().st_mode) if old_mode else 0o666 & ~_umask())
+        os.replace(temporary, target)
     except OSError as error:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
         problem = error.strerror or error
         raise SequoiaPlanError(
-            f"{given}: cannot be written ({problem}); name a file in a folder that exists and is writable, with room for {len(data)} bytes"
+            f"{path}: cannot be written ({problem}); name a file in a folder that exists and is "
+            f"writable, with room for {len(data)} bytes"
         ) from error
 
 
 @contextmanager
 def new_folder(path: str | Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `path` when all is written, and is removed if anything fails.
+    """Yield a temporary folder to write into, and rename it to `path` at the end.
+
+    The folder is removed if anything fails.
 
     Raises:
         SequoiaPlanError: if `path` exists and is not an empty folder, or cannot be made.
     """
-    final = Path(os.path.realpath(path))
-    if final.exists() and not (final.is_dir() and not any(final.iterdir())):
+    target = Path(os.path.realpath(path))
+    is_empty_folder = target.is_dir() and not any(target.iterdir())
+    if target.exists() and not is_empty_folder:
         raise SequoiaPlanError(f"{path}: exists already; name a new folder, or remove it")
     try:
-        temporary = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}."))
+        temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
     except OSError as error:
-        raise SequoiaPlanError(f"{path}: cannot be made ({error.strerror or error}); name a folder within one that exists and is writable") from error
+        raise SequoiaPlanError(
+            f"{path}: cannot be made ({error.strerror or error}); name a folder within one that "
+            "exists and is writable"
+        ) from error
     try:
         yield temporary
         os.chmod(temporary, 0o777 & ~_umask())  # a temporary folder is private
-        os.replace(temporary, final)
+        os.replace(temporary, target)
     except OSError as error:
-        raise SequoiaPlanError(f"{path}: cannot be written ({error.strerror or error}); free some space, or name another folder") from error
+        raise SequoiaPlanError(
+            f"{path}: cannot be written ({error.strerror or error}); free some space, or name "
+            "another folder"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def refuse_to_replace(output: str | Path, *inputs: str | Path | None) -> None:
-    """An output must not be one of the files that it is made from.
+    """Refuse an output file that is one of the input files, also by another path or a link.
+
+    Args:
+        output: the file to write.
+        inputs: files that are read; None stands for an input that was not named.
 
     Raises:
-        ArgumentError: naming the file.
+        ArgumentError: naming both, if they are one file.
     """
-    for given in inputs:
-        if given is not None and os.path.exists(given) and os.path.exists(output) and os.path.samefile(given, output):
-            raise ArgumentError(f"-o {output}: is the input {given} itself, which would be lost; name another file")
+    for path in inputs:
+        if path is None or not os.path.exists(path) or not os.path.exists(output):
+            continue
+        if os.path.samefile(path, output):
+            raise ArgumentError(
+                f"-o {output}: is the input {path} itself, which would be lost; name another file"
+            )
 
 
 def check_writable(path: str | Path) -> None:
-    """Try before the work whether `write_atomically` could write to `path`.
+    """Check, before any work is done for it, whether `write_atomically` could write to `path`.
 
     Raises:
         SequoiaPlanError: if it could not.
@@ -96,29 +121,41 @@ def check_writable(path: str | Path) -> None:
         elif not os.access(path, os.W_OK) or not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise SequoiaPlanError(f"{path}: cannot be written ({error.strerror or error}); name a file in a folder that exists and is writable") from error
+        raise SequoiaPlanError(
+            f"{path}: cannot be written ({error.strerror or error}); name a file in a folder that "
+            "exists and is writable"
+        ) from error
 
 
 def _umask() -> int:
-    mask = os.umask(0)
+    """The permissions that new files of this process lack."""
+    mask = os.umask(0)  # the system has no call that only reads the mask
     os.umask(mask)
     return mask
 
 
-def read_bytes(path: str | Path, what: str, limit: int = 1 << 26) -> bytes:
-    """The file's content; `what` names what it should be, for the error.
+def read_bytes(path: str | Path, expected: str, max_bytes: int = 1 << 26) -> bytes:
+    """Read a file, or an endless device, up to a limit.
+
+    Args:
+        path: the file.
+        expected: what the file should be, for the error.
+        max_bytes: a larger file is refused.
 
     Raises:
-        SequoiaPlanError: if it cannot be read or holds more than `limit` bytes.
+        SequoiaPlanError: if it cannot be read or has more than `max_bytes` bytes.
     """
+    chunks = []
+    bytes_left = max_bytes
     try:
         with open(path, "rb") as file:
-            parts, left = [], limit
-            while left >= 0 and (part := file.read(1 << 20)):
-                parts.append(part)
-                left -= len(part)
+            while bytes_left >= 0 and (chunk := file.read(1 << 20)):
+                chunks.append(chunk)
+                bytes_left -= len(chunk)
     except OSError as error:
-        raise SequoiaPlanError(f"{path}: cannot be read ({error.strerror}); expected {what}") from error
-    if left < 0:
-        raise SequoiaPlanError(f"{path}: larger than {limit} bytes; expected {what}")
-    return b"".join(parts)
+        raise SequoiaPlanError(
+            f"{path}: cannot be read ({error.strerror}); expected {expected}"
+        ) from error
+    if bytes_left < 0:
+        raise SequoiaPlanError(f"{path}: larger than {max_bytes} bytes; expected {expected}")
+    return b"".join(chunks)

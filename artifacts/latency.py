@@ -1,4 +1,8 @@
-"""What a machine takes: seconds of passes by their size, of verification, and of streaming the target's weights."""
+"""Times of one machine.
+
+They are seconds of model passes by their size, of verification, and of streaming the target's
+weights.
+"""
 
 from __future__ import annotations
 
@@ -9,82 +13,157 @@ from msgspec import Meta
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.schema import Artifact, Count, Number, Seconds, Size, field
 
-Curve = dict[Size, Seconds]
-Rounds = Literal["tree", "level", "path", "walk"]
-Quartiles = dict[Annotated[str, Meta(pattern="^(target|draft)$", title="target or draft")], dict[Size, tuple[Seconds, Seconds]]]
+SecondsBySize = dict[Size, Seconds]
+RoundOrder = Literal["tree", "level", "path", "walk"]
+ModelName = Annotated[str, Meta(pattern="^(target|draft)$", title="target or draft")]
+Quartiles = dict[ModelName, dict[Size, tuple[Seconds, Seconds]]]
 
 
-class Verification(Artifact, frozen=True):
-    """Seconds that a step spends on judging a drawn tree and keeping what is accepted, and on drawing it where one pass drafts all levels:
-    base + by_round x rounds + by_parent x nodes with children + by_child x (size - 1)."""
+class VerificationCost(Artifact, frozen=True):
+    """Seconds that a step spends on verifying a drafted tree and on committing the accepted path.
+
+    Where one draft pass serves all levels, they include the drawing of the tree. The sum is
+    base + by_round x rounds + by_parent x nodes with children + by_child x (size - 1).
+    """
 
     PREFIX: ClassVar[str] = "latency.verification"
 
     base: Annotated[Number, field("seconds for any tree")]
-    by_round: Annotated[Number, field("seconds for each round; children that are judged side by side are one round")]
-    by_parent: Annotated[Number, field("seconds for each node that has children; with `walk`, for each node of the accepted path")]
-    by_child: Annotated[Number, field("seconds for each node but the root")]
-    rounds: Annotated[
-        Rounds,
+    by_round: Annotated[
+        Number,
+        field("seconds for each round; children that are verified side by side are one round"),
+    ]
+    by_parent: Annotated[
+        Number,
         field(
-            "how many rounds a tree takes, by what runs on the device: `tree` if all nodes are judged at once (the most children any node has), "
-            "`level` if levels are judged one after the other (the sum over levels of the most children a node of the level has), `path` if a "
-            "node begins once its parent has judged it (the largest sum of ranks along a path), `walk` if only the accepted path is looked at "
-            "(children rejected on it, as many as the acceptance lets expect)"
+            "seconds for each node that has children; with `walk`, for each node of the "
+            "accepted path"
+        ),
+    ]
+    by_child: Annotated[Number, field("seconds for each node but the root")]
+    round_order: Annotated[
+        RoundOrder,
+        field(
+            "how many rounds a tree takes, which depends on what runs on the device. `tree`: all "
+            "nodes are verified at once (rounds: the largest number of children of a node). "
+            "`level`: levels are verified one after the other (the sum over levels of the largest "
+            "number of children of a node of the level). `path`: the children of a node are "
+            "verified once the node itself is (the largest sum of ranks along a path). `walk`: "
+            "only children of nodes on the accepted path are verified (the expected number of "
+            "children that are rejected on it)",
+            key="rounds",
         ),
     ] = "tree"
-    error: Annotated[Number, field("by how much the sum is off, relative: the residual standard error over the timed shapes")] = 0.0
+    error: Annotated[
+        Number,
+        field(
+            "relative error of the sum: the residual standard error over the trees that were timed"
+        ),
+    ] = 0.0
 
 
-class Stream(Artifact, frozen=True):
-    """What a target that is streamed in every pass waits for."""
+class StreamCost(Artifact, frozen=True):
+    """Time to read a streamed target's weights, which every pass of the target waits for."""
 
     PREFIX: ClassVar[str] = "latency.stream"
 
-    seconds: Annotated[Seconds, field("a pass right after another one: no step is shorter, because its weights must arrive")]
-    bytes: Annotated[Size, field("read in every pass")]
+    seconds: Annotated[
+        Seconds,
+        field(
+            "seconds of a pass right after another one. No step is shorter, because the weights "
+            "must arrive"
+        ),
+    ]
+    bytes: Annotated[Size, field("bytes that every pass reads")]
 
 
 class Latency(Artifact, frozen=True):
     """Median seconds on this machine."""
 
     PREFIX: ClassVar[str] = "latency"
-    ORDER: ClassVar[tuple[str, ...]] = ("context", "overhead", "target", "draft", "verification", "stream", "samples", "quartiles", "out_of_memory")
+    ORDER: ClassVar[tuple[str, ...]] = (
+        "context",
+        "overhead",
+        "target",
+        "draft",
+        "verification",
+        "stream",
+        "samples",
+        "quartiles",
+        "out_of_memory",
+    )
 
     target: Annotated[
-        Curve,
+        SecondsBySize,
         field(
-            "nodes: median seconds of the target's pass over them; 1 must be there. Without `verification`, verification and KV compaction "
-            "of a tree of that size are included. With `stream`, a pass after a pause in which the ring of layers has filled"
+            "for each measured number of nodes, the median seconds of the target's pass over them. "
+            "The number 1 must be there. Without `verification`, the seconds include verification "
+            "and compaction of the KV cache for a tree of that size. With `stream`, they are of a "
+            "pass after a pause in which the buffers of the streamed layers have filled"
         ),
     ]
-    draft: Annotated[Curve, field("nodes: median seconds of one draft pass and the drawing of its children; without it where one pass drafts all levels")]
+    draft: Annotated[
+        SecondsBySize,
+        field(
+            "for each measured number of nodes, the median seconds of one draft pass over them and "
+            "of drawing their children; without the drawing where one pass serves all levels"
+        ),
+    ]
     overhead: Annotated[
-        Number, field("seconds of a step beyond passes and verification: mask and read-back; on CUDA also random numbers and launch", always=True)
+        Number,
+        field(
+            "seconds of a step beyond its passes and verification: the mask and the transfer of "
+            "tokens to the host; on CUDA also random numbers and launches",
+            always=True,
+        ),
     ] = 0.0
-    context: Annotated[Count, field("tokens in the KV cache when measured", always=True)] = 0
+    context: Annotated[
+        Count, field("tokens in the KV cache while the times were measured", always=True)
+    ] = 0
     samples: Annotated[dict[Size, Size], field("how often each size was timed")] = {}
     quartiles: Annotated[
         Quartiles,
-        field("first and third quartile of the times of a size that was measured, the drift common to all sizes taken out"),
+        field(
+            "first and third quartile of the seconds of each measured size, after the drift that "
+            "is common to all sizes is removed"
+        ),
     ] = {}
-    out_of_memory: Annotated[Size | None, field("the smallest size there was no memory for")] = None
-    verification: Annotated[Verification | None, field("what judging a tree and keeping what is accepted takes, for any tree")] = None
-    stream: Annotated[Stream | None, field("what streaming the target's weights takes; missing if they are all in memory")] = None
+    out_of_memory: Annotated[
+        Size | None, field("the smallest size for which the memory did not suffice")
+    ] = None
+    verification: Annotated[
+        VerificationCost | None,
+        field("seconds of verifying any tree and of committing the accepted path"),
+    ] = None
+    stream: Annotated[
+        StreamCost | None,
+        field("time to stream the target's weights; missing if all of them are in memory"),
+    ] = None
 
     def __post_init__(self) -> None:
+        """Refuse empty curves, no target pass over 1 token, and figures of unmeasured sizes.
+
+        A size is the number of tokens in a pass.
+        """
         super().__post_init__()
-        for name, curve in (("target", self.target), ("draft", self.draft)):
+        for model, curve in (("target", self.target), ("draft", self.draft)):
             if not curve:
-                raise SequoiaPlanError(f"latency.{name}: empty, expected tokens: seconds")
+                raise SequoiaPlanError(f"latency.{model}: empty, expected tokens: seconds")
         if 1 not in self.target:
-            raise SequoiaPlanError("latency.target: no measurement at 1 token, the plain decoding that speed-ups are relative to")
+            raise SequoiaPlanError(
+                "latency.target: no measurement at 1 token, the plain decoding that speed-ups are "
+                "relative to"
+            )
+        measured_sizes = {*self.target, *self.draft}
         for size in self.samples:
-            if size not in {*self.target, *self.draft}:
-                raise SequoiaPlanError(f"latency.samples: found the size {size}, expected sizes that were measured")
-        for name, pairs in self.quartiles.items():
-            for size, (first, third) in pairs.items():
-                if size not in getattr(self, name) or first > third:
+            if size not in measured_sizes:
+                raise SequoiaPlanError(
+                    f"latency.samples: found the size {size}, expected sizes that were measured"
+                )
+        for model, quartiles in self.quartiles.items():
+            for size, (first, third) in quartiles.items():
+                if size not in getattr(self, model) or first > third:
                     raise SequoiaPlanError(
-                        f"latency.quartiles.{name}[{size}]: found {[first, third]}, expected a measured size: [first quartile, third quartile]"
+                        f"latency.quartiles.{model}[{size}]: found {[first, third]}, expected a "
+                        "measured size: [first quartile, third quartile]"
                     )

@@ -4,102 +4,158 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 from msgspec.structs import replace
 
 from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
-from sequoia_plan.artifacts.profile import Counts, Judged, LevelCounts, Lift, Profile
+from sequoia_plan.artifacts.latency import VerificationCost
+from sequoia_plan.artifacts.profile import Counts, LevelCounts, Profile, VerifierAcceptance
 
 
 def merge(profiles: Sequence[Profile], names: Sequence[str] = ()) -> Profile:
-    """Their counts together; latency and hardware of the first that has latencies.
+    """Add up the counts of profiles; latency and hardware are those of the first with latencies.
 
     Args:
-        names: what to call each in errors; numbers if there are none.
+        profiles: profiles of the same models, settings and verifiers, with counts for the same
+            number of ranks.
+        names: what error messages call each profile; "profile 1", "profile 2", ... if empty.
 
     Raises:
-        SequoiaPlanError: if there is nothing to merge, or two profiles differ in settings, models, verifiers or ranks, or lack counts.
+        SequoiaPlanError: if there is nothing to merge, or two profiles differ in settings, models,
+            verifiers or ranks, or lack counts.
     """
     if not profiles:
         raise ArgumentError("merge: found no profile, expected one or more")
     names = names or [f"profile {number}" for number in range(1, len(profiles) + 1)]
+    named_profiles = list(zip(names, profiles, strict=True))
+    for count in range(1, len(profiles) + 1):
+        _check_last_of(named_profiles[:count])
     first = profiles[0]
-    for number, (name, other) in enumerate(zip(names, profiles, strict=True)):
-        if not other.levels or not sum(level.trials for level in other.levels):
-            raise SequoiaPlanError(f"{name}: has no acceptance.levels with counts; profile again with this sequoia-plan")
-        for what in ("settings", "models"):
-            if getattr(other, what) != getattr(first, what):
-                raise SequoiaPlanError(f"{name}: its {what} differ from those of {names[0]}; only like can be merged with like")
-        if set(other.measured) != set(first.measured):
-            found, expected = (" and ".join(sorted(each.measured)) for each in (other, first))
-            raise SequoiaPlanError(f"{name}: measured with {found}, {names[0]} with {expected}; profile again, with the same --verifier")
-        if len(other.levels[0].counts) != len(first.levels[0].counts):
-            raise SequoiaPlanError(f"{name}: {len(other.levels[0].counts)} ranks, {names[0]} has {len(first.levels[0].counts)}")
-        for earlier in range(number):
-            if profiles[earlier].levels == other.levels:
-                raise SequoiaPlanError(f"{name}: holds the counts of {names[earlier]} again, which would count twice; leave one of them out")
+    timed_profile = next((profile for profile in profiles if profile.latency), first)
     depth = max(len(profile.levels) for profile in profiles)
-    timed = next((profile for profile in profiles if profile.latency), first)
-
-    def judged(verifier: str) -> Judged:
-        each = [profile.under(verifier) for profile in profiles]
-        levels = added([profile.levels for profile in each], depth)
-        kinds = {}
-        if all(profile.kinds for profile in each):
-            names_of_kinds = dict.fromkeys(kind for profile in each for kind in profile.kinds)
-            kinds = {kind: added([profile.kinds[kind] for profile in each if kind in profile.kinds], depth) for kind in names_of_kinds}
-        latency = timed.under(verifier).latency
-        return Judged(pooled(levels), sum(profile.trials for profile in each), levels, kinds, latency.verification if latency else None)
-
-    own = judged(first.verifier)
-    acceptance = {"acceptance": own.vector, "trials": own.trials, "levels": own.levels, "kinds": own.kinds}
-    lift, verifiers = _lift(profiles, depth), {verifier: judged(verifier) for verifier in first.verifiers}
-    return replace(first, latency=timed.latency, hardware=timed.hardware, lift=lift, verifiers=verifiers, **acceptance)
-
-
-def _lift(profiles: Sequence[Profile], depth: int) -> Lift | None:
-    """The mean of their lifts, by trials, with the variance that independent measurements leave; None if one has none."""
-    lifts = [profile.lift for profile in profiles if profile.lift]
-    if len(lifts) < len(profiles) or not lifts:
-        return None
-    weights, ratio, covariance = np.zeros((len(lifts), depth)), np.ones((len(lifts), depth)), np.zeros((len(lifts), depth, depth))
-    for one, profile, lift in zip(range(len(lifts)), profiles, lifts, strict=True):
-        known = min(len(lift.ratio), len(profile.levels))
-        weights[one, :known] = [level.trials for level in profile.levels[:known]]
-        ratio[one, :known] = lift.ratio[:known]
-        covariance[one, :known, :known] = np.array(lift.covariance)[:known, :known] if lift.covariance else 0.0
-    weights /= np.maximum(weights.sum(0), 1)
-    together = (weights[:, :, None] * weights[:, None, :] * covariance).sum(0) if all(lift.covariance for lift in lifts) else np.zeros((0, 0))
-    ranks = max((lift.ranks for lift in lifts), key=len)
-    return Lift(tuple((1 + (weights * (ratio - 1)).sum(0)).round(6).tolist())[: len(ranks)], ranks, tuple(map(tuple, together.round(9).tolist())))
+    acceptances = {}
+    for verifier in first.all_verifiers:
+        latency = timed_profile.for_verifier(verifier).latency
+        acceptances[verifier] = _merged_acceptance(
+            [profile.for_verifier(verifier) for profile in profiles],
+            depth,
+            latency.verification if latency else None,
+        )
+    own_acceptance = acceptances[first.verifier]
+    return replace(
+        first,
+        latency=timed_profile.latency,
+        hardware=timed_profile.hardware,
+        acceptance=own_acceptance.vector,
+        trials=own_acceptance.trials,
+        levels=own_acceptance.levels,
+        kinds=own_acceptance.kinds,
+        verifiers={verifier: acceptances[verifier] for verifier in first.verifiers},
+    )
 
 
-def added(counts: Sequence[Sequence[LevelCounts]], depth: int) -> tuple[LevelCounts, ...]:
-    """Counts of the same ranks level by level, down to `depth`; the deeper ones may lack levels. Classes are told apart where all do so."""
-    nothing = LevelCounts(0, (0.0,) * len(counts[0][0].counts))
-    rows = [[each[level] if level < len(each) else nothing for each in counts] for level in range(depth)]
+def _check_last_of(named_profiles: Sequence[tuple[str, Profile]]) -> None:
+    """Refuse the last profile if it lacks counts, is unlike the first, or repeats an earlier one.
 
-    def off(row: Sequence[LevelCounts]) -> Counts | None:
-        seen = [each for each in row if each.trials]
-        parts = [each.off for each in seen if each.off]
-        return Counts(*_sums(parts)) if parts and len(parts) == len(seen) else None
+    Args:
+        named_profiles: each profile with the name that error messages call it.
+    """
+    first_name, first = named_profiles[0]
+    name, profile = named_profiles[-1]
+    if not profile.levels or not sum(level.trials for level in profile.levels):
+        raise SequoiaPlanError(
+            f"{name}: has no acceptance.levels with counts; profile again with this sequoia-plan"
+        )
+    for section in ("settings", "models"):
+        if getattr(profile, section) != getattr(first, section):
+            raise SequoiaPlanError(
+                f"{name}: its {section} differ from those of {first_name}; only like can be "
+                "merged with like"
+            )
+    if set(profile.all_verifiers) != set(first.all_verifiers):
+        verifiers = " and ".join(sorted(profile.all_verifiers))
+        first_verifiers = " and ".join(sorted(first.all_verifiers))
+        raise SequoiaPlanError(
+            f"{name}: measured with {verifiers}, {first_name} with {first_verifiers}; "
+            "profile again, with the same --verifier"
+        )
+    num_ranks, num_first_ranks = len(profile.levels[0].counts), len(first.levels[0].counts)
+    if num_ranks != num_first_ranks:
+        raise SequoiaPlanError(f"{name}: {num_ranks} ranks, {first_name} has {num_first_ranks}")
+    for earlier_name, earlier in named_profiles[:-1]:
+        if earlier.levels == profile.levels:
+            raise SequoiaPlanError(
+                f"{name}: holds the counts of {earlier_name} again, which would count twice; "
+                "leave one of them out"
+            )
 
-    return tuple(LevelCounts(*_sums(row), off(row)) for row in rows)
+
+def _merged_acceptance(
+    profiles: Sequence[Profile], depth: int, verification: VerificationCost | None
+) -> VerifierAcceptance:
+    """The acceptance of one verifier over all profiles.
+
+    Args:
+        profiles: the profiles of that verifier alone.
+        depth: number of levels of the result.
+        verification: the verifier's measured verification time; None if it was not measured.
+    """
+    levels = add_counts([profile.levels for profile in profiles], depth)
+    kinds = {}
+    if all(profile.kinds for profile in profiles):
+        for kind in dict.fromkeys(kind for profile in profiles for kind in profile.kinds):
+            tables = [profile.kinds[kind] for profile in profiles if kind in profile.kinds]
+            kinds[kind] = add_counts(tables, depth)
+    return VerifierAcceptance(
+        vector=pooled(levels),
+        trials=sum(profile.trials for profile in profiles),
+        levels=levels,
+        kinds=kinds,
+        verification=verification,
+    )
+
+
+def add_counts(tables: Sequence[Sequence[LevelCounts]], depth: int) -> tuple[LevelCounts, ...]:
+    """Add up counts level by level; a table may have fewer levels than `depth`.
+
+    Counts are of all nodes of a level, and of those off the spine (the spine is the root, its first
+    child, that node's first child, ...). The result has the latter on a level where every table
+    that has trials on that level has them.
+
+    Args:
+        tables: for each profile its counts by level, all with the same number of ranks.
+        depth: number of levels of the result.
+    """
+    zeros = LevelCounts(0, (0.0,) * len(tables[0][0].counts))
+    sums = []
+    for level in range(depth):
+        counts_of_level = [table[level] if level < len(table) else zeros for table in tables]
+        nonzero = [counts for counts in counts_of_level if counts.trials]
+        off_spine = [counts.off_spine for counts in nonzero if counts.off_spine]
+        is_split = off_spine and len(off_spine) == len(nonzero)
+        off_spine_sums = Counts(*_sums(off_spine)) if is_split else None
+        sums.append(LevelCounts(*_sums(counts_of_level), off_spine_sums))
+    return tuple(sums)
 
 
 def _sums(counts: Sequence[Counts]) -> tuple[int, tuple[float, ...]]:
-    return sum(each.trials for each in counts), tuple(round(sum(of_rank), 4) for of_rank in zip(*(each.counts for each in counts), strict=True))
+    """The sum of the trials, and the sum of the counts of each rank (to four digits)."""
+    ranks = zip(*(entry.counts for entry in counts), strict=True)
+    return sum(entry.trials for entry in counts), tuple(round(sum(rank), 4) for rank in ranks)
 
 
 def pooled(levels: Sequence[LevelCounts]) -> tuple[float, ...]:
-    """p[1..B] of all levels together, to six digits."""
+    """The acceptance vector of all levels together, to six digits.
+
+    It is p[1..B], the share of observed nodes whose child of each rank was accepted.
+    """
     trials = sum(level.trials for level in levels)
-    return rounded([sum(counts) / trials for counts in zip(*(level.counts for level in levels), strict=True)])
+    ranks = zip(*(level.counts for level in levels), strict=True)
+    return round_probs([sum(rank) / trials for rank in ranks])
 
 
-def rounded(shares: Sequence[float]) -> tuple[float, ...]:
-    """Probabilities to six digits; where rounding brings their sum above 1, the largest gives way."""
-    row = [round(share, 6) for share in shares]
-    if (beyond := sum(row) - 1) > 0:
-        row[row.index(max(row))] = round(max(row) - beyond, 6)
+def round_probs(probs: Sequence[float]) -> tuple[float, ...]:
+    """Round probabilities to six digits; if their sum then exceeds 1, the largest is lowered."""
+    row = [round(p, 6) for p in probs]
+    if (excess := sum(row) - 1) > 0:
+        row[row.index(max(row))] = round(max(row) - excess, 6)
     return tuple(row)

@@ -1,4 +1,4 @@
-"""The text that acceptance is measured on: built-in prompts of several kinds, or the user's own file."""
+"""The prompts that acceptance is measured on: the built-in ones, or a user's own file."""
 
 from __future__ import annotations
 
@@ -10,80 +10,101 @@ from typing import Any
 
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.files import read_bytes
-from sequoia_plan.artifacts.profile import LONGEST_KIND
+from sequoia_plan.artifacts.profile import MAX_KIND_LENGTH
 
 BUILT_IN = Path(__file__).parent / "prompts.jsonl"
-LARGEST_FILE = 1 << 28
-EXPECTED = '{"text": "..."}, {"messages": [...]} with a user message, or {"turns": ["...", ...]}'
+MAX_FILE_BYTES = 1 << 28
+EXPECTED_LINE = (
+    '{"text": "..."}, {"messages": [...]} with a user message, or {"turns": ["...", ...]}'
+)
 
 Message = dict[str, str]
-Text = str | list[Message]
+PromptText = str | list[Message]
 """A user's text, or a conversation whose last message is the user's."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a model is asked.
+    """A prompt for a language model.
 
     Args:
-        text: in one message, or as a conversation.
-        kind: what kind of prompt it is, as "code" or "story"; None if nobody said.
+        text: a single message, or a conversation.
+        kind: the kind of prompt, as "code" or "story"; None if its file does not say.
     """
 
-    text: Text
+    text: PromptText
     kind: str | None = None
 
 
 def built_in() -> list[Prompt]:
-    """The measuring half of our own prompts."""
+    """The measuring half of the built-in prompts."""
     return measuring_half(load(BUILT_IN))
 
 
 def measuring_half(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Every second prompt, the first included: what `profile` measures on."""
+    """The first prompt and every second one after it. `profile` measures on these."""
     return list(prompts[::2])
 
 
 def held_out_half(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The other prompts: what `bench` decodes. A file with one prompt gives it to both."""
+    """The prompts that are not in the measuring half. `bench` decodes these.
+
+    A single prompt is in both halves.
+    """
     return list(prompts[1::2] or prompts)
 
 
 def load(path: str | Path) -> list[Prompt]:
-    """Prompts from a file: .jsonl with one prompt a line, or plain text with one prompt a paragraph.
+    """Read prompts from a file: .jsonl with a prompt a line, or text with a prompt a paragraph.
 
-    A line has a `text`, chat `messages` (as OpenAI and Hugging Face write them, content parts included; what follows the last user
-    message is left out), or MT-bench's `turns`, of which the first is taken because the others follow answers. Its `kind`, or MT-bench's
-    `category`, says of what kind it is.
+    A line of .jsonl has one of these keys:
+
+    - `text`;
+    - `messages`: a chat as OpenAI and Hugging Face write it, content parts included. Messages after
+      the last user message are left out;
+    - `turns`, as in MT-bench. Only the first is used, because the others follow answers.
+
+    Its `kind`, or MT-bench's `category`, says of what kind the prompt is.
 
     Raises:
-        SequoiaPlanError: if the file cannot be read, a line is no prompt, or there is none.
+        SequoiaPlanError: if the file cannot be read, a line is no prompt, or there is no prompt.
     """
     try:
-        text = read_bytes(path, "prompts, .jsonl or plain text", LARGEST_FILE).decode("utf-8-sig")
+        data = read_bytes(path, "prompts, .jsonl or plain text", MAX_FILE_BYTES)
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise SequoiaPlanError(f"{path}: not UTF-8 text; expected prompts, .jsonl or plain text") from error
+        raise SequoiaPlanError(
+            f"{path}: not UTF-8 text; expected prompts, .jsonl or plain text"
+        ) from error
     text = text.replace("\r\n", "\n")
     prompts: list[Prompt]
     if str(path).endswith(".jsonl"):
-        lines = enumerate(text.split("\n"), 1)  # not splitlines: U+2028 may stand within a JSON text
-        prompts = [_line(path, number, line) for number, line in lines if line.strip()]
+        lines = enumerate(text.split("\n"), 1)  # splitlines would split at U+2028 within JSON text
+        prompts = [_parse_line(path, number, line) for number, line in lines if line.strip()]
     else:
-        prompts = [Prompt(paragraph.strip()) for paragraph in text.split("\n\n") if paragraph.strip()]
+        paragraphs = [paragraph.strip() for paragraph in text.split("\n\n")]
+        prompts = [Prompt(paragraph) for paragraph in paragraphs if paragraph]
     if not prompts:
         raise SequoiaPlanError(f"{path}: holds no prompt; expected at least one")
     return prompts
 
 
-def read_messages(found: Any) -> list[Message]:
-    """A conversation up to its last user message.
+def read_messages(entries: Any) -> list[Message]:
+    """Convert a chat to messages of plain text, up to the last user message.
+
+    Args:
+        entries: a list of mappings with `role` and `content`.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if it is not a list, or there is no user message with text.
+        KeyError, TypeError: if an entry is not such a mapping.
     """
-    if not isinstance(found, list):
+    if not isinstance(entries, list):
         raise ValueError
-    messages = [{"role": str(message["role"]), "content": _content(message["content"])} for message in found]
+    messages = [
+        {"role": str(entry["role"]), "content": _content_text(entry["content"])}
+        for entry in entries
+    ]
     while messages and messages[-1]["role"] != "user":
         messages.pop()
     if not messages or not messages[-1]["content"]:
@@ -91,29 +112,47 @@ def read_messages(found: Any) -> list[Message]:
     return messages
 
 
-def _line(path: str | Path, number: int, line: str) -> Prompt:
+def _parse_line(path: str | Path, number: int, line: str) -> Prompt:
+    """The prompt in a line of a .jsonl file.
+
+    Args:
+        path: the file, for errors.
+        number: the line's number, for errors.
+        line: its text, a JSON object with `messages`, `text` or `turns`.
+
+    Raises:
+        SequoiaPlanError: if the line is none of these.
+    """
     try:
         entry = json.loads(line)
         if "messages" in entry:
-            return Prompt(read_messages(entry["messages"]), _kind(entry))
+            return Prompt(read_messages(entry["messages"]), _prompt_kind(entry))
         text = entry["text"] if "text" in entry else entry["turns"][0]
         if isinstance(text, str) and text:
-            return Prompt(text, _kind(entry))
+            return Prompt(text, _prompt_kind(entry))
     except (ValueError, TypeError, KeyError, IndexError, RecursionError):
         pass
-    raise SequoiaPlanError(f"{path}: line {number} is no prompt; expected {EXPECTED}")
+    raise SequoiaPlanError(f"{path}: line {number} is no prompt; expected {EXPECTED_LINE}")
 
 
-def _kind(entry: Any) -> str | None:
-    """What a line says of its kind; what no profile can hold is none."""
+def _prompt_kind(entry: Any) -> str | None:
+    """The kind that a prompt's JSON object names; None if it names none that a profile can hold."""
     kind = entry.get("kind", entry.get("category"))
-    return kind if isinstance(kind, str) and 0 < len(kind) <= LONGEST_KIND and kind.isprintable() else None
+    if not isinstance(kind, str) or not kind.isprintable():
+        return None
+    return kind if 0 < len(kind) <= MAX_KIND_LENGTH else None
 
 
-def _content(content: Any) -> str:
-    """Text, or OpenAI's list of parts, of which all must be text."""
+def _content_text(content: Any) -> str:
+    """A message's text. OpenAI writes it as a list of parts, all of which must be text.
+
+    Raises:
+        ValueError: if a part is not text.
+    """
     if isinstance(content, str):
         return content
-    if not isinstance(content, list) or any(part.get("type") != "text" for part in content):
+    if not isinstance(content, list):
+        raise ValueError
+    if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
         raise ValueError
     return "".join(str(part["text"]) for part in content)

@@ -1,4 +1,4 @@
-"""From counts to probabilities: p[level][class][rank], and how many observations are behind each vector."""
+"""From counts to probabilities: p[level][class][rank], and the observations behind each vector."""
 
 from __future__ import annotations
 
@@ -6,42 +6,91 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-FEW = 300
-"""Accepted nodes off the spine of a level; levels with fewer are taken together."""
-NOISE = 2.0
-"""Counts of positions of one text vary about this many times as much as those of independent ones."""
+MIN_TRIALS = 300
+"""Accepted nodes off the spine; levels with fewer are taken together."""
+OVERDISPERSION = 2.0
+"""Variance of counts within one text over that of independent ones, about."""
 
 
 def rates(trials: NDArray[np.integer] | Floats, counts: Floats) -> tuple[Floats, Floats]:
-    """p, of the shape of `counts`, and the observations behind each of its vectors, of the shape of `trials`.
+    """Estimate acceptance probabilities from counts.
 
-    A level without trials is as the one above it. The vectors of the two classes differ as far as their counts differ by more than noise: they
-    are moved towards the level's own vector by the share of the squared difference, over all levels, that noise explains (a positive-part
-    James-Stein estimate). Levels with fewer than `FEW` trials off the spine share that class's vector. They share its observations in
-    equal parts: a variance in which levels count as independent is then at least the shared vector's, (sum of g)^2 / N <= sum of g^2 / (N / n).
+    A node's class is 0 on the spine (the root, its first child, that node's first child, ...) and 1
+    off it.
+
+    - A level without trials has the probabilities of the level above it.
+    - The vectors of the two classes differ as far as their counts differ by more than noise: they
+      are moved towards the level's own vector by the share of the squared difference, over all
+      levels, that noise explains (a positive-part James-Stein estimate).
+    - Levels with fewer than `MIN_TRIALS` trials off the spine share one vector for class 1, from
+      their counts together. Each of these n levels gets 1 / n of the N observations. A variance in
+      which levels count as independent is then at least the shared vector's: with the gradient g
+      by level, (sum of g)^2 / N <= sum of g^2 / (N / n).
 
     Args:
-        trials: [levels] or [levels, classes], accepted nodes observed.
-        counts: [..., ranks], how many of their children of each rank were accepted.
+        trials: [levels] or [levels, classes], how many accepted nodes were observed.
+        counts: [levels, ranks] or [levels, classes, ranks], how many of their children of each rank
+            were accepted.
+
+    Returns:
+        p, of the shape of `counts`: the probability that a node's child of each rank is accepted
+        if the node is. And the observations behind each vector of p, of the shape of `trials`.
     """
-    seen, n = np.array(trials, float).reshape(len(trials), -1), np.array(counts, float).reshape(len(trials), -1, counts.shape[-1])
-    total = seen.sum(1)
-    at = np.maximum.accumulate(np.where(total > 0, np.arange(len(total)), 0))
-    found: Floats = np.repeat((n.sum(1) / np.maximum(total, 1)[:, None])[at][:, None], seen.shape[1], 1)
-    if seen.shape[1] > 1:
-        share = _share(seen, n, found[:, 0])
-        few = seen[:, 1] < FEW
-        few[0] = False  # no parent is off the spine there
-        n[few, 1], seen[few, 1] = n[few, 1].sum(0) / max(few.sum(), 1), seen[few, 1].sum() / max(few.sum(), 1)
-        apart = np.where(seen[..., None] > 0, n / np.where(seen > 0, seen, 1)[..., None], found)
-        found += share * (apart - found)
-    return found.reshape(counts.shape), seen.reshape(trials.shape)
+    num_levels = len(trials)
+    observations = np.array(trials, float).reshape(num_levels, -1)
+    accepted = np.array(counts, float).reshape(num_levels, -1, counts.shape[-1])
+    num_classes = observations.shape[1]
+    level_probs = _level_probs(observations.sum(1), accepted.sum(1))
+    probs: Floats = np.repeat(level_probs[:, None], num_classes, 1)
+    if num_classes > 1:
+        signal = _share_beyond_noise(observations, accepted, level_probs)
+        is_rare = observations[:, 1] < MIN_TRIALS
+        is_rare[0] = False  # no parent is off the spine there
+        num_rare = max(is_rare.sum(), 1)
+        accepted[is_rare, 1] = accepted[is_rare, 1].sum(0) / num_rare
+        observations[is_rare, 1] = observations[is_rare, 1].sum() / num_rare
+        is_observed = observations > 0
+        class_probs = accepted / np.where(is_observed, observations, 1)[..., None]
+        class_probs = np.where(is_observed[..., None], class_probs, probs)
+        probs += signal * (class_probs - probs)
+    return probs.reshape(counts.shape), observations.reshape(trials.shape)
 
 
-def _share(seen: Floats, n: Floats, together: Floats) -> float:
-    """How much of the difference between the classes of each level is more than noise."""
-    weight = seen.prod(1) / np.maximum(seen.sum(1), 1)  # the squared difference of a level, times this, has this expectation by noise:
-    noise = NOISE * ((weight > 0) * (together * (1 - together)).sum(1)).sum()
-    rate = n / np.maximum(seen, 1)[..., None]
-    difference = (weight * ((rate[:, 1] - rate[:, 0]) ** 2).sum(1)).sum()
+def _level_probs(trials: Floats, counts: Floats) -> Floats:
+    """p of both classes together, float64 [levels, ranks].
+
+    A level without trials has the probabilities of the level above it.
+
+    Args:
+        trials: float64 [levels], how many accepted nodes were observed.
+        counts: float64 [levels, ranks], how many of their children of each rank were accepted.
+    """
+    levels = np.arange(len(trials))
+    source_levels = np.maximum.accumulate(np.where(trials > 0, levels, 0))
+    probs: Floats = (counts / np.maximum(trials, 1)[:, None])[source_levels]
+    return probs
+
+
+def _share_beyond_noise(observations: Floats, accepted: Floats, level_probs: Floats) -> float:
+    """The share of the squared difference between two classes of nodes that noise does not explain.
+
+    The classes are the nodes on the spine (the root, its first child, that node's first child, ...)
+    and the nodes off it. The difference is that of their acceptance probabilities p, summed over
+    all levels and ranks. `rates` keeps this share of each class's difference from the level's p: 0
+    makes the classes equal, 1 leaves them as counted.
+
+    Args:
+        observations: float64 [levels, 2], how many accepted nodes of each class were observed.
+        accepted: float64 [levels, 2, ranks], how many of their children of each rank were accepted.
+        level_probs: float64 [levels, ranks], p of both classes together.
+    """
+    # Where both classes accept alike and observations are independent, a level's squared difference
+    # times this weight has the expectation sum over ranks of p (1 - p).
+    weights = observations.prod(1) / np.maximum(observations.sum(1), 1)
+    variances = (level_probs * (1 - level_probs)).sum(1)
+    # OVERDISPERSION is the variance of counts within a text over that of independent ones.
+    noise = OVERDISPERSION * ((weights > 0) * variances).sum()
+    class_probs = accepted / np.maximum(observations, 1)[..., None]
+    squared_differences = ((class_probs[:, 1] - class_probs[:, 0]) ** 2).sum(1)
+    difference = (weights * squared_differences).sum()
     return max(0.0, 1 - noise / difference) if difference > 0 else 0.0

@@ -1,7 +1,9 @@
-"""Typed artifacts: each field is declared once, and reading, checking, writing and the tables of docs/format.md follow from that.
+"""Artifacts: typed structs whose fields are declared once.
 
-A field is declared as `name: Annotated[type, field("what it means", ...)] = default`. Types are those msgspec knows; ranges are given by
-`Meta(ge=..., title="how an error calls it")`.
+Reading, checking, writing and the tables of docs/format.md all follow from that declaration. A
+field is declared as `name: Annotated[type, field("its meaning", ...)] = default`. The types are
+those that msgspec knows. `Meta(ge=..., title="a whole number >= 1")` gives a type its range, and
+the words that errors and tables use for it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from msgspec import NODEFAULT, Meta, Struct
 from msgspec import inspect as types
 
 from sequoia_plan.artifacts.errors import SequoiaPlanError
-from sequoia_plan.artifacts.facts import check_facts
+from sequoia_plan.artifacts.metadata import check_metadata
 
 S = TypeVar("S", bound="Artifact")
 
@@ -25,240 +27,387 @@ Size = Annotated[int, Meta(ge=1, title="a whole number >= 1")]
 Count = Annotated[int, Meta(ge=0, title="a whole number >= 0")]
 Number = Annotated[float, Meta(ge=0, title="a number >= 0")]
 Seconds = Annotated[float, Meta(gt=0, title="seconds > 0")]
-Facts = dict[str, Any]
-"""Anything that JSON can hold, see `facts.check_facts`."""
+Metadata = dict[str, Any]
+"""Anything that JSON can hold; `metadata.check_metadata` says what is refused."""
+
+UNDECLARED = "undeclared"
+"""A field of this name takes every key of a file that the struct does not declare."""
 
 
-def field(meaning: str, *, key: str = "", check: Callable[[Any, str], None] | None = None, keys: type[Artifact] | None = None, always: bool = False) -> Meta:
-    """What is said of a field beside its type.
+def field(
+    meaning: str,
+    *,
+    key: str = "",
+    check: Callable[[Any, str], None] | None = None,
+    keys: type[Artifact] | None = None,
+    always: bool = False,
+) -> Meta:
+    """Describe a field beyond its type.
 
     Args:
-        meaning: for docs/format.md.
-        key: its place in the file, dots between sections; the field's name if empty.
-        check: takes the value and its name in errors, in place of the check by type.
-        keys: declares the known keys of a free mapping.
-        always: written also where it has its default value.
+        meaning: what the value means, for docs/format.md.
+        key: its key in the file, with dots between sections; the field's name if empty.
+        check: replaces the check by type; it takes the value and the value's name for errors.
+        keys: an artifact that declares the known keys of a free mapping.
+        always: whether a value that equals the default is written, too.
     """
-    return Meta(description=meaning, extra={"key": key, "check": check, "keys": keys, "always": always})
+    extra = {"key": key, "check": check, "keys": keys, "always": always}
+    return Meta(description=meaning, extra=extra)
 
 
 class Artifact(Struct, frozen=True, repr_omit_defaults=True):
-    """A struct that is checked when it is made, from a file or in Python.
+    """A struct that is checked when it is made, whether from a file or in Python.
 
     Raises:
         SequoiaPlanError: naming the field, what was found and what was expected.
     """
 
     PREFIX: ClassVar[str] = ""
-    """What names in errors begin with."""
+    """The section that precedes a field's key in errors."""
     ORDER: ClassVar[tuple[str, ...]] = ()
-    """Every field, in the order they are written in; as declared if empty."""
+    """Names of all fields in the order of the file; if empty, the order of declaration."""
 
     def __post_init__(self) -> None:
-        for each in declared(type(self)):
-            each.read(getattr(self, each.name), self.PREFIX)
+        """Check the value of every field."""
+        for spec in field_specs(type(self)):
+            spec.convert(getattr(self, spec.name), self.PREFIX)
 
     @classmethod
-    def read(cls: type[S], document: Any, name: str) -> S:
-        """The struct in a file's `document`, which errors call `name`; keys that are not declared go to the field `other`, if there is one."""
+    def from_dict(cls: type[S], document: Any, name: str) -> S:
+        """Make the struct from a file's mapping.
+
+        Args:
+            document: the mapping, as JSON or YAML gives it. Keys that the struct does not declare
+                go to its field `undeclared`, and are ignored if it has none.
+            name: the mapping's name in errors.
+        """
         if not isinstance(document, Mapping):
             raise SequoiaPlanError(f"{name}: found {document!r:.60}, expected a mapping")
+        specs = field_specs(cls)
         values: dict[str, Any] = {}
-        for each in declared(cls):
-            if each.name == "other":
-                known = {every.key[0] for every in declared(cls)}
-                values["other"] = {key: value for key, value in document.items() if key not in known}
-                check_facts(values["other"], name)
+        for spec in specs:
+            if spec.name == UNDECLARED:
+                declared_keys = {declared.key[0] for declared in specs}
+                undeclared = {k: v for k, v in document.items() if k not in declared_keys}
+                check_metadata(undeclared, name)
+                values[UNDECLARED] = undeclared
                 continue
-            value = _look_up(document, each, name)
-            if value is None and not each.required:
-                continue
-            values[each.name] = each.read(value, name)
+            value = _look_up(document, spec, name)
+            if value is not None or spec.required:
+                values[spec.name] = spec.convert(value, name)
         return cls(**values)
 
-    def facts(self) -> dict[str, Any]:
-        """The file's document: plain lists, mappings, numbers and text; what has its default value is left out."""
+    def to_dict(self) -> dict[str, Any]:
+        """The file's mapping of plain lists, mappings, numbers and text, without default values."""
         document: dict[str, Any] = {}
-        for each in _in_order(type(self)):
-            value = getattr(self, each.name)
-            if each.name == "other":
+        for spec in _in_file_order(type(self)):
+            value = getattr(self, spec.name)
+            if spec.name == UNDECLARED:
                 document |= value
-            elif each.always or value != each.default:
-                section = document
-                for part in each.key[:-1]:
+            elif spec.always or value != spec.default:
+                section = document  # then the section within it that holds the field
+                for part in spec.key[:-1]:
                     section = section.setdefault(part, {})
-                section[each.key[-1]] = value.facts() if isinstance(value, Artifact) else _plain(value)
+                section[spec.key[-1]] = _plain(value)
         return document
 
 
 @dataclass(frozen=True)
-class Declared:
-    """A field as declared: its place in the file, its type, and what a value must be."""
+class FieldSpec:
+    """A declared field of an artifact. `field` explains the last four attributes.
+
+    Args:
+        name: the struct's attribute.
+        key: the sections and the key in the file.
+        field_type: msgspec's description of the type, within the metadata of its range.
+        default: the value of a missing key; None if the field is required.
+    """
 
     name: str
     key: tuple[str, ...]
-    kind: types.Type
-    meaning: str
+    field_type: types.Type
     default: Any
     required: bool
+    meaning: str
     always: bool
     check: Callable[[Any, str], None] | None
     keys: type[Artifact] | None
 
-    def read(self, value: Any, prefix: str) -> Any:
-        """`value` as the field has it; refused if the field cannot have it."""
-        name = ".".join(filter(None, (prefix, *self.key)))
+    def convert(self, value: Any, prefix: str) -> Any:
+        """Check a value and convert it to the field's type.
+
+        Args:
+            value: as a file or Python code gives it.
+            prefix: the name, in errors, of the section that holds the field.
+
+        Raises:
+            SequoiaPlanError: if the field cannot have this value.
+        """
+        name = _dotted(prefix, *self.key)
         if value is None and not self.required and self.default is None:
             return None
         if self.check is not None:
             self.check(value, name)
             return _tuples(value)
         if self.keys is not None:
-            self.keys.read(value, name)
-        return read(value, self.kind, name)
+            self.keys.from_dict(value, name)
+        return convert(value, self.field_type, name)
 
 
 @lru_cache(maxsize=64)
-def declared(cls: type[Artifact]) -> tuple[Declared, ...]:
-    """The fields of a struct, in order."""
-    described: Any = types.type_info(cls)
-    found = []
-    for each in described.fields:
-        kind: types.Type = each.type
-        said: dict[str, Any] = {}
-        while isinstance(kind, types.Metadata):
-            said |= (kind.extra or {}) | {"meaning": (kind.extra_json_schema or {}).get("description", said.get("meaning", ""))}
-            if kind.extra_json_schema and "title" in kind.extra_json_schema:
-                break
-            kind = kind.type
-        default = each.default if each.default is not NODEFAULT else None if each.default_factory is NODEFAULT else each.default_factory()
-        key = tuple((said.get("key") or each.name).split("."))
-        known = (said.get("meaning", ""), default, each.required, said.get("always", False), said.get("check"), said.get("keys"))
-        found.append(Declared(each.name, key, kind, *known))
-    return tuple(found)
+def field_specs(cls: type[Artifact]) -> tuple[FieldSpec, ...]:
+    """The declared fields of an artifact's class, in the order of declaration.
+
+    The arguments of `field(...)` are in the metadata that msgspec keeps with each field's type.
+    """
+    struct: Any = types.type_info(cls)
+    specs = []
+    for declared in struct.fields:
+        field_type, extra = _split_description(declared.type)
+        default = None
+        if declared.default is not NODEFAULT:
+            default = declared.default
+        elif declared.default_factory is not NODEFAULT:
+            default = declared.default_factory()
+        specs.append(
+            FieldSpec(
+                name=declared.name,
+                key=tuple((extra.get("key") or declared.name).split(".")),
+                field_type=field_type,
+                default=default,
+                required=declared.required,
+                meaning=extra.get("meaning", ""),
+                always=extra.get("always", False),
+                check=extra.get("check"),
+                keys=extra.get("keys"),
+            )
+        )
+    return tuple(specs)
 
 
-def read(value: Any, kind: types.Type, name: str) -> Any:
-    """`value` as the type `kind` has it: lists as tuples, mappings as structs, whole numbers as floats where floats are declared.
+def _split_description(field_type: types.Type) -> tuple[types.Type, dict[str, Any]]:
+    """Separate a field's type from the arguments of `field(...)` that it was declared with.
+
+    Both `field` and `Meta` wrap the type in a layer of metadata. A layer with a title is one of
+    `Meta`. It says how errors call the type, so it stays with the type.
+
+    Returns:
+        The type, and the arguments by name.
+    """
+    extra: dict[str, Any] = {}
+    while isinstance(field_type, types.Metadata):
+        json_schema = field_type.extra_json_schema or {}
+        extra |= field_type.extra or {}
+        extra["meaning"] = json_schema.get("description", extra.get("meaning", ""))
+        if "title" in json_schema:
+            break
+        field_type = field_type.type
+    return field_type, extra
+
+
+def convert(value: Any, value_type: types.Type, name: str) -> Any:
+    """Check a value and convert it to a type.
+
+    Lists become tuples, mappings become structs, and whole numbers become floats where the type
+    is a float.
+
+    Args:
+        value: as JSON, YAML or Python code gives it.
+        value_type: msgspec's description of the type.
+        name: what errors call the value.
 
     Raises:
-        SequoiaPlanError: naming the innermost place that is wrong, what was found and what was expected.
+        SequoiaPlanError: naming the innermost wrong place, what was found and what was expected.
     """
-    inner, title = _unwrapped(kind)
+    inner, title = _unwrapped(value_type)
     if isinstance(inner, types.UnionType):
-        options = [each for each in inner.types if not isinstance(each, types.NoneType)]
-        return None if value is None and len(options) < len(inner.types) else read(value, options[0], name)
+        options = _without_none(inner)  # artifacts have unions of one type and None only
+        if value is None and len(options) < len(inner.types):
+            return None
+        return convert(value, options[0], name)
     if isinstance(inner, types.AnyType):
-        check_facts(value, name)
+        check_metadata(value, name)
         return value
-    if not _holds(value, inner):
-        raise SequoiaPlanError(f"{name}: found {value!r:.60}, expected {title or expected(inner)}")
+    if not _is_instance(value, inner):
+        description = title or describe_type(inner)
+        raise SequoiaPlanError(f"{name}: found {value!r:.60}, expected {description}")
     if isinstance(inner, types.StructType):
-        made: Any = inner.cls
-        return made.read(value, name) if isinstance(value, Mapping) else value
+        struct: Any = inner.cls
+        return struct.from_dict(value, name) if isinstance(value, Mapping) else value
     if isinstance(inner, types.FloatType):
         return float(value)
     if isinstance(inner, types.VarTupleType):
-        return tuple(read(item, inner.item_type, f"{name}[{place}]") for place, item in enumerate(value))
+        return tuple(
+            convert(item, inner.item_type, f"{name}[{index}]") for index, item in enumerate(value)
+        )
     if isinstance(inner, types.TupleType):
-        return tuple(read(item, each, f"{name}[{place}]") for place, (item, each) in enumerate(zip(value, inner.item_types, strict=True)))
+        typed_items = zip(value, inner.item_types, strict=True)
+        return tuple(
+            convert(item, item_type, f"{name}[{index}]")
+            for index, (item, item_type) in enumerate(typed_items)
+        )
     if isinstance(inner, types.DictType):
-        for key in value:
-            if not _holds(key, _unwrapped(inner.key_type)[0]):
-                raise SequoiaPlanError(f"{name}: found the key {key!r:.60}, expected {expected(inner.key_type)}")
-        return {key: read(item, inner.value_type, f"{name}.{key}" if isinstance(key, str) else f"{name}[{key}]") for key, item in value.items()}
+        return _convert_mapping(value, inner, name)
     return value
 
 
-def expected(kind: types.Type) -> str:
-    """A type in words, for errors and tables."""
-    inner, title = _unwrapped(kind)
+def _convert_mapping(
+    mapping: Mapping[Any, Any], mapping_type: types.DictType, name: str
+) -> dict[Any, Any]:
+    """Check the keys of a mapping, and convert its values.
+
+    Args:
+        mapping: as JSON, YAML or Python code gives it.
+        mapping_type: msgspec's description of the types of its keys and values.
+        name: what errors call the mapping.
+    """
+    key_type, _ = _unwrapped(mapping_type.key_type)
+    for key in mapping:
+        if not _is_instance(key, key_type):
+            description = describe_type(mapping_type.key_type)
+            raise SequoiaPlanError(f"{name}: found the key {key!r:.60}, expected {description}")
+    converted = {}
+    for key, item in mapping.items():
+        item_name = f"{name}.{key}" if isinstance(key, str) else f"{name}[{key}]"
+        converted[key] = convert(item, mapping_type.value_type, item_name)
+    return converted
+
+
+def describe_type(value_type: types.Type) -> str:
+    """A type in words, for errors and for the tables of docs/format.md."""
+    inner, title = _unwrapped(value_type)
     if title:
         return title
     if isinstance(inner, types.UnionType):
-        return " or ".join(expected(each) for each in inner.types if not isinstance(each, types.NoneType))
+        return " or ".join(map(describe_type, _without_none(inner)))
     if isinstance(inner, types.LiteralType):
         return " or ".join(map(str, inner.values))
     if isinstance(inner, types.VarTupleType):
-        return f"a list: {expected(inner.item_type)}"
+        return f"a list: {describe_type(inner.item_type)}"
     if isinstance(inner, types.TupleType):
-        return f"[{', '.join(map(expected, inner.item_types))}]"
-    if isinstance(inner, types.DictType):
-        return "a mapping" if isinstance(inner.value_type, types.AnyType) else f"a mapping of {expected(inner.key_type)} to {expected(inner.value_type)}"
-    words: dict[Any, str] = {types.IntType: "a whole number", types.FloatType: "a number", types.BoolType: "true or false", types.StrType: "text"}
-    return words.get(type(inner), "any fact" if isinstance(inner, types.AnyType) else "a mapping")
+        return f"[{', '.join(map(describe_type, inner.item_types))}]"
+    if isinstance(inner, types.DictType) and not isinstance(inner.value_type, types.AnyType):
+        key, value = describe_type(inner.key_type), describe_type(inner.value_type)
+        return f"a mapping of {key} to {value}"
+    words: dict[Any, str] = {
+        types.IntType: "a whole number",
+        types.FloatType: "a number",
+        types.BoolType: "true or false",
+        types.StrType: "text",
+        types.AnyType: "anything that JSON can hold",
+    }
+    return words.get(type(inner), "a mapping")
 
 
-def table(cls: type[Artifact], prefix: str) -> str:
-    """The fields as a Markdown table; the keys begin with `prefix`."""
+def markdown_table(cls: type[Artifact], prefix: str) -> str:
+    """The fields of a struct as a Markdown table, with `prefix` before their keys."""
     rows = ["| key | type | meaning |", "|---|---|---|"]
-    for each in _in_order(cls):
-        if each.name != "other":
-            missing = "" if each.required else "; may be missing"
-            rows.append(f"| `{'.'.join((*filter(None, [prefix]), *each.key))}` | {expected(each.kind)}{missing} | {each.meaning} |")
+    for spec in _in_file_order(cls):
+        if spec.name != UNDECLARED:
+            key = _dotted(prefix, *spec.key)
+            missing = "" if spec.required else "; may be missing"
+            rows.append(f"| `{key}` | {describe_type(spec.field_type)}{missing} | {spec.meaning} |")
     return "\n".join(rows) + "\n"
 
 
-def _in_order(cls: type[Artifact]) -> list[Declared]:
-    """The fields in the order they are written in."""
-    return sorted(declared(cls), key=lambda each: cls.ORDER.index(each.name) if cls.ORDER else 0)
+def _in_file_order(cls: type[Artifact]) -> list[FieldSpec]:
+    """The fields in the order in which a file has them."""
+    specs = field_specs(cls)
+    if not cls.ORDER:
+        return list(specs)
+    return sorted(specs, key=lambda spec: cls.ORDER.index(spec.name))
 
 
-def _look_up(document: Mapping[str, Any], each: Declared, name: str) -> Any:
-    """The value of a field in a document with sections; None if it is not there."""
-    for depth, part in enumerate(each.key[:-1]):
-        document = document.get(part)  # type: ignore[assignment]
-        if not isinstance(document, Mapping):
-            if document is None and not each.required:
+def _look_up(document: Mapping[str, Any], spec: FieldSpec, name: str) -> Any:
+    """The value of a field in a file's mapping; None if the key is missing.
+
+    Args:
+        document: the mapping, with sections within it.
+        spec: the field. Its key names the sections and the key in the last one.
+        name: what errors call the mapping.
+
+    Raises:
+        SequoiaPlanError: if a section is no mapping, or the section of a required field is missing.
+    """
+    section: Any = document
+    for depth, part in enumerate(spec.key[:-1], 1):
+        section = section.get(part)
+        if not isinstance(section, Mapping):
+            if section is None and not spec.required:
                 return None
-            raise SequoiaPlanError(f"{'.'.join(filter(None, (name, *each.key[: depth + 1])))}: found {document!r:.60}, expected a mapping")
-    return document.get(each.key[-1])
+            place = _dotted(name, *spec.key[:depth])
+            raise SequoiaPlanError(f"{place}: found {section!r:.60}, expected a mapping")
+    return section.get(spec.key[-1])
 
 
-def _unwrapped(kind: types.Type) -> tuple[Any, str]:
-    """The type itself, with the limits that stand around it, and what errors call it."""
+def _dotted(*parts: str) -> str:
+    """The parts that are not empty, with dots between them."""
+    return ".".join(filter(None, parts))
+
+
+def _unwrapped(wrapped_type: types.Type) -> tuple[Any, str]:
+    """The type without the layers of metadata around it, and its title, if a layer has one."""
     title = ""
-    while isinstance(kind, types.Metadata):
-        title = title or (kind.extra_json_schema or {}).get("title", "")
-        kind = kind.type
-    return kind, title
+    while isinstance(wrapped_type, types.Metadata):
+        title = title or (wrapped_type.extra_json_schema or {}).get("title", "")
+        wrapped_type = wrapped_type.type
+    return wrapped_type, title
 
 
-def _holds(value: Any, kind: types.Type) -> bool:
-    """Is `value` of this type, its items aside?"""
-    if isinstance(kind, types.IntType):
-        return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63 and _within(value, kind)
-    if isinstance(kind, types.FloatType):
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max and _within(value, kind)
-    if isinstance(kind, types.StrType):
-        return isinstance(value, str) and value.isprintable() and (kind.pattern is None or re.search(kind.pattern, value) is not None)
-    if isinstance(kind, types.BoolType):
+def _without_none(union: types.UnionType) -> list[types.Type]:
+    """The types of a union except None."""
+    return [option for option in union.types if not isinstance(option, types.NoneType)]
+
+
+def _is_instance(value: Any, value_type: types.Type) -> bool:
+    """Whether a value has this type and range. Items of lists and mappings are not looked at."""
+    if isinstance(value_type, types.IntType):
+        is_int64 = isinstance(value, int) and -(2**63) <= value < 2**63
+        return is_int64 and not isinstance(value, bool) and _is_in_range(value, value_type)
+    if isinstance(value_type, types.FloatType):
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            return False
+        return abs(value) <= sys.float_info.max and _is_in_range(value, value_type)
+    if isinstance(value_type, types.StrType):
+        if not isinstance(value, str) or not value.isprintable():
+            return False
+        return value_type.pattern is None or re.search(value_type.pattern, value) is not None
+    if isinstance(value_type, types.BoolType):
         return isinstance(value, bool)
-    if isinstance(kind, types.LiteralType):
-        return isinstance(value, str) and value in kind.values
-    if isinstance(kind, types.VarTupleType):
-        return isinstance(value, (list, tuple)) and len(value) >= (kind.min_length or 0)
-    if isinstance(kind, types.TupleType):
-        return isinstance(value, (list, tuple)) and len(value) == len(kind.item_types)
-    if isinstance(kind, types.StructType):
-        return isinstance(value, (Mapping, kind.cls))
-    return isinstance(value, Mapping) and len(value) >= (kind.min_length or 0) if isinstance(kind, types.DictType) else True
+    if isinstance(value_type, types.LiteralType):
+        return isinstance(value, str) and value in value_type.values
+    if isinstance(value_type, types.VarTupleType):
+        return isinstance(value, (list, tuple)) and len(value) >= (value_type.min_length or 0)
+    if isinstance(value_type, types.TupleType):
+        return isinstance(value, (list, tuple)) and len(value) == len(value_type.item_types)
+    if isinstance(value_type, types.StructType):
+        return isinstance(value, (Mapping, value_type.cls))
+    if isinstance(value_type, types.DictType):
+        return isinstance(value, Mapping) and len(value) >= (value_type.min_length or 0)
+    return True
 
 
-def _within(value: float, kind: Any) -> bool:
-    """Is `value` within the limits of `kind`?"""
-    limits = ((kind.ge, lambda v, k: v >= k), (kind.gt, lambda v, k: v > k), (kind.le, lambda v, k: v <= k), (kind.lt, lambda v, k: v < k))
-    return all(limit is None or holds(value, limit) for limit, holds in limits)
+def _is_in_range(value: float, number_type: types.IntType | types.FloatType) -> bool:
+    """Whether a number is within the bounds that its type was declared with."""
+    return (
+        (number_type.ge is None or value >= number_type.ge)
+        and (number_type.gt is None or value > number_type.gt)
+        and (number_type.le is None or value <= number_type.le)
+        and (number_type.lt is None or value < number_type.lt)
+    )
 
 
 def _tuples(value: Any) -> Any:
+    """Nested lists as nested tuples."""
     return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _plain(value: Any) -> Any:
     """Tuples as lists, structs as mappings, mappings copied."""
     if isinstance(value, Artifact):
-        return value.facts()
+        return value.to_dict()
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value

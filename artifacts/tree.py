@@ -1,4 +1,4 @@
-"""The token tree: the parent of every node, and everything that follows from that."""
+"""The token tree: the parent of every node, and everything that follows from the parents."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ IntArray = NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class TokenTree:
-    """A static token tree: node 0 is the root (the last committed token), nodes are numbered breadth-first.
+    """A static token tree. Node 0 is the root: the last committed token.
+
+    Nodes are numbered breadth-first, and siblings are adjacent, which means that parents never
+    decrease. `from_parents` takes nodes in other orders.
 
     Args:
-        parents: int32 [size], the parent of every node; parents[0] = -1. Breadth-first order with siblings adjacent
-            means that parents never decrease. `from_parents` takes any other order.
-        plan: what the tree was solved for and from; carried by the file, not part of equality. A mapping is read as `Plan.read` does.
+        parents: int32 [size], the parent of every node; parents[0] = -1.
+        plan: what the tree was solved for and from. A file carries it, and equality ignores it. A
+            mapping is read as by `Plan.from_dict`.
 
     Raises:
         SequoiaPlanError: if `parents` is not such an array, or `plan` holds what a plan cannot.
@@ -34,129 +37,150 @@ class TokenTree:
     plan: Plan = NO_PLAN
 
     def __post_init__(self) -> None:
-        given = np.asarray(self.parents)
-        if given.ndim != 1 or given.size == 0 or given.dtype.kind not in "iu":
-            raise SequoiaPlanError(f"token tree: parents must be a non-empty list of integers, found {given.dtype} of shape {given.shape}")
-        if given[0] != -1:
-            raise SequoiaPlanError(f"token tree: parents[0] must be -1 (the root), found {given[0]}")
-        wrong = (given[1:] < 0) | (given[1:] >= np.arange(1, given.size)) | (given[1:] < given[:-1])
-        if wrong.any():
-            node = int(np.flatnonzero(wrong)[0]) + 1
-            raise SequoiaPlanError(
-                f"token tree: parents[{node}] is {given[node]}, expected a node from {max(given[node - 1], 0)} to {node - 1} "
-                "(breadth-first order, siblings adjacent)"
-            )
-        object.__setattr__(self, "parents", _frozen(given))
+        """Check the parents and copy them, and read the plan if it is a mapping."""
+        parents = np.asarray(self.parents)
+        _check_parents(parents)
+        object.__setattr__(self, "parents", _read_only_int32(parents))
         if not isinstance(self.plan, Plan):
-            object.__setattr__(self, "plan", Plan.read(self.plan))
+            object.__setattr__(self, "plan", Plan.from_dict(self.plan))
 
     @classmethod
-    def from_parents(cls, parents: Iterable[int], plan: Plan | Mapping[str, Any] = NO_PLAN) -> TokenTree:
-        """A tree from parents in any order in which a parent precedes its children; siblings keep their order."""
-        order = parents if isinstance(parents, np.ndarray) else np.array([int(p) for p in parents], np.int64)
-        if not order.size or order[0] != -1:
-            raise SequoiaPlanError(f"token tree: parents[0] must be -1 (the root), found {order[0] if order.size else 'no node'}")
-        wrong = np.flatnonzero((order[1:] < 0) | (order[1:] >= np.arange(1, order.size)))
-        if wrong.size:
-            raise SequoiaPlanError(f"token tree: parents[{wrong[0] + 1}] is {order[wrong[0] + 1]}, expected a node from 0 to {wrong[0]}")
-        child = np.argsort(order[1:], kind="stable") + 1  # children of a node side by side, in order
-        count = np.bincount(order[1:], minlength=order.size)
-        first = np.cumsum(count) - count
-        renumbered, level, start = [np.array([-1])], np.array([0]), 0
-        while (counts := count[level]).any():
-            renumbered.append(np.repeat(np.arange(start, start + level.size), counts))
-            start += level.size
-            level = child[np.repeat(first[level] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())]
-        return cls(np.concatenate(renumbered), plan)  # type: ignore[arg-type]
+    def from_parents(
+        cls, parents: Iterable[int], plan: Plan | Mapping[str, Any] = NO_PLAN
+    ) -> TokenTree:
+        """Make a tree from nodes in any order in which a parent precedes its children.
+
+        Nodes are renumbered breadth-first; siblings keep their order.
+
+        Args:
+            parents: the parent of each node; the first is -1, for the root.
+            plan: what the tree was solved for and from.
+
+        Raises:
+            SequoiaPlanError: if the first parent is not -1, or a parent does not precede its child.
+        """
+        if not isinstance(parents, np.ndarray):
+            parents = np.array([int(parent) for parent in parents], np.int64)
+        size = parents.size
+        if not size or parents[0] != -1:
+            root_parent = parents[0] if size else "no node"
+            raise SequoiaPlanError(
+                f"token tree: parents[0] must be -1 (the root), found {root_parent}"
+            )
+        is_wrong = (parents[1:] < 0) | (parents[1:] >= np.arange(1, size))
+        wrong_nodes = np.flatnonzero(is_wrong) + 1
+        if wrong_nodes.size:
+            node = wrong_nodes[0]
+            raise SequoiaPlanError(
+                f"token tree: parents[{node}] is {parents[node]}, "
+                f"expected a node from 0 to {node - 1}"
+            )
+        return cls(_renumber_breadth_first(parents), plan)  # type: ignore[arg-type]
 
     @classmethod
     def chain(cls, depth: int) -> TokenTree:
-        """One child a node: plain speculative decoding of depth - 1 tokens. `chain(1)` does not speculate."""
+        """One child for each node: plain speculative decoding of depth - 1 tokens.
+
+        `chain(1)` does not speculate.
+        """
         return cls(np.arange(-1, depth - 1, dtype=np.int32))
 
     @classmethod
     def star(cls, children: int) -> TokenTree:
-        """One level of `children` nodes: what acceptance is measured with."""
+        """One level of `children` nodes below the root. Acceptance is measured with it."""
         return cls(np.array([-1] + [0] * children, np.int32))
 
     @property
     def size(self) -> int:
-        """Nodes, the root included."""
+        """Number of nodes, including the root."""
         return int(self.parents.size)
 
     @property
     def depth(self) -> int:
-        """Levels, the root's included."""
+        """Number of levels, including the root's."""
         return int(self.level_offsets.size) - 1
 
     @property
     def branching(self) -> int:
-        """The most children any node has."""
+        """Largest number of children of a node."""
         return int(self.child_count.max())
 
     @cached_property
     def position_ids(self) -> IntArray:
-        """int32 [size]: how many positions a node lies after the root."""
-        return _frozen(np.repeat(np.arange(self.depth), self.level_widths))
+        """int32 [size]: number of positions by which each node's token follows the root's."""
+        return _read_only_int32(np.repeat(np.arange(self.depth), self.level_widths))
 
     @cached_property
     def level_offsets(self) -> IntArray:
-        """int32 [depth + 1]: level l is the nodes level_offsets[l] to level_offsets[l + 1]."""
-        offsets, first_child = [0, 1], self.first_child.tolist()
-        while offsets[-1] < self.size:  # a level ends where the children of the next level's first node begin
+        """int32 [depth + 1]: the first node of each level, and then the size.
+
+        Level l is the nodes from level_offsets[l] up to, not including, level_offsets[l + 1].
+        """
+        first_child = self.first_child.tolist()
+        offsets = [0, 1]
+        while offsets[-1] < self.size:
+            # A level ends where the children of the next level's first node begin.
             offsets.append(first_child[offsets[-1]])
-        return _frozen(np.array(offsets))
+        return _read_only_int32(np.array(offsets))
 
     @property
     def level_widths(self) -> IntArray:
-        """int32 [depth]: nodes in each level."""
+        """int32 [depth]: number of nodes on each level."""
         return np.diff(self.level_offsets).astype(np.int32)
 
     @cached_property
     def child_count(self) -> IntArray:
-        """int32 [size]: children of each node."""
-        return _frozen(np.bincount(self.parents[1:], minlength=self.size))
+        """int32 [size]: number of children of each node."""
+        return _read_only_int32(np.bincount(self.parents[1:], minlength=self.size))
 
     @cached_property
     def first_child(self) -> IntArray:
-        """int32 [size]: where each node's children begin; where they would, for a node that has none."""
-        return _frozen(1 + np.cumsum(self.child_count) - self.child_count)
+        """int32 [size]: first child of each node; for a leaf, the number it would have."""
+        return _read_only_int32(1 + np.cumsum(self.child_count) - self.child_count)
 
     @cached_property
     def ranks(self) -> IntArray:
         """int32 [size]: 1-based place among the siblings, in the order drawn; 0 for the root."""
         ranks = np.arange(self.size) - self.first_child[self.parents] + 1
         ranks[0] = 0
-        return _frozen(ranks)
+        return _read_only_int32(ranks)
 
     @cached_property
     def classes(self) -> IntArray:
-        """int32 [size]: 0 for a node on the spine (the root, its first child, that one's first child, and so on), 1 for one off it."""
-        classes, node = np.ones(self.size, int), 0
-        classes[0] = 0
-        while self.child_count[node]:
-            node = int(self.first_child[node])
-            classes[node] = 0
-        return _frozen(classes)
+        """int32 [size]: 0 for nodes on the spine, 1 for nodes off it.
+
+        The spine is the root, its first child, the first child of that node, and so on.
+        """
+        classes = np.ones(self.size, int)
+        spine_node = 0
+        classes[spine_node] = 0
+        while self.child_count[spine_node]:
+            spine_node = int(self.first_child[spine_node])
+            classes[spine_node] = 0
+        return _read_only_int32(classes)
 
     @cached_property
     def attention_mask(self) -> NDArray[np.bool_]:
-        """bool [size, size]: may node i attend to node j, that is, is j i itself or an ancestor. Lower-triangular."""
+        """bool [size, size]: whether node i attends to node j: j is i or an ancestor of i.
+
+        The mask is lower-triangular.
+        """
         mask = np.eye(self.size, dtype=bool)
+        # level by level, each node attends to what its parent attends to
         for start, stop in itertools.pairwise(self.level_offsets[1:].tolist()):
             mask[start:stop] |= mask[self.parents[start:stop]]
         mask.flags.writeable = False
         return mask
 
-    def expanded(self, level: int) -> IntArray:
-        """The nodes of `level` that have children: the ones a draft pass runs."""
+    def nodes_with_children(self, level: int) -> IntArray:
+        """The nodes of a level that have children. The level's draft pass runs these."""
         start, stop = self.level_offsets[level], self.level_offsets[level + 1]
         return (np.flatnonzero(self.child_count[start:stop]) + start).astype(np.int32)
 
     @property
-    def parents_by_level(self) -> list[int]:
-        """How many nodes have children on each level but the last, the root's level first."""
-        return [len(self.expanded(level)) for level in range(self.depth - 1)]
+    def num_parents_by_level(self) -> list[int]:
+        """Number of nodes with children on each level but the last, from the root's level on."""
+        return [len(self.nodes_with_children(level)) for level in range(self.depth - 1)]
 
     def __len__(self) -> int:
         return self.size
@@ -168,13 +192,61 @@ class TokenTree:
         return hash(self.parents.tobytes())
 
     def __str__(self) -> str:
-        return f"{self.size} nodes, depth {self.depth}, level widths {' '.join(map(str, self.level_widths))}"
+        widths = " ".join(map(str, self.level_widths))
+        return f"{self.size} nodes, depth {self.depth}, level widths {widths}"
 
     def __repr__(self) -> str:
-        return f"TokenTree(size={self.size}, depth={self.depth}, level_widths={self.level_widths.tolist()})"
+        widths = self.level_widths.tolist()
+        return f"TokenTree(size={self.size}, depth={self.depth}, level_widths={widths})"
 
 
-def _frozen(array: NDArray[Any]) -> IntArray:
-    result = array.astype(np.int32)
-    result.flags.writeable = False
-    return result
+def _check_parents(parents: NDArray[Any]) -> None:
+    """Refuse an array that is not the parents of a tree in breadth-first order."""
+    if parents.ndim != 1 or parents.size == 0 or parents.dtype.kind not in "iu":
+        raise SequoiaPlanError(
+            "token tree: parents must be a non-empty list of integers, "
+            f"found {parents.dtype} of shape {parents.shape}"
+        )
+    if parents[0] != -1:
+        raise SequoiaPlanError(f"token tree: parents[0] must be -1 (the root), found {parents[0]}")
+    is_late = parents[1:] >= np.arange(1, parents.size)  # the parent does not precede its child
+    is_decreasing = parents[1:] < parents[:-1]
+    wrong_nodes = np.flatnonzero((parents[1:] < 0) | is_late | is_decreasing) + 1
+    if wrong_nodes.size:
+        node = int(wrong_nodes[0])
+        raise SequoiaPlanError(
+            f"token tree: parents[{node}] is {parents[node]}, expected a node from "
+            f"{max(parents[node - 1], 0)} to {node - 1} (breadth-first order, siblings adjacent)"
+        )
+
+
+def _renumber_breadth_first(parents: NDArray[Any]) -> NDArray[Any]:
+    """The parents of the same tree with its nodes numbered level by level.
+
+    Args:
+        parents: int [size], the parent of each node, which precedes it; parents[0] = -1.
+
+    Returns:
+        int [size]. Time and memory are linear in the size, also for a single deep chain.
+    """
+    children = np.argsort(parents[1:], kind="stable") + 1  # grouped by parent, siblings in order
+    child_count = np.bincount(parents[1:], minlength=parents.size)
+    group_start = np.cumsum(child_count) - child_count  # of each node's group within `children`
+    renumbered = [np.array([-1])]
+    level = np.array([0])  # the old numbers of the nodes of one level, in the new order
+    level_start = 0  # the new number of the level's first node
+    while (counts := child_count[level]).any():
+        new_numbers = np.arange(level_start, level_start + level.size)
+        renumbered.append(np.repeat(new_numbers, counts))
+        level_start += level.size
+        next_level_start = np.cumsum(counts) - counts  # of each group within the next level
+        offset = np.repeat(group_start[level] - next_level_start, counts)
+        level = children[offset + np.arange(counts.sum())]
+    return np.concatenate(renumbered)
+
+
+def _read_only_int32(array: NDArray[Any]) -> IntArray:
+    """A copy that cannot be written to."""
+    copied = array.astype(np.int32)
+    copied.flags.writeable = False
+    return copied

@@ -1,4 +1,7 @@
-"""Token trees as files: one safetensors file, self-describing and byte-stable. The format is in docs/format.md."""
+"""Token trees as files: one safetensors file, self-describing and byte-stable.
+
+docs/format.md specifies the format.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save as save_tensors
 
-from sequoia_plan.artifacts.cost import check_promise
+from sequoia_plan.artifacts.cost import check_prediction
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.files import read_bytes, write_atomically
 from sequoia_plan.artifacts.plan import Plan
@@ -20,15 +23,15 @@ from sequoia_plan.artifacts.tree import TokenTree
 
 FORMAT, VERSION = "sequoia-plan-tree", 1
 METADATA_KEY = "sequoia_plan"
-LARGEST_STORED_MASK = 4096
-"""Trees of more nodes carry no mask (it grows with the square); readers derive it from the parents."""
-LARGEST_FILE = 1 << 28
-"""Bytes; a tree of ten million nodes."""
+MAX_NODES_WITH_MASK = 4096
+"""Larger trees store no mask, because it grows with the square; readers derive it."""
+MAX_FILE_BYTES = 1 << 28
+"""A tree of ten million nodes."""
 CATALOG = Path(__file__).parent / "catalog"
 
 
 def save_tree(tree: TokenTree, path: str | Path) -> None:
-    """Write `tree` and its plan to `path`. Same tree and plan, same bytes.
+    """Write a tree and its plan. Equal trees with equal plans give equal bytes.
 
     Raises:
         SequoiaPlanError: if the file cannot be written.
@@ -37,18 +40,20 @@ def save_tree(tree: TokenTree, path: str | Path) -> None:
 
 
 def load_tree(path: str | Path) -> TokenTree:
-    """Read and validate a tree file, or the tree of that name in the catalog (docs/catalog.md). A file that exists wins.
+    """Read and check a tree file, or the tree of that name in the catalog (docs/catalog.md).
+
+    A file that exists takes precedence over a name in the catalog.
 
     Raises:
-        SequoiaPlanError: if there is no such file or name, or the file is truncated, of another format or version, or
-            contradicts itself.
+        SequoiaPlanError: if there is no such file or name, or the file is truncated, is of another
+            format or version, or contradicts itself.
     """
     if str(path) in catalog() and not os.path.exists(path):
         return from_bytes((CATALOG / f"{path}.safetensors").read_bytes(), str(path))
     expected = "a tree file written by sequoia-plan solve"
     if not os.path.exists(path):
         expected += f", or a tree of the catalog: {', '.join(catalog())}"
-    return from_bytes(read_bytes(path, expected, LARGEST_FILE), str(path))
+    return from_bytes(read_bytes(path, expected, MAX_FILE_BYTES), str(path))
 
 
 def catalog() -> list[str]:
@@ -58,39 +63,57 @@ def catalog() -> list[str]:
 
 def to_bytes(tree: TokenTree) -> bytes:
     """The content of the tree's file."""
-    header = {"format": FORMAT, "version": VERSION, "plan": tree.plan.facts()}
-    return save_tensors(_tensors(tree), {METADATA_KEY: json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)})
+    header = {"format": FORMAT, "version": VERSION, "plan": tree.plan.to_dict()}
+    text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return save_tensors(_tensors(tree), {METADATA_KEY: text})
 
 
 def from_bytes(data: bytes, name: str) -> TokenTree:
-    """The tree in a file's content; `name` says which file in errors. Needs a few times the memory of `data`, whatever `data` claims.
+    """Read and check the tree in a file's content.
+
+    It needs a few times the memory of `data`, whatever sizes `data` claims.
+
+    Args:
+        data: the content.
+        name: the file, for errors.
 
     Raises:
-        SequoiaPlanError: if it is not a tree file, or of another version, or contradicts itself.
+        SequoiaPlanError: if it is not a tree file, is of another version, or contradicts itself.
     """
     header = _header(data, name)
-    if header.get("version") != VERSION or isinstance(header["version"], bool):
-        raise SequoiaPlanError(f"{name}: tree file version {header.get('version')!r:.60}, expected {VERSION}; solve again with this sequoia-plan")
+    version = header.get("version")
+    if version != VERSION or isinstance(version, bool):
+        raise SequoiaPlanError(
+            f"{name}: tree file version {version!r:.60}, expected {VERSION}; "
+            "solve again with this sequoia-plan"
+        )
     try:
-        stored = dict(deserialize(data))  # checks every offset and shape against the length of the data
+        # deserialize checks every offset and shape against the length of the data
+        stored_tensors = dict(deserialize(data))
     except (SafetensorError, OverflowError) as error:
         raise SequoiaPlanError(f"{name}: damaged tree file ({error}); solve again") from error
-    if "plan" not in header or "parents" not in stored:
-        raise SequoiaPlanError(f"{name}: tree file without its {'parents' if 'plan' in header else 'plan'}; solve again")
+    if "plan" not in header or "parents" not in stored_tensors:
+        missing = "parents" if "plan" in header else "plan"
+        raise SequoiaPlanError(f"{name}: tree file without its {missing}; solve again")
     try:
-        plan, parents = Plan.read(header["plan"]), stored["parents"]
+        plan, parents = Plan.from_dict(header["plan"]), stored_tensors["parents"]
         if parents["dtype"] != "I32" or len(parents["shape"]) != 1:
-            raise SequoiaPlanError(f"parents is {parents['dtype']} {parents['shape']}, expected I32 [nodes]; solve again")
+            raise SequoiaPlanError(
+                f"parents is {parents['dtype']} {parents['shape']}, "
+                "expected I32 [nodes]; solve again"
+            )
         tree = TokenTree(np.frombuffer(parents["data"], "<i4"), plan)
-        for tensor, derived in _tensors(tree).items():
-            _compare(tensor, stored.get(tensor), derived)
-        check_promise(tree)
+        # all other tensors follow from the parents, and what is stored must be equal to that
+        for tensor_name, derived in _tensors(tree).items():
+            _check_tensor(tensor_name, stored_tensors.get(tensor_name), derived)
+        check_prediction(tree)
     except SequoiaPlanError as error:
         raise SequoiaPlanError(f"{name}: {error}") from error
     return tree
 
 
 def _tensors(tree: TokenTree) -> dict[str, NDArray[Any]]:
+    """The tensors of the tree's file by name. The parents decide all others."""
     tensors: dict[str, NDArray[Any]] = {
         "parents": tree.parents,
         "ranks": tree.ranks,
@@ -99,33 +122,63 @@ def _tensors(tree: TokenTree) -> dict[str, NDArray[Any]]:
         "child_count": tree.child_count,
         "level_offsets": tree.level_offsets,
     }
-    if tree.size <= LARGEST_STORED_MASK:
+    if tree.size <= MAX_NODES_WITH_MASK:
         tensors["attention_mask"] = np.packbits(tree.attention_mask, axis=1, bitorder="little")
     return tensors
 
 
-def _compare(name: str, stored: dict[str, Any] | None, derived: NDArray[Any]) -> None:
+def _check_tensor(name: str, stored: dict[str, Any] | None, derived: NDArray[Any]) -> None:
+    """Refuse a stored tensor that differs from the one derived from the parents.
+
+    Args:
+        name: the tensor's name, for errors.
+        stored: its `dtype`, `shape` and `data` in the file; None if the file lacks it.
+        derived: what the file should hold.
+    """
     if stored is None:
         raise SequoiaPlanError(f"{name} is missing; solve again")
-    expected = ("I32" if derived.dtype == np.int32 else "U8", list(derived.shape))
-    if (stored["dtype"], stored["shape"]) != expected:
-        raise SequoiaPlanError(f"{name} is {stored['dtype']} {stored['shape']}, expected {expected[0]} {expected[1]}; solve again")
-    if stored["data"] != derived.astype(derived.dtype.newbyteorder("<"), copy=False).tobytes():
+    dtype = "I32" if derived.dtype == np.int32 else "U8"
+    shape = list(derived.shape)
+    if (stored["dtype"], stored["shape"]) != (dtype, shape):
+        raise SequoiaPlanError(
+            f"{name} is {stored['dtype']} {stored['shape']}, expected {dtype} {shape}; solve again"
+        )
+    little_endian = derived.astype(derived.dtype.newbyteorder("<"), copy=False)
+    if stored["data"] != little_endian.tobytes():
         raise SequoiaPlanError(f"{name} contradicts parents; solve again")
 
 
 def _header(data: bytes, name: str) -> dict[str, Any]:
-    """The metadata JSON, read before any tensor is touched."""
-    length = int.from_bytes(data[:8], "little")
+    """The JSON object in the metadata of a tree file. It is read before any tensor.
+
+    A safetensors file begins with the length of its own header in 8 bytes, and the header.
+
+    Args:
+        data: the file's content.
+        name: the file, for errors.
+
+    Raises:
+        SequoiaPlanError: if it is not a tree file.
+    """
+    header_length = int.from_bytes(data[:8], "little")
     try:
-        outer = json.loads(data[8 : 8 + length].decode())
-        header = json.loads(outer["__metadata__"][METADATA_KEY], parse_constant=_refuse)
+        safetensors_header = json.loads(data[8 : 8 + header_length].decode())
+        text = safetensors_header["__metadata__"][METADATA_KEY]
+        header = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise SequoiaPlanError(f"{name}: not a tree file (expected safetensors written by sequoia-plan solve)") from error
+        raise _not_a_tree_file(name) from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise SequoiaPlanError(f"{name}: not a tree file (expected safetensors written by sequoia-plan solve)")
+        raise _not_a_tree_file(name)
     return header
 
 
-def _refuse(constant: str) -> NoReturn:
+def _not_a_tree_file(name: str) -> SequoiaPlanError:
+    """The error for a file that is no tree file."""
+    return SequoiaPlanError(
+        f"{name}: not a tree file (expected safetensors written by sequoia-plan solve)"
+    )
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    """Refuse NaN and infinities, which Python's JSON parser takes by default."""
     raise ValueError(f"{constant} is not JSON")

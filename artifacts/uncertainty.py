@@ -1,11 +1,13 @@
-"""Intervals of the prediction: how the noise of the measurements, and prompts of another kind, change expected tokens and speed.
+"""Intervals of the predictions: how noise, and prompts of a new kind, change tokens and speed.
 
-Delta method. With n observations of an accepted node's children, the counts are multinomial, so F(p) has the variance g' S g / n, where g is
-F's gradient and S = diag(p) - p p'; levels add up. The ends of the interval are the likeliest vectors at that distance, p +- z S g / n / sd(F);
-F is recomputed at them, not extrapolated.
+Delta method. With n observations of an accepted node's children, the counts are multinomial, so
+F(p) has the variance g' S g / n, where g is the gradient of F and S = diag(p) - p p'; variances of
+levels add up. The ends of the interval are the likeliest vectors at that distance,
+p +- z S g / n / sd(F); F is recomputed at them, not extrapolated.
 
-Positions of one text are alike, and so are prompts of one kind. The first is told by how a profile's prompts differ (its effective sample
-size), the second by how its kinds of prompts differ: a kind that was not measured lies as far from the measured ones as these from each other.
+Positions of one text are alike, and so are prompts of one kind. Correlation within a prompt sets
+the effective sample size; variance between kinds sets the interval for new kinds: a kind that was
+not measured lies as far from the measured ones as these from each other.
 """
 
 from __future__ import annotations
@@ -17,96 +19,175 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sequoia_plan.artifacts import Lift, TokenTree
-from sequoia_plan.artifacts.cost import Floats, StepTime, by_class, child_probabilities, expected_tokens, node_values, parents_rows
+from sequoia_plan.artifacts.cost import (
+    Floats,
+    StepTime,
+    acceptance_table,
+    child_probabilities,
+    expected_tokens,
+    node_values,
+    parent_rows,
+)
 from sequoia_plan.artifacts.rates import rates
+from sequoia_plan.artifacts.tree import TokenTree
 
 Z95 = 1.959964
-OF_MEDIAN = 1.2533
-"""A median's standard error over that of the mean, for a normal law."""
-QUARTILES_APART = 1.349
-"""Standard deviations from the first quartile of a normal law to the third."""
-LEAST_KINDS = 4
-"""Fewer say too little about how kinds differ: for three of them the quantile of Student's law is 4.3 already."""
+"""97.5 % quantile of the normal distribution."""
+MEDIAN_ERROR_FACTOR = 1.2533
+"""A median's standard error over that of the mean, for a normal distribution."""
+QUARTILE_DISTANCE = 1.349
+"""Standard deviations from the first quartile of a normal distribution to the third."""
+MIN_KINDS = 4
+"""Fewer kinds say too little of how kinds differ: for three, Student's quantile is 4.3 already."""
 
 
 def gradient(tree: TokenTree, rows: Floats) -> Floats:
     """dF / dp, of the shape of `rows`, from the tree alone.
 
+    F is the expected tokens of the tree. By the product rule, the derivative for one node is its
+    parent's value (the probability that the parent is accepted) times the expected tokens of the
+    subtree under the node; nodes that share a probability add up.
+
     Args:
-        rows: float64 [levels, ranks] or [levels, classes, ranks], p[level][class][k]; the last level holds for all deeper ones.
+        tree: the token tree.
+        rows: float64 [levels, ranks] or [levels, classes, ranks], the probability p that a node's
+            child of each rank is accepted if the node is, by the node's level and class (0: on the
+            spine, that is the root, its first child, that node's first child, ...; 1: off it). The
+            last level holds for all deeper ones.
     """
-    below = np.ones(tree.size)  # F of the subtree under each node, the node counted as 1
-    p, offsets = child_probabilities(tree, by_class(rows)), tree.level_offsets
+    probs = acceptance_table(rows)
+    p, offsets = child_probabilities(tree, probs), tree.level_offsets
+    subtree_tokens = np.ones(tree.size)  # F of the subtree under each node
     for level in range(tree.depth - 1, 0, -1):
         nodes = np.arange(offsets[level], offsets[level + 1])
-        np.add.at(below, tree.parents[nodes], p[nodes - 1] * below[nodes])
-    levels, classes, ranks = by_class(rows).shape
-    slope = np.zeros((levels, classes, max(ranks, tree.branching)))
-    np.add.at(slope, (*parents_rows(tree, by_class(rows)), tree.ranks[1:] - 1), node_values(tree, rows)[tree.parents[1:]] * below[1:])
-    return slope[..., :ranks].reshape(rows.shape)
+        np.add.at(subtree_tokens, tree.parents[nodes], p[nodes - 1] * subtree_tokens[nodes])
+    levels, classes, num_ranks = probs.shape
+    slope = np.zeros((levels, classes, max(num_ranks, tree.branching)))
+    # Level, class and rank of the probability of each node but the root. The slope has room for the
+    # ranks beyond the rows' end, whose probability is a constant 0; they are cut off in the end.
+    places = (*parent_rows(tree, probs), tree.ranks[1:] - 1)
+    np.add.at(slope, places, node_values(tree, rows)[tree.parents[1:]] * subtree_tokens[1:])
+    return slope[..., :num_ranks].reshape(rows.shape)
 
 
-def ends(tree: TokenTree, rows: Floats, trials: Sequence[float] | Floats, z: float = Z95) -> tuple[Floats, Floats]:
-    """The likeliest acceptance at which F(tree) is z standard errors below and above; of the shape of `rows` each.
+def acceptance_at_interval_ends(
+    tree: TokenTree, rows: Floats, trials: Sequence[float] | Floats, z: float = Z95
+) -> tuple[Floats, Floats]:
+    """The likeliest acceptance at which F(tree) is z standard errors below, and above.
 
     Args:
-        rows: as `gradient` takes them.
-        trials: independent observations behind each of their vectors, [levels] or [levels, classes].
+        tree: the token tree.
+        rows: float64 [levels, ranks] or [levels, classes, ranks], the probability that a node's
+            child of each rank is accepted, by the node's level and class (on the spine or off it).
+        trials: how many independent accepted nodes each vector of `rows` was observed on, [levels]
+            or [levels, classes].
+        z: how many standard errors of F away; the default gives a 95 % interval.
+
+    Returns:
+        Two arrays of the shape of `rows`.
     """
-    spread, variance = _propagated(tree, rows, trials)
+    spread, variance = _propagated_noise(tree, rows, trials)
     step = z * spread / math.sqrt(variance) if variance > 0 else np.zeros_like(rows)
     low, high = (np.clip(rows + sign * step, 0, 1) for sign in (-1, 1))
-    return low / np.maximum(1.0, low.sum(-1, keepdims=True)), high / np.maximum(1.0, high.sum(-1, keepdims=True))
+    return _with_sums_up_to_1(low), _with_sums_up_to_1(high)
 
 
-def _propagated(tree: TokenTree, rows: Floats, trials: Sequence[float] | Floats) -> tuple[Floats, float]:
-    """S g / n, of the shape of `rows`, and the variance of F, g' S g / n."""
-    slope, n = gradient(tree, rows), np.maximum(np.asarray(trials, float), 1)[..., None]
+def _with_sums_up_to_1(rows: Floats) -> Floats:
+    """Scale each vector of probabilities (the last axis) whose sum is larger than 1 down to 1."""
+    return rows / np.maximum(1.0, rows.sum(-1, keepdims=True))
+
+
+def _propagated_noise(
+    tree: TokenTree, rows: Floats, trials: Sequence[float] | Floats
+) -> tuple[Floats, float]:
+    """S g / n, of the shape of `rows`, and the variance of F(tree), g' S g / n.
+
+    Here g is the gradient of F, n the observations, and S = diag(p) - p p' the covariance of one.
+
+    Args:
+        tree: the token tree.
+        rows: float64 [levels, ranks] or [levels, classes, ranks], the probability p that a node's
+            child of each rank is accepted.
+        trials: n of each vector of `rows`, [levels] or [levels, classes].
+    """
+    slope = gradient(tree, rows)
+    n = np.maximum(np.asarray(trials, float), 1)[..., None]
     spread = rows * (slope - (rows * slope).sum(-1, keepdims=True)) / n
     return spread, max(float((slope * spread).sum()), 0.0)
 
 
-def jackknife(tree: TokenTree, trials: NDArray[np.integer], counts: Floats) -> tuple[float, float]:
-    """Standard error of F(tree), and F, from groups of trials of which one after the other is left out: inf if one holds all of the root's.
+def jackknife(
+    tree: TokenTree, trials: NDArray[np.integer] | Floats, counts: Floats
+) -> tuple[float, float]:
+    """Standard error of F(tree), and F, from groups of trials that are left out one by one.
+
+    The error is inf if one group holds all trials of the root.
 
     Args:
-        trials: [groups, levels] or [groups, levels, classes], accepted nodes observed.
-        counts: float64 [..., ranks], how many of their children of each rank were accepted.
+        tree: the token tree.
+        trials: [groups, levels] or [groups, levels, classes], how many accepted nodes were
+            observed. A node's class is 0 on the spine (the root, its first child, that node's first
+            child, ...) and 1 off it.
+        counts: float64, of the shape of `trials` and [ranks], how many of their children of each
+            rank were accepted.
     """
     groups = len(trials)
-    n, accepted = trials.sum(0) - trials, counts.sum(0) - counts
-    if n.reshape(*n.shape[:2], -1)[:, 0, 0].min() <= 0:
+    rest_trials, rest_counts = trials.sum(0) - trials, counts.sum(0) - counts
+    rest_root_trials = rest_trials.reshape(*rest_trials.shape[:2], -1)[:, 0, 0]  # level and class 0
+    if rest_root_trials.min() <= 0:
         return math.inf, 1.0
-    without = np.array([expected_tokens(tree, rates(*each)[0]) for each in zip(n, accepted, strict=True)])
-    return math.sqrt((groups - 1) / groups * ((without - without.mean()) ** 2).sum()), float(without.mean())
+    tokens = np.array(
+        [
+            expected_tokens(tree, rates(trials_left, counts_left)[0])
+            for trials_left, counts_left in zip(rest_trials, rest_counts, strict=True)
+        ]
+    )
+    mean = tokens.mean()
+    return math.sqrt((groups - 1) / groups * ((tokens - mean) ** 2).sum()), float(mean)
 
 
-def trials_of_a_new_kind(tree: TokenTree, rows: Floats, trials: NDArray[np.integer], counts: Floats) -> Floats | None:
-    """Of the shape [levels] or [levels, classes] of each kind's trials: how many independent observations would leave F(tree) as open as a
-    kind of prompts that was not measured does.
+def trials_for_new_kind(
+    tree: TokenTree, rows: Floats, trials: NDArray[np.integer] | Floats, counts: Floats
+) -> Floats | None:
+    """Independent observations that leave F(tree) as uncertain as a new kind of prompts does.
 
-    Of K kinds with the variance s^2 of F the mean has the variance s^2 / K, which is the jackknife's, and a further kind's distance from that
-    mean s^2 (1 + 1 / K). As s^2 is known from K kinds only, Student's law takes the normal one's place. s^2 holds the noise of each kind's
-    own prompts: the interval is that of the average over as many prompts of the new kind as there were of each, and so holds the
-    expectation more often than it says. Taking that noise out made it hold less often, since few prompts do not tell how large it is.
+    F(tree) is the expected tokens of the tree. Of K kinds with the variance s^2 of F
+    the mean has the variance s^2 / K, which is the jackknife's, and the distance of a further kind
+    from that mean has the variance s^2 (1 + 1 / K). As s^2 is known from K kinds only, Student's
+    distribution takes the place of the normal one. s^2 contains the noise of each kind's own
+    prompts. So the interval is that of the average over as many prompts of the new kind as there
+    were of each kind, and it contains the expectation more often than its level says. With that
+    noise taken out, it did so less often, since few prompts do not tell how large the noise is.
 
     Args:
-        rows: p of all kinds together, as `gradient` takes them.
-        trials, counts: of each kind, as `jackknife` takes groups. None is returned for fewer than `LEAST_KINDS`.
+        tree: the token tree.
+        rows: float64 [levels, ranks] or [levels, classes, ranks], the probability that a node's
+            child of each rank is accepted, of all kinds together.
+        trials: [kinds, levels] or [kinds, levels, classes], how many accepted nodes were observed.
+        counts: float64, of the shape of `trials` and [ranks], how many of their children of each
+            rank were accepted.
+
+    Returns:
+        Observations of each vector, [levels] or [levels, classes]; None for fewer kinds than
+        `MIN_KINDS`.
     """
-    kinds = len(trials)
-    if kinds < LEAST_KINDS:
+    num_kinds = len(trials)
+    if num_kinds < MIN_KINDS:
         return None
-    error = jackknife(tree, trials, counts)[0] * math.sqrt(kinds + 1) * student95(kinds - 1) / Z95
-    seen = rates(trials.sum(0), counts.sum(0))[1]
-    return seen * min(1.0, _propagated(tree, rows, seen)[1] / max(error, 1e-9) ** 2)
+    standard_error, _ = jackknife(tree, trials, counts)
+    # sqrt(K + 1) = sqrt(K) for s, times sqrt(1 + 1 / K); the interval will use the quantile Z95.
+    error = standard_error * math.sqrt(num_kinds + 1) * student95(num_kinds - 1) / Z95
+    _, observations = rates(trials.sum(0), counts.sum(0))
+    _, variance = _propagated_noise(tree, rows, observations)
+    return observations * min(1.0, variance / max(error, 1e-9) ** 2)
 
 
-def student95(freedom: int) -> float:
-    """The 97.5 % quantile of Student's law, from three degrees of freedom on within 0.2 %: the expansion about the normal law's (Abramowitz
-    and Stegun, 26.7.5)."""
-    z, n = Z95, freedom
+def student95(degrees_of_freedom: int) -> float:
+    """The 97.5 % quantile of Student's distribution, within 0.2 % from three degrees of freedom on.
+
+    The expansion about the normal quantile (Abramowitz and Stegun, 26.7.5).
+    """
+    z, n = Z95, degrees_of_freedom
     return (
         z
         + (z**3 + z) / (4 * n)
@@ -116,68 +197,48 @@ def student95(freedom: int) -> float:
     )
 
 
-def median(values: Floats) -> tuple[float, float]:
+def median_with_error(values: Floats) -> tuple[float, float]:
     """The median of repeated measurements, and its relative standard error; 0 for a single one."""
-    middle = float(np.median(values))
-    return middle, OF_MEDIAN * float(values.std(ddof=1)) / math.sqrt(len(values)) / middle if len(values) > 1 else 0.0
+    median = float(np.median(values))
+    if len(values) < 2:
+        return median, 0.0
+    deviation = float(values.std(ddof=1))
+    return median, MEDIAN_ERROR_FACTOR * deviation / math.sqrt(len(values)) / median
 
 
 def step_time_error(tree: TokenTree, times: StepTime) -> float:
-    """Standard error of log(step time / plain step time)."""
-    return step_ratio_error((tree, times), (TokenTree.chain(1), times))
+    """Standard error of log(step time / plain step time).
 
+    It follows from the quartiles and samples of each measured size, and from the relative error of
+    the verification time; it is 0 if the latencies have neither. A pass that both steps make
+    cancels.
 
-def step_ratio_error(first: tuple[TokenTree, StepTime], second: tuple[TokenTree, StepTime]) -> float:
-    """Standard error of log(one step time / another), of the same models on the same machine: from each size's quartiles and samples, and from
-    how far verification is off its shapes; 0 if the latencies have none of it. What both steps take alike cancels."""
-    slopes: defaultdict[tuple[str, int], float] = defaultdict(float)  # of the logarithm, by the passes that were measured
+    Args:
+        tree: the token tree.
+        times: the latencies that both step times come from.
+    """
+    # Derivative of the logarithm by each measured time: its curve, its size.
+    slopes: defaultdict[tuple[str, int], float] = defaultdict(float)
     variance = 0.0
-    for sign, (tree, times) in zip((1, -1), (first, second), strict=True):
-        passes = [("target", tree.size), *(("draft", width) for width in times.drafting.widths(tree.parents_by_level))]
-        for curve, size in passes:
-            known = min((n for n in times.latency.quartiles.get(curve, ()) if n >= size), default=0)
-            slopes[curve, known] += sign / times.step(tree)
-        judged = times.latency.verification
-        variance += (judged.error * times.verification(tree) / times.step(tree)) ** 2 if judged else 0.0
-    latency = first[1].latency
+    plain_tree = TokenTree.chain(1)  # a plain step verifies no drafted node
+    for sign, step_tree in ((1, tree), (-1, plain_tree)):
+        seconds = times.step_seconds(step_tree)
+        for curve, size in _passes(step_tree, times):
+            quartiles = times.latency.quartiles.get(curve, ())
+            # The pass is taken to cost as much as at the next larger measured size; 0 if none is.
+            measured_size = min((n for n in quartiles if n >= size), default=0)
+            slopes[curve, measured_size] += sign / seconds
+        if times.latency.verification:
+            error_seconds = times.latency.verification.error * times.verification_seconds(step_tree)
+            variance += (error_seconds / seconds) ** 2
     for (curve, size), slope in slopes.items():
-        low, high = latency.quartiles.get(curve, {}).get(size, (0.0, 0.0))
-        variance += slope**2 * (OF_MEDIAN * (high - low) / QUARTILES_APART) ** 2 / latency.samples.get(size, 1)
+        low, high = times.latency.quartiles.get(curve, {}).get(size, (0.0, 0.0))
+        median_deviation = MEDIAN_ERROR_FACTOR * (high - low) / QUARTILE_DISTANCE
+        variance += slope**2 * median_deviation**2 / times.latency.samples.get(size, 1)
     return math.sqrt(variance)
 
 
-def lift_error(tree: TokenTree, rows: Floats, counts: Floats, trials: Floats, lift: Lift) -> float:
-    """Standard error of log F(tree) with `traversal`, from how sure its acceptance is relative to that of `sequoia`.
-
-    Args:
-        rows: float64 [levels, ranks] or [levels, classes, ranks], or one row for all levels. Classes are lifted alike.
-        counts, trials: of `traversal`, [levels, ranks] and [levels]; rows are their quotients, or that of their sums.
-    """
-    if not lift.covariance:
-        return math.inf
-    slope, levels = gradient(tree, rows), min(len(lift.ratio), len(counts))
-    by_level = len(rows) > 1
-    change = np.zeros(len(lift.ratio))
-    for level in range(levels):
-        known = slice(0, lift.ranks[level])
-        if rows.ndim > 2:
-            change[level] = (slope[level, :, known] * rows[level, :, known]).sum()
-            continue
-        seen = trials[level] if by_level else trials.sum()
-        change[level] = slope[level if by_level else 0, known] @ counts[level, known] / max(seen, 1)
-    covariance = np.array(lift.covariance)
-    return math.sqrt(max(float(change @ covariance @ change), 0.0)) / expected_tokens(tree, rows)
-
-
-def token_ratio_error(first: tuple[TokenTree, Floats], second: tuple[TokenTree, Floats], trials: Sequence[float] | Floats) -> float:
-    """Standard error of log(F of one tree / F of another), each with its own acceptance of the same trials, the ratio of the two acceptances given.
-
-    Args:
-        first, second: tree and p as `gradient` takes it, of one shape.
-        trials: independent observations behind each vector.
-    """
-    (a, mine), (b, theirs) = first, second
-    ratio = np.divide(mine, theirs, out=np.ones_like(mine), where=theirs > 0)
-    slope = gradient(a, mine) * ratio / expected_tokens(a, mine) - gradient(b, theirs) / expected_tokens(b, theirs)
-    spread = theirs * (slope - (theirs * slope).sum(-1, keepdims=True)) / np.maximum(np.asarray(trials, float), 1)[..., None]
-    return math.sqrt(max(float((slope * spread).sum()), 0.0))
+def _passes(tree: TokenTree, times: StepTime) -> list[tuple[str, int]]:
+    """The model passes of one step: which curve times each, and its number of nodes."""
+    widths = times.drafting.pass_widths(tree.num_parents_by_level)
+    return [("target", tree.size), *(("draft", width) for width in widths)]

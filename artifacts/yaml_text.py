@@ -1,6 +1,7 @@
-"""YAML with less surprise: a key that occurs twice is refused, 1e-5 is a number, 1:30 is text; deep nesting and aliases are refused.
+"""YAML with fewer surprises, and artifacts in it.
 
-Files of artifacts begin with their `format` and `version`.
+A key that occurs twice is refused, and so are deep nesting and aliases. `1e-5` is a number, and
+`1:30` is text. Files of artifacts begin with their `format` and `version`.
 """
 
 from __future__ import annotations
@@ -10,103 +11,173 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from sequoia_plan.artifacts.errors import SequoiaPlanError
-from sequoia_plan.artifacts.facts import DEEPEST
+from sequoia_plan.artifacts.metadata import MAX_NESTING
 from sequoia_plan.artifacts.schema import S
 
 INTEGER = re.compile(r"^[-+]?[0-9]+$")
-NUMBER = re.compile(r"^(?:[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$")
-REPLACED = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+NUMBER = re.compile(
+    r"^(?:[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+INTEGER_TAG, NUMBER_TAG = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+MAX_FILE_NESTING = 2 * MAX_NESTING
+"""A file has metadata within sections of its own."""
 
 
 class Format(NamedTuple):
-    """What a kind of file says of itself, and what errors call it.
+    """A file format, and the words that errors use for it.
 
     Args:
-        name, version: what its keys `format` and `version` hold.
-        what: as in "not a profile".
-        short: as in "profile version 2".
-        again: what makes a file of this version.
+        name, version: the values of its keys `format` and `version`.
+        with_article: as in "not a profile".
+        title: as in "profile version 2".
+        remedy: what makes a file of this version, as in "profile again".
     """
 
     name: str
     version: int
-    what: str
-    short: str
-    again: str
+    with_article: str
+    title: str
+    remedy: str
 
 
 def dump(document: Any, width: int) -> str:
-    """The text of `document`, in lines of about `width` characters; equal content, equal text."""
+    """The YAML text of a document; equal documents give equal text.
+
+    Args:
+        width: characters after which lines are broken.
+    """
     import yaml  # here, because the runtime never needs it
 
-    dumper = type("Dumper", (yaml.SafeDumper,), {"ignore_aliases": lambda *_: True})  # an alias would tell which parts are one object
-    return yaml.dump(document, Dumper=dumper, sort_keys=False, default_flow_style=None, width=width)
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            """Write an object that occurs twice in full both times.
+
+            With aliases, the text of equal documents would depend on which parts are one object.
+            """
+            return True
+
+    return yaml.dump(document, Dumper=Dumper, sort_keys=False, default_flow_style=None, width=width)
 
 
-def read(cls: type[S], data: bytes, name: str, expected: str, form: Format) -> S:
-    """The artifact of the format `form` in `data`; `name` and `expected` are as for `load`.
+def read(cls: type[S], data: bytes, name: str, expected: str, file_format: Format) -> S:
+    """Read and check an artifact.
+
+    Args:
+        cls: the artifact's class.
+        data: the file's content.
+        name: the file, for errors.
+        expected: what the file should hold, for errors.
+        file_format: the format and version that the file must name.
 
     Raises:
-        SequoiaPlanError: if it is not YAML, not of this format and version, or holds what the artifact cannot have.
+        SequoiaPlanError: if `data` is not YAML, not of this format and version, or holds values
+            that the artifact cannot have.
     """
     document = load(data, name, expected)
-    if not isinstance(document, dict) or document.get("format") != form.name:
-        raise SequoiaPlanError(f"{name}: not {form.what} (expected `format: {form.name}`)")
-    if document.get("version") != form.version or isinstance(document["version"], bool):
-        raise SequoiaPlanError(f"{name}: {form.short} version {document.get('version')!r:.60}, expected {form.version}; {form.again} with this sequoia-plan")
+    if not isinstance(document, dict) or document.get("format") != file_format.name:
+        raise SequoiaPlanError(
+            f"{name}: not {file_format.with_article} (expected `format: {file_format.name}`)"
+        )
+    version = document.get("version")
+    if version != file_format.version or isinstance(version, bool):
+        raise SequoiaPlanError(
+            f"{name}: {file_format.title} version {version!r:.60}, expected {file_format.version}; "
+            f"{file_format.remedy} with this sequoia-plan"
+        )
     try:
-        return cls.read(document, "")
+        return cls.from_dict(document, "")
     except SequoiaPlanError as error:
         raise SequoiaPlanError(f"{name}: {error}") from error
 
 
 def load(data: bytes, name: str, expected: str) -> Any:
-    """The one document in `data`; `name` says which file in errors, and `expected` what it should hold.
+    """Parse the single YAML document in a file's content.
+
+    Args:
+        data: the file's content.
+        name: the file, for errors.
+        expected: what the file should hold, for errors.
 
     Raises:
-        SequoiaPlanError: if it is not YAML, a key stands twice, or it is nested too deep or holds aliases.
+        SequoiaPlanError: if it is not YAML, a key occurs twice in a mapping, it is nested too
+            deep, or it has aliases.
     """
     import yaml  # here, because the runtime never needs it
 
     try:
-        _check_layout(data, name, expected)
+        _check_layout(data, name, expected)  # raises for deep nesting and for aliases
         return yaml.load(data, Loader=_loader())
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or ""
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or ""
         where = f" at line {mark.line + 1}" if mark else ""
-        if "stands twice" in problem:
+        if "stands twice" in problem:  # the loader's own error for a duplicate key
             raise SequoiaPlanError(f"{name}: {problem}{where}; keep one of them") from error
         raise SequoiaPlanError(f"{name}: not YAML{where}; expected {expected}") from error
 
 
 @lru_cache(maxsize=1)
 def _loader() -> Any:
+    """The safe loader of PyYAML, with two changes.
+
+    A key that occurs twice in a mapping is refused. Text is a number only if it matches INTEGER or
+    NUMBER: `1e-5` is one, and `1:30` and `1_000` are not.
+    """
     import yaml
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            for place, key in enumerate(keys):
-                if key in keys[:place]:
-                    raise yaml.constructor.ConstructorError(None, None, f"the key {key!r:.40} stands twice", node.value[place][0].start_mark)
+            """Build the mapping of a node, unless a key occurs twice in it."""
+            keys = [self.construct_object(key_node, deep=True) for key_node, _ in node.value]
+            for index, key in enumerate(keys):
+                if key in keys[:index]:
+                    raise yaml.constructor.ConstructorError(
+                        problem=f"the key {key!r:.40} stands twice",
+                        problem_mark=node.value[index][0].start_mark,
+                    )
             return super().construct_mapping(node, deep)
 
-    kept = {first: [each for each in resolvers if each[0] not in REPLACED] for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-    Loader.yaml_implicit_resolvers = kept
-    Loader.add_implicit_resolver(REPLACED[0], INTEGER, list("-+0123456789"))
-    Loader.add_implicit_resolver(REPLACED[1], NUMBER, list("-+.0123456789"))
+    Loader.yaml_implicit_resolvers = {
+        first_character: [
+            resolver for resolver in resolvers if resolver[0] not in (INTEGER_TAG, NUMBER_TAG)
+        ]
+        for first_character, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    Loader.add_implicit_resolver(INTEGER_TAG, INTEGER, list("-+0123456789"))
+    Loader.add_implicit_resolver(NUMBER_TAG, NUMBER, list("-+.0123456789"))
     return Loader
 
 
 def _check_layout(data: bytes, name: str, expected: str) -> None:
-    """Refuse deep nesting and aliases while the text is only scanned: loading them can take minutes, or memory without end."""
+    """Refuse deep nesting and aliases before the document is loaded.
+
+    Loading such a document could take minutes, or memory without limit. The text is only split
+    into YAML's tokens here, in which the start and the end of each list and mapping is a token.
+
+    Args:
+        data: the file's content.
+        name: the file, for errors.
+        expected: what the file should hold, for errors.
+
+    Raises:
+        SequoiaPlanError: if there are more than MAX_FILE_NESTING levels, or an alias.
+        yaml.YAMLError: if the text is not YAML.
+    """
     import yaml
 
-    nested = 0
+    closing_tokens = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
+    nesting = 0
     for token in yaml.scan(data, Loader=yaml.SafeLoader):
-        nested += type(token).__name__.endswith(("SequenceStartToken", "MappingStartToken"))
-        nested -= isinstance(token, (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken))
-        if nested > 2 * DEEPEST:
-            raise SequoiaPlanError(f"{name}: nested deeper than {2 * DEEPEST} levels; expected {expected}")
+        if type(token).__name__.endswith(("SequenceStartToken", "MappingStartToken")):
+            nesting += 1
+        elif isinstance(token, closing_tokens):
+            nesting -= 1
+        if nesting > MAX_FILE_NESTING:
+            raise SequoiaPlanError(
+                f"{name}: nested deeper than {MAX_FILE_NESTING} levels; expected {expected}"
+            )
         if isinstance(token, yaml.AliasToken):
-            raise SequoiaPlanError(f"{name}: holds the YAML alias *{token.value}; write the value itself")
+            raise SequoiaPlanError(
+                f"{name}: holds the YAML alias *{token.value}; write the value itself"
+            )

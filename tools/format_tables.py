@@ -1,4 +1,9 @@
-"""Writes the tables of docs/format.md from what artifacts declare: `python -m sequoia_plan.artifacts.format_tables docs/format.md`."""
+"""Write the tables of docs/format.md from the declared fields of artifacts.
+
+A maintainers' script, which is not installed. Run it from the repository root:
+
+    python tools/format_tables.py docs/format.md
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from pathlib import Path
 from sequoia_plan.artifacts import bench_result, engine_plan, latency, plan, profile
 from sequoia_plan.artifacts.drafting import Drafting
 from sequoia_plan.artifacts.files import write_atomically
-from sequoia_plan.artifacts.schema import Artifact, table
+from sequoia_plan.artifacts.schema import Artifact, markdown_table
 
 TABLES: dict[str, tuple[type[Artifact], str]] = {
     "plan": (plan.Plan, ""),
@@ -18,16 +23,15 @@ TABLES: dict[str, tuple[type[Artifact], str]] = {
     "profile": (profile.Profile, ""),
     "settings": (profile.Settings, "settings"),
     "acceptance.levels[]": (profile.LevelCounts, "acceptance.levels[]"),
-    "acceptance.lift": (profile.Lift, "acceptance.lift"),
-    "verifiers": (profile.Judged, "verifiers.NAME"),
+    "verifiers": (profile.VerifierAcceptance, "verifiers.NAME"),
     "latency": (latency.Latency, "latency"),
-    "latency.verification": (latency.Verification, "latency.verification"),
-    "latency.stream": (latency.Stream, "latency.stream"),
+    "latency.verification": (latency.VerificationCost, "latency.verification"),
+    "latency.stream": (latency.StreamCost, "latency.stream"),
     "drafting": (Drafting, "drafting"),
     "bench": (bench_result.BenchResult, ""),
     "bench.settings": (bench_result.BenchSettings, "settings"),
-    "bench.tree": (bench_result.Shape, "tree"),
-    "bench.contenders": (bench_result.Contender, "contenders.NAME"),
+    "bench.tree": (bench_result.TreeShape, "tree"),
+    "bench.contenders": (bench_result.MethodResult, "contenders.NAME"),
     "bench.speedup": (bench_result.Ratio, "contenders.NAME.speedup.OTHER"),
     "bench.predicted": (bench_result.Prediction, "contenders.NAME.predicted"),
     "bench.breakdown": (bench_result.Breakdown, "breakdown"),
@@ -36,18 +40,21 @@ TABLES: dict[str, tuple[type[Artifact], str]] = {
     "engine.steps": (engine_plan.StepSeconds, "steps[]"),
     "engine.cells": (engine_plan.Cell, "cells[]"),
     "engine.measured": (engine_plan.MeasuredCell, "cells[].measured"),
-    "engine.schedule": (engine_plan.Range, "schedule[]"),
+    "engine.schedule": (engine_plan.ScheduleEntry, "schedule[]"),
 }
-"""What stands between `<!-- table NAME -->` and `<!-- end -->`: the fields of which struct, and what their keys begin with."""
+"""For each `<!-- table NAME -->` of the page: the struct to describe, and its keys' prefix."""
+
+TABLE = re.compile(r"<!-- table (\S+) -->\n.*?<!-- end -->", flags=re.DOTALL)
 
 
 def with_tables(text: str) -> str:
-    """The page with every table as it is declared now."""
+    """The page with every table as its struct declares it."""
 
-    def filled(match: re.Match[str]) -> str:
-        return f"<!-- table {match[1]} -->\n{table(*TABLES[match[1]])}<!-- end -->"
+    def replacement(match: re.Match[str]) -> str:
+        name = match[1]
+        return f"<!-- table {name} -->\n{markdown_table(*TABLES[name])}<!-- end -->"
 
-    return re.sub(r"<!-- table (\S+) -->\n.*?<!-- end -->", filled, text, flags=re.DOTALL)
+    return TABLE.sub(replacement, text)
 
 
 if __name__ == "__main__":
