@@ -1,4 +1,4 @@
-"""Profile -> token tree: solvers, objective, and the command line that drives everything. Never needs torch."""
+"""Profile -> token tree: the solvers, their objectives and the command line. Never needs torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Certificate", "Frontier", "Solution", "baseline", "check", "frontier", "solve"]
 
-_HOME = {
+_MODULES = {
     "baseline": "baselines",
     "Certificate": "certificate",
     "check": "certificate",
@@ -21,12 +21,17 @@ _HOME = {
     "Solution": "solve",
     "solve": "solve",
 }
+"""The module of `planner.solving` that defines each public name."""
 
 
 def __getattr__(name: str) -> Any:
-    """Solvers are imported when used: numba takes longer to import than `sequoia-plan --help` may take."""
-    if name in _HOME:
+    """Import a public name when it is first used.
+
+    Importing numba takes longer than `sequoia-plan --help` may take.
+    """
+    if name in _MODULES:
         import importlib
 
-        return getattr(importlib.import_module(f"sequoia_plan.planner.solving.{_HOME[name]}"), name)
+        module = importlib.import_module(f"sequoia_plan.planner.solving.{_MODULES[name]}")
+        return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

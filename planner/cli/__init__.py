@@ -1,4 +1,5 @@
-"""The command line. The one package that knows every layer, and only inside its commands: `--help` stays instant."""
+"""The command line. Only this package knows every layer, and it imports the heavy ones inside its
+commands, so that `--help` stays instant."""
 
 from __future__ import annotations
 
@@ -15,28 +16,39 @@ from sequoia_plan.planner.cli.profiling import profile
 from sequoia_plan.planner.cli.terminal import interruptible
 from sequoia_plan.planner.cli.trees import export_command, import_command, show, solve
 
-EXTRAS = {"torch": "runtime", "transformers": "runtime", "accelerate": "offload", "psutil": "offload", "gguf": "gguf", "matplotlib": "plot"}
-"""Which extra of this package brings what a command may lack."""
+EXTRAS = {
+    "torch": "runtime",
+    "transformers": "runtime",
+    "accelerate": "offload",
+    "psutil": "offload",
+    "gguf": "gguf",
+    "matplotlib": "plot",
+}
+"""Optional module -> the extra of this package that installs it."""
 
 
 class _Group(click.Group):
     def main(self, *args: Any, **options: Any) -> Any:
-        """Say in one line that output cannot be written; it may be as late as when the last of it leaves the buffer."""
+        """Run the command. If its output cannot be written, end with one line and exit code 1."""
         try:
             try:
                 with interruptible():
                     return super().main(*args, **options)
             finally:
-                sys.stdout.flush()
+                sys.stdout.flush()  # the last output may fail only when it leaves the buffer
         except OSError as error:
-            with suppress(OSError, ValueError):  # what is left in the buffer goes nowhere, or Python would complain when it ends
+            # Python complains at exit about output left in the buffer, so it goes to devnull.
+            with suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            if not isinstance(error, BrokenPipeError):  # then the reader has seen enough
-                click.echo(f"Error: {error.filename or 'output'}: {error.strerror or error}; free some space, or name another file", err=True)
+            if not isinstance(error, BrokenPipeError):  # a reader that closed the pipe is no error
+                place, reason = error.filename or "output", error.strerror or error
+                advice = "free some space, or name another file"
+                click.echo(f"Error: {place}: {reason}; {advice}", err=True)
             sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Turn our own errors, and what is not installed, into one line and an exit code."""
+        """Run a subcommand; our own errors, a missing module and a lack of memory become one line
+        on stderr and an exit code."""
         from sequoia_plan.artifacts.errors import SequoiaPlanError
 
         try:
@@ -44,24 +56,38 @@ class _Group(click.Group):
         except SequoiaPlanError as error:
             _fail(ctx, str(error), error.exit_code)
         except ModuleNotFoundError as error:
-            missing = (error.name or "").split(".")[0]
-            if missing not in EXTRAS:
+            module = (error.name or "").split(".")[0]
+            if module not in EXTRAS:
                 raise
-            _fail(ctx, f"{ctx.invoked_subcommand} needs {missing}, which is not installed: pip install 'sequoia-plan[{EXTRAS[missing]}]'")
+            install = f"pip install 'sequoia-plan[{EXTRAS[module]}]'"
+            needs = f"{ctx.invoked_subcommand} needs {module}, which is not installed"
+            _fail(ctx, f"{needs}: {install}")
         except MemoryError:
-            _fail(ctx, "there is not enough memory for that; ask for less (a smaller budget, tree or context)")
+            advice = "ask for less (a smaller budget, tree or context)"
+            _fail(ctx, f"there is not enough memory for that; {advice}")
 
 
-def _fail(ctx: click.Context, text: str, code: int = 1) -> None:
-    click.echo(f"Error: {text}", err=True)
-    ctx.exit(code)
+def _fail(ctx: click.Context, message: str, exit_code: int = 1) -> None:
+    """Print an error on stderr, and end the command with an exit code."""
+    click.echo(f"Error: {message}", err=True)
+    ctx.exit(exit_code)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="sequoia-plan")
 def main() -> None:
-    """Compile speculation trees: measure a draft and a target, solve for the best token tree, decode with it exactly."""
+    """Compile speculation trees: measure a draft and a target, solve for the best token tree,
+    decode with it exactly."""
 
 
-for _command in (profile, solve, show, generate, bench, engine, export_command, import_command):
+for _command in (
+    profile,
+    solve,
+    show,
+    generate,
+    bench,
+    engine,
+    export_command,
+    import_command,
+):
     main.add_command(_command)

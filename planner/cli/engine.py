@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,18 +12,58 @@ from sequoia_plan.planner.cli.options import json_option, options
 from sequoia_plan.planner.cli.terminal import print_json, status
 
 if TYPE_CHECKING:
-    from sequoia_plan.artifacts.engine_plan import ChainAcceptance, EnginePlan, Range
+    from sequoia_plan.artifacts.engine_plan import ChainAcceptance, EnginePlan
+    from sequoia_plan.planner.engines.planning import LaunchLines
+    from sequoia_plan.planner.engines.vllm import Workload
 
-METRICS_HELP = "Acceptance from a running server's counters: its address, or a file of its /metrics page. No acceptance is measured then."
-BEFORE_HELP = "An earlier reading of the same server, as a file: only what it did since counts."
+BATCH_HELP = "Requests decoded together, to plan for."
 TIMES_HELP = "Step times of an earlier plan; no engine is run then."
+REPORT_HELP = "Write one HTML file with the curves of throughput; it needs no network."
+METHOD_HELP = "vLLM's name of the drafting method: draft_model, eagle3, mtp, ngram, ..."
+PROMPTS_HELP = (
+    "As for profile: every second prompt is measured on, the others verify. [default: built-in]"
+)
+LIMIT_HELP = "Prompts to measure on, at most, and as many to verify on."
+TEMPERATURE_HELP = "Temperature of sampling; 0 is greedy."
+PYTHON_HELP = "The Python that has vLLM. [default: this one, else python3]"
+ENGINE_ARGS_HELP = (
+    'Further arguments of vllm.LLM, as {"dtype": "float32", "tensor_parallel_size": 2}.'
+)
+SPECULATIVE_ARGS_HELP = 'Further entries of the speculative config, as {"prompt_lookup_max": 4}.'
+METRICS_HELP = (
+    "Acceptance from a running server's counters: its address, or a file of its /metrics page. "
+    "No acceptance is measured then."
+)
+METRICS_BEFORE_HELP = (
+    "An earlier metrics page of the same server, as a file: only what the server did since counts."
+)
+TOGETHER_HELP = (
+    "Engines kept in memory at a time, to be timed alternately. [default: 4 on a CPU, else 1]"
+)
+VERIFY_HELP = "Then measure the best number, its neighbours and no speculation on other prompts."
+RESPONSES_HELP = "Responses of a server with the largest number of tokens, as JSON or JSON lines."
+LOG_HELP = "A server's log; one for each number of tokens, one without speculation."
 
 plan_options = options(
-    click.option("--batch", "batches", default="1,4,16", show_default=True, metavar="N,N,...", help="Requests decoded together, to plan for."),
-    click.option("--most", type=click.IntRange(1, 64), default=8, show_default=True, help="Speculative tokens, at most."),
-    click.option("--times", metavar="PLAN.yaml", type=click.Path(), help=TIMES_HELP),
+    click.option(
+        "--batch",
+        "batches",
+        default="1,4,16",
+        show_default=True,
+        metavar="N,N,...",
+        help=BATCH_HELP,
+    ),
+    click.option(
+        "--most",
+        "max_length",
+        type=click.IntRange(1, 64),
+        default=8,
+        show_default=True,
+        help="Speculative tokens, at most.",
+    ),
+    click.option("--times", "times_path", metavar="PLAN.yaml", type=click.Path(), help=TIMES_HELP),
     click.option("-o", "--output", type=click.Path(), help="Write the plan there, as YAML."),
-    click.option("--report", type=click.Path(), help="Write one HTML file with the curves of throughput; it needs no network."),
+    click.option("--report", type=click.Path(), help=REPORT_HELP),
     json_option,
 )
 
@@ -37,18 +76,30 @@ def engine() -> None:
 @engine.command()
 @click.option("--target", metavar="ID|DIR", help="Target model, as vLLM is given it.")
 @click.option("--draft", metavar="ID|DIR", help="Draft model, as vLLM is given it.")
-@click.option("--method", default="draft_model", show_default=True, help="What vLLM calls the kind of draft: draft_model, eagle3, mtp, ngram, ...")
-@click.option("--prompts", metavar="FILE", type=click.Path(), help="As for profile: every second prompt is measured on, the others verify. [default: built-in]")
-@click.option("--limit", type=click.IntRange(min=1), default=48, show_default=True, help="Prompts to measure on, at most, and as many to verify on.")
-@click.option("--tokens", type=click.IntRange(min=4), default=64, show_default=True, help="New tokens a prompt, at most.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Of sampling; 0 is greedy.")
-@click.option("--python", metavar="PATH", help="The Python that has vLLM. [default: this one, else python3]")
-@click.option("--engine-args", metavar="JSON", help='Further arguments of vllm.LLM, as {"dtype": "float32", "tensor_parallel_size": 2}.')
-@click.option("--speculative-args", metavar="JSON", help='Further entries of the speculative config, as {"prompt_lookup_max": 4}.')
+@click.option("--method", default="draft_model", show_default=True, help=METHOD_HELP)
+@click.option("--prompts", metavar="FILE", type=click.Path(), help=PROMPTS_HELP)
+@click.option("--limit", type=click.IntRange(min=1), default=48, show_default=True, help=LIMIT_HELP)
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=4),
+    default=64,
+    show_default=True,
+    help="New tokens a prompt, at most.",
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help=TEMPERATURE_HELP,
+)
+@click.option("--python", metavar="PATH", help=PYTHON_HELP)
+@click.option("--engine-args", metavar="JSON", help=ENGINE_ARGS_HELP)
+@click.option("--speculative-args", metavar="JSON", help=SPECULATIVE_ARGS_HELP)
 @click.option("--metrics", metavar="URL|FILE", help=METRICS_HELP)
-@click.option("--metrics-before", metavar="FILE", type=click.Path(), help=BEFORE_HELP)
-@click.option("--together", type=click.IntRange(min=1), help="Engines kept in memory at a time, to be timed in turn. [default: 4 on a CPU, else 1]")
-@click.option("--verify", is_flag=True, help="Then measure the best number, its neighbours and no speculation on other prompts.")
+@click.option("--metrics-before", metavar="FILE", type=click.Path(), help=METRICS_BEFORE_HELP)
+@click.option("--together", "max_engines", type=click.IntRange(min=1), help=TOGETHER_HELP)
+@click.option("--verify", "should_verify", is_flag=True, help=VERIFY_HELP)
 @plan_options
 def vllm(
     target: str | None,
@@ -63,175 +114,319 @@ def vllm(
     speculative_args: str | None,
     metrics: str | None,
     metrics_before: str | None,
-    together: int | None,
-    verify: bool,
+    max_engines: int | None,
+    should_verify: bool,
     batches: str,
-    most: int,
-    times: str | None,
+    max_length: int,
+    times_path: str | None,
     output: str | None,
     report: str | None,
     as_json: bool,
 ) -> None:
-    """Measure a target and a draft in the vLLM of your environment, and say which num_speculative_tokens is best."""
-    sizes, more, arguments = _sizes(batches), _mapping("--speculative-args", speculative_args), _mapping("--engine-args", engine_args)
+    """Measure a target and a draft in your vLLM, and say which num_speculative_tokens is best."""
+    batch_sizes = _parse_batches(batches)
+    config_entries = _parse_json_object("--speculative-args", speculative_args)
+    engine_options = _parse_json_object("--engine-args", engine_args)
     if metrics_before and not metrics:
         raise click.UsageError("--metrics-before needs the later reading: add --metrics")
-    if times and verify:
-        raise click.UsageError("--times runs no engine, and --verify needs one: leave one of them out")
+    if times_path and should_verify:
+        raise click.UsageError(
+            "--times runs no engine, and --verify needs one: leave one of them out"
+        )
     if not metrics and not target:
-        raise click.UsageError("name the models with --target and --draft, or a server with --metrics")
-    if times and not metrics:
-        raise click.UsageError("--times has no acceptance: add --metrics, or leave it out to measure both")
-    _check_outputs(output, report, times, metrics, metrics_before, prompts)
+        raise click.UsageError(
+            "name the models with --target and --draft, or a server with --metrics"
+        )
+    if times_path and not metrics:
+        raise click.UsageError(
+            "--times has no acceptance: add --metrics, or leave it out to measure both"
+        )
+    _check_outputs(output, report, times_path, metrics, metrics_before, prompts)
 
     from sequoia_plan.artifacts import ArgumentError
-    from sequoia_plan.artifacts.plan import tool
-    from sequoia_plan.planner.engines import counters, planning
-    from sequoia_plan.planner.engines import vllm as engines
+    from sequoia_plan.artifacts.engine_plan import EnginePlan
+    from sequoia_plan.artifacts.plan import tool_version
+    from sequoia_plan.planner.engines import planning
+    from sequoia_plan.planner.engines.vllm import (
+        METHODS_WITHOUT_DRAFT,
+        EnginePool,
+        find_python,
+        launch_options,
+        speculative_config,
+    )
 
-    if target and not times and not draft and method not in engines.WITHOUT_DRAFT:
-        raise ArgumentError(f"--method {method}: needs a draft model; name it with --draft, or use one of {', '.join(engines.WITHOUT_DRAFT)}")
-    acceptance = None
-    if metrics:
-        (after, page), before = counters.fetch(metrics), counters.fetch(metrics_before)[0] if metrics_before else None
-        acceptance = counters.acceptance(after, before, metrics, page)
-        most = min(most, len(acceptance.accepted))
-    speculative = engines.config(method, draft, more)
-    if acceptance and (times or not target):
-        if not times:
-            _say_acceptance(acceptance, most, as_json)
-            return
-
-        def lines(earlier: EnginePlan, ranges: Sequence[Range]) -> tuple[str, ...]:
-            return engines.lines(speculative if target else earlier_config(earlier), ranges, True)
-
-        plan = _replanned(times, acceptance, sizes, most, lines)
+    needs_draft = target and not times_path and method not in METHODS_WITHOUT_DRAFT
+    if needs_draft and not draft:
+        raise ArgumentError(
+            f"--method {method}: needs a draft model; name it with --draft, "
+            f"or use one of {', '.join(METHODS_WITHOUT_DRAFT)}"
+        )
+    acceptance = _acceptance_from_metrics(metrics, metrics_before) if metrics else None
+    if acceptance:
+        max_length = min(max_length, len(acceptance.accepted))
+    config = speculative_config(method, draft, config_entries)
+    if acceptance and times_path:
+        earlier = EnginePlan.load(times_path)
+        plan = _replan(
+            earlier,
+            times_path,
+            acceptance,
+            batch_sizes,
+            max_length,
+            lambda schedule: launch_options(
+                config if target else _earlier_config(earlier), schedule, accepts_schedule=True
+            ),
+        )
+    elif acceptance and not target:
+        _print_acceptance(acceptance, max_length, as_json)
+        return
     else:
         assert target
-        work, measuring, held_out = _work(prompts, limit, tokens, temperature)
-        arguments = {"max_num_seqs": max(sizes)} | arguments
-        with status("") as say, engines.Engines(engines.find_python(python), target, work, speculative, arguments, together, say) as running:
-            acceptance, steps, seconds = planning.measure(running, sizes, most, measuring, acceptance)
-            known = {
-                "engine": "vllm",
-                "version": running.facts["version"],
-                "method": method,
-                "target": target,
-                "draft": draft or "",
-                "settings": {"temperature": temperature, "tokens": tokens, "prompts": len(measuring), "engine": arguments, "speculative": speculative},
-                "seconds": round(seconds, 1),
-            }
-            takes = running.facts["schedule"]
-            plan = planning.decide(acceptance, steps, sizes, most, lambda ranges: engines.lines(speculative, ranges, takes), **known, tool=tool())
+        workload, measuring, held_out = _load_workload(prompts, limit, tokens, temperature)
+        engine_options = {"max_num_seqs": max(batch_sizes)} | engine_options
+        settings = {
+            "temperature": temperature,
+            "tokens": tokens,
+            "prompts": len(measuring),
+            "engine": engine_options,
+            "speculative": config,
+        }
+        with (
+            status("") as report_status,
+            EnginePool(
+                find_python(python),
+                target,
+                workload,
+                config,
+                engine_options,
+                max_engines,
+                report_status,
+            ) as pool,
+        ):
+            acceptance, steps, seconds = planning.measure(
+                pool, batch_sizes, max_length, measuring, acceptance
+            )
+            plan = planning.make_plan(
+                acceptance,
+                steps,
+                batch_sizes,
+                max_length,
+                lambda schedule: launch_options(config, schedule, pool.info["accepts_schedule"]),
+                engine="vllm",
+                version=pool.info["version"],
+                method=method,
+                target=target,
+                draft=draft or "",
+                settings=settings,
+                seconds=round(seconds, 1),
+                tool=tool_version(),
+            )
             if output:
-                plan.save(output)  # what was measured is not lost if verifying fails
-            if verify:
-                plan = planning.verify(running, plan, held_out)
-    _finish(plan, output, report, as_json)
+                plan.save(output)  # the measurements are not lost if the verification fails
+            if should_verify:
+                plan = planning.verify_plan(pool, plan, held_out)
+    _write_plan(plan, output, report, as_json)
 
 
 @engine.command()
-@click.option("--responses", metavar="FILE", type=click.Path(), help="Responses of a server with the largest number of tokens, as JSON or JSON lines.")
-@click.option("--log", "logs", metavar="FILE", type=click.Path(), multiple=True, help="A server's log; one for each number of tokens, one without speculation.")
+@click.option("--responses", metavar="FILE", type=click.Path(), help=RESPONSES_HELP)
+@click.option("--log", "logs", metavar="FILE", type=click.Path(), multiple=True, help=LOG_HELP)
 @plan_options
 def sglang(
-    responses: str | None, logs: tuple[str, ...], batches: str, most: int, times: str | None, output: str | None, report: str | None, as_json: bool
+    responses: str | None,
+    logs: tuple[str, ...],
+    batches: str,
+    max_length: int,
+    times_path: str | None,
+    output: str | None,
+    report: str | None,
+    as_json: bool,
 ) -> None:
-    """Say which --speculative-num-steps is best, from what SGLang servers logged and answered. No SGLang is run."""
-    sizes = _sizes(batches)
+    """Say which --speculative-num-steps is best, from the logs and responses of SGLang servers.
+    No SGLang is run."""
+    batch_sizes = _parse_batches(batches)
     if not responses and not logs:
-        raise click.UsageError("give --responses of a server with speculation, and --log of servers with and without it")
-    _check_outputs(output, report, times, responses, *logs)
+        raise click.UsageError(
+            "give --responses of a server with speculation, "
+            "and --log of servers with and without it"
+        )
+    _check_outputs(output, report, times_path, responses, *logs)
 
     from sequoia_plan.artifacts import ArgumentError
-    from sequoia_plan.artifacts.plan import tool
+    from sequoia_plan.artifacts.engine_plan import EnginePlan
+    from sequoia_plan.artifacts.plan import tool_version
     from sequoia_plan.planner.engines import planning
-    from sequoia_plan.planner.engines import sglang as engines
+    from sequoia_plan.planner.engines.sglang import (
+        acceptance_from_logs,
+        launch_flags,
+        read_log,
+        read_responses,
+    )
 
-    read = {log: engines.read_log(log) for log in logs}
-    acceptance = engines.read_responses(responses) if responses else None
-    if acceptance is None:
-        length, steps, means = max(read.values(), key=lambda each: each[0])
-        if not length:
-            raise ArgumentError("--log: no server ran with speculation; add the log of one that did, or --responses")
-        drafts = sum(step.batch * step.steps for step in steps)
-        acceptance = engines.of_mean(sum(means[step.batch] * step.batch * step.steps for step in steps) / drafts, length, drafts)
-    most = min(most, len(acceptance.accepted))
-    timed = tuple(step for _, steps, _ in read.values() for step in steps)
-    if times:
-        plan = _replanned(times, acceptance, sizes, most, lambda earlier, ranges: engines.lines(ranges))
-    elif not {0} < {step.speculative_tokens for step in timed}:
-        if logs:
-            raise ArgumentError("--log: the best number needs times with and without speculation; give the log of a server without it and of one with it")
-        _say_acceptance(acceptance, most, as_json)
-        return
+    server_logs = [read_log(path) for path in dict.fromkeys(logs)]
+    if responses:
+        acceptance = read_responses(responses)
     else:
-        plan = planning.decide(acceptance, timed, sizes, most, engines.lines, engine="sglang", tool=tool())
-    _finish(plan, output, report, as_json)
+        acceptance = acceptance_from_logs(server_logs)
+    max_length = min(max_length, len(acceptance.accepted))
+    steps = tuple(step for log in server_logs for step in log.steps)
+    if times_path:
+        earlier = EnginePlan.load(times_path)
+        plan = _replan(earlier, times_path, acceptance, batch_sizes, max_length, launch_flags)
+    elif {0} < {step.speculative_tokens for step in steps}:
+        plan = planning.make_plan(
+            acceptance,
+            steps,
+            batch_sizes,
+            max_length,
+            launch_flags,
+            engine="sglang",
+            tool=tool_version(),
+        )
+    elif logs:
+        raise ArgumentError(
+            "--log: the best number needs times with and without speculation; "
+            "give the log of a server without it and of one with it"
+        )
+    else:
+        _print_acceptance(acceptance, max_length, as_json)
+        return
+    _write_plan(plan, output, report, as_json)
 
 
-def earlier_config(plan: EnginePlan) -> dict[str, Any]:
-    """The speculative config that an earlier plan was measured with.
+def _acceptance_from_metrics(metrics: str, metrics_before: str | None) -> ChainAcceptance:
+    """Reads how far chains were accepted from the counters on a server's metrics page.
+
+    Args:
+        metrics: the server's address, or a file of its metrics page.
+        metrics_before: a file of an earlier page, whose counts are subtracted; None counts from
+            the start of the server.
+    """
+    from sequoia_plan.planner.engines.counters import chain_acceptance, fetch
+
+    after, page = fetch(metrics)
+    before = fetch(metrics_before)[0] if metrics_before else None
+    return chain_acceptance(after, before, metrics, page)
+
+
+def _replan(
+    earlier: EnginePlan,
+    times_path: str,
+    acceptance: ChainAcceptance,
+    batch_sizes: list[int],
+    max_length: int,
+    launch_lines: LaunchLines,
+) -> EnginePlan:
+    """Makes a plan from new acceptance counts and the step times of an earlier plan.
+
+    Args:
+        earlier: the earlier plan, which also names the engine and its models.
+        times_path: the file of the earlier plan, for errors.
+        acceptance: the new counts of how far drafted chains are accepted.
+        batch_sizes: batch sizes to plan for.
+        max_length: the largest number of speculative tokens to plan for.
+        launch_lines: writes the options to start the engine with, from the schedule.
+    """
+    from sequoia_plan.artifacts.plan import tool_version
+    from sequoia_plan.planner.engines.planning import make_plan, steps_of_plan
+
+    return make_plan(
+        acceptance,
+        steps_of_plan(earlier, times_path),
+        batch_sizes,
+        max_length,
+        launch_lines,
+        engine=earlier.engine,
+        version=earlier.version,
+        method=earlier.method,
+        target=earlier.target,
+        draft=earlier.draft,
+        settings=earlier.settings,
+        tool=tool_version(),
+    )
+
+
+def _earlier_config(plan: EnginePlan) -> dict[str, Any]:
+    """vLLM's speculative config, without a number of tokens, that an earlier plan was made with.
 
     Raises:
-        ArgumentError: if the plan's file was edited and holds none that an engine could take.
+        ArgumentError: if the plan's file was edited and has none that an engine could take.
     """
     from sequoia_plan.artifacts import ArgumentError
+    from sequoia_plan.planner.engines.vllm import speculative_config
 
-    found = plan.settings.get("speculative") or {"method": plan.method} | ({"model": plan.draft} if plan.draft else {})
-    if not isinstance(found, Mapping):
-        raise ArgumentError(f"--times: settings.speculative: found {found!r:.60}, expected a mapping of vLLM's speculative config")
-    return dict(found)
-
-
-def _replanned(
-    times: str, acceptance: ChainAcceptance, sizes: list[int], most: int, lines: Callable[[EnginePlan, Sequence[Range]], tuple[str, ...]]
-) -> EnginePlan:
-    """A plan from an earlier one's times and other counts; `lines` takes the earlier plan, too."""
-    from sequoia_plan.artifacts.engine_plan import EnginePlan
-    from sequoia_plan.artifacts.plan import tool
-    from sequoia_plan.planner.engines import planning
-
-    earlier = EnginePlan.load(times)
-    names = ("engine", "version", "method", "target", "draft", "settings")
-    known = {name: getattr(earlier, name) for name in names}
-    return planning.decide(acceptance, planning.steps_of(earlier, times), sizes, most, partial(lines, earlier), **known, tool=tool())
+    config = plan.settings.get("speculative") or speculative_config(plan.method, plan.draft, {})
+    if not isinstance(config, Mapping):
+        raise ArgumentError(
+            f"--times: settings.speculative: found {config!r:.60}, "
+            "expected a mapping of vLLM's speculative config"
+        )
+    return dict(config)
 
 
-def _work(prompts: str | None, limit: int, tokens: int, temperature: float) -> tuple[Any, list[int], list[int]]:
-    """What is decoded, and the numbers of the prompts to measure on and to verify on."""
+def _load_workload(
+    path: str | None, limit: int, tokens: int, temperature: float
+) -> tuple[Workload, list[int], list[int]]:
+    """Loads the prompts that engines decode, in two parts: to measure on, and held out.
+
+    The plan's prediction is checked on the prompts that are held out.
+
+    Args:
+        path: a file of prompts; the built-in ones if None.
+        limit: the largest number of prompts in each of the two parts.
+        tokens: maximum number of new tokens of each prompt.
+        temperature: of sampling; 0 is greedy.
+
+    Returns:
+        The workload with the prompts of both parts, the indices of the prompts to measure on, and
+        the indices of those held out.
+    """
     from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load, measuring_half
-    from sequoia_plan.planner.engines.vllm import Work
+    from sequoia_plan.planner.engines.vllm import Workload
 
-    every = load(prompts or BUILT_IN)
-    measuring, others = measuring_half(every)[:limit], held_out_half(every)[:limit]
-    work = Work([prompt.text for prompt in (*measuring, *others)], tokens, temperature)
-    return work, list(range(len(measuring))), list(range(len(measuring), len(measuring) + len(others)))
+    prompts = load(path or BUILT_IN)
+    measuring, held_out = measuring_half(prompts)[:limit], held_out_half(prompts)[:limit]
+    texts = [prompt.text for prompt in (*measuring, *held_out)]
+    indices = list(range(len(texts)))
+    workload = Workload(texts, tokens, temperature)
+    return workload, indices[: len(measuring)], indices[len(measuring) :]
 
 
-def _sizes(text: str) -> list[int]:
-    """1,4,16 -> [1, 4, 16]"""
+def _parse_batches(text: str) -> list[int]:
+    """Parses the value of --batch: "4,1,16" gives the batch sizes [1, 4, 16]."""
     from sequoia_plan.artifacts import ArgumentError
 
     parts = text.split(",")
     if not all(part.strip().isdigit() and 0 < int(part) <= 4096 for part in parts):
-        raise ArgumentError(f"--batch {text}: expected batch sizes from 1 to 4096 with commas between, as 1,4,16")
+        raise ArgumentError(
+            f"--batch {text}: expected batch sizes from 1 to 4096 with commas between, as 1,4,16"
+        )
     return sorted({int(part) for part in parts})
 
 
-def _mapping(name: str, text: str | None) -> dict[str, Any]:
+def _parse_json_object(option: str, text: str | None) -> dict[str, Any]:
+    """Parses an option's JSON object; the object is empty without the option."""
     from sequoia_plan.artifacts import ArgumentError
 
     try:
-        found = json.loads(text) if text else {}
+        value = json.loads(text) if text else {}
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise ArgumentError(f'{name} {text}: not a JSON object; expected one as {{"dtype": "float32"}}')
-    return found
+        value = None
+    if not isinstance(value, dict):
+        raise ArgumentError(
+            f'{option} {text}: not a JSON object; expected one as {{"dtype": "float32"}}'
+        )
+    return value
 
 
 def _check_outputs(output: str | None, report: str | None, *inputs: str | None) -> None:
+    """Raises, before anything is measured, if an output cannot be written or is an input.
+
+    Args:
+        output: file that the plan is to be written to, if any.
+        report: file that the HTML page is to be written to, if any.
+        inputs: files that are read, which an output must not replace.
+    """
     from sequoia_plan.artifacts.files import check_writable, refuse_to_replace
 
     for path in filter(None, (output, report)):
@@ -239,32 +434,49 @@ def _check_outputs(output: str | None, report: str | None, *inputs: str | None) 
         refuse_to_replace(path, *inputs)
 
 
-def _say_acceptance(acceptance: ChainAcceptance, most: int, as_json: bool) -> None:
-    """What counts tell without times."""
-    from sequoia_plan.planner.engines.chain import tokens
+def _print_acceptance(acceptance: ChainAcceptance, max_length: int, as_json: bool) -> None:
+    """Prints acceptance, and expected tokens a step, for which no step times are needed.
+
+    Args:
+        acceptance: counts of how far drafted chains are accepted.
+        max_length: the largest number of speculative tokens to predict for.
+        as_json: print one JSON object.
+    """
+    from sequoia_plan.planner.engines.chain import tokens_by_length
     from sequoia_plan.planner.report.engine_table import acceptance_lines
 
-    found = tokens(acceptance, most)
+    mean_tokens: Sequence[float] = tokens_by_length(acceptance, max_length).mean.tolist()
     if as_json:
-        print_json({"acceptance": acceptance.facts(), "survival": acceptance.survival, "tokens_per_step": found.mean.tolist(), "plan": None})
+        print_json(
+            {
+                "acceptance": acceptance.to_dict(),
+                "survival": acceptance.survival,
+                "tokens_per_step": mean_tokens,
+                "plan": None,
+            }
+        )
         return
-    for line in acceptance_lines(acceptance, found.mean):
+    for line in acceptance_lines(acceptance, mean_tokens):
         click.echo(line)
-    click.echo("which number is best depends on step times, too: name the models, or an earlier plan with --times")
+    click.echo(
+        "which number is best depends on step times, too: "
+        "name the models, or an earlier plan with --times"
+    )
 
 
-def _finish(plan: EnginePlan, output: str | None, report: str | None, as_json: bool) -> None:
+def _write_plan(plan: EnginePlan, output: str | None, report: str | None, as_json: bool) -> None:
+    """Writes the plan to `output` and its HTML page to `report`, if named, and prints the plan."""
     from sequoia_plan.planner.report.engine_table import print_plan
 
     if output:
         plan.save(output)
     if report:
         from sequoia_plan.artifacts.files import write_atomically
-        from sequoia_plan.planner.report.engine_page import page
+        from sequoia_plan.planner.report.engine_page import engine_page
 
-        write_atomically(report, page(plan).encode())
+        write_atomically(report, engine_page(plan).encode())
     if as_json:
-        print_json(plan.facts())
+        print_json(plan.to_dict())
         return
     print_plan(plan)
     for path in filter(None, (output, report)):

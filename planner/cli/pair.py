@@ -14,44 +14,85 @@ if TYPE_CHECKING:
     from sequoia_plan.runtime import Pair
 
 
-PLACED = ("placement", "resident_layers")
-"""What a model's facts say of where its weights are."""
+PLACEMENT_KEYS = ("placement", "resident_layers")
+"""Keys of a model's metadata that say where its weights are."""
 
 
 def load_pair(
-    target: str | None, draft: str | None, device: str | None, dtype: str, offload: str | None = None, memory: str | None = None, placement: str = "auto"
+    target: str | None,
+    draft: str | None,
+    device: str | None,
+    dtype: str,
+    offload: str | None = None,
+    memory: str | None = None,
+    placement: str = "auto",
 ) -> Pair:
+    """Load target and draft while a spinner is shown, and print warnings about them on stderr.
+
+    Args:
+        target, draft: what --target and --draft name; None for the embedded models.
+        device: "cpu" or "cuda"; None for "cuda" where there is one.
+        dtype: of the weights; "auto" takes what suits the machine.
+        offload: where the target's layers are streamed from, "host" or "disk"; None keeps all of
+            them in memory.
+        memory: with `offload`, what weights and caches may take, as "24GB"; None for what is free.
+        placement: "auto" may store weights in a layout that is faster on this machine; "resident"
+            leaves them as they were loaded.
+    """
     with status("loading models"):
         import torch
 
         from sequoia_plan.runtime.pair import load_pair
 
-        pair = load_pair(target, draft, device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype, placement, offload, memory)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        pair = load_pair(target, draft, device, dtype, placement, offload, memory)
     for remark in pair.remarks:
-        click.echo(f"Warning: {remark}", err=True)
+        _warn(remark)
     return pair
 
 
 def warn_if_foreign(plan: Plan, pair: Pair) -> None:
-    """A tree stays exact with any pair, but its promise holds for the one it was measured on."""
-    for role, facts in plan.models.items():
-        ours = pair.facts.get(role, {})
-        if facts.get("digest") != ours.get("digest"):
-            click.echo(f"Warning: the tree was solved for the {role} {facts.get('name')}, this is {ours.get('name')}; its predictions do not apply", err=True)
-        elif facts.get("dtype") != ours.get("dtype"):
-            click.echo(
-                f"Warning: the tree was solved for the {role} in {facts.get('dtype')}, this is {ours.get('dtype')}; its speed is not as predicted", err=True
+    """Warn where models or machine differ from those that the tree was solved for.
+
+    Decoding stays exact with any pair; only the tree's predictions do not apply.
+    """
+    for role, planned_metadata in plan.models.items():
+        loaded_metadata = pair.metadata.get(role, {})
+        if planned_metadata.get("digest") != loaded_metadata.get("digest"):
+            _warn(
+                f"the tree was solved for the {role} {planned_metadata.get('name')}, "
+                f"this is {loaded_metadata.get('name')}; its predictions do not apply"
             )
-        elif any(facts.get(name) != ours.get(name) for name in PLACED):
-            click.echo(f"Warning: the tree was solved for the {role} {_placed(facts)}, this is {_placed(ours)}; its speed is not as predicted", err=True)
+        elif planned_metadata.get("dtype") != loaded_metadata.get("dtype"):
+            _warn(
+                f"the tree was solved for the {role} in {planned_metadata.get('dtype')}, "
+                f"this is {loaded_metadata.get('dtype')}; its speed is not as predicted"
+            )
+        elif any(planned_metadata.get(key) != loaded_metadata.get(key) for key in PLACEMENT_KEYS):
+            _warn(
+                f"the tree was solved for the {role} {_placement_text(planned_metadata)}, "
+                f"this is {_placement_text(loaded_metadata)}; its speed is not as predicted"
+            )
     if plan.latency:
         from sequoia_plan.profiler.hardware import differences, fingerprint
 
-        for line in differences(plan.hardware, fingerprint(pair.target.device)):
-            click.echo(f"Warning: the tree was solved for another machine ({line}); its speed is not as predicted", err=True)
+        for difference in differences(plan.hardware, fingerprint(pair.target.device)):
+            _warn(
+                f"the tree was solved for another machine ({difference}); "
+                "its speed is not as predicted"
+            )
 
 
-def _placed(facts: Mapping[str, Any]) -> str:
-    """repacked, or streamed from disk with 6 of 30 layers in memory"""
-    layers = f" with {facts['resident_layers']} of {facts.get('layers')} layers in memory" if "resident_layers" in facts else ""
-    return f"{facts.get('placement', 'in memory')}{layers}"
+def _placement_text(metadata: Mapping[str, Any]) -> str:
+    """Describe where a model's weights are, as "repacked" or "streamed from disk with 6 of 30
+    layers in memory"."""
+    layers = ""
+    if "resident_layers" in metadata:
+        resident, total = metadata["resident_layers"], metadata.get("layers")
+        layers = f" with {resident} of {total} layers in memory"
+    return f"{metadata.get('placement', 'in memory')}{layers}"
+
+
+def _warn(message: str) -> None:
+    """Print a warning on stderr."""
+    click.echo(f"Warning: {message}", err=True)

@@ -2,37 +2,100 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from sequoia_plan.planner.cli.options import json_option, model_options, read_sampling, sampling_options, seed_option
+from sequoia_plan.planner.cli.options import (
+    json_option,
+    model_options,
+    read_sampling,
+    sampling_options,
+    seed_option,
+)
 from sequoia_plan.planner.cli.pair import load_pair
-from sequoia_plan.planner.cli.terminal import curve, numbers, print_json, progress
+from sequoia_plan.planner.cli.terminal import format_curve, format_probs, print_json, progress
 
 if TYPE_CHECKING:
-    from sequoia_plan.artifacts import Profile
+    from sequoia_plan.artifacts import Latency, Profile
 
 
-FOREIGN = 0.02
-"""A draft of which less is accepted at the root does not fit its target. With layer ids that are off by one about a quarter is left."""
+MIN_FITTING_ACCEPTANCE = 0.02
+"""A draft whose acceptance at the root is below this does not fit its target. Where layer ids are
+off by one, about a quarter is still accepted."""
+
+VERIFIER_DEFAULT = (
+    "sequoia and traversal, for solve to choose from; one at temperature 0, where they are equal"
+)
+ALSO_HELP = "A further setting, as temperature=0.6,top_p=0.9; written beside the output."
+PROMPTS_HELP = (
+    "JSONL (text, messages or turns; kind) or plain text; every second is left for bench. "
+    "[default: built-in]"
+)
+PRECISION_HELP = "Stop once predicted tokens a step are known to within this, at 95 %."
 
 
 @click.command()
 @model_options
-@sampling_options(verifier="sequoia and traversal, for solve to choose from; one where they decide alike")
-@click.option("--also", metavar="NAME=VALUE,...", multiple=True, help="A further setting, as temperature=0.6,top_p=0.9; written beside the output.")
-@click.option("--prompts", type=click.Path(), help="JSONL (text, messages or turns; kind) or plain text; every second is left for bench. [default: built-in]")
-@click.option("--tokens", type=click.IntRange(min=1), default=32, show_default=True, help="New tokens a prompt, at most.")
-@click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="How often each prompt may be used, with another seed each time.")
-@click.option("--precision", metavar="PERCENT", default="7%", show_default=True, help="Stop once predicted tokens a step are known to within this, at 95 %.")
-@click.option("--method", type=click.Choice(["forced", "decoding"]), default="forced", show_default=True, help="How to measure; see docs/profiling.md.")
-@click.option("--context", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens in the KV cache when latency is measured.")
-@click.option("--latency-seconds", type=click.FloatRange(min=0), default=45.0, show_default=True, help="Seconds for repeating latency measurements.")
-@click.option("--merge", metavar="PROFILE", type=click.Path(), multiple=True, help="Measure nothing: add these profiles' counts up.")
+@sampling_options(verifier_default=VERIFIER_DEFAULT)
+@click.option("--also", metavar="NAME=VALUE,...", multiple=True, help=ALSO_HELP)
+@click.option("--prompts", type=click.Path(), help=PROMPTS_HELP)
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1),
+    default=32,
+    show_default=True,
+    help="New tokens a prompt, at most.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="How often each prompt may be used, with another seed each time.",
+)
+@click.option(
+    "--precision", metavar="PERCENT", default="7%", show_default=True, help=PRECISION_HELP
+)
+@click.option(
+    "--method",
+    type=click.Choice(["forced", "decoding"]),
+    default="forced",
+    show_default=True,
+    help="How to measure; see docs/profiling.md.",
+)
+@click.option(
+    "--context",
+    type=click.IntRange(min=1),
+    default=128,
+    show_default=True,
+    help="Tokens in the KV cache when latency is measured.",
+)
+@click.option(
+    "--latency-seconds",
+    type=click.FloatRange(min=0),
+    default=45.0,
+    show_default=True,
+    help="Seconds for repeating latency measurements.",
+)
+@click.option(
+    "--merge",
+    metavar="PROFILE",
+    type=click.Path(),
+    multiple=True,
+    help="Measure nothing: add these profiles' counts up.",
+)
 @seed_option
-@click.option("-o", "--output", type=click.Path(), default="profile.yaml", show_default=True, help="Write the profile there.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(),
+    default="profile.yaml",
+    show_default=True,
+    help="Write the profile there.",
+)
 @json_option
 def profile(
     target: str | None,
@@ -53,137 +116,251 @@ def profile(
     seed: int,
     output: str,
     as_json: bool,
-    **settings: Any,
+    **sampling_values: Any,
 ) -> None:
-    """Measure acceptance and latency on this machine. A run that was killed goes on where it was."""
+    """Measure acceptance and latency on this machine. A killed run goes on where it was."""
     from sequoia_plan.artifacts.files import check_writable, refuse_to_replace
 
     if merge:
-        from sequoia_plan.artifacts import Profile
-        from sequoia_plan.artifacts.merge import merge as add_up
-
-        profiles = [add_up([Profile.load(path) for path in merge], merge)]
-        refuse_to_replace(output, *merge)
-        profiles[0].save(output)
-        _report({output: profiles[0]}, as_json)
+        _merge(merge, output, as_json)
         return
 
+    from sequoia_plan.artifacts.prompts import built_in, load, measuring_half
     from sequoia_plan.profiler import measure
     from sequoia_plan.profiler.journal import discard, journal_of
-    from sequoia_plan.profiler.methods import BOTH
-    from sequoia_plan.profiler.prompts import built_in, check_lengths, load, measuring_half
+    from sequoia_plan.profiler.methods import COMPARED
+    from sequoia_plan.profiler.prompts import check_lengths
 
-    given_settings = [settings, *(settings | _read_setting(text) for text in also)]
-    samplings = [read_sampling(each) for each in given_settings]
-    # one level, which `decoding` counts, tells nothing of how the two differ
-    chosen = [bool(each["verifier"]) or method == "decoding" for each in given_settings]
-    along = [() if alone else [name for name in BOTH if name != one.verifier] for alone, one in zip(chosen, samplings, strict=True)]
-    enough = _read_percent(precision)
-    outputs = [Path(output), *(Path(output).with_stem(f"{Path(output).stem}-{name}") for name in also)]
+    # The first setting is that of the options; each --also changes some of its values.
+    values_of_settings = [sampling_values]
+    values_of_settings += [sampling_values | _read_setting(text) for text in also]
+    samplings = [read_sampling(values) for values in values_of_settings]
+    further_verifiers: list[list[str]] = []
+    for values, sampling in zip(values_of_settings, samplings, strict=True):
+        # `decoding` counts on one level only, where the two verifiers are equal
+        is_alone = bool(values["verifier"]) or method == "decoding"
+        names = [] if is_alone else [name for name in COMPARED if name != sampling.verifier]
+        further_verifiers.append(names)
+    relative_precision = _read_percent(precision)
+
+    main_output = Path(output)
+    stems_of_further = [f"{main_output.stem}-{text}" for text in also]
+    outputs = [main_output, *(main_output.with_stem(stem) for stem in stems_of_further)]
     if len(set(outputs)) < len(outputs):
         raise click.UsageError(f"--also {also[-1]}: given twice")
     for path in outputs:
         refuse_to_replace(path, prompts)
         check_writable(path)
-    given = load(prompts) if prompts else None
+    own_prompts = load(prompts) if prompts else None
     pair = load_pair(target, draft, device, dtype, offload, memory)
-    if prompts and given:
-        check_lengths(prompts, given, pair)
-    texts = measuring_half(given) if given else built_in()
+    if prompts and own_prompts:
+        check_lengths(prompts, own_prompts, pair)
+    prompts_to_measure = measuring_half(own_prompts) if own_prompts else built_in()
+
     journal = journal_of(output)
-    with progress("acceptance", len(texts)) as say:
+    with progress("acceptance", len(prompts_to_measure)) as update:
+
+        def on_size(size: int, seconds: float) -> None:
+            """Show the seconds of a pass over `size` nodes."""
+            update(text=f"latency: {size} nodes {seconds * 1000:.1f} ms")
+
+        def on_prompt(completed: int, total: int, acceptance: Any) -> None:
+            """Show the acceptance that the completed prompts give."""
+            trials = acceptance.trials.sum()
+            accepted_share = acceptance.counts.sum() / max(trials, 1)
+            text = (
+                f"acceptance: {trials} trials, "
+                f"sum {accepted_share:.3f} +- {acceptance.precision():.1%}"
+            )
+            update(completed, total, text)
+
         profiles = measure(
             pair,
-            texts,
+            prompts_to_measure,
             samplings,
             latency_seconds,
             context,
-            on_size=lambda size, seconds: say(None, None, f"latency: {size} nodes {seconds * 1000:.1f} ms"),
-            on_prompt=lambda done, most, found: say(
-                done, most, f"acceptance: {found.trials.sum()} trials, sum {found.counts.sum() / max(found.trials.sum(), 1):.3f} +- {found.precision():.1%}"
-            ),
-            verifiers=along,
+            on_size=on_size,
+            on_prompt=on_prompt,
+            verifiers=further_verifiers,
             method=method,
-            precision=enough,
+            precision=relative_precision,
             tokens_per_prompt=tokens,
             rounds=rounds,
             seed=seed,
             journal=journal,
         )
-    for found, path in zip(profiles, outputs, strict=True):
-        found.save(path)
+    for path, measured_profile in zip(outputs, profiles, strict=True):
+        measured_profile.save(path)
     discard(journal)
-    accepted = sum(profiles[0].by_level[0])
-    if accepted < FOREIGN:
+    accepted_at_root = sum(profiles[0].acceptance_by_level[0])
+    if accepted_at_root < MIN_FITTING_ACCEPTANCE:
         click.echo(
-            f"Warning: of the draft's proposals for the next token {accepted:.1%} are accepted; it was probably made for another target, or it "
-            "reads other hidden states than it was trained on",
+            f"Warning: of the draft's proposals for the next token {accepted_at_root:.1%} are "
+            "accepted; it was probably made for another target, or it reads other hidden states "
+            "than it was trained on",
             err=True,
         )
-    _report({str(path): found for path, found in zip(outputs, profiles, strict=True)}, as_json)
+    profiles_by_path = zip(map(str, outputs), profiles, strict=True)
+    _report(dict(profiles_by_path), as_json)
 
 
-def _report(profiles: dict[str, Profile], as_json: bool) -> None:
-    """What was measured and where it is; latencies once, since all have the same."""
-    latency = next(iter(profiles.values())).latency
+def _merge(paths: tuple[str, ...], output: str, as_json: bool) -> None:
+    """Add up the acceptance counts of profiles, and write and print the profile with the sum.
+
+    Its latency is that of the first profile that has one.
+
+    Args:
+        paths: files of profiles of the same models, settings and verifiers.
+        output: the file to write, which must not be one of `paths`.
+        as_json: print one JSON object.
+    """
+    from sequoia_plan.artifacts import Profile
+    from sequoia_plan.artifacts.files import refuse_to_replace
+    from sequoia_plan.artifacts.merge import merge
+
+    profile = merge([Profile.load(path) for path in paths], paths)
+    refuse_to_replace(output, *paths)  # raises if `output` is one of the merged files
+    profile.save(output)
+    _report({output: profile}, as_json)
+
+
+def _report(profiles: Mapping[str, Profile], as_json: bool) -> None:
+    """Print the acceptance of each profile and the path of its file, then the latency.
+
+    Args:
+        profiles: by path. They were measured together, so the latency of the first is that of all.
+        as_json: print one JSON object.
+    """
+    first_profile = next(iter(profiles.values()))
+    latency = first_profile.latency
     if as_json:
-        times = {"target": latency.target, "draft": latency.draft} if latency else {}
-        first, *also = [{"output": path} | _figures(p) | {"verifier": p.verifier} | times for path, p in profiles.items()]
-        for facts, found in zip((first, *also), profiles.values(), strict=True):
-            facts |= {"verifiers": {name: _figures(found.under(name)) for name in found.verifiers}} if found.verifiers else {}
-        print_json(first | ({"also": also} if also else {}))
+        entries = [_json_entry(path, profile, latency) for path, profile in profiles.items()]
+        main_entry, *further_entries = entries
+        print_json(main_entry | ({"also": further_entries} if further_entries else {}))
         return
-    for path, each in profiles.items():
-        for name in each.measured:
-            found = each.under(name)
-            click.echo(f"acceptance  {numbers(found.acceptance)}  (effective sample size {found.trials}{f', {name}' if each.verifiers else ''})")
-            for level, row in enumerate(found.by_level):
-                click.echo(f"  level {level}{'+' if level and level == len(found.by_level) - 1 else ' '}  {numbers(row)}  ({found.levels[level].trials})")
-                if (off := found.levels[level].off) and off.trials:
-                    click.echo(f"    off the spine  {numbers([count / off.trials for count in off.counts])}  ({off.trials})")
+    for path, profile in profiles.items():
+        _print_acceptance(profile)
         click.echo(f"wrote {path}")
     if latency:
-        click.echo(f"target      {curve(latency.target)}")
-        click.echo(f"draft       {curve(latency.draft)}")
-        click.echo(f"overhead    {latency.overhead * 1000:.2f} ms a step")
-        placed = next(iter(profiles.values())).models.get("target", {})
-        if latency.stream and "streamed_bytes" in placed:
-            click.echo(
-                f"streamed    {placed['streamed_bytes'] / 1e6:.0f} MB a pass in {latency.stream.seconds * 1000:.0f} ms; "
-                f"{placed['resident_layers']} of {placed['layers']} layers, and {placed['resident_bytes'] / 1e6:.0f} MB in all, stay in memory"
-            )
+        _print_latency(latency, first_profile.models.get("target", {}))
 
 
-def _figures(profile: Profile) -> dict[str, Any]:
-    return {"trials": profile.trials, "acceptance": profile.acceptance, "by_level": profile.by_level, "by_class": profile.by_class}
+def _json_entry(path: str, profile: Profile, latency: Latency | None) -> dict[str, Any]:
+    """The JSON object of a profile: its path, the acceptance of each verifier, and pass times."""
+    entry = {"output": path} | _acceptance_fields(profile) | {"verifier": profile.verifier}
+    if latency:
+        entry |= {"target": latency.target, "draft": latency.draft}
+    if profile.verifiers:
+        entry["verifiers"] = {
+            name: _acceptance_fields(profile.for_verifier(name)) for name in profile.verifiers
+        }
+    return entry
+
+
+def _acceptance_fields(profile: Profile) -> dict[str, Any]:
+    """Acceptance by rank over all levels, by level, and by class: parents on and off the spine."""
+    return {
+        "trials": profile.trials,
+        "acceptance": profile.acceptance,
+        "by_level": profile.acceptance_by_level,
+        "by_class": profile.acceptance_by_class,
+    }
+
+
+def _print_acceptance(profile: Profile) -> None:
+    """Print acceptance by rank for each verifier: over all levels, by level, and off the spine.
+
+    Off the spine are the children of nodes whose path from the root has a rank above 1.
+    """
+    for name in profile.all_verifiers:
+        verifier_profile = profile.for_verifier(name)
+        verifier_text = f", {name}" if profile.verifiers else ""
+        click.echo(
+            f"acceptance  {format_probs(verifier_profile.acceptance)}  "
+            f"(effective sample size {verifier_profile.trials}{verifier_text})"
+        )
+        probs_by_level = verifier_profile.acceptance_by_level
+        last_level = len(probs_by_level) - 1
+        for level, probs in enumerate(probs_by_level):
+            counts = verifier_profile.levels[level]
+            is_for_deeper_levels = level and level == last_level
+            sign = "+" if is_for_deeper_levels else " "
+            click.echo(f"  level {level}{sign}  {format_probs(probs)}  ({counts.trials})")
+            off_spine = counts.off_spine
+            if off_spine and off_spine.trials:
+                off_probs = [count / off_spine.trials for count in off_spine.counts]
+                click.echo(f"    off the spine  {format_probs(off_probs)}  ({off_spine.trials})")
+
+
+def _print_latency(latency: Latency, target_metadata: Mapping[str, Any]) -> None:
+    """Print the time of the target's and the draft's pass by number of tokens, and of streaming.
+
+    If the target's weights do not fit into the memory of the device that computes, every pass
+    streams some layers there, from the host's memory or a file. Then the streamed megabytes and
+    what stays in that memory are printed, too.
+
+    Args:
+        latency: seconds of passes.
+        target_metadata: `streamed_bytes` (the weights of the streamed layers), `resident_bytes`
+            (all other weights), and the numbers of layers, `resident_layers` of `layers`.
+    """
+    click.echo(f"target      {format_curve(latency.target)}")
+    click.echo(f"draft       {format_curve(latency.draft)}")
+    click.echo(f"overhead    {latency.overhead * 1000:.2f} ms a step")
+    if latency.stream and "streamed_bytes" in target_metadata:
+        streamed_megabytes = target_metadata["streamed_bytes"] / 1e6
+        resident_megabytes = target_metadata["resident_bytes"] / 1e6
+        resident_layers, layers = target_metadata["resident_layers"], target_metadata["layers"]
+        click.echo(
+            f"streamed    {streamed_megabytes:.0f} MB a pass "
+            f"in {latency.stream.seconds * 1000:.0f} ms; "
+            f"{resident_layers} of {layers} layers, "
+            f"and {resident_megabytes:.0f} MB in all, stay in memory"
+        )
 
 
 def _read_setting(text: str) -> dict[str, Any]:
-    """temperature=0.6,top_p=0.9 -> a setting; names as the fields of `Sampling`."""
-    from sequoia_plan.artifacts import ArgumentError
-    from sequoia_plan.runtime.sampling import Sampling
+    """Parse the value of --also, as "temperature=0.6,top_p=0.9", to values by name.
 
-    known, found = Sampling().settings(), {}
+    The names are those of the fields of `Sampling`; "top-p" is read as "top_p".
+    """
+    from sequoia_plan.artifacts import ArgumentError
+    from sequoia_plan.runtime import Sampling
+
+    field_names = Sampling().settings()
+    values: dict[str, Any] = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
         name = name.replace("-", "_")
         try:
-            found[name] = value if name == "verifier" else (int if name == "top_k" else float)(value)
+            if name == "verifier":
+                values[name] = value
+            elif name == "top_k":
+                values[name] = int(value)
+            else:
+                values[name] = float(value)
+            is_valid = name in field_names
         except ValueError:
-            name = ""
-        if name not in known:
-            raise ArgumentError(f"--also {text}: found {part.strip()!r}, expected NAME=VALUE with a NAME of {', '.join(known)}")
-    return found
+            is_valid = False
+        if not is_valid:
+            raise ArgumentError(
+                f"--also {text}: found {part.strip()!r}, "
+                f"expected NAME=VALUE with a NAME of {', '.join(field_names)}"
+            )
+    return values
 
 
 def _read_percent(text: str) -> float:
-    """2.5% or 0.025 -> 0.025."""
+    """Parse the value of --precision: "2.5%" or "0.025" is 0.025."""
     from sequoia_plan.artifacts import ArgumentError
 
     try:
-        value = float(text.rstrip("% ")) / (100 if text.rstrip().endswith("%") else 1)
+        fraction = float(text.rstrip("% ")) / (100 if text.rstrip().endswith("%") else 1)
     except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise ArgumentError(f"--precision {text}: expected a percentage, as 2%, from 0% to below 100%")
-    return value
+        fraction = -1.0
+    if not 0 <= fraction < 1:
+        raise ArgumentError(
+            f"--precision {text}: expected a percentage, as 2%, from 0% to below 100%"
+        )
+    return fraction

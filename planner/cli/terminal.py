@@ -1,4 +1,4 @@
-"""What people see: progress on stderr, figures on stdout."""
+"""Output in the terminal: progress on stderr, figures on stdout; and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -16,63 +16,88 @@ import click
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Within it, Ctrl-C ends the process at once while numba is imported or compiles: LLVM calls back into Python, where an exception is lost."""
-    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not ours:  # another thread may not set it, and a background job ignores it
+    """Context in which Ctrl-C ends the process at once while numba is imported or compiles.
+
+    LLVM calls back into Python then, and the KeyboardInterrupt raised there would be lost.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()  # others may not set it
+    # a background job ignores SIGINT, and stays so
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, _interrupted)
+    signal.signal(signal.SIGINT, _handle_interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _interrupted(number: int, frame: FrameType | None) -> None:
+def _handle_interrupt(signal_number: int, frame: FrameType | None) -> None:
+    """End the process if numba or LLVM is on the stack, else raise KeyboardInterrupt as usual."""
     caller = frame
-    while caller and not str(caller.f_globals.get("__name__")).startswith(("numba.", "llvmlite.")):
+    while caller and not _belongs_to_numba(caller):
         caller = caller.f_back
     if not caller:
-        signal.default_int_handler(number, frame)
+        signal.default_int_handler(signal_number, frame)
     from rich.console import Console
 
     Console(stderr=True).show_cursor()
-    click.echo("\nAborted!", err=True)  # as click says it
+    click.echo("\nAborted!", err=True)  # what click prints for a KeyboardInterrupt
     os._exit(1)
+
+
+def _belongs_to_numba(frame: FrameType) -> bool:
+    """Whether a stack frame runs code of numba or of llvmlite, its binding to LLVM."""
+    return str(frame.f_globals.get("__name__")).startswith(("numba.", "llvmlite."))
 
 
 @contextmanager
 def status(text: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on stderr when that is a terminal; silent otherwise."""
+    """Show a spinner on stderr if that is a terminal; yield a function that sets its text."""
     from rich.console import Console
 
-    with Console(stderr=True).status(text) as status:
-        yield status.update
+    with Console(stderr=True).status(text) as spinner:
+        yield spinner.update
 
 
 @contextmanager
 def progress(text: str, total: int) -> Iterator[Callable[..., None]]:
-    """A bar on stderr when that is a terminal; silent otherwise."""
+    """Show a progress bar on stderr if that is a terminal.
+
+    Args:
+        text: what the bar says at first.
+        total: number of items to complete.
+
+    Yields:
+        A function (completed, total, text) that sets those of the three that are not None.
+    """
     from rich.console import Console
     from rich.progress import Progress
 
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(text, total=total)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(text, total=total)
 
-        def say(done: int | None = None, total: int | None = None, text: str | None = None) -> None:
-            progress.update(task, completed=done, total=total, description=text)
+        def update(
+            completed: int | None = None, total: int | None = None, text: str | None = None
+        ) -> None:
+            """Set the number of completed items, their total, or the text."""
+            bar.update(task, completed=completed, total=total, description=text)
 
-        yield say
+        yield update
 
 
 def print_json(value: Any) -> None:
+    """Print one JSON value on one line of stdout."""
     click.echo(json.dumps(value))
 
 
-def numbers(values: Any) -> str:
-    return " ".join(f"{v:.3f}" for v in values)
+def format_probs(probs: Iterable[float]) -> str:
+    """Format probabilities, as "0.500 0.125"."""
+    return " ".join(f"{p:.3f}" for p in probs)
 
 
-def curve(points: Any) -> str:
-    return "  ".join(f"{n}: {seconds * 1000:.1f} ms" for n, seconds in points.items())
+def format_curve(seconds_by_size: Mapping[int, float]) -> str:
+    """Format seconds by the number of tokens in a pass, as "1: 40.0 ms  4: 42.0 ms"."""
+    texts = [f"{size}: {1000 * seconds:.1f} ms" for size, seconds in seconds_by_size.items()]
+    return "  ".join(texts)

@@ -1,1 +1,4 @@
-"""Plans for engines whose drafts are chains: how many tokens to draft a step, by batch size. Measures in the user's own engine; imports none."""
+"""Plans for engines that draft chains: the best number of speculative tokens by batch size.
+
+The engine runs in the user's own environment, in a process of its own. This package imports none.
+"""

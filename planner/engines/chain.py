@@ -1,14 +1,22 @@
-"""The best length of a drafted chain: expected tokens of every length from the counts of one, step times between those measured, the optimum.
+"""The best length of a drafted chain: expected tokens, step times, and the length that is fastest.
 
-**Tokens.** Whether the draft agrees with the target at a position depends on how many positions before it they agreed at, the *age*: a text is
-taken as runs of agreements, each ended by a disagreement, with the probability h[a] that a run of a agreements goes on. A step that drafts K
-tokens begins at some age, accepts while they agree, and yields one token more: after a disagreement the next step begins at age 0, after K
-agreements at age K + 1 or, if the draft would not have said that last token, at 0. So a short chain begins within a run more often than a long
-one, and its first token is accepted more often: the counts of one length, read as they are, promise too little for shorter ones and too much
-for longer ones. `agreement` finds h from the counts of one length, and `survival` gives every length's from h.
+**Tokens.** The probability that the draft agrees with the target at a position depends on how many
+positions in a row they have agreed at before it, the *age*. A text is a sequence of runs of
+agreements. Each run ends with a disagreement, and h[a] is the probability that a run of a
+agreements goes on. A step with a chain of K tokens begins at some age, accepts tokens while draft
+and target agree, and yields one token more. The next step begins
 
-**Time.** t(K, batch) is measured for a few K >= 1 and for K = 0, which needs no draft. Between two it is on the line: a token more is one pass
-of the draft and one more token for the target to read.
+- at age 0 after a disagreement;
+- after K agreements, at age K + 1 if the draft would have proposed that last token too, else at 0.
+
+A short chain therefore begins within a run more often than a long one, and its first token is
+accepted more often. The acceptance counted with long chains, cut off at a smaller K, is too low for
+short chains, and that of short chains is too high for long ones. `agreement_by_age` finds h from
+the counts of one length, and `survival_probs` gives the acceptance of every length from h.
+
+**Time.** A step's time is measured for a few K >= 1, and for K = 0, which needs no draft. Between
+two measured K it lies on the line through them, since one token more is one pass of the draft and
+one token more for the target to verify.
 """
 
 from __future__ import annotations
@@ -18,222 +26,370 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.artifacts.engine_plan import Cell, ChainAcceptance, Range, StepSeconds
-from sequoia_plan.artifacts.uncertainty import Z95, median
+from sequoia_plan.artifacts.cost import Floats
+from sequoia_plan.artifacts.engine_plan import Cell, ChainAcceptance, ScheduleEntry, StepSeconds
+from sequoia_plan.artifacts.uncertainty import Z95, median_with_error
 
-Floats = NDArray[np.float64]
-OLDEST = 64
-"""The chance to agree is the same at all higher ages."""
+MAX_AGE = 64
+"""The probability to agree is the same at all higher ages. Chains longer than 16 raise this."""
+MIN_CHAINS = 20
+"""A position that fewer chains reached gets the rate of all positions from the second on."""
 
 
-def survival(h: Floats, length: int) -> Floats:
-    """float64 [length]: the probability that the first 1, 2, ... tokens of a chain of `length` are accepted, in the long run.
+def survival_probs(agreement: Floats, length: int) -> Floats:
+    """Probabilities that the first 1, 2, ... tokens of a chain of `length` are accepted.
+
+    The age of a position is the number of agreements of draft and target in a row before it. The
+    age at which a step begins is a Markov chain, and these are its long-run averages, where
+    alive[age, n] is the probability that a step that begins at that age accepts n tokens or more:
+
+        alive[age, n] = agreement[age] * ... * agreement[age + n - 1]
+        begin with probability 1 at age 0
+        repeat until the probabilities of the ages do not change:
+            a step whose chain is accepted, and that agrees once more, moves to age + length + 1
+            every other step moves to age 0
+        average alive[age, 1:] over the ages
 
     Args:
-        h: float64 [ages], the probability that the draft agrees after so many agreements; the last holds for all higher ages.
+        agreement: float64 [ages], the probability that draft and target agree after that many
+            agreements in a row. The last entry holds for all higher ages.
+        length: number of speculative tokens.
+
+    Returns:
+        float64 [length].
     """
-    ages = max(OLDEST, 4 * length)
-    at = h[np.minimum(np.arange(ages + length + 1), len(h) - 1)]
-    alive = np.array([np.concatenate([[1.0], np.cumprod(at[age : age + length])]) for age in range(ages)])  # [ages, length + 1]
-    begins = np.zeros(ages)
-    begins[0] = 1.0
+    num_ages = max(MAX_AGE, 4 * length)  # all higher ages count as the last one
+    # the agreement at every age that a chain can reach, with the last entry repeated
+    padded = agreement[np.minimum(np.arange(num_ages + length + 1), len(agreement) - 1)]
+    alive = np.array(
+        [np.concatenate([[1.0], np.cumprod(padded[age : age + length])]) for age in range(num_ages)]
+    )  # [ages, length + 1]
+    ages = np.arange(num_ages)
+    next_ages = np.minimum(ages + length + 1, num_ages - 1)
+    age_probs = np.zeros(num_ages)
+    age_probs[0] = 1.0
     for _ in range(10_000):
-        goes_on = begins * alive[:, length] * at[np.arange(ages) + length]  # also the token after the chain is what the draft would have said
-        after = np.zeros(ages)
-        np.add.at(after, np.minimum(np.arange(ages) + length + 1, ages - 1), goes_on)
-        after[0] += 1 - goes_on.sum()
-        if np.abs(after - begins).max() < 1e-13:
+        # the draft would also have proposed the token that follows the accepted chain
+        continuing = age_probs * alive[:, length] * padded[ages + length]
+        next_probs = np.zeros(num_ages)
+        np.add.at(next_probs, next_ages, continuing)
+        next_probs[0] += 1 - continuing.sum()
+        if np.abs(next_probs - age_probs).max() < 1e-13:
             break
-        begins = after
-    return begins @ alive[:, 1:]
+        age_probs = next_probs
+    return age_probs @ alive[:, 1:]
 
 
-def agreement(acceptance: ChainAcceptance) -> Floats:
-    """float64 [positions]: the probability to agree by age under which chains of the measured length survive as they did.
+def agreement_by_age(acceptance: ChainAcceptance) -> Floats:
+    """Finds the probability that draft and target agree at each age from counts by position.
 
-    The last holds for all higher ages; where too few chains got that far to tell, it is the rate of all positions from the second on.
+    The age is the number of agreements in a row so far. A chain may begin within such a row, so
+    the age at a position of the chain is not known, and the rates by position are no rates by
+    age. The rate of a position is the probability that its token is accepted if all tokens before
+    it were. The fit starts from the measured rates, and multiplies each probability by
+    (measured rate / modelled rate) of the position of that number, until all rates agree.
+
+    Args:
+        acceptance: counts of accepted tokens, measured with chains of one length.
+
+    Returns:
+        float64 [positions], the probability to agree at age 0, 1, .... The last entry holds for
+        all higher ages. A position that fewer than MIN_CHAINS chains reached is taken to have the
+        rate of all positions from the second on together.
     """
-    measured = np.array(acceptance.survival)
-    length = len(measured)
-    before = np.concatenate([[1.0], measured[:-1]])
-    rates = np.divide(measured, before, out=np.zeros(length), where=before > 0)
+    survival = np.array(acceptance.survival)
+    length = len(survival)
+    previous = np.concatenate([[1.0], survival[:-1]])
+    rates = np.divide(survival, previous, out=np.zeros(length), where=previous > 0)
     if length > 1:
-        common = measured[1:].sum() / before[1:].sum() if before[1:].sum() > 0 else 0.0
-        few = np.array((acceptance.drafts, *acceptance.accepted[:-1])) < FEW
-        rates[few] = common
-        rates[-1] = rates[-1] if not few[-1] else common
-    h = rates.copy()
+        reached = previous[1:].sum()
+        common_rate = survival[1:].sum() / reached if reached > 0 else 0.0
+        chains_reaching = np.array((acceptance.drafts, *acceptance.accepted[:-1]))  # by position
+        rates[chains_reaching < MIN_CHAINS] = common_rate
+    agreement = rates.copy()
     for _ in range(200):
-        now = survival(h, length)
-        model = np.divide(now, np.concatenate([[1.0], now[:-1]]), out=np.zeros(length), where=now > 0)
-        step = np.divide(rates, model, out=np.ones(length), where=model > 0)
-        if np.abs(step - 1).max() < 1e-10:
+        modelled = survival_probs(agreement, length)
+        previous = np.concatenate([[1.0], modelled[:-1]])
+        modelled_rates = np.divide(modelled, previous, out=np.zeros(length), where=modelled > 0)
+        factors = np.divide(rates, modelled_rates, out=np.ones(length), where=modelled_rates > 0)
+        if np.abs(factors - 1).max() < 1e-10:
             break
-        h = np.clip(h * step, 0, 1)
-    return h
-
-
-FEW = 20
-"""Chains that got to a position; from fewer the chance to agree there is not told apart from that of other positions."""
+        agreement = np.clip(agreement * factors, 0, 1)
+    return agreement
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """Expected tokens a step and request, by length of the chain.
+class TokensByLength:
+    """Expected tokens a step and request, by number of speculative tokens.
 
     Args:
-        mean: float64 [lengths + 1], for 0, 1, ... speculative tokens.
-        error: the same shape, relative standard errors.
+        mean: float64 [max_length + 1], the expected tokens with 0, 1, ... speculative tokens.
+        error: relative standard errors of `mean`, the same shape.
     """
 
     mean: Floats
     error: Floats
 
 
-def tokens(acceptance: ChainAcceptance, most: int) -> Tokens:
-    """Expected tokens for every length up to `most`."""
-    h, trials, share = agreement(acceptance), acceptance.trials or acceptance.drafts, acceptance.share
-    mean, error = np.ones(most + 1), np.zeros(most + 1)
-    for length in range(1, most + 1):
-        alive = survival(h, length)
-        mean[length] = 1 + share * alive.sum()
-        error[length] = share * math.sqrt(max(_variance(alive), 0) / trials) / mean[length]
-    return Tokens(mean, error)
+def tokens_by_length(acceptance: ChainAcceptance, max_length: int) -> TokensByLength:
+    """Predicts the expected tokens a step for chains of 0 to `max_length` drafted tokens.
 
-
-def effective_trials(acceptance: ChainAcceptance, gave: Sequence[Sequence[int]]) -> float:
-    """How many independent chains leave as much open as these, whose texts differ: from a jackknife over texts.
+    A step that drafts yields its accepted tokens and one more, any other step yields one.
 
     Args:
-        gave: for each text, the tokens that each of its steps gave.
+        acceptance: counts of accepted tokens, measured with chains of one length; how many
+            independent chains they are worth (`trials`, 0 if it is unknown); and the share of
+            steps that drafted any token (`drafting_share`).
+        max_length: the largest number of speculative tokens to predict for.
     """
-    sums = np.array([[sum(text), len(text)] for text in gave if len(text)], float)
-    if len(sums) < 2:
+    # by age: the probability that draft and target agree after so many agreements in a row
+    agreement = agreement_by_age(acceptance)
+    # where the effective number of chains is unknown, all counted chains are taken as independent
+    trials = acceptance.trials or acceptance.drafts
+    mean, relative_error = np.ones(max_length + 1), np.zeros(max_length + 1)
+    for length in range(1, max_length + 1):
+        survival = survival_probs(agreement, length)
+        mean[length] = 1 + acceptance.drafting_share * survival.sum()
+        standard_error = math.sqrt(max(_accepted_variance(survival), 0) / trials)
+        relative_error[length] = acceptance.drafting_share * standard_error / mean[length]
+    return TokensByLength(mean, relative_error)
+
+
+def effective_trials(
+    acceptance: ChainAcceptance, tokens_by_prompt: Sequence[Sequence[int]]
+) -> float:
+    """Number of independent chains that would leave the same uncertainty as the counted ones.
+
+    The chains of one text resemble each other. A jackknife over texts gives the variance of the
+    mean; the variance of a single chain divided by it is the effective sample size.
+
+    Args:
+        acceptance: the counts.
+        tokens_by_prompt: for each text, the number of tokens that each of its steps yielded.
+
+    Returns:
+        At most the number of counted chains; 0 if fewer than two texts have steps.
+    """
+    texts_with_steps = [steps for steps in tokens_by_prompt if len(steps)]
+    num_texts = len(texts_with_steps)
+    if num_texts < 2:
         return 0.0
-    rest = sums.sum(0) - sums
-    means = rest[:, 0] / rest[:, 1]
-    variance = (len(sums) - 1) / len(sums) * ((means - means.mean()) ** 2).sum()
-    each = _variance(np.array(acceptance.survival))
-    return float(min(acceptance.drafts, each / variance)) if variance > 0 and each > 0 else float(acceptance.drafts)
+    num_tokens = np.array([sum(steps) for steps in texts_with_steps], float)
+    num_steps = np.array([len(steps) for steps in texts_with_steps], float)
+    # tokens a step of all texts but one
+    means = (num_tokens.sum() - num_tokens) / (num_steps.sum() - num_steps)
+    mean_variance = (num_texts - 1) / num_texts * ((means - means.mean()) ** 2).sum()
+    chain_variance = _accepted_variance(np.array(acceptance.survival))
+    if mean_variance > 0 and chain_variance > 0:
+        return float(min(acceptance.drafts, chain_variance / mean_variance))
+    return float(acceptance.drafts)
 
 
-def _variance(alive: Floats) -> float:
-    """Of the number of accepted tokens of a chain, from the probabilities that its first 1, 2, ... are accepted."""
-    return float(((2 * np.arange(1, len(alive) + 1) - 1) * alive).sum() - alive.sum() ** 2)
+def _accepted_variance(survival: Floats) -> float:
+    """Variance of the number of accepted tokens of a chain.
+
+    Args:
+        survival: float64 [length], the probabilities P(X >= 1), P(X >= 2), ... for the number X of
+            accepted tokens. Then E[X] is their sum, and E[X^2] the sum of (2 n - 1) P(X >= n).
+    """
+    second_moment = ((2 * np.arange(1, len(survival) + 1) - 1) * survival).sum()
+    return float(second_moment - survival.sum() ** 2)
 
 
 @dataclass(frozen=True)
-class Times:
-    """Seconds of a step by batch size and number of speculative tokens, from those measured.
+class StepTimes:
+    """Seconds of a step by batch size and number of speculative tokens, from measured steps.
 
     Raises:
-        SequoiaPlanError: if there are none for a batch size, or for too few numbers of tokens.
+        SequoiaPlanError: if a batch size has no time with speculation, or, when it is needed, none
+            without speculation.
     """
 
     steps: tuple[StepSeconds, ...]
 
     def __post_init__(self) -> None:
         for batch in self.batches:
-            if not any(step.speculative_tokens for step in self._of(batch)):
-                raise SequoiaPlanError(f"steps: batch {batch} has no time with speculation; expected one for some number of speculative tokens >= 1")
+            if not any(step.speculative_tokens for step in self._steps_of_batch(batch)):
+                raise SequoiaPlanError(
+                    f"steps: batch {batch} has no time with speculation; "
+                    "expected one for some number of speculative tokens >= 1"
+                )
 
     @property
     def batches(self) -> list[int]:
+        """The measured batch sizes, in ascending order."""
         return sorted({step.batch for step in self.steps})
 
-    def _of(self, batch: int) -> list[StepSeconds]:
-        return sorted((step for step in self.steps if step.batch == batch), key=lambda step: step.speculative_tokens)
+    def _steps_of_batch(self, batch: int) -> list[StepSeconds]:
+        """The measured steps of one batch size, by increasing number of speculative tokens."""
+        steps = (step for step in self.steps if step.batch == batch)
+        return sorted(steps, key=lambda step: step.speculative_tokens)
 
-    def timed(self, batch: int, length: int) -> bool:
-        """Was it measured?"""
+    def is_measured(self, batch: int, length: int) -> bool:
+        """True if a step of this batch size and number of speculative tokens was timed."""
         return any((step.batch, step.speculative_tokens) == (batch, length) for step in self.steps)
 
-    def at(self, batch: int, length: int) -> tuple[float, float]:
-        """Seconds and their relative standard error; on the line between the two nearest lengths, and between the two nearest batch sizes."""
-        known = self.batches
-        if batch in known:
-            return self._along(batch, length)
-        above = next((number for number, each in enumerate(known) if each > batch), len(known) - 1)
-        low, high = known[max(above - 1, 0)], known[above]
-        (first, error), (second, other) = self._along(low, length), self._along(high, length)
-        share = 0.0 if low == high else (batch - low) / (high - low)
-        return max(first + share * (second - first), min(first, second) / 2), max(error, other)
+    def seconds_and_error(self, batch: int, length: int) -> tuple[float, float]:
+        """Seconds of a step, and their relative standard error.
 
-    def _along(self, batch: int, length: int) -> tuple[float, float]:
-        steps = self._of(batch)
+        The time of an unmeasured length lies on the line between the two nearest lengths, and that
+        of an unmeasured batch size on the line through the two nearest batch sizes. That line
+        also serves below the smallest and above the largest batch size, where the result is at
+        least half of the shorter of the two times.
+
+        Args:
+            batch: number of requests decoded together.
+            length: number of speculative tokens; 0 is no speculation.
+        """
+        batches = self.batches
+        if batch in batches:
+            return self._at_measured_batch(batch, length)
+        last = len(batches) - 1
+        upper = next((i for i, measured in enumerate(batches) if measured > batch), last)
+        low, high = batches[max(upper - 1, 0)], batches[upper]
+        low_seconds, low_error = self._at_measured_batch(low, length)
+        high_seconds, high_error = self._at_measured_batch(high, length)
+        fraction = 0.0 if low == high else (batch - low) / (high - low)
+        seconds = low_seconds + fraction * (high_seconds - low_seconds)
+        return max(seconds, min(low_seconds, high_seconds) / 2), max(low_error, high_error)
+
+    def _at_measured_batch(self, batch: int, length: int) -> tuple[float, float]:
+        """Seconds and relative error at a measured batch size, interpolated over the length.
+
+        Below the smallest measured length >= 1 the time is that of the smallest. Above the largest
+        one, the line through the two largest goes on, but never falls.
+
+        Args:
+            batch: a batch size with measured steps.
+            length: number of speculative tokens. 0 needs no draft, so it must be measured itself.
+        """
+        steps = self._steps_of_batch(batch)
         if length == 0:
             plain = next((step for step in steps if step.speculative_tokens == 0), None)
             if plain is None:
-                raise SequoiaPlanError(f"steps: batch {batch} has no time without speculation; expected one for 0 speculative tokens")
+                raise SequoiaPlanError(
+                    f"steps: batch {batch} has no time without speculation; "
+                    "expected one for 0 speculative tokens"
+                )
             return plain.seconds, plain.error
         steps = [step for step in steps if step.speculative_tokens]
         lengths = np.array([step.speculative_tokens for step in steps], float)
-        seconds, errors = np.array([step.seconds for step in steps]), np.array([step.error for step in steps])
+        seconds = np.array([step.seconds for step in steps])
+        errors = np.array([step.error for step in steps])
         if length <= lengths[-1] or len(steps) == 1:
-            return float(np.interp(length, lengths, seconds)), float(np.interp(length, lengths, errors))
+            return (
+                float(np.interp(length, lengths, seconds)),
+                float(np.interp(length, lengths, errors)),
+            )
         slope = (seconds[-1] - seconds[-2]) / (lengths[-1] - lengths[-2])
         return float(seconds[-1] + max(slope, 0) * (length - lengths[-1])), float(errors[-1])
 
 
-def cells(found: Tokens, times: Times, batches: Sequence[int]) -> tuple[Cell, ...]:
-    """What is promised for every batch size and number of tokens; the interval's logarithm is normal, its parts independent."""
-    rows = []
-    for batch in batches:
-        plain = times.at(batch, 0)[0]
-        for length in range(len(found.mean)):
-            seconds, error = times.at(batch, length)
-            mean = float(found.mean[length])
-            throughput, reach = batch * mean / seconds, Z95 * math.hypot(error, found.error[length])
-            rows.append(
-                Cell(
-                    batch=batch,
-                    speculative_tokens=length,
-                    tokens_per_step=_short(mean),
-                    seconds=_short(seconds),
-                    throughput=_short(throughput),
-                    low=_short(throughput * math.exp(-reach)),
-                    high=_short(throughput * math.exp(reach)),
-                    speedup=_short(mean / seconds * plain),
-                    timed=times.timed(batch, length),
-                )
-            )
-    return tuple(rows)
+def predict_cells(
+    tokens: TokensByLength, times: StepTimes, batches: Sequence[int]
+) -> tuple[Cell, ...]:
+    """Predicts throughput and its 95 % interval by batch size and number of speculative tokens.
 
-
-def best_length(found: Tokens, times: Times, batch: int) -> int:
-    """The number of tokens with the highest throughput at a batch size; 0 is no speculation, and of equals the smallest wins."""
-    return int(np.argmax([mean / times.at(batch, length)[0] for length, mean in enumerate(found.mean)]))
-
-
-def schedule(found: Tokens, times: Times, largest: int) -> tuple[Range, ...]:
-    """The best number of tokens for each batch size from 1 to `largest`, sizes with the same number together."""
-    best = [best_length(found, times, batch) for batch in range(1, largest + 1)]
-    ranges: list[Range] = []
-    for batch, length in enumerate(best, 1):
-        if ranges and ranges[-1].speculative_tokens == length:
-            ranges[-1] = Range(ranges[-1].first, batch, length)
-        else:
-            ranges.append(Range(batch, batch, length))
-    return tuple(ranges)
-
-
-def step_seconds(rounds: Mapping[tuple[int, int], Sequence[tuple[float, int]]]) -> tuple[StepSeconds, ...]:
-    """The time of a step from rounds of timed steps.
+    The logarithm of the throughput is taken as normally distributed, and the relative errors of
+    tokens a step and of the step's time as independent.
 
     Args:
-        rounds: by (batch, speculative tokens): seconds and number of steps of each round. The first round only warms up if there are more.
+        tokens: expected tokens a step by number of speculative tokens.
+        times: measured step times.
+        batches: batch sizes to predict for.
+    """
+    cells = []
+    for batch in batches:
+        plain_seconds = times.seconds_and_error(batch, 0)[0]
+        for length in range(len(tokens.mean)):
+            seconds, time_error = times.seconds_and_error(batch, length)
+            mean = float(tokens.mean[length])
+            throughput = batch * mean / seconds
+            half_width = Z95 * math.hypot(time_error, tokens.error[length])  # of the logarithm
+            cell = Cell(
+                batch=batch,
+                speculative_tokens=length,
+                tokens_per_step=_round(mean),
+                seconds=_round(seconds),
+                throughput=_round(throughput),
+                low=_round(throughput * math.exp(-half_width)),
+                high=_round(throughput * math.exp(half_width)),
+                speedup=_round(mean / seconds * plain_seconds),
+                is_timed=times.is_measured(batch, length),
+            )
+            cells.append(cell)
+    return tuple(cells)
+
+
+def best_length(tokens: TokensByLength, times: StepTimes, batch: int) -> int:
+    """Number of speculative tokens with the highest throughput at a batch size.
+
+    0 is no speculation. Of numbers with equal throughput the smallest wins.
+
+    Args:
+        tokens: expected tokens a step and request by number of speculative tokens.
+        times: measured step times.
+        batch: number of requests decoded together.
+    """
+    # throughput of one request; all requests together have `batch` times as much
+    speeds = [
+        mean / times.seconds_and_error(batch, length)[0] for length, mean in enumerate(tokens.mean)
+    ]
+    return int(np.argmax(speeds))
+
+
+def make_schedule(
+    tokens: TokensByLength, times: StepTimes, max_batch: int
+) -> tuple[ScheduleEntry, ...]:
+    """Finds the best number of speculative tokens for each batch size from 1 to `max_batch`.
+
+    Args:
+        tokens: expected tokens a step and request by number of speculative tokens.
+        times: measured step times.
+        max_batch: the largest batch size.
+
+    Returns:
+        An entry for each range of batch sizes with the same best number.
+    """
+    schedule: list[ScheduleEntry] = []
+    for batch in range(1, max_batch + 1):
+        length = best_length(tokens, times, batch)
+        if schedule and schedule[-1].speculative_tokens == length:
+            schedule[-1] = ScheduleEntry(schedule[-1].first, batch, length)
+        else:
+            schedule.append(ScheduleEntry(batch, batch, length))
+    return tuple(schedule)
+
+
+def median_step_seconds(
+    rounds: Mapping[tuple[int, int], Sequence[tuple[float, int]]],
+) -> tuple[StepSeconds, ...]:
+    """Computes the time of a step as the median over rounds of timed steps.
+
+    Args:
+        rounds: by (batch size, number of speculative tokens): the total seconds and the number of
+            steps of each round. Rounds without steps do not count.
+
+    Returns:
+        For each key of `rounds`, the median seconds of a step and their relative standard error.
     """
     rows = []
-    for (batch, length), found in sorted(rounds.items()):
-        each = np.array([seconds / steps for seconds, steps in found if steps])
-        middle, error = median(each)
-        rows.append(StepSeconds(batch=batch, speculative_tokens=length, seconds=_short(middle), error=_short(error), steps=sum(steps for _, steps in found)))
+    for (batch, length), timed_rounds in sorted(rounds.items()):
+        seconds_per_step = np.array([seconds / steps for seconds, steps in timed_rounds if steps])
+        median_seconds, error = median_with_error(seconds_per_step)
+        row = StepSeconds(
+            batch=batch,
+            speculative_tokens=length,
+            seconds=_round(median_seconds),
+            error=_round(error),
+            steps=sum(steps for _, steps in timed_rounds),
+        )
+        rows.append(row)
     return tuple(rows)
 
 
-def _short(value: float) -> float:
-    """Six digits, which is more than is measured, for files that people read."""
+def _round(value: float) -> float:
+    """Rounds to six digits for files that people read. No measurement is that precise."""
     return float(f"{value:.6g}")

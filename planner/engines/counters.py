@@ -1,4 +1,4 @@
-"""vLLM's own counters of speculation, from a server's metrics page (Prometheus text), a file of it, or an engine's snapshot."""
+"""vLLM's own counters of speculation, from a metrics page (Prometheus text) or an engine."""
 
 from __future__ import annotations
 
@@ -11,106 +11,209 @@ from sequoia_plan.artifacts.engine_plan import ChainAcceptance
 from sequoia_plan.artifacts.files import read_bytes
 
 PREFIX = "vllm:spec_decode_"
-DRAFTS, ACCEPTED, BY_POSITION = f"{PREFIX}num_drafts", f"{PREFIX}num_accepted_tokens", f"{PREFIX}num_accepted_tokens_per_pos"
-DRAFTED, GENERATED, FIRST = f"{PREFIX}num_draft_tokens", "vllm:generation_tokens", "vllm:time_to_first_token_seconds_count"
-SAMPLE = re.compile(r'^([A-Za-z_:][\w:]*)(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})?\s+(\S+)')
+NUM_DRAFTS = f"{PREFIX}num_drafts"
+NUM_DRAFT_TOKENS = f"{PREFIX}num_draft_tokens"
+NUM_ACCEPTED = f"{PREFIX}num_accepted_tokens"
+ACCEPTED_PER_POSITION = f"{PREFIX}num_accepted_tokens_per_pos"
+NUM_GENERATED = "vllm:generation_tokens"
+NUM_FIRST_TOKENS = "vllm:time_to_first_token_seconds_count"
+"""Requests that got their first token."""
+
+SAMPLE = re.compile(
+    r"^([A-Za-z_:][\w:]*)"  # name
+    r'(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})?'  # labels
+    r"\s+(\S+)"  # value
+)
+"""A line of Prometheus text."""
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-LARGEST_PAGE = 1 << 26
-SECONDS = 10
-"""How long a server may take to answer."""
+MAX_PAGE_BYTES = 1 << 26
+TIMEOUT_SECONDS = 10
+"""A server must answer within this time."""
 
 Counters = dict[str, float]
-"""Values by name, positions in brackets; those of several engines, models and processes added up."""
+"""Values by name, with positions in brackets, summed over engines, models and processes."""
 
 
 def fetch(source: str) -> tuple[Counters, str]:
-    """The counters on a metrics page, and the page.
+    """Reads the counters on a metrics page.
 
     Args:
         source: http(s) address of a server or of its /metrics page, or a file.
 
+    Returns:
+        The counters, and the text of the page.
+
     Raises:
-        SequoiaPlanError: if it cannot be read.
+        SequoiaPlanError: if the page cannot be read.
     """
     if not re.match(r"https?://", source):
-        page = read_bytes(source, "a metrics page of vLLM (Prometheus text)", LARGEST_PAGE).decode(errors="replace")
+        description = "a metrics page of vLLM (Prometheus text)"
+        page = read_bytes(source, description, MAX_PAGE_BYTES).decode(errors="replace")
         return parse(page), page
     from urllib.error import URLError
     from urllib.request import urlopen
 
-    address = source if source.rstrip("/").endswith("/metrics") else f"{source.rstrip('/')}/metrics"
+    address = source
+    if not source.rstrip("/").endswith("/metrics"):
+        address = f"{source.rstrip('/')}/metrics"
     try:
-        with urlopen(address, timeout=SECONDS) as response:
-            page = response.read(LARGEST_PAGE).decode(errors="replace")
+        with urlopen(address, timeout=TIMEOUT_SECONDS) as response:
+            page = response.read(MAX_PAGE_BYTES).decode(errors="replace")
     except (URLError, OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise SequoiaPlanError(f"--metrics {source}: {address} cannot be read ({reason}); name a running vLLM server, or a file of its metrics") from error
+        raise SequoiaPlanError(
+            f"--metrics {source}: {address} cannot be read ({reason}); "
+            "name a running vLLM server, or a file of its metrics"
+        ) from error
     return parse(page), page
 
 
 def parse(page: str) -> Counters:
-    """The counters of speculation in Prometheus text, and those of tokens; `_total` is cut off, as vLLM's own snapshot names them."""
-    found: Counters = {}
+    """Reads the counters of speculation and of generated tokens from Prometheus text.
+
+    Samples of one name are added up over engines, models and processes. Names lose the suffix
+    `_total`, since vLLM's own snapshot of its counters (`LLM.get_metrics`) has none. Samples named
+    `..._created` are times and are left out.
+    """
+    counters: Counters = {}
     for line in page.splitlines():
-        match = SAMPLE.match(line.strip())
-        if not match or match[1].endswith("_created"):
+        sample = SAMPLE.match(line.strip())
+        if not sample or sample[1].endswith("_created"):
             continue
-        labels, name = dict(LABEL.findall(match[2] or "")), match[1].removesuffix("_total")
-        if not name.startswith(PREFIX) and name not in (GENERATED, FIRST):
+        name, labels = sample[1].removesuffix("_total"), dict(LABEL.findall(sample[2] or ""))
+        if not name.startswith(PREFIX) and name not in (NUM_GENERATED, NUM_FIRST_TOKENS):
             continue
-        if name == BY_POSITION:
+        if name == ACCEPTED_PER_POSITION:
             name = f"{name}[{labels.get('position', '?')}]"
         try:
-            found[name] = found.get(name, 0.0) + float(match[3])
+            counters[name] = counters.get(name, 0.0) + float(sample[3])
         except ValueError:
             continue
-    return found
+    return counters
 
 
-def acceptance(after: Mapping[str, float], before: Mapping[str, float] | None = None, source: str = "", page: str | None = None) -> ChainAcceptance:
-    """How far chains were accepted between two readings of the counters, or since the server started.
+def chain_acceptance(
+    after: Mapping[str, float],
+    before: Mapping[str, float] | None = None,
+    source: str = "",
+    page: str | None = None,
+) -> ChainAcceptance:
+    """Computes how far chains were accepted between two snapshots of the counters.
 
     Args:
-        after, before: the later reading and, if any, the earlier one.
-        source: where they are from; errors begin with it.
-        page: the text of the later one, to tell a server without speculation from one without statistics.
+        after: the later snapshot.
+        before: the earlier snapshot; None counts from the start of the server.
+        source: where the counters are from; error messages begin with it.
+        page: text of the later metrics page, if there is one. With it, the error says whether the
+            server does not speculate or publishes no statistics at all.
 
     Raises:
-        SequoiaPlanError: if there are no counters of speculation, they are of another version, were reset, or count nothing.
+        SequoiaPlanError: if there are no counters of speculation, they are of another version,
+            were reset, or count nothing.
     """
     name = source or "counters"
-    counted = sorted(each for each in after if each.startswith(PREFIX))
-    if not counted:
-        if page is not None and "vllm:" not in page:
-            raise SequoiaPlanError(f"{name}: holds no metrics of vLLM; start the server without --disable-log-stats and read its /metrics page")
-        raise SequoiaPlanError(f"{name}: vLLM counts no speculation; start the server with --speculative-config (and without --disable-log-stats)")
-    positions = sorted(int(match[1]) for each in after if (match := re.fullmatch(rf"{re.escape(BY_POSITION)}\[(\d+)\]", each)))
-    if DRAFTS not in after or not positions:
-        raise SequoiaPlanError(
-            f"{name}: found {', '.join(counted)[:200]}, expected {DRAFTS} and {BY_POSITION}; this version counts otherwise: use vLLM V1, 0.8.5 or later"
-        )
-    if positions != list(range(len(positions))):
-        raise SequoiaPlanError(f"{name}: {BY_POSITION} has the positions {positions}, expected 0 to {len(positions) - 1}; read the whole page")
+    positions = _positions(after, name, page)
+    earlier = before or {}
+    increase = {counter: value - earlier.get(counter, 0.0) for counter, value in after.items()}
+    accepted = [increase[f"{ACCEPTED_PER_POSITION}[{position}]"] for position in positions]
+    _check_increase(increase, accepted, name)
+    drafts = increase[NUM_DRAFTS]
 
-    def grown(each: str) -> float:
-        return after.get(each, 0.0) - (before or {}).get(each, 0.0)
-
-    drafts, accepted = grown(DRAFTS), [grown(f"{BY_POSITION}[{position}]") for position in positions]
-    if min(drafts, *accepted) < 0:
-        raise SequoiaPlanError(f"{name}: the counters are lower than before; the server was started anew: read both pages again")
-    if drafts == 0:
-        raise SequoiaPlanError(f"{name}: no drafts were counted; send the server requests, then read its metrics again")
-    if ACCEPTED in after and abs(sum(accepted) - grown(ACCEPTED)) > 0.5:
-        raise SequoiaPlanError(
-            f"{name}: {BY_POSITION} adds up to {sum(accepted):g}, {ACCEPTED} is {grown(ACCEPTED):g}; this version counts otherwise, tell us which it is"
-        )
-    short = Path(source).name if source and "://" not in source else source
-    if (length := grown(DRAFTED) / drafts) < 0.9 * len(accepted):
-        short = f"{short}; chains of {length:.1f} tokens on average, {len(accepted)} at most".removeprefix("; ")
-    # every step of a request yields one token and those accepted; its first token is from the prompt's pass, which drafts nothing
-    steps = grown(GENERATED) - sum(accepted) - grown(FIRST) if {GENERATED, FIRST} <= after.keys() else 0.0
-    share = min(1.0, drafts / steps) if steps > 0 else 1.0
+    is_file = source and "://" not in source
+    source_text = Path(source).name if is_file else source
+    mean_length = increase.get(NUM_DRAFT_TOKENS, 0.0) / drafts
+    if mean_length < 0.9 * len(accepted):  # some chains were clearly shorter than the longest
+        lengths = f"chains of {mean_length:.1f} tokens on average, {len(accepted)} at most"
+        source_text = f"{source_text}; {lengths}".removeprefix("; ")
     try:
-        return ChainAcceptance(drafts=round(drafts), accepted=tuple(map(round, accepted)), share=round(share, 4), source=short)
+        return ChainAcceptance(
+            drafts=round(drafts),
+            accepted=tuple(map(round, accepted)),
+            drafting_share=round(_drafting_share(increase, drafts, sum(accepted)), 4),
+            source=source_text,
+        )
     except SequoiaPlanError as error:
         raise SequoiaPlanError(f"{name}: {error}") from error
+
+
+def _positions(counters: Mapping[str, float], name: str, page: str | None) -> list[int]:
+    """Finds the positions of a drafted chain that vLLM counts acceptance for: 0, 1, ....
+
+    Args:
+        counters: values by name; the counter of position n has the name `...per_pos[n]`.
+        name: the source of the counters; error messages begin with it.
+        page: text of the metrics page; None if the counters are from elsewhere.
+
+    Raises:
+        SequoiaPlanError: if there are no counters of speculation, they are of another version of
+            vLLM, or positions are missing.
+    """
+    counter_names = sorted(counter for counter in counters if counter.startswith(PREFIX))
+    if not counter_names:
+        if page is not None and "vllm:" not in page:
+            raise SequoiaPlanError(
+                f"{name}: holds no metrics of vLLM; start the server without "
+                "--disable-log-stats and read its /metrics page"
+            )
+        raise SequoiaPlanError(
+            f"{name}: vLLM counts no speculation; start the server with --speculative-config "
+            "(and without --disable-log-stats)"
+        )
+    pattern = re.compile(rf"{re.escape(ACCEPTED_PER_POSITION)}\[(\d+)\]")
+    matches = [pattern.fullmatch(counter) for counter in counter_names]
+    positions = sorted(int(match[1]) for match in matches if match)
+    if NUM_DRAFTS not in counters or not positions:
+        raise SequoiaPlanError(
+            f"{name}: found {', '.join(counter_names)[:200]}, expected {NUM_DRAFTS} and "
+            f"{ACCEPTED_PER_POSITION}; this version counts otherwise: "
+            "use vLLM V1, 0.8.5 or later"
+        )
+    if positions != list(range(len(positions))):
+        raise SequoiaPlanError(
+            f"{name}: {ACCEPTED_PER_POSITION} has the positions {positions}, "
+            f"expected 0 to {len(positions) - 1}; read the whole page"
+        )
+    return positions
+
+
+def _check_increase(increase: Mapping[str, float], accepted: list[float], name: str) -> None:
+    """Raises if the counters were reset, counted nothing, or contradict each other.
+
+    Args:
+        increase: how much each counter rose between the two snapshots, by its name.
+        accepted: for each position of a chain, how often its token was accepted.
+        name: the source of the counters; error messages begin with it.
+    """
+    drafts = increase[NUM_DRAFTS]
+    if min(drafts, *accepted) < 0:
+        raise SequoiaPlanError(
+            f"{name}: the counters are lower than before; the server was started anew: "
+            "read both pages again"
+        )
+    if drafts == 0:
+        raise SequoiaPlanError(
+            f"{name}: no drafts were counted; send the server requests, then read its metrics again"
+        )
+    if NUM_ACCEPTED in increase and abs(sum(accepted) - increase[NUM_ACCEPTED]) > 0.5:
+        raise SequoiaPlanError(
+            f"{name}: {ACCEPTED_PER_POSITION} adds up to {sum(accepted):g}, {NUM_ACCEPTED} is "
+            f"{increase[NUM_ACCEPTED]:g}; this version counts otherwise, tell us which it is"
+        )
+
+
+def _drafting_share(increase: Mapping[str, float], drafts: float, num_accepted: float) -> float:
+    """Share of a request's steps that drafted any token; 1 if the page lacks what it takes.
+
+    A step yields its accepted tokens and one more, so the number of steps is the number of
+    generated tokens minus the accepted ones. The first token of a request is from the pass over
+    its prompt, which is no such step.
+
+    Args:
+        increase: how much each counter rose between the two snapshots, by its name.
+        drafts: number of chains that were verified.
+        num_accepted: number of drafted tokens that were accepted.
+    """
+    if NUM_GENERATED not in increase or NUM_FIRST_TOKENS not in increase:
+        return 1.0
+    steps = increase[NUM_GENERATED] - num_accepted - increase[NUM_FIRST_TOKENS]
+    return min(1.0, drafts / steps) if steps > 0 else 1.0

@@ -1,8 +1,12 @@
-"""Runs vLLM for `process.Engine`: a script for the Python that has vLLM, which imports nothing of this package.
+"""Runs vLLM for `process.EngineProcess`, as a script for the Python that has vLLM.
 
-It reads requests from stdin, a JSON object a line, and answers each with a line on what was stdout when it began; all that the engine prints
-goes to stderr. The first process only watches: when the file descriptor in its first argument is closed, because the program that started it
-has ended in whatever way, or when the engine has ended, it kills its whole session, the engine's own child processes included.
+The script imports nothing of this package. It reads requests from stdin, a JSON object a line, and
+writes a line for each to the original stdout. Everything that the engine prints goes to stderr.
+
+The first process only watches, and a child of it runs the engine. The script's first argument is a
+file descriptor that closes when the program that started the script ends, for whatever reason.
+When it closes, or when the engine ends, the first process kills its whole session, including the
+engine's own child processes.
 """
 
 from __future__ import annotations
@@ -13,146 +17,220 @@ import select
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 if sys.path and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
-    del sys.path[0]  # this folder's files are not what the engine imports by their names
+    del sys.path[0]  # `import vllm` must not find the vllm.py of this folder
 
 
-def watch(lifeline: int, engine: int) -> NoReturn:
-    """Wait until the other end of `lifeline` is closed, or the process `engine` has ended; then kill every process of this session."""
-    while not select.select([lifeline], [], [], 0.2)[0]:
-        ended, status = os.waitpid(engine, os.WNOHANG)
-        if ended:
-            answer({"died": os.waitstatus_to_exitcode(status)})
+def watch(lifeline_fd: int, engine_pid: int) -> NoReturn:
+    """Kills every process of this session once the lifeline closes or the engine ends."""
+    while not select.select([lifeline_fd], [], [], 0.2)[0]:
+        ended_pid, status = os.waitpid(engine_pid, os.WNOHANG)
+        if ended_pid:
+            write_line({"exit_code": os.waitstatus_to_exitcode(status)})
             break
-    os.killpg(0, signal.SIGKILL)  # this process, too
+    os.killpg(0, signal.SIGKILL)  # includes this process
     raise SystemExit
 
 
-def answer(message: dict[str, Any], where: int = 1) -> None:
-    """Write one line to a file descriptor."""
-    line = json.dumps(message).encode() + b"\n"
-    while line:
-        line = line[os.write(where, line) :]
+def write_line(message: dict[str, Any], fd: int = 1) -> None:
+    """Writes a JSON line to a file descriptor."""
+    unwritten = json.dumps(message).encode() + b"\n"
+    while unwritten:
+        unwritten = unwritten[os.write(fd, unwritten) :]
+
+
+@dataclass
+class Request:
+    """The index of a prompt that the engine decodes, and the number of its new tokens so far."""
+
+    prompt: int
+    num_tokens: int = 0
 
 
 class Driver:
-    """One engine and the prompts that it was given."""
+    """One engine and its prompts. Its public methods are the commands."""
 
-    def start(self, model: str, speculative: dict[str, Any] | None, options: dict[str, Any]) -> dict[str, Any]:
-        """Load the models. `speculative` is the speculative config, None for none; `options` are further arguments of `vllm.LLM`."""
-        began = time.perf_counter()
+    def start(
+        self, model: str, speculative: dict[str, Any] | None, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Loads the models.
+
+        Args:
+            model: the target.
+            speculative: vLLM's speculative config; None for no speculation.
+            options: further arguments of `vllm.LLM`.
+
+        Returns:
+            The version of vLLM, its type of device, and whether it accepts a schedule.
+        """
         import vllm
         from vllm.config import SpeculativeConfig
 
+        config = {"speculative_config": speculative} if speculative else {}
         self.vllm: Any = vllm
-        self.llm: Any = vllm.LLM(model=model, **({"speculative_config": speculative} if speculative else {}), **{"disable_log_stats": False, **options})
+        self.llm: Any = vllm.LLM(model=model, **config, **{"disable_log_stats": False, **options})
         self.engine: Any = self.llm.llm_engine
         self.prompts: list[list[int]] = []
-        self.number = 0
-        fields = getattr(SpeculativeConfig, "__dataclass_fields__", {})
+        self.num_requests = 0
+        config_fields = getattr(SpeculativeConfig, "__dataclass_fields__", {})
         return {
             "version": vllm.__version__,
             "device": str(getattr(vllm.platforms.current_platform, "device_type", "")),
-            "schedule": "num_speculative_tokens_per_batch_size" in fields,
-            "seconds": time.perf_counter() - began,
+            "accepts_schedule": "num_speculative_tokens_per_batch_size" in config_fields,
         }
 
     def encode(self, prompts: list[Any]) -> dict[str, Any]:
-        """Keep prompts as token ids, in the chat template if the tokenizer has one. A prompt is a text or a list of messages."""
-        tokenizer = self.llm.get_tokenizer()
-        for prompt in prompts:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            if getattr(tokenizer, "chat_template", None):
-                text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-                self.prompts.append(list(tokenizer.encode(text, add_special_tokens=False)))
-            else:
-                self.prompts.append(list(tokenizer.encode("\n\n".join(message["content"] for message in messages))))
-        return {"lengths": [len(prompt) for prompt in self.prompts]}
-
-    def run(self, batch: int, prompts: list[int], tokens: int, steps: int | None = None, temperature: float = 0.0, drain: bool = False) -> dict[str, Any]:
-        """Decode with `batch` requests at a time; the next prompt follows one that ends, and when none is left the run ends, or drains.
-
-        A step counts when every one of `batch` requests got tokens in it and none its first: prefills and the end of the run are left out.
+        """Stores prompts as token ids, in the tokenizer's chat template if it has one.
 
         Args:
-            prompts: numbers of prompts, in the order they are taken.
-            tokens: new tokens a prompt, at most.
-            steps: end after so many steps that count.
+            prompts: texts or lists of messages.
+
+        Returns:
+            The number of tokens of each stored prompt.
+        """
+        tokenizer = self.llm.get_tokenizer()
+        for prompt in prompts:
+            messages = prompt
+            if isinstance(prompt, str):
+                messages = [{"role": "user", "content": prompt}]
+            if getattr(tokenizer, "chat_template", None):
+                text = tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=False
+                )
+                token_ids = tokenizer.encode(text, add_special_tokens=False)
+            else:
+                text = "\n\n".join(message["content"] for message in messages)
+                token_ids = tokenizer.encode(text)
+            self.prompts.append(list(token_ids))
+        return {"lengths": [len(token_ids) for token_ids in self.prompts]}
+
+    def run(
+        self,
+        batch: int,
+        prompts: list[int],
+        tokens: int,
+        steps: int | None = None,
+        temperature: float = 0.0,
+        drain: bool = False,
+    ) -> dict[str, Any]:
+        """Decodes prompts, `batch` requests at a time, and times the full steps.
+
+        The next prompt starts when a request ends. The run ends when fewer than `batch` requests
+        are left, or, with `drain`, when none is left.
+
+        A full step yields tokens for each of `batch` requests, and the first tokens of none. This
+        leaves out prefills and the end of the run.
+
+        Args:
+            batch: number of requests decoded together.
+            prompts: indices of the stored prompts, in the order in which they start.
+            tokens: maximum number of new tokens of a prompt.
+            steps: end after that many full steps; None for no limit.
+            temperature: of sampling; 0 is greedy.
             drain: go on until every prompt has its tokens.
 
         Returns:
-            seconds and tokens of each step that counts; for each prompt, how many tokens each of its steps but the first gave; vLLM's own
-            counters before and after; seconds and tokens of the whole run.
+            step_seconds, step_tokens: seconds and number of new tokens of each full step.
+            tokens_by_prompt: for each prompt, the number of new tokens of each of its steps but
+                the first, which is its prefill.
+            total_tokens: number of new tokens of the whole run.
+            counters_before, counters_after: vLLM's own counters at its start and end.
         """
-        before, waiting, flying = self.counters(), list(prompts), dict[str, list[int]]()
-        gave: dict[int, list[int]] = {number: [] for number in prompts}
-        seconds, given, whole, began = list[float](), list[int](), 0, time.perf_counter()
-        last = began
-        while waiting or len(flying) == batch or (drain and flying):
-            while waiting and len(flying) < batch:
-                name, number = f"{self.number}", waiting.pop(0)
-                self.number += 1
-                settings = self.vllm.SamplingParams(temperature=temperature, max_tokens=tokens)
-                self.engine.add_request(name, {"prompt_token_ids": self.prompts[number]}, settings)
-                flying[name] = [number, 0]
-            full = len(flying) == batch
+        counters_before = self._read_counters()
+        waiting = list(prompts)
+        requests: dict[str, Request] = {}
+        tokens_by_prompt: dict[int, list[int]] = {prompt: [] for prompt in prompts}
+        step_seconds: list[float] = []
+        step_tokens: list[int] = []
+        total_tokens = 0
+        last_time = time.perf_counter()
+        while waiting or len(requests) == batch or (drain and requests):
+            while waiting and len(requests) < batch:
+                request = Request(waiting.pop(0))
+                requests[self._add_request(request.prompt, tokens, temperature)] = request
+            is_full = len(requests) == batch
             outputs = self.engine.step()
-            now, counts, first = time.perf_counter(), 0, False
+            end_time = time.perf_counter()
+            num_new_tokens = 0
             for output in outputs:
-                request = flying[output.request_id]
-                new = len(output.outputs[0].token_ids) - request[1]
-                if request[1]:
-                    gave[request[0]].append(new)
-                first, request[1], counts = first or not request[1], request[1] + new, counts + new
+                request = requests[output.request_id]
+                num_tokens = len(output.outputs[0].token_ids)
+                num_new = num_tokens - request.num_tokens
+                if request.num_tokens:
+                    tokens_by_prompt[request.prompt].append(num_new)
+                else:  # the step had the request's prefill in it
+                    is_full = False
+                request.num_tokens = num_tokens
+                num_new_tokens += num_new
                 if output.finished:
-                    del flying[output.request_id]
-            if full and not first and len(outputs) == batch:
-                seconds.append(now - last)
-                given.append(counts)
-            whole, last = whole + counts, now
-            if steps is not None and len(seconds) >= steps:
+                    del requests[output.request_id]
+            if is_full and len(outputs) == batch:
+                step_seconds.append(end_time - last_time)
+                step_tokens.append(num_new_tokens)
+            total_tokens += num_new_tokens
+            last_time = end_time
+            if steps is not None and len(step_seconds) >= steps:
                 break
-        took = last - began
-        self.engine.abort_request(list(flying))
+        self.engine.abort_request(list(requests))  # those that `steps` or the end left unfinished
         while self.engine.has_unfinished_requests():
             self.engine.step()
-        after = self.counters()
-        return {"seconds": seconds, "tokens": given, "gave": list(gave.values()), "before": before, "after": after, "whole": [took, whole]}
+        return {
+            "step_seconds": step_seconds,
+            "step_tokens": step_tokens,
+            "tokens_by_prompt": list(tokens_by_prompt.values()),
+            "total_tokens": total_tokens,
+            "counters_before": counters_before,
+            "counters_after": self._read_counters(),
+        }
 
-    def counters(self) -> dict[str, float]:
-        """vLLM's counters of speculation, as `name[position]`: value; those of several engines added up."""
-        found: dict[str, float] = {}
+    def _add_request(self, prompt: int, max_tokens: int, temperature: float) -> str:
+        """Gives the stored prompt of an index to the engine, and returns the request's id."""
+        request_id = str(self.num_requests)
+        self.num_requests += 1
+        sampling = self.vllm.SamplingParams(temperature=temperature, max_tokens=max_tokens)
+        self.engine.add_request(request_id, {"prompt_token_ids": self.prompts[prompt]}, sampling)
+        return request_id
+
+    def _read_counters(self) -> dict[str, float]:
+        """vLLM's counters of speculation by name, or `name[position]`, summed over engines."""
+        counters: dict[str, float] = {}
         for metric in self.llm.get_metrics():
             if "spec_decode" not in metric.name:
                 continue
-            for place, value in enumerate(getattr(metric, "values", [getattr(metric, "value", 0)])):
-                name = f"{metric.name}[{place}]" if hasattr(metric, "values") else metric.name
-                found[name] = found.get(name, 0) + value
-        return found
+            if hasattr(metric, "values"):  # a vector: one value for each position of a chain
+                values = {f"{metric.name}[{i}]": value for i, value in enumerate(metric.values)}
+            else:
+                values = {metric.name: getattr(metric, "value", 0)}
+            for name, value in values.items():
+                counters[name] = counters.get(name, 0) + value
+        return counters
 
 
 def main() -> None:
+    """Starts the engine's process, and answers in it the commands that stdin has, a line each."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    lifeline = int(sys.argv[1])
-    engine = os.fork()
-    if engine:
-        watch(lifeline, engine)
-    os.close(lifeline)
-    answers = os.dup(1)
-    os.set_inheritable(answers, False)
+    lifeline_fd = int(sys.argv[1])
+    engine_pid = os.fork()
+    if engine_pid:
+        watch(lifeline_fd, engine_pid)
+    os.close(lifeline_fd)
+    answers_fd = os.dup(1)
+    os.set_inheritable(answers_fd, False)
     os.dup2(2, 1)  # what the engine prints is not an answer
     driver = Driver()
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            answer({"answer": getattr(driver, request.pop("do"))(**request)}, answers)
+            command = getattr(driver, request.pop("command"))
+            write_line({"answer": command(**request)}, answers_fd)
         except Exception as error:
             import traceback
 
             traceback.print_exc()
-            answer({"error": f"{type(error).__name__}: {error}"}, answers)
+            write_line({"error": f"{type(error).__name__}: {error}"}, answers_fd)
 
 
 if __name__ == "__main__":

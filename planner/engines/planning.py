@@ -1,4 +1,4 @@
-"""From measurements to a plan for an engine, and from a plan to what it then measured."""
+"""Makes a plan for an engine from measurements, and verifies a plan by further measurements."""
 
 from __future__ import annotations
 
@@ -9,113 +9,243 @@ from typing import Any
 from msgspec.structs import replace
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.artifacts.engine_plan import ChainAcceptance, EnginePlan, Range, StepSeconds
+from sequoia_plan.artifacts.engine_plan import (
+    ChainAcceptance,
+    EnginePlan,
+    ScheduleEntry,
+    StepSeconds,
+)
 from sequoia_plan.artifacts.uncertainty import Z95
 from sequoia_plan.planner.engines import vllm
-from sequoia_plan.planner.engines.chain import Times, best_length, cells, effective_trials, schedule, step_seconds, tokens
+from sequoia_plan.planner.engines.chain import (
+    StepTimes,
+    best_length,
+    effective_trials,
+    make_schedule,
+    median_step_seconds,
+    predict_cells,
+    tokens_by_length,
+)
 
-STEPS, REPEATS = 12, 3
-"""Over how many steps a step is timed in one round, and how often `verify` runs a cell."""
-PRECISION, FEWEST, MOST = 0.05, 4, 8
-"""Rounds go on until every step's time is known to this relative error with 95 % confidence; how many there are at least and at most."""
-Lines = Callable[[Sequence[Range]], tuple[str, ...]]
+STEPS_PER_ROUND = 12
+"""Full steps that are timed in one round."""
+MAX_ERROR = 0.05
+"""Rounds go on until the half width of every step's 95 % interval is below this fraction."""
+MIN_ROUNDS, MAX_ROUNDS = 4, 8
+VERIFY_REPEATS = 3
+"""How often `verify_plan` runs each batch size and number of tokens."""
+MIN_RUN_PROMPTS = 16
+"""Prompts of a run, at small batch sizes."""
+LaunchLines = Callable[[Sequence[ScheduleEntry]], tuple[str, ...]]
+"""Writes the options that an engine starts with, from the best numbers by batch size."""
 
 
-def decide(acceptance: ChainAcceptance, steps: Sequence[StepSeconds], batches: Sequence[int], most: int, lines: Lines, **known: Any) -> EnginePlan:
-    """The plan that follows from counts and times; no engine is needed.
+def make_plan(
+    acceptance: ChainAcceptance,
+    steps: Sequence[StepSeconds],
+    batches: Sequence[int],
+    max_length: int,
+    launch_lines: LaunchLines,
+    **plan_fields: Any,
+) -> EnginePlan:
+    """Computes the plan from acceptance counts and step times. No engine is needed.
 
     Args:
-        batches: sizes to promise for; they may lie between those that were timed.
-        most: speculative tokens, at most.
-        lines: what to start the engine with, from the schedule.
-        known: further fields of the plan.
+        acceptance: counts of how far drafted chains are accepted.
+        steps: measured times of a step, by batch size and number of speculative tokens.
+        batches: batch sizes to plan for. They may lie between those that were timed.
+        max_length: maximum number of speculative tokens.
+        launch_lines: writes the options to start the engine with, from the schedule.
+        plan_fields: further fields of the plan, such as the engine's name and version.
     """
-    found, times = tokens(acceptance, most), Times(tuple(steps))
-    ranges = schedule(found, times, max(batches))
-    return EnginePlan(acceptance=acceptance, steps=tuple(steps), cells=cells(found, times, batches), schedule=ranges, lines=lines(ranges), **known)
+    tokens, times = tokens_by_length(acceptance, max_length), StepTimes(tuple(steps))
+    schedule = make_schedule(tokens, times, max(batches))
+    return EnginePlan(
+        acceptance=acceptance,
+        steps=tuple(steps),
+        cells=predict_cells(tokens, times, batches),
+        schedule=schedule,
+        lines=launch_lines(schedule),
+        **plan_fields,
+    )
 
 
 def measure(
-    engines: vllm.Engines, batches: Sequence[int], most: int, prompts: Sequence[int], acceptance: ChainAcceptance | None = None
+    pool: vllm.EnginePool,
+    batches: Sequence[int],
+    max_length: int,
+    prompts: Sequence[int],
+    acceptance: ChainAcceptance | None = None,
 ) -> tuple[ChainAcceptance, tuple[StepSeconds, ...], float]:
-    """Counts at the largest length, and step times for 0, 1, the largest, and every length that is then best for some batch size.
+    """Measures acceptance, and the step times that choosing the best lengths needs.
+
+    A length is a number of speculative tokens. Acceptance is counted with the largest one.
+
+        count acceptance with max_length speculative tokens
+        time steps with 0, 1 and max_length tokens
+        repeat: time the lengths that are best for some batch size and were not timed,
+            until there are none
 
     Args:
-        prompts: numbers of the prompts whose acceptance is counted.
-        acceptance: counts from elsewhere, as of a server's metrics.
+        pool: the engines.
+        batches: batch sizes.
+        max_length: maximum number of speculative tokens.
+        prompts: indices of the prompts whose acceptance is counted.
+        acceptance: counts from elsewhere, such as a server's metrics; None counts them here.
 
     Returns:
-        Counts, times, and the seconds that it took.
+        Acceptance, step times, and the seconds that all of it took.
     """
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     if acceptance is None:
-        engines.use([most])
-        acceptance, gave = engines.acceptance(most, min(max(batches), len(prompts)), prompts)
-        share = min(1.0, acceptance.drafts / max(sum(map(len, gave)), 1))
-        acceptance = replace(acceptance, trials=round(effective_trials(acceptance, gave), 1), share=round(share, 4))
-    found = tokens(acceptance, most)
-    rounds = engines.time(sorted({0, 1, most}), batches, STEPS, _enough)
+        acceptance = _count_acceptance(pool, max_length, min(max(batches), len(prompts)), prompts)
+    tokens = tokens_by_length(acceptance, max_length)
+    rounds = pool.time_steps(sorted({0, 1, max_length}), batches, STEPS_PER_ROUND, _is_precise)
     while True:
-        steps = step_seconds(rounds)
-        wanted = {best_length(found, Times(steps), batch) for batch in batches} - {step.speculative_tokens for step in steps}
-        if not wanted:
-            return acceptance, steps, time.perf_counter() - began
-        rounds |= engines.time(sorted(wanted), batches, STEPS, _enough)
+        steps = median_step_seconds(rounds)
+        best_lengths = {best_length(tokens, StepTimes(steps), batch) for batch in batches}
+        untimed = best_lengths - {step.speculative_tokens for step in steps}
+        if not untimed:
+            return acceptance, steps, time.perf_counter() - start_time
+        rounds |= pool.time_steps(sorted(untimed), batches, STEPS_PER_ROUND, _is_precise)
 
 
-def _enough(rounds: vllm.Rounds) -> bool:
-    """Are the times of steps known well enough, or is one more round of little use?"""
-    done = min(map(len, rounds.values()))
-    return done >= MOST or (done >= FEWEST and all(Z95 * step.error <= PRECISION for step in step_seconds(rounds)))
+def _count_acceptance(
+    pool: vllm.EnginePool, length: int, batch: int, prompts: Sequence[int]
+) -> ChainAcceptance:
+    """Counts how far drafted chains are accepted.
+
+    The counts get their effective sample size, and the share of steps that drafted any token.
+
+    Args:
+        pool: the engines.
+        length: number of speculative tokens.
+        batch: number of requests decoded together.
+        prompts: indices of the prompts to decode.
+    """
+    pool.ensure_running([length])
+    acceptance, tokens_by_prompt = pool.measure_acceptance(length, batch, prompts)
+    num_steps = sum(map(len, tokens_by_prompt))
+    return replace(
+        acceptance,
+        trials=round(effective_trials(acceptance, tokens_by_prompt), 1),
+        drafting_share=round(min(1.0, acceptance.drafts / max(num_steps, 1)), 4),
+    )
 
 
-def verify(engines: vllm.Engines, plan: EnginePlan, prompts: Sequence[int]) -> EnginePlan:
-    """The plan with what the best length, its neighbours and none measured on other prompts, for each batch size; they take turns."""
-    chosen = {batch: plan.best(batch).speculative_tokens for batch in plan.batches}
-    lengths = {batch: [cell.speculative_tokens for cell in plan.at(batch) if cell.speculative_tokens in _near(chosen[batch])] for batch in chosen}
-    return with_measured(plan, run_cells(engines, lengths, prompts, REPEATS))
+def _is_precise(rounds: vllm.TimedRounds) -> bool:
+    """True once every step time is precise enough, or MAX_ROUNDS were timed.
+
+    A time is precise enough when half of its relative 95 % interval is at most MAX_ERROR. At
+    least MIN_ROUNDS are timed.
+
+    Args:
+        rounds: by (batch size, number of speculative tokens): seconds and number of steps of each
+            round.
+    """
+    num_rounds = min(map(len, rounds.values()))
+    if num_rounds < MIN_ROUNDS:
+        return False
+    if num_rounds >= MAX_ROUNDS:
+        return True
+    return all(Z95 * step.error <= MAX_ERROR for step in median_step_seconds(rounds))
 
 
-def run_cells(engines: vllm.Engines, lengths: Mapping[int, Sequence[int]], prompts: Sequence[int], repeats: int) -> dict[tuple[int, int], list[vllm.Run]]:
-    """Runs by (batch, length); engines that are kept together take turns in every repeat."""
-    found: dict[tuple[int, int], list[vllm.Run]] = {}
-    every = sorted({length for each in lengths.values() for length in each})
-    for group in engines.groups(every):
-        engines.use(group)
-        for number in range(repeats):
-            for batch, wanted in lengths.items():
-                engines.say(f"verifying batch {batch}, run {number + 1} of {repeats}")
-                for length in (each for each in wanted if each in group):
-                    found.setdefault((batch, length), []).append(engines.run(length, batch, share(prompts, batch)))
-    return found
+def verify_plan(pool: vllm.EnginePool, plan: EnginePlan, prompts: Sequence[int]) -> EnginePlan:
+    """Measures throughput with the plan's best number of speculative tokens, on other prompts.
+
+    For comparison, it is also measured with one token fewer, one more, and without speculation.
+
+    Args:
+        pool: the engines.
+        plan: the plan to verify, for each of its batch sizes.
+        prompts: indices of prompts that the plan was not measured on.
+
+    Returns:
+        The plan with the measurements in its cells.
+    """
+    lengths = {}  # numbers of speculative tokens to measure, by batch size
+    for batch in plan.batches:
+        best = plan.best_cell(batch).speculative_tokens
+        candidates = {0, best - 1, best, best + 1}
+        planned = [cell.speculative_tokens for cell in plan.cells_at(batch)]
+        lengths[batch] = [length for length in planned if length in candidates]
+    return add_measurements(plan, run_cells(pool, lengths, prompts, VERIFY_REPEATS))
 
 
-def share(prompts: Sequence[int], batch: int) -> list[int]:
-    """So many of the prompts that decoding takes about as long at every batch size; at least twice the batch size, from the start again if need be."""
-    wanted = max(2 * batch, min(len(prompts), 16))
-    return [prompts[number % len(prompts)] for number in range(wanted)]
+def run_cells(
+    pool: vllm.EnginePool,
+    lengths: Mapping[int, Sequence[int]],
+    prompts: Sequence[int],
+    repeats: int,
+) -> dict[tuple[int, int], list[vllm.EngineRun]]:
+    """Runs several numbers of speculative tokens (lengths) at each batch size, in turn.
+
+    Each repeat runs all of them once, so that a drift of the machine's speed affects all.
+
+    Args:
+        pool: the engines.
+        lengths: numbers of speculative tokens by batch size.
+        prompts: indices of the prompts.
+        repeats: runs of each batch size and length.
+
+    Returns:
+        Runs by (batch, length).
+    """
+    runs: dict[tuple[int, int], list[vllm.EngineRun]] = {}
+    all_lengths = {length for batch_lengths in lengths.values() for length in batch_lengths}
+    for group in pool.group_lengths(sorted(all_lengths)):  # engines that fit in memory together
+        pool.ensure_running(group)
+        for i in range(repeats):
+            for batch, batch_lengths in lengths.items():
+                pool.report_status(f"verifying batch {batch}, run {i + 1} of {repeats}")
+                for length in batch_lengths:
+                    if length in group:
+                        run = pool.run(length, batch, run_prompts(prompts, batch))
+                        runs.setdefault((batch, length), []).append(run)
+    return runs
 
 
-def with_measured(plan: EnginePlan, runs: Mapping[tuple[int, int], Sequence[vllm.Run]]) -> EnginePlan:
-    """The plan with what was measured in its cells."""
+def run_prompts(prompts: Sequence[int], batch: int) -> list[int]:
+    """Selects prompts so that a run takes about as long at every batch size.
 
-    def measured(batch: int, length: int) -> Any:
-        found = runs.get((batch, length))
-        return vllm.measured_cell(found, batch) if found else None
+    At least MIN_RUN_PROMPTS are selected if there are as many, and at least twice as many as are
+    decoded together, for which prompts repeat if necessary.
 
-    return replace(plan, cells=tuple(replace(cell, measured=measured(cell.batch, cell.speculative_tokens)) for cell in plan.cells))
+    Args:
+        prompts: indices of all prompts.
+        batch: number of requests decoded together.
+    """
+    count = max(2 * batch, min(len(prompts), MIN_RUN_PROMPTS))
+    return [prompts[i % len(prompts)] for i in range(count)]
 
 
-def steps_of(plan: EnginePlan, path: str) -> tuple[StepSeconds, ...]:
-    """The step times of an earlier plan.
+def add_measurements(
+    plan: EnginePlan, runs: Mapping[tuple[int, int], Sequence[vllm.EngineRun]]
+) -> EnginePlan:
+    """Returns the plan with the measured runs summarized in its cells.
+
+    Args:
+        plan: the plan; a cell is its prediction for one batch size and one number of speculative
+            tokens.
+        runs: by (batch size, number of speculative tokens).
+    """
+    cells = []
+    for cell in plan.cells:
+        cell_runs = runs.get((cell.batch, cell.speculative_tokens))
+        measured = vllm.measured_cell(cell_runs, cell.batch) if cell_runs else None
+        cells.append(replace(cell, measured=measured))
+    return replace(plan, cells=tuple(cells))
+
+
+def steps_of_plan(plan: EnginePlan, path: str) -> tuple[StepSeconds, ...]:
+    """Returns the step times of an earlier plan from the file `path`.
 
     Raises:
         SequoiaPlanError: if it has none.
     """
     if not plan.steps:
-        raise SequoiaPlanError(f"--times {path}: holds no step times; expected a plan that an engine was timed for")
+        raise SequoiaPlanError(
+            f"--times {path}: holds no step times; expected a plan that an engine was timed for"
+        )
     return plan.steps
-
-
-def _near(length: int) -> set[int]:
-    return {0, length - 1, length, length + 1}

@@ -1,4 +1,7 @@
-"""The engine's process: started in the user's own environment, asked by JSON lines, and gone when this program is."""
+"""The engine's process in the user's own environment.
+
+Requests and answers are JSON lines, and the process ends when this program does.
+"""
 
 from __future__ import annotations
 
@@ -16,103 +19,153 @@ from typing import Any
 from sequoia_plan.artifacts import SequoiaPlanError
 
 DRIVER = Path(__file__).with_name("driver.py")
-CAUSE = re.compile(r"\b(\w*(?:Error|Exception)): (?:\d+ validation errors? for .*\n\s*)?(.+?)(?: \[type=.*)?$", re.MULTILINE)
-"""An error at the end of a traceback; pydantic says which one on the next line."""
-WRAPPED = ("Engine core initialization failed", "EngineCore encountered an issue", "EngineDeadError", "cancelled")
-"""What vLLM says of an error that another process has told in full before."""
+ERROR_LINE = re.compile(
+    r"\b(\w*(?:Error|Exception)): "  # class
+    r"(?:\d+ validation errors? for .*\n\s*)?"  # pydantic names the error on the next line
+    r"(.+?)(?: \[type=.*)?$",  # message
+    re.MULTILINE,
+)
+"""The error at the end of a traceback."""
+WRAPPER_TEXTS = (
+    "Engine core initialization failed",
+    "EngineCore encountered an issue",
+    "EngineDeadError",
+    "cancelled",
+)
+"""vLLM's words for an error that another of its processes has already printed in full."""
+MAX_LOG_BYTES = 1 << 17
+"""The end of the log in which the cause of an error is searched."""
 HINTS = (
     ("vocab", "use a draft that shares the target's tokenizer"),
     ("memory", "give the engine less in --engine-args, or keep fewer with --together"),
-    ("No such file|does not exist|not a valid model|find the requested files", "name folders or models that the engine can load"),
+    (
+        "No such file|does not exist|not a valid model|find the requested files",
+        "name folders or models that the engine can load",
+    ),
     ("", "its options are set by --engine-args and --speculative-args"),
 )
-"""What to do about an error with such words; the last holds for all others."""
+"""A pattern of error messages and what to do about them. The last pattern matches all messages."""
 
 
-class Engine:
-    """A driver in a session of its own; `with Engine(...)` ends it, and so does the end of this program, whatever it dies of.
+class EngineProcess:
+    """A driver script in a session of its own; see `driver.py`.
+
+    The session ends with `with EngineProcess(...)`, and with this program, however it ends.
 
     Args:
         python: the interpreter that has the engine.
-        driver: the script, which is given the number of a file descriptor that is closed when this program ends.
-        environment: added to this program's own.
+        driver: the script. Its argument is a file descriptor that closes when this program ends.
+        environment: variables added to this program's own.
+
+    Raises:
+        SequoiaPlanError: if the interpreter cannot be run.
     """
 
-    def __init__(self, python: str, driver: str | Path = DRIVER, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        python: str,
+        driver: str | Path = DRIVER,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Starts the driver with the interpreter, its stderr in a temporary file."""
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
-        reader, self._lifeline = os.pipe()  # our end is closed by the kernel when we die
+        read_fd, self._lifeline_fd = os.pipe()  # the kernel closes this end when the program ends
         try:
             self.process = subprocess.Popen(
-                [python, str(driver), str(reader)],
+                [python, str(driver), str(read_fd)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.log,
-                pass_fds=[reader],
+                pass_fds=[read_fd],
                 start_new_session=True,
                 env=os.environ | (environment or {}),
             )
         except OSError as error:
-            os.close(self._lifeline)
-            raise SequoiaPlanError(f"--python {python}: cannot be run ({error.strerror}); give the Python that has the engine") from error
+            os.close(self._lifeline_fd)
+            raise SequoiaPlanError(
+                f"--python {python}: cannot be run ({error.strerror}); "
+                "give the Python that has the engine"
+            ) from error
         finally:
-            os.close(reader)
+            os.close(read_fd)
 
-    def send(self, do: str, **arguments: Any) -> None:
-        """Ask for something; `receive` gives the answer."""
+    def send(self, command: str, **arguments: Any) -> None:
+        """Sends a command, a method of `driver.Driver`. `receive` returns its answer."""
         assert self.process.stdin
-        with suppress(BrokenPipeError):  # `receive` says that it died, and of what
-            self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
+        with suppress(BrokenPipeError):  # `receive` reports that the engine died, and why
+            request = json.dumps({"command": command, **arguments})
+            self.process.stdin.write(request.encode() + b"\n")
             self.process.stdin.flush()
 
-    def receive(self, what: str) -> dict[str, Any]:
-        """The answer to what was sent; `what` says in errors what the engine was doing.
+    def receive(self, activity: str) -> dict[str, Any]:
+        """Waits for the answer to the oldest command that has none.
+
+        Args:
+            activity: what the engine is doing, for error messages.
 
         Raises:
-            SequoiaPlanError: if the engine refuses or dies, with the cause that its log tells.
+            SequoiaPlanError: if the engine refuses or dies, with the cause from its log.
         """
         assert self.process.stdout
         line = self.process.stdout.readline()
-        message: dict[str, Any] = json.loads(line) if line else {"died": self.process.wait()}
+        message: dict[str, Any] = json.loads(line) if line else {"exit_code": self.process.wait()}
         if "answer" in message:
             answer: dict[str, Any] = message["answer"]
             return answer
-        if "died" in message:
+        if "exit_code" in message:
             self.process.wait()
-            code = message["died"]
-            how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            raise SequoiaPlanError(f"the engine died {how} while {what}: {_with_hint(self.cause())}")
-        raise SequoiaPlanError(f"the engine failed while {what}: {_with_hint(self.cause(message['error']))}")
+            code = message["exit_code"]
+            how = (
+                f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            )
+            raise SequoiaPlanError(
+                f"the engine died {how} while {activity}: {_with_hint(self._cause())}"
+            )
+        cause = self._cause(message["error"])
+        raise SequoiaPlanError(f"the engine failed while {activity}: {_with_hint(cause)}")
 
-    def ask(self, what: str, do: str, **arguments: Any) -> dict[str, Any]:
-        """`send` and `receive`."""
-        self.send(do, **arguments)
-        return self.receive(what)
+    def ask(self, activity: str, command: str, **arguments: Any) -> dict[str, Any]:
+        """Sends a command and waits for its answer."""
+        self.send(command, **arguments)
+        return self.receive(activity)
 
-    def cause(self, said: str = "") -> str:
-        """The error that its log names, in one line: the first of the last traceback's that is not about another one."""
+    def _cause(self, reported: str = "") -> str:
+        """The cause of a failure in one printable line: the last error in the log.
+
+        Errors that only say that another of vLLM's processes failed are left out. If no error
+        remains, the cause is the `reported` one, and the log's last line if none was reported.
+        """
         self.log.seek(0, os.SEEK_END)
-        self.log.seek(max(0, self.log.tell() - (1 << 17)))
-        text = self.log.read().decode(errors="replace")
-        named = [f"{kind}: {words.rstrip('.')}" for kind, words in CAUSE.findall(text) if not any(each in words or each in kind for each in WRAPPED)]
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        found = named[-1] if named else said or (lines[-1] if lines else "it printed nothing")
-        return "".join(each if each.isprintable() else " " for each in found)[:400].strip()
+        self.log.seek(max(0, self.log.tell() - MAX_LOG_BYTES))
+        log_text = self.log.read().decode(errors="replace")
+        errors = [
+            f"{error_class}: {message.rstrip('.')}"
+            for error_class, message in ERROR_LINE.findall(log_text)
+            if not any(text in message or text in error_class for text in WRAPPER_TEXTS)
+        ]
+        log_lines = [line.strip() for line in log_text.splitlines() if line.strip()]
+        last_line = log_lines[-1] if log_lines else "it printed nothing"
+        cause = errors[-1] if errors else reported or last_line
+        printable = "".join(char if char.isprintable() else " " for char in cause)
+        return printable[:400].strip()
 
     def close(self) -> None:
-        """Kill it and every process that it has started."""
-        if self._lifeline < 0:
+        """Kills the driver and every process that it has started."""
+        if self._lifeline_fd < 0:
             return
-        os.close(self._lifeline)
-        self._lifeline = -1
-        if self.process.returncode is None:  # else the session is gone, and its number may be another's
+        os.close(self._lifeline_fd)
+        self._lifeline_fd = -1
+        # once the driver was waited for, the session is gone and its id may be in use again
+        if self.process.returncode is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         for stream in (self.process.stdin, self.process.stdout, self.log):
             with suppress(OSError):
-                stream and stream.close()
+                if stream:
+                    stream.close()
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> EngineProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -120,4 +173,6 @@ class Engine:
 
 
 def _with_hint(cause: str) -> str:
-    return f"{cause}; {next(hint for words, hint in HINTS if re.search(words, cause, re.IGNORECASE))}"
+    """An error's cause, and what to do about it."""
+    hint = next(hint for pattern, hint in HINTS if re.search(pattern, cause, re.IGNORECASE))
+    return f"{cause}; {hint}"

@@ -1,11 +1,14 @@
-"""A plan for SGLang with chains (--speculative-eagle-topk 1), from what its servers say: nothing is run here.
+"""A plan for SGLang with chains (--speculative-eagle-topk 1), from its servers' files.
 
-Acceptance is from the histogram in its responses' `meta_info` (`spec_correct_drafts_histogram`, before that `spec_accept_histogram`): entry n
-counts the steps in which n drafted tokens were accepted. Step times are from the lines of its log,
+Nothing is run here. Acceptance is from the histogram in the `meta_info` of responses
+(`spec_correct_drafts_histogram`, formerly `spec_accept_histogram`): entry n counts the steps in
+which n drafted tokens were accepted. Step times are from lines of the log,
 
-    Decode batch. #running-req: 4, ..., accept len: 2.40, accept rate: 0.47, ..., gen throughput (token/s): 252.18, ...
+    Decode batch. #running-req: 4, ..., accept len: 2.40, accept rate: 0.47, ...,
+    gen throughput (token/s): 252.18, ...
 
-where `accept len` counts the token that every step yields, too: a step takes running x accept len / throughput. From SGLang's
+(one line there). `accept len` includes the token that every step yields, so a step takes
+running-req x accept len / throughput. The fields are those of SGLang's
 `scheduler_metrics_mixin.py` and `metrics_reporter.py`.
 """
 
@@ -15,122 +18,98 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.artifacts.engine_plan import ChainAcceptance, Range, StepSeconds
+from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
+from sequoia_plan.artifacts.engine_plan import ChainAcceptance, ScheduleEntry, StepSeconds
 from sequoia_plan.artifacts.files import read_bytes
-from sequoia_plan.artifacts.uncertainty import median
+from sequoia_plan.artifacts.uncertainty import median_with_error
 
 HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")
-DECODE = re.compile(r"Decode batch.*?#running-req: (\d+).*?gen throughput \(token/s\): ([\d.]+)")
-ACCEPTED, LENGTH, BRANCHES = re.compile(r"accept len: ([\d.]+)"), re.compile(r"speculative_num_steps=(\d+|None)"), re.compile(r"speculative_eagle_topk=(\d+)")
-INTERVAL = re.compile(r"decode_log_interval=(\d+)")
-USUAL_INTERVAL = 40
-"""Steps between two lines of the log, unless the server was told otherwise."""
-LARGEST_FILE = 1 << 28
+DECODE_LINE = re.compile(
+    r"Decode batch.*?#running-req: (\d+).*?gen throughput \(token/s\): ([\d.]+)"
+)
+ACCEPT_LENGTH = re.compile(r"accept len: ([\d.]+)")
+NUM_STEPS = re.compile(r"speculative_num_steps=(\d+|None)")
+TOP_K = re.compile(r"speculative_eagle_topk=(\d+)")
+LOG_INTERVAL = re.compile(r"decode_log_interval=(\d+)")
+DEFAULT_LOG_INTERVAL = 40
+"""Steps between two lines of the log, unless the server has another `decode_log_interval`."""
+MAX_FILE_BYTES = 1 << 28
 EXPECTED = "responses of SGLang, as JSON or a JSON object a line"
 
 
+class ServerLog(NamedTuple):
+    """Measurements from the log of one server.
+
+    Args:
+        speculative_tokens: number that the server ran with; 0 is no speculation.
+        steps: step times by batch size.
+        accept_lengths: mean tokens a step and request, by batch size.
+    """
+
+    speculative_tokens: int
+    steps: tuple[StepSeconds, ...]
+    accept_lengths: dict[int, float]
+
+
 def read_responses(path: str) -> ChainAcceptance:
-    """The acceptance that all histograms in a file add up to.
+    """Reads a file of responses, and sums their histograms of accepted tokens.
+
+    Entry n of a histogram counts the steps in which n drafted tokens were accepted.
 
     Raises:
-        SequoiaPlanError: if the file is no JSON, or no response has a histogram.
+        SequoiaPlanError: if the file is not JSON, no response has a histogram, or nothing was
+            accepted.
     """
-    text = read_bytes(path, EXPECTED, LARGEST_FILE).decode(errors="replace")
+    histograms = list(_histograms(_read_json(path)))
+    if not histograms:
+        raise SequoiaPlanError(
+            f"{path}: no response has meta_info.{HISTOGRAMS[0]}; "
+            "ask a server that runs with --speculative-algorithm for whole responses"
+        )
+    for histogram in histograms:
+        if not isinstance(histogram, list) or not all(map(_is_count, histogram)):
+            raise SequoiaPlanError(
+                f"{path}: found the histogram {histogram!r:.60}, expected a list of counts"
+            )
+    num_entries = max(map(len, histograms))
+    padded = [histogram + [0] * (num_entries - len(histogram)) for histogram in histograms]
+    counts = np.sum(padded, axis=0)
+    if num_entries < 2 or counts[1:].sum() == 0:
+        raise SequoiaPlanError(
+            f"{path}: no drafted token was accepted in {int(counts.sum())} steps; "
+            "the draft does not fit the target, or nothing was drafted"
+        )
+    at_least_n_accepted = counts[::-1].cumsum()[::-1]  # entry 0 counts all steps
+    return ChainAcceptance(
+        drafts=int(at_least_n_accepted[0]),
+        accepted=tuple(map(int, at_least_n_accepted[1:])),
+        source=f"{len(histograms)} responses of SGLang",
+    )
+
+
+def _read_json(path: str) -> list[Any]:
+    """Reads a JSON list, JSON lines, or a single JSON document that spans several lines."""
+    text = read_bytes(path, EXPECTED, MAX_FILE_BYTES).decode(errors="replace")
     try:
-        documents = [json.loads(text)] if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines() if line.strip()]
+        if text.lstrip().startswith("["):
+            return [json.loads(text)]
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
     except (ValueError, RecursionError):
         try:
-            documents = [json.loads(text)]
+            return [json.loads(text)]
         except (ValueError, RecursionError) as error:
             raise SequoiaPlanError(f"{path}: not JSON; expected {EXPECTED}") from error
-    found = list(_histograms(documents))
-    if not found:
-        raise SequoiaPlanError(f"{path}: no response has meta_info.{HISTOGRAMS[0]}; ask a server that runs with --speculative-algorithm for whole responses")
-    for histogram in found:
-        if not isinstance(histogram, list) or not all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in histogram):
-            raise SequoiaPlanError(f"{path}: found the histogram {histogram!r:.60}, expected a list of counts")
-    longest = max(map(len, found))
-    counts = np.sum([histogram + [0] * (longest - len(histogram)) for histogram in found], axis=0)
-    if longest < 2 or counts[1:].sum() == 0:
-        raise SequoiaPlanError(f"{path}: no drafted token was accepted in {int(counts.sum())} steps; the draft does not fit the target, or nothing was drafted")
-    at_least = counts[::-1].cumsum()[::-1]
-    return ChainAcceptance(drafts=int(at_least[0]), accepted=tuple(map(int, at_least[1:])), source=f"{len(found)} responses of SGLang")
-
-
-def read_log(path: str) -> tuple[int, tuple[StepSeconds, ...], dict[int, float]]:
-    """The speculative tokens that a server's log says it ran with, step times by batch size, and the mean of tokens a step.
-
-    Lines whose number of requests differs from the line before are left out: their time is a mix.
-
-    Raises:
-        SequoiaPlanError: if the log has no such lines, does not say how many tokens, or is of a tree.
-    """
-    text = read_bytes(path, "a log of SGLang", LARGEST_FILE).decode(errors="replace")
-    branches = BRANCHES.search(text)
-    if branches and int(branches[1]) != 1:
-        raise SequoiaPlanError(f"{path}: the server ran with --speculative-eagle-topk {branches[1]}, a tree; expected 1, a chain")
-    said, seen = LENGTH.search(text), list(_decode_lines(text))
-    if not seen:
-        raise SequoiaPlanError(f"{path}: no line 'Decode batch ... gen throughput (token/s)'; expected a log of SGLang that decoded for a while")
-    if not said:
-        raise SequoiaPlanError(f"{path}: does not say speculative_num_steps; expected a log from the server's start on, with its server_args")
-    length = 0 if said[1] == "None" else int(said[1])
-    interval = int(told[1]) if (told := INTERVAL.search(text)) else USUAL_INTERVAL
-    if length and not any(accepted for _, _, accepted in seen):
-        raise SequoiaPlanError(f"{path}: ran with {length} speculative tokens, but no line has 'accept len'; use an SGLang that logs it")
-    steady = [now for before, now in pairwise(seen) if before[0] == now[0]]
-    by_batch: dict[int, list[tuple[float, float]]] = {}
-    for batch, throughput, accepted in steady:
-        by_batch.setdefault(batch, []).append((batch * (accepted or 1.0) / throughput, accepted or 1.0))
-    rows = []
-    for batch, found in sorted(by_batch.items()):
-        middle, error = median(np.array([each for each, _ in found]))
-        rows.append(StepSeconds(batch=batch, speculative_tokens=length, seconds=middle, error=error, steps=len(found) * interval))
-    if not rows:
-        raise SequoiaPlanError(f"{path}: no two 'Decode batch' lines in a row with the same #running-req; expected a steady number of requests for a while")
-    return length, tuple(rows), {batch: float(np.mean([each for _, each in found])) for batch, found in by_batch.items()}
-
-
-def of_mean(tokens_per_step: float, length: int, drafts: int) -> ChainAcceptance:
-    """Acceptance from a log alone: the same chance at every position, so that `drafts` chains of `length` yield that many tokens a step.
-
-    Raises:
-        SequoiaPlanError: if they cannot.
-    """
-    if not 1 < tokens_per_step < length + 1:
-        raise SequoiaPlanError(f"accept len {tokens_per_step:g} with {length} speculative tokens; expected more than 1 and less than {length + 1}")
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        rate = (low + high) / 2
-        low, high = (rate, high) if sum(rate**n for n in range(length + 1)) < tokens_per_step else (low, rate)
-    source = f"accept len {tokens_per_step:.2f} of a log, one rate for all positions"
-    return ChainAcceptance(drafts, tuple(round(drafts * low**n) for n in range(1, length + 1)), source=source)
-
-
-def lines(ranges: Sequence[Range]) -> tuple[str, ...]:
-    """The three flags for each number of tokens; nothing for a batch size at which it should not speculate."""
-    lengths = dict.fromkeys(each.speculative_tokens for each in ranges)
-    return tuple(f"--speculative-num-steps {n} --speculative-eagle-topk 1 --speculative-num-draft-tokens {n + 1}" for n in lengths if n)
-
-
-def _decode_lines(text: str) -> Iterator[tuple[int, float, float | None]]:
-    """Requests, tokens a second, and accepted tokens a step if the line says so."""
-    for line in text.splitlines():
-        match = DECODE.search(line)
-        if match and int(match[1]) and float(match[2]) > 0:
-            accepted = ACCEPTED.search(line)
-            yield int(match[1]), float(match[2]), float(accepted[1]) if accepted else None
 
 
 def _histograms(document: Any) -> Iterator[Any]:
-    """Every histogram, wherever it stands."""
+    """Yields every histogram of accepted tokens in a JSON document, at any depth of nesting."""
     if isinstance(document, dict):
-        if name := next((name for name in HISTOGRAMS if document.get(name)), None):
+        name = next((name for name in HISTOGRAMS if document.get(name)), None)
+        if name:
             yield document[name]
         else:
             for value in document.values():
@@ -138,3 +117,171 @@ def _histograms(document: Any) -> Iterator[Any]:
     elif isinstance(document, list):
         for value in document:
             yield from _histograms(value)
+
+
+def _is_count(value: Any) -> bool:
+    """True for a whole number >= 0. JSON's true and false are no numbers."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def read_log(path: str) -> ServerLog:
+    """Reads step times and accept lengths from a server's log.
+
+    A line "Decode batch ..." of the log has the number of requests, the generated tokens a second
+    since the line before, and, with speculation, the mean number of tokens that a step yields for
+    a request (the accept length). A line whose number of requests differs from that of the line
+    before does not count, since its throughput is that of a mix of both batch sizes.
+
+    Raises:
+        SequoiaPlanError: if the log has no such lines, does not say the number of speculative
+            tokens, or is of a server that drafts trees.
+    """
+    text = read_bytes(path, "a log of SGLang", MAX_FILE_BYTES).decode(errors="replace")
+    _check_chains(path, text)
+    decode_lines = list(_decode_lines(text))
+    if not decode_lines:
+        raise SequoiaPlanError(
+            f"{path}: no line 'Decode batch ... gen throughput (token/s)'; "
+            "expected a log of SGLang that decoded for a while"
+        )
+    length = _num_speculative_tokens(path, text)
+    interval_match = LOG_INTERVAL.search(text)
+    log_interval = int(interval_match[1]) if interval_match else DEFAULT_LOG_INTERVAL
+    if length and not any(accept_length for _, _, accept_length in decode_lines):
+        raise SequoiaPlanError(
+            f"{path}: ran with {length} speculative tokens, but no line has 'accept len'; "
+            "use an SGLang that logs it"
+        )
+    samples: dict[int, list[tuple[float, float]]] = {}  # seconds and tokens a step, by batch size
+    for (previous_batch, *_), (batch, throughput, accept_length) in pairwise(decode_lines):
+        if previous_batch == batch:
+            tokens_per_step = accept_length or 1.0
+            seconds_per_step = batch * tokens_per_step / throughput
+            samples.setdefault(batch, []).append((seconds_per_step, tokens_per_step))
+    if not samples:
+        raise SequoiaPlanError(
+            f"{path}: no two 'Decode batch' lines in a row with the same #running-req; "
+            "expected a steady number of requests for a while"
+        )
+    steps = []
+    for batch, batch_samples in sorted(samples.items()):
+        seconds, error = median_with_error(np.array([seconds for seconds, _ in batch_samples]))
+        step = StepSeconds(
+            batch=batch,
+            speculative_tokens=length,
+            seconds=seconds,
+            error=error,
+            steps=len(batch_samples) * log_interval,  # a line stands for that many steps
+        )
+        steps.append(step)
+    accept_lengths = {
+        batch: float(np.mean([tokens for _, tokens in batch_samples]))
+        for batch, batch_samples in samples.items()
+    }
+    return ServerLog(length, tuple(steps), accept_lengths)
+
+
+def _check_chains(path: str, text: str) -> None:
+    """Raises if a server's arguments say that it drafted trees."""
+    top_k = TOP_K.search(text)
+    if top_k and int(top_k[1]) != 1:
+        raise SequoiaPlanError(
+            f"{path}: the server ran with --speculative-eagle-topk {top_k[1]}, a tree; "
+            "expected 1, a chain"
+        )
+
+
+def _num_speculative_tokens(path: str, text: str) -> int:
+    """Reads the length of the server's chains from its arguments; 0 is no speculation."""
+    num_steps = NUM_STEPS.search(text)
+    if not num_steps:
+        raise SequoiaPlanError(
+            f"{path}: does not say speculative_num_steps; "
+            "expected a log from the server's start on, with its server_args"
+        )
+    return 0 if num_steps[1] == "None" else int(num_steps[1])
+
+
+def _decode_lines(text: str) -> Iterator[tuple[int, float, float | None]]:
+    """Yields three numbers of each line of the log about decoding.
+
+    They are the requests decoded together, the generated tokens a second, and the accept length
+    (the mean number of tokens that a step yields for a request), None if the line has none.
+    """
+    for line in text.splitlines():
+        match = DECODE_LINE.search(line)
+        if not match:
+            continue
+        num_requests, throughput = int(match[1]), float(match[2])
+        if num_requests and throughput > 0:
+            accept_length = ACCEPT_LENGTH.search(line)
+            yield num_requests, throughput, float(accept_length[1]) if accept_length else None
+
+
+def acceptance_from_logs(logs: Sequence[ServerLog]) -> ChainAcceptance:
+    """Computes acceptance from the accept length of the log with the most speculative tokens.
+
+    The accept length is the mean number of tokens that a step yields for a request.
+
+    Raises:
+        ArgumentError: if no server ran with speculation.
+        SequoiaPlanError: if the accept length does not fit the number of speculative tokens.
+    """
+    log = max(logs, key=lambda log: log.speculative_tokens)
+    if not log.speculative_tokens:
+        raise ArgumentError(
+            "--log: no server ran with speculation; add the log of one that did, or --responses"
+        )
+    # each step verifies one chain for each request
+    drafts = sum(step.batch * step.steps for step in log.steps)
+    tokens = sum(log.accept_lengths[step.batch] * step.batch * step.steps for step in log.steps)
+    return acceptance_from_mean(tokens / drafts, log.speculative_tokens, drafts)
+
+
+def acceptance_from_mean(tokens_per_step: float, length: int, drafts: int) -> ChainAcceptance:
+    """Acceptance from a log alone, as if all positions had the same acceptance rate.
+
+    Bisection finds the rate r at which 1 + r + ... + r^length is the measured tokens a step.
+
+    Args:
+        tokens_per_step: the mean accept length, which includes the token that every step yields.
+        length: number of speculative tokens.
+        drafts: number of chains that were verified.
+
+    Raises:
+        SequoiaPlanError: if no rate yields that many tokens.
+    """
+    if not 1 < tokens_per_step < length + 1:
+        raise SequoiaPlanError(
+            f"accept len {tokens_per_step:g} with {length} speculative tokens; "
+            f"expected more than 1 and less than {length + 1}"
+        )
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        rate = (low + high) / 2
+        if sum(rate**n for n in range(length + 1)) < tokens_per_step:
+            low = rate
+        else:
+            high = rate
+    # n tokens are accepted with the probability rate^n
+    accepted = tuple(round(drafts * low**n) for n in range(1, length + 1))
+    source = f"accept len {tokens_per_step:.2f} of a log, one rate for all positions"
+    return ChainAcceptance(drafts, accepted, source=source)
+
+
+def launch_flags(schedule: Sequence[ScheduleEntry]) -> tuple[str, ...]:
+    """SGLang's flags for each best number of speculative tokens, as one text for each number.
+
+    No speculation needs no flags, so 0 has no text. A chain has a top-k of 1, and SGLang counts
+    the root among the draft tokens.
+
+    Args:
+        schedule: the best number of speculative tokens by batch size.
+    """
+    lengths = dict.fromkeys(entry.speculative_tokens for entry in schedule)
+    return tuple(
+        f"--speculative-num-steps {length} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {length + 1}"
+        for length in lengths
+        if length
+    )

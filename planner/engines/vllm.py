@@ -1,4 +1,7 @@
-"""A plan for vLLM, measured in the vLLM of the user's environment: acceptance by its own counters, step times by a few engines' timed steps."""
+"""Measures in the vLLM of the user's environment, and writes the options that vLLM starts with.
+
+Acceptance is from vLLM's own counters, and step times are from timed steps of a few engines.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +20,31 @@ from typing import Any
 import numpy as np
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.artifacts.engine_plan import ChainAcceptance, MeasuredCell, Range
+from sequoia_plan.artifacts.engine_plan import ChainAcceptance, MeasuredCell, ScheduleEntry
 from sequoia_plan.planner.engines import counters
-from sequoia_plan.planner.engines.process import Engine
+from sequoia_plan.planner.engines.process import EngineProcess
 
-SCHEDULE = "num_speculative_tokens_per_batch_size"
-WITHOUT_DRAFT = ("ngram", "ngram_gpu", "suffix", "mtp")
-"""Methods that need no model of their own."""
-REST = 1.5
-"""Seconds before another engine's turn: vLLM's processes look for work in a loop for one second after their last (shm_broadcast.py in 0.32.0),
-which takes a processor from whoever decodes in that second."""
-Rounds = dict[tuple[int, int], list[tuple[float, int]]]
-Say = Callable[[str], None]
+SCHEDULE_KEY = "num_speculative_tokens_per_batch_size"
+METHODS_WITHOUT_DRAFT = ("ngram", "ngram_gpu", "suffix", "mtp")
+"""Methods that need no draft model."""
+IDLE_SECONDS = 1.5
+"""Pause before another engine runs.
+
+vLLM's processes poll for work for one second after their last (shm_broadcast.py in 0.32.0), which
+takes a processor from the engine that decodes in that second.
+"""
+TimedRounds = dict[tuple[int, int], list[tuple[float, int]]]
+"""By (batch, speculative tokens): seconds and number of steps of each round."""
+ReportStatus = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Work:
-    """What is decoded to measure.
+class Workload:
+    """The prompts that are decoded to measure.
 
     Args:
         prompts: texts or conversations.
-        tokens: new tokens a prompt, at most.
+        tokens: maximum number of new tokens of a prompt.
         temperature: of sampling; 0 is greedy.
     """
 
@@ -47,15 +54,24 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Run:
-    """What a run gave: seconds, steps and tokens of the steps that count, tokens of each step by prompt, and vLLM's counters around it."""
+class EngineRun:
+    """The result of `driver.Driver.run`.
+
+    Args:
+        seconds: of all full steps, which yield tokens for each request of the batch.
+        steps: number of full steps.
+        tokens: number of new tokens of all full steps.
+        tokens_by_prompt: for each prompt, the number of new tokens of each of its steps but the
+            first.
+        counters_before, counters_after: vLLM's counters at the start and the end of the run.
+    """
 
     seconds: float
     steps: int
     tokens: int
-    gave: list[list[int]]
-    before: Mapping[str, float]
-    after: Mapping[str, float]
+    tokens_by_prompt: list[list[int]]
+    counters_before: Mapping[str, float]
+    counters_after: Mapping[str, float]
 
     @property
     def throughput(self) -> float:
@@ -64,153 +80,301 @@ class Run:
 
 
 @dataclass
-class Engines:
-    """Engines of one target and draft with different numbers of speculative tokens; a context that ends them all.
+class EnginePool:
+    """Engines of one target and draft with different numbers of speculative tokens.
 
-    So many are kept `together` that can be: they are then timed in turn. None is for 4 on a CPU, and else 1, since each takes the device's memory.
+    A number of speculative tokens is called a length, and 0 is no speculation. The engines end
+    with the context.
+
+    Args:
+        python: the interpreter that has vLLM.
+        target: the target model.
+        workload: what the engines decode.
+        speculative: vLLM's speculative config, without a number of tokens.
+        options: further arguments of `vllm.LLM`.
+        max_engines: engines kept in memory at a time, which are then timed alternately. None is 4
+            on a CPU and 1 on other devices, where each engine takes the device's memory.
+        report_status: called with a text at each step of the work.
     """
 
     python: str
     target: str
-    work: Work
+    workload: Workload
     speculative: Mapping[str, Any]
     options: Mapping[str, Any]
-    together: int | None = None
-    say: Say = lambda text: None
-    facts: dict[str, Any] = field(default_factory=dict)
-    running: dict[int, Engine] = field(default_factory=dict)
-    stack: ExitStack = field(default_factory=ExitStack)
-    last: int | None = None
+    max_engines: int | None = None
+    report_status: ReportStatus = lambda text: None
+    info: dict[str, Any] = field(default_factory=dict)
+    """What the first engine reported about its vLLM; empty before."""
+    _engines: dict[int, EngineProcess] = field(default_factory=dict)
+    _exit_stack: ExitStack = field(default_factory=ExitStack)
+    _last_length: int | None = None
 
-    def __enter__(self) -> Engines:
+    def __enter__(self) -> EnginePool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stack.close()
+        self._exit_stack.close()
 
-    def groups(self, lengths: Sequence[int]) -> list[list[int]]:
-        """The lengths in groups of engines that are kept together; those that run come first."""
-        size = self.together or (4 if self.facts.get("device") == "cpu" else 1)
-        ordered = sorted(lengths, key=lambda length: length not in self.running)
-        return [sorted(ordered[start : start + size]) for start in range(0, len(ordered), size)]
+    def group_lengths(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Splits numbers of speculative tokens into groups whose engines fit in memory together.
 
-    def use(self, lengths: Sequence[int]) -> None:
-        """See to it that there are engines with these numbers of speculative tokens, a group at most."""
-        missing = [length for length in lengths if length not in self.running]
-        if missing and not self.facts:  # the first tells what device it is on
+        Numbers whose engine already runs come first.
+        """
+        group_size = self.max_engines or (4 if self.info.get("device") == "cpu" else 1)
+        ordered = sorted(lengths, key=lambda length: length not in self._engines)
+        starts = range(0, len(ordered), group_size)
+        return [sorted(ordered[start : start + group_size]) for start in starts]
+
+    def ensure_running(self, lengths: Sequence[int]) -> None:
+        """Starts the engines that do not run yet, and closes others if memory does not hold all.
+
+        Args:
+            lengths: numbers of speculative tokens; each number needs an engine of its own.
+        """
+        missing = [length for length in lengths if length not in self._engines]
+        if missing and not self.info:  # the first engine reports the type of device: CPU or other
             self._start(missing[:1])
             missing = missing[1:]
-        if missing and len(self.groups([*self.running, *missing])) > 1:
-            for length in [each for each in self.running if each not in lengths]:
-                self.running.pop(length).close()
+        all_groups = self.group_lengths([*self._engines, *missing])
+        if missing and len(all_groups) > 1:  # memory does not hold running and missing engines
+            for length in [length for length in self._engines if length not in lengths]:
+                self._engines.pop(length).close()
         if missing:
             self._start(missing)
 
     def _start(self, lengths: Sequence[int]) -> None:
-        self.say(f"starting vLLM with {_listed(lengths)} speculative tokens")
-        started: dict[int, Engine] = {length: self.stack.enter_context(Engine(self.python)) for length in lengths}
-        for length, engine in started.items():
-            speculative = {**self.speculative, "num_speculative_tokens": length} if length else None
-            engine.send("start", model=self.target, speculative=speculative, options=dict(self.options))
-        for length, engine in started.items():
-            self.facts |= engine.receive(f"starting with {length} speculative tokens")
-            lengths_of_prompts = engine.ask("reading the prompts", "encode", prompts=list(self.work.prompts))["lengths"]
-            self.facts["prompt_tokens"] = sum(lengths_of_prompts)
-        self.running |= started
+        """Starts an engine for each number of speculative tokens, and gives it the prompts.
 
-    def run(self, length: int, batch: int, prompts: Sequence[int], steps: int | None = None, drain: bool = False) -> Run:
-        """Decode `prompts`, `batch` at a time; see `driver.Driver.run`."""
-        self.use([length])
-        if self.last not in (None, length):
-            time.sleep(REST)
-        self.last = length
-        given = {"batch": batch, "prompts": list(prompts), "tokens": self.work.tokens, "steps": steps, "temperature": self.work.temperature, "drain": drain}
-        found = self.running[length].ask(f"decoding {batch} requests at a time with {length} speculative tokens", "run", **given)
-        if not found["seconds"]:
-            raise SequoiaPlanError(f"batch {batch}: no step had {batch} requests in it; give more prompts, or a larger max_num_seqs in --engine-args")
-        return Run(sum(found["seconds"]), len(found["seconds"]), sum(found["tokens"]), found["gave"], found["before"], found["after"])
+        All of them load their models at the same time.
+        """
+        self.report_status(f"starting vLLM with {_comma_separated(lengths)} speculative tokens")
+        engines: dict[int, EngineProcess] = {
+            length: self._exit_stack.enter_context(EngineProcess(self.python)) for length in lengths
+        }
+        for length, engine in engines.items():
+            config = {**self.speculative, "num_speculative_tokens": length} if length else None
+            engine.send("start", model=self.target, speculative=config, options=dict(self.options))
+        for length, engine in engines.items():
+            self.info |= engine.receive(f"starting with {length} speculative tokens")
+            engine.ask("reading the prompts", "encode", prompts=list(self.workload.prompts))
+        self._engines |= engines
 
-    def acceptance(self, length: int, batch: int, prompts: Sequence[int]) -> tuple[ChainAcceptance, list[list[int]]]:
-        """vLLM's counters of a run at one length, and the tokens of each step by prompt."""
-        self.say(f"counting what is accepted of {length} speculative tokens, {batch} requests at a time")
+    def run(
+        self,
+        length: int,
+        batch: int,
+        prompts: Sequence[int],
+        steps: int | None = None,
+        drain: bool = False,
+    ) -> EngineRun:
+        """Decodes prompts, and times the full steps: those that yield tokens for every request.
+
+        `driver.Driver.run` does this in the engine's process.
+
+        Args:
+            length: number of speculative tokens; 0 is no speculation.
+            batch: number of requests decoded together.
+            prompts: indices of the workload's prompts, in the order in which they start.
+            steps: end after that many full steps; None for no limit.
+            drain: go on until every prompt has its tokens; else the run ends when fewer than
+                `batch` requests are left.
+
+        Raises:
+            SequoiaPlanError: if no step is full, or the engine fails.
+        """
+        self.ensure_running([length])
+        if self._last_length not in (None, length):
+            time.sleep(IDLE_SECONDS)  # until the engine that ran before uses no processor
+        self._last_length = length
+        result = self._engines[length].ask(
+            f"decoding {batch} requests at a time with {length} speculative tokens",
+            "run",
+            batch=batch,
+            prompts=list(prompts),
+            tokens=self.workload.tokens,
+            steps=steps,
+            temperature=self.workload.temperature,
+            drain=drain,
+        )
+        if not result["step_seconds"]:
+            raise SequoiaPlanError(
+                f"batch {batch}: no step had {batch} requests in it; "
+                "give more prompts, or a larger max_num_seqs in --engine-args"
+            )
+        return EngineRun(
+            seconds=sum(result["step_seconds"]),
+            steps=len(result["step_seconds"]),
+            tokens=sum(result["step_tokens"]),
+            tokens_by_prompt=result["tokens_by_prompt"],
+            counters_before=result["counters_before"],
+            counters_after=result["counters_after"],
+        )
+
+    def measure_acceptance(
+        self, length: int, batch: int, prompts: Sequence[int]
+    ) -> tuple[ChainAcceptance, list[list[int]]]:
+        """Counts how far chains of one length are accepted.
+
+        Args:
+            length: number of speculative tokens.
+            batch: number of requests decoded together.
+            prompts: indices of the workload's prompts to decode.
+
+        Returns:
+            vLLM's counts, and for each prompt the number of new tokens of each of its steps but
+            the first.
+        """
+        self.report_status(
+            f"counting what is accepted of {length} speculative tokens, {batch} requests at a time"
+        )
         run = self.run(length, batch, prompts, drain=True)
-        return counters.acceptance(run.after, run.before, f"vLLM {self.facts['version']}, {len(prompts)} prompts"), run.gave
+        source = f"vLLM {self.info['version']}, {len(prompts)} prompts"
+        acceptance = counters.chain_acceptance(run.counters_after, run.counters_before, source)
+        return acceptance, run.tokens_by_prompt
 
-    def time(self, lengths: Sequence[int], batches: Sequence[int], steps: int, enough: Callable[[Rounds], bool]) -> Rounds:
-        """Timed steps of every length and batch size, in rounds until they are `enough`. Engines that are kept together take turns in a round."""
-        found: Rounds = {}
-        for group in self.groups(lengths):
-            self.use(group)
+    def time_steps(
+        self,
+        lengths: Sequence[int],
+        batches: Sequence[int],
+        steps: int,
+        is_precise: Callable[[TimedRounds], bool],
+    ) -> TimedRounds:
+        """Times steps with every number of speculative tokens and every batch size, in rounds.
+
+        A group is as many engines as fit in memory together. They alternate within a round, so
+        that a drift of the machine's speed affects all of them.
+
+        Args:
+            lengths: numbers of speculative tokens.
+            batches: batch sizes.
+            steps: number of full steps that are timed in each round.
+            is_precise: called with the rounds of a group so far; True ends them.
+
+        Returns:
+            By (batch size, number of speculative tokens): seconds and number of steps of each
+            round.
+        """
+        rounds: TimedRounds = {}
+        for group in self.group_lengths(lengths):
+            self.ensure_running(group)
             cells = [(batch, length) for batch in batches for length in group]
             for batch, length in cells:  # the first passes of every batch size take longer
-                self.run(length, batch, self._prompts(batch, 0), 2)
-            timed: Rounds = {cell: [] for cell in cells}
-            for number in itertools.count():
-                self.say(f"timing steps with {_listed(group)} speculative tokens, round {number + 1}")
-                for batch, length in cells if number % 2 else reversed(cells):
-                    run = self.run(length, batch, self._prompts(batch, number), steps)
-                    timed[batch, length].append((run.seconds, run.steps))
-                if enough(timed):
+                self.run(length, batch, self._round_prompts(batch, 0), steps=2)
+            group_rounds: TimedRounds = {cell: [] for cell in cells}
+            for i in itertools.count():
+                self.report_status(
+                    f"timing steps with {_comma_separated(group)} speculative tokens, round {i + 1}"
+                )
+                # every second round goes through them in the opposite order
+                for batch, length in cells if i % 2 else reversed(cells):
+                    run = self.run(length, batch, self._round_prompts(batch, i), steps)
+                    group_rounds[batch, length].append((run.seconds, run.steps))
+                if is_precise(group_rounds):
                     break
-            found |= timed
-        return found
+            rounds |= group_rounds
+        return rounds
 
-    def _prompts(self, batch: int, number: int) -> list[int]:
-        """Twice as many prompts as requests, others in every round."""
-        return [(number * batch + each) % len(self.work.prompts) for each in range(2 * batch)]
+    def _round_prompts(self, batch: int, round_index: int) -> list[int]:
+        """Indices of the prompts of a round: twice as many as are decoded together.
 
-
-def measured_cell(runs: Sequence[Run], batch: int) -> MeasuredCell:
-    """Several runs of one batch size and length, together."""
-    speeds = [run.throughput for run in runs]
-    steps = sum(run.steps for run in runs)
-    each = sum(run.tokens for run in runs) / (steps * batch)
-    seconds = float(np.median([run.seconds / run.steps for run in runs]))
-    return MeasuredCell(float(np.median(speeds)), min(speeds), max(speeds), each, seconds, len(runs))
+        Every round begins with other prompts.
+        """
+        num_prompts = len(self.workload.prompts)
+        return [(round_index * batch + i) % num_prompts for i in range(2 * batch)]
 
 
-def config(method: str, draft: str | None, more: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's speculative config, without a number of tokens."""
-    return {"method": method, **({"model": draft} if draft else {}), **more}
+def measured_cell(runs: Sequence[EngineRun], batch: int) -> MeasuredCell:
+    """Summarizes runs of one batch size and one number of speculative tokens."""
+    throughputs = [run.throughput for run in runs]
+    total_steps = sum(run.steps for run in runs)
+    total_tokens = sum(run.tokens for run in runs)
+    return MeasuredCell(
+        throughput=float(np.median(throughputs)),
+        low=min(throughputs),
+        high=max(throughputs),
+        tokens_per_step=total_tokens / (total_steps * batch),
+        seconds=float(np.median([run.seconds / run.steps for run in runs])),
+        runs=len(runs),
+    )
 
 
-def lines(speculative: Mapping[str, Any], ranges: Sequence[Range], takes_schedule: bool) -> tuple[str, ...]:
-    """What to start vLLM with: a line for each number that is best at some batch size, and one with the schedule if there are several.
+def speculative_config(method: str, draft: str | None, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's speculative config, without a number of speculative tokens.
 
-    A schedule takes effect at the batch size of each step. vLLM makes the draft's first pass also where it says 0, to keep the draft's cache
-    complete.
+    Args:
+        method: vLLM's name for the type of draft, such as "eagle3" or "ngram".
+        draft: the draft model, if the method has one.
+        extra: further entries.
     """
-    lengths = [length for length in dict.fromkeys(each.speculative_tokens for each in ranges) if length]
-    found = [option({**speculative, "num_speculative_tokens": length}) for length in lengths]
-    if lengths and len(ranges) > 1 and takes_schedule:
-        table = [[each.first, each.last, each.speculative_tokens] for each in ranges]
-        found.append(option({**speculative, "num_speculative_tokens": max(lengths), SCHEDULE: table}))
-    return tuple(found)
+    return {"method": method, **({"model": draft} if draft else {}), **extra}
 
 
-def option(speculative: Mapping[str, Any]) -> str:
-    """As it is pasted into a shell."""
+def launch_options(
+    speculative: Mapping[str, Any], schedule: Sequence[ScheduleEntry], accepts_schedule: bool
+) -> tuple[str, ...]:
+    """Options to start vLLM with: one for each best number above 0, and one with the schedule.
+
+    The schedule has an option only if it has several entries and vLLM accepts it. It takes effect
+    at the batch size of each step. vLLM makes the draft's first pass also where the schedule has
+    0, to keep the draft's cache complete.
+
+    Args:
+        speculative: vLLM's speculative config, without a number of tokens.
+        schedule: the best number of tokens by batch size.
+        accepts_schedule: True if this vLLM has `num_speculative_tokens_per_batch_size`.
+    """
+    best_lengths = dict.fromkeys(entry.speculative_tokens for entry in schedule)
+    lengths = [length for length in best_lengths if length]
+    options = [
+        _config_option({**speculative, "num_speculative_tokens": length}) for length in lengths
+    ]
+    if lengths and len(schedule) > 1 and accepts_schedule:
+        entries = {
+            "num_speculative_tokens": max(lengths),
+            SCHEDULE_KEY: [
+                [entry.first, entry.last, entry.speculative_tokens] for entry in schedule
+            ],
+        }
+        options.append(_config_option({**speculative, **entries}))
+    return tuple(options)
+
+
+def _config_option(speculative: Mapping[str, Any]) -> str:
+    """The option with a speculative config, quoted for a shell."""
     return f"--speculative-config {shlex.quote(json.dumps(speculative))}"
 
 
-def find_python(given: str | None) -> str:
-    """The Python that imports vLLM: the one that is given, else this one or the one on the PATH.
+def find_python(python: str | None) -> str:
+    """Finds a Python that can import vLLM.
+
+    Args:
+        python: the only interpreter to try; None tries this one and those on the PATH.
 
     Raises:
-        SequoiaPlanError: if none does.
+        SequoiaPlanError: if none of them can import vLLM.
     """
-    tried = [given] if given else list(dict.fromkeys(filter(None, (sys.executable, shutil.which("python3"), shutil.which("python")))))
-    for python in tried:
+    candidates = (sys.executable, shutil.which("python3"), shutil.which("python"))
+    paths = [python] if python else list(dict.fromkeys(filter(None, candidates)))
+    script = "import importlib.util as u; print(bool(u.find_spec('vllm')))"
+    for path in paths:
         try:
-            looked = subprocess.run(
-                [python, "-c", "import importlib.util as u; print(bool(u.find_spec('vllm')))"], capture_output=True, timeout=60, check=False
+            result = subprocess.run(
+                [path, "-c", script], capture_output=True, timeout=60, check=False
             )
         except (OSError, subprocess.SubprocessError) as error:
-            raise SequoiaPlanError(f"--python {python}: cannot be run ({getattr(error, 'strerror', None) or error}); give the Python that has vLLM") from error
-        if looked.stdout.strip() == b"True":
-            return python
-    raise SequoiaPlanError(f"vLLM is not installed for {' or '.join(tried)}; give the Python of its environment with --python PATH")
+            reason = getattr(error, "strerror", None) or error
+            raise SequoiaPlanError(
+                f"--python {path}: cannot be run ({reason}); give the Python that has vLLM"
+            ) from error
+        if result.stdout.strip() == b"True":
+            return path
+    raise SequoiaPlanError(
+        f"vLLM is not installed for {' or '.join(paths)}; "
+        "give the Python of its environment with --python PATH"
+    )
 
 
-def _listed(lengths: Sequence[int]) -> str:
+def _comma_separated(lengths: Sequence[int]) -> str:
+    """Numbers of speculative tokens as text, as "0, 1, 8"."""
     return ", ".join(map(str, lengths))

@@ -1,4 +1,7 @@
-"""A compiler for speculation trees. The parts are `sequoia_plan.artifacts`, `.planner`, `.profiler` and `.runtime`."""
+"""A compiler for speculation trees.
+
+The parts are `sequoia_plan.artifacts`, `.planner`, `.profiler` and `.runtime`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """`__version__`, looked up when it is asked for: importlib.metadata takes longer to import than all of this."""
+    """Look up `__version__` when it is first used.
+
+    Importing importlib.metadata takes longer than importing everything else here.
+    """
     if name == "__version__":
         from importlib.metadata import version
 

@@ -1,4 +1,4 @@
-"""What bench found, in words and as a table."""
+"""What bench measured, in sentences and as a table in the terminal."""
 
 from __future__ import annotations
 
@@ -6,160 +6,314 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sequoia_plan.artifacts import BenchResult
-from sequoia_plan.artifacts.bench_result import Contender, Prediction, Ratio
+from sequoia_plan.artifacts.bench_result import MethodResult, Prediction, Ratio
 
-OURS = {"sequoia": "sequoia", "traversal": "traversal", "top-k": "topk"}
-"""The contenders that decode with the tree under test, and the verifier of each."""
-WIDE = 130
+TREE_METHODS = {"sequoia": "sequoia", "traversal": "traversal", "top-k": "topk"}
+"""Methods that decode with the tree under test -> the verifier of each."""
+
+FULL_TABLE_WIDTH = 130
 """Columns of a terminal that hold the whole table."""
 
+NEUTRAL_SETTINGS = {"top_p": 1, "top_k": 0, "min_p": 0}
+"""Values that switch a filter off; settings with these values are not printed."""
 
-def finding(result: BenchResult, others: Sequence[BenchResult] = ()) -> str:
-    """The result in a few sentences: the tree's measured speed-up with its interval, the predicted one, and which other method was faster.
 
-    `others` are runs with other settings; each adds the tree's speed-up there.
+def finding(result: BenchResult, other_results: Sequence[BenchResult] = ()) -> str:
+    """Sum a run of bench up in a few sentences.
+
+    They give the tree's measured speed-up over plain decoding with its 95 % interval and the
+    predicted one, and say which other method was faster.
+
+    Args:
+        result: the run.
+        other_results: runs with other settings; the tree's speed-up in each of them is added.
     """
-    tree, arms = result.tree, result.contenders
-    compared = {name: arm.speedup["plain"] for name, arm in arms.items() if name != "plain" and "plain" in arm.speedup}
-    mine = {name: compared[name] for name in OURS if name in compared}
+    tree, methods = result.tree, result.methods
+    speedups = _speedups_over_plain(methods)
+    tree_speedups = {name: speedups[name] for name in TREE_METHODS if name in speedups}
     if tree.size == 1:
-        return "Recommended is plain decoding: the tree has one node, so nothing is speculated." + _faster(arms, compared, "plain")[0]
-    if not mine:
-        return f"The tree has {tree.size} nodes and depth {tree.depth}; its speed-up over plain decoding was not measured."
-    best = max(mine, key=lambda name: mine[name].median)
-    ratio, predicted = mine[best], arms[best].predicted or Prediction()
-    faster, surely = _faster(arms, compared, best if ratio.median > 1 else "plain")
-    shape = f"tree of {tree.size} nodes and depth {tree.depth}, verified with {OURS[best]}"
-    measured = f"{ratio.median:.2f} times the speed of plain decoding at {sampling_text(result)} (95 % interval {ratio.interval_low:.2f} to "
-    measured += f"{ratio.interval_high:.2f}" + (f"; predicted {predicted.speedup:.2f})" if predicted.speedup else ")")
-    if ratio.interval_high < 1:
-        return f"Recommended is plain decoding: the {shape}, reaches {measured}.{faster}"
-    text = "No gain is certain with the" if ratio.interval_low <= 1 else "Not the fastest is the" if surely else "Recommended is the"
-    text += f" {shape}: {measured}"
-    for label, other in list(zip(told_apart([result, *others]), [result, *others], strict=True))[1:]:
-        there = {name: arm.speedup.get("plain") for name, arm in other.contenders.items() if name in OURS}
-        if result.settings.sampling["temperature"] == 0:  # one verifier stands for all: elsewhere the best one counts
-            found = max(filter(None, there.values()), key=lambda ratio: ratio.median, default=None)
+        sentence = "Recommended is plain decoding: the tree has one node, so nothing is speculated."
+        return sentence + _faster_method(methods, speedups, "plain")[0]
+    if not tree_speedups:
+        return (
+            f"The tree has {tree.size} nodes and depth {tree.depth}; "
+            "its speed-up over plain decoding was not measured."
+        )
+
+    best_method = max(tree_speedups, key=lambda name: tree_speedups[name].median)
+    speedup = tree_speedups[best_method]
+    prediction = methods[best_method].prediction or Prediction()
+    reference = best_method if speedup.median > 1 else "plain"
+    faster_sentence, is_certain = _faster_method(methods, speedups, reference)
+    shape = (
+        f"tree of {tree.size} nodes and depth {tree.depth}, "
+        f"verified with {TREE_METHODS[best_method]}"
+    )
+    prediction_text = f"; predicted {prediction.speedup:.2f}" if prediction.speedup else ""
+    speedup_text = (
+        f"{speedup.median:.2f} times the speed of plain decoding at {sampling_text(result)} "
+        f"(95 % interval {speedup.interval_low:.2f} to {speedup.interval_high:.2f}"
+        f"{prediction_text})"
+    )
+    if speedup.interval_high < 1:
+        return (
+            f"Recommended is plain decoding: the {shape}, reaches {speedup_text}.{faster_sentence}"
+        )
+    if speedup.interval_low <= 1:
+        opening = "No gain is certain with the"
+    elif is_certain:
+        opening = "Not the fastest is the"
+    else:
+        opening = "Recommended is the"
+    elsewhere = _speedups_elsewhere(result, other_results, best_method)
+    missed = _missed_prediction(speedup, prediction)
+    return f"{opening} {shape}: {speedup_text}{elsewhere}.{missed}{faster_sentence}"
+
+
+def _speedups_over_plain(methods: Mapping[str, MethodResult]) -> dict[str, Ratio]:
+    """Each other method's speed-up over plain decoding, where it was measured."""
+    return {
+        name: method.speedup["plain"]
+        for name, method in methods.items()
+        if name != "plain" and "plain" in method.speedup
+    }
+
+
+def _speedups_elsewhere(
+    result: BenchResult, other_results: Sequence[BenchResult], best_method: str
+) -> str:
+    """The tree's speed-up over plain decoding in other runs, as "; 1.30 at temperature 0.6".
+
+    Bench decodes with the tree by several methods, each with a verifier of its own. In another run
+    the method is the one with the highest speed-up there if `result` is at temperature 0, where
+    all verifiers accept the same tokens and so none is the best. Else it is `best_method`, or
+    "sequoia" if that was not measured there. A run that measured neither is left out.
+
+    Args:
+        result: the main run.
+        other_results: runs with other settings.
+        best_method: the method with the tree that has the highest speed-up in `result`.
+    """
+    is_greedy = result.settings.sampling["temperature"] == 0
+    labels_of_others = run_labels([result, *other_results])[1:]
+    text = ""
+    for label, other_result in zip(labels_of_others, other_results, strict=True):
+        tree_speedups = {
+            name: ratio
+            for name, ratio in _speedups_over_plain(other_result.methods).items()
+            if name in TREE_METHODS
+        }
+        speedup: Ratio | None
+        if is_greedy:
+            speedup = max(tree_speedups.values(), key=lambda ratio: ratio.median, default=None)
         else:
-            found = there.get(best) or there.get("sequoia")
-        text += f"; {found.median:.2f} at {label}" if found else ""
-    return f"{text}.{_missed(ratio, predicted)}{faster}"
+            speedup = tree_speedups.get(best_method) or tree_speedups.get("sequoia")
+        text += f"; {speedup.median:.2f} at {label}" if speedup else ""
+    return text
 
 
-def _missed(measured: Ratio, predicted: Prediction) -> str:
-    """A sentence if the intervals of the measured and the predicted speed-up do not meet, and what to do then."""
-    if predicted.interval is None or predicted.speedup is None:
+def _missed_prediction(speedup: Ratio, prediction: Prediction) -> str:
+    """A sentence if the intervals of the measured and the predicted speed-up do not overlap.
+
+    It says by how much the prediction is off, and what to do. Else the text is empty.
+
+    Args:
+        speedup: the tree's measured speed-up over plain decoding.
+        prediction: the speed-up that the tree's plan predicts.
+    """
+    if prediction.interval is None or prediction.speedup is None:
         return ""
 
-    def meets(low: float, high: float) -> bool:
-        return low <= measured.interval_high and measured.interval_low <= high
+    def meets_measured(low: float, high: float) -> bool:
+        """Whether the interval from low to high overlaps the measured one."""
+        return low <= speedup.interval_high and speedup.interval_low <= high
 
-    if meets(*predicted.interval):
+    if meets_measured(*prediction.interval):
         return ""
-    off = (predicted.speedup - measured.median) / measured.median
-    where = f"The prediction is {abs(off):.0%} too {'high' if off > 0 else 'low'}, and its interval "
-    where += f"({_span(predicted.interval)}) does not meet the measured one"
-    if predicted.interval_new_kind and meets(*predicted.interval_new_kind):
-        inside = f"that for prompts of a new kind ({_span(predicted.interval_new_kind)}) does"
-        return f" {where}; {inside}: for a closer prediction profile again with --prompts of the kind decoded here."
-    beyond = f", nor does that for prompts of a new kind ({_span(predicted.interval_new_kind)})" if predicted.interval_new_kind else ""
-    return f" {where}{beyond}: profile again with --prompts of the kind decoded here, on a machine with nothing else to do."
+    relative_error = (prediction.speedup - speedup.median) / speedup.median
+    direction = "high" if relative_error > 0 else "low"
+    sentence = (
+        f" The prediction is {abs(relative_error):.0%} too {direction}, and its interval "
+        f"({_interval_text(prediction.interval)}) does not meet the measured one"
+    )
+    advice = "profile again with --prompts of the kind decoded here"
+    if prediction.interval_new_kind is not None:
+        new_kind = f"for prompts of a new kind ({_interval_text(prediction.interval_new_kind)})"
+        if meets_measured(*prediction.interval_new_kind):
+            return f"{sentence}; that {new_kind} does: for a closer prediction {advice}."
+        sentence += f", nor does that {new_kind}"
+    return f"{sentence}: {advice}, on a machine with nothing else to do."
 
 
-def _span(ends: tuple[float, float]) -> str:
-    return f"{ends[0]:.2f} to {ends[1]:.2f}"
+def _interval_text(interval: tuple[float, float]) -> str:
+    """The ends of an interval, as "1.20 to 1.40"."""
+    return f"{interval[0]:.2f} to {interval[1]:.2f}"
 
 
-def _faster(arms: Mapping[str, Contender], compared: Mapping[str, Ratio], than: str) -> tuple[str, bool]:
-    """A sentence about the fastest of the others, if it was faster; and whether that is certain."""
-    name = max(compared, key=lambda name: compared[name].median, default=None)
-    ratio = arms[name].speedup.get(than) if name else None
-    if name is None or name in OURS or ratio is None or ratio.median <= 1:
+def _faster_method(
+    methods: Mapping[str, MethodResult], speedups: Mapping[str, Ratio], reference: str
+) -> tuple[str, bool]:
+    """Name the fastest method, if it does not use the tree and was faster than `reference`.
+
+    Args:
+        methods: results of all methods by name.
+        speedups: speed-ups over plain decoding by method; the fastest method has the highest
+            median.
+        reference: name of the method to compare with: "plain", or one that uses the tree.
+
+    Returns:
+        A sentence, empty if there is no such method; and whether the method is certainly faster,
+        because the 95 % interval of the ratio is above 1.
+    """
+    fastest = max(speedups, key=lambda name: speedups[name].median, default=None)
+    ratio = methods[fastest].speedup.get(reference) if fastest else None
+    if fastest is None or fastest in TREE_METHODS or ratio is None or ratio.median <= 1:
         return "", False
-    surely = ratio.interval_low > 1
-    who = f"{arms[name].title}: {ratio.median:.2f} times {'plain decoding' if than == 'plain' else 'our tree'}"
-    return f" {'Faster' if surely else 'Faster, but not certainly,'} was {who} ({ratio.interval_low:.2f} to {ratio.interval_high:.2f}).", surely
+    is_certain = ratio.interval_low > 1
+    opening = "Faster" if is_certain else "Faster, but not certainly,"
+    reference_title = "plain decoding" if reference == "plain" else "our tree"
+    sentence = (
+        f" {opening} was {methods[fastest].title}: {ratio.median:.2f} times {reference_title} "
+        f"({ratio.interval_low:.2f} to {ratio.interval_high:.2f})."
+    )
+    return sentence, is_certain
 
 
 def sampling_text(result: BenchResult) -> str:
-    """The temperature, and what else differs from plain sampling; the verifier is each contender's own."""
-    chosen = {name: value for name, value in result.settings.sampling.items() if name != "verifier"}
-    neutral: dict[str, Any] = {"top_p": 1, "top_k": 0, "min_p": 0}
-    kept = [
-        f"{name.replace('_', '-' if name[:3] in ('top', 'min') else ' ')} {value:g}" for name, value in chosen.items() if value not in (None, neutral.get(name))
-    ]
-    return ", ".join(kept)
+    """The temperature and every filter that is on, as "temperature 0.6, top-p 0.9".
+
+    The verifier is left out, because every method has its own.
+    """
+    texts = []
+    for name, value in result.settings.sampling.items():
+        if name == "verifier" or value in (None, NEUTRAL_SETTINGS.get(name)):
+            continue
+        separator = "-" if name.startswith(("top", "min")) else " "
+        texts.append(f"{name.replace('_', separator)} {value:g}")
+    return ", ".join(texts)
 
 
 def settings_text(result: BenchResult) -> str:
     """The settings of a run, without models and machine."""
     settings, tree = result.settings, result.tree
     shape = f"tree of {tree.size} nodes, depth {tree.depth}" if tree.size > 1 else "no tree"
-    run = f"{settings.prompts} held-out prompts, {settings.tokens} new tokens each; {shape}"
-    return f"{sampling_text(result)}; {settings.dtype}; {run}"
+    prompts = f"{settings.prompts} held-out prompts, {settings.tokens} new tokens each"
+    return f"{sampling_text(result)}; {settings.dtype}; {prompts}; {shape}"
 
 
 def parts_text(result: BenchResult) -> str:
-    """Where the time of a step of the tree goes; nothing if it was not measured."""
-    parts = result.breakdown
-    if parts is None:
+    """The parts of a step of the tree in milliseconds; empty if they were not measured."""
+    breakdown = result.breakdown
+    if breakdown is None:
         return ""
-    named = ", ".join(f"{name} {max(getattr(parts, name), 0) * 1000:.1f}" for name in ("draft", "target", "verify", "keep", "host"))
-    return f"A step of the tree: {parts.step * 1000:.1f} ms ({named}); {max(parts.share_not_model, 0):.1%} of it is not model time."
+    seconds_by_part = {
+        "draft": breakdown.draft,
+        "target": breakdown.target,
+        "verify": breakdown.verify,
+        "commit": breakdown.commit,
+        "host": breakdown.host,
+    }
+    parts = ", ".join(
+        f"{part} {max(seconds, 0) * 1000:.1f}" for part, seconds in seconds_by_part.items()
+    )
+    share = max(breakdown.share_not_model, 0)
+    return (
+        f"A step of the tree: {breakdown.step * 1000:.1f} ms ({parts}); "
+        f"{share:.1%} of it is not model time."
+    )
 
 
-def told_apart(results: Sequence[BenchResult]) -> list[str]:
-    """A short name for each run: its sampling settings, and its tree if the runs have different ones."""
-    texts = [sampling_text(result) for result in results]
+def run_labels(results: Sequence[BenchResult]) -> list[str]:
+    """A short name for each run: its sampling settings, and its tree if that differs among runs."""
+    labels = [sampling_text(result) for result in results]
     trees = [f"{result.tree.size} nodes, depth {result.tree.depth}" for result in results]
-    return texts if len(set(trees)) == 1 else [f"{text} ({tree})" for text, tree in zip(texts, trees, strict=True)]
+    if len(set(trees)) == 1:
+        return labels
+    return [f"{label} ({tree})" for label, tree in zip(labels, trees, strict=True)]
 
 
-def table(result: BenchResult, over: Sequence[str] = ("plain",), brief: bool = False) -> tuple[list[str], list[list[str]]]:
-    """Column titles and rows of cells; what is predicted stands to the right of what was measured.
+def table(
+    result: BenchResult, references: Sequence[str] = ("plain",), brief: bool = False
+) -> tuple[list[str], list[list[str]]]:
+    """Column titles and rows of cells, a row for each method of a run of bench.
+
+    A predicted figure is to the right of the measured one.
 
     Args:
-        over: the contenders that speed-ups are given over.
-        brief: without quartiles and first tokens.
+        result: the run.
+        references: names of the methods over which speed-ups are given, in columns of their own.
+        brief: leave out the quartiles of tokens a second, and the time to the first tokens.
     """
     columns = [""]
-    for name in over:
-        columns += [f"over {name}"] + ["predicted"] * (name == "plain")
-    columns += ["tokens a step", "predicted", "tokens/s", *([] if brief else ["first token"])]
-    rows = []
-    for name, arm in result.contenders.items():
-        rate, predicted, cells = arm.tokens_per_second, arm.predicted or Prediction(), [arm.title]
-        for other in over:
-            ratio = arm.speedup[other]
-            cells.append("1" if name == other else f"{ratio.median:.2f}x ({ratio.interval_low:.2f}-{ratio.interval_high:.2f})")
-            cells += [_number(None if name == other else predicted.speedup, "x")] if other == "plain" else []
-        cells += [_number(arm.tokens_per_step), _number(predicted.tokens_per_step)]
-        cells += [f"{rate.median:.1f}" + ("" if brief else f" ({rate.low:.1f}-{rate.high:.1f})")]
-        rows.append(cells + ([] if brief else [f"{arm.first_token_seconds.median * 1000:.0f} ms"]))
+    for reference in references:
+        columns.append(f"over {reference}")
+        if reference == "plain":
+            columns.append("predicted")
+    columns += ["tokens a step", "predicted", "tokens/s"]
+    if not brief:
+        columns.append("first token")
+    rows = [_row(name, method, references, brief) for name, method in result.methods.items()]
     return columns, rows
 
 
+def _row(name: str, method: MethodResult, references: Sequence[str], brief: bool) -> list[str]:
+    """The cells of one method's row.
+
+    Args:
+        name: the method's name.
+        method: its result.
+        references: names of the methods over which speed-ups are given.
+        brief: leave out the quartiles of tokens a second, and the time to the first tokens.
+    """
+    prediction = method.prediction or Prediction()
+    cells = [method.title]
+    for reference in references:
+        is_itself = name == reference
+        ratio = method.speedup[reference]
+        interval = f"{ratio.interval_low:.2f}-{ratio.interval_high:.2f}"
+        cells.append("1" if is_itself else f"{ratio.median:.2f}x ({interval})")
+        if reference == "plain":
+            cells.append(_number_text(None if is_itself else prediction.speedup, "x"))
+    cells.append(_number_text(method.tokens_per_step))
+    cells.append(_number_text(prediction.tokens_per_step))
+    rate = method.tokens_per_second
+    if brief:
+        return [*cells, f"{rate.median:.1f}"]
+    cells.append(f"{rate.median:.1f} ({rate.low:.1f}-{rate.high:.1f})")
+    cells.append(f"{method.first_token_seconds.median * 1000:.0f} ms")
+    return cells
+
+
+def _number_text(value: float | None, unit: str = "") -> str:
+    """A number with two decimals and its unit, as "1.30x"; "-" for None."""
+    return "-" if value is None else f"{value:.2f}{unit}"
+
+
 def print_table(result: BenchResult) -> None:
-    """Measured and predicted figures of every contender side by side, fewer of them where the terminal is narrow."""
+    """Print settings, table and finding; the table is brief where the terminal is narrow."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=140)
-    brief = console.width < WIDE
-    over = [name for name in (("plain",) if brief else ("plain", "generate")) if name in result.contenders]
-    columns, rows = table(result, over, brief)
+    if not console.is_terminal:  # a file or a pipe takes lines as wide as the whole table
+        console = Console(highlight=False, width=140)
+    brief = console.width < FULL_TABLE_WIDTH
+    possible_references = ("plain",) if brief else ("plain", "generate")
+    references = [name for name in possible_references if name in result.methods]
+    columns, rows = table(result, references, brief)
     console.print(settings_text(result), markup=False)
-    drawn = Table(box=None, pad_edge=False)
+    rich_table = Table(box=None, pad_edge=False)
     for column in columns:
-        drawn.add_column(column.replace("tokens a step", "tokens\na step"), justify="right" if column else "left", no_wrap=bool(column))
+        title = column.replace("tokens a step", "tokens\na step")
+        justify: Any = "right" if column else "left"
+        rich_table.add_column(title, justify=justify, no_wrap=bool(column))
     for row in rows:
-        drawn.add_row(*row)
-    console.print(drawn)
-    rates = "tokens/s: median over prompts" + ("" if brief else " and quartiles")
-    console.print(f"over {' and '.join(over)}: median of ratios prompt by prompt and its 95 % interval; {rates}" if over else rates)
-    console.print(" ".join(filter(None, (finding(result), parts_text(result)))), markup=False)
-
-
-def _number(value: float | None, unit: str = "") -> str:
-    return "-" if value is None else f"{value:.2f}{unit}"
+        rich_table.add_row(*row)
+    console.print(rich_table)
+    note = "tokens/s: median over prompts" + ("" if brief else " and quartiles")
+    if references:
+        ratios = "median of ratios prompt by prompt and its 95 % interval"
+        note = f"over {' and '.join(references)}: {ratios}; {note}"
+    console.print(note)
+    sentences = [text for text in (finding(result), parts_text(result)) if text]
+    console.print(" ".join(sentences), markup=False)

@@ -1,4 +1,4 @@
-"""A plan for another engine as one HTML file: the curve of throughput over the number of speculative tokens for each batch size."""
+"""A plan for another engine as one HTML file, with throughput by number of speculative tokens."""
 
 from __future__ import annotations
 
@@ -7,66 +7,151 @@ from html import escape
 from typing import Any
 
 from sequoia_plan.artifacts.engine_plan import EnginePlan
-from sequoia_plan.planner.report.engine_table import COLUMNS, KEY, acceptance_lines, findings, misses, rows
+from sequoia_plan.planner.report.engine_table import (
+    COLUMNS,
+    COLUMNS_NOTE,
+    findings,
+    plan_acceptance_lines,
+    prediction_errors,
+    table_rows,
+)
 from sequoia_plan.planner.report.html import HEIGHT, Plot, document, figures
 from sequoia_plan.planner.report.panels import AMBER, BLUE, GREEN
 
-NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+MAX_TICKS = 12
 
 
-def page(plan: EnginePlan) -> str:
-    """The report."""
-    title = f"Speculative tokens for {NAMES.get(plan.engine, plan.engine)} {plan.version}".strip()
-    found = "".join(f'<p class="finding">{escape(line[0].upper() + line[1:])}</p>' for line in findings(plan))
-    lines = "".join(f"<p><code>{escape(line)}</code></p>" for line in plan.lines) or "<p>Start the engine without speculation.</p>"
-    missed = "".join(f'<p class="soft">{escape(line)}</p>' for line in misses(plan))
-    said = "".join(
-        f'<p class="soft">{escape(line)}</p>' for line in acceptance_lines(plan.acceptance, [cell.tokens_per_step for cell in plan.at(plan.batches[0])])
+def engine_page(plan: EnginePlan) -> str:
+    """Writes the report of a plan as HTML."""
+    engine = ENGINE_NAMES.get(plan.engine, plan.engine)
+    title = f"Speculative tokens for {engine} {plan.version}".strip()
+    finding_sentences = [line[0].upper() + line[1:] for line in findings(plan)]
+    launch_lines = "".join(f"<p><code>{escape(line)}</code></p>" for line in plan.lines)
+    sections = (
+        f"<h1>{escape(title)}</h1>",
+        _paragraphs("finding", finding_sentences),
+        launch_lines or "<p>Start the engine without speculation.</p>",
+        figures(_plots(plan)),
+        _paragraphs("soft", prediction_errors(plan)),
+        _cells_table(plan),
+        _paragraphs("soft", plan_acceptance_lines(plan)),
+        "<h2>What it was measured with</h2>",
+        _settings_table(plan),
     )
-    return document(
-        title, f"<h1>{escape(title)}</h1>{found}{lines}{figures(_plots(plan))}{missed}{_table(plan)}{said}<h2>What it was measured with</h2>{_facts(plan)}"
-    )
+    return document(title, "".join(sections))
+
+
+def _paragraphs(css_class: str, texts: list[str]) -> str:
+    """Each text as an HTML paragraph of a class of the style sheet."""
+    return "".join(f'<p class="{css_class}">{escape(text)}</p>' for text in texts)
 
 
 def throughput_panel(plan: EnginePlan, batch: int, axes: Any) -> None:
-    """Predicted throughput with its interval, what was measured with its range, and the chosen number."""
-    cells = plan.at(batch)
+    """Draws throughput at one batch size: predicted, measured, and the chosen number.
+
+    The prediction has its 95 % interval, and the measurement the range of its runs.
+
+    Args:
+        plan: a plan for an engine, with a cell for each batch size and number of speculative
+            tokens.
+        batch: number of requests decoded together.
+        axes: matplotlib axes to draw onto.
+    """
+    cells = plan.cells_at(batch)
     lengths = [cell.speculative_tokens for cell in cells]
-    axes.fill_between(lengths, [cell.low for cell in cells], [cell.high for cell in cells], color=GREEN, alpha=0.18, linewidth=0, label="its 95 % interval")
+    axes.fill_between(
+        lengths,
+        [cell.low for cell in cells],
+        [cell.high for cell in cells],
+        color=GREEN,
+        alpha=0.18,
+        linewidth=0,
+        label="its 95 % interval",
+    )
     axes.plot(lengths, [cell.throughput for cell in cells], "-", color=GREEN, label="predicted")
-    timed = [cell for cell in cells if cell.timed]
-    axes.plot([cell.speculative_tokens for cell in timed], [cell.throughput for cell in timed], "o", color=GREEN, markersize=4.5, label="step time measured")
-    seen = [(cell.speculative_tokens, cell.measured) for cell in cells if cell.measured]
-    if seen:
-        middle = [each.throughput for _, each in seen]
-        reach = [[each.throughput - each.low for _, each in seen], [each.high - each.throughput for _, each in seen]]
-        axes.errorbar(
-            [length for length, _ in seen], middle, yerr=reach, fmt="D", color=AMBER, markersize=5, elinewidth=1.6, capsize=2.5, label="then measured"
-        )
-    best = plan.best(batch)
-    axes.axvline(best.speculative_tokens, color=BLUE, linewidth=1, linestyle=":", label=f"chosen: {best.speculative_tokens}")
-    axes.set_xticks(lengths if len(lengths) <= 12 else lengths[:: -(-len(lengths) // 12)])
-    axes.set(xlabel="speculative tokens", ylabel="tokens/s", ylim=(0, 1.15 * max(cell.high for cell in cells)))
+    timed = [cell for cell in cells if cell.is_timed]
+    axes.plot(
+        [cell.speculative_tokens for cell in timed],
+        [cell.throughput for cell in timed],
+        "o",
+        color=GREEN,
+        markersize=4.5,
+        label="step time measured",
+    )
+    _draw_measured(plan, batch, axes)
+    best = plan.best_cell(batch).speculative_tokens
+    axes.axvline(best, color=BLUE, linewidth=1, linestyle=":", label=f"chosen: {best}")
+    lengths_per_tick = -(-len(lengths) // MAX_TICKS)  # rounded up
+    axes.set_xticks(lengths[::lengths_per_tick])
+    max_throughput = max(cell.high for cell in cells)
+    axes.set(xlabel="speculative tokens", ylabel="tokens/s", ylim=(0, 1.15 * max_throughput))
     axes.grid(axis="y", linewidth=0.8)
     axes.legend(loc="best")
 
 
+def _draw_measured(plan: EnginePlan, batch: int, axes: Any) -> None:
+    """Draws the measured throughput at one batch size, if any, with the range of its runs."""
+    measured = {
+        cell.speculative_tokens: cell.measured for cell in plan.cells_at(batch) if cell.measured
+    }
+    if not measured:
+        return
+    runs = measured.values()
+    below = [cell.throughput - cell.low for cell in runs]
+    above = [cell.high - cell.throughput for cell in runs]
+    axes.errorbar(
+        list(measured),
+        [cell.throughput for cell in runs],
+        yerr=[below, above],
+        fmt="D",
+        color=AMBER,
+        markersize=5,
+        elinewidth=1.6,
+        capsize=2.5,
+        label="then measured",
+    )
+
+
 def _plots(plan: EnginePlan) -> list[Plot]:
-    return [(partial(throughput_panel, plan, batch), f"Batch {batch}: generated tokens a second of all requests together.", HEIGHT) for batch in plan.batches]
+    """A plot for each batch size: the function that draws it, its caption, and its height."""
+    caption = "generated tokens a second of all requests together."
+    return [
+        (partial(throughput_panel, plan, batch), f"Batch {batch}: {caption}", HEIGHT)
+        for batch in plan.batches
+    ]
 
 
-def _table(plan: EnginePlan) -> str:
+def _cells_table(plan: EnginePlan) -> str:
+    """The predictions as an HTML table, with the best one of each batch size highlighted."""
     head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS)
     body = ""
-    for cell, texts in rows(plan):
-        mine = ' class="mine"' if cell == plan.best(cell.batch) else ""
-        body += f"<tr{mine}>{''.join(f'<td>{escape(text)}</td>' for text in texts)}</tr>"
-    note = f"{KEY}. ~: on the line between two measured times. a / b: predicted / measured."
-    return f'<div class="wide"><table class="figures"><tr>{head}</tr>{body}</table></div><p class="soft">{note}</p>'
+    for cell, texts in table_rows(plan):
+        highlight = ' class="mine"' if cell == plan.best_cell(cell.batch) else ""
+        columns = "".join(f"<td>{escape(text)}</td>" for text in texts)
+        body += f"<tr{highlight}>{columns}</tr>"
+    table = f'<table class="figures"><tr>{head}</tr>{body}</table>'
+    note = (
+        f"{COLUMNS_NOTE}. ~: on the line between two measured times. a / b: predicted / measured."
+    )
+    return f'<div class="wide">{table}</div><p class="soft">{note}</p>'
 
 
-def _facts(plan: EnginePlan) -> str:
-    named = {"engine": f"{plan.engine} {plan.version}".strip(), "target": plan.target, "draft": plan.draft, "method": plan.method, "made by": plan.tool}
-    named |= {name: str(value) for name, value in plan.settings.items()} | ({"measured in": f"{plan.seconds:.0f} s"} if plan.seconds else {})
-    table = "".join(f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in named.items() if text)
-    return f'<div class="wide"><table class="facts">{table}</table></div>'
+def _settings_table(plan: EnginePlan) -> str:
+    """Engine, models and settings of the measurement as an HTML table."""
+    settings = {
+        "engine": f"{plan.engine} {plan.version}".strip(),
+        "target": plan.target,
+        "draft": plan.draft,
+        "method": plan.method,
+        "made by": plan.tool,
+    }
+    settings |= {name: str(value) for name, value in plan.settings.items()}
+    if plan.seconds:
+        settings["measured in"] = f"{plan.seconds:.0f} s"
+    rows = "".join(
+        f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>"
+        for name, text in settings.items()
+        if text
+    )
+    return f'<div class="wide"><table class="facts">{rows}</table></div>'

@@ -1,4 +1,5 @@
-"""What pages have in common: one style, light and dark, and plots as inline SVG in the page's colours."""
+"""What the pages have in common: one style, light and dark, and plots as inline SVG in the page's
+colours."""
 
 from __future__ import annotations
 
@@ -10,51 +11,83 @@ from typing import Any
 from sequoia_plan.planner.report import panels
 
 INK, LINE = "#010203", "#010204"
-"""Stand for the page's colours of text and lines in a plot; no plot uses them otherwise."""
+"""Placeholders in a plot for the page's colours of text and of lines; plots use them for nothing
+else."""
+
 WIDTH, HEIGHT = 4.9, 3.6
-"""Inches of a plot: at 10 points, text can be read where a telephone shrinks it and is not coarse in two columns."""
-STYLE = """:root{color-scheme:light dark;--ink:#1d2723;--soft:#5a6861;--paper:#fff;--line:#d5ddd8;--mine:#eef6f0}
-@media(prefers-color-scheme:dark){:root{--ink:#e3e9e5;--soft:#9fada6;--paper:#151a18;--line:#38423d;--mine:#1d2a23}}
-*{box-sizing:border-box}body{font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:64rem;margin:2rem auto;padding:0 1rem}
+"""Inches of a plot: text of 10 points can then be read where a telephone shrinks it, and is not
+coarse in two columns."""
+
+STYLE = """:root{color-scheme:light dark;--ink:#1d2723;--soft:#5a6861;--paper:#fff;--line:#d5ddd8;\
+--mine:#eef6f0}
+@media(prefers-color-scheme:dark){:root{--ink:#e3e9e5;--soft:#9fada6;--paper:#151a18;\
+--line:#38423d;--mine:#1d2a23}}
+*{box-sizing:border-box}body{font:16px/1.5 system-ui,sans-serif;color:var(--ink);\
+background:var(--paper);max-width:64rem;margin:2rem auto;padding:0 1rem}
 h1{font-size:1.6rem;line-height:1.25;margin:0 0 .5rem}h2{font-size:1.15rem;margin:2.5rem 0 .5rem}
 p{margin:.5rem 0}h1 span{display:inline-block}.finding{font-size:1.1rem;max-width:48rem}
-.soft,small,figcaption{color:var(--soft)}.soft,figcaption,small{font-size:.875rem}.wide{overflow-x:auto}.wide+.soft{margin-top:1.5rem}
-table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}td,th{padding:.3rem .7rem;border-bottom:1px solid var(--line);text-align:right}
-.figures td,.figures th{white-space:nowrap}.figures tr>:first-child{position:sticky;left:0;background:var(--paper);white-space:normal;min-width:7.5rem}
-tr>:first-child{text-align:left;padding-left:.3rem}.figures .mine td,.figures .mine>:first-child{background:var(--mine)}.mine>:first-child{font-weight:600}
-.facts td{text-align:left;vertical-align:top;overflow-wrap:anywhere}.facts td:first-child{white-space:nowrap;color:var(--soft)}
-.plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,26rem),1fr));gap:2rem 1.5rem;margin-top:2rem}
+.soft,small,figcaption{color:var(--soft)}.soft,figcaption,small{font-size:.875rem}\
+.wide{overflow-x:auto}.wide+.soft{margin-top:1.5rem}
+table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}\
+td,th{padding:.3rem .7rem;border-bottom:1px solid var(--line);text-align:right}
+.figures td,.figures th{white-space:nowrap}.figures tr>:first-child{position:sticky;left:0;\
+background:var(--paper);white-space:normal;min-width:7.5rem}
+tr>:first-child{text-align:left;padding-left:.3rem}\
+.figures .mine td,.figures .mine>:first-child{background:var(--mine)}\
+.mine>:first-child{font-weight:600}
+.facts td{text-align:left;vertical-align:top;overflow-wrap:anywhere}\
+.facts td:first-child{white-space:nowrap;color:var(--soft)}
+.plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,26rem),1fr));\
+gap:2rem 1.5rem;margin-top:2rem}
 figure{margin:0}svg{width:100%;height:auto}svg text{font-family:system-ui,sans-serif!important}
 @media print{figure,table{break-inside:avoid}}"""
+"""The style sheet of all pages; a line ends with a backslash where the sheet goes on in it."""
 
 Plot = tuple[Callable[[Any], None], str, float]
-"""A drawing onto axes, its caption, and its height in inches."""
+"""A function that draws onto axes, the plot's caption, and its height in inches."""
 
 
 def document(title: str, body: str) -> str:
-    """The whole page."""
+    """The whole page.
+
+    Args:
+        title: plain text.
+        body: HTML.
+    """
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>{body}</body></html>\n"
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>"
+        f"<body>{body}</body></html>\n"
     )
 
 
 def figures(plots: Sequence[Plot]) -> str:
-    """The drawings with their captions, side by side where there is room."""
-    drawn = "".join(f"<figure>{svg(*plot, number)}<figcaption>{escape(plot[1])}</figcaption></figure>" for number, plot in enumerate(plots))
-    return f'<div class="plots">{drawn}</div>'
+    """The plots with their captions as HTML, side by side where there is room."""
+    html = ""
+    for number, (draw, caption, height) in enumerate(plots):
+        drawing = svg(draw, caption, height, number)
+        html += f"<figure>{drawing}<figcaption>{escape(caption)}</figcaption></figure>"
+    return f'<div class="plots">{html}</div>'
 
 
-def svg(plot: Callable[[Any], None], text: str, height: float, number: int) -> str:
-    """One plot, its text and axes in the page's colours."""
+def svg(draw: Callable[[Any], None], caption: str, height: float, number: int) -> str:
+    """One plot as an SVG element, its text and axes in the page's colours.
+
+    Args:
+        height: inches.
+        number: the plot's place in the page; it makes the ids in the SVG unique.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
-    style = panels.style(INK, LINE, f"plot {number}") | {"svg.fonttype": "none", "axes.facecolor": "none", "font.size": 10}
+    style = panels.style(INK, LINE, f"plot {number}")
+    style |= {"svg.fonttype": "none", "axes.facecolor": "none", "font.size": 10}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        plot(figure.add_subplot())
-        picture = io.StringIO()
-        figure.savefig(picture, format="svg", transparent=True, dpi=200, metadata={"Date": None})
-    drawn = picture.getvalue().replace(INK, "currentColor").replace(LINE, "var(--line)")
-    return drawn[drawn.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{escape(text)}"', 1)
+        draw(figure.add_subplot())
+        file = io.StringIO()
+        figure.savefig(file, format="svg", transparent=True, dpi=200, metadata={"Date": None})
+    text = file.getvalue().replace(INK, "currentColor").replace(LINE, "var(--line)")
+    element = text[text.index("<svg") :]  # without the XML declaration
+    return element.replace("<svg", f'<svg role="img" aria-label="{escape(caption)}"', 1)

@@ -1,4 +1,5 @@
-"""What bench found, as one HTML file to mail: no network, no script, light and dark, plots as inline SVG."""
+"""bench's result as one HTML file to mail: no network, no script, light and dark, plots as inline
+SVG."""
 
 from __future__ import annotations
 
@@ -9,80 +10,164 @@ from typing import Any
 import numpy as np
 
 from sequoia_plan.artifacts import BenchResult, TokenTree
-from sequoia_plan.artifacts.cost import by_class
+from sequoia_plan.artifacts.cost import acceptance_table
 from sequoia_plan.planner.report import panels
-from sequoia_plan.planner.report.bench_table import OURS, finding, parts_text, settings_text, table
+from sequoia_plan.planner.report.bench_table import (
+    TREE_METHODS,
+    finding,
+    parts_text,
+    settings_text,
+    table,
+)
 from sequoia_plan.planner.report.html import HEIGHT, Plot, document, figures
-from sequoia_plan.planner.report.speedup_panel import compared, promised, speedups_panel
+from sequoia_plan.planner.report.speedup_panel import (
+    compared_methods,
+    has_predictions,
+    speedups_panel,
+)
+
+TABLE_NOTE = (
+    "Over plain: the median of the ratios prompt by prompt, and its 95 % interval. Predicted: "
+    "from the profile that the tree was made of. Tokens/s: median and quartiles over prompts."
+)
 
 
 def page(tree: TokenTree, results: Sequence[BenchResult]) -> str:
-    """The report of `tree`; `results` are of `sequoia-plan bench`, the main one first, others at other temperatures after it."""
-    first, *others = results
-    names = [str(first.models[role]["name"]) for role in ("target", "draft") if first.models.get(role, {}).get("name")]
-    title = "Speculative decoding of " + " with ".join(names) if names else "Speculative decoding, measured"
-    # a line may end between names rather than within one
-    heading = "Speculative decoding of " + " with ".join(f"<span>{escape(name)}</span>" for name in names) if names else title
-    more = "<h2>With other settings</h2>" + "".join(map(_table, others)) if others else ""
-    return document(
-        title,
+    """The report of a tree.
+
+    Args:
+        results: what `sequoia-plan bench` measured, the main run first, then runs with other
+            settings.
+    """
+    main_result, *other_results = results
+    title, heading = _titles(main_result)
+    tables_of_others = ""
+    if other_results:
+        tables_of_others = "<h2>With other settings</h2>" + "".join(map(_table, other_results))
+    body = (
         f"<h1>{heading}</h1>"
-        f'<p class="finding">{escape(finding(first, others))}</p>{_table(first)}<p class="soft">{escape(parts_text(first))}</p>'
-        f'<p class="soft">Over plain: the median of the ratios prompt by prompt, and its 95 % interval. '
-        f"Predicted: from the profile that the tree was made of. Tokens/s: median and quartiles over prompts.</p>"
-        f'{figures(_plots(tree, results))}{more}<h2>What it was measured with</h2><div class="wide"><table class="facts">{_facts(tree, first)}</table></div>',
+        f'<p class="finding">{escape(finding(main_result, other_results))}</p>'
+        f"{_table(main_result)}"
+        f'<p class="soft">{escape(parts_text(main_result))}</p>'
+        f'<p class="soft">{TABLE_NOTE}</p>'
+        f"{figures(_plots(tree, results))}"
+        f"{tables_of_others}"
+        "<h2>What it was measured with</h2>"
+        f'<div class="wide"><table class="facts">{_metadata_rows(tree, main_result)}</table></div>'
     )
+    return document(title, body)
+
+
+def _titles(result: BenchResult) -> tuple[str, str]:
+    """The page's title as text, and its heading as HTML, where a line ends only between names."""
+    models = [result.models.get(role, {}) for role in ("target", "draft")]
+    names = [str(model["name"]) for model in models if model.get("name")]
+    if not names:
+        return "Speculative decoding, measured", "Speculative decoding, measured"
+    unbroken_names = [f"<span>{escape(name)}</span>" for name in names]
+    title = "Speculative decoding of " + " with ".join(names)
+    heading = "Speculative decoding of " + " with ".join(unbroken_names)
+    return title, heading
 
 
 def _plots(tree: TokenTree, results: Sequence[BenchResult]) -> list[Plot]:
-    """What can be drawn of what is known; the pair on top may be taller."""
-    plan, plots = tree.plan, list[Plot]()
-    tall = HEIGHT
-    if names := compared(results):
-        tall = max(HEIGHT, 0.9 + len(names) * max(0.36, 0.16 * len(results)))
-        text = "Measured speed-up over plain decoding with its 95 % interval" + ("; a diamond is the predicted one." if promised(results) else ".")
-        plots.append((lambda axes: speedups_panel(results, axes), text, tall))
+    """The plots that the plan and the results allow, each with its caption and height.
+
+    The first two may be taller than the others: they stand side by side, and the first has a row
+    for each method.
+
+    Args:
+        tree: the tree with its plan.
+        results: runs of bench.
+    """
+    plan = tree.plan
+    plots: list[Plot] = []
+    first_height = HEIGHT
+    if names := compared_methods(results):
+        row_height = max(0.36, 0.16 * len(results))
+        first_height = max(HEIGHT, 0.9 + len(names) * row_height)
+        caption = "Measured speed-up over plain decoding with its 95 % interval"
+        caption += "; a diamond is the predicted one." if has_predictions(results) else "."
+        plots.append((lambda axes: speedups_panel(results, axes), caption, first_height))
     if tree.size > 1:
-        plots.append((lambda axes: panels.tree_panel(tree, axes), "The tree. A node's area and shade are its probability of being accepted.", tall))
+        caption = "The tree. A node's area and shade are its probability of being accepted."
+        plots.append((lambda axes: panels.tree_panel(tree, axes), caption, first_height))
     if acceptance := plan.acceptance:
-        text = "Predicted tokens a step against size, for every shape of tree at its best."
-        plots.append((lambda axes: panels.tokens_panel(tree, axes), text, HEIGHT))
+        caption = "Predicted tokens a step against size, for every shape of tree at its best."
+        plots.append((lambda axes: panels.tokens_panel(tree, axes), caption, HEIGHT))
         trials = plan.trials or 0
-        text = "Acceptance by rank" + (", and the power law through it. Ranks that were never accepted are not shown." if np.size(acceptance) > 1 else ".")
-        text += " Dashed: children of nodes off the spine, whose path has a rank above 1." if by_class(acceptance).shape[1] > 1 else ""
-        plots.append((lambda axes: panels.acceptance_panel(acceptance, axes, trials), text, HEIGHT))
+        caption = "Acceptance by rank"
+        if np.size(acceptance) > 1:
+            caption += (
+                ", and the power law through it. Ranks that were never accepted are not shown."
+            )
+        else:
+            caption += "."
+        # the second axis: 2 if nodes on and off the spine have probabilities of their own, else 1
+        num_classes = acceptance_table(acceptance).shape[1]
+        if num_classes > 1:
+            caption += " Dashed: children of nodes off the spine, whose path has a rank above 1."
+        plots.append(
+            (lambda axes: panels.acceptance_panel(acceptance, axes, trials), caption, HEIGHT)
+        )
     if acceptance and plan.latency:
-        text = "Predicted speed-up of the best tree of each size and depth. The star is this tree."
-        plots.append((lambda axes: panels.speed_panel(tree, axes), text, HEIGHT))
+        caption = (
+            "Predicted speed-up of the best tree of each size and depth. The star is this tree."
+        )
+        plots.append((lambda axes: panels.speed_panel(tree, axes), caption, HEIGHT))
         context = plan.latency.context
-        text = "Median time of one pass against the tokens in it" + (f", with {context} in the KV cache." if context else ".")
-        plots.append((lambda axes: panels.latency_panel(tree, axes), text, HEIGHT))
+        caption = "Median time of one pass against the tokens in it"
+        caption += f", with {context} in the KV cache." if context else "."
+        plots.append((lambda axes: panels.latency_panel(tree, axes), caption, HEIGHT))
     return plots
 
 
 def _table(result: BenchResult) -> str:
-    columns, rows = table(result, ["plain"] if "plain" in result.contenders else [])
+    """Settings and figures of one run as HTML; the methods that use the tree are marked."""
+    columns, rows = table(result, ["plain"] if "plain" in result.methods else [])
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = ""
-    for name, cells in zip(result.contenders, rows, strict=True):
-        # what is in brackets after a figure is its spread
-        figures = "".join(f"<td>{escape(cell).replace('(', '<small>').replace(')', '</small>')}</td>" for cell in cells[1:])
-        mine = ' class="mine"' if name in OURS else ""
-        body += f"<tr{mine}><td>{escape(cells[0])}</td>{figures}</tr>"
-    return f'<p class="soft">{escape(settings_text(result))}</p><div class="wide"><table class="figures"><tr>{head}</tr>{body}</table></div>'
+    for name, (title, *figure_texts) in zip(result.methods, rows, strict=True):
+        cells = "".join(f"<td>{_figure_html(text)}</td>" for text in figure_texts)
+        mark = ' class="mine"' if name in TREE_METHODS else ""
+        body += f"<tr{mark}><td>{escape(title)}</td>{cells}</tr>"
+    return (
+        f'<p class="soft">{escape(settings_text(result))}</p>'
+        f'<div class="wide"><table class="figures"><tr>{head}</tr>{body}</table></div>'
+    )
 
 
-def _facts(tree: TokenTree, result: BenchResult) -> str:
-    """Models, machine and tree, a row each."""
+def _figure_html(text: str) -> str:
+    """Escape a figure and set its spread, which is in brackets, in small type."""
+    return escape(text).replace("(", "<small>").replace(")", "</small>")
+
+
+def _metadata_rows(tree: TokenTree, result: BenchResult) -> str:
+    """Rows of a table: models, machine, tree, and what solved for it."""
     plan = tree.plan
-    rows = {role: _listed(named) for role, named in sorted(result.models.items(), reverse=True)}
-    rows["machine"] = _listed(result.hardware)
-    rows["tree"] = f"{tree.size} node{'s' * (tree.size > 1)}, depth {tree.depth}, level widths {' '.join(map(str, tree.level_widths))}"
-    rows["made by"] = ", ".join(name + found for name, found in (("", plan.tool), ("solver ", plan.solver), ("objective ", plan.objective)) if found)
-    return "".join(f"<tr><td>{escape(role)}</td><td>{escape(text)}</td></tr>" for role, text in rows.items() if text)
+    models_target_first = sorted(result.models.items(), reverse=True)  # by role
+    texts = {role: _metadata_text(metadata) for role, metadata in models_target_first}
+    texts["machine"] = _metadata_text(result.hardware)
+    texts["tree"] = (
+        f"{tree.size} node{'s' * (tree.size > 1)}, depth {tree.depth}, "
+        f"level widths {' '.join(map(str, tree.level_widths))}"
+    )
+    origin = [("", plan.tool), ("solver ", plan.solver), ("objective ", plan.objective)]
+    texts["made by"] = ", ".join(label + value for label, value in origin if value)
+    rows = [
+        f"<tr><td>{escape(label)}</td><td>{escape(text)}</td></tr>"
+        for label, text in texts.items()
+        if text
+    ]
+    return "".join(rows)
 
 
-def _listed(named: Mapping[str, Any]) -> str:
-    """The name first, then every other fact after its own."""
-    facts = [str(named["name"])] if named.get("name") else []
-    return ", ".join(facts + [f"{key} {value:,}" if key == "parameters" else f"{key} {value}" for key, value in named.items() if key != "name"])
+def _metadata_text(metadata: Mapping[str, Any]) -> str:
+    """List metadata, as "NAME, parameters 134,515,008, dtype float32"; the name comes first."""
+    texts = [str(metadata["name"])] if metadata.get("name") else []
+    for key, value in metadata.items():
+        if key == "parameters":
+            texts.append(f"{key} {value:,}")
+        elif key != "name":
+            texts.append(f"{key} {value}")
+    return ", ".join(texts)

@@ -1,26 +1,60 @@
-"""The drawings of a plan, each onto axes given to it, in the ink and lines of matplotlib's current style."""
+"""The drawings of a tree and its plan; each draws onto given axes in matplotlib's current style."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.artifacts.cost import Acceptance, StepTime, by_class, expected_tokens, node_values
-from sequoia_plan.artifacts.plan import CLASSES
+from sequoia_plan.artifacts.cost import (
+    AcceptanceProbs,
+    Floats,
+    StepTime,
+    acceptance_table,
+    expected_tokens,
+    node_values,
+)
+from sequoia_plan.artifacts.plan import CLASS_NAMES
 from sequoia_plan.artifacts.uncertainty import Z95
 from sequoia_plan.planner.solving.baselines import baseline
-from sequoia_plan.planner.solving.frontier import LARGEST_TABLE, frontier
+from sequoia_plan.planner.solving.frontier import MAX_TABLE_NUMBERS, frontier
 
 GREEN, AMBER, BLUE, PURPLE, RED = "#2f9d5f", "#c0803a", "#5b8fc6", "#a86fb8", "#d1495b"
-"""Readable on white and on black."""
+"""Colours that are readable on white and on black."""
+EDGE_COLOUR, LABEL_COLOUR = "#8fa297", "#22302a"
+
+MAX_LEVEL_TICKS = 12
+MAX_LEVEL_LABELS = 8
+BASELINES = {
+    "complete k-ary, best k": ["k-ary:2", "k-ary:3", "k-ary:4", "k-ary:8"],
+    "k chains, best k": ["chains:2", "chains:4", "chains:8", "chains:16"],
+    "one chain": ["chain"],
+}
+"""Label of a line in `tokens_panel` -> the baselines of which the best one counts."""
 
 
 def style(ink: str, line: str, seed: str) -> dict[str, Any]:
-    """rcParams: text and axes in `ink`, grids and a tree's edges in `line`; the same `seed` gives the same SVG, byte by byte."""
-    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "legend.labelcolor")
-    plain = {
+    """The rcParams that all drawings share.
+
+    Args:
+        ink: colour of text and axes.
+        line: colour of grids.
+        seed: the same seed gives the same ids in an SVG, so the same bytes.
+    """
+    ink_parameters = (
+        "text.color",
+        "axes.labelcolor",
+        "axes.edgecolor",
+        "xtick.color",
+        "ytick.color",
+        "legend.labelcolor",
+    )
+    return dict.fromkeys(ink_parameters, ink) | {
+        "grid.color": line,
+        "svg.hashsalt": seed,
         "axes.spines.top": False,
         "axes.spines.right": False,
         "legend.frameon": False,
@@ -28,25 +62,42 @@ def style(ink: str, line: str, seed: str) -> dict[str, Any]:
         "axes.axisbelow": True,
         "font.family": "sans-serif",
     }
-    return dict.fromkeys(inked, ink) | {"grid.color": line, "svg.hashsalt": seed} | plain
 
 
 def tree_panel(tree: TokenTree, axes: Any) -> None:
-    """Level by level; a node's area is the probability that it is accepted."""
+    """Draw the tree level by level.
+
+    A node's area grows with its value, the probability that it is accepted. Without acceptance in
+    the tree's plan, all nodes look alike.
+    """
     from matplotlib import rcParams
     from matplotlib.collections import LineCollection
 
-    points = np.column_stack([_layout(tree), -tree.position_ids])
+    points = np.column_stack([_horizontal_places(tree), -tree.position_ids])
     acceptance = tree.plan.acceptance
     values = node_values(tree, acceptance) if acceptance else np.ones(tree.size)
-    scale = min(1.0, 30 / tree.level_widths.max())
-    segments: Any = np.stack([points[1:], points[tree.parents[1:]]], axis=1) if tree.size > 1 else []
-    axes.add_collection(LineCollection(segments, colors="#8fa297", linewidths=0.3 + 0.6 * scale, zorder=1))
-    areas = 4 + 14 * scale + 200 * values * scale**0.5
-    edges = {"edgecolors": rcParams["text.color"], "linewidths": 0.5 * scale + 0.1}
-    axes.scatter(*points.T, s=areas, c=values, cmap="YlGn", vmin=-0.15, vmax=1, zorder=2, **edges)
-    every = -(-tree.depth // 12)
-    axes.set_yticks(range(0, -tree.depth, -every), [f"{level}" for level in range(0, tree.depth, every)])
+    scale = min(1.0, 30 / tree.level_widths.max())  # smaller nodes where the levels are wide
+    segments: Any = []
+    if tree.size > 1:
+        parent_points = points[tree.parents[1:]]
+        segments = np.stack([points[1:], parent_points], axis=1)
+    edge_width = 0.3 + 0.6 * scale
+    edges = LineCollection(segments, colors=EDGE_COLOUR, linewidths=edge_width, zorder=1)
+    axes.add_collection(edges)
+    axes.scatter(
+        *points.T,
+        s=4 + 14 * scale + 200 * values * scale**0.5,
+        c=values,
+        cmap="YlGn",
+        vmin=-0.15,
+        vmax=1,
+        zorder=2,
+        edgecolors=rcParams["text.color"],
+        linewidths=0.5 * scale + 0.1,
+    )
+    levels_per_tick = -(-tree.depth // MAX_LEVEL_TICKS)  # rounded up
+    tick_labels = [f"{level}" for level in range(0, tree.depth, levels_per_tick)]
+    axes.set_yticks(range(0, -tree.depth, -levels_per_tick), tick_labels)
     axes.set_ylabel("tokens after the root")
     axes.set_xticks([])
     axes.tick_params(axis="y", length=0)
@@ -54,123 +105,284 @@ def tree_panel(tree: TokenTree, axes: Any) -> None:
     axes.margins(0.06)
 
 
-def acceptance_panel(acceptance: Acceptance, axes: Any, trials: int = 0) -> None:
-    """Log-log, and the power law through it; one vector has its 95 % (Wilson) interval if its `trials` are known. Where parents have two
-    classes, the children of nodes off the spine are drawn dashed.
+def acceptance_panel(acceptance: AcceptanceProbs, axes: Any, trials: int = 0) -> None:
+    """Draw acceptance against rank, log-log: a line for each level of parents.
 
-    The fit weighs a rank by what is known of it: log p has the variance (1 - p) / (n p).
+    A dotted line is the power law fitted to the root's children. A node's class is 0 on the spine
+    (it and all its ancestors are first children) and 1 off it. Where both classes of parents have
+    probabilities, the line of those off the spine is dashed. If there is a single vector for all
+    levels, it is drawn with its 95 % intervals (Wilson's).
+
+    Args:
+        acceptance: p[rank], p[level][rank] or p[level][class][rank], the probability that of an
+            accepted node's children the one of that rank is accepted, by the parent's level and
+            class.
+        axes: matplotlib axes to draw onto.
+        trials: the effective sample size of a single vector; 0 if it is not known.
     """
-    from matplotlib import colormaps
-
-    rows = by_class(acceptance)
-    levels, classes, _ = rows.shape
-    shades = [GREEN] if levels == 1 else [colormaps["viridis"](0.15 + 0.75 * level / (levels - 1)) for level in range(levels)]
-    for level, kind in [each for each in np.ndindex(levels, classes) if each[1] == 0 or each[0] > 0 or levels == 1]:  # the root is on the spine
-        ranks, shade = np.flatnonzero(rows[level, kind] > 0) + 1, shades[level]
-        p = rows[level, kind, ranks - 1]
-        label = "measured" if levels == 1 else None if level % -(-levels // 8) else f"children of level {level}"
-        if classes > 1 and label and (level or levels == 1):
-            label += f", {CLASSES[kind]}"
-        axes.plot(ranks, p, "o--" if kind else "o-", markersize=4 if levels == 1 else 2.5, linewidth=1.2, color=shade, label=label)
-        if trials and rows.shape[:2] == (1, 1):
-            room = Z95**2 / trials
-            middle, reach = (p + room / 2) / (1 + room), np.sqrt(room * p * (1 - p) + room**2 / 4) / (1 + room)
-            axes.vlines(ranks, middle - reach, middle + reach, color=shade, alpha=0.35, linewidth=3, label="95 % interval")
-    ranks = np.flatnonzero(rows[0, 0] > 0) + 1
-    if ranks.size > 1:
-        p = rows[0, 0, ranks - 1]
-        slope, start = np.polyfit(np.log(ranks), np.log(p), 1, w=np.sqrt(p))
+    rows = acceptance_table(acceptance)
+    num_levels, num_classes, _ = rows.shape
+    colours = _level_colours(num_levels)
+    for level, parent_class in np.ndindex(num_levels, num_classes):
+        if parent_class > 0 and level == 0 and num_levels > 1:
+            continue  # the root, the only node on level 0, is on the spine
+        probs = rows[level, parent_class]
+        ranks = np.flatnonzero(probs > 0) + 1
         axes.plot(
             ranks,
-            np.exp(start) * ranks**slope,
-            ":",
-            color=AMBER,
-            linewidth=1.8,
-            label=f"power law: rank^{slope:.2f}" + (" on level 0" if levels > 1 else ""),
+            probs[ranks - 1],
+            "o--" if parent_class else "o-",
+            markersize=4 if num_levels == 1 else 2.5,
+            linewidth=1.2,
+            color=colours[level],
+            label=_acceptance_label(level, parent_class, num_levels, num_classes),
         )
+        if trials and num_levels == num_classes == 1:
+            _draw_wilson_intervals(ranks, probs[ranks - 1], trials, colours[level], axes)
+    _draw_power_law(rows[0, 0], " on level 0" if num_levels > 1 else "", axes)
     axes.set_yscale("log")
-    _log_ticks(axes.yaxis)
-    _doubling(axes.xaxis)
+    _set_log_ticks(axes.yaxis)
+    _set_log2_scale(axes.xaxis)
     if rows.max() > 0:
         axes.set_ylim(0.6 * rows[rows > 0].min(), min(1.0, 1.6 * rows.max()))
     axes.set(xlabel="rank", ylabel="probability to be the one accepted")
     axes.legend(loc="lower left")
 
 
+def _level_colours(num_levels: int) -> list[Any]:
+    """A colour for each level, from dark at the root to light."""
+    from matplotlib import colormaps
+
+    if num_levels == 1:
+        return [GREEN]
+    shades = [0.15 + 0.75 * level / (num_levels - 1) for level in range(num_levels)]
+    return [colormaps["viridis"](shade) for shade in shades]
+
+
+def _acceptance_label(
+    level: int, parent_class: int, num_levels: int, num_classes: int
+) -> str | None:
+    """The legend's label of a line in `acceptance_panel`; None for levels that it leaves out.
+
+    Args:
+        level: level of the parents.
+        parent_class: 0 for parents on the spine, 1 for parents off it.
+        num_levels, num_classes: how many of each have lines.
+    """
+    if num_levels == 1:
+        label = "measured"
+    elif level % -(-num_levels // MAX_LEVEL_LABELS):  # at most so many levels have a label
+        return None
+    else:
+        label = f"children of level {level}"
+    is_only_the_root = level == 0 and num_levels > 1
+    if num_classes > 1 and not is_only_the_root:
+        label += f", {CLASS_NAMES[parent_class]}"
+    return label
+
+
+def _draw_wilson_intervals(
+    ranks: NDArray[np.int64], probs: Floats, trials: int, colour: Any, axes: Any
+) -> None:
+    """Draw the 95 % Wilson score interval of each probability.
+
+    Args:
+        ranks: the x of each probability.
+        probs: float64 [ranks], each measured as a share of `trials`.
+        trials: number of observations.
+        colour: of the bars.
+        axes: matplotlib axes to draw onto.
+    """
+    z2_over_n = Z95**2 / trials
+    centres = (probs + z2_over_n / 2) / (1 + z2_over_n)
+    half_widths = np.sqrt(z2_over_n * probs * (1 - probs) + z2_over_n**2 / 4) / (1 + z2_over_n)
+    axes.vlines(
+        ranks,
+        centres - half_widths,
+        centres + half_widths,
+        color=colour,
+        alpha=0.35,
+        linewidth=3,
+        label="95 % interval",
+    )
+
+
+def _draw_power_law(probs_by_rank: Floats, label_suffix: str, axes: Any) -> None:
+    """Fit log p = exponent * log rank + intercept to the ranks with p > 0, and draw it.
+
+    For p measured in n trials, log p has about the variance (1 - p) / (n p). For small p that is
+    proportional to 1 / p, so a rank has the weight sqrt(p) in the fit of least squares.
+    """
+    ranks = np.flatnonzero(probs_by_rank > 0) + 1
+    if ranks.size <= 1:
+        return
+    probs = probs_by_rank[ranks - 1]
+    exponent, intercept = np.polyfit(np.log(ranks), np.log(probs), 1, w=np.sqrt(probs))
+    axes.plot(
+        ranks,
+        np.exp(intercept) * ranks**exponent,
+        ":",
+        color=AMBER,
+        linewidth=1.8,
+        label=f"power law: rank^{exponent:.2f}{label_suffix}",
+    )
+
+
 def tokens_panel(tree: TokenTree, axes: Any) -> None:
-    """Expected tokens against size (the paper's Figure 1, left), each baseline at its best shape for the size."""
-    acceptance, depth = tree.plan.acceptance, max(tree.plan.depth or tree.depth, tree.depth, 2)
+    """Draw expected tokens a step against size, for the best trees and for baselines.
+
+    It is the left plot of Figure 1 in Sequoia (arXiv 2402.12374). A baseline is a family of trees,
+    such as k chains, and for each size the best of its shapes is drawn.
+    """
+    acceptance = tree.plan.acceptance
+    depth = max(tree.plan.depth or tree.depth, tree.depth, 2)
     assert acceptance is not None
-    largest = int(min(max(64, 2 * tree.size), 4096))
-    values = frontier(acceptance, largest, depth, tree.plan.branching).values[-1]
-    sizes = np.unique(np.geomspace(1, largest, 40).astype(int))
-    ours = sizes[sizes <= len(values)]
-    lines = [("this acceptance's best tree", ours, values[ours - 1], GREEN)]
-    chains = [f"chains:{k}" for k in (2, 4, 8, 16)]
-    shapes = {"complete k-ary, best k": ["k-ary:2", "k-ary:3", "k-ary:4", "k-ary:8"], "k chains, best k": chains, "one chain": ["chain"]}
-    for (label, names), colour in zip(shapes.items(), (AMBER, BLUE, PURPLE), strict=True):
-        tokens = [max(expected_tokens(baseline(name, int(n), depth), acceptance) for name in names) for n in sizes]
-        lines.append((label, sizes, np.maximum.accumulate(tokens), colour))
-    for label, x, y, colour in lines:
-        axes.plot(x, y, color=colour, linewidth=2.6 if colour == GREEN else 1.8, label=label)
-    axes.scatter([tree.size], [expected_tokens(tree, acceptance)], s=70, color=GREEN, edgecolors="white", linewidths=1.5, zorder=3, label="this tree")
-    _doubling(axes.xaxis)
+    max_size = int(min(max(64, 2 * tree.size), 4096))
+    # expected tokens of the best tree of 1, 2, ... nodes and at most `depth` levels
+    best_values = frontier(acceptance, max_size, depth, tree.plan.branching).values[-1]
+    sizes = np.unique(np.geomspace(1, max_size, 40).astype(int))
+    possible_sizes = sizes[sizes <= len(best_values)]
+    axes.plot(
+        possible_sizes,
+        best_values[possible_sizes - 1],
+        color=GREEN,
+        linewidth=2.6,
+        label="this acceptance's best tree",
+    )
+    for (label, names), colour in zip(BASELINES.items(), (AMBER, BLUE, PURPLE), strict=True):
+        tokens = [_best_baseline_tokens(names, int(size), depth, acceptance) for size in sizes]
+        never_falling = np.maximum.accumulate(tokens)  # nodes that do not help can be left out
+        axes.plot(sizes, never_falling, color=colour, linewidth=1.8, label=label)
+    axes.scatter(
+        [tree.size],
+        [expected_tokens(tree, acceptance)],
+        s=70,
+        color=GREEN,
+        edgecolors="white",
+        linewidths=1.5,
+        zorder=3,
+        label="this tree",
+    )
+    _set_log2_scale(axes.xaxis)
     axes.set(xlabel="nodes", ylabel="expected tokens a step")
     axes.set_ylim(bottom=1)
     axes.grid(axis="y", linewidth=0.8)
     axes.legend(loc="upper left")
 
 
+def _best_baseline_tokens(
+    names: Sequence[str], size: int, depth: int, acceptance: AcceptanceProbs
+) -> float:
+    """Expected tokens a step of the best of the named baselines within a size and a depth."""
+    trees = [baseline(name, size, depth) for name in names]
+    return max(expected_tokens(tree, acceptance) for tree in trees)
+
+
 def latency_panel(tree: TokenTree, axes: Any) -> None:
-    """Seconds of the target's and the draft's pass against the tokens in it, log-log."""
+    """Draw milliseconds of the target's and the draft's pass against the tokens in it, log-log."""
     latency = tree.plan.latency
     assert latency is not None
-    for name, curve, colour in (("target", latency.target, GREEN), ("draft", latency.draft, BLUE)):
-        points = np.array(sorted(curve.items()), float)
-        axes.plot(points[:, 0], 1000 * points[:, 1], "o-", markersize=4, color=colour, label=name)
+    curves = (("target", latency.target, GREEN), ("draft", latency.draft, BLUE))
+    for role, seconds_by_size, colour in curves:
+        points = np.array(sorted(seconds_by_size.items()), float)
+        sizes, milliseconds = points[:, 0], 1000 * points[:, 1]
+        axes.plot(sizes, milliseconds, "o-", markersize=4, color=colour, label=role)
     axes.axvline(tree.size, color=RED, linewidth=1.5, linestyle=":", label="this tree's size")
     axes.set_yscale("log")
-    _log_ticks(axes.yaxis)
-    _doubling(axes.xaxis)
+    _set_log_ticks(axes.yaxis)
+    _set_log2_scale(axes.xaxis)
     axes.set(xlabel="tokens in the pass", ylabel="milliseconds")
     axes.grid(axis="y", linewidth=0.8)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
 
 
 def speed_panel(tree: TokenTree, axes: Any) -> None:
-    """The most a tree of each size and depth can speed up; the choice is marked."""
-    plan, times = tree.plan, StepTime.of(tree.plan)
-    assert times is not None and plan.acceptance is not None
-    depth = min(max(plan.depth or 0, tree.depth, 2), 2 * tree.depth + 2)
-    largest = max(tree.size, min(times.largest(), max(16, 4 * tree.size), plan.budget or 64, LARGEST_TABLE // depth))
-    values = frontier(plan.acceptance, largest, depth, plan.branching).values
-    speeds = np.full((depth, largest), np.nan)
-    for d, row in enumerate(values, 1):
-        sizes = np.arange(d, len(row) + 1)  # d levels have d nodes at least
-        speeds[d - 1, d - 1 : len(row)] = row[d - 1 :] * times.plain() / times.steps_at_least(sizes, d)
-    edges = np.append(0.71, np.arange(1, largest + 1) + 0.5)  # on a logarithmic axis one node is as far from its left edge as from its right one
-    image = axes.pcolormesh(edges, np.arange(depth + 1) + 0.5, np.ma.masked_invalid(speeds), cmap="YlGn", rasterized=True)
-    axes.figure.colorbar(image, ax=axes, label="speed-up over plain decoding, at most").outline.set_visible(False)
-    axes.scatter([tree.size], [tree.depth], marker="*", s=260, color=RED, edgecolors="white", linewidths=1.2, zorder=3, clip_on=False)
+    """Draw the highest speed-up that a tree of each size and depth can have, and mark this tree."""
+    plan, step_time = tree.plan, StepTime.from_measured(tree.plan)
+    assert step_time is not None and plan.acceptance is not None
+    max_depth = min(max(plan.depth or 0, tree.depth, 2), 2 * tree.depth + 2)
+    max_size = max(
+        tree.size,
+        min(
+            step_time.largest_size(),
+            max(16, 4 * tree.size),
+            plan.budget or 64,
+            MAX_TABLE_NUMBERS // max_depth,
+        ),
+    )
+    # for 1, 2, ... levels: expected tokens of the best tree of 1, 2, ... nodes
+    tokens_by_depth = frontier(plan.acceptance, max_size, max_depth, plan.branching).values
+    speedups = np.full((max_depth, max_size), np.nan)
+    for depth, tokens in enumerate(tokens_by_depth, 1):
+        sizes = np.arange(depth, len(tokens) + 1)  # `depth` levels have at least as many nodes
+        plain_seconds = tokens[depth - 1 :] * step_time.plain_seconds()  # for as many tokens
+        step_seconds = step_time.min_step_seconds(sizes, depth)
+        speedups[depth - 1, depth - 1 : len(tokens)] = plain_seconds / step_seconds
+    # 0.71 is as far below 1 as 1.5 (about 1 / 0.71) is above it on the logarithmic axis.
+    size_edges = np.append(0.71, np.arange(1, max_size + 1) + 0.5)
+    depth_edges = np.arange(max_depth + 1) + 0.5
+    image = axes.pcolormesh(
+        size_edges, depth_edges, np.ma.masked_invalid(speedups), cmap="YlGn", rasterized=True
+    )
+    colour_bar = axes.figure.colorbar(image, ax=axes, label="speed-up over plain decoding, at most")
+    colour_bar.outline.set_visible(False)
+    axes.scatter(
+        [tree.size],
+        [tree.depth],
+        marker="*",
+        s=260,
+        color=RED,
+        edgecolors="white",
+        linewidths=1.2,
+        zorder=3,
+        clip_on=False,
+    )
     if plan.predicted_speedup:
-        side = -1 if tree.size > largest**0.5 else 1
-        below = tree.depth > 0.8 * depth
-        box: Any = {"color": "#22302a", "weight": "bold", "bbox": {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "boxstyle": "round,pad=0.2"}}
-        place: Any = {"textcoords": "offset points", "ha": "left" if side > 0 else "right", "va": "top" if below else "bottom"}
-        axes.annotate(f"{plan.predicted_speedup:.2f}x", (tree.size, tree.depth), (12 * side, -8 if below else 8), **place, **box)
-    _doubling(axes.xaxis)
+        _label_speedup(tree, plan.predicted_speedup, max_size, max_depth, axes)
+    _set_log2_scale(axes.xaxis)
     axes.yaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="nodes", ylabel="depth (levels)")
 
 
-def _doubling(axis: Any) -> None:
-    """A logarithmic axis of counts: 1, 2, 4, ..."""
+def _label_speedup(
+    tree: TokenTree, speedup: float, max_size: int, max_depth: int, axes: Any
+) -> None:
+    """Write the predicted speed-up beside the tree's mark, on the side that has room.
+
+    Args:
+        tree: the tree, which is marked at its size and depth.
+        speedup: over plain decoding.
+        max_size, max_depth: where the axes end.
+        axes: matplotlib axes to draw onto.
+    """
+    is_on_the_right = tree.size > max_size**0.5  # the middle of the logarithmic axis
+    is_at_the_top = tree.depth > 0.8 * max_depth
+    axes.annotate(
+        f"{speedup:.2f}x",
+        (tree.size, tree.depth),
+        (-12 if is_on_the_right else 12, -8 if is_at_the_top else 8),
+        textcoords="offset points",
+        ha="right" if is_on_the_right else "left",
+        va="top" if is_at_the_top else "bottom",
+        color=LABEL_COLOUR,
+        weight="bold",
+        bbox={
+            "facecolor": "white",
+            "edgecolor": "none",
+            "alpha": 0.85,
+            "boxstyle": "round,pad=0.2",
+        },
+    )
+
+
+def _set_log2_scale(axis: Any) -> None:
+    """Make the x axis logarithmic with ticks at 1, 2, 4, ..., written as plain numbers."""
     axis.axes.set_xscale("log", base=2)
     axis.set_major_formatter(lambda x, _: f"{x:g}")
 
 
-def _log_ticks(axis: Any) -> None:
-    """1, 2, 5, 10, ... in plain figures."""
+def _set_log_ticks(axis: Any) -> None:
+    """Give a logarithmic axis ticks at 1, 2, 5, 10, ..., written as plain numbers."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(10, (1.0, 2.0, 5.0), numticks=12))
@@ -178,18 +390,32 @@ def _log_ticks(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _layout(tree: TokenTree) -> Any:
-    """Horizontal places: leaves side by side in preorder, a parent above the middle of its children."""
-    across = np.zeros(tree.size)
-    leaves = np.where(tree.child_count == 0, 1, 0)
+def _horizontal_places(tree: TokenTree) -> Floats:
+    """x of every node: leaves are side by side in preorder, and a parent is above the middle of
+    its children.
+
+    Returns:
+        float64 [size].
+    """
+    num_leaves = np.where(tree.child_count == 0, 1, 0)  # of each node's subtree
     for node in range(tree.size - 1, 0, -1):
-        leaves[tree.parents[node]] += leaves[node]
-    start = np.zeros(tree.size)
+        num_leaves[tree.parents[node]] += num_leaves[node]
+
+    leftmost = np.zeros(tree.size)  # x of the first leaf of each node's subtree
     for node in range(1, tree.size):
         before = node - 1
-        siblings = before > 0 and tree.parents[before] == tree.parents[node]
-        start[node] = start[before] + leaves[before] if siblings else start[tree.parents[node]]
+        is_sibling = before > 0 and tree.parents[before] == tree.parents[node]
+        if is_sibling:
+            leftmost[node] = leftmost[before] + num_leaves[before]
+        else:
+            leftmost[node] = leftmost[tree.parents[node]]
+
+    places = np.zeros(tree.size)
     for node in range(tree.size - 1, -1, -1):
-        first, count = int(tree.first_child[node]), int(tree.child_count[node])
-        across[node] = (across[first] + across[first + count - 1]) / 2 if count else start[node]
-    return across
+        first_child, num_children = int(tree.first_child[node]), int(tree.child_count[node])
+        if num_children:
+            last_child = first_child + num_children - 1
+            places[node] = (places[first_child] + places[last_child]) / 2
+        else:
+            places[node] = leftmost[node]
+    return places

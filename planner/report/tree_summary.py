@@ -1,87 +1,157 @@
-"""A token tree in the terminal: what it is, what it promises, and its most valuable nodes."""
+"""A token tree in the terminal: its shape, its predictions, and its most valuable nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.artifacts.cost import node_values, worth_of_memory
-from sequoia_plan.artifacts.plan import OPTIMAL, Interval, Plan
-from sequoia_plan.artifacts.uncertainty import LEAST_KINDS
+from sequoia_plan.artifacts.cost import acceptance_rows, memory_gain, node_values
+from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, Alternative, Interval, Plan
+from sequoia_plan.artifacts.uncertainty import MIN_KINDS
 
-MOST_NODES_DRAWN = 40
-
-
-def summarise(tree: TokenTree) -> None:
-    """Print size, depth, level widths, the promise with its bounds, where the next node would go, and a small drawing."""
-    from rich.console import Console
+if TYPE_CHECKING:
     from rich.tree import Tree
+
+MAX_NODES_DRAWN = 40
+
+
+def print_summary(tree: TokenTree) -> None:
+    """Print the shape of a tree, its plan, the best node to add, and a small drawing."""
+    from rich.console import Console
 
     console = Console(highlight=False)
     plan = tree.plan
-    for line in (f"{tree}, branching {tree.branching}", *promises(plan)):
+    console.print(f"{tree}, branching {tree.branching}", soft_wrap=True, markup=False)
+    for line in describe_plan(plan):
         console.print(line, soft_wrap=True, markup=False)
-    acceptance = plan.acceptance
-    if acceptance:
-        _next_node(tree, console)
-    for role, facts in plan.models.items():
-        console.print(f"{role:<23} {facts.get('name')}" + (f" ({facts['dtype']})" if facts.get("dtype") else ""), markup=False)
-    values = node_values(tree, acceptance) if acceptance else np.ones(tree.size)
-    branches = {0: Tree("[bold]root 1.000[/bold]")}
-    for node in sorted(np.argsort(-values, kind="stable")[:MOST_NODES_DRAWN].tolist()):
-        parent = int(tree.parents[node])
-        if node and parent in branches:
-            branches[node] = branches[parent].add(f"{tree.ranks[node]}  {values[node]:.3f}")
-    console.print(branches[0])
-    if len(branches) < tree.size:
-        console.print(f"... and {tree.size - len(branches)} nodes of less value")
+    if best_addition_line := _describe_best_addition(tree):
+        console.print(best_addition_line)
+    for role, model in plan.models.items():
+        dtype = f" ({model['dtype']})" if model.get("dtype") else ""
+        console.print(f"{role:<23} {model.get('name')}{dtype}", markup=False)
+    drawing, num_drawn = _drawing(tree)
+    console.print(drawing)
+    if num_drawn < tree.size:
+        console.print(f"... and {tree.size - num_drawn} nodes of less value")
 
 
-def promises(plan: Plan) -> Iterator[str]:
-    """What a plan says of expected tokens and speed, a line each, with intervals and bounds where it has them."""
+def describe_plan(plan: Plan) -> Iterator[str]:
+    """Yields lines with what a plan holds: expected tokens, speed, intervals and bounds.
+
+    The first lines compare it with the best trees for other verifiers that were measured.
+    """
+    for name, alternative in plan.alternatives.items():
+        yield _describe_alternative(plan, name, alternative)
     interval = plan.interval or Interval()
-    for name, other in plan.alternatives.items():
-        ends = f" (95 %: {other.interval[0]:.3f} to {other.interval[1]:.3f})" if other.interval else ""
-        open_ = ", within the noise of the measurements" if other.interval and other.interval[0] <= 1 else "" if other.interval else ", noise not known"
-        what = f"the best tree for {name} ({other.size} nodes, depth {other.depth})"
-        better = "the tokens" if plan.objective == "tokens" or other.step_seconds is None else "the speed"
-        yield f"verifier                {plan.settings.get('verifier')}: {other.advantage:.3f} times {better} of {what}{ends}{open_}"
     if plan.expected_tokens is not None:
-        limit = f", at most {plan.upper_bound:.4f} for any tree of this size" if plan.upper_bound is not None else ""
-        yield f"expected tokens a step  {plan.expected_tokens:.4f}{_ends(interval.expected_tokens)}{limit}  ({plan.solver})"
+        tokens = f"{plan.expected_tokens:.4f}{_in_parentheses(interval.expected_tokens)}"
+        bound = ""
+        if plan.upper_bound is not None:
+            bound = f", at most {plan.upper_bound:.4f} for any tree of this size"
+        yield f"expected tokens a step  {tokens}{bound}  ({plan.solver})"
     if plan.predicted_speedup is not None and plan.step_seconds is not None:
-        speed = f"{plan.predicted_speedup:.3f}x over plain decoding{_ends(interval.predicted_speedup)}"
-        yield f"predicted speed-up      {speed}, {plan.step_seconds * 1000:.1f} ms a step"
+        speedup = f"{plan.predicted_speedup:.3f}x over plain decoding"
+        ends = _in_parentheses(interval.predicted_speedup)
+        yield f"predicted speed-up      {speedup}{ends}, {plan.step_seconds * 1000:.1f} ms a step"
     if plan.interval and plan.interval_new_kind:
-        tokens, speed_there = plan.interval_new_kind.expected_tokens, plan.interval_new_kind.predicted_speedup
-        told = ", ".join(filter(None, (_range(tokens, " tokens a step"), _range(speed_there, "x"))))
-        yield f"prompts of a new kind   {told} (95 %)"
+        yield f"prompts of a new kind   {_describe_interval(plan.interval_new_kind)} (95 %)"
     elif plan.interval:
-        yield f"prompts of a new kind   not known: the profiled prompts name fewer than {LEAST_KINDS} kinds"
-    if more := worth_of_memory(plan):
-        yield f"more memory             {more.bytes / 1e6:.0f} MB more of layers in memory would make a step up to {more.seconds * 1000:.1f} ms shorter"
+        yield (
+            "prompts of a new kind   not known: the profiled prompts name fewer than "
+            f"{MIN_KINDS} kinds"
+        )
+    if memory := memory_gain(plan):
+        yield (
+            f"more memory             {memory.bytes / 1e6:.0f} MB more of layers in memory would "
+            f"make a step up to {memory.seconds * 1000:.1f} ms shorter"
+        )
     if plan.gap is not None:
-        faster = "faster" if plan.gap < OPTIMAL else f"more than {plan.gap / (1 - plan.gap):.2%} faster"
-        yield f"proven                  by these measurements, no tree within the limits is {faster}"
+        faster = "faster"
+        if plan.gap >= OPTIMALITY_TOLERANCE:  # a smaller gap is rounding
+            # the gap is relative to the bound, and the text is relative to this tree
+            faster = f"more than {plan.gap / (1 - plan.gap):.2%} faster"
+        yield (
+            f"proven                  by these measurements, no tree within the limits is {faster}"
+        )
 
 
-def _next_node(tree: TokenTree, console: object) -> None:
-    """Which further node would add the most expected tokens, within the limits the tree was solved for."""
-    from sequoia_plan.artifacts.cost import acceptance_rows
+def _describe_alternative(plan: Plan, name: str, alternative: Alternative) -> str:
+    """A line that compares a plan's tree with the best tree for another verifier.
+
+    Args:
+        plan: the plan.
+        name: the other verifier.
+        alternative: size, depth and speed of the best tree for it, and its `advantage`: how many
+            times the speed of that tree the plan's tree has.
+    """
+    by_tokens = plan.objective == "tokens" or alternative.step_seconds is None
+    quantity = "the tokens" if by_tokens else "the speed"
+    shape = f"{alternative.size} nodes, depth {alternative.depth}"
+    return (
+        f"verifier                {plan.settings.get('verifier')}: {alternative.advantage:.3f} "
+        f"times {quantity} of the best tree for {name} ({shape})"
+    )
+
+
+def _describe_interval(interval: Interval) -> str:
+    """The intervals of expected tokens and of speed-up, as "3.1 to 3.4 tokens a step, ..."."""
+    parts = []
+    if interval.expected_tokens:
+        parts.append(f"{_low_to_high(interval.expected_tokens)} tokens a step")
+    if interval.predicted_speedup:
+        parts.append(f"{_low_to_high(interval.predicted_speedup)}x")
+    return ", ".join(parts)
+
+
+def _in_parentheses(ends: tuple[float, float] | None) -> str:
+    """The ends of a 95 % interval in parentheses; empty for None."""
+    return f" (95 %: {_low_to_high(ends)})" if ends else ""
+
+
+def _low_to_high(ends: tuple[float, float]) -> str:
+    """The ends of an interval, as "1.200 to 1.400"."""
+    return f"{ends[0]:.3f} to {ends[1]:.3f}"
+
+
+def _describe_best_addition(tree: TokenTree) -> str:
+    """A line about the further node that would add the most expected tokens to the tree.
+
+    The node must be within the plan's limits on depth and children of a node. The line is empty
+    if the plan has no acceptance, or the limits leave no room.
+    """
     from sequoia_plan.planner.solving.certificate import best_addition
 
-    rows = acceptance_rows(tree.plan.acceptance or (), max(tree.plan.depth or 0, tree.depth), tree.plan.branching)
-    following = best_addition(tree, rows) if rows.shape[2] >= tree.branching else None
-    if following:
-        parent, rank, value = following
-        console.print(f"the next node           child {rank} of node {parent}, on level {tree.position_ids[parent] + 1}: +{value:.4f}")  # type: ignore[attr-defined]
+    plan = tree.plan
+    if not plan.acceptance:
+        return ""
+    # float64 [levels, classes, branching]: the probability that, of an accepted node's children,
+    # the one of each rank is accepted, by the node's level and class (on or off the spine)
+    rows = acceptance_rows(plan.acceptance, max(plan.depth or 0, tree.depth), plan.branching)
+    addition = best_addition(tree, rows) if rows.shape[2] >= tree.branching else None
+    if not addition:
+        return ""
+    parent, rank, value = addition  # the value is the probability that the node is accepted
+    level = tree.position_ids[parent] + 1
+    return f"the next node           child {rank} of node {parent}, on level {level}: +{value:.4f}"
 
 
-def _range(ends: tuple[float, float] | None, unit: str) -> str:
-    return f"{ends[0]:.3f} to {ends[1]:.3f}{unit}" if ends else ""
+def _drawing(tree: TokenTree) -> tuple[Tree, int]:
+    """A drawing of the nodes that are most probably accepted, and their number.
 
+    Without acceptance in the tree's plan, the first nodes are drawn.
+    """
+    from rich.tree import Tree
 
-def _ends(ends: tuple[float, float] | None) -> str:
-    return f" (95 %: {ends[0]:.3f} to {ends[1]:.3f})" if ends else ""
+    acceptance = tree.plan.acceptance
+    values = node_values(tree, acceptance) if acceptance else np.ones(tree.size)
+    drawn_nodes = np.argsort(-values, kind="stable")[:MAX_NODES_DRAWN].tolist()
+    branches = {0: Tree("[bold]root 1.000[/bold]")}
+    for node in sorted(drawn_nodes):
+        parent = int(tree.parents[node])
+        if node and parent in branches:
+            label = f"{tree.ranks[node]}  {values[node]:.3f}"
+            branches[node] = branches[parent].add(label)
+    return branches[0], len(branches)

@@ -1,1 +1,1 @@
-"""From acceptance and latencies to the best token tree, with what is proven of it."""
+"""From acceptance and latencies to the best token tree, with the proofs and bounds that hold."""

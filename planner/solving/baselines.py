@@ -1,4 +1,4 @@
-"""Trees that others use, by name, to compare with: none of them knows the acceptance vector."""
+"""Trees from other work, by name, to compare with. None depends on the acceptance vector."""
 
 from __future__ import annotations
 
@@ -10,93 +10,159 @@ import numpy as np
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.files import read_bytes
 
-NAMES = "chain, chains:K, k-ary:K, specinfer:K1,K2,..., random:SEED or parents:FILE"
+BASELINE_NAMES = "chain, chains:K, k-ary:K, specinfer:K1,K2,..., random:SEED or parents:FILE"
 
 
 def baseline(name: str, size: int, depth: int) -> TokenTree:
-    """A baseline of at most `size` nodes and `depth` levels, the root's included.
+    """Build a baseline tree of at most `size` nodes and `depth` levels, the root's included.
 
     Args:
-        name: "chain" (one sequence), "chains:K" (K independent sequences), "k-ary:K" (complete, filled breadth-first),
-            "specinfer:K1,K2,..." (every node of level l has K(l+1) children; SpecInfer, arXiv 2305.09781, section 4.1),
-            "random:SEED" (each node's parent drawn uniformly), "parents:FILE" (a JSON list of parents, the root's is -1).
+        name: one of
+            "chain": one sequence;
+            "chains:K": K independent sequences;
+            "k-ary:K": a complete tree, filled breadth-first;
+            "specinfer:K1,K2,...": every node of level l has K(l+1) children (SpecInfer,
+            arXiv 2305.09781, section 4.1);
+            "random:SEED": the parent of each node is drawn uniformly;
+            "parents:FILE": a JSON list of parents, in which the root's parent is -1.
 
     Raises:
-        SequoiaPlanError: for an unknown name or a file that holds no tree, or one beyond the limits.
+        SequoiaPlanError: for an unknown name, for a file that holds no tree, or for a tree beyond
+            the limits.
     """
-    kind, _, rest = name.partition(":")
-    if kind == "chain" and not rest:
+    shape, _, argument = name.partition(":")
+    if shape == "chain" and not argument:
         return TokenTree.chain(min(size, depth))
-    if kind == "parents" and rest:
-        return _imported(rest, size, depth)
-    numbers = [int(n) for n in rest.split(",") if n.strip().isdecimal()]
-    if len(numbers) != rest.count(",") + 1 or (kind != "random" and min(numbers) < 1):
-        raise ArgumentError(f"baseline: found {name!r}, expected {NAMES}")
-    if kind == "chains" and len(numbers) == 1:
-        return TokenTree.from_parents([-1, *(max(0, node - numbers[0]) for node in range(1, min(size, 1 + numbers[0] * (depth - 1))))])
-    if kind == "k-ary" and len(numbers) == 1:
-        return expansion(numbers * (depth - 1), size)
-    if kind == "specinfer":
-        return expansion(numbers[: depth - 1], size)
-    if kind == "random" and len(numbers) == 1:
-        return _random(numbers[0], size, depth)
-    raise ArgumentError(f"baseline: found {name!r}, expected {NAMES}")
+    if shape == "parents" and argument:
+        return _tree_from_file(argument, size, depth)
+    numbers = [int(text) for text in argument.split(",") if text.strip().isdecimal()]
+    are_all_numbers = len(numbers) == argument.count(",") + 1
+    if not are_all_numbers or (shape != "random" and min(numbers) < 1):
+        raise ArgumentError(f"baseline: found {name!r}, expected {BASELINE_NAMES}")
+    if shape == "chains" and len(numbers) == 1:
+        return _chains(numbers[0], size, depth)
+    if shape == "k-ary" and len(numbers) == 1:
+        return _expand(numbers * (depth - 1), size)
+    if shape == "specinfer":
+        return _expand(numbers[: depth - 1], size)
+    if shape == "random" and len(numbers) == 1:
+        return _random_tree(numbers[0], size, depth)
+    raise ArgumentError(f"baseline: found {name!r}, expected {BASELINE_NAMES}")
 
 
-def expansion(children: list[int], size: int) -> TokenTree:
-    """Every node of level l has children[l] children, breadth-first until `size` nodes are reached."""
-    found, start, stop = [-1], 0, 1
-    for count in children:
-        found += islice((parent for parent in range(start, stop) for _ in range(count)), size - len(found))
-        start, stop = stop, len(found)
-        if start == stop or stop >= size:
+def _chains(num_chains: int, size: int, depth: int) -> TokenTree:
+    """Build independent sequences below the root, whose lengths differ by one node at most.
+
+    Args:
+        num_chains: number of sequences.
+        size: the most nodes of the tree, the root included.
+        depth: the most levels, the root's included.
+    """
+    num_nodes = min(size, 1 + num_chains * (depth - 1))
+    # Nodes 1 ... num_chains are children of the root; any other node continues the sequence of the
+    # node num_chains before it.
+    return TokenTree.from_parents(
+        [-1, *(max(0, node - num_chains) for node in range(1, num_nodes))]
+    )
+
+
+def _expand(children_per_level: list[int], size: int) -> TokenTree:
+    """Give every node of level l children_per_level[l] children, breadth-first.
+
+    Args:
+        children_per_level: its length limits the levels; the root's is level 0.
+        size: the most nodes of the tree; the last level that is reached may be incomplete.
+    """
+    parents = [-1]
+    level_start, level_end = 0, 1
+    for num_children in children_per_level:
+        next_level = (
+            parent for parent in range(level_start, level_end) for _ in range(num_children)
+        )
+        parents += islice(next_level, size - len(parents))
+        level_start, level_end = level_end, len(parents)
+        if level_start == level_end or level_end >= size:
             break
-    return TokenTree.from_parents(found)
+    return TokenTree.from_parents(parents)
 
 
-def _random(seed: int, size: int, depth: int) -> TokenTree:
+def _random_tree(seed: int, size: int, depth: int) -> TokenTree:
+    """Draw the parent of each node uniformly from the earlier nodes above level `depth`.
+
+    Args:
+        seed: of the random generator.
+        size: number of nodes, the root included.
+        depth: the most levels, the root's (level 1 here) included.
+    """
+    if depth <= 1:
+        return TokenTree.chain(1)
     generator = np.random.default_rng(seed)
-    found, levels, open_nodes = [-1], [1], [0] if depth > 1 else []
-    for node in range(1, size if open_nodes else 1):
-        parent = open_nodes[generator.integers(len(open_nodes))]
-        found.append(parent)
-        levels.append(levels[parent] + 1)
-        if levels[node] < depth:
-            open_nodes.append(node)
-    return TokenTree.from_parents(found)
+    parents, node_depths, possible_parents = [-1], [1], [0]
+    for node in range(1, size):
+        parent = possible_parents[generator.integers(len(possible_parents))]
+        parents.append(parent)
+        node_depths.append(node_depths[parent] + 1)
+        if node_depths[node] < depth:
+            possible_parents.append(node)
+    return TokenTree.from_parents(parents)
 
 
-def _imported(path: str, size: int, depth: int) -> TokenTree:
+def _tree_from_file(path: str, size: int, depth: int) -> TokenTree:
+    """Read a tree from a JSON list of each node's parent, where the root's is -1.
+
+    Args:
+        path: the file.
+        size: the most nodes that are allowed.
+        depth: the most levels that are allowed.
+    """
     try:
         parents = json.loads(read_bytes(path, "a JSON list of parents"))
     except (ValueError, RecursionError) as error:
-        raise SequoiaPlanError(f"{path}: not JSON; expected a list of parents, the root's is -1") from error
-    if not isinstance(parents, list) or any(isinstance(p, bool) or not isinstance(p, int) for p in parents):
-        raise SequoiaPlanError(f"{path}: found {parents!r:.60}, expected a JSON list of parents, the root's is -1")
+        raise SequoiaPlanError(
+            f"{path}: not JSON; expected a list of parents, the root's is -1"
+        ) from error
+    is_list_of_integers = isinstance(parents, list) and all(
+        isinstance(parent, int) and not isinstance(parent, bool) for parent in parents
+    )
+    if not is_list_of_integers:
+        raise SequoiaPlanError(
+            f"{path}: found {parents!r:.60}, expected a JSON list of parents, the root's is -1"
+        )
     try:
         tree = TokenTree.from_parents(parents)
     except SequoiaPlanError as error:
         raise SequoiaPlanError(f"{path}: {error}") from error
     if tree.size > size or tree.depth > depth:
-        raise SequoiaPlanError(f"{path}: {tree.size} nodes of depth {tree.depth}, expected at most the budget {size} and the depth {depth}; raise them")
+        raise SequoiaPlanError(
+            f"{path}: {tree.size} nodes of depth {tree.depth}, "
+            f"expected at most the budget {size} and the depth {depth}; raise them"
+        )
     return tree
 
 
-Arm = tuple[TokenTree, str]
-"""A tree and the verifier that judges it."""
+TreeAndVerifier = tuple[TokenTree, str]
+"""A token tree and the name of the verifier that it is decoded with."""
 
 
-def arms(tree: TokenTree, verifier: str) -> dict[str, Arm]:
-    """Our tree, and those of others with no more nodes and levels, by name; `verifier` judges those that come without their own."""
-    found: dict[str, Arm] = {"plain": (TokenTree.chain(1), verifier)}
+def bench_trees(tree: TokenTree, verifier: str) -> dict[str, TreeAndVerifier]:
+    """Return the trees that bench decodes with, by the name of the method.
+
+    They are `tree` itself, plain decoding (a tree of one node), and baselines with no more nodes
+    and levels than `tree`.
+
+    Args:
+        tree: the tree to compare with the others.
+        verifier: the verifier of all methods that do not come with a verifier of their own.
+    """
+    trees: dict[str, TreeAndVerifier] = {"plain": (TokenTree.chain(1), verifier)}
     if tree.size > 1:
-        lanes = max(1, (tree.size - 1) // (tree.depth - 1))
-        found |= {
+        num_chains = max(1, (tree.size - 1) // (tree.depth - 1))
+        trees |= {
             "chain": (baseline("chain", tree.size, tree.depth), verifier),
-            "chains": (baseline(f"chains:{lanes}", tree.size, tree.depth), "specinfer"),
+            "chains": (baseline(f"chains:{num_chains}", tree.size, tree.depth), "specinfer"),
             "k-ary": (baseline("k-ary:2", tree.size, tree.depth), verifier),
             "top-k": (tree, "topk"),
             "sequoia": (tree, "sequoia"),
             "traversal": (tree, "traversal"),
         }
-    return found
+    return trees

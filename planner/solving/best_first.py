@@ -1,8 +1,9 @@
-"""Best-first: when no rank is likelier than the one before it, the n most valuable nodes are the optimal tree.
+"""Best-first search: if p never increases with rank, the n most valuable nodes are the best tree.
 
-The value of a node is then at most that of its predecessor (left sibling, else parent), so the first n nodes in order of value are always
-a tree, and no other n nodes have a larger sum. One heap pop a node gives the optima of all sizes, each contained in the next. That holds for
-rows by class as well, because siblings have a parent, and so a row, in common.
+The value of a node is then at most that of its predecessor (its left sibling, else its parent). So
+the first n nodes in order of value always form a tree, and no other n nodes have a larger sum. One
+heap pop a node gives the best trees of all sizes, each contained in the next. This holds for rows
+by class as well, because siblings have a parent, and so a row, in common.
 """
 
 from __future__ import annotations
@@ -16,147 +17,269 @@ Ints = NDArray[np.int32]
 
 
 def is_non_increasing(rows: Floats) -> bool:
-    """Whether no row of p[level, class, rank] increases with rank, so that best-first is exact. No parent is off the spine on level 0."""
-    rises = np.diff(rows, axis=2) > 0
-    return not (rises[:, 0].any() or rises[1:, -1].any())
+    """Return whether p never increases with rank, so that best-first search is exact.
+
+    Level 0 holds the root alone, which is on the spine, so that level's row for nodes off the
+    spine is ignored.
+
+    Args:
+        rows: float64 [levels, classes, branching], the probability that a node's child of each
+            rank is accepted if the node is, by the node's level and class. Class 0 is the spine
+            (the root, its first child, that node's first child, ...), class 1 all other nodes; a
+            single class stands for all nodes.
+    """
+    increases = np.diff(rows, axis=2) > 0
+    return not (increases[:, 0].any() or increases[1:, -1].any())
 
 
 def favours_spine(rows: Floats) -> bool:
-    """Whether, on every level and for every b, the first b children of a node on the spine are as likely together as those of a node off it.
+    """Return whether parents on the spine have the likeliest first b children, for every b.
 
-    With rows that do not increase, no node of a level is then worth more than the one on the spine, whatever hangs below it: its value is
-    the highest, and sum over k of p[k] f[k] is at least as large with its row for any f[1] >= f[2] >= ... >= 0.
+    On every level, the probability that one of the first b children is accepted is then at least as
+    high for a parent on the spine as for a parent off the spine. If p never increases with rank
+    either, the node on the spine is the best node of its level to put any subtree below: its value
+    (the probability that it is accepted) is the highest, and the sum over ranks k of p[k] f[k] is
+    at least as large with its row, whatever expected tokens f[1] >= f[2] >= ... >= 0 the children's
+    subtrees have.
+
+    Args:
+        rows: float64 [levels, classes, branching], the probability that a node's child of each
+            rank is accepted if the node is, by the node's level and class. Class 0 is the spine
+            (the root, its first child, that node's first child, ...), class 1 all other nodes; a
+            single class stands for all nodes.
     """
-    sums = rows.cumsum(axis=2)
-    return bool((sums[1:, 0] >= sums[1:, -1]).all())
+    cumulative = rows.cumsum(axis=2)
+    return bool((cumulative[1:, 0] >= cumulative[1:, -1]).all())
 
 
 def frontier(rows: Floats, size: int) -> list[Floats]:
-    """For each depth 1, 2, ..., len(rows) + 1: expected tokens of the best tree of 1, 2, ... nodes, up to the largest there is or `size`."""
-    found: list[Floats] = []
-    deepest = 0
-    for levels in range(len(rows) + 1):
-        if len(found) > 1 and deepest < levels - 1:
-            found.append(found[-1])  # the level added last was not used: no deeper one will be
+    """Compute the expected tokens of the best tree of every size and depth.
+
+        repeat `size` times, starting with the root on the heap:
+            take the most valuable node off the heap and add it to the tree
+            push its first child and its next sibling
+        the expected tokens of the best n nodes are the sum of the first n values taken
+
+    A node's value is the probability that it is accepted: the product of p along its path.
+
+    Args:
+        rows: float64 [levels, classes, branching], the probability that a node's child of each
+            rank is accepted if the node is, by the node's level and class. Class 0 is the spine
+            (the root, its first child, that node's first child, ...), class 1 all other nodes; a
+            single class stands for all nodes.
+            p never increases with rank.
+        size: the most nodes of a tree.
+
+    Returns:
+        For each depth limit 1, 2, ..., levels + 1: float64, the expected tokens of the best tree of
+        exactly 1, 2, ... nodes, up to `size` or the largest tree that the limit allows.
+    """
+    values_by_depth: list[Floats] = []
+    deepest_level = 0  # of the best tree of `size` nodes for the last depth limit solved
+    for num_levels in range(len(rows) + 1):  # levels below the root
+        # The first two limits (the root alone, and one level below it) are always solved: before
+        # them, no level could have been left empty.
+        if len(values_by_depth) > 1 and deepest_level < num_levels - 1:
+            # The best trees left the last added level empty, so they leave deeper ones empty too.
+            values_by_depth.append(values_by_depth[-1])
             continue
-        _, value, level = grow_freely(rows[:levels], size)
-        found.append(np.cumsum(value))
-        deepest = level.max()
-    return found
+        _, node_values, node_levels = most_valuable_nodes(rows[:num_levels], size)
+        values_by_depth.append(np.cumsum(node_values))
+        deepest_level = node_levels.max()
+    return values_by_depth
 
 
 def parents(rows: Floats, size: int) -> Ints:
-    """The best tree of exactly `size` nodes, breadth-first."""
-    return np.asarray(breadth_first(grow_freely(rows, size)[0]))
+    """Find the best tree of exactly `size` nodes: the `size` nodes likeliest to be accepted.
+
+    Args:
+        rows: float64 [levels, classes, branching], the probability that a node's child of each
+            rank is accepted if the node is, by the node's level and class. Class 0 is the spine
+            (the root, its first child, that node's first child, ...), class 1 all other nodes; a
+            single class stands for all nodes.
+            p never increases with rank.
+        size: number of nodes, the root included.
+
+    Returns:
+        int32 [size], the parent of each node (the root's is -1); nodes are numbered breadth-first.
+    """
+    return np.asarray(number_breadth_first(most_valuable_nodes(rows, size)[0]))
 
 
-def grow_freely(rows: Floats, size: int) -> tuple[Ints, Floats, Ints]:
-    """`grow` without limits."""
+def most_valuable_nodes(rows: Floats, size: int) -> tuple[Ints, Floats, Ints]:
+    """Take the most valuable nodes, limited by the levels and ranks of `rows` alone.
+
+    A node's value is the probability that it is accepted: the product of p along its path.
+
+    Args:
+        rows: float64 [levels, classes, branching], the probability that a node's child of each
+            rank is accepted if the node is, by the node's level and class. Class 0 is the spine
+            (the root, its first child, that node's first child, ...), class 1 all other nodes; a
+            single class stands for all nodes.
+        size: how many nodes to take.
+
+    Returns:
+        Parent, value and level of each node taken, from the highest value to the lowest. There are
+        fewer than `size` of them if `rows` allow no more.
+    """
     levels, _, branching = rows.shape
-    return grow(np.ascontiguousarray(rows), size, np.full(levels, size), np.full(levels, branching), levels * branching)
+    max_parents = np.full(levels, size)
+    max_children = np.full(levels, branching)
+    max_rank_sum = levels * branching  # no path has a larger sum of ranks
+    return most_valuable_nodes_within(
+        np.ascontiguousarray(rows), size, max_parents, max_children, max_rank_sum
+    )
 
 
 @numba.njit(cache=True)
-def push(heap, count, value, parent, rank):  # type: ignore[no-untyped-def]
-    """Add an entry to a heap of `count` entries."""
-    at = count
-    while at > 0:
-        above = (at - 1) >> 1
+def heap_push(heap, count, value, parent, rank):
+    """Add an entry to a binary heap, in place; heap[0] is the entry of the largest value.
+
+    Args:
+        heap: float64 [capacity, 3], whose first `count` rows are entries [value, parent, rank]; the
+            order depends on the value alone.
+        count: number of entries before the call.
+        value, parent, rank: the new entry.
+    """
+    position = count
+    while position > 0:
+        above = (position - 1) >> 1
         if heap[above, 0] >= value:
             break
-        heap[at] = heap[above]
-        at = above
-    heap[at, 0], heap[at, 1], heap[at, 2] = value, parent, rank
+        heap[position] = heap[above]
+        position = above
+    heap[position, 0], heap[position, 1], heap[position, 2] = value, parent, rank
 
 
 @numba.njit(cache=True)
-def pop(heap, count):  # type: ignore[no-untyped-def]
-    """Drop the top of a heap of `count` entries."""
+def heap_pop(heap, count):
+    """Remove heap[0], the entry of the largest value, from a binary heap, in place.
+
+    Args:
+        heap: float64 [capacity, 3], whose first `count` rows are entries with their value in front.
+        count: number of entries before the call.
+    """
     last = heap[count - 1].copy()
-    at = 0
-    while 2 * at + 1 < count - 1:
-        below = 2 * at + 1
+    position = 0
+    while 2 * position + 1 < count - 1:
+        below = 2 * position + 1
         if below + 1 < count - 1 and heap[below + 1, 0] > heap[below, 0]:
             below += 1
         if heap[below, 0] <= last[0]:
             break
-        heap[at] = heap[below]
-        at = below
-    heap[at] = last
+        heap[position] = heap[below]
+        position = below
+    heap[position] = last
 
 
 @numba.njit(cache=True)
-def grow(rows, size, widths, ranks, longest):  # type: ignore[no-untyped-def]
-    """Parents, values and levels of the first `size` nodes by value, of those that the limits allow, or of all if there are fewer.
+def most_valuable_nodes_within(rows, size, max_parents, max_children, max_rank_sum):
+    """Take the most valuable nodes within the limits, one after the other.
 
-    Level l may have widths[l] nodes with children, at most ranks[l] each; rows[l, class] holds p of those children. With non-increasing rows
-    that favour the spine the first n are the best tree of n nodes within these limits: the most valuable nodes of a level have the most
-    valuable children, and of equally valuable ones the node on the spine comes first. That need not be so where `longest` limits the sum of
-    ranks along each path, too.
+    A node's value is the probability that it is accepted: the product of p along its path. If p
+    never increases with rank and the rows favour the spine (`favours_spine`), the first n nodes are
+    the best tree of n nodes within `max_parents` and `max_children`: the most valuable nodes of a
+    level have the most valuable children, and of equally valuable nodes the one on the spine comes
+    first. This need not hold where `max_rank_sum` limits the tree, too.
+
+    Args:
+        rows: float64 [levels, classes, branching], the probability that a node's child of each
+            rank is accepted if the node is, by the node's level and class. Class 0 is the spine
+            (the root, its first child, that node's first child, ...), class 1 all other nodes; a
+            single class stands for all nodes.
+        size: how many nodes to take.
+        max_parents: int64 [levels], how many nodes of each level may have children.
+        max_children: int64 [levels], how many children a node of each level may have.
+        max_rank_sum: the largest sum of (1-based) ranks along a path.
+
+    Returns:
+        Parent, value and level of each node taken, from the highest value to the lowest. There are
+        fewer than `size` of them if the limits allow no more.
     """
-    heap = np.empty((size + 2, 3))  # value, parent, rank (0-based) of nodes off the spine: each node taken pushes at most two
-    parent, value, level = np.empty(size, np.int64), np.empty(size), np.zeros(size, np.int64)
-    off, spine, taken, count = rows.shape[1] - 1, 0, 1, 0
-    kind, wide, ranks_so_far = np.full(size, off), np.zeros(len(widths), np.int64), np.zeros(size, np.int64)
-    parent[0], value[0], kind[0] = -1, 1.0, 0
-    following = -1.0  # the value of the last spine node's first child; negative if it may have none
-    if len(widths) > 0 and widths[0] > 0 and longest > 0:
-        following = rows[0, 0, 0]
-        if ranks[0] > 1 and longest > 1:
-            push(heap, 0, rows[0, 0, 1], 0.0, 1.0)
-            count = 1
+    off_spine = rows.shape[1] - 1
+    parents, values, levels = np.empty(size, np.int64), np.empty(size), np.zeros(size, np.int64)
+    classes, rank_sums = np.full(size, off_spine), np.zeros(size, np.int64)
+    num_parents = np.zeros(len(max_parents), np.int64)
+    # The heap holds value, parent and rank (0-based) of the next nodes off the spine. Each node
+    # that is taken pushes at most two.
+    heap = np.empty((size + 2, 3))
+    heap_count = 0
+    parents[0], values[0], classes[0] = -1, 1.0, 0
+    num_taken = 1
+    spine_end = 0  # the last node taken on the spine
+    next_spine_value = -1.0  # of the first child of spine_end; negative if it may have no child
+    if len(max_parents) > 0 and max_parents[0] > 0 and max_rank_sum > 0:
+        next_spine_value = rows[0, 0, 0]
+        if max_children[0] > 1 and max_rank_sum > 1:
+            heap_push(heap, 0, rows[0, 0, 1], 0.0, 1.0)
+            heap_count = 1
     for node in range(1, size):
-        if following >= 0 and (count == 0 or following >= heap[0, 0]):
-            value[node], above, rank = following, spine, 0
-            kind[node], spine, following = 0, node, -1.0
-        elif count > 0:
-            value[node], above, rank = heap[0, 0], int(heap[0, 1]), int(heap[0, 2])
-            pop(heap, count)
-            count -= 1
+        if next_spine_value >= 0 and (heap_count == 0 or next_spine_value >= heap[0, 0]):
+            values[node], parent, rank = next_spine_value, spine_end, 0
+            classes[node] = 0
+            spine_end, next_spine_value = node, -1.0
+        elif heap_count > 0:
+            values[node], parent, rank = heap[0, 0], int(heap[0, 1]), int(heap[0, 2])
+            heap_pop(heap, heap_count)
+            heap_count -= 1
         else:
             break
-        here = level[above]
-        parent[node], level[node] = above, here + 1
-        ranks_so_far[node] = ranks_so_far[above] + rank + 1
-        taken += 1
-        if spine != node and rank + 1 < ranks[here] and ranks_so_far[node] < longest:
-            push(heap, count, value[above] * rows[here, kind[above], rank + 1], float(above), rank + 1.0)
-            count += 1
-        if here + 1 < len(widths) and wide[here + 1] < widths[here + 1] and ranks_so_far[node] < longest:
-            wide[here + 1] += 1
-            if spine != node:
-                push(heap, count, value[node] * rows[here + 1, off, 0], float(node), 0.0)
-                count += 1
+        parents[node] = parent
+        parent_level = levels[parent]
+        level = parent_level + 1
+        levels[node] = level
+        rank_sums[node] = rank_sums[parent] + rank + 1
+        num_taken += 1
+        may_go_on = rank_sums[node] < max_rank_sum
+        # The next sibling of a spine node is on the heap already: the parent has pushed it.
+        if node != spine_end and rank + 1 < max_children[parent_level] and may_go_on:
+            sibling_value = values[parent] * rows[parent_level, classes[parent], rank + 1]
+            heap_push(heap, heap_count, sibling_value, float(parent), rank + 1.0)
+            heap_count += 1
+        if level < len(max_parents) and num_parents[level] < max_parents[level] and may_go_on:
+            num_parents[level] += 1
+            if node != spine_end:
+                child_value = values[node] * rows[level, off_spine, 0]
+                heap_push(heap, heap_count, child_value, float(node), 0.0)
+                heap_count += 1
             else:
-                following = value[node] * rows[here + 1, 0, 0]
-                if ranks[here + 1] > 1 and ranks_so_far[node] + 1 < longest:
-                    push(heap, count, value[node] * rows[here + 1, 0, 1], float(node), 1.0)
-                    count += 1
-    return parent[:taken], value[:taken], level[:taken]
+                next_spine_value = values[node] * rows[level, 0, 0]
+                if max_children[level] > 1 and rank_sums[node] + 1 < max_rank_sum:
+                    heap_push(heap, heap_count, values[node] * rows[level, 0, 1], float(node), 1.0)
+                    heap_count += 1
+    return parents[:num_taken], values[:num_taken], levels[:num_taken]
 
 
 @numba.njit(cache=True)
-def breadth_first(parent):  # type: ignore[no-untyped-def]
-    """The same tree, numbered breadth-first; siblings keep their order."""
-    size = len(parent)
-    first = np.zeros(size + 1, np.int64)  # where the children of a node begin
+def number_breadth_first(parents):
+    """Number a tree's nodes breadth-first; siblings keep their order.
+
+    Args:
+        parents: int64 [size], the parent of each node; parents precede their children.
+
+    Returns:
+        int32 [size], the parents in the new numbering.
+    """
+    size = len(parents)
+    # children[first_child[node] : first_child[node + 1]] are the children of a node.
+    first_child = np.zeros(size + 1, np.int64)
     for node in range(1, size):
-        first[parent[node] + 1] += 1
+        first_child[parents[node] + 1] += 1
     for node in range(size):
-        first[node + 1] += first[node]
-    child = np.empty(size, np.int64)
-    filled = np.zeros(size, np.int64)
+        first_child[node + 1] += first_child[node]
+    children = np.empty(size, np.int64)
+    num_children = np.zeros(size, np.int64)
     for node in range(1, size):
-        above = parent[node]
-        child[first[above] + filled[above]] = node
-        filled[above] += 1
-    found = np.empty(size, np.int32)
-    order = np.empty(size, np.int64)
-    found[0], order[0] = -1, 0
-    known = 1
-    for position in range(size):
-        node = order[position]
-        for at in range(first[node], first[node + 1]):
-            found[known], order[known] = position, child[at]
-            known += 1
-    return found
+        parent = parents[node]
+        children[first_child[parent] + num_children[parent]] = node
+        num_children[parent] += 1
+    new_parents = np.empty(size, np.int32)
+    order = np.empty(size, np.int64)  # the old number of each node
+    new_parents[0], order[0] = -1, 0
+    num_ordered = 1
+    for new_number in range(size):
+        node = order[new_number]
+        for i in range(first_child[node], first_child[node + 1]):
+            new_parents[num_ordered], order[num_ordered] = new_number, children[i]
+            num_ordered += 1
+    return new_parents

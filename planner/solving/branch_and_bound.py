@@ -1,8 +1,11 @@
-"""The fastest tree, with a proof: branch and bound over how many nodes a tree has and how many of them have children on each level.
+"""The fastest tree, with a proof, by branch and bound.
 
-A box is closed when its bound (relaxation.py) says that none of its trees is faster than the best one known. A box that stays open is split
-at the resource whose cost differs most from what its price pays. Once each draft pass in a box has one known cost, and where no row of p
-increases and the rows favour the spine, best-first growth within the box's widths gives its best tree of every size, and the box is closed as well.
+A box (relaxation.py) limits how many nodes a tree has and how many of them have children on each
+level. A box is closed when its bound says that none of its trees is faster than the best tree so
+far. A box that stays open is split at the resource whose cost differs most from what its price
+pays. Once each draft pass in a box has a single cost, and if no row of p increases and the rows
+favour the spine, best-first search within the box's widths finds its best tree of every size, and
+the box is closed as well.
 """
 
 from __future__ import annotations
@@ -12,271 +15,598 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from sequoia_plan.planner.solving.best_first import grow, pop, push
-from sequoia_plan.planner.solving.relaxation import LEVEL, PATH, Box, Ints, Use, certain_rounds, curve, improve, shared, surplus
+from sequoia_plan.planner.solving.best_first import (
+    heap_pop,
+    heap_push,
+    most_valuable_nodes_within,
+)
+from sequoia_plan.planner.solving.relaxation import (
+    LEVEL,
+    PATH,
+    Box,
+    Ints,
+    RelaxedTree,
+    cost_curve,
+    costs_with_share,
+    max_profit,
+    min_extra_rounds,
+    optimise_prices,
+)
 
-FIRST_STEPS, STEPS = 200, 12
-SHARES, LARGEST_SHARE = 6, 1 - 1e-6
-"""Shares that are tried where a step's least time may be the longer one, see relaxation.py."""
-MOST_BOXES = 20_000
-CLOSED = 1e-10
-"""A box is closed when nothing in it is faster than the best tree known by more than this, relative."""
+ROOT_STEPS = 200
+"""Subgradient steps for the box of all trees, and for a box that cannot be split further."""
+STEPS = 12
+"""Subgradient steps for any other box, which starts from the prices of the box it was part of."""
+MAX_SHARES = 6
+"""Shares tried for a box where `min_step_seconds` may be the longer time, see relaxation.py."""
+MAX_SHARE = 1 - 1e-6
+MAX_BOXES = 20_000
+TOLERANCE = 1e-10
+"""A box is closed when none of its trees is faster than the best one by more than this share."""
 
 
-class Found(NamedTuple):
-    """The fastest tree (parents precede their children; empty if none was found), its tokens a second, and a bound on any tree's."""
+class SearchResult(NamedTuple):
+    """The fastest tree that a search has found.
+
+    Args:
+        parents: int64 [size], parents precede their children; empty if no tree is faster than the
+            given speed.
+        speed: its tokens a second, or the given speed.
+        bound: tokens a second that no tree exceeds.
+    """
 
     parents: Ints
-    rate: float
+    speed: float
     bound: float
 
 
 @numba.njit(cache=True)
-def fastest_part(parents, levels, rows, costs):  # type: ignore[no-untyped-def]
-    """Tokens a second, and size, of the fastest of the trees that the first 2, 3, ... nodes are."""
-    value, children, ranks = np.ones(len(parents)), np.zeros(len(parents), np.int64), np.zeros(len(parents), np.int64)
-    left, walk, kind = np.ones(len(parents)), 0.0, np.zeros(len(parents), np.int64)
-    wide, most = np.zeros(len(rows), np.int64), np.ones(len(rows), np.int64)
-    tokens, drafts, rounds = 1.0, 0.0, 0
-    best, size = 0.0, 1
-    for node in range(1, len(parents)):
-        above, here = parents[node], levels[node] - 1
-        value[node] = value[above] * rows[here, kind[above], children[above]]
-        kind[node] = kind[above] if children[above] == 0 else rows.shape[1] - 1
-        tokens += value[node]
-        children[above] += 1
-        ranks[node], left[node] = ranks[above] + children[above], value[node]
-        left[above] = max(0.0, left[above] - value[node])
-        walk += costs.by_visit * value[node] + costs.by_rejection * left[above]
-        if children[above] == 1 and here > 0:
-            drafts += costs.draft[wide[here] + 1] - costs.draft[wide[here]]
-            wide[here] += 1
-        of = here if costs.order == LEVEL else 0
-        if (ranks[node] if costs.order == PATH else children[above]) > most[of]:
-            most[of] += 1
-            rounds += 1
-        rate = tokens / max(costs.least, costs.target[node + 1] + drafts + walk + costs.by_round * rounds + costs.constant)
-        if rate > best:
-            best, size = rate, node + 1
-    return best, size
+def fastest_prefix(parents, levels, rows, costs):
+    """Find the fastest of the trees that the first 2, 3, ... nodes of a tree form.
+
+    Each loop adds one node, and updates the expected tokens and the seconds of a step.
+
+    Args:
+        parents, levels: int64 [size], parent and level of each node; parents precede their
+            children.
+        rows: float64 [levels, classes, branching], the probability that a node's child of each
+            rank is accepted if the node is, by the node's level and class. Class 0 is the spine
+            (the root, its first child, that node's first child, ...), class 1 all other nodes; a
+            single class stands for all nodes.
+        costs: the Costs, which give the seconds of a step.
+
+    Returns:
+        Tokens a second of the fastest tree, and its number of nodes.
+    """
+    size = len(parents)
+    # Probability that each node is accepted, and that it is but no child so far is.
+    values, rejected_values = np.ones(size), np.ones(size)
+    num_children, rank_sums = np.zeros(size, np.int64), np.zeros(size, np.int64)
+    classes = np.zeros(size, np.int64)
+    widths = np.zeros(len(rows), np.int64)  # nodes with children on each level
+    # Most children of a node (or, for PATH, the largest sum of ranks along a path) by scope: by
+    # level if verification rounds are by level, else for the whole tree at index 0.
+    ranks = np.ones(len(rows), np.int64)
+    tokens = 1.0
+    draft_seconds, walk_seconds, extra_rounds = 0.0, 0.0, 0
+    max_speed, best_size = 0.0, 1
+    for node in range(1, size):
+        parent, parent_level = parents[node], levels[node] - 1
+        p = rows[parent_level, classes[parent], num_children[parent]]
+        values[node] = values[parent] * p
+        classes[node] = classes[parent] if num_children[parent] == 0 else rows.shape[1] - 1
+        tokens += values[node]
+        num_children[parent] += 1
+        rank_sums[node] = rank_sums[parent] + num_children[parent]
+        rejected_values[node] = values[node]
+        rejected_values[parent] = max(0.0, rejected_values[parent] - values[node])
+        walk_seconds += costs.by_visit * values[node] + costs.by_rejection * rejected_values[parent]
+        if num_children[parent] == 1 and parent_level > 0:
+            width = widths[parent_level]
+            draft_seconds += costs.draft[width + 1] - costs.draft[width]
+            widths[parent_level] += 1
+        scope = parent_level if costs.round_order == LEVEL else 0
+        node_ranks = rank_sums[node] if costs.round_order == PATH else num_children[parent]
+        if node_ranks > ranks[scope]:
+            ranks[scope] += 1
+            extra_rounds += 1
+        work_seconds = (
+            costs.target[node + 1]
+            + draft_seconds
+            + walk_seconds
+            + costs.by_round * extra_rounds
+            + costs.constant
+        )
+        speed = tokens / max(costs.min_step_seconds, work_seconds)
+        if speed > max_speed:
+            max_speed, best_size = speed, node + 1
+    return max_speed, best_size
 
 
 @numba.njit(cache=True)
-def relaxed_work(costs, use):  # type: ignore[no-untyped-def]
-    """Seconds of work of a step with the tree behind a bound; inf if it is too large or too wide to know."""
-    if use.used[0] >= len(costs.target):
+def relaxed_work_seconds(costs, tree):
+    """Return the seconds of work of a step with the tree behind a bound.
+
+    They are inf if the tree has more nodes, or more parents on a level, than were measured.
+
+    Args:
+        costs: the Costs, which give the seconds of a step.
+        tree: the RelaxedTree; its resource_use[0] is its number of nodes, resource_use[l] its
+            number of nodes with children on level l.
+    """
+    size = tree.resource_use[0]
+    if size >= len(costs.target):
         return np.inf
-    seconds = costs.target[use.used[0]] + costs.constant + use.walk[0]
-    for ranks in use.ranks:
+    seconds = costs.target[size] + costs.constant + tree.walk_seconds[0]
+    for ranks in tree.ranks:
         seconds += costs.by_round * (ranks - 1)
-    for r in range(1, len(use.used)):
-        if use.used[r] > costs.draft_ends[-1]:
+    for r in range(1, len(tree.resource_use)):
+        if tree.resource_use[r] > costs.draft_stair_ends[-1]:
             return np.inf
-        seconds += costs.draft[use.used[r]]
+        seconds += costs.draft[tree.resource_use[r]]
     return seconds
 
 
 @numba.njit(cache=True)
-def least_work(costs, box):  # type: ignore[no-untyped-def]
-    """No step with a tree in the box works less."""
-    seconds = costs.target[box.low[0]] + costs.constant + costs.by_round * certain_rounds(box)
+def min_work_seconds(costs, box):
+    """Return seconds of work that every step with a tree in the box takes at least.
+
+    Args:
+        costs: the Costs, which give the seconds of a step.
+        box: the Box; low[0] is the fewest nodes of its trees, low[l] their fewest nodes with
+            children on level l.
+    """
+    seconds = costs.target[box.low[0]] + costs.constant + costs.by_round * min_extra_rounds(box)
     for r in range(1, len(box.low)):
         seconds += costs.draft[box.low[r]]
     return seconds
 
 
 @numba.njit(cache=True)
-def lower(nodes, costs, box, price, goal, exact, floor, steps, share, use):  # type: ignore[no-untyped-def]
-    """`improve` for steps of at least `costs.least`: the bound on F - goal * step, its tokens, and the share that it was found at.
+def speed_bound(costs, box, goal, gain_bound):
+    """Return tokens a second that no tree in the box exceeds.
 
-    The work of the tree behind a bound says which way a better share lies.
+    A tree that gains g = F - goal * step expected tokens makes goal + g / step tokens a second, and
+    the step takes at least `min_step_seconds` and at least the least work of the box.
+
+    Args:
+        costs: the Costs, which give the seconds of a step.
+        box: the Box, a set of trees.
+        goal: tokens a second that the gain is measured against.
+        gain_bound: a bound on the gain of the trees in the box, not negative.
     """
-    if least_work(costs, box) >= costs.least:
-        return *improve(nodes, costs, box, price, goal, exact, floor, steps, use), 0.0
-    low, high = 0.0, 1.0
-    excess, tokens = improve(nodes, shared(costs, share), box, price, goal * (1 - share), exact, floor, steps, use)
-    for _ in range(SHARES):
-        if excess <= 0:
-            break
-        if relaxed_work(costs, use) < costs.least:
-            low = share
-        else:
-            high = share
-        share = min((low + high) / 2, LARGEST_SHARE)
-        excess, tokens = improve(nodes, shared(costs, share), box, price, goal * (1 - share), exact, floor, STEPS, use)
-    return excess, tokens, share
+    return goal + gain_bound / max(costs.min_step_seconds, min_work_seconds(costs, box))
 
 
 @numba.njit(cache=True)
-def tighten(costs, box, price, rate, paid, excess):  # type: ignore[no-untyped-def]
-    """Take numbers off both ends of each interval for which the bound, `excess` in the whole box, is not above 0."""
-    for r in range(len(price)):
-        cost, ends = curve(costs, r)
-        enough = price[r] * paid[r] - rate * cost[paid[r]] - excess
-        while box.low[r] < box.high[r]:
-            end = min(box.high[r], ends[np.searchsorted(ends, box.low[r])]) if box.low[r] > 0 else 0
-            if surplus(cost, ends, price[r], rate, box.low[r], end)[0] > enough:
+def bound_gain(nodes, costs, box, prices, goal, siblings_never_add_more, floor, steps, share, tree):
+    """Bound the gain F - goal * step of the trees in a box, whatever limits their step.
+
+    A step takes the longer of `min_step_seconds` and its work. That is at least
+    share * min_step_seconds + (1 - share) * work for every share, so each share gives a bound. The
+    work of the tree behind a bound says whether a better share is larger or smaller, so the best
+    share is found by bisection.
+
+    Args:
+        nodes: the candidates, CandidateNodes.
+        costs: the Costs, which give the seconds of a step.
+        box: the Box, a set of trees by limits on their resources (0: nodes; l: nodes with children
+            on level l).
+        prices: float64 [resources], expected tokens that a unit of each resource is charged; they
+            are improved in place.
+        goal: tokens a second to exceed.
+        siblings_never_add_more: whether no later sibling adds more than an earlier one, see
+            `relax`.
+        floor: the smallest price of a node; no node that is not in `nodes` has a larger value.
+        steps: the most subgradient steps for the first share.
+        share: the share to start from.
+        tree: a RelaxedTree, into which the tree behind the bound is written.
+
+    Returns:
+        The bound in tokens, the expected tokens of the tree behind it, and the share.
+    """
+    # The work is the longer time for every tree in the box: a single share, 0, is enough.
+    if min_work_seconds(costs, box) >= costs.min_step_seconds:
+        gain_bound, tokens = optimise_prices(
+            nodes, costs, box, prices, goal, siblings_never_add_more, floor, steps, tree
+        )
+        return gain_bound, tokens, 0.0
+    low, high = 0.0, 1.0
+    gain_bound, tokens = optimise_prices(
+        nodes,
+        costs_with_share(costs, share),
+        box,
+        prices,
+        goal * (1 - share),
+        siblings_never_add_more,
+        floor,
+        steps,
+        tree,
+    )
+    for _ in range(MAX_SHARES):
+        if gain_bound <= 0:
+            break
+        if relaxed_work_seconds(costs, tree) < costs.min_step_seconds:
+            low = share
+        else:
+            high = share
+        share = min((low + high) / 2, MAX_SHARE)
+        gain_bound, tokens = optimise_prices(
+            nodes,
+            costs_with_share(costs, share),
+            box,
+            prices,
+            goal * (1 - share),
+            siblings_never_add_more,
+            floor,
+            STEPS,
+            tree,
+        )
+    return gain_bound, tokens, share
+
+
+@numba.njit(cache=True)
+def tighten_box(costs, box, prices, rate, profitable_use, gain_bound):
+    """Cut off both ends of each interval of a box, in place, where no tree can be faster.
+
+    The bound on the gain of a box is a sum that contains, for each resource, its largest profit
+    price * use - rate * cost[use] over its interval. Uses with so small a profit that the bound
+    would not be above 0 are cut off, one stair (a range of uses with a straight cost) at a time.
+
+    Args:
+        costs: the Costs, which give the seconds of a step.
+        box: the Box, an interval low ... high for the use of each resource r (0: nodes; l: nodes
+            with children on level l).
+        prices: float64 [resources], expected tokens that a unit of each resource is charged.
+        rate: expected tokens that a second is charged.
+        profitable_use: int64 [resources], the use of the largest profit in each interval.
+        gain_bound: the bound on the gain of the whole box, at `prices` and `rate`.
+    """
+    for r in range(len(prices)):
+        cost, stair_ends = cost_curve(costs, r)
+        use = profitable_use[r]
+        # With this profit of resource r in place of its largest one, the bound is 0.
+        needed_profit = prices[r] * use - rate * cost[use] - gain_bound
+        while box.low[r] < box.high[r]:  # cut off the lowest stair, or the use 0
+            end = 0
+            if box.low[r] > 0:
+                end = min(box.high[r], stair_ends[np.searchsorted(stair_ends, box.low[r])])
+            profit, _ = max_profit(cost, stair_ends, prices[r], rate, box.low[r], end)
+            if profit > needed_profit:
                 break
             box.low[r] = min(end + 1, box.high[r])
-        while box.low[r] < box.high[r]:
-            at = np.searchsorted(ends, box.high[r])
-            start = max(box.low[r], ends[at - 1] + 1 if at > 0 else 1)
-            if surplus(cost, ends, price[r], rate, start, box.high[r])[0] > enough:
+        while box.low[r] < box.high[r]:  # cut off the highest stair
+            stair = np.searchsorted(stair_ends, box.high[r])
+            start = max(box.low[r], stair_ends[stair - 1] + 1 if stair > 0 else 1)
+            profit, _ = max_profit(cost, stair_ends, prices[r], rate, start, box.high[r])
+            if profit > needed_profit:
                 break
             box.high[r] = max(start - 1, box.low[r])
 
 
 @numba.njit(cache=True)
-def cut(cost, ends, used, low, high):  # type: ignore[no-untyped-def]
-    """Where to split an interval into low ... cut and cut + 1 ... high: at a jump of the cost beside `used`; -1 if the cost is one number."""
-    if low == 0 < high:
-        return 0
-    at = np.searchsorted(ends, used)
-    if ends[at] < high:
-        return ends[at]
-    if at > 0 and ends[at - 1] >= low:
-        return ends[at - 1]
-    return min(used, high - 1) if cost[high] > cost[low] else -1
+def cut_point(cost, stair_ends, use, low, high):
+    """Return where to split the interval of a resource, into low ... cut and cut + 1 ... high.
 
-
-@numba.njit(cache=True)
-def choose_cut(costs, box, price, rate, use, grows_best):  # type: ignore[no-untyped-def]
-    """Which interval to split, and where: resources come first, then ranks. (-1, -1) if all that matters is known.
-
-    Where best-first growth tells the best tree of each size, sizes need not be split.
-    """
-    worst, which, where, matters = -1.0, -1, -1, False
-    for r in range(len(price)):
-        cost, ends = curve(costs, r)
-        u = min(max(use.used[r], box.low[r]), box.high[r])
-        at = cut(cost, ends, u, box.low[r], box.high[r])
-        if at >= 0:
-            matters |= r > 0 or not grows_best
-            paid = price[r] * use.paid[r] - rate * cost[use.paid[r]]
-            gap = paid - price[r] * u + rate * cost[u] + price[r] * abs(use.used[r] - u)
-            if gap > worst:
-                worst, which, where = gap, r, at
-    for of in range(len(use.ranks)):
-        low, high = box.least_ranks[of], box.most_ranks[of]
-        if low < high and (of == 0 or box.low[of] > 0):
-            matters = True
-            beyond = min(use.ranks[of], high) - low
-            gap = max(beyond, 0) * rate * costs.by_round - use.charges[of]
-            if gap > worst:
-                worst, which, where = gap, len(price) + of, low + max(beyond - 1, 0)
-    return (which, where) if matters else (-1, -1)
-
-
-@numba.njit(cache=True)
-def split(boxes, b, new, which, where):  # type: ignore[no-untyped-def]
-    """Boxes `new` and `new` + 1 become the parts of box `b` on both sides of a cut."""
-    resources = boxes.low.shape[1]
-    for part in (new, new + 1):
-        boxes.low[part], boxes.high[part] = boxes.low[b], boxes.high[b]
-        boxes.least_ranks[part], boxes.most_ranks[part] = boxes.least_ranks[b], boxes.most_ranks[b]
-    if which >= resources:
-        boxes.most_ranks[new, which - resources] = where
-        boxes.least_ranks[new + 1, which - resources] = where + 1
-        return
-    boxes.high[new, which] = where
-    boxes.low[new + 1, which] = where + 1
-    for r in range(1, resources):  # a level that has children lies below levels that have
-        if r > which and where == 0:
-            boxes.high[new, r] = 0
-        if r < which:
-            boxes.low[new + 1, r] = max(1, boxes.low[new + 1, r])
-
-
-@numba.njit(cache=True)
-def limits(costs, box, use, settled, widths, ranks):  # type: ignore[no-untyped-def]
-    """What best-first growth may use: the box's limits if it is settled, else what the relaxed tree uses, up to where the cost jumps. Returns
-    the largest sum of ranks along a path."""
-    for r in range(len(widths)):
-        of = r if costs.order == LEVEL else 0
-        ranks[r] = box.most_ranks[of]
-        if not settled and costs.by_round > 0:
-            ranks[r] = min(use.ranks[of], box.most_ranks[of])
-        if r > 0 and settled:
-            widths[r] = box.high[r]
-        elif r > 0:
-            u = min(use.used[r], box.high[r])
-            end = costs.draft_ends[np.searchsorted(costs.draft_ends, u)]
-            widths[r] = end if u > 0 and costs.draft[end] == costs.draft[u] else u
-    return ranks[0] if costs.order == PATH else len(widths) * ranks.max()
-
-
-@numba.njit(cache=True)
-def search(nodes, order, rows, costs, floor, exact, grows_best, rate, most_work):  # type: ignore[no-untyped-def]
-    """The fastest tree of two nodes or more, if it is faster than `rate`.
+    The cut is at a stair end beside `use`, or at `use` if no stair ends in the interval. It is -1
+    if the cost is the same in the whole interval, so that no split is needed.
 
     Args:
-        nodes: `candidates(rows, floor)`.
-        order: rows that never increase, close to `rows`: what best-first growth goes by.
-        rows: float64 [levels, classes, branching], p.
-        floor: the value of every other node is at most this.
-        exact: no later sibling adds more than an earlier one: no row increases, the rows favour the spine, and rejections cost nothing.
-        grows_best: best-first growth within limits of a box gives its best tree of every size.
-        rate: tokens a second of the best tree known.
-        most_work: how many nodes may be looked at; then the bound is the largest of the boxes still open.
+        cost: float64, seconds by the use of the resource.
+        stair_ends: int64, the last use of each stair, a range of uses with a straight cost.
+        use: how much of the resource the tree behind the bound uses, within the interval.
+        low, high: the interval of the use.
+    """
+    if low == 0 < high:
+        return 0  # to use nothing of the resource is a part of its own
+    stair = np.searchsorted(stair_ends, use)
+    if stair_ends[stair] < high:
+        return stair_ends[stair]
+    if stair > 0 and stair_ends[stair - 1] >= low:
+        return stair_ends[stair - 1]
+    return min(use, high - 1) if cost[high] > cost[low] else -1
+
+
+@numba.njit(cache=True)
+def choose_cut(costs, box, prices, rate, tree, best_first_is_exact):
+    """Choose the interval of a box to split, and where.
+
+    It is the interval whose term of the bound exceeds most, in tokens, the same term at the use of
+    the tree behind the bound: a split there may lower the bound most. Where
+    best-first search finds the best tree of each size, sizes alone need not be split.
+
+    Args:
+        costs: the Costs, which give the seconds of a step.
+        box: the Box, intervals for resources (0: nodes; l: nodes with children on level l) and for
+            ranks (the most children of a node, or the largest sum of ranks along a path) by scope
+            (a level, or 0 for the whole tree).
+        prices: float64 [resources], expected tokens that a unit of each resource is charged.
+        rate: expected tokens that a second is charged.
+        tree: the RelaxedTree behind the bound.
+        best_first_is_exact: whether best-first search within the limits of a box finds its best
+            tree of every size.
+
+    Returns:
+        The interval (a resource, or the number of resources + a scope) and the cut, the last number
+        of its lower part. (-1, -1) if no split is needed.
+    """
+    max_gap, interval, cut, is_needed = -1.0, -1, -1, False
+    for r in range(len(prices)):
+        cost, stair_ends = cost_curve(costs, r)
+        use = min(max(tree.resource_use[r], box.low[r]), box.high[r])
+        cut_of_resource = cut_point(cost, stair_ends, use, box.low[r], box.high[r])
+        if cut_of_resource >= 0:
+            is_needed |= r > 0 or not best_first_is_exact
+            profitable_use = tree.profitable_use[r]
+            profit = prices[r] * profitable_use - rate * cost[profitable_use]
+            outside = abs(tree.resource_use[r] - use)  # how far the tree is from the interval
+            gap = profit - prices[r] * use + rate * cost[use] + prices[r] * outside
+            if gap > max_gap:
+                max_gap, interval, cut = gap, r, cut_of_resource
+    for scope in range(len(tree.ranks)):
+        low, high = box.min_ranks[scope], box.max_ranks[scope]
+        if low < high and (scope == 0 or box.low[scope] > 0):
+            is_needed = True
+            extra_rounds = min(tree.ranks[scope], high) - low
+            gap = max(extra_rounds, 0) * rate * costs.by_round - tree.round_charges[scope]
+            if gap > max_gap:
+                max_gap, interval = gap, len(prices) + scope
+                cut = low + max(extra_rounds - 1, 0)
+    return (interval, cut) if is_needed else (-1, -1)
+
+
+@numba.njit(cache=True)
+def split_box(boxes, box, first_part, dimension, cut):
+    """Split a box in two: write its parts to boxes[first_part] and boxes[first_part + 1].
+
+    A box is a set of trees, given by an interval for each resource (0: nodes; l: nodes with
+    children on level l), and by one for ranks (the most children of a node, or the largest sum of
+    ranks along a path) in each scope (a level, or 0 for the whole tree).
+
+    Args:
+        boxes: a Box whose arrays hold many boxes, one a row; `low` and `high` limit resources,
+            `min_ranks` and `max_ranks` limit ranks.
+        box: the row of the box to split, which stays as it is.
+        first_part: the first of the two rows to write.
+        dimension: the interval to split: a resource, or num_resources + a scope of ranks.
+        cut: the last number of that interval in the first part; the second starts at cut + 1.
+    """
+    num_resources = boxes.low.shape[1]
+    second_part = first_part + 1
+    for part in (first_part, second_part):
+        boxes.low[part], boxes.high[part] = boxes.low[box], boxes.high[box]
+        boxes.min_ranks[part], boxes.max_ranks[part] = boxes.min_ranks[box], boxes.max_ranks[box]
+    if dimension >= num_resources:
+        boxes.max_ranks[first_part, dimension - num_resources] = cut
+        boxes.min_ranks[second_part, dimension - num_resources] = cut + 1
+        return
+    boxes.high[first_part, dimension] = cut
+    boxes.low[second_part, dimension] = cut + 1
+    # The intervals of other levels follow: if a level has no parents, no deeper level has any, and
+    # if it has some, every level above it has some, too.
+    for level in range(1, num_resources):
+        if level > dimension and cut == 0:
+            boxes.high[first_part, level] = 0
+        if level < dimension:
+            boxes.low[second_part, level] = max(1, boxes.low[second_part, level])
+
+
+@numba.njit(cache=True)
+def set_best_first_limits(costs, box, tree, is_settled, max_parents, max_children):
+    """Write the limits of the best-first search in a box, and return its limit `max_rank_sum`.
+
+    A settled box, in which the draft pass of each level has a single cost, gives its own limits.
+    For any other box the limits are what the tree behind its bound uses, raised as far as the
+    cost stays the same.
+
+    Args:
+        costs: the Costs, which give the seconds of a step.
+        box: the Box, limits of a set of trees.
+        tree: the RelaxedTree behind the bound of the box.
+        is_settled: whether the box needs no further split.
+        max_parents: int64 [levels], becomes the most nodes with children on each level.
+        max_children: int64 [levels], becomes the most children of a node on each level.
+
+    Returns:
+        The largest sum of ranks along a path that the search may take.
+    """
+    for level in range(len(max_parents)):
+        scope = level if costs.round_order == LEVEL else 0
+        max_children[level] = box.max_ranks[scope]
+        if not is_settled and costs.by_round > 0:
+            max_children[level] = min(tree.ranks[scope], box.max_ranks[scope])
+        if level > 0 and is_settled:
+            max_parents[level] = box.high[level]
+        elif level > 0:
+            width = min(tree.resource_use[level], box.high[level])
+            stair = np.searchsorted(costs.draft_stair_ends, width)
+            end = costs.draft_stair_ends[stair]
+            costs_the_same = width > 0 and costs.draft[end] == costs.draft[width]
+            max_parents[level] = end if costs_the_same else width
+    if costs.round_order == PATH:
+        return max_children[0]  # ranks are then sums of ranks along a path
+    # No path has a larger sum, so this is no limit.
+    return len(max_parents) * max_children.max()
+
+
+@numba.njit(cache=True)
+def set_first_box(boxes, prices, nodes, costs, floor, speed):
+    """Write the box of all trees of two nodes or more to boxes[0], and its prices to prices[0].
+
+    A box is a set of trees, given by an interval low ... high for each resource. Resource 0 is the
+    number of nodes, and resource l the number of nodes with children on level l. The caller has
+    filled `boxes` with zeros (its `low` stays 0 for levels), and has set the limits on ranks, the
+    most children of a node (`min_ranks`, `max_ranks`).
+
+    Args:
+        boxes: a Box whose arrays hold many boxes, one a row.
+        prices: float64 [boxes, resources], expected tokens that a unit of each resource is charged.
+        nodes: the candidates, CandidateNodes, in breadth-first order.
+        costs: the Costs, which give the seconds of a step.
+        floor: no node that is not in `nodes` has a larger value (probability to be accepted) than
+            this; it becomes the first price of a node.
+        speed: tokens a second of the best tree so far.
+    """
+    widest = costs.draft_stair_ends[-1]  # most nodes with children on one level that was measured
+    boxes.low[0, 0], boxes.high[0, 0] = 2, costs.target_stair_ends[-1]
+    prices[0, 0] = floor
+    for level in range(1, prices.shape[1]):
+        boxes.high[0, level] = widest
+        # Nodes on the last candidate level have no children to pay for. Above it, a parent pays its
+        # share of the widest draft pass, at `speed` tokens a second.
+        if level < nodes.levels[-1]:
+            prices[0, level] = speed * costs.draft[widest] / widest
+    if costs.by_round == 0:  # ranks cost nothing, so there is nothing to split
+        boxes.min_ranks[0, 0] = boxes.max_ranks[0, 0]
+
+
+@numba.njit(cache=True)
+def search(
+    nodes,
+    non_increasing_rows,
+    rows,
+    costs,
+    floor,
+    siblings_never_add_more,
+    best_first_is_exact,
+    speed,
+    max_work,
+):
+    """Find the fastest tree of two nodes or more that is faster than `speed`, with a bound.
+
+        open = {the box of all trees}
+        while the box of the largest bound has a bound above the best speed:
+            bound = speed_bound(box) by Lagrangian relaxation;  close the box if bound <= speed
+            best = max(best, relaxed tree, prefixes of a best-first search within the box)
+            if each draft pass in the box has a single cost: the best-first search closes it
+            else: split the box in two
+
+    A box is a set of trees, given by intervals for their resources (0: nodes; l: nodes with
+    children on level l) and for their ranks.
+
+    Args:
+        nodes: CandidateNodes, all nodes of a value above `floor`, see `candidate_nodes`.
+        non_increasing_rows: rows close to `rows` that never increase with rank; they give the order
+            of the best-first search.
+        rows: float64 [levels, classes, branching], the probability that a node's child of each
+            rank is accepted if the node is, by the node's level and class. Class 0 is the spine
+            (the root, its first child, that node's first child, ...), class 1 all other nodes; a
+            single class stands for all nodes.
+        costs: the Costs, which give the seconds of a step.
+        floor: no node that is not among `nodes` has a larger value (probability to be accepted).
+        siblings_never_add_more: whether no later sibling adds more than an earlier one, see
+            `relax`.
+        best_first_is_exact: whether best-first search within the limits of a box finds its best
+            tree of every size.
+        speed: tokens a second of the best tree known.
+        max_work: how many nodes and stairs of cost curves the search may look at. When it stops
+            there, the bound is the largest of those of the open boxes.
     """
     resources, _, branching = rows.shape
-    of_ranks = resources if costs.order == LEVEL else 1
-    room = min(MOST_BOXES, 2 + 4_000_000 // resources)
-    shape, most_ranks_of_all = (room, resources), branching * resources if costs.order == PATH else branching
-    boxes = Box(np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.ones((room, of_ranks), np.int64), np.full((room, of_ranks), most_ranks_of_all))
-    prices, shares, open_boxes = np.zeros(shape), np.zeros(room), np.empty((room + 1, 3))
-    integers, ranks = np.zeros(resources, np.int64), np.zeros(of_ranks, np.int64)
-    use = Use(integers, integers.copy(), ranks, np.zeros(of_ranks), np.empty(len(nodes.value), np.int64), np.zeros(1))
-    widths, most_ranks = np.ones(resources, np.int64), np.ones(resources, np.int64)
-    size, widest = costs.target_ends[-1], costs.draft_ends[-1]
-    boxes.low[0, 0], boxes.high[0, 0], prices[0, 0] = 2, size, floor
-    for r in range(1, resources):
-        boxes.high[0, r] = widest
-        if r < nodes.level[-1]:
-            prices[0, r] = rate * costs.draft[widest] / widest
-    if costs.by_round == 0:
-        boxes.least_ranks[0, 0] = most_ranks_of_all
-    best = np.empty(0, np.int64)
-    push(open_boxes, 0, np.inf, 0.0, 0.0)
-    waiting, made, work, unsettled = 1, 1, 0, 0.0
-    while waiting > 0 and open_boxes[0, 0] > rate * (1 + CLOSED):
+    num_scopes = resources if costs.round_order == LEVEL else 1
+    largest_rank = branching * resources if costs.round_order == PATH else branching
+    max_boxes = min(MAX_BOXES, 2 + 4_000_000 // resources)
+    # Rows for low, high, min_ranks and max_ranks of each box; `set_first_box` fills in the first.
+    boxes = Box(
+        np.zeros((max_boxes, resources), np.int64),
+        np.zeros((max_boxes, resources), np.int64),
+        np.ones((max_boxes, num_scopes), np.int64),
+        np.full((max_boxes, num_scopes), largest_rank),
+    )
+    prices, shares = np.zeros((max_boxes, resources)), np.zeros(max_boxes)
+    set_first_box(boxes, prices, nodes, costs, floor, speed)
+    # resource_use, profitable_use, ranks, round_charges, parents and walk_seconds, for `relax`
+    tree = RelaxedTree(
+        np.zeros(resources, np.int64),
+        np.zeros(resources, np.int64),
+        np.zeros(num_scopes, np.int64),
+        np.zeros(num_scopes),
+        np.empty(len(nodes.values), np.int64),
+        np.zeros(1),
+    )
+    max_parents, max_children = np.ones(resources, np.int64), np.ones(resources, np.int64)
+    max_size = costs.target_stair_ends[-1]
+    work_per_step = len(nodes.values) + resources * len(costs.draft_stair_ends)
+    best_parents = np.empty(0, np.int64)
+    unsettled_bound = 0.0  # of boxes that are neither closed nor split
+    open_boxes = np.empty((max_boxes + 1, 3))  # a heap of [bound, box, 0]
+    heap_push(open_boxes, 0, np.inf, 0.0, 0.0)
+    num_open = num_boxes = 1
+    work = 0
+    while num_open > 0 and open_boxes[0, 0] > speed * (1 + TOLERANCE):
         bound, b = open_boxes[0, 0], int(open_boxes[0, 1])
-        if work > most_work or made + 2 > room:
-            unsettled = max(unsettled, bound)
+        if work > max_work or num_boxes + 2 > max_boxes:
+            unsettled_bound = max(unsettled_bound, bound)
             break
-        pop(open_boxes, waiting)
-        waiting -= 1
-        box, price = Box(boxes.low[b], boxes.high[b], boxes.least_ranks[b], boxes.most_ranks[b]), prices[b]
-        goal, steps = rate * (1 + CLOSED), FIRST_STEPS if b == 0 else STEPS
-        excess, tokens, share = lower(nodes, costs, box, price, goal, exact, floor, steps, shares[b], use)
-        work += steps * (len(nodes.value) + resources * len(costs.draft_ends)) + 10 * size
-        if excess <= 0:
+        heap_pop(open_boxes, num_open)
+        num_open -= 1
+        box = Box(boxes.low[b], boxes.high[b], boxes.min_ranks[b], boxes.max_ranks[b])
+        goal = speed * (1 + TOLERANCE)
+        steps = ROOT_STEPS if b == 0 else STEPS
+        gain_bound, tokens, share = bound_gain(
+            nodes,
+            costs,
+            box,
+            prices[b],
+            goal,
+            siblings_never_add_more,
+            floor,
+            steps,
+            shares[b],
+            tree,
+        )
+        work += steps * work_per_step + 10 * max_size
+        if gain_bound <= 0:
             continue
-        bound = min(bound, goal + excess / max(costs.least, least_work(costs, box)))
-        reached = tokens / max(costs.least, relaxed_work(costs, use))
-        if reached > rate:
-            rate, best = reached, use.parents[: use.used[0]].copy()
-        charged = goal * (1 - share)
-        tighten(costs, box, price, charged, use.paid, excess)
-        which, where = choose_cut(costs, box, price, charged, use, grows_best)
-        longest = limits(costs, box, use, which < 0, widths, most_ranks)
-        grown, _, levels = grow(order, size, widths, np.minimum(most_ranks, branching), longest)
-        reached, nodes_of_it = fastest_part(grown, levels, rows, costs)
-        if reached > rate:
-            rate, best = reached, grown[:nodes_of_it].copy()
-        if bound <= rate * (1 + CLOSED):
+        bound = min(bound, speed_bound(costs, box, goal, gain_bound))
+        relaxed_seconds = max(costs.min_step_seconds, relaxed_work_seconds(costs, tree))
+        if tokens / relaxed_seconds > speed:  # the tree behind the bound is a tree like any other
+            speed = tokens / relaxed_seconds
+            best_parents = tree.parents[: tree.resource_use[0]].copy()
+        rate = goal * (1 - share)
+        tighten_box(costs, box, prices[b], rate, tree.profitable_use, gain_bound)
+        interval, cut = choose_cut(costs, box, prices[b], rate, tree, best_first_is_exact)
+        is_settled = interval < 0
+        max_rank_sum = set_best_first_limits(
+            costs, box, tree, is_settled, max_parents, max_children
+        )
+        parents, _, levels = most_valuable_nodes_within(
+            non_increasing_rows,
+            max_size,
+            max_parents,
+            np.minimum(max_children, branching),
+            max_rank_sum,
+        )
+        prefix_speed, prefix_size = fastest_prefix(parents, levels, rows, costs)
+        if prefix_speed > speed:
+            speed, best_parents = prefix_speed, parents[:prefix_size].copy()
+        if bound <= speed * (1 + TOLERANCE):
             continue
-        if which >= 0:
-            split(boxes, b, made, which, where)
-            for part in (made, made + 1):
-                prices[part], shares[part] = price, share
-                push(open_boxes, waiting, bound, float(part), 0.0)
-                waiting += 1
-            made += 2
-        elif not grows_best:  # growth need not find the best tree here: the bound stays, as small as it can be made
-            goal = rate * (1 + CLOSED)
-            steps = max(steps, FIRST_STEPS)
-            excess, _, _ = lower(nodes, costs, box, price, goal, exact, floor, steps, share, use)
-            work += steps * len(nodes.value)
-            unsettled = max(unsettled, min(bound, goal + max(0.0, excess) / max(costs.least, least_work(costs, box))))
-    return Found(best, rate, max(rate * (1 + CLOSED), unsettled))
+        if not is_settled:
+            split_box(boxes, b, num_boxes, interval, cut)
+            for part in (num_boxes, num_boxes + 1):
+                prices[part], shares[part] = prices[b], share
+                heap_push(open_boxes, num_open, bound, float(part), 0.0)
+                num_open += 1
+            num_boxes += 2
+        elif not best_first_is_exact:
+            # The best tree of the box may be a different one, so its bound stays, as small as
+            # more steps can make it.
+            goal = speed * (1 + TOLERANCE)
+            steps = max(steps, ROOT_STEPS)
+            gain_bound, _, _ = bound_gain(
+                nodes,
+                costs,
+                box,
+                prices[b],
+                goal,
+                siblings_never_add_more,
+                floor,
+                steps,
+                share,
+                tree,
+            )
+            work += steps * len(nodes.values)
+            box_bound = speed_bound(costs, box, goal, max(0.0, gain_bound))
+            unsettled_bound = max(unsettled_bound, min(bound, box_bound))
+    return SearchResult(best_parents, speed, max(speed * (1 + TOLERANCE), unsettled_bound))

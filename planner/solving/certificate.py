@@ -1,4 +1,4 @@
-"""Why a tree is the best: its expected tokens from the tree alone, and the most that any tree of its size can have."""
+"""Why a tree is the best: its expected tokens from the tree alone, and a bound for its size."""
 
 from __future__ import annotations
 
@@ -8,29 +8,36 @@ from dataclasses import dataclass
 import numpy as np
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
-from sequoia_plan.artifacts.cost import Acceptance, Floats, acceptance_rows, node_values
+from sequoia_plan.artifacts.cost import AcceptanceProbs, Floats, acceptance_rows, node_values
 from sequoia_plan.artifacts.plan import check_rows
 from sequoia_plan.planner.solving import best_first
 
-ATTAINED = 1 - 1e-12
-LARGEST_SOLVED = 16_384
-"""Nodes: up to this size `check` solves for the optimum where no shorter argument gives it (seconds at most)."""
+ATTAINED_SHARE = 1 - 1e-12
+"""A tree attains a bound if it has this share of it; less is missing by rounding."""
+MAX_SOLVED_NODES = 16_384
+"""Up to this size `check` solves for the optimum where no other proof applies (seconds)."""
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What holds for a tree.
+    """What is proven of a tree.
 
     Args:
-        expected_tokens: F, recomputed from the tree alone.
-        upper_bound: no tree of this size within these limits has more expected tokens. It is the optimum, unless `exact` is false.
+        expected_tokens: F, computed from the tree alone.
+        upper_bound: no tree of this size within these limits has more expected tokens. It is the
+            optimum, unless `exact` is false.
         argument: what proves the bound.
-            "best node left out": no row of p increases and no node left out has a higher value than one taken, so no exchange gains.
-            "most valuable nodes": no row increases, and the bound is the sum of the highest values that so many nodes can have.
-            "concave hull": the recursion of the optimum with concave envelopes in place of its values, which can only raise them.
+            "best node left out": no row of p increases, and no node left out has a higher value
+            than a node of the tree, so no exchange gains.
+            "most valuable nodes": no row increases, and the bound is the sum of the highest values
+            that so many nodes can have.
+            "concave hull": the recursion of the optimum with concave envelopes in place of its
+            values, which can only raise them.
             "exact recursion": the recursion itself.
-        exact: is the bound attained by some tree; false only for "concave hull" where this tree does not attain it.
-        next_node: the most valuable single node that could be added: (parent, rank, value); None if the limits leave no room.
+        exact: whether some tree attains the bound. False only for "concave hull" where this tree
+            does not attain it.
+        next_node: the most valuable single node that could be added: (parent, rank, value); None
+            if the limits leave no room.
     """
 
     expected_tokens: float
@@ -41,58 +48,100 @@ class Certificate:
 
     @property
     def gap(self) -> float:
-        """How much of the bound is not attained, relative to the bound."""
+        """The share of the bound that the tree does not attain."""
         return max(0.0, 1 - self.expected_tokens / self.upper_bound)
 
 
-def check(tree: TokenTree, acceptance: Acceptance, depth: int | None = None, branching: int | None = None, optimum: float | None = None) -> Certificate:
-    """Compute a tree's expected tokens, and the most that a tree of its size can have.
+def check(
+    tree: TokenTree,
+    acceptance: AcceptanceProbs,
+    depth: int | None = None,
+    branching: int | None = None,
+    optimum: float | None = None,
+) -> Certificate:
+    """Compute a tree's expected tokens, and prove a bound for all trees of its size.
+
+        if p never increases with rank:
+            no node that could be added has a higher value than a node of the tree: it is optimal
+            else the bound is the sum of the highest values that so many nodes can have
+        else:
+            the bound is that of the recursion on concave envelopes
+            if the tree does not attain it: the bound is the optimum, given or solved for
+
+    A node's value is the probability that it is accepted: the product of p along its path.
 
     Args:
-        acceptance: p[1..B], or one such row per level, or one for each class of parents per level.
-        depth, branching: the limits it was solved for; the tree's own depth, and the vector's length, if None.
-        optimum: what an exact solver found for this size and these limits, if it was asked already; None solves again if need be,
-            up to LARGEST_SOLVED nodes.
+        tree: the token tree.
+        acceptance: p[rank], p[level][rank] or p[level][class][rank], the probability that a node's
+            child of each rank is accepted, by the node's level and class (0: on the spine, that is
+            the root, its first child, that node's first child, ...; 1: off it).
+        depth: the most levels that the tree was solved for; its own depth if None.
+        branching: the most children of a node that it was solved for; the length of the vectors if
+            None.
+        optimum: the expected tokens that an exact solver found for this size and these limits.
+            If None and no other proof applies, `check` solves for it itself, unless the tree has
+            more than MAX_SOLVED_NODES nodes.
+
+    Returns:
+        The expected tokens, the bound, what proves it, and the best node to add.
 
     Raises:
-        SequoiaPlanError: if the tree is no tree, or breaks the limits.
+        SequoiaPlanError: if a node comes before its parent, or the tree exceeds the limits.
     """
     check_rows(acceptance, "acceptance")
     parents = tree.parents
-    if parents[0] != -1 or (parents[1:] < 0).any() or (parents[1:] >= np.arange(1, tree.size)).any():
+    is_in_order = (parents[1:] >= 0).all() and (parents[1:] < np.arange(1, tree.size)).all()
+    if parents[0] != -1 or not is_in_order:
         raise SequoiaPlanError("token tree: a node comes before its parent")
     rows = acceptance_rows(acceptance, depth or tree.depth, branching)
-    for name, found, limit in (("depth", tree.depth, len(rows) + 1), ("branching", tree.branching, rows.shape[2])):
-        if found > limit:
-            raise SequoiaPlanError(f"token tree: {name} {found}, expected at most {limit}")
-    if len(rows) == 0:
+    limits = (("depth", tree.depth, len(rows) + 1), ("branching", tree.branching, rows.shape[2]))
+    for name, value, limit in limits:
+        if value > limit:
+            raise SequoiaPlanError(f"token tree: {name} {value}, expected at most {limit}")
+    if len(rows) == 0:  # the limits allow no tree but the root alone
         return Certificate(1.0, 1.0, "best node left out", True, None)
     values = node_values(tree, rows)
     tokens = math.fsum(values)
-    following = best_addition(tree, rows)
+    next_node = best_addition(tree, rows)
     if best_first.is_non_increasing(rows):
-        if following is None or following[2] <= values.min() * (1 + 1e-12):
-            return Certificate(tokens, tokens, "best node left out", True, following)
-        most = math.fsum(best_first.grow_freely(rows, tree.size)[1])
-        return Certificate(tokens, max(tokens, most), "most valuable nodes", True, following)
-    from sequoia_plan.planner.solving import hull
+        value_left_out = next_node[2] if next_node else 0.0  # of (parent, rank, value)
+        if value_left_out <= values.min() * (1 + 1e-12):
+            return Certificate(tokens, tokens, "best node left out", True, next_node)
+        _, highest_values, _ = best_first.most_valuable_nodes(rows, tree.size)
+        max_tokens = math.fsum(highest_values)
+        upper_bound = max(tokens, max_tokens)
+        return Certificate(tokens, upper_bound, "most valuable nodes", True, next_node)
+    from sequoia_plan.planner.solving import concave_envelope
 
-    relaxed = max(tokens, float(hull.upper_bounds(rows, tree.size)[-1]))
-    if tokens >= relaxed * ATTAINED:
-        return Certificate(tokens, tokens, "concave hull", True, following)
-    if optimum is None and tree.size <= LARGEST_SOLVED:
-        optimum = hull.most_tokens(rows, tree.size)
+    relaxed_bound = float(concave_envelope.upper_bounds(rows, tree.size)[-1])  # of tree.size nodes
+    upper_bound = max(tokens, relaxed_bound)
+    if tokens >= upper_bound * ATTAINED_SHARE:  # the tree attains the bound, but for rounding
+        return Certificate(tokens, tokens, "concave hull", True, next_node)
+    if optimum is None and tree.size <= MAX_SOLVED_NODES:
+        optimum = concave_envelope.optimal_tokens(rows, tree.size)
     if optimum is None:
-        return Certificate(tokens, relaxed, "concave hull", False, following)
-    return Certificate(tokens, max(tokens, optimum), "exact recursion", True, following)
+        return Certificate(tokens, upper_bound, "concave hull", False, next_node)
+    return Certificate(tokens, max(tokens, optimum), "exact recursion", True, next_node)
 
 
 def best_addition(tree: TokenTree, rows: Floats) -> tuple[int, int, float] | None:
-    """The most valuable single node that could be added within len(rows) + 1 levels and the rows' ranks: (parent, rank, value)."""
-    nodes = np.flatnonzero((tree.child_count < rows.shape[2]) & (tree.position_ids < len(rows)))
-    if not nodes.size:
+    """Find the most valuable single node that could be added to a tree.
+
+    Args:
+        tree: the token tree.
+        @ROWS
+            The node must lie within len(rows) + 1 levels and have a rank that the rows have.
+
+    Returns:
+        Its parent, its rank (1-based) and its value (the probability that it is accepted);
+            None if the limits leave no room.
+    """
+    has_room = (tree.child_count < rows.shape[2]) & (tree.position_ids < len(rows))
+    parents = np.flatnonzero(has_room)
+    if not parents.size:
         return None
-    kind = np.minimum(tree.classes[nodes], rows.shape[1] - 1)
-    offered = node_values(tree, rows)[nodes] * rows[tree.position_ids[nodes], kind, tree.child_count[nodes]]
-    best = nodes[np.argmax(offered)]
-    return int(best), int(tree.child_count[best]) + 1, float(offered.max())
+    levels, next_ranks = tree.position_ids[parents], tree.child_count[parents]
+    parent_classes = np.minimum(tree.classes[parents], rows.shape[1] - 1)
+    values = node_values(tree, rows)[parents] * rows[levels, parent_classes, next_ranks]
+    parent = parents[np.argmax(values)]
+    return int(parent), int(tree.child_count[parent]) + 1, float(values.max())

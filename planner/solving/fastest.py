@@ -1,4 +1,4 @@
-"""The tree for this hardware: the most expected tokens per second of a step, every draft pass at its own width."""
+"""The tree for this hardware: the most expected tokens a second, each draft pass at its width."""
 
 from __future__ import annotations
 
@@ -8,24 +8,34 @@ import numpy as np
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.cost import Floats, StepTime, expected_tokens
-from sequoia_plan.artifacts.plan import OPTIMAL
-from sequoia_plan.planner.solving import best_first, hull
+from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE
+from sequoia_plan.planner.solving import best_first, concave_envelope
 from sequoia_plan.planner.solving.branch_and_bound import search
 from sequoia_plan.planner.solving.convolution import isotonic
-from sequoia_plan.planner.solving.frontier import LARGEST_BUDGET, Frontier
-from sequoia_plan.planner.solving.relaxation import LEVEL, PATH, TREE, Costs, Ints, candidates
+from sequoia_plan.planner.solving.frontier import MAX_BUDGET, Frontier
+from sequoia_plan.planner.solving.relaxation import (
+    LEVEL,
+    PATH,
+    TREE,
+    Costs,
+    Ints,
+    candidate_nodes,
+)
 
-MOST_WORK = 150_000_000
-"""Nodes, and steps of the cost curves, that the search may look at: about a second."""
+MAX_WORK = 150_000_000
+"""Nodes and stairs of cost curves that the search may look at: about a second."""
 CANDIDATES_PER_NODE = 4
-"""The search looks at this many nodes for each that the largest tree may have; its bound covers all others by the largest of their values."""
-MOST_REBUILT = 20_000
-"""Nodes of trees of most tokens that may be rebuilt, where rows increase."""
+"""Nodes that the search looks at for each node that the largest tree may have.
+
+Its bound covers all others by the largest of their values.
+"""
+MAX_REBUILT_NODES = 20_000
+"""Nodes of trees of most expected tokens that may be rebuilt, where rows increase."""
 
 
 @dataclass(frozen=True)
-class Fastest:
-    """The fastest tree found.
+class FastestTree:
+    """The fastest tree that was found.
 
     Args:
         tree: the token tree.
@@ -43,115 +53,257 @@ class Fastest:
         return max(0.0, 1 - self.speed / self.bound)
 
 
-def fastest(rows: Floats, budget: int, times: StepTime, most_work: int = MOST_WORK) -> Fastest:
-    """The fastest tree of at most `budget` nodes and len(rows) + 1 levels, with as many children a node as the rows have ranks, at most.
+def fastest_tree(
+    rows: Floats, budget: int, times: StepTime, max_work: int = MAX_WORK
+) -> FastestTree:
+    """Find the fastest tree of at most `budget` nodes and len(rows) + 1 levels.
 
-    Where no row increases, and the rows favour the spine (`best_first.favours_spine`), the search ends with a proof unless it reaches its
-    limit of work. Where rows increase, best-first growth goes by the closest rows that do not, while values and bounds are those of the rows
-    themselves; the search may then end without a proof, and the trees of most tokens (the exact optimum of each size and depth) are tried as well.
+        best = no speculation
+        for each depth whose first draft pass has a time of its own:
+            best = max(best, branch and bound over all trees of at most this depth)
+            if rows increase: best = max(best, the trees of most tokens of each size and depth)
+        the bound is the largest bound of these searches
+
+    If no row increases (p never increases with rank), and the rows favour the spine
+    (`best_first.favours_spine`), the search ends
+    with a proof unless it reaches its limit of work. If rows increase, its best-first searches
+    order nodes by the closest rows that do not increase, while values and bounds are those of the
+    rows themselves. The search may then end without a proof, and the trees of most tokens (the
+    exact optimum of each size and depth) are tried as well.
 
     Args:
-        rows: float64 [levels, classes, branching], p[level, class, rank].
+        @ROWS
+            A node has at most `branching` children.
+        budget: the most nodes of a tree, the root included.
+        times: the measured latencies.
+        max_work: how many nodes and stairs of cost curves one search may look at.
     """
-    most = min(budget, times.largest())
+    max_size = min(budget, times.largest_size())
     times = replace(times, acceptance=rows if len(rows) else None)
-    deepest = min(len(rows) + 1, most, times.drafting.deepest or most)  # n nodes have at most n levels
-    best = Fastest(TokenTree.chain(1), 1 / times.plain(), 1 / times.plain())
+    # A tree of n nodes has at most n levels.
+    max_depth = min(len(rows) + 1, max_size, times.drafting.max_depth or max_size)
+    plain_speed = 1 / times.plain_seconds()
+    best = FastestTree(TokenTree.chain(1), plain_speed, plain_speed)
     bound = best.bound
-    for depth in _depths_to_search(deepest, times):
-        found = _fastest_up_to(depth, np.ascontiguousarray(rows[: depth - 1]), most, times, best, most_work)
-        best, bound = max(best, found, key=lambda each: each.speed), max(bound, found.bound)
-    return Fastest(best.tree, best.speed, max(bound, best.speed))
+    for depth in _depths_to_search(max_depth, times):
+        rows_of_depth = np.ascontiguousarray(rows[: depth - 1])
+        candidate = _fastest_up_to_depth(depth, rows_of_depth, max_size, times, best, max_work)
+        bound = max(bound, candidate.bound)
+        best = max(best, candidate, key=lambda choice: choice.speed)
+    return FastestTree(best.tree, best.speed, max(bound, best.speed))
 
 
-def _depths_to_search(deepest: int, times: StepTime) -> list[int]:
-    """Every tree is among those of at most one of these depths, deepest first, whose first draft pass takes as long as its own: most often
-    the deepest is enough, and where the first pass is as wide as the tree is deep, it is one for each step of its curve."""
-    found: dict[float, int] = {}
-    for depth in range(2, deepest + 1):
-        found[times.draft(times.drafting.first_pass(depth))] = depth
-    return sorted((depth for seconds, depth in found.items() if np.isfinite(seconds)), reverse=True)
+def _depths_to_search(max_depth: int, times: StepTime) -> list[int]:
+    """Return the deepest depth for each distinct time of the first draft pass, deepest first.
+
+    The width of the first draft pass may depend on the depth that the draft is run for.
+
+    Every tree is then among those of exactly one search whose first draft pass takes as long as the
+    tree's own. Most drafts need only `max_depth`. If the first pass is as wide as the tree is deep,
+    there is one depth for each stair of the draft's curve (a range of widths of equal cost).
+
+    Args:
+        max_depth: the most levels of a tree.
+        times: the measured latencies; a depth whose first pass was not measured is left out.
+    """
+    depth_of_seconds: dict[float, int] = {}
+    for depth in range(2, max_depth + 1):
+        first_pass_seconds = times.draft_seconds(times.drafting.first_pass_width(depth))
+        depth_of_seconds[first_pass_seconds] = depth
+    measured_depths = [depth for seconds, depth in depth_of_seconds.items() if np.isfinite(seconds)]
+    return sorted(measured_depths, reverse=True)
 
 
-def _fastest_up_to(depth: int, rows: Floats, most: int, times: StepTime, known: Fastest, most_work: int) -> Fastest:
-    """The fastest tree of at most `depth` levels, each with the first draft pass of that depth, or `known` if that is faster; a bound on those."""
-    costs = costs_of(times, most, depth)
-    room, non_increasing = CANDIDATES_PER_NODE * most + 256, best_first.is_non_increasing(rows)
-    exact = non_increasing and best_first.favours_spine(rows) and costs.by_rejection == 0
-    grows_best = exact and costs.order != PATH
-    value = best_first.grow_freely(_by_value(rows), room)[1]
-    floor = float(value[-1]) if value.size == room else 0.0
-    order = rows if non_increasing else isotonic(rows)
-    nodes = candidates(rows, floor, costs.by_visit, costs.by_rejection)
-    parents, _, bound = search(nodes, order, rows, costs, floor, exact, grows_best, known.speed, most_work)
-    best = known if parents.size == 0 else _timed(TokenTree(best_first.breadth_first(parents)), rows, times)
-    if not grows_best and best.speed < bound * (1 - OPTIMAL) and most <= LARGEST_BUDGET["hull"]:
-        best, bound = _with_most_tokens(best, bound, rows, most, times)
-    return Fastest(best.tree, best.speed, max(bound, best.speed))
+def _fastest_up_to_depth(
+    depth: int,
+    rows: Floats,
+    max_size: int,
+    times: StepTime,
+    best: FastestTree,
+    max_work: int,
+) -> FastestTree:
+    """Find the fastest tree of at most `depth` levels with the first draft pass of that depth.
+
+    Args:
+        depth: the most levels, which sets the width of the first draft pass.
+        rows: float64 [depth - 1, classes, branching], p of the children of a node by its level and
+            class (0: on the spine; the last one: off it).
+        max_size: the most nodes.
+        times: the measured latencies.
+        best: the fastest tree so far, which is returned if no tree is faster.
+        max_work: how many nodes and stairs of cost curves the search may look at.
+
+    Returns:
+        The faster tree, and a bound on all trees of this search.
+    """
+    costs = cost_tables(times, max_size, depth)
+    is_non_increasing = best_first.is_non_increasing(rows)
+    # Whether no later sibling adds more to a tree than an earlier one.
+    siblings_never_add_more = (
+        is_non_increasing and best_first.favours_spine(rows) and costs.by_rejection == 0
+    )
+    best_first_is_exact = siblings_never_add_more and costs.round_order != PATH
+    max_candidates = CANDIDATES_PER_NODE * max_size + 256
+    sorted_rows = _sort_by_value(rows)  # these give the values of all nodes in order
+    candidate_values = best_first.most_valuable_nodes(sorted_rows, max_candidates)[1]
+    has_all_nodes = candidate_values.size < max_candidates
+    # No node that is left out of the search has a larger value than `floor`.
+    floor = 0.0 if has_all_nodes else float(candidate_values[-1])
+    parents, _, bound = search(
+        candidate_nodes(rows, floor, costs.by_visit, costs.by_rejection),
+        rows if is_non_increasing else isotonic(rows),
+        rows,
+        costs,
+        floor,
+        siblings_never_add_more,
+        best_first_is_exact,
+        best.speed,
+        max_work,
+    )
+    if parents.size:
+        best = _with_speed(TokenTree(best_first.number_breadth_first(parents)), rows, times)
+    is_proven = best_first_is_exact or best.speed >= bound * (1 - OPTIMALITY_TOLERANCE)
+    if not is_proven and max_size <= MAX_BUDGET["hull"]:
+        best, bound = _try_trees_of_most_tokens(best, bound, rows, max_size, times)
+    return FastestTree(best.tree, best.speed, max(bound, best.speed))
 
 
-def _by_value(rows: Floats) -> Floats:
-    """Rows whose growth finds the nodes of the endless tree by value: which rank has which probability matters only to the first child of a
-    node on the spine, of another class than its siblings."""
-    by_value = -np.sort(-rows, axis=2)
+def _sort_by_value(rows: Floats) -> Floats:
+    """Sort each row so that best-first search takes all possible nodes by value.
+
+    A node's value is the probability that it is accepted: the product of p along its path. Which
+    rank has which probability changes no value of its descendants, except for the first child
+    of a node on the spine, which is of another class than its siblings. It stays in its place.
+
+    Args:
+        @ROWS
+    """
+    sorted_rows = -np.sort(-rows, axis=2)
     if rows.shape[1] > 1:
-        by_value[:, 0] = np.concatenate([rows[:, 0, :1], -np.sort(-rows[:, 0, 1:], axis=1)], axis=1)
-    return by_value
+        first_children, siblings = rows[:, 0, :1], -np.sort(-rows[:, 0, 1:], axis=1)
+        sorted_rows[:, 0] = np.concatenate([first_children, siblings], axis=1)
+    return sorted_rows
 
 
-def _timed(tree: TokenTree, rows: Floats, times: StepTime) -> Fastest:
-    speed = expected_tokens(tree, rows) / times.step(tree)
-    return Fastest(tree, speed, speed)
+def _with_speed(tree: TokenTree, rows: Floats, times: StepTime) -> FastestTree:
+    """Return a tree with its predicted speed, which is also its bound."""
+    speed = expected_tokens(tree, rows) / times.step_seconds(tree)
+    return FastestTree(tree, speed, speed)
 
 
-def _with_most_tokens(best: Fastest, bound: float, rows: Floats, most: int, times: StepTime) -> tuple[Fastest, float]:
-    """Try the trees of most tokens of every size and depth, those that may be fastest first; a bound by them: most tokens / least time."""
-    values = hull.frontier(rows, most)
-    bounds = [tokens / times.steps_at_least(np.arange(1, len(tokens) + 1), depth) for depth, tokens in enumerate(values, 1)]
-    where = [(depth, size) for depth, row in enumerate(bounds) for size in range(1, len(row) + 1)]
-    flat, left = np.concatenate(bounds), MOST_REBUILT
-    for index in np.argsort(-flat, kind="stable"):
-        depth, size = where[index]
-        left -= size
-        if flat[index] <= best.speed or left < 0:
+def _try_trees_of_most_tokens(
+    best: FastestTree, bound: float, rows: Floats, max_size: int, times: StepTime
+) -> tuple[FastestTree, float]:
+    """Try the trees of most tokens of every size and depth, in the order of their speed bounds.
+
+    No tree of a size and depth is faster than the most tokens divided by the least time.
+
+    Args:
+        best: the fastest tree so far, which is returned if no tree is faster.
+        bound: tokens a second that no tree exceeds, from another proof.
+        rows: float64 [levels, classes, branching], p of the children of a node by its level and
+            class (0: on the spine; the last one: off it).
+        max_size: the most nodes.
+        times: the measured latencies.
+
+    Returns:
+        The fastest tree, and the smaller one of `bound` and the largest speed bound.
+    """
+    shapes, speed_bounds = [], []
+    for depth, tokens in enumerate(concave_envelope.frontier(rows, max_size), 1):
+        sizes = np.arange(1, len(tokens) + 1)
+        speed_bounds.append(tokens / times.min_step_seconds(sizes, depth))
+        shapes += [(depth, size) for size in range(1, len(tokens) + 1)]
+    bounds = np.concatenate(speed_bounds)
+    nodes_left = MAX_REBUILT_NODES
+    for i in np.argsort(-bounds, kind="stable"):
+        depth, size = shapes[i]
+        nodes_left -= size
+        if bounds[i] <= best.speed or nodes_left < 0:
             break
-        found = _timed(TokenTree(hull.parents(rows[:depth], size)), rows, times)
-        best = max(best, found, key=lambda each: each.speed)
-    return best, min(bound, float(flat.max()))
+        tree = TokenTree(concave_envelope.parents(rows[: depth - 1], size))
+        best = max(best, _with_speed(tree, rows, times), key=lambda choice: choice.speed)
+    return best, min(bound, float(bounds.max()))
 
 
-def costs_of(times: StepTime, most: int, depth: int) -> Costs:
-    """The tables that the search reads, for trees of at most `most` nodes with the first draft pass of `depth` levels."""
-    numbers = np.arange(most + 1)
-    target, draft = times.targets(numbers), times.drafts(numbers) if times.drafting.by_level else np.zeros(most + 1)
+def cost_tables(times: StepTime, max_size: int, depth: int) -> Costs:
+    """Return the seconds of a step, in the tables that the search reads.
+
+    Args:
+        times: the measured latencies.
+        max_size: the most nodes of a tree.
+        depth: the number of levels that the width of the first draft pass is taken for.
+    """
+    numbers = np.arange(max_size + 1)
+    target = times.target_seconds(numbers)
+    if times.drafting.drafts_by_level:
+        draft = times.draft_seconds(numbers)
+    else:
+        draft = np.zeros(max_size + 1)
     draft[0] = 0.0
-    widest = int(np.flatnonzero(np.isfinite(draft))[-1])
-    target_ends, draft_ends = _ends(target), _ends(draft[: widest + 1])
-    constant = times.draft(times.drafting.first_pass(depth)) + times.latency.overhead
-    by_round, order, by_visit, by_rejection = 0.0, TREE, 0.0, 0.0
-    if (known := times.latency.verification) is not None:
-        target = target + known.by_child * (numbers - 1)
-        constant += known.base + known.by_parent
-        if known.rounds == "walk":
-            by_visit, by_rejection = known.by_parent, known.by_round
+    widest = int(np.flatnonzero(np.isfinite(draft))[-1])  # beyond it nothing was measured: inf
+    target_stair_ends = _stair_ends(target)
+    draft_stair_ends = _stair_ends(draft[: widest + 1])
+    first_pass_width = times.drafting.first_pass_width(depth)
+    constant = times.draft_seconds(first_pass_width) + times.latency.overhead
+    by_round, round_order, by_visit, by_rejection = 0.0, TREE, 0.0, 0.0
+    verification = times.latency.verification
+    if verification is not None:
+        target = target + verification.by_child * (numbers - 1)
+        constant += verification.base + verification.by_parent
+        if verification.round_order == "walk":
+            by_visit, by_rejection = verification.by_parent, verification.by_round
         else:
-            by_round = known.by_round
-            order = {"tree": TREE, "level": LEVEL, "path": PATH}[known.rounds] if by_round > 0 else TREE
-            draft[1:] += known.by_parent * numbers[1:] + (by_round if order == LEVEL else 0.0)
+            by_round = verification.by_round
+            if by_round > 0:
+                round_order = {"tree": TREE, "level": LEVEL, "path": PATH}[verification.round_order]
+            # Each level with children has one round if rounds are by level, else the tree has one.
+            # A draft pass stands for a level below the root's, and `constant` for the root's.
+            first_round = by_round if round_order == LEVEL else 0.0
+            draft[1:] += verification.by_parent * numbers[1:] + first_round
             constant += by_round
-    return Costs(target, target_ends, draft, draft_ends, by_round, order, constant, by_visit, by_rejection, times.least)
+    return Costs(
+        target,
+        target_stair_ends,
+        draft,
+        draft_stair_ends,
+        by_round,
+        round_order,
+        constant,
+        by_visit,
+        by_rejection,
+        times.stream_seconds,
+    )
 
 
-def _ends(cost: Floats) -> Ints:
-    """The numbers from 1 on after which the cost rises, and the last one."""
+def _stair_ends(cost: Floats) -> Ints:
+    """Return the numbers of nodes, from 1 on, after which the cost rises, and the last number.
+
+    Args:
+        cost: float64, seconds by number of nodes 0, 1, 2, ...
+    """
     return np.append(np.flatnonzero(np.diff(cost[1:]) > 0) + 1, len(cost) - 1)
 
 
-def fastest_by_the_paper(frontier: Frontier, times: StepTime) -> TokenTree:
-    """max over (n, d) of F(n, d) / (t(n) + d c), c one draft pass of one token (Sequoia, arXiv 2402.12374, section 3.3); F / (t(n) + c) where
-    one pass drafts all levels."""
-    one, by_level = times.drafting.first_pass(1), times.drafting.by_level
-    drafts = [d * times.draft(1) if by_level else times.draft(one) for d in range(1, len(frontier.values) + 1)]
-    rates = [values / (times.targets(np.arange(1, len(values) + 1)) + c) for values, c in zip(frontier.values, drafts, strict=True)]
-    depth = max(range(len(rates)), key=lambda d: rates[d].max())
-    return frontier.tree(int(np.argmax(rates[depth])) + 1, depth + 1)
+def fastest_tree_by_paper(frontier: Frontier, times: StepTime) -> TokenTree:
+    """Find the tree of the paper's objective (Sequoia, arXiv 2402.12374, section 3.3).
+
+    It maximises F(n, d) / (t(n) + d c) over sizes n and depths d, where F is the expected tokens of
+    the best tree, t(n) the target's pass over n nodes and c a draft pass of one token. If one pass
+    drafts all levels, it maximises F(n, d) / (t(n) + c).
+
+    Args:
+        frontier: F and the best tree of every size and depth.
+        times: the measured latencies.
+    """
+    max_rate, best_size, best_depth = -np.inf, 1, 1
+    for depth, tokens in enumerate(frontier.values, 1):
+        if times.drafting.drafts_by_level:
+            draft_seconds = depth * times.draft_seconds(1)
+        else:
+            draft_seconds = times.draft_seconds(times.drafting.first_pass_width(1))
+        sizes = np.arange(1, len(tokens) + 1)
+        rates = tokens / (times.target_seconds(sizes) + draft_seconds)
+        if rates.max() > max_rate:
+            max_rate, best_size, best_depth = rates.max(), int(np.argmax(rates)) + 1, depth
+    return frontier.tree(best_size, best_depth)

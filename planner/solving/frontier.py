@@ -1,4 +1,4 @@
-"""Three exact solvers behind one function: it picks the fastest that is exact for the given acceptance."""
+"""Three exact solvers behind one function, which picks the fastest exact one for the acceptance."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from typing import Any
 import numpy as np
 
 from sequoia_plan.artifacts import ArgumentError, TokenTree
-from sequoia_plan.artifacts.cost import Acceptance, Floats, acceptance_rows
+from sequoia_plan.artifacts.cost import AcceptanceProbs, Floats, acceptance_rows
 from sequoia_plan.artifacts.plan import check_rows
-from sequoia_plan.planner.solving import best_first, dynamic_programming, hull
+from sequoia_plan.planner.solving import best_first, concave_envelope, dynamic_programming
 
-SOLVERS = {"best-first": best_first, "hull": hull, "dp": dynamic_programming}
-LARGEST_BUDGET = {"best-first": 1_000_000, "hull": 65_536, "dp": 4_096}
-LARGEST_DEPTH = 1_000
-LARGEST_TABLE = 2**27
-"""Numbers a solver may hold: what it needs is budget x (depth + branching), for the dynamic program budget x depth x branching."""
+SOLVERS = {"best-first": best_first, "hull": concave_envelope, "dp": dynamic_programming}
+"""Each solver has `frontier(rows, size)` and `parents(rows, size)`."""
+MAX_BUDGET = {"best-first": 1_000_000, "hull": 65_536, "dp": 4_096}
+MAX_DEPTH = 1_000
+MAX_TABLE_NUMBERS = 2**27
+"""Numbers that a solver's tables may have.
+
+They have about budget x (depth + branching) numbers, or budget x depth x branching for "dp".
+"""
 
 
 @dataclass(frozen=True)
@@ -24,10 +28,13 @@ class Frontier:
     """The optimum of every size and depth.
 
     Args:
-        values: values[d - 1][n - 1] is F of the best tree of exactly n nodes and at most d levels, float64; a row ends at the
-            largest size that depth and branching allow, or at the budget.
-        rows: float64 [depth - 1, classes, branching], p[level][class][rank].
-        solver: who found it.
+        values: values[d - 1][n - 1] is F of the best tree of exactly n nodes and at most d levels,
+            float64. A row ends at the largest size that depth and branching allow, or at the
+            budget.
+        rows: float64 [depth - 1, classes, branching], the probability that a node's child of each
+            rank is accepted if the node is, by the node's level and class (0: on the spine, that is
+            the root, its first child, that node's first child, ...; 1: off it).
+        solver: the name of the solver that computed the values.
     """
 
     values: tuple[Floats, ...]
@@ -35,93 +42,150 @@ class Frontier:
     solver: str
 
     def tree(self, size: int, depth: int) -> TokenTree:
-        """A tree that attains values[depth - 1][size - 1].
+        """Return a tree that attains values[depth - 1][size - 1].
 
         Raises:
             ArgumentError: if there is none.
         """
         if not 1 <= depth <= len(self.values):
-            raise ArgumentError(f"depth: found {depth}, expected 1 to {len(self.values)}, what the frontier was solved for")
+            raise ArgumentError(
+                f"depth: found {depth}, expected 1 to {len(self.values)}, "
+                "what the frontier was solved for"
+            )
         return best_tree(self.rows[: depth - 1], size, self.solver)
 
 
-def frontier(acceptance: Acceptance, budget: int, depth: int, branching: int | None = None, solver: str | None = None) -> Frontier:
-    """The exact optimum for every size <= budget and every depth <= depth, in one call.
+def frontier(
+    acceptance: AcceptanceProbs,
+    budget: int,
+    depth: int,
+    branching: int | None = None,
+    solver: str | None = None,
+) -> Frontier:
+    """Compute the exact optimum for every size <= budget and every depth <= depth, in one call.
 
     Args:
-        acceptance: p[1..B], or one such row per level (the last holds for all deeper levels), or one for each class of parents per level.
-        solver: "best-first", "hull" or "dp"; None picks best-first where it is exact, else hull.
+        acceptance: p[1..B], the probability that a node's child of each rank is accepted, or one
+            such vector per level of the node (the last one holds for all deeper levels), or per
+            level one for each class: nodes on the spine (the root, its first child, that node's
+            first child, ...), and all others.
+        budget: the largest size, the root included.
+        depth: the most levels, the root's included.
+        branching: the most children of a node; the length of the vectors if None.
+        solver: "best-first", "hull" or "dp". None picks "best-first" where it is exact (p never
+            increases with rank), else "hull".
 
     Raises:
         SequoiaPlanError: for impossible input.
     """
     check_input(acceptance, budget, depth, branching)
     rows = acceptance_rows(acceptance, depth, branching)
-    name = pick(solver, rows, budget)
+    name = pick_solver(solver, rows, budget)
     return Frontier(tuple(SOLVERS[name].frontier(rows, budget)), rows, name)
 
 
 def best_tree(rows: Floats, size: int, solver: str) -> TokenTree:
-    """The tree of exactly `size` nodes with the most expected tokens.
+    """Find the tree of exactly `size` nodes with the most expected tokens.
+
+    Args:
+        @ROWS
+        size: number of nodes, the root included.
+        solver: a name in SOLVERS that finds the optimum for these rows: "hull" and "dp" always do,
+            "best-first" if p never increases with rank.
 
     Raises:
-        ArgumentError: if no tree of that size fits the depth and branching; names the largest that does.
+        ArgumentError: if even the complete tree of len(rows) + 1 levels, in which every node above
+            the last level has `branching` children, is smaller. It names that tree's size.
     """
-    reachable = _largest_reachable(rows, size)
-    if reachable < size:
+    largest_size = _largest_tree_size(rows, size)
+    if largest_size < size:
         raise ArgumentError(
-            f"no tree of {size} nodes has depth {len(rows) + 1} and branching {rows.shape[2]}: the largest has {reachable}; "
-            "lower the budget, or allow more depth or branching"
+            f"no tree of {size} nodes has depth {len(rows) + 1} and branching {rows.shape[2]}: "
+            f"the largest has {largest_size}; lower the budget, or allow more depth or branching"
         )
-    found = SOLVERS[solver].parents(rows, size)
-    return TokenTree.from_parents(found) if isinstance(found, list) else TokenTree(found)
+    parents = SOLVERS[solver].parents(rows, size)
+    # A list is in preorder and has to be numbered anew; an array is breadth-first already.
+    return TokenTree.from_parents(parents) if isinstance(parents, list) else TokenTree(parents)
 
 
-def pick(solver: str | None, rows: Floats, size: int) -> str:
-    """The solver to use.
+def pick_solver(solver: str | None, rows: Floats, size: int) -> str:
+    """Return the name of the solver to use.
+
+    Args:
+        solver: a name in SOLVERS to check, or None to pick one.
+        @ROWS
+        size: the most nodes of a tree to solve for.
 
     Raises:
-        ArgumentError: if the one asked for is unknown, not exact for these rows, or if the problem is too large for it.
+        ArgumentError: if `solver` is unknown, if it does not find the optimum for these rows
+            ("best-first" where p increases with rank), or if the problem is too large for it.
     """
-    exact = best_first.is_non_increasing(rows)
-    name = solver or ("best-first" if exact else "hull")
+    is_best_first_exact = best_first.is_non_increasing(rows)
+    name = solver or ("best-first" if is_best_first_exact else "hull")
     if name not in SOLVERS:
         raise ArgumentError(f"solver: found {name!r}, expected {', '.join(SOLVERS)}")
-    if name == "best-first" and not exact:
-        raise ArgumentError("solver best-first is exact only where acceptance never grows with rank; use hull")
-    if size > LARGEST_BUDGET[name]:
-        raise ArgumentError(f"budget: found {size}, expected at most {LARGEST_BUDGET[name]} for the solver {name}")
-    depth, classes, branching = rows.shape
-    held = {"best-first": size, "hull": size * classes * (depth + branching), "dp": size * classes * (depth + 1) * (branching + 1)}[name]
-    if held > LARGEST_TABLE:
-        raise ArgumentError(f"budget {size} with depth {depth + 1} and branching {branching} needs too much memory for the solver {name}: lower one of them")
+    if name == "best-first" and not is_best_first_exact:
+        raise ArgumentError(
+            "solver best-first is exact only where acceptance never grows with rank; use hull"
+        )
+    if size > MAX_BUDGET[name]:
+        raise ArgumentError(
+            f"budget: found {size}, expected at most {MAX_BUDGET[name]} for the solver {name}"
+        )
+    levels, classes, branching = rows.shape
+    table_numbers = {
+        "best-first": size,
+        "hull": size * classes * (levels + branching),
+        "dp": size * classes * (levels + 1) * (branching + 1),
+    }
+    if table_numbers[name] > MAX_TABLE_NUMBERS:
+        raise ArgumentError(
+            f"budget {size} with depth {levels + 1} and branching {branching} "
+            f"needs too much memory for the solver {name}: lower one of them"
+        )
     return name
 
 
 def check_input(acceptance: Any, budget: int, depth: int, branching: int | None) -> None:
-    """Refuse what cannot be solved.
+    """Refuse limits and probabilities that cannot be solved for.
+
+    Args:
+        acceptance: p[rank], p[level][rank] or p[level][class][rank].
+        budget: the most nodes of a tree, the root included.
+        depth: the most levels, the root's included.
+        branching: the most children of a node; None for no limit but the vectors' length.
 
     Raises:
         SequoiaPlanError: with one line that says why.
     """
     for name, value in (("budget", budget), ("depth", depth), ("branching", branching)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1):
+        is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+        if value is not None and (not is_integer or value < 1):
             raise ArgumentError(f"{name}: found {value!r}, expected a whole number >= 1")
-    if budget > max(LARGEST_BUDGET.values()):
-        raise ArgumentError(f"budget: found {budget}, expected at most {max(LARGEST_BUDGET.values())}")
-    if depth > LARGEST_DEPTH:
-        raise ArgumentError(f"depth: found {depth}, expected at most {LARGEST_DEPTH}")
+    if budget > max(MAX_BUDGET.values()):
+        raise ArgumentError(f"budget: found {budget}, expected at most {max(MAX_BUDGET.values())}")
+    if depth > MAX_DEPTH:
+        raise ArgumentError(f"depth: found {depth}, expected at most {MAX_DEPTH}")
     if depth == 1 and budget > 1:
-        raise ArgumentError(f"depth 1 is the root alone and cannot hold a budget of {budget}: allow a depth of 2 or more, or set the budget to 1")
+        raise ArgumentError(
+            f"depth 1 is the root alone and cannot hold a budget of {budget}: "
+            "allow a depth of 2 or more, or set the budget to 1"
+        )
     check_rows(acceptance, "acceptance")
 
 
-def _largest_reachable(rows: Floats, cap: int) -> int:
-    """Nodes of the complete tree, counted up to `cap`."""
-    nodes = level = 1
+def _largest_tree_size(rows: Floats, limit: int) -> int:
+    """Count the nodes of the complete tree, in which each node has all children; at most `limit`.
+
+    Args:
+        rows: float64 [levels, classes, branching], whose shape limits the tree to levels + 1 levels
+            and `branching` children of a node.
+        limit: where counting stops.
+    """
+    nodes = nodes_on_level = 1
     for _ in range(len(rows)):
-        level *= rows.shape[2]
-        nodes += level
-        if nodes >= cap:
-            return cap
+        nodes_on_level *= rows.shape[2]
+        nodes += nodes_on_level
+        if nodes >= limit:
+            return limit
     return nodes

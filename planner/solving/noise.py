@@ -1,139 +1,171 @@
-"""What the noise of the measurements leaves open: of a tree's promise, and of its advantage over the best tree with another verifier."""
+"""The intervals of a solved tree: what the noise of the measurements leaves open."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from sequoia_plan.artifacts import Profile, TokenTree
-from sequoia_plan.artifacts.cost import Floats, Promise, StepTime, expected_tokens
-from sequoia_plan.artifacts.plan import Alternative, Interval
-from sequoia_plan.artifacts.profile import tally
+from sequoia_plan.artifacts.cost import Floats, StepTime, TreePrediction, expected_tokens
+from sequoia_plan.artifacts.plan import Interval
+from sequoia_plan.artifacts.profile import counts_by_class
 from sequoia_plan.artifacts.rates import rates
-from sequoia_plan.artifacts.uncertainty import Z95, ends, lift_error, step_ratio_error, step_time_error, token_ratio_error, trials_of_a_new_kind
-from sequoia_plan.planner.solving.frontier import LARGEST_BUDGET
+from sequoia_plan.artifacts.uncertainty import (
+    Z95,
+    acceptance_at_interval_ends,
+    step_time_error,
+    trials_for_new_kind,
+)
+from sequoia_plan.planner.solving.frontier import MAX_BUDGET
+
+ShareLost = Callable[[Floats], float]
+"""The share that a tree loses against the tree that would be chosen for another acceptance."""
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SolvedTree:
     """The best tree for one verifier.
 
     Args:
         tree: the token tree.
-        acceptance, rows: what it was solved for, and float64 [levels, classes, ranks] within the limits.
-        measured, times: the profile of that verifier alone, and its latencies; None where there is none.
-        given: what is promised.
-        bound: on the speed-up of any tree; None if there is none.
-        solver: its name.
+        acceptance: p[rank], p[level][rank] or p[level][class][rank] that it was solved for.
+        profile: the profile of that verifier alone; None if it was solved for a bare acceptance.
+        times: the step times by the profile's latencies; None without latencies.
+        prediction: expected tokens, step time and speed-up.
+        speedup_bound: no tree within the limits has a higher speed-up; None if nothing is proven.
+        solver: the name of the solver, or of the baseline.
     """
 
     tree: TokenTree
     acceptance: Any
-    rows: Floats
-    measured: Profile | None
+    profile: Profile | None
     times: StepTime | None
-    given: Promise
-    bound: float | None
+    prediction: TreePrediction
+    speedup_bound: float | None
     solver: str
 
     @property
     def verifier(self) -> str:
-        """The verifier's name."""
-        return self.measured.verifier if self.measured else ""
+        """The verifier's name; empty without a profile."""
+        return self.profile.verifier if self.profile else ""
 
     @property
-    def table(self) -> Floats:
-        """float64 [levels, ranks] or [levels, classes, ranks]: the acceptance as measured; the last level holds for all deeper ones."""
+    def rows(self) -> Floats:
+        """The acceptance as float64 [levels, ranks] or [levels, classes, ranks].
+
+        The last level holds for all deeper ones.
+        """
         return np.atleast_2d(np.asarray(self.acceptance, float))
 
-    def worth(self, by_tokens: bool) -> float:
-        """Expected tokens, of a step or of a second."""
-        assert self.given.expected_tokens is not None
-        return self.given.expected_tokens / (1.0 if by_tokens or self.given.step_seconds is None else self.given.step_seconds)
+    def score(self, by_tokens: bool) -> float:
+        """Expected tokens of a step, or of a second.
+
+        Args:
+            by_tokens: true for a step; without a step time it is a step in any case.
+        """
+        tokens, step_seconds, _ = self.prediction
+        assert tokens is not None
+        return tokens / (1.0 if by_tokens or step_seconds is None else step_seconds)
 
 
-def alternative(best: Candidate, other: Candidate, profile: Any, by_tokens: bool, smooth: bool) -> Alternative:
-    """What is said of the best tree for another verifier.
-
-    Its interval is that of the measurements' noise: of what both verifiers accept, judged on the same draws; of passes, where the two trees
-    differ; and of verification.
-
-    Args:
-        profile: of both verifiers.
-        by_tokens: compared by the tokens of a step.
-        smooth: the acceptance is not as measured.
-    """
-    advantage = best.worth(by_tokens) / other.worth(by_tokens)
-    error = math.inf if smooth else _advantage_error(best, other, profile, by_tokens)
-    interval = (advantage * math.exp(-Z95 * error), advantage * math.exp(Z95 * error)) if math.isfinite(error) else None
-    tokens, step = other.given.expected_tokens, other.given.step_seconds
-    assert tokens is not None
-    return Alternative(other.tree.size, other.tree.depth, tokens, advantage, step, interval)
-
-
-def _advantage_error(best: Candidate, other: Candidate, profile: Profile, by_tokens: bool) -> float:
-    """Standard error of the logarithm of the advantage; inf if it is not known."""
-    by_name = {best.verifier: best, other.verifier: other}
-    if profile.lift is None or by_name.keys() != {"sequoia", "traversal"}:
-        return math.inf
-    plain, lifted = by_name["sequoia"], by_name["traversal"]
-    assert plain.measured is not None and lifted.measured is not None
-    seen = np.array([level.trials for level in lifted.measured.levels], float)
-    counts = np.array([level.counts for level in lifted.measured.levels])
-    trials = _observations(plain.tree, plain.measured, plain.table)[0]
-    errors = [
-        lift_error(lifted.tree, lifted.table, counts, seen, profile.lift),
-        token_ratio_error((lifted.tree, lifted.table), (plain.tree, plain.table), trials),
-    ]
-    if not by_tokens and best.times and other.times:
-        at = [(one.tree, replace(one.times, acceptance=one.acceptance)) for one in (best, other) if one.times]
-        errors.append(step_ratio_error(at[0], at[1]))
-    return math.hypot(*errors)
-
-
-def intervals(one: Candidate, lost: Callable[[Floats], float]) -> tuple[Interval, Interval | None]:
-    """Of a tree's promise: for prompts like the profiled ones, and for prompts of a new kind (None if the profile does not tell).
+def intervals(solved_tree: SolvedTree, share_lost: ShareLost) -> tuple[Interval, Interval | None]:
+    """The 95 % intervals of a tree's prediction.
 
     Args:
-        lost: of an acceptance, the share that the tree falls short of the tree that would be chosen for it.
+        solved_tree: the tree, with the measurements it was solved for.
+        share_lost: gives the share that the tree loses against the tree that would be chosen for
+            another acceptance.
+
+    Returns:
+        The interval for prompts like the profiled ones, and that for prompts of a new kind (None if
+        the profile has too few kinds).
     """
-    assert one.measured is not None
-    alike, new = _observations(one.tree, one.measured, one.table)
-    return _interval(one, alike, lost), None if new is None else _interval(one, new, lost)
+    trials, new_kind_trials = _effective_trials(solved_tree)
+    interval = _interval(solved_tree, trials, share_lost)
+    if new_kind_trials is None:
+        return interval, None
+    return interval, _interval(solved_tree, new_kind_trials, share_lost)
 
 
-def _observations(tree: TokenTree, profile: Profile, acceptance: Floats) -> tuple[Floats, Floats | None]:
-    """How many independent observations each vector of the acceptance is worth, [levels] or [levels, classes]: for prompts like the profiled
-    ones, and for prompts of a new kind (None if the profile does not tell)."""
-    shape, classes = acceptance.shape[:-1], acceptance.shape[1] if acceptance.ndim > 2 else 1
-    seen = rates(*tally(profile.levels, classes))[1] if len(acceptance) > 1 else np.ones((1, 1))
-    alike = (profile.trials * seen / seen.sum()).reshape(shape)
+def _effective_trials(solved_tree: SolvedTree) -> tuple[Floats, Floats | None]:
+    """The independent observations that each vector of the acceptance is worth.
+
+    There is one vector of probabilities for a level, or for each class of a level (0: on the spine,
+    that is the root, its first child, that node's first child, ...; 1: off it). An observation is
+    an accepted node of that level and class. Observations within one text are not independent, so
+    the profile's `trials` says how many independent ones all of them are worth.
+
+    Returns:
+        For prompts like the profiled ones, [levels] or [levels, classes], and for prompts of a new
+        kind (None if the profile has too few kinds).
+    """
+    profile, rows = solved_tree.profile, solved_tree.rows
+    assert profile is not None
+    shape = rows.shape[:-1]
+    num_classes = rows.shape[1] if rows.ndim > 2 else 1
+    is_one_vector = len(rows) == 1
+    observations = np.ones((1, 1))  # all trials are of the one vector
+    if not is_one_vector:
+        _, observations = rates(*counts_by_class(profile.levels, num_classes))
+    trials = (profile.trials * observations / observations.sum()).reshape(shape)
     if not profile.kinds:
-        return alike, None
-    trials, counts = (np.stack(each) for each in zip(*(tally(levels, classes) for levels in profile.kinds.values()), strict=True))
-    if len(acceptance) == 1:
-        trials, counts = trials.sum(1, keepdims=True), counts.sum(1, keepdims=True)
-    new = trials_of_a_new_kind(tree, acceptance.reshape(*seen.shape, -1), trials, counts)
-    return alike, None if new is None else np.minimum(new.reshape(shape), alike)
+        return trials, None
+    kinds = [counts_by_class(levels, num_classes) for levels in profile.kinds.values()]
+    kind_trials = np.stack([level_trials for level_trials, _ in kinds])
+    kind_counts = np.stack([level_counts for _, level_counts in kinds])
+    if is_one_vector:
+        kind_trials = kind_trials.sum(1, keepdims=True)
+        kind_counts = kind_counts.sum(1, keepdims=True)
+    new_kind_trials = trials_for_new_kind(
+        solved_tree.tree, rows.reshape(*observations.shape, -1), kind_trials, kind_counts
+    )
+    if new_kind_trials is None:
+        return trials, None
+    return trials, np.minimum(new_kind_trials.reshape(shape), trials)
 
 
-def _interval(one: Candidate, trials: Floats, lost: Callable[[Floats], float]) -> Interval:
-    """What a 95 % interval does to this tree's promise, and to the choice itself.
+def _interval(solved_tree: SolvedTree, trials: Floats, share_lost: ShareLost) -> Interval:
+    """The 95 % interval of a tree's prediction, and what the tree loses at its ends.
 
     Args:
-        trials: independent observations behind each vector of the acceptance, [levels] or [levels, classes].
-        lost: as for `intervals`.
+        solved_tree: the tree.
+        trials: independent observations behind each vector of the acceptance, [levels] or
+            [levels, classes].
+        share_lost: gives the share that the tree loses against the tree that would be chosen for
+            another acceptance.
     """
-    tree, acceptance, times, speedup = one.tree, one.table, one.times, one.given.predicted_speedup
-    low, high = ends(tree, acceptance, trials)
+    tree = solved_tree.tree
+    low, high = acceptance_at_interval_ends(tree, solved_tree.rows, trials)
     tokens = expected_tokens(tree, low), expected_tokens(tree, high)
-    sped: tuple[float, float] | None = None
-    if speedup is not None and times is not None:
-        now, clock = expected_tokens(tree, acceptance), Z95 * step_time_error(tree, times)
-        slower, faster = (speedup * math.exp(sign * math.hypot(math.log(end / now), clock)) for sign, end in zip((-1, 1), tokens, strict=True))
-        sped = slower, faster
-    return Interval(0.95, tokens, sped, (lost(low), lost(high)) if tree.size <= LARGEST_BUDGET["hull"] else None)
+    can_solve_again = tree.size <= MAX_BUDGET["hull"]
+    return Interval(
+        level=0.95,
+        expected_tokens=tokens,
+        predicted_speedup=_speedup_interval(solved_tree, tokens),
+        lost=(share_lost(low), share_lost(high)) if can_solve_again else None,
+    )
+
+
+def _speedup_interval(
+    solved_tree: SolvedTree, tokens_at_ends: tuple[float, float]
+) -> tuple[float, float] | None:
+    """The ends of the speed-up's interval; its logarithm adds up independent errors.
+
+    The errors are those of the expected tokens and of the step time. None without latencies.
+
+    Args:
+        solved_tree: the tree.
+        tokens_at_ends: the expected tokens at the lower and the upper end of their interval.
+    """
+    speedup = solved_tree.prediction.predicted_speedup
+    if speedup is None or solved_tree.times is None:
+        return None
+    tokens = expected_tokens(solved_tree.tree, solved_tree.rows)
+    time_error = Z95 * step_time_error(solved_tree.tree, solved_tree.times)
+    token_errors = [math.log(end / tokens) for end in tokens_at_ends]
+    low, high = (math.hypot(token_error, time_error) for token_error in token_errors)
+    return speedup * math.exp(-low), speedup * math.exp(high)

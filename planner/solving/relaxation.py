@@ -1,17 +1,24 @@
-"""An upper bound on what the trees of a box gain: expected tokens less what their steps cost at a given speed.
+"""An upper bound on the gain of the trees in a box: expected tokens less the price of a step.
 
-A tree uses resources: resource 0 is its nodes; resource l = 1, 2, ... is its nodes on level l that have children, which set the width of
-that level's draft pass. Each resource has a cost in seconds that never decreases. A box limits each to an interval. For prices x >= 0, in
-tokens for a unit of each resource, every tree T in the box satisfies
+A tree uses resources. Resource 0 is its nodes. Resource l = 1, 2, ... is its nodes on level l that
+have children, which set the width of that level's draft pass. Each resource has a cost in seconds
+that never decreases with its use. A box limits the use of each resource to an interval. At a rate
+of `rate` tokens a second, and for any prices x >= 0, in tokens for a unit of each resource, every
+tree T in the box satisfies
 
-    F(T) - rate * step(T) =   sum over nodes of (value - x[0]) - sum over nodes with children of x[level]
-                            + sum over r of (x[r] * used[r] - rate * cost[r][used[r]]) - rate * constant
+    F(T) - rate * step(T)
+        =   sum over nodes of (value - x[0]) - sum over nodes with children of x[level]
+          + sum over resources r of (x[r] * use[r] - rate * cost[r][use[r]])
+          - rate * constant
 
-A recursion from the leaves up finds the tree that maximises the first line, whatever p is; each term of the second line is maximised over
-its interval. The sum of these maxima is the bound (Lagrangian relaxation). Subgradient steps look for prices that make it small.
+A recursion from the leaves up finds the tree that maximises the first line, whatever p is. Each
+term of the second line is maximised over its interval. The sum of these maxima is the bound
+(Lagrangian relaxation). Subgradient steps look for prices that make the bound small.
 
-A step takes at least `least` seconds, and what the tree's own work takes if that is more. The longer of two times is no sum over the tree, but
-it is at least share * least + (1 - share) * work for every share from 0 to 1. `shared` is such a sum in place of the step.
+A step takes at least `min_step_seconds`, and the time of the tree's own work if that is longer. The
+longer of two times is no sum over the tree, but it is at least
+share * min_step_seconds + (1 - share) * work for every share from 0 to 1. `costs_with_share` puts
+such a sum in place of the step.
 """
 
 from __future__ import annotations
@@ -26,275 +33,448 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 TREE, LEVEL, PATH = range(3)
-"""What a round of verification is: a rank in the tree, a rank on a level, or a sum of ranks along a path (see `Verification.rounds`)."""
+"""What a verification round is (see `VerificationCost.round_order`).
+
+A rank in the whole tree, a rank on one level, or a sum of ranks along a path.
+"""
 PATIENCE = 10
-"""Steps without a smaller bound, after which subgradient steps become half as long."""
+"""Subgradient steps become half as long after this many steps without a smaller bound."""
 
 
 class Costs(NamedTuple):
     """Seconds of a step, in tables.
 
+    A cost curve is a staircase, or a staircase and a straight line together. The stair ends of a
+    curve are the last numbers of its stairs.
+
     Args:
-        target: float64 [most + 1], by nodes: the target's pass and what verification takes for them.
-        target_ends: int64, ascending: the sizes after which the target's pass takes longer; the last is `most`.
-        draft: float64 [most + 1], by nodes with children on a level below the root's: the draft pass and what verification takes for them.
-        draft_ends: int64, ascending: the widths after which a draft pass takes longer; the last is the widest that was measured.
-        by_round: for each round of verification that `draft` and `constant` do not hold: they hold one for each level, or one for the tree.
-        order: what a round is.
-        constant: what every tree takes that speculates.
-        by_visit, by_rejection: for each node on the accepted path, and each child rejected there, as often as p lets expect.
-        least: no step is shorter, however little it does: a streamed target's weights must arrive.
+        target: float64 [max_size + 1], seconds of the target's pass, and of what verification takes
+            for its nodes, by nodes of the tree.
+        target_stair_ends: int64, ascending: the sizes after which the target's pass takes longer.
+            The last one is max_size.
+        draft: float64 [max_size + 1], seconds of a draft pass, and of what verification takes for
+            its parents, by nodes with children on a level below the root's.
+        draft_stair_ends: int64, ascending: the widths after which a draft pass takes longer. The
+            last one is the widest that was measured.
+        by_round: seconds of each verification round that `draft` and `constant` do not contain.
+            They contain one round for each level, or one for the tree.
+        round_order: TREE, LEVEL or PATH.
+        constant: seconds that every tree takes that speculates.
+        by_visit: seconds for each node on the accepted path, as often as p lets expect.
+        by_rejection: seconds for each child rejected on the accepted path, as often as p lets
+            expect.
+        min_step_seconds: no step is shorter, however small its tree: the weights of a streamed
+            target must arrive.
     """
 
     target: Floats
-    target_ends: Ints
+    target_stair_ends: Ints
     draft: Floats
-    draft_ends: Ints
+    draft_stair_ends: Ints
     by_round: float
-    order: int
+    round_order: int
     constant: float
     by_visit: float
     by_rejection: float
-    least: float
+    min_step_seconds: float
 
 
-class Nodes(NamedTuple):
-    """The nodes whose value may exceed their price, breadth-first.
+class CandidateNodes(NamedTuple):
+    """The nodes whose value may exceed their price, numbered breadth-first.
 
     Args:
-        value, level: of each.
-        first, children: where its children begin, and how many there are.
-        ranks: the sum of ranks along its path.
-        seconds: what it adds to a walk down the accepted path, as expected.
+        values: float64 [nodes], the probability that each node is accepted.
+        levels: int64 [nodes], the level of each node; the root's is 0.
+        first_child: int64 [nodes], the first child of each node; its children are adjacent.
+        num_children: int64 [nodes], how many children of each node are candidates.
+        rank_sums: int64 [nodes], the sum of ranks along the path to each node.
+        walk_seconds: float64 [nodes], expected seconds that each node adds to a walk down the
+            accepted path.
     """
 
-    value: Floats
-    level: Ints
-    first: Ints
-    children: Ints
-    ranks: Ints
-    seconds: Floats
+    values: Floats
+    levels: Ints
+    first_child: Ints
+    num_children: Ints
+    rank_sums: Ints
+    walk_seconds: Floats
 
 
 class Box(NamedTuple):
-    """Limits, inclusive: of each resource, and of the most children that a node has (one number for each level, or one for the tree) or,
-    with PATH, of the largest sum of ranks along a path.
+    """Limits of a set of trees, all inclusive.
 
-    Many boxes are the same with one more dimension in front.
+    "Ranks" are the most children that a node has. If the round order is PATH, they are the largest
+    sum of ranks along a path. They have a limit for each scope: for each level if the round order
+    is LEVEL, else one for the whole tree.
+
+    Many boxes are stored as one Box whose arrays have one more dimension in front.
+
+    Args:
+        low, high: int64 [resources], the limits of the use of each resource.
+        min_ranks, max_ranks: int64 [scopes], the limits of ranks.
     """
 
     low: Ints
     high: Ints
-    least_ranks: Ints
-    most_ranks: Ints
+    min_ranks: Ints
+    max_ranks: Ints
 
 
-class Use(NamedTuple):
-    """What `relax` fills in.
+class RelaxedTree(NamedTuple):
+    """The tree behind a bound, which need not lie in the box; `relax` fills in the arrays.
 
     Args:
-        used: of each resource, by the tree behind the bound.
-        paid: of each resource, the number in its interval that its price pays for best.
-        ranks: the most children of a node in that tree, or ranks along a path, as in Box.most_ranks.
-        charges: tokens charged for rounds beyond Box.least_ranks.
-        parents: of that tree, breadth-first; the first used[0] entries count.
-        walk: float64 [1], the seconds that its nodes add to a walk down the accepted path.
+        resource_use: int64 [resources], how much of each resource the tree uses.
+        profitable_use: int64 [resources], the number in the box's interval of each resource that
+            has the largest profit, see `max_profit`.
+        ranks: int64 [scopes], the tree's ranks, as in Box.
+        round_charges: float64 [scopes], tokens charged for rounds beyond Box.min_ranks.
+        parents: int64 [nodes], breadth-first; the first resource_use[0] entries are the tree.
+        walk_seconds: float64 [1], expected seconds that its nodes add to a walk down the accepted
+            path.
     """
 
-    used: Ints
-    paid: Ints
+    resource_use: Ints
+    profitable_use: Ints
     ranks: Ints
-    charges: Floats
+    round_charges: Floats
     parents: Ints
-    walk: Floats
+    walk_seconds: Floats
 
 
 @numba.njit(cache=True)
-def candidates(rows, floor, by_visit, by_rejection):  # type: ignore[no-untyped-def]
-    """Every node of a value above `floor`, and its siblings of lower rank; the other two are as in `Costs`."""
-    levels, classes, branching = rows.shape
-    room, size, node, spine = 1024, 1, 0, 0
-    value, level, first, count = np.ones(room), np.zeros(room, np.int64), np.zeros(room, np.int64), np.zeros(room, np.int64)
-    ranks, seconds = np.zeros(room, np.int64), np.zeros(room)
+def candidate_nodes(rows, floor, by_visit, by_rejection):
+    """List every node of a value above `floor`, and its earlier siblings, breadth-first.
+
+    Args:
+        rows: float64 [levels, classes, branching], the probability that a node's child of each
+            rank is accepted if the node is, by the node's level and class. Class 0 is the spine
+            (the root, its first child, that node's first child, ...), class 1 all other nodes; a
+            single class stands for all nodes.
+        floor: a value, the probability that a node is accepted; with 0, all nodes are
+            listed whose value is positive.
+        by_visit, by_rejection: seconds that a walk down the accepted path takes for each node on
+            it, and for each child rejected on it.
+
+    Returns:
+        The nodes as CandidateNodes.
+    """
+    max_level, classes, branching = rows.shape
+    capacity = 1024  # entries of the arrays, which grow when they are full
+    values, levels = np.ones(capacity), np.zeros(capacity, np.int64)
+    first_child, num_children = np.zeros(capacity, np.int64), np.zeros(capacity, np.int64)
+    rank_sums, walk_seconds = np.zeros(capacity, np.int64), np.zeros(capacity)
+    size = 1
+    node = spine_end = 0  # spine_end: the last node listed on the spine
     while node < size:
-        here, kind = level[node], 0 if node == spine else classes - 1
-        if here < levels:
+        level = levels[node]
+        node_class = 0 if node == spine_end else classes - 1
+        if level < max_level:
             for rank in range(branching):
-                if value[node] * rows[here, kind, rank] > floor:
-                    count[node] = rank + 1
-            if node == spine and count[node] > 0:
-                spine = size
-        first[node] = size
-        if size + count[node] > room:
-            more = room + branching
-            value, level = np.append(value, np.ones(more)), np.append(level, np.zeros(more, np.int64))
-            first, count = np.append(first, np.zeros(more, np.int64)), np.append(count, np.zeros(more, np.int64))
-            ranks, seconds = np.append(ranks, np.zeros(more, np.int64)), np.append(seconds, np.zeros(more))
-            room += more
-        left = value[node]
-        for rank in range(count[node]):
-            value[size], level[size] = value[node] * rows[here, kind, rank], here + 1
-            left = max(0.0, left - value[size])
-            ranks[size], seconds[size] = ranks[node] + rank + 1, by_visit * value[size] + by_rejection * left
+                if values[node] * rows[level, node_class, rank] > floor:
+                    num_children[node] = rank + 1
+            if node == spine_end and num_children[node] > 0:
+                spine_end = size
+        first_child[node] = size
+        if size + num_children[node] > capacity:
+            extra = capacity + branching
+            values = np.append(values, np.ones(extra))
+            levels = np.append(levels, np.zeros(extra, np.int64))
+            first_child = np.append(first_child, np.zeros(extra, np.int64))
+            num_children = np.append(num_children, np.zeros(extra, np.int64))
+            rank_sums = np.append(rank_sums, np.zeros(extra, np.int64))
+            walk_seconds = np.append(walk_seconds, np.zeros(extra))
+            capacity += extra
+        rejected_value = values[node]  # probability that no child so far is accepted
+        for rank in range(num_children[node]):
+            values[size] = values[node] * rows[level, node_class, rank]
+            levels[size] = level + 1
+            rejected_value = max(0.0, rejected_value - values[size])
+            rank_sums[size] = rank_sums[node] + rank + 1
+            walk_seconds[size] = by_visit * values[size] + by_rejection * rejected_value
             size += 1
         node += 1
-    return Nodes(value[:size], level[:size], first[:size], count[:size], ranks[:size], seconds[:size])
+    return CandidateNodes(
+        values[:size],
+        levels[:size],
+        first_child[:size],
+        num_children[:size],
+        rank_sums[:size],
+        walk_seconds[:size],
+    )
 
 
 @numba.njit(cache=True)
-def choose_children(nodes, costs, box, price, rate, exact):  # type: ignore[no-untyped-def]
-    """From the leaves up: how many children each node should have, what they add (its own price as a parent taken off), and what was charged for rounds.
+def choose_children(nodes, costs, box, prices, rate, siblings_never_add_more):
+    """Choose the children of each node so that its subtree has the largest gain, leaves first.
 
-    Children pay for a round that is not certain in the box. On a level, those of one rank share it in proportion to what they add, so they
-    are taken if they can pay for it together; in a whole tree, each pays what it would if all possible parents had such a child (a parent has
-    one of each rank, and one of each sum of ranks).
+    The gain of a subtree is its expected tokens less the prices of its nodes and of its nodes with
+    children, and less what its walk and its verification rounds are charged. Children pay for a
+    round that not every tree in the box has. If rounds are by level, the children of one rank on a
+    level share the price of that round in proportion to their gains, so they are taken if they can
+    pay for it together. If rounds are by tree or by path, each child pays an equal part, as if all
+    possible parents had such a child (a parent has one child of each rank, and one of each sum of
+    ranks).
+
+    Args:
+        nodes: the candidates, CandidateNodes.
+        costs: the Costs, which give the seconds of a step.
+        box: the Box, intervals for resources (0: nodes; l: nodes with children on level l) and for
+            ranks (the most children of a node, or the largest sum of ranks along a path) by scope
+            (a level, or 0 for the whole tree).
+            Its `high` and its ranks limit the subtrees.
+        prices: float64 [resources], expected tokens that a unit of each resource is charged.
+        rate: expected tokens that a second is charged.
+        siblings_never_add_more: whether no later sibling adds more than an earlier one, see
+            `relax`.
+
+    Returns:
+        The gain of the root's children; int64 [nodes], the number of children to take of each node;
+        float64 [nodes], the tokens charged for rounds of these children.
     """
-    value, level, first, children, ranks_so_far, seconds = nodes
-    gain, charged, taken = np.zeros(len(value)), np.zeros(len(value)), np.zeros(len(value), np.int64)
-    together = np.zeros(1 if costs.by_round == 0 else box.most_ranks.max())
-    a_round, possible, stop = rate * costs.by_round, 1, len(value)
-    for r in range(1, len(price)):
-        possible += box.high[r]
-    while stop > 0:
-        here = level[stop - 1]
-        start = np.searchsorted(level, here)
-        nodes_of_level, stop = range(start, stop), start
-        if here == len(price) or (here > 0 and box.high[here] == 0):
+    values, levels, first_child, num_candidates, rank_sums, walk_seconds = nodes
+    subtree_gains, charges = np.zeros(len(values)), np.zeros(len(values))
+    num_children = np.zeros(len(values), np.int64)
+    gain_by_rank = np.zeros(1 if costs.by_round == 0 else box.max_ranks.max())  # of one level
+    round_price = rate * costs.by_round
+    max_parents = 1  # most nodes with children of a tree in the box: the root, and `high` a level
+    for r in range(1, len(prices)):
+        max_parents += box.high[r]
+    level_end = len(values)
+    while level_end > 0:
+        level = levels[level_end - 1]
+        level_start = np.searchsorted(levels, level)
+        nodes_of_level = range(level_start, level_end)
+        level_end = level_start
+        if level == len(prices) or (level > 0 and box.high[level] == 0):
             continue
-        of = here if costs.order == LEVEL else 0
-        certain, most_ranks = box.least_ranks[of], box.most_ranks[of]
-        if costs.order == LEVEL:
-            for rank in range(certain, most_ranks):
-                together[rank] = 0.0
+        scope = level if costs.round_order == LEVEL else 0
+        min_ranks, max_ranks = box.min_ranks[scope], box.max_ranks[scope]
+        if costs.round_order == LEVEL:
+            for rank in range(min_ranks, max_ranks):
+                gain_by_rank[rank] = 0.0
             for node in nodes_of_level:
-                if value[node] > price[0]:
-                    for rank in range(certain, min(children[node], most_ranks)):
-                        child = first[node] + rank
-                        together[rank] += max(0.0, value[child] - rate * seconds[child] - price[0] + gain[child])
+                if values[node] > prices[0]:
+                    for rank in range(min_ranks, min(num_candidates[node], max_ranks)):
+                        child = first_child[node] + rank
+                        gain_by_rank[rank] += max(
+                            0.0,
+                            values[child]
+                            - rate * walk_seconds[child]
+                            - prices[0]
+                            + subtree_gains[child],
+                        )
         for node in nodes_of_level:
-            if value[node] <= price[0]:
+            if values[node] <= prices[0]:
                 continue  # no node below it has a value above its price either
-            run = most = charges = 0.0
-            before = ranks_so_far[node] if costs.order == PATH else 0
-            for rank in range(min(children[node], most_ranks - before)):
-                child = first[node] + rank
-                net = value[child] - rate * seconds[child] - price[0] + gain[child]
-                if exact and net <= 0:
-                    break  # no later sibling adds more
-                if before + rank >= certain:
-                    charge = a_round / possible
-                    if costs.order == LEVEL:
-                        charge = a_round * net / together[rank] if net > 0 else 0.0
-                    charges += charge
-                    net -= charge
-                run += net
-                if run > most:
-                    most, taken[node], charged[node] = run, rank + 1, charges
-            least = price[here] if here > 0 else 0.0
-            gain[node] = max(0.0, most - least)
-            if most <= least:
-                taken[node] = 0
-    return gain[0], taken, charged
+            total_gain = max_gain = total_charges = 0.0
+            path_ranks = rank_sums[node] if costs.round_order == PATH else 0
+            for rank in range(min(num_candidates[node], max_ranks - path_ranks)):
+                child = first_child[node] + rank
+                gain = values[child] - rate * walk_seconds[child] - prices[0] + subtree_gains[child]
+                if siblings_never_add_more and gain <= 0:
+                    break
+                if path_ranks + rank >= min_ranks:
+                    charge = round_price / max_parents
+                    if costs.round_order == LEVEL:
+                        charge = round_price * gain / gain_by_rank[rank] if gain > 0 else 0.0
+                    total_charges += charge
+                    gain -= charge
+                total_gain += gain
+                if total_gain > max_gain:
+                    max_gain = total_gain
+                    num_children[node], charges[node] = rank + 1, total_charges
+            parent_price = prices[level] if level > 0 else 0.0
+            subtree_gains[node] = max(0.0, max_gain - parent_price)
+            if max_gain <= parent_price:
+                num_children[node] = 0
+    return subtree_gains[0], num_children, charges
 
 
 @numba.njit(cache=True)
-def surplus(cost, ends, price, rate, low, high):  # type: ignore[no-untyped-def]
-    """max of price * u - rate * cost[u] over low <= u <= high, and the u. Between two ends the cost is a straight line."""
-    most, at = price * low - rate * cost[low], low
+def max_profit(cost, stair_ends, price, rate, low, high):
+    """Return the largest profit price * n - rate * cost[n] over low <= n <= high, and its n.
+
+    Between two stair ends the cost is a straight line, so only the ends of lines are tried.
+
+    Args:
+        cost: float64, seconds by the use n of a resource.
+        stair_ends: int64, ascending, the last use of each stair, a range with a straight cost.
+        price: expected tokens that a unit of the resource is charged.
+        rate: expected tokens that a second is charged.
+        low, high: the interval of the use.
+    """
+    profit, best_n = price * low - rate * cost[low], low
     start = 1
-    for end in ends:
+    for end in stair_ends:
         if start > high:
             break
         if end >= low:
-            for u in (max(start, low), min(end, high)):
-                if price * u - rate * cost[u] > most:
-                    most, at = price * u - rate * cost[u], u
+            for n in (max(start, low), min(end, high)):
+                if price * n - rate * cost[n] > profit:
+                    profit, best_n = price * n - rate * cost[n], n
         start = end + 1
-    return most, at
+    return profit, best_n
 
 
 @numba.njit(cache=True)
-def curve(costs, resource):  # type: ignore[no-untyped-def]
-    """A resource's cost and where it jumps."""
-    return (costs.target, costs.target_ends) if resource == 0 else (costs.draft, costs.draft_ends)
+def cost_curve(costs, resource):
+    """Return a resource's cost in seconds, float64 by its use, and the stair ends of this curve.
+
+    Args:
+        costs: the Costs, which hold the curves.
+        resource: 0 for nodes, which the target's pass is charged for, or l for nodes with children
+            on level l, which a draft pass is charged for.
+    """
+    if resource == 0:
+        return costs.target, costs.target_stair_ends
+    return costs.draft, costs.draft_stair_ends
 
 
 @numba.njit(cache=True)
-def shared(costs, share):  # type: ignore[no-untyped-def]
-    """Costs that, at the rate (1 - share) * rate, charge what rate * (share * least + (1 - share) * work) does; share < 1."""
-    constant = costs.constant + share / (1 - share) * costs.least
-    every = (costs.by_round, costs.order, constant, costs.by_visit, costs.by_rejection, costs.least)
-    return Costs(costs.target, costs.target_ends, costs.draft, costs.draft_ends, *every)
+def costs_with_share(costs, share):
+    """Return costs in which `min_step_seconds` has the weight `share`, and work 1 - share.
+
+    At the rate (1 - share) * rate, they charge the same as
+    rate * (share * min_step_seconds + (1 - share) * work). So only the constant differs.
+
+    Args:
+        costs: the Costs, which give the seconds of a step.
+        share: at least 0 and below 1.
+    """
+    return Costs(
+        costs.target,
+        costs.target_stair_ends,
+        costs.draft,
+        costs.draft_stair_ends,
+        costs.by_round,
+        costs.round_order,
+        costs.constant + share / (1 - share) * costs.min_step_seconds,
+        costs.by_visit,
+        costs.by_rejection,
+        costs.min_step_seconds,
+    )
 
 
 @numba.njit(cache=True)
-def certain_rounds(box):  # type: ignore[no-untyped-def]
-    """Rounds that every tree in the box has, beyond the ones that other costs hold."""
+def min_extra_rounds(box):
+    """Return how many rounds every tree in the box has beyond those that other costs contain.
+
+    A tree has as many verification rounds in a scope (a level, or the whole tree) as it has ranks
+    there, and the other costs contain the first round of each scope.
+    """
     rounds = 0
-    for least in box.least_ranks:
-        rounds += least - 1
+    for min_ranks in box.min_ranks:  # by scope
+        rounds += min_ranks - 1
     return rounds
 
 
 @numba.njit(cache=True)
-def relax(nodes, costs, box, price, rate, exact, use):  # type: ignore[no-untyped-def]
-    """The bound on F - rate * step over the box, and the expected tokens of the tree behind it, which `use` describes.
+def relax(nodes, costs, box, prices, rate, siblings_never_add_more, tree):
+    """Bound the gain F - rate * step of the trees in a box, for the given prices.
+
+    The bound is the largest gain of a tree that pays `prices` for its resources, plus the largest
+    profit price * use - rate * cost[use] of each resource over its interval.
 
     Args:
-        exact: no row of p increases, the rows favour the spine, and rejections cost nothing, so that no later sibling adds more than an earlier one.
+        nodes: the candidates, CandidateNodes.
+        costs: the Costs, which give the seconds of a step.
+        box: the Box, intervals for resources (0: nodes; l: nodes with children on level l) and for
+            ranks (the most children of a node, or the largest sum of ranks along a path) by scope
+            (a level, or 0 for the whole tree).
+        prices: float64 [resources], expected tokens that a unit of each resource is charged.
+        rate: expected tokens that a second is charged.
+        siblings_never_add_more: whether no later sibling adds more than an earlier one: p never
+            increases with rank, the rows favour the spine, and rejections cost nothing.
+        tree: a RelaxedTree, into which the tree behind the bound is written.
+
+    Returns:
+        The bound in tokens, and the expected tokens of the tree behind it.
     """
-    used, paid, ranks, charges, parents, walk = use
-    gain, taken, charged = choose_children(nodes, costs, box, price, rate, exact)
-    used[:], ranks[:], charges[:] = 0, 1, 0.0
-    used[0], parents[0], walk[0] = 1, -1, 0.0
-    inside = np.zeros(len(nodes.value), np.int64)
-    tokens, at = 0.0, 0
-    while at < used[0]:
-        node = inside[at]
-        tokens += nodes.value[node]
-        walk[0] += nodes.seconds[node]
-        if taken[node] > 0:
-            here = nodes.level[node]
-            of = here if costs.order == LEVEL else 0
-            if here > 0:
-                used[here] += 1
-            ranks[of] = max(ranks[of], taken[node] + (nodes.ranks[node] if costs.order == PATH else 0))
-            charges[of] += charged[node]
-            for rank in range(taken[node]):
-                inside[used[0]], parents[used[0]] = nodes.first[node] + rank, at
-                used[0] += 1
-        at += 1
-    bound = 1.0 - price[0] + gain - rate * (costs.constant + costs.by_round * certain_rounds(box))
-    for r in range(len(price)):
-        cost, ends = curve(costs, r)
-        most, paid[r] = surplus(cost, ends, price[r], rate, box.low[r], box.high[r])
-        bound += most
+    resource_use, profitable_use, ranks, round_charges, parents, walk_seconds = tree
+    gain, num_children, charges = choose_children(
+        nodes, costs, box, prices, rate, siblings_never_add_more
+    )
+    resource_use[:], ranks[:], round_charges[:] = 0, 1, 0.0
+    resource_use[0], parents[0], walk_seconds[0] = 1, -1, 0.0
+    # The tree is walked breadth-first: taken_nodes[i] is the candidate that is its node i.
+    taken_nodes = np.zeros(len(nodes.values), np.int64)
+    tokens, position = 0.0, 0
+    while position < resource_use[0]:
+        node = taken_nodes[position]
+        tokens += nodes.values[node]
+        walk_seconds[0] += nodes.walk_seconds[node]
+        if num_children[node] > 0:
+            level = nodes.levels[node]
+            scope = level if costs.round_order == LEVEL else 0
+            if level > 0:
+                resource_use[level] += 1
+            path_ranks = nodes.rank_sums[node] if costs.round_order == PATH else 0
+            ranks[scope] = max(ranks[scope], num_children[node] + path_ranks)
+            round_charges[scope] += charges[node]
+            for rank in range(num_children[node]):
+                taken_nodes[resource_use[0]] = nodes.first_child[node] + rank
+                parents[resource_use[0]] = position
+                resource_use[0] += 1
+        position += 1
+    constant = costs.constant + costs.by_round * min_extra_rounds(box)
+    bound = 1.0 - prices[0] + gain - rate * constant  # 1 - prices[0]: the root's token and price
+    for r in range(len(prices)):
+        cost, stair_ends = cost_curve(costs, r)
+        profit, profitable_use[r] = max_profit(
+            cost, stair_ends, prices[r], rate, box.low[r], box.high[r]
+        )
+        bound += profit
     return bound, tokens
 
 
 @numba.njit(cache=True)
-def improve(nodes, costs, box, price, rate, exact, floor, steps, use):  # type: ignore[no-untyped-def]
-    """Move `price` to where the bound is smaller, by Polyak's subgradient steps towards 0. Returns `relax` there.
+def optimise_prices(nodes, costs, box, prices, rate, siblings_never_add_more, floor, steps, tree):
+    """Move `prices`, in place, to where the bound of `relax` is smaller.
+
+        repeat at most `steps` times:
+            bound, tree = relax(prices);  stop if bound <= 0: no tree in the box has a gain
+            difference[r] = profitable_use[r] - resource_use[r]     (a subgradient)
+            prices[r] -= step_fraction * bound * difference[r] / |difference|^2
+            halve step_fraction after PATIENCE steps without a smaller bound
+
+    These are Polyak's subgradient steps towards a bound of 0.
 
     Args:
-        floor: the least price of a node: the value of every node that is not among `nodes` is at most this.
+        nodes: the candidates, CandidateNodes.
+        costs: the Costs, which give the seconds of a step.
+        box: the Box, limits of a set of trees.
+        prices: float64 [resources], expected tokens that a unit of each resource is charged.
+        rate: expected tokens that a second is charged.
+        siblings_never_add_more: whether no later sibling adds more than an earlier one, see
+            `relax`.
+        floor: the smallest price of a node. Every node that is not among `nodes` has at most this
+            value (probability to be accepted), so it gains nothing.
+        steps: the most steps.
+        tree: a RelaxedTree, into which the tree behind the bound is written.
+
+    Returns:
+        What `relax` returns at the best prices: the bound on F - rate * step in tokens, and the
+        expected tokens of the tree behind it.
     """
-    trial = price.copy()
-    least, scale, idle = np.inf, 1.0, 0
+    trial = prices.copy()
+    min_bound, step_fraction, idle_steps = np.inf, 1.0, 0
     for _ in range(steps):
-        bound, _ = relax(nodes, costs, box, trial, rate, exact, use)
-        if bound < least:
-            least, idle = bound, 0
-            price[:] = trial
+        bound, _ = relax(nodes, costs, box, trial, rate, siblings_never_add_more, tree)
+        if bound < min_bound:
+            min_bound, idle_steps = bound, 0
+            prices[:] = trial
         else:
-            idle += 1
-        length = 0.0
-        for r in range(len(price)):
-            length += (use.paid[r] - use.used[r]) ** 2
-        if bound <= 0 or length == 0:
+            idle_steps += 1
+        squared_norm = 0.0
+        for r in range(len(prices)):
+            squared_norm += (tree.profitable_use[r] - tree.resource_use[r]) ** 2
+        if bound <= 0 or squared_norm == 0:
             break
-        if idle == PATIENCE:
-            scale, idle = scale / 2, 0
-        for r in range(len(price)):
-            trial[r] = max(floor if r == 0 else 0.0, trial[r] - scale * bound / length * (use.paid[r] - use.used[r]))
-    return relax(nodes, costs, box, price, rate, exact, use)
+        if idle_steps == PATIENCE:
+            step_fraction, idle_steps = step_fraction / 2, 0
+        for r in range(len(prices)):
+            min_price = floor if r == 0 else 0.0
+            difference = tree.profitable_use[r] - tree.resource_use[r]
+            trial[r] = max(min_price, trial[r] - step_fraction * bound / squared_norm * difference)
+    return relax(nodes, costs, box, prices, rate, siblings_never_add_more, tree)

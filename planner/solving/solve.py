@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,26 +12,39 @@ import numpy as np
 from msgspec.structs import replace
 
 from sequoia_plan.artifacts import ArgumentError, Profile, TokenTree
-from sequoia_plan.artifacts.cost import Acceptance, Floats, StepTime, acceptance_rows, expected_tokens, promise
-from sequoia_plan.artifacts.merge import rounded
-from sequoia_plan.artifacts.plan import Plan, provenance
+from sequoia_plan.artifacts.cost import (
+    AcceptanceProbs,
+    Floats,
+    StepTime,
+    acceptance_rows,
+    expected_tokens,
+    predict,
+)
+from sequoia_plan.artifacts.merge import round_probs
+from sequoia_plan.artifacts.plan import Alternative, Interval, Plan, provenance
 from sequoia_plan.planner.solving.baselines import baseline as baseline_tree
 from sequoia_plan.planner.solving.certificate import check
 from sequoia_plan.planner.solving.convolution import isotonic
-from sequoia_plan.planner.solving.fastest import MOST_WORK, fastest, fastest_by_the_paper
-from sequoia_plan.planner.solving.frontier import SOLVERS, Frontier, best_tree, check_input, pick
-from sequoia_plan.planner.solving.noise import Candidate, alternative, intervals
+from sequoia_plan.planner.solving.fastest import MAX_WORK, fastest_tree, fastest_tree_by_paper
+from sequoia_plan.planner.solving.frontier import (
+    SOLVERS,
+    Frontier,
+    best_tree,
+    check_input,
+    pick_solver,
+)
+from sequoia_plan.planner.solving.noise import SolvedTree, intervals
 
 OBJECTIVES = ("speed", "tokens", "paper")
 
 
 @dataclass(frozen=True)
 class Solution:
-    """The best tree; what is promised and proven of it is in its plan.
+    """The best tree; its plan holds the predictions and the proofs.
 
     Args:
         tree: the token tree.
-        seconds: what solving took.
+        seconds: the time that solving took.
     """
 
     tree: TokenTree
@@ -44,8 +56,21 @@ class Solution:
         return self.tree.plan
 
 
+@dataclass(frozen=True)
+class Problem:
+    """The arguments of `solve` that hold for every verifier, with defaults filled in."""
+
+    budget: int
+    depth: int
+    branching: int | None
+    objective: str
+    solver: str | None
+    smooth: bool
+    baseline: str | None
+
+
 def solve(
-    profile: Profile | Acceptance,
+    profile: Profile | AcceptanceProbs,
     budget: int,
     depth: int,
     branching: int | None = None,
@@ -57,114 +82,287 @@ def solve(
     verifier: str | None = None,
     classes: bool = True,
 ) -> Solution:
-    """The best token tree for what was measured, with a proof in its plan: `upper_bound`, and for the objective speed `speedup_bound`.
+    """Find the best token tree for the measurements, with a proof in its plan.
 
-    Where a profile has several verifiers, a tree is solved for each of them. The best of these trees is taken, and its verifier is in the
-    plan's `settings`; the plan's `alternatives` say by how much it is better than the others.
+    The proof is `upper_bound`, and for the objective speed `speedup_bound`.
+
+        read acceptance and latencies of each verifier in the profile
+        for each verifier: solve for the tree with the highest objective
+        choose the tree with the most expected tokens a second (or a step)
+        record its predictions, proofs, intervals and alternatives in its plan
+
+    The verifier that was chosen is in the plan's `settings`; the plan's `alternatives` say by how
+    much it is better than the others.
 
     Args:
-        profile: a Profile, or an acceptance vector p[1..B], or one such row per level, or per level one for parents on the spine (every rank
-            on their path from the root is 1) and one for all others.
-        budget: size, the root included: exactly this many nodes for "tokens", at most for "speed" and "paper".
+        profile: a Profile, or an acceptance vector p[1..B], or one such vector per level, or per
+            level one for parents on the spine (every rank on their path from the root is 1) and
+            one for all others.
+        budget: size, the root included: exactly this many nodes for "tokens", at most for "speed"
+            and "paper".
         depth: levels, the root's included, at most.
-        branching: children a node may have, at most; the acceptance vector's length if None.
-        objective: "tokens" maximises F(T) (Sequoia, arXiv 2402.12374, section 3.1); "speed" maximises F(T) over the predicted step
-            time, each draft pass at its own width; "paper" maximises F / (t(n) + d c) (section 3.3). None: "speed" if latencies
-            are known, else "tokens".
-        solver: of the objectives tokens and paper: "best-first", "hull" or "dp"; None picks best-first where it is exact, else hull.
-            For speed it is always "branch and bound".
-        smooth: replace the vector by the closest one that never increases with rank. A modelling choice.
-        baseline: do not solve; take this tree (see baselines.py) and predict its expected tokens and speed.
-        one_vector: take a profile's one vector for all levels, as the paper does, even if it has counts by level.
-        verifier: solve for this one alone, of those that the profile has.
-        classes: take a profile's counts by class of the parent (on the spine or off it) where the classes differ by more than noise.
+        branching: children of a node, at most; the acceptance vector's length if None.
+        objective: "tokens" maximises F(T) (Sequoia, arXiv 2402.12374, section 3.1); "speed"
+            maximises F(T) over the predicted step time, each draft pass at its own width; "paper"
+            maximises F / (t(n) + d c) (section 3.3). None: "speed" if latencies are known, else
+            "tokens".
+        solver: for the objectives tokens and paper: "best-first", "hull" or "dp"; None picks
+            best-first where it is exact, else hull. For speed it is always "branch and bound".
+        smooth: replace each vector by the closest one that never increases with rank. A modelling
+            choice.
+        baseline: do not solve; take this tree (see baselines.py) and predict its expected tokens
+            and speed.
+        one_vector: take a profile's one vector for all levels, as the paper does, even if it has
+            counts by level.
+        verifier: solve for this verifier alone, one of those that the profile has.
+        classes: take a profile's counts by class of the parent (on the spine or off it) where the
+            classes differ by more than noise.
+
+    Returns:
+        The tree with its plan, and the time that solving took.
 
     Raises:
-        SequoiaPlanError: for impossible input, or if no tree of that size fits the depth and branching.
+        SequoiaPlanError: for impossible input, or if no tree of that size fits the depth and
+            branching.
     """
     started = time.perf_counter()
+    measurements = _read_measurements(profile, verifier, one_vector, classes)
+    first_profile, _ = measurements[0]
+    problem = Problem(
+        budget=budget,
+        depth=_depth_limit(depth, first_profile),
+        branching=branching,
+        objective=_checked_objective(objective, first_profile, baseline),
+        solver=solver,
+        smooth=smooth,
+        baseline=baseline,
+    )
+    solved_trees = [_solve_for_verifier(*measurement, problem) for measurement in measurements]
+    best, alternatives = _choose(solved_trees, problem.objective)
+    plan = _annotated_plan(best, alternatives, problem)
     if isinstance(profile, Profile):
-        each = [profile.under(name) for name in ([verifier] if verifier else profile.measured)]
-        classes &= all(one.by_class for one in each)
-        vectors: list[Any] = [one.acceptance if one_vector or not one.levels else _rows(one, classes) for one in each]
-    elif verifier:
-        raise ArgumentError(f"verifier: found {verifier!r} with an acceptance vector, which holds for one verifier; give a profile to choose by")
-    else:
-        each, vectors = [], [profile]
-    latency = each[0].latency if each else None
-    objective = objective or ("speed" if latency else "tokens")
+        plan = replace(plan, profile_sha256=profile.sha256)  # of all verifiers
+    return Solution(TokenTree(best.tree.parents, plan), time.perf_counter() - started)
+
+
+def _read_measurements(
+    profile: Profile | AcceptanceProbs, verifier: str | None, one_vector: bool, classes: bool
+) -> list[tuple[Profile | None, Any]]:
+    """Each verifier's own profile (None for a bare acceptance), and its acceptance.
+
+    The acceptance is p[rank], p[level][rank] or p[level][class][rank], where the class of a node is
+    0 on the spine (the root, its first child, that node's first child, ...) and 1 off it.
+
+    Args:
+        profile: a Profile, which may hold several verifiers, or an acceptance.
+        verifier: the one verifier to take; None takes all.
+        one_vector: take p[rank] even if the profile has counts by level.
+        classes: take p by class if the classes differ by more than noise for every verifier.
+    """
+    if not isinstance(profile, Profile):
+        if verifier:
+            raise ArgumentError(
+                f"verifier: found {verifier!r} with an acceptance vector, which holds for one "
+                "verifier; give a profile to choose by"
+            )
+        return [(None, profile)]
+    names = [verifier] if verifier else profile.all_verifiers
+    profiles = [profile.for_verifier(name) for name in names]
+    by_class = classes and all(view.acceptance_by_class for view in profiles)
+    return [
+        (view, view.acceptance if one_vector or not view.levels else _level_probs(view, by_class))
+        for view in profiles
+    ]
+
+
+def _level_probs(profile: Profile, by_class: bool) -> Any:
+    """A profile's p[level][rank] or p[level][class][rank], to six digits.
+
+    The class of a node is 0 on the spine (the root, its first child, that node's first child, ...)
+    and 1 off it. Counts may exceed their trials by rounding; a vector of a larger sum is scaled
+    down to the sum 1.
+    """
+    rows = np.array(profile.acceptance_by_class if by_class else profile.acceptance_by_level)
+    levels = (rows / np.maximum(1.0, rows.sum(-1, keepdims=True))).tolist()
+    if by_class:
+        return [[list(round_probs(vector)) for vector in level] for level in levels]
+    return [list(round_probs(vector)) for vector in levels]
+
+
+def _depth_limit(depth: int, profile: Profile | None) -> int:
+    """At most `depth` levels, and no more than the draft can make."""
+    max_depth = profile.drafting.max_depth if profile else None
+    return min(depth, max_depth or depth)
+
+
+def _checked_objective(objective: str | None, profile: Profile | None, baseline: str | None) -> str:
+    """The objective, "speed" or "tokens" by default; refuse one that lacks its latencies."""
+    has_latency = profile is not None and profile.latency is not None
+    objective = objective or ("speed" if has_latency else "tokens")
     if objective not in OBJECTIVES:
         raise ArgumentError(f"objective: found {objective!r}, expected {', '.join(OBJECTIVES)}")
-    if objective != "tokens" and latency is None and not baseline:
-        raise ArgumentError(f"objective {objective} needs latencies: give a profile that has them, or choose the objective tokens")
-    depth = min(depth, (each[0].drafting.deepest if each else None) or depth)
-    found = []
-    for measured, acceptance in itertools.zip_longest(each, vectors):
-        check_input(acceptance, budget, depth, branching)
-        if smooth:
-            acceptance = isotonic(np.asarray(acceptance, float)).tolist()
-        rows, times = acceptance_rows(acceptance, depth, branching), StepTime.of(measured) if measured else None
-        bound: float | None = None
-        if baseline:
-            name, tree = f"baseline {baseline}", baseline_tree(baseline, budget, depth)
-        else:
-            name = pick(solver, rows, budget if objective == "tokens" or not times else min(budget, times.largest()))
-            tree, bound = _choose(rows, budget, objective, name, times)
-            name = "branch and bound" if bound is not None else name
-        found.append(Candidate(tree, acceptance, rows, measured, times, promise(tree, acceptance, times), bound, name))
-    by_tokens = objective == "tokens" or any(one.given.step_seconds is None for one in found)
-    best = max(found, key=lambda one: one.worth(by_tokens))
-    tree, given, times, measured = best.tree, best.given, best.times, best.measured
+    if objective != "tokens" and not has_latency and not baseline:
+        raise ArgumentError(
+            f"objective {objective} needs latencies: give a profile that has them, or choose the "
+            "objective tokens"
+        )
+    return objective
 
-    upper = None if baseline else check(tree, best.acceptance, depth, branching, given.expected_tokens if objective == "tokens" else None).upper_bound
-    interval = elsewhere = None
-    if measured and measured.trials and not smooth and not baseline and tree.size > 1:
 
-        def lost(vectors: Floats) -> float:
-            there = acceptance_rows(vectors, depth, best.rows.shape[2])  # may rise where the acceptance does not: the solver is picked anew
-            other = _choose(there, budget, objective, pick(None, there, tree.size), times, MOST_WORK // 10)[0]
-            then = replace_fields(times, acceptance=vectors) if times and objective != "tokens" else None
-            slower = then.step(tree) / then.step(other) if then else 1.0
-            return max(0.0, 1 - expected_tokens(tree, vectors) / expected_tokens(other, vectors) / slower)
+def _solve_for_verifier(profile: Profile | None, acceptance: Any, problem: Problem) -> SolvedTree:
+    """The best tree for one verifier (or the named baseline tree), with its prediction.
 
-        interval, elsewhere = intervals(best, lost)
-    plan = replace(
-        provenance(measured),
+    Args:
+        profile: the profile of that verifier alone; None if only an acceptance was given.
+        acceptance: p[rank], p[level][rank] or p[level][class][rank], the probability that a node's
+            child of each rank is accepted, by the node's level and class (0: on the spine, that is
+            the root, its first child, that node's first child, ...; 1: off it).
+        problem: limits, objective and solver, the same for every verifier.
+
+    Returns:
+        The tree with the acceptance as it was solved for (smoothed if asked), its predictions, the
+        bound on the speed-up for the objective speed, and the name of the solver or baseline.
+    """
+    check_input(acceptance, problem.budget, problem.depth, problem.branching)
+    if problem.smooth:
+        acceptance = isotonic(np.asarray(acceptance, float)).tolist()
+    times = StepTime.from_measured(profile) if profile else None
+    speed_bound: float | None = None
+    if problem.baseline:
+        solver = f"baseline {problem.baseline}"
+        tree = baseline_tree(problem.baseline, problem.budget, problem.depth)
+    else:
+        rows = acceptance_rows(acceptance, problem.depth, problem.branching)
+        max_size = problem.budget
+        if times and problem.objective != "tokens":
+            # A larger tree has no known step time.
+            max_size = min(max_size, times.largest_size())
+        solver = pick_solver(problem.solver, rows, max_size)
+        tree, speed_bound = _solve_rows(rows, problem, solver, times)
+        if speed_bound is not None:
+            solver = "branch and bound"  # the search for the objective speed has its own solver
+    prediction = predict(tree, acceptance, times)
+    return SolvedTree(tree, acceptance, profile, times, prediction, speed_bound, solver)
+
+
+def _solve_rows(
+    rows: Floats, problem: Problem, solver: str, times: StepTime | None, max_work: int = MAX_WORK
+) -> tuple[TokenTree, float | None]:
+    """The best tree, and for the objective speed a bound on the speed-up of any tree.
+
+    Args:
+        rows: float64 [depth - 1, classes, branching], the probability that a node's child of each
+            rank is accepted, by the node's level and class (on the spine or off it).
+        problem: limits and objective.
+        solver: the solver's name for the objectives tokens and paper.
+        times: the step times; None without latencies.
+        max_work: how many nodes and stairs of cost curves the search for the objective speed may
+            look at.
+    """
+    if problem.objective == "tokens" or times is None:
+        return best_tree(rows, problem.budget, solver), None
+    if problem.objective == "paper":
+        size = min(problem.budget, times.largest_size())
+        values = tuple(SOLVERS[solver].frontier(rows, size))
+        return fastest_tree_by_paper(Frontier(values, rows, solver), times), None
+    fastest = fastest_tree(rows, problem.budget, times, max_work)
+    # The bound is in tokens a second; plain decoding makes one token in plain_seconds.
+    return fastest.tree, fastest.bound * times.plain_seconds()
+
+
+def _choose(
+    solved_trees: Sequence[SolvedTree], objective: str
+) -> tuple[SolvedTree, dict[str, Alternative]]:
+    """The best tree, and how the trees for the other verifiers compare with it, by verifier.
+
+    The best tree has the most expected tokens a second, or a step if the objective is "tokens" or
+    a step time is unknown.
+    """
+    has_times = all(solved_tree.prediction.step_seconds is not None for solved_tree in solved_trees)
+    by_tokens = objective == "tokens" or not has_times
+    best = max(solved_trees, key=lambda solved_tree: solved_tree.score(by_tokens))
+    alternatives = {}
+    for solved_tree in solved_trees:
+        if solved_tree is best:
+            continue
+        tokens, step_seconds, _ = solved_tree.prediction
+        assert tokens is not None
+        alternatives[solved_tree.verifier] = Alternative(
+            size=solved_tree.tree.size,
+            depth=solved_tree.tree.depth,
+            expected_tokens=tokens,
+            advantage=best.score(by_tokens) / solved_tree.score(by_tokens),
+            step_seconds=step_seconds,
+        )
+    return best, alternatives
+
+
+def _annotated_plan(
+    best: SolvedTree, alternatives: dict[str, Alternative], problem: Problem
+) -> Plan:
+    """The plan of the chosen tree: provenance, limits, prediction, proofs and intervals.
+
+    Args:
+        best: the chosen tree.
+        alternatives: how the trees for the other verifiers compare with it, by verifier.
+        problem: what it was solved for.
+    """
+    upper_bound: float | None = None
+    if not problem.baseline:
+        tokens = best.prediction.expected_tokens
+        # For the objective tokens the tree is the optimum of its size, so no solver runs again.
+        optimum = tokens if problem.objective == "tokens" else None
+        certificate = check(best.tree, best.acceptance, problem.depth, problem.branching, optimum)
+        upper_bound = certificate.upper_bound
+    interval, interval_new_kind = _intervals_if_known(best, problem)
+    return replace(
+        provenance(best.profile),
         acceptance=_tuples(best.acceptance),
-        budget=budget,
-        depth=depth,
-        branching=branching,
-        objective=objective,
+        budget=problem.budget,
+        depth=problem.depth,
+        branching=problem.branching,
+        objective=problem.objective,
         solver=best.solver,
-        upper_bound=upper,
-        speedup_bound=best.bound,
-        alternatives={one.verifier: alternative(best, one, profile, by_tokens, smooth) for one in found if one is not best},
+        upper_bound=upper_bound,
+        speedup_bound=best.speedup_bound,
+        alternatives=alternatives,
         interval=interval,
-        interval_new_kind=elsewhere,
-        **given._asdict(),
+        interval_new_kind=interval_new_kind,
+        **best.prediction._asdict(),
     )
-    if isinstance(profile, Profile):
-        plan = replace(plan, profile_sha256=profile.sha256)
-    return Solution(TokenTree(tree.parents, plan), time.perf_counter() - started)
 
 
-def _choose(rows: Floats, budget: int, objective: str, name: str, times: StepTime | None, most_work: int = MOST_WORK) -> tuple[TokenTree, float | None]:
-    """The best tree, and for the objective speed a bound on the speed-up of any."""
-    if objective == "tokens" or times is None:
-        return best_tree(rows, budget, name), None
-    if objective == "paper":
-        values = SOLVERS[name].frontier(rows, min(budget, times.largest()))
-        return fastest_by_the_paper(Frontier(tuple(values), rows, name), times), None
-    found = fastest(rows, budget, times, most_work)
-    return found.tree, found.bound * times.plain()
+def _intervals_if_known(
+    best: SolvedTree, problem: Problem
+) -> tuple[Interval | None, Interval | None]:
+    """The intervals of `noise.intervals`, where the tree was solved for acceptance as measured."""
+    is_measured = best.profile is not None and best.profile.trials > 0 and not problem.smooth
+    if not is_measured or problem.baseline or best.tree.size == 1:
+        return None, None
+    return intervals(best, lambda acceptance: _share_lost(best, problem, acceptance))
 
 
-def _rows(profile: Profile, classes: bool) -> Any:
-    """p[level][k] or p[level][class][k] to six digits; counts may exceed their trials by rounding."""
-    rows = np.array(profile.by_class if classes else profile.by_level)
-    shares = (rows / np.maximum(1.0, rows.sum(-1, keepdims=True))).tolist()
-    return [[list(rounded(row)) for row in level] for level in shares] if classes else [list(rounded(row)) for row in shares]
+def _share_lost(solved_tree: SolvedTree, problem: Problem, acceptance: Floats) -> float:
+    """The share of speed (or of tokens) that a tree loses against the best for `acceptance`.
+
+    Args:
+        solved_tree: the tree.
+        problem: what it was solved for.
+        acceptance: float64 [levels, ranks] or [levels, classes, ranks].
+    """
+    rows = acceptance_rows(acceptance, problem.depth, problem.branching)
+    # The acceptance may rise with rank where the measured one does not: pick the solver anew.
+    solver = pick_solver(None, rows, solved_tree.tree.size)
+    # A tenth of the usual work is enough: the share is an estimate, not a proof.
+    best, _ = _solve_rows(rows, problem, solver, solved_tree.times, MAX_WORK // 10)
+    time_ratio = 1.0
+    if solved_tree.times and problem.objective != "tokens":
+        times = replace_fields(solved_tree.times, acceptance=acceptance)
+        time_ratio = times.step_seconds(solved_tree.tree) / times.step_seconds(best)
+    tokens_ratio = expected_tokens(solved_tree.tree, acceptance) / expected_tokens(best, acceptance)
+    return max(0.0, 1 - tokens_ratio / time_ratio)
 
 
 def _tuples(acceptance: Any) -> Any:
+    """Turn nested sequences of probabilities into nested tuples."""
     return tuple(map(_tuples, acceptance)) if isinstance(acceptance, Sequence) else acceptance
