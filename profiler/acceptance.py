@@ -1,4 +1,7 @@
-"""How often the child of each rank is the one accepted, by level: by one of two methods (methods.py), prompt by prompt, until it is known well enough."""
+"""How often the child of each rank is accepted, by level: measured prompt by prompt.
+
+methods.py has the two methods. A measurement ends once the acceptance is known precisely enough.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ import torch
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.profiler.journal import Journal
-from sequoia_plan.profiler.methods import BOTH, Counted, Forced
-from sequoia_plan.profiler.observed import Acceptance, collect
+from sequoia_plan.profiler.methods import COMPARED, DecodingMethod, ForcedMethod
+from sequoia_plan.profiler.observed import ObservedAcceptance, collect
 from sequoia_plan.runtime import Pair, Sampling
 
 RANKS = 16
-"""Children drawn at a node."""
+"""Number of children drawn at a node."""
 METHODS = ("forced", "decoding")
 
 
@@ -26,15 +29,15 @@ class Progress:
     """How far a measurement is after a prompt.
 
     Args:
-        done, most: prompts so far, and how many there may be.
-        latest: what was found under the setting at hand.
-        found: by index, what was found under every setting so far.
+        num_prompts, max_prompts: number of prompts measured so far, and the most there may be.
+        latest: what was observed so far with the sampling that is being measured.
+        acceptances: what was observed so far with each sampling, by its index.
     """
 
-    done: int
-    most: int
-    latest: Acceptance
-    found: Mapping[int, Acceptance]
+    num_prompts: int
+    max_prompts: int
+    latest: ObservedAcceptance
+    acceptances: Mapping[int, ObservedAcceptance]
 
 
 def measure_acceptance(
@@ -42,36 +45,46 @@ def measure_acceptance(
     prompts: Sequence[Sequence[int]],
     samplings: Sequence[Sampling],
     *,
-    on_prompt: Callable[[int, int, Acceptance], None] = lambda done, most, found: None,
+    on_prompt: Callable[[int, int, ObservedAcceptance], None] = lambda done, total, latest: None,
     **options: Any,
-) -> list[Acceptance]:
-    """Measure every setting, in the order given, to the end; see `finished_prompts`.
+) -> list[ObservedAcceptance]:
+    """Measure every sampling to the end, and return the acceptances in the order of `samplings`.
 
     Args:
-        on_prompt: called after each prompt with how many there were, how many there may be, and what was found so far.
+        prompts: token ids of each prompt.
+        samplings: the temperatures and verifiers to measure.
+        on_prompt: called after each prompt with the number of prompts so far, the most there may
+            be, and what was observed so far with the sampling that is being measured.
+        options: keyword arguments of `measure_by_prompt`.
 
     Raises:
         SequoiaPlanError: if nothing could be measured.
     """
-    found: Mapping[int, Acceptance] = {}
-    for now in finished_prompts(pair, prompts, samplings, **options):
-        on_prompt(now.done, now.most, now.latest)
-        found = now.found
-    return results(found)
+    acceptances: Mapping[int, ObservedAcceptance] = {}
+    for progress in measure_by_prompt(pair, prompts, samplings, **options):
+        on_prompt(progress.num_prompts, progress.max_prompts, progress.latest)
+        acceptances = progress.acceptances
+    return in_order(acceptances)
 
 
-def results(found: Mapping[int, Acceptance]) -> list[Acceptance]:
-    """What was found under every setting, in their order.
+def in_order(acceptances: Mapping[int, ObservedAcceptance]) -> list[ObservedAcceptance]:
+    """The acceptances in the order of their samplings.
+
+    Args:
+        acceptances: what was observed with each sampling, by its index: 0, 1, 2, ... in any order.
 
     Raises:
-        SequoiaPlanError: if nothing could be measured.
+        SequoiaPlanError: if there are none, or one has no trials (no step was decoded).
     """
-    if not found or not all(each.trials.sum() for each in found.values()):
-        raise SequoiaPlanError("acceptance: no step was decoded; the prompts leave no room in the model's context")
-    return [found[i] for i in range(len(found))]
+    has_trials = [acceptance.trials.sum() > 0 for acceptance in acceptances.values()]
+    if not has_trials or not all(has_trials):
+        raise SequoiaPlanError(
+            "acceptance: no step was decoded; the prompts leave no room in the model's context"
+        )
+    return [acceptances[index] for index in range(len(acceptances))]
 
 
-def finished_prompts(
+def measure_by_prompt(
     pair: Pair,
     prompts: Sequence[Sequence[int]],
     samplings: Sequence[Sampling],
@@ -84,51 +97,109 @@ def finished_prompts(
     ranks: int = RANKS,
     journal: Path | None = None,
 ) -> Iterator[Progress]:
-    """Measure prompt by prompt. The same arguments give the same result, whatever the machine's speed.
+    """Measure acceptance prompt by prompt, and yield the progress after each.
 
-    Settings that differ in verifier or draft temperature alone share the target's text and both models' logits; `sequoia` and `traversal` under
-    the same setting share the drawn children, too.
+    The same arguments give the same result, whatever the machine's speed. With the method
+    "forced", samplings that differ only in verifier or draft temperature share the target's text
+    and both models' logits; `sequoia` and `traversal` with otherwise equal samplings share the
+    drawn children, too.
 
     Args:
-        prompts: token ids, taken in order; once more with other seeds in each further round (greedy takes one round).
-        method: "forced" or "decoding".
-        precision: stop once `Acceptance.precision` of each setting is at most this; 0 uses all prompts and rounds.
-        journal: a file that keeps finished prompts until all is done, so that an interrupted run goes on where it was.
+        prompts: token ids of each prompt. Prompts are used in order, and once more with other seeds
+            in each further round.
+        samplings: the temperatures and verifiers to measure.
+        method: "forced" computes acceptance in one more pass over text that the target wrote;
+            "decoding" counts accepted children while decoding. See methods.py.
+        precision: stop once the relative uncertainty of each sampling is at most this (half the
+            95 % interval of the expected tokens of a small tree, `ObservedAcceptance.precision`); 0
+            uses all prompts and rounds.
+        tokens_per_prompt: the most new tokens that are decoded for a prompt.
+        rounds: how often the prompts are used at most; a greedy sampling uses them once.
+        seed: of the first prompt; each further prompt takes the next integer.
+        ranks: number of children drawn at a node.
+        journal: a file that keeps finished prompts until all is done, so that an interrupted run
+            continues; None keeps nothing.
 
     Raises:
         ArgumentError: for another method.
     """
     if method not in METHODS:
         raise ArgumentError(f"method: found {method!r}, expected {' or '.join(METHODS)}")
-    facts = [pair.facts, [list(map(int, prompt)) for prompt in prompts], [s.settings() for s in samplings], method, tokens_per_prompt, seed, ranks, "classes"]
-    groups = _groups(samplings, method)
-    most = sum(len(prompts) * (1 if samplings[group[0]].greedy else rounds) for group in groups)
-    compared = any(s.verifier == "traversal" and not s.greedy for s in samplings)
-    found: dict[int, Acceptance] = {}
-    done = 0
-    with Journal(journal, facts) as kept:
-        measure = Forced(pair, ranks, compared) if method == "forced" else Counted(pair, ranks)
-        for number, group in enumerate(groups):
-            mine = [samplings[i] for i in group]
-            tallies: list[Any] = []
-            for used in range(len(prompts) * (1 if mine[0].greedy else rounds)):
-                prompt = torch.tensor(prompts[used % len(prompts)])
-                tallies.append(kept.get(f"{number}.{used}", lambda p=prompt, m=mine, s=seed + used: measure(p, m, tokens_per_prompt, s)))  # type: ignore[misc]
-                done += 1
-                found |= {i: collect(tallies, place) for place, i in enumerate(group)}
-                yield Progress(done, most, found[group[0]], dict(found))
-                if max(found[i].precision() for i in group) <= precision:
+    work = [  # a journal of other work is ignored
+        pair.metadata,
+        [list(map(int, prompt)) for prompt in prompts],
+        [sampling.settings() for sampling in samplings],
+        method,
+        tokens_per_prompt,
+        seed,
+        ranks,
+        "classes",  # journals of versions that did not count by class are other work
+    ]
+    groups = _groups_sharing_text(samplings, method)
+
+    def max_prompts_of(group: list[int]) -> int:
+        """The most prompts that a group may use, all rounds together."""
+        return len(prompts) * (1 if samplings[group[0]].greedy else rounds)
+
+    max_prompts = sum(map(max_prompts_of, groups))
+    # `traversal` is measured by comparing it with `sequoia` while the text is written
+    compares = any(s.verifier == "traversal" and not s.greedy for s in samplings)
+    acceptances: dict[int, ObservedAcceptance] = {}
+    num_prompts = 0
+    with Journal(journal, work) as results:
+        measuring_method: ForcedMethod | DecodingMethod
+        if method == "forced":
+            measuring_method = ForcedMethod(pair, ranks, compares)
+        else:
+            measuring_method = DecodingMethod(pair, ranks)
+        for group_number, group in enumerate(groups):
+            group_samplings = [samplings[index] for index in group]
+            tallies: list[Any] = []  # for each prompt, what each sampling of the group counted
+            for use in range(max_prompts_of(group)):
+                prompt = torch.tensor(prompts[use % len(prompts)])
+
+                def measure_prompt(
+                    prompt: torch.Tensor = prompt,
+                    samplings: list[Sampling] = group_samplings,
+                    seed: int = seed + use,
+                ) -> list[dict[str, Any]]:
+                    """One tally for each sampling of the group; defaults bind the loop's values."""
+                    return measuring_method(prompt, samplings, tokens_per_prompt, seed)
+
+                tallies.append(results.get(f"{group_number}.{use}", measure_prompt))
+                num_prompts += 1
+                for index_in_group, index in enumerate(group):
+                    acceptances[index] = collect(tallies, index_in_group)
+                latest = acceptances[group[0]]
+                yield Progress(num_prompts, max_prompts, latest, dict(acceptances))
+                if max(acceptances[index].precision() for index in group) <= precision:
                     break
 
 
-def _groups(samplings: Sequence[Sampling], method: str) -> list[list[int]]:
-    """Which settings can share text: those under which the target writes the same."""
+def _groups_sharing_text(samplings: Sequence[Sampling], method: str) -> list[list[int]]:
+    """Indices of `samplings`, in groups for which the target writes the same text.
 
-    def law(i: int) -> str:
-        mine = samplings[i]
-        # by what the text's own draws say, or compared with what is
-        lifted = mine.verifier in BOTH and not mine.greedy and replace(mine, verifier="traversal") in samplings
-        return repr(replace(mine, verifier="sequoia", draft_temperature=mine.draft_temperature if lifted else None) if method == "forced" else mine)
+    Args:
+        method: "forced" measures acceptance on a written text, so samplings can share it;
+            "decoding" measures while it writes, so different samplings never do.
+    """
 
-    order = sorted(range(len(samplings)), key=law)
-    return [list(group) for _, group in itertools.groupby(order, law)]
+    def text_key(index: int) -> str:
+        """Equal for two samplings if one text serves both."""
+        sampling = samplings[index]
+        if method != "forced":
+            return repr(sampling)
+        # `sequoia` and `traversal` are compared while the text is written, so the children drawn
+        # there matter, and with them the draft's temperature; otherwise only what the target's
+        # probabilities depend on
+        is_compared = (
+            sampling.verifier in COMPARED
+            and not sampling.greedy
+            and replace(sampling, verifier="traversal") in samplings
+        )
+        draft_temperature = sampling.draft_temperature if is_compared else None
+        any_verifier = "sequoia"
+        return repr(replace(sampling, verifier=any_verifier, draft_temperature=draft_temperature))
+
+    indices = sorted(range(len(samplings)), key=text_key)
+    return [list(group) for _, group in itertools.groupby(indices, text_key)]

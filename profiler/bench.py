@@ -1,4 +1,4 @@
-"""Contenders side by side: the same prompts, the same models, prompt by prompt in turn."""
+"""Methods of decoding side by side: the same prompts and models, in turn, prompt by prompt."""
 
 from __future__ import annotations
 
@@ -17,13 +17,19 @@ from msgspec import structs
 from torch import Tensor, nn
 
 from sequoia_plan.artifacts import ArgumentError, BenchResult, TokenTree
-from sequoia_plan.artifacts.bench_result import BenchSettings, Contender, Ratio, Shape, Spread
-from sequoia_plan.artifacts.cost import predicted
+from sequoia_plan.artifacts.bench_result import (
+    BenchSettings,
+    MethodResult,
+    Ratio,
+    Spread,
+    TreeShape,
+)
+from sequoia_plan.artifacts.cost import prediction_for
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.models.load import dtype_name
-from sequoia_plan.runtime.pair import with_draft
+from sequoia_plan.runtime.pair import PREPACKED, with_draft
 
 TITLES = {
     "plain": "plain decoding",
@@ -37,22 +43,24 @@ TITLES = {
     "sequoia": "our tree, Sequoia",
     "traversal": "our tree, traversal",
 }
-"""Every contender, by name; `sequoia_plan.planner.solving.baselines` has the trees."""
-TRANSFORMERS = {"generate", "assisted", "lookup"}
-"""Those that are transformers' own."""
+"""The title of every method; `sequoia_plan.planner.solving.baselines` has the trees."""
+TRANSFORMERS_METHODS = {"generate", "assisted", "lookup"}
 LOOKUP_TOKENS = 10
+"""Tokens that transformers' prompt lookup proposes in a step."""
 RESAMPLES = 2_000
+"""Bootstrap resamples of the prompts."""
 
 
 @dataclass(frozen=True)
-class Run:
+class PromptRun:
     """One prompt decoded once.
 
     Args:
-        tokens: new tokens.
-        passes: of the target; None where the contender does not say.
+        tokens: number of new tokens.
+        passes: number of the target's forward passes; None if the method does not count them.
         seconds: wall time, the prompt's prefill included.
-        first_tokens, first_seconds: what came first, and when.
+        first_tokens, first_seconds: the number of new tokens that came first, all at once, and the
+            seconds until they came.
     """
 
     tokens: int
@@ -62,63 +70,89 @@ class Run:
     first_seconds: float
 
 
-Decode = Callable[[list[int], int], Run]
-"""(prompt, seed) -> Run."""
+DecodePrompt = Callable[[list[int], int], PromptRun]
+"""A method of decoding: (the prompt's token ids, seed) -> PromptRun."""
 
 
 class _Stopwatch:
-    """A streamer that notes when the first new tokens came; transformers puts the prompt first."""
+    """A streamer that records when the first new tokens come.
 
-    def __init__(self, prompt: int) -> None:
-        self.prompt, self.started = prompt, time.perf_counter()
+    Streamers of transformers get the prompt's tokens first, which do not count.
+    """
+
+    def __init__(self, prompt_length: int) -> None:
+        self.prompt_tokens_left, self.started = prompt_length, time.perf_counter()
         self.first_tokens, self.first_seconds = 0, 0.0
 
     def put(self, tokens: Tensor) -> None:
+        """Take the next tokens: the prompt's first, then new ones."""
         count = int(torch.as_tensor(tokens).numel())
-        if self.prompt:
-            self.prompt -= min(count, self.prompt)
+        if self.prompt_tokens_left:
+            self.prompt_tokens_left -= min(count, self.prompt_tokens_left)
         elif not self.first_tokens:
-            self.first_tokens, self.first_seconds = count, time.perf_counter() - self.started
+            self.first_tokens = count
+            self.first_seconds = time.perf_counter() - self.started
 
     def end(self) -> None:
-        pass
+        """Do nothing; streamers have this method."""
 
-    def run(self, tokens: int, passes: int | None) -> Run:
-        return Run(tokens, passes, time.perf_counter() - self.started, self.first_tokens, self.first_seconds)
+    def stop(self, tokens: int, passes: int | None) -> PromptRun:
+        """The figures of the run that ends now, with its numbers of new tokens and passes."""
+        seconds = time.perf_counter() - self.started
+        return PromptRun(tokens, passes, seconds, self.first_tokens, self.first_seconds)
 
 
-def contenders(
-    pair: Pair, reference: Pair, trees: Mapping[str, tuple[TokenTree, str]], sampling: Sampling, tokens: int, only: Sequence[str] = ()
-) -> dict[str, Decode]:
-    """The contenders named in `only` (all if empty), in the order of `TITLES`. Where greedy makes verifiers equal, one is enough.
+def make_methods(
+    pair: Pair,
+    transformers_pair: Pair,
+    trees: Mapping[str, tuple[TokenTree, str]],
+    sampling: Sampling,
+    tokens: int,
+    only: Sequence[str] = (),
+) -> dict[str, DecodePrompt]:
+    """The methods of decoding named in `only`, in the order of `TITLES`.
+
+    If `only` is empty, these are all methods that the draft and `trees` allow. If greedy, all
+    verifiers accept alike, so of those with our tree only `sequoia` is then taken.
 
     Args:
-        reference: target and draft for transformers' own decoders, as transformers loads them.
-        trees: tree and verifier of those that are ours.
+        pair: target and draft as our decoder runs them.
+        transformers_pair: target and draft as transformers loads them, for its own methods.
+        trees: the tree and the verifier of each method of ours, by the method's name.
+        sampling: temperatures; the verifier of a method of ours is that of `trees`.
+        tokens: the most new tokens for a prompt.
 
     Raises:
-        ArgumentError: for a name that is none.
+        ArgumentError: for an unknown name.
     """
     if unknown := sorted(set(only) - set(TITLES)):
-        raise ArgumentError(f"only: found {unknown[0]!r}, expected {', '.join(TITLES)}")
-    made: dict[str, Callable[[], Decode]] = {
-        "generate": lambda: hugging_face(reference, sampling, tokens),
-        "assisted": lambda: hugging_face(reference, sampling, tokens, assistant_model=full_width(reference.draft)),
-        "lookup": lambda: hugging_face(reference, sampling, tokens, prompt_lookup_num_tokens=LOOKUP_TOKENS),
+        names = ", ".join(TITLES)
+        raise ArgumentError(f"only: found {unknown[0]!r}, expected {names}")
+    make_transformers = partial(transformers_method, transformers_pair, sampling, tokens)
+    draft = transformers_pair.draft
+    makers: dict[str, Callable[[], DecodePrompt]] = {
+        "generate": make_transformers,
+        "assisted": lambda: make_transformers(assistant_model=with_full_vocabulary(draft)),
+        "lookup": lambda: make_transformers(prompt_lookup_num_tokens=LOOKUP_TOKENS),
     }
-    if not hasattr(reference.draft, "generate"):  # it reads the target's hidden states, and transformers gives it none
-        del made["assisted"]
+    if not hasattr(draft, "generate"):  # the draft reads the target's hidden states
+        del makers["assisted"]
         if "assisted" in only:
-            raise ArgumentError("only: found 'assisted', and transformers cannot use this draft; name a language model with --assistant, or leave it out")
+            raise ArgumentError(
+                "only: found 'assisted', and transformers cannot use this draft; name a language "
+                "model with --assistant, or leave it out"
+            )
     for name, (tree, verifier) in trees.items():
-        made[name] = partial(ours, pair, tree, replace(sampling, verifier=verifier), tokens)
-    same = {"top-k", "traversal"} if sampling.greedy else set()
-    return {name: made[name]() for name in TITLES if name in made and (name in only or not (only or name in same))}
+        tree_sampling = replace(sampling, verifier=verifier)
+        makers[name] = partial(sequoia_method, pair, tree, tree_sampling, tokens)
+    redundant = {"top-k", "traversal"} if sampling.greedy else set()
+    chosen = set(only) or TITLES.keys() - redundant
+    return {name: makers[name]() for name in TITLES if name in makers and name in chosen}
 
 
 def compare(
     pair: Pair,
-    reference: Callable[[], Pair],
+    load_transformers_pair: Callable[[], Pair],
     tree: TokenTree,
     trees: Mapping[str, tuple[TokenTree, str]],
     sampling: Sampling,
@@ -130,165 +164,285 @@ def compare(
     journal: Path | None = None,
     assistant: str | None = None,
 ) -> BenchResult:
-    """`contenders`, `bench` and `summary` in one, with what the tree's plan promises of each.
+    """Run the methods of decoding on the prompts, with the plan's prediction for each of ours.
 
     Args:
-        tree: the tree under test.
-        trees: tree and verifier of each contender that is ours.
-        journal: a file that keeps finished prompts until all is done.
-        reference: loads the models as transformers does; called if ours were repacked and transformers' decoders take part.
-        assistant: the draft of transformers' assisted generation, named as for `load_pair`; None for the pair's.
+        pair: target and draft.
+        load_transformers_pair: loads the models as transformers does. It is called if the weights
+            of `pair` are prepacked, which transformers cannot read, and its methods take part.
+        tree: the tree under test; its plan makes the predictions.
+        trees: the tree and the verifier of each method of ours, by the method's name.
+        sampling: temperatures; the verifier of a method of ours is that of `trees`.
+        prompts: token ids of each prompt.
+        tokens: the most new tokens for a prompt.
+        only: names of the methods; all if empty.
+        on_prompt: called after each prompt with the number of prompts so far.
+        deadline: in seconds of `time.perf_counter`; once it has passed, no further prompt begins.
+        journal: a file that keeps finished prompts until all is done, so that an interrupted run
+            continues; None keeps nothing.
+        assistant: the draft of transformers' assisted generation, named as for `load_pair`; None
+            for the pair's.
     """
-    wanted, models = set(only or TITLES), pair.facts
-    theirs = reference() if pair.placement == "repacked" and TRANSFORMERS & wanted else pair
-    if assistant and "assisted" in wanted:
-        theirs = with_draft(theirs, assistant)
-        models = models | {"assistant": theirs.facts["draft"]}
-    decoders = contenders(pair, theirs, trees, sampling, tokens, only)
-    shapes = {name: [each.parents.tolist(), verifier] for name, (each, verifier) in trees.items()}
-    with Journal(journal, [models, list(map(list, prompts)), sampling.settings(), tokens, list(decoders), shapes]) as kept:
-        runs = bench(decoders, prompts, on_prompt, deadline, kept)
+    chosen, models = set(only or TITLES), pair.metadata
+    transformers_pair = pair
+    if pair.placement == PREPACKED and TRANSFORMERS_METHODS & chosen:
+        transformers_pair = load_transformers_pair()
+    if assistant and "assisted" in chosen:
+        transformers_pair = with_draft(transformers_pair, assistant)
+        models = models | {"assistant": transformers_pair.metadata["draft"]}
+    methods = make_methods(pair, transformers_pair, trees, sampling, tokens, only)
+    parents = {
+        name: [method_tree.parents.tolist(), verifier]
+        for name, (method_tree, verifier) in trees.items()
+    }
+    prompt_ids = list(map(list, prompts))
+    work = [models, prompt_ids, sampling.settings(), tokens, list(methods), parents]
+    with Journal(journal, work) as results:
+        runs = bench(methods, prompts, on_prompt, deadline, results)
     figures = summary(runs)
     for name in figures.keys() & trees.keys():
-        promise = predicted(*trees[name], tree.plan, sampling.settings())
-        if promise.speedup and tree.size > 1 and trees[name][0] == tree:
-            both = {key: known.predicted_speedup for key in ("interval", "interval_new_kind") if (known := getattr(tree.plan, key))}
-            promise = structs.replace(promise, **both)
-        figures[name] = structs.replace(figures[name], predicted=promise)
+        prediction = prediction_for(*trees[name], tree.plan, sampling.settings())
+        method_tree, _ = trees[name]
+        # the plan's intervals of the predicted speed-up are those of the tree under test
+        if prediction.speedup and tree.size > 1 and method_tree == tree:
+            intervals = {
+                key: interval.predicted_speedup
+                for key in ("interval", "interval_new_kind")
+                if (interval := getattr(tree.plan, key))
+            }
+            prediction = structs.replace(prediction, **intervals)
+        figures[name] = structs.replace(figures[name], prediction=prediction)
+    num_prompts = len(next(iter(runs.values())))
+    dtype = dtype_name(pair.target.dtype)
     return BenchResult(
-        settings=BenchSettings(sampling.settings(), dtype_name(pair.target.dtype), len(next(iter(runs.values()))), tokens),
+        settings=BenchSettings(sampling.settings(), dtype, num_prompts, tokens),
         models=models,
         hardware=fingerprint(pair.target.device),
-        contenders=figures,
-        tree=Shape(tree.size, tree.depth, tuple(tree.level_widths.tolist())),
+        methods=figures,
+        tree=TreeShape(tree.size, tree.depth, tuple(tree.level_widths.tolist())),
     )
 
 
-def ours(pair: Pair, tree: TokenTree, sampling: Sampling, tokens: int, **options: Any) -> Decode:
-    """Our decoder with `tree`; `options` are those of `SequoiaDecoder`."""
+def sequoia_method(
+    pair: Pair, tree: TokenTree, sampling: Sampling, tokens: int, **options: Any
+) -> DecodePrompt:
+    """Our decoder with `tree`, as a method of decoding.
+
+    Args:
+        tokens: the most new tokens for a prompt.
+        options: keyword arguments of `SequoiaDecoder`.
+    """
     decoder = SequoiaDecoder(pair.target, pair.draft, tree, **options)
 
-    def decode(prompt: list[int], seed: int) -> Run:
+    def decode(prompt: list[int], seed: int) -> PromptRun:
+        """Decode one prompt (token ids), and time it."""
         watch = _Stopwatch(len(prompt))
-        result = decoder.generate(prompt, tokens, sampling=sampling, seed=seed, eos_token_id=pair.end_tokens, streamer=watch)
-        return watch.run(result.new_tokens, result.steps)
+        result = decoder.generate(
+            prompt,
+            tokens,
+            sampling=sampling,
+            seed=seed,
+            eos_token_id=pair.end_tokens,
+            streamer=watch,
+        )
+        return watch.stop(result.new_tokens, result.steps)
 
     return decode
 
 
-def hugging_face(reference: Pair, sampling: Sampling, tokens: int, *, counted: bool = True, **options: Any) -> Decode:
-    """transformers' own `generate`; `options` choose how it decodes. `counted`: count the target's passes, which a compiled forward must do without."""
-    target, ends = reference.target, reference.end_tokens
-    options |= sampling.for_transformers() | {"max_new_tokens": tokens, "eos_token_id": ends or None, "pad_token_id": ends[0] if ends else None}
+def transformers_method(
+    pair: Pair, sampling: Sampling, tokens: int, *, counts_passes: bool = True, **options: Any
+) -> DecodePrompt:
+    """transformers' own `generate`, as a method of decoding.
 
-    def decode(prompt: list[int], seed: int) -> Run:
+    Args:
+        tokens: the most new tokens for a prompt.
+        counts_passes: count the target's passes; a compiled forward cannot be counted.
+        options: keyword arguments of `generate`, such as `assistant_model`, which choose how it
+            decodes.
+    """
+    target, end_tokens = pair.target, pair.end_tokens
+    options |= sampling.for_transformers() | {
+        "max_new_tokens": tokens,
+        "eos_token_id": end_tokens or None,
+        "pad_token_id": end_tokens[0] if end_tokens else None,
+    }
+
+    def decode(prompt: list[int], seed: int) -> PromptRun:
+        """Decode one prompt (token ids), and time it."""
         torch.manual_seed(seed)
         ids = torch.tensor([prompt], device=target.device)
         passes: list[int] = []
-        counting = target.register_forward_pre_hook(lambda *_: passes.append(1)) if counted else None
+        hook = None
+        if counts_passes:
+            hook = target.register_forward_pre_hook(lambda *_: passes.append(1))
         watch = _Stopwatch(len(prompt))
         try:
-            made = target.generate(ids, attention_mask=torch.ones_like(ids), streamer=watch, **options).shape[1] - len(prompt)
-            return watch.run(made, len(passes) if counted else None)
+            mask = torch.ones_like(ids)
+            sequences = target.generate(ids, attention_mask=mask, streamer=watch, **options)
+            new_tokens = sequences.shape[1] - len(prompt)
+            return watch.stop(new_tokens, len(passes) if counts_passes else None)
         finally:
-            if counting:
-                counting.remove()
+            if hook:
+                hook.remove()
 
     return decode
 
 
-def full_width(draft: Any) -> Any:
-    """A draft as other decoders expect it: logits for the target's whole vocabulary, -inf for tokens it does not cover."""
-    covered = getattr(draft, "covered_tokens", None)
-    if covered is None:
+def with_full_vocabulary(draft: Any) -> Any:
+    """A draft as other decoders expect it, with logits for the target's whole vocabulary.
+
+    Tokens that the draft's own vocabulary lacks get -inf. A draft that lacks none is returned as it
+    is.
+    """
+    d2t = getattr(draft, "d2t", None)  # the target's token for each of the draft's tokens
+    if d2t is None:
         return draft
-    twin = copy.copy(draft)  # the same weights under another head
+    twin = copy.copy(draft)  # the same weights with another head
     twin._modules = dict(draft._modules)
-    twin.lm_head = _FullWidth(draft.lm_head, covered, draft.config.vocab_size)
+    twin.lm_head = _FullVocabularyHead(draft.lm_head, d2t, draft.config.vocab_size)
     return twin
 
 
-class _FullWidth(nn.Module):
-    def __init__(self, head: nn.Module, covered: Tensor, vocabulary: int) -> None:
-        super().__init__()
-        self.head, self.covered, self.vocabulary = head, covered, vocabulary
+class _FullVocabularyHead(nn.Module):
+    """A head with a draft's logits for the target's whole vocabulary; -inf for tokens it lacks.
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        logits = self.head(hidden)
-        return logits.new_full((*logits.shape[:-1], self.vocabulary), -torch.inf).index_copy_(-1, self.covered, logits)
+    Args:
+        head: gives logits [..., draft vocabulary].
+        d2t: int64 [draft vocabulary], the target's token for each of the draft's tokens.
+        vocabulary: number of tokens of the target.
+    """
+
+    def __init__(self, head: nn.Module, d2t: Tensor, vocabulary: int) -> None:
+        super().__init__()
+        self.head, self.d2t, self.vocabulary = head, d2t, vocabulary
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Logits [..., vocabulary] of hidden states [..., width]."""
+        logits = self.head(hidden_states)
+        full = logits.new_full((*logits.shape[:-1], self.vocabulary), -torch.inf)
+        return full.index_copy_(-1, self.d2t, logits)
 
 
 def bench(
-    contenders: Mapping[str, Decode],
+    methods: Mapping[str, DecodePrompt],
     prompts: Sequence[list[int]],
     on_prompt: Callable[[int], None] = lambda done: None,
     deadline: float = math.inf,
     journal: Journal | None = None,
-) -> dict[str, list[Run]]:
-    """Every contender decodes every prompt once, interleaved: who goes first changes from prompt to prompt.
+) -> dict[str, list[PromptRun]]:
+    """Decode every prompt once with every method.
+
+    All methods decode a prompt before the next prompt begins, so drift of the machine's speed hits
+    all alike. Each prompt starts with another method.
 
     Args:
-        journal: keeps finished prompts, so that an interrupted run goes on where it was.
-        deadline: of `time.perf_counter`; once it has passed, no further prompt is begun.
+        methods: the methods of decoding by name.
+        prompts: token ids of each prompt.
+        on_prompt: called after each prompt with the number of prompts so far.
+        deadline: in seconds of `time.perf_counter`; once it has passed, no further prompt begins.
+        journal: keeps finished prompts, so that an interrupted run continues.
+
+    Returns:
+        For each method its runs, one a prompt.
     """
-    if not contenders or not prompts:
-        raise ArgumentError(f"bench: {len(contenders)} contenders and {len(prompts)} prompts, expected at least one of each")
-    for decode in contenders.values():
-        decode(prompts[0], 0)  # warm
-    kept = journal or Journal(None, None)
-    runs: dict[str, list[Run]] = {name: [] for name in contenders}
-    for seed, prompt in enumerate(prompts):
-        if seed and time.perf_counter() > deadline:
+    if not methods or not prompts:
+        raise ArgumentError(
+            f"bench: {len(methods)} methods and {len(prompts)} prompts, expected at least one of "
+            "each"
+        )
+    for decode in methods.values():
+        decode(prompts[0], 0)  # warms up
+    results = journal or Journal(None, None)
+    runs: dict[str, list[PromptRun]] = {name: [] for name in methods}
+    for number, prompt in enumerate(prompts):
+        if number and time.perf_counter() > deadline:
             break
-        turn = seed % len(contenders)
-        order = [*contenders][turn:] + [*contenders][:turn]
-        found = kept.get(str(seed), lambda: {name: asdict(contenders[name](prompt, seed)) for name in order})  # noqa: B023
-        for name in contenders:
-            runs[name].append(Run(**found[name]))
-        on_prompt(seed + 1)
+        first = number % len(methods)
+        order = [*methods][first:] + [*methods][:first]
+
+        def run_methods(
+            names: list[str] = order, prompt: list[int] = prompt, seed: int = number
+        ) -> dict[str, Any]:
+            """The run of each method as a dict; the defaults bind the loop's values."""
+            return {name: asdict(methods[name](prompt, seed)) for name in names}
+
+        run_of_method = results.get(str(number), run_methods)
+        for name in methods:
+            runs[name].append(PromptRun(**run_of_method[name]))
+        on_prompt(number + 1)
     return runs
 
 
-def summary(runs: Mapping[str, list[Run]], over: Sequence[str] = ("plain", "generate", "assisted", "sequoia", "traversal")) -> dict[str, Contender]:
-    """Each contender's figures, and its speed-up over each of `over` that took part.
+def summary(
+    runs: Mapping[str, list[PromptRun]],
+    over: Sequence[str] = ("plain", "generate", "assisted", "sequoia", "traversal"),
+) -> dict[str, MethodResult]:
+    """Each method's figures, and its speed-up over each method of `over` that took part.
 
-    tokens_per_second and first_token_seconds: median over prompts with quartiles. tokens_per_step: new tokens over the
-    target's passes. each_prompt: tokens/s after the first tokens, which every other comparison can be made from. speedup: its
-    ratios, taken prompt by prompt so that drift cancels, the median with quartiles and its 95 % bootstrap interval over prompts.
+    Tokens/s and time to the first token: median over prompts with quartiles. Tokens a step: the
+    number of new tokens divided by the number of the target's passes. Speed-up: for each prompt the
+    ratio of the tokens/s after the first tokens, so that drift cancels; then the median over
+    prompts with quartiles, and the median's 95 % bootstrap interval.
+
+    Args:
+        runs: for each method its runs, one a prompt, all on the same prompts.
+        over: names of the methods that speed-ups are relative to.
     """
-    return {
-        name: Contender(
+    results = {}
+    for name, method_runs in runs.items():
+        tokens_per_second = [run.tokens / run.seconds for run in method_runs]
+        first_seconds = [run.first_seconds for run in method_runs]
+        steady = tuple(round(_steady_tokens_per_second(run), 3) for run in method_runs)
+        results[name] = MethodResult(
             title=TITLES.get(name, name),
-            tokens_per_second=Spread(*_quartiles([run.tokens / run.seconds for run in mine])),
-            first_token_seconds=Spread(*_quartiles([run.first_seconds for run in mine])),
-            tokens_per_step=_per_step(mine),
-            each_prompt=tuple(round(_steady(run), 3) for run in mine),
-            speedup={other: _ratio(mine, runs[other]) for other in over if other in runs},
+            tokens_per_second=Spread(*_median_and_quartiles(tokens_per_second)),
+            first_token_seconds=Spread(*_median_and_quartiles(first_seconds)),
+            tokens_per_step=_tokens_per_step(method_runs),
+            tokens_per_second_by_prompt=steady,
+            speedup={
+                baseline: _speedup(method_runs, runs[baseline])
+                for baseline in over
+                if baseline in runs
+            },
         )
-        for name, mine in runs.items()
-    }
+    return results
 
 
-def _per_step(runs: Sequence[Run]) -> float | None:
+def _tokens_per_step(runs: Sequence[PromptRun]) -> float | None:
+    """New tokens a pass of the target, over all prompts; None if passes were not counted."""
     passes = [run.passes for run in runs]
-    return None if None in passes else round(sum(run.tokens for run in runs) / sum(filter(None, passes)), 4)
+    if None in passes:
+        return None
+    return round(sum(run.tokens for run in runs) / sum(filter(None, passes)), 4)
 
 
-def _ratio(mine: Sequence[Run], theirs: Sequence[Run]) -> Ratio:
-    ratios = np.array([_steady(a) / _steady(b) for a, b in zip(mine, theirs, strict=True)])
-    draws = np.random.default_rng(0).choice(ratios, (RESAMPLES, ratios.size))
-    low, high = np.quantile(np.median(draws, 1), [0.025, 0.975])
-    return Ratio(*_quartiles(ratios), round(float(low), 4), round(float(high), 4))
+def _speedup(runs: Sequence[PromptRun], baseline_runs: Sequence[PromptRun]) -> Ratio:
+    """The speed-up of one method over another on the same prompts, with its spread and interval.
+
+    The ratios of all prompts give the median and the quartiles; bootstrap resamples of the prompts
+    give the 95 % interval of the median.
+    """
+    ratios = np.array(
+        [
+            _steady_tokens_per_second(run) / _steady_tokens_per_second(baseline_run)
+            for run, baseline_run in zip(runs, baseline_runs, strict=True)
+        ]
+    )
+    resampled = np.random.default_rng(0).choice(ratios, (RESAMPLES, ratios.size))
+    low, high = np.quantile(np.median(resampled, 1), [0.025, 0.975])
+    return Ratio(*_median_and_quartiles(ratios), round(float(low), 4), round(float(high), 4))
 
 
-def _steady(run: Run) -> float:
-    """Tokens/s once the prompt is read; of all of it if it ended at once."""
+def _steady_tokens_per_second(run: PromptRun) -> float:
+    """Tokens/s after the first tokens came; tokens/s of the whole run if no others followed."""
     if run.tokens > run.first_tokens:
         return (run.tokens - run.first_tokens) / (run.seconds - run.first_seconds)
     return run.tokens / run.seconds
 
 
-def _quartiles(numbers: Any) -> tuple[float, float, float]:
+def _median_and_quartiles(numbers: Any) -> tuple[float, float, float]:
     """The median, the first and the third quartile, to four digits."""
-    middle, low, high = (round(float(quantile), 4) for quantile in np.quantile(np.asarray(numbers, float), [0.5, 0.25, 0.75]))
-    return middle, low, high
+    quantiles = np.quantile(np.asarray(numbers, float), [0.5, 0.25, 0.75])
+    median, low, high = (round(float(quantile), 4) for quantile in quantiles)
+    return median, low, high

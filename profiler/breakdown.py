@@ -11,82 +11,121 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.profiler.latency import CONTEXT, random_prompt, timed
-from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
-from sequoia_plan.runtime.draft.drafter import Growth, draw_children
-from sequoia_plan.runtime.models.forward import Reading
-from sequoia_plan.runtime.verify import Accepted
+from sequoia_plan.runtime import Pair, Sampling
+from sequoia_plan.runtime.draft.drafter import DraftedTree, draw_children
+from sequoia_plan.runtime.models.forward import ForwardOutput
+from sequoia_plan.runtime.step import TreeStep
+from sequoia_plan.runtime.verify import AcceptedPath
 
 T = TypeVar("T")
-PARTS = ("draft", "target", "verify", "keep", "host")
-"""What a step's time adds up from."""
-WARM_UP = 3
+PARTS = ("draft", "target", "verify", "commit", "host")
+"""The parts that add up to a step."""
+WARM_UP_ROUNDS = 3
 
 
 @torch.inference_mode()
-def breakdown(pair: Pair, tree: TokenTree, sampling: Sampling, context: int = CONTEXT, rounds: int = 20, **options: Any) -> dict[str, float]:
-    """Median seconds of a step and of its parts, timed in turn, round by round, as the decoder runs them (CUDA graphs where it captures).
+def breakdown(
+    pair: Pair,
+    tree: TokenTree,
+    sampling: Sampling,
+    context: int = CONTEXT,
+    rounds: int = 20,
+    **options: Any,
+) -> dict[str, float]:
+    """Median seconds of a decoding step and of its parts, timed in turn, round by round.
+
+    The parts run as the decoder runs them: as CUDA graphs where it captures.
 
     Args:
-        context: tokens in the KV cache.
-        options: of `SequoiaDecoder`.
+        context: number of tokens in the KV cache.
+        rounds: how often each part is timed, after `WARM_UP_ROUNDS` more.
+        options: keyword arguments of `TreeStep`.
 
     Returns:
-        step: a whole step, its random numbers drawn before and its tokens read back after. Its parts, which add up to it:
-        draft: all draft passes, the drawing of children included; target: its forward pass; verify; keep: KV cache and tokens
-        compacted; host: what is left of the step (small noise can make it negative). Besides:
-        draw: the drawing of children within `draft`; share_not_model: (verify + keep + host) / step.
+        step: a whole step, from generating its random numbers to reading its tokens back. Its
+            parts add up to it:
+        draft: all draft passes and the drawing of children.
+        target: the target's forward pass.
+        verify: the verification.
+        commit: compacting KV caches and tokens.
+        host: the remainder of the step; noise can make it negative.
+        draw: the drawing of children within `draft`.
+        share_not_model: (verify + commit + host) / step.
     """
-    decoder = SequoiaDecoder(pair.target, pair.draft, tree, **options)
-    decoder.prefill(random_prompt(pair, context), tree.depth, seed=0)
-    sequence, drafter, extent = decoder.sequence, decoder.drafter, decoder.extent(context - 1)
-    length, columns = sequence.length.clone(), decoder.structure.columns(sequence.length, extent)
-    decoder.refill_random_numbers(sampling)
-    growth = decoder.run_draft(extent, sampling)  # stands for any tree: times do not depend on tokens
-    samples: dict[str, list[float]] = {name: [] for name in ("step", "forward", "draw", "target", "verify", "keep")}
+    step = TreeStep(pair.target, pair.draft, tree, **options)
+    step.prefill(random_prompt(pair, context), tree.depth, seed=0)
+    sequence, drafter, extent = step.sequence, step.drafter, step.extent(context - 1)
+    # `extent`: number of slots of the KV cache that attention looks at; `columns`: int64 [extent],
+    # for each of them the column of the tree's mask that applies
+    length = sequence.length.clone()
+    columns = step.tensors.columns(sequence.length, extent)
+    step.refill_random_numbers(sampling)
+    # times do not depend on tokens, so one drafted tree serves all rounds
+    drafted = step.run_draft(extent, sampling)
+    samples: dict[str, list[float]] = {
+        name: [] for name in ("step", "forward", "draw", "target", "verify", "commit")
+    }
 
     def forward() -> tuple[Tensor, ...]:
+        """All draft passes, without drawing; returns the logits of each."""
         assert drafter is not None
-        readings: list[Reading] = []
-        for step in decoder.passes:
-            readings.append(drafter.read(step, sequence, columns, readings[-1] if readings else None))
-        return tuple(reading.logits for reading in readings)
+        outputs: list[ForwardOutput] = []
+        for draft_pass in step.passes:
+            previous = outputs[-1] if outputs else None
+            outputs.append(drafter.forward(draft_pass, sequence, columns, previous))
+        return tuple(output.logits for output in outputs)
 
     def draw(*logits: Tensor) -> None:
+        """Draw the children of all nodes from the logits of each pass."""
         assert drafter is not None
-        bits = decoder.random_bits(sampling).split([step.expands for step in decoder.passes])
-        for step, seen, mine in zip(decoder.passes, logits, bits, strict=True):
-            draw_children(drafter, step, seen, sequence, sampling, mine)
+        parents_by_pass = [draft_pass.num_parents for draft_pass in step.passes]
+        bits = step.random_bits(sampling).split(parents_by_pass)
+        for draft_pass, pass_logits, pass_bits in zip(step.passes, logits, bits, strict=True):
+            draw_children(drafter, draft_pass, pass_logits, sequence, sampling, pass_bits)
 
-    def judge(logits: Tensor, laws: Tensor, drawn: Tensor) -> Accepted:
-        return decoder.judge(logits, Growth(laws, drawn), sampling)
+    def verify(logits: Tensor, draft_probs: Tensor, drawn: Tensor) -> AcceptedPath:
+        """Verify the drafted tree with the target's logits."""
+        return step.verify(logits, DraftedTree(draft_probs, drawn), sampling)
 
-    def keep(*accepted: Tensor) -> Tensor:
-        return decoder.keep(Accepted(*accepted))
+    def commit(*accepted: Tensor) -> Tensor:
+        """Commit the accepted path; the arguments are the fields of `AcceptedPath`."""
+        return step.commit(AcceptedPath(*accepted))
 
-    def whole() -> None:
-        decoder.refill_random_numbers(sampling)
-        decoder.run(extent, sampling).tolist()
+    def run_step() -> None:
+        """A whole step, from its random numbers to reading its tokens back."""
+        step.refill_random_numbers(sampling)
+        step.run(extent, sampling).tolist()
 
-    def part(name: str, run: Callable[..., T], *inputs: Tensor) -> T:
-        result, seconds = timed(decoder.device, lambda: decoder.replayed(name, run, extent, sampling, inputs=inputs))
+    def time_part(name: str, function: Callable[..., T], *inputs: Tensor) -> T:
+        """Run one part as the decoder does, and add its seconds to `samples`."""
+        result, seconds = timed(
+            step.device, lambda: step.replay(name, function, extent, sampling, inputs=inputs)
+        )
         samples[name].append(seconds)
         return result
 
-    for done in range(WARM_UP + rounds):
-        if done == WARM_UP:
+    for finished_rounds in range(WARM_UP_ROUNDS + rounds):
+        if finished_rounds == WARM_UP_ROUNDS:  # forget the times so far
             for times in samples.values():
                 times.clear()
-        if decoder.passes:
-            part("draw", draw, *part("forward", forward))
-        logits = part("target", lambda: decoder.read(extent))
-        accepted = part("verify", judge, logits, growth.laws, growth.drawn)
-        part("keep", keep, accepted.path, accepted.count, accepted.bonus)
-        sequence.length.copy_(length)
-        samples["step"].append(timed(decoder.device, whole)[1])
+        if step.passes:
+            time_part("draw", draw, *time_part("forward", forward))
+        logits = time_part("target", lambda: step.forward_target(extent))
+        accepted = time_part("verify", verify, logits, drafted.draft_probs, drafted.drawn)
+        time_part("commit", commit, accepted.path, accepted.count, accepted.bonus)
+        sequence.length.copy_(length)  # undoes the tokens that were committed
+        samples["step"].append(timed(step.device, run_step)[1])
         sequence.length.copy_(length)
 
     median = {name: statistics.median(times) if times else 0.0 for name, times in samples.items()}
-    found = {"draft": median["forward"] + median["draw"]} | {name: median[name] for name in ("target", "verify", "keep")}
-    found["host"] = median["step"] - sum(found.values())
-    share = (found["verify"] + found["keep"] + found["host"]) / median["step"]
-    return {"step": median["step"], **found, "draw": median["draw"], "share_not_model": share}
+    parts = {"draft": median["forward"] + median["draw"]}
+    parts |= {name: median[name] for name in ("target", "verify", "commit")}
+    parts["host"] = median["step"] - sum(parts.values())
+    seconds_not_model = parts["verify"] + parts["commit"] + parts["host"]
+    share_not_model = seconds_not_model / median["step"]
+    return {
+        "step": median["step"],
+        **parts,
+        "draw": median["draw"],
+        "share_not_model": share_not_model,
+    }

@@ -1,4 +1,4 @@
-"""What machine a profile was measured on."""
+"""The machine that a profile was measured on."""
 
 from __future__ import annotations
 
@@ -11,37 +11,68 @@ from typing import Any
 import torch
 import transformers
 
+QUERIED_FIELDS = {
+    "driver_version": "driver",
+    "clocks.sm": "sm_mhz",
+    "clocks.mem": "memory_mhz",
+    "power.limit": "watts",
+}
+"""Fields of nvidia-smi that are queried, and the key of each in a profile."""
+
 
 def fingerprint(device: torch.device | str) -> dict[str, Any]:
-    """Device, driver, clocks as found, threads and library versions; nothing that names a person or a path."""
+    """Device, driver, clocks, threads and library versions; no names of persons or paths."""
     device = torch.device(device)
-    facts: dict[str, Any] = {"device": device.type, "processor": _processor(), "threads": torch.get_num_threads()}
+    metadata: dict[str, Any] = {
+        "device": device.type,
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+    }
     if device.type == "cuda":
-        facts["gpu"] = torch.cuda.get_device_name(device)
-        facts["cuda"] = torch.version.cuda
-        facts |= _nvidia(device)
-    return facts | {"torch": str(torch.__version__), "transformers": transformers.__version__, "python": platform.python_version()}
+        metadata["gpu"] = torch.cuda.get_device_name(device)
+        metadata["cuda"] = torch.version.cuda
+        metadata |= _nvidia_driver(device)
+    return metadata | {
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
 
 
-def differences(measured: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """What of two fingerprints differs that moves step times, one line each; keys that one of them lacks do not count."""
+def differences(measured: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Differences between two fingerprints that change step times, one line each.
+
+    Args:
+        measured: the fingerprint of the machine that a profile was measured on.
+        current: that of this machine. Keys that either of them lacks are not compared.
+    """
     names = ("device", "processor", "threads", "gpu", "torch")
-    return [f"{name} {measured[name]}, here {here[name]}" for name in names if name in measured and name in here and measured[name] != here[name]]
+    return [
+        f"{name} {measured[name]}, here {current[name]}"
+        for name in names
+        if name in measured and name in current and measured[name] != current[name]
+    ]
 
 
-def _nvidia(device: torch.device) -> dict[str, Any]:
-    """Driver and clocks as found; nothing if the driver's own tool does not tell. It is asked by the card's UUID: its numbers are
-    not ours if CUDA_VISIBLE_DEVICES hides cards."""
-    fields = {"driver_version": "driver", "clocks.sm": "sm_mhz", "clocks.mem": "memory_mhz", "power.limit": "watts"}
-    command = ["nvidia-smi", f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+def _nvidia_driver(device: torch.device) -> dict[str, Any]:
+    """Driver, clocks and power limit of a GPU; empty if nvidia-smi is missing or fails.
+
+    nvidia-smi is given the GPU's UUID: with CUDA_VISIBLE_DEVICES, it counts GPUs differently than
+    torch does.
+    """
+    uuid = torch.cuda.get_device_properties(device).uuid
+    fields = ",".join(QUERIED_FIELDS)
+    output_format = "--format=csv,noheader,nounits"
+    command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={fields}", output_format]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip().split(", ")
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return {}
-    return dict(zip(fields.values(), found, strict=False))
+    return dict(zip(QUERIED_FIELDS.values(), result.stdout.strip().split(", "), strict=False))
 
 
 def _processor() -> str:
+    """The processor's model name, or what Python knows of it where Linux's /proc does not say."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Finished work on disk, so that a run that was killed goes on where it was."""
+"""Finished work on disk, so that a run that was killed continues where it was."""
 
 from __future__ import annotations
 
@@ -12,77 +12,94 @@ from typing import IO, Any
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.files import read_bytes, write_atomically
 
-LARGEST = 1 << 28
+MAX_FILE_BYTES = 1 << 28
 
 
 def journal_of(output: str | Path) -> Path:
-    """Where the journal of the work for `output` is kept: beside it."""
+    """The path of the journal for `output`, beside it."""
     path = Path(output)
     return path.with_name(f".{path.name}.journal")
 
 
 class Journal:
-    """Results by name, written after each one, atomically. One process at a time may have a file open.
+    """Results by name; a file with all of them is written anew after each one, atomically.
+
+    Only one process at a time may have the file open. With it, an interrupted run can continue.
 
     Args:
-        path: the file; None keeps nothing.
-        facts: JSON that says what the work is. A file about other work, or a damaged one, counts as none.
+        path: the file; None writes nothing.
+        work: a description of the work that can be written as JSON. A file about other work, or a
+            damaged one, is ignored.
 
     Raises:
-        SequoiaPlanError: if another process has it open: both would write the same output.
+        SequoiaPlanError: if another process has the file open: both would write the same output.
     """
 
-    def __init__(self, path: Path | None, facts: Any) -> None:
+    def __init__(self, path: Path | None, work: Any) -> None:
         self.path = path
-        self.lock = None if path is None else _locked(path)
-        self.work = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-        self.done: dict[str, Any] = {}
+        self.lock_file = None if path is None else _lock(path)
+        self.work_digest = hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()
+        self.results: dict[str, Any] = {}
         if path is not None and path.exists():
             with suppress(SequoiaPlanError, ValueError, KeyError, TypeError):
-                found = json.loads(read_bytes(path, "a journal", LARGEST))
-                self.done = dict(found["done"]) if found["work"] == self.work else {}
+                document = json.loads(read_bytes(path, "a journal", MAX_FILE_BYTES))
+                if document["work"] == self.work_digest:
+                    self.results = dict(document["done"])
 
-    def get(self, name: str, work: Callable[[], Any]) -> Any:
-        """The result called `name`: as it was kept, else of doing the `work` now. Floats survive the file exactly."""
-        if name not in self.done:
-            self.done[name] = work()
+    def get(self, name: str, compute: Callable[[], Any]) -> Any:
+        """The result called `name`: from the file, or computed now. Floats survive exactly."""
+        if name not in self.results:
+            self.results[name] = compute()
             if self.path is not None:
-                write_atomically(self.path, json.dumps({"work": self.work, "done": self.done}).encode())
-        return self.done[name]
+                document = {"work": self.work_digest, "done": self.results}
+                write_atomically(self.path, json.dumps(document).encode())
+        return self.results[name]
 
     def __enter__(self) -> Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let another process have the file."""
-        if self.lock is not None:
-            self.lock.close()
+        """Release the lock."""
+        if self.lock_file is not None:
+            self.lock_file.close()
 
 
 def discard(path: Path | None) -> None:
-    """Remove a journal: all is done, and the output is written."""
+    """Remove a journal and its lock file, once the output that it was for is written."""
     if path is not None:
         path.unlink(missing_ok=True)
-        _beside(path).unlink(missing_ok=True)
+        _lock_path(path).unlink(missing_ok=True)
 
 
-def _beside(path: Path) -> Path:
-    """The file whose lock stands for the journal, which itself is replaced again and again."""
+def _lock_path(path: Path) -> Path:
+    """The file that is locked in place of the journal, which is replaced with every result."""
     return path.with_name(f"{path.name}.lock")
 
 
-def _locked(path: Path) -> IO[str] | None:
-    """A lock that lasts until it is closed or the process ends, however it ends."""
+def _lock(path: Path) -> IO[str] | None:
+    """Lock a journal until the returned file is closed, or the process ends.
+
+    Returns:
+        The locked file; None on Windows, where nothing is locked.
+
+    Raises:
+        SequoiaPlanError: if another process has it locked, or the file cannot be written.
+    """
     try:
         import fcntl
     except ImportError:  # Windows
         return None
     try:
-        file = open(_beside(path), "w")  # noqa: SIM115
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file = open(_lock_path(path), "w")  # noqa: SIM115
+        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         output = path.name.removeprefix(".").removesuffix(".journal")
-        raise SequoiaPlanError(f"{output}: another sequoia-plan is measuring for this file; wait for it, or name another file with -o") from error
+        raise SequoiaPlanError(
+            f"{output}: another sequoia-plan is measuring for this file; wait for it, or name "
+            "another file with -o"
+        ) from error
     except OSError as error:
-        raise SequoiaPlanError(f"{_beside(path)}: cannot be written ({error.strerror}); name another file with -o") from error
-    return file
+        raise SequoiaPlanError(
+            f"{_lock_path(path)}: cannot be written ({error.strerror}); name another file with -o"
+        ) from error
+    return lock_file

@@ -1,8 +1,7 @@
-"""What the parts of a step cost on this machine, timed through the decoder's own functions."""
+"""The time of each part of a step on this machine, measured with the decoder's own functions."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import time
@@ -15,49 +14,87 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sequoia_plan.artifacts import Latency, SequoiaPlanError, Stream, TokenTree, Verification
-from sequoia_plan.profiler.verification import ShapeTimer, bushy, fit, order_of_rounds, shapes
-from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
+from sequoia_plan.artifacts import (
+    Latency,
+    SequoiaPlanError,
+    StreamCost,
+    TokenTree,
+    VerificationCost,
+)
+from sequoia_plan.profiler.draft_passes import representative_pass
+from sequoia_plan.profiler.verification import (
+    ShapeTimer,
+    bushy,
+    fit,
+    round_order,
+    shapes_to_time,
+)
+from sequoia_plan.runtime import Pair, Sampling
 from sequoia_plan.runtime.draft.drafter import draw_children
+from sequoia_plan.runtime.step import TreeStep
 
 T = TypeVar("T")
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""Numbers of nodes whose passes may be timed."""
 CONTEXT = 128
-LEAST_ROUNDS, MOST_ROUNDS = 5, 100
-RAREST = 4
-"""The largest sizes take part in one round of four."""
+"""Tokens in the KV cache while passes are timed, unless told otherwise."""
+MIN_ROUNDS, MAX_ROUNDS = 5, 100
+MAX_INTERVAL = 4
+"""Even the largest sizes take part in one round of so many."""
 BUSY_CYCLES = 200_000
-"""About 0.1 ms of a GPU: as long as it takes to launch a graph, and much less than to launch the kernels of a pass one by one."""
-REST_UP_TO = 2
-"""Up to this size what a step takes beyond its parts is timed, too."""
+"""GPU cycles, about 0.1 ms: as long as launching a graph takes, and much less than launching the
+kernels of a pass one by one."""
+MAX_OVERHEAD_SIZE = 2
+"""The overhead of a step is timed with trees of up to so many nodes."""
 
 
 def measure_latency(
     pair: Pair,
     sampling: Sampling,
-    most_tokens: float,
+    max_tokens: float,
     seconds: float,
     context: int = CONTEXT,
     on_size: Callable[[int, float], None] = lambda size, median: None,
-    largest: int = SIZES[-1],
+    max_size: int = SIZES[-1],
 ) -> Latency:
-    """All at once, for about `seconds` once the sizes are known; see `LatencyMeter`."""
-    meter = LatencyMeter(pair, sampling, context, on_size, largest)
-    meter.begin(most_tokens)
+    """Time the parts of a step: target, draft passes, verification and overhead.
+
+    First each size is timed a few times, to find out which sizes are worth timing. Then all of them
+    are timed in turn, round by round (`LatencyMeter`).
+
+    Args:
+        pair: target and draft.
+        sampling: the temperatures and verifier that parts are timed with.
+        max_tokens: a bound on the expected number of tokens that a step yields, whatever its tree.
+            Sizes whose target pass takes more than so many passes of one token are not timed.
+        seconds: about how long the rounds take, without the search for sizes before them.
+        context: number of tokens in the KV cache.
+        on_size: called with each size when it is first timed, and the median seconds of the
+            target's pass over so many tokens.
+        max_size: the most nodes to time.
+    """
+    meter = LatencyMeter(pair, sampling, context, on_size, max_size)
+    meter.begin(max_tokens)
     return meter.finish(seconds)
 
 
 class LatencyMeter:
-    """Times passes of growing size, then all of them in turn, round by round, so that drift hits all alike; medians and quartiles are kept,
-    drift taken out. In the same rounds it times the verification of a few shapes.
+    """Times passes of growing size, then all sizes in turn, round by round.
 
-    A size whose pass takes k times a single token's takes part in one round of k: time goes to the sizes that may be best. Rounds
-    may be apart: a machine shared with others is not the same from one minute to the next. All sizes share one sequence.
+    Interleaving makes drift hit all sizes alike; medians and quartiles are then taken without the
+    drift. The same rounds time the verification of a few trees of different shapes. A size whose
+    pass takes k times as long as one token's takes part in every k-th round (at least in every
+    fourth), because small sizes are likelier to be best. Rounds may be far apart in time: the speed
+    of a shared machine changes from minute to minute. All sizes share one sequence.
 
     Args:
-        on_size: called with each size's first median.
-        largest: no more nodes than these.
-        others: further settings that verification is timed under, as with another verifier.
+        pair: target and draft.
+        sampling: the temperatures and verifier that passes are timed with.
+        context: number of tokens in the KV cache.
+        on_size: called with each size when it is first timed, and the median seconds of the
+            target's pass over so many tokens.
+        max_size: the most nodes to time.
+        further_samplings: further samplings that verification is timed with.
     """
 
     def __init__(
@@ -66,70 +103,81 @@ class LatencyMeter:
         sampling: Sampling,
         context: int,
         on_size: Callable[[int, float], None] = lambda size, median: None,
-        largest: int = SIZES[-1],
-        others: Sequence[Sampling] = (),
+        max_size: int = SIZES[-1],
+        further_samplings: Sequence[Sampling] = (),
     ) -> None:
-        self.judged = list(dict.fromkeys([sampling, *others]))
-        self.decoder = SequoiaDecoder(pair.target, pair.draft, TokenTree.chain(2))
+        self.samplings = list(dict.fromkeys([sampling, *further_samplings]))
+        self.step = TreeStep(pair.target, pair.draft, TokenTree.chain(2))
         self.sampling, self.on_size = sampling, on_size
         self.prompt = random_prompt(pair, context)
-        self.sizes = [size for size in SIZES if size <= largest]
+        self.sizes = [size for size in SIZES if size <= max_size]
         self.timers: list[SizeTimer] = []
-        self.shapes: list[ShapeTimer] = []
+        self.shape_timers: list[ShapeTimer] = []
         self.shape_samples: list[list[list[float]]] = []
+        """Seconds of verification by round, sampling and shape."""
         self.stream_samples: list[float] = []
-        self.too_large: int | None = None
+        self.out_of_memory_size: int | None = None
         self.rounds, self.seconds = 0, 0.0
 
     @torch.inference_mode()
-    def begin(self, most_tokens: float) -> None:
-        """Find the sizes. They grow until the target's pass costs `most_tokens` times that of one node: no tree yields more
-        tokens, so none of that size can beat plain decoding. The same holds for draft passes, each width of which is timed up to there.
-        A size there is no memory for ends the growth, too, and is recorded.
+    def begin(self, max_tokens: float) -> None:
+        """Find the sizes to time, and time each a few times.
+
+        Sizes grow until the target's pass takes more than `max_tokens` times as long as that of one
+        node: a tree of that size cannot beat plain decoding, because no tree yields more tokens a
+        step. The widths of draft passes are limited in the same way. A size that does not fit into
+        memory ends the growth, too, and is recorded.
 
         Args:
-            most_tokens: a bound on any tree's expected tokens.
+            max_tokens: a bound on the expected number of tokens that a step yields, whatever its
+                tree.
         """
-        drafter = self.decoder.drafter
+        drafter = self.step.drafter
         assert drafter is not None
-        if self.decoder.graphs and not self.sampling.greedy:  # numbers for any size: if they moved, every graph would be captured anew
-            self.decoder.sequence.reserve_random_numbers(self.sizes[-1] * self.sampling.drawing.columns(drafter.vocabulary, 1))
-        longest = math.inf
+        if self.step.graphs and not self.sampling.greedy:
+            # reserve random numbers for all sizes at once: if their memory moved later, every
+            # graph would be captured anew
+            numbers_per_node = self.sampling.drawing.columns(drafter.vocabulary, 1)
+            self.step.sequence.reserve_random_bits(self.sizes[-1] * numbers_per_node)
+        # of plain decoding, and of the slowest pass worth timing
+        plain_seconds, max_seconds = 0.0, math.inf
         for size in self.sizes:
+            previous = self.timers[-1] if self.timers else None
+            times_draft = previous is None or (
+                drafter.drafting.drafts_by_level and previous.draft_seconds() <= max_seconds
+            )
             try:
-                drafts = not self.timers or (drafter.drafting.by_level and self.timers[-1].draft() <= longest)
-                timer = SizeTimer(self.decoder, size, self.sampling, self.prompt, drafts)
-                for _ in range(3):
+                timer = SizeTimer(self.step, size, self.sampling, self.prompt, times_draft)
+                for _ in range(3):  # the median is not that of a slow first run
                     timer.run()
             except (RuntimeError, SequoiaPlanError) as error:
-                if not self.timers or not _out_of_memory(error):
+                if not self.timers or not _is_out_of_memory(error):
                     raise
-                self.too_large = size
+                self.out_of_memory_size = size
                 break
             self.timers.append(timer)
-            self.on_size(size, timer.target())
+            self.on_size(size, timer.target_seconds())
             if size == 1:
                 self._time_stream()
-            plain = max([self.timers[0].target(), *self.stream_samples])
-            longest = most_tokens * plain
-            if timer.target() > longest:
+            # in plain decoding, each pass of a streamed target waits for weights: `_time_stream`
+            plain_seconds = max([self.timers[0].target_seconds(), *self.stream_samples])
+            max_seconds = max_tokens * plain_seconds
+            if timer.target_seconds() > max_seconds:
                 break
-        for timer in self.timers:
-            timer.every = min(RAREST, max(1, int(max(timer.target(), timer.draft() if timer.drafts else 0.0) / plain)))
-            timer.forget()
-        for tree in shapes(self.timers[-1].size, drafter.vocabulary, drafter.drafting.deepest):
-            judged = self.decoder.with_tree(tree)
-            judged.prefill(self.prompt, tree.depth, seed=0)
-            self.shapes.append(ShapeTimer(judged, self.judged))
-        self._time_shapes()  # warm
+        for timer in self.timers:  # how often each takes part; the samples so far are dropped
+            draft_seconds = timer.draft_seconds() if timer.times_draft else 0.0
+            slowest = max(timer.target_seconds(), draft_seconds)
+            timer.interval = min(MAX_INTERVAL, max(1, int(slowest / plain_seconds)))
+            timer.clear()
+        self._begin_shapes(drafter.vocabulary, drafter.drafting.max_depth)
         self.shape_samples, self.stream_samples = [], []
 
     @torch.inference_mode()
     def round(self) -> None:
-        """One sample of each size that is due, and of each shape."""
+        """Time the passes of each size that is due in this round, and verify each shape once."""
         started = time.perf_counter()
         for timer in self.timers:
-            if self.rounds % timer.every == 0:
+            if self.rounds % timer.interval == 0:
                 timer.run()
             else:
                 timer.skip()
@@ -139,57 +187,103 @@ class LatencyMeter:
         self.seconds += time.perf_counter() - started
 
     def finish(self, seconds: float) -> Latency:
-        """Further rounds until they took about `seconds` in all, five at least; what was found."""
-        while self.rounds < LEAST_ROUNDS or (self.rounds < MOST_ROUNDS and self.seconds < seconds):
+        """Run rounds until all of them took about `seconds`, and return the measured times.
+
+        There are at least `MIN_ROUNDS` rounds, and at most `MAX_ROUNDS`.
+        """
+        while self.rounds < MIN_ROUNDS or (self.rounds < MAX_ROUNDS and self.seconds < seconds):
             self.round()
-        stream = self.decoder.target.stream
-        timed_sizes = [("target", timer.size, timer) for timer in self.timers] + [("draft", timer.width, timer) for timer in self.timers if timer.drafts]
+        target_timers = [("target", timer.size, timer) for timer in self.timers]
+        draft_timers = [("draft", timer.width, timer) for timer in self.timers if timer.times_draft]
+        timed_passes = [*target_timers, *draft_timers]  # (model, tokens in the pass, timer)
 
         def by_size(times: NDArray[np.float64]) -> dict[str, dict[int, float]]:
-            found: dict[str, dict[int, float]] = {"target": {}, "draft": {}}
-            for (name, size, _), seconds in zip(timed_sizes, times, strict=True):
-                found[name][size] = _rounded(seconds)
-            return found
+            """Seconds by model and number of tokens, from one time for each of `timed_passes`."""
+            seconds_by_size: dict[str, dict[int, float]] = {"target": {}, "draft": {}}
+            for (name, size, _), pass_seconds in zip(timed_passes, times, strict=True):
+                seconds_by_size[name][size] = _rounded(pass_seconds)
+            return seconds_by_size
 
-        low, middle, high = map(by_size, drift_free_quartiles(np.array([timer.samples[name] for name, _, timer in timed_sizes])))
+        samples = np.array([timer.samples[name] for name, _, timer in timed_passes])
+        low, median, high = map(by_size, drift_free_quartiles(samples))
+        quartiles = {
+            name: {size: (first, high[name][size]) for size, first in low[name].items()}
+            for name in low
+        }
+        overheads = [
+            timer.overhead_seconds() for timer in self.timers if timer.size <= MAX_OVERHEAD_SIZE
+        ]
+        stream, stream_cost = self.step.target.stream, None
+        if stream:
+            pass_seconds = _rounded(statistics.median(self.stream_samples))
+            stream_cost = StreamCost(pass_seconds, stream.bytes)
         return Latency(
-            target=middle["target"],
-            draft=middle["draft"],
-            overhead=round(statistics.median(timer.rest() for timer in self.timers if timer.size <= REST_UP_TO), 6),
+            target=median["target"],
+            draft=median["draft"],
+            overhead=round(statistics.median(overheads), 6),
             context=self.prompt.numel(),
-            samples={timer.size: -(-self.rounds // timer.every) for timer in self.timers},
-            quartiles={name: {size: (first, high[name][size]) for size, first in sizes.items()} for name, sizes in low.items()},
-            out_of_memory=self.too_large,
-            stream=Stream(_rounded(statistics.median(self.stream_samples)), stream.bytes) if stream else None,
-            verification=self.verification(self.sampling),
+            # rounds divided by the interval, rounded up
+            samples={timer.size: -(-self.rounds // timer.interval) for timer in self.timers},
+            quartiles=quartiles,
+            out_of_memory=self.out_of_memory_size,
+            stream=stream_cost,
+            verification=self.verification_cost(self.sampling),
         )
 
-    def verification(self, sampling: Sampling) -> Verification:
-        """What was found for one of the settings."""
-        medians = drift_free_quartiles(np.moveaxis(np.array(self.shape_samples), 0, -1))[1]  # drift of all settings together: ratios stay
-        return fit([shape.decoder.tree for shape in self.shapes], medians[self.judged.index(sampling)].tolist(), order_of_rounds(self.decoder, sampling))
+    def verification_cost(self, sampling: Sampling) -> VerificationCost:
+        """The cost of verification with one of the samplings, fitted to the times of all shapes."""
+        # drift is taken out of all samplings together, which keeps their ratios
+        samples = np.moveaxis(np.array(self.shape_samples), 0, -1)  # [samplings, shapes, rounds]
+        _, medians, _ = drift_free_quartiles(samples)
+        trees = [timer.step.tree for timer in self.shape_timers]
+        seconds = medians[self.samplings.index(sampling)].tolist()
+        return fit(trees, seconds, round_order(self.step, sampling))
+
+    def _begin_shapes(self, vocabulary: int, max_depth: int | None) -> None:
+        """Choose the trees whose verification is timed, and verify each once.
+
+        Args:
+            vocabulary: number of tokens of the draft, the most children that a node may have.
+            max_depth: the most levels that the draft can draft; None is no limit.
+        """
+        for tree in shapes_to_time(self.timers[-1].size, vocabulary, max_depth):
+            step = self.step.with_tree(tree)
+            step.prefill(self.prompt, tree.depth, seed=0)
+            self.shape_timers.append(ShapeTimer(step, self.samplings))
+        self._time_shapes()  # warms up
 
     def _time_stream(self) -> None:
-        """One sample of a streamed target's pass right after another one."""
-        if self.decoder.target.stream:
-            first = self.timers[0]
-            first.decoder.run_target(first.extent)
-            self.stream_samples.append(timed(self.decoder.device, lambda: first.decoder.run_target(first.extent))[1])
+        """Time a pass of a streamed target right after another one, as in plain decoding.
+
+        A streamed target's weights come from the host or the disk; the second pass waits for them.
+        """
+        if self.step.target.stream:
+            timer = self.timers[0]
+            run_target = partial(timer.step.run_target, timer.extent)
+            run_target()
+            self.stream_samples.append(timed(self.step.device, run_target)[1])
 
     def _time_shapes(self) -> None:
-        """One sample of each shape under each setting."""
-        seconds: list[list[float]] = [[] for _ in self.judged]
-        for shape, (sampling, mine) in itertools.product(self.shapes, zip(self.judged, seconds, strict=True)):
-            self.timers[0].draft_pass()  # as in a step, a model's weights were in the processor's cache before
-            shape.prepare(sampling)
-            mine.append(timed(self.decoder.device, partial(shape.run, sampling))[1])
-            shape.restore()
+        """Time the verification of each shape with each sampling once."""
+        seconds: list[list[float]] = [[] for _ in self.samplings]
+        for timer in self.shape_timers:
+            for sampling, sampling_seconds in zip(self.samplings, seconds, strict=True):
+                # as in a step: a model's weights have just replaced what the processor's cache held
+                self.timers[0].draft_pass()
+                timer.prepare(sampling)
+                run = partial(timer.run, sampling)
+                sampling_seconds.append(timed(self.step.device, run)[1])
+                timer.restore()
         self.shape_samples.append(seconds)
 
 
 def timed(device: torch.device, run: Callable[[], T]) -> tuple[T, float]:
-    """What `run` returns, and the seconds until all of its work is done; on CUDA by the device's own clock. There the device is kept busy
-    before the clock starts: while steps are launched ahead it never waits for the launch of a graph, so that is no part of the time."""
+    """What `run` returns, and the seconds until all of its work is done.
+
+    On CUDA the device's own clock measures. The device is kept busy (`BUSY_CYCLES`) while the host
+    launches the work, so the time does not include the launch: in decoding, the host launches steps
+    ahead and the device does not wait for it.
+    """
     if device.type == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream = torch.cuda.current_stream(device)
@@ -206,124 +300,171 @@ def timed(device: torch.device, run: Callable[[], T]) -> tuple[T, float]:
 
 
 def random_prompt(pair: Pair, context: int) -> Tensor:
-    """int64 [context], the same tokens each time."""
+    """int64 [context]: `context` random tokens of the target's vocabulary, the same each time."""
     vocabulary = pair.target.get_input_embeddings().weight.shape[0]
-    return torch.randint(vocabulary, (context,), generator=torch.Generator().manual_seed(0)).to(pair.target.device)
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(vocabulary, (context,), generator=generator)
+    return prompt.to(pair.target.device)
 
 
 class SizeTimer:
-    """Times one size: the target's pass over `size` nodes, a draft pass over `size` tokens, and what a step takes beyond its parts.
+    """Times one size: the target's pass, a draft pass, and the overhead of a step.
 
-    As the decoder runs a step, so its parts are run here: as CUDA graphs where it captures.
+    The parts run as the decoder runs them: as CUDA graphs where it captures.
 
     Args:
-        decoder: gives models and the sequence, which holds `prompt` afterwards.
-        drafts: time draft passes, too. Where every pass is as wide, one size is enough.
+        step: provides models and sequence; the sequence holds `prompt` afterwards.
+        size: number of nodes of the target's pass and of tokens of the draft pass.
+        sampling: the temperatures and verifier that parts are timed with.
+        prompt: int64 [n], the tokens in the KV cache.
+        times_draft: time draft passes, too. Where all passes have one width, one size is enough.
+
+    Attributes:
+        interval: the size takes part in every so many-th round.
+        samples: seconds by part ("target", "draft", "rest"), one a round; NaN in rounds in which
+            the size takes no part.
+        extent: number of slots of the KV cache that attention looks at.
+        columns: int64 [extent], for each of these slots the column of the tree's attention mask
+            that applies.
     """
 
-    def __init__(self, decoder: SequoiaDecoder, size: int, sampling: Sampling, prompt: Tensor, drafts: bool = True) -> None:
-        self.size, self.sampling, self.drafts, self.every = size, sampling, drafts, 1
-        self.decoder = decoder.with_tree(bushy(size, 3, decoder.drafter.drafting.deepest if decoder.drafter else None))
-        self.decoder.prefill(prompt, size + self.decoder.tree.depth, seed=0)  # with room for a child of each node
-        self.extent = self.decoder.extent(prompt.numel() - 1)
-        self.length = decoder.sequence.length.clone()
-        self.columns = self.decoder.structure.columns(self.length, self.extent)
-        assert self.decoder.drafter is not None
-        self.drafted, self.before = self.decoder.drafter.trial(self.decoder.structure)
-        self.width = self.drafted.reads.numel()
+    def __init__(
+        self,
+        step: TreeStep,
+        size: int,
+        sampling: Sampling,
+        prompt: Tensor,
+        times_draft: bool = True,
+    ) -> None:
+        self.size, self.sampling, self.times_draft, self.interval = size, sampling, times_draft, 1
+        assert step.drafter is not None
+        num_children = 3
+        self.step = step.with_tree(bushy(size, num_children, step.drafter.drafting.max_depth))
+        # with room for a child of each node, which `draft_pass` draws
+        self.step.prefill(prompt, size + self.step.tree.depth, seed=0)
+        self.extent = self.step.extent(prompt.numel() - 1)
+        self.length = step.sequence.length.clone()
+        self.columns = self.step.tensors.columns(self.length, self.extent)
+        self.draft_input, self.previous = representative_pass(step.drafter, self.step.tensors)
+        self.width = self.draft_input.input_slots.numel()
         self.samples: dict[str, list[float]] = {}
-        self.forget()
+        self.clear()
 
-    def forget(self) -> None:
-        """Start anew."""
+    def clear(self) -> None:
+        """Forget all samples."""
         self.samples = {"target": [], "draft": [], "rest": []}
 
     def skip(self) -> None:
-        """No sample in this round."""
-        for each in self.samples.values():
-            each.append(math.nan)
+        """Take no sample in this round."""
+        for seconds in self.samples.values():
+            seconds.append(math.nan)
 
     def run(self) -> None:
-        """One sample of each part."""
-        if stream := self.decoder.target.stream:
-            stream.fill()  # as after drafting
-        self._timed("target", lambda: self.decoder.run_target(self.extent))
-        if self.drafts:
-            self._timed("draft", self.draft_pass)
-        if self.size <= REST_UP_TO:
-            self.samples["rest"].append(self._beyond_the_parts())
+        """Time each part once."""
+        if stream := self.step.target.stream:
+            # as in a step, where the target's weights are loaded ahead while the draft runs
+            stream.wait_until_full()
+        run_target = partial(self.step.run_target, self.extent)
+        self.samples["target"].append(timed(self.step.device, run_target)[1])
+        if self.times_draft:
+            self.samples["draft"].append(timed(self.step.device, self.draft_pass)[1])
+        if self.size <= MAX_OVERHEAD_SIZE:
+            self.samples["rest"].append(self._time_overhead())
 
     def draft_pass(self) -> tuple[Tensor, Tensor]:
-        """One draft pass over `width` tokens: its random numbers, the pass, the drawing of a child of each where that is a part of it."""
-        decoder, sequence, sampling, drafter = self.decoder, self.decoder.sequence, self.sampling, self.decoder.drafter
+        """One draft pass over `width` tokens: random numbers, forward pass, drawing of children.
+
+        A DFlash pass draws nothing: there, drawing is timed with verification.
+
+        Returns:
+            The draft's probabilities and the children drawn from them; the logits and an empty
+            tensor if nothing is drawn.
+        """
+        sequence, sampling, drafter = self.step.sequence, self.sampling, self.step.drafter
         assert drafter is not None
-        columns = sampling.drawing.columns(drafter.vocabulary, 1)
-        sequence.refill_random_numbers(0 if sampling.greedy else self.drafted.nodes.numel() * columns)
+        numbers_per_node = sampling.drawing.columns(drafter.vocabulary, 1)
+        new_nodes = self.draft_input.new_nodes
+        num_random = 0 if sampling.greedy else new_nodes.numel() * numbers_per_node
+        sequence.refill_random_numbers(num_random)
 
-        def expand() -> tuple[Tensor, Tensor]:
-            logits = drafter.read(self.drafted, sequence, self.columns, self.before).logits
-            if not self.drafted.nodes.numel():
-                return logits, self.drafted.nodes
-            return draw_children(drafter, self.drafted, logits, sequence, sampling, sequence.bits[: self.size * columns].view(self.size, columns))
+        def forward_and_draw() -> tuple[Tensor, Tensor]:
+            """What may run as one CUDA graph."""
+            output = drafter.forward(self.draft_input, sequence, self.columns, self.previous)
+            if not new_nodes.numel():
+                return output.logits, new_nodes
+            bits = sequence.bits[: self.size * numbers_per_node].view(self.size, numbers_per_node)
+            return draw_children(drafter, self.draft_input, output.logits, sequence, sampling, bits)
 
-        return decoder.replayed("draft pass", expand, sampling)
+        return self.step.replay("draft pass", forward_and_draw, sampling)
 
-    def target(self) -> float:
+    def target_seconds(self) -> float:
         """Median seconds of the target's pass."""
         return float(np.nanmedian(self.samples["target"]))
 
-    def draft(self) -> float:
+    def draft_seconds(self) -> float:
         """Median seconds of a draft pass; inf if it is not timed."""
-        return float(np.nanmedian(self.samples["draft"])) if self.drafts else math.inf
+        return float(np.nanmedian(self.samples["draft"])) if self.times_draft else math.inf
 
-    def rest(self) -> float:
+    def overhead_seconds(self) -> float:
         """Median seconds of a step beyond its parts."""
         return max(0.0, float(np.nanmedian(self.samples["rest"])))
 
-    def _timed(self, name: str, run: Callable[[], T]) -> T:
-        result, seconds = timed(self.decoder.device, run)
-        self.samples[name].append(seconds)
-        return result
+    def _time_overhead(self) -> float:
+        """Seconds of a step beyond drafting, the target's pass and verification.
 
-    def _beyond_the_parts(self) -> float:
-        """On CUDA the difference of a step and its parts; on the CPU, where that would be all noise, what the host does by itself."""
-        decoder, sampling, extent = self.decoder, self.sampling, self.extent
+        On CUDA, this is the difference of a whole step and these parts. On the CPU the difference
+        would be all noise, so what a step does besides (setting up the attention mask, reading the
+        result) is timed by itself.
+        """
+        step, sampling, extent, device = self.step, self.sampling, self.extent, self.step.device
 
-        def host() -> None:
-            decoder.structure.columns(decoder.sequence.length, extent)
-            decoder.sequence.length.tolist()
+        def run_host_part() -> None:
+            """What a step on the CPU does besides its parts."""
+            step.tensors.columns(step.sequence.length, extent)
+            step.sequence.length.tolist()
 
-        def step() -> None:
-            decoder.refill_random_numbers(sampling)
-            decoder.run(extent, sampling).tolist()
+        def run_step() -> None:
+            """A whole step, from its random numbers to reading its tokens back."""
+            step.refill_random_numbers(sampling)
+            step.run(extent, sampling).tolist()
 
-        if decoder.device.type == "cpu":
-            return timed(decoder.device, host)[1]
-        growth, drafted = timed(decoder.device, lambda: decoder.run_draft(extent, sampling))
-        logits, target = timed(decoder.device, lambda: decoder.run_target(extent))
-        _, judged = timed(decoder.device, lambda: decoder.run_verification(logits, growth, sampling))
-        decoder.sequence.length.copy_(self.length)
-        whole = timed(decoder.device, step)[1]
-        decoder.sequence.length.copy_(self.length)
-        return whole - drafted - target - judged
+        if device.type == "cpu":
+            return timed(device, run_host_part)[1]
+        drafted, draft_seconds = timed(device, lambda: step.run_draft(extent, sampling))
+        logits, target_seconds = timed(device, lambda: step.run_target(extent))
+        _, verify_seconds = timed(device, lambda: step.run_verification(logits, drafted, sampling))
+        step.sequence.length.copy_(self.length)  # undoes the tokens that were committed
+        step_seconds = timed(device, run_step)[1]
+        step.sequence.length.copy_(self.length)
+        return step_seconds - draft_seconds - target_seconds - verify_seconds
 
 
 def drift_free_quartiles(times: NDArray[np.float64]) -> NDArray[np.float64]:
-    """float64 [3, ..., sizes]: first quartile, median and third quartile of `times` [..., sizes, rounds], each round divided by what it
-    is off the medians in the middle of all sizes: drift that hits all alike leaves their ratios, and so a speed-up, as they are, also
-    between sizes that took part in different rounds. NaN is no sample."""
-    off = times / np.nanmedian(times, -1, keepdims=True)
-    drift = np.nanmedian(off.reshape(-1, times.shape[-1]), 0)
+    """First quartile, median and third quartile of repeated times, without common drift.
+
+    Divides each round's times by the round's slowdown (the median over all sizes of the time
+    relative to the size's own median), then takes quartiles over rounds. Drift that hits all sizes
+    alike then does not change ratios of times, and so speed-ups, even between sizes that took part
+    in different rounds.
+
+    Args:
+        times: float64 [..., sizes, rounds], seconds; NaN is no sample.
+
+    Returns:
+        float64 [3, ..., sizes].
+    """
+    slowdowns = times / np.nanmedian(times, -1, keepdims=True)
+    drift = np.nanmedian(slowdowns.reshape(-1, times.shape[-1]), 0)
     quartiles: NDArray[np.float64] = np.nanquantile(times / drift, [0.25, 0.5, 0.75], axis=-1)
     return quartiles
 
 
-def _out_of_memory(error: Exception) -> bool:
-    """Of a device (PyTorch's own class), of the host (it says so in words), or of our KV cache."""
+def _is_out_of_memory(error: Exception) -> bool:
+    """True if a device (PyTorch's own class), the host (by its words) or our KV cache is full."""
     words = ("KV cache:", "not enough memory", "can't allocate memory")
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 def _rounded(seconds: float) -> float:
-    """Microseconds are finer than any clock noise and keep the file readable."""
+    """Whole microseconds: finer than the noise of any clock, and readable."""
     return max(round(float(seconds), 6), 1e-6)

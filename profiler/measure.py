@@ -9,22 +9,24 @@ from typing import Any
 
 from msgspec import structs
 
-from sequoia_plan.artifacts import Judged, Profile
-from sequoia_plan.artifacts.cost import most_expected_tokens
+from sequoia_plan.artifacts import Profile, VerifierAcceptance
+from sequoia_plan.artifacts.cost import max_expected_tokens
 from sequoia_plan.artifacts.merge import pooled
-from sequoia_plan.artifacts.profile import tally
+from sequoia_plan.artifacts.profile import counts_by_class
+from sequoia_plan.artifacts.prompts import Prompt
 from sequoia_plan.artifacts.rates import rates
-from sequoia_plan.profiler.acceptance import finished_prompts, results
+from sequoia_plan.profiler.acceptance import in_order, measure_by_prompt
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.latency import CONTEXT, SIZES, LatencyMeter
-from sequoia_plan.profiler.observed import LEAST_PROMPTS, Acceptance
-from sequoia_plan.profiler.prompts import Prompt, encode
+from sequoia_plan.profiler.observed import MIN_PROMPTS, ObservedAcceptance
+from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.runtime import Pair, Sampling
 
 PROMPTS_PER_ROUND = 2
-"""Prompts from one round of latency to the next."""
-ROOM = 1.25
-"""Sizes are chosen from the first prompts' acceptance; the final one may be so much better."""
+"""After so many prompts, `measure` times one round of latency samples."""
+TOKENS_MARGIN = 1.25
+"""Factor on the bound that decides which sizes are timed: the bound follows from the acceptance on
+the first prompts, and the final acceptance may be higher."""
 
 
 def measure(
@@ -34,73 +36,110 @@ def measure(
     latency_seconds: float = 45.0,
     context: int = CONTEXT,
     on_size: Callable[[int, float], None] = lambda size, median: None,
-    on_prompt: Callable[[int, int, Acceptance], None] = lambda done, most, found: None,
-    largest: int = SIZES[-1],
+    on_prompt: Callable[[int, int, ObservedAcceptance], None] = lambda done, total, latest: None,
+    max_size: int = SIZES[-1],
     verifiers: Sequence[Sequence[str]] = (),
-    **acceptance: Any,
+    **acceptance_options: Any,
 ) -> list[Profile]:
-    """Measure acceptance on `prompts` and verification under every setting, and the passes' latency under the first, all through the decoder.
+    """Measure one profile for each of `samplings`: acceptance on `prompts`, and latency.
 
-    Latency is timed between prompts, so that it is that of the whole time and not of its last minute.
+    The forward passes of target and draft are timed with the first sampling, verification with
+    each. Rounds of latency samples are spread over the prompts: the speed of a shared machine
+    changes, and one minute of samples at the end would show the speed of that minute only.
 
     Args:
-        latency_seconds: for repeating latency measurements, about.
-        context, on_size, largest: see `LatencyMeter`.
-        verifiers: for each setting, further verifiers to measure along with its own; none if empty. At temperature 0 all decide alike.
-        on_prompt: called after each prompt with how many there were, how many there may be, and what was found so far.
-        acceptance: options of `finished_prompts`.
+        samplings: temperatures and verifier, one entry for each profile.
+        latency_seconds: about how long latency is sampled, once it is known which sizes to time.
+        context: number of tokens in the KV cache while passes are timed.
+        on_size: called with each tree size (number of nodes) when it is first timed, and the median
+            seconds of the target's pass over so many tokens.
+        on_prompt: called after each prompt with the number of prompts so far, the most there may
+            be, and what was observed so far with the sampling that is being measured.
+        max_size: the most nodes for which passes are timed.
+        verifiers: for each sampling, names of further verifiers to measure along with its own; none
+            if empty, and none at temperature 0, where all accept alike.
+        acceptance_options: keyword arguments of `measure_by_prompt`, such as its method.
+
+    Returns:
+        The profiles in the order of `samplings`.
 
     Raises:
         SequoiaPlanError: if the prompts do not fit the models.
     """
-    along = verifiers or [()] * len(samplings)
-    further = [[replace(one, verifier=name) for name in names if not one.greedy] for one, names in zip(samplings, along, strict=True)]
-    every = list(dict.fromkeys([*samplings, *itertools.chain.from_iterable(further)]))
-    meter = LatencyMeter(pair, samplings[0], context, on_size, largest, every)
-    measured: Mapping[int, Acceptance] = {}
-    for now in finished_prompts(pair, [encode(pair.tokenizer, prompt.text) for prompt in prompts], every, **acceptance):
-        on_prompt(now.done, now.most, now.latest)
-        measured = now.found
-        if not meter.timers and now.done >= LEAST_PROMPTS and now.latest.trials.any():
-            meter.begin(ROOM * most_tokens(now.latest))
-        elif meter.timers and now.done % PROMPTS_PER_ROUND == 0 and meter.seconds < latency_seconds:
+    names_by_setting = verifiers or [()] * len(samplings)
+    further_samplings = [
+        [replace(sampling, verifier=name) for name in names if not sampling.greedy]
+        for sampling, names in zip(samplings, names_by_setting, strict=True)
+    ]
+    with_repeats = [*samplings, *itertools.chain.from_iterable(further_samplings)]
+    all_samplings = list(dict.fromkeys(with_repeats))
+    meter = LatencyMeter(pair, samplings[0], context, on_size, max_size, all_samplings)
+    prompt_ids = [encode(pair.tokenizer, prompt.text) for prompt in prompts]
+    observed_by_index: Mapping[int, ObservedAcceptance] = {}  # keys: indices of `all_samplings`
+    for progress in measure_by_prompt(pair, prompt_ids, all_samplings, **acceptance_options):
+        on_prompt(progress.num_prompts, progress.max_prompts, progress.latest)
+        # `latest` is what was observed so far with the sampling that is being measured
+        observed_by_index, latest = progress.acceptances, progress.latest
+        # the meter has no timers before `begin`, which times sizes up to the one whose pass costs
+        # more than a step of any tree can yield, in tokens
+        if not meter.timers and progress.num_prompts >= MIN_PROMPTS and latest.trials.any():
+            meter.begin(TOKENS_MARGIN * max_tokens_of_any_tree(latest))
+            continue
+        is_due = progress.num_prompts % PROMPTS_PER_ROUND == 0
+        if meter.timers and is_due and meter.seconds < latency_seconds:
             meter.round()
 
-    found = dict(zip(every, results(measured), strict=True))
-    if not meter.timers:
-        meter.begin(max(map(most_tokens, found.values())))
+    acceptance_of_sampling = dict(zip(all_samplings, in_order(observed_by_index), strict=True))
+    if not meter.timers:  # there were too few prompts to begin earlier
+        meter.begin(max(map(max_tokens_of_any_tree, acceptance_of_sampling.values())))
     latency, kinds = meter.finish(latency_seconds), [prompt.kind for prompt in prompts]
-    assert meter.decoder.drafter is not None
-    drafting = meter.decoder.drafter.drafting
+    assert meter.step.drafter is not None
+    drafting = meter.step.drafter.drafting  # which passes this type of draft takes in a step
 
-    def judged(sampling: Sampling) -> Judged:
-        each = found[sampling]
-        levels = each.levels()
-        return Judged(pooled(levels), each.effective_trials(), levels, each.by_kind(kinds), meter.verification(sampling))
+    def verifier_acceptance(sampling: Sampling) -> VerifierAcceptance:
+        """The measured acceptance and verification cost of one sampling."""
+        acceptance = acceptance_of_sampling[sampling]
+        counts_by_level = acceptance.levels()
+        return VerifierAcceptance(
+            vector=pooled(counts_by_level),
+            trials=acceptance.effective_trials(),
+            levels=counts_by_level,
+            kinds=acceptance.by_kind(kinds),
+            verification=meter.verification_cost(sampling),
+        )
 
     def profile(sampling: Sampling, further: Sequence[Sampling]) -> Profile:
-        own = judged(sampling)
-        both = {each.verifier: found[each] for each in (sampling, *further)}
+        """The profile of `sampling`, with the acceptance of its `further` verifiers."""
+        own = verifier_acceptance(sampling)
         return Profile(
             acceptance=own.vector,
             trials=own.trials,
             latency=structs.replace(latency, verification=own.verification),
             settings=sampling.settings(),
-            models=pair.facts,
+            models=pair.metadata,
             hardware=fingerprint(pair.target.device),
             levels=own.levels,
             kinds=own.kinds,
-            lift=both["traversal"].lift() if {"sequoia", "traversal"} <= both.keys() else None,
-            verifiers={each.verifier: judged(each) for each in further},
+            verifiers={other.verifier: verifier_acceptance(other) for other in further},
             drafting=drafting,
         )
 
-    return [profile(sampling, others) for sampling, others in zip(samplings, further, strict=True)]
+    return [
+        profile(sampling, further)
+        for sampling, further in zip(samplings, further_samplings, strict=True)
+    ]
 
 
-def most_tokens(found: Acceptance) -> float:
-    """No tree of any size that is timed has more expected tokens: the values of as many of the endless tree's best nodes, by
-    level, by level and class, or by one vector for all levels."""
-    levels = found.levels()
-    by_level, by_class = (rates(*tally(levels, classes))[0] for classes in (1, 2))
-    return max(most_expected_tokens(rows, SIZES[-1]) for rows in (by_level, by_class, pooled(levels)))
+def max_tokens_of_any_tree(acceptance: ObservedAcceptance) -> float:
+    """A bound on the expected tokens a step of any tree of at most `SIZES[-1]` nodes.
+
+    It is the largest of three bounds, one for each way to estimate the probability that a node's
+    child of each rank is accepted: by the node's level; by its level and class (0 on the spine,
+    where the node and all its ancestors are first children, else 1); and one vector of
+    probabilities by rank for all nodes.
+    """
+    counts_by_level = acceptance.levels()
+    probs_by_level, _ = rates(*counts_by_class(counts_by_level, num_classes=1))
+    probs_by_class, _ = rates(*counts_by_class(counts_by_level, num_classes=2))
+    estimates = (probs_by_level, probs_by_class, pooled(counts_by_level))
+    return max(max_expected_tokens(probs, SIZES[-1]) for probs in estimates)

@@ -1,193 +1,426 @@
-"""Two methods to observe acceptance on one prompt, through the decoder's own sampling and verifiers.
+"""Two methods to observe acceptance on a prompt, with the decoder's own sampling and verifiers.
 
-`decoding` counts, as Sequoia does (arXiv 2402.12374, App. F.1): decode with a one-level tree and count which of the root's
-children is accepted. `forced` computes: decode with a small tree, then run target and draft once more over the text they
-wrote; at every position draw children afresh and ask the verifier for the probability that each is the one accepted. The
-position's level is where it stood in that tree, and its class is whether every child accepted on the way there was a first one (on the spine)
-or not. One position is one trial, whatever it decided, so the same text says more.
+`decoding` counts, as Sequoia does (arXiv 2402.12374, App. F.1): it decodes with a one-level tree
+and counts which of the root's children is accepted.
 
-What `traversal` accepts at a node depends on the path down to it. With `forced`, the small tree that writes the text is judged by
-both rules at every step, and the acceptance of its ranks on each level is multiplied by how much more often `traversal` gets
-past that level. `decoding` sees one level only, where the two rules are the same.
+`forced` computes. It decodes with a small tree, then runs target and draft once more over the text.
+At every position it draws children anew, and the verifier gives the probability that each is the
+one accepted. A position's level is where it stood in the tree; its class says whether every child
+accepted on the way there was a first one (on the spine). Each position is one trial whatever was
+accepted there, so the same text tells more.
 
-Where both are measured, they judge the same draws over the same text: their figures differ by that ratio alone, and so does their noise.
+What `traversal` accepts at a node depends on the path to it. In `forced`, both `sequoia` and
+`traversal` verify the small tree at every step of the text, and the acceptance of `sequoia` on each
+level is multiplied by how much more often `traversal` gets past that level. `decoding` sees one
+level only, where the two accept alike. Where both are measured, they verify the same draws over the
+same text, so their figures differ by that ratio alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.profiler.draft_passes import logits_over_text
 from sequoia_plan.profiler.observed import LEVELS, TREE
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
-from sequoia_plan.runtime.models.forward import additive
+from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary
-from sequoia_plan.runtime.verify import VERIFIERS, Laws, TreeIndex, Verdict, Verifier, traversal
+from sequoia_plan.runtime.verify import (
+    VERIFIERS,
+    Acceptance,
+    TargetProbs,
+    TreeIndex,
+    Verifier,
+    traversal,
+)
 
-BOTH = ("sequoia", "traversal")
-"""The verifiers whose acceptance is computed from the same draws."""
-POSITIONS = 64
-"""Judged at a time: bounds the memory for probabilities."""
+COMPARED = ("sequoia", "traversal")
+"""The verifiers that `ComparedVerifiers` compares: both verify the same drawn trees."""
+POSITIONS_AT_ONCE = 64
+"""Positions that one pass over a text reads: limits the memory for probabilities."""
 
 
-def expected_acceptance(target: Tensor, draft: Tensor, sampling: Sampling, ranks: int, generator: torch.Generator, covered: Tensor | None = None) -> Tensor:
-    """float64 [positions, ranks]: at each position, the probability that the child of each rank is the one accepted, children drawn once.
+def expected_acceptance(
+    target_logits: Tensor,
+    draft_logits: Tensor,
+    sampling: Sampling,
+    ranks: int,
+    generator: torch.Generator,
+    d2t: Tensor | None = None,
+) -> Tensor:
+    """float64 [positions, ranks]: the probability that the child of each rank is the one accepted.
+
+    Children are drawn once at each position; the probability is over the verifier's randomness.
 
     Args:
-        target, draft: logits [positions, vocabulary] and [positions, draft vocabulary].
-        covered: int64 [draft vocabulary], the target's token for each of the draft's; None if they are the same.
+        target_logits: [positions, vocabulary].
+        draft_logits: [positions, draft vocabulary], at the same positions.
+        sampling: temperatures and verifier.
+        ranks: number of children drawn at each position.
+        generator: of the draws.
+        d2t: int64 [draft vocabulary], the target's token for each of the draft's tokens; None if
+            they are the same.
     """
-    q = sampling.draft(draft)
-    picks = sampling.drawing(q, ranks, generator)
+    draft_probs = sampling.draft_probs(draft_logits)
+    drawn = sampling.drawing(draft_probs, ranks, generator)
     if sampling.greedy:
-        tokens = picks if covered is None else covered[picks]
-        return (tokens == target.argmax(-1, keepdim=True)).double()
-    p = sampling.target(target)
-    rule = VERIFIERS["sequoia"] if sampling.verifier == "traversal" else sampling.rule  # the same at a root's children
-    stars = TreeIndex.stars(len(p), ranks, p.device)
-    return rule.judge(lambda nodes: p[nodes], q, picks, stars, covered).ends[len(p) :].reshape(len(p), ranks)
+        tokens = drawn if d2t is None else d2t[drawn]
+        return (tokens == target_logits.argmax(-1, keepdim=True)).double()
+    probs = sampling.target_probs(target_logits)
+    # at a root's children, `traversal` accepts as `sequoia` does
+    name = "sequoia" if sampling.verifier == "traversal" else sampling.verifier
+    # each position is the root of a one-level tree; the roots come first, then their children
+    stars = TreeIndex.stars(len(probs), ranks, probs.device)
+    acceptance = VERIFIERS[name].acceptance(
+        lambda nodes: probs[nodes], draft_probs, drawn, stars, d2t
+    )
+    return acceptance.end_probs[len(probs) :].reshape(len(probs), ranks)
 
 
-class Forced:
-    """Measures by one more pass over text that the target wrote.
+class ForcedMethod:
+    """Computes acceptance in one more pass over text that the target wrote.
 
     Args:
-        compared: judge each step of the text by both rules.
+        ranks: number of children drawn at a position.
+        compares: make ready to verify each step of the text with both `sequoia` and `traversal`.
     """
 
-    def __init__(self, pair: Pair, ranks: int, compared: bool) -> None:
-        decoder = SequoiaDecoder(pair.target, pair.draft, TokenTree.chain(2), captured=False if compared else None)
-        assert decoder.drafter is not None
-        self.drafter = decoder.drafter
-        self.decoder = decoder.with_tree(as_deep(TREE, self.drafter.drafting.deepest))
-        self.ranks = min(ranks, self.drafter.vocabulary)
-        self.ends = set(pair.end_tokens)
+    def __init__(self, pair: Pair, ranks: int, compares: bool) -> None:
+        captured = False if compares else None
+        decoder = SequoiaDecoder(pair.target, pair.draft, TokenTree.chain(2), captured=captured)
+        drafter = decoder.step.drafter
+        assert drafter is not None
+        self.drafter = drafter
+        self.decoder = decoder.with_tree(limited_to_depth(TREE, drafter.drafting.max_depth))
+        self.ranks = min(ranks, drafter.vocabulary)
+        self.end_tokens = set(pair.end_tokens)
 
     @torch.inference_mode()
-    def __call__(self, prompt: Tensor, samplings: Sequence[Sampling], tokens: int, seed: int) -> list[dict[str, Any]]:
-        """For each setting: trials [levels][classes] and counts [levels][classes][ranks]; `reached` of `BothRules`, None if nobody asked."""
-        decoder = self.decoder
-        text, levels, classes = prompt.tolist(), [0], [0]  # of each position from the prompt's last token on
-        writer, both = samplings[0], None
-        if any(each.verifier == "traversal" for each in samplings) and not writer.greedy:
-            both = writer = BothRules(**next(each for each in samplings if each.verifier in BOTH).settings())
-        for step in decoder.steps(prompt, tokens, writer, seed):
-            text += step.tokens
-            levels += [*range(1, len(step.tokens)), 0]
-            classes += [*decoder.tree.classes[step.path[1:]].tolist(), 0]
-            if len(text) - prompt.numel() >= tokens or self.ends.intersection(step.tokens):
-                break
-        ends = [at for at, token in enumerate(text[prompt.numel() :]) if token in self.ends]
-        ids = torch.tensor(text[: prompt.numel() + ends[0]] if ends else text, device=decoder.device)
-        first = prompt.numel() - 1
-        levels, classes = levels[: ids.numel() - first], classes[: ids.numel() - first]
-        deepest = self.drafter.drafting.deepest or len(levels) + 2
-        places = [2 * min(level, LEVELS - 1) + kind for level, kind in zip(levels, classes, strict=True)]  # of the sums
-        known = [place for place, level in zip(places, levels, strict=True) if level < deepest - 1]
-        trials = torch.bincount(torch.tensor(known), minlength=2 * LEVELS).reshape(LEVELS, 2).tolist()
-        sums = [torch.zeros(2 * LEVELS, self.ranks, dtype=torch.float64) for _ in samplings]
-        generator = torch.Generator(decoder.device).manual_seed(seed)
-        columns = torch.arange(ids.numel(), device=decoder.device)
-        again = min(first, TREE.depth) if self.drafter.taps else 0  # before them, the prompt is in both caches
-        levels, places = [-1] * again + levels, [-1] * again + places
-        for start, end in pieces(levels, POSITIONS):
-            here, mine = columns[first - again + start : first - again + end], levels[start:end]
-            read = decoder.target(decoder.sequence.target, ids[here], here, here, additive(columns <= here[:, None], decoder.target.model.dtype))
-            target, draft = read.logits, self.drafter.read_text(decoder.sequence, here, mine, read.features)
-            counted = torch.tensor([at for at, level in enumerate(mine) if 0 <= level < deepest - 1], dtype=torch.long)
-            if len(counted) < len(mine):
-                target, draft = target[counted], draft[counted]
-            place = torch.tensor(places[start:end])[counted]
-            judged: dict[Sampling, Tensor] = {}  # by the rule that is applied to a node's own children
-            for sampling, total in zip(samplings, sums, strict=True):
-                alone = replace(sampling, verifier="sequoia") if sampling.verifier == "traversal" else sampling
-                if alone not in judged:
-                    judged[alone] = expected_acceptance(target, draft, alone, self.ranks, generator, self.drafter.covered).cpu()
-                total.index_add_(0, place, judged[alone])
-        reached = both.reached.tolist() if both else None
+    def __call__(
+        self, prompt: Tensor, samplings: Sequence[Sampling], max_new_tokens: int, seed: int
+    ) -> list[dict[str, Any]]:
+        """Measure one prompt with several samplings under which the target writes the same text.
+
+        A position of the text is a node of the small tree that decodes it. Its class is 0 on the
+        spine (it and all its ancestors are first children) and 1 off it.
+
+        Args:
+            prompt: int64 [n], token ids.
+            max_new_tokens: the most tokens that the target writes.
+
+        Returns:
+            For each sampling: `trials` [levels][classes], the number of positions by level and
+            class; `counts` [levels][classes][ranks], the expected number of accepted children of
+            each rank at these positions; and `reached` [2][levels], for `sequoia` and `traversal`
+            the sum over steps of the probability to get to each level of the tree, None for
+            verifiers other than `traversal`.
+        """
+        compared = self._compare_verifiers(samplings)
+        writing_sampling = samplings[0]
+        if compared:  # only these verifiers are recorded while the text is written
+            writing_sampling = next(s for s in samplings if s.verifier in COMPARED)
+        text, levels, classes = self._write(prompt, writing_sampling, max_new_tokens, seed)
+        max_depth = self.drafter.drafting.max_depth  # the most levels of a tree; None is no limit
+
+        def row_of(level: int, node_class: int) -> int:
+            """The row of the tables [levels * classes, ...] that a position adds to.
+
+            Levels from `LEVELS` - 1 on share a row. A position that the draft cannot give children,
+            because the next level would be too deep, gets -1.
+            """
+            if max_depth and level > max_depth - 2:
+                return -1
+            return 2 * min(level, LEVELS - 1) + node_class
+
+        rows = list(map(row_of, levels, classes))
+        counted_rows = torch.tensor([row for row in rows if row >= 0], dtype=torch.long)
+        trials = torch.bincount(counted_rows, minlength=2 * LEVELS).reshape(LEVELS, 2).tolist()
+        counts = self._expected_counts(text, prompt.numel(), levels, rows, samplings, seed)
+        reached = compared.reached.tolist() if compared else None
         return [
-            {"trials": trials, "counts": total.reshape(LEVELS, 2, -1).tolist(), "reached": reached if s.verifier == "traversal" else None}
-            for s, total in zip(samplings, sums, strict=True)
+            {
+                "trials": trials,
+                "counts": sampling_counts.reshape(LEVELS, 2, -1).tolist(),
+                "reached": reached if sampling.verifier == "traversal" else None,
+            }
+            for sampling, sampling_counts in zip(samplings, counts, strict=True)
         ]
 
+    def _compare_verifiers(self, samplings: Sequence[Sampling]) -> ComparedVerifiers | None:
+        """Let the decoder verify with both verifiers of `COMPARED`, if `traversal` is asked for.
 
-@dataclass(frozen=True)
-class BothRules(Sampling):
-    """A sampling whose every step is judged by `sequoia` and by `traversal`; it goes on with its own.
+        Returns:
+            The verifiers that record how far both get; None if there is nothing to compare.
+        """
+        needed = any(sampling.verifier == "traversal" for sampling in samplings)
+        if not needed or samplings[0].greedy:
+            self.decoder.step.verifiers = VERIFIERS
+            return None
+        compared = ComparedVerifiers()
+        self.decoder.step.verifiers = VERIFIERS | compared.verifiers()
+        return compared
 
-    Args:
-        reached: float64 [2, depth], the sum over steps of the probability to get to each level, by either rule, given what was drawn on the way
-            there: so on the first level, where the two rules accept alike, they are the same numbers.
+    def _write(
+        self, prompt: Tensor, sampling: Sampling, max_new_tokens: int, seed: int
+    ) -> tuple[Tensor, list[int], list[int]]:
+        """Decode a text until a step has an end token, or there are `max_new_tokens`.
+
+        Returns:
+            - int64 [n], the tokens of prompt and text; an end token and what follows it is cut off.
+            - For each token from the prompt's last one on, its level in the tree of the step in
+              which it is the root or an accepted node. The last token of a step (the bonus token)
+              is the root of the next step, at level 0.
+            - For each of these tokens its node's class: 0 on the spine (the node and all its
+              ancestors are first children), 1 off it.
+        """
+        tree, prompt_length = self.decoder.step.tree, prompt.numel()
+        token_ids, levels, classes = prompt.tolist(), [0], [0]
+        for step in self.decoder.steps(prompt, max_new_tokens, sampling, seed):
+            # accepted nodes on levels 1, 2, ..., and the bonus token
+            token_ids += step.tokens
+            levels += [*range(1, len(step.tokens)), 0]
+            classes += [*tree.classes[step.path[1:]].tolist(), 0]
+            if len(token_ids) - prompt_length >= max_new_tokens:
+                break
+            if self.end_tokens.intersection(step.tokens):
+                break
+        new_tokens = token_ids[prompt_length:]
+        ends = [at for at, token in enumerate(new_tokens) if token in self.end_tokens]
+        if ends:
+            token_ids = token_ids[: prompt_length + ends[0]]
+        num_positions = len(token_ids) - prompt_length + 1
+        text = torch.tensor(token_ids, device=self.decoder.step.device)
+        return text, levels[:num_positions], classes[:num_positions]
+
+    def _expected_counts(
+        self,
+        text: Tensor,
+        prompt_length: int,
+        levels: list[int],
+        rows: list[int],
+        samplings: Sequence[Sampling],
+        seed: int,
+    ) -> list[Tensor]:
+        """Add up, over the positions of a text, the probability that each rank is accepted.
+
+        Target and draft read the text once more, piece by piece; at each position children are
+        drawn anew.
+
+        Args:
+            text: int64 [n], the tokens of prompt and text.
+            prompt_length: number of tokens of the prompt; the KV caches hold the prompt.
+            levels: for each token from the prompt's last one on, its level in the tree of its step.
+            rows: for each of these tokens, the row of the result that it adds to: 2 * level, plus
+                its class (0 on the spine, 1 off it); -1 for none.
+
+        Returns:
+            For each sampling, float64 [2 * LEVELS, ranks]: the expected number of accepted children
+            of each rank.
+        """
+        step = self.decoder.step
+        shape = (2 * LEVELS, self.ranks)
+        counts = [torch.zeros(shape, dtype=torch.float64) for _ in samplings]
+        generator = torch.Generator(step.device).manual_seed(seed)
+        all_slots = torch.arange(text.numel(), device=step.device)  # token i is in slot i
+        first = prompt_length - 1
+        # a draft that reads hidden states needs those of a few tokens before the first position,
+        # so the target reads them again; they add to no row and have no level
+        num_repeated = min(first, TREE.depth) if self.drafter.aux_hidden_state_layers else 0
+        levels, rows = [-1] * num_repeated + levels, [-1] * num_repeated + rows
+        first -= num_repeated
+        for start, end in pieces(levels, POSITIONS_AT_ONCE):
+            slots = all_slots[first + start : first + end]
+            piece_levels, piece_rows = levels[start:end], rows[start:end]
+            mask = additive_mask(all_slots <= slots[:, None], step.target.model.dtype)
+            # input tokens, their positions and the slots they are written to
+            output = step.target(step.sequence.target, text[slots], slots, slots, mask)
+            target_logits = output.logits
+            draft_logits = logits_over_text(
+                self.drafter, step.sequence, slots, piece_levels, output.hidden_states
+            )
+            counted = torch.tensor(
+                [at for at, row in enumerate(piece_rows) if row >= 0], dtype=torch.long
+            )
+            if len(counted) < len(piece_rows):
+                target_logits, draft_logits = target_logits[counted], draft_logits[counted]
+            counted_rows = torch.tensor(piece_rows)[counted]
+            probs_of_sampling: dict[Sampling, Tensor] = {}  # [counted positions, ranks]
+            for sampling, sampling_counts in zip(samplings, counts, strict=True):
+                if sampling.verifier == "traversal":  # accepts a root's children as `sequoia` does
+                    sampling = replace(sampling, verifier="sequoia")
+                if sampling not in probs_of_sampling:
+                    probs = expected_acceptance(
+                        target_logits,
+                        draft_logits,
+                        sampling,
+                        self.ranks,
+                        generator,
+                        self.drafter.d2t,
+                    )
+                    probs_of_sampling[sampling] = probs.cpu()
+                sampling_counts.index_add_(0, counted_rows, probs_of_sampling[sampling])
+        return counts
+
+
+class ComparedVerifiers:
+    """`sequoia` and `traversal`, each of which also records how far both get.
+
+    Attributes:
+        reached: float64 [2, depth], the sum over steps of the probability to get to each level with
+            either verifier, given what was drawn on the way there. On the first level, where the
+            two accept alike, the sums are equal.
     """
 
-    reached: Tensor = field(default_factory=lambda: torch.zeros(2, TREE.depth, dtype=torch.float64), hash=False, compare=False)
+    def __init__(self) -> None:
+        self.reached = torch.zeros(2, TREE.depth, dtype=torch.float64)
 
-    @property
-    def rule(self) -> Verifier:
-        def judge(target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, covered: Tensor | None) -> Verdict:
-            verdicts = {name: VERIFIERS[name].judge(target, draft, drawn, index, covered) for name in BOTH}
-            of = traversal.of_subtrees(traversal.judged(target, draft, drawn, index, covered), index).double().cpu()
-            ends = torch.zeros_like(self.reached[0]).index_add_(0, index.offsets.cpu(), verdicts["sequoia"].ends.cpu())
-            self.reached[0] += ends.flip(0).cumsum(0).flip(0)
-            self.reached[1].index_add_(0, index.offsets.cpu(), through(of, index))
-            return verdicts[self.verifier]
+    def verifiers(self) -> dict[str, Verifier]:
+        """Verifiers by name that accept as those of `VERIFIERS`, and add to `reached`."""
 
-        return Verifier(judge, VERIFIERS[self.verifier].drawing)
+        def recording(name: str) -> Verifier:
+            """The verifier called `name`, which also records."""
+
+            def acceptance(
+                target_probs: TargetProbs,
+                draft_probs: Tensor,
+                drawn: Tensor,
+                index: TreeIndex,
+                d2t: Tensor | None,
+            ) -> Acceptance:
+                return self._record(target_probs, draft_probs, drawn, index, d2t)[name]
+
+            return Verifier(acceptance, VERIFIERS[name].drawing)
+
+        return {name: recording(name) for name in COMPARED}
+
+    def _record(
+        self,
+        target_probs: TargetProbs,
+        draft_probs: Tensor,
+        drawn: Tensor,
+        index: TreeIndex,
+        d2t: Tensor | None,
+    ) -> dict[str, Acceptance]:
+        """Verify a drawn tree with both verifiers, and add to `reached` how far each gets.
+
+        Args:
+            target_probs: maps nodes to the target's distributions after them.
+            draft_probs, drawn: the draft's distributions at the inner nodes, and the children drawn
+                from them.
+            index: the structure of the tree.
+            d2t: int64 [draft vocabulary], the target's token for each of the draft's tokens; None
+                if they are the same.
+
+        Returns:
+            What each verifier accepts, by name.
+        """
+        inputs = (target_probs, draft_probs, drawn, index, d2t)
+        acceptances = {name: VERIFIERS[name].acceptance(*inputs) for name in COMPARED}
+        residual = traversal.residual_after_children(*inputs)
+        subtree_probs = traversal.subtree_probs(residual, index).double().cpu()
+        levels = index.offsets.cpu()  # of each node
+        end_probs = torch.zeros_like(self.reached[0])  # that the path ends on each level
+        end_probs.index_add_(0, levels, acceptances["sequoia"].end_probs.cpu())
+        # the path gets to a level if it ends there or below
+        self.reached[0] += end_probs.flip(0).cumsum(0).flip(0)
+        self.reached[1].index_add_(0, levels, path_probs(subtree_probs, index))
+        return acceptances
 
 
-def through(of_subtrees: Tensor, index: TreeIndex) -> Tensor:
-    """float64 [size]: the probability that the path goes through each node with `traversal`, on average over what is drawn below it.
+def path_probs(subtree_probs: Tensor, index: TreeIndex) -> Tensor:
+    """float64 [size]: the probability that `traversal`'s accepted path goes through each node.
+
+    It is averaged over what is drawn below the node.
 
     Args:
-        of_subtrees: float64 [size], see `traversal.of_subtrees`.
+        subtree_probs: float64 [size], the probability that the path ends in each node's subtree, if
+            it ends in no subtree that is visited before (`traversal.subtree_probs`).
+        index: the structure of the tree.
     """
-    passed_by = torch.ones_like(of_subtrees)  # no earlier sibling's subtree holds the path's end
+    # for each node, the probability that no earlier sibling's subtree holds the path's end
+    passed_by = torch.ones_like(subtree_probs)
     parents = index.parents.tolist()
+    # the parent of node n is parents[n - 1]; siblings have consecutive numbers
     for node in range(2, index.size):
         if parents[node - 1] == parents[node - 2]:
-            passed_by[node] = passed_by[node - 1] * (1 - of_subtrees[node - 1])
-    return of_subtrees * passed_by[index.paths.cpu()].prod(-1)
+            passed_by[node] = passed_by[node - 1] * (1 - subtree_probs[node - 1])
+    return subtree_probs * passed_by[index.paths.cpu()].prod(-1)
 
 
-def as_deep(tree: TokenTree, deepest: int | None) -> TokenTree:
-    """The tree without its levels beyond `deepest`, if that is a limit."""
-    return tree if deepest is None or tree.depth <= deepest else TokenTree(tree.parents[: int(tree.level_offsets[deepest])])
+def limited_to_depth(tree: TokenTree, max_depth: int | None) -> TokenTree:
+    """The tree without its levels beyond `max_depth`; None is no limit."""
+    if max_depth is None or tree.depth <= max_depth:
+        return tree
+    return TokenTree(tree.parents[: int(tree.level_offsets[max_depth])])
 
 
-def pieces(levels: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Ranges of at most `most` positions, cut where a step begins, if no step is longer."""
+def pieces(levels: Sequence[int], max_positions: int) -> Iterator[tuple[int, int]]:
+    """Cut a text into ranges of at most `max_positions`, where a step begins if possible.
+
+    Args:
+        levels: of each position in the tree of its step; a step begins where the level is not
+            positive.
+
+    Yields:
+        The first position of a range and the one after its last. A step that is longer than
+        `max_positions` is cut within.
+    """
     start = 0
     while start < len(levels):
-        end = min(start + most, len(levels))
-        cut = end
-        while start < cut < len(levels) and levels[cut] > 0:
-            cut -= 1
-        end = cut if cut > start else end
+        end = min(start + max_positions, len(levels))
+        step_start = end
+        while start < step_start < len(levels) and levels[step_start] > 0:
+            step_start -= 1
+        if step_start > start:
+            end = step_start
         yield start, end
         start = end
 
 
-class Counted:
-    """Counts while decoding with a one-level tree."""
+class DecodingMethod:
+    """Counts acceptance while decoding with a one-level tree."""
 
     def __init__(self, pair: Pair, ranks: int) -> None:
-        self.decoder = SequoiaDecoder(pair.target, pair.draft, TokenTree.star(min(ranks, shared_vocabulary(pair.target, pair.draft)[0])))
-        self.ends = set(pair.end_tokens)
+        vocabulary, _ = shared_vocabulary(pair.target, pair.draft)
+        tree = TokenTree.star(min(ranks, vocabulary))
+        self.decoder = SequoiaDecoder(pair.target, pair.draft, tree)
+        self.end_tokens = set(pair.end_tokens)
 
-    def __call__(self, prompt: Tensor, samplings: Sequence[Sampling], tokens: int, seed: int) -> list[dict[str, Any]]:
-        """As `Forced`; only the first level is seen."""
-        counts, trials, made = [0] * self.decoder.tree.size, 0, 0
-        for step in self.decoder.steps(prompt, tokens, samplings[0], seed):
-            counts[step.path[1] if len(step.path) > 1 else 0] += 1
-            trials += 1
-            made += len(step.tokens)
-            if made >= tokens or self.ends.intersection(step.tokens):
+    def __call__(
+        self, prompt: Tensor, samplings: Sequence[Sampling], max_new_tokens: int, seed: int
+    ) -> list[dict[str, Any]]:
+        """Decode one prompt, and count which of the root's children is accepted.
+
+        Args:
+            prompt: int64 [n], token ids.
+            samplings: the first one is measured.
+            max_new_tokens: the most tokens that are decoded.
+
+        Returns:
+            One dict, in the form of `ForcedMethod`: `trials` [levels][classes], the number of
+            steps, and `counts` [levels][classes][ranks], how often each child was accepted. Class 0
+            is the spine, which holds the root. All levels but the root's, and class 1, have zeros.
+        """
+        node_counts = [0.0] * self.decoder.step.tree.size  # [0]: no child was accepted
+        num_steps = num_tokens = 0
+        for step in self.decoder.steps(prompt, max_new_tokens, samplings[0], seed):
+            node_counts[step.path[1] if len(step.path) > 1 else 0] += 1
+            num_steps += 1
+            num_tokens += len(step.tokens)
+            if num_tokens >= max_new_tokens or self.end_tokens.intersection(step.tokens):
                 break
-        nothing = [0.0] * (len(counts) - 1)
-        below = [[nothing, nothing]] * (LEVELS - 1)
-        return [{"trials": [[trials, 0], *[[0, 0]] * (LEVELS - 1)], "counts": [[list(map(float, counts[1:])), nothing], *below], "reached": None}]
+        counts = node_counts[1:]  # by rank: node k is the root's child of rank k
+        no_counts = [0.0] * len(counts)
+        return [
+            {
+                "trials": [[num_steps, 0]] + [[0, 0]] * (LEVELS - 1),
+                "counts": [[counts, no_counts]] + [[no_counts, no_counts]] * (LEVELS - 1),
+                "reached": None,
+            }
+        ]

@@ -1,4 +1,4 @@
-"""What was observed of acceptance, prompt by prompt: totals by level, how sure they are, and how much more often `traversal` accepts."""
+"""Acceptance as observed, prompt by prompt: totals by level, and their precision."""
 
 from __future__ import annotations
 
@@ -9,135 +9,206 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sequoia_plan.artifacts import LevelCounts, Lift, TokenTree
-from sequoia_plan.artifacts.profile import MOST_KINDS, Counts
+from sequoia_plan.artifacts import LevelCounts, TokenTree
+from sequoia_plan.artifacts.profile import MAX_KINDS, Counts
 from sequoia_plan.artifacts.uncertainty import Z95, gradient, jackknife
 
 LEVELS = 4
-"""Levels told apart, the last one with all below it."""
+"""Number of levels that are counted separately, the last one together with all below it."""
 TREE = TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7])
-"""Decodes the text of `forced`, and stands for any tree where precision is asked for."""
-WIDEST = np.array([TREE.child_count[TREE.position_ids == level].max() for level in range(LEVELS)])
-"""The most children a node of `TREE` has on each level."""
-LEAST_PROMPTS = 8
-"""Fewer say nothing about how prompts differ."""
+"""The tree that decodes the text of the method `forced`, and whose expected tokens define the
+precision of a measurement."""
+MAX_CHILDREN = np.array(
+    [TREE.child_count[TREE.position_ids == level].max() for level in range(LEVELS)]
+)
+"""The most children that a node of `TREE` has on each level."""
+MIN_PROMPTS = 8
+"""Prompts that a standard error needs at least: fewer say nothing about how prompts differ."""
 
 
 @dataclass(frozen=True)
-class Acceptance:
-    """What was observed under one setting, prompt by prompt.
+class ObservedAcceptance:
+    """What was observed with one sampling, prompt by prompt.
 
     Args:
-        trials: int64 [prompts, levels], accepted nodes observed.
-        counts: float64 [prompts, levels, ranks], how many of their children of each rank were accepted, or were expected to be.
-        reached: of `traversal`, float64 [prompts, 2, levels of `TREE`]: what `methods.BothRules` adds up.
-        off: the part of trials and counts that belongs to accepted nodes off the spine; None if nobody told them apart.
+        trials: int64 [prompts, levels], the number of accepted nodes.
+        counts: float64 [prompts, levels, ranks], how many of their children of each rank were
+            accepted, or were expected to be.
+        off_spine: the part of trials and counts that belongs to nodes off the spine, which are the
+            nodes that are not a first child themselves or have such an ancestor; None if that was
+            not recorded.
     """
 
     trials: NDArray[np.int64]
     counts: NDArray[np.float64]
-    reached: NDArray[np.float64] | None = None
-    off: Acceptance | None = None
-
-    def lift(self) -> Lift | None:
-        """How much more often `traversal` accepts, level by level, and how sure that is: a jackknife over prompts."""
-        if self.reached is None:
-            return None
-        depth = min(LEVELS, int(np.flatnonzero(self.trials.sum(0))[-1]) + 1)
-        ratio = _lift(self.reached.sum(0))[:depth]
-        covariance: tuple[tuple[float, ...], ...] = ()
-        groups = len(self.reached)
-        if groups >= LEAST_PROMPTS:
-            off = np.log(np.maximum([_lift(self.reached.sum(0) - one)[:depth] for one in self.reached], 1e-9))
-            off -= off.mean(0)
-            covariance = tuple(map(tuple, (off.T @ off * (groups - 1) / groups).round(9).tolist()))
-        return Lift(tuple(ratio.round(6).tolist()), tuple(WIDEST[:depth].tolist()), covariance)
+    off_spine: ObservedAcceptance | None = None
 
     def levels(self) -> tuple[LevelCounts, ...]:
-        """Totals of each level, down to the last one seen."""
+        """Totals of each level, down to the last one with trials."""
         return self._totals(np.ones(len(self.trials), bool))
 
-    def part(self, chosen: NDArray[np.bool_]) -> Acceptance:
+    def part(self, is_chosen: NDArray[np.bool_]) -> ObservedAcceptance:
         """What was observed on some of the prompts, bool [prompts]."""
-        reached = None if self.reached is None else self.reached[chosen]
-        return Acceptance(self.trials[chosen], self.counts[chosen], reached, self.off and self.off.part(chosen))
+        off_spine = self.off_spine and self.off_spine.part(is_chosen)
+        return ObservedAcceptance(self.trials[is_chosen], self.counts[is_chosen], off_spine)
 
     def by_kind(self, kinds: Sequence[str | None]) -> dict[str, tuple[LevelCounts, ...]]:
-        """`levels` of each kind of prompts; none if a prompt has no kind, or there are more kinds than a profile holds.
+        """Totals of trials and counts by level, over the prompts of each kind.
 
         Args:
-            kinds: of the prompts in turn; those of further rounds follow from the start again.
-        """
-        named = np.array([kinds[i % len(kinds)] or "" for i in range(len(self.trials))])
-        names = list(dict.fromkeys(named.tolist()))
-        return {} if "" in names or len(names) > MOST_KINDS else {name: self._totals(named == name) for name in names}
+            kinds: the kind of each prompt, such as "chat" or "code". Row i of `trials` belongs to
+                prompt i modulo their number, as each further round uses the same prompts again.
 
-    def _totals(self, chosen: NDArray[np.bool_]) -> tuple[LevelCounts, ...]:
-        trials, counts = self.trials[chosen].sum(0), self.counts[chosen].sum(0)
-        seen = int(np.flatnonzero(self.trials.sum(0))[-1]) + 1
-        off: list[Counts | None] = [None] * seen
-        if self.off is not None:
-            of_them = self.off.trials[chosen].sum(0)
-            apart = _within(self.off.counts[chosen].sum(0), counts, of_them, trials - of_them).round(4).tolist()
-            off[1:] = [Counts(int(n), tuple(row)) for n, row in zip(of_them[1:seen], apart[1:seen], strict=True)]
-        return tuple(LevelCounts(int(n), tuple(row), part) for n, row, part in zip(trials[:seen], counts[:seen].round(4).tolist(), off, strict=True))
+        Returns:
+            By kind: totals of each level, down to the last one with trials on any prompt. Empty if
+            a prompt has no kind, or there are more than `MAX_KINDS` kinds, which is what a profile
+            holds.
+        """
+        kind_of_row = np.array([kinds[i % len(kinds)] or "" for i in range(len(self.trials))])
+        distinct_kinds = list(dict.fromkeys(kind_of_row.tolist()))
+        if "" in distinct_kinds or len(distinct_kinds) > MAX_KINDS:
+            return {}
+        return {kind: self._totals(kind_of_row == kind) for kind in distinct_kinds}
 
     def precision(self) -> float:
-        """Half the 95 % interval of a tree's expected tokens (`TREE`), relative: of its predicted speed-up too, step times given.
+        """Half of the 95 % interval of the expected tokens of `TREE`, as a share of them.
 
-        Jackknife over prompts, whose texts differ more than positions within one; inf for fewer than eight.
+        For given step times, the predicted speed-up has the same relative interval. The standard
+        error comes from a jackknife over prompts, because texts differ more than positions within
+        one text. The result is inf for fewer than `MIN_PROMPTS` prompts.
         """
-        error, mean = self._error()
-        return Z95 * error / mean
+        error, expected_tokens = self._error()
+        return Z95 * error / expected_tokens
 
     def effective_trials(self) -> int:
-        """The effective sample size: independent trials that would leave the same interval. Fewer than there were, as positions of one text
-        resemble each other."""
-        p = self.counts.sum((0, 1)) / self.trials.sum()
-        slope = gradient(TREE, p[None])[0]
+        """The effective sample size: how many independent trials would give the same interval.
+
+        It is smaller than the number of trials, because positions of one text resemble each other.
+        """
+        p = self.counts.sum((0, 1)) / self.trials.sum()  # by rank, over all levels
+        slope = gradient(TREE, p[None])[0]  # of the expected tokens of `TREE`, by rank
         error, _ = self._error()
-        return int(min(self.trials.sum(), np.ceil((p @ slope**2 - (p @ slope) ** 2) / max(error, 1e-9) ** 2) if np.isfinite(error) else np.inf))
+        if not np.isfinite(error):
+            return int(self.trials.sum())
+        # a trial accepts the child of at most one rank: the variance of slope[rank] in one draw
+        variance_of_one_trial = p @ slope**2 - (p @ slope) ** 2
+        independent_trials = np.ceil(variance_of_one_trial / max(error, 1e-9) ** 2)
+        return int(min(self.trials.sum(), independent_trials))
 
     def _error(self) -> tuple[float, float]:
-        """Standard error of F(`TREE`), and F."""
-        if len(self.trials) < LEAST_PROMPTS:
+        """The standard error of the expected tokens of `TREE`, and the expected tokens.
+
+        The error is inf for fewer than `MIN_PROMPTS` prompts.
+        """
+        if len(self.trials) < MIN_PROMPTS:
             return float("inf"), 1.0
-        return jackknife(TREE, self.trials.sum(1, keepdims=True), self.counts.sum(1, keepdims=True))
+        all_levels = self.trials.sum(1, keepdims=True), self.counts.sum(1, keepdims=True)
+        return jackknife(TREE, *all_levels)
+
+    def _totals(self, is_chosen: NDArray[np.bool_]) -> tuple[LevelCounts, ...]:
+        """Totals of each level over some of the prompts, down to the last level that any has.
+
+        Args:
+            is_chosen: bool [prompts].
+        """
+        trials, counts = self.trials[is_chosen].sum(0), self.counts[is_chosen].sum(0)
+        num_levels = int(np.flatnonzero(self.trials.sum(0))[-1]) + 1
+        off_spine: list[Counts | None] = [None] * num_levels
+        if self.off_spine is not None:
+            off_trials = self.off_spine.trials[is_chosen].sum(0)
+            off_counts = self.off_spine.counts[is_chosen].sum(0)
+            off_counts = _clipped(off_counts, counts, off_trials, trials - off_trials)
+            for level in range(1, num_levels):  # level 0 has the root alone, which is on the spine
+                row = off_counts[level].round(4).tolist()
+                off_spine[level] = Counts(int(off_trials[level]), tuple(row))
+        return tuple(
+            LevelCounts(
+                int(trials[level]), tuple(counts[level].round(4).tolist()), off_spine[level]
+            )
+            for level in range(num_levels)
+        )
 
 
-def collect(tallies: Sequence[Any], place: int) -> Acceptance:
-    """What prompts add up to under the setting at `place`; the tallies are those of `Forced` or `Counted`, one a prompt."""
-    mine = [tally[place] for tally in tallies]
-    trials, counts = np.array([t["trials"] for t in mine], np.int64), np.array([t["counts"] for t in mine], np.float64)
-    total, off = counts.sum(2), counts[:, :, 1]
-    reached = np.array([t["reached"] for t in mine]) if mine[0]["reached"] else None
-    if reached is not None:
-        plain, total = total, lifted(total, trials.sum(2), reached.sum(0))
-        off = off * total / np.maximum(plain, 1e-300)  # of one level, the classes are lifted alike
-    return Acceptance(trials.sum(2), total, reached, Acceptance(trials[:, :, 1], off))
+def collect(tallies: Sequence[Any], setting: int) -> ObservedAcceptance:
+    """Combine the tallies of all prompts with one of the samplings.
+
+    Args:
+        tallies: for each prompt a list with one dict for each sampling, as `ForcedMethod` and
+            `DecodingMethod` return it.
+        setting: the index of the sampling in each list.
+    """
+    sampling_tallies = [tallies_of_prompt[setting] for tallies_of_prompt in tallies]
+    # [prompts, levels, classes] and [prompts, levels, classes, ranks]; class 0 is on the spine (the
+    # node and all its ancestors are first children), class 1 off it
+    trials = np.array([tally["trials"] for tally in sampling_tallies], np.int64)
+    counts = np.array([tally["counts"] for tally in sampling_tallies], np.float64)
+    total_trials, total_counts, off_counts = trials.sum(2), counts.sum(2), counts[:, :, 1]
+    if sampling_tallies[0]["reached"]:  # of `traversal`, whose counts are still those of `sequoia`
+        reached = np.array([tally["reached"] for tally in sampling_tallies])
+        sequoia_counts = total_counts
+        total_counts = as_traversal_accepts(sequoia_counts, total_trials, reached.sum(0))
+        # both classes of a level and rank change by the same factor
+        off_counts = off_counts * total_counts / np.maximum(sequoia_counts, 1e-300)
+    off_spine = ObservedAcceptance(trials[:, :, 1], off_counts)
+    return ObservedAcceptance(total_trials, total_counts, off_spine)
 
 
-def _within(off: NDArray[np.float64], total: NDArray[np.float64], trials: NDArray[np.int64], others: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Counts [levels, ranks] off the spine, moved so that they are at most their `trials`, and the rest of `total` at most the `others`."""
-    off = off * np.minimum(1, trials / np.maximum(off.sum(-1), 1e-300))[:, None]
-    rest = total - off
-    moved: NDArray[np.float64] = total - rest * np.minimum(1, others / np.maximum(rest.sum(-1), 1e-300))[:, None]
-    return moved
+def as_traversal_accepts(
+    counts: NDArray[np.float64], trials: NDArray[np.int64], reached: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """The counts of `sequoia`, changed to what `traversal` accepts of the same draws.
 
+    The counts of ranks that `TREE` has on a level are multiplied by how many times as often
+    `traversal` as `sequoia` gets past that level. The counts of the other ranks stay as they are,
+    unless a prompt's level would then have more counts than trials: they are scaled down to fit.
 
-def _lift(reached: NDArray[np.float64]) -> NDArray[np.float64]:
-    """float64 [levels]: how many times as often the second rule gets past each level, from `methods.BothRules.reached`."""
-    past = reached[:, 1:] / np.maximum(reached[:, :-1], 1e-9)
-    lift: NDArray[np.float64] = np.where(past[0] > 0, past[1] / np.maximum(past[0], 1e-9), 1.0)
-    return lift[:LEVELS]
-
-
-def lifted(counts: NDArray[np.float64], trials: NDArray[np.int64], reached: NDArray[np.float64]) -> NDArray[np.float64]:
-    """`counts` of the first rule as the second one accepts: ranks that `TREE` has on a level in proportion, the others as they are, or what
-    those leave."""
-    known = np.arange(counts.shape[2]) < WIDEST[:, None]
-    inside = np.where(known, counts * _lift(reached)[:, None], 0.0)
+    Args:
+        counts: float64 [prompts, levels, ranks], how many children of each rank `sequoia` accepts.
+        trials: int64 [prompts, levels], the number of their parents.
+        reached: float64 [2, levels of `TREE`], for `sequoia` and `traversal`, the sum over steps
+            of the probability to get to each level (`ComparedVerifiers.reached`).
+    """
+    is_in_tree = np.arange(counts.shape[2]) < MAX_CHILDREN[:, None]  # [levels, ranks]
+    inside = np.where(is_in_tree, counts * acceptance_ratio(reached)[:, None], 0.0)
     inside *= np.minimum(1, trials / np.maximum(inside.sum(-1), 1e-9))[..., None]
-    outside = np.where(known, 0.0, counts)
+    outside = np.where(is_in_tree, 0.0, counts)
     room = (trials - inside.sum(-1)) / np.maximum(outside.sum(-1), 1e-9)
     return inside + outside * np.clip(room, 0, 1)[..., None]
+
+
+def acceptance_ratio(reached: NDArray[np.float64]) -> NDArray[np.float64]:
+    """float64 [LEVELS]: how many times as often `traversal` as `sequoia` gets past each level.
+
+    Args:
+        reached: float64 [2, levels of `TREE`], for `sequoia` and `traversal`, the sum over steps
+            of the probability to get to each level (`ComparedVerifiers.reached`).
+    """
+    # [2, levels - 1]: the probability to go on to the next level, once at a level
+    passed = reached[:, 1:] / np.maximum(reached[:, :-1], 1e-9)
+    sequoia, traversal = passed
+    ratio: NDArray[np.float64] = np.where(sequoia > 0, traversal / np.maximum(sequoia, 1e-9), 1.0)
+    return ratio[:LEVELS]
+
+
+def _clipped(
+    off_counts: NDArray[np.float64],
+    counts: NDArray[np.float64],
+    off_trials: NDArray[np.int64],
+    spine_trials: NDArray[np.int64],
+) -> NDArray[np.float64]:
+    """Counts off the spine, scaled so that neither class has more counts than trials.
+
+    A node is on the spine if it and all its ancestors are first children, else off it.
+
+    Args:
+        off_counts, counts: float64 [levels, ranks], accepted children of nodes off the spine, and
+            of all nodes.
+        off_trials, spine_trials: int64 [levels], the number of nodes off and on the spine.
+    """
+    off_share = np.minimum(1, off_trials / np.maximum(off_counts.sum(-1), 1e-300))
+    off_counts = off_counts * off_share[:, None]
+    spine_counts = counts - off_counts
+    spine_share = np.minimum(1, spine_trials / np.maximum(spine_counts.sum(-1), 1e-300))
+    # what is too much on the spine goes to the nodes off it, so the sum stays
+    clipped: NDArray[np.float64] = counts - spine_counts * spine_share[:, None]
+    return clipped

@@ -1,4 +1,4 @@
-"""Prompts as the models see them; `artifacts.prompts` reads them from files."""
+"""Prompts as token ids; `artifacts.prompts` reads them from files."""
 
 from __future__ import annotations
 
@@ -7,47 +7,44 @@ from pathlib import Path
 from typing import Any
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.artifacts.prompts import BUILT_IN, Message, Prompt, Text, built_in, held_out_half, load, measuring_half, read_messages
+from sequoia_plan.artifacts.prompts import BUILT_IN, Prompt, PromptText, held_out_half, load
 from sequoia_plan.runtime import Pair
-from sequoia_plan.runtime.models.forward import context_length, text_config
-
-__all__ = [
-    "BUILT_IN",
-    "Message",
-    "Prompt",
-    "Text",
-    "built_in",
-    "check_lengths",
-    "encode",
-    "held_out",
-    "held_out_half",
-    "load",
-    "measuring_half",
-    "read_messages",
-]
+from sequoia_plan.runtime.models.architecture import context_length, text_config
 
 
-def held_out(tokenizer: Any, most: int) -> list[list[int]]:
-    """Token ids of the first of our own prompts that nothing is measured on."""
-    return [encode(tokenizer, prompt.text) for prompt in held_out_half(load(BUILT_IN))[:most]]
+def held_out(tokenizer: Any, max_prompts: int) -> list[list[int]]:
+    """Token ids of the first `max_prompts` built-in prompts that no profile is measured on."""
+    prompts = held_out_half(load(BUILT_IN))[:max_prompts]
+    return [encode(tokenizer, prompt.text) for prompt in prompts]
 
 
-def encode(tokenizer: Any, prompt: Text) -> list[int]:
-    """Token ids of a prompt as the model expects it: in its chat template if it has one, else as plain text."""
+def encode(tokenizer: Any, prompt: PromptText) -> list[int]:
+    """Token ids of a prompt: in the model's chat template if it has one, else as plain text.
+
+    Args:
+        prompt: a text, which stands for one message of the user, or a list of messages.
+    """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if getattr(tokenizer, "chat_template", None):
-        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        encoded = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True
+        )
         return list(encoded["input_ids"])
-    return list(tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"])
+    text = "\n\n".join(message["content"] for message in messages)
+    return list(tokenizer(text)["input_ids"])
 
 
 def check_lengths(path: str | Path, prompts: Sequence[Prompt], pair: Pair) -> None:
     """Refuse a prompt that leaves no room for a new token, before anything is measured.
 
     Raises:
-        SequoiaPlanError: naming the file and which of its prompts it is.
+        SequoiaPlanError: if there is one; the message names the file and the prompt's number in it.
     """
     context = context_length(text_config(pair.target))
     for number, prompt in enumerate(prompts, 1):
-        if (length := len(encode(pair.tokenizer, prompt.text))) >= context:
-            raise SequoiaPlanError(f"{path}: prompt {number} has {length} tokens, expected at most {context - 1} (the model's context less one new token)")
+        length = len(encode(pair.tokenizer, prompt.text))
+        if length >= context:
+            raise SequoiaPlanError(
+                f"{path}: prompt {number} has {length} tokens, expected at most {context - 1} (the "
+                "model's context less one new token)"
+            )

@@ -1,4 +1,4 @@
-"""What it takes to judge a drawn tree and to keep what is accepted, for any tree: a sum fitted to the times of a few shapes."""
+"""The time of verification for any tree: four terms, fitted to the times of a few shapes."""
 
 from __future__ import annotations
 
@@ -12,152 +12,255 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sequoia_plan.artifacts import TokenTree, Verification
-from sequoia_plan.artifacts.cost import terms
-from sequoia_plan.artifacts.latency import Rounds
-from sequoia_plan.runtime import Sampling, SequoiaDecoder
-from sequoia_plan.runtime.draft.drafter import Growth
+from sequoia_plan.artifacts import TokenTree, VerificationCost
+from sequoia_plan.artifacts.cost import verification_terms
+from sequoia_plan.artifacts.latency import RoundOrder
+from sequoia_plan.runtime import Sampling
+from sequoia_plan.runtime.draft.drafter import DraftedTree
 from sequoia_plan.runtime.models.vocabulary import vocabulary_size
+from sequoia_plan.runtime.step import TreeStep
 
 SPIKE = 100.0
-"""A logit so far above the others that nothing else is possible."""
+"""A logit so far above the others that no other token is possible."""
 
 
-def bushy(size: int, children: int, deepest: int | None = None) -> TokenTree:
-    """A tree of `size` nodes in which every node has `children`, as far as they go: a chain, a binary tree, a ternary tree. More children
-    where it would have more than `deepest` levels."""
+def bushy(size: int, children: int, max_depth: int | None = None) -> TokenTree:
+    """A tree of `size` nodes in which each node has `children` children, until no nodes are left.
+
+    Nodes are filled up breadth-first: 1 child each gives a chain, 2 a binary tree, 3 a ternary
+    tree.
+
+    Args:
+        size: number of nodes, the root included.
+        children: number of children of a node. It is raised until the tree has at most `max_depth`
+            levels.
+        max_depth: the most levels, the root's included, though at least 2; None is no limit.
+    """
     while True:
-        tree = TokenTree.from_parents([-1, *((node - 1) // children for node in range(1, size))])
-        if deepest is None or tree.depth <= max(deepest, 2):
+        parents = [-1, *((node - 1) // children for node in range(1, size))]
+        tree = TokenTree.from_parents(parents)
+        # no number of children makes a tree of several nodes flatter than two levels
+        if max_depth is None or tree.depth <= max(max_depth, 2):
             return tree
         children += 1
 
 
-def shapes(largest: int, vocabulary: int, deepest: int | None = None) -> list[TokenTree]:
-    """Trees to time, of at most `largest` nodes, `vocabulary` children and `deepest` levels: in them rounds, parents and children grow apart
-    from each other."""
-    chains = [TokenTree.chain(size) for size in sorted({min(size, deepest or size) for size in (1, 2, 4, 12)})]
+def shapes_to_time(
+    max_nodes: int, vocabulary: int, max_depth: int | None = None
+) -> list[TokenTree]:
+    """Trees to time verification with: chains, one-level trees and bushy ones of several sizes.
+
+    The terms of the cost (rounds of verification, nodes with children, and children) grow
+    independently of each other from tree to tree, so that a fit can tell them apart.
+
+    Args:
+        max_nodes: the most nodes of a tree.
+        vocabulary: number of tokens of the draft, the most children that a node may have.
+        max_depth: the most levels of a tree; None is no limit.
+    """
+    chain_sizes = sorted({min(size, max_depth or size) for size in (1, 2, 4, 12)})
+    chains = [TokenTree.chain(size) for size in chain_sizes]
     stars = [TokenTree.star(children) for children in (3, 12)]
-    wide = [bushy(size, children, deepest) for size in (8, 32, 128, 512) for children in (2, 3)]
-    return [tree for tree in (*chains, *stars, *wide) if tree.size <= largest and tree.branching <= vocabulary]
+    wide = [bushy(size, children, max_depth) for size in (8, 32, 128, 512) for children in (2, 3)]
+    return [
+        tree
+        for tree in (*chains, *stars, *wide)
+        if tree.size <= max_nodes and tree.branching <= vocabulary
+    ]
 
 
-def order_of_rounds(decoder: SequoiaDecoder, sampling: Sampling) -> Rounds:
-    """`Verification.rounds` of what the decoder runs under a setting: only `traversal` judges a node after its parent, and only kernels on
-    the device look at nothing but the accepted path."""
-    traversal = sampling.verifier == "traversal" and not sampling.greedy
-    if decoder.fuses(sampling):
-        return "path" if traversal else "walk"
-    return "level" if traversal else "tree"
+def round_order(step: TreeStep, sampling: Sampling) -> RoundOrder:
+    """The order in which the step's verifier takes nodes, with this sampling.
+
+    Only `traversal` verifies a node after its parent, and only fused kernels on the device can look
+    at the nodes of the accepted path alone.
+
+    Returns:
+        "tree": all nodes are verified at once. "level": one level after the other. "path": the
+        children of a node once the node itself is verified. "walk": only children of nodes on the
+        accepted path are verified.
+    """
+    is_traversal = sampling.verifier == "traversal" and not sampling.greedy
+    if step.uses_fused_verifier(sampling):
+        return "path" if is_traversal else "walk"
+    return "level" if is_traversal else "tree"
 
 
-def certain_acceptance(tree: TokenTree) -> list[float]:
-    """p of each rank when a walk is timed: down the whole of a chain, in other trees past all of the root's children."""
+def steered_acceptance(tree: TokenTree) -> list[float]:
+    """The acceptance probability of each rank while verification is timed.
+
+    A walk down the accepted path takes as long as the path, so what is accepted is chosen: a chain
+    whole, of other trees no child of any node.
+    """
     return [1.0 if tree.branching == 1 else 0.0]
 
 
 class ShapeTimer:
-    """Judges one tree again and again: random logits with drawn children, no pass of a model. Where one draft pass gives the laws of all
-    levels, children are drawn again each time as well: what that takes depends on the tree, not on the pass.
+    """Verifies one tree again and again, with random logits and drawn children, without a model.
 
-    What a walk down the accepted path takes depends on what is accepted: its logits leave no choice, see `certain_acceptance`.
+    Where one draft pass gives the probabilities of all levels, each run draws the children anew as
+    well: the time of drawing depends on the tree then, so it is counted with verification. The time
+    of a walk down the accepted path depends on what is accepted, so its logits accept a chain whole
+    and no child of any other tree (`steered_acceptance`).
 
     Args:
-        decoder: of the tree, its sequence prefilled with room for it.
-        samplings: settings to judge it under; those that draw alike judge the same children.
+        step: a decoding step with the tree; its sequence is prefilled with room for the tree.
+        samplings: temperatures and verifiers to verify the tree with. Those that draw children in
+            the same way verify the same children.
     """
 
-    def __init__(self, decoder: SequoiaDecoder, samplings: Sequence[Sampling]) -> None:
-        self.decoder, self.length = decoder, decoder.sequence.length.clone()
-        self.random = torch.Generator(decoder.device).manual_seed(0)
-        self.logits = self._normal(decoder.tree.size, vocabulary_size(decoder.target.model))
-        nothing = decoder.sequence.tokens[:0]
-        drawn_at_once = decoder.drafter is not None and decoder.passes and not decoder.drafter.drafting.by_level
-        self.seen = self._normal(decoder.inner, decoder.drafter.vocabulary) if decoder.drafter and drawn_at_once else None
-        drawn: dict[Hashable, Growth] = {}
-        self.given: dict[Sampling, tuple[Tensor, Growth]] = {}
+    def __init__(self, step: TreeStep, samplings: Sequence[Sampling]) -> None:
+        self.step, self.length = step, step.sequence.length.clone()
+        self.generator = torch.Generator(step.device).manual_seed(0)
+        self.logits = self._random_logits(step.tree.size, vocabulary_size(step.target.model))
+        nothing = step.sequence.tokens[:0]  # an empty tensor for trees without drafted nodes
+        self.draft_logits: Tensor | None = None
+        if step.drafter and step.passes and not step.drafter.drafting.drafts_by_level:
+            vocabulary = step.drafter.vocabulary
+            self.draft_logits = self._random_logits(step.num_inner_nodes, vocabulary)
+        drafted_trees: dict[Hashable, DraftedTree] = {}
+        self.inputs: dict[Sampling, tuple[Tensor, DraftedTree]] = {}
         for sampling in samplings:
-            alike = sampling.drawing, sampling.temperature, sampling.draft_temperature
-            if alike not in drawn:
-                drawn[alike] = self._draw(sampling) if decoder.drafter and decoder.passes else Growth(nothing, nothing)
-            walks = order_of_rounds(decoder, sampling) == "walk"
-            self.given[sampling] = self._steered(self._tokens(drawn[alike]), sampling) if walks else self.logits, drawn[alike]
+            key = sampling.drawing, sampling.temperature, sampling.draft_temperature
+            if key not in drafted_trees:
+                drafts = step.drafter and step.passes
+                drafted = self._draw(sampling) if drafts else DraftedTree(nothing, nothing)
+                drafted_trees[key] = drafted
+            drafted, logits = drafted_trees[key], self.logits
+            if round_order(step, sampling) == "walk":
+                logits = self._steered_logits(self._node_tokens(drafted), sampling)
+            self.inputs[sampling] = logits, drafted
 
     def prepare(self, sampling: Sampling) -> None:
-        """Put the sequence as it is once the tree was drafted, as far as judging reads it."""
+        """Put the sequence into the state in which verification finds it after drafting."""
         self.restore()
-        if order_of_rounds(self.decoder, sampling) != "walk":
-            return  # tokens make no difference
-        slots = self.length + self.decoder.structure.nodes
-        self.decoder.sequence.tokens[slots[1:]] = self._tokens(self.given[sampling][1])
+        if round_order(self.step, sampling) != "walk":
+            return  # other verifiers read no tokens
+        slots = self.length + self.step.tensors.nodes
+        tokens = self._node_tokens(self.inputs[sampling][1])
+        self.step.sequence.tokens[slots[1:]] = tokens
 
     def run(self, sampling: Sampling) -> Tensor:
-        """Judge and keep; what a step returns. The sequence is then longer: `restore` puts that right."""
-        if self.seen is not None:
-            self.decoder.refill_random_numbers(sampling)
-            self.decoder.replayed("drawing", partial(self._draw_again, sampling), sampling)
-        return self.decoder.run_verification(*self.given[sampling], sampling)
+        """Verify the tree and commit the accepted path; returns what a decoding step returns.
 
-    def _draw_again(self, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        assert self.seen is not None
-        return sampling.children(self.seen, self.decoder.tree.branching, self.decoder.random_bits(sampling))
+        Call `prepare` before and `restore` after.
+        """
+        if self.draft_logits is not None:
+            self.step.refill_random_numbers(sampling)
+            self.step.replay("drawing", partial(self._draw_again, sampling), sampling)
+        return self.step.run_verification(*self.inputs[sampling], sampling)
 
     def restore(self) -> None:
-        """Put the sequence's length back."""
-        self.decoder.sequence.length.copy_(self.length)
+        """Reset the sequence's length, which undoes what `run` committed."""
+        self.step.sequence.length.copy_(self.length)
 
-    def _normal(self, rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, generator=self.random, device=self.decoder.device).to(self.decoder.target.model.dtype)
+    def _draw_again(self, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """Draw children from the random draft logits, as a step does; only the time matters."""
+        assert self.draft_logits is not None
+        branching, bits = self.step.tree.branching, self.step.random_bits(sampling)
+        return sampling.draw_children(self.draft_logits, branching, bits)
 
-    def _draw(self, sampling: Sampling) -> Growth:
-        assert self.decoder.drafter is not None
-        laws = sampling.draft(self._normal(self.decoder.inner, self.decoder.drafter.vocabulary))
-        return Growth(laws, sampling.drawing(laws, self.decoder.tree.branching, self.random))
+    def _random_logits(self, num_nodes: int, vocabulary: int) -> Tensor:
+        """Normally distributed logits [num_nodes, vocabulary] in the target's dtype."""
+        shape = (num_nodes, vocabulary)
+        logits = torch.randn(shape, generator=self.generator, device=self.step.device)
+        return logits.to(self.step.target.model.dtype)
 
-    def _tokens(self, growth: Growth) -> Tensor:
-        """int64 [size - 1]: the target's token of each node but the root."""
-        tree, drafter = self.decoder.tree, self.decoder.drafter
+    def _draw(self, sampling: Sampling) -> DraftedTree:
+        """Children of all inner nodes, drawn from random logits."""
+        assert self.step.drafter is not None
+        logits = self._random_logits(self.step.num_inner_nodes, self.step.drafter.vocabulary)
+        probs = sampling.draft_probs(logits)
+        drawn = sampling.drawing(probs, self.step.tree.branching, self.generator)
+        return DraftedTree(probs, drawn)
+
+    def _node_tokens(self, drafted: DraftedTree) -> Tensor:
+        """int64 [size - 1]: the token of each node but the root, in the target's vocabulary.
+
+        Args:
+            drafted: the children of each inner node in the draft's vocabulary.
+        """
+        tree, drafter = self.step.tree, self.step.drafter
         if tree.size == 1 or drafter is None:
-            return growth.drawn
-        row = np.searchsorted(np.flatnonzero(tree.child_count), tree.parents[1:])
-        drawn = growth.drawn[torch.as_tensor(row), torch.as_tensor(tree.ranks[1:].astype(np.int64) - 1)]
-        return drawn if drafter.covered is None else drafter.covered[drawn]
+            return drafted.drawn
+        # drawn: [inner nodes, branching], by the parent's index among the inner nodes, and rank - 1
+        parent_index = np.searchsorted(np.flatnonzero(tree.child_count), tree.parents[1:])
+        rank_index = torch.as_tensor(tree.ranks[1:].astype(np.int64) - 1)
+        tokens = drafted.drawn[torch.as_tensor(parent_index), rank_index]
+        return tokens if drafter.d2t is None else drafter.d2t[tokens]
 
-    def _steered(self, tokens: Tensor, sampling: Sampling) -> Tensor:
-        """Logits under which the first child of every node of a chain is certain, and no child of any other tree is possible."""
-        tree, logits = self.decoder.tree, torch.zeros_like(self.logits)
-        certain = certain_acceptance(tree)[0] == 1.0
+    def _steered_logits(self, tokens: Tensor, sampling: Sampling) -> Tensor:
+        """Logits [size, vocabulary] that accept a chain whole, and no child of any other tree.
+
+        At each node they make one token certain: the child's in a chain, else one that no child
+        has.
+
+        Args:
+            tokens: int64 [size - 1], the token of each node but the root.
+        """
+        tree, logits = self.step.tree, torch.zeros_like(self.logits)
+        accepts = steered_acceptance(tree)[0] == 1.0
         for node in range(tree.size):
             first, count = int(tree.first_child[node]), int(tree.child_count[node])
-            theirs = tokens[first - 1 : first - 1 + count].tolist()
-            chosen = theirs[:1] if certain else [token for token in range(count + 1) if token not in theirs]
-            logits[node, (chosen or [0])[0]] = SPIKE * max(1.0, sampling.temperature)
+            children = tokens[first - 1 : first - 1 + count].tolist()  # `tokens` lacks the root
+            if accepts:
+                candidates = children[:1]
+            else:
+                # of count + 1 tokens, at least one is not a child
+                candidates = [token for token in range(count + 1) if token not in children]
+            chosen = candidates[0] if candidates else 0
+            logits[node, chosen] = SPIKE * max(1.0, sampling.temperature)
         return logits
 
 
-def fit(trees: Sequence[TokenTree], seconds: Sequence[float], rounds: Rounds) -> Verification:
-    """The sum that fits the times of `trees` best, relative errors squared, no term negative; and its residual standard error.
+def fit(
+    trees: Sequence[TokenTree], seconds: Sequence[float], order: RoundOrder
+) -> VerificationCost:
+    """Fit the cost of verification to the times of `trees`.
+
+    The cost is linear in four counts of a tree (a constant, rounds, nodes with children, nodes but
+    the root). Its factors are not negative, and minimise the squares of the relative errors.
 
     Args:
-        seconds: each tree's time.
-        rounds: what counts as a round, see `Verification`.
+        trees: trees of different shapes.
+        seconds: the time that each tree's verification took.
+        order: which nodes are verified together in a round: "tree", "level", "path" or "walk"
+            (`round_order`).
+
+    Returns:
+        The cost, with the standard deviation of its relative error.
     """
-    a = np.array([terms(tree, rounds, certain_acceptance(tree)) for tree in trees]) / np.array(seconds)[:, None]
-    found = non_negative_least_squares(a, np.ones(len(trees)))
-    freedom = max(1, len(trees) - np.count_nonzero(found))
-    error = math.sqrt(np.square(a @ np.array(found) - 1).sum() / freedom)
-    return Verification(*found, rounds, round(error, 4))
+    terms = [verification_terms(tree, order, steered_acceptance(tree)) for tree in trees]
+    # dividing a tree's counts by its seconds makes 1 the value to predict, and errors relative
+    relative_terms = np.array(terms) / np.array(seconds)[:, None]
+    costs = non_negative_least_squares(relative_terms, np.ones(len(trees)))
+    degrees_of_freedom = max(1, len(trees) - np.count_nonzero(costs))
+    squared_errors = np.square(relative_terms @ np.array(costs) - 1).sum()
+    error = math.sqrt(squared_errors / degrees_of_freedom)
+    return VerificationCost(*costs, order, round(error, 4))
 
 
-def non_negative_least_squares(a: NDArray[np.float64], b: NDArray[np.float64]) -> tuple[float, float, float, float]:
-    """x >= 0 with the least |a x - b|, by solving for every choice of the four columns."""
-    best, least = np.zeros(a.shape[1]), float(np.square(b).sum())
-    for chosen in itertools.product([False, True], repeat=a.shape[1]):
-        if any(chosen):
-            x = np.zeros(a.shape[1])
-            x[list(chosen)] = np.linalg.lstsq(a[:, chosen], b, rcond=None)[0]
-            left = float(np.square(a @ x - b).sum())
-            if x.min() >= 0 and left < least:
-                best, least = x, left
-    first, second, third, fourth = map(float, best)
-    return first, second, third, fourth
+def non_negative_least_squares(
+    a: NDArray[np.float64], b: NDArray[np.float64]
+) -> tuple[float, float, float, float]:
+    """The x >= 0 that minimises |a x - b|.
+
+    It is found by solving without that condition for each subset of the columns, with 0 for the
+    others. The best solution without a negative entry is the answer.
+
+    Args:
+        a: float64 [n, 4].
+        b: float64 [n].
+    """
+    best, smallest_error = np.zeros(a.shape[1]), float(np.square(b).sum())
+    for columns in itertools.product([False, True], repeat=a.shape[1]):
+        if not any(columns):
+            continue
+        x = np.zeros(a.shape[1])
+        # `columns` says for each column whether it is in the subset
+        x[list(columns)] = np.linalg.lstsq(a[:, columns], b, rcond=None)[0]
+        error = float(np.square(a @ x - b).sum())
+        if x.min() >= 0 and error < smallest_error:
+            best, smallest_error = x, error
+    base, by_round, by_parent, by_child = map(float, best)
+    return base, by_round, by_parent, by_child

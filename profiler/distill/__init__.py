@@ -1,1 +1,1 @@
-"""Making a draft for a target."""
+"""Training a draft for a target: `python -m sequoia_plan.profiler.distill`."""

@@ -1,4 +1,7 @@
-"""Make a draft for a target: `python -m sequoia_plan.profiler.distill text|train|eagle3|dflash --help`. docs/draft.md tells the story."""
+"""Make a draft for a target: `python -m sequoia_plan.profiler.distill COMMAND --help`.
+
+The commands are text, train, eagle3 and dflash. docs/draft.md has the whole way.
+"""
 
 from __future__ import annotations
 
@@ -6,56 +9,154 @@ import argparse
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.profiler.distill.block import BlockRecipe, train_dflash
-from sequoia_plan.profiler.distill.feature import FeatureRecipe, train_eagle3
+from sequoia_plan.profiler.distill.dflash import DFlashRecipe, train_dflash
+from sequoia_plan.profiler.distill.eagle3 import Eagle3Recipe, train_eagle3
+from sequoia_plan.profiler.distill.language_model import LanguageModelRecipe, train_language_model
 from sequoia_plan.profiler.distill.text import write_text
-from sequoia_plan.profiler.distill.train import Recipe, train
-from sequoia_plan.profiler.distill.training import Text
+from sequoia_plan.profiler.distill.training import TrainingSettings, TrainingText
 from sequoia_plan.runtime.models.load import load_model
+
+SHARED_SETTINGS = (
+    "draft_vocabulary",
+    "steps",
+    "batch",
+    "learning_rate",
+    "held_out",
+    "seed",
+)
+"""Fields of `TrainingSettings` that every recipe's command sets."""
+DEFAULT = "(default: %(default)s)"
 
 
 def main() -> None:
-    """Parse and run."""
-    parser = argparse.ArgumentParser(prog="python -m sequoia_plan.profiler.distill", description=__doc__)
-    commands = parser.add_subparsers(required=True, dest="command")
-    text = commands.add_parser("text", help="let the target write training text")
-    text.add_argument("--tokens", type=int, default=1_000_000, help="answer tokens to write (default: %(default)s)")
-    text.add_argument("--rows", type=int, default=224, help="conversations written side by side (default: %(default)s)")
-    text.add_argument("--taps", type=int, nargs="*", default=(), help="hidden states to keep for a feature draft: 0 the embedding, k what layer k puts out")
-    learn = commands.add_parser("train", help="train a small Llama as draft")
-    learn.add_argument("--layers", type=int, nargs="+", default=list(Recipe.layers), help="the target's layers to start from (default: %(default)s)")
-    features = commands.add_parser("eagle3", help="train a draft that reads the target's hidden states")
-    features.add_argument("--chain", type=int, default=FeatureRecipe.chain, help="tokens of a chain that are learnt together (default: %(default)s)")
-    features.add_argument("--start", help="folder of a trained draft to go on from, with a head for the same tokens (default: a new one)")
-    blocks = commands.add_parser("dflash", help="train a draft that reads the target's hidden states and says a block at once")
-    blocks.add_argument("--layers", type=int, nargs="+", default=list(BlockRecipe.layers), help="the target's layers to start from (default: %(default)s)")
-    blocks.add_argument("--size", type=int, default=BlockRecipe.size, help="tokens of a block, the last token before it included (default: %(default)s)")
-    for command, recipe in ((learn, Recipe), (features, FeatureRecipe), (blocks, BlockRecipe)):
-        command.add_argument("--text", type=Path, nargs="+", required=True, help="folders that `text` wrote; the last conversations are held out")
-        for name in ("covered", "steps", "batch", "held_out"):
-            command.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(recipe, name), help="(default: %(default)s)")
-        command.add_argument("--learning-rate", type=float, default=recipe.learning_rate, help="(default: %(default)s)")
-    for command in (text, learn, features, blocks):
-        command.add_argument("--target", help="folder, hub ID or .gguf file (default: the embedded target)")
-        command.add_argument("--seed", type=int, default=0)
-        command.add_argument("-o", "--output", type=Path, required=True)
-    options = parser.parse_args()
+    """Parse the command line and run the command."""
+    options = make_parser().parse_args()
     target, tokenizer, name = load_model(options.target, "cpu", torch.float32)
     if options.command == "text":
-        write_text(target, tokenizer, options.tokens, options.seed, options.output, options.rows, options.taps)
+        write_text(
+            target,
+            tokenizer,
+            options.tokens,
+            options.seed,
+            options.output,
+            options.rows,
+            options.hidden_states,
+        )
         return
-    shared = {name: getattr(options, name) for name in ("covered", "steps", "batch", "learning_rate", "held_out", "seed")}
-    text_of, say = Text(options.text), partial(print, flush=True)
+    shared = {setting: getattr(options, setting) for setting in SHARED_SETTINGS}
+    text, report = TrainingText(options.text), partial(print, flush=True)
     if options.command == "train":
-        train(target, text_of, Recipe(layers=tuple(options.layers), **shared), options.output, name, say)
+        recipe = LanguageModelRecipe(layers=tuple(options.layers), **shared)
+        train_language_model(target, text, recipe, options.output, name, report)
     elif options.command == "dflash":
-        train_dflash(target, text_of, BlockRecipe(layers=tuple(options.layers), size=options.size, **shared), options.output, name, say)
+        dflash = DFlashRecipe(layers=tuple(options.layers), size=options.size, **shared)
+        train_dflash(target, text, dflash, options.output, name, report)
     else:
-        train_eagle3(target, text_of, FeatureRecipe(chain=options.chain, start=options.start, **shared), options.output, name, say)
+        eagle3 = Eagle3Recipe(chain=options.chain, start=options.start, **shared)
+        train_eagle3(target, text, eagle3, options.output, name, report)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line's parser."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sequoia_plan.profiler.distill", description=__doc__
+    )
+    commands = parser.add_subparsers(required=True, dest="command")
+
+    text = commands.add_parser("text", help="let the target write training text")
+    text.add_argument(
+        "--tokens", type=int, default=1_000_000, help=f"answer tokens to write {DEFAULT}"
+    )
+    text.add_argument(
+        "--rows", type=int, default=224, help=f"conversations written side by side {DEFAULT}"
+    )
+    text.add_argument(
+        "--hidden-states",
+        type=int,
+        nargs="*",
+        default=(),
+        metavar="LAYER",
+        help="hidden states to keep for an EAGLE or a DFlash draft: 0 is the embedding, k is the "
+        "output of layer k, counted from 1",
+    )
+
+    language_model = commands.add_parser("train", help="train a small Llama as draft")
+    _add_layers(language_model, LanguageModelRecipe.layers)
+
+    eagle3 = commands.add_parser(
+        "eagle3", help="train an EAGLE-3 draft, which reads the target's hidden states"
+    )
+    eagle3.add_argument(
+        "--chain",
+        type=int,
+        default=Eagle3Recipe.chain,
+        help=f"tokens of a chain that are trained together {DEFAULT}",
+    )
+    eagle3.add_argument(
+        "--start",
+        help="folder of a trained draft to continue from, with a head for the same tokens "
+        "(default: a new one)",
+    )
+
+    dflash = commands.add_parser(
+        "dflash",
+        help="train a DFlash draft, which reads the target's hidden states and drafts a whole "
+        "block in one pass",
+    )
+    _add_layers(dflash, DFlashRecipe.layers)
+    dflash.add_argument(
+        "--size",
+        type=int,
+        default=DFlashRecipe.size,
+        help=f"tokens of a block, the last token before it included {DEFAULT}",
+    )
+
+    _add_training_options(language_model, LanguageModelRecipe)
+    _add_training_options(eagle3, Eagle3Recipe)
+    _add_training_options(dflash, DFlashRecipe)
+    for command in (text, language_model, eagle3, dflash):
+        command.add_argument(
+            "--target", help="folder, hub ID or .gguf file (default: the embedded target)"
+        )
+        command.add_argument("--seed", type=int, default=0)
+        command.add_argument("-o", "--output", type=Path, required=True)
+    return parser
+
+
+def _add_layers(command: argparse.ArgumentParser, layers: tuple[int, ...]) -> None:
+    """Add the option `--layers`, with the default `layers`."""
+    command.add_argument(
+        "--layers",
+        type=int,
+        nargs="+",
+        default=list(layers),
+        help=f"the target's layers to start from {DEFAULT}",
+    )
+
+
+def _add_training_options(command: argparse.ArgumentParser, recipe: type[TrainingSettings]) -> None:
+    """Add the options of `TrainingSettings`, with the defaults of `recipe`."""
+    command.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        required=True,
+        help="folders that `text` wrote; the last conversations are held out",
+    )
+    options: dict[str, tuple[type, Any]] = {
+        "--draft-vocabulary": (int, recipe.draft_vocabulary),
+        "--steps": (int, recipe.steps),
+        "--batch": (int, recipe.batch),
+        "--held-out": (int, recipe.held_out),
+        "--learning-rate": (float, recipe.learning_rate),
+    }
+    for name, (option_type, default) in options.items():
+        command.add_argument(name, type=option_type, default=default, help=DEFAULT)
 
 
 try:

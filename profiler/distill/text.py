@@ -1,10 +1,11 @@
-"""Target-written training text for a draft: `python -m sequoia_plan.profiler.distill text`.
+"""Training text that the target writes: `python -m sequoia_plan.profiler.distill text`.
 
-The draft must imitate the target on the target's own text, so the target writes it. Half of the questions are the
-target's own too (it continues an open user turn, as in Magpie, arXiv 2406.08464); half are templates filled with words
-from the tokenizer's vocabulary, so nothing is needed but the model. For every answer token the target's `TOP` most
-probable tokens are kept: one pass gives both text and labels. The hidden states that a feature draft reads are kept too,
-if they are asked for.
+A draft must imitate the target on the target's own text, so the target writes it. It also writes
+half of the questions, by continuing an open user turn (as in Magpie, arXiv 2406.08464). The other
+half are the templates of questions.txt, filled with words from the tokenizer's vocabulary, so
+nothing is needed but the model. For every answer token the target's `TOP` most probable tokens are
+kept with their probabilities: one pass gives both text and labels. The hidden states that an EAGLE
+or a DFlash draft reads are kept as well, if they are asked for.
 """
 
 from __future__ import annotations
@@ -13,92 +14,47 @@ import json
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.models.attention import attending, shares_heads
 
 TOP = 64
+"""How many of the target's most probable tokens are kept for each answer token."""
 CONTEXT = 256
+"""The most tokens that a conversation may have."""
 TEMPERATURES = (0.0, 0.6, 1.0)
-LARGEST = 60_000.0
-"""A hidden state beyond this is cut off there: float16 ends at 65,504."""
-HIDDEN = "hidden-[0-9][0-9][0-9][0-9].npy"
-
-TEMPLATES = (
-    "Write a short story about {a} and {b}.",
-    "Explain {a} to a ten year old child.",
-    "What is the difference between {a} and {b}?",
-    "Give me five tips about {a}.",
-    "Write a poem about {a}.",
-    "Summarize the history of {a} in one paragraph.",
-    "Write a Python function called {a}_{b} and explain how it works.",
-    "Write an email to my manager about {a}.",
-    "How do I use {a} at home?",
-    "Why is {a} important for {b}?",
-    "List the advantages and disadvantages of {a}.",
-    "Translate into French: the {a} is near the {b}.",
-    "If one {a} costs 7 dollars and a {b} costs 5 dollars, what do 3 of each cost?",
-    "Rewrite this sentence to make it more formal: we need the {a} before {b}.",
-    "Write a dialogue between a teacher and a student about {a}.",
-    "Create a recipe that uses {a} and {b}.",
-    "Describe a day in the life of a {a}.",
-    "What should a beginner know about {a}?",
-    "Write a product description for a new {a} made for {b}.",
-    "What are the main causes of {a}?",
-    "Plan a weekend in a city known for {a} and {b}.",
-    "Write a speech about {a}, {b} and the future.",
-    "Write a SQL query that finds every {a} with a {b}.",
-    "Summarize the following text: The {a} was changed last year because of {b}. Many people liked it, some did not.",
-    "Write a JavaScript class that represents a {a}.",
-    "Who invented the {a}, and when?",
-    "Is {a} good or bad? Discuss both sides.",
-    "Make a list of questions to ask about {a} in an interview.",
-    "Write a letter from a {a} to a {b}.",
-    "Solve step by step: a train with {a} leaves at 3 pm and travels 120 miles at 40 miles per hour.",
-    "I want to learn about {a}. Where do I start?",
-    "My neighbour always talks about {a}, and I prefer {b}. What can I say to him?",
-    "How does {a} work, and what does it have to do with {b}?",
-    "Explain {a} with an example from everyday life.",
-    "What happens when {a} meets {b}?",
-    "Which mistakes do people make with {a}?",
-    "Write a Python class for a {a} that has a method {b}, with tests.",
-    "Write a function in C that counts every {a} in an array of strings.",
-    "Fix this code: for {a} in {b} print({a}",
-    "Write an HTML page with a table of {a} and {b}.",
-    "What does this command do: grep -r {a} {b} | sort | uniq -c",
-    "Give me a one-sentence summary: The committee met on Monday to discuss the {a}. After two hours it decided that {b} should come first.",
-    "Shorten this text: In spite of the fact that the {a} had been repaired several times, it was still not as good as the {b}.",
-    "Translate into Spanish: I would like to buy a {a} and a {b}, please.",
-    "Translate into German: Where is the {a}? My {b} is lost.",
-    "Correct the grammar: she have two {a} but no {b} yet",
-    "A shop sells 12 {a} for 30 dollars. How much do 7 of them cost? Show each step.",
-    "There are 4 red {a}, 5 green ones and 6 blue ones in a bag. What is the probability of drawing a green one?",
-    "Solve for x: 5x - 8 = 27, and explain it to somebody who knows only {a}.",
-    "What is 15 percent of 240 {a}?",
-    "Write the first chapter of a novel about {a} in a small town.",
-    "Tell me a joke about {a} and {b}.",
-    "Write a fairy tale in which a {a} saves a {b}.",
-    "Write song lyrics about {a}.",
-    "Write a short review of a {a} that disappointed you.",
-    "Write a cover letter for a job that involves {a} and {b}.",
-    "Draft a polite complaint about {a} to a company.",
-    "Write a social media post that announces {a}.",
-    "Name ten words that have to do with {a}, as a numbered list.",
-    "Compare {a}, {b} and sleep in a table.",
-    "Act as an expert on {a} and answer: is {b} worth it?",
-    "What were the most important events in the history of {a}? Give dates.",
-)
+"""An answer is sampled at one of these, drawn at random."""
+MAX_QUESTION_TOKENS = 40
+"""The most tokens of a question that the target writes itself."""
+EXTENT_MULTIPLE = 32
+"""The number of positions that a pass attends to is a multiple of this: at least as many as the
+longest conversation has."""
+MAX_HIDDEN_STATE = 60_000.0
+"""Hidden states are clamped to this magnitude: float16 ends at 65,504."""
+SECONDS_BETWEEN_SAVES = 300
+HIDDEN_STATE_FILES = "hidden-[0-9][0-9][0-9][0-9].npy"
+QUESTIONS = Path(__file__).with_name("questions.txt")
+"""Templates of questions, one a line; {a} and {b} stand for words."""
 
 
 @dataclass
 class Turn:
-    """What one row still has to do: tokens it must take, then how it samples until it ends."""
+    """A part of a conversation that is still to be written.
+
+    Args:
+        forced: the tokens that it begins with; those after them are sampled.
+        temperature: of the sampled tokens.
+        limit: number of sampled tokens after which a question ends, if it has not ended before.
+        is_answer: sampled tokens are the target's answer; otherwise they are a question.
+    """
 
     forced: list[int]
     temperature: float
@@ -108,185 +64,385 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """What was written: tokens, which of them are the answer, the laws of those, and hidden states until they are saved."""
+    """A conversation, while the target writes it and after.
 
+    Args:
+        turns: what is still to be written, the current turn first.
+        tokens: what is written, from the chat template's opening on.
+        is_answer: for each token, whether it is one of the target's answer.
+        top_ids: for each answer token, the target's most probable tokens there, uint16 [TOP].
+        top_logp: natural logarithms of their probabilities at temperature 1, float16 [TOP].
+        hidden_states: for each token that the target has read, float16 [width]; one array
+            [tokens, width] once the conversation is finished; None once it is saved.
+    """
+
+    turns: list[Turn]
     tokens: list[int]
-    answer: list[bool]
-    laws: list[tuple[np.ndarray, np.ndarray]]
-    hidden: np.ndarray | None
+    is_answer: list[bool]
+    hidden_states: list[np.ndarray] | np.ndarray | None
+    top_ids: list[np.ndarray] = field(default_factory=list)
+    top_logp: list[np.ndarray] = field(default_factory=list)
 
+    def write(
+        self, sampled: int, top_ids: np.ndarray, top_logp: np.ndarray, end_token: int
+    ) -> None:
+        """Append the next token: the one that the turn prescribes, or else the sampled one.
 
-class _RowsLayer(CacheLayerMixin):
-    """Keys and values [rows, heads, CONTEXT, dim]; each row writes at its own position."""
+        A question ends at `end_token`, which is replaced by the first token of the next turn.
 
-    def __init__(self, rows: RowsCache) -> None:
-        super().__init__()
-        self.rows = rows
+        Args:
+            sampled: the token that the target sampled.
+            top_ids, top_logp: [TOP], the distribution that `sampled` was drawn from: the target's
+                most probable tokens, and the natural logarithms of their probabilities.
+        """
+        turn = self.turns[0]
+        is_answer = False
+        if turn.forced:
+            token = turn.forced.pop(0)
+        elif turn.is_answer:
+            token, is_answer = sampled, True
+            self.top_ids.append(top_ids)
+            self.top_logp.append(top_logp)
+        else:
+            turn.limit -= 1
+            token = sampled
+            if sampled == end_token or turn.limit == 0:
+                self.turns.pop(0)
+                token = self.turns[0].forced.pop(0)
+        self.tokens.append(token)
+        self.is_answer.append(is_answer)
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        shape = (self.rows.index.numel(), key_states.shape[1], CONTEXT, key_states.shape[3])
-        self.keys, self.values = torch.zeros(shape), torch.zeros(shape)
-        self.is_initialized = True
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.keys[self.rows.index, :, self.rows.position] = key_states[:, :, 0]
-        self.values[self.rows.index, :, self.rows.position] = value_states[:, :, 0]
-        return self.keys[:, :, : self.rows.extent], self.values[:, :, : self.rows.extent]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.rows.extent, 0
-
-    def get_seq_length(self) -> int:
-        return self.rows.extent
-
-    def get_max_length(self) -> int:
-        return CONTEXT
+    def is_finished(self, end_token: int) -> bool:
+        """True once the answer ended, or the context is full."""
+        answer_ended = self.is_answer[-1] and self.tokens[-1] == end_token
+        return answer_ended or len(self.tokens) >= CONTEXT
 
 
 class RowsCache(Cache):
-    """The KV cache of many rows, each at its own position."""
+    """The KV cache of several conversations (rows), each at a position of its own.
+
+    Attributes:
+        positions: int64 [rows], where the next pass writes in each row.
+        extent: number of positions that the next pass attends to, from the first one on.
+    """
 
     def __init__(self, layers: int, rows: int) -> None:
-        self.index = torch.arange(rows)
-        self.position = torch.zeros(rows, dtype=torch.long)
+        self.rows = torch.arange(rows)
+        self.positions = torch.zeros(rows, dtype=torch.long)
         self.extent = 0
         super().__init__(layers=[_RowsLayer(self) for _ in range(layers)])
 
     def share_prefix(self, length: int) -> None:
-        """Row 0's first `length` positions become every row's."""
+        """Copy the first `length` positions of row 0 to all rows."""
         for layer in self.layers:
             layer.keys[1:, :, :length] = layer.keys[:1, :, :length]
             layer.values[1:, :, :length] = layer.values[:1, :, :length]
 
 
+class _RowsLayer(CacheLayerMixin):
+    """Keys and values of one layer, [rows, heads, CONTEXT, head_dim]."""
+
+    def __init__(self, cache: RowsCache) -> None:
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate for all rows and positions; the arguments [rows, heads, 1, head_dim] say how."""
+        _, heads, _, head_dim = key_states.shape
+        shape = (self.cache.rows.numel(), heads, CONTEXT, head_dim)
+        self.keys, self.values = torch.zeros(shape), torch.zeros(shape)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write one position of each row, and return keys and values of the first `extent` ones.
+
+        Args:
+            key_states, value_states: [rows, heads, 1, head_dim].
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        rows, positions, extent = self.cache.rows, self.cache.positions, self.cache.extent
+        self.keys[rows, :, positions] = key_states[:, :, 0]
+        self.values[rows, :, positions] = value_states[:, :, 0]
+        return self.keys[:, :, :extent], self.values[:, :, :extent]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The number of positions that the mask covers, and the first of them."""
+        return self.cache.extent, 0
+
+    def get_seq_length(self) -> int:
+        """The number of positions that the pass attends to."""
+        return self.cache.extent
+
+    def get_max_length(self) -> int:
+        """The number of positions that fit."""
+        return CONTEXT
+
+
+class RowsModel:
+    """The target, which reads one token of each row in a pass.
+
+    Args:
+        model: a transformers causal LM in float32 on the CPU.
+        rows: number of conversations side by side.
+        hidden_state_layers: numbers of the hidden states to return; 0 is the embedding.
+    """
+
+    def __init__(self, model: Any, rows: int, hidden_state_layers: Sequence[int]) -> None:
+        self.model, self.rows = model, rows
+        self.hidden_state_layers = hidden_state_layers
+        self.cache = RowsCache(model.config.num_hidden_layers, rows)
+        self.config_sharing_heads = model.config if shares_heads(model, model.config) else None
+
+    def forward(self, tokens: list[int], positions: list[int]) -> tuple[Tensor, np.ndarray]:
+        """Read one token of each row, and write its keys and values to the cache.
+
+        Args:
+            tokens, positions: of each row, the token and its position.
+
+        Returns:
+            Logits [rows, vocabulary]; hidden states float16 [rows, layers * hidden size].
+        """
+        cache = self.cache
+        cache.positions = torch.tensor(positions)
+        extent = (max(positions) // EXTENT_MULTIPLE + 1) * EXTENT_MULTIPLE
+        cache.extent = min(CONTEXT, extent)
+        visible = torch.arange(cache.extent) <= cache.positions[:, None]
+        with attending(self.model.device, self.config_sharing_heads):
+            output = self.model(
+                torch.tensor(tokens)[:, None],
+                attention_mask=additive_mask(visible, torch.float32)[:, None, None],
+                position_ids=cache.positions[:, None],
+                past_key_values=cache,
+                output_hidden_states=bool(self.hidden_state_layers),
+            )
+        hidden_states = torch.zeros(self.rows, 0)
+        if self.hidden_state_layers:
+            layers = [output.hidden_states[layer][:, 0] for layer in self.hidden_state_layers]
+            hidden_states = torch.cat(layers, -1)
+        clamped = hidden_states.clamp(-MAX_HIDDEN_STATE, MAX_HIDDEN_STATE)
+        return output.logits[:, 0], clamped.numpy().astype(np.float16)
+
+    def read_prefix(self, tokens: list[int]) -> list[np.ndarray]:
+        """Start all rows with the same tokens: read them one by one.
+
+        Returns:
+            Hidden states of each token, float16 [layers * hidden size].
+        """
+        hidden_states = []
+        for position, token in enumerate(tokens):
+            _, row_states = self.forward([token] * self.rows, [position] * self.rows)
+            hidden_states.append(row_states[0])  # all rows have the same
+        self.cache.share_prefix(len(tokens))
+        return hidden_states
+
+
 def vocabulary_words(tokenizer: Any) -> list[str]:
     """Lower-case English-looking words that are one token with a leading space."""
-    words = (tokenizer.decode([i]) for i in range(len(tokenizer)))
-    return sorted({w[1:] for w in words if w[:1] == " " and len(w) > 4 and w[1:].isascii() and w[1:].islower() and w[1:].isalpha()})
+    decoded = (tokenizer.decode([token]) for token in range(len(tokenizer)))
+    return sorted(
+        {
+            text[1:]
+            for text in decoded
+            if text[:1] == " "
+            and len(text) > 4
+            and text[1:].isascii()
+            and text[1:].islower()
+            and text[1:].isalpha()
+        }
+    )
 
 
 def turn_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The chat template around a question: what opens the user's turn, and what closes it and opens the answer."""
-    template = tokenizer.apply_chat_template([{"role": "user", "content": "@"}], add_generation_prompt=True, tokenize=False)
+    """The chat template's tokens around a question.
+
+    Returns:
+        Those that open the user's turn; those that close it and open the answer.
+    """
+    template = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "@"}], add_generation_prompt=True, tokenize=False
+    )
     opening, closing = template.split("@")
-    return tokenizer.encode(opening, add_special_tokens=False), tokenizer.encode(closing, add_special_tokens=False)
+    return (
+        tokenizer.encode(opening, add_special_tokens=False),
+        tokenizer.encode(closing, add_special_tokens=False),
+    )
 
 
-def conversations(tokenizer: Any, answer: list[int], rng: random.Random) -> Iterator[list[Turn]]:
-    """Endless questions: the turns of each, after what opens the user's turn. `answer` closes it."""
+def random_turns(
+    tokenizer: Any, answer_opening: list[int], rng: random.Random
+) -> Iterator[list[Turn]]:
+    """Yield the turns of one random conversation after the other, without end.
+
+    They begin after the chat template's opening of the user's turn. Half of the questions are
+    sampled from the target, half are filled in templates.
+
+    Args:
+        answer_opening: the tokens that close a question and open its answer.
+        rng: chooses questions and temperatures.
+    """
     words = vocabulary_words(tokenizer)
+    templates = QUESTIONS.read_text(encoding="utf-8").splitlines()
     while True:
         temperature = rng.choice(TEMPERATURES)
         if rng.random() < 0.5:
-            yield [Turn([], 1.0, 40, False), Turn(list(answer), temperature, CONTEXT, True)]
+            question_turn = Turn([], 1.0, MAX_QUESTION_TOKENS, is_answer=False)
+            answer_turn = Turn(list(answer_opening), temperature, CONTEXT, is_answer=True)
+            yield [question_turn, answer_turn]
         else:
-            question = rng.choice(TEMPLATES).format(a=rng.choice(words), b=rng.choice(words))
-            yield [Turn(tokenizer.encode(question, add_special_tokens=False) + answer, temperature, CONTEXT, True)]
+            question = rng.choice(templates).format(a=rng.choice(words), b=rng.choice(words))
+            tokens = tokenizer.encode(question, add_special_tokens=False)
+            yield [Turn(tokens + answer_opening, temperature, CONTEXT, is_answer=True)]
 
 
 @torch.inference_mode()
-def write_text(model: Any, tokenizer: Any, tokens: int, seed: int, out: Path, rows: int = 224, taps: Sequence[int] = ()) -> None:
-    """Write at least `tokens` answer tokens to `out`: tokens.npy, answer.npy, top_ids.npy, top_logp.npy, text.json.
+def write_text(
+    model: Any,
+    tokenizer: Any,
+    tokens: int,
+    seed: int,
+    out: Path,
+    rows: int = 224,
+    hidden_state_layers: Sequence[int] = (),
+) -> None:
+    """Let the target write at least `tokens` answer tokens, and save them in the folder `out`.
 
-    tokens uint16 [N] and answer bool [N] (is this token the target's answer?) are whole conversations one after
-    the other, ends in text.json; top_ids uint16 [A, TOP] and top_logp float16 [A, TOP] (natural log of the target's
-    probability at temperature 1) have one row for each answer token, the law it was drawn from.
+    Its files are tokens.npy uint16 [N] and answer.npy bool [N] (is this token one of the target's
+    answer?), whole conversations one after the other, whose ends are in text.json; top_ids.npy
+    uint16 [A, TOP] and top_logp.npy float16 [A, TOP] (natural logarithm of the probability at
+    temperature 1), a row for each answer token: the distribution that it was drawn from.
 
-    With `taps`, numbers of hidden states as in runtime/models/taps.py and below the last layer's, there are also files
-    hidden-0000.npy, hidden-0001.npy, ... which together are float16 [N, taps * hidden size]: those states at every token,
-    side by side; the last token of a conversation is not read, and has zeros.
+    With `hidden_state_layers` there are also hidden-0000.npy, hidden-0001.npy, ..., which together
+    are float16 [N, layers * hidden size]: the hidden states at every token, side by side. The last
+    token of a conversation is not read, and has zeros.
+
+    Args:
+        model: the target, a transformers causal LM in float32 on the CPU.
+        tokens: number of answer tokens to write.
+        rows: number of conversations that are written side by side.
+        hidden_state_layers: numbers of hidden states as in runtime/models/aux_hidden_states.py,
+            below the last layer's.
     """
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    prefix, answer = turn_tokens(tokenizer)
-    questions = conversations(tokenizer, answer, rng)
-    eos = tokenizer.eos_token_id
-    cache = RowsCache(model.config.num_hidden_layers, rows)
-    lowest = torch.finfo(torch.float32).min
-    columns, shares = torch.arange(CONTEXT), shares_heads(model, model.config)
+    opening, answer_opening = turn_tokens(tokenizer)
+    turns = random_turns(tokenizer, answer_opening, rng)
+    end_token = tokenizer.eos_token_id
+    target = RowsModel(model, rows, hidden_state_layers)
+    opening_states = target.read_prefix(opening[:-1])  # a row's first pass reads the last token
 
-    def forward(current: list[int]) -> tuple[torch.Tensor, np.ndarray]:
-        cache.extent = min(CONTEXT, (int(cache.position.max()) // 32 + 1) * 32)
-        mask = torch.where(columns[: cache.extent] <= cache.position[:, None], 0.0, lowest)[:, None, None]
-        inputs = {"attention_mask": mask, "position_ids": cache.position[:, None], "past_key_values": cache}
-        with attending(model.device, model.config if shares else None):
-            read = model(torch.tensor(current)[:, None], **inputs, output_hidden_states=bool(taps))
-        states = torch.cat([read.hidden_states[tap][:, 0] for tap in taps], -1) if taps else torch.zeros(rows, 0)
-        return read.logits[:, 0], states.clamp(-LARGEST, LARGEST).numpy().astype(np.float16)
+    def new_conversation() -> Conversation:
+        """A conversation that has the template's opening only."""
+        is_answer = [False] * len(opening)
+        return Conversation(next(turns), list(opening), is_answer, list(opening_states))
 
-    opening = []
-    for at, token in enumerate(prefix[:-1]):
-        cache.position.fill_(at)
-        opening.append(forward([token] * rows)[1][0])
-    cache.share_prefix(len(prefix) - 1)
-
-    turns: list[list[Turn]] = [next(questions) for _ in range(rows)]
-    written: list[list[int]] = [[] for _ in range(rows)]
-    answered: list[list[bool]] = [[] for _ in range(rows)]
-    laws: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(rows)]
-    states: list[list[np.ndarray]] = [list(opening) for _ in range(rows)]
-    current = [prefix[-1]] * rows
-    cache.position.fill_(len(prefix) - 1)
-    done: list[Conversation] = []
-    count, started, reported = 0, time.perf_counter(), 0.0
     out.mkdir(parents=True, exist_ok=True)
-    for old in out.glob(HIDDEN):
-        old.unlink()
-    while count < tokens:
-        logits, hidden = forward(current)
-        logp = logits.log_softmax(-1)
-        top_logp, top_ids = logp.topk(TOP)
-        temperature = torch.tensor([t[0].temperature for t in turns])[:, None]
-        noise = -torch.empty_like(top_logp).exponential_().log()
-        pick = (top_logp + temperature * noise).argmax(-1, keepdim=True)
-        sampled = top_ids.gather(1, pick)[:, 0].tolist()
-        ids, lp = top_ids.numpy().astype(np.uint16), top_logp.numpy().astype(np.float16)
-        for row in range(rows):
-            states[row].append(hidden[row])
-            turn = turns[row][0]
-            if turn.forced:
-                current[row], is_answer = turn.forced.pop(0), False
-            else:
-                current[row], is_answer = sampled[row], turn.is_answer
-                turn.limit -= 1
-                if not is_answer and (current[row] == eos or turn.limit == 0):
-                    turns[row].pop(0)
-                    current[row] = turns[row][0].forced.pop(0)
-            if is_answer:
-                laws[row].append((ids[row], lp[row]))
-            written[row].append(current[row])
-            answered[row].append(is_answer)
-            cache.position[row] += 1
-            if (is_answer and current[row] == eos) or len(prefix) + len(written[row]) >= CONTEXT:
-                states[row].append(np.zeros_like(hidden[row]))
-                done.append(Conversation(prefix + written[row], [False] * len(prefix) + answered[row], laws[row], np.array(states[row])))
-                count += len(laws[row])
-                turns[row], written[row], answered[row], laws[row], states[row] = next(questions), [], [], [], list(opening)
-                current[row] = prefix[-1]
-                cache.position[row] = len(prefix) - 1
+    for old_file in out.glob(HIDDEN_STATE_FILES):
+        old_file.unlink()
+    active = [new_conversation() for _ in range(rows)]
+    finished: list[Conversation] = []
+    num_answer_tokens, started, last_save = 0, time.perf_counter(), 0.0
+    while num_answer_tokens < tokens:
+        finished_rows = write_tokens(target, active, end_token)
+        for row in finished_rows:
+            finished.append(active[row])
+            num_answer_tokens += len(active[row].top_ids)
+            active[row] = new_conversation()
         elapsed = time.perf_counter() - started
-        if elapsed - reported > 300 or count >= tokens:
-            reported = elapsed
-            save(out, done, dict(seed=seed, answer_tokens=count, conversations=len(done), seconds=round(elapsed), taps=list(taps)))
-            print(f"{count} answer tokens, {len(done)} conversations, {elapsed:.0f} s, {count / elapsed:.0f} tokens/s", flush=True)
+        if elapsed - last_save > SECONDS_BETWEEN_SAVES or num_answer_tokens >= tokens:
+            last_save = elapsed
+            metadata = dict(
+                seed=seed,
+                answer_tokens=num_answer_tokens,
+                conversations=len(finished),
+                seconds=round(elapsed),
+                taps=list(hidden_state_layers),
+            )
+            save(out, finished, metadata)
+            print(
+                f"{num_answer_tokens} answer tokens, {len(finished)} conversations, "
+                f"{elapsed:.0f} s, {num_answer_tokens / elapsed:.0f} tokens/s",
+                flush=True,
+            )
 
 
-def save(out: Path, done: list[Conversation], facts: dict[str, Any]) -> None:
-    """All conversations so far; text.json goes last, so a reader never finds it without its arrays."""
+def write_tokens(
+    target: RowsModel, conversations: Sequence[Conversation], end_token: int
+) -> list[int]:
+    """Let the target read the last token of each conversation, and write the next one.
+
+    Args:
+        conversations: one for each row of `target`.
+        end_token: ends questions and answers.
+
+    Returns:
+        Indices of the conversations that are finished by it.
+    """
+    last_tokens = [conversation.tokens[-1] for conversation in conversations]
+    positions = [len(conversation.tokens) - 1 for conversation in conversations]
+    logits, hidden_states = target.forward(last_tokens, positions)
+    temperatures = [conversation.turns[0].temperature for conversation in conversations]
+    top_logp, top_ids = logits.log_softmax(-1).topk(TOP)
+    sampled = sample(top_logp, top_ids, torch.tensor(temperatures)[:, None])
+    ids, logp = top_ids.numpy().astype(np.uint16), top_logp.numpy().astype(np.float16)
+    finished_rows = []
+    for row, conversation in enumerate(conversations):
+        assert isinstance(conversation.hidden_states, list)
+        conversation.hidden_states.append(hidden_states[row])
+        conversation.write(sampled[row], ids[row], logp[row], end_token)
+        if conversation.is_finished(end_token):
+            # the target does not read the last token
+            conversation.hidden_states.append(np.zeros_like(hidden_states[row]))
+            conversation.hidden_states = np.array(conversation.hidden_states)
+            finished_rows.append(row)
+    return finished_rows
+
+
+def sample(logp: Tensor, ids: Tensor, temperatures: Tensor) -> list[int]:
+    """Draw one of `ids` in each row, by the Gumbel-max trick.
+
+    Args:
+        logp: float [rows, TOP], the logarithms of their probabilities at temperature 1.
+        ids: int64 [rows, TOP].
+        temperatures: float [rows, 1]; 0 takes the most probable one.
+    """
+    noise = -torch.empty_like(logp).exponential_().log()
+    choice = (logp + temperatures * noise).argmax(-1, keepdim=True)
+    drawn: list[int] = ids.gather(1, choice)[:, 0].tolist()
+    return drawn
+
+
+def save(out: Path, conversations: list[Conversation], metadata: dict[str, Any]) -> None:
+    """Write all conversations so far to the folder `out`; `write_text` describes its files.
+
+    text.json is written last, so readers never find it without arrays. Hidden states are too many
+    to stay in memory: each save writes those of new conversations to a further file, and then
+    removes them from `conversations`.
+
+    Args:
+        conversations: all finished conversations, those of earlier saves first.
+        metadata: what text.json says besides the ends of conversations.
+    """
+    token_arrays = [np.array(c.tokens, np.uint16) for c in conversations]
+    answer_arrays = [np.array(c.is_answer) for c in conversations]
     arrays = dict(
-        tokens=np.concatenate([np.array(d.tokens, np.uint16) for d in done]) if done else np.zeros(0, np.uint16),
-        answer=np.concatenate([np.array(d.answer) for d in done]) if done else np.zeros(0, bool),
-        top_ids=np.array([law[0] for d in done for law in d.laws], np.uint16),
-        top_logp=np.array([law[1] for d in done for law in d.laws], np.float16),
+        tokens=np.concatenate(token_arrays) if conversations else np.zeros(0, np.uint16),
+        answer=np.concatenate(answer_arrays) if conversations else np.zeros(0, bool),
+        top_ids=np.array([ids for c in conversations for ids in c.top_ids], np.uint16),
+        top_logp=np.array([logp for c in conversations for logp in c.top_logp], np.float16),
     )
-    new = [d for d in done if d.hidden is not None]
-    if facts["taps"] and new:  # each save adds a file of them, for they are too many to keep in memory
-        arrays[f"hidden-{len(list(out.glob(HIDDEN))):04d}"] = np.concatenate([d.hidden for d in new if d.hidden is not None])
+    new_states = [c.hidden_states for c in conversations if c.hidden_states is not None]
+    if metadata["taps"] and new_states:
+        file_number = len(list(out.glob(HIDDEN_STATE_FILES)))
+        arrays[f"hidden-{file_number:04d}"] = np.concatenate(new_states)
     for name, array in arrays.items():
-        np.save(out / f"{name}.tmp.npy", array)
-        (out / f"{name}.tmp.npy").rename(out / f"{name}.npy")
-    for each in new:
-        each.hidden = None
-    (out / "text.json").write_text(json.dumps({**facts, "ends": np.cumsum([len(d.tokens) for d in done]).tolist()}))
+        unfinished = out / f"{name}.tmp.npy"
+        np.save(unfinished, array)
+        unfinished.rename(out / f"{name}.npy")
+    for conversation in conversations:
+        conversation.hidden_states = None
+    ends = np.cumsum([len(c.tokens) for c in conversations]).tolist()
+    (out / "text.json").write_text(json.dumps({**metadata, "ends": ends}))

@@ -1,4 +1,4 @@
-"""What every recipe shares: the text, its laws, and the optimiser's steps."""
+"""What all recipes share: the training text, distances of draft and target, and the optimiser."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -16,27 +16,35 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.profiler.distill.text import HIDDEN
+from sequoia_plan.profiler.distill.text import HIDDEN_STATE_FILES
 
-EVERY = 100
-"""Steps between two looks at the held-out conversations, each of which also saves the draft."""
-SURENESS = 0.3
-"""What the target's final norm counts for before training: with the whole of it, a layer or two are sure, and wrong."""
-B = TypeVar("B")
+EVALUATION_INTERVAL = 100
+"""Steps between two evaluations on the held-out conversations; each also saves the draft."""
+EVALUATION_BATCH = 16
+"""Conversations in a batch of an evaluation."""
+FINAL_NORM_SCALE = 0.3
+"""Factor of the target's final norm in a new draft: with the whole of it, one or two layers are
+confident and wrong."""
+SORTED_BATCHES = 32
+"""Conversations are sorted by length within so many batches."""
+RMS_CONVERSATIONS = 100
+"""The magnitudes of hidden states are measured on so many conversations."""
+Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingSettings:
     """Settings that every recipe has.
 
     Args:
-        covered: rows of the draft's head.
-        steps, batch: optimiser steps, and conversations in each.
-        learning_rate: peak of AdamW's, warmed up, then cosine to zero.
-        held_out: conversations kept for measuring, from the end of the text.
+        draft_vocabulary: number of tokens that the draft can propose, which its head has rows for.
+        steps, batch: number of optimiser steps, and of conversations in each.
+        learning_rate: AdamW's peak; it is warmed up, then falls along a cosine to zero.
+        weight_decay: AdamW's.
+        held_out: number of conversations kept for evaluation, from the end of the text.
     """
 
-    covered: int = 8192
+    draft_vocabulary: int = 8192
     steps: int = 2000
     batch: int = 8
     learning_rate: float = 2e-3
@@ -45,234 +53,454 @@ class Training:
     seed: int = 0
 
 
-class Text:
-    """Conversations written by `text.write_text`, from one or more folders.
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """The part of the target's vocabulary that a draft can propose.
+
+    Args:
+        d2t: int64 [draft vocabulary], the target's token for each of the draft's tokens.
+        target_to_draft: int64 [target vocabulary], the draft's token for each of the target's
+            tokens, or -1.
+        probability: share of the target's probability, over the text, that these tokens have.
+    """
+
+    d2t: Tensor
+    target_to_draft: Tensor
+    probability: float
+
+
+class TextConversation(NamedTuple):
+    """One conversation of n tokens, a of which are the target's answer.
+
+    Args:
+        tokens: uint16 [n].
+        is_answer: bool [n], the tokens of the answer.
+        top_ids: uint16 [a, TOP], the target's most probable tokens for each answer token.
+        top_logp: float16 [a, TOP], the natural logarithms of their probabilities.
+    """
+
+    tokens: np.ndarray
+    is_answer: np.ndarray
+    top_ids: np.ndarray
+    top_logp: np.ndarray
+
+
+class TextBatch(NamedTuple):
+    """b conversations, padded to n tokens.
+
+    Args:
+        tokens: int64 [b, n].
+        rows: int64 [a], the token before each answer token, whose output drafts it, as indices into
+            the b * n tokens of all conversations one after the other.
+        top_ids: int64 [a, TOP], the target's most probable tokens for each answer token.
+        top_logp: float32 [a, TOP], the natural logarithms of their probabilities.
+    """
+
+    tokens: Tensor
+    rows: Tensor
+    top_ids: Tensor
+    top_logp: Tensor
+
+
+class TrainingText:
+    """Conversations that `text.write_text` wrote, from one or more folders.
 
     Attributes:
-        facts: what each folder says of itself.
-        conversations: tokens [n], which are the answer's [n], top ids and log p [answer tokens, TOP] of each.
-        hidden: the target's hidden states [n, taps * width] of each, on disk; empty if one of the folders has none.
+        metadata: what each folder's text.json says of how it was written.
+        conversations: all conversations.
+        hidden_states: the target's hidden states float16 [n, layers * width] of each conversation,
+            mapped from disk; empty if one of the folders has none.
+
+    Raises:
+        SequoiaPlanError: if a folder holds no text.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        self.facts: list[dict[str, Any]] = []
-        self.conversations: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
-        self.hidden: list[np.ndarray] = []
+        self.metadata: list[dict[str, Any]] = []
+        self.conversations: list[TextConversation] = []
+        self.hidden_states: list[np.ndarray] = []
         for folder in folders:
-            try:
-                facts = json.loads((folder / "text.json").read_text())
-                tokens, answer, top_ids, top_logp = (np.load(folder / f"{name}.npy") for name in ("tokens", "answer", "top_ids", "top_logp"))
-                states = [np.load(file, mmap_mode="r") for file in sorted(folder.glob(HIDDEN))]
-            except (OSError, ValueError) as error:
-                raise SequoiaPlanError(f"{folder}: no training text ({error}); write some with: python -m sequoia_plan.profiler.distill text") from error
-            ends = facts.pop("ends")
-            laws = np.concatenate([[0], np.cumsum(answer)])
-            for start, end in zip([0, *ends], ends, strict=False):
-                rows = slice(laws[start], laws[end])
-                self.conversations.append((tokens[start:end], answer[start:end], top_ids[rows], top_logp[rows]))
-            first = 0
-            for file in states:
-                inside = [(start, end) for start, end in zip([0, *ends], ends, strict=False) if first <= start < first + len(file)]
-                self.hidden += [file[start - first : end - first] for start, end in inside]
-                first += len(file)
-            self.facts.append(facts)
+            self._read(folder)
 
-    def taps(self, wanted: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """The target's hidden states that the text holds.
+    def _read(self, folder: Path) -> None:
+        """Append the conversations of one folder; `text.write_text` describes its files."""
+        names = ("tokens", "answer", "top_ids", "top_logp")
+        try:
+            metadata = json.loads((folder / "text.json").read_text())
+            tokens, is_answer, top_ids, top_logp = (
+                np.load(folder / f"{name}.npy") for name in names
+            )
+            state_files = [
+                np.load(file, mmap_mode="r") for file in sorted(folder.glob(HIDDEN_STATE_FILES))
+            ]
+        except (OSError, ValueError) as error:
+            raise SequoiaPlanError(
+                f"{folder}: no training text ({error}); write some with: python -m "
+                "sequoia_plan.profiler.distill text"
+            ) from error
+        ends = metadata.pop("ends")
+        bounds = list(zip([0, *ends], ends, strict=False))
+        # the number of answer tokens before each token: the next row of `top_ids`
+        answers_before = np.concatenate([[0], np.cumsum(is_answer)])
+        for start, end in bounds:
+            answers = slice(answers_before[start], answers_before[end])
+            self.conversations.append(
+                TextConversation(
+                    tokens[start:end], is_answer[start:end], top_ids[answers], top_logp[answers]
+                )
+            )
+        file_start = 0
+        for states in state_files:  # each file holds whole conversations
+            file_end = file_start + len(states)
+            for start, end in bounds:
+                if file_start <= start < file_end:
+                    self.hidden_states.append(states[start - file_start : end - file_start])
+            file_start = file_end
+        self.metadata.append(metadata)
+
+    def hidden_state_layers(self, expected: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """The numbers of the target's hidden states that the text holds.
+
+        Args:
+            expected: those that a draft reads; if empty, any will do that all folders have.
 
         Raises:
-            SequoiaPlanError: if one of the folders holds none, or others than `wanted`; without that, others than the first.
+            SequoiaPlanError: if a folder holds none, or others than `expected` or, without that,
+                others than the first folder.
         """
-        wanted = wanted or tuple(self.facts[0].get("taps", ()))
-        if not wanted:
-            raise SequoiaPlanError("--text: holds no hidden states, and this draft reads some; write it with --taps")
-        for facts in self.facts:
-            if tuple(facts.get("taps", ())) != wanted:
-                numbers = " ".join(map(str, wanted))
+        expected = expected or tuple(self.metadata[0].get("taps", ()))
+        if not expected:
+            raise SequoiaPlanError(
+                "--text: holds no hidden states, and this draft reads some; write it with "
+                "--hidden-states"
+            )
+        for metadata in self.metadata:
+            if tuple(metadata.get("taps", ())) != expected:
+                numbers = " ".join(map(str, expected))
                 raise SequoiaPlanError(
-                    f"--text: holds the hidden states {facts.get('taps', [])}, expected {numbers} for this draft; write it with --taps {numbers}"
+                    f"--text: holds the hidden states {metadata.get('taps', [])}, expected "
+                    f"{numbers} for this draft; write it with --hidden-states {numbers}"
                 )
-        return wanted
+        return expected
 
-    def most_used(self, count: int, vocabulary: int) -> tuple[Tensor, float, Tensor]:
-        """The tokens with the most mass under the target's laws, sorted; and what `covered_by` says of them."""
-        mass = self._mass(vocabulary)
-        chosen = torch.from_numpy(np.sort(np.argsort(-mass, kind="stable")[:count]))
-        return chosen, *_covered(mass, chosen)
+    def most_probable_tokens(self, count: int, vocabulary: int) -> DraftVocabulary:
+        """The tokens that the target gives the most probability over the text, in ascending order.
 
-    def covered_by(self, tokens: Tensor, vocabulary: int) -> tuple[float, Tensor]:
-        """The share that tokens [n] have of the mass under the target's laws; and int64 [vocabulary], each token's place among them or -1."""
-        return _covered(self._mass(vocabulary), tokens)
+        Args:
+            count: how many tokens.
+            vocabulary: number of tokens of the target.
+        """
+        mass = self._probability_mass(vocabulary)
+        tokens = np.sort(np.argsort(-mass, kind="stable")[:count])
+        return _draft_vocabulary(mass, torch.from_numpy(tokens))
 
-    def _mass(self, vocabulary: int) -> np.ndarray:
+    def draft_vocabulary(self, d2t: Tensor, vocabulary: int) -> DraftVocabulary:
+        """The draft vocabulary of tokens that are chosen already.
+
+        Args:
+            d2t: int64 [draft vocabulary], the target's token for each of the draft's tokens.
+            vocabulary: number of tokens of the target.
+        """
+        return _draft_vocabulary(self._probability_mass(vocabulary), d2t)
+
+    def _probability_mass(self, vocabulary: int) -> np.ndarray:
+        """float64 [vocabulary]: each token's probability, summed over all answer tokens."""
         mass = np.zeros(vocabulary)
-        for _, _, ids, logp in self.conversations:
-            np.add.at(mass, ids.astype(np.int64), np.exp(logp.astype(np.float64)))
+        for conversation in self.conversations:
+            probs = np.exp(conversation.top_logp.astype(np.float64))
+            np.add.at(mass, conversation.top_ids.astype(np.int64), probs)
         return mass
 
-    def counts(self, vocabulary: int) -> Tensor:
+    def token_counts(self, vocabulary: int) -> Tensor:
         """float [vocabulary]: how often the text has each token."""
-        return torch.from_numpy(np.bincount(np.concatenate([tokens for tokens, *_ in self.conversations]), minlength=vocabulary)).float()
+        tokens = np.concatenate([conversation.tokens for conversation in self.conversations])
+        return torch.from_numpy(np.bincount(tokens, minlength=vocabulary)).float()
 
     def split(self, held_out: int) -> tuple[list[int], list[int]]:
-        """Numbers of the conversations to learn from, and of the last `held_out`.
+        """Indices of the conversations to train on, and of the last `held_out`.
 
         Raises:
-            SequoiaPlanError: if none is left to learn from.
+            SequoiaPlanError: if either part would be empty.
         """
-        every = list(range(len(self.conversations)))
-        if not 0 < held_out < len(every):
-            raise SequoiaPlanError(f"--held-out {held_out}: the text has {len(every)} conversations; write more text, or hold out fewer, at least one")
-        return every[:-held_out], every[-held_out:]
+        indices = list(range(len(self.conversations)))
+        if not 0 < held_out < len(indices):
+            raise SequoiaPlanError(
+                f"--held-out {held_out}: the text has {len(indices)} conversations; write more "
+                "text, or hold out fewer, at least one"
+            )
+        return indices[:-held_out], indices[-held_out:]
 
-    def batches(self, which: Sequence[int], size: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Padded batches: tokens [b, n], places [a] (flat, of the token before each answer token), top ids and log p [a, TOP]."""
-        for start in range(0, len(which), size):
-            chosen = [self.conversations[i] for i in which[start : start + size]]
-            longest = max(len(c[0]) for c in chosen)
-            tokens = np.zeros((len(chosen), longest), np.int64)
-            places = []
-            for row, (words, answer, _, _) in enumerate(chosen):
-                tokens[row, : len(words)] = words
-                places.append(np.flatnonzero(answer) - 1 + row * longest)
-            ids, logp = np.concatenate([c[2] for c in chosen]).astype(np.int64), np.concatenate([c[3] for c in chosen]).astype(np.float32)
-            yield torch.from_numpy(tokens), torch.from_numpy(np.concatenate(places)), torch.from_numpy(ids), torch.from_numpy(logp)
+    def batches(self, numbers: Sequence[int], size: int) -> Iterator[TextBatch]:
+        """Padded batches of some conversations, in order.
+
+        Args:
+            numbers: indices of the conversations in `conversations`.
+            size: number of conversations in a batch.
+        """
+        for start in range(0, len(numbers), size):
+            batch = [self.conversations[index] for index in numbers[start : start + size]]
+            length = max(len(conversation.tokens) for conversation in batch)
+            tokens = np.zeros((len(batch), length), np.int64)
+            rows = []
+            for i, conversation in enumerate(batch):
+                tokens[i, : len(conversation.tokens)] = conversation.tokens
+                # the token before each answer token, in the tokens of the whole batch
+                rows.append(np.flatnonzero(conversation.is_answer) - 1 + i * length)
+            top_ids = np.concatenate([conversation.top_ids for conversation in batch])
+            top_logp = np.concatenate([conversation.top_logp for conversation in batch])
+            yield TextBatch(
+                torch.from_numpy(tokens),
+                torch.from_numpy(np.concatenate(rows)),
+                torch.from_numpy(top_ids.astype(np.int64)),
+                torch.from_numpy(top_logp.astype(np.float32)),
+            )
+
+    def padded_hidden_states(self, numbers: Sequence[int], length: int, scale: Tensor) -> Tensor:
+        """The target's hidden states in some conversations, scaled, with zeros as padding.
+
+        Args:
+            numbers: indices of the conversations in `conversations`.
+            length: number of tokens that each conversation is padded to.
+            scale: float [layers * width], a factor for each dimension of the hidden states.
+
+        Returns:
+            float32 [conversations, length, layers * width].
+        """
+        hidden_states = torch.zeros(len(numbers), length, scale.numel())
+        for i, conversation_index in enumerate(numbers):
+            states = self.hidden_states[conversation_index]
+            hidden_states[i, : len(states)] = torch.from_numpy(states.astype(np.float32))
+        return hidden_states * scale
+
+    def hidden_state_rms(self) -> Tensor:
+        """float [layers * width]: the root mean square of each dimension of the hidden states.
+
+        A few dimensions are a hundred times as large as the others. The first token of a
+        conversation is left out, because its hidden states are unlike all others; the last one has
+        none.
+        """
+        inner_states = [states[1:-1] for states in self.hidden_states[:RMS_CONVERSATIONS]]
+        sample = np.concatenate(inner_states).astype(np.float32)
+        return torch.from_numpy(np.sqrt((sample**2).mean(0)) + 1e-6)
 
 
-def fit(
+def train(
     parameters: Sequence[nn.Parameter],
-    text: Text,
-    recipe: Training,
-    share: float,
-    batches: Callable[[Sequence[int], int], Iterator[B]],
-    loss_of: Callable[[B, int], Tensor],
-    evaluate: Callable[[Sequence[int]], Any],
+    text: TrainingText,
+    recipe: TrainingSettings,
+    vocabulary: DraftVocabulary,
+    make_batches: Callable[[Sequence[int], int], Iterator[Batch]],
+    loss_of: Callable[[Batch, int], Tensor],
+    agreement_on: Callable[[Sequence[int]], Any],
     save: Callable[[dict[str, Any]], None],
     report: Callable[[str], None],
 ) -> None:
-    """Take a recipe's steps; the draft is saved on the way, and at the end.
+    """Train for `recipe.steps`; the draft is evaluated and saved on the way, and at the end.
 
     Args:
         parameters: what is trained.
-        share: of the target's probability, what the draft's head covers.
-        batches: makes batches of conversations, whose numbers it gets, of a size.
-        loss_of: what is minimised, from a batch and the number of steps before.
-        evaluate: how often draft and target agree on the conversations with these numbers.
-        save: writes the draft with facts on how it was made.
+        text: the training text; its last `recipe.held_out` conversations are for evaluation.
+        recipe: how the draft is trained.
+        vocabulary: the draft's.
+        make_batches: (indices of conversations, batch size) -> batches of them.
+        loss_of: (batch, number of steps before) -> the loss.
+        agreement_on: (indices of conversations) -> how often the most probable tokens of draft and
+            target agree on them.
+        save: writes the draft, with metadata on how it was made.
+        report: takes lines for a person to read.
     """
     started = time.perf_counter()
-    learn, held_out = text.split(recipe.held_out)
-    optimiser = torch.optim.AdamW(parameters, lr=recipe.learning_rate, weight_decay=recipe.weight_decay, betas=(0.9, 0.95))
+    training_indices, held_out_indices = text.split(recipe.held_out)
+    optimiser = torch.optim.AdamW(
+        parameters,
+        lr=recipe.learning_rate,
+        weight_decay=recipe.weight_decay,
+        betas=(0.9, 0.95),
+    )
     schedule = _warmed_up_cosine(optimiser, recipe.steps)
     rng = np.random.default_rng(recipe.seed)
-    step, average = 0, 0.0
-    report(f"{len(learn)} conversations, head of {recipe.covered} covers {share:.3f} of the target's mass, {sum(p.numel() for p in parameters)} parameters")
+    step, mean_loss = 0, 0.0
+    report(
+        f"{len(training_indices)} conversations, head of {recipe.draft_vocabulary} covers "
+        f"{vocabulary.probability:.3f} of the target's mass, "
+        f"{sum(parameter.numel() for parameter in parameters)} parameters"
+    )
     while step < recipe.steps:
-        for batch in batches(_shuffled(learn, text, recipe.batch, rng), recipe.batch):
+        shuffled_indices = _shuffled(training_indices, text, recipe.batch, rng)
+        for batch in make_batches(shuffled_indices, recipe.batch):
             loss = loss_of(batch, step)
             loss.backward()
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimiser.step()
             schedule.step()
             optimiser.zero_grad(set_to_none=True)
-            average = loss.item() if step == 0 else 0.98 * average + 0.02 * loss.item()
+            mean_loss = loss.item() if step == 0 else 0.98 * mean_loss + 0.02 * loss.item()
             step += 1
-            if step % EVERY == 0 or step == recipe.steps:
-                agreement, elapsed = evaluate(held_out), time.perf_counter() - started
-                report(f"step {step}: loss {average:.3f}, held-out top-1 agreement {agreement}, {elapsed:.0f} s")
-                facts = {"recipe": asdict(recipe), "text": text.facts, "steps": step, "seconds": round(elapsed)}
-                save(facts | {"covered_mass": round(share, 4), "held_out_top1": agreement})
+            if step % EVALUATION_INTERVAL == 0 or step == recipe.steps:
+                agreement = agreement_on(held_out_indices)
+                elapsed = time.perf_counter() - started
+                report(
+                    f"step {step}: loss {mean_loss:.3f}, held-out top-1 agreement {agreement}, "
+                    f"{elapsed:.0f} s"
+                )
+                metadata = {
+                    "recipe": asdict(recipe),
+                    "text": text.metadata,
+                    "steps": step,
+                    "seconds": round(elapsed),
+                    "covered_mass": round(vocabulary.probability, 4),
+                    "held_out_top1": agreement,
+                }
+                save(metadata)
             if step >= recipe.steps:
                 break
 
 
-def magnitudes(text: Text) -> Tensor:
-    """[taps * width]: the root mean square of every dimension of the hidden states. A few are a hundred times the others."""
-    sample = np.concatenate([states[1:-1] for states in text.hidden[:100]]).astype(np.float32)  # the first token's are unlike all others
-    return torch.from_numpy(np.sqrt((sample**2).mean(0)) + 1e-6)
-
-
-def hidden_of(text: Text, which: Sequence[int], longest: int, scale: Tensor) -> Tensor:
-    """[conversations, longest, taps * width]: the hidden states of some conversations, multiplied by `scale` [taps * width], and zeros after them."""
-    hidden = torch.zeros(len(which), longest, scale.numel())
-    for row, conversation in enumerate(which):
-        states = text.hidden[conversation]
-        hidden[row, : len(states)] = torch.from_numpy(states.astype(np.float32))
-    return hidden * scale
-
-
-def apart(logits: Tensor, to_draft: Tensor, ids: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
+def divergence_and_rejection(
+    logits: Tensor, target_to_draft: Tensor, top_ids: Tensor, top_logp: Tensor
+) -> tuple[Tensor, Tensor]:
     """Two distances of draft and target, means over answer tokens.
 
+    The first is KL(target || draft), over those of the target's most probable tokens that the draft
+    has. The second is the probability that speculative sampling rejects a token drawn from the
+    draft at temperature 1, their total variation distance (arXiv 2211.17192, Corollary 3.6).
+
     Args:
-        logits: [a, draft vocabulary].
-        to_draft: int64 [target vocabulary], each token's place in the draft's vocabulary or -1.
-        ids, logp: [a, TOP], the target's most probable tokens and the logarithms of their probabilities.
-
-    Returns:
-        KL(target || draft), on the covered part of the target's most probable tokens; and the probability that speculative sampling rejects a
-        token drawn from the draft at temperature 1, which is their total variation distance (arXiv 2211.17192, Corollary 3.6).
+        logits: [a, draft vocabulary], the draft's for each of a answer tokens.
+        target_to_draft: int64 [target vocabulary], the draft's token for each of the target's
+            tokens, or -1.
+        top_ids: int64 [a, TOP], the target's most probable tokens.
+        top_logp: float [a, TOP], the natural logarithms of their probabilities.
     """
-    at = to_draft[ids]
-    covered, p = at >= 0, logp.exp()
-    log_q = logits.gather(1, at.clamp(min=0)) - logits.logsumexp(-1, keepdim=True)
-    return (p * covered * (logp - log_q)).sum(-1).mean(), 1 - torch.minimum(p, log_q.exp() * covered).sum(-1).mean()
+    draft_ids = target_to_draft[top_ids]
+    # p: the target's probabilities, q: the draft's
+    in_draft, p = draft_ids >= 0, top_logp.exp()
+    log_q = logits.gather(1, draft_ids.clamp(min=0)) - logits.logsumexp(-1, keepdim=True)
+    divergence = (p * in_draft * (top_logp - log_q)).sum(-1).mean()
+    rejection = 1 - torch.minimum(p, log_q.exp() * in_draft).sum(-1).mean()
+    return divergence, rejection
 
 
-def divergence(logits: Tensor, to_draft: Tensor, ids: Tensor, logp: Tensor) -> Tensor:
-    """The first of the distances of `apart`."""
-    return apart(logits, to_draft, ids, logp)[0]
+def kl_divergence(
+    logits: Tensor, target_to_draft: Tensor, top_ids: Tensor, top_logp: Tensor
+) -> Tensor:
+    """KL(target || draft), the mean over answer tokens: the first of `divergence_and_rejection`."""
+    return divergence_and_rejection(logits, target_to_draft, top_ids, top_logp)[0]
 
 
-def decayed(losses: Tensor, decay: float) -> Tensor:
-    """The mean of losses [n], each of which counts `decay` times what the one before it counts."""
-    counts = decay ** torch.arange(losses.numel())
-    return (counts * losses).sum() / counts.sum()
+def decayed_mean(losses: Tensor, decay: float) -> Tensor:
+    """The mean of losses [n], each of which weighs `decay` times as much as the one before it."""
+    weights = decay ** torch.arange(losses.numel())
+    return (weights * losses).sum() / weights.sum()
 
 
-def agreeing(logits: Tensor, to_draft: Tensor, ids: Tensor) -> int:
-    """At how many answer tokens draft and target agree on the most probable token (acceptance of rank 1 at temperature 0)."""
-    return int((logits.argmax(-1) == to_draft[ids[:, 0]]).sum())
+def count_agreements(logits: Tensor, target_to_draft: Tensor, top_ids: Tensor) -> int:
+    """Number of answer tokens at which draft and target have the same most probable token.
+
+    Their share is the acceptance of rank 1 at temperature 0.
+
+    Args:
+        logits: [a, draft vocabulary], the draft's for each of a answer tokens.
+        target_to_draft: int64 [target vocabulary], the draft's token for each of the target's
+            tokens, or -1.
+        top_ids: int64 [a, TOP], the target's most probable tokens, the first one first.
+    """
+    return int((logits.argmax(-1) == target_to_draft[top_ids[:, 0]]).sum())
 
 
-def start_ends(draft: Any, target: Any, covered: Tensor) -> None:
-    """Before training, a draft that reads hidden states takes the last of them as it is, and has the target's final norm, at `SURENESS`, and the
-    rows of its head for `covered`."""
+def initialise_fc_norm_and_head(draft: Any, target: Any, d2t: Tensor) -> None:
+    """Start a draft that reads hidden states near to the target, before training.
+
+    `fc`, which projects the target's hidden states (side by side) to the draft's width, passes the
+    last one on as it is. The final norm is the target's, times `FINAL_NORM_SCALE`. The head has the
+    rows of the target's head for the draft's tokens.
+
+    Args:
+        d2t: int64 [draft vocabulary], the target's token for each of the draft's tokens.
+    """
     width = draft.config.hidden_size
     with torch.no_grad():
         draft.fc.weight.zero_()[:, -width:] = torch.eye(width)
-        draft.norm.weight.copy_(SURENESS * target.model.norm.weight)
-        draft.get_output_embeddings().weight.copy_(target.get_output_embeddings().weight[covered])
+        draft.norm.weight.copy_(FINAL_NORM_SCALE * target.model.norm.weight)
+        head = target.get_output_embeddings().weight
+        draft.get_output_embeddings().weight.copy_(head[d2t])
 
 
-def as_published(draft: nn.Module, scale: Tensor) -> dict[str, Tensor]:
-    """The weights of a draft that was trained on hidden states times `scale`, in bfloat16, for hidden states as they are."""
+def unscaled_weights(draft: nn.Module, scale: Tensor) -> dict[str, Tensor]:
+    """The weights in bfloat16 of a draft that was trained on hidden states times `scale`.
+
+    The factor moves into `fc`, which reads them, so the written draft reads hidden states as they
+    are.
+
+    Args:
+        scale: float [layers * width], a factor for each dimension of the hidden states.
+    """
     weights = draft.state_dict()
-    return {name: value.bfloat16() for name, value in (weights | {"fc.weight": weights["fc.weight"] * scale}).items()}
+    weights["fc.weight"] = weights["fc.weight"] * scale
+    return {name: weight.bfloat16() for name, weight in weights.items()}
 
 
-def layers_like(target: Any, count: int) -> LlamaConfig:
-    """The configuration of a draft of so many layers like the target's, with a head of its own."""
-    return LlamaConfig(**target.config.to_dict() | {"num_hidden_layers": count, "layer_types": None, "tie_word_embeddings": False})
+def config_like(target: Any, num_layers: int) -> LlamaConfig:
+    """The configuration of a draft of layers like the target's, with a head of its own."""
+    changes = {
+        "num_hidden_layers": num_layers,
+        "layer_types": None,
+        "tie_word_embeddings": False,
+    }
+    return LlamaConfig(**target.config.to_dict() | changes)
 
 
-def _warmed_up_cosine(optimiser: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
-    """A learning rate that rises for a hundred steps, or a tenth of them, and falls to zero along a cosine."""
+def _warmed_up_cosine(
+    optimiser: torch.optim.Optimizer, steps: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """A learning rate that rises over the first steps, and falls along a cosine to zero.
+
+    It rises over 100 steps, or over a tenth of all `steps` if that is less.
+    """
     warm_up = min(100, steps // 10 + 1)
-    return torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: min(1.0, (step + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps))))
+
+    def factor(step: int) -> float:
+        """The learning rate after so many steps, as a share of its peak."""
+        rise = min(1.0, (step + 1) / warm_up)
+        return rise * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
+
+    return torch.optim.lr_scheduler.LambdaLR(optimiser, factor)
 
 
-def _covered(mass: np.ndarray, tokens: Tensor) -> tuple[float, Tensor]:
-    """See `Text.covered_by`, from each token's mass [vocabulary]."""
-    places = torch.full(mass.shape, -1)
-    places[tokens] = torch.arange(tokens.numel())
-    return float(mass[tokens.numpy()].sum() / mass.sum()), places
+def _draft_vocabulary(mass: np.ndarray, d2t: Tensor) -> DraftVocabulary:
+    """The draft vocabulary of the tokens `d2t`.
+
+    Args:
+        mass: float64 [target vocabulary], each token's probability, summed over all answer tokens.
+        d2t: int64 [draft vocabulary], the target's token for each of the draft's tokens.
+    """
+    target_to_draft = torch.full(mass.shape, -1)
+    target_to_draft[d2t] = torch.arange(d2t.numel())
+    probability = float(mass[d2t.numpy()].sum() / mass.sum())
+    return DraftVocabulary(d2t, target_to_draft, probability)
 
 
-def _shuffled(which: Sequence[int], text: Text, batch: int, rng: np.random.Generator) -> list[int]:
-    """A new order in which batches hold conversations of like length, so that little is padded."""
-    order = rng.permutation(which)
-    pools = [sorted(order[i : i + 32 * batch], key=lambda c: len(text.conversations[c][0])) for i in range(0, len(order), 32 * batch)]
-    groups = [pool[i : i + batch] for pool in pools for i in range(0, len(pool), batch)]
-    rng.shuffle(groups)
-    return [int(c) for group in groups for c in group]
+def _shuffled(
+    conversation_indices: Sequence[int], text: TrainingText, batch: int, rng: np.random.Generator
+) -> list[int]:
+    """Random order of conversations in which those of a batch are of similar length.
+
+    Batches then need little padding. The order is random, and sorted by length within each
+    `SORTED_BATCHES` batches; then the batches are shuffled.
+
+    Args:
+        conversation_indices: indices of the conversations in `text`.
+        batch: number of conversations in a batch.
+    """
+
+    def length(conversation_index: int) -> int:
+        """Number of tokens of a conversation."""
+        return len(text.conversations[conversation_index].tokens)
+
+    order = rng.permutation(conversation_indices)
+    batches = []
+    for start in range(0, len(order), SORTED_BATCHES * batch):
+        pool = sorted(order[start : start + SORTED_BATCHES * batch], key=length)
+        batches += [pool[i : i + batch] for i in range(0, len(pool), batch)]
+    rng.shuffle(batches)
+    return [int(conversation_index) for chunk in batches for conversation_index in chunk]

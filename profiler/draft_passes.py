@@ -1,0 +1,203 @@
+"""What the profiler runs drafts with: a pass of any width, and passes over known text.
+
+Decoding does not need these, so they are not methods of the drafters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.base.sequence import SequenceState
+from sequoia_plan.runtime.base.tree_tensors import TreeTensors
+from sequoia_plan.runtime.draft.dflash import DFlashDrafter
+from sequoia_plan.runtime.draft.drafter import Drafter, DraftPass
+from sequoia_plan.runtime.draft.eagle import EagleCache, EagleDrafter
+from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
+from sequoia_plan.runtime.models.forward import ForwardOutput
+
+CommitSteps = Callable[[int, int], None]
+"""Tells the drafter that the tokens of a range of positions are committed."""
+
+
+def representative_pass(
+    drafter: Drafter, tensors: TreeTensors
+) -> tuple[DraftPass, ForwardOutput | None]:
+    """A draft pass whose time stands for passes of its width.
+
+    The pass reads as many tokens as the tree has nodes, and draws one child of each into the slots
+    after the tree. A DFlash pass is the same for every tree, and draws nothing: its drawing is
+    timed together with the verification of trees (`verification.ShapeTimer`).
+
+    Args:
+        drafter: runs the pass.
+        tensors: nodes, depths and mask of the tree.
+
+    Returns:
+        The pass, and the output of the previous pass for drafts that read it, else None.
+    """
+    if isinstance(drafter, DFlashDrafter):
+        # logits of all levels are computed, but no node gets children
+        nothing = tensors.nodes[:0]
+        levels = drafter.model.block.levels
+        return drafter.block_pass(tensors, levels, 1, nothing, nothing, None), None
+    nodes = tensors.nodes
+    draft_pass = DraftPass(
+        input_slots=nodes,
+        offsets=tensors.offsets,  # positions relative to the root's
+        mask=tensors.mask,
+        num_parents=nodes.numel(),
+        max_children=1,
+        draw_index=nodes,
+        new_nodes=nodes + nodes.numel(),
+        parent_rows=torch.zeros_like(nodes),
+    )
+    if not isinstance(drafter, EagleDrafter):
+        return draft_pass, None
+    width, dtype = drafter.model.config.hidden_size, drafter.model.dtype
+    # every node reads row 0 of the previous output's features; its logits are not read
+    features = torch.zeros(1, width, dtype=dtype, device=nodes.device)
+    no_logits = features[:, :0]
+    return draft_pass, ForwardOutput(no_logits, features)
+
+
+def logits_over_text(
+    drafter: Drafter,
+    sequence: SequenceState,
+    slots: Tensor,
+    levels: Sequence[int],
+    aux_hidden_states: Tensor | None,
+) -> Tensor:
+    """The draft's logits after tokens of a known text, as decoding steps would compute them.
+
+    The level of a token matters to a draft that reads the target's hidden states: in a step, it has
+    read those of tokens before the root only.
+
+    Args:
+        sequence: the tokens, and the draft's KV cache, filled up to the first of `slots`.
+        slots: int64 [positions], consecutive slots of the cache with known tokens.
+        levels: how far each position is from the root of its step; the levels of one step are
+            0, 1, 2, ... in turn. Negative: logits are not needed there, and have no meaning.
+        aux_hidden_states: [positions, width], the target's, for drafts that read them.
+
+    Returns:
+        Logits [positions, draft vocabulary].
+    """
+    if isinstance(drafter, LanguageModelDrafter):  # its logits do not depend on the level
+        columns = torch.arange(int(slots[-1]) + 1, device=slots.device)
+        mask = additive_mask(columns <= slots[:, None], drafter.model.model.dtype)
+        tokens = sequence.tokens[slots]
+        # input tokens, their positions and the slots they are written to
+        return drafter.model(sequence.draft, tokens, slots, slots, mask).logits
+    assert aux_hidden_states is not None
+    hidden_states, cache = aux_hidden_states, sequence.draft
+    if isinstance(drafter, DFlashDrafter):
+        dflash_drafter, levels_of_block = drafter, drafter.model.block.levels
+
+        def commit_hidden_states(start: int, end: int) -> None:
+            """Give the draft the target's hidden states at the positions from start to end."""
+            dflash_drafter.keep_hidden_states(cache, slots[start:end], hidden_states[start:end])
+
+        chain = TokenTree.chain(levels_of_block + 1)
+        return _logits_by_step(drafter, chain, sequence, slots, levels, commit_hidden_states)
+    assert isinstance(drafter, EagleDrafter) and isinstance(cache, EagleCache)
+    eagle_drafter, eagle_cache = drafter, cache
+    features = drafter.model.fuse(hidden_states)
+
+    def commit_features(start: int, end: int) -> None:
+        """Give the draft the fused hidden states at the positions from start to end."""
+        eagle_drafter.keep_features(eagle_cache, slots[start:end], features[start:end])
+
+    num_levels = max(max(levels), 0) + 1
+    chain = TokenTree.chain(num_levels + 1)  # the last level of a tree has no logits
+    return _logits_by_step(drafter, chain, sequence, slots, levels, commit_features)
+
+
+def _logits_by_step(
+    drafter: EagleDrafter | DFlashDrafter,
+    chain: TokenTree,
+    sequence: SequenceState,
+    slots: Tensor,
+    levels: Sequence[int],
+    commit_steps: CommitSteps,
+) -> Tensor:
+    """`logits_over_text` step by step: each step is drafted as a chain whose tokens are known.
+
+    Args:
+        chain: a tree with as many levels as have logits, and one more, as leaves have none.
+        slots, levels: int64 [positions], the slot of each token, and how far it is from the root of
+            its step; negative where logits are not needed.
+        commit_steps: called after each step with its range of positions.
+
+    Returns:
+        Logits [positions, draft vocabulary]; zeros where the level is negative.
+    """
+    tensors = TreeTensors.of(chain, slots.device, drafter.model.dtype)
+    # while a step is drafted, the sequence is as long as the text before its root
+    length, passes = sequence.length.clone(), drafter.passes(chain, tensors)
+    logits_of_steps = []
+    for start, end in _steps(levels):
+        logits = torch.zeros(end - start, drafter.vocabulary, device=slots.device)
+        if levels[start] == 0:
+            sequence.length.copy_(slots[start : start + 1])
+            extent = sequence.tokens.numel()  # attention looks at all slots
+            columns = tensors.columns(sequence.length, extent)
+            drafted = _chain_logits(drafter, passes, sequence, columns, end - start)
+            logits[: len(drafted)] = drafted
+        logits_of_steps.append(logits)
+        commit_steps(start, end)
+    sequence.length.copy_(length)
+    return torch.cat(logits_of_steps)
+
+
+def _chain_logits(
+    drafter: Drafter,
+    passes: Sequence[DraftPass],
+    sequence: SequenceState,
+    columns: Tensor,
+    count: int,
+) -> Tensor:
+    """The draft's logits at the first positions of a chain, from the root on.
+
+    Args:
+        passes: the draft passes of a step with the chain; each gives the logits of the next
+            position or positions. Passes that are not needed do not run.
+        sequence: holds the chain's tokens, from the slot of the root on.
+        columns: int64 [slots], for each slot of the KV cache the column of the chain's attention
+            mask that applies.
+        count: the number of positions.
+
+    Returns:
+        Logits [count, draft vocabulary]; fewer rows if the passes give fewer.
+    """
+    logits_by_pass: list[Tensor] = []
+    output: ForwardOutput | None = None
+    for draft_pass in passes:
+        if sum(map(len, logits_by_pass)) >= count:
+            break
+        output = drafter.forward(draft_pass, sequence, columns, output)
+        logits_by_pass.append(output.logits.float())
+    return torch.cat(logits_by_pass)[:count]
+
+
+def _steps(levels: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Cut positions into steps: ranges whose levels are 0, 1, 2, ... in turn.
+
+    Args:
+        levels: how far each position is from the root of its step, or negative.
+
+    Yields:
+        The first position of a range and the one after its last. A position with a negative level
+        is a range by itself.
+    """
+    start = 0
+    while start < len(levels):
+        end = start + 1
+        while end < len(levels) and levels[end] == levels[end - 1] + 1 > 0:
+            end += 1
+        yield start, end
+        start = end
