@@ -5,151 +5,215 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from sequoia_plan.runtime.models.forward import rope_changes, text_config
+from sequoia_plan.runtime.models.architecture import rope_changes, text_config
 from sequoia_plan.runtime.models.parallel import is_split
 
 T = TypeVar("T")
-MOST_GRAPHS = 128
-"""That are kept; of more, the one that was not used for longest is forgotten."""
+MAX_GRAPHS = 128
+"""Most graphs kept; the least recently used one goes."""
 
 
-def on_one_cuda_device(model: Any) -> bool:
-    """Is all of `model` on one CUDA device, in one process, and not compiled by someone else (`torch.compile(model)`, `model.compile()`)?"""
-    compiled = hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
+def is_on_one_cuda_device(model: Any) -> bool:
+    """True if all of `model` is on one CUDA device, in one process, and nobody has compiled it
+    (`torch.compile(model)`, `model.compile()`)."""
+    is_wrapped = hasattr(model, "_orig_mod")
+    is_compiled = is_wrapped or getattr(model, "_compiled_call_impl", None) is not None
     devices = {parameter.device for parameter in model.parameters()}
-    return not compiled and not is_split(model) and len(devices) == 1 and devices.pop().type == "cuda"
+    is_on_one = len(devices) == 1 and devices.pop().type == "cuda"
+    return is_on_one and not is_compiled and not is_split(model)
 
 
-def capturable(model: Any) -> bool:
-    """Can passes of `model` be captured: is it on one CUDA device, with nothing in it decided on the host?"""
-    return on_one_cuda_device(model) and not rope_changes(text_config(model))
+def can_capture(model: Any) -> bool:
+    """True if passes of `model` run on one CUDA device, without decisions on the host."""
+    return is_on_one_cuda_device(model) and not rope_changes(text_config(model))
 
 
-def addresses(models: Iterable[Any]) -> tuple[int, ...]:
-    """Where the weights of `models` are: graphs read them there, and `model.to(...)` moves them."""
-    return tuple(tensor.data_ptr() for model in models for tensor in (*model.parameters(), *model.buffers()))
+def weight_addresses(models: Iterable[Any]) -> tuple[int, ...]:
+    """The addresses of the models' weights: graphs read there, and `model.to(...)` moves them."""
+    return tuple(
+        tensor.data_ptr() for model in models for tensor in (*model.parameters(), *model.buffers())
+    )
 
 
 class Graphs:
-    """Functions on one CUDA device, captured when they are first called and replayed from then on: one graph for each key.
+    """CUDA graphs of functions on one device, one for each key.
 
-    A graph reads and writes the memory that it was captured with: what goes in must be in tensors that stay, or among `inputs`; `clear`
-    must follow when a tensor that stays is allocated anew. What a function returned is overwritten when it is replayed. A function that
-    cannot be captured, as when it waits for the device, is run as it is from then on, with one warning; the others stay captured. All
-    graphs share one pool: only one runs at a time. No more than `most` are kept.
+    A function is captured when its key is first called, and replayed from then on. A graph reads
+    and writes the memory that it was captured with: inputs must be in tensors that stay, or among
+    `inputs`, and `clear` must follow when a tensor that stays is allocated anew. A replay
+    overwrites what the function returned before. A function that cannot be captured, because it
+    waits for the device for instance, runs as it is from then on, with one warning. All graphs
+    share one memory pool, so only one of them may run at a time.
+
+    Args:
+        max_graphs: most graphs kept; the least recently used one goes.
+
+    Attributes:
+        failed: keys of functions that could not be captured.
+        version: `SequenceState.version` of the memory that the graphs were captured with.
     """
 
-    def __init__(self, device: torch.device, most: int = MOST_GRAPHS) -> None:
-        self.device, self.most = device, most
+    def __init__(self, device: torch.device, max_graphs: int = MAX_GRAPHS) -> None:
+        self.device, self.max_graphs = device, max_graphs
         self.failed: set[Hashable] = set()
         self.clear()
 
     def clear(self, version: int = 0) -> None:
-        """Forget every graph; `version` says which memory the next ones are captured with (`Sequence.version`)."""
-        self.graphs: OrderedDict[Hashable, tuple[Callable[[], None], Any, tuple[Tensor, ...]]] = OrderedDict()
+        """Forget every graph; the next ones are captured with the memory of `version`."""
+        self.graphs: OrderedDict[Hashable, tuple[Callable[[], None], Any, tuple[Tensor, ...]]] = (
+            OrderedDict()
+        )
         self.version = version
         self.new_pool()
 
-    def __call__(self, key: Hashable, run: Callable[..., T], changed: Callable[[], Several[Tensor]] = list, inputs: tuple[Tensor, ...] = ()) -> T:
-        """`run(*inputs)`, replayed if `key` is known.
+    def __call__(
+        self,
+        key: Hashable,
+        function: Callable[..., T],
+        get_state: Callable[[], Sequence[Tensor]] = list,
+        inputs: tuple[Tensor, ...] = (),
+    ) -> T:
+        """`function(*inputs)`, replayed if `key` was called before.
 
         Args:
-            changed: gives what `run` both reads and changes; put back after each run that only prepares the capture.
-            inputs: tensors that may be others at each call; a replay copies them to where the graph reads them.
+            get_state: returns the tensors that `function` both reads and changes. They are restored
+                after each run that only prepares the capture.
+            inputs: tensors that may differ from call to call; a replay copies them to where the
+                graph reads them.
         """
         if key not in self.graphs and key not in self.failed:
-            try:
-                self.graphs[key] = *self.capture(run, changed(), inputs), inputs
-                if len(self.graphs) > self.most:
-                    self.graphs.popitem(last=False)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                self.failed.add(key)
-                name = key[0] if isinstance(key, tuple) else key
-                reason = str(error).strip().split("\n")[0]
-                warnings.warn(f"{name}: cannot be captured as a CUDA graph and runs slower, kernel by kernel: {reason:.200}", stacklevel=3)
+            self._try_capture(key, function, get_state, inputs)
         if key in self.failed:
-            return run(*inputs)
+            return function(*inputs)
         self.graphs.move_to_end(key)
-        replay, result, captured_with = self.graphs[key]
-        for mine, given in zip(captured_with, inputs, strict=True):
-            if mine is not given:
-                mine.copy_(given)
+        replay, result, captured_inputs = self.graphs[key]
+        for captured_input, tensor in zip(captured_inputs, inputs, strict=True):
+            if captured_input is not tensor:
+                captured_input.copy_(tensor)
         replay()
         return result
 
+    def _try_capture(
+        self,
+        key: Hashable,
+        function: Callable[..., Any],
+        get_state: Callable[[], Sequence[Tensor]],
+        inputs: tuple[Tensor, ...],
+    ) -> None:
+        """Capture a function and keep its graph; if that fails, note its key and warn once.
+
+        Args:
+            get_state: as for `__call__`: returns the tensors that the function reads and changes.
+        """
+        try:
+            replay, result = self.capture(function, get_state(), inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self.failed.add(key)
+            name = key[0] if isinstance(key, tuple) else key
+            reason = str(error).strip().split("\n")[0]
+            warnings.warn(
+                f"{name}: cannot be captured as a CUDA graph and runs slower, kernel by kernel: "
+                f"{reason:.200}",
+                stacklevel=4,
+            )
+            return
+        self.graphs[key] = replay, result, inputs
+        if len(self.graphs) > self.max_graphs:
+            self.graphs.popitem(last=False)
+
     def new_pool(self) -> None:
-        """Memory for graphs: PyTorch takes no further graph into a pool that has lost its last one."""
+        """Take a new pool: PyTorch captures nothing into one that has lost its last graph."""
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(self.device)
 
-    def capture(self, run: Callable[..., Any], changed: Several[Tensor], inputs: tuple[Tensor, ...]) -> tuple[Callable[[], None], Any]:
-        """How to replay `run(*inputs)`, and what it returns. `changed` is as it was before, also if this fails.
+    def capture(
+        self, function: Callable[..., Any], state: Sequence[Tensor], inputs: tuple[Tensor, ...]
+    ) -> tuple[Callable[[], None], Any]:
+        """Capture `function(*inputs)`; `state` is restored, also if this fails.
+
+        Returns:
+            A function that replays the graph, and what `function` returned.
 
         Raises:
             RuntimeError: if it cannot be captured.
         """
         with torch.cuda.device(self.device):
-            before = [tensor.clone() for tensor in changed]
-            here, waiting = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
+            state_before = [tensor.clone() for tensor in state]
+            caller_stream = torch.cuda.current_stream()
+            sync_debug_mode = torch.cuda.get_sync_debug_mode()
 
-            def restore() -> None:
-                for tensor, value in zip(changed, before, strict=True):
+            def restore_state() -> None:
+                """Undo what a run of the function changed."""
+                for tensor, value in zip(state, state_before, strict=True):
                     tensor.copy_(value)
 
-            graph, begun = torch.cuda.CUDAGraph(), False
-            self.stream.wait_stream(here)
+            graph, has_begun = torch.cuda.CUDAGraph(), False
+            self.stream.wait_stream(caller_stream)
             try:
-                with torch.cuda.stream(here):  # where we come back to, even if ending the capture fails
+                # the outer context restores the caller's stream even if ending the capture fails
+                with torch.cuda.stream(caller_stream):
                     with torch.cuda.stream(self.stream):
-                        run(*inputs)  # libraries allocate their workspaces
-                        restore()
+                        function(*inputs)  # libraries allocate their workspaces
+                        restore_state()
                         with warnings.catch_warnings():
                             warnings.simplefilter("ignore")  # PyTorch calls it a prototype
                             torch.cuda.set_sync_debug_mode("error")
-                        run(*inputs)  # nothing waits for the device, or it raises
-                        restore()
-                        torch.cuda.set_sync_debug_mode(waiting)
-                    begun = True
-                    with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                        result = run(*inputs)
-            except RuntimeError:  # also out of memory
-                if begun:
+                        function(*inputs)  # raises if anything waits for the device
+                        restore_state()
+                        torch.cuda.set_sync_debug_mode(sync_debug_mode)
+                    has_begun = True
+                    with torch.cuda.graph(
+                        graph,
+                        pool=self.pool,
+                        stream=self.stream,
+                        capture_error_mode="thread_local",
+                    ):
+                        result = function(*inputs)
+            except RuntimeError:  # torch.OutOfMemoryError is one too
+                if has_begun:
                     self.abandon()
-                here.wait_stream(self.stream)
-                restore()
+                caller_stream.wait_stream(self.stream)
+                restore_state()
                 raise
             finally:
-                torch.cuda.set_sync_debug_mode(waiting)
-                here.wait_stream(self.stream)
+                torch.cuda.set_sync_debug_mode(sync_debug_mode)
+                caller_stream.wait_stream(self.stream)
             return graph.replay, result
 
     def abandon(self) -> None:
-        """After a capture that failed: PyTorch may not have told its allocator that the capture is over, and the pool may be damaged."""
-        with contextlib.suppress(RuntimeError):  # it is over
+        """Clean up after a failed capture.
+
+        PyTorch may not have told its allocator that the capture is over, and the pool may be
+        damaged.
+        """
+        with contextlib.suppress(RuntimeError):  # raised if the allocator knows already
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool)
         self.new_pool()
 
 
-def readback(values: Tensor) -> Callable[[], list[int]]:
-    """Begin to bring `values` to the host; call what is returned for the numbers. On CUDA nothing waits before that call."""
-    if not values.is_cuda:
-        return values.tolist
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record(torch.cuda.current_stream(values.device))
+def read_back(numbers: Tensor) -> Callable[[], list[int]]:
+    """Start copying `numbers` to the host; call the result to get them.
 
-    def numbers() -> list[int]:
-        arrived.synchronize()
-        return host.tolist()
+    On CUDA nothing waits for the device before that call.
+    """
+    if not numbers.is_cuda:
+        return numbers.tolist
+    host_numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    host_numbers.copy_(numbers, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(numbers.device))
 
-    return numbers
+    def wait_and_read() -> list[int]:
+        """Wait for the copy to end."""
+        copied.synchronize()
+        return host_numbers.tolist()
+
+    return wait_and_read

@@ -1,4 +1,4 @@
-"""What goes into a generation and what comes out: prompts, endings, results."""
+"""What goes into a generation, and what comes out: prompts, endings, results."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 
 Criterion = Callable[..., Any]
+"""A stopping criterion of transformers."""
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,13 @@ class Generation:
     """What `generate` returns.
 
     Args:
-        sequences: int64 [1, prompt + new], as transformers' generate returns.
-        new_tokens: tokens added.
-        steps: target passes that made them.
+        sequences: int64 [1, prompt + new], as transformers' generate returns it.
+        new_tokens: number of tokens added.
+        steps: target passes that added them.
         seconds: wall time, the prompt's prefill included.
-        finish_reason: "eos", "stop" (a stop string or stopping criterion), "length", or "context" when the model's context is full.
-        text: the new tokens as text, special tokens left out; None if the decoder has no tokenizer.
+        finish_reason: "eos", "stop" (a stop string or a stopping criterion), "length", or "context"
+            when the model's context is full.
+        text: the new tokens as text without special tokens; None if the decoder has no tokenizer.
     """
 
     sequences: Tensor
@@ -41,21 +43,39 @@ class Generation:
 
 
 class Ending:
-    """Where a generation ends: at an end-of-sequence token, at a stopping criterion, or when nothing more may or can be added.
+    """Finds where a generation ends.
+
+    It ends at an end-of-sequence token, at a stopping criterion, or when no more tokens may be
+    added, or fit.
 
     Args:
-        sequence: the prompt's tokens.
-        most: tokens that may be added.
-        room: tokens that fit the context.
-        criteria: transformers' stopping criteria, asked about every token in turn: a step may add several.
+        prompt: the prompt's tokens.
+        max_tokens: tokens that may be added.
+        max_tokens_in_context: tokens that fit into the context.
+        end_tokens: end-of-sequence tokens.
+        criteria: transformers' stopping criteria. A step may add several tokens, so each criterion
+            is asked about every token in turn.
     """
 
-    def __init__(self, sequence: Sequence[int], most: int, room: int, eos: set[int], criteria: Sequence[Criterion]) -> None:
-        self.sequence, self.eos, self.criteria = list(sequence), eos, criteria
-        self.last, self.reason = len(sequence) + min(most, room), "length" if most <= room else "context"
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        max_tokens_in_context: int,
+        end_tokens: set[int],
+        criteria: Sequence[Criterion],
+    ) -> None:
+        self.sequence, self.end_tokens, self.criteria = list(prompt), end_tokens, criteria
+        self.max_length = len(prompt) + min(max_tokens, max_tokens_in_context)
+        fits = max_tokens <= max_tokens_in_context
+        self.reason_at_max_length = "length" if fits else "context"
 
-    def take(self, tokens: Sequence[int]) -> tuple[list[int], str]:
-        """As many of a step's `tokens` as belong to the text, and why it ends; "" if it goes on."""
+    def cut(self, tokens: Sequence[int]) -> tuple[list[int], str]:
+        """Cut a step's tokens off where the generation ends.
+
+        Returns:
+            The tokens that belong to the text, and why it ends; "" if it goes on.
+        """
         for count, token in enumerate(tokens, 1):
             self.sequence.append(token)
             reason = self._reason(token)
@@ -64,20 +84,26 @@ class Ending:
         return list(tokens), ""
 
     def _reason(self, token: int) -> str:
-        if token in self.eos:
+        """Why the generation ends after `token`, the last of the sequence; "" if it goes on."""
+        if token in self.end_tokens:
             return "eos"
         if self.criteria:
-            so_far = torch.tensor([self.sequence])
-            if any(bool(torch.as_tensor(criterion(so_far, None)).all()) for criterion in self.criteria):
-                return "stop"
-        return self.reason if len(self.sequence) >= self.last else ""
+            ids = torch.tensor([self.sequence])
+            for criterion in self.criteria:
+                if bool(torch.as_tensor(criterion(ids, None)).all()):
+                    return "stop"
+        return self.reason_at_max_length if len(self.sequence) >= self.max_length else ""
 
 
-def end_tokens(given: int | Iterable[int] | None, model: Any, tokenizer: Any = None) -> set[int]:
-    """The tokens that end a text: as given, else those of the model's generation config, else the tokenizer's."""
-    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None) if given is None else given
-    found = getattr(tokenizer, "eos_token_id", None) if found is None else found
-    return set() if found is None else set(torch.as_tensor([found] if isinstance(found, int) else found).flatten().tolist())
+def end_tokens(eos: int | Iterable[int] | None, model: Any, tokenizer: Any = None) -> set[int]:
+    """The tokens that end a text: `eos`, else those of the generation config or tokenizer."""
+    if eos is None:
+        eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if eos is None:
+        eos = getattr(tokenizer, "eos_token_id", None)
+    if eos is None:
+        return set()
+    return set(torch.as_tensor([eos] if isinstance(eos, int) else eos).flatten().tolist())
 
 
 def read_prompt(prompt: Any, tokenizer: Any, attention_mask: Tensor | None = None) -> Tensor:
@@ -88,33 +114,48 @@ def read_prompt(prompt: Any, tokenizer: Any, attention_mask: Tensor | None = Non
     """
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise ArgumentError("prompt: text, but the decoder has no tokenizer; give it one (SequoiaDecoder(..., tokenizer=...)) or token ids")
+            raise ArgumentError(
+                "prompt: text, but the decoder has no tokenizer; give it one "
+                "(SequoiaDecoder(..., tokenizer=...)) or token ids"
+            )
         prompt = tokenizer(prompt)["input_ids"]
     elif hasattr(prompt, "keys"):
         attention_mask, prompt = prompt.get("attention_mask"), prompt["input_ids"]
-    if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], (str, list, tuple, Tensor)) and len(prompt) > 1:
-        raise SequoiaPlanError(f"input_ids: {len(prompt)} prompts, expected one sequence; generate_each takes several, one after the other")
+    if _is_list_of_prompts(prompt):
+        raise SequoiaPlanError(
+            f"input_ids: {len(prompt)} prompts, expected one sequence; generate_each takes "
+            "several, one after the other"
+        )
     ids = torch.as_tensor(prompt, dtype=torch.long)
     if ids.ndim > 1 and ids.shape[0] != 1:
-        raise SequoiaPlanError(f"input_ids: a batch of {ids.shape[0]}, expected one sequence; generate_each takes several, one after the other")
+        raise SequoiaPlanError(
+            f"input_ids: a batch of {ids.shape[0]}, expected one sequence; generate_each takes "
+            "several, one after the other"
+        )
     if ids.numel() == 0:
         raise SequoiaPlanError("prompt: empty, expected at least one token")
     if attention_mask is not None and not bool(torch.as_tensor(attention_mask).all()):
-        raise SequoiaPlanError("attention_mask: hides tokens of the prompt, expected none hidden; leave padding out")
+        raise SequoiaPlanError(
+            "attention_mask: hides tokens of the prompt, expected none hidden; leave padding out"
+        )
     return ids.reshape(-1)
 
 
 def stop_criteria(stop_strings: str | Sequence[str] | None, tokenizer: Any) -> list[Criterion]:
-    """transformers' own criterion for stop strings, which sees them wherever tokens split them.
+    """transformers' criterion for stop strings, which finds them wherever tokens split them.
 
     Raises:
-        ArgumentError: without a tokenizer, for an empty string, or for one the tokenizer's tokens cannot spell.
+        ArgumentError: without a tokenizer, for an empty string, or for one that the tokenizer's
+            tokens cannot spell.
     """
     if not stop_strings:
         return []
     strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
     if tokenizer is None:
-        raise ArgumentError("stop_strings: the decoder has no tokenizer to read text with; give it one: SequoiaDecoder(..., tokenizer=...)")
+        raise ArgumentError(
+            "stop_strings: the decoder has no tokenizer to read text with; give it one: "
+            "SequoiaDecoder(..., tokenizer=...)"
+        )
     if not all(strings):
         raise ArgumentError("stop_strings: found an empty string, expected text")
     from transformers.generation.stopping_criteria import StopStringCriteria
@@ -123,3 +164,10 @@ def stop_criteria(stop_strings: str | Sequence[str] | None, tokenizer: Any) -> l
         return [StopStringCriteria(tokenizer, strings)]
     except ValueError as error:  # a string that no tokens can spell
         raise ArgumentError(f"stop_strings: {error}") from error
+
+
+def _is_list_of_prompts(prompt: Any) -> bool:
+    """Is `prompt` a list of two prompts or more, each one text, a list or a tensor?"""
+    if not isinstance(prompt, (list, tuple)) or len(prompt) < 2:
+        return False
+    return isinstance(prompt[0], (str, list, tuple, Tensor))

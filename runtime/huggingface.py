@@ -1,4 +1,7 @@
-"""Sequoia decoding inside transformers' own generate: `model.generate(ids, custom_generate=sequoia, draft=draft, tree=tree)`."""
+"""Sequoia decoding inside transformers' generate.
+
+model.generate(ids, custom_generate=sequoia, draft=draft, tree=tree)
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,31 @@ from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from sequoia_plan.artifacts import ArgumentError, TokenTree
-from sequoia_plan.runtime.decode import SequoiaDecoder
-from sequoia_plan.runtime.models.forward import place
-from sequoia_plan.runtime.sampling import Sampling, verifier_of
+from sequoia_plan.runtime.base.sampling import Sampling, verifier_of
+from sequoia_plan.runtime.decoder import SequoiaDecoder
+from sequoia_plan.runtime.models.architecture import device_and_dtype
 
-NOT_RETURNED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+NOT_RETURNED = (
+    "output_scores",
+    "output_logits",
+    "output_attentions",
+    "output_hidden_states",
+)
 OTHER_DECODING = ("prompt_lookup_num_tokens", "assistant_early_exit", "stop_strings")
-CONFIGURED = tuple(
+PROCESSORS_OF_CONFIG = tuple(
     getattr(processors, name)
-    for name in ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "LogitNormalization")
+    for name in (
+        "TemperatureLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "MinPLogitsWarper",
+        "LogitNormalization",
+    )
     if hasattr(processors, name)
 )
-"""Processors that say nothing the configuration does not."""
+"""Processors that transformers makes of the generation config, which `Sampling` reads itself."""
 
-
-_making = threading.Lock()
+_decoder_lock = threading.Lock()
 
 
 def sequoia(
@@ -42,28 +55,35 @@ def sequoia(
     seed: int | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """For `custom_generate`: the target decodes with `tree` and `draft`; everything else comes from the generation config.
+    """For `custom_generate`: decode with `tree` and `draft`; the generation config says the rest.
 
-    The decoder is made on the first call and kept with the model while draft, tree, and where both models are stay the same.
+    The first call makes a decoder and keeps it on the model, while draft, tree, and the models'
+    devices and dtypes stay the same.
 
     Args:
-        draft, tree: as for `SequoiaDecoder`; the verifier is the one that the tree's plan records.
-        text_streamer: a streamer under a name that transformers passes on; it drops `streamer`.
+        draft, tree: as for `SequoiaDecoder`. The verifier is the one that the tree's plan records.
+        text_streamer: a streamer, under a name that transformers passes on; it drops `streamer`.
         seed: makes sampling repeatable; None draws one.
 
     Returns:
-        int64 [1, prompt + new], or transformers' output class if the config says `return_dict_in_generate`.
+        int64 [1, prompt + new], or transformers' output class if the config has
+        `return_dict_in_generate`.
 
     Raises:
         SequoiaPlanError: for what `SequoiaDecoder` refuses, and for settings that would be ignored.
     """
     config = generation_config or model.generation_config
     if tree is None:
-        raise ArgumentError("custom_generate=sequoia needs a tree: model.generate(ids, custom_generate=sequoia, draft=draft, tree=load_tree(file))")
+        raise ArgumentError(
+            "custom_generate=sequoia needs a tree: model.generate(ids, custom_generate=sequoia, "
+            "draft=draft, tree=load_tree(file))"
+        )
     sampling = Sampling.from_generation_config(config, verifier=verifier_of(tree))
-    _refuse(config, logits_processor or ())
-    decoder = _decoder(model, draft, tree)
-    criteria = [c for c in stopping_criteria or () if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))]
+    _refuse_unsupported(config, logits_processor or ())
+    decoder = _decoder_of(model, draft, tree)
+    # the decoder itself ends at these two
+    ends_itself = (MaxLengthCriteria, EosTokenCriteria)
+    criteria = [c for c in stopping_criteria or () if not isinstance(c, ends_itself)]
     result = decoder.generate(
         input_ids,
         max_new_tokens=config.max_length - input_ids.shape[1],
@@ -71,29 +91,39 @@ def sequoia(
         eos_token_id=() if config.eos_token_id is None else config.eos_token_id,
         streamer=text_streamer,
         sampling=sampling,
-        attention_mask=model_kwargs.get("attention_mask"),  # named, transformers would pass it twice
+        # transformers would pass an argument of this name twice
+        attention_mask=model_kwargs.get("attention_mask"),
         stopping_criteria=criteria,
     )
-    return GenerateDecoderOnlyOutput(sequences=result.sequences) if config.return_dict_in_generate else result.sequences
+    if config.return_dict_in_generate:
+        return GenerateDecoderOnlyOutput(sequences=result.sequences)
+    return result.sequences
 
 
-def _refuse(config: GenerationConfig, logits_processor: Sequence[Any]) -> None:
-    """What transformers hands over without a word beside sampling, and we cannot honour."""
+def _refuse_unsupported(config: GenerationConfig, logits_processor: Sequence[Any]) -> None:
+    """Refuse what transformers passes on without a warning, and what a token tree cannot do."""
     for name in (*NOT_RETURNED, *OTHER_DECODING):
-        if found := getattr(config, name, None):
-            raise ArgumentError(f"{name}: found {found}, which token tree decoding does not do; leave it out")
+        if value := getattr(config, name, None):
+            raise ArgumentError(
+                f"{name}: found {value}, which token tree decoding does not do; leave it out"
+            )
     for processor in logits_processor:
-        if not isinstance(processor, CONFIGURED):
-            raise ArgumentError(f"{type(processor).__name__}: logits depend on it, and a token tree cannot follow it; leave it out")
+        if not isinstance(processor, PROCESSORS_OF_CONFIG):
+            raise ArgumentError(
+                f"{type(processor).__name__}: logits depend on it, and a token tree cannot follow "
+                "it; leave it out"
+            )
 
 
-def _decoder(model: Any, draft: Any, tree: TokenTree) -> SequoiaDecoder:
-    """The decoder of the last call if it was for the same draft and tree, where both models are. It lives on the model, so both go together."""
-    with _making:
-        places = [place(each) for each in (model, draft) if each is not None]
+def _decoder_of(model: Any, draft: Any, tree: TokenTree) -> SequoiaDecoder:
+    """The decoder that the model keeps, if it fits the arguments; else a new one."""
+    with _decoder_lock:
+        devices = [device_and_dtype(each) for each in (model, draft) if each is not None]
         kept = model.__dict__.get("_sequoia_decoder")
-        if kept is None or kept[0] is not draft or kept[1] != tree or kept[3] != places:
-            kept = (draft, tree, SequoiaDecoder(model, draft, tree), places)
-            model.__dict__["_sequoia_decoder"] = kept
-    decoder: SequoiaDecoder = kept[2]
-    return decoder
+        if kept is not None:
+            kept_draft, kept_tree, decoder, kept_devices = kept
+            if kept_draft is draft and kept_tree == tree and kept_devices == devices:
+                return decoder
+        decoder = SequoiaDecoder(model, draft, tree)
+        model.__dict__["_sequoia_decoder"] = (draft, tree, decoder, devices)
+        return decoder

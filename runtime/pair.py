@@ -1,32 +1,44 @@
-"""A target, a draft that fits it, and their tokenizer."""
+"""Loading a target, a draft that fits it, and their tokenizer."""
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sequoia_plan.artifacts import ArgumentError
-from sequoia_plan.runtime.draft.file import load_draft, save_as_folder
-from sequoia_plan.runtime.draft.load_tapped import load_tapped, remarks
-from sequoia_plan.runtime.draft.published import find_checkpoint
+from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
+from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
+from sequoia_plan.runtime.draft.draft_file import load_draft, save_as_folder
+from sequoia_plan.runtime.draft.load import load_checkpoint, remarks
 from sequoia_plan.runtime.draft.self_draft import INT8, self_draft
 from sequoia_plan.runtime.generation import end_tokens
-from sequoia_plan.runtime.models.load import dtype_name, load_model, model_facts, name_of, resolve_dtype
-from sequoia_plan.runtime.models.memory import as_bytes, cache_bytes, own_bytes, split_memory
-from sequoia_plan.runtime.models.offload import Offloaded
-from sequoia_plan.runtime.models.repack import can_repack, repack
+from sequoia_plan.runtime.models.load import (
+    dtype_name,
+    load_model,
+    model_metadata,
+    name_of,
+    resolve_dtype,
+)
+from sequoia_plan.runtime.models.prepacked import can_prepack, prepack
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary, vocabulary_size
 
-PLACEMENTS = ("resident", "repacked")
-"""Where weights in memory are: as transformers loads them, or with linear layers repacked for the processor."""
+if TYPE_CHECKING:
+    from sequoia_plan.runtime.offload.load import OffloadedTarget
+
+PREPACKED = "repacked"
+"""What files call linear layers that are prepacked for the processor."""
+PLACEMENTS = ("resident", PREPACKED)
+"""Where weights in memory are: as transformers loads them, or prepacked for the processor."""
 LINKS = ("host", "disk")
-"""From where the layers of a target that does not fit are streamed: from the host's memory to a CUDA device, or from a file."""
+"""Where streamed layers come from: the host's memory, to a CUDA device, or a file."""
+
 DEFAULT_DRAFT, LANGUAGE_MODEL = "smollm2-135m-eagle3", "smollm2-135m-draft"
-EMBEDDED = {DEFAULT_DRAFT: Path(__file__).with_name(DEFAULT_DRAFT), LANGUAGE_MODEL: Path(__file__).with_name(f"{LANGUAGE_MODEL}.safetensors")}
-"""The drafts of the embedded target by the names that load them: one reads the target's hidden states, the other is a model of its own."""
+EMBEDDED_DRAFTS = (DEFAULT_DRAFT, LANGUAGE_MODEL)
+"""Drafts of the embedded target: an EAGLE-3 draft, and a language model of two layers."""
+WEIGHTS_PACKAGE = "sequoia-plan-weights"
 
 
 @dataclass(frozen=True)
@@ -34,21 +46,22 @@ class Pair:
     """A target, its draft and their tokenizer.
 
     Args:
-        facts: name, digest, dtype, parameters and placement of both models, for profiles and trees.
+        metadata: name, digest, dtype, parameters and placement of both models, as profiles and
+            trees record them.
         placement: where the weights are: one of `PLACEMENTS`, or "streamed from LINK".
-        remarks: what a person should know of them, a sentence each.
+        remarks: what a user should know about the models, a sentence each.
     """
 
     target: Any
     draft: Any
     tokenizer: Any
-    facts: dict[str, dict[str, Any]]
+    metadata: dict[str, dict[str, Any]]
     placement: str = "resident"
     remarks: tuple[str, ...] = ()
 
     @property
     def end_tokens(self) -> list[int]:
-        """The tokens that end a text: those of the target's generation config, else the tokenizer's."""
+        """Tokens that end a text: the target's generation config's, else the tokenizer's."""
         return sorted(end_tokens(None, self.target, self.tokenizer))
 
 
@@ -65,80 +78,74 @@ def load_pair(
 
     Args:
         target: folder, hub ID or .gguf file; None for the embedded SmolLM2-135M-Instruct.
-        draft: the same, or a folder or hub ID of a draft that reads the target's hidden states (see `draft.published`), or a draft
-            .safetensors file made for the target, or "int8" for a copy of the target in 8 bits (see `self_draft`; a folder of that
-            name is "./int8"), or a name in `EMBEDDED`; None for `DEFAULT_DRAFT`.
+        draft: the same; or a folder or hub ID of an EAGLE or DFlash draft (see `draft.checkpoint`);
+            or a draft .safetensors file made for the target; or "int8" for a copy of the target in
+            8 bits (see `self_draft`; a folder of that name is "./int8"); or a name in
+            `EMBEDDED_DRAFTS`. None for `DEFAULT_DRAFT`.
         device: "cpu" or "cuda".
-        dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the processor computes in it, else float32.
-        placement: one of `PLACEMENTS`, or "auto": "repacked" where the processor has kernels for it, else "resident". The layers of an
-            offloaded target are never repacked.
-        offload: one of `LINKS`: the target's layers that do not fit into `memory` are streamed from there in every pass.
-        memory: what the target's weights, both KV caches and the draft may take on the device, as "300MB", "24GB" or bytes; None for
-            what is free. See `runtime.models.memory.Split`.
+        dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the processor computes in
+            it, else float32.
+        placement: one of `PLACEMENTS`, or "auto": prepacked where the processor has kernels for it,
+            else resident. Layers of an offloaded target are never prepacked.
+        offload: one of `LINKS`: layers of the target that do not fit into `memory` are streamed
+            from there in every pass.
+        memory: what the target's weights, both KV caches and the draft may take on the device, as
+            "300MB", "24GB" or bytes; None for what is free. See `runtime.offload.memory`.
 
     Raises:
-        SequoiaPlanError: if a model cannot be found or loaded, the vocabularies differ, or the memory does not suffice.
+        SequoiaPlanError: if a model cannot be found or loaded, the vocabularies differ, or memory
+            is short.
     """
-    if placement not in ("auto", *PLACEMENTS):
-        raise ArgumentError(f"placement: found {placement!r}, expected auto, {', '.join(PLACEMENTS)}")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ArgumentError("device cuda: PyTorch finds no CUDA device; use --device cpu or a CUDA build of torch")
-    if offload not in (None, *LINKS):
-        raise ArgumentError(f"offload: found {offload!r}, expected {' or '.join(LINKS)}")
-    if offload == "host" and not device.startswith("cuda"):
-        raise ArgumentError("offload host: the target would be streamed from the host's memory to a CUDA device, found --device cpu; use --offload disk")
-    if memory is not None and offload is None:
-        raise ArgumentError(f"memory {memory}: found without a link to stream from; add --offload {' or '.join(LINKS)}")
+    _check_arguments(device, placement, offload, memory)
     torch_dtype = resolve_dtype(dtype, device)
-    if placement == "auto":
-        placement = "repacked" if can_repack(torch_dtype, device) else "resident"
-    elif placement == "repacked" and not can_repack(torch_dtype, device):
-        raise ArgumentError(f"placement repacked: no kernels for {dtype_name(torch_dtype)} on {device}; use resident")
-    offloaded = Offloaded(target, device, torch_dtype) if offload else None
-    if offloaded:
-        model, tokenizer, target_name, heads = offloaded.model, offloaded.tokenizer, offloaded.name, offloaded.heads()
-    else:
-        (model, tokenizer, target_name), heads = load_model(target, device, torch_dtype), None
-    if draft is None and target is not None:
-        raise ArgumentError(f"target {target}: name a draft for it with --draft, or use --draft {INT8} (the embedded draft serves only the embedded target)")
-    said: list[str] = []
+    placement = _resolve_placement(placement, torch_dtype, device)
+    if offload:
+        return _load_offloaded_pair(target, draft, device, torch_dtype, placement, offload, memory)
+    model, tokenizer, target_name = load_model(target, device, torch_dtype)
+    _require_draft(target, draft)
     if draft == INT8:
-        layers = (offloaded.layer(number) for number in range(len(offloaded.layers))) if offloaded else None
-        draft_model, draft_name, draft_placement = self_draft(model, layers), f"{target_name} {INT8}", "resident"
+        draft_model, draft_name = self_draft(model), f"{target_name} {INT8}"
+        draft_remarks: tuple[str, ...] = ()
+        draft_placement = "resident"
     else:
-        draft_model, draft_name, said = _load_draft(draft, model, tokenizer, device, torch_dtype)
+        draft_model, draft_name, draft_remarks = _load_draft(
+            draft, model, tokenizer, device, torch_dtype
+        )
         draft_placement = placement
-    facts = {
-        "target": model_facts(target_name, model, heads) | {"placement": placement},
-        "draft": model_facts(draft_name, draft_model) | {"placement": draft_placement},
+    metadata = {
+        "target": model_metadata(target_name, model) | {"placement": placement},
+        "draft": model_metadata(draft_name, draft_model) | {"placement": draft_placement},
     }
-    if offloaded and offload:
-        caches = cache_bytes(model) + cache_bytes(draft_model)
-        split = split_memory(as_bytes(memory, offloaded.device), offloaded.outside, own_bytes(draft_model, model), caches, offloaded.sizes())
-        offloaded.place(split, offload)
-        facts["target"] |= split.facts(offload, len(offloaded.layers))
-    if placement == "repacked":
-        draft_model = repack(draft_model)  # a copy in 8 bits has nothing to repack
-        if not offloaded:
-            model = repack(model)
-    return Pair(model, draft_model, tokenizer, facts, placement if not offloaded else f"streamed from {offload}", tuple(said))
+    if placement == PREPACKED:  # an int8 draft has nothing to prepack
+        draft_model, model = prepack(draft_model), prepack(model)
+    return Pair(model, draft_model, tokenizer, metadata, placement, draft_remarks)
 
 
 def with_draft(pair: Pair, draft: str) -> Pair:
-    """The same target with another draft, not repacked; `draft` is as for `load_pair`, but not "int8".
+    """The same target with another draft, not prepacked.
+
+    Args:
+        draft: as for `load_pair`, but not "int8".
 
     Raises:
         SequoiaPlanError: if it cannot be found or loaded, or the vocabularies differ.
     """
-    model, name, said = _load_draft(draft, pair.target, pair.tokenizer, str(pair.target.device), pair.target.dtype)
-    facts = pair.facts | {"draft": model_facts(name, model) | {"placement": "resident"}}
-    return replace(pair, draft=model, facts=facts, remarks=tuple(said))
+    target = pair.target
+    draft_model, draft_name, draft_remarks = _load_draft(
+        draft, target, pair.tokenizer, str(target.device), target.dtype
+    )
+    draft_metadata = model_metadata(draft_name, draft_model) | {"placement": "resident"}
+    metadata = pair.metadata | {"draft": draft_metadata}
+    return replace(pair, draft=draft_model, metadata=metadata, remarks=draft_remarks)
 
 
 def save_model(pair: Pair, role: str, folder: str | Path) -> None:
-    """Write the "target" or the "draft" as a folder that transformers and other engines load, with the tokenizer.
+    """Write a model as a folder that transformers and other engines load, with the tokenizer.
 
     The pair must have been loaded with placement="resident".
+
+    Args:
+        role: "target" or "draft".
     """
     if role == "draft":
         save_as_folder(pair.draft, pair.tokenizer, folder)
@@ -147,16 +154,132 @@ def save_model(pair: Pair, role: str, folder: str | Path) -> None:
     pair.tokenizer.save_pretrained(folder)
 
 
-def _load_draft(draft: str | None, target: Any, tokenizer: Any, device: str, dtype: torch.dtype) -> tuple[Any, str, list[str]]:
-    """A draft that fits the target, its name, and what is to be said of it."""
-    source = str(EMBEDDED.get(draft or DEFAULT_DRAFT, draft))
+def embedded_draft(name: str) -> Path:
+    """The folder or file of one of `EMBEDDED_DRAFTS`.
+
+    Raises:
+        SequoiaPlanError: if the package that holds them is not installed.
+    """
+    spec = importlib.util.find_spec(WEIGHTS_PACKAGE.replace("-", "_"))
+    if spec is None or not spec.submodule_search_locations:
+        raise SequoiaPlanError(
+            f"draft {name}: the embedded drafts need the package {WEIGHTS_PACKAGE}, which is not "
+            "installed: pip install ./weights in a clone of sequoia-plan"
+        )
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    return folder / (name if name == DEFAULT_DRAFT else f"{name}.safetensors")
+
+
+def _check_arguments(
+    device: str, placement: str, offload: str | None, memory: str | int | None
+) -> None:
+    """Raise ArgumentError for arguments of `load_pair` that are invalid or contradictory."""
+    if placement not in ("auto", *PLACEMENTS):
+        names = ", ".join(PLACEMENTS)
+        raise ArgumentError(f"placement: found {placement!r}, expected auto, {names}")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ArgumentError(
+            "device cuda: PyTorch finds no CUDA device; use --device cpu or a CUDA build of torch"
+        )
+    links = " or ".join(LINKS)
+    if offload not in (None, *LINKS):
+        raise ArgumentError(f"offload: found {offload!r}, expected {links}")
+    if offload == "host" and not device.startswith("cuda"):
+        raise ArgumentError(
+            "offload host: the target would be streamed from the host's memory to a CUDA device, "
+            "found --device cpu; use --offload disk"
+        )
+    if memory is not None and offload is None:
+        raise ArgumentError(
+            f"memory {memory}: found without a link to stream from; add --offload {links}"
+        )
+
+
+def _resolve_placement(placement: str, dtype: torch.dtype, device: str) -> str:
+    """The placement that "auto" stands for; ArgumentError if prepacked layers have no kernels."""
+    if placement == "auto":
+        return PREPACKED if can_prepack(dtype, device) else "resident"
+    if placement == PREPACKED and not can_prepack(dtype, device):
+        raise ArgumentError(
+            f"placement {PREPACKED}: no kernels for {dtype_name(dtype)} on {device}; use resident"
+        )
+    return placement
+
+
+def _require_draft(target: str | None, draft: str | None) -> None:
+    """Raise ArgumentError if no draft is named for a target other than the embedded one."""
+    if draft is None and target is not None:
+        raise ArgumentError(
+            f"target {target}: name a draft for it with --draft, or use --draft {INT8} (the "
+            "embedded draft serves only the embedded target)"
+        )
+
+
+def _load_draft(
+    draft: str | None, target: Any, tokenizer: Any, device: str, dtype: torch.dtype
+) -> tuple[Any, str, tuple[str, ...]]:
+    """A draft that fits the target, its name, and remarks for the user."""
+    name = draft or DEFAULT_DRAFT
+    source = str(embedded_draft(name)) if name in EMBEDDED_DRAFTS else name
     if source.endswith(".safetensors"):
-        return load_draft(source, target).to(device), Path(source).stem, []
-    if published := find_checkpoint(source):
-        model = load_tapped(published, target, dtype)
-        return model, name_of(source), remarks(published, model, target)
-    model, draft_tokenizer, name = load_model(source, device, dtype)
-    shared, covered = shared_vocabulary(target, model, tokenizer, draft_tokenizer)
-    if vocabulary_size(model) != vocabulary_size(target):  # the decoder sees no tokenizers
-        model.covered_tokens = torch.arange(shared, device=model.device) if covered is None else covered
-    return model, name, []
+        return load_draft(source, target).to(device), Path(source).stem, ()
+    if checkpoint := find_checkpoint(source):
+        model = load_checkpoint(checkpoint, target, dtype)
+        return model, name_of(source), tuple(remarks(checkpoint, model, target))
+    model, draft_tokenizer, model_name = load_model(source, device, dtype)
+    vocabulary, d2t = shared_vocabulary(target, model, tokenizer, draft_tokenizer)
+    if vocabulary_size(model) != vocabulary_size(target):  # the decoder compares no tokenizers
+        model.d2t = torch.arange(vocabulary, device=model.device) if d2t is None else d2t
+    return model, model_name, ()
+
+
+def _load_offloaded_pair(
+    target: str | None,
+    draft: str | None,
+    device: str,
+    dtype: torch.dtype,
+    placement: str,
+    link: str,
+    memory: str | int | None,
+) -> Pair:
+    """A pair whose target keeps in memory what fits, and streams the other layers."""
+    # decoding without offloading does not need this package
+    from sequoia_plan.runtime.offload.load import OffloadedTarget
+
+    offloaded = OffloadedTarget(target, device, dtype)
+    _require_draft(target, draft)
+    model, tokenizer = offloaded.model, offloaded.tokenizer
+    if draft == INT8:
+        layers = (offloaded.layer(number) for number in range(len(offloaded.layers)))
+        draft_model, draft_name = self_draft(model, layers), f"{offloaded.name} {INT8}"
+        draft_remarks: tuple[str, ...] = ()
+        draft_placement = "resident"
+    else:
+        draft_model, draft_name, draft_remarks = _load_draft(draft, model, tokenizer, device, dtype)
+        draft_placement = placement
+    target_metadata = model_metadata(offloaded.name, model, offloaded.weight_samples())
+    metadata = {
+        "target": target_metadata | {"placement": placement},
+        "draft": model_metadata(draft_name, draft_model) | {"placement": draft_placement},
+    }
+    metadata["target"] |= _place_layers(offloaded, draft_model, link, memory)
+    if placement == PREPACKED:
+        draft_model = prepack(draft_model)
+    link_placement = f"streamed from {link}"
+    return Pair(model, draft_model, tokenizer, metadata, link_placement, draft_remarks)
+
+
+def _place_layers(
+    offloaded: OffloadedTarget, draft: Any, link: str, memory: str | int | None
+) -> dict[str, Any]:
+    """Load the layers that fit into `memory`, stream the others; metadata of the placement."""
+    from sequoia_plan.runtime.offload.memory import as_bytes, cache_bytes, own_bytes, split_memory
+
+    target = offloaded.model
+    caches = cache_bytes(target) + cache_bytes(draft)
+    draft_bytes, budget = own_bytes(draft, target), as_bytes(memory, offloaded.device)
+    split = split_memory(
+        budget, offloaded.outside_bytes, draft_bytes, caches, offloaded.layer_sizes()
+    )
+    offloaded.place(split, link)
+    return split.to_metadata(link, len(offloaded.layers))

@@ -1,1 +1,1 @@
-"""Drafters, which propose the tokens of a tree, and the file format of small ones."""
+"""Drafts: how each kind is loaded, and the drafters that draft token trees with them."""

@@ -1,9 +1,8 @@
-"""What a drafter is: it declares its passes, makes them, and says what it must be shown of accepted tokens."""
+"""What every drafter does: it declares its passes, runs them, and learns what was accepted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,193 +11,216 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import Drafting, TokenTree
-from sequoia_plan.runtime.cache import TreeCache
-from sequoia_plan.runtime.models.forward import Reading
-from sequoia_plan.runtime.sampling import Sampling
-from sequoia_plan.runtime.sequence import Sequence
-from sequoia_plan.runtime.structure import Structure
+from sequoia_plan.runtime.base.cache import TreeCache
+from sequoia_plan.runtime.base.sampling import Sampling
+from sequoia_plan.runtime.base.sequence import SequenceState
+from sequoia_plan.runtime.base.tree_tensors import TreeTensors
+from sequoia_plan.runtime.models.forward import ForwardOutput
 
 
 @dataclass(frozen=True)
-class Pass:
-    """One pass of a draft model, and the children that are drawn from what it returns.
+class DraftPass:
+    """One forward pass of a draft, and the children that are drawn from its logits.
 
     Args:
-        reads: int64 [width], the slots it reads, from the root's slot on; -1 is the committed token before the root.
-        offsets: int64 [width], their positions, from the root's on.
-        mask: [width, size + 2], what they see; see `Structure`.
-        expands: how many rows of logits it returns, one for each node that gets children.
-        children: the most children one of them gets.
-        drawn: int64 [new nodes], each new node's place in the flattened draws [expands, children].
-        nodes: int64 [new nodes], the nodes that are drawn.
-        parents: int64, by node that it reads, the row of the node's parent among those of the pass before; or by row of logits, the
-            level of its law. As the drafter needs it.
+        input_slots: int64 [width], the slots whose tokens are the input, relative to the root's
+            slot; -1 is the committed token before the root.
+        offsets: int64 [width], the input's positions, relative to the root's.
+        mask: [width, size + 2], additive; see `TreeTensors.mask`.
+        num_parents: rows of logits that the pass returns, one for each node that gets children.
+        max_children: the most children that one of these nodes gets.
+        draw_index: int64 [new nodes], each new node's index in the flattened draws
+            [num_parents, max_children].
+        new_nodes: int64 [new nodes], the nodes that are drawn.
+        parent_rows: int64 [width], for drafts that take the parent's output as input: the row of
+            each node's parent in the previous pass.
+        logit_rows: int64 [num_parents], for drafts whose one pass gives the probabilities of all
+            levels: the row (level) that each parent's children are drawn from.
     """
 
-    reads: Tensor
+    input_slots: Tensor
     offsets: Tensor
     mask: Tensor
-    expands: int
-    children: int
-    drawn: Tensor
-    nodes: Tensor
-    parents: Tensor | None = None
+    num_parents: int
+    max_children: int
+    draw_index: Tensor
+    new_nodes: Tensor
+    parent_rows: Tensor | None = None
+    logit_rows: Tensor | None = None
 
 
 @dataclass(frozen=True)
-class Growth:
-    """What the nodes of a drafted tree were drawn from. The tokens themselves are in the sequence, each in its node's slot.
+class DraftedTree:
+    """What the children of a drafted tree were drawn from. Their tokens are in the sequence.
 
     Args:
-        laws: float32 [inner, draft vocabulary], what the children of each inner node were drawn from, in the order of the nodes; empty
-            if greedy, where nobody reads them.
-        drawn: int64 [inner, branching], the children as indices into the draft's vocabulary, in draw order.
+        draft_probs: float32 [inner nodes, draft vocabulary], the probabilities that the children of
+            each inner node were drawn from, in the order of the nodes; empty if greedy.
+        drawn: int64 [inner nodes, branching], the children as indices into the draft's vocabulary,
+            in draw order.
     """
 
-    laws: Tensor
+    draft_probs: Tensor
     drawn: Tensor
 
 
 class Drafter(Protocol):
-    """A way to propose the tokens of a tree.
+    """Drafts the tokens of a tree.
 
     Attributes:
-        drafting: the passes it declares; what is measured and planned goes by it.
+        drafting: the passes that it declares; profiler and planner rely on them.
         vocabulary: how many tokens it can propose.
-        covered: int64 [vocabulary], the target's token for each of them; None if they are the same.
-        taps: the target's hidden states that it reads, numbered as in taps.py; none for a language model.
+        d2t: int64 [vocabulary], the target's token for each of the draft's tokens; None if they are
+            the same.
+        aux_hidden_state_layers: the target's hidden states that it reads, numbered as in
+            models/aux_hidden_states.py; none for a language model.
     """
 
     drafting: Drafting
     vocabulary: int
-    covered: Tensor | None
-    taps: tuple[int, ...]
+    d2t: Tensor | None
+    aux_hidden_state_layers: tuple[int, ...]
 
-    def passes(self, tree: TokenTree, structure: Structure) -> tuple[Pass, ...]:
+    def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
         """The passes of a step with `tree`, as wide as `drafting` declares."""
 
-    def trial(self, structure: Structure) -> tuple[Pass, Reading | None]:
-        """A pass over as many tokens as the structure has nodes, or over what every pass has, and what it takes from the pass before: it is
-        what a meter times. It draws a child of each into the slots after the tree, or none where drawing is no part of a pass's time."""
-
     def new_cache(self, capacity: int) -> TreeCache:
-        """What it remembers of a sequence of up to `capacity` slots."""
+        """The cache for a sequence of up to `capacity` slots."""
 
     def prefill(self, cache: TreeCache, tokens: Tensor) -> None:
         """Start a sequence with `tokens` (int64 [n])."""
 
-    def watch(self, cache: TreeCache, tokens: Tensor, slots: Tensor, mask: Tensor, features: Tensor) -> None:
-        """The target has read committed `tokens` in `slots`, consecutive ones, seeing each other by `mask`: its hidden states `taps` are
-        `features` [tokens, width]. Follows `prefill`, as often as the target reads a part of the prompt."""
-
-    def read(self, step: Pass, sequence: Sequence, columns: Tensor, before: Reading | None = None) -> Reading:
-        """One pass: logits [expands, vocabulary]. `columns` are those of `Structure.columns`; `before` is what the pass before returned."""
-
-    def read_text(self, sequence: Sequence, here: Tensor, levels: Several[int], features: Tensor | None) -> Tensor:
-        """Logits [positions, vocabulary] after the known tokens in the consecutive slots `here`, each as in a tree.
+    def prefill_hidden_states(
+        self, cache: TreeCache, tokens: Tensor, slots: Tensor, mask: Tensor, hidden_states: Tensor
+    ) -> None:
+        """Take the target's hidden states of a part of the prompt, after `prefill`.
 
         Args:
-            levels: of each position, how far it is from the root of its step; positions of one step follow each other from 0 on.
-                Negative: its logits are not needed, and have no meaning.
-            features: the target's for `here`, [positions, width].
+            tokens, slots: int64 [tokens], consecutive.
+            mask: additive, [tokens, extent], as the target attended.
+            hidden_states: [tokens, width], the target's `aux_hidden_state_layers`.
         """
 
-    def keep(self, sequence: Sequence, path: Tensor) -> None:
-        """Learn which nodes were accepted, before the sequence's length moves on: those of `path` (int64 [depth]), in this order; how
-        many of them is not known here, and what follows them is overwritten later."""
+    def forward(
+        self,
+        draft_pass: DraftPass,
+        sequence: SequenceState,
+        columns: Tensor,
+        previous: ForwardOutput | None = None,
+    ) -> ForwardOutput:
+        """Run one pass.
+
+        Args:
+            columns: int64 [extent], for each slot of the KV cache that attention looks at, the
+                column of the tree's mask that applies (see `TreeTensors.columns`).
+            previous: the output of the pass before; None for the first.
+
+        Returns:
+            Logits [num_parents, vocabulary].
+        """
+
+    def commit(self, sequence: SequenceState, path: Tensor) -> None:
+        """Keep what belongs to accepted nodes, before the sequence's length grows.
+
+        Args:
+            path: int64 [depth], the accepted nodes in order, then padding. The number of accepted
+                nodes is not known here, so what belongs to the padding is kept, too; later steps
+                overwrite it.
+        """
 
 
-def passes_by_level(tree: TokenTree, structure: Structure) -> tuple[Pass, ...]:
-    """A pass for each level that has children, over the nodes that have them."""
+def passes_by_level(tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
+    """One pass for each level that has children, over the nodes that have them.
+
+    Each pass reads the parents of the next level, and gives a row of logits for each parent.
+
+    Args:
+        tensors: the tensors of `tree`, with its attention mask.
+    """
 
     def tensor(values: Any) -> Tensor:
-        return torch.as_tensor(np.asarray(values, np.int64), device=structure.nodes.device)
+        """The values as int64, on the tree's device."""
+        return torch.as_tensor(np.asarray(values, np.int64), device=tensors.nodes.device)
 
-    def expansion(level: int) -> Pass:
-        parents, first, end = tree.expanded(level), int(tree.level_offsets[level + 1]), int(tree.level_offsets[level + 2])
-        nodes, children = tensor(parents), int(tree.child_count[parents].max())
-        return Pass(
-            reads=nodes,
-            offsets=structure.offsets[nodes],
-            mask=structure.mask[nodes],
-            expands=len(parents),
-            children=children,
-            drawn=tensor(np.searchsorted(parents, tree.parents[first:end]) * children + tree.ranks[first:end] - 1),
-            nodes=structure.nodes[first:end],
-            parents=tensor(np.searchsorted(tree.expanded(level - 1), tree.parents[parents])) if level else None,
+    def pass_of_level(level: int) -> DraftPass:
+        """The pass that draws the nodes of level + 1 from those of `level` that have children."""
+        parents = tree.nodes_with_children(level)
+        start, end = int(tree.level_offsets[level + 1]), int(tree.level_offsets[level + 2])
+        max_children = int(tree.child_count[parents].max())
+        rows = np.searchsorted(parents, tree.parents[start:end])
+        previous_parents = tree.nodes_with_children(level - 1) if level else None
+        nodes = tensor(parents)
+        return DraftPass(
+            input_slots=nodes,
+            offsets=tensors.offsets[nodes],
+            mask=tensors.mask[nodes],
+            num_parents=len(parents),
+            max_children=max_children,
+            draw_index=tensor(rows * max_children + tree.ranks[start:end] - 1),
+            new_nodes=tensors.nodes[start:end],
+            parent_rows=None
+            if previous_parents is None
+            else tensor(np.searchsorted(previous_parents, tree.parents[parents])),
         )
 
-    return tuple(expansion(level) for level in range(tree.depth - 1))
+    return tuple(pass_of_level(level) for level in range(tree.depth - 1))
 
 
-def pass_over_all(structure: Structure) -> Pass:
-    """A pass that reads every node and draws one child of each, into the slots after the tree."""
-    nodes = structure.nodes
-    return Pass(nodes, structure.offsets, structure.mask, nodes.numel(), 1, drawn=nodes, nodes=nodes + nodes.numel(), parents=torch.zeros_like(nodes))
+def draft_tree(
+    drafter: Drafter,
+    passes: Sequence[DraftPass],
+    sequence: SequenceState,
+    columns: Tensor,
+    sampling: Sampling,
+    bits: Tensor,
+) -> DraftedTree:
+    """Draft one tree: a forward pass and its children's draws for each pass.
 
-
-def draw_children(drafter: Drafter, step: Pass, logits: Tensor, sequence: Sequence, sampling: Sampling, bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw a pass's children and write their tokens into the sequence.
+    The last level is only drawn; no pass reads it.
 
     Args:
-        bits: int32 [expands, columns], what the sampling's drawing needs.
+        passes: the draft's passes for the tree, as `drafter.passes` returns them.
+        columns: int64 [extent], for each slot of the KV cache that attention looks at, the column
+            of the tree's mask that applies (see `TreeTensors.columns`).
+        bits: int32 [inner nodes, numbers for each], the random numbers that `sampling.drawing`
+            takes. An inner node is one that has children.
+    """
+    branching = max(draft_pass.max_children for draft_pass in passes)
+    bits_by_pass = bits.split([draft_pass.num_parents for draft_pass in passes])
+    probs, drawn = [], []
+    output: ForwardOutput | None = None
+    for draft_pass, pass_bits in zip(passes, bits_by_pass, strict=True):
+        output = drafter.forward(draft_pass, sequence, columns, output)
+        pass_probs, children = draw_children(
+            drafter, draft_pass, output.logits, sequence, sampling, pass_bits
+        )
+        probs.append(pass_probs[:0] if sampling.greedy else pass_probs)
+        padding = branching - draft_pass.max_children  # so that all passes have as many columns
+        drawn.append(torch.nn.functional.pad(children, (0, padding)))
+    return DraftedTree(torch.cat(probs), torch.cat(drawn))
+
+
+def draw_children(
+    drafter: Drafter,
+    draft_pass: DraftPass,
+    logits: Tensor,
+    sequence: SequenceState,
+    sampling: Sampling,
+    bits: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Draw the children of one pass, and write their tokens into the sequence.
+
+    Args:
+        logits: [num_parents, vocabulary], the draft's at the nodes that get children.
+        bits: int32 [num_parents, numbers for each], the random numbers that `sampling.drawing`
+            takes.
 
     Returns:
-        float32 [expands, vocabulary], the laws (the logits if greedy); int64 [expands, children], indices into the vocabulary.
+        float32 [num_parents, vocabulary], the draft's probabilities (the logits if greedy); int64
+        [num_parents, max_children], the children as indices into the draft's vocabulary.
     """
-    law, picks = sampling.children(logits, step.children, bits)
-    children = picks.flatten()[step.drawn]
-    sequence.tokens.index_copy_(0, sequence.length + step.nodes, children if drafter.covered is None else drafter.covered[children])
-    return law, picks
-
-
-def grow(drafter: Drafter, passes: Several[Pass], sequence: Sequence, columns: Tensor, sampling: Sampling, bits: Tensor) -> Growth:
-    """Draft one tree. The last level is only drawn, never read.
-
-    Args:
-        columns: int64 [extent], see `Structure.columns`.
-        bits: int32 [inner, columns], what the sampling's drawing needs.
-    """
-    branching = max(step.children for step in passes)
-    laws, drawn = [], []
-    reading: Reading | None = None
-    for step, mine in zip(passes, bits.split([step.expands for step in passes]), strict=True):
-        reading = drafter.read(step, sequence, columns, reading)
-        law, children = draw_children(drafter, step, reading.logits, sequence, sampling, mine)
-        laws.append(law[:0] if sampling.greedy else law)
-        drawn.append(torch.nn.functional.pad(children, (0, branching - step.children)))
-    return Growth(torch.cat(laws), torch.cat(drawn))
-
-
-def read_steps(
-    drafter: Drafter, chain: TokenTree, structure: Structure, sequence: Sequence, here: Tensor, levels: Several[int], watch: Callable[[int, int], None]
-) -> Tensor:
-    """`Drafter.read_text` step by step: each is drafted as a chain whose tokens are known.
-
-    Args:
-        chain, structure: as many levels as have laws, and one more.
-        watch: is told a range of `here` once its steps are drafted: their tokens are committed.
-    """
-    length, passes, rows = sequence.length.clone(), drafter.passes(chain, structure), []
-    start = 0
-    while start < len(levels):
-        end = start + 1
-        while end < len(levels) and levels[end] == levels[end - 1] + 1 > 0:
-            end += 1
-        laws = torch.zeros(end - start, drafter.vocabulary, device=here.device)
-        if levels[start] == 0:
-            sequence.length.copy_(here[start : start + 1])
-            columns = structure.columns(sequence.length, sequence.tokens.numel())
-            found: list[Tensor] = []
-            reading: Reading | None = None
-            for step in passes:
-                if sum(map(len, found)) < end - start:
-                    reading = drafter.read(step, sequence, columns, reading)
-                    found.append(reading.logits.float())
-            known = torch.cat(found)[: end - start]
-            laws[: len(known)] = known
-        rows.append(laws)
-        watch(start, end)
-        start = end
-    sequence.length.copy_(length)
-    return torch.cat(rows)
+    probs, drawn = sampling.draw_children(logits, draft_pass.max_children, bits)
+    children = drawn.flatten()[draft_pass.draw_index]
+    tokens = children if drafter.d2t is None else drafter.d2t[children]
+    sequence.tokens.index_copy_(0, sequence.length + draft_pass.new_nodes, tokens)
+    return probs, drawn

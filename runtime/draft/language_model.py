@@ -1,8 +1,7 @@
-"""A draft that is a language model with a KV cache of its own: one pass for each level that has children."""
+"""Drafting with a language model that has a KV cache of its own: one pass a level."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Several
 from dataclasses import replace
 from typing import Any
 
@@ -10,62 +9,88 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import LANGUAGE_MODEL, TokenTree
-from sequoia_plan.runtime.cache import TreeCache
-from sequoia_plan.runtime.draft.drafter import Pass, pass_over_all, passes_by_level
-from sequoia_plan.runtime.models.forward import Reading, TreeModel, additive
+from sequoia_plan.runtime.base.cache import TreeCache
+from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.base.sequence import SequenceState
+from sequoia_plan.runtime.base.tree_tensors import TreeTensors
+from sequoia_plan.runtime.draft.drafter import DraftPass, passes_by_level
+from sequoia_plan.runtime.models.forward import ForwardOutput, TreeModel
 from sequoia_plan.runtime.models.probe import probe
-from sequoia_plan.runtime.sequence import Sequence
-from sequoia_plan.runtime.structure import Structure
 
 
 class LanguageModelDrafter:
-    """A transformers causal LM as drafter (see `Drafter`).
+    """A transformers causal LM as a drafter (see `Drafter`).
 
     Args:
         model: a transformers causal LM in eval mode.
-        vocabulary: use only so many of its logits.
-        covered: int64 [vocabulary], the target's token for each of them; None if they are the same.
-        backend: compile its passes by this backend of torch.compile; None leaves them as they are.
+        vocabulary: use only the first so many of its logits.
+        d2t: int64 [vocabulary], the target's token for each of them; None if they are the same.
+        backend: of torch.compile, to compile its passes with; None leaves them as they are.
 
     Raises:
         SequoiaPlanError: if the model cannot read a tree.
     """
 
     drafting = LANGUAGE_MODEL
-    taps: tuple[int, ...] = ()
+    aux_hidden_state_layers: tuple[int, ...] = ()
 
-    def __init__(self, model: Any, vocabulary: int, covered: Tensor | None = None, backend: Any = None) -> None:
+    def __init__(
+        self, model: Any, vocabulary: int, d2t: Tensor | None = None, backend: Any = None
+    ) -> None:
         self.model = TreeModel(model, probe(model), vocabulary)
         if backend is not None:
             self.model.compile(backend)
-        self.vocabulary, self.covered = vocabulary, covered
+        self.vocabulary, self.d2t = vocabulary, d2t
         self.new_cache, self.prefill = self.model.new_cache, self.model.prefill
 
-    def passes(self, tree: TokenTree, structure: Structure) -> tuple[Pass, ...]:
-        """A pass for each level that has children, over the nodes that have them. The first also reads the token before the root
-        again: if that was an accepted leaf, the draft has not read it yet."""
-        committed = torch.zeros_like(structure.mask[:1], dtype=torch.bool)
+    def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
+        """One pass for each level that has children, over the nodes that have them.
+
+        The first pass also reads the token before the root again: if that was an accepted leaf, the
+        draft has not read it yet.
+        """
+        if tree.size == 1:
+            return ()
+        first, *deeper = passes_by_level(tree, tensors)
+        # the token before the root attends to committed tokens only, which column 0 stands for
+        committed = torch.zeros_like(tensors.mask[:1], dtype=torch.bool)
         committed[0, 0] = True
-        before = additive(committed, structure.mask.dtype)
-        passes = passes_by_level(tree, structure)
-        again = torch.tensor([-1, 0], device=structure.nodes.device)
-        return tuple(replace(each, reads=again, offsets=again, mask=torch.cat([before, each.mask])) if i == 0 else each for i, each in enumerate(passes))
+        mask = torch.cat([additive_mask(committed, tensors.mask.dtype), first.mask])
+        # relative to the root: the token before it, and the root
+        slots = torch.tensor([-1, 0], device=tensors.nodes.device)
+        return (replace(first, input_slots=slots, offsets=slots, mask=mask), *deeper)
 
-    def trial(self, structure: Structure) -> tuple[Pass, Reading | None]:
-        return pass_over_all(structure), None
+    def prefill_hidden_states(
+        self, cache: TreeCache, tokens: Tensor, slots: Tensor, mask: Tensor, hidden_states: Tensor
+    ) -> None:
+        """A language model reads no hidden states."""
 
-    def watch(self, cache: TreeCache, tokens: Tensor, slots: Tensor, mask: Tensor, features: Tensor) -> None:
-        """It reads no hidden states."""
+    def forward(
+        self,
+        draft_pass: DraftPass,
+        sequence: SequenceState,
+        columns: Tensor,
+        previous: ForwardOutput | None = None,
+    ) -> ForwardOutput:
+        """Read the pass's tokens with the language model, and write to its own cache.
 
-    def read(self, step: Pass, sequence: Sequence, columns: Tensor, before: Reading | None = None) -> Reading:
-        slots = (sequence.length + step.reads).clamp_(min=0)  # a prompt of one token has none before its root
-        positions = (sequence.length + step.offsets).clamp_(min=0)
-        return self.model(sequence.draft, sequence.tokens[slots], positions, slots, step.mask.index_select(1, columns), last=step.expands)
+        Args:
+            columns: int64 [extent], for each slot of the KV cache that attention looks at, the
+                column of the tree's mask that applies.
+            previous: not used.
 
-    def read_text(self, sequence: Sequence, here: Tensor, levels: Several[int], features: Tensor | None) -> Tensor:
-        """In one pass: the level makes no difference."""
-        mask = additive(torch.arange(int(here[-1]) + 1, device=here.device) <= here[:, None], self.model.model.dtype)
-        return self.model(sequence.draft, sequence.tokens[here], here, here, mask).logits
+        Returns:
+            Logits of the last `num_parents` tokens, [num_parents, vocabulary].
+        """
+        # a prompt of one token has no token before its root: slot 0 stands for it
+        slots = (sequence.length + draft_pass.input_slots).clamp_(min=0)
+        positions = (sequence.length + draft_pass.offsets).clamp_(min=0)
+        mask = draft_pass.mask.index_select(1, columns)
+        tokens = sequence.tokens[slots]
+        return self.model(
+            sequence.draft, tokens, positions, slots, mask, logits_to_keep=draft_pass.num_parents
+        )
 
-    def keep(self, sequence: Sequence, path: Tensor) -> None:
-        sequence.draft.keep(sequence.length + path, sequence.length)
+    def commit(self, sequence: SequenceState, path: Tensor) -> None:
+        """Move the keys and values of the nodes in `path` (int64 [depth]) to the root's slot on."""
+        sequence.draft.commit(sequence.length + path, sequence.length)

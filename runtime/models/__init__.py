@@ -1,1 +1,1 @@
-"""One transformers model: how it is loaded, where its weights are, whether it can read a tree, its forward pass."""
+"""One transformers model: loading it, checking that it can read a tree, and its forward pass."""

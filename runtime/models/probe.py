@@ -1,4 +1,4 @@
-"""A model is tried on a small tree before it is trusted with one."""
+"""A model is tried on a small tree before it decodes with one."""
 
 from __future__ import annotations
 
@@ -10,25 +10,41 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
-from sequoia_plan.runtime.cache import Layout, TreeCache
-from sequoia_plan.runtime.models import attention
-from sequoia_plan.runtime.models.forward import TreeModel, additive, execution_device, place, plain, text_config
-from sequoia_plan.runtime.structure import Structure
+from sequoia_plan.runtime.base.cache import CacheLayout, TreeCache
+from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.base.tree_tensors import TreeTensors
+from sequoia_plan.runtime.models.architecture import (
+    device_and_dtype,
+    execution_device,
+    text_config,
+    unwrapped,
+)
+from sequoia_plan.runtime.models.attention import attention_implementation
+from sequoia_plan.runtime.models.forward import TreeModel
+from sequoia_plan.runtime.models.load import first_line
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2])
 LEAVES = (3, 4, 5)
-PREFIX, EXTENT = 4, 16
-ATTENTION = ("sdpa", "eager")
+PREFIX = 4
+"""Committed tokens before the tree."""
+EXTENT = 16
+"""Slots of the cache that the tree is read with."""
+IMPLEMENTATIONS = ("sdpa", "eager")
+"""transformers' attention implementations that take a tree's mask."""
 
-_probed: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Layout]] = WeakKeyDictionary()
+_probed: WeakKeyDictionary[Any, tuple[tuple[Any, ...], CacheLayout]] = WeakKeyDictionary()
+"""For each model that passed: its attention, device and dtype then, and its cache's layout."""
 
 
 @torch.inference_mode()
-def probe(model: Any) -> Layout:
-    """Compare logits of a tree's nodes with those of its paths, each read by the model on its own, without our mask or cache.
+def probe(model: Any) -> CacheLayout:
+    """Check that a model can read a token tree.
 
-    That is done once for a model in one place and dtype. Nodes share slots' order but not positions with their paths, so whatever looks at slots
-    (ALiBi), at the token before (recurrent layers) or past the mask shows.
+    Compares the logits of a tree's nodes with those of its paths, which the model reads one by one
+    without our mask or cache. Nodes have the order of slots in common with their paths, but not
+    positions. So the logits differ if the model looks at slots (ALiBi), at the token before
+    (recurrent layers) or at tokens that the mask hides. A model is tried once for each device and
+    dtype.
 
     Returns:
         The layout of the model's KV cache.
@@ -36,72 +52,168 @@ def probe(model: Any) -> Layout:
     Raises:
         SequoiaPlanError: if the model cannot read a tree.
     """
-    implementation = attention.implementation(model.config)
-    setting = (implementation, *place(model))
-    known, layout = _probed.get(plain(model), (None, None))
-    if layout is not None and known == setting:
+    setting = (attention_implementation(model.config), *device_and_dtype(model))
+    probed_setting, layout = _probed.get(unwrapped(model), (None, None))
+    if layout is not None and probed_setting == setting:
         return layout
-    kind = getattr(model.config, "model_type", type(plain(model)).__name__)
+    _check_description(model)
+    layout = _try_tree(model)
+    _probed[unwrapped(model)] = setting, layout
+    return layout
+
+
+def _check_description(model: Any) -> None:
+    """Raise SequoiaPlanError if the model's configuration or signature already rules out a tree."""
+    model_type = _model_type(model)
+    implementation = attention_implementation(model.config)
     if getattr(model.config, "is_encoder_decoder", False):
-        raise SequoiaPlanError(f"{kind}: an encoder-decoder, expected a decoder-only causal language model")
-    if implementation is not None and implementation not in ATTENTION:
-        raise SequoiaPlanError(f"{kind}: attention {implementation} takes no tree mask; load the model with attn_implementation='sdpa' or 'eager'")
-    parameters = inspect.signature(plain(model).forward).parameters
-    if ("input_ids" in parameters and "position_ids" not in parameters) or getattr(model.config, "alibi", False):
-        raise SequoiaPlanError(f"{kind}: cannot decode with a token tree, it takes no position_ids (ALiBi or a recurrence orders its tokens)")
+        raise SequoiaPlanError(
+            f"{model_type}: an encoder-decoder, expected a decoder-only causal language model"
+        )
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise SequoiaPlanError(
+            f"{model_type}: attention {implementation} takes no tree mask; load the model with "
+            "attn_implementation='sdpa' or 'eager'"
+        )
+    parameters = inspect.signature(unwrapped(model).forward).parameters
+    takes_no_positions = "input_ids" in parameters and "position_ids" not in parameters
+    if takes_no_positions or getattr(model.config, "alibi", False):
+        raise SequoiaPlanError(
+            f"{model_type}: cannot decode with a token tree, it takes no position_ids (ALiBi or a "
+            "recurrence orders its tokens)"
+        )
     if execution_device(model).type == "meta":
-        raise SequoiaPlanError(f"{kind}: its weights are on the meta device and nothing brings them; load them, or offload it with accelerate")
-    trial = TreeModel(model)  # says itself what it cannot describe
+        raise SequoiaPlanError(
+            f"{model_type}: its weights are on the meta device and nothing brings them; load them, "
+            "or offload it with accelerate"
+        )
+
+
+def _try_tree(model: Any) -> CacheLayout:
+    """Read the tree and its paths, and return the layout of the cache that the tree was read with.
+
+    Raises:
+        SequoiaPlanError: if reading fails, or the logits differ.
+    """
+    model_type = _model_type(model)
+    tree_model = TreeModel(model)
     try:
         with torch.compiler.set_stance("force_eager"):  # these shapes never come again
-            error, cache = _error(trial)
+            error, cache = _tree_error(tree_model)
     except SequoiaPlanError:
         raise
-    except Exception as failure:  # whatever foreign code does with a mask it does not expect
-        raise SequoiaPlanError(f"{kind}: cannot decode with a token tree, reading one fails ({type(failure).__name__}: {_short(failure)})") from failure
-    if error != error:
-        raise SequoiaPlanError(f"{kind}: its logits are not finite; the weights are damaged or the dtype overflows")
+    except Exception as failure:  # foreign code may do anything with a mask it does not expect
+        raise SequoiaPlanError(
+            f"{model_type}: cannot decode with a token tree, reading one fails "
+            f"({type(failure).__name__}: {first_line(failure)})"
+        ) from failure
+    if error != error:  # NaN
+        raise SequoiaPlanError(
+            f"{model_type}: its logits are not finite; the weights are damaged or the dtype "
+            "overflows"
+        )
     bound = torch.finfo(model.dtype).eps ** 0.5
     if not error < bound:
         raise SequoiaPlanError(
-            f"{kind}: cannot decode with a token tree, its logits there differ from those of the plain sequence (relative error {error:.2g}, expected "
-            f"less than {bound:.2g}); only attention that follows position_ids and the attention mask can, ALiBi and recurrent layers cannot"
+            f"{model_type}: cannot decode with a token tree, its logits there differ from those of "
+            f"the plain sequence (relative error {error:.2g}, expected less than {bound:.2g}); "
+            "only attention that follows position_ids and the attention mask can, ALiBi and "
+            "recurrent layers cannot"
         )
-    _probed[plain(model)] = setting, cache.layout
     return cache.layout
 
 
-def _error(trial: TreeModel) -> tuple[float, TreeCache]:
-    """The mean over the tree's nodes of |tree - path| / |path|, logits centred: a softmax does not see their mean. And the cache used."""
-    device = trial.device
-    vocabulary = int(text_config(trial.model).vocab_size)
-    chosen = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(0))[: PREFIX + TREE.size]
-    chosen = chosen.repeat(PREFIX + TREE.size)[: PREFIX + TREE.size].to(device)
-    prefix, nodes = chosen[:PREFIX], chosen[PREFIX:]
-    paths = [torch.as_tensor(TREE.attention_mask[leaf].nonzero()[0], device=device) for leaf in LEAVES]
+def _tree_error(tree_model: TreeModel) -> tuple[float, TreeCache]:
+    """The mean relative error of the nodes' logits, and the cache that the tree was read with.
 
-    reference = trial.model(input_ids=torch.stack([torch.cat([prefix, nodes[path]]) for path in paths]), use_cache=False).logits
-    expected: dict[int, Tensor] = {}
-    for row, path in enumerate(paths):
-        expected.update({node: reference[row, PREFIX + place] for place, node in enumerate(path.tolist())})
-
-    cache = trial.new_cache(EXTENT)
-    start = torch.arange(PREFIX + 1, device=device)  # the root too: the rest of the tree must find it in the cache
-    trial(cache, chosen[: PREFIX + 1], start, start, additive(start <= start[:, None], trial.model.dtype))
-    length, structure = torch.tensor([PREFIX], device=device), Structure.of(TREE, device, trial.model.dtype)
-    mask = structure.mask[1:].index_select(1, structure.columns(length, EXTENT))
-    logits = trial(cache, nodes[1:], length + structure.offsets[1:], length + structure.nodes[1:], mask).logits
-
-    errors = [_relative(logits[node - 1], expected[node]) for node in range(1, TREE.size)]
+    The error is against the logits that the model computes from each node's path alone. The root is
+    left out, because `_node_logits` reads it in a plain causal pass.
+    """
+    tokens = _random_tokens(tree_model)
+    prefix, node_tokens = tokens[:PREFIX], tokens[PREFIX:]
+    expected_logits = _path_logits(tree_model, prefix, node_tokens)
+    cache = tree_model.new_cache(EXTENT)
+    node_logits = _node_logits(tree_model, cache, tokens)
+    errors = [
+        _relative_error(node_logits[node - 1], expected_logits[node])
+        for node in range(1, TREE.size)
+    ]
     return float(torch.stack(errors).mean()), cache
 
 
-def _relative(ours: Tensor, theirs: Tensor) -> Tensor:
-    forbidden = theirs.isneginf() & ours.isneginf()
-    ours, theirs = (x[~forbidden].double() for x in (ours, theirs))
-    ours, theirs = ours - ours.mean(), theirs - theirs.mean()
-    return (ours - theirs).norm() / theirs.norm().clamp(min=torch.finfo(torch.float64).tiny)
+def _random_tokens(tree_model: TreeModel) -> Tensor:
+    """int64 [PREFIX + nodes]: distinct tokens, if the vocabulary has enough; else they repeat."""
+    count = PREFIX + TREE.size
+    vocabulary = int(text_config(tree_model.model).vocab_size)
+    tokens = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(0))[:count]
+    return tokens.repeat(count)[:count].to(tree_model.device)
 
 
-def _short(error: BaseException) -> str:
-    return (str(error).strip().split("\n") or [""])[0][:160]
+def _path_logits(tree_model: TreeModel, prefix: Tensor, node_tokens: Tensor) -> dict[int, Tensor]:
+    """Each node's logits [vocabulary] as the model computes them from the node's path alone.
+
+    The model reads one plain sequence for each leaf: the prefix, then the nodes from the root to
+    the leaf. The sequences have equal lengths.
+
+    Args:
+        prefix: int64 [PREFIX], the committed tokens.
+        node_tokens: int64 [nodes], each node's token.
+    """
+    paths = [
+        torch.as_tensor(TREE.attention_mask[leaf].nonzero()[0], device=tree_model.device)
+        for leaf in LEAVES
+    ]
+    sequences = torch.stack([torch.cat([prefix, node_tokens[path]]) for path in paths])
+    logits = tree_model.model(input_ids=sequences, use_cache=False).logits
+    logits_of_node: dict[int, Tensor] = {}
+    for row, path in enumerate(paths):
+        for depth, node in enumerate(path.tolist()):
+            logits_of_node[node] = logits[row, PREFIX + depth]
+    return logits_of_node
+
+
+def _node_logits(tree_model: TreeModel, cache: TreeCache, tokens: Tensor) -> Tensor:
+    """[nodes - 1, vocabulary]: the logits of all nodes but the root, read as a tree.
+
+    One pass reads the prefix and the root with a causal mask. A second pass reads the other nodes
+    with the tree's mask; its attention looks at the first `EXTENT` slots of the cache.
+
+    Args:
+        cache: empty, of `EXTENT` slots.
+        tokens: int64 [PREFIX + nodes], the committed tokens, then each node's token, the root's
+            first.
+    """
+    device, dtype = tree_model.device, tree_model.model.dtype
+    # the first pass reads the root too: the other nodes must find its keys in the cache
+    causal_slots = torch.arange(PREFIX + 1, device=device)  # a slot is a position here
+    causal_mask = additive_mask(causal_slots <= causal_slots[:, None], dtype)
+    tree_model(cache, tokens[: PREFIX + 1], causal_slots, causal_slots, causal_mask)
+    prefix_length = torch.tensor([PREFIX], device=device)  # this is the root's slot and position
+    tree = TreeTensors.of(TREE, device, dtype)
+    column_of_slot = tree.columns(prefix_length, EXTENT)  # columns of the tree's mask
+    mask = tree.mask[1:].index_select(1, column_of_slot)
+    node_slots = prefix_length + tree.nodes[1:]
+    node_positions = prefix_length + tree.offsets[1:]  # an offset is a node's depth
+    return tree_model(cache, tokens[PREFIX + 1 :], node_positions, node_slots, mask).logits
+
+
+def _relative_error(logits: Tensor, expected: Tensor) -> Tensor:
+    """|logits - expected| / |expected|, both centred: a softmax does not depend on their mean.
+
+    Tokens that have the logit -inf in both are left out.
+
+    Args:
+        logits, expected: float [vocabulary].
+
+    Returns:
+        float64 [].
+    """
+    is_allowed = ~(expected.isneginf() & logits.isneginf())
+    logits, expected = logits[is_allowed].double(), expected[is_allowed].double()
+    logits, expected = logits - logits.mean(), expected - expected.mean()
+    return (logits - expected).norm() / expected.norm().clamp(min=torch.finfo(torch.float64).tiny)
+
+
+def _model_type(model: Any) -> str:
+    """What error messages call the model: its configuration's `model_type`, else its class."""
+    return getattr(model.config, "model_type", type(unwrapped(model)).__name__)

@@ -1,4 +1,4 @@
-"""Do a target and a draft speak the same tokens?"""
+"""Which tokens a target and a draft have in common."""
 
 from __future__ import annotations
 
@@ -19,52 +19,80 @@ def check_tokenizers(target: Any, draft: Any) -> int:
     Raises:
         SequoiaPlanError: naming the first token that differs.
     """
-    ours, theirs = ({number: token for token, number in tokenizer.get_vocab().items()} for tokenizer in (target, draft))
-    size = min(max(ours), max(theirs)) + 1
-    for number in range(size):
-        if ours.get(number) != theirs.get(number):
+    target_tokens = {number: token for token, number in target.get_vocab().items()}
+    draft_tokens = {number: token for token, number in draft.get_vocab().items()}
+    common_size = min(max(target_tokens), max(draft_tokens)) + 1
+    for number in range(common_size):
+        target_token, draft_token = target_tokens.get(number), draft_tokens.get(number)
+        if target_token != draft_token:
             raise SequoiaPlanError(
-                f"draft: its tokenizer differs from the target's at token {number} (target {_shown(ours.get(number))}, draft {_shown(theirs.get(number))}); "
+                f"draft: its tokenizer differs from the target's at token {number} "
+                f"(target {_quoted(target_token)}, draft {_quoted(draft_token)}); "
                 "use a draft that shares the target's tokenizer"
             )
-    return size
+    return common_size
 
 
 def vocabulary_size(model: Any) -> int:
-    """How many logits a model gives, those of padding included."""
+    """How many logits a model gives for each token, those of padding included."""
     return int(model.get_output_embeddings().out_features)
 
 
-def shared_vocabulary(target: Any, draft: Any, tokenizer: Any = None, draft_tokenizer: Any = None) -> tuple[int, Tensor | None]:
+def shared_vocabulary(
+    target: Any, draft: Any, tokenizer: Any = None, draft_tokenizer: Any = None
+) -> tuple[int, Tensor | None]:
     """Which tokens the draft can propose.
 
-    The target's logits are never cut: what the draft does not cover stays with the target, so the output's law is the same.
+    The target's logits are never cut. It keeps the tokens that the draft does not have, so the
+    distribution of the output is the same.
+
+    Args:
+        draft: may have an attribute `d2t` (int64 [draft vocabulary]), the target's token for each
+            of the draft's tokens.
+        tokenizer, draft_tokenizer: where vocabularies differ in padding only, their tokenizers
+            tell which tokens the models share.
 
     Returns:
-        How many of the draft's logits are used, and the target's token for each (int64); None if they are the same.
+        How many of the draft's logits are used, and the target's token for each of them (int64);
+        None if they are the same.
 
     Raises:
         SequoiaPlanError: if the vocabularies cannot belong together.
     """
-    size, own = vocabulary_size(target), vocabulary_size(draft)
-    common = check_tokenizers(tokenizer, draft_tokenizer) if tokenizer is not None and draft_tokenizer is not None else None
-    covered: Tensor | None = getattr(draft, "covered_tokens", None)
-    if covered is not None:
-        if int(covered.max()) >= size:
-            raise SequoiaPlanError(f"draft: covers token {int(covered.max())}, the target's vocabulary has {size}; use a draft made for this target")
-        if covered.unique().numel() != covered.numel() or covered.numel() > own:
-            raise SequoiaPlanError(f"draft: covered_tokens must name each of at most {own} tokens once")
-        return covered.numel(), covered
-    if own == size:
-        return own, None
-    if common is None:
+    target_size, draft_size = vocabulary_size(target), vocabulary_size(draft)
+    common_size: int | None = None
+    if tokenizer is not None and draft_tokenizer is not None:
+        common_size = check_tokenizers(tokenizer, draft_tokenizer)
+    d2t: Tensor | None = getattr(draft, "d2t", None)
+    if d2t is not None:
+        _check_d2t(d2t, target_size, draft_size)
+        return d2t.numel(), d2t
+    if draft_size == target_size:
+        return draft_size, None
+    if common_size is None:
         raise SequoiaPlanError(
-            f"draft: a vocabulary of {own} tokens, the target's has {size}; use a draft that shares the target's tokenizer "
+            f"draft: a vocabulary of {draft_size} tokens, the target's has {target_size}; "
+            "use a draft that shares the target's tokenizer "
             "(if only padding differs, give both: tokenizer= and draft_tokenizer=)"
         )
-    common = min(common, size, own)
-    return common, None if common == size else torch.arange(common, device=draft.device)
+    common_size = min(common_size, target_size, draft_size)
+    if common_size == target_size:
+        return common_size, None
+    return common_size, torch.arange(common_size, device=draft.device)
 
 
-def _shown(token: str | None) -> str:
+def _check_d2t(d2t: Tensor, target_size: int, draft_size: int) -> None:
+    """Raise SequoiaPlanError unless `d2t` names distinct tokens that both models have."""
+    max_token = int(d2t.max())
+    if max_token >= target_size:
+        raise SequoiaPlanError(
+            f"draft: covers token {max_token}, the target's vocabulary has {target_size}; "
+            "use a draft made for this target"
+        )
+    if d2t.unique().numel() != d2t.numel() or d2t.numel() > draft_size:
+        raise SequoiaPlanError(f"draft: d2t must name each of at most {draft_size} tokens once")
+
+
+def _quoted(token: str | None) -> str:
+    """A token as error messages show it."""
     return "has none" if token is None else repr(token)

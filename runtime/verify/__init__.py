@@ -1,8 +1,10 @@
-"""Which drafted tokens to accept, so that the output follows the target's law exactly.
+"""Verifiers: they choose which drafted tokens to accept, so that the output follows the target.
 
-A verifier is a function of probabilities and drawn tokens alone. It says with which probability the accepted path ends at
-each node, and from which law the bonus token is then drawn (`Verdict`); two uniform numbers decide (`decide`). All of it is
-a fixed sequence of tensor operations on fixed shapes, with no decision on the host.
+Every verifier is exact: whatever the draft proposes, the output has the target's distribution. A
+verifier is a function of probabilities and drawn tokens. It returns the probability that the
+accepted path ends at each node, and the distribution of the bonus token there (`Acceptance`). Two
+uniform numbers then sample the path and the bonus token (`sample_path`). All of it is a fixed
+sequence of tensor operations on fixed shapes, and the host decides nothing.
 """
 
 from __future__ import annotations
@@ -12,51 +14,82 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sequoia_plan.runtime.drawing import INDEPENDENT, MOST_PROBABLE, WITHOUT_REPLACEMENT, Drawing
+from sequoia_plan.runtime.base.drawing import DRAWING_OF_VERIFIER, Drawing
 from sequoia_plan.runtime.verify import sequoia, specinfer, spectr, topk, traversal
+from sequoia_plan.runtime.verify.acceptance import (
+    Acceptance,
+    AcceptedPath,
+    TargetProbs,
+    sample_path,
+)
 from sequoia_plan.runtime.verify.greedy import greedy
-from sequoia_plan.runtime.verify.index import TreeIndex
-from sequoia_plan.runtime.verify.verdict import Accepted, Laws, Verdict, decide
+from sequoia_plan.runtime.verify.tree_index import TreeIndex
 
-__all__ = ["DEFAULT", "VERIFIERS", "Accepted", "Laws", "TreeIndex", "Verdict", "Verifier", "decide", "greedy", "verify"]
+__all__ = [
+    "VERIFIERS",
+    "Acceptance",
+    "AcceptedPath",
+    "TargetProbs",
+    "TreeIndex",
+    "Verifier",
+    "greedy",
+    "sample_path",
+    "verify",
+]
+
+ACCEPTANCE_OF_VERIFIER = {
+    "sequoia": sequoia.acceptance,
+    "traversal": traversal.acceptance,
+    "specinfer": specinfer.acceptance,
+    "spectr": spectr.acceptance,
+    "topk": topk.acceptance,
+}
 
 
 @dataclass(frozen=True)
 class Verifier:
-    """A rule of acceptance and the drawing of children it is exact for.
+    """An acceptance rule, and the way of drawing children that it is exact for.
 
     Args:
-        judge: (target, draft, drawn, index, covered) -> Verdict, see `verify`.
+        acceptance: (target_probs, draft_probs, drawn, index, d2t) -> Acceptance; `verify`
+            documents the arguments.
         drawing: how a node's children are drawn.
     """
 
-    judge: Callable[[Laws, Tensor, Tensor, TreeIndex, Tensor | None], Verdict]
+    acceptance: Callable[[TargetProbs, Tensor, Tensor, TreeIndex, Tensor | None], Acceptance]
     drawing: Drawing
 
 
 VERIFIERS = {
-    "sequoia": Verifier(sequoia.judge, WITHOUT_REPLACEMENT),
-    "traversal": Verifier(traversal.judge, WITHOUT_REPLACEMENT),
-    "specinfer": Verifier(specinfer.judge, INDEPENDENT),
-    "spectr": Verifier(spectr.judge, INDEPENDENT),
-    "topk": Verifier(topk.judge, MOST_PROBABLE),
+    name: Verifier(ACCEPTANCE_OF_VERIFIER[name], drawing)
+    for name, drawing in DRAWING_OF_VERIFIER.items()
 }
-DEFAULT = "traversal"
-"""Its expected tokens are never below those of `sequoia` (tests/test_verify.py); benchmarks/verifiers.py has measured both."""
 
 
-def verify(verifier: Verifier, target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, uniforms: Tensor, covered: Tensor | None = None) -> Accepted:
-    """The accepted path and the bonus token.
+def verify(
+    verifier: Verifier,
+    target_probs: TargetProbs,
+    draft_probs: Tensor,
+    drawn: Tensor,
+    index: TreeIndex,
+    uniforms: Tensor,
+    d2t: Tensor | None = None,
+) -> AcceptedPath:
+    """Sample the accepted path and the bonus token.
 
     Args:
-        target: the target's law after given nodes: int64 [k] -> float [k, vocabulary].
-        draft: float [inner, draft vocabulary], the law each inner node's children were drawn from, in the order of the nodes.
-        drawn: int64 [inner, branching], the children's tokens as indices into the draft's vocabulary, in draw order.
-        uniforms: float64 [2] in [0, 1): for the end of the path and for the bonus token.
-        covered: int64 [draft vocabulary], the target's token for each of the draft's; None if they are the same.
+        target_probs: maps nodes (int64 [k]) to the target's probabilities after each of them
+            (float [k, vocabulary]).
+        draft_probs: float [inner nodes, draft vocabulary], the probabilities that the children of
+            each inner node were drawn from, in the order of the nodes.
+        drawn: int64 [inner nodes, branching], the children as indices into the draft's vocabulary,
+            in draw order.
+        uniforms: float64 [2] in [0, 1), for the end of the path and for the bonus token.
+        d2t: int64 [draft vocabulary], the target's token for each of the draft's tokens; None if
+            they are the same.
     """
     if index.size == 1:  # nothing was drafted
-        verdict = Verdict(uniforms.new_ones(1), None, index.together)
+        acceptance = Acceptance(uniforms.new_ones(1), None, index.together)
     else:
-        verdict = verifier.judge(target, draft, drawn, index, covered)
-    return decide(verdict, target, index, uniforms, covered)
+        acceptance = verifier.acceptance(target_probs, draft_probs, drawn, index, d2t)
+    return sample_path(acceptance, target_probs, index, uniforms, d2t)

@@ -1,22 +1,27 @@
-"""Temperature 0: whatever the verifier, the target's choices decide."""
+"""Verification at temperature 0: every verifier accepts the target's most probable tokens."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from sequoia_plan.runtime.verify.index import TreeIndex
-from sequoia_plan.runtime.verify.verdict import Accepted
+from sequoia_plan.runtime.verify.acceptance import AcceptedPath
+from sequoia_plan.runtime.verify.tree_index import TreeIndex
 
 
-def greedy(choices: Tensor, tokens: Tensor, index: TreeIndex) -> Accepted:
-    """Follow the child that holds the target's choice while there is one.
+def greedy(choices: Tensor, tokens: Tensor, index: TreeIndex) -> AcceptedPath:
+    """Walk from the root down, each time to the child that has the target's most probable token.
+
+    The bonus token is the target's choice after the last node.
 
     Args:
         choices: int64 [size], the target's most probable token after each node.
         tokens: int64 [size], each node's token; siblings differ.
     """
-    chosen = torch.cat([torch.ones_like(tokens[:1], dtype=torch.bool), tokens[1:] == choices[index.parents]])
-    reached = chosen[index.paths].all(-1)
-    end = (reached * torch.arange(index.size, device=tokens.device)).amax(0, keepdim=True)  # those reached are one path
-    return Accepted(index.paths[end][0], index.offsets[end] + 1, choices[end])
+    root_is_chosen = torch.ones_like(tokens[:1], dtype=torch.bool)
+    is_chosen = torch.cat([root_is_chosen, tokens[1:] == choices[index.parents]])
+    is_accepted = is_chosen[index.paths].all(-1)
+    # the accepted nodes are one path, and its last node has the largest number
+    nodes = torch.arange(index.size, device=tokens.device)
+    end = (is_accepted * nodes).amax(0, keepdim=True)
+    return AcceptedPath(index.paths[end][0], index.offsets[end] + 1, choices[end])

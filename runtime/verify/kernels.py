@@ -1,10 +1,31 @@
-"""Verification as Triton kernels: one program walks down the accepted path, and laws of other nodes are never computed.
+"""Verification as Triton kernels: one program walks down the accepted path.
 
-They decide as the tensor versions do from the same random numbers: those are their oracle (tests/test_fused.py). A law is never stored:
-of a node's logits x the token's share is exp((x - highest) / temperature) where the filters keep it, else 0, and their sum is `total`.
-What rejections leave of it is max(share - c q - e, 0), see `residual.py`, with c and e in the same units.
+It computes no probabilities of nodes that the path does not reach. The kernels accept the same
+nodes as the tensor versions do from the same random numbers; those are their oracle
+(tests/test_fused.py).
 
-Vectors go over the target's vocabulary block by block; `draft_of` says which of the draft's tokens each one is, -1 for none.
+Probabilities are never stored. The weight of a token is its unnormalised probability: with a node's
+logits x, it is exp((x - max_logit) / temperature) if the filters keep the token, else 0; `total` is
+the sum of all weights. The residual after rejections is max(weight - c q - e, 0), as in
+`residual.py`, with c and e in the same units.
+
+Common arguments:
+    logits: [size, vocabulary], the target's; within the helper functions, the row of one node.
+    draft_probs: float [inner nodes, draft vocabulary]; within the helper functions, one row.
+    drawn: int64 [inner nodes, branching], each node's children as indices into the draft's
+        vocabulary, in draw order; within the helper functions, one row.
+    row_of_node: int64 [size], each inner node's row in `draft_probs` and `drawn`.
+    t2d: int64 [vocabulary], the draft's token for each of the target's, -1 for none.
+    d2t: int64 [draft vocabulary], the target's token for each of the draft's. Both maps are read
+        only if HAS_D2T.
+    threshold: `sort_keys` of the lowest logit that top-k and top-p keep.
+    DTYPE: of the arithmetic.
+    LOW_BIT: the lowest bit in which two logits of this dtype can differ as float32.
+    HAS_FILTERS: top-k, top-p or min-p is on.
+    BLOCK: tokens that a program reads at once.
+    MAX_CHILDREN, MAX_LEVELS, MAX_NODES: powers of two, at least the tree's branching, depth, size.
+
+Vectors go over the target's vocabulary block by block; `inside` is true for tokens within it.
 """
 
 from __future__ import annotations
@@ -16,107 +37,191 @@ import triton.language as tl
 LOWEST = tl.constexpr(-1e30)
 TINY, LARGEST = tl.constexpr(1.1754944e-38), tl.constexpr(3.4028235e38)
 
+STATE_MAX_LOGIT = tl.constexpr(0)
+STATE_C = tl.constexpr(1)
+STATE_E = tl.constexpr(2)
+STATE_A = tl.constexpr(3)
+STATE_SCALE = tl.constexpr(4)
+STATE_NEVER_DRAWN_MASS = tl.constexpr(5)
+STATE_COLUMNS = tl.constexpr(6)
+"""The columns of what the traversal kernels store of each inner node. Its a is as in `traversal.py`
+and its scale is a / mass of the residual."""
+
 
 @triton.jit
-def shares(logits, tokens, inside, highest, least, temperature, min_p, NUMBER: tl.constexpr):
-    """The shares of `tokens`; `least` is the order (see `order`) of the lowest logit that top-k and top-p keep."""
-    x = tl.load(logits + tokens, mask=inside, other=-float("inf")).to(NUMBER)
-    share = tl.exp((x - highest) / temperature)
-    return tl.where(inside & (order(x) >= least) & (share >= min_p), share, 0.0)
+def target_weights(
+    logits, tokens, inside, max_logit, threshold, temperature, min_p, DTYPE: tl.constexpr,
+):
+    """The weights exp((x - max_logit) / temperature) of `tokens`; 0 where a filter removes one.
+
+    Args:
+        logits: the node's row, x.
+        tokens, inside: a vector of tokens, and which of them are within the vocabulary.
+        threshold: top-k and top-p keep the logits whose sort keys reach it.
+        min_p: keep weights from here on; the largest weight is 1.
+    """
+    x = tl.load(logits + tokens, mask=inside, other=-float("inf")).to(DTYPE)
+    weight = tl.exp((x - max_logit) / temperature)
+    return tl.where(inside & (sort_keys(x) >= threshold) & (weight >= min_p), weight, 0.0)
 
 
 @triton.jit
-def order(x):
-    """Whole numbers in the order of float32 numbers."""
+def sort_keys(x):
+    """int64 numbers that are in the same order as the float32 numbers x."""
     bits = x.to(tl.float32).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
-def kept(logits, vocabulary, highest, least, temperature, min_p, NUMBER: tl.constexpr, BLOCK: tl.constexpr):
-    """How many tokens are kept, and the sum of their shares."""
-    count, mass = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], NUMBER)
+def count_and_mass(
+    logits, vocabulary, max_logit, threshold, temperature, min_p,
+    DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """How many logits have a sort key of `threshold` or more, and the sum of their weights.
+
+    A weight is exp((x - max_logit) / temperature), 0 if it is less than `min_p`.
+
+    Args:
+        logits: the node's row, x.
+    """
+    count, mass = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], DTYPE)
     for start in range(0, vocabulary, BLOCK):
         tokens = start + tl.arange(0, BLOCK)
         inside = tokens < vocabulary
-        x = tl.load(logits + tokens, mask=inside, other=-float("inf")).to(NUMBER)
-        count += (inside & (order(x) >= least)).to(tl.int32)
-        mass += shares(logits, tokens, inside, highest, least, temperature, min_p, NUMBER)
+        x = tl.load(logits + tokens, mask=inside, other=-float("inf")).to(DTYPE)
+        count += (inside & (sort_keys(x) >= threshold)).to(tl.int32)
+        mass += target_weights(
+            logits, tokens, inside, max_logit, threshold, temperature, min_p, DTYPE
+        )
     return tl.sum(count), tl.sum(mass)
 
 
 @triton.jit
-def law(logits, vocabulary, temperature, top_k, top_p, min_p, NUMBER: tl.constexpr, LOW_BIT: tl.constexpr, FILTER: tl.constexpr, BLOCK: tl.constexpr):
-    """A node's law as three numbers: `highest`, `least` and `total`. `LOW_BIT` is the lowest bit that tells logits apart as float32."""
-    high, mass = tl.full([BLOCK], LOWEST, NUMBER), tl.zeros([BLOCK], NUMBER)
+def target_statistics(
+    logits, vocabulary, temperature, top_k, top_p, min_p,
+    DTYPE: tl.constexpr, LOW_BIT: tl.constexpr, HAS_FILTERS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """A node's target distribution as three numbers: max_logit, threshold and total.
+
+    The filters keep the logits whose sort keys reach the threshold; total is the sum of the kept
+    weights exp((x - max_logit) / temperature). The thresholds of top-k and top-p are found by
+    bisection, one bit of the sort key at a time.
+
+    Args:
+        logits: the node's row, x.
+        LOW_BIT: the lowest bit in which two logits of this dtype can differ as float32.
+    """
+    lane_max, mass = tl.full([BLOCK], LOWEST, DTYPE), tl.zeros([BLOCK], DTYPE)
     for start in range(0, vocabulary, BLOCK):
         tokens = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + tokens, mask=tokens < vocabulary, other=-float("inf")).to(NUMBER)
-        higher = tl.maximum(high, x)
-        mass = mass * tl.exp((high - higher) / temperature) + tl.exp((x - higher) / temperature)
-        high = higher
-    highest = tl.max(high)
-    total = tl.sum(mass * tl.exp((high - highest) / temperature))
-    least = tl.full((), -(1 << 31), tl.int64)
-    if FILTER:
+        x = tl.load(logits + tokens, mask=tokens < vocabulary, other=-float("inf")).to(DTYPE)
+        new_max = tl.maximum(lane_max, x)
+        rescaled_mass = mass * tl.exp((lane_max - new_max) / temperature)
+        mass = rescaled_mass + tl.exp((x - new_max) / temperature)
+        lane_max = new_max
+    max_logit = tl.max(lane_max)
+    total = tl.sum(mass * tl.exp((lane_max - max_logit) / temperature))
+    threshold = tl.full((), -(1 << 31), tl.int64)
+    if HAS_FILTERS:
         if top_k > 0:
             for bit in range(31, LOW_BIT - 1, -1):
-                candidate = least + (tl.full((), 1, tl.int64) << bit)
-                count, _ = kept(logits, vocabulary, highest, candidate, temperature, 0.0, NUMBER, BLOCK)
-                least = tl.where(count >= top_k, candidate, least)
+                candidate = threshold + (tl.full((), 1, tl.int64) << bit)
+                count, _ = count_and_mass(
+                    logits, vocabulary, max_logit, candidate, temperature, 0.0, DTYPE, BLOCK
+                )
+                threshold = tl.where(count >= top_k, candidate, threshold)
         if top_p < 1:
-            _, wanted = kept(logits, vocabulary, highest, least, temperature, 0.0, NUMBER, BLOCK)
-            wanted = wanted * top_p
-            lowest = least
-            least = tl.full((), -(1 << 31), tl.int64)
+            _, top_k_mass = count_and_mass(
+                logits, vocabulary, max_logit, threshold, temperature, 0.0, DTYPE, BLOCK
+            )
+            required_mass = top_k_mass * top_p
+            top_k_threshold = threshold
+            threshold = tl.full((), -(1 << 31), tl.int64)
             for bit in range(31, LOW_BIT - 1, -1):
-                candidate = least + (tl.full((), 1, tl.int64) << bit)
-                _, above = kept(logits, vocabulary, highest, tl.maximum(candidate, lowest), temperature, 0.0, NUMBER, BLOCK)
-                least = tl.where(above >= wanted, candidate, least)
-            least = tl.maximum(least, lowest)
-        _, total = kept(logits, vocabulary, highest, least, temperature, min_p, NUMBER, BLOCK)
-    return highest, least, total
+                candidate = threshold + (tl.full((), 1, tl.int64) << bit)
+                _, candidate_mass = count_and_mass(
+                    logits, vocabulary, max_logit, tl.maximum(candidate, top_k_threshold),
+                    temperature, 0.0, DTYPE, BLOCK,
+                )
+                threshold = tl.where(candidate_mass >= required_mass, candidate, threshold)
+            threshold = tl.maximum(threshold, top_k_threshold)
+        _, total = count_and_mass(
+            logits, vocabulary, max_logit, threshold, temperature, min_p, DTYPE, BLOCK
+        )
+    return max_logit, threshold, total
 
 
 @triton.jit
-def drafts(laws, draft_of, tokens, inside, draft_vocabulary, REDUCED: tl.constexpr, NUMBER: tl.constexpr):
-    """The draft's law at `tokens`, 0 where it does not cover them, and whether it does."""
-    if REDUCED:
-        at = tl.load(draft_of + tokens, mask=inside, other=-1)
-    else:
-        at = tokens.to(tl.int64)
-    covered = inside & (at >= 0) & (at < draft_vocabulary)
-    return tl.load(laws + at, mask=covered, other=0.0).to(NUMBER), covered
-
-
-@triton.jit
-def left(logits, laws, draft_of, tokens, inside, draft_vocabulary, highest, least, c, e, temperature, min_p, REDUCED: tl.constexpr, NUMBER: tl.constexpr):
-    """What rejections have left of the shares of `tokens`."""
-    share = shares(logits, tokens, inside, highest, least, temperature, min_p, NUMBER)
-    q, covered = drafts(laws, draft_of, tokens, inside, draft_vocabulary, REDUCED, NUMBER)
-    return tl.where(covered, tl.maximum(share - c * q - e, 0.0), share)
-
-
-@triton.jit
-def mass_left(
-    logits, laws, draft_of, vocabulary, draft_vocabulary, highest, least, c, e, temperature, min_p,
-    REDUCED: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr,
+def draft_probs_at(
+    draft_probs, t2d, tokens, inside, draft_vocabulary, HAS_D2T: tl.constexpr, DTYPE: tl.constexpr,
 ):
-    """Its sum."""
-    mass = tl.zeros([BLOCK], NUMBER)
+    """The draft's probabilities of `tokens` (0 if it lacks them), and whether it has them.
+
+    Args:
+        draft_probs: the node's row.
+        t2d: the draft's token for each of the target's, -1 for none; read only if HAS_D2T.
+        tokens, inside: a vector of the target's tokens, and which are within its vocabulary.
+    """
+    if HAS_D2T:
+        draft_tokens = tl.load(t2d + tokens, mask=inside, other=-1)
+    else:
+        draft_tokens = tokens.to(tl.int64)
+    has_token = inside & (draft_tokens >= 0) & (draft_tokens < draft_vocabulary)
+    return tl.load(draft_probs + draft_tokens, mask=has_token, other=0.0).to(DTYPE), has_token
+
+
+@triton.jit
+def residual_weights(
+    logits, draft_probs, t2d, tokens, inside, draft_vocabulary, max_logit, threshold, c, e,
+    temperature, min_p, HAS_D2T: tl.constexpr, DTYPE: tl.constexpr,
+):
+    """The residual of `tokens`, max(weight - c q - e, 0); the weight where the draft lacks a token.
+
+    Args:
+        logits, draft_probs: the node's rows; weights are of the first, q is the second.
+        t2d: the draft's token for each of the target's, -1 for none.
+        tokens, inside: a vector of the target's tokens, and which are within its vocabulary.
+        max_logit, threshold: of the node's target distribution (`target_statistics`).
+        c, e: what the rejections so far have added up.
+    """
+    weight = target_weights(logits, tokens, inside, max_logit, threshold, temperature, min_p, DTYPE)
+    q, has_token = draft_probs_at(
+        draft_probs, t2d, tokens, inside, draft_vocabulary, HAS_D2T, DTYPE
+    )
+    return tl.where(has_token, tl.maximum(weight - c * q - e, 0.0), weight)
+
+
+@triton.jit
+def residual_mass(
+    logits, draft_probs, t2d, vocabulary, draft_vocabulary, max_logit, threshold, c, e,
+    temperature, min_p, HAS_D2T: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """The sum of the residual, max(weight - c q - e, 0), over the target's vocabulary.
+
+    The arguments are those of `residual_weights`, without a vector of tokens.
+    """
+    mass = tl.zeros([BLOCK], DTYPE)
     for start in range(0, vocabulary, BLOCK):
         tokens = start + tl.arange(0, BLOCK)
-        mass += left(logits, laws, draft_of, tokens, tokens < vocabulary, draft_vocabulary, highest, least, c, e, temperature, min_p, REDUCED, NUMBER)
+        mass += residual_weights(
+            logits, draft_probs, t2d, tokens, tokens < vocabulary, draft_vocabulary, max_logit,
+            threshold, c, e, temperature, min_p, HAS_D2T, DTYPE,
+        )
     return tl.sum(mass)
 
 
 @triton.jit
-def nobodys(laws, drawn, count, draft_vocabulary, NUMBER: tl.constexpr, BLOCK: tl.constexpr):
-    """The draft's mass on tokens that none of a node's children has: summed, as a difference would be all rounding where little is left."""
-    mass = tl.zeros([BLOCK], NUMBER)
+def sum_never_drawn(
+    draft_probs, drawn, count, draft_vocabulary, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """The draft's mass on tokens that none of a node's `count` children has.
+
+    It is a sum, because 1 minus the children's mass would be all rounding if little remains.
+    """
+    mass = tl.zeros([BLOCK], DTYPE)
     for start in range(0, draft_vocabulary, BLOCK):
         tokens = start + tl.arange(0, BLOCK)
-        q = tl.load(laws + tokens, mask=tokens < draft_vocabulary, other=0.0).to(NUMBER)
+        q = tl.load(draft_probs + tokens, mask=tokens < draft_vocabulary, other=0.0).to(DTYPE)
         for rank in range(0, count):
             token = tl.load(drawn + rank)
             if (token >= start) & (token < start + BLOCK):
@@ -126,246 +231,350 @@ def nobodys(laws, drawn, count, draft_vocabulary, NUMBER: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def child(
-    logits, laws, drawn, token_of, rank, count, nobody, draft_vocabulary, highest, least, c, e, scale, temperature, min_p,
-    REDUCED: tl.constexpr, NUMBER: tl.constexpr, CHILDREN: tl.constexpr,
+def reject_child(
+    logits, draft_probs, drawn, d2t, rank, count, never_drawn_mass, draft_vocabulary, max_logit,
+    threshold, c, e, scale, temperature, min_p,
+    HAS_D2T: tl.constexpr, DTYPE: tl.constexpr, MAX_CHILDREN: tl.constexpr,
 ):
-    """A child's turn (see `Residual.judge`): the probability that its subtree is accepted, and c and e once it is not."""
-    ranks = tl.arange(0, CHILDREN)
-    theirs = tl.load(drawn + ranks, mask=ranks < count, other=0)
-    q = tl.load(laws + theirs, mask=(ranks >= rank) & (ranks < count), other=0.0).to(NUMBER)
-    mass, mine = nobody + tl.sum(q), tl.sum(tl.where(ranks == rank, q, 0.0))
-    undrawn = (draft_vocabulary - rank).to(NUMBER)
-    exhausted = mass <= 0
+    """The probability that a child's subtree is accepted, and c and e after its rejection.
+
+    This is one iteration of `Residual.reject_children`.
+
+    Args:
+        logits, draft_probs, drawn: the node's rows.
+        rank: 0-based, of the child among the node's `count` children.
+        never_drawn_mass: the draft's mass on tokens that no child of the node has.
+        max_logit, threshold: of the node's target distribution (`target_statistics`).
+        c, e: the residual before is max(weight - c q - e, 0).
+        scale: the probability left to this child and what follows, over the residual's mass.
+    """
+    ranks = tl.arange(0, MAX_CHILDREN)
+    children = tl.load(drawn + ranks, mask=ranks < count, other=0)
+    is_undrawn = (ranks >= rank) & (ranks < count)  # this child included
+    q = tl.load(draft_probs + children, mask=is_undrawn, other=0.0).to(DTYPE)
+    mass = never_drawn_mass + tl.sum(q)
+    q_child = tl.sum(tl.where(ranks == rank, q, 0.0))
+    num_undrawn = (draft_vocabulary - rank).to(DTYPE)
+    is_exhausted = mass <= 0
     token = tl.load(drawn + rank)
-    if REDUCED:
-        token = tl.load(token_of + token)
-    share = tl.sum(shares(logits, token + tl.arange(0, 1), tl.full([1], True, tl.int1), highest, least, temperature, min_p, NUMBER))
-    scarcity = tl.where(exhausted, undrawn, tl.where(mine > 0, mass / tl.maximum(mine, TINY), 0.0))
-    take = tl.minimum(tl.maximum(share - c * mine - e, 0.0) * scale * scarcity, 1.0)
+    if HAS_D2T:
+        token = tl.load(d2t + token)
+    token_as_vector, inside = token + tl.arange(0, 1), tl.full([1], True, tl.int1)
+    weight = tl.sum(target_weights(
+        logits, token_as_vector, inside, max_logit, threshold, temperature, min_p, DTYPE
+    ))
+    inverse_d = tl.where(q_child > 0, mass / tl.maximum(q_child, TINY), 0.0)
+    inverse_d = tl.where(is_exhausted, num_undrawn, inverse_d)
+    residual = tl.maximum(weight - c * q_child - e, 0.0)
+    accept_prob = tl.minimum(residual * scale * inverse_d, 1.0)
     divisor = tl.maximum(scale, TINY)
-    c = tl.minimum(c + tl.where(exhausted, 0.0, 1 / tl.maximum(mass, TINY)) / divisor, LARGEST)
-    return take, c, e + tl.where(exhausted, 1 / undrawn, 0.0) / divisor
+    q_factor = tl.where(is_exhausted, 0.0, 1 / tl.maximum(mass, TINY))
+    uniform_factor = tl.where(is_exhausted, 1 / num_undrawn, 0.0)
+    c = tl.minimum(c + q_factor / divisor, LARGEST)
+    return accept_prob, c, e + uniform_factor / divisor
 
 
 @triton.jit
-def bonus(
-    logits, laws, draft_of, vocabulary, draft_vocabulary, highest, least, c, e, uniform, temperature, min_p,
-    REDUCED: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr,
+def draw_bonus(
+    logits, draft_probs, t2d, vocabulary, draft_vocabulary, max_logit, threshold, c, e, uniform,
+    temperature, min_p, HAS_D2T: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """A token drawn from what is left by inversion; from the law itself if nothing is, which only rounding can bring about."""
-    total = mass_left(logits, laws, draft_of, vocabulary, draft_vocabulary, highest, least, c, e, temperature, min_p, REDUCED, NUMBER, BLOCK)
+    """A token drawn from the residual by inversion.
+
+    If the residual has no mass, which only rounding causes, the token is drawn from the target's
+    distribution.
+
+    Args:
+        logits, draft_probs: rows of the node where the path ends.
+        c, e: the residual is max(weight - c q - e, 0); both 0 is the target's distribution.
+        uniform: in [0, 1), the random number.
+        others: as for `residual_weights`.
+    """
+    total = residual_mass(
+        logits, draft_probs, t2d, vocabulary, draft_vocabulary, max_logit, threshold, c, e,
+        temperature, min_p, HAS_D2T, DTYPE, BLOCK,
+    )
     if total <= 0:
         c, e = c * 0, e * 0
-        total = mass_left(logits, laws, draft_of, vocabulary, draft_vocabulary, highest, least, c, e, temperature, min_p, REDUCED, NUMBER, BLOCK)
-    wanted = uniform * total.to(tl.float64)
-    before = tl.full((), 0.0, tl.float64)
-    found, start = tl.full((), -1, tl.int32), tl.full((), 0, tl.int32)
-    last = tl.full((), 0, tl.int32)
-    while (found < 0) & (start < vocabulary):
+        total = residual_mass(
+            logits, draft_probs, t2d, vocabulary, draft_vocabulary, max_logit, threshold, c, e,
+            temperature, min_p, HAS_D2T, DTYPE, BLOCK,
+        )
+    goal = uniform * total.to(tl.float64)
+    mass_before = tl.full((), 0.0, tl.float64)
+    drawn_token, start = tl.full((), -1, tl.int32), tl.full((), 0, tl.int32)
+    last_positive = tl.full((), 0, tl.int32)
+    while (drawn_token < 0) & (start < vocabulary):
         tokens = start + tl.arange(0, BLOCK)
-        mass = left(logits, laws, draft_of, tokens, tokens < vocabulary, draft_vocabulary, highest, least, c, e, temperature, min_p, REDUCED, NUMBER)
-        here = tl.sum(mass).to(tl.float64)
-        positive = tl.max(tl.where(mass > 0, tokens, -1))
-        last = tl.maximum(last, positive)  # rounding may leave `wanted` at the very end
-        if (before + here > wanted) & (positive >= 0):
-            reached = before + tl.cumsum(mass.to(tl.float64), 0) > wanted
-            found = tl.minimum(tl.min(tl.where(reached & (mass > 0), tokens, vocabulary)), positive)
-        before += here
+        mass = residual_weights(
+            logits, draft_probs, t2d, tokens, tokens < vocabulary, draft_vocabulary, max_logit,
+            threshold, c, e, temperature, min_p, HAS_D2T, DTYPE,
+        )
+        block_mass = tl.sum(mass).to(tl.float64)
+        block_positive = tl.max(tl.where(mass > 0, tokens, -1))
+        last_positive = tl.maximum(last_positive, block_positive)  # rounding may exceed all mass
+        if (mass_before + block_mass > goal) & (block_positive >= 0):
+            is_reached = mass_before + tl.cumsum(mass.to(tl.float64), 0) > goal
+            first_reached = tl.min(tl.where(is_reached & (mass > 0), tokens, vocabulary))
+            drawn_token = tl.minimum(first_reached, block_positive)
+        mass_before += block_mass
         start += BLOCK
-    return tl.where(found < 0, last, found)
+    return tl.where(drawn_token < 0, last_positive, drawn_token)
 
 
 @triton.jit
-def accept(out, paths, offsets, end, token, depth, LEVELS: tl.constexpr):
-    """Write what a step yields: the path, how long it is, and the bonus token."""
-    levels = tl.arange(0, LEVELS)
-    tl.store(out + levels, tl.load(paths + end * depth + levels, mask=levels < depth, other=0), mask=levels < depth)
+def store_path(out, paths, offsets, end, token, depth, MAX_LEVELS: tl.constexpr):
+    """Write the result of a step: the path to `end`, its number of nodes, and the bonus token.
+
+    Args:
+        out: int64 [depth + 2], the result.
+        paths: int64 [size, depth], the nodes from the root to each node.
+        offsets: int64 [size], each node's depth.
+        end, token: the last accepted node, and the bonus token.
+    """
+    levels = tl.arange(0, MAX_LEVELS)
+    inside = levels < depth
+    tl.store(out + levels, tl.load(paths + end * depth + levels, mask=inside, other=0), mask=inside)
     tl.store(out + depth, tl.load(offsets + end) + 1)
     tl.store(out + depth + 1, token.to(tl.int64))
 
 
 @triton.jit
 def sequoia(
-    logits, laws, drawn, uniforms, child_count, first_child, row_of, paths, offsets, draft_of, token_of, out,
-    vocabulary, draft_vocabulary, branching, depth, temperature, top_k, top_p, min_p,
-    REDUCED: tl.constexpr, NUMBER: tl.constexpr, LOW_BIT: tl.constexpr, FILTER: tl.constexpr,
-    BLOCK: tl.constexpr, CHILDREN: tl.constexpr, LEVELS: tl.constexpr,
+    logits, draft_probs, drawn, uniforms, child_count, first_child, row_of_node, paths, offsets,
+    t2d, d2t, out, vocabulary, draft_vocabulary, branching, depth, temperature, top_k, top_p, min_p,
+    HAS_D2T: tl.constexpr, DTYPE: tl.constexpr, LOW_BIT: tl.constexpr, HAS_FILTERS: tl.constexpr,
+    BLOCK: tl.constexpr, MAX_CHILDREN: tl.constexpr, MAX_LEVELS: tl.constexpr,
 ):
-    """Walk down from the root: see `sequoia.py`. The uniform number falls into the interval of one child after the other, or of none."""
+    """Walk from the root down by the rule of `sequoia.py`.
+
+    Each node has an interval of the first uniform number, from `low` on and `width` wide. Each of
+    its children gets a part of it. The walk goes on to the child whose part has the number; if no
+    child's part has it, the path ends at the node.
+
+    Args:
+        logits: [size, vocabulary], the target's.
+        draft_probs, drawn: one row for each inner node: the draft's probabilities, and the children
+            as indices into the draft's vocabulary.
+        uniforms: float64 [2], for the end of the path and for the bonus token.
+        child_count, first_child, offsets: int64 [size]; offsets are depths.
+        row_of_node: int64 [size], each inner node's row in `draft_probs` and `drawn`.
+        paths: int64 [size, depth], the nodes from the root to each node.
+        t2d, d2t: the draft's token for each of the target's, and the reverse.
+        out: int64 [depth + 2], the result (`store_path`).
+    """
     uniform = tl.load(uniforms)
     low, width = tl.full((), 0.0, tl.float64), tl.full((), 1.0, tl.float64)
-    node, walking = tl.full((), 0, tl.int64), tl.full((), 1, tl.int32)
+    node, is_walking = tl.full((), 0, tl.int64), tl.full((), 1, tl.int32)
     token = tl.full((), 0, tl.int32)
-    while walking > 0:
-        mine = logits + node * vocabulary
-        count, row = tl.load(child_count + node), tl.load(row_of + node)
-        law_of, picks = laws + row * draft_vocabulary, drawn + row * branching
-        highest, least, total = law(mine, vocabulary, temperature, top_k, top_p, min_p, NUMBER, LOW_BIT, FILTER, BLOCK)
-        nobody = tl.full((), 0.0, NUMBER)
+    while is_walking > 0:
+        node_logits = logits + node * vocabulary
+        count, row = tl.load(child_count + node), tl.load(row_of_node + node)
+        node_draft_probs, node_drawn = draft_probs + row * draft_vocabulary, drawn + row * branching
+        max_logit, threshold, total = target_statistics(
+            node_logits, vocabulary, temperature, top_k, top_p, min_p,
+            DTYPE, LOW_BIT, HAS_FILTERS, BLOCK,
+        )
+        never_drawn_mass = tl.full((), 0.0, DTYPE)
         if count > 0:
-            nobody = nobodys(law_of, picks, count, draft_vocabulary, NUMBER, BLOCK)
-        c, e = tl.full((), 0.0, NUMBER), tl.full((), 0.0, NUMBER)
-        scale = 1 / tl.maximum(total, TINY)
-        rank, taken = tl.full((), 0, tl.int64), tl.full((), -1, tl.int64)
-        while (rank < count) & (taken < 0):
-            take, c_after, e_after = child(
-                mine, law_of, picks, token_of, rank, count, nobody, draft_vocabulary, highest, least, c, e, scale, temperature, min_p, REDUCED, NUMBER,
-                CHILDREN,
+            never_drawn_mass = sum_never_drawn(
+                node_draft_probs, node_drawn, count, draft_vocabulary, DTYPE, BLOCK
             )
-            share = width * take.to(tl.float64)
-            if uniform < low + share:
-                taken = tl.load(first_child + node) + rank
-                width = share
+        c, e = tl.full((), 0.0, DTYPE), tl.full((), 0.0, DTYPE)
+        scale = 1 / tl.maximum(total, TINY)
+        rank, accepted_child = tl.full((), 0, tl.int64), tl.full((), -1, tl.int64)
+        while (rank < count) & (accepted_child < 0):
+            accept_prob, c_rejected, e_rejected = reject_child(
+                node_logits, node_draft_probs, node_drawn, d2t, rank, count, never_drawn_mass,
+                draft_vocabulary, max_logit, threshold, c, e, scale, temperature, min_p,
+                HAS_D2T, DTYPE, MAX_CHILDREN,
+            )
+            child_width = width * accept_prob.to(tl.float64)
+            if uniform < low + child_width:
+                accepted_child = tl.load(first_child + node) + rank
+                width = child_width
             else:
-                low += share
-                width -= share
-                c, e = c_after, e_after
-                mass = mass_left(mine, law_of, draft_of, vocabulary, draft_vocabulary, highest, least, c, e, temperature, min_p, REDUCED, NUMBER, BLOCK)
+                low += child_width
+                width -= child_width
+                c, e = c_rejected, e_rejected
+                mass = residual_mass(
+                    node_logits, node_draft_probs, t2d, vocabulary, draft_vocabulary, max_logit,
+                    threshold, c, e, temperature, min_p, HAS_D2T, DTYPE, BLOCK,
+                )
                 scale = tl.minimum(1 / tl.maximum(mass, TINY), LARGEST)
             rank += 1
-        if taken >= 0:
-            node = taken
+        if accepted_child >= 0:
+            node = accepted_child
         else:
-            walking = tl.full((), 0, tl.int32)
-            token = bonus(
-                mine, law_of, draft_of, vocabulary, draft_vocabulary, highest, least, c, e, tl.load(uniforms + 1), temperature, min_p, REDUCED, NUMBER, BLOCK
+            is_walking = tl.full((), 0, tl.int32)
+            token = draw_bonus(
+                node_logits, node_draft_probs, t2d, vocabulary, draft_vocabulary, max_logit,
+                threshold, c, e, tl.load(uniforms + 1), temperature, min_p, HAS_D2T, DTYPE, BLOCK,
             )
-    accept(out, paths, offsets, node, token, depth, LEVELS)
+    store_path(out, paths, offsets, node, token, depth, MAX_LEVELS)
 
 
 @triton.jit
 def greedy(
-    logits, tokens, child_count, first_child, paths, offsets, out, vocabulary, depth, BLOCK: tl.constexpr, CHILDREN: tl.constexpr, LEVELS: tl.constexpr
+    logits, tokens, child_count, first_child, paths, offsets, out, vocabulary, depth,
+    BLOCK: tl.constexpr, MAX_CHILDREN: tl.constexpr, MAX_LEVELS: tl.constexpr,
 ):
-    """Follow the child that holds the target's most probable token while there is one: see `greedy.py`."""
-    node, walking = tl.full((), 0, tl.int64), tl.full((), 1, tl.int32)
+    """Walk from the root down to the target's most probable tokens, as in `greedy.py`.
+
+    Args:
+        logits: [size, vocabulary], the target's.
+        tokens: int64 [size], each node's token.
+        child_count, first_child, offsets: int64 [size]; offsets are depths.
+        paths: int64 [size, depth], the nodes from the root to each node.
+        out: int64 [depth + 2], the result (`store_path`).
+    """
+    node, is_walking = tl.full((), 0, tl.int64), tl.full((), 1, tl.int32)
     choice = tl.full((), 0, tl.int32)
-    while walking > 0:
-        high, best = tl.full([BLOCK], -float("inf"), tl.float32), tl.zeros([BLOCK], tl.int32)
+    while is_walking > 0:
+        lane_max = tl.full([BLOCK], -float("inf"), tl.float32)
+        lane_choice = tl.zeros([BLOCK], tl.int32)
         for start in range(0, vocabulary, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            x = tl.load(logits + node * vocabulary + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
-            best = tl.where(x > high, at, best)
-            high = tl.maximum(high, x)
-        choice = tl.min(tl.where(high == tl.max(high), best, vocabulary - 1))
+            block_tokens = start + tl.arange(0, BLOCK)
+            x = tl.load(
+                logits + node * vocabulary + block_tokens,
+                mask=block_tokens < vocabulary, other=-float("inf"),
+            ).to(tl.float32)
+            lane_choice = tl.where(x > lane_max, block_tokens, lane_choice)
+            lane_max = tl.maximum(lane_max, x)
+        choice = tl.min(tl.where(lane_max == tl.max(lane_max), lane_choice, vocabulary - 1))
         count, first = tl.load(child_count + node), tl.load(first_child + node)
-        ranks = tl.arange(0, CHILDREN)
-        theirs = tl.load(tokens + first + ranks, mask=ranks < count, other=-1)
-        rank = tl.min(tl.where((ranks < count) & (theirs == choice), ranks, CHILDREN))
-        if rank < CHILDREN:
+        ranks = tl.arange(0, MAX_CHILDREN)
+        children = tl.load(tokens + first + ranks, mask=ranks < count, other=-1)
+        is_chosen = (ranks < count) & (children == choice)
+        rank = tl.min(tl.where(is_chosen, ranks, MAX_CHILDREN))
+        if rank < MAX_CHILDREN:
             node = first + rank
         else:
-            walking = tl.full((), 0, tl.int32)
-    accept(out, paths, offsets, node, choice, depth, LEVELS)
+            is_walking = tl.full((), 0, tl.int32)
+    store_path(out, paths, offsets, node, choice, depth, MAX_LEVELS)
 
 
 @triton.jit
-def prepare(
-    logits, laws, drawn, inner, child_count, state, floors, vocabulary, draft_vocabulary, branching, temperature, top_k, top_p, min_p,
-    NUMBER: tl.constexpr, LOW_BIT: tl.constexpr, FILTER: tl.constexpr, BLOCK: tl.constexpr,
+def traversal_start(
+    logits, draft_probs, drawn, inner_nodes, child_count, state, thresholds, vocabulary,
+    draft_vocabulary, branching, temperature, top_k, top_p, min_p,
+    DTYPE: tl.constexpr, LOW_BIT: tl.constexpr, HAS_FILTERS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """For `traversal`, one program for each inner node: its law's numbers, and where its children begin.
+    """Write the state of every inner node before any rejection, one program per inner node.
 
-    A row of `state`: highest, c, e, a, a / mass left, the draft's mass on what no child has. `floors`: what `law` calls least."""
+    Args:
+        inner_nodes: int64 [inner nodes], the nodes that have children.
+        state: float [inner nodes, STATE_COLUMNS], written: max_logit, the residual's c and e, the
+            acceptance probability a, a / mass of the residual, and the never drawn mass.
+        thresholds: int64 [inner nodes], written: the filters keep sort keys from there on.
+        others: as for `sequoia`.
+    """
     row = tl.program_id(0).to(tl.int64)
-    node = tl.load(inner + row)
-    mine = state + row * 6
-    highest, least, total = law(logits + node * vocabulary, vocabulary, temperature, top_k, top_p, min_p, NUMBER, LOW_BIT, FILTER, BLOCK)
-    nobody = nobodys(laws + row * draft_vocabulary, drawn + row * branching, tl.load(child_count + node), draft_vocabulary, NUMBER, BLOCK)
-    tl.store(floors + row, least)
-    tl.store(mine, highest)
-    tl.store(mine + 1, total * 0)
-    tl.store(mine + 2, total * 0)
-    tl.store(mine + 3, total * 0 + 1)
-    tl.store(mine + 4, 1 / tl.maximum(total, TINY))
-    tl.store(mine + 5, nobody)
+    node = tl.load(inner_nodes + row)
+    max_logit, threshold, total = target_statistics(
+        logits + node * vocabulary, vocabulary, temperature, top_k, top_p, min_p,
+        DTYPE, LOW_BIT, HAS_FILTERS, BLOCK,
+    )
+    never_drawn_mass = sum_never_drawn(
+        draft_probs + row * draft_vocabulary, drawn + row * branching, tl.load(child_count + node),
+        draft_vocabulary, DTYPE, BLOCK,
+    )
+    tl.store(thresholds + row, threshold)
+    node_state = state + row * STATE_COLUMNS
+    tl.store(node_state + STATE_MAX_LOGIT, max_logit)
+    tl.store(node_state + STATE_C, total * 0)
+    tl.store(node_state + STATE_E, total * 0)
+    tl.store(node_state + STATE_A, total * 0 + 1)
+    tl.store(node_state + STATE_SCALE, 1 / tl.maximum(total, TINY))
+    tl.store(node_state + STATE_NEVER_DRAWN_MASS, never_drawn_mass)
 
 
 @triton.jit
-def judge(
-    logits, laws, drawn, inner, child_count, first_child, row_of, state, floors, accepted, draft_of, token_of, rows, ranks,
-    vocabulary, draft_vocabulary, branching, temperature, min_p,
-    REDUCED: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr, CHILDREN: tl.constexpr,
+def traversal_round(
+    logits, draft_probs, drawn, inner_nodes, child_count, first_child, row_of_node, state,
+    thresholds, accept_probs, t2d, d2t, rows, ranks, vocabulary, draft_vocabulary, branching,
+    temperature, min_p,
+    HAS_D2T: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, MAX_CHILDREN: tl.constexpr,
 ):
-    """One round of `traversal`, one program for each node that judges a child in it: see `traversal.py`."""
+    """Test and reject one child of several nodes, one program per node, by `traversal.py`'s rule.
+
+    Args:
+        state, thresholds: what `traversal_start` wrote for each inner node; `state` is updated.
+        accept_probs: float64 [size], each node's a, after the rejection of its children so far.
+        rows, ranks: int64 [programs], the rows of this round's parents, and 0-based ranks of the
+            children.
+    """
     row, rank = tl.load(rows + tl.program_id(0)), tl.load(ranks + tl.program_id(0))
-    node = tl.load(inner + row)
-    mine, law_of, at = logits + node * vocabulary, laws + row * draft_vocabulary, state + row * 6
-    highest, c, e, a, scale, nobody = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
-    least = tl.load(floors + row)
-    take, c, e = child(
-        mine, law_of, drawn + row * branching, token_of, rank, tl.load(child_count + node), nobody, draft_vocabulary, highest, least, c, e, scale,
-        temperature, min_p, REDUCED, NUMBER, CHILDREN,
+    node = tl.load(inner_nodes + row)
+    node_logits, node_draft_probs = logits + node * vocabulary, draft_probs + row * draft_vocabulary
+    node_state = state + row * STATE_COLUMNS
+    max_logit, threshold = tl.load(node_state + STATE_MAX_LOGIT), tl.load(thresholds + row)
+    c, e = tl.load(node_state + STATE_C), tl.load(node_state + STATE_E)
+    a, scale = tl.load(node_state + STATE_A), tl.load(node_state + STATE_SCALE)
+    never_drawn_mass = tl.load(node_state + STATE_NEVER_DRAWN_MASS)
+    accept_prob, c, e = reject_child(
+        node_logits, node_draft_probs, drawn + row * branching, d2t, rank,
+        tl.load(child_count + node), never_drawn_mass, draft_vocabulary, max_logit, threshold,
+        c, e, scale, temperature, min_p, HAS_D2T, DTYPE, MAX_CHILDREN,
     )
-    below = tl.load(first_child + node) + rank
-    tl.store(accepted + below, take.to(tl.float64))
-    if tl.load(child_count + below) > 0:  # it begins in the next round
-        its = state + tl.load(row_of + below) * 6
-        tl.store(its + 3, take)
-        tl.store(its + 4, tl.load(its + 4) * take)
-    mass = scale * mass_left(mine, law_of, draft_of, vocabulary, draft_vocabulary, highest, least, c, e, temperature, min_p, REDUCED, NUMBER, BLOCK)
-    everything = tl.maximum((1 - a) + mass, TINY)
-    a = mass / everything
-    tl.store(at + 1, c)
-    tl.store(at + 2, e)
-    tl.store(at + 3, a)
-    tl.store(at + 4, tl.minimum(scale / everything, LARGEST))
-    tl.store(accepted + node, a.to(tl.float64))
+    child = tl.load(first_child + node) + rank
+    tl.store(accept_probs + child, accept_prob.to(tl.float64))
+    if tl.load(child_count + child) > 0:  # the child's own children follow from the next round on
+        child_state = state + tl.load(row_of_node + child) * STATE_COLUMNS
+        tl.store(child_state + STATE_A, accept_prob)
+        tl.store(child_state + STATE_SCALE, tl.load(child_state + STATE_SCALE) * accept_prob)
+    mass = scale * residual_mass(
+        node_logits, node_draft_probs, t2d, vocabulary, draft_vocabulary, max_logit, threshold,
+        c, e, temperature, min_p, HAS_D2T, DTYPE, BLOCK,
+    )
+    total = tl.maximum((1 - a) + mass, TINY)
+    a = mass / total
+    tl.store(node_state + STATE_C, c)
+    tl.store(node_state + STATE_E, e)
+    tl.store(node_state + STATE_A, a)
+    tl.store(node_state + STATE_SCALE, tl.minimum(scale / total, LARGEST))
+    tl.store(accept_probs + node, a.to(tl.float64))
 
 
 @triton.jit
-def settle(
-    logits, laws, uniforms, accepted, post_order, child_count, row_of, state, floors, paths, offsets, draft_of, out,
-    size, vocabulary, draft_vocabulary, depth, temperature, top_k, top_p, min_p,
-    REDUCED: tl.constexpr, NUMBER: tl.constexpr, LOW_BIT: tl.constexpr, FILTER: tl.constexpr,
-    BLOCK: tl.constexpr, NODES: tl.constexpr, LEVELS: tl.constexpr,
+def traversal_finish(
+    logits, draft_probs, uniforms, accept_probs, post_order, child_count, row_of_node, state,
+    thresholds, paths, offsets, t2d, out, size, vocabulary, draft_vocabulary, depth, temperature,
+    top_k, top_p, min_p,
+    HAS_D2T: tl.constexpr, DTYPE: tl.constexpr, LOW_BIT: tl.constexpr, HAS_FILTERS: tl.constexpr,
+    BLOCK: tl.constexpr, MAX_NODES: tl.constexpr, MAX_LEVELS: tl.constexpr,
 ):
-    """The end of `traversal`: nodes in post-order, the first one that is accepted ends the path."""
-    turns = tl.arange(0, NODES)
-    visited = tl.load(post_order + turns, mask=turns < size, other=0)
-    refused = 1 - tl.load(accepted + visited, mask=turns < size, other=0.0)
-    turn = tl.min(tl.where((tl.cumprod(refused, 0) < 1 - tl.load(uniforms)) & (turns < size), turns, NODES))
-    end = tl.load(post_order + tl.minimum(turn, size - 1))
-    row, mine = tl.load(row_of + end), logits + end * vocabulary
+    """Visit the nodes in post-order; the first one accepted ends the path. Draw the bonus token.
+
+    Args:
+        uniforms: float64 [2], for the end of the path and for the bonus token.
+        accept_probs: float64 [size], each node's probability once it is visited.
+        post_order: int64 [size], the nodes, children before their parent.
+        state, thresholds: what the kernels before wrote for each inner node.
+        paths, offsets: the nodes from the root to each node, and each node's depth.
+        out: int64 [depth + 2], the result (`store_path`).
+    """
+    visits = tl.arange(0, MAX_NODES)
+    inside = visits < size
+    nodes = tl.load(post_order + visits, mask=inside, other=0)
+    reject_probs = 1 - tl.load(accept_probs + nodes, mask=inside, other=0.0)
+    is_ended = (tl.cumprod(reject_probs, 0) < 1 - tl.load(uniforms)) & inside
+    visit = tl.min(tl.where(is_ended, visits, MAX_NODES))
+    end = tl.load(post_order + tl.minimum(visit, size - 1))
+    row, node_logits = tl.load(row_of_node + end), logits + end * vocabulary
     if tl.load(child_count + end) > 0:
-        at = state + row * 6
-        highest, c, e, least = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(floors + row)
+        node_state = state + row * STATE_COLUMNS
+        max_logit, threshold = tl.load(node_state + STATE_MAX_LOGIT), tl.load(thresholds + row)
+        c, e = tl.load(node_state + STATE_C), tl.load(node_state + STATE_E)
     else:
-        highest, least, total = law(mine, vocabulary, temperature, top_k, top_p, min_p, NUMBER, LOW_BIT, FILTER, BLOCK)
+        max_logit, threshold, total = target_statistics(
+            node_logits, vocabulary, temperature, top_k, top_p, min_p,
+            DTYPE, LOW_BIT, HAS_FILTERS, BLOCK,
+        )
         c, e = total * 0, total * 0
-    token = bonus(
-        mine, laws + row * draft_vocabulary, draft_of, vocabulary, draft_vocabulary, highest, least, c, e, tl.load(uniforms + 1), temperature, min_p,
-        REDUCED, NUMBER, BLOCK,
+    token = draw_bonus(
+        node_logits, draft_probs + row * draft_vocabulary, t2d, vocabulary, draft_vocabulary,
+        max_logit, threshold, c, e, tl.load(uniforms + 1), temperature, min_p,
+        HAS_D2T, DTYPE, BLOCK,
     )
-    accept(out, paths, offsets, end, token, depth, LEVELS)
-
-
-@triton.jit
-def race(logits, bits, laws, keys, vocabulary, temperature, BLOCK: tl.constexpr):
-    """The draft's laws and what their exponential races are decided by, one program a node: see `drawing.without_replacement`."""
-    row = tl.program_id(0).to(tl.int64) * vocabulary
-    high, mass = tl.full([BLOCK], LOWEST, tl.float32), tl.zeros([BLOCK], tl.float32)
-    for start in range(0, vocabulary, BLOCK):
-        tokens = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + row + tokens, mask=tokens < vocabulary, other=-float("inf")).to(tl.float32)
-        higher = tl.maximum(high, x)
-        mass = mass * tl.exp((high - higher) / temperature) + tl.exp((x - higher) / temperature)
-        high = higher
-    highest = tl.max(high)
-    total = tl.sum(mass * tl.exp((high - highest) / temperature))
-    for start in range(0, vocabulary, BLOCK):
-        tokens = start + tl.arange(0, BLOCK)
-        inside = tokens < vocabulary
-        x = tl.load(logits + row + tokens, mask=inside, other=-float("inf")).to(tl.float32)
-        q = tl.exp((x - highest) / temperature) / total
-        time = -log1p(-(tl.load(bits + row + tokens, mask=inside, other=0).to(tl.float32) + 0.5) / 2147483648.0)
-        tl.store(laws + row + tokens, q, mask=inside)
-        tl.store(keys + row + tokens, tl.where(q > 0, q / time, -time), mask=inside)
-
-
-@triton.jit
-def log1p(x):
-    """log(1 + x) to the last bits also where x is small (Kahan)."""
-    y = 1.0 + x
-    return tl.where(y == 1.0, x, tl.log(y) * (x / (y - 1.0)))
+    store_path(out, paths, offsets, end, token, depth, MAX_LEVELS)

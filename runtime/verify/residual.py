@@ -1,9 +1,15 @@
-"""The residual law that rejections leave, shared by the verifiers that reject one child after the other.
+"""The residual distribution after rejections, for verifiers that reject one child after the other.
 
-R starts as the target's law p and D as the draft's law q. Rejecting a child takes R <- max(R - w D, 0) for some w >= 0, and as
-max(max(x - u, 0) - v, 0) = max(x - u - v, 0), after any number of rejections R = max(p - c q - e, 0): c adds up the w of D in units of q, and
-e those after q's support is exhausted, when D is uniform. Where a drawn token has left D, R is 0 already, or that child was certain to be
-accepted and nothing after it counts. So two numbers a node stand for R, and one wide pass over a node's laws gives its mass.
+At a node, R starts as the target's probabilities p and D as the draft's probabilities q. The
+rejection of a child sets R <- max(R - w D, 0) for some w >= 0. Because
+max(max(x - u, 0) - v, 0) = max(x - u - v, 0), after any number of rejections
+
+    R = max(p - c q - e, 0)
+
+c adds up the w of the D that are multiples of q, and e those after the support of q is exhausted,
+when D is uniform. Where a drawn token has been removed from D, either R is 0 already, or that child
+was certain to be accepted and nothing after it counts. So two numbers per node, c and e, stand for
+R, and one pass over the vocabulary gives its mass.
 """
 
 from __future__ import annotations
@@ -13,102 +19,187 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sequoia_plan.runtime.verify.index import Order, TreeIndex
-from sequoia_plan.runtime.verify.verdict import Laws, Verdict, one_by_one, top_down
+from sequoia_plan.runtime.verify.acceptance import (
+    Acceptance,
+    TargetProbs,
+    end_probs_from_root,
+    first_accepted_probs,
+)
+from sequoia_plan.runtime.verify.tree_index import TreeIndex, VerificationOrder
 
 
 @dataclass
 class Residual:
-    """R and D of all inner nodes, in an order of judging. Neither is normalised: R stays in the units of the target's law, so that
-    what the draft does not cover never changes.
+    """R and D of all inner nodes, which are in a `VerificationOrder`.
+
+    Neither is normalised. R stays in the units of the target's probabilities, so that it never
+    changes for tokens that the draft's vocabulary lacks.
 
     Args:
-        p, q: float [inner, draft vocabulary], the target's law and the draft's.
-        outside: float [inner], the target's mass on what the draft does not cover.
-        turns: float [branching, 5, inner], for the children of each rank: p and q at the child, 1 / D there just before its turn with D
-            normalised (0 if D is 0), and what D is then: q times the one number, 1 times the other.
-        state: float [4, inner], c, e, a and a / mass of R. a is the probability that a node's subtree is still to be accepted.
-        take: float [branching, inner], what a was for each child, 0 so far.
+        p, q: float [inner nodes, draft vocabulary], the target's and the draft's probabilities.
+        uncovered_mass: float [inner nodes], the target's probability of all tokens that the draft's
+            vocabulary lacks.
+        child_terms: float [branching, 5, inner nodes], for the child s of each rank: p[s]; q[s];
+            1 / D[s] (0 if D[s] is 0); and the coefficients x and y of D = x q + y. This D is
+            normalised and without the earlier children, if they are removed from it.
+        state: float [4, inner nodes]: c, e, a, and the scale a / mass of R. a is the probability
+            that the path ends at the node or below a later child, if it ends in no subtree visited
+            before.
+        accept_probs: float [branching, inner nodes], the probability that each child's subtree is
+            accepted, if it is reached; 0 until `reject_children` computes it.
     """
 
     p: Tensor
     q: Tensor
-    outside: Tensor
-    turns: Tensor
+    uncovered_mass: Tensor
+    child_terms: Tensor
     state: Tensor
-    take: Tensor
+    accept_probs: Tensor
 
     @classmethod
-    def start(cls, target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, order: Order, covered: Tensor | None, *, removed: bool = True) -> Residual:
-        """R = the target's law, D = the draft's, a = 1.
+    def start(
+        cls,
+        target_probs: TargetProbs,
+        draft_probs: Tensor,
+        drawn: Tensor,
+        order: VerificationOrder,
+        d2t: Tensor | None,
+        *,
+        removes_rejected: bool,
+    ) -> Residual:
+        """The state before any rejection: R = p, D = q, a = 1.
 
         Args:
-            removed: does a rejected token leave D, as when children are drawn without replacement?
+            target_probs, draft_probs, drawn, d2t: see `verify`.
+            removes_rejected: a rejected token leaves D, as when children are drawn without
+                replacement.
         """
-        laws, q, drawn = target(order.nodes), draft.index_select(0, order.drawn), drawn.index_select(0, order.drawn)
-        p = laws if covered is None else laws.index_select(1, covered)
+        probs = target_probs(order.nodes)
+        q = draft_probs.index_select(0, order.draft_rows)
+        children = drawn.index_select(0, order.draft_rows)
+        p = probs if d2t is None else probs.index_select(1, d2t)
         mass = p.sum(-1)
-        outside = torch.zeros_like(mass) if covered is None else (laws.sum(-1) - mass).clamp_(min=0)
-        at_child = q.gather(1, drawn)
-        if removed:  # what no child has, and what this child and later ones have: a difference would be all rounding where little is left
-            nobodys = q.scatter(1, drawn.where(order.exists, drawn[:, :1]), 0.0).sum(-1, keepdim=True)
-            masses = nobodys + at_child.where(order.exists, 0.0).flip(1).cumsum(1).flip(1)
+        if d2t is None:
+            uncovered_mass = torch.zeros_like(mass)
         else:
-            masses = q.sum(-1, keepdim=True).expand_as(at_child)
-        exhausted = masses <= 0
-        undrawn = q.shape[1] - torch.arange(drawn.shape[1], device=q.device, dtype=q.dtype)
-        scarcity = torch.where(exhausted, undrawn, torch.where(at_child > 0, masses / _positive(at_child), 0.0))
-        of_q = torch.where(exhausted, 0.0, 1 / _positive(masses))
-        turns = torch.stack([p.gather(1, drawn), at_child, scarcity, of_q, exhausted / undrawn]).permute(2, 0, 1).contiguous()
+            uncovered_mass = (probs.sum(-1) - mass).clamp_(min=0)
+        q_at_children = q.gather(1, children)
+        if removes_rejected:
+            masses = _undrawn_masses(q, q_at_children, children, order.has_child)
+        else:
+            masses = q.sum(-1, keepdim=True).expand_as(q_at_children)
+        is_exhausted = masses <= 0
+        ranks = torch.arange(children.shape[1], device=q.device, dtype=q.dtype)
+        num_undrawn = q.shape[1] - ranks
+        inverse_d = torch.where(q_at_children > 0, masses / _positive(q_at_children), 0.0)
+        inverse_d = torch.where(is_exhausted, num_undrawn, inverse_d)
+        q_factor = torch.where(is_exhausted, 0.0, 1 / _positive(masses))
+        uniform_factor = is_exhausted / num_undrawn
+        terms = [p.gather(1, children), q_at_children, inverse_d, q_factor, uniform_factor]
+        child_terms = torch.stack(terms).permute(2, 0, 1).contiguous()
         zeros, ones = torch.zeros_like(mass), torch.ones_like(mass)
-        state = torch.stack([zeros, zeros, ones, 1 / _positive(mass + outside)])
-        return cls(p, q, outside, turns, state, torch.zeros_like(turns[:, 0]))
+        state = torch.stack([zeros, zeros, ones, 1 / _positive(mass + uncovered_mass)])
+        accept_probs = torch.zeros_like(child_terms[:, 0])
+        return cls(p, q, uncovered_mass, child_terms, state, accept_probs)
 
-    def begin(self, nodes: slice, a: Tensor) -> None:
-        """Let `a` (float [nodes]) be what the nodes there start with."""
-        self.state[2, nodes] = a
-        self.state[3, nodes] *= a
+    @property
+    def node_probs(self) -> Tensor:
+        """float [inner nodes]: a; after `reject_children`, for the node itself as the end."""
+        return self.state[2]
 
-    def judge(self, group: tuple[slice, ...]) -> None:
-        """Take each child of a group's nodes with a(child) = min(1, a R[s] / D[s]), then reject it: r = max(a R - D, 0) for normalised
-        R and D, S = sum r, R <- r / S, a <- S / (S + 1 - a), D[s] <- 0. A node whose a is 1 keeps it."""
+    def set_node_probs(self, places: slice, probs: Tensor) -> None:
+        """Start the nodes at `places` with a = `probs` (float [nodes])."""
+        self.state[2, places] = probs
+        self.state[3, places] *= probs
+
+    def reject_children(self, group: tuple[slice, ...]) -> None:
+        """Compute the acceptance of each child of a group's nodes, then reject it.
+
+        For normalised R and D:
+
+            a(s) = min(1, a R[s] / D[s])
+            r = max(a R - D, 0);  S = sum(r)
+            R = r / S;  a = S / (S + 1 - a);  D[s] = 0 if rejected tokens leave D;  D = norm(D)
+
+        A node whose a is 1 keeps it.
+
+        Args:
+            group: for each rank, the places of the nodes that have a child of that rank.
+        """
         tiny, largest = torch.finfo(self.p.dtype).tiny, torch.finfo(self.p.dtype).max
-        for rank, having in enumerate(group):
-            if rank == 0 or having != group[rank - 1]:
-                laws, outside, turns = (self.p[having], self.q[having]), self.outside[having], self.turns[:, :, having].unbind()
-                c, e, a, scale = self.state[:, having].unbind()
-            p, q, scarcity, of_q, of_all = turns[rank].unbind()
-            r = torch.addcmul(p, c, q, value=-1).sub_(e).clamp_(min=0)
-            self.take[rank, having] = r.mul_(scale).mul_(scarcity).clamp_(max=1)
+        for rank, places in enumerate(group):
+            if rank == 0 or places != group[rank - 1]:
+                p, q = self.p[places], self.q[places]
+                uncovered_mass = self.uncovered_mass[places]
+                child_terms = self.child_terms[:, :, places].unbind()
+                c, e, a, scale = self.state[:, places].unbind()  # views: updated in place
+            p_child, q_child, inverse_d, q_factor, uniform_factor = child_terms[rank].unbind()
+            r_child = _residual(p_child, q_child, c, e)
+            accept_probs = r_child.mul_(scale).mul_(inverse_d).clamp_(max=1)
+            self.accept_probs[rank, places] = accept_probs
             divisor = scale.clamp(min=tiny)
-            c.addcdiv_(of_q, divisor).clamp_(max=largest)  # infinite times 0 is not a number
-            e.addcdiv_(of_all, divisor)
-            mass = _left(*laws, c[:, None], e[:, None]).sum(-1).add_(outside).mul_(scale)
-            all_of_it = (1 - a).add_(mass).clamp_(min=tiny)
-            a.copy_(mass / all_of_it)
-            scale.div_(all_of_it).clamp_(max=largest)
+            c.addcdiv_(q_factor, divisor).clamp_(max=largest)  # infinity times 0 is NaN
+            e.addcdiv_(uniform_factor, divisor)
+            mass = _residual(p, q, c[:, None], e[:, None]).sum(-1)
+            mass.add_(uncovered_mass).mul_(scale)
+            total = (1 - a).add_(mass).clamp_(min=tiny)
+            a.copy_(mass / total)
+            scale.div_(total).clamp_(max=largest)
 
-    def left(self, nodes: Tensor) -> Tensor:
-        """float [nodes, draft vocabulary]: R."""
-        c, e = self.state[:2, nodes].unsqueeze(-1).unbind()
-        return _left(self.p[nodes], self.q[nodes], c, e)
+    def residual_probs(self, places: Tensor) -> Tensor:
+        """float [k, draft vocabulary]: R at `places` (int64 [k])."""
+        c, e = self.state[:2, places].unsqueeze(-1).unbind()
+        return _residual(self.p[places], self.q[places], c, e)
 
 
-def _left(p: Tensor, q: Tensor, c: Tensor, e: Tensor) -> Tensor:
+def sequential_acceptance(
+    target_probs: TargetProbs,
+    draft_probs: Tensor,
+    drawn: Tensor,
+    index: TreeIndex,
+    d2t: Tensor | None,
+    *,
+    removes_rejected: bool,
+) -> Acceptance:
+    """The acceptance if a walk from the root down accepts or rejects one child after the other.
+
+    Args:
+        target_probs, draft_probs, drawn, index, d2t: see `verify`.
+        removes_rejected: a rejected token leaves the draft's distribution, as when children are
+            drawn without replacement.
+    """
+    order = index.together
+    residual = Residual.start(
+        target_probs, draft_probs, drawn, order, d2t, removes_rejected=removes_rejected
+    )
+    residual.reject_children(order.groups[0])
+    child_probs = first_accepted_probs(residual.accept_probs.t())
+    end_probs = end_probs_from_root(child_probs, index)
+    return Acceptance(end_probs, residual.residual_probs, order)
+
+
+def _undrawn_masses(
+    q: Tensor, q_at_children: Tensor, children: Tensor, has_child: Tensor
+) -> Tensor:
+    """The draft's mass on the tokens that are not drawn before each child, the child's included.
+
+    It is a sum of probabilities and not 1 minus the drawn ones: that difference would be all
+    rounding where little mass remains.
+
+    Returns:
+        float [inner nodes, branching].
+    """
+    first_child_as_padding = children.where(has_child, children[:, :1])
+    never_drawn = q.scatter(1, first_child_as_padding, 0.0).sum(-1, keepdim=True)
+    from_child_on = q_at_children.where(has_child, 0.0).flip(1).cumsum(1).flip(1)
+    return never_drawn + from_child_on
+
+
+def _residual(p: Tensor, q: Tensor, c: Tensor, e: Tensor) -> Tensor:
+    """R = max(p - c q - e, 0), in new memory, from the probabilities p and q of tokens."""
     return torch.addcmul(p, c, q, value=-1).sub_(e).clamp_(min=0)
 
 
-def in_turn(target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, covered: Tensor | None, *, removed: bool) -> Verdict:
-    """Accept or reject children one after the other, from the root down.
-
-    Args:
-        removed: does a rejected token leave the draft's law, as when children are drawn without replacement?
-    """
-    order = index.together
-    residual = Residual.start(target, draft, drawn, index, order, covered, removed=removed)
-    residual.judge(order.groups[0])
-    return Verdict(top_down(one_by_one(residual.take.t()), index), residual.left, order)
-
-
 def _positive(x: Tensor) -> Tensor:
+    """`x` with a tiny number in place of 0 and less, to divide by."""
     return x.clamp(min=torch.finfo(x.dtype).tiny)

@@ -1,18 +1,37 @@
-"""Sequoia (Chen et al., arXiv 2402.12374, Algorithm 1): children drawn without replacement, rejected one after the other."""
+"""Sequoia (Chen et al., arXiv 2402.12374, Algorithm 1).
+
+Children are drawn without replacement and accepted or rejected one after the other.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from sequoia_plan.runtime.verify.index import TreeIndex
-from sequoia_plan.runtime.verify.residual import in_turn
-from sequoia_plan.runtime.verify.verdict import Laws, Verdict
+from sequoia_plan.runtime.verify.acceptance import Acceptance, TargetProbs
+from sequoia_plan.runtime.verify.residual import sequential_acceptance
+from sequoia_plan.runtime.verify.tree_index import TreeIndex
 
 
-def judge(target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, covered: Tensor | None = None) -> Verdict:
-    """At every node R = target's law, D = draft's; for each child s in draw order accept with min(1, R[s] / D[s]), else
-    R <- norm(max(R - D, 0)), D[s] <- 0, D <- norm(D). The bonus token is drawn from what is left of R.
+def acceptance(
+    target_probs: TargetProbs,
+    draft_probs: Tensor,
+    drawn: Tensor,
+    index: TreeIndex,
+    d2t: Tensor | None = None,
+) -> Acceptance:
+    """The acceptance by Sequoia's rule; `verify` documents the arguments.
 
-    What happens at a node does not depend on how it was reached, so all nodes are judged side by side.
+    At every node:
+
+        R, D = the target's probabilities, the draft's probabilities
+        for each child s in draw order:
+            accept s with probability min(1, R[s] / D[s]); if rejected:
+            R = norm(max(R - D, 0));  D[s] = 0;  D = norm(D)
+        draw the bonus token from R
+
+    What happens at a node does not depend on how it was reached, so all nodes are computed side by
+    side.
     """
-    return in_turn(target, draft, drawn, index, covered, removed=True)
+    return sequential_acceptance(
+        target_probs, draft_probs, drawn, index, d2t, removes_rejected=True
+    )

@@ -1,47 +1,82 @@
-"""SpecTr's k-sequential selection, K-SEQ (Sun et al., arXiv 2310.15141, Algorithm 2), on independent draws."""
+"""SpecTr's k-sequential selection, K-SEQ (Sun et al., arXiv 2310.15141, Algorithm 2).
+
+Children are drawn independently.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from sequoia_plan.runtime.verify.index import TreeIndex
-from sequoia_plan.runtime.verify.verdict import Laws, Verdict, one_by_one, top_down
+from sequoia_plan.runtime.verify.acceptance import (
+    Acceptance,
+    TargetProbs,
+    end_probs_from_root,
+    first_accepted_probs,
+)
+from sequoia_plan.runtime.verify.tree_index import TreeIndex
 
 HALVINGS = 24
-"""Of the interval that rho is searched in. It stays exact however early the search ends: see `judge`."""
+"""Halvings of the interval that contains rho. Fewer would be as exact: see `acceptance`."""
 
 
-def judge(target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, covered: Tensor | None = None) -> Verdict:
-    """With p the target's law, q the draft's and k children: beta(rho) = sum min(p / rho, q), rho solves
-    1 - (1 - beta)^k = rho beta on [1, k]; each child x is accepted with min(1, p / (rho q)), the bonus token is drawn in
-    proportion to p - min(p / rho, q) (1 - (1 - beta)^k) / beta.
+def acceptance(
+    target_probs: TargetProbs,
+    draft_probs: Tensor,
+    drawn: Tensor,
+    index: TreeIndex,
+    d2t: Tensor | None = None,
+) -> Acceptance:
+    """The acceptance by K-SEQ; `verify` documents the arguments.
 
-    That is a law, and the output exact, for every rho with 1 - (1 - beta)^k <= rho beta. Halving keeps the upper end, which
-    has that property from the start (rho = k), so precision costs acceptance and never exactness. A token drawn twice has
-    its second chance, as the bonus law reckons with.
+    At every node, with k children:
+
+        p, q = the target's probabilities, the draft's probabilities
+        beta(rho) = sum over tokens of min(p / rho, q)
+        rho = the solution of 1 - (1 - beta(rho))^k = rho beta(rho) in [1, k]
+        for each child s in draw order: accept s with probability min(1, p[s] / (rho q[s]))
+        draw the bonus token in proportion to p - min(p / rho, q) (1 - (1 - beta)^k) / beta
+
+    The bonus distribution has no negative entry, and the output is exact, for every rho with
+    1 - (1 - beta)^k <= rho beta. Bisection keeps the upper end, which satisfies this from the start
+    (rho = k), so fewer halvings cost acceptance and never exactness. A token that is drawn twice
+    has a second chance, and the bonus distribution accounts for that.
     """
     order = index.together
-    laws, q, picks = target(order.nodes), draft.index_select(0, order.drawn), drawn[order.drawn]
-    p = laws if covered is None else laws.index_select(1, covered)
-    total = laws.sum(-1, keepdim=True)
+    probs = target_probs(order.nodes)
+    q = draft_probs.index_select(0, order.draft_rows)
+    children = drawn[order.draft_rows]
+    p = probs if d2t is None else probs.index_select(1, d2t)
+    total = probs.sum(-1, keepdim=True)
     q = q * (total / q.sum(-1, keepdim=True))
     k = index.child_count[order.nodes][:, None].to(p.dtype)
     low, high = torch.ones_like(k), k
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         _, gain = _overlap(p, q, middle, total, k)
-        enough = gain <= middle
-        low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
-    taken, gain = _overlap(p, q, high, total, k)
-    d = q.gather(1, picks)
-    accept = torch.where(d > 0, (p.gather(1, picks) / (high * d)).clamp(max=1), 0.0)
-    accept = accept.where(order.exists, 0.0)
-    return Verdict(top_down(one_by_one(accept), index), lambda places: (p[places] - taken[places] * gain[places]).clamp_(min=0), order)
+        is_exact = gain <= middle
+        low = torch.where(is_exact, low, middle)
+        high = torch.where(is_exact, middle, high)
+    overlap, gain = _overlap(p, q, high, total, k)
+    q_at_children = q.gather(1, children)
+    ratio = (p.gather(1, children) / (high * q_at_children)).clamp(max=1)
+    accept_probs = torch.where(q_at_children > 0, ratio, 0.0).where(order.has_child, 0.0)
+    child_probs = first_accepted_probs(accept_probs)
+
+    def residual_probs(places: Tensor) -> Tensor:
+        """The bonus token's distribution at these places in `order` (int64 [k])."""
+        return (p[places] - overlap[places] * gain[places]).clamp_(min=0)
+
+    return Acceptance(end_probs_from_root(child_probs, index), residual_probs, order)
 
 
 def _overlap(p: Tensor, q: Tensor, rho: Tensor, total: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """min(p / rho, q), and (1 - (1 - beta)^k) / beta: how much more often k children hit than one."""
-    taken = torch.minimum(p / rho, q)
-    beta = (taken.sum(-1, keepdim=True) / total).clamp(torch.finfo(p.dtype).tiny, 1)
-    return taken, -torch.expm1(k * torch.log1p(-beta)) / beta
+    """The part of q that one test accepts, and how much more often k tests accept than one.
+
+    Returns:
+        min(p / rho, q), float [inner nodes, draft vocabulary]; (1 - (1 - beta)^k) / beta, float
+        [inner nodes, 1].
+    """
+    overlap = torch.minimum(p / rho, q)
+    beta = (overlap.sum(-1, keepdim=True) / total).clamp(torch.finfo(p.dtype).tiny, 1)
+    return overlap, -torch.expm1(k * torch.log1p(-beta)) / beta

@@ -1,26 +1,39 @@
-"""Naive sampling: the children are the draft's top k, and the target's own token decides which of them it is."""
+"""Naive sampling: a token drawn from the target decides which of the draft's top k is accepted."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from sequoia_plan.runtime.verify.index import TreeIndex
-from sequoia_plan.runtime.verify.verdict import Laws, Verdict, top_down
+from sequoia_plan.runtime.verify.acceptance import Acceptance, TargetProbs, end_probs_from_root
+from sequoia_plan.runtime.verify.tree_index import TreeIndex
 
 
-def judge(target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, covered: Tensor | None = None) -> Verdict:
-    """Draw y from the target's law and descend while a child holds it: child s is accepted with probability p[s].
+def acceptance(
+    target_probs: TargetProbs,
+    draft_probs: Tensor,
+    drawn: Tensor,
+    index: TreeIndex,
+    d2t: Tensor | None = None,
+) -> Acceptance:
+    """The acceptance by the naive rule; `verify` documents the arguments.
 
-    Exact however the children were chosen, if siblings differ; `draft` has no part in it.
+    At every node, a token is drawn from the target's probabilities p, and the walk goes on to the
+    child that has it: child s is accepted with probability p[s]. That is exact however the
+    children were chosen, if siblings differ; `draft_probs` is not used.
     """
     order = index.together
-    laws, picks = target(order.nodes), drawn[order.drawn]
-    p = laws if covered is None else laws.index_select(1, covered)
-    take = p.gather(1, picks).where(order.exists, 0.0) / laws.sum(-1, keepdim=True)
+    probs = target_probs(order.nodes)
+    children = drawn[order.draft_rows]
+    p = probs if d2t is None else probs.index_select(1, d2t)
+    p_at_children = p.gather(1, children).where(order.has_child, 0.0)
+    child_probs = p_at_children / probs.sum(-1, keepdim=True)
 
-    def left(places: Tensor) -> Tensor:
-        drawn_there = torch.zeros_like(p[places]).scatter_add_(1, picks[places], order.exists[places].to(p.dtype))  # adds: ranks that do not exist count 0
-        return p[places].masked_fill(drawn_there > 0, 0.0)
+    def residual_probs(places: Tensor) -> Tensor:
+        """The target's probabilities without the children's, at places in `order` (int64 [k])."""
+        # counts are added, because the padding of `children` may repeat a child's token
+        counts = torch.zeros_like(p[places])
+        counts.scatter_add_(1, children[places], order.has_child[places].to(p.dtype))
+        return p[places].masked_fill(counts > 0, 0.0)
 
-    return Verdict(top_down(take, index), left, order)
+    return Acceptance(end_probs_from_root(child_probs, index), residual_probs, order)

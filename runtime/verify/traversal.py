@@ -1,47 +1,84 @@
-"""Traversal verification (Weng et al., arXiv 2505.12398): bottom-up, so that mass freed by a rejected leaf raises the acceptance of later
-siblings and of its parent."""
+"""Traversal verification (Weng et al., arXiv 2505.12398).
+
+Nodes are tested from the leaves up, so that the probability that a rejected leaf leaves raises the
+acceptance of its later siblings and of its parent.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from sequoia_plan.runtime.verify.index import TreeIndex
+from sequoia_plan.runtime.verify.acceptance import Acceptance, TargetProbs, exclusive_cumprod
 from sequoia_plan.runtime.verify.residual import Residual
-from sequoia_plan.runtime.verify.verdict import Laws, Verdict, before
+from sequoia_plan.runtime.verify.tree_index import TreeIndex
 
 
-def judge(target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, covered: Tensor | None = None) -> Verdict:
-    """a(root) = 1. At a node with acceptance a, R = target's law and D = draft's, for each child s in draw order
-    a(s) = min(1, a R[s] / D[s]), r = max(a R - D, 0), S = sum r, R <- r / S, a <- S / (S + 1 - a), D[s] <- 0, D <- norm(D).
-    What is left in (a, R) is the node's own. Nodes are visited children first, in draw order, and each is accepted with
-    its own a; the first one accepted ends the path.
+def acceptance(
+    target_probs: TargetProbs,
+    draft_probs: Tensor,
+    drawn: Tensor,
+    index: TreeIndex,
+    d2t: Tensor | None = None,
+) -> Acceptance:
+    """The acceptance by traversal verification; `verify` documents the arguments.
 
-    Every a depends on the tokens drawn and never on a decision: levels are judged one after the other, the nodes of a level
-    side by side.
+        a(root) = 1
+        at every node, from the root down, with a = a(node):
+            R, D = the target's probabilities, the draft's probabilities
+            for each child s in draw order:
+                a(s) = min(1, a R[s] / D[s])
+                r = max(a R - D, 0);  S = sum(r)
+                R = r / S;  a = S / (S + 1 - a);  D[s] = 0;  D = norm(D)
+            the node itself keeps the last a and R
+        visit the nodes, children before their parent and in draw order:
+            accept each with its own a; the first one accepted ends the path
+
+    Every a depends on the drawn tokens and never on an earlier acceptance. So levels are computed
+    one after the other, and the nodes of a level side by side.
     """
     order = index.by_level
-    residual = judged(target, draft, drawn, index, covered)
-    accept = of_subtrees(residual, index)
-    accept[order.nodes] = residual.state[2]  # of the node itself
-    ordered = accept.double()[index.post_order]
-    ends = torch.zeros_like(ordered).index_copy(0, index.post_order, ordered * before(1 - ordered))
-    return Verdict(ends, residual.left, order)
+    residual = residual_after_children(target_probs, draft_probs, drawn, index, d2t)
+    accept_probs = subtree_probs(residual, index)
+    accept_probs[order.nodes] = residual.node_probs
+    ordered = accept_probs.double()[index.post_order]
+    ordered_end_probs = ordered * exclusive_cumprod(1 - ordered)
+    end_probs = torch.zeros_like(ordered).index_copy(0, index.post_order, ordered_end_probs)
+    return Acceptance(end_probs, residual.residual_probs, order)
 
 
-def judged(target: Laws, draft: Tensor, drawn: Tensor, index: TreeIndex, covered: Tensor | None = None) -> Residual:
-    """What is left of every node once its children were judged."""
+def residual_after_children(
+    target_probs: TargetProbs,
+    draft_probs: Tensor,
+    drawn: Tensor,
+    index: TreeIndex,
+    d2t: Tensor | None = None,
+) -> Residual:
+    """The residuals of all inner nodes after all of their children are rejected.
+
+    `verify` documents the arguments.
+    """
     order = index.by_level
-    residual = Residual.start(target, draft, drawn, index, order, covered)
-    for group, above in zip(order.groups, order.above, strict=True):
-        if above is not None:
-            residual.begin(group[0], residual.take.flatten()[above])
-        residual.judge(group)
+    residual = Residual.start(target_probs, draft_probs, drawn, order, d2t, removes_rejected=True)
+    for group, group_cells in zip(order.groups, order.group_cells, strict=True):
+        if group_cells is not None:
+            residual.set_node_probs(group[0], residual.accept_probs.flatten()[group_cells])
+        residual.reject_children(group)
     return residual
 
 
-def of_subtrees(residual: Residual, index: TreeIndex) -> Tensor:
-    """float [size]: a of each node before its children were judged. That is the probability that its subtree holds the end of the path once
-    those visited before do not, on average over what is drawn below it: as E[a(s)] = a - S for a child s, the probability that neither the
-    child nor the node is accepted is (1 - a + S) (1 - S / (S + 1 - a)) = 1 - a."""
-    return torch.cat([residual.take.new_ones(1), residual.take.flatten()[index.by_level.turn]])
+def subtree_probs(residual: Residual, index: TreeIndex) -> Tensor:
+    """Probability that the path ends in each node's subtree, if in no subtree visited before.
+
+    This is a(node) before the node's children are rejected, and it is an average over what is drawn
+    below the node. It equals that probability because E[a(s)] = a - S for a child s: neither the
+    child nor the node is then accepted with probability (1 - a + S) (1 - S / (S + 1 - a)) = 1 - a.
+
+    Args:
+        residual: the result of `residual_after_children`.
+
+    Returns:
+        float [size].
+    """
+    root_prob = residual.accept_probs.new_ones(1)
+    return torch.cat([root_prob, residual.accept_probs.flatten()[index.by_level.cells_by_rank]])

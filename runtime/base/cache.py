@@ -1,0 +1,183 @@
+"""The KV cache of one model and one sequence, allocated once and written by slot."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from sequoia_plan.artifacts import SequoiaPlanError
+
+LayerMemory = tuple[torch.device, torch.dtype, int, int]
+"""What memory the keys, or the values, of one layer need: device, dtype, heads, head_dim."""
+
+CacheLayout = tuple[tuple[LayerMemory, LayerMemory] | None, ...]
+"""The memory of each layer's keys and values; None for a layer that writes none."""
+
+
+class TreeCache(Cache):
+    """Keys and values of all layers, in one tensor for each kind of layer memory.
+
+    The tensors have the shape [entries, 1, heads, capacity, head_dim]; most models need one.
+    Before each forward pass the caller says which slots it writes and how far it attends (`at`), so
+    that the shapes of a decoding step never change. The step's mask hides the slots between the
+    last committed token and the extent.
+
+    Args:
+        layers: the number of layers, or their layout once it is known. With a number, each layer
+            allocates its own tensors in its first forward pass.
+        capacity: slots.
+        device: of the tensors that are not keys or values.
+        counts_positions: keep `positions` (int64 [capacity]), each slot's position in the
+            sequence. Sliding windows need it.
+
+    Attributes:
+        finite: bool [1], true while every row of logits of this sequence had a finite maximum.
+        aux_hidden_states: hidden states that hooks have recorded in the current forward pass, by
+            layer number (see `models.aux_hidden_states`).
+
+    Raises:
+        SequoiaPlanError: if the device has not enough memory.
+    """
+
+    def __init__(
+        self,
+        layers: int | CacheLayout,
+        capacity: int,
+        device: torch.device | str = "cpu",
+        *,
+        counts_positions: bool = False,
+    ) -> None:
+        self.capacity = capacity
+        self.extent = capacity
+        self.slots: Tensor | None = None
+        self.positions = torch.arange(capacity, device=device) if counts_positions else None
+        self.finite = torch.ones(1, dtype=torch.bool, device=device)
+        self.aux_hidden_states: dict[int, Tensor] = {}
+        self.blocks: list[Tensor] = []
+        layout: CacheLayout = (None,) * layers if isinstance(layers, int) else layers
+        super().__init__(layers=[_CacheLayer(self) for _ in layout])
+        entries = Counter(memory for pair in layout for memory in pair or ())
+        blocks = {memory: self.allocate(memory, count) for memory, count in entries.items()}
+        next_entry: defaultdict[LayerMemory, Iterator[int]] = defaultdict(itertools.count)
+        for layer, pair in zip(self.layers, layout, strict=True):
+            if pair:
+                layer.bind(*(blocks[memory][next(next_entry[memory])] for memory in pair))
+
+    def at(self, slots: Tensor, extent: int) -> TreeCache:
+        """Let the next pass write to `slots` (int64 [tokens]), and attend to slots below `extent`.
+
+        Returns the cache itself.
+        """
+        self.slots, self.extent = slots, extent
+        return self
+
+    def commit(self, slots: Tensor, start: Tensor) -> None:
+        """Move the entries in `slots` (int64 [k]) to the slots start, start + 1, ... in place.
+
+        Args:
+            start: int64 [1], the slot of the first entry afterwards, which is also its position.
+        """
+        destination = start + torch.arange(slots.numel(), device=slots.device)
+        for block in self.blocks:
+            entries = block.index_select(3, slots.to(block.device))
+            block.index_copy_(3, destination.to(block.device), entries)
+        if self.positions is not None:
+            self.positions.index_copy_(0, destination, destination)
+
+    def views(self, start: int, count: int) -> list[Tensor]:
+        """Views of all layers' keys and values in the slots start to start + count - 1."""
+        return [block[:, :, :, start : start + count] for block in self.blocks]
+
+    def allocate(self, memory: LayerMemory, entries: int) -> Tensor:
+        """A new tensor of zeros: even keys that the mask hides must be finite.
+
+        Args:
+            memory: device, dtype, heads and head_dim of the keys, or values, of one layer.
+            entries: how many such keys or values it holds.
+
+        Returns:
+            [entries, 1, heads, capacity, head_dim].
+
+        Raises:
+            SequoiaPlanError: if the device has not enough memory.
+        """
+        device, dtype, heads, head_dim = memory
+        shape = (entries, 1, heads, self.capacity, head_dim)
+        try:
+            self.blocks.append(torch.zeros(shape, dtype=dtype, device=device))
+        except RuntimeError as error:  # torch.OutOfMemoryError is one too
+            gigabytes = entries * heads * self.capacity * head_dim * dtype.itemsize / 1e9
+            raise SequoiaPlanError(
+                f"KV cache: {self.capacity} tokens need {gigabytes:.3g} GB on {device}, which has "
+                "less; lower max_new_tokens"
+            ) from error
+        return self.blocks[-1]
+
+    @property
+    def layout(self) -> CacheLayout:
+        """The memory of the layers that have run."""
+        return tuple(
+            (_memory_of(layer.keys), _memory_of(layer.values)) if layer.is_initialized else None
+            for layer in self.layers
+        )
+
+
+class _CacheLayer(CacheLayerMixin):
+    """One layer of a TreeCache, with the methods that transformers calls."""
+
+    def __init__(self, cache: TreeCache) -> None:
+        super().__init__()
+        self.cache = cache
+
+    def bind(self, keys: Tensor, values: Tensor) -> None:
+        """Use these tensors, [1, heads, capacity, head_dim] each."""
+        self.keys, self.values, self.is_initialized = keys, values, True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate memory like the keys and values of the first pass."""
+        states = (key_states, value_states)
+        self.bind(*(self.cache.allocate(_memory_of(each), 1)[0] for each in states))
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write a pass's keys and values, [1, heads, tokens, head_dim], to the cache's slots.
+
+        Returns:
+            The keys and values to attend to, [1, heads, extent, head_dim].
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None and self.cache.slots is not None
+        slots = self.cache.slots.to(self.keys.device)
+        self.keys.index_copy_(2, slots, key_states)
+        self.values.index_copy_(2, slots, value_states)
+        return self.keys[:, :, : self.cache.extent], self.values[:, :, : self.cache.extent]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """How many slots attention looks at, and the first of them."""
+        return self.cache.extent, 0
+
+    def get_seq_length(self) -> int:
+        """How many slots attention looks at."""
+        return self.cache.extent
+
+    def get_max_length(self) -> int:
+        """How many slots there are."""
+        return self.cache.capacity
+
+
+def round_up(count: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `count`."""
+    return -(-count // multiple) * multiple
+
+
+def _memory_of(states: Tensor) -> LayerMemory:
+    """The memory that keys or values [1, heads, slots, head_dim] need."""
+    return states.device, states.dtype, states.shape[1], states.shape[3]

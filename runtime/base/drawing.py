@@ -1,0 +1,130 @@
+"""From probabilities to tokens: how a node's children are drawn, and draws by inversion.
+
+The random numbers come in as a tensor (`bits`, 31 random bits each), so that drawing is a
+function of tensors and can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK, WARPS = 4096, 16
+"""Tokens that a kernel's program reads at once, and its warps."""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A way to draw a node's children.
+
+    Args:
+        draw: (probs float [nodes, vocabulary], count, bits) -> int64 [nodes, count].
+        columns: (vocabulary, count) -> random numbers that a node needs; bits is
+            int32 [nodes, columns].
+    """
+
+    draw: Callable[[Tensor, int, Tensor], Tensor]
+    columns: Callable[[int, int], int]
+
+    def __call__(self, probs: Tensor, count: int, generator: torch.Generator) -> Tensor:
+        """Generate the random numbers, then draw."""
+        shape = (probs.shape[0], self.columns(probs.shape[1], count))
+        bits = torch.empty(shape, dtype=torch.int32, device=probs.device)
+        return self.draw(probs, count, bits.random_(generator=generator))
+
+
+def without_replacement(probs: Tensor, count: int, bits: Tensor) -> Tensor:
+    """int64 [nodes, count]: distinct tokens in draw order, from probs float32 [nodes, vocabulary].
+
+    An exponential race: the same distribution as Gumbel top-k (Kool et al., arXiv 1903.06059).
+    Where fewer than `count` tokens have a probability, the rest are drawn uniformly from the
+    others.
+
+    Args:
+        bits: int32 [nodes, vocabulary], random numbers of 31 bits.
+    """
+    # (bits + 0.5) / 2^31 is uniform in (0, 1), so the times are exponential with rate 1; -log1p
+    # keeps the smallest ones exact, which win
+    times = -torch.log1p(-(bits.float() + 0.5) / 2**31)
+    keys = torch.where(probs > 0, probs / times, -times)  # tokens of probability 0 come last
+    return keys.topk(count, -1).indices
+
+
+def independent(probs: Tensor, count: int, bits: Tensor) -> Tensor:
+    """int64 [nodes, count]: tokens drawn with replacement from probs float [nodes, vocabulary].
+
+    Args:
+        bits: int32 [nodes, 2 * count], random numbers of 31 bits.
+    """
+    # two numbers make a uniform in [0, 1) with all 53 bits of a float64
+    high, low = bits[:, : 2 * count].double().chunk(2, -1)
+    return draw_tokens(probs, (high + low / 2**31) / 2**31)
+
+
+def most_probable(scores: Tensor, count: int, bits: Tensor | None = None) -> Tensor:
+    """int64 [nodes, count]: the top tokens in order, from probs or logits [nodes, vocabulary].
+
+    It needs no random `bits`.
+    """
+    return scores.topk(count, -1).indices
+
+
+WITHOUT_REPLACEMENT = Drawing(without_replacement, lambda vocabulary, count: vocabulary)
+INDEPENDENT = Drawing(independent, lambda vocabulary, count: 2 * count)
+MOST_PROBABLE = Drawing(most_probable, lambda vocabulary, count: 0)
+
+DRAWING_OF_VERIFIER = {
+    "sequoia": WITHOUT_REPLACEMENT,
+    "traversal": WITHOUT_REPLACEMENT,
+    "specinfer": INDEPENDENT,
+    "spectr": INDEPENDENT,
+    "topk": MOST_PROBABLE,
+}
+"""The way of drawing that each verifier is exact for; the package `verify` has the verifiers."""
+
+
+def draw_tokens(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """int64 [..., k]: tokens from probs [..., vocabulary], not necessarily normalised.
+
+    Inverts the cumulative probabilities at `uniforms` [..., k] in [0, 1). A token of probability 0
+    is never drawn.
+    """
+    cumulative = probs.double().cumsum(-1)
+    total = cumulative[..., -1:].contiguous()
+    tokens = torch.searchsorted(cumulative, uniforms.double() * total, right=True)
+    # rounding may give `uniform * total == total`: the last token with a probability counts then.
+    # With NaN there is no such token: any index will do, because the step reports the NaN.
+    last = torch.searchsorted(cumulative, total).clamp(max=cumulative.shape[-1] - 1)
+    return torch.minimum(tokens, last)
+
+
+def kernels_available(device: torch.device) -> bool:
+    """Can Triton kernels run on `device`? PyTorch for CUDA installs Triton."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def race_on_device(
+    logits: Tensor, temperature: float, count: int, bits: Tensor, block: int = BLOCK
+) -> tuple[Tensor, Tensor]:
+    """softmax(logits / temperature) and `without_replacement` from it, by one kernel.
+
+    Args:
+        logits: [nodes, vocabulary].
+        count: how many distinct tokens to draw for each node.
+        bits: int32 [nodes, vocabulary], random numbers of 31 bits.
+        block: tokens that the kernel reads at once, a power of two.
+
+    Returns:
+        float32 [nodes, vocabulary], the probabilities; int64 [nodes, count], the tokens.
+    """
+    kernels = importlib.import_module("sequoia_plan.runtime.base.drawing_kernels")
+    probs = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    keys = torch.empty_like(probs)
+    arguments = (logits.contiguous(), bits, probs, keys, logits.shape[1], temperature)
+    kernels.race[(logits.shape[0],)](*arguments, BLOCK=block, num_warps=WARPS)
+    return probs, keys.topk(count, -1).indices

@@ -1,0 +1,293 @@
+"""How tokens are sampled: from logits to the probabilities that verification is exact for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sequoia_plan.artifacts import ArgumentError, TokenTree
+from sequoia_plan.runtime.base.drawing import (
+    DRAWING_OF_VERIFIER,
+    MOST_PROBABLE,
+    WITHOUT_REPLACEMENT,
+    Drawing,
+    kernels_available,
+    race_on_device,
+)
+
+CONTEXT_DEPENDENT = {
+    "repetition_penalty": (1.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "bad_words_ids": (),
+    "sequence_bias": (),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "exponential_decay_length_penalty": (),
+    "begin_suppress_tokens": (),
+    "watermarking_config": (),
+    "guidance_scale": (1.0,),
+}
+"""transformers' settings whose effect depends on the text so far; the values that switch each off,
+beside None."""
+
+UNSUPPORTED = {
+    "suppress_tokens": (),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "top_h": (),
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "num_return_sequences": (1,),
+    "penalty_alpha": (0.0,),
+    "dola_layers": (),
+    "constraints": (),
+    "force_words_ids": (),
+}
+"""transformers' settings that a token tree could support and that are not implemented."""
+
+DEFAULT_VERIFIER = "traversal"
+"""It never accepts fewer expected tokens than `sequoia` (tests/test_verify.py)."""
+
+SMALLEST = 1e-30
+"""Temperatures and masses beyond this, or its inverse, exceed float32: sampling is not exact."""
+
+LARGEST_BITS = (1 << 30) - 1
+"""At least the bit pattern of every float32 up to 1."""
+
+FIXED_POINT = 1 << 50
+"""1.0 as a whole number, where probabilities are added as whole numbers."""
+
+
+def verifier_of(tree: TokenTree) -> str:
+    """The verifier that a tree's plan records; the default if the plan has none."""
+    return str(tree.plan.settings.get("verifier") or DEFAULT_VERIFIER)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the target samples, how children are drawn from the draft, and which verifier accepts.
+
+    The filters apply to the target only, in transformers' order (temperature, top_k, top_p, min_p)
+    and with its meaning.
+
+    Args:
+        temperature: 0 is greedy; the other settings then make no difference.
+        top_p: keep the most probable tokens that together have at least this probability.
+        top_k: keep the k most probable tokens; 0 keeps all.
+        min_p: keep tokens at least this fraction as probable as the most probable one.
+        draft_temperature: of the distribution that children are drawn from; None is the target's.
+        verifier: a name in `sequoia_plan.runtime.verify.VERIFIERS`.
+
+    Raises:
+        ArgumentError: for an invalid value.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    draft_temperature: float | None = None
+    verifier: str = DEFAULT_VERIFIER
+
+    def __post_init__(self) -> None:
+        """Check every setting; raise ArgumentError for the first that is invalid."""
+        for name in ("temperature", "top_p", "min_p", "draft_temperature"):
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number and (name, value) != ("draft_temperature", None):
+                raise ArgumentError(f"{name}: found {value!r:.60}, expected a number")
+        if not (self.temperature == 0 or SMALLEST <= self.temperature <= 1 / SMALLEST):
+            raise ArgumentError(
+                f"temperature: found {self.temperature}, expected 0 (greedy), or {SMALLEST} to "
+                f"{1 / SMALLEST:g} (logits are float32)"
+            )
+        if not SMALLEST <= self.top_p <= 1:
+            raise ArgumentError(
+                f"top_p: found {self.top_p}, expected at least {SMALLEST} (probabilities are "
+                "float32) and at most 1"
+            )
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
+            raise ArgumentError(
+                f"top_k: found {self.top_k!r}, expected a count of tokens, or 0 for all"
+            )
+        if not 0 <= self.min_p <= 1:
+            raise ArgumentError(f"min_p: found {self.min_p}, expected 0 to 1")
+        temperature = self.draft_temperature
+        if temperature is not None and not SMALLEST <= temperature <= 1 / SMALLEST:
+            raise ArgumentError(
+                f"draft_temperature: found {temperature}, expected {SMALLEST} to "
+                f"{1 / SMALLEST:g} (logits are float32)"
+            )
+        if self.verifier not in DRAWING_OF_VERIFIER:
+            names = ", ".join(DRAWING_OF_VERIFIER)
+            raise ArgumentError(f"verifier: found {self.verifier!r}, expected {names}")
+
+    @classmethod
+    def from_generation_config(
+        cls, config: Any, draft_temperature: float | None = None, verifier: str = DEFAULT_VERIFIER
+    ) -> Sampling:
+        """The sampling that transformers would do with `config` (a GenerationConfig).
+
+        Raises:
+            ArgumentError: naming the first setting that is invalid or not supported.
+        """
+        for settings, reason in (
+            (
+                CONTEXT_DEPENDENT,
+                "it depends on the text so far, which differs from node to node of a token tree",
+            ),
+            (
+                UNSUPPORTED,
+                "of transformers' sampling settings, temperature, top_p, top_k and min_p are "
+                "supported",
+            ),
+        ):
+            for name, off_values in settings.items():
+                value = getattr(config, name, None)
+                if value is not None and value not in off_values:
+                    expected = off_values[0] if off_values else None
+                    raise ArgumentError(
+                        f"{name}: found {value!r:.60}, expected {expected}; {reason}"
+                    )
+        if not config.do_sample:
+            return cls(0.0, verifier=verifier)
+        if config.temperature is not None and config.temperature <= 0:
+            raise ArgumentError(
+                f"temperature: found {config.temperature} with do_sample=True, expected more than "
+                "0; greedy is do_sample=False"
+            )
+        names = ("temperature", "top_p", "top_k", "min_p")
+        values = {name: getattr(config, name, None) for name in names}
+        given = {name: value for name, value in values.items() if value is not None}
+        return cls(
+            **({"temperature": 1.0} | given),
+            draft_temperature=draft_temperature,
+            verifier=verifier,
+        )
+
+    @property
+    def greedy(self) -> bool:
+        """True if the target always takes its most probable token."""
+        return self.temperature == 0
+
+    @property
+    def drawing(self) -> Drawing:
+        """How children are drawn: as the verifier needs, or the draft's top tokens if greedy."""
+        return MOST_PROBABLE if self.greedy else DRAWING_OF_VERIFIER[self.verifier]
+
+    def settings(self) -> dict[str, Any]:
+        """Every setting by name, as profiles and trees record it."""
+        return asdict(self)
+
+    def for_transformers(self) -> dict[str, Any]:
+        """The same sampling as arguments of transformers' `generate`."""
+        if self.greedy:
+            return {"do_sample": False}
+        filters = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p or None}
+        return {"do_sample": True, "temperature": self.temperature, **filters}
+
+    def target_probs(self, logits: Tensor) -> Tensor:
+        """float32 [nodes, vocabulary]: the target's probabilities, filtered.
+
+        Args:
+            logits: [nodes, vocabulary], the target's.
+        """
+        scores = logits.float() / self.temperature
+        if self.top_k:
+            k = min(self.top_k, scores.shape[-1])
+            threshold = scores.topk(k, -1).values[..., -1:]
+            scores = scores.masked_fill(scores < threshold, -torch.inf)
+        probs = torch.softmax(scores, -1)
+        if self.top_p < 1:
+            probs = top_p_filter(probs, self.top_p)
+        if self.min_p > 0:
+            probs = _keep_from(probs, self.min_p * probs.amax(-1, keepdim=True))
+        return probs
+
+    def draft_probs(self, logits: Tensor) -> Tensor:
+        """float32 [nodes, draft vocabulary]: what children are drawn from and verified against.
+
+        If greedy, the logits themselves: only their order matters.
+        """
+        if self.greedy:
+            return logits
+        return torch.softmax(logits.float() / (self.draft_temperature or self.temperature), -1)
+
+    def draw_children(self, logits: Tensor, count: int, bits: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw `count` children for each row of the draft's logits; on CUDA by a kernel.
+
+        Args:
+            logits: [nodes, draft vocabulary].
+            bits: int32 [nodes, numbers for each], the random numbers that `drawing` takes.
+
+        Returns:
+            `draft_probs(logits)`; int64 [nodes, count], the children in draw order.
+        """
+        if self.drawing is WITHOUT_REPLACEMENT and kernels_available(logits.device):
+            temperature = self.draft_temperature or self.temperature
+            return race_on_device(logits, temperature, count, bits)
+        probs = self.draft_probs(logits)
+        return probs, self.drawing.draw(probs, count, bits)
+
+
+def top_p_filter(probs: Tensor, top_p: float) -> Tensor:
+    """float32 [nodes, vocabulary]: the most probable tokens with mass >= top_p, renormalised.
+
+    Nucleus sampling (Holtzman et al., arXiv 1904.09751). Tokens as probable as the last one kept
+    are kept, too. The last probability is found without sorting: the bits of non-negative floats
+    are in the order of their values, so one histogram of their upper half, and one of the lower
+    half within the right bin, give it exactly.
+    """
+    # the clamp gives NaN a bin, too: the step reports it afterwards
+    bits = probs.view(torch.int32).long().clamp_(0, LARGEST_BITS)
+    # 30 bits in all: the bin of the upper 15 that has the last probability, then the lower 15
+    weights, mass = summands(probs, top_p)
+    upper, mass_above = _boundary(weights, bits >> 15, mass)
+    within = torch.where(bits >> 15 == upper, weights, 0)
+    lower, _ = _boundary(within, bits & 0x7FFF, mass - mass_above)
+    return _keep_from(probs, (upper << 15 | lower).int().view(torch.float32))
+
+
+def summands(probs: Tensor, mass: float) -> tuple[Tensor, float]:
+    """Probabilities and a mass in numbers whose sums are the same in every process.
+
+    A CUDA device adds in no fixed order, which rounds floats differently from run to run, so both
+    become whole numbers there. The CPU adds in a fixed order, and floats are faster.
+    """
+    return (probs, mass) if probs.device.type == "cpu" else whole_numbers(probs, mass)
+
+
+def whole_numbers(probs: Tensor, mass: float) -> tuple[Tensor, int]:
+    """Both as int64, in units of 1 / `FIXED_POINT`."""
+    return (probs * FIXED_POINT).long(), int(mass * FIXED_POINT)
+
+
+def _boundary(weights: Tensor, bins: Tensor, mass: float | Tensor) -> tuple[Tensor, Tensor]:
+    """The lowest bin with less than `mass` above it (int64 [nodes, 1]), and the mass above it.
+
+    Args:
+        weights: [nodes, vocabulary], the probabilities, or whole numbers in their place.
+        bins: int64 [nodes, vocabulary], each token's bin, of 15 bits.
+        mass: what the tokens in the bin and above it are to reach; a number or [nodes, 1].
+    """
+    top = 0x7FFF  # the last of 2^15 bins; the histogram has it first
+    shape = (*weights.shape[:-1], top + 1)
+    histogram = torch.zeros(shape, dtype=weights.dtype, device=weights.device)
+    histogram.scatter_add_(-1, top - bins, weights)
+    above = histogram.cumsum(-1) - histogram
+    last = ((above < mass).sum(-1, keepdim=True) - 1).clamp_(min=0)
+    return top - last, above.gather(-1, last)
+
+
+def _keep_from(probs: Tensor, threshold: Tensor) -> Tensor:
+    """`probs` with everything below `threshold` ([nodes, 1]) removed, renormalised."""
+    kept = torch.where(probs >= threshold, probs, 0.0)
+    return kept / kept.sum(-1, keepdim=True)

@@ -1,0 +1,143 @@
+"""Everything that a decoding step changes: one sequence's tokens, caches, random numbers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime.base.cache import TreeCache
+
+
+class SequenceLock:
+    """Lets one thread at a time decode with a sequence, from its first step to its last."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.owner: int | None = None
+
+    def __reduce__(self) -> tuple[type[SequenceLock], tuple[()]]:
+        """Let copies be new locks that nobody holds; a lock itself cannot be copied."""
+        return SequenceLock, ()  # a copy of a decoder gets a lock of its own
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Wait until no other thread holds the lock, then hold it.
+
+        Raises:
+            SequoiaPlanError: if this thread holds it already, and would wait for itself.
+        """
+        if self.owner == threading.get_ident():
+            raise SequoiaPlanError(
+                "decoder: found in the middle of another sequence of this thread; finish or close "
+                "that one (steps(...).close()) first"
+            )
+        with self.lock:
+            self.owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self.owner = None
+
+
+class SequenceState:
+    """The sequence that is being decoded, in memory that stays in place from step to step.
+
+    Attributes:
+        tokens: int64 [capacity], the token in each slot: committed tokens up to the root's slot,
+            then those of the drafted tree.
+        length: int64 [1], the root's slot, which is the number of committed tokens before it.
+        target, draft: the KV caches of both models; the draft's has no capacity without a draft.
+        aux_hidden_states: [nodes, width], the target's hidden states of each node of the drafted
+            tree, if the draft reads them.
+        bits: int32, random numbers of 31 bits, to draw children with.
+        uniforms: float64 [2], uniform numbers for verification.
+        version: counts how often memory that CUDA graphs read was allocated anew. Graphs captured
+            under another version are invalid.
+        weight_addresses: where the models' weights were last seen; None before.
+        lock: held by the thread that decodes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.tokens = torch.zeros(0, dtype=torch.long, device=device)
+        self.length = torch.zeros(1, dtype=torch.long, device=device)
+        self.target = self.draft = TreeCache(0, 0, device)
+        self.aux_hidden_states = torch.zeros(0, 0, device=device)
+        self.bits = torch.empty(0, dtype=torch.int32, device=device)
+        self.uniforms = torch.zeros(2, dtype=torch.float64, device=device)
+        self.generator = torch.Generator(device)
+        self.version = 0
+        self.weight_addresses: tuple[int, ...] | None = None
+        self.lock = SequenceLock()
+
+    def reserve(
+        self,
+        capacity: int,
+        new_target_cache: Callable[[int], TreeCache],
+        new_draft_cache: Callable[[int], TreeCache] | None,
+    ) -> None:
+        """Provide `capacity` slots; memory that is large enough is used again.
+
+        Args:
+            capacity: slots.
+            new_target_cache, new_draft_cache: make a model's cache of so many slots; None without
+                a draft.
+
+        Raises:
+            SequoiaPlanError: if the device has not enough memory.
+        """
+        if self.tokens.numel() >= capacity:
+            return
+        device = self.tokens.device
+        # free the old memory before the new is allocated
+        self.tokens = self.tokens[:0]
+        self.target, self.draft = TreeCache(0, 0, device), TreeCache(0, 0, device)
+        self.target = new_target_cache(capacity)
+        if new_draft_cache:
+            self.draft = new_draft_cache(capacity)
+        self.tokens = torch.zeros(capacity, dtype=torch.long, device=device)
+        self.version += 1
+
+    def reserve_aux_hidden_states(self, nodes: int, width: int, dtype: torch.dtype) -> None:
+        """Provide memory for the hidden states of so many nodes; if it grows, it at least doubles.
+
+        Args:
+            width: numbers for each node.
+        """
+        reserved = self.aux_hidden_states.shape[0]
+        if reserved < nodes:
+            shape = (max(nodes, 2 * reserved), width)
+            self.aux_hidden_states = torch.zeros(shape, dtype=dtype, device=self.tokens.device)
+            self.version += reserved > 0  # no graph has read memory that was not there
+
+    def reserve_random_bits(self, count: int) -> None:
+        """Provide memory for so many random numbers; if it grows, it at least doubles."""
+        reserved = self.bits.numel()
+        if reserved < count:
+            size = max(count, 2 * reserved)
+            self.bits = torch.empty(size, dtype=torch.int32, device=self.bits.device)
+            self.version += reserved > 0  # no graph has read memory that was not there
+
+    def refill_random_numbers(self, count: int) -> None:
+        """Generate the next step's random numbers: `count` of 31 bits, and the two uniforms."""
+        self.reserve_random_bits(count)
+        self.bits[:count].random_(generator=self.generator)
+        self.uniforms.uniform_(generator=self.generator)
+
+    def state_of_step(self, size: int) -> list[Tensor]:
+        """The tensors that a step with a tree of `size` nodes both reads and changes.
+
+        Of the caches, these are the slots of the tree. Finding them reads `length` on the host.
+        """
+        root = int(self.length)
+        caches = (*self.target.views(root, size), *self.draft.views(root, size))
+        return [self.tokens, self.length, *caches]
+
+    def note_weight_addresses(self, addresses: tuple[int, ...]) -> None:
+        """Record where the models' weights are (`capture.weight_addresses`)."""
+        self.version += self.weight_addresses not in (None, addresses)  # 1 if they moved
+        self.weight_addresses = addresses

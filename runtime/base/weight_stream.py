@@ -1,0 +1,49 @@
+"""Where a forward pass waits for weights that are streamed; the package `offload` streams them."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+
+class WeightStream(Protocol):
+    """Brings the weights of a model's streamed layers into a ring of slots, in every pass.
+
+    Attributes:
+        memory: uint8 slots on the device that computes. The weights of streamed layer k are in
+            slot k modulo the number of slots.
+        bytes: bytes that one pass brings.
+    """
+
+    memory: list[Tensor]
+    bytes: int
+
+    def begin_step(self) -> None:
+        """A decoding step begins; its pass will need the first layers."""
+
+    def wait_for(self, layer: int) -> None:
+        """Wait for the weights of the streamed layer with this number."""
+
+    def release(self, layer: int) -> None:
+        """The pass has used the weights of this layer; its slot may be filled again."""
+
+    def wait_until_full(self) -> None:
+        """Wait until all slots are full, as they are after a pause."""
+
+    def close(self) -> None:
+        """Stop streaming."""
+
+
+_streams: WeakKeyDictionary[Any, WeightStream] = WeakKeyDictionary()
+
+
+def stream_of(model: Any) -> WeightStream | None:
+    """The stream of a model's weights; None if all of them are in memory."""
+    return _streams.get(model)
+
+
+def register_stream(model: Any, stream: WeightStream) -> None:
+    """Note that `stream` brings the weights of `model`."""
+    _streams[model] = stream

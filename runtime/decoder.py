@@ -1,0 +1,234 @@
+"""The public decoder: generates text with a token tree, one step after the other."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
+from sequoia_plan.runtime.base.sampling import Sampling, verifier_of
+from sequoia_plan.runtime.generation import (
+    Ending,
+    Generation,
+    end_tokens,
+    read_prompt,
+    stop_criteria,
+)
+from sequoia_plan.runtime.step import TARGET_NOT_FINITE, TreeStep
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one step accepted.
+
+    Args:
+        path: the accepted nodes, the root first.
+        tokens: the tokens that it added; the last is the bonus token.
+    """
+
+    path: list[int]
+    tokens: list[int]
+
+
+class SequoiaDecoder:
+    """Decodes with a static token tree (Sequoia, arXiv 2402.12374).
+
+    The output has exactly the target's distribution. A decoder holds one sequence; requests of
+    several threads wait for each other.
+
+    Args:
+        target: a transformers causal LM in eval mode; quantised, sharded or compiled as you like.
+        draft: another one that shares the target's vocabulary or covers a part of it (attribute
+            `d2t`, int64 [draft vocabulary]: the target's token for each of the draft's tokens), or
+            a draft that `load_pair` loads. None only for a tree of one node.
+        tree: the token tree.
+        tokenizer: the target's, for prompts that are text, for stop strings, and for the text of
+            results.
+        draft_tokenizer: the draft's; it is compared with the target's, token by token.
+        captured: replay steps as CUDA graphs. None: if both models are on one CUDA device and
+            neither is compiled.
+        compile: compile the models' passes over trees with torch.compile, each shape for itself;
+            they are captured all the same. Plain decoding gains from it, too. The first step of
+            each shape takes about a minute. A backend, or its name, selects it.
+
+    Attributes:
+        step: the decoding step (`TreeStep`).
+
+    Raises:
+        SequoiaPlanError: if the vocabularies do not fit, the tree drafts and there is no draft, or
+            a model cannot read a tree (see `probe`).
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        draft: Any,
+        tree: TokenTree,
+        *,
+        tokenizer: Any = None,
+        draft_tokenizer: Any = None,
+        captured: bool | None = None,
+        compile: bool | str | Callable[..., Any] = False,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.step = TreeStep(
+            target,
+            draft,
+            tree,
+            tokenizer=tokenizer,
+            draft_tokenizer=draft_tokenizer,
+            captured=captured,
+            compile=compile,
+        )
+
+    def with_tree(self, tree: TokenTree) -> SequoiaDecoder:
+        """A decoder with another tree that shares models, sequence and graphs with this one.
+
+        Only one of the two can be in the middle of a sequence.
+
+        Raises:
+            SequoiaPlanError: see `TreeStep.with_tree`.
+        """
+        decoder = copy.copy(self)
+        decoder.step = self.step.with_tree(tree)
+        return decoder
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        input_ids: Any,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        eos_token_id: int | Iterable[int] | None = None,
+        streamer: Any = None,
+        *,
+        sampling: Sampling | None = None,
+        attention_mask: Tensor | None = None,
+        stop_strings: str | Sequence[str] | None = None,
+        stopping_criteria: Sequence[Callable[..., Any]] = (),
+    ) -> Generation:
+        """Generate after a prompt.
+
+        Args:
+            input_ids: token ids (int64 [n] or [1, n]), text, or what a tokenizer returns.
+            temperature: 0 is greedy.
+            top_p: nucleus filter on the target.
+            seed: makes sampling repeatable; None draws one.
+            eos_token_id: ends the generation. None: those of the target's generation config, else
+                the tokenizer's.
+            streamer: anything with transformers' `put(tokens)` and `end()`; it gets the prompt
+                first, as from transformers.
+            sampling: all sampling settings at once, in place of `temperature` and `top_p`. Without
+                it, the verifier is the one that the tree's plan records.
+            attention_mask: as tokenizers return it; it may hide nothing.
+            stop_strings: text after which generation ends; needs the decoder's tokenizer. The token
+                that completes a stop string is kept, as in transformers.
+            stopping_criteria: transformers' criteria, called as `criterion(input_ids, None)` after
+                every token.
+
+        Raises:
+            SequoiaPlanError: if the prompt is empty, a batch or too long for the context, a setting
+                is invalid, memory is short, or a model's logits are not finite.
+        """
+        started = time.perf_counter()
+        if max_new_tokens < 1:
+            raise ArgumentError(f"max_new_tokens: found {max_new_tokens}, expected 1 or more")
+        model, tokenizer = self.step.target.model, self.tokenizer
+        if sampling is None:
+            sampling = Sampling(temperature, top_p, verifier=verifier_of(self.step.tree))
+        prompt = read_prompt(input_ids, tokenizer, attention_mask).to(self.step.device)
+        prompt_ids = prompt.tolist()
+        ending = Ending(
+            prompt_ids,
+            max_tokens=max_new_tokens,
+            max_tokens_in_context=self.step.context - len(prompt_ids),
+            end_tokens=end_tokens(eos_token_id, model, tokenizer),
+            criteria=[*stop_criteria(stop_strings, tokenizer), *stopping_criteria],
+        )
+        new_ids: list[int] = []
+        num_steps, finish_reason = 0, ""
+        if streamer is not None:
+            streamer.put(prompt[None].cpu())
+        with closing(self.steps(prompt, max_new_tokens, sampling, seed)) as steps:
+            while not finish_reason:
+                tokens, finish_reason = ending.cut(next(steps).tokens)
+                num_steps += 1
+                new_ids.extend(tokens)
+                if streamer is not None:
+                    streamer.put(torch.tensor(tokens))
+        if streamer is not None:
+            streamer.end()
+        sequences = torch.tensor([prompt_ids + new_ids], device=self.step.device)
+        text = None
+        if tokenizer is not None:
+            text = tokenizer.decode(new_ids, skip_special_tokens=True)
+        seconds = time.perf_counter() - started
+        return Generation(sequences, len(new_ids), num_steps, seconds, finish_reason, text)
+
+    def generate_each(
+        self, prompts: Iterable[Any], *, seed: int | None = None, **settings: Any
+    ) -> list[Generation]:
+        """`generate` for each prompt in turn; with a seed, prompt i gets seed + i."""
+        return [
+            self.generate(prompt, seed=None if seed is None else seed + number, **settings)
+            for number, prompt in enumerate(prompts)
+        ]
+
+    @torch.inference_mode()
+    def steps(
+        self, prompt: Tensor, max_new_tokens: int, sampling: Sampling, seed: int | None = None
+    ) -> Generator[StepOutput, None, None]:
+        """Prefill `prompt` (int64 [n]), then yield steps until the limit or the context's end.
+
+        From the first step to the last, or until the iterator is closed, other threads wait for the
+        decoder. The tree never shrinks: near the end of the context, nodes beyond it are cut off
+        the result. With `launches_ahead`, a step that is needed in any case is launched before the
+        tokens of the step before it are read.
+
+        Raises:
+            SequoiaPlanError: if the prompt leaves no room in the context, or a model's logits are
+                not finite.
+        """
+        step, depth = self.step, self.step.tree.depth
+        with step.sequence.lock.hold():
+            step.prefill(prompt, max_new_tokens, seed)
+            length = prompt.numel() - 1
+            end = min(length + max_new_tokens, step.context - 1)
+            next_step: Callable[[], list[int]] | None = None
+            while length < end:
+                read_numbers = next_step or step.launch(length, sampling)
+                max_length = length + depth
+                next_step = None
+                if step.launches_ahead and max_length < end:
+                    next_step = step.launch(max_length, sampling)
+                # the number of accepted nodes, then `depth` nodes, then `depth` tokens
+                count, *nodes_and_tokens = read_numbers()
+                if count < 0:
+                    raise _not_finite(count, length + 1)
+                count = min(count, step.context - 1 - length)
+                path, tokens = nodes_and_tokens[:depth], nodes_and_tokens[depth:]
+                length += count
+                yield StepOutput(path[:count], tokens[:count])
+
+
+def _not_finite(code: int, token: int) -> SequoiaPlanError:
+    """The error for a step that returned a code of logits that are not finite.
+
+    Args:
+        code: what it returned in place of the number of accepted nodes.
+        token: number of tokens before that step.
+    """
+    model = "target" if code == TARGET_NOT_FINITE else "draft"
+    return SequoiaPlanError(
+        f"{model}: logits that are not finite after token {token}; the weights are damaged or the "
+        "dtype overflows (float16 does, bfloat16 and float32 do not)"
+    )

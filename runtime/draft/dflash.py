@@ -1,0 +1,149 @@
+"""Drafting with DFlash: one pass gives the probabilities of all levels.
+
+A level's probabilities do not depend on the tokens above it, so they are known before anything is
+drawn. Each node's children are drawn from them separately: one draw for all nodes of a level would
+not be exact with every verifier (tests/test_hidden_state_decoding.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sequoia_plan.artifacts import TokenTree, dflash_draft
+from sequoia_plan.runtime.base.cache import TreeCache
+from sequoia_plan.runtime.base.sequence import SequenceState
+from sequoia_plan.runtime.base.tree_tensors import TreeTensors
+from sequoia_plan.runtime.draft.dflash_model import DFlashModel
+from sequoia_plan.runtime.draft.drafter import DraftPass
+from sequoia_plan.runtime.models.forward import ForwardOutput, compiling_many_shapes
+
+
+class DFlashDrafter:
+    """A DFlash draft as a drafter (see `Drafter`).
+
+    Args:
+        model: the draft.
+        vocabulary, d2t, backend: as for `LanguageModelDrafter`.
+    """
+
+    def __init__(
+        self, model: DFlashModel, vocabulary: int, d2t: Tensor | None = None, backend: Any = None
+    ) -> None:
+        self.model, self.vocabulary, self.d2t = model, vocabulary, d2t
+        self.aux_hidden_state_layers = model.aux_hidden_state_layers
+        self.drafting = dflash_draft(model.block.size, model.block.levels)
+        self.compiled: Any = None
+        if backend is not None:
+            self.compiled = torch.compile(model, dynamic=False, backend=backend)
+
+    def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
+        """The one pass, with a row of logits for each node that has children."""
+        if tree.size == 1:
+            return ()
+        device = tensors.nodes.device
+        parents = np.flatnonzero(tree.child_count)
+        # each node's entry in the flattened draws [parents, branching]; ranks count from 1
+        rows = np.searchsorted(parents, tree.parents[1:])
+        draw_index = rows * tree.branching + tree.ranks[1:] - 1
+        return (
+            self.block_pass(
+                tensors,
+                num_parents=len(parents),
+                max_children=tree.branching,
+                draw_index=torch.as_tensor(draw_index.astype(np.int64), device=device),
+                new_nodes=tensors.nodes[1:],
+                logit_rows=torch.as_tensor(
+                    tree.position_ids[parents].astype(np.int64), device=device
+                ),
+            ),
+        )
+
+    def block_pass(
+        self,
+        tensors: TreeTensors,
+        num_parents: int,
+        max_children: int,
+        draw_index: Tensor,
+        new_nodes: Tensor,
+        logit_rows: Tensor | None,
+    ) -> DraftPass:
+        """A pass over one block, which is the root's token and mask tokens after it.
+
+        Args:
+            tensors: the tree's; only its device is read.
+            others: the fields of `DraftPass` of these names.
+        """
+        block = torch.arange(self.model.block.size, device=tensors.nodes.device)
+        no_mask = tensors.mask[:0]  # `forward` makes the mask of a block
+        return DraftPass(
+            block,
+            block,
+            no_mask,
+            num_parents,
+            max_children,
+            draw_index,
+            new_nodes,
+            logit_rows=logit_rows,
+        )
+
+    def new_cache(self, capacity: int) -> TreeCache:
+        """A cache of so many slots, and of those of a block after the last token."""
+        slots = capacity + self.model.block.size
+        return TreeCache(self.model.cache_layout(), slots, self.model.device)
+
+    def prefill(self, cache: TreeCache, tokens: Tensor) -> None:
+        """Start a sequence. The draft gets the prompt only in `prefill_hidden_states`."""
+        cache.finite.fill_(True)
+
+    def prefill_hidden_states(
+        self, cache: TreeCache, tokens: Tensor, slots: Tensor, mask: Tensor, hidden_states: Tensor
+    ) -> None:
+        """Cache keys and values made of the target's hidden states of a part of the prompt."""
+        self.keep_hidden_states(cache, slots, hidden_states)
+
+    def forward(
+        self,
+        draft_pass: DraftPass,
+        sequence: SequenceState,
+        columns: Tensor,
+        previous: ForwardOutput | None = None,
+    ) -> ForwardOutput:
+        """Run the one pass, over the root's token and the mask tokens after it.
+
+        Args:
+            columns: int64 [extent]; only the number of slots is read, because the mask of a block
+                is not the tree's.
+            previous: not used: there is no other pass.
+
+        Returns:
+            Logits [num_parents, vocabulary]. With `logit_rows`, each parent has the row of its
+            level; without, there is one row for each level of a block.
+        """
+        cache, length, block = sequence.draft, sequence.length, self.model.block
+        slots, extent = length + draft_pass.offsets, columns.numel() + block.size
+        root = sequence.tokens[length]
+        tokens = torch.where(draft_pass.offsets == 0, root, block.mask_token)
+        masks = self.model.block_masks(length, extent)
+        model = self.model if self.compiled is None else self.compiled
+        with self.model.attending(), compiling_many_shapes(model is not self.model):
+            logits = model(tokens[None], slots[None], masks, cache.at(slots, extent))
+        logits = logits[0, 0, :, : self.vocabulary]  # one sequence, one block
+        cache.finite.logical_and_(logits.amax(-1).isfinite().all())
+        if draft_pass.logit_rows is not None:
+            logits = logits.index_select(0, draft_pass.logit_rows)
+        return ForwardOutput(logits)
+
+    def commit(self, sequence: SequenceState, path: Tensor) -> None:
+        """Cache keys and values made of the target's hidden states of the nodes in `path`."""
+        slots = sequence.length + torch.arange(path.numel(), device=path.device)
+        hidden_states = sequence.aux_hidden_states.index_select(0, path)
+        self.keep_hidden_states(sequence.draft, slots, hidden_states)
+
+    def keep_hidden_states(self, cache: TreeCache, slots: Tensor, hidden_states: Tensor) -> None:
+        """Cache the target's hidden states [tokens, width] of the committed tokens in `slots`."""
+        positions = slots[None]  # committed tokens: a slot is a position
+        self.model.cache_context(hidden_states[None], positions, cache.at(slots, cache.extent))

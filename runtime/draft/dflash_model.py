@@ -1,0 +1,140 @@
+"""The model of DFlash (arXiv 2602.06036, first version), which drafts a whole block in one pass.
+
+A block is the root's token and mask tokens after it, with attention both ways. The text before the
+block is seen through the target's hidden states: each layer makes keys and values of them with its
+own weights, once for each committed token. The draft's cache holds these, and nothing of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.draft.hidden_state_draft import WINDOWED, HiddenStateDraft
+
+
+@dataclass(frozen=True)
+class DraftBlock:
+    """What a block is, and where the checkpoints differ.
+
+    Args:
+        size: tokens in a block, the root's included.
+        mask_token: the token that stands for those to be drafted.
+        from_root: the root's row drafts the first token after it; otherwise the first mask's does.
+        causal_layer_types: types of layers in which a token of the block attends to those up to
+            itself; in others it attends to the whole block.
+        window_from_root: a window counts back from the root for every token of the block; otherwise
+            it counts back from that token.
+    """
+
+    size: int
+    mask_token: int
+    from_root: bool = False
+    causal_layer_types: frozenset[str] = frozenset()
+    window_from_root: bool = False
+
+    @property
+    def levels(self) -> int:
+        """Levels below the root that a block gives probabilities for."""
+        return self.size if self.from_root else self.size - 1
+
+
+class DFlashModel(HiddenStateDraft):
+    """DFlash's layers, those of Qwen3.
+
+    Args:
+        target_width: the target's hidden size.
+        block: what a block is.
+        others: as for `HiddenStateDraft`.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        target: Any,
+        aux_hidden_state_layers: tuple[int, ...],
+        d2t: Tensor | None,
+        has_embeddings: bool,
+        head_rows: int,
+        target_width: int,
+        block: DraftBlock,
+    ) -> None:
+        super().__init__(config, target, aux_hidden_state_layers, d2t, has_embeddings, head_rows)
+        self.block, width = block, config.hidden_size
+        self.fc = nn.Linear(len(aux_hidden_state_layers) * target_width, width, bias=False)
+        self.hidden_norm, self.norm = self.new_norm(width), self.new_norm(width)
+        self.layers = nn.ModuleList(
+            self.layer_class(config, number) for number in range(config.num_hidden_layers)
+        )
+
+    def cache_context(self, hidden_states: Tensor, positions: Tensor, cache: Cache) -> None:
+        """Write the keys and values of committed tokens to a cache.
+
+        Args:
+            hidden_states: the target's, of these tokens, [batch, tokens, layers * target's width].
+            positions: int64 [1, tokens].
+            cache: a TreeCache set to the slots of these tokens, or one of transformers.
+        """
+        context = self.hidden_norm(self.fc(hidden_states.to(self.dtype)))
+        cos, sin = self.rotary_emb(context, positions)
+        for number, layer in enumerate(self.layers):
+            attention: Any = layer.self_attn
+            shape = (*context.shape[:-1], -1, attention.head_dim)
+            keys = attention.k_norm(attention.k_proj(context).view(shape)).transpose(1, 2)
+            values = attention.v_proj(context).view(shape).transpose(1, 2)
+            cache.update(apply_rotary_pos_emb(keys, keys, cos, sin)[1], values, number)
+
+    def block_masks(self, length: Tensor, extent: int) -> dict[str, Tensor]:
+        """The additive mask of a block, by layer type.
+
+        Args:
+            length: int64 [1], the root's slot.
+            extent: number of slots that attention looks at.
+
+        Returns:
+            [1, 1, block size, extent] for each type of layer.
+        """
+        slots = torch.arange(extent, device=length.device)
+        block_slots = (length + torch.arange(self.block.size, device=length.device))[:, None]
+        whole_block = (slots < length + self.block.size).expand(self.block.size, -1)
+        masks = {}
+        for layer_type in dict.fromkeys(self.layer_types):
+            causal = layer_type in self.block.causal_layer_types
+            visible = slots <= block_slots if causal else whole_block
+            if layer_type == WINDOWED and self.window is not None:
+                if self.block.window_from_root:
+                    visible = visible & (slots >= length - self.window)
+                else:
+                    visible = visible & (slots > block_slots - self.window)
+            masks[layer_type] = additive_mask(visible, self.dtype)[None, None]
+        return masks
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        masks: Mapping[str, Tensor],
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """One pass over blocks; training uses it, too.
+
+        Args:
+            tokens: int64 [batch, blocks * size], block after block.
+            positions: int64 [batch, blocks * size].
+            masks: by layer type, additive, [batch, 1, blocks * size, keys].
+            cache: holds the keys and values of the text before.
+
+        Returns:
+            Logits [batch, blocks, levels, draft vocabulary].
+        """
+        hidden = self.run_layers(self.layers, self.embed(tokens), positions, masks, cache)
+        rows_of_block = hidden.unflatten(1, (-1, self.block.size))
+        # the root's row is left out if it drafts nothing
+        return self.head(self.norm(rows_of_block[:, :, self.block.size - self.block.levels :]))

@@ -1,0 +1,186 @@
+"""Small drafts as one file: a language model in 8 bits that borrows the target's embeddings.
+
+A draft is a Llama of a few layers. Its input embeddings are the target's and are not in the file.
+Its output head has rows for a part of the target's vocabulary only, because the head is most of a
+small draft's time. Matrices are stored as int8 with one float32 scale a row; the draft computes in
+the target's dtype.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
+from sequoia_plan.artifacts.files import write_atomically
+from sequoia_plan.runtime.models.int8 import rows_in_8_bits
+
+FORMAT, VERSION = "sequoia-plan-draft", 1
+METADATA_KEY = "sequoia_plan"
+D2T_KEY = "covered_tokens"
+"""The tensor int32 [draft vocabulary] that holds `d2t`: token numbers, not offsets."""
+EMBEDDINGS_KEY = "model.embed_tokens.weight"
+NUM_UNLIKELY_ROWS = 4
+"""`unlikely_row` is the mean of so many rows of the head."""
+SAMPLE_TEXTS, SAMPLE_TEXT_TOKENS = 32, 64
+"""`unlikely_row` ranks rows by their logits over so many texts, of so many tokens each."""
+
+
+def build_draft(config: LlamaConfig, embeddings: nn.Embedding, d2t: Tensor) -> LlamaForCausalLM:
+    """A draft with fresh layers, over the target's embeddings.
+
+    Args:
+        config: of the draft.
+        embeddings: the target's.
+        d2t: int64 [draft vocabulary], the target's token for each row of the draft's head.
+    """
+    device, dtype = embeddings.weight.device, embeddings.weight.dtype
+    with torch.device("meta"):
+        draft = LlamaForCausalLM(config)
+    draft.to_empty(device=device)
+    draft.to(dtype)
+    draft.model.rotary_emb = type(draft.model.rotary_emb)(config).to(device)
+    draft.model.embed_tokens = embeddings
+    draft.lm_head = nn.Linear(
+        config.hidden_size, d2t.numel(), bias=False, device=device, dtype=dtype
+    )
+    draft.register_buffer("d2t", d2t.to(device), persistent=False)
+    return draft
+
+
+def save_draft(draft: LlamaForCausalLM, path: str | Path, metadata: dict[str, Any]) -> None:
+    """Write a draft of `build_draft`; `metadata` (JSON) says how it was made."""
+    tensors: dict[str, Tensor] = {D2T_KEY: draft.d2t.to(torch.int32)}
+    for name, weight in draft.state_dict().items():
+        if name == EMBEDDINGS_KEY:
+            continue
+        if weight.ndim == 2:
+            tensors[name], tensors[f"{name}.scale"] = rows_in_8_bits(weight)
+        else:
+            tensors[name] = weight.float()
+    unused = ("transformers_version", "_name_or_path", "dtype")
+    config = {
+        name: value for name, value in draft.config.to_diff_dict().items() if name not in unused
+    }
+    header = {"format": FORMAT, "version": VERSION, "config": config, "facts": metadata}
+    write_atomically(path, save(tensors, {METADATA_KEY: json.dumps(header, sort_keys=True)}))
+
+
+def save_as_folder(draft: LlamaForCausalLM, tokenizer: Any, folder: str | Path) -> None:
+    """Write a draft of `build_draft` as transformers writes models, for other engines.
+
+    The folder is larger than the file by embeddings of its own and by a head over the target's
+    whole vocabulary. Tokens that the draft lacks share one row of it, `unlikely_row`.
+
+    Raises:
+        SequoiaPlanError: if it is another draft, or if its layers were repacked, which drops the
+            weights.
+    """
+    if not isinstance(draft, LlamaForCausalLM) or "d2t" not in dict(draft.named_buffers()):
+        raise ArgumentError(
+            f"draft: found a {type(draft).__name__} that is not from a draft .safetensors file, "
+            "expected one that is; give other engines the folder that it was loaded from, or the "
+            "target that an int8 draft is a copy of"
+        )
+    weights = draft.state_dict()
+    if "lm_head.weight" not in weights:
+        raise SequoiaPlanError(
+            "draft: its linear layers are repacked for this processor; load it with "
+            "placement='resident' to write it"
+        )
+    head = unlikely_row(draft).repeat(len(weights[EMBEDDINGS_KEY]), 1)
+    head[draft.d2t] = weights["lm_head.weight"]
+    config = LlamaConfig(**draft.config.to_dict() | {"tie_word_embeddings": False})
+    model = LlamaForCausalLM(config).to(draft.dtype)
+    model.load_state_dict(weights | {"lm_head.weight": head})
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@torch.no_grad()
+def unlikely_row(draft: LlamaForCausalLM) -> Tensor:
+    """A head's row for tokens that the draft lacks, where a head must have rows for all tokens.
+
+    It is the mean of the rows whose logits are lowest over some texts. A mean of rows gives the
+    mean of their logits, so it never exceeds the highest logit of the draft: a greedy draft never
+    proposes a token that it lacks. Because the rows are those of unlikely tokens, all tokens that
+    it lacks together are improbable, too. A row of zeros would do neither: its logit is 0, and all
+    logits of the draft may be lower.
+
+    Returns:
+        [hidden size].
+    """
+    num_texts = min(draft.d2t.numel() // SAMPLE_TEXT_TOKENS, SAMPLE_TEXTS)
+    sample = draft.d2t[: num_texts * SAMPLE_TEXT_TOKENS]
+    texts = sample.reshape(-1, SAMPLE_TEXT_TOKENS) if num_texts else draft.d2t[None]
+    mean_logits = draft(texts).logits.flatten(0, 1).float().mean(0)
+    unlikely_tokens = mean_logits.argsort()[:NUM_UNLIKELY_ROWS]
+    return draft.lm_head.weight[unlikely_tokens].mean(0)
+
+
+def load_draft(path: str | Path, target: Any) -> LlamaForCausalLM:
+    """Read a draft made for `target`, in its dtype and on its device.
+
+    Matrices are int8 in the file, with one scale for each row; they are multiplied out here. The
+    input embeddings are the target's.
+
+    Raises:
+        SequoiaPlanError: if the file is not a draft, is damaged, or was made for a target of
+            another shape.
+    """
+    header, tensors = _read(path)
+    embeddings = target.get_input_embeddings()
+    config = LlamaConfig(**header["config"])
+    if (config.vocab_size, config.hidden_size) != tuple(embeddings.weight.shape):
+        raise SequoiaPlanError(
+            f"{path}: a draft for embeddings of {config.vocab_size} x {config.hidden_size}, the "
+            f"target's are {' x '.join(map(str, embeddings.weight.shape))}; use a draft made for "
+            "this target"
+        )
+    draft = build_draft(config, embeddings, tensors.pop(D2T_KEY).long())
+    weights = {}
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.int8:
+            weights[name] = tensor.float() * tensors[f"{name}.scale"][:, None]
+        elif not name.endswith(".scale"):
+            weights[name] = tensor
+    missing, unexpected = draft.load_state_dict(weights, strict=False)
+    if unexpected or missing != [EMBEDDINGS_KEY]:
+        raise SequoiaPlanError(
+            f"{path}: tensors do not fit its config ({[*unexpected, *missing][0]}); get the draft "
+            "again"
+        )
+    return draft.eval()
+
+
+def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The header and the tensors of a draft file.
+
+    Raises:
+        SequoiaPlanError: if there is no such file, or it is not a draft of this version.
+    """
+    if not Path(path).is_file():
+        raise SequoiaPlanError(f"{path}: no such file; expected a draft written by sequoia-plan")
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads((file.metadata() or {}).get(METADATA_KEY, "null"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise SequoiaPlanError(f"{path}: not a readable safetensors file ({error})") from error
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise SequoiaPlanError(
+            f"{path}: not a draft (expected safetensors of format {FORMAT}); give --draft a folder "
+            "for other models"
+        )
+    if header.get("version") != VERSION:
+        raise SequoiaPlanError(
+            f"{path}: draft version {header.get('version')!r}, expected {VERSION}"
+        )
+    return header, tensors

@@ -1,0 +1,198 @@
+"""Drafting with EAGLE: one pass for each level that has children.
+
+The draft's row for a token is in the token's own slot. It pairs the token with the feature of the
+token before, so token 0 has no row, and slot 0 stays hidden. A step drafts with features that the
+draft made itself. The next step's first pass reads the last tokens again, now with features from
+the target's hidden states: as many tokens as a step may accept, whether or not it did. So nothing
+in the draft's cache is moved, and the target's features are kept for the last tokens only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sequoia_plan.artifacts import EAGLE_DRAFT, TokenTree
+from sequoia_plan.runtime.base.cache import TreeCache
+from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.base.sequence import SequenceState
+from sequoia_plan.runtime.base.tree_tensors import TreeTensors
+from sequoia_plan.runtime.draft.drafter import DraftPass, passes_by_level
+from sequoia_plan.runtime.draft.eagle_model import EagleModel
+from sequoia_plan.runtime.models.forward import ForwardOutput, compiling_many_shapes
+
+RECENT = 2 * (EAGLE_DRAFT.max_depth or 0)
+"""Tokens whose features are kept: those that a first pass may read, and as many again, because a
+step writes features before it is known how many tokens it accepts."""
+
+
+class EagleCache(TreeCache):
+    """Keys and values, and `recent_features` [RECENT, hidden size].
+
+    The feature of the token in slot s, made of the target's hidden states, is in row s mod RECENT.
+    """
+
+    recent_features: Tensor
+
+
+class EagleDrafter:
+    """An EAGLE draft as a drafter (see `Drafter`).
+
+    Args:
+        model: the draft.
+        vocabulary, d2t, backend: as for `LanguageModelDrafter`.
+    """
+
+    drafting = EAGLE_DRAFT
+
+    def __init__(
+        self, model: EagleModel, vocabulary: int, d2t: Tensor | None = None, backend: Any = None
+    ) -> None:
+        self.model, self.vocabulary, self.d2t = model, vocabulary, d2t
+        self.aux_hidden_state_layers = model.aux_hidden_state_layers
+        self.compiled: Any = None
+        if backend is not None:
+            self.compiled = torch.compile(model, dynamic=False, backend=backend)
+
+    def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
+        """One pass for each level that has children, over the nodes that have them.
+
+        The first reads as many committed tokens as the tree has levels, the root last.
+        """
+        if tree.size == 1:
+            return ()
+        first, *deeper = passes_by_level(tree, tensors)
+        # relative to the root's slot: -(depth - 1), ..., -1, 0
+        slots = torch.arange(1 - tree.depth, 1, device=tensors.nodes.device)
+        return (replace(first, input_slots=slots, offsets=slots), *deeper)
+
+    def new_cache(self, capacity: int) -> EagleCache:
+        """A cache of so many slots, with memory for the features of the last tokens."""
+        window, device = self.model.window, self.model.device
+        windowed = window is not None and window < capacity
+        cache = EagleCache(self.model.cache_layout(), capacity, device, counts_positions=windowed)
+        shape = (RECENT, self.model.config.hidden_size)
+        cache.recent_features = torch.zeros(shape, dtype=self.model.dtype, device=device)
+        return cache
+
+    def prefill(self, cache: TreeCache, tokens: Tensor) -> None:
+        """Forget the last sequence. The draft reads the prompt in `prefill_hidden_states`."""
+        assert isinstance(cache, EagleCache)
+        cache.finite.fill_(True)
+        cache.recent_features.zero_()
+
+    def prefill_hidden_states(
+        self, cache: TreeCache, tokens: Tensor, slots: Tensor, mask: Tensor, hidden_states: Tensor
+    ) -> None:
+        """Read a part of the prompt, each token with the feature of the token before it.
+
+        The feature before the part's first token is the one that was kept from the part before.
+
+        Args:
+            tokens, slots: int64 [tokens], consecutive.
+            mask: additive, [tokens, extent], as the target attended.
+            hidden_states: [tokens, width], the target's, from which features are made.
+        """
+        assert isinstance(cache, EagleCache)
+        features = self.model.fuse(hidden_states)
+        feature_before = cache.recent_features[(slots[:1] - 1) % RECENT]
+        # token 0 has no feature before it, so its slot has nothing to attend to and is hidden
+        mask = mask.clone()
+        mask[:, 0] = torch.finfo(mask.dtype).min
+        inputs = torch.cat([feature_before, features[:-1]])
+        self._run(self.model, cache, tokens, inputs, slots, slots, mask, logits_to_keep=1)
+        self.keep_features(cache, slots[-RECENT:], features[-RECENT:])
+
+    def forward(
+        self,
+        draft_pass: DraftPass,
+        sequence: SequenceState,
+        columns: Tensor,
+        previous: ForwardOutput | None = None,
+    ) -> ForwardOutput:
+        """Each token is read together with the feature of the token before it.
+
+        The first pass reads committed tokens, whose features are recorded, and later passes read
+        nodes, whose features are the hidden states of their parents in the previous pass.
+
+        Args:
+            columns: int64 [extent], for each slot of the KV cache that attention looks at, the
+                column of the tree's mask that applies.
+            previous: the output of the pass before; None for the first.
+
+        Returns:
+            For the last `num_parents` tokens of the pass: logits [num_parents, vocabulary], and
+            hidden states [num_parents, hidden size], which are features for the next pass.
+        """
+        cache = sequence.draft
+        assert isinstance(cache, EagleCache)
+        # short texts have fewer committed tokens than the first pass reads
+        slots = (sequence.length + draft_pass.input_slots).clamp_(min=0)
+        all_slots = torch.arange(columns.numel(), device=columns.device)
+        has_feature = all_slots > 0  # no token is before the one in slot 0
+        if previous is None:
+            features = cache.recent_features[(slots - 1) % RECENT]
+            is_visible = (all_slots <= slots[:, None]) & has_feature
+            mask = additive_mask(is_visible, draft_pass.mask.dtype)
+        else:
+            assert previous.hidden_states is not None and draft_pass.parent_rows is not None
+            features = previous.hidden_states[draft_pass.parent_rows]
+            masked_column = draft_pass.mask.shape[1] - 1  # visible to no node
+            mask = draft_pass.mask.index_select(1, columns.where(has_feature, masked_column))
+        model = self.model if self.compiled is None else self.compiled
+        tokens, positions = sequence.tokens[slots], sequence.length + draft_pass.offsets
+        num_logits = draft_pass.num_parents
+        return self._run(model, cache, tokens, features, slots, positions, mask, num_logits)
+
+    def commit(self, sequence: SequenceState, path: Tensor) -> None:
+        """Keep the features of the nodes in `path` (int64 [depth]), made of hidden states.
+
+        The target's pass over the tree has recorded these hidden states in the sequence. Nothing in
+        the cache is moved: the next first pass reads the accepted tokens again.
+        """
+        assert isinstance(sequence.draft, EagleCache)
+        slots = sequence.length + torch.arange(path.numel(), device=path.device)
+        hidden_states = sequence.aux_hidden_states.index_select(0, path)
+        self.keep_features(sequence.draft, slots, self.model.fuse(hidden_states))
+
+    def keep_features(self, cache: EagleCache, slots: Tensor, features: Tensor) -> None:
+        """Record features [tokens, hidden size] of the committed tokens in `slots`."""
+        cache.recent_features.index_copy_(0, slots % RECENT, features)
+
+    def _run(
+        self,
+        model: Any,
+        cache: EagleCache,
+        tokens: Tensor,
+        features: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+        logits_to_keep: int,
+    ) -> ForwardOutput:
+        """Run one pass of the draft over tokens, each with the feature of the token before it.
+
+        Args:
+            model: the draft, or its compiled form.
+            tokens, slots, positions: int64 [tokens].
+            features: [tokens, hidden size], of the token before each.
+            mask: additive, [tokens, extent].
+            logits_to_keep: return only the last so many rows of the output.
+
+        Returns:
+            Logits [logits_to_keep, vocabulary] and hidden states [logits_to_keep, hidden size].
+        """
+        # a row has the position of the token whose feature it takes, as in the engines
+        positions = (positions - 1).clamp(min=0)
+        masks = self.model.masks_by_layer_type(cache, mask, positions, slots)
+        cache = cache.at(slots, mask.shape[1])
+        with self.model.attending(), compiling_many_shapes(model is not self.model):
+            logits, outputs = model(
+                tokens[None], features[None], positions[None], masks, cache, logits_to_keep
+            )
+        logits = logits[0, :, : self.vocabulary]  # the model has cut the rows of these
+        cache.finite.logical_and_(logits.amax(-1).isfinite().all())
+        return ForwardOutput(logits, outputs[0, -logits_to_keep:])

@@ -1,0 +1,236 @@
+"""The models of EAGLE-3 (arXiv 2503.01840) and EAGLE-1 (arXiv 2401.15077).
+
+An input row pairs a token with the feature of the token before it. For committed text, features
+are made of the target's hidden states (`fuse`); below the root of a tree, a row's feature is the
+draft's own output for its parent.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sequoia_plan.runtime.base.cache import TreeCache
+from sequoia_plan.runtime.draft.hidden_state_draft import HiddenStateDraft
+
+
+@dataclass(frozen=True)
+class Eagle3Norms:
+    """Where the checkpoints of EAGLE-3 differ.
+
+    Args:
+        before_residual: attention's output is added to the normed feature, not to the feature.
+        output: features for the next level are taken after the last norm, not before it.
+        before_fc: one norm over all hidden states before they are fused.
+        each_before_fc: one norm for each of them.
+    """
+
+    before_residual: bool = False
+    output: bool = False
+    before_fc: bool = False
+    each_before_fc: bool = False
+
+
+class EagleModel(HiddenStateDraft, ABC):
+    """A draft that reads tokens and features; see `Eagle3` and `Eagle1`."""
+
+    @abstractmethod
+    def fuse(self, hidden_states: Tensor) -> Tensor:
+        """The target's hidden states [..., layers * target's width] -> features [..., width]."""
+
+    @abstractmethod
+    def forward(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        masks: Mapping[str, Tensor],
+        cache: TreeCache | None = None,
+        logits_to_keep: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """One pass over input rows; training uses it, too.
+
+        Args:
+            tokens: int64 [batch, rows].
+            features: [batch, rows, hidden size], of the token before each: from `fuse`, or the
+                output of the parent's row.
+            positions: int64 [batch, rows].
+            masks: by layer type, additive, [batch, 1, rows, keys].
+            cache: where keys and values go; None attends to the rows of this pass.
+            logits_to_keep: return logits of the last so many rows only; 0 for all.
+
+        Returns:
+            Logits [batch, kept rows, draft vocabulary], of the last `logits_to_keep` rows (all if
+            0). The outputs of all rows [batch, rows, hidden size], whatever `logits_to_keep` is:
+            they are the features of the next level.
+        """
+
+
+class Eagle3(EagleModel):
+    """EAGLE-3: one layer whose attention reads embedding and feature side by side, then plain ones.
+
+    Args:
+        target_width: the target's hidden size.
+        norms: where checkpoints differ.
+        others: as for `HiddenStateDraft`.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        target: Any,
+        aux_hidden_state_layers: tuple[int, ...],
+        d2t: Tensor | None,
+        has_embeddings: bool,
+        head_rows: int,
+        target_width: int,
+        norms: Eagle3Norms,
+    ) -> None:
+        super().__init__(config, target, aux_hidden_state_layers, d2t, has_embeddings, head_rows)
+        self.norms = norms
+        width, fused_width = config.hidden_size, len(aux_hidden_state_layers) * target_width
+        self.fc = nn.Linear(fused_width, width, bias=False)
+        self.input_norm = self.new_norm(fused_width) if norms.before_fc else None
+        self.fc_norm: nn.ModuleList | None = None
+        if norms.each_before_fc:
+            self.fc_norm = nn.ModuleList(
+                self.new_norm(target_width) for _ in aux_hidden_state_layers
+            )
+        self.layers = nn.ModuleList(
+            self.layer_class(config, number) for number in range(config.num_hidden_layers)
+        )
+        first: Any = self.layers[0]
+        first.hidden_norm = self.new_norm(width)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            narrow = getattr(first.self_attn, name)
+            has_bias = narrow.bias is not None
+            wide = nn.Linear(2 * width, narrow.out_features, bias=has_bias)
+            setattr(first.self_attn, name, wide)
+        self.norm = self.new_norm(width)
+
+    def fuse(self, hidden_states: Tensor) -> Tensor:
+        """Features [..., width] from several hidden states of the target, by a linear layer.
+
+        Some checkpoints have norms before that layer.
+
+        Args:
+            hidden_states: [..., layers * target's width], side by side.
+        """
+        hidden_states = hidden_states.to(self.dtype)
+        if self.input_norm is not None:
+            hidden_states = self.input_norm(hidden_states)
+        if self.fc_norm is not None:
+            parts = hidden_states.chunk(len(self.fc_norm), -1)
+            normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+            hidden_states = torch.cat(normed, -1)
+        features: Tensor = self.fc(hidden_states)
+        return features
+
+    def forward(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        masks: Mapping[str, Tensor],
+        cache: TreeCache | None = None,
+        logits_to_keep: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """One pass over input rows, each a token and the feature of the token before it.
+
+        The first layer's attention reads embedding and feature side by side; the residual stream
+        has the feature alone. The layers after it are plain ones.
+
+        Args:
+            tokens: int64 [batch, rows].
+            features: [batch, rows, hidden size].
+            positions: int64 [batch, rows].
+            masks: by layer type, additive, [batch, 1, rows, keys].
+            cache: where keys and values go; None attends to the rows of this pass.
+            logits_to_keep: return logits of the last so many rows only; 0 for all.
+
+        Returns:
+            Logits [batch, kept rows, draft vocabulary]; the outputs of all rows [batch, rows,
+            hidden size].
+        """
+        first: Any = self.layers[0]
+        normed = first.hidden_norm(features)
+        embedding_and_feature = torch.cat([first.input_layernorm(self.embed(tokens)), normed], -1)
+        attended, _ = first.self_attn(
+            hidden_states=embedding_and_feature,
+            attention_mask=masks[self.layer_types[0]],
+            position_embeddings=self.rotary_emb(features, positions),
+            past_key_values=cache,
+        )
+        hidden = (normed if self.norms.before_residual else features) + attended
+        hidden = hidden + first.mlp(first.post_attention_layernorm(hidden))
+        deeper_layers = self.layers[1:]
+        hidden = self.run_layers(deeper_layers, hidden, positions, masks, cache, first_layer=1)
+        output = self.norm(hidden) if self.norms.output else hidden
+        return self.logits(output[:, -logits_to_keep:]), output  # [-0:] keeps all rows
+
+    def logits(self, output: Tensor) -> Tensor:
+        """Outputs of rows [..., hidden size] -> their logits [..., draft vocabulary]."""
+        return self.head(output if self.norms.output else self.norm(output))
+
+
+class Eagle1(EagleModel):
+    """EAGLE-1 and EAGLE-2: plain layers over embedding and feature, made one by a linear layer.
+
+    The first layer has no input norm. The feature is the target's last hidden state after its final
+    norm, so the output goes through the target's head as it is.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        target: Any,
+        aux_hidden_state_layers: tuple[int, ...],
+        d2t: Tensor | None,
+        has_embeddings: bool,
+        head_rows: int,
+        bias: bool,
+    ) -> None:
+        super().__init__(config, target, aux_hidden_state_layers, d2t, has_embeddings, head_rows)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
+        self.layers = nn.ModuleList(
+            self.layer_class(config, number) for number in range(config.num_hidden_layers)
+        )
+        self.layers[0].input_layernorm = nn.Identity()
+
+    def fuse(self, hidden_states: Tensor) -> Tensor:
+        """The target's last hidden state is the feature as it is, in the draft's dtype."""
+        return hidden_states.to(self.dtype)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        masks: Mapping[str, Tensor],
+        cache: TreeCache | None = None,
+        logits_to_keep: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """One pass over input rows, each a token and the feature of the token before it.
+
+        A linear layer makes one vector of embedding and feature; plain layers follow.
+
+        Args:
+            tokens: int64 [batch, rows].
+            features: [batch, rows, hidden size].
+            positions: int64 [batch, rows].
+            masks: by layer type, additive, [batch, 1, rows, keys].
+            cache: where keys and values go; None attends to the rows of this pass.
+            logits_to_keep: return logits of the last so many rows only; 0 for all.
+
+        Returns:
+            Logits [batch, kept rows, draft vocabulary]; the outputs of all rows [batch, rows,
+            hidden size].
+        """
+        hidden = self.fc(torch.cat([self.embed(tokens), features], -1))
+        hidden = self.run_layers(self.layers, hidden, positions, masks, cache)
+        return self.head(hidden[:, -logits_to_keep:]), hidden  # [-0:] keeps all rows

@@ -1,0 +1,191 @@
+"""What drafts that read the target's hidden states have in common: EAGLE's and DFlash's weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3DecoderLayer,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+)
+
+from sequoia_plan.runtime.base.cache import CacheLayout, TreeCache
+from sequoia_plan.runtime.base.masks import mask_as_dtype, windowed_mask
+from sequoia_plan.runtime.models.attention import attending, shares_heads
+
+LAYER_CLASSES: dict[str, tuple[type, type, type]] = {
+    "llama": (LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding),
+    "qwen3": (Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding),
+}
+"""By `model_type`: transformers' decoder layer, norm and rotary embedding."""
+FULL, WINDOWED = "full_attention", "sliding_attention"
+
+
+class HiddenStateDraft(nn.Module):
+    """A draft's own weights. Embeddings and output head are the target's where it has none.
+
+    Args:
+        config: of its layers (transformers' LlamaConfig or Qwen3Config).
+        target: the model that it drafts for, which remains the owner of shared weights: they are
+            not among the draft's parameters.
+        aux_hidden_state_layers: the target's hidden states that it reads, side by side.
+        d2t: int64 [draft vocabulary], the target's token for each of the draft's tokens; None if
+            they are the same.
+        has_embeddings: whether it has embeddings of its own.
+        head_rows: rows of its own output head; 0 if it uses the target's.
+    """
+
+    d2t: Tensor | None
+
+    def __init__(
+        self,
+        config: Any,
+        target: Any,
+        aux_hidden_state_layers: tuple[int, ...],
+        d2t: Tensor | None,
+        has_embeddings: bool,
+        head_rows: int,
+    ) -> None:
+        super().__init__()
+        config._attn_implementation = "sdpa"
+        self.config, self._target = config, (target,)
+        self.aux_hidden_state_layers = aux_hidden_state_layers
+        self.layer_class, self.norm_class, rotary_class = LAYER_CLASSES[config.model_type]
+        self.rotary_emb = rotary_class(config)
+        self.embed_tokens: nn.Embedding | None = None
+        if has_embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.lm_head: nn.Linear | None = None
+        if head_rows:
+            self.lm_head = nn.Linear(config.hidden_size, head_rows, bias=False)
+        layer_types = getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
+        self.layer_types = tuple(layer_types)
+        self.register_buffer("d2t", d2t, persistent=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the draft's own weights, for the same target."""
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        memo[id(self._target)] = self._target
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its weights; its norms are always parameters."""
+        return next(self.parameters()).dtype
+
+    @property
+    def window(self) -> int | None:
+        """Positions that windowed layers attend to; None if no layer has a window."""
+        return int(self.config.sliding_window) if WINDOWED in self.layer_types else None
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Its own embeddings, or the target's."""
+        if self.embed_tokens is not None:
+            return self.embed_tokens
+        embeddings: nn.Module = self._target[0].get_input_embeddings()
+        return embeddings
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Its own output head, or the target's."""
+        if self.lm_head is not None:
+            return self.lm_head
+        head: nn.Module = self._target[0].get_output_embeddings()
+        return head
+
+    def new_norm(self, width: int) -> nn.Module:
+        """A new norm of the class that its layers have."""
+        norm: nn.Module = self.norm_class(width, eps=self.config.rms_norm_eps)
+        return norm
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """int64 [..., tokens] -> [..., tokens, hidden size]."""
+        table: Any = self.get_input_embeddings()
+        embedded: Tensor = table(tokens.clamp(max=table.num_embeddings - 1))
+        return embedded.to(self.dtype)
+
+    def head(self, hidden_states: Tensor) -> Tensor:
+        """[..., hidden size] -> logits [..., draft vocabulary]."""
+        if self.lm_head is None:
+            hidden_states = hidden_states.to(self._target[0].dtype)
+        logits: Tensor = self.get_output_embeddings()(hidden_states)
+        return logits
+
+    def cache_layout(self) -> CacheLayout:
+        """The memory of its layers' keys and values."""
+        heads, head_dim = int(self.config.num_key_value_heads), int(self.config.head_dim)
+        memory = (self.device, self.dtype, heads, head_dim)
+        return ((memory, memory),) * len(self.layer_types)
+
+    def masks_by_layer_type(
+        self, cache: TreeCache, mask: Tensor, positions: Tensor, slots: Tensor
+    ) -> dict[str, Tensor]:
+        """The mask as each type of layer takes it.
+
+        Layers with a window get one that also hides positions outside the window.
+
+        Args:
+            mask: additive, [tokens, extent].
+            positions, slots: int64 [tokens].
+
+        Returns:
+            By layer type, [1, 1, tokens, extent].
+        """
+        mask = mask_as_dtype(mask, self.dtype)
+        masks = {FULL: mask[None, None]}
+        if self.window is not None:
+            windowed = windowed_mask(cache, mask, positions, slots, self.window)
+            masks[WINDOWED] = windowed[None, None]
+        return masks
+
+    def attending(self) -> Any:
+        """A context in which its passes use the same attention kernels as the target's."""
+        config = self.config if shares_heads(self, self.config) else None
+        return attending(self.device, config)
+
+    def run_layers(
+        self,
+        layers: Any,
+        hidden_states: Tensor,
+        positions: Tensor,
+        masks: Mapping[str, Tensor],
+        cache: Cache | None,
+        first_layer: int = 0,
+    ) -> Tensor:
+        """Run `layers`, of which the first is layer `first_layer` of the draft.
+
+        Args:
+            hidden_states: [batch, tokens, hidden size].
+            positions: int64 [batch, tokens].
+            masks: by layer type, additive, [batch, 1, tokens, extent].
+            cache: where keys and values go; None attends to the tokens of this pass.
+
+        Returns:
+            [batch, tokens, hidden size].
+        """
+        rotary = self.rotary_emb(hidden_states, positions)
+        for number, layer in enumerate(layers, first_layer):
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=masks[self.layer_types[number]],
+                position_embeddings=rotary,
+                past_key_values=cache,
+                use_cache=cache is not None,
+            )
+        return hidden_states

@@ -1,0 +1,25 @@
+"""Which drafter drafts with which draft."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from sequoia_plan.runtime.draft.dflash import DFlashDrafter
+from sequoia_plan.runtime.draft.dflash_model import DFlashModel
+from sequoia_plan.runtime.draft.drafter import Drafter
+from sequoia_plan.runtime.draft.eagle import EagleDrafter
+from sequoia_plan.runtime.draft.eagle_model import EagleModel
+from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
+
+
+def make_drafter(
+    draft: Any, vocabulary: int, d2t: Tensor | None = None, backend: Any = None
+) -> Drafter:
+    """The drafter for a draft, by its class; arguments as for `LanguageModelDrafter`."""
+    if isinstance(draft, EagleModel):
+        return EagleDrafter(draft, vocabulary, d2t, backend)
+    if isinstance(draft, DFlashModel):
+        return DFlashDrafter(draft, vocabulary, d2t, backend)
+    return LanguageModelDrafter(draft, vocabulary, d2t, backend)

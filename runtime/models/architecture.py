@@ -1,0 +1,110 @@
+"""What a transformers model is: its text configuration, layers, device, context and windows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from sequoia_plan.artifacts import SequoiaPlanError
+
+CHANGING_ROPE = ("dynamic", "longrope")
+"""Rotary embeddings that change once a sequence exceeds the length that the model was first trained
+for; keys that are cached by then would be wrong."""
+UNLIMITED = 1 << 30
+"""Stands for a length or a vocabulary that the model does not limit."""
+
+
+def unwrapped(model: Any) -> Any:
+    """The model inside torch.compile's wrapper, or the model itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+def text_config(model: Any) -> Any:
+    """The configuration of the language model, also inside a multimodal one."""
+    if hasattr(model.config, "get_text_config"):
+        return model.config.get_text_config()
+    return model.config
+
+
+def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
+    """The name and the list of a model's decoder layers: its first list of the right length.
+
+    Raises:
+        SequoiaPlanError: if there is no list of as many layers as the configuration says.
+    """
+    count = text_config(model).num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return name, module
+    raise SequoiaPlanError(
+        f"{model.config.model_type}: no list of {count} layers found in the model; it cannot be "
+        "taken layer by layer"
+    )
+
+
+def execution_device(model: Any) -> torch.device:
+    """The device where a model takes its input and computes.
+
+    With accelerate's hooks, weights are on the meta device between passes; the hooks then know.
+    """
+    hook_device = getattr(getattr(unwrapped(model), "_hf_hook", None), "execution_device", None)
+    if model.device.type != "meta" and hook_device is None:
+        return torch.device(model.device)
+    if hook_device is None:
+        embedding_hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
+        hook_device = getattr(embedding_hook, "execution_device", None)
+    return torch.device(model.device if hook_device is None else hook_device)
+
+
+def device_and_dtype(model: Any) -> tuple[torch.device, torch.dtype]:
+    """Where a model computes, and in which dtype; `model.to(...)` changes them."""
+    return execution_device(model), model.dtype
+
+
+def context_length(config: Any) -> int:
+    """Tokens that a sequence may have; `UNLIMITED` if the configuration sets no limit."""
+    length: int = getattr(config, "max_position_embeddings", None) or UNLIMITED
+    if not rope_changes(config):
+        return length
+    name = "original_max_position_embeddings"
+    trained_length = _rope(config).get(name) or getattr(config, name, length)
+    return min(length, int(trained_length or length))
+
+
+def rope_changes(config: Any) -> bool:
+    """Do rotary embeddings depend on the sequence's length? transformers then reads the length on
+    the host in every pass."""
+    rope = _rope(config)
+    return rope.get("rope_type", rope.get("type")) in CHANGING_ROPE
+
+
+def attention_window(config: Any) -> tuple[int | None, bool]:
+    """The sliding window of a model's attention, and whether its layers differ in type.
+
+    Returns:
+        How many positions, its own included, a token attends to in windowed layers (None if no
+        layer has a window); True if the model takes one mask for each type of layer.
+
+    Raises:
+        SequoiaPlanError: if layers attend, or keep state, in a way that no tree mask can describe.
+    """
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    layer_types |= set(getattr(config, "attention_layers", None) or ())
+    known_types = {"full_attention", "sliding_attention", "attention", "global"}
+    if unknown := sorted(layer_types - known_types):
+        raise SequoiaPlanError(
+            f"{config.model_type}: layers of kind {', '.join(unknown)} cannot branch into a tree, "
+            "expected attention with a KV cache"
+        )
+    window: int | None = None
+    if "sliding_attention" in layer_types or not layer_types:
+        window = getattr(config, "sliding_window", None)
+    uses_window = getattr(config, "use_sliding_window", True)
+    return window if uses_window else None, len(layer_types) > 1
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    """The settings of the rotary embeddings, under either name that transformers gives them."""
+    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}

@@ -1,0 +1,105 @@
+"""Hidden states of a model's layers, recorded by hooks while it runs (aux hidden states).
+
+Layers are numbered in one way here, whatever a checkpoint does: 0 is the embedding, k is the
+output of layer k (counted from 1), so the last layer's is the one before the final norm.
+`AFTER_FINAL_NORM` is the one after it, which the output head reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime.base.cache import TreeCache
+
+AFTER_FINAL_NORM = -1
+
+_hooked_layers: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
+"""The layer numbers that each module has a hook for: one hook serves all decoders of a model."""
+
+
+def register_hooks(model: Any, layers: nn.ModuleList | None, layer_numbers: Sequence[int]) -> None:
+    """Let every pass of `model` record hidden states in the cache that it is given.
+
+    They are in `TreeCache.aux_hidden_states` after the pass. Passes with other caches, as those of
+    transformers' generate, record nothing; passes of several threads do not interfere.
+
+    Args:
+        layers: the model's decoder layers; None if only `AFTER_FINAL_NORM` is asked for.
+        layer_numbers: which hidden states to record: 0 is the embedding, k the output of layer k
+            (counted from 1), `AFTER_FINAL_NORM` what the output head reads.
+
+    Raises:
+        SequoiaPlanError: if the model has no such layer.
+    """
+    for number in layer_numbers:
+        if number == AFTER_FINAL_NORM:
+            module = model.base_model
+        elif layers is not None and 0 <= number <= len(layers):
+            module = layers[max(number - 1, 0)]
+        else:
+            count = 0 if layers is None else len(layers)
+            raise SequoiaPlanError(
+                f"draft: reads the hidden state {number} of a target that has 0 to {count}"
+            )
+        hooked = _hooked_layers.setdefault(module, set())
+        if number in hooked:
+            continue
+        hooked.add(number)
+        if number == 0:
+            module.register_forward_pre_hook(partial(_record_input, number), with_kwargs=True)
+        else:
+            module.register_forward_hook(partial(_record_output, number), with_kwargs=True)
+
+
+def take_aux_hidden_states(
+    cache: TreeCache, layer_numbers: Sequence[int], device: torch.device
+) -> Tensor:
+    """[tokens, layers * width]: what the last pass recorded, side by side. Clears the record.
+
+    Args:
+        layer_numbers: the hidden states to return, in this order, numbered as in `register_hooks`.
+        device: where to put them.
+
+    Raises:
+        SequoiaPlanError: if a hook did not run, as in a model that was compiled before its draft
+            was known.
+    """
+    recorded, cache.aux_hidden_states = cache.aux_hidden_states, {}
+    if missing := [number for number in layer_numbers if number not in recorded]:
+        raise SequoiaPlanError(
+            f"target: its hidden state {missing[0]} was not seen in a pass; make the decoder "
+            "before the model is compiled"
+        )
+    return torch.cat([recorded[number][0].to(device) for number in layer_numbers], -1)
+
+
+def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TreeCache | None:
+    """The TreeCache among a module's arguments; None if it runs with another cache or none."""
+    for argument in (*kwargs.values(), *args):
+        if isinstance(argument, TreeCache):
+            return argument
+    return None
+
+
+def _record_input(
+    number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """A hook: record the hidden states that a module reads under `number` in its TreeCache."""
+    if (cache := _cache_among(args, kwargs)) is not None:
+        cache.aux_hidden_states[number] = args[0] if args else kwargs["hidden_states"]
+
+
+def _record_output(
+    number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """A hook: record the hidden states that a module returns under `number` in its TreeCache."""
+    if (cache := _cache_among(args, kwargs)) is not None:
+        hidden_states = output if isinstance(output, Tensor) else output[0]
+        cache.aux_hidden_states[number] = hidden_states

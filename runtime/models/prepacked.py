@@ -1,0 +1,53 @@
+"""Linear layers whose weights are prepacked for the processor (oneDNN's blocked layout).
+
+A tree pass multiplies a few rows by every weight. PyTorch's default CPU kernel is built for one
+row or for many: in float32, two rows take it nearly twice as long as one. With oneDNN's blocked
+weights, one row takes as long as eight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class PrepackedLinear(nn.Module):
+    """y = x W^T + b with W in oneDNN's blocked layout. The dense weight is not kept."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """float [..., in] -> float [..., out]."""
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self.packed, self.bias, "none", [], ""
+        )
+        return product
+
+
+def can_prepack(dtype: torch.dtype, device: torch.device | str) -> bool:
+    """Does this build of PyTorch have the kernels, and does the processor compute in `dtype`?"""
+    if torch.device(device).type != "cpu":
+        return False
+    is_native = dtype == torch.float32 or (
+        dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
+    )
+    return (
+        is_native
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+def prepack(model: Any) -> Any:
+    """Replace every linear layer of `model` by a prepacked one, in place."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                setattr(module, name, PrepackedLinear(child))
+    return model

@@ -1,0 +1,230 @@
+"""Layers whose weights are read from a file in every pass, some layers ahead of the computation.
+
+A few slots of memory form a ring: the weights of streamed layer k go to slot k modulo the number
+of slots. Threads read into every free slot, in the order of the layers. After the last layer they
+go on with the first ones, so the slots fill while the next tree is drafted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime.offload.streamed_layers import attach_stream
+from sequoia_plan.runtime.offload.weight_file import (
+    WeightBlock,
+    WeightFile,
+    aligned_memory,
+    bytes_of,
+)
+
+THREADS = 2
+"""Threads that read."""
+CHUNK_BYTES = 4 << 20
+"""Bytes that a thread reads at once."""
+
+
+def stream_from_disk(
+    model: Any,
+    file: WeightFile,
+    layers: Mapping[nn.Module, WeightBlock],
+    slots: int,
+    device: torch.device,
+) -> None:
+    """Let `layers` of `model` take their weights from `file` in every pass.
+
+    Args:
+        layers: the streamed layers with their blocks, in the order in which a pass runs them.
+        slots: how many layers' weights are in memory at once.
+        device: where the model computes; each block is copied there after it is read.
+    """
+    attach_stream(model, DiskStream(file, list(layers.values()), slots, device), layers)
+
+
+class DiskStream:
+    """Slots of memory that threads fill with blocks of a file, in order, in every pass.
+
+    It is a `WeightStream`. Blocks have running numbers that continue from pass to pass: with n
+    blocks, number k stands for the weights of streamed layer k modulo n.
+
+    Args:
+        blocks: the weights of each streamed layer, in the order in which a pass needs them.
+        slots: how many blocks are in memory at once.
+        device: where the pass computes. On another device than the CPU, `wait_for` copies a block
+            there.
+
+    Attributes:
+        memory: uint8, the slots as the pass sees them.
+        bytes: bytes that one pass reads.
+    """
+
+    def __init__(
+        self, file: WeightFile, blocks: Sequence[WeightBlock], slots: int, device: torch.device
+    ) -> None:
+        self.file, self.blocks = file, list(blocks)
+        self.bytes = sum(block.size for block in blocks)
+        self.host_memory = [
+            aligned_memory(max(block.size for block in blocks[slot::slots]))
+            for slot in range(min(slots, len(blocks)))
+        ]
+        self.host_views = [bytes_of(memory) for memory in self.host_memory]
+        self.memory = [memory.to(device) for memory in self.host_memory]
+        self.checked_blocks: set[WeightBlock] = set()
+        self.state_changed = threading.Condition()
+        self.is_closed = self.is_paused = False
+        self.error: SequoiaPlanError | None = None
+        self.active_reads = 0
+        self._start_at(0)
+        self.threads = [
+            threading.Thread(target=self._read_chunks, daemon=True, name="sequoia-plan weights")
+            for _ in range(THREADS)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def begin_step(self) -> None:
+        """Do nothing: the threads read ahead by themselves."""
+
+    def wait_for(self, layer: int) -> None:
+        """Wait until the weights of this streamed layer are in their slot.
+
+        Raises:
+            SequoiaPlanError: if they cannot be read; the next call tries again.
+        """
+        slot = layer % len(self.memory)
+        with self.state_changed:
+            if layer != self.current_block % len(self.blocks):  # the previous pass was abandoned
+                self._restart_at(layer)
+            self.state_changed.wait_for(
+                lambda: (
+                    self.block_in_slot[slot] == self.current_block or self.error or self.is_closed
+                )
+            )
+            if self.is_closed:
+                raise SequoiaPlanError(f"{self.file.path}: is closed; load the models again")
+            if error := self.error:
+                self._restart_at(layer)
+                raise error
+        if self.memory[slot] is not self.host_memory[slot]:
+            self.memory[slot].copy_(self.host_memory[slot])
+
+    def release(self, layer: int) -> None:
+        """Let the slot of this layer be filled again: the pass has used its weights."""
+        with self.state_changed:
+            self.is_free[layer % len(self.memory)] = True
+            self.current_block += 1
+            self.state_changed.notify_all()
+
+    def wait_until_full(self) -> None:
+        """Wait until all slots are full, as they are after a pause."""
+        with self.state_changed:
+            self.state_changed.wait_for(
+                lambda: self.error or self.is_closed or not (any(self.is_free) or self.active_reads)
+            )
+
+    def close(self) -> None:
+        """End the threads and close the file. A later pass raises an error."""
+        with self.state_changed:
+            self.is_closed = True
+            self.state_changed.notify_all()
+        for thread in self.threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        self.file.close()
+
+    def _restart_at(self, layer: int) -> None:
+        """Drop what was read, and start again with this layer once no thread reads any more."""
+        self.is_paused = True
+        self.state_changed.wait_for(lambda: self.active_reads == 0)
+        self.is_paused, self.error = False, None
+        self._start_at(layer)
+        self.state_changed.notify_all()
+
+    def _start_at(self, layer: int) -> None:
+        """Set the state of a stream with empty slots whose pass needs this layer next."""
+        slots = len(self.memory)
+        self.current_block = layer
+        """Number of the block that the pass uses now, or will use next."""
+        self.next_block = layer
+        """Number of the block that threads read now."""
+        self.next_offset = 0
+        """Offset in that block of the next chunk to read."""
+        self.is_free = [True] * slots
+        self.block_in_slot = [-1] * slots
+        """Number of the complete block in each slot; -1 for none."""
+        self.missing_bytes = [0] * slots
+        """Bytes of each slot's block that are not read yet."""
+
+    def _slot_of(self, block_number: int) -> int:
+        """The slot of a block, whose running number continues from pass to pass."""
+        return block_number % len(self.blocks) % len(self.memory)
+
+    def _read_chunks(self) -> None:
+        """Read one chunk after another, until the stream is closed; each thread runs this."""
+        while (chunk := self._next_chunk()) is not None:
+            block_number, start = chunk
+            error: SequoiaPlanError | None = None
+            is_complete = False
+            try:
+                is_complete = self._read_chunk(block_number, start)
+            except SequoiaPlanError as failure:
+                error = failure
+            except Exception as failure:  # the pass that waits for this block must learn of it
+                error = SequoiaPlanError(f"{self.file.path}: cannot be read ({failure})")
+            with self.state_changed:
+                self.active_reads -= 1
+                if error:
+                    self.error = error
+                elif is_complete:
+                    self.block_in_slot[self._slot_of(block_number)] = block_number
+                self.state_changed.notify_all()
+
+    def _read_chunk(self, block_number: int, start: int) -> bool:
+        """Read a chunk into its slot; a block is checked when it is complete for the first time.
+
+        Returns:
+            Whether the block is complete now.
+
+        Raises:
+            SequoiaPlanError: if the chunk cannot be read, or the block is damaged.
+        """
+        layer, slot = block_number % len(self.blocks), self._slot_of(block_number)
+        block = self.blocks[layer]
+        if layer == 0 and start == 0:
+            self.file.check_unchanged()
+        chunk = self.host_views[slot][start : min(start + CHUNK_BYTES, block.size)]
+        self.file.read(block.offset + start, chunk)
+        with self.state_changed:
+            self.missing_bytes[slot] -= len(chunk)
+            is_complete = self.missing_bytes[slot] == 0
+        if is_complete and block not in self.checked_blocks:
+            self.file.check(block, self.host_views[slot])
+            self.checked_blocks.add(block)
+        return is_complete
+
+    def _next_chunk(self) -> tuple[int, int] | None:
+        """Wait for work. Returns a block's number and an offset in it; None once it is closed."""
+        with self.state_changed:
+            while not self.is_closed:
+                slot = self._slot_of(self.next_block)
+                block = self.blocks[self.next_block % len(self.blocks)]
+                has_slot = self.next_offset > 0 or self.is_free[slot]
+                if self.is_paused or self.error or not has_slot:
+                    self.state_changed.wait()
+                    continue
+                if self.next_offset == 0:
+                    self.is_free[slot] = False
+                    self.missing_bytes[slot] = block.size
+                chunk = self.next_block, self.next_offset
+                self.active_reads += 1
+                self.next_offset += CHUNK_BYTES
+                if self.next_offset >= block.size:
+                    self.next_block += 1
+                    self.next_offset = 0
+                return chunk
+            return None

@@ -1,0 +1,130 @@
+"""Layers whose weights are copied from pinned host memory to a CUDA device in every pass.
+
+Copies run some layers ahead of the computation. A step begins by starting the copies of the first
+layers, which then run while the tree is drafted. A step waits for everything that it copies, so it
+can be captured as one CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime.offload.streamed_layers import attach_stream
+from sequoia_plan.runtime.offload.weight_file import WeightBlock, WeightFile
+
+
+def stream_from_host(
+    model: Any,
+    file: WeightFile,
+    layers: Mapping[nn.Module, WeightBlock],
+    slots: int,
+    device: torch.device,
+) -> None:
+    """Let `layers` of `model` take their weights from host memory in every pass.
+
+    Reads the file into that memory once, and closes it.
+
+    Args:
+        layers: the streamed layers with their blocks, in the order in which a pass runs them.
+        slots: how many layers' weights are on the device at once.
+        device: the CUDA device that computes.
+
+    Raises:
+        SequoiaPlanError: if the file is damaged, or the memory cannot be pinned.
+    """
+    blocks = [pin(file.memory_of(block)) for block in layers.values()]
+    file.close()
+    attach_stream(model, HostStream(blocks, slots, device), layers)
+
+
+def pin(memory: Tensor) -> Tensor:
+    """Pin host memory in place, so that the device can read it by itself.
+
+    `Tensor.pin_memory` would allocate up to twice as much, rounded to a power of two.
+
+    Raises:
+        SequoiaPlanError: if the driver refuses.
+    """
+    error_code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if error_code:
+        raise SequoiaPlanError(
+            f"offload host: {memory.numel()} bytes of host memory cannot be pinned "
+            f"(CUDA error {error_code}); free some, or use --offload disk"
+        )
+    return memory
+
+
+class HostStream:
+    """Slots of device memory that a CUDA stream of copies fills, in order, in every pass.
+
+    It is a `WeightStream`.
+
+    Args:
+        blocks: uint8, pinned: the weights of each streamed layer, in the order in which a pass
+            needs them.
+        slots: how many blocks are on the device at once.
+        device: the CUDA device that computes.
+
+    Attributes:
+        memory: uint8, the slots.
+        bytes: bytes that one pass copies.
+    """
+
+    def __init__(self, blocks: Sequence[Tensor], slots: int, device: torch.device) -> None:
+        self.blocks, self.device = list(blocks), device
+        self.bytes = sum(block.numel() for block in blocks)
+        slot_sizes = [max(block.numel() for block in blocks[slot::slots]) for slot in range(slots)]
+        self.memory = [torch.empty(size, dtype=torch.uint8, device=device) for size in slot_sizes]
+        self.copies = torch.cuda.Stream(device)
+        self.copy_finished: list[Any] = [None] * slots
+        """For each slot, the event that its last copy ends with."""
+        self.has_begun = False
+        """Whether the first copies of the next, or current, pass have started."""
+        self.next_layer = 0
+        """The layer that the pass will need next."""
+
+    def begin_step(self) -> None:
+        """Start the copies of the next pass's first blocks, if they have not started yet."""
+        if self.has_begun and self.next_layer == 0:
+            return
+        self.has_begun, self.next_layer = True, 0
+        self.copies.wait_stream(torch.cuda.current_stream(self.device))
+        for layer in range(len(self.memory)):
+            self._copy(layer)
+
+    def wait_for(self, layer: int) -> None:
+        """Let the computation wait for the weights of this streamed layer."""
+        if layer == 0:
+            self.begin_step()
+        event = self.copy_finished[layer % len(self.memory)]
+        torch.cuda.current_stream(self.device).wait_event(event)
+
+    def release(self, layer: int) -> None:
+        """Let the next block take the slot of this layer, once the layer has been computed."""
+        self.next_layer = layer + 1
+        if layer + len(self.memory) < len(self.blocks):
+            self.copies.wait_event(torch.cuda.current_stream(self.device).record_event())
+            self._copy(layer + len(self.memory))
+        elif self.next_layer == len(self.blocks):
+            self.has_begun, self.next_layer = False, 0
+
+    def wait_until_full(self) -> None:
+        """Do nothing: no copy starts before a step begins."""
+
+    def close(self) -> None:
+        """Unpin the host memory."""
+        for block in self.blocks:
+            torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
+        self.blocks = []
+
+    def _copy(self, layer: int) -> None:
+        """Start the copy of this layer's weights into their slot."""
+        slot, block = layer % len(self.memory), self.blocks[layer]
+        with torch.cuda.stream(self.copies):
+            self.memory[slot][: block.numel()].copy_(block, non_blocking=True)
+        self.copy_finished[slot] = self.copies.record_event()

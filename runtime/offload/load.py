@@ -1,0 +1,294 @@
+"""Loading a target that does not fit, layer by layer.
+
+Some layers stay in memory. The others are streamed in every pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime.models.architecture import decoder_layers
+from sequoia_plan.runtime.models.load import (
+    SAMPLED_NUMBERS,
+    cache_folder,
+    dtype_name,
+    first_line,
+    local_folder,
+    name_of,
+)
+from sequoia_plan.runtime.offload.disk_stream import stream_from_disk
+from sequoia_plan.runtime.offload.host_stream import stream_from_host
+from sequoia_plan.runtime.offload.memory import SLOTS, MemorySplit
+from sequoia_plan.runtime.offload.streamed_layers import set_parameters
+from sequoia_plan.runtime.offload.weight_file import (
+    WeightBlock,
+    WeightFile,
+    exclusive_lock,
+    write_weights,
+)
+
+
+class OffloadedTarget:
+    """A target whose layers are in a file; everything outside the layers is in memory.
+
+    `place` loads the layers, or lets them be streamed.
+
+    Args:
+        source: folder, hub ID or .gguf file; None for the embedded target.
+        device: where passes are computed.
+        dtype: of the weights.
+
+    Attributes:
+        model: the transformers model.
+        tokenizer, name: as `load_model` returns them.
+        layers: the model's decoder layers.
+        file: its weights, in the order of a pass.
+        outside_bytes: bytes of the weights outside the layers.
+
+    Raises:
+        SequoiaPlanError: if the model cannot be loaded layer by layer, or its weights cannot be
+            written into a file.
+    """
+
+    def __init__(self, source: str | None, device: str, dtype: torch.dtype) -> None:
+        folder = local_folder(source)
+        self.name = name_of(source)
+        try:
+            self.model, self.tokenizer = _load_without_layers(folder, dtype)
+        except Exception as error:  # foreign code may do anything with a folder it does not expect
+            raise _load_error(folder, error) from error
+        self.model.tie_weights()
+        _require_plain_tensors(folder, self.model)
+        self.device = torch.device(device)
+        self.layers_name, layers = decoder_layers(self.model)
+        self.layers = list(layers)
+        self.file = self._open_weight_file(folder, dtype)
+        outside_block = self.file.blocks[0]
+        set_parameters(self.model, self._on_device(self.file.load(outside_block)))
+        self.model.tie_weights()
+        self.outside_bytes = outside_block.size
+
+    def layer(self, number: int) -> dict[str, Tensor]:
+        """Read one layer's tensors from the file, by their names in the layer."""
+        return self.file.load(self._layer_block(number))
+
+    def place(self, split: MemorySplit, link: str) -> None:
+        """Load the resident layers, and stream the others.
+
+        Args:
+            link: from where to stream, "host" or "disk".
+        """
+        for number in split.resident_layers:
+            set_parameters(self.layers[number], self._on_device(self.layer(number)))
+        streamed_blocks = {
+            layer: self._layer_block(number)
+            for number, layer in enumerate(self.layers)
+            if number not in split.resident_layers
+        }
+        if not streamed_blocks:
+            self.file.close()
+            return
+        stream_layers = stream_from_host if link == "host" else stream_from_disk
+        stream_layers(self.model, self.file, streamed_blocks, SLOTS, self.device)
+
+    def layer_sizes(self) -> list[int]:
+        """Bytes of each layer."""
+        return [block.size for block in self.file.blocks[1:]]
+
+    def weight_samples(self) -> dict[str, Tensor]:
+        """The first numbers of each parameter by name, for `model_metadata`."""
+        places = {
+            name: (block.offset + place.start, place)
+            for block in self.file.blocks
+            for name, place in block.tensors.items()
+        }
+        samples: dict[str, Tensor] = {}
+        with open(self.file.path, "rb") as file:
+            for name, _ in self.model.named_parameters():
+                offset, place = places[name]
+                count = min(SAMPLED_NUMBERS, torch.Size(place.shape).numel())
+                file.seek(offset)
+                data = bytearray(file.read(count * place.dtype.itemsize))
+                samples[name] = torch.frombuffer(data, dtype=place.dtype)
+        return samples
+
+    def _on_device(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors on the device where passes are computed."""
+        return {name: tensor.to(self.device) for name, tensor in tensors.items()}
+
+    def _layer_block(self, number: int) -> WeightBlock:
+        """A layer's block, with its tensors by their names in the layer."""
+        block = self.file.blocks[1 + number]
+        prefix = f"{self.layers_name}.{number}."
+        places = {name.removeprefix(prefix): place for name, place in block.tensors.items()}
+        return WeightBlock(block.offset, block.size, block.checksum, places)
+
+    def _open_weight_file(self, folder: Path, dtype: torch.dtype) -> WeightFile:
+        """Open the weights in pass order; they are written first if the folder's files are new.
+
+        Raises:
+            SequoiaPlanError: if they cannot be read, or written.
+        """
+        layout = self._layout()
+        absolute_folder = folder.resolve()
+        folder_hash = hashlib.sha256(str(absolute_folder).encode()).hexdigest()[:12]
+        file_name = f"{absolute_folder.name}-{folder_hash}-{dtype_name(dtype)}.weights"
+        path = cache_folder() / file_name
+        source = _source_fingerprint(folder, layout)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with exclusive_lock(path):
+                if file := _open_if_current(path, source):
+                    return file
+                write_weights(path, layout, _tensor_reader(folder, layout, dtype), source)
+                return WeightFile(path, source)
+        except OSError as error:
+            raise SequoiaPlanError(
+                f"{path}: cannot be written ({error.strerror or error}); set SEQUOIA_PLAN_CACHE to "
+                "a folder that can"
+            ) from error
+
+    def _layout(self) -> list[dict[str, Tensor]]:
+        """The tensors of each block: those outside the layers, then those of each layer."""
+        blocks: list[dict[str, Tensor]] = [{} for _ in range(1 + len(self.layers))]
+        prefix = f"{self.layers_name}."
+        for name, tensor in _saved_tensors(self.model).items():
+            block_number = 0
+            if name.startswith(prefix):
+                block_number = 1 + int(name.removeprefix(prefix).split(".")[0])
+            blocks[block_number][name] = tensor
+        return blocks
+
+
+def _load_without_layers(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The model and its tokenizer. Its weights are on the meta device, unless it is quantised.
+
+    Only transformers and the library that quantised a model know what its layers are like, so they
+    load it.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if getattr(config, "quantization_config", None):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    else:
+        with _on_meta_device():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model, tokenizer
+
+
+def _on_meta_device() -> AbstractContextManager[Any]:
+    """A context in which parameters have no memory; a model computes its buffers itself."""
+    from accelerate import init_empty_weights
+
+    return init_empty_weights(include_buffers=False)
+
+
+def _load_error(folder: Path, error: Exception) -> SequoiaPlanError:
+    """The error for a model that transformers fails to load."""
+    return SequoiaPlanError(
+        f"{folder}: cannot be loaded as a causal language model ({first_line(error)})"
+    )
+
+
+def _require_plain_tensors(folder: Path, model: Any) -> None:
+    """Raise SequoiaPlanError if a weight is of a tensor subclass: a file holds plain tensors."""
+    for name, tensor in _saved_tensors(model).items():
+        if type(tensor) not in (Tensor, nn.Parameter):
+            raise SequoiaPlanError(
+                f"{folder}: {name} is a {type(tensor).__name__}, expected plain tensors; a model "
+                "quantised like this cannot be streamed"
+            )
+
+
+def _saved_tensors(model: Any) -> dict[str, Tensor]:
+    """What a checkpoint has: parameters, tied ones once, and persistent buffers."""
+    saved_names = model.state_dict()
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved_names}
+    return parameters | buffers
+
+
+def _source_fingerprint(folder: Path, layout: list[dict[str, Tensor]]) -> str:
+    """A hash of the folder's weight files (names, sizes, dates) and of the tensors needed."""
+    files = []
+    for file in sorted(folder.glob("*.safetensors")):
+        status = file.stat()
+        files.append((file.name, status.st_size, status.st_mtime_ns))
+    tensors = [
+        (name, tuple(tensor.shape), str(tensor.dtype))
+        for block in layout
+        for name, tensor in block.items()
+    ]
+    return hashlib.sha256(json.dumps([files, tensors]).encode()).hexdigest()[:16]
+
+
+def _open_if_current(path: Path, source: str) -> WeightFile | None:
+    """The file of weights at `path`; None if there is none that was made from `source`."""
+    if not path.exists():
+        return None
+    try:
+        return WeightFile(path, source)
+    except SequoiaPlanError:
+        return None
+
+
+def _tensor_reader(
+    folder: Path, layout: list[dict[str, Tensor]], dtype: torch.dtype
+) -> Callable[[str], Tensor]:
+    """A function that returns a tensor by its name in the model.
+
+    If the folder's safetensors files have the model's own names, one tensor at a time is in memory.
+    Otherwise transformers loads the whole model, as it must for layouts that it converts. It has
+    already loaded a quantised one.
+
+    Raises:
+        SequoiaPlanError: if the weights cannot be read.
+    """
+    tensors = {name: tensor for block in layout for name, tensor in block.items()}
+    if not any(tensor.is_meta for tensor in tensors.values()):
+        return tensors.__getitem__
+    file_of_tensor = _files_of_tensors(folder)
+    if file_of_tensor.keys() >= tensors.keys():
+        return lambda name: _read_tensor(file_of_tensor[name], name)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    except Exception as error:
+        raise _load_error(folder, error) from error
+    whole_model = _saved_tensors(model)
+    return lambda name: whole_model[name].detach()
+
+
+def _files_of_tensors(folder: Path) -> dict[str, str]:
+    """The path of the safetensors file that holds each tensor, by the tensor's name."""
+    file_of_tensor: dict[str, str] = {}
+    try:
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                file_of_tensor |= dict.fromkeys(file.keys(), str(path))
+    except Exception as error:
+        raise SequoiaPlanError(
+            f"{folder}: its weights cannot be read ({first_line(error)})"
+        ) from error
+    return file_of_tensor
+
+
+def _read_tensor(path: str, name: str) -> Tensor:
+    """One tensor of a safetensors file, by name; SequoiaPlanError if it cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.get_tensor(name)
+    except Exception as error:
+        raise SequoiaPlanError(f"{path}: {name} cannot be read ({first_line(error)})") from error

@@ -1,0 +1,189 @@
+"""What a device's memory holds while a target is streamed: the budget, sizes, and the split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
+from sequoia_plan.runtime.models.architecture import text_config
+
+SLOTS = 3
+"""Slots of the ring, a layer each. More slots gain nothing over as many resident layers, which take
+the same memory and are never read again."""
+KV_TOKENS = 2048
+"""The budget includes KV caches of so many tokens, or of the model's context if that is shorter."""
+UNITS = {
+    "k": 1e3,
+    "m": 1e6,
+    "g": 1e9,
+    "t": 1e12,
+    "ki": 1 << 10,
+    "mi": 1 << 20,
+    "gi": 1 << 30,
+    "ti": 1 << 40,
+}
+CGROUP_FILES = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
+"""The limit and the use of memory of the process's control group, for cgroup versions 2 and 1."""
+
+
+@dataclass(frozen=True)
+class MemorySplit:
+    """What the memory holds. Sizes are in bytes.
+
+    Args:
+        memory: the budget.
+        outside_bytes: embeddings, head, and everything else that is in no layer.
+        draft_bytes: the draft's own weights.
+        cache_bytes: both models' KV caches of `KV_TOKENS` tokens.
+        slot_bytes: the ring.
+        resident_layers: numbers of the layers that stay in memory; the others are streamed.
+        resident_bytes, streamed_bytes: the weights of these layers, and of the others.
+    """
+
+    memory: int
+    outside_bytes: int
+    draft_bytes: int
+    cache_bytes: int
+    slot_bytes: int
+    resident_layers: tuple[int, ...]
+    resident_bytes: int
+    streamed_bytes: int
+
+    def to_metadata(self, link: str, layers: int) -> dict[str, Any]:
+        """The placement as profiles and trees record it.
+
+        Args:
+            link: from where layers are streamed, "host" or "disk".
+            layers: the number of the target's layers.
+        """
+        return {
+            "placement": f"streamed from {link}",
+            "memory": self.memory,
+            "resident_layers": len(self.resident_layers),
+            "layers": layers,
+            "resident_bytes": self.outside_bytes + self.resident_bytes,
+            "streamed_bytes": self.streamed_bytes,
+            "slot_bytes": self.slot_bytes,
+            "draft_bytes": self.draft_bytes,
+            "cache_bytes": self.cache_bytes,
+        }
+
+
+def split_memory(
+    memory: int, outside_bytes: int, draft_bytes: int, cache_bytes: int, layer_sizes: list[int]
+) -> MemorySplit:
+    """Keep as many layers resident as fit, spread evenly, so that reading goes on meanwhile.
+
+    Args:
+        memory, outside_bytes, draft_bytes, cache_bytes: as in `MemorySplit`.
+        layer_sizes: bytes of each layer.
+
+    Raises:
+        SequoiaPlanError: if not even the ring fits.
+    """
+    num_layers, total_bytes = len(layer_sizes), sum(layer_sizes)
+    max_size = max(layer_sizes)
+    fixed_bytes = outside_bytes + draft_bytes + cache_bytes
+    if fixed_bytes + total_bytes <= memory:
+        all_layers = tuple(range(num_layers))
+        return MemorySplit(
+            memory, outside_bytes, draft_bytes, cache_bytes, 0, all_layers, total_bytes, 0
+        )
+    slot_bytes = SLOTS * max_size
+    free_bytes = memory - fixed_bytes - slot_bytes
+    if free_bytes < 0:
+        raise SequoiaPlanError(
+            f"memory: found {format_bytes(memory)}, expected at least "
+            f"{format_bytes(fixed_bytes + slot_bytes)}: {format_bytes(outside_bytes)} for "
+            f"embeddings and head, {format_bytes(draft_bytes)} for the draft, "
+            f"{format_bytes(cache_bytes)} for KV caches, {format_bytes(slot_bytes)} for {SLOTS} "
+            "layers at a time"
+        )
+    num_resident = min(free_bytes // max_size, num_layers - 1)
+    resident_layers = tuple(int((i + 0.5) * num_layers / num_resident) for i in range(num_resident))
+    resident_bytes = sum(layer_sizes[layer] for layer in resident_layers)
+    return MemorySplit(
+        memory,
+        outside_bytes,
+        draft_bytes,
+        cache_bytes,
+        slot_bytes,
+        resident_layers,
+        resident_bytes,
+        total_bytes - resident_bytes,
+    )
+
+
+def as_bytes(memory: str | int | None, device: torch.device) -> int:
+    """Bytes from a size as 300MB, 24GB, 1.5GiB or a number of bytes; None for what is free.
+
+    Raises:
+        ArgumentError: for anything else.
+    """
+    if memory is None:
+        return free_memory(device)
+    text = str(memory).strip().lower().removesuffix("b")
+    units = sorted(UNITS, key=len, reverse=True)
+    unit = next((unit for unit in units if text.endswith(unit)), "")
+    try:
+        size = float(text.removesuffix(unit)) * UNITS.get(unit, 1)
+    except ValueError:
+        size = -1
+    if not 0 < size < 1 << 60:
+        raise ArgumentError(f"memory: found {memory!r:.40}, expected a size, as 300MB or 24GB")
+    return int(size)
+
+
+def format_bytes(size: float) -> str:
+    """1500000 -> 1.5 MB"""
+    for unit, unit_bytes in (("GB", 1e9), ("MB", 1e6)):
+        if size >= unit_bytes:
+            return f"{size / unit_bytes:.3g} {unit}"
+    return f"{size / 1e3:.3g} kB"
+
+
+def free_memory(device: torch.device) -> int:
+    """Free bytes on `device`; of host memory, what the system and the control group leave."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    import psutil
+
+    free_bytes = int(psutil.virtual_memory().available)
+    cgroup = Path("/sys/fs/cgroup")
+    for limit_file, usage_file in CGROUP_FILES:
+        try:
+            limit = int((cgroup / limit_file).read_text())
+            usage = int((cgroup / usage_file).read_text())
+        except (OSError, ValueError):  # no such group, or no limit
+            continue
+        free_bytes = min(free_bytes, limit - usage)
+    return free_bytes
+
+
+def cache_bytes(model: Any) -> int:
+    """Bytes of a model's KV cache of `KV_TOKENS` tokens, or of its context if that is shorter."""
+    config = text_config(model)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    tokens = min(KV_TOKENS, getattr(config, "max_position_embeddings", None) or KV_TOKENS)
+    # a key and a value for each layer, head and token
+    num_elements = 2 * config.num_hidden_layers * heads * head_dim * tokens
+    return int(num_elements * model.dtype.itemsize)
+
+
+def own_bytes(draft: Any, target: Any) -> int:
+    """Bytes of a draft's parameters and buffers, without those that it shares with the target."""
+    target_addresses = {tensor.data_ptr() for tensor in target.parameters()}
+    return sum(
+        tensor.numel() * tensor.dtype.itemsize
+        for tensor in (*draft.parameters(), *draft.buffers())
+        if tensor.data_ptr() not in target_addresses
+    )

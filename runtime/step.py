@@ -1,0 +1,490 @@
+"""One decoding step with a token tree: draft the tree, verify it with the target, commit a path."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
+from sequoia_plan.runtime.base.cache import round_up
+from sequoia_plan.runtime.base.drawing import kernels_available
+from sequoia_plan.runtime.base.sampling import Sampling
+from sequoia_plan.runtime.base.sequence import SequenceState
+from sequoia_plan.runtime.base.tree_tensors import TreeTensors
+from sequoia_plan.runtime.capture import (
+    Graphs,
+    can_capture,
+    is_on_one_cuda_device,
+    read_back,
+    weight_addresses,
+)
+from sequoia_plan.runtime.draft.drafter import DraftedTree, Drafter, DraftPass, draft_tree
+from sequoia_plan.runtime.draft.registry import make_drafter
+from sequoia_plan.runtime.models.architecture import execution_device, text_config
+from sequoia_plan.runtime.models.forward import TreeModel
+from sequoia_plan.runtime.models.parallel import from_first, is_split, shared_seed
+from sequoia_plan.runtime.models.probe import probe
+from sequoia_plan.runtime.models.vocabulary import shared_vocabulary, vocabulary_size
+from sequoia_plan.runtime.verify import VERIFIERS, AcceptedPath, TreeIndex, greedy
+from sequoia_plan.runtime.verify import verify as verify_tree
+from sequoia_plan.runtime.verify.fused_verifier import FUSED_VERIFIERS, FusedVerifier
+
+T = TypeVar("T")
+EXTENT_MULTIPLE = {"cpu": 64, "cuda": 512}
+"""Attention's extent is a multiple of so many slots: few shapes, little waste.
+
+On CUDA each shape is a graph of its own, so beyond 1024 slots there are two shapes for each
+doubling of the length."""
+
+MAX_TREE_NODES = 4096
+"""The mask and the paths of a tree grow with the square of its size."""
+
+TARGET_NOT_FINITE, DRAFT_NOT_FINITE = -1, -2
+"""A step returns one of these for the accepted count if that model's logits were not finite."""
+
+
+class TreeStep:
+    """One decoding step with one token tree, on fixed shapes.
+
+    Calling it drafts a tree, runs one target pass over it, verifies it and commits the accepted
+    path. Each of the four parts is a method of its own. The `run` methods do the same, as CUDA
+    graphs where that is possible. Nothing in a step depends on values that the host must read.
+
+    Args:
+        target, draft, tree, tokenizer, draft_tokenizer, captured, compile: see `SequoiaDecoder`.
+
+    Attributes:
+        tree: the token tree.
+        sequence: the sequence that is being decoded, shared by all steps made by `with_tree`.
+        target: the target as a step runs it.
+        drafter: None if nothing is drafted.
+        passes: the draft's forward passes.
+        context: the target's context length, in tokens.
+        verifiers: the verifiers by name; the profiler replaces them to observe what they compute.
+        launches_ahead: launch a step before the tokens of the last one are read, so that the device
+            never waits for the host.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        draft: Any,
+        tree: TokenTree,
+        *,
+        tokenizer: Any = None,
+        draft_tokenizer: Any = None,
+        captured: bool | None = None,
+        compile: bool | str | Callable[..., Any] = False,
+    ) -> None:
+        backend = "inductor" if compile is True else compile or None
+        self.device = execution_device(target)
+        self.drafter: Drafter | None = None
+        if draft is not None and tree.size > 1:
+            self._check_same_device(draft)
+            vocabulary, d2t = shared_vocabulary(target, draft, tokenizer, draft_tokenizer)
+            self.drafter = make_drafter(draft, vocabulary, d2t, backend)
+        layers = self.drafter.aux_hidden_state_layers if self.drafter else ()
+        self.target = TreeModel(target, probe(target), aux_hidden_state_layers=layers)
+        if backend is not None:
+            self.target.compile(backend)
+        self.models = [model for model in (target, draft) if model is not None]
+        self.context = self.target.context
+        self.sequence = SequenceState(self.device)
+        self.verifiers = VERIFIERS
+        self._set_up_capture(target, draft, captured)
+        self._use(tree)
+
+    def with_tree(self, tree: TokenTree) -> TreeStep:
+        """A step with another tree that shares models, sequence and graphs with this one.
+
+        Only one of the two can be in the middle of a sequence.
+
+        Raises:
+            SequoiaPlanError: if the tree drafts and there is no draft, or the tree is too large,
+                too deep or too wide for the decoder or the draft.
+        """
+        step = copy.copy(self)
+        step._use(tree)
+        return step
+
+    def __call__(self, extent: int, sampling: Sampling) -> Tensor:
+        """One decoding step: draft a tree, verify it, commit the accepted path.
+
+        Args:
+            extent: number of slots of the KV cache that attention looks at: at least the
+                sequence's length and the tree's size together.
+
+        Returns:
+            int64 [1 + 2 * depth]: how many nodes are accepted, the root included; their numbers in
+            the tree, padded to the tree's depth; the tokens that the step adds, padded likewise.
+            The first entry is `TARGET_NOT_FINITE` or `DRAFT_NOT_FINITE` instead if logits of that
+            model were NaN or infinite.
+        """
+        self.target.prefetch()
+        drafted = self.draft(extent, sampling)
+        logits = self.forward_target(extent)
+        accepted = self.verify(logits, drafted, sampling)
+        return self.commit(accepted)
+
+    def draft(self, extent: int, sampling: Sampling) -> DraftedTree:
+        """Draft the tree; its tokens are then in the sequence.
+
+        Where the target is split over several processes, all take the first one's tokens.
+
+        Args:
+            extent: number of slots of the KV cache that attention looks at.
+        """
+        sequence = self.sequence
+        if not self.drafter or not self.passes:
+            nothing = sequence.tokens[:0]  # an empty tensor on the right device
+            return DraftedTree(nothing, nothing)
+        columns = self.tensors.columns(sequence.length, extent)
+        bits = self.random_bits(sampling)
+        drafted = draft_tree(self.drafter, self.passes, sequence, columns, sampling, bits)
+        if is_split(self.target.model):
+            slots = sequence.length + self.tensors.nodes
+            tokens = from_first(self.target.model, sequence.tokens[slots])
+            sequence.tokens.index_copy_(0, slots, tokens)
+        return drafted
+
+    def forward_target(self, extent: int) -> Tensor:
+        """The target's pass over the tree: logits [size, vocabulary].
+
+        If the draft reads hidden states of the target, the sequence has those of the tree's nodes
+        afterwards.
+
+        Args:
+            extent: number of slots of the KV cache that attention looks at.
+        """
+        sequence, tensors = self.sequence, self.tensors
+        slots = sequence.length + tensors.nodes
+        positions = sequence.length + tensors.offsets
+        mask = tensors.mask.index_select(1, tensors.columns(sequence.length, extent))
+        output = self.target(sequence.target, sequence.tokens[slots], positions, slots, mask)
+        if output.hidden_states is not None:
+            sequence.aux_hidden_states.index_copy_(0, tensors.nodes, output.hidden_states)
+        return output.logits
+
+    def verify(self, logits: Tensor, drafted: DraftedTree, sampling: Sampling) -> AcceptedPath:
+        """The accepted path and the bonus token.
+
+        Where the target is split over several processes, all use the first one's result.
+
+        Args:
+            logits: [size, vocabulary], the target's at each node.
+            drafted: what the tree's children were drawn from.
+        """
+        accepted = self._verify_locally(logits, drafted, sampling)
+        if not is_split(self.target.model):
+            return accepted
+        # one tensor, so that one message carries all: the path, one count, one bonus token
+        own_result = torch.cat([accepted.path, accepted.count, accepted.bonus])
+        first_result = from_first(self.target.model, own_result)
+        return AcceptedPath(first_result[:-2], first_result[-2:-1], first_result[-1:])
+
+    def commit(self, accepted: AcceptedPath) -> Tensor:
+        """Commit the accepted path to caches, tokens and length.
+
+        Entries of the path after the last accepted node are moved, too; the next step overwrites
+        them.
+
+        Returns:
+            What a step returns: int64 [1 + 2 * depth], how many nodes are accepted (or a code of
+            logits that are not finite), the nodes, and the tokens that the step adds.
+        """
+        sequence, length = self.sequence, self.sequence.length
+        slots = length + accepted.path
+        places = self.tensors.nodes[: self.tree.depth]  # 0, 1, ..., depth - 1
+        # the root was committed before: the step adds the tokens after it, and the bonus token
+        next_on_path = sequence.tokens[slots].roll(-1)
+        added = torch.where(places == accepted.count - 1, accepted.bonus, next_on_path)
+        sequence.target.commit(slots, length)
+        count = accepted.count
+        if self.drafter and self.passes:
+            self.drafter.commit(sequence, accepted.path)
+            count = count.where(sequence.draft.finite, DRAFT_NOT_FINITE)
+        sequence.tokens.index_copy_(0, length + 1 + places, added)
+        length += accepted.count
+        count = count.where(sequence.target.finite, TARGET_NOT_FINITE)
+        return torch.cat([count, accepted.path, added])
+
+    def prefill(self, prompt: Tensor, max_new_tokens: int, seed: int | None = None) -> None:
+        """Start a sequence: both caches hold the prompt without its last token, the first root.
+
+        Args:
+            prompt: int64 [n].
+            max_new_tokens: memory is reserved for so many tokens after the prompt.
+            seed: of the sequence's random numbers; None draws one.
+
+        Raises:
+            SequoiaPlanError: if the prompt leaves no room in the context, or the device has not
+                enough memory for the sequence.
+        """
+        self._check_prompt(prompt)
+        sequence, drafter = self.sequence, self.drafter
+        seed = shared_seed(self.target.model) if seed is None else seed
+        sequence.generator.manual_seed(seed)
+        self._reserve(min(prompt.numel() + max_new_tokens, self.context))
+        sequence.tokens[: prompt.numel()] = prompt
+        sequence.length.fill_(prompt.numel() - 1)
+        on_chunk = None
+        if drafter:
+            drafter.prefill(sequence.draft, prompt[:-1])
+            on_chunk = partial(drafter.prefill_hidden_states, sequence.draft)
+        self.target.prefill(sequence.target, prompt[:-1], on_chunk)
+
+    def extent(self, length: int) -> int:
+        """How many slots of the cache attention looks at, with the root in slot `length`.
+
+        They include the whole tree. The number is rounded up, so that passes have few shapes.
+        """
+        needed = length + self.tree.size
+        on_cuda = bool(self.graphs) or self.device.type == "cuda"
+        multiple = EXTENT_MULTIPLE["cuda" if on_cuda else "cpu"]
+        if self.graphs:
+            # a quarter of a power of two in (needed, 2 * needed]: two extents for each doubling
+            multiple = max(multiple, (1 << needed.bit_length()) // 4)
+        return round_up(needed, multiple)
+
+    def refill_random_numbers(self, sampling: Sampling) -> None:
+        """Generate the random numbers of the next step, so that the step only reads tensors."""
+        if not sampling.greedy:
+            bits = self.num_inner_nodes * self.bits_per_node(sampling)
+            self.sequence.refill_random_numbers(bits)
+
+    def bits_per_node(self, sampling: Sampling) -> int:
+        """How many random numbers drawing one node's children takes."""
+        if not self.drafter:
+            return 0
+        return sampling.drawing.columns(self.drafter.vocabulary, self.branching)
+
+    def random_bits(self, sampling: Sampling) -> Tensor:
+        """This step's random numbers: int32 [inner nodes, numbers for each]; 0 each if greedy."""
+        columns = 0 if sampling.greedy else self.bits_per_node(sampling)
+        bits = self.sequence.bits[: self.num_inner_nodes * columns]
+        return bits.view(self.num_inner_nodes, columns)
+
+    def launch(self, length: int, sampling: Sampling) -> Callable[[], list[int]]:
+        """Start a step whose root is in slot `length` or before it.
+
+        Returns:
+            A function that waits for the step and returns what it returns (see `__call__`), as a
+            list: the count, the accepted nodes, the tokens added.
+        """
+        self.refill_random_numbers(sampling)
+        return read_back(self.run(self.extent(length), sampling))
+
+    def run(self, extent: int, sampling: Sampling) -> Tensor:
+        """A step as one CUDA graph where that is possible, else part by part.
+
+        It returns what `__call__` returns. The next call overwrites that tensor.
+        """
+        if self.graphs is None or self.may_capture("step", extent, sampling):
+            return self.replay("step", lambda: self(extent, sampling), extent, sampling)
+        drafted = self.run_draft(extent, sampling)
+        logits = self.run_target(extent)
+        return self.run_verification(logits, drafted, sampling)
+
+    def run_draft(self, extent: int, sampling: Sampling) -> DraftedTree:
+        """`draft`, as a CUDA graph where that is possible."""
+        return self.replay("draft", lambda: self.draft(extent, sampling), extent, sampling)
+
+    def run_target(self, extent: int) -> Tensor:
+        """`forward_target`, as a CUDA graph where that is possible."""
+        return self.replay("target", lambda: self.forward_target(extent), extent)
+
+    def run_verification(self, logits: Tensor, drafted: DraftedTree, sampling: Sampling) -> Tensor:
+        """`verify` and `commit`, as a CUDA graph where that is possible."""
+
+        def verify_and_commit(logits: Tensor, draft_probs: Tensor, drawn: Tensor) -> Tensor:
+            """The part as a function of tensors alone, as a graph needs it."""
+            return self.commit(self.verify(logits, DraftedTree(draft_probs, drawn), sampling))
+
+        inputs = (logits, drafted.draft_probs, drafted.drawn)
+        return self.replay("verify", verify_and_commit, sampling, inputs=inputs)
+
+    def replay(
+        self,
+        part: str,
+        function: Callable[..., T],
+        *settings: Hashable,
+        inputs: tuple[Tensor, ...] = (),
+    ) -> T:
+        """`function(*inputs)`, as a CUDA graph where that is possible.
+
+        Args:
+            part: "step", "draft", "target", "verify", or another name for another function.
+            function: may read and change nothing but this step's sequence.
+            settings: what else the function depends on, beside the tree.
+            inputs: tensors that may differ from call to call.
+        """
+        if self.graphs is None or part in self.not_captured:
+            return function(*inputs)
+        if self.graphs.version != self.sequence.version:
+            self.graphs.clear(self.sequence.version)
+        key = (part, self.tree, *settings)
+        return self.graphs(
+            key, function, lambda: self.sequence.state_of_step(self.tree.size), inputs
+        )
+
+    def may_capture(self, part: str, *settings: Hashable) -> bool:
+        """True unless capture failed or is excluded for this part."""
+        has_failed = self.graphs and (part, self.tree, *settings) in self.graphs.failed
+        return part not in self.not_captured and not has_failed
+
+    def uses_fused_verifier(self, sampling: Sampling) -> bool:
+        """True if kernels that walk on the device verify the tree, and not tensor operations."""
+        if self.fused_verifier is None or self.verifiers is not VERIFIERS:
+            return False
+        return sampling.greedy or sampling.verifier in FUSED_VERIFIERS
+
+    def _verify_locally(
+        self, logits: Tensor, drafted: DraftedTree, sampling: Sampling
+    ) -> AcceptedPath:
+        """The accepted path and the bonus token as this process computes them.
+
+        Kernels verify where they can, else tensor operations do.
+
+        Args:
+            logits: [size, vocabulary], the target's at each node.
+            drafted: what the tree's children were drawn from.
+        """
+        sequence = self.sequence
+        fused = self.fused_verifier if self.uses_fused_verifier(sampling) else None
+        if sampling.greedy:
+            tokens = sequence.tokens[sequence.length + self.tensors.nodes]
+            if fused:
+                return fused.greedy(logits, tokens)
+            return greedy(logits.argmax(-1), tokens, self.index)
+        draft_probs, drawn, uniforms = drafted.draft_probs, drafted.drawn, sequence.uniforms
+        if fused:
+            return fused.verify(sampling.verifier, logits, sampling, draft_probs, drawn, uniforms)
+
+        def target_probs(nodes: Tensor) -> Tensor:
+            """int64 [k] -> float [k, vocabulary]: the target's probabilities after these nodes."""
+            return sampling.target_probs(logits.index_select(0, nodes))
+
+        verifier = self.verifiers[sampling.verifier]
+        d2t = self.drafter.d2t if self.drafter else None
+        return verify_tree(verifier, target_probs, draft_probs, drawn, self.index, uniforms, d2t)
+
+    def _use(self, tree: TokenTree) -> None:
+        """Set everything that depends on the tree."""
+        self._check_tree(tree)
+        self.tree, drafter = tree, self.drafter
+        self.branching = tree.branching  # a plain int, which a trace of a step takes as constant
+        self.tensors = TreeTensors.of(tree, self.device, self.target.model.dtype)
+        self.index = TreeIndex.of(tree, self.device)
+        self.passes: tuple[DraftPass, ...] = drafter.passes(tree, self.tensors) if drafter else ()
+        self.num_inner_nodes = sum(draft_pass.num_parents for draft_pass in self.passes)
+        self.fused_verifier: FusedVerifier | None = None
+        if kernels_available(self.device) and is_on_one_cuda_device(self.target.model):
+            d2t = drafter.d2t if drafter else None
+            # the target's vocabulary is read only where the draft's is another
+            vocabulary = vocabulary_size(self.target.model) if d2t is not None else 0
+            self.fused_verifier = FusedVerifier(tree, self.device, d2t, vocabulary)
+
+    def _set_up_capture(self, target: Any, draft: Any, captured: bool | None) -> None:
+        """Decide which parts of a step are captured as CUDA graphs.
+
+        Args:
+            captured: the user's choice: True captures every part, False none, None those that can
+                be captured, if the models are on one CUDA device.
+        """
+        possible = {
+            "draft": draft is None or can_capture(draft),
+            "target": can_capture(target),
+            "verify": is_on_one_cuda_device(target),
+        }
+        possible["step"] = all(possible.values())
+        impossible = {part for part, is_possible in possible.items() if not is_possible}
+        self.not_captured: set[str] = set() if captured else impossible
+        if captured is None:
+            captured = possible["verify"] and (possible["draft"] or possible["target"])
+        self.graphs = Graphs(self.device) if captured else None
+        self.launches_ahead = captured
+
+    def _reserve(self, max_length: int) -> None:
+        """Reserve memory for a sequence of up to `max_length` tokens, and for the tree after it.
+
+        Raises:
+            SequoiaPlanError: if the device has not enough memory.
+        """
+        sequence, drafter = self.sequence, self.drafter
+        new_draft_cache = drafter.new_cache if drafter else None
+        sequence.reserve(self.extent(max_length), self.target.new_cache, new_draft_cache)
+        if drafter and drafter.aux_hidden_state_layers:
+            model = self.target.model
+            width = len(drafter.aux_hidden_state_layers) * text_config(model).hidden_size
+            sequence.reserve_aux_hidden_states(self.tree.size, width, model.dtype)
+        if self.graphs:
+            sequence.note_weight_addresses(weight_addresses(self.models))
+
+    def _check_same_device(self, draft: Any) -> None:
+        """Raise SequoiaPlanError unless the draft computes where the target takes its input."""
+        draft_device = execution_device(draft)
+        if draft_device != self.device:
+            raise SequoiaPlanError(
+                f"draft: on {draft_device}, the target takes its input on {self.device}; move the "
+                "draft there"
+            )
+
+    def _check_tree(self, tree: TokenTree) -> None:
+        """Check that the draft can draft `tree`, and that the decoder can hold it.
+
+        The draft's vocabulary limits the children of one node, some drafts limit the number of
+        levels, and `MAX_TREE_NODES` limits the number of nodes.
+
+        Raises:
+            SequoiaPlanError: naming the first limit that the tree exceeds.
+        """
+        drafter = self.drafter
+        if drafter is None and tree.size > 1:
+            raise SequoiaPlanError(
+                f"a tree of {tree.size} nodes needs a draft model; only a tree of one node decodes "
+                "without"
+            )
+        if drafter and tree.branching > drafter.vocabulary:
+            raise SequoiaPlanError(
+                f"tree: {tree.branching} children of one node, more than the draft's vocabulary "
+                "holds"
+            )
+        max_depth = drafter.drafting.max_depth if drafter else None  # None: any depth
+        if max_depth and tree.depth > max_depth:
+            raise SequoiaPlanError(
+                f"tree: {tree.depth} levels, the draft reaches {max_depth}; solve with its own "
+                f"profile, or with --depth {max_depth}"
+            )
+        if tree.size > MAX_TREE_NODES:
+            raise SequoiaPlanError(
+                f"tree: {tree.size} nodes, expected at most {MAX_TREE_NODES} to decode with; solve "
+                "with a smaller --budget"
+            )
+
+    def _check_prompt(self, prompt: Tensor) -> None:
+        """Check that the target has the prompt's tokens, and room for one more in its context.
+
+        Args:
+            prompt: int64 [n].
+
+        Raises:
+            SequoiaPlanError: if it does not.
+        """
+        lowest, highest = int(prompt.min()), int(prompt.max())
+        max_token_id = self.target.max_token_id
+        if lowest < 0 or highest > max_token_id:
+            wrong = highest if highest > max_token_id else lowest
+            raise ArgumentError(
+                f"prompt: found the token {wrong}, expected 0 to {max_token_id}, the target's "
+                "embeddings; was it made by another tokenizer?"
+            )
+        if prompt.numel() >= self.context:
+            raise SequoiaPlanError(
+                f"prompt: {prompt.numel()} tokens, expected at most {self.context - 1} (the "
+                "model's context less one new token); shorten it"
+            )

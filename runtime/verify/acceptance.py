@@ -1,0 +1,127 @@
+"""From probabilities to a sampled path: where the accepted path ends, and the bonus token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sequoia_plan.runtime.base.drawing import draw_tokens
+from sequoia_plan.runtime.verify.tree_index import TreeIndex, VerificationOrder
+
+TargetProbs = Callable[[Tensor], Tensor]
+"""Maps nodes to the target's probabilities after them: int64 [k] -> float [k, vocabulary].
+
+It is called for a leaf only if the accepted path ends there."""
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """The probabilities of each path and bonus token, given the drawn tree; `sample_path` samples.
+
+    Args:
+        end_probs: float64 [size], the probability that the accepted path ends at each node, given
+            the tokens drawn.
+        residual_probs: maps places in `order` (int64 [k]) to the residual distribution of the node
+            at each place (float [k, draft vocabulary], not normalised): the bonus token's, if the
+            path ends there. For tokens that the draft's vocabulary lacks, it is the target's
+            distribution, in the same units. None if the tree has no inner node.
+        order: the order of the inner nodes that `residual_probs` uses.
+    """
+
+    end_probs: Tensor
+    residual_probs: Callable[[Tensor], Tensor] | None
+    order: VerificationOrder
+
+    def bonus_probs(
+        self, end: Tensor, target_probs: TargetProbs, index: TreeIndex, d2t: Tensor | None = None
+    ) -> Tensor:
+        """The bonus token's distribution if the path ends at `end`; the target's at a leaf.
+
+        Args:
+            end: int64 [1], a node.
+
+        Returns:
+            float [1, vocabulary], not normalised.
+        """
+        probs = target_probs(end)
+        if self.residual_probs is None:
+            return probs
+        residual = self.residual_probs(self.order.place_of_node[end])
+        if d2t is not None:
+            residual = probs.index_copy(1, d2t, residual)
+        # only rounding leads to a residual of mass 0: a child was certain to be accepted
+        has_mass = residual.sum(-1, keepdim=True) > 0
+        is_inner = (index.child_count[end] > 0)[:, None]
+        return torch.where(is_inner & has_mass, residual, probs)
+
+
+@dataclass(frozen=True)
+class AcceptedPath:
+    """The result of one step of verification, in fixed shapes.
+
+    Args:
+        path: int64 [depth], the accepted nodes from the root on, padded with the root.
+        count: int64 [1], how many nodes of `path` are accepted, the root included.
+        bonus: int64 [1], the token that the target adds after the last accepted node.
+    """
+
+    path: Tensor
+    count: Tensor
+    bonus: Tensor
+
+
+def sample_path(
+    acceptance: Acceptance,
+    target_probs: TargetProbs,
+    index: TreeIndex,
+    uniforms: Tensor,
+    d2t: Tensor | None = None,
+) -> AcceptedPath:
+    """Sample the end of the path and the bonus token by inversion.
+
+    The ends are laid out in post-order. A walk from the root down that gives each child its
+    interval, as in `kernels.py`, then finds the same end for the same uniform number.
+
+    Args:
+        uniforms: float64 [2] in [0, 1), for the end of the path and for the bonus token.
+    """
+    ordered_end_probs = acceptance.end_probs[index.post_order]
+    end = index.post_order[draw_tokens(ordered_end_probs, uniforms[:1])]
+    bonus_probs = acceptance.bonus_probs(end, target_probs, index, d2t)
+    bonus = draw_tokens(bonus_probs[0], uniforms[1:])
+    return AcceptedPath(index.paths[end][0], index.offsets[end] + 1, bonus)
+
+
+def end_probs_from_root(child_probs: Tensor, index: TreeIndex) -> Tensor:
+    """float64 [size]: `Acceptance.end_probs` of a verifier that walks from the root down.
+
+    Args:
+        child_probs: float [inner nodes, branching] in the order of `index.together`, the
+            probability that the walk goes on to each child once it is at the parent; 0 where
+            there is no such child.
+    """
+    step_probs = child_probs.new_ones(index.size, dtype=torch.float64)
+    step_probs[1:] = child_probs.double().flatten()[index.together.cells]
+    stop_probs = child_probs.new_ones(index.size, dtype=torch.float64)
+    stop_probs[index.together.nodes] = (1 - child_probs.double().sum(-1)).clamp(min=0)
+    return step_probs[index.paths].prod(-1) * stop_probs
+
+
+def first_accepted_probs(accept_probs: Tensor) -> Tensor:
+    """float64 [inner nodes, branching]: the probability that each child is the first accepted one.
+
+    Args:
+        accept_probs: float [inner nodes, branching], the probability that each child is accepted
+            once its earlier siblings are rejected.
+    """
+    accept_probs = accept_probs.double()
+    return accept_probs * exclusive_cumprod(1 - accept_probs)
+
+
+def exclusive_cumprod(factors: Tensor) -> Tensor:
+    """The product of all earlier entries along the last dimension; 1 for the first entry."""
+    ones = torch.ones_like(factors[..., :1])
+    return torch.cat([ones, factors[..., :-1]], -1).cumprod(-1)

@@ -1,0 +1,194 @@
+"""The structure of a token tree as tensors, and orders in which its nodes can be verified."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sequoia_plan.artifacts import TokenTree
+
+
+@dataclass(frozen=True)
+class VerificationOrder:
+    """The inner nodes (those that have children) in an order in which they can be verified.
+
+    The position of a node in this order is its place. The nodes are in groups, which are verified
+    one after the other. Within a group, the nodes with the most children come first: the nodes that
+    have a child of some rank are then a slice, and updates of them are in place.
+
+    A cell is the index of a child in a flattened table with one entry per inner node and rank.
+
+    Args:
+        nodes: int64 [inner nodes], the node at each place.
+        draft_rows: int64 [inner nodes], the row of the node at each place in `draft_probs` and
+            `drawn`, whose rows are in the order of the nodes.
+        place_of_node: int64 [size]; 0 for a leaf.
+        cells: int64 [size - 1], the cell of every node but the root in a table [inner nodes,
+            branching].
+        cells_by_rank: int64 [size - 1], the same in a table [branching, inner nodes].
+        has_child: bool [inner nodes, branching], true if the node has a child of that rank.
+        groups: for each group and each rank, the places of the nodes that have a child of that
+            rank.
+        group_cells: for each group, the `cells_by_rank` of its nodes (int64 [nodes]); None for the
+            first group, which contains the root.
+    """
+
+    nodes: Tensor
+    draft_rows: Tensor
+    place_of_node: Tensor
+    cells: Tensor
+    cells_by_rank: Tensor
+    has_child: Tensor
+    groups: tuple[tuple[slice, ...], ...]
+    group_cells: tuple[Tensor | None, ...]
+
+    @classmethod
+    def of(
+        cls, tree: TokenTree, group_of_node: np.ndarray, device: torch.device | str
+    ) -> VerificationOrder:
+        """The order of the inner nodes of `tree`: by group, then by number of children.
+
+        Args:
+            group_of_node: int [size], ascending numbers of groups, the root's first.
+        """
+        inner = np.flatnonzero(tree.child_count)
+        draft_rows = np.lexsort((-tree.child_count[inner], group_of_node[inner]))
+        nodes = inner[draft_rows]
+        counts = tree.child_count[nodes]
+        place_of_node = np.zeros(tree.size, np.int64)
+        place_of_node[nodes] = np.arange(nodes.size)
+        parent_places = place_of_node[tree.parents[1:]]
+        ranks = tree.ranks[1:] - 1
+        cells_by_rank = ranks * nodes.size + parent_places
+
+        groups: list[tuple[slice, ...]] = []
+        group_cells: list[Tensor | None] = []
+        for group in np.unique(group_of_node[nodes]):
+            places = np.flatnonzero(group_of_node[nodes] == group)
+            start, group_counts = int(places[0]), counts[places]
+            ends = [
+                start + int((group_counts > rank).sum()) for rank in range(int(group_counts[0]))
+            ]
+            groups.append(tuple(slice(start, end) for end in ends))
+            is_first = start == 0  # it contains the root, which has no cell
+            own_cells = None if is_first else _tensor(cells_by_rank[nodes[places] - 1], device)
+            group_cells.append(own_cells)
+
+        has_child = np.arange(tree.branching) < counts[:, None]
+        return cls(
+            nodes=_tensor(nodes, device),
+            draft_rows=_tensor(draft_rows, device),
+            place_of_node=_tensor(place_of_node, device),
+            cells=_tensor(parent_places * tree.branching + ranks, device),
+            cells_by_rank=_tensor(cells_by_rank, device),
+            has_child=torch.as_tensor(has_child, device=device),
+            groups=tuple(groups),
+            group_cells=tuple(group_cells),
+        )
+
+
+@dataclass(frozen=True)
+class TreeIndex:
+    """The structure of a token tree as int64 tensors on one device.
+
+    Args:
+        size: the number of nodes.
+        depth: the number of levels.
+        child_count: [size].
+        parents: [size - 1], the parent of every node but the root.
+        offsets: [size], how many positions each node is after the root.
+        paths: [size, depth], the nodes from the root to each node, padded with the root.
+        post_order: [size], the nodes, children before their parent and siblings in draw order.
+        together: the inner nodes as one group.
+        by_level: the inner nodes as one group for each level.
+    """
+
+    size: int
+    depth: int
+    child_count: Tensor
+    parents: Tensor
+    offsets: Tensor
+    paths: Tensor
+    post_order: Tensor
+    together: VerificationOrder
+    by_level: VerificationOrder
+
+    @classmethod
+    def of(cls, tree: TokenTree, device: torch.device | str = "cpu") -> TreeIndex:
+        """The structure of `tree` on `device`."""
+        paths = np.zeros((tree.size, tree.depth), np.int64)
+        for node in range(1, tree.size):
+            paths[node] = paths[tree.parents[node]]
+            paths[node, tree.position_ids[node]] = node
+        return cls(
+            size=tree.size,
+            depth=tree.depth,
+            child_count=_tensor(tree.child_count, device),
+            parents=_tensor(tree.parents[1:], device),
+            offsets=_tensor(tree.position_ids, device),
+            paths=_tensor(paths, device),
+            post_order=_tensor(_post_order(tree), device),
+            together=VerificationOrder.of(tree, np.zeros(tree.size, np.int64), device),
+            by_level=VerificationOrder.of(tree, tree.position_ids, device),
+        )
+
+    @classmethod
+    def stars(cls, roots: int, children: int, device: torch.device | str = "cpu") -> TreeIndex:
+        """So many one-level trees side by side, to verify independent nodes at once.
+
+        Nodes 0 to roots - 1 are the roots, then each root's children follow. This is for verifiers
+        that use `together`. In their `Acceptance.end_probs`, those of each root and its children
+        add up to 1.
+        """
+        root_nodes = np.arange(roots)
+        child = np.arange(roots * children)  # numbers the children only
+        parent, rank = child // children, child % children
+        size = roots + child.size
+        no_child, no_root = np.zeros(child.size, np.int64), np.zeros(roots, np.int64)
+        # every root but the first has an entry where other trees have none: 0 pads
+        order = VerificationOrder(
+            nodes=_tensor(root_nodes, device),
+            draft_rows=_tensor(root_nodes, device),
+            place_of_node=_tensor(np.append(root_nodes, no_child), device),
+            cells=_tensor(np.append(no_root[1:], child), device),
+            cells_by_rank=_tensor(rank * roots + parent, device),
+            has_child=torch.ones(roots, children, dtype=torch.bool, device=device),
+            groups=((slice(0, roots),) * children,),
+            group_cells=(None,),
+        )
+        # node 0 pads the paths: `end_probs` takes the probability to reach it as 1
+        paths = np.append(no_root, roots + child)[:, None]
+        return cls(
+            size=size,
+            depth=2,
+            child_count=_tensor(np.append(np.full(roots, children), no_child), device),
+            parents=_tensor(np.append(no_root[1:], parent), device),
+            offsets=_tensor(np.append(no_root, no_child + 1), device),
+            paths=_tensor(paths, device),
+            post_order=_tensor(np.arange(size), device),
+            together=order,
+            by_level=order,
+        )
+
+
+def _post_order(tree: TokenTree) -> list[int]:
+    """The nodes, children before their parent and siblings in draw order.
+
+    It is the reverse of a walk that visits parents first and later siblings before earlier ones.
+    """
+    visited, stack = [], [0]
+    while stack:
+        node = stack.pop()
+        visited.append(node)
+        first_child = tree.first_child[node]
+        stack.extend(range(first_child, first_child + tree.child_count[node]))
+    return visited[::-1]
+
+
+def _tensor(values: Any, device: torch.device | str) -> Tensor:
+    """The values as int64 on `device`."""
+    return torch.as_tensor(np.asarray(values, np.int64), device=device)
