@@ -1,11 +1,14 @@
-"""Does the plan for vLLM hold? Plans with the embedded pair in a real vLLM, then measures the whole grid of lengths and batch sizes.
+"""Compares plans for vLLM with measurements of the whole grid of lengths and batch sizes.
 
-    python benchmarks/engine.py --python .venv-engines/bin/python --target target --draft draft -o engine-vllm.json
+    python benchmarks/engine.py --python .venv-engines/bin/python --target target --draft draft \\
+        -o engine-vllm.json
 
-The folders are what `sequoia-plan export --format hf` writes. The plan is made of every second built-in prompt, the grid of the others. In
-every repeat the lengths take turns, in two groups of engines that both hold plain decoding, since seven engines are too many for the memory;
-the engine that follows the plan's schedule comes after them. It is measured cell by cell: a run that was stopped goes on where it was, from
-the file beside the output. vLLM's environment variables are taken as they are set.
+A real vLLM runs the embedded target and draft; `sequoia-plan export --format hf` writes their
+folders. The plan is made of every second built-in prompt, and the grid is measured on the others.
+In every repeat the lengths alternate. They are in two groups of engines that both contain plain
+decoding, since seven engines do not fit in memory. The engine with the plan's schedule comes last.
+Each run is saved beside the output, and a benchmark that was stopped continues from there. vLLM's
+environment variables are taken as they are set.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,137 +31,315 @@ from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load, measuring_half
 from sequoia_plan.planner.engines import planning, vllm
 
-BATCHES, MOST, REPEATS = [1, 4, 16], 6, 3
+BATCHES = [1, 4, 16]
+MAX_LENGTH = 6
+"""Maximum number of speculative tokens."""
+REPEATS = 3
 GROUPS = [[0, 1, 2, 3], [0, 4, 5, 6]]
-PROMPTS, TOKENS = 48, 32
-ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 16, "max_num_batched_tokens": 1024}
-NOTED = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS")
+"""Lengths whose engines are in memory together."""
+NUM_PROMPTS = 48
+"""Prompts to measure on, and as many to verify on."""
+NUM_TOKENS = 32
+"""New tokens of a prompt."""
+ENGINE_OPTIONS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 1024,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 1024,
+}
+ENVIRONMENT_VARIABLES = (
+    "VLLM_CPU_KVCACHE_SPACE",
+    "VLLM_CPU_OMP_THREADS_BIND",
+    "OMP_NUM_THREADS",
+)
+"""Variables that the output records."""
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """Engines that are measured together.
+
+    Args:
+        name: "grid", or "schedule" for the engine with the plan's schedule.
+        lengths: numbers of speculative tokens.
+        config: further entries of the speculative config.
+    """
+
+    name: str
+    lengths: list[int]
+    config: dict[str, Any]
+
+
+class Benchmark:
+    """The benchmark's models and prompts, and the runs so far, which a journal file keeps."""
+
+    def __init__(self, python: str, target: str, draft: str, journal: Path) -> None:
+        prompts = load(BUILT_IN)
+        measuring = measuring_half(prompts)[:NUM_PROMPTS]
+        held_out = held_out_half(prompts)[:NUM_PROMPTS]
+        texts = [prompt.text for prompt in (*measuring, *held_out)]
+        self.python = python
+        self.target = target
+        self.workload = vllm.Workload(texts, NUM_TOKENS)
+        self.held_out = list(range(len(texts) // 2, len(texts)))
+        self.config = vllm.speculative_config("draft_model", draft, {})
+        self.journal = journal
+        self.state: dict[str, Any] = {"plan": None, "starts": {}, "runs": []}
+        if journal.exists():
+            self.state = json.loads(journal.read_text())
+
+    def save(self) -> None:
+        write_atomically(self.journal, json.dumps(self.state).encode())
+
+    def pool(self, config: dict[str, Any]) -> vllm.EnginePool:
+        """An empty pool of engines, with further entries of the speculative config."""
+        return vllm.EnginePool(
+            self.python,
+            self.target,
+            self.workload,
+            {**self.config, **config},
+            ENGINE_OPTIONS,
+            max_engines=4,
+            report_status=lambda text: print(text, flush=True),
+        )
+
+    def plan(self) -> EnginePlan:
+        """Returns the plan in the journal; measures and saves it if there is none."""
+        if self.state["plan"] is None:
+            with self.pool({}) as pool:
+                acceptance, steps, seconds = planning.measure(
+                    pool, BATCHES, MAX_LENGTH, range(NUM_PROMPTS)
+                )
+                plan = planning.make_plan(
+                    acceptance,
+                    steps,
+                    BATCHES,
+                    MAX_LENGTH,
+                    lambda schedule: vllm.launch_options(
+                        self.config, schedule, accepts_schedule=True
+                    ),
+                    engine="vllm",
+                    version=pool.info["version"],
+                    method="draft_model",
+                    seconds=seconds,
+                )
+            self.state["plan"] = plan.to_dict()
+            self.save()
+        return EnginePlan.from_dict(self.state["plan"], "plan")
+
+    def measure(self, group: EngineGroup, repeat: int) -> None:
+        """Runs each batch size and length of a group, unless the journal has the run."""
+        lengths = str(group.lengths)
+        saved_runs = {
+            (run["arm"], run["group"], run["repeat"], run["batch"], run["length"])
+            for run in self.state["runs"]
+        }
+        cells = []
+        for batch in BATCHES:
+            ordered = group.lengths if (repeat + batch) % 2 else group.lengths[::-1]
+            cells += [(batch, length) for length in ordered]
+        missing = [cell for cell in cells if (group.name, lengths, repeat, *cell) not in saved_runs]
+        if not missing:
+            return
+        with self.pool(group.config) as pool:
+            start_time = time.perf_counter()
+            pool.ensure_running(group.lengths)
+            start_seconds = time.perf_counter() - start_time
+            self.state["starts"][f"{group.name} {lengths} {repeat}"] = start_seconds
+            for length in group.lengths:  # the first passes of every batch size take longer
+                for batch in BATCHES:
+                    prompts = planning.run_prompts(self.held_out, batch)
+                    pool.run(length, batch, prompts, steps=2)
+            for batch, length in missing:
+                start_time = time.perf_counter()
+                run = pool.run(length, batch, planning.run_prompts(self.held_out, batch))
+                row = {
+                    "arm": group.name,
+                    "group": lengths,
+                    "repeat": repeat,
+                    "batch": batch,
+                    "length": length,
+                    "wall": time.perf_counter() - start_time,
+                    "seconds": run.seconds,
+                    "steps": run.steps,
+                    "tokens": run.tokens,
+                }
+                self.state["runs"].append(row)
+                tokens_per_step = run.tokens / run.steps / batch
+                print(
+                    f"repeat {repeat} batch {batch} length {length}: "
+                    f"{run.throughput:.1f} tokens/s, {tokens_per_step:.3f} a step",
+                    flush=True,
+                )
+                self.save()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--python", required=True, help="the Python that has vLLM")
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft", required=True)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--repeats", type=int, default=REPEATS)
-    given = parser.parse_args()
-    journal = given.output.with_suffix(".part.json")
-    state: dict[str, Any] = json.loads(journal.read_text()) if journal.exists() else {"plan": None, "starts": {}, "runs": []}
-
-    def keep() -> None:
-        write_atomically(journal, json.dumps(state).encode())
-
-    every = load(BUILT_IN)
-    prompts = [each.text for each in (*measuring_half(every)[:PROMPTS], *held_out_half(every)[:PROMPTS])]
-    held_out = list(range(len(prompts) // 2, len(prompts)))
-    speculative = vllm.config("draft_model", given.draft, {})
-
-    def engines(more: dict[str, Any]) -> vllm.Engines:
-        work = vllm.Work(prompts, TOKENS)
-        return vllm.Engines(given.python, given.target, work, {**speculative, **more}, ENGINE, 4, lambda text: print(text, flush=True))
-
-    if state["plan"] is None:
-        with engines({}) as running:
-            acceptance, steps, seconds = planning.measure(running, BATCHES, MOST, range(PROMPTS))
-            known = {"engine": "vllm", "version": running.facts["version"], "method": "draft_model", "seconds": seconds}
-            plan = planning.decide(acceptance, steps, BATCHES, MOST, lambda ranges: vllm.lines(speculative, ranges, True), **known)
-        state["plan"] = plan.facts()
-        keep()
-    plan = EnginePlan.read(state["plan"], "plan")
-    schedule = {vllm.SCHEDULE: [[each.first, each.last, each.speculative_tokens] for each in plan.schedule]}
-    longest = max(each.speculative_tokens for each in plan.schedule)
-    arms: list[tuple[str, list[int], dict[str, Any]]] = [("grid", group, {}) for group in GROUPS]
-    if longest and len(plan.schedule) > 1:
-        arms.append(("schedule", [longest], schedule))
-    for repeat in range(given.repeats):
-        for name, group, more in arms:
-            cells = [(batch, length) for batch in BATCHES for length in (group if (repeat + batch) % 2 else group[::-1])]
-            places = {(run["arm"], run["group"], run["repeat"], run["batch"], run["length"]) for run in state["runs"]}
-            missing = [cell for cell in cells if (name, str(group), repeat, *cell) not in places]
-            if not missing:
-                continue
-            with engines(more) as running:
-                began = time.perf_counter()
-                running.use(group)
-                state["starts"][f"{name} {group} {repeat}"] = time.perf_counter() - began
-                for length in group:  # the first passes of every batch size take longer
-                    for batch in BATCHES:
-                        running.run(length, batch, planning.share(held_out, batch), steps=2)
-                for batch, length in missing:
-                    began = time.perf_counter()
-                    run = running.run(length, batch, planning.share(held_out, batch))
-                    wall = time.perf_counter() - began
-                    facts = {"arm": name, "group": str(group), "repeat": repeat, "batch": batch, "length": length, "wall": wall}
-                    state["runs"].append({**facts, "seconds": run.seconds, "steps": run.steps, "tokens": run.tokens})
-                    print(
-                        f"repeat {repeat} batch {batch} length {length}: {run.throughput:.1f} tokens/s, {run.tokens / run.steps / batch:.3f} a step", flush=True
-                    )
-                    keep()
-    write_atomically(given.output, (json.dumps(report(plan, state), indent=1) + "\n").encode())
+    arguments = parser.parse_args()
+    journal = arguments.output.with_suffix(".part.json")
+    benchmark = Benchmark(arguments.python, arguments.target, arguments.draft, journal)
+    plan = benchmark.plan()
+    groups = [EngineGroup("grid", lengths, {}) for lengths in GROUPS]
+    max_length = max(entry.speculative_tokens for entry in plan.schedule)
+    if max_length and len(plan.schedule) > 1:
+        schedule = [[entry.first, entry.last, entry.speculative_tokens] for entry in plan.schedule]
+        groups.append(EngineGroup("schedule", [max_length], {vllm.SCHEDULE_KEY: schedule}))
+    for repeat in range(arguments.repeats):
+        for group in groups:
+            benchmark.measure(group, repeat)
+    text = json.dumps(report(plan, benchmark.state), indent=1) + "\n"
+    write_atomically(arguments.output, text.encode())
     journal.unlink()
 
 
 def report(plan: EnginePlan, state: dict[str, Any]) -> dict[str, Any]:
-    """The plan with what was measured in its cells, and what became of the three promises."""
-    runs: dict[tuple[int, int], list[vllm.Run]] = {}
-    scheduled: dict[tuple[int, int], list[vllm.Run]] = {}
-    for each in state["runs"]:
-        run = vllm.Run(each["seconds"], each["steps"], each["tokens"], [], {}, {})
-        (runs if each["arm"] == "grid" else scheduled).setdefault((each["batch"], each["length"]), []).append(run)
-    plan = planning.with_measured(replace(plan, target="SmolLM2-135M-Instruct", draft="the embedded draft", lines=()), runs)
-    known = [cell for cell in plan.cells if cell.measured]
-    off = {f"{cell.batch}x{cell.speculative_tokens}": cell.throughput / cell.measured.throughput - 1 for cell in known if cell.measured}
-    chosen = {}
-    for batch in plan.batches:
-        seen = {cell.speculative_tokens: cell.measured.throughput for cell in plan.at(batch) if cell.measured}
-        best = max(seen, key=lambda length: seen[length])
-        length = plan.best(batch).speculative_tokens
-        follows = scheduled.get((batch, max(each.speculative_tokens for each in plan.schedule)))
-        chosen[batch] = {
-            "chosen": length,
-            "best": best,
-            "chosen_over_best": seen[length] / seen[best],
-            "chosen_over_none": seen[length] / seen[0],
-            "schedule_over_chosen": vllm.measured_cell(follows, batch).throughput / seen[length] if follows else None,
-        }
-    ratios = {f"{batch}x{length}": _ratios(state["runs"], batch, length) for batch, length in runs if length}
-    promised = {f"{cell.batch}x{cell.speculative_tokens}": cell.speedup for cell in known}
-    speedups = {name: promised[name] / statistics.median(found) - 1 for name, found in ratios.items()}
-    once = sum(seconds for name, seconds in state["starts"].items() if name.startswith("grid") and name.endswith(" 0"))
-    grid = once + sum(run["wall"] for run in state["runs"] if run["arm"] == "grid")
+    """The plan with measurements in its cells, and how well its predictions hold."""
+    grid_runs = _runs_by_cell(state["runs"], "grid")
+    scheduled_runs = _runs_by_cell(state["runs"], "schedule")
+    plan = replace(plan, target="SmolLM2-135M-Instruct", draft="the embedded draft", lines=())
+    plan = planning.add_measurements(plan, grid_runs)
+    measured_cells = [cell for cell in plan.cells if cell.measured]
+    throughput_errors = {
+        _cell_name(cell.batch, cell.speculative_tokens): (
+            cell.throughput / cell.measured.throughput - 1
+        )
+        for cell in measured_cells
+        if cell.measured
+    }
+    measured_speedups = {
+        _cell_name(batch, length): _speedups(state["runs"], batch, length)
+        for batch, length in grid_runs
+        if length
+    }
+    predicted_speedups = {
+        _cell_name(cell.batch, cell.speculative_tokens): cell.speedup for cell in measured_cells
+    }
+    speedup_errors = {
+        name: predicted_speedups[name] / statistics.median(speedups) - 1
+        for name, speedups in measured_speedups.items()
+    }
+    grid_seconds = _grid_seconds(state)
     return {
-        "machine": {"processor": _processor(), "threads": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count())), "python": platform.python_version()},
-        "environment": {name: os.environ[name] for name in NOTED if name in os.environ},
-        "engine": {"name": "vllm", "version": plan.version, **ENGINE},
-        "seconds": {"planning": plan.seconds, "grid": grid, "planning_over_grid": plan.seconds / grid},
-        "chosen": chosen,
-        "within_10_percent": sum(abs(each) <= 0.1 for each in off.values()),
-        "cells": len(off),
-        "predicted_over_measured_less_1": {name: round(each, 4) for name, each in off.items()},
-        "speedup": {
-            "what": "over no speculation, measured in the same group and repeat, which a drift of the machine's speed does not reach",
-            "within_10_percent": sum(abs(each) <= 0.1 for each in speedups.values()),
-            "cells": len(speedups),
-            "predicted_over_measured_less_1": {name: round(each, 4) for name, each in speedups.items()},
-            "measured": {name: [round(each, 4) for each in found] for name, found in ratios.items()},
+        "machine": {
+            "processor": _processor(),
+            "threads": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count())),
+            "python": platform.python_version(),
         },
-        "plan": plan.facts(),
+        "environment": {
+            name: os.environ[name] for name in ENVIRONMENT_VARIABLES if name in os.environ
+        },
+        "engine": {"name": "vllm", "version": plan.version, **ENGINE_OPTIONS},
+        "seconds": {
+            "planning": plan.seconds,
+            "grid": grid_seconds,
+            "planning_over_grid": plan.seconds / grid_seconds,
+        },
+        "chosen": {batch: _choice(plan, batch, scheduled_runs) for batch in plan.batches},
+        **_error_summary(throughput_errors),
+        "speedup": {
+            "what": "over no speculation, measured in the same group and repeat, "
+            "which a drift of the machine's speed does not reach",
+            **_error_summary(speedup_errors),
+            "measured": {
+                name: [round(speedup, 4) for speedup in speedups]
+                for name, speedups in measured_speedups.items()
+            },
+        },
+        "plan": plan.to_dict(),
         "runs": state["runs"],
         "starts": state["starts"],
     }
 
 
-def _ratios(runs: list[dict[str, Any]], batch: int, length: int) -> list[float]:
-    """Throughput over that without speculation, of each repeat."""
-    at = {(run["group"], run["repeat"], run["length"]): run["tokens"] / run["seconds"] for run in runs if run["arm"] == "grid" and run["batch"] == batch}
-    return [speed / at[group, repeat, 0] for (group, repeat, each), speed in at.items() if each == length and (group, repeat, 0) in at]
+def _runs_by_cell(
+    rows: list[dict[str, Any]], name: str
+) -> dict[tuple[int, int], list[vllm.EngineRun]]:
+    """Runs of the groups with a name, by (batch, length)."""
+    runs: dict[tuple[int, int], list[vllm.EngineRun]] = {}
+    for row in rows:
+        if row["arm"] == name:
+            run = vllm.EngineRun(row["seconds"], row["steps"], row["tokens"], [], {}, {})
+            runs.setdefault((row["batch"], row["length"]), []).append(run)
+    return runs
+
+
+def _cell_name(batch: int, length: int) -> str:
+    return f"{batch}x{length}"
+
+
+def _choice(
+    plan: EnginePlan,
+    batch: int,
+    scheduled_runs: dict[tuple[int, int], list[vllm.EngineRun]],
+) -> dict[str, Any]:
+    """Compares the plan's choice for a batch size with the best measured one."""
+    throughput = {
+        cell.speculative_tokens: cell.measured.throughput
+        for cell in plan.cells_at(batch)
+        if cell.measured
+    }
+    best = max(throughput, key=lambda length: throughput[length])
+    chosen = plan.best_cell(batch).speculative_tokens
+    max_length = max(entry.speculative_tokens for entry in plan.schedule)
+    schedule_ratio = None
+    if runs := scheduled_runs.get((batch, max_length)):
+        schedule_ratio = vllm.measured_cell(runs, batch).throughput / throughput[chosen]
+    return {
+        "chosen": chosen,
+        "best": best,
+        "chosen_over_best": throughput[chosen] / throughput[best],
+        "chosen_over_none": throughput[chosen] / throughput[0],
+        "schedule_over_chosen": schedule_ratio,
+    }
+
+
+def _error_summary(errors: dict[str, float]) -> dict[str, Any]:
+    """Predictions over measurements, less 1, by cell, and how many are within 10 %."""
+    return {
+        "within_10_percent": sum(abs(error) <= 0.1 for error in errors.values()),
+        "cells": len(errors),
+        "predicted_over_measured_less_1": {name: round(error, 4) for name, error in errors.items()},
+    }
+
+
+def _speedups(rows: Sequence[dict[str, Any]], batch: int, length: int) -> list[float]:
+    """Throughput over that without speculation in the same group and repeat."""
+    throughput = {
+        (row["group"], row["repeat"], row["length"]): row["tokens"] / row["seconds"]
+        for row in rows
+        if row["arm"] == "grid" and row["batch"] == batch
+    }
+    return [
+        value / throughput[group, repeat, 0]
+        for (group, repeat, row_length), value in throughput.items()
+        if row_length == length and (group, repeat, 0) in throughput
+    ]
+
+
+def _grid_seconds(state: dict[str, Any]) -> float:
+    """Seconds of the grid's runs, and of one start of each of its groups."""
+    starts = sum(
+        seconds
+        for name, seconds in state["starts"].items()
+        if name.startswith("grid") and name.endswith(" 0")
+    )
+    return starts + sum(run["wall"] for run in state["runs"] if run["arm"] == "grid")
 
 
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 if __name__ == "__main__":

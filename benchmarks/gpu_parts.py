@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py measures, part by part."""
+"""The parts that benchmarks/gpu.py measures; its docstring says what each one is."""
 
 from __future__ import annotations
 
@@ -20,26 +20,65 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from sequoia_plan.artifacts import Latency, Profile, TokenTree, load_tree
+from sequoia_plan.artifacts.bench_result import Breakdown
 from sequoia_plan.artifacts.cost import StepTime, expected_tokens
+from sequoia_plan.artifacts.prompts import built_in
 from sequoia_plan.artifacts.tree_file import CATALOG
 from sequoia_plan.planner import solve
-from sequoia_plan.planner.solving.baselines import arms
-from sequoia_plan.profiler.bench import bench, compare, hugging_face, ours, summary
+from sequoia_plan.planner.solving.baselines import bench_trees
+from sequoia_plan.profiler.bench import (
+    bench,
+    compare,
+    sequoia_method,
+    summary,
+    transformers_method,
+)
 from sequoia_plan.profiler.breakdown import breakdown
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.latency import measure_latency, random_prompt, timed
 from sequoia_plan.profiler.measure import measure
-from sequoia_plan.profiler.prompts import built_in, held_out
+from sequoia_plan.profiler.prompts import held_out
 from sequoia_plan.profiler.verification import bushy
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
 from sequoia_plan.runtime.capture import Graphs
 from sequoia_plan.runtime.models import attention
 from sequoia_plan.runtime.models.load import dtype_name, resolve_dtype
 from sequoia_plan.runtime.pair import LANGUAGE_MODEL
+from sequoia_plan.runtime.step import TreeStep
 
-VECTORS = ("sequoia-example", "llama3-70b-8b-cnn")
-CONTENDERS = ("plain", "generate", "assisted", "traversal")
-BUDGET, DEPTH = 768, 20
+PAPER_VECTORS = ("sequoia-example", "llama3-70b-8b-cnn")
+"""Catalog profiles with the paper's acceptance vectors."""
+CATALOG_TREES = ("llama3-70b-8b-cnn-128x10", "llama3-70b-8b-cnn-768x18")
+METHODS = ("plain", "generate", "assisted", "traversal")
+BUDGET, MAX_DEPTH = 768, 20
+HEAD_DIM = 128
+SMALL_TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
+SMALL_MODEL_SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 1024,
+}
+SMALL_MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "heads that share": (LlamaForCausalLM, LlamaConfig, {}),
+    "window": (MistralForCausalLM, MistralConfig, {"sliding_window": 64}),
+}
+"""Model class, config class and further config values, by the name in the results."""
+DECODE_NOT_FINITE = """
+import sys, torch
+folder, device = sys.argv[1:]
+sys.path.insert(0, folder)
+import gpu_parts
+from sequoia_plan.runtime import Sampling, SequoiaDecoder
+target = gpu_parts.small_model("heads that share", torch.device(device))
+draft = gpu_parts.small_model("heads that share", torch.device(device))
+decoder = SequoiaDecoder(target, draft, gpu_parts.SMALL_TREE)
+target.lm_head.weight.data[7] = torch.nan
+decoder.generate([3, 1, 4], 8, sampling=Sampling(0.7, top_p=0.9), seed=0)
+"""
+"""A program that samples from a target whose logits are not finite."""
 
 
 @dataclass(frozen=True)
@@ -47,66 +86,71 @@ class Scale:
     """How much is measured.
 
     Args:
-        texts, prompts, tokens: prompts profiled, held-out prompts decoded, new tokens of each.
-        precision: of the acceptance, see `finished_prompts`.
-        latency_seconds, rounds: for repeating latencies and breakdowns.
-        largest: nodes of the largest tree that is timed.
-        copied: bytes of the copy that memory bandwidth is measured with.
-        nodes, extents: of the passes that attention is timed for alone.
-        contexts: tokens in the cache where the parts of a step are timed.
-        vocabulary: of the models for that.
-        checks: what pytest is to run.
-        targets, draft: shapes.
+        num_profiled_prompts: prompts that the embedded pair's acceptance is measured on.
+        num_decoded_prompts: held-out prompts that every method decodes.
+        tokens: new tokens of each prompt.
+        precision: the precision of the acceptance, see `measure_by_prompt`.
+        latency_seconds: seconds of repeated latency measurements.
+        rounds: how often each part of a step is timed.
+        max_size: nodes of the largest tree that is timed.
+        copy_bytes: bytes of the copy that memory bandwidth is measured with.
+        attention_nodes, attention_extents: numbers of nodes and of slots in the cache for which
+            attention is timed alone.
+        contexts: tokens in the cache while the parts of a step are timed.
+        vocabulary: vocabulary of the models whose step is timed part by part.
+        test_arguments: pytest's arguments for the tests that need the device.
+        targets: shapes of the targets with random weights, by name.
+        draft: shape of their draft.
     """
 
-    texts: int
-    prompts: int
+    num_profiled_prompts: int
+    num_decoded_prompts: int
     tokens: int
     precision: float
     latency_seconds: float
     rounds: int
-    largest: int
-    copied: int
-    nodes: tuple[int, ...]
-    extents: tuple[int, ...]
+    max_size: int
+    copy_bytes: int
+    attention_nodes: tuple[int, ...]
+    attention_extents: tuple[int, ...]
     contexts: tuple[int, ...]
     vocabulary: int
-    checks: tuple[str, ...]
+    test_arguments: tuple[str, ...]
     targets: dict[str, Shape]
     draft: Shape
 
 
 FULL = Scale(
-    texts=16,
-    prompts=10,
+    num_profiled_prompts=16,
+    num_decoded_prompts=10,
     tokens=128,
     precision=0.05,
     latency_seconds=10.0,
     rounds=20,
-    largest=1024,
-    copied=1 << 30,
-    nodes=(2, 13, 128, 768),
-    extents=(512, 2560),
+    max_size=1024,
+    copy_bytes=1 << 30,
+    attention_nodes=(2, 13, 128, 768),
+    attention_extents=(512, 2560),
     contexts=(128, 2048),
     vocabulary=128_256,
-    checks=("tests/test_static_step.py", "tests/test_fused.py", "tests/test_cuda.py"),
+    test_arguments=("tests/test_static_step.py", "tests/test_fused.py", "tests/test_cuda.py"),
     targets={"llama-2-7b": shape(4096, 11008, 32, 32), "llama-2-13b": shape(5120, 13824, 40, 40)},
     draft=shape(768, 3072, 2, 12),
 )
 QUICK = Scale(
-    texts=2,
-    prompts=2,
+    num_profiled_prompts=2,
+    num_decoded_prompts=2,
     tokens=8,
     precision=0.0,
     latency_seconds=0.0,
     rounds=3,
-    largest=16,
-    copied=1 << 24,
-    nodes=(2, 5),
-    extents=(64,),
+    max_size=16,
+    copy_bytes=1 << 24,
+    attention_nodes=(2, 5),
+    attention_extents=(64,),
     contexts=(16,),
     vocabulary=512,
-    checks=("tests/test_static_step.py", "-k", "captured_steps"),
+    test_arguments=("tests/test_static_step.py", "-k", "captured_steps"),
     targets={"llama-2-7b": shape(64, 128, 2, 4, 512), "llama-2-13b": shape(96, 192, 2, 4, 512)},
     draft=shape(32, 64, 1, 2, 512),
 )
@@ -114,298 +158,510 @@ QUICK = Scale(
 
 @dataclass(frozen=True)
 class Run:
-    """What a part needs to know: the device, how much to measure, and when to come to an end (of `time.perf_counter`)."""
+    """What a part runs with.
+
+    Args:
+        device: the device that is measured.
+        scale: how much to measure.
+        deadline: when the part should end, in seconds of `time.perf_counter`.
+    """
 
     device: torch.device
     scale: Scale
     deadline: float
 
 
-def with_peak(device: torch.device, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `run` finds, with the most memory that was allocated meanwhile."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    found = run()
-    return found | {"peak_memory_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None}
+Part = tuple[float, Callable[[Run], dict[str, Any]]]
+"""How many seconds a part is meant to take, and the function that measures it."""
 
 
-def checks(run: Run) -> dict[str, Any]:
-    """The tests that need the device, and which attention PyTorch would choose for a tree's mask by itself."""
-    root = Path(__file__).parents[1]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *run.scale.checks]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600, check=False)
-    query = attention_input(run, 8, 8, 4, 4)[0]
+def run_checks(run: Run) -> dict[str, Any]:
+    """Run the tests that need the device, and ask which attention PyTorch chooses with a mask."""
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    process = subprocess.run(
+        [*pytest, *run.scale.test_arguments],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    query = attention_input(run.device, 8, 8, 4, 4)[0]
     mask = torch.zeros(1, 1, 8, 8, device=run.device, dtype=query.dtype)
     return {
-        "tests": {"exit": done.returncode, "says": done.stdout.strip().splitlines()[-1:]},
+        "tests": {"exit": process.returncode, "says": last_line(process.stdout)},
         "cudnn": torch.backends.cudnn.version(),
         "chosen": SDPBackend(torch._fused_sdp_choice(query, query, query, mask)).name,
     }
 
 
-def attention_input(run: Run, nodes: int, extent: int, heads: int, shared: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query, key and value of a pass, [1, heads, tokens, head_dim]; as large as those of an 8B model."""
-    dtype, width = resolve_dtype("auto", run.device.type), 128
-
-    def random(count: int, tokens: int) -> torch.Tensor:
-        return torch.randn(1, count, tokens, width, device=run.device, dtype=dtype)
-
-    return random(heads, nodes), random(shared, extent), random(shared, extent)
+def last_line(output: str) -> list[str]:
+    """Return the last line of a process's output, in a list that is empty if there is no output."""
+    return output.strip().splitlines()[-1:]
 
 
-def sdpa(run: Run) -> dict[str, Any]:
-    """Attention of one layer alone: the first call, a later one and a graph's replay, by each of PyTorch's kernels that takes a mask."""
-    kernels = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION] if run.device.type == "cuda" else [SDPBackend.MATH]
-    graphs = Graphs(run.device) if run.device.type == "cuda" else None
-    found = []
-    for nodes, extent, (heads, shared) in itertools.product(run.scale.nodes, run.scale.extents, ((32, 32), (32, 8))):
-        query, key, value = attention_input(run, nodes, extent, heads, shared)
+def attention_input(
+    device: torch.device, nodes: int, extent: int, heads: int, shared_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Make random queries, keys and values with the head size of an 8B model.
+
+    Args:
+        shared_heads: heads of keys and values; several heads of queries share one.
+
+    Returns:
+        query [1, heads, nodes, 128], key and value [1, shared_heads, extent, 128], in the device's
+        dtype.
+    """
+    dtype = resolve_dtype("auto", device.type)
+
+    def random(num_heads: int, tokens: int) -> torch.Tensor:
+        return torch.randn(1, num_heads, tokens, HEAD_DIM, device=device, dtype=dtype)
+
+    return random(heads, nodes), random(shared_heads, extent), random(shared_heads, extent)
+
+
+def time_attention(run: Run) -> dict[str, Any]:
+    """Time the attention of one layer with each of PyTorch's kernels that takes a mask."""
+    kernels, graphs = [SDPBackend.MATH], None
+    if run.device.type == "cuda":
+        kernels = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+        graphs = Graphs(run.device)
+    figures = []
+    heads = 32
+    for nodes, extent, shared_heads in itertools.product(
+        run.scale.attention_nodes, run.scale.attention_extents, (32, 8)
+    ):
+        query, key, value = attention_input(run.device, nodes, extent, heads, shared_heads)
         mask = torch.zeros(1, 1, nodes, extent, device=run.device, dtype=query.dtype)
         module = torch.nn.Module()
+        attend = functools.partial(
+            attention.attend_shared_heads, module, query, key, value, attention_mask=mask
+        )
         for kernel in kernels:
-
-            def attend(query=query, key=key, value=value, mask=mask, module=module) -> torch.Tensor:
-                return attention.shared(module, query, key, value, mask)[0]
-
-            seconds: dict[str, float | None] = {}
+            graph_key = (kernel.name, nodes, extent, shared_heads)
             with sdpa_kernel([kernel]), torch.inference_mode():
-                seconds["first"] = timed(run.device, attend)[1]
-                seconds["later"] = statistics.median(timed(run.device, attend)[1] for _ in range(run.scale.rounds))
-                seconds["replayed"] = None
-                if graphs:
-                    key_of_graph = (kernel.name, nodes, extent, shared)
-                    graphs(key_of_graph, attend)
-                    seconds["replayed"] = statistics.median(timed(run.device, lambda: graphs(key_of_graph, attend))[1] for _ in range(run.scale.rounds))  # noqa: B023
-            found.append({"nodes": nodes, "extent": extent, "heads": heads, "shared_heads": shared, "kernel": kernel.name, "seconds": seconds})
-    return {"attention": found}
+                seconds = attention_seconds(run, attend, graphs, graph_key)
+            figures.append(
+                {
+                    "nodes": nodes,
+                    "extent": extent,
+                    "heads": heads,
+                    "shared_heads": shared_heads,
+                    "kernel": kernel.name,
+                    "seconds": seconds,
+                }
+            )
+    return {"attention": figures}
 
 
-KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "heads that share": (LlamaForCausalLM, LlamaConfig, {}),
-    "window": (MistralForCausalLM, MistralConfig, {"sliding_window": 64}),
-}
-WITHOUT_NUMBERS = """
-import sys, torch
-sys.path.insert(0, sys.argv[1])
-import gpu_parts
-from sequoia_plan.runtime import Sampling, SequoiaDecoder
-target, draft = gpu_parts.small("heads that share", torch.device(sys.argv[2])), gpu_parts.small("heads that share", torch.device(sys.argv[2]))
-decoder = SequoiaDecoder(target, draft, gpu_parts.SMALL_TREE)
-target.lm_head.weight.data[7] = torch.nan
-decoder.generate([3, 1, 4], 8, sampling=Sampling(0.7, top_p=0.9), seed=0)
-"""
-SMALL_TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
+def attention_seconds(
+    run: Run, attend: Callable[[], Any], graphs: Graphs | None, graph_key: tuple[Any, ...]
+) -> dict[str, float | None]:
+    """Time the first call of `attend`, later calls, and replays of its graph.
+
+    Returns:
+        The seconds of the first call, and medians; "replayed" is None without graphs.
+    """
+    first = timed(run.device, attend)[1]
+    later = median_seconds(run, attend)
+    replayed = None
+    if graphs:
+        replay = functools.partial(graphs, graph_key, attend)
+        replay()  # captures
+        replayed = median_seconds(run, replay)
+    return {"first": first, "later": later, "replayed": replayed}
 
 
-def small(kind: str, device: torch.device) -> Any:
-    """A model of two layers in the device's dtype."""
-    model, config, options = KINDS[kind]
+def median_seconds(run: Run, function: Callable[[], Any]) -> float:
+    """Return the median seconds of `function`, called as often as the scale says."""
+    return statistics.median(timed(run.device, function)[1] for _ in range(run.scale.rounds))
+
+
+def small_model(name: str, device: torch.device) -> Any:
+    """Make one of `SMALL_MODELS`, with random weights in the device's dtype."""
+    model_class, config_class, options = SMALL_MODELS[name]
     torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 1024}
-    return model(config(**sizes, **options)).to(device, resolve_dtype("auto", device.type)).eval()
+    model = model_class(config_class(**SMALL_MODEL_SHAPE, **options))
+    return model.to(device, resolve_dtype("auto", device.type)).eval()
 
 
-def captured(run: Run) -> dict[str, Any]:
-    """Captured steps against eager ones: greedy and sampled in turn, a longer second prompt, a draft that covers a part; and logits that are
-    no numbers with top-p, in a process of their own."""
-    found: dict[str, Any] = {}
-    prompts = [torch.arange(length) % 1000 for length in (20, 20 + 4 * run.scale.tokens)]
-    for kind, covered in itertools.product(KINDS, (None, 512)):
-        target, draft = small(kind, run.device), small(kind, run.device)
-        if covered:
-            draft.covered_tokens = torch.arange(0, 2 * covered, 2, device=run.device)
-            draft.lm_head = torch.nn.Linear(256, covered, bias=False, device=run.device, dtype=target.dtype)
-        eager, other = (SequoiaDecoder(target, draft, SMALL_TREE, captured=choice) for choice in (False, None))
-        pairs = []
-        for prompt, temperature in itertools.product(prompts, (0.0, 0.7)):
-            pairs.append([each.generate(prompt, 8 * run.scale.tokens, temperature, seed=1).sequences[0].tolist() for each in (eager, other)])
-        name = f"{kind}, {covered or 'all'} tokens"
-        found[name] = {"graphs": len(other.graphs.graphs) if other.graphs else 0, "equal": [a == b for a, b in pairs]}
-    command = [sys.executable, "-c", WITHOUT_NUMBERS, str(Path(__file__).parent), str(run.device)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    return {"against_eager": found, "not_finite": {"exit": done.returncode, "says": done.stderr.strip().splitlines()[-1:]}}
+def compare_captured(run: Run) -> dict[str, Any]:
+    """Compare captured steps with eager ones, and decode with logits that are not finite.
 
-
-def step_parts(run: Run) -> dict[str, Any]:
-    """Where a step's time goes with a 7B target and a vocabulary of 128k: trees, verifiers, settings, lengths of text."""
-    scale = run.scale
-    name = "llama-2-7b"
-    pair = random_pair(name, scale.targets[name] | {"vocab_size": scale.vocabulary}, scale.draft | {"vocab_size": scale.vocabulary}, run.device)
-    trees = {f"ternary {size}": bushy(size, 3) for size in (128, 768) if size <= scale.largest} or {"ternary": bushy(scale.largest, 3)}
-    trees |= {each: load_tree(each) for each in ("llama3-70b-8b-cnn-128x10", "llama3-70b-8b-cnn-768x18") if load_tree(each).size <= scale.largest}
-    samplings = [Sampling(), *(Sampling(0.6, top_p, verifier=verifier) for top_p in (1.0, 0.9) for verifier in ("sequoia", "traversal"))]
-    found = []
-    for (title, tree), sampling, context in itertools.product(trees.items(), samplings, scale.contexts):
-        setting = {"temperature": sampling.temperature, "top_p": sampling.top_p, "verifier": None if sampling.greedy else sampling.verifier}
-        found.append({"tree": title, "context": context, **setting, **timed_parts(run, pair, tree, sampling, context)})
-    return {"models": pair.facts, "steps": found}
-
-
-def compiled(run: Run) -> dict[str, Any]:
-    """Passes compiled by torch.compile, then captured, against captured alone: plain decoding and a tree, 7B shapes."""
-    scale, sampling = run.scale, Sampling(0.6)
-    pair = random_pair("llama-2-7b", scale.targets["llama-2-7b"], scale.draft, run.device)
-    trees = {"plain": TokenTree.chain(1), "tree": bushy(min(64, scale.largest), 3)}
-    found = []
-    for (title, tree), choice in itertools.product(trees.items(), (False, True)):
-        torch.compiler.reset()
-        found.append({"tree": title, "compile": choice, **timed_parts(run, pair, tree, sampling, scale.contexts[0], compile=choice)})
-    return {"compiled": found}
-
-
-def timed_parts(run: Run, pair: Pair, tree: TokenTree, sampling: Sampling, context: int, **options: Any) -> dict[str, Any]:
-    """The first step's seconds, the parts of the steps after it, and the peak of memory."""
-
-    def parts() -> dict[str, Any]:
-        first = first_step(pair, tree, sampling, context, **options)
-        return {"first_step_seconds": first, **breakdown(pair, tree, sampling, context, run.scale.rounds, **options)}
-
-    return with_peak(run.device, parts)
-
-
-@torch.inference_mode()
-def first_step(pair: Pair, tree: TokenTree, sampling: Sampling, context: int, **options: Any) -> float:
-    """Seconds of the step that is compiled and captured."""
-    decoder = SequoiaDecoder(pair.target, pair.draft, tree, **options)
-    decoder.prefill(random_prompt(pair, context), tree.depth, seed=0)
-    decoder.refill_random_numbers(sampling)
-    started = time.perf_counter()
-    decoder.run(decoder.extent(context - 1), sampling).tolist()
-    return time.perf_counter() - started
-
-
-@functools.cache
-def embedded(device: torch.device, placement: str = "auto") -> Pair:
-    """The embedded pair, loaded once."""
-    return load_pair(device=str(device), placement=placement)
-
-
-def real_pair(run: Run, sampling: Sampling) -> dict[str, Any]:
-    """The embedded pair end to end: profile, solve, decode side by side, the parts of a step."""
-    scale, pair = run.scale, embedded(run.device)
-    work = {"largest": scale.largest, "precision": scale.precision, "tokens_per_prompt": min(scale.tokens, 64)}
-    profile = measure(pair, built_in()[: scale.texts], [sampling], scale.latency_seconds, verifiers=[["sequoia"]], **work)[0]
-    solution = solve(profile, BUDGET, DEPTH)
-    sampling = replace(sampling, verifier=solution.plan.settings["verifier"])
-    trees = arms(solution.tree, sampling.verifier)
-    reference = functools.partial(embedded, run.device, placement="resident")
-    prompts = longest_first(pair, scale)
-    result = compare(pair, reference, solution.tree, trees, sampling, prompts, scale.tokens, CONTENDERS, deadline=run.deadline, assistant=LANGUAGE_MODEL)
-    steps = {"plain": TokenTree.chain(1), "tree": solution.tree}
-    return result.facts() | {
-        "acceptance": profile.acceptance,
-        "trials": profile.trials,
-        "latency": curves(profile.latency),
-        "alternatives": solution.plan.facts().get("alternatives", {}),
-        "tree": {"parents": solution.tree.parents.tolist(), "expected_tokens": solution.plan.expected_tokens, "step_seconds": solution.plan.step_seconds},
-        "breakdown": {name: with_peak(run.device, functools.partial(breakdown, pair, tree, sampling, rounds=scale.rounds)) for name, tree in steps.items()},
+    The drafts have the target's vocabulary or half of it. Logits that are not finite are sampled
+    with top-p in a process of their own.
+    """
+    against_eager = {}
+    for model_name, draft_vocabulary in itertools.product(SMALL_MODELS, (None, 512)):
+        title = f"{model_name}, {draft_vocabulary or 'all'} tokens"
+        against_eager[title] = captured_against_eager(run, model_name, draft_vocabulary)
+    folder = str(Path(__file__).parent)
+    process = subprocess.run(
+        [sys.executable, "-c", DECODE_NOT_FINITE, folder, str(run.device)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    return {
+        "against_eager": against_eager,
+        "not_finite": {"exit": process.returncode, "says": last_line(process.stderr)},
     }
 
 
-def hugging_face_variants(run: Run) -> dict[str, Any]:
-    """transformers beside our plain decoding: its static cache with and without compiling the forward pass, and both caches with and without
-    cuDNN's attention, which plans anew for every length."""
-    pair, tokens = embedded(run.device), run.scale.tokens
-    found = {}
-    for sampling, cudnn in itertools.product((Sampling(), Sampling(0.6)), (True, False)):
-        static = functools.partial(hugging_face, pair, sampling, tokens, counted=False, cache_implementation="static")
-        decoders = {
-            "plain": ours(pair, TokenTree.chain(1), sampling, tokens),
-            "generate": hugging_face(pair, sampling, tokens),
-            "static, compiled": static(),
-            "static": static(disable_compile=True),
+def captured_against_eager(
+    run: Run, model_name: str, draft_vocabulary: int | None
+) -> dict[str, Any]:
+    """Decode with a captured and with an eager decoder, and compare their tokens.
+
+    They decode greedily and sampled in turn, first a short prompt and then a longer one.
+
+    Args:
+        draft_vocabulary: tokens of the draft, every second one of the target's; None for all.
+    """
+    target, draft = small_model(model_name, run.device), small_model(model_name, run.device)
+    if draft_vocabulary:
+        draft.d2t = torch.arange(0, 2 * draft_vocabulary, 2, device=run.device)
+        draft.lm_head = torch.nn.Linear(
+            SMALL_MODEL_SHAPE["hidden_size"],
+            draft_vocabulary,
+            bias=False,
+            device=run.device,
+            dtype=target.dtype,
+        )
+    eager = SequoiaDecoder(target, draft, SMALL_TREE, captured=False)
+    captured = SequoiaDecoder(target, draft, SMALL_TREE)
+
+    def decode(decoder: SequoiaDecoder, prompt: torch.Tensor, temperature: float) -> list[int]:
+        generation = decoder.generate(prompt, 8 * run.scale.tokens, temperature, seed=1)
+        tokens: list[int] = generation.sequences[0].tolist()
+        return tokens
+
+    prompts = [torch.arange(length) % 1000 for length in (20, 20 + 4 * run.scale.tokens)]
+    are_equal = [
+        decode(eager, prompt, temperature) == decode(captured, prompt, temperature)
+        for prompt, temperature in itertools.product(prompts, (0.0, 0.7))
+    ]
+    graphs = captured.step.graphs
+    return {"graphs": len(graphs.graphs) if graphs else 0, "equal": are_equal}
+
+
+def time_settings(run: Run) -> dict[str, Any]:
+    """Time the parts of a step for several trees, settings and lengths of text."""
+    scale, name = run.scale, "llama-2-7b"
+    vocabulary = {"vocab_size": scale.vocabulary}
+    pair = random_pair(name, scale.targets[name] | vocabulary, scale.draft | vocabulary, run.device)
+    sampled = [
+        Sampling(0.6, top_p, verifier=verifier)
+        for top_p in (1.0, 0.9)
+        for verifier in ("sequoia", "traversal")
+    ]
+    settings = itertools.product(
+        trees_to_time(scale.max_size).items(), [Sampling(), *sampled], scale.contexts
+    )
+    steps = []
+    for (title, tree), sampling, context in settings:
+        setting = {
+            "tree": title,
+            "context": context,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "verifier": None if sampling.greedy else sampling.verifier,
         }
-        before = torch.backends.cuda.cudnn_sdp_enabled()
-        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        steps.append(setting | time_steps(run, pair, tree, sampling, context))
+    return {"models": pair.metadata, "steps": steps}
+
+
+def trees_to_time(max_size: int) -> dict[str, TokenTree]:
+    """Return ternary trees and trees of the catalog, of at most `max_size` nodes, by title."""
+    trees = {f"ternary {size}": bushy(size, 3) for size in (128, 768) if size <= max_size}
+    if not trees:
+        trees = {"ternary": bushy(max_size, 3)}
+    for name in CATALOG_TREES:
+        tree = load_tree(name)
+        if tree.size <= max_size:
+            trees[name] = tree
+    return trees
+
+
+def compare_compiled(run: Run) -> dict[str, Any]:
+    """Compare passes that are compiled and captured with passes that are only captured.
+
+    The models have the shape of a 7B target and its draft; a plain step and a tree's are timed.
+    """
+    scale, sampling = run.scale, Sampling(0.6)
+    pair = random_pair("llama-2-7b", scale.targets["llama-2-7b"], scale.draft, run.device)
+    trees = {"plain": TokenTree.chain(1), "tree": bushy(min(64, scale.max_size), 3)}
+    context = scale.contexts[0]
+    figures = []
+    for (title, tree), is_compiled in itertools.product(trees.items(), (False, True)):
+        torch.compiler.reset()
+        steps = time_steps(run, pair, tree, sampling, context, compile=is_compiled)
+        figures.append({"tree": title, "compile": is_compiled, **steps})
+    return {"compiled": figures}
+
+
+def time_steps(
+    run: Run, pair: Pair, tree: TokenTree, sampling: Sampling, context: int, **options: Any
+) -> dict[str, Any]:
+    """Time the first step and the parts of later ones, and add the peak memory.
+
+    Args:
+        context: tokens in the KV cache.
+        options: of `TreeStep`.
+    """
+
+    def time_first_and_later() -> dict[str, Any]:
+        first = first_step_seconds(pair, tree, sampling, context, **options)
+        later = step_breakdown(pair, tree, sampling, run.scale.rounds, context=context, **options)
+        return {"first_step_seconds": first, **later}
+
+    return with_peak_memory(run.device, time_first_and_later)
+
+
+def with_peak_memory(device: torch.device, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what `measure` returns, and the most bytes that are allocated while it runs."""
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    figures = measure()
+    peak_bytes = torch.cuda.max_memory_allocated(device) if on_cuda else None
+    return figures | {"peak_memory_bytes": peak_bytes}
+
+
+@torch.inference_mode()
+def first_step_seconds(
+    pair: Pair, tree: TokenTree, sampling: Sampling, context: int, **options: Any
+) -> float:
+    """Return the seconds of the first step, in which its passes are compiled and captured."""
+    step = TreeStep(pair.target, pair.draft, tree, **options)
+    step.prefill(random_prompt(pair, context), tree.depth, seed=0)
+    step.refill_random_numbers(sampling)
+    started = time.perf_counter()
+    step.run(step.extent(context - 1), sampling).tolist()
+    return time.perf_counter() - started
+
+
+def step_breakdown(
+    pair: Pair, tree: TokenTree, sampling: Sampling, rounds: int, **options: Any
+) -> dict[str, Any]:
+    """Time the parts of a step, and return them with the keys of a bench file.
+
+    Args:
+        options: further ones of `breakdown`.
+    """
+    figures = breakdown(pair, tree, sampling, rounds=rounds, **options)
+    return Breakdown(**figures).to_dict()
+
+
+@functools.cache
+def embedded_pair(device: torch.device, placement: str = "auto") -> Pair:
+    """Load the embedded pair, once for each device and placement."""
+    return load_pair(device=str(device), placement=placement)
+
+
+def bench_embedded_pair(run: Run, sampling: Sampling) -> dict[str, Any]:
+    """Profile the embedded pair, solve a tree, decode with it and other methods, time its step."""
+    scale, pair = run.scale, embedded_pair(run.device)
+    profile = measure(
+        pair,
+        built_in()[: scale.num_profiled_prompts],
+        [sampling],
+        scale.latency_seconds,
+        max_size=scale.max_size,
+        verifiers=[["sequoia"]],
+        precision=scale.precision,
+        tokens_per_prompt=min(scale.tokens, 64),
+    )[0]
+    tree = solve(profile, BUDGET, MAX_DEPTH).tree
+    sampling = replace(sampling, verifier=tree.plan.settings["verifier"])
+    result = compare(
+        pair,
+        functools.partial(embedded_pair, run.device, placement="resident"),
+        tree,
+        bench_trees(tree, sampling.verifier),
+        sampling,
+        prompts_longest_first(pair, scale),
+        scale.tokens,
+        METHODS,
+        deadline=run.deadline,
+        assistant=LANGUAGE_MODEL,
+    )
+    breakdowns = {}
+    for name, timed_tree in {"plain": TokenTree.chain(1), "tree": tree}.items():
+        measure_step = functools.partial(step_breakdown, pair, timed_tree, sampling, scale.rounds)
+        breakdowns[name] = with_peak_memory(run.device, measure_step)
+    return result.to_dict() | {
+        "acceptance": profile.acceptance,
+        "trials": profile.trials,
+        "latency": latency_figures(profile.latency),
+        "alternatives": tree.plan.to_dict().get("alternatives", {}),
+        "tree": {
+            "parents": tree.parents.tolist(),
+            "expected_tokens": tree.plan.expected_tokens,
+            "step_seconds": tree.plan.step_seconds,
+        },
+        "breakdown": breakdowns,
+    }
+
+
+def bench_transformers(run: Run) -> dict[str, Any]:
+    """Decode with our plain decoding and with variants of transformers' `generate`.
+
+    The variants are its dynamic cache, and its static cache with and without a compiled forward
+    pass, all of them with and without cuDNN's attention, which makes a new plan for every length.
+    """
+    pair, tokens = embedded_pair(run.device), run.scale.tokens
+    prompts = prompts_longest_first(pair, run.scale)
+    figures = {}
+    for sampling, uses_cudnn in itertools.product((Sampling(), Sampling(0.6)), (True, False)):
+        make_static = functools.partial(
+            transformers_method,
+            pair,
+            sampling,
+            tokens,
+            counts_passes=False,
+            cache_implementation="static",
+        )
+        methods = {
+            "plain": sequoia_method(pair, TokenTree.chain(1), sampling, tokens),
+            "generate": transformers_method(pair, sampling, tokens),
+            "static, compiled": make_static(),
+            "static": make_static(disable_compile=True),
+        }
+        used_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+        torch.backends.cuda.enable_cudnn_sdp(uses_cudnn)
         try:
-            figures = summary(bench(decoders, longest_first(pair, run.scale), deadline=run.deadline), ["plain"])
+            results = summary(bench(methods, prompts, deadline=run.deadline), ["plain"])
         finally:
-            torch.backends.cuda.enable_cudnn_sdp(before)
-        found[f"T {sampling.temperature}, {'with' if cudnn else 'without'} cuDNN"] = {name: each.facts() for name, each in figures.items()}
-    return {"contenders": found}
+            torch.backends.cuda.enable_cudnn_sdp(used_cudnn)
+        title = f"T {sampling.temperature}, {'with' if uses_cudnn else 'without'} cuDNN"
+        figures[title] = {name: result.to_dict() for name, result in results.items()}
+    return {"contenders": figures}
 
 
-def random_weights(run: Run, name: str) -> dict[str, Any]:
-    """A target of the paper's with its draft: passes by size, bandwidth, and the step of the best tree for each of the paper's vectors."""
+def time_random_pair(run: Run, name: str) -> dict[str, Any]:
+    """Time a target of the paper's shape, with random weights, and its draft.
+
+    Passes are timed by size, and memory bandwidth by a copy. The best tree for each of the paper's
+    acceptance vectors is solved with these times, and its step is timed.
+    """
     scale, sampling = run.scale, Sampling(0.6)
     pair = random_pair(name, scale.targets[name], scale.draft, run.device)
-    latency = measure_latency(pair, sampling, math.inf, scale.latency_seconds, largest=scale.largest)
-    times = StepTime(latency)
-    plain = breakdown(pair, TokenTree.chain(1), sampling, rounds=scale.rounds)
-    read = bytes_read(pair.target)
-    copied = copy_bandwidth(run.device, scale.copied)
+    latency = measure_latency(
+        pair, sampling, math.inf, scale.latency_seconds, max_size=scale.max_size
+    )
+    plain = step_breakdown(pair, TokenTree.chain(1), sampling, scale.rounds)
+    weight_bytes = bytes_read(pair.target)
+    copy_bytes_per_second = copy_bandwidth(run.device, scale.copy_bytes)
+    target_bytes_per_second = weight_bytes / latency.target[1]
     trees = {}
-    for vector in VECTORS:
-        known = Profile.load(CATALOG / "profiles" / f"{vector}.yaml")
-        facts = {"latency": latency, "settings": sampling.settings(), "models": pair.facts, "hardware": fingerprint(run.device)}
-        tree = solve(Profile(acceptance=known.acceptance, trials=known.trials, **facts), BUDGET, DEPTH).tree
-        trees[vector] = judged(pair, tree, known.acceptance, times, sampling, plain["step"], scale.rounds)
+    for vector_name in PAPER_VECTORS:
+        paper = Profile.load(CATALOG / "profiles" / f"{vector_name}.yaml")
+        profile = Profile(
+            acceptance=paper.acceptance,
+            trials=paper.trials,
+            latency=latency,
+            settings=sampling.settings(),
+            models=pair.metadata,
+            hardware=fingerprint(run.device),
+        )
+        tree = solve(profile, BUDGET, MAX_DEPTH).tree
+        trees[vector_name] = compare_with_passes(
+            run, pair, tree, sampling, paper.acceptance, latency, plain["step"]
+        )
     return {
-        "settings": sampling.settings() | {"dtype": dtype_name(pair.target.dtype), "context": latency.context},
-        "models": pair.facts,
-        "latency": curves(latency),
+        "settings": sampling.settings()
+        | {"dtype": dtype_name(pair.target.dtype), "context": latency.context},
+        "models": pair.metadata,
+        "latency": latency_figures(latency),
         "bandwidth": {
-            "bytes_read_a_pass": read,
-            "copy_bytes_per_second": round(copied),
-            "target_bytes_per_second": round(read / latency.target[1]),
-            "share_of_copy": round(read / latency.target[1] / copied, 4),
+            "bytes_read_a_pass": weight_bytes,
+            "copy_bytes_per_second": round(copy_bytes_per_second),
+            "target_bytes_per_second": round(target_bytes_per_second),
+            "share_of_copy": round(target_bytes_per_second / copy_bytes_per_second, 4),
         },
         "plain": plain,
         "trees": trees,
     }
 
 
-def judged(pair: Pair, tree: TokenTree, acceptance: Sequence[float], times: StepTime, sampling: Sampling, plain_step: float, rounds: int) -> dict[str, Any]:
-    """A tree's step against the sum of its passes, each timed alone, and what the vector would make of it."""
-    parts = with_peak(pair.target.device if pair else torch.device("cpu"), lambda: breakdown(pair, tree, sampling, rounds=rounds))
-    times = replace(times, acceptance=acceptance)
-    passes = times.step(tree) - times.latency.overhead - times.verification(tree)
+def compare_with_passes(
+    run: Run,
+    pair: Pair,
+    tree: TokenTree,
+    sampling: Sampling,
+    acceptance: Sequence[float],
+    latency: Latency,
+    plain_seconds: float,
+) -> dict[str, Any]:
+    """Compare the measured step of a tree with the sum of its passes, and project its speed.
+
+    Args:
+        acceptance: the acceptance vector that the speed is projected with.
+        latency: the passes, timed alone.
+        plain_seconds: seconds of a step of plain decoding.
+    """
+    parts = with_peak_memory(
+        run.device, lambda: step_breakdown(pair, tree, sampling, run.scale.rounds)
+    )
+    step_seconds = parts["step"]
+    times = StepTime(latency, acceptance=acceptance)
+    planned_seconds = times.step_seconds(tree)
+    pass_seconds = planned_seconds - latency.overhead - times.verification_seconds(tree)
     tokens = expected_tokens(tree, acceptance)
     return {
         "parents": tree.parents.tolist(),
         "size": tree.size,
         "depth": tree.depth,
-        "step_seconds": {"measured": parts["step"], "planned": times.step(tree), "sum_of_passes": passes},
-        "overhead_share": 1 - passes / parts["step"],
+        "step_seconds": {
+            "measured": step_seconds,
+            "planned": planned_seconds,
+            "sum_of_passes": pass_seconds,
+        },
+        "overhead_share": 1 - pass_seconds / step_seconds,
         "breakdown": parts,
         "projected": {
             "expected_tokens": tokens,
-            "tokens_per_second": tokens / parts["step"],
-            "plain_tokens_per_second": 1 / plain_step,
-            "speedup": tokens * plain_step / parts["step"],
+            "tokens_per_second": tokens / step_seconds,
+            "plain_tokens_per_second": 1 / plain_seconds,
+            "speedup": tokens * plain_seconds / step_seconds,
         },
     }
 
 
-def longest_first(pair: Pair, scale: Scale) -> list[list[int]]:
-    """Held-out prompts: whatever grows with length has grown once all are warm."""
-    return sorted(held_out(pair.tokenizer, scale.prompts), key=len, reverse=True)
+def prompts_longest_first(pair: Pair, scale: Scale) -> list[list[int]]:
+    """Return held-out prompts, the longest first: bench warms up with the first one.
+
+    What grows with the length of a prompt has then grown before anything is timed.
+    """
+    return sorted(held_out(pair.tokenizer, scale.num_decoded_prompts), key=len, reverse=True)
 
 
-def curves(latency: Latency | None) -> dict[str, Any]:
-    """Seconds by number of tokens."""
+def latency_figures(latency: Latency | None) -> dict[str, Any]:
+    """Return the measured times for a JSON file, without quartiles."""
     assert latency is not None
     return {
         "target": latency.target,
         "draft": latency.draft,
         "overhead": latency.overhead,
-        "verification": latency.verification.facts() if latency.verification else None,
+        "verification": latency.verification.to_dict() if latency.verification else None,
         "context": latency.context,
         "samples": latency.samples,
         "out_of_memory": latency.out_of_memory,
     }
 
 
-PARTS: dict[str, tuple[float, Callable[[Run], dict[str, Any]]]] = {
-    "checks": (120.0, checks),
-    "sdpa": (90.0, sdpa),
-    "captured": (150.0, captured),
-    "breakdown": (420.0, step_parts),
-    "compiled": (180.0, compiled),
-    "llama-2-7b": (150.0, lambda run: random_weights(run, "llama-2-7b")),
-    "llama-2-13b": (150.0, lambda run: random_weights(run, "llama-2-13b")),
-    "pair-t0": (150.0, lambda run: real_pair(run, Sampling())),
-    "pair-t06": (150.0, lambda run: real_pair(run, Sampling(0.6))),
-    "variants": (240.0, hugging_face_variants),
+PARTS: dict[str, Part] = {
+    "checks": (120.0, run_checks),
+    "sdpa": (90.0, time_attention),
+    "captured": (150.0, compare_captured),
+    "breakdown": (420.0, time_settings),
+    "compiled": (180.0, compare_compiled),
+    "llama-2-7b": (150.0, lambda run: time_random_pair(run, "llama-2-7b")),
+    "llama-2-13b": (150.0, lambda run: time_random_pair(run, "llama-2-13b")),
+    "pair-t0": (150.0, lambda run: bench_embedded_pair(run, Sampling())),
+    "pair-t06": (150.0, lambda run: bench_embedded_pair(run, Sampling(0.6))),
+    "variants": (240.0, bench_transformers),
 }
-"""The parts in the order they run, and how many seconds each is meant to take."""
+"""The parts, in the order in which they run."""

@@ -1,14 +1,20 @@
-"""Does the interval for prompts of a new kind hold? Every kind in turn is left out and predicted from the others.
+"""How often the interval for prompts of a new kind holds: each kind is predicted from the others.
 
-    python benchmarks/kinds.py --temperature 0 -o build/kinds.json                         # the built-in prompts' eight kinds
-    python benchmarks/kinds.py --temperature 0 --prompts mt_bench.jsonl -o build/kinds.json  # and those of a file, each from the other's
+    python benchmarks/kinds.py --temperature 0 -o build/kinds.json
+    python benchmarks/kinds.py --temperature 0 --prompts mt_bench.jsonl -o build/kinds.json
 
-Acceptance is measured once, prompt by prompt. For each kind and size the tree of most tokens is solved from the other kinds' counts, and the
-two intervals of its plan are compared with the tokens that the acceptance measured on the kind itself gives for the same tree. A file's kinds
-are predicted from the built-in prompts as well, and the built-in ones from the file's.
+The first command takes the eight kinds of the built-in prompts. The second one adds those of a
+file: its kinds are predicted from the built-in prompts as well, and the built-in ones from the
+file's.
 
-A tree is chosen by the numbers that promise its worth, so it may promise too much. The same prompts are cut in two at random: the tree of
-each half is valued by its own half and by the other. The average difference is what the choice adds; luck with the halves cancels.
+Acceptance is measured once, prompt by prompt. For each kind and size, the tree of most expected
+tokens is solved from the counts of the other kinds. The two intervals of its plan are compared with
+the expected tokens of the same tree by the acceptance of the kind itself.
+
+A tree is chosen by the numbers that predict its tokens, so the prediction may be too high. To
+measure that, the same prompts are cut in two at random: the tree of each half is valued by its own
+half and by the other one. The average difference is the effect of the choice; luck with the halves
+cancels.
 """
 
 from __future__ import annotations
@@ -27,68 +33,122 @@ from sequoia_plan.artifacts import Profile
 from sequoia_plan.artifacts.cost import expected_tokens
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.merge import pooled
+from sequoia_plan.artifacts.prompts import BUILT_IN, load
 from sequoia_plan.planner import solve
 from sequoia_plan.profiler.acceptance import measure_acceptance
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.journal import discard, journal_of
-from sequoia_plan.profiler.observed import Acceptance
-from sequoia_plan.profiler.prompts import BUILT_IN, encode, load
+from sequoia_plan.profiler.observed import ObservedAcceptance
+from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.runtime import Sampling, load_pair
 from sequoia_plan.runtime.models.load import dtype_name
 
-SIZES, DEPTH, SPLITS = (3, 8, 16, 64), 10, 100
-Measured = tuple[Acceptance, list[str]]
-"""Acceptance prompt by prompt, and each prompt's kind."""
+SIZES = (3, 8, 16, 64)
+DEPTH = 10
+NUM_SPLITS = 100
+INTERVALS = ("like_the_profiled", "of_a_new_kind")
+MeasuredPrompts = tuple[ObservedAcceptance, list[str]]
+"""Acceptance prompt by prompt, and the kind of each prompt."""
 
 
-def profiled(measured: Measured, chosen: Any) -> Profile:
-    """What `profile` would say of the chosen prompts (a mask)."""
-    found = measured[0].part(np.array(chosen, bool))
-    kinds = [kind for kind, taken in zip(measured[1], chosen, strict=True) if taken]
-    return Profile(pooled(found.levels()), found.effective_trials(), levels=found.levels(), kinds=found.by_kind(kinds))
-
-
-def predictions(source: Measured, target: Measured) -> Iterator[dict[str, Any]]:
-    """Every kind of `target`, predicted from those prompts of `source` that are not of it."""
-    for kind in dict.fromkeys(target[1]):
-        others = profiled(source, [each != kind for each in source[1]])
-        own = profiled(target, [each == kind for each in target[1]])
-        for size in SIZES:
-            tree = solve(others, size, DEPTH, objective="tokens").tree
-            plan = tree.plan
-            assert plan.interval and plan.interval_new_kind and plan.expected_tokens
-            ends = {"like_the_profiled": plan.interval.expected_tokens, "of_a_new_kind": plan.interval_new_kind.expected_tokens}
-            numbers = {"promised": plan.expected_tokens, "found": expected_tokens(tree, own.by_class or own.by_level)}
-            intervals = {name: [round(end, 4) for end in each or ()] for name, each in ends.items()}
-            yield {"kind": kind, "size": size, **{name: round(number, 4) for name, number in numbers.items()}, **intervals}
-
-
-def flattered(measured: Measured, prompts: int) -> dict[int, tuple[float, float]]:
-    """Of each size, how much more than from other prompts a tree promises from those it was chosen by, as a share, and the standard error.
+def profile_of(measured: MeasuredPrompts, mask: Any) -> Profile:
+    """The profile of some of the prompts.
 
     Args:
-        prompts: in each of two parts that share none.
+        mask: for each prompt, whether it is among them.
     """
-    rng, gains = np.random.default_rng(0), dict[int, list[float]]()
-    for _ in range(SPLITS):
-        order = rng.permutation(len(measured[1]))
-        halves = [profiled(measured, np.isin(np.arange(len(order)), part)) for part in (order[:prompts], order[prompts : 2 * prompts])]
+    acceptance, prompt_kinds = measured
+    part = acceptance.part(np.array(mask, bool))
+    kinds = [kind for kind, is_taken in zip(prompt_kinds, mask, strict=True) if is_taken]
+    levels = part.levels()
+    return Profile(
+        acceptance=pooled(levels),
+        trials=part.effective_trials(),
+        levels=levels,
+        kinds=part.by_kind(kinds),
+    )
+
+
+def predict_kinds(source: MeasuredPrompts, target: MeasuredPrompts) -> Iterator[dict[str, Any]]:
+    """Predict each kind of `target` from the prompts of `source` that are of other kinds."""
+    source_kinds, target_kinds = source[1], target[1]
+    for kind in dict.fromkeys(target_kinds):
+        other_kinds = profile_of(source, [source_kind != kind for source_kind in source_kinds])
+        own_kind = profile_of(target, [target_kind == kind for target_kind in target_kinds])
+        own_acceptance = own_kind.acceptance_by_class or own_kind.acceptance_by_level
         for size in SIZES:
-            trees = [solve(half.by_level, size, DEPTH, objective="tokens").tree for half in halves]
-            own, other = ([expected_tokens(tree, half.by_level) for tree, half in zip(trees, valued, strict=True)] for valued in (halves, halves[::-1]))
-            gains.setdefault(size, []).append(sum(own) / sum(other) - 1)
-    return {size: (round(float(np.mean(each)), 5), round(float(np.std(each) / SPLITS**0.5), 5)) for size, each in gains.items()}
+            tree = solve(other_kinds, size, DEPTH, objective="tokens").tree
+            plan = tree.plan
+            assert plan.interval and plan.interval_new_kind and plan.expected_tokens
+            yield {
+                "kind": kind,
+                "size": size,
+                "promised": round(plan.expected_tokens, 4),
+                "found": round(expected_tokens(tree, own_acceptance), 4),
+                "like_the_profiled": rounded(plan.interval.expected_tokens),
+                "of_a_new_kind": rounded(plan.interval_new_kind.expected_tokens),
+            }
 
 
-def held(entries: Sequence[dict[str, Any]], interval: str) -> tuple[int, float]:
-    """How many of the intervals hold what was found, and half their width as a share of what is promised, on average."""
-    inside = sum(entry[interval][0] <= entry["found"] <= entry[interval][1] for entry in entries)
-    return inside, float(np.mean([(entry[interval][1] - entry[interval][0]) / 2 / entry["promised"] for entry in entries]))
+def rounded(ends: tuple[float, float] | None) -> list[float]:
+    """The ends of an interval to four digits; empty for None."""
+    return [round(end, 4) for end in ends or ()]
+
+
+def gain_by_choice(measured: MeasuredPrompts, num_prompts: int) -> dict[int, tuple[float, float]]:
+    """How much more tokens a tree is predicted from the prompts it was chosen by than from others.
+
+    Args:
+        num_prompts: prompts in each of two parts that share none.
+
+    Returns:
+        For each size, the mean gain as a share, and its standard error.
+    """
+    rng = np.random.default_rng(0)
+    gains: dict[int, list[float]] = {size: [] for size in SIZES}
+    total = len(measured[1])
+    for _ in range(NUM_SPLITS):
+        order = rng.permutation(total)
+        parts = order[:num_prompts], order[num_prompts : 2 * num_prompts]
+        halves = [profile_of(measured, np.isin(np.arange(total), part)) for part in parts]
+        first, second = (half.acceptance_by_level for half in halves)
+        for size in SIZES:
+            first_tree, second_tree = (
+                solve(acceptance, size, DEPTH, objective="tokens").tree
+                for acceptance in (first, second)
+            )
+            own = expected_tokens(first_tree, first) + expected_tokens(second_tree, second)
+            crossed = expected_tokens(first_tree, second) + expected_tokens(second_tree, first)
+            gains[size].append(own / crossed - 1)
+    return {size: mean_with_error(size_gains) for size, size_gains in gains.items()}
+
+
+def mean_with_error(gains: Sequence[float]) -> tuple[float, float]:
+    """The mean over splits, and its standard error."""
+    return round(float(np.mean(gains)), 5), round(float(np.std(gains) / NUM_SPLITS**0.5), 5)
+
+
+def coverage(entries: Sequence[dict[str, Any]], interval: str) -> tuple[int, float]:
+    """How many intervals hold the kind's own expected tokens, and their mean relative half width.
+
+    Args:
+        entries: of `predict_kinds`.
+        interval: one of INTERVALS.
+    """
+    num_held = 0
+    half_widths = []
+    for entry in entries:
+        low, high = entry[interval]
+        num_held += low <= entry["found"] <= high
+        half_widths.append((high - low) / 2 / entry["promised"])
+    return num_held, float(np.mean(half_widths))
 
 
 def main() -> None:
     """Measure, predict and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--draft", help="as for sequoia-plan profile")
     parser.add_argument("--dtype", default="auto")
@@ -96,41 +156,91 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
-    pair, sampling = load_pair(draft=options.draft, dtype=options.dtype), Sampling(options.temperature)
-    measured: dict[str, Measured] = {}
+    pair = load_pair(draft=options.draft, dtype=options.dtype)
+    sampling = Sampling(options.temperature)
+    files = {"built-in": BUILT_IN}
+    if options.prompts:
+        files[options.prompts.stem] = options.prompts
+    measured: dict[str, MeasuredPrompts] = {}
     journals = []
-    for name, path in {"built-in": BUILT_IN, **({options.prompts.stem: options.prompts} if options.prompts else {})}.items():
+    for name, path in files.items():
         prompts = load(path)
         if not all(prompt.kind for prompt in prompts):
-            parser.error(f"--prompts {path}: found a prompt without a kind, expected `kind` or `category` in every line")
-        ids, journal = [encode(pair.tokenizer, prompt.text) for prompt in prompts], journal_of(f"{options.output}.{name}")
-        found = measure_acceptance(pair, ids, [sampling], precision=0.0, tokens_per_prompt=options.tokens, journal=journal)[0]
-        measured[name] = found, [str(prompt.kind) for prompt in prompts]
-        journals.append(journal)
-    made = {"sampling": sampling.settings(), "dtype": dtype_name(pair.target.dtype), "tokens": options.tokens}
-    result: dict[str, Any] = {"settings": made, "models": pair.facts, "hardware": fingerprint(pair.target.device), "predictions": []}
-    table = Table("kinds of", "from", "nodes", "like the profiled", "half width", "of a new kind", "half width", box=None)
-    for source, target in [(a, b) for b in measured for a in measured]:
-        entries = list(predictions(measured[source], measured[target]))
-        result["predictions"].append({"from": "the other kinds" if source == target else source, "kinds_of": target, "kinds": entries})
-        for size in SIZES:
-            mine = [entry for entry in entries if entry["size"] == size]
-            cells = []
-            for interval in ("like_the_profiled", "of_a_new_kind"):
-                inside, width = held(mine, interval)
-                cells += [f"{inside} of {len(mine)}", f"{width:.0%}"]
-            table.add_row(target, "its other kinds" if source == target else source, str(size), *cells)
-    result["flattered_by_choice"] = []
-    chosen = Table("chosen from prompts", *(f"{size} nodes" for size in SIZES), box=None)
-    for name, each in measured.items():
-        for prompts in (len(each[1]) // 4, len(each[1]) // 2):
-            gains = flattered(each, prompts)
-            result["flattered_by_choice"].append({"prompts": name, "in_each_half": prompts, "by_size": gains})
-            chosen.add_row(f"{prompts} {name}", *(f"{gain:+.2%} (+- {error:.2%})" for gain, error in gains.values()))
+            parser.error(
+                f"--prompts {path}: found a prompt without a kind, expected `kind` or `category` "
+                "in every line"
+            )
+        journals.append(journal_of(f"{options.output}.{name}"))
+        acceptance = measure_acceptance(
+            pair,
+            [encode(pair.tokenizer, prompt.text) for prompt in prompts],
+            [sampling],
+            precision=0.0,
+            tokens_per_prompt=options.tokens,
+            journal=journals[-1],
+        )[0]
+        measured[name] = acceptance, [str(prompt.kind) for prompt in prompts]
+    result: dict[str, Any] = {
+        "settings": {
+            "sampling": sampling.settings(),
+            "dtype": dtype_name(pair.target.dtype),
+            "tokens": options.tokens,
+        },
+        "models": pair.metadata,
+        "hardware": fingerprint(pair.target.device),
+    }
+    result["predictions"], predictions_table = report_predictions(measured)
+    result["flattered_by_choice"], gains_table = report_gains(measured)
     write_atomically(options.output, (json.dumps(result, indent=1) + "\n").encode())
     for journal in journals:
         discard(journal)
-    Console(width=120).print(table, chosen)
+    Console(width=120).print(predictions_table, gains_table)
+
+
+def report_predictions(
+    measured: dict[str, MeasuredPrompts],
+) -> tuple[list[dict[str, Any]], Table]:
+    """The predictions of every file's kinds from every file, as JSON and as a table."""
+    results = []
+    table = Table(
+        "kinds of",
+        "from",
+        "nodes",
+        "like the profiled",
+        "half width",
+        "of a new kind",
+        "half width",
+        box=None,
+    )
+    for target in measured:
+        for source in measured:
+            entries = list(predict_kinds(measured[source], measured[target]))
+            is_same = source == target
+            source_title = "the other kinds" if is_same else source
+            results.append({"from": source_title, "kinds_of": target, "kinds": entries})
+            for size in SIZES:
+                size_entries = [entry for entry in entries if entry["size"] == size]
+                cells = []
+                for interval in INTERVALS:
+                    num_held, half_width = coverage(size_entries, interval)
+                    cells += [f"{num_held} of {len(size_entries)}", f"{half_width:.0%}"]
+                source_cell = "its other kinds" if is_same else source
+                table.add_row(target, source_cell, str(size), *cells)
+    return results, table
+
+
+def report_gains(measured: dict[str, MeasuredPrompts]) -> tuple[list[dict[str, Any]], Table]:
+    """The effect of the choice for every file, as JSON and as a table."""
+    results = []
+    table = Table("chosen from prompts", *(f"{size} nodes" for size in SIZES), box=None)
+    for name, prompts in measured.items():
+        total = len(prompts[1])
+        for num_prompts in (total // 4, total // 2):
+            gains = gain_by_choice(prompts, num_prompts)
+            results.append({"prompts": name, "in_each_half": num_prompts, "by_size": gains})
+            cells = [f"{gain:+.2%} (+- {error:.2%})" for gain, error in gains.values()]
+            table.add_row(f"{num_prompts} {name}", *cells)
+    return results, table
 
 
 if __name__ == "__main__":

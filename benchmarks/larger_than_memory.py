@@ -1,12 +1,18 @@
-"""A 7B shape with random weights, streamed from disk, in a process whose memory is really limited to a quarter of the weights (a control group).
+"""A 7B shape with random weights, streamed from disk by a process with little memory.
 
-    python benchmarks/larger_than_memory.py -o benchmarks/results/larger-than-memory.json     # root, 28 GB of disk, about ten minutes
-    python benchmarks/larger_than_memory.py --quick -o build/quick.json                       # a small shape: to see that it runs
+A control group limits the process to a quarter of the weights.
 
-The weights are written once, outside the limit. The limited process gets the budget that `--memory` names, a tenth more, and what Python and
-PyTorch took before anything was loaded; the kernel kills it if it takes more. It times passes over 1, 16, 64 and 256 nodes and, in turn with
-them, reads of the same blocks past the page cache. What a tree would gain is projected: the acceptance vector is the paper's (Llama3-70B/8B on
-CNN, Sequoia, arXiv 2402.12374, App. E) and a draft pass is taken to cost nothing beside a pass of the target.
+    python benchmarks/larger_than_memory.py -o benchmarks/results/larger-than-memory.json
+    python benchmarks/larger_than_memory.py --quick -o build/quick.json    # a small shape
+
+The first command needs root, 28 GB of disk and about ten minutes.
+
+The weights are written once, outside the limit. The limited process gets the budget that `--memory`
+names, a tenth more, and what Python and PyTorch took before anything was loaded. The kernel kills
+it if it takes more. It times passes over 1, 16, 64 and 256 nodes and, in turn with them, reads of
+the same blocks past the page cache. What a tree would gain is projected: the acceptance vector is
+the paper's (Llama3-70B/8B on CNN, Sequoia, arXiv 2402.12374, App. E), and a draft pass is taken to
+cost nothing beside a pass of the target.
 """
 
 from __future__ import annotations
@@ -22,100 +28,175 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from offload import link_rounds, quartiles
-from random_models import shape
+from offload import compare_with_reads, quartiles
+from random_models import Shape, shape
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from sequoia_plan.artifacts import Latency, Profile, Stream
+from sequoia_plan.artifacts import Latency, Profile, StreamCost
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.planner import solve
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.latency import timed
 from sequoia_plan.profiler.verification import bushy
 from sequoia_plan.runtime import SequoiaDecoder
+from sequoia_plan.runtime.base.weight_stream import stream_of
 from sequoia_plan.runtime.models.load import local_folder
-from sequoia_plan.runtime.models.memory import cache_bytes, split_memory
-from sequoia_plan.runtime.models.offload import Offloaded
-from sequoia_plan.runtime.models.stream import Ring, stream_of
+from sequoia_plan.runtime.offload.disk_stream import DiskStream
+from sequoia_plan.runtime.offload.load import OffloadedTarget
+from sequoia_plan.runtime.offload.memory import cache_bytes, split_memory
 
+CPU = torch.device("cpu")
 SHAPES = {"llama-2-7b": shape(4096, 11008, 32, 32), "small": shape(512, 1376, 12, 8)}
 NODES = (1, 16, 64, 256)
-VECTOR = "llama3-70b-8b-cnn"
+PROMPT_TOKENS = 64
+ACCEPTANCE = "llama3-70b-8b-cnn"
+PROFILES = Path(__file__).parents[1] / "artifacts" / "catalog" / "profiles"
 CGROUP = Path("/sys/fs/cgroup/memory/sequoia-plan-benchmark")
+QUICK_EXTRA_MEMORY = 200_000_000
+"""Bytes more than a quarter of the small shape's weights."""
 
 
-def write_model(dimensions: dict[str, int], folder: Path) -> int:
-    """A folder as transformers saves one, with random weights; bytes of the weights. One layer's numbers serve all layers."""
+def write_model(dimensions: Shape, folder: Path) -> int:
+    """Write a model with random weights as transformers saves one. Returns bytes of the weights.
+
+    One layer's numbers serve all layers.
+    """
     config = LlamaConfig(**dimensions, dtype="bfloat16", architectures=["LlamaForCausalLM"])
     config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(local_folder(None)).save_pretrained(folder)
     with torch.device("meta"):
         parameters = dict(AutoModelForCausalLM.from_config(config).named_parameters())
     torch.manual_seed(0)
-    files: dict[str, dict[str, torch.Tensor]] = {}
-    known: dict[str, torch.Tensor] = {}
-    for name, like in parameters.items():
-        part = name.split("layers.")[1].split(".")[0] if "layers." in name else "rest"
-        kind = name.split(f"layers.{part}.")[-1]
-        if kind not in known:
-            known[kind] = torch.ones(like.shape, dtype=torch.bfloat16) if like.ndim == 1 else torch.empty(like.shape, dtype=torch.bfloat16).normal_(std=0.02)
-        files.setdefault(part, {})[name] = known[kind]
-    for part, tensors in files.items():
-        save_file(tensors, folder / f"model-{part}.safetensors")
-    return sum(like.numel() * 2 for like in parameters.values())
+    tensors_of_file: dict[str, dict[str, torch.Tensor]] = {}
+    values_of_role: dict[str, torch.Tensor] = {}
+    for name, parameter in parameters.items():
+        layer = name.split("layers.")[1].split(".")[0] if "layers." in name else "rest"
+        role = name.split(f"layers.{layer}.")[-1]  # the parameter's name in its layer
+        if role not in values_of_role:
+            values_of_role[role] = random_values(parameter.shape)
+        tensors_of_file.setdefault(layer, {})[name] = values_of_role[role]
+    for layer, tensors in tensors_of_file.items():
+        save_file(tensors, folder / f"model-{layer}.safetensors")
+    return sum(parameter.numel() * 2 for parameter in parameters.values())
+
+
+def random_values(size: torch.Size) -> torch.Tensor:
+    """bfloat16: ones for a norm, normal numbers for a matrix."""
+    if len(size) == 1:
+        return torch.ones(size, dtype=torch.bfloat16)
+    return torch.empty(size, dtype=torch.bfloat16).normal_(std=0.02)
 
 
 @torch.inference_mode()
-def limited(folder: str, memory: int, before: int, rounds: int) -> dict[str, Any]:
-    """In the process with the limit: load, time passes, and say what was taken."""
-    target = Offloaded(folder, "cpu", torch.bfloat16)
-    split = split_memory(memory, target.outside, 0, cache_bytes(target.model), target.sizes())
+def measure(folder: str, memory: int, bytes_before: int, rounds: int) -> dict[str, Any]:
+    """Load the model, time passes, and return the figures; runs in the limited process.
+
+    Args:
+        memory: the budget in bytes.
+        bytes_before: the process's memory before anything was loaded.
+    """
+    target = OffloadedTarget(folder, "cpu", torch.bfloat16)
+    split = split_memory(
+        memory, target.outside_bytes, 0, cache_bytes(target.model), target.layer_sizes()
+    )
     target.place(split, "disk")
-    ring = stream_of(target.model)
-    assert isinstance(ring, Ring)
-    draft = LlamaForCausalLM(LlamaConfig(**shape(16, 16, 1, 1))).bfloat16().eval()  # there must be one; it is never run
-    whole = SequoiaDecoder(target.model, draft, bushy(max(NODES), 3))
-    whole.prefill(torch.arange(64), 2 * max(NODES), seed=0)
-    decoders = {nodes: whole.with_tree(bushy(nodes, 3)) for nodes in NODES}
-    extent = whole.extent(64)
-    link = link_rounds(ring, lambda: decoders[1].run_target(extent), rounds, 1)
-    times: dict[int, list[float]] = {nodes: [] for nodes in NODES}
+    stream = stream_of(target.model)
+    assert isinstance(stream, DiskStream)
+    # the decoder needs a draft, which is never run
+    draft = LlamaForCausalLM(LlamaConfig(**shape(16, 16, 1, 1))).bfloat16().eval()
+    largest_step = SequoiaDecoder(target.model, draft, bushy(max(NODES), 3)).step
+    largest_step.prefill(torch.arange(PROMPT_TOKENS), 2 * max(NODES), seed=0)
+    extent = largest_step.extent(PROMPT_TOKENS)
+    run_pass = {
+        nodes: partial(largest_step.with_tree(bushy(nodes, 3)).run_target, extent)
+        for nodes in NODES
+    }
+    link = compare_with_reads(stream, run_pass[1], rounds, 1)
+    samples: dict[int, list[float]] = {nodes: [] for nodes in NODES}
     for _ in range(rounds):
-        for nodes, decoder in decoders.items():
-            ring.fill()
-            times[nodes].append(timed(torch.device("cpu"), partial(decoder.run_target, extent))[1])
-    peak = resident_bytes("VmHWM")
+        for nodes in NODES:
+            stream.wait_until_full()
+            samples[nodes].append(timed(CPU, run_pass[nodes])[1])
+    peak_bytes = process_bytes("VmHWM")
     return {
         "memory": memory,
-        "placement": split.facts("disk", len(target.layers)),
+        "placement": split.to_metadata("disk", len(target.layers)),
         "link": link,
-        "pass_seconds": {nodes: quartiles(samples) if len(samples) > 1 else samples for nodes, samples in times.items()},
-        "before_bytes": before,
-        "peak_bytes": peak,
-        "peak_over_budget": round((peak - before) / memory, 4),
+        "pass_seconds": {
+            nodes: quartiles(seconds) if len(seconds) > 1 else seconds
+            for nodes, seconds in samples.items()
+        },
+        "before_bytes": bytes_before,
+        "peak_bytes": peak_bytes,
+        "peak_over_budget": round((peak_bytes - bytes_before) / memory, 4),
     }
 
 
-def resident_bytes(name: str) -> int:
-    """Of this process: VmRSS now, VmHWM at most so far. (`getrusage` would count what the parent took before it started this one.)"""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields[name].split()[0]) * 1024
+def process_bytes(field: str) -> int:
+    """Resident bytes of this process: VmRSS now, VmHWM at most so far.
+
+    `getrusage` would count what the parent process took before it started this one.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return int(fields[field].split()[0]) * 1024
 
 
-def projected(found: dict[str, Any]) -> dict[str, Any]:
-    """The best tree for these passes with the paper's acceptance vector, and what it would gain."""
-    target = {int(nodes): seconds[0] for nodes, seconds in found["pass_seconds"].items()}
-    stream = Stream(found["link"]["pass_seconds"][0], found["placement"]["streamed_bytes"])
-    free = {1: 1e-6, max(NODES): 1e-6}
-    vector = Profile.load(Path(__file__).parents[1] / "artifacts" / "catalog" / "profiles" / f"{VECTOR}.yaml").acceptance
-    tree = solve(Profile(vector, latency=Latency(target, free, stream=stream)), max(NODES), 20).tree
-    return {"acceptance": VECTOR, "size": tree.size, "depth": tree.depth, "expected_tokens": tree.plan.expected_tokens, "speedup": tree.plan.predicted_speedup}
+def measure_with_limit(options: argparse.Namespace) -> None:
+    """Put this process into a control group with a limit, measure, and write the figures."""
+    bytes_before = process_bytes("VmRSS")
+    limit = int(options.memory * 1.1) + bytes_before
+    CGROUP.mkdir(exist_ok=True)
+    (CGROUP / "memory.limit_in_bytes").write_text(str(limit))
+    (CGROUP / "cgroup.procs").write_text(str(os.getpid()))
+    (CGROUP / "memory.max_usage_in_bytes").write_text("0")
+    figures = measure(options.limited, options.memory, bytes_before, options.rounds)
+    figures["limit_bytes"] = limit
+    figures["group_peak_bytes"] = int((CGROUP / "memory.max_usage_in_bytes").read_text())
+    write_atomically(options.output, json.dumps(figures).encode())
+
+
+def project(figures: dict[str, Any]) -> dict[str, Any]:
+    """The best tree for the measured passes and the paper's acceptance, and what it would gain."""
+    target = {int(nodes): seconds[0] for nodes, seconds in figures["pass_seconds"].items()}
+    pass_seconds = figures["link"]["pass_seconds"][0]
+    stream = StreamCost(pass_seconds, figures["placement"]["streamed_bytes"])
+    free_draft = {1: 1e-6, max(NODES): 1e-6}
+    latency = Latency(target, free_draft, stream=stream)
+    acceptance = Profile.load(PROFILES / f"{ACCEPTANCE}.yaml").acceptance
+    tree = solve(Profile(acceptance, latency=latency), max(NODES), 20).tree
+    return {
+        "acceptance": ACCEPTANCE,
+        "size": tree.size,
+        "depth": tree.depth,
+        "expected_tokens": tree.plan.expected_tokens,
+        "speedup": tree.plan.predicted_speedup,
+    }
+
+
+def run_limited_process(options: argparse.Namespace) -> dict[str, Any]:
+    """Write the model, measure it in the limited process, and return the figures."""
+    name = "small" if options.quick else "llama-2-7b"
+    with tempfile.TemporaryDirectory(dir=options.output.parent, prefix=".") as folder:
+        os.environ["SEQUOIA_PLAN_CACHE"] = f"{folder}/cache"
+        weight_bytes = write_model(SHAPES[name], Path(folder) / "model")
+        # this writes the weights in pass order
+        OffloadedTarget(f"{folder}/model", "cpu", torch.bfloat16).file.close()
+        memory = weight_bytes // 4 + (QUICK_EXTRA_MEMORY if options.quick else 0)
+        output = Path(folder) / "figures.json"
+        command = [sys.executable, __file__, "--limited", f"{folder}/model"]
+        command += ["--memory", str(memory), "--rounds", str(options.rounds), "-o", str(output)]
+        subprocess.run(command, check=True)
+        figures = json.loads(output.read_text())
+    return {"model": f"{name}, random weights", "weights": weight_bytes} | figures
 
 
 def main() -> None:
     """Write the model, run the limited process, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("-o", "--output", type=Path, required=True)
@@ -123,31 +204,13 @@ def main() -> None:
     parser.add_argument("--memory", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.limited:
-        before = resident_bytes("VmRSS")
-        limit = int(options.memory * 1.1) + before
-        CGROUP.mkdir(exist_ok=True)
-        (CGROUP / "memory.limit_in_bytes").write_text(str(limit))
-        (CGROUP / "cgroup.procs").write_text(str(os.getpid()))
-        (CGROUP / "memory.max_usage_in_bytes").write_text("0")
-        found = limited(options.limited, options.memory, before, options.rounds)
-        found["limit_bytes"] = limit
-        found["group_peak_bytes"] = int((CGROUP / "memory.max_usage_in_bytes").read_text())
-        write_atomically(options.output, json.dumps(found).encode())
+        measure_with_limit(options)
         return
-    name = "small" if options.quick else "llama-2-7b"
-    with tempfile.TemporaryDirectory(dir=options.output.parent, prefix=".") as folder:
-        os.environ["SEQUOIA_PLAN_CACHE"] = f"{folder}/cache"
-        weights = write_model(SHAPES[name], Path(folder) / "model")
-        Offloaded(f"{folder}/model", "cpu", torch.bfloat16).file.close()  # writes the weights in pass order
-        part = Path(folder) / "found.json"
-        memory = weights // 4 if not options.quick else weights // 4 + 200_000_000
-        command = [sys.executable, __file__, "--limited", f"{folder}/model", "--memory", str(memory), "--rounds", str(options.rounds), "-o", str(part)]
-        subprocess.run(command, check=True)
-        found = json.loads(part.read_text())
+    figures = run_limited_process(options)
     CGROUP.rmdir()
-    found = {"model": f"{name}, random weights", "weights": weights} | found | {"projected": projected(found), "hardware": fingerprint(torch.device("cpu"))}
-    write_atomically(options.output, (json.dumps(found, indent=1) + "\n").encode())
-    print(json.dumps(found, indent=1))
+    figures |= {"projected": project(figures), "hardware": fingerprint(CPU)}
+    write_atomically(options.output, (json.dumps(figures, indent=1) + "\n").encode())
+    print(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":

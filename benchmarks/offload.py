@@ -1,18 +1,25 @@
-"""A target streamed from disk, with the embedded pair: how much of the disk's speed a pass reaches, and what a tree gains over plain decoding.
+"""Decode with the embedded target streamed from disk.
 
-    python benchmarks/offload.py -o benchmarks/results/offload.json                # every part; parts that the file has are not run again
+It measures how much of the disk's speed a pass reaches, and what a tree gains over plain decoding.
+
+    python benchmarks/offload.py -o benchmarks/results/offload.json
     python benchmarks/offload.py --part link -o build/link.json
-    python benchmarks/offload.py --quick -o build/quick.json                       # few prompts: to see that it runs
+    python benchmarks/offload.py --quick -o build/quick.json    # few prompts: to see that it runs
 
-link: plain passes one after the other, and reads of the same blocks of the same file with as many threads and as large pieces (past the page
-    cache), in turn.
-decode: held-out prompts, every way of decoding in turn. All targets are streamed; each tree is solved from a profile of its own models, measured
-    in this run. `plain + N` is plain decoding that keeps N further layers in memory: about the bytes that a draft takes. accelerate's
-    `disk_offload` reads through the page cache, which is dropped before each pass; it writes a quarter of the tokens. A disk may give more after
-    it rested, so the file is read before each text until it gives what it does for long. With `--deepspeed PYTHON` DeepSpeed's ZeRO takes part
-    as well (by_deepspeed.py), in a process of its own.
+Parts that the output file already has are not run again.
 
-Bytes are those that the process had read from the disk (read_bytes of /proc/self/io): nothing comes out of the page cache.
+link: plain passes one after the other, and reads of the same blocks of the same file with as many
+    threads and as large chunks, in turn. Reads go past the page cache.
+decode: held-out prompts, every method of decoding in turn. All targets are streamed. Each tree is
+    solved from a profile of its own models that is measured in this run. `plain + N` is plain
+    decoding with N more layers in memory, which take about as many bytes as a draft. accelerate's
+    `disk_offload` reads through the page cache, which is dropped before each pass; it decodes a
+    quarter of the tokens. A disk may give more after a rest, so the file is read before each text
+    until the disk gives what it gives for long. With `--deepspeed PYTHON`, DeepSpeed's ZeRO takes
+    part as well (by_deepspeed.py), in a process of its own.
+
+Bytes are those that the process read from the disk (read_bytes of /proc/self/io): nothing comes
+from the page cache.
 """
 
 from __future__ import annotations
@@ -36,95 +43,135 @@ import torch
 from accelerate import disk_offload
 
 from sequoia_plan.artifacts import Profile, TokenTree
-from sequoia_plan.artifacts.cost import predicted
+from sequoia_plan.artifacts.cost import prediction_for
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.merge import pooled
+from sequoia_plan.artifacts.prompts import built_in
 from sequoia_plan.planner import solve
 from sequoia_plan.profiler.acceptance import measure_acceptance
-from sequoia_plan.profiler.bench import Decode, Run, bench, ours, summary
+from sequoia_plan.profiler.bench import (
+    DecodePrompt,
+    PromptRun,
+    bench,
+    sequoia_method,
+    summary,
+    transformers_method,
+)
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.latency import CONTEXT, measure_latency, random_prompt
-from sequoia_plan.profiler.measure import most_tokens
-from sequoia_plan.profiler.prompts import built_in, encode, held_out
+from sequoia_plan.profiler.measure import max_tokens_of_any_tree
+from sequoia_plan.profiler.prompts import encode, held_out
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
+from sequoia_plan.runtime.base.weight_stream import stream_of
 from sequoia_plan.runtime.draft.self_draft import INT8
-from sequoia_plan.runtime.models import stream
 from sequoia_plan.runtime.models.load import resolve_dtype
-from sequoia_plan.runtime.models.memory import SLOTS
-from sequoia_plan.runtime.models.offload import Offloaded
-from sequoia_plan.runtime.models.stream import Ring, stream_of
-from sequoia_plan.runtime.models.weight_file import aligned_memory, bytes_of
-from sequoia_plan.runtime.pair import EMBEDDED
+from sequoia_plan.runtime.offload.disk_stream import CHUNK_BYTES, THREADS, DiskStream
+from sequoia_plan.runtime.offload.load import OffloadedTarget
+from sequoia_plan.runtime.offload.memory import SLOTS
+from sequoia_plan.runtime.offload.weight_file import aligned_memory, bytes_of
+from sequoia_plan.runtime.pair import EMBEDDED_DRAFTS
 
+CPU = torch.device("cpu")
 RESIDENT = 6
 """Layers of thirty that stay in memory: a fifth."""
-DRAFTS = [*EMBEDDED, INT8]
+DRAFTS = [*EMBEDDED_DRAFTS, INT8]
 PRECISION = 0.08
 """Of a profile's expected tokens."""
-FIRST_READS = 40
+BUDGET, DEPTH = 768, 40
+"""Limits of the trees: nodes and levels."""
+WARM_UP_READS = 40
 """About twenty seconds of reading."""
 PASSES = 4
-"""That follow one another, through the ring and without it."""
+"""Passes, or reads of the streamed weights, one after the other."""
 
 
 def read_bytes(process: int | str = "self") -> int:
-    """What a process has had read from the disk so far."""
-    fields = dict(line.split(": ") for line in Path(f"/proc/{process}/io").read_text().splitlines())
-    return int(fields["read_bytes"])
+    """Bytes that a process has read from the disk so far."""
+    lines = Path(f"/proc/{process}/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
-def streamed(draft: str | None, layers: int, dtype: str) -> Pair:
+def streamed_pair(draft: str | None, layers: int, dtype: str) -> Pair:
     """The pair with so many layers of the target in memory."""
-    facts = load_pair(draft=draft, dtype=dtype, offload="disk", memory="1TB").facts["target"]
-    everything = facts["resident_bytes"] + facts["draft_bytes"] + facts["cache_bytes"]
-    pair = load_pair(draft=draft, dtype=dtype, offload="disk", memory=everything - (facts["layers"] - SLOTS - layers) * layer_bytes(dtype))
-    assert pair.facts["target"]["resident_layers"] == layers
+    metadata = load_pair(draft=draft, dtype=dtype, offload="disk", memory="1TB").metadata["target"]
+    all_bytes = metadata["resident_bytes"] + metadata["draft_bytes"] + metadata["cache_bytes"]
+    streamed_layers = metadata["layers"] - SLOTS - layers
+    memory = all_bytes - streamed_layers * layer_bytes(dtype)
+    pair = load_pair(draft=draft, dtype=dtype, offload="disk", memory=memory)
+    assert pair.metadata["target"]["resident_layers"] == layers
     return pair
 
 
 def layer_bytes(dtype: str) -> int:
-    """Of one layer of the embedded target; all are alike."""
-    return max(Offloaded(None, "cpu", resolve_dtype(dtype, "cpu")).sizes())
+    """Bytes of one layer of the embedded target; all layers have the same size."""
+    return max(OffloadedTarget(None, "cpu", resolve_dtype(dtype, "cpu")).layer_sizes())
+
+
+def disk_stream_of(pair: Pair) -> DiskStream:
+    """The stream of a pair's target."""
+    stream = stream_of(pair.target)
+    assert isinstance(stream, DiskStream)
+    return stream
 
 
 class Disk:
-    """A disk that gives more for some seconds after it rested, as those of virtual machines do. Everything is measured at what it gives for long.
+    """A disk that gives more for some seconds after a rest, as those of virtual machines do.
+
+    Everything is measured at the speed that it gives for long.
 
     Args:
-        ring: whose blocks are read.
+        stream: its blocks are read.
+
+    Attributes:
+        lasting_speed: bytes a second that the disk gives for long.
     """
 
-    def __init__(self, ring: Ring) -> None:
-        self.ring, self.buffers = ring, [bytes_of(aligned_memory(stream.CHUNK).fill_(1)) for _ in range(stream.THREADS)]
-        rates = [self.rate() for _ in range(FIRST_READS)]
-        self.lasting = statistics.median(rates[-FIRST_READS // 3 :])
+    def __init__(self, stream: DiskStream) -> None:
+        self.stream, self.buffers = stream, read_buffers()
+        speeds = [self.speed() for _ in range(WARM_UP_READS)]
+        self.lasting_speed = statistics.median(speeds[-WARM_UP_READS // 3 :])
 
-    def rate(self) -> float:
-        """Bytes a second, over about half a second."""
-        return self.ring.bytes / raw_read(self.ring, self.buffers, PASSES)
+    def speed(self) -> float:
+        """Bytes a second now, over about half a second."""
+        return self.stream.bytes / read_seconds(self.stream, self.buffers, PASSES)
 
-    def rest(self) -> None:
-        """Read until the disk gives no more than it does for long."""
-        for _ in range(FIRST_READS):
-            if self.rate() <= self.lasting * 1.1:
+    def wear_down(self) -> None:
+        """Read until the disk gives no more than it gives for long."""
+        for _ in range(WARM_UP_READS):
+            if self.speed() <= self.lasting_speed * 1.1:
                 return
 
 
-def raw_read(ring: Ring, buffers: list[memoryview], passes: int) -> float:
-    """Seconds to read what a pass reads, by a thread for each buffer, and do nothing with it; the mean of `passes` without a pause."""
-    pieces = iter([(block, start) for block in ring.blocks * passes for start in range(0, block.size, stream.CHUNK)])
+def read_buffers() -> list[memoryview]:
+    """A buffer for each thread. The system gives memory when it is first written."""
+    return [bytes_of(aligned_memory(CHUNK_BYTES).fill_(1)) for _ in range(THREADS)]
+
+
+def read_seconds(stream: DiskStream, buffers: list[memoryview], passes: int) -> float:
+    """Mean seconds to only read what a pass reads, by a thread for each buffer.
+
+    Args:
+        passes: reads of all blocks, without a pause between them.
+    """
+    chunks = iter(
+        [
+            (block.offset + start, min(CHUNK_BYTES, block.size - start))
+            for block in stream.blocks * passes
+            for start in range(0, block.size, CHUNK_BYTES)
+        ]
+    )
     lock = threading.Lock()
 
-    def work(memory: memoryview) -> None:
+    def read_chunks(buffer: memoryview) -> None:
         while True:
             with lock:
-                piece = next(pieces, None)
-            if piece is None:
+                chunk = next(chunks, None)
+            if chunk is None:
                 return
-            block, start = piece
-            ring.file.read(block.offset + start, memory[: min(stream.CHUNK, block.size - start)])
+            offset, size = chunk
+            stream.file.read(offset, buffer[:size])
 
-    threads = [threading.Thread(target=work, args=(memory,)) for memory in buffers]
+    threads = [threading.Thread(target=read_chunks, args=(buffer,)) for buffer in buffers]
     started = time.perf_counter()
     for thread in threads:
         thread.start()
@@ -134,39 +181,51 @@ def raw_read(ring: Ring, buffers: list[memoryview], passes: int) -> float:
 
 
 @torch.inference_mode()
-def link(dtype: str, rounds: int) -> dict[str, Any]:
+def measure_link(dtype: str, rounds: int) -> dict[str, Any]:
     """The share of the disk's speed that passes one after the other reach."""
-    pair = streamed(None, RESIDENT, dtype)
-    ring = stream_of(pair.target)
-    assert isinstance(ring, Ring)
-    decoder = SequoiaDecoder(pair.target, None, TokenTree.chain(1))
-    decoder.prefill(random_prompt(pair, CONTEXT), 64, seed=0)
-    extent = decoder.extent(CONTEXT)
-    return link_rounds(ring, lambda: decoder.run_target(extent), rounds, PASSES) | {"models": pair.facts}
+    pair = streamed_pair(None, RESIDENT, dtype)
+    step = SequoiaDecoder(pair.target, None, TokenTree.chain(1)).step
+    step.prefill(random_prompt(pair, CONTEXT), 64, seed=0)
+    extent = step.extent(CONTEXT)
+    figures = compare_with_reads(
+        disk_stream_of(pair), lambda: step.run_target(extent), rounds, PASSES
+    )
+    return figures | {"models": pair.metadata}
 
 
-def link_rounds(ring: Ring, run: Callable[[], Any], rounds: int, passes: int) -> dict[str, Any]:
-    """Passes, `run` one after the other, and reads of what they stream, in turn; how much of the speed of reading the passes reach."""
-    run()
-    buffers = [bytes_of(aligned_memory(stream.CHUNK).fill_(1)) for _ in range(stream.THREADS)]  # the system gives memory when it is first written
-    reads, computed, moved = [], [], []
+def compare_with_reads(
+    stream: DiskStream, run_pass: Callable[[], Any], rounds: int, passes: int
+) -> dict[str, Any]:
+    """Passes of a streamed target, and reads of what they stream, in turn.
+
+    Args:
+        run_pass: runs one pass.
+        rounds: how often passes and reads are timed.
+        passes: passes in a round, one after the other.
+    """
+    run_pass()
+    buffers = read_buffers()
+    read_samples, pass_samples, byte_samples = [], [], []
     for _ in range(rounds):
-        ring.fill()  # the ring's own threads rest
-        reads.append(raw_read(ring, buffers, passes))
-        before, started = read_bytes(), time.perf_counter()
+        stream.wait_until_full()  # the stream's own threads rest
+        read_samples.append(read_seconds(stream, buffers, passes))
+        bytes_before, started = read_bytes(), time.perf_counter()
         for _ in range(passes):
-            run()
-        ring.fill()  # the slots are as full as before: as much was read as was computed with
-        computed.append((time.perf_counter() - started) / passes)
-        moved.append((read_bytes() - before) / passes)
-    shares = [read / one for read, one in zip(reads, computed, strict=True)]
+            run_pass()
+        # the slots are as full as before: as much was read as was computed with
+        stream.wait_until_full()
+        pass_samples.append((time.perf_counter() - started) / passes)
+        byte_samples.append((read_bytes() - bytes_before) / passes)
+    shares = [
+        reading / computing for reading, computing in zip(read_samples, pass_samples, strict=True)
+    ]
     return {
-        "bytes_a_pass": ring.bytes,
-        "bytes_read_a_pass": round(statistics.median(moved)),
-        "threads": stream.THREADS,
-        "piece": stream.CHUNK,
-        "read_seconds": quartiles(reads),
-        "pass_seconds": quartiles(computed),
+        "bytes_a_pass": stream.bytes,
+        "bytes_read_a_pass": round(statistics.median(byte_samples)),
+        "threads": THREADS,
+        "piece": CHUNK_BYTES,
+        "read_seconds": quartiles(read_samples),
+        "pass_seconds": quartiles(pass_samples),
         "share_of_bandwidth": quartiles(shares),
         "rounds": rounds,
     }
@@ -178,88 +237,187 @@ def quartiles(values: list[float]) -> list[float]:
     return [round(x, 5) for x in (middle, low, high)]
 
 
-def decode(options: argparse.Namespace, temperature: float) -> dict[str, Any]:
-    """Every way of decoding, prompt by prompt in turn."""
-    sampling, dtype, prompts, tokens = Sampling(temperature), options.dtype, options.prompts, options.tokens
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        drafts = options.draft or DRAFTS
-        pairs = {name: streamed(name, RESIDENT, dtype) for name in drafts}
-        first = next(iter(pairs.values()))
-        ring = stream_of(first.target)
-        assert isinstance(ring, Ring)
-        disk = Disk(ring)
-        counted: dict[tuple[str, int], int] = {}
-        arms: dict[str, Decode] = {"plain": proven("plain", ours(first, TokenTree.chain(1), sampling, tokens), counted, disk)}
-        trees: dict[str, TokenTree] = {}
-        for name, pair in pairs.items():
-            disk.rest()
-            profile = measured(pair, name, dtype, sampling, options.latency_seconds)
-            trees[name] = solve(profile, 768, 40).tree
-            arms[name] = proven(name, ours(pair, trees[name], sampling, tokens), counted, disk)
-            more = -(-pair.facts["target"]["draft_bytes"] // layer_bytes(dtype))
-            fair = streamed(None, RESIDENT + more, dtype)
-            arms[f"plain + {more}"] = proven(f"plain + {more}", ours(fair, TokenTree.chain(1), sampling, tokens), counted, disk)
-        arms["disk_offload"] = proven("disk_offload", by_accelerate(dtype, sampling, max(tokens // 4, 2), folder), counted, disk)
-        if options.deepspeed:
-            child = stack.enter_context(DeepSpeed(options.deepspeed, dtype, temperature, max(tokens // 4, 2), folder))
-            arms["deepspeed"] = proven("deepspeed", child.decode, counted, disk, child.process.pid)
-        ids = long_texts(dtype, sampling, prompts, tokens)
-        runs = bench(arms, ids, on_prompt=lambda done: print(f"{done} of {len(ids)} prompts", flush=True))
-    figures = {name: each.facts() for name, each in summary(runs, over=tuple(arms)).items()}
-    for name, each in figures.items():
-        each["bytes_read_a_pass"] = round(sum(counted[name, seed] for seed in range(len(ids))) / sum(run.passes or 1 for run in runs[name]))
-    for name, tree in trees.items():
-        plan = tree.plan
-        promise = predicted(tree, sampling.verifier, plan, sampling.settings())
-        assert plan.latency is not None
-        figures[name] |= {
-            "tree": {"size": tree.size, "depth": tree.depth, "level_widths": tree.level_widths.tolist()},
-            "predicted": {"tokens_per_step": promise.tokens_per_step, "speedup": promise.speedup},
+class DecodeBenchmark:
+    """Every method of decoding, prompt by prompt in turn.
+
+    Args:
+        options: of the command line.
+        temperature: of all methods.
+
+    Attributes:
+        pairs: the pair of each draft, by the draft's name.
+        trees: the tree of each draft.
+        methods: the methods by name; the first is plain decoding.
+        bytes_read: bytes that a method read from the disk, by its name and the seed.
+    """
+
+    def __init__(self, options: argparse.Namespace, temperature: float) -> None:
+        self.options, self.dtype, self.tokens = options, options.dtype, options.tokens
+        self.sampling = Sampling(temperature)
+        self.pairs = {
+            draft: streamed_pair(draft, RESIDENT, self.dtype) for draft in options.draft or DRAFTS
+        }
+        self.first_pair = next(iter(self.pairs.values()))
+        self.disk = Disk(disk_stream_of(self.first_pair))
+        self.trees: dict[str, TokenTree] = {}
+        self.methods: dict[str, DecodePrompt] = {}
+        self.bytes_read: dict[tuple[str, int], int] = {}
+
+    def run(self) -> dict[str, Any]:
+        """Measure all methods, and return the part of the output file."""
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            self.add_plain("plain", self.first_pair)
+            for draft in self.pairs:
+                self.add_draft(draft)
+            self.add_transformers(folder, stack)
+            prompts = prompts_with_long_texts(
+                self.dtype, self.sampling, self.options.prompts, self.tokens
+            )
+
+            def report_progress(done: int) -> None:
+                print(f"{done} of {len(prompts)} prompts", flush=True)
+
+            runs = bench(self.methods, prompts, on_prompt=report_progress)
+        settings = {
+            "sampling": self.sampling.settings(),
+            "dtype": self.dtype,
+            "prompts": len(prompts),
+            "tokens": self.tokens,
+            "resident_layers": RESIDENT,
+            "bytes_a_second": round(self.disk.lasting_speed),
+        }
+        models = {draft: pair.metadata for draft, pair in self.pairs.items()}
+        return {"settings": settings, "models": models, "contenders": self.figures(runs)}
+
+    def add(self, name: str, decode: DecodePrompt, process: int | str = "self") -> None:
+        """Add a method that starts on a disk that has not rested, and whose reads are counted.
+
+        Args:
+            process: the process that decodes.
+        """
+
+        def counted(prompt: list[int], seed: int) -> PromptRun:
+            self.disk.wear_down()
+            bytes_before = read_bytes(process)
+            run = decode(prompt, seed)
+            self.bytes_read[name, seed] = read_bytes(process) - bytes_before
+            return run
+
+        self.methods[name] = counted
+
+    def add_plain(self, name: str, pair: Pair) -> None:
+        """Add plain decoding with a streamed target."""
+        chain = TokenTree.chain(1)
+        self.add(name, sequoia_method(pair, chain, self.sampling, self.tokens))
+
+    def add_draft(self, draft: str) -> None:
+        """Add decoding with a draft and its tree, and plain decoding that uses as much memory."""
+        pair = self.pairs[draft]
+        self.disk.wear_down()
+        seconds = self.options.latency_seconds
+        profile = measure_profile(pair, draft, self.dtype, self.sampling, seconds)
+        self.trees[draft] = solve(profile, BUDGET, DEPTH).tree
+        tree_method = sequoia_method(pair, self.trees[draft], self.sampling, self.tokens)
+        self.add(draft, tree_method)
+        draft_bytes = pair.metadata["target"]["draft_bytes"]
+        more_layers = -(-draft_bytes // layer_bytes(self.dtype))
+        larger_pair = streamed_pair(None, RESIDENT + more_layers, self.dtype)
+        self.add_plain(f"plain + {more_layers}", larger_pair)
+
+    def add_transformers(self, folder: str, stack: ExitStack) -> None:
+        """Add transformers' generate with accelerate's offloading and with DeepSpeed's."""
+        tokens = max(self.tokens // 4, 2)
+        self.add("disk_offload", accelerate_method(self.dtype, self.sampling, tokens, folder))
+        if self.options.deepspeed:
+            process = DeepSpeedProcess(
+                self.options.deepspeed, self.dtype, self.sampling.temperature, tokens, folder
+            )
+            stack.enter_context(process)
+            self.add("deepspeed", process.decode, process.process.pid)
+
+    def figures(self, runs: dict[str, list[PromptRun]]) -> dict[str, Any]:
+        """The figures of each method, as the output file has them."""
+        results = summary(runs, over=tuple(self.methods))
+        figures = {name: result.to_dict() for name, result in results.items()}
+        for name, method_runs in runs.items():
+            bytes_read = sum(self.bytes_read[name, seed] for seed in range(len(method_runs)))
+            passes = sum(run.passes or 1 for run in method_runs)
+            figures[name]["bytes_read_a_pass"] = round(bytes_read / passes)
+        for draft in self.trees:
+            figures[draft] |= self.tree_figures(draft)
+        return figures
+
+    def tree_figures(self, draft: str) -> dict[str, Any]:
+        """The shape of a draft's tree, what its plan predicts, and what it was solved from."""
+        tree = self.trees[draft]
+        plan, latency = tree.plan, tree.plan.latency
+        assert latency is not None
+        prediction = prediction_for(tree, self.sampling.verifier, plan, self.sampling.settings())
+        return {
+            "tree": {
+                "size": tree.size,
+                "depth": tree.depth,
+                "level_widths": tree.level_widths.tolist(),
+            },
+            "predicted": {
+                "tokens_per_step": prediction.tokens_per_step,
+                "speedup": prediction.speedup,
+            },
             "step_seconds": plan.step_seconds,
             "proven_gap": plan.gap,
             "acceptance": plan.acceptance,
-            "latency": {"target": plan.latency.target, "draft": plan.latency.draft, "stream": plan.latency.stream and plan.latency.stream.seconds},
-            "draft_bytes": pairs[name].facts["target"]["draft_bytes"],
+            "latency": {
+                "target": latency.target,
+                "draft": latency.draft,
+                "stream": latency.stream and latency.stream.seconds,
+            },
+            "draft_bytes": self.pairs[draft].metadata["target"]["draft_bytes"],
         }
-    settings = {"sampling": sampling.settings(), "dtype": dtype, "prompts": len(ids), "tokens": tokens, "resident_layers": RESIDENT}
-    settings["bytes_a_second"] = round(disk.lasting)
-    return {"settings": settings, "models": {name: pair.facts for name, pair in pairs.items()}, "contenders": figures}
 
 
-def measured(pair: Pair, draft: str | None, dtype: str, sampling: Sampling, seconds: float) -> Profile:
-    """Acceptance of the same models in memory, where it is the same and measured sooner; latency through the ring."""
+def measure_profile(
+    pair: Pair, draft: str, dtype: str, sampling: Sampling, seconds: float
+) -> Profile:
+    """A profile of a streamed pair.
+
+    Acceptance is measured with the same models in memory, where it is the same and takes less time.
+    """
     resident = load_pair(draft=draft, dtype=dtype)
-    texts = [encode(resident.tokenizer, prompt.text) for prompt in built_in()]
-    found = measure_acceptance(resident, texts, [sampling], precision=PRECISION)[0]
-    latency = measure_latency(pair, sampling, most_tokens(found), seconds)
-    levels = found.levels()
-    return Profile(pooled(levels), found.effective_trials(), latency, sampling.settings(), pair.facts, fingerprint(torch.device("cpu")), levels)
+    prompts = [encode(resident.tokenizer, prompt.text) for prompt in built_in()]
+    acceptance = measure_acceptance(resident, prompts, [sampling], precision=PRECISION)[0]
+    latency = measure_latency(pair, sampling, max_tokens_of_any_tree(acceptance), seconds)
+    levels = acceptance.levels()
+    return Profile(
+        acceptance=pooled(levels),
+        trials=acceptance.effective_trials(),
+        latency=latency,
+        settings=sampling.settings(),
+        models=pair.metadata,
+        hardware=fingerprint(CPU),
+        levels=levels,
+    )
 
 
-def long_texts(dtype: str, sampling: Sampling, prompts: int, tokens: int) -> list[list[int]]:
-    """The first held-out prompts whose texts have `tokens` tokens: a step brings a dozen, and a short text has only one or two steps."""
+def prompts_with_long_texts(
+    dtype: str, sampling: Sampling, num_prompts: int, tokens: int
+) -> list[list[int]]:
+    """The first held-out prompts that are continued by at least `tokens` tokens.
+
+    A step yields a dozen tokens, and a short text would have only one or two steps.
+    """
     resident = load_pair(dtype=dtype)
-    decoder, found = SequoiaDecoder(resident.target, None, TokenTree.chain(1)), list[list[int]]()
+    decoder = SequoiaDecoder(resident.target, None, TokenTree.chain(1))
+    prompts: list[list[int]] = []
     for prompt in held_out(resident.tokenizer, 80):
-        if len(found) < prompts and decoder.generate(prompt, tokens, sampling=sampling, seed=len(found)).new_tokens == tokens:
-            found.append(prompt)
-    return found
+        if len(prompts) == num_prompts:
+            break
+        result = decoder.generate(prompt, tokens, sampling=sampling, seed=len(prompts))
+        if result.new_tokens == tokens:
+            prompts.append(prompt)
+    return prompts
 
 
-def proven(name: str, run: Decode, counted: dict[tuple[str, int], int], disk: Disk, process: int | str = "self") -> Decode:
-    """`run` on a disk that has not rested, and what its process had read from the disk, by name and seed."""
-
-    def decode(prompt: list[int], seed: int) -> Run:
-        disk.rest()
-        before = read_bytes(process)
-        found = run(prompt, seed)
-        counted[name, seed] = read_bytes(process) - before
-        return found
-
-    return decode
-
-
-class DeepSpeed:
+class DeepSpeedProcess:
     """A child process that decodes with DeepSpeed's ZeRO; see by_deepspeed.py.
 
     Args:
@@ -267,12 +425,17 @@ class DeepSpeed:
         folder: where its weights are written.
     """
 
-    def __init__(self, python: str, dtype: str, temperature: float, tokens: int, folder: str) -> None:
-        script = str(Path(__file__).with_name("by_deepspeed.py"))
-        command = [python, script, "--dtype", dtype, "--temperature", str(temperature), "--tokens", str(tokens), "--folder", folder]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __init__(
+        self, python: str, dtype: str, temperature: float, tokens: int, folder: str
+    ) -> None:
+        command = [python, str(Path(__file__).with_name("by_deepspeed.py"))]
+        command += ["--dtype", dtype, "--temperature", str(temperature)]
+        command += ["--tokens", str(tokens), "--folder", folder]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
-    def __enter__(self) -> DeepSpeed:
+    def __enter__(self) -> DeepSpeedProcess:
         print(self._answer(), flush=True)
         return self
 
@@ -280,11 +443,11 @@ class DeepSpeed:
         self.process.kill()
         self.process.wait()
 
-    def decode(self, prompt: list[int], seed: int) -> Run:
-        """One text."""
+    def decode(self, prompt: list[int], seed: int) -> PromptRun:
+        """Decode one prompt."""
         assert self.process.stdin is not None
         print(json.dumps([prompt, seed]), file=self.process.stdin, flush=True)
-        return Run(**self._answer())
+        return PromptRun(**self._answer())
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -295,39 +458,44 @@ class DeepSpeed:
         return answer
 
 
-def by_accelerate(dtype: str, sampling: Sampling, tokens: int, folder: str) -> Decode:
-    """transformers' generate with accelerate's disk_offload, the page cache dropped before each pass."""
+def accelerate_method(dtype: str, sampling: Sampling, tokens: int, folder: str) -> DecodePrompt:
+    """transformers' generate with accelerate's `disk_offload`.
+
+    The page cache is dropped before each pass.
+
+    Args:
+        folder: where the weights are written.
+    """
     pair = load_pair(dtype=dtype, placement="resident")
-    target: Any = disk_offload(pair.target, folder, torch.device("cpu"))
+    target: Any = disk_offload(pair.target, folder, CPU)
     gc.collect()
-    for file in Path(folder).rglob("*"):
-        if file.is_file():
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
-    target.register_forward_pre_hook(lambda *_: drop_cache(folder))
-    from sequoia_plan.profiler.bench import hugging_face
-
-    return hugging_face(replace(pair, target=on_the_cpu(target)), sampling, tokens)
-
-
-def on_the_cpu(target: Any) -> Any:
-    """transformers asks an offloaded model for its device, which is `meta`; its input goes to the CPU."""
-    type(target).device = property(lambda self: torch.device("cpu"))
-    return target
+    for file in files_in(folder):
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+    target.register_forward_pre_hook(lambda *_: drop_page_cache(folder))
+    # transformers sends its input to the device of the model, which is `meta` for an offloaded one
+    type(target).device = property(lambda self: CPU)
+    return transformers_method(replace(pair, target=target), sampling, tokens)
 
 
-def drop_cache(folder: str) -> None:
+def files_in(folder: str) -> list[Path]:
+    """All files in a folder and its subfolders."""
+    return [path for path in Path(folder).rglob("*") if path.is_file()]
+
+
+def drop_page_cache(folder: str) -> None:
     """Take the folder's files out of the page cache."""
-    for file in Path(folder).rglob("*"):
-        if file.is_file():
-            opened = os.open(file, os.O_RDONLY)
-            os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(opened)
+    for file in files_in(folder):
+        fd = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
 
 
 def main() -> None:
-    """Run the parts that the output lacks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the parts that the output file lacks."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", action="append", choices=["link", "decode", "decode-0.6"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--prompts", type=int, default=12)
@@ -335,23 +503,31 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--latency-seconds", type=float, default=45.0)
     parser.add_argument("--draft", action="append", choices=DRAFTS, help="[default: all]")
-    parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has deepspeed and sequoia-plan")
+    parser.add_argument(
+        "--deepspeed",
+        metavar="PYTHON",
+        help="an interpreter that has deepspeed and sequoia-plan",
+    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
     if options.quick:
-        options.prompts, options.tokens, options.rounds, options.latency_seconds = 2, 8, 3, 0.0
+        options.prompts, options.tokens = 2, 8
+        options.rounds, options.latency_seconds = 3, 0.0
     parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "link": lambda: link(options.dtype, options.rounds),
-        "decode": lambda: decode(options, 0.0),
-        "decode-0.6": lambda: decode(options, 0.6),
+        "link": lambda: measure_link(options.dtype, options.rounds),
+        "decode": lambda: DecodeBenchmark(options, 0.0).run(),
+        "decode-0.6": lambda: DecodeBenchmark(options, 0.6).run(),
     }
-    found = json.loads(options.output.read_text()) if options.output.exists() else {}
+    results = json.loads(options.output.read_text()) if options.output.exists() else {}
     for name in options.part or parts:
-        if name not in found:
-            found[name] = parts[name]() | {"hardware": fingerprint(torch.device("cpu"))}
-            write_atomically(options.output, (json.dumps(found, indent=1) + "\n").encode())
-            print(json.dumps({key: found[name][key] for key in found[name] if key in ("share_of_bandwidth", "contenders")}, indent=1)[:4000], flush=True)
+        if name in results:
+            continue
+        results[name] = parts[name]() | {"hardware": fingerprint(CPU)}
+        write_atomically(options.output, (json.dumps(results, indent=1) + "\n").encode())
+        shown_keys = ("share_of_bandwidth", "contenders")
+        shown = {key: value for key, value in results[name].items() if key in shown_keys}
+        print(json.dumps(shown, indent=1)[:4000], flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Models of the paper's shapes with random weights: a step's time does not depend on what weights say. And what bounds it, bandwidth."""
+"""Models of the paper's shapes with random weights, and the memory bandwidth that bounds them.
+
+The time of a step does not depend on the values of the weights.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,10 @@ from sequoia_plan.runtime.models.load import dtype_name, resolve_dtype
 Shape = dict[str, int]
 
 
-def shape(hidden: int, intermediate: int, layers: int, heads: int, vocabulary: int = 32000) -> Shape:
-    """A Llama's dimensions as transformers' config names them."""
+def shape(
+    hidden: int, intermediate: int, layers: int, heads: int, vocabulary: int = 32000
+) -> Shape:
+    """Return a Llama's dimensions by the keys of transformers' config."""
     return {
         "hidden_size": hidden,
         "intermediate_size": intermediate,
@@ -28,32 +33,50 @@ def shape(hidden: int, intermediate: int, layers: int, heads: int, vocabulary: i
 
 
 def random_pair(name: str, target: Shape, draft: Shape, device: torch.device) -> Pair:
-    """Llamas with random weights, made on the device."""
+    """Make Llamas with random weights on the device.
+
+    Args:
+        name: the target's name.
+    """
     dtype = resolve_dtype("auto", device.type)
 
-    def model(dimensions: Shape) -> Any:
+    def random_model(dimensions: Shape) -> Any:
         torch.manual_seed(0)
         with torch.device(device):
             return AutoModelForCausalLM.from_config(LlamaConfig(**dimensions), dtype=dtype).eval()
 
-    models = {"target": model(target), "draft": model(draft)}
-    names = {"target": name, "draft": "llama-68m"}
-    facts = {
-        role: {"name": f"{names[role]}, random weights", "dtype": dtype_name(dtype), "parameters": sum(p.numel() for p in each.parameters())}
-        for role, each in models.items()
+    def metadata(model: Any, model_name: str) -> dict[str, Any]:
+        return {
+            "name": f"{model_name}, random weights",
+            "dtype": dtype_name(dtype),
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        }
+
+    target_model, draft_model = random_model(target), random_model(draft)
+    models_metadata = {
+        "target": metadata(target_model, name),
+        "draft": metadata(draft_model, "llama-68m"),
     }
-    return Pair(models["target"], models["draft"], None, facts)
+    return Pair(target_model, draft_model, None, models_metadata)
 
 
 def bytes_read(model: Any) -> int:
-    """By a pass: all weights but the input embeddings, of which it reads single rows, unless the head shares them."""
-    weights, embeddings = list(model.parameters()), model.get_input_embeddings().weight
-    shared = embeddings is model.get_output_embeddings().weight
-    return sum(each.numel() * each.element_size() for each in weights if shared or each is not embeddings)
+    """Count the bytes of weights that a pass reads.
+
+    They are all weights but the input embeddings, of which a pass reads single rows. If the output
+    head shares the embeddings, they count as well.
+    """
+    embeddings = model.get_input_embeddings().weight
+    is_shared = embeddings is model.get_output_embeddings().weight
+    return sum(
+        weight.numel() * weight.element_size()
+        for weight in model.parameters()
+        if is_shared or weight is not embeddings
+    )
 
 
 def copy_bandwidth(device: torch.device, size: int) -> float:
-    """Bytes a second read and written by a large copy, the median of ten."""
-    source, to = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
-    seconds = [timed(device, lambda: to.copy_(source))[1] for _ in range(12)]
+    """Measure the bytes a second that a large copy reads and writes, the median of ten copies."""
+    source, destination = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    seconds = [timed(device, lambda: destination.copy_(source))[1] for _ in range(12)]
     return 2 * size / statistics.median(seconds[2:])

@@ -1,11 +1,17 @@
-"""Tokens a step against the size of the tree, for shapes of trees (as figure 1 of Sequoia, arXiv 2402.12374), on the embedded pair.
+"""Tokens a step against the size of the tree, for shapes of trees, on the embedded pair.
 
-    sequoia-plan profile --tokens 48 --precision 0% --also temperature=0.6 --latency-seconds 0 -o build/t.yaml
-    python benchmarks/tree_size.py build/t.yaml build/t-temperature=0.6.yaml -o benchmarks/results/tree_size.json --plot docs/images/tree-size.png
-    python benchmarks/tree_size.py build/t.yaml --quick -o build/quick.json      # two sizes, two prompts: to see that it runs
+As figure 1 of Sequoia, arXiv 2402.12374.
 
-Held-out prompts are decoded with every tree; how long that takes is not looked at. Of k chains and SpecInfer's shape, the member of the family
-that the profile promises most of at that size is taken. Every prompt's finished trees are kept, so that a killed run goes on where it was.
+    sequoia-plan profile --tokens 48 --precision 0% --also temperature=0.6 --latency-seconds 0 \\
+        -o build/t.yaml
+    python benchmarks/tree_size.py build/t.yaml build/t-temperature=0.6.yaml \\
+        -o benchmarks/results/tree_size.json --plot docs/images/tree-size.png
+    python benchmarks/tree_size.py build/t.yaml --quick -o build/quick.json   # to see that it runs
+
+Held-out prompts are decoded with every tree; the time is not measured. For the shapes "k chains"
+and SpecInfer's, the tree is the one with the most expected tokens, by the profile, in its family.
+The finished prompts of every tree are recorded, so that a killed run continues where it was.
+--quick takes two sizes and two prompts.
 """
 
 from __future__ import annotations
@@ -17,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from sequoia_plan.artifacts import Profile, TokenTree
-from sequoia_plan.artifacts.cost import Acceptance, expected_tokens
+from sequoia_plan.artifacts.cost import AcceptanceProbs, expected_tokens
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.planner import baseline, solve
 from sequoia_plan.profiler.bench import RESAMPLES
@@ -30,87 +37,185 @@ from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
 from sequoia_plan.runtime.models.load import dtype_name
 
 SIZES = [8, 16, 32, 64, 128, 256, 512]
+QUICK_SIZES = SIZES[:2]
 DEPTH = 20
-SHAPES = {"ours": "our tree", "chains": "k chains", "binary": "complete binary tree", "specinfer": "SpecInfer's shape"}
+TITLES = {
+    "ours": "our tree",
+    "chains": "k chains",
+    "binary": "complete binary tree",
+    "specinfer": "SpecInfer's shape",
+}
+"""The title of each shape."""
+SPECINFER_SHAPES = ("chains", "specinfer")
+"""Shapes that the `specinfer` verifier decodes, as in their paper."""
 
 
-def acceptance(profile: Profile) -> Acceptance:
-    """By level and class, by level, or one vector: what `solve` goes by."""
-    return profile.by_class or profile.by_level or profile.acceptance
+def best_known_acceptance(profile: Profile) -> AcceptanceProbs:
+    """The profile's acceptance as `solve` takes it: by level and class, by level, or one vector."""
+    return profile.acceptance_by_class or profile.acceptance_by_level or profile.acceptance
 
 
-def shapes(size: int, profile: Profile) -> dict[str, TokenTree]:
-    """A tree of about `size` nodes of each shape; SpecInfer's is one node a level but for the third, where it branches."""
+def trees_by_shape(size: int, profile: Profile) -> dict[str, TokenTree]:
+    """A tree of about `size` nodes of each shape.
+
+    SpecInfer's shape has one node a level but for the third, where it branches.
+    """
+    acceptance = best_known_acceptance(profile)
 
     def best(trees: Sequence[TokenTree]) -> TokenTree:
-        return max((tree for tree in trees if tree.size > size / 2), key=lambda tree: expected_tokens(tree, acceptance(profile)))
+        large_trees = [tree for tree in trees if tree.size > size / 2]
+        return max(large_trees, key=lambda tree: expected_tokens(tree, acceptance))
 
-    lanes = sorted({min(2**power, size - 1) for power in range(10)})
+    num_chains = sorted({min(2**power, size - 1) for power in range(10)})
+    tail = ",1" * (DEPTH - 4)
     return {
         "ours": solve(profile, size, DEPTH, objective="tokens", verifier=profile.verifier).tree,
-        "chains": best([baseline(f"chains:{count}", size, DEPTH) for count in lanes]),
+        "chains": best([baseline(f"chains:{count}", size, DEPTH) for count in num_chains]),
         "binary": baseline("k-ary:2", size, DEPTH),
-        "specinfer": best([baseline(f"specinfer:1,1,{count}" + ",1" * (DEPTH - 4), size, DEPTH) for count in lanes]),
+        "specinfer": best(
+            [baseline(f"specinfer:1,1,{count}{tail}", size, DEPTH) for count in num_chains]
+        ),
     }
 
 
-def steps_and_tokens(decoder: SequoiaDecoder, prompt: list[int], tokens: int, sampling: Sampling, seed: int, ends: set[int]) -> list[int]:
-    """How many tokens each whole step brought, up to the one that brings `tokens` or the text's end."""
-    import torch
-
-    made: list[int] = []
-    for step in decoder.steps(torch.tensor(prompt), tokens + decoder.tree.depth, sampling, seed):
-        found = [place for place, token in enumerate(step.tokens) if token in ends]
-        made.append(found[0] + 1 if found else len(step.tokens))
-        if found or sum(made) >= tokens:
+def tokens_of_steps(
+    decoder: SequoiaDecoder,
+    prompt: list[int],
+    tokens: int,
+    sampling: Sampling,
+    seed: int,
+    end_tokens: set[int],
+) -> list[int]:
+    """The tokens that each whole step adds, until there are `tokens` of them or the text ends."""
+    max_tokens = tokens + decoder.step.tree.depth
+    step_tokens: list[int] = []
+    for step in decoder.steps(torch.tensor(prompt), max_tokens, sampling, seed):
+        ends = [place for place, token in enumerate(step.tokens) if token in end_tokens]
+        step_tokens.append(ends[0] + 1 if ends else len(step.tokens))
+        if ends or sum(step_tokens) >= tokens:
             break
-    return made
+    return step_tokens
 
 
-def measured(pair: Pair, profile: Profile, sizes: Sequence[int], prompts: int, tokens: int, journal: Path) -> dict[str, Any]:
-    """Tokens a step of every shape and size under the profile's setting, with 95 % bootstrap intervals over prompts, and what was promised."""
-    sampling, ends = Sampling(**profile.settings), set(pair.end_tokens)
-    ids = held_out(pair.tokenizer, prompts)
+def measure(
+    pair: Pair,
+    profile: Profile,
+    sizes: Sequence[int],
+    num_prompts: int,
+    tokens: int,
+    journal_path: Path,
+) -> dict[str, Any]:
+    """Measured and expected tokens a step of every shape and size, in the profile's setting."""
+    sampling = Sampling(**profile.settings)
+    prompts = held_out(pair.tokenizer, num_prompts)
     entries = []
-    with Journal(journal, [profile.sha256, pair.facts, prompts, tokens, DEPTH]) as kept:
+    work = [profile.sha256, pair.metadata, num_prompts, tokens, DEPTH]
+    with Journal(journal_path, work) as journal:
         for size in sizes:
-            for name, tree in shapes(size, profile).items():
-                rule = Sampling(**profile.settings | {"verifier": "specinfer"}) if name in ("chains", "specinfer") else sampling
-                decoder = SequoiaDecoder(pair.target, pair.draft, tree)
-                steps = [
-                    kept.get(f"{size} {name} {seed}", lambda d=decoder, p=prompt, s=seed, r=rule: steps_and_tokens(d, p, tokens, r, s, ends))  # type: ignore[misc]
-                    for seed, prompt in enumerate(ids)
-                ]
-                sums = np.array([[sum(each), len(each)] for each in steps], float)
-                drawn = sums[np.random.default_rng(0).integers(len(sums), size=(RESAMPLES, len(sums)))].sum(1)
-                low, high = np.quantile(drawn[:, 0] / drawn[:, 1], [0.025, 0.975])
-                total = sums.sum(0)
-                entry = {"shape": name, "budget": size, "size": tree.size, "depth": tree.depth, "tokens_per_step": round(float(total[0] / total[1]), 4)}
-                entry |= {"interval": [round(float(low), 4), round(float(high), 4)], "promised": round(expected_tokens(tree, acceptance(profile)), 4)}
+            for shape, tree in trees_by_shape(size, profile).items():
+                settings = dict(profile.settings)
+                if shape in SPECINFER_SHAPES:
+                    settings["verifier"] = "specinfer"
+                steps = decode_prompts(
+                    pair, tree, prompts, tokens, Sampling(**settings), journal, f"{size} {shape}"
+                )
+                mean, interval = mean_with_interval(steps)
+                expected = round(expected_tokens(tree, best_known_acceptance(profile)), 4)
+                entry = {
+                    "shape": shape,
+                    "budget": size,
+                    "size": tree.size,
+                    "depth": tree.depth,
+                    "tokens_per_step": mean,
+                    "interval": interval,
+                    "promised": expected,
+                }
                 entries.append(entry)
                 print(
-                    f"T={sampling.temperature} {size:4} {name:10} {entry['tokens_per_step']:.2f} {entry['interval']}, promised {entry['promised']:.2f}",
+                    f"T={sampling.temperature} {size:4} {shape:10} {mean:.2f} {interval}, "
+                    f"expected {expected:.2f}",
                     flush=True,
                 )
-    settings = {"sampling": sampling.settings(), "dtype": dtype_name(pair.target.dtype), "prompts": prompts, "tokens": tokens}
-    return {"settings": settings, "models": pair.facts, "hardware": fingerprint(pair.target.device), "trees": entries}
+    return {
+        "settings": {
+            "sampling": sampling.settings(),
+            "dtype": dtype_name(pair.target.dtype),
+            "prompts": num_prompts,
+            "tokens": tokens,
+        },
+        "models": pair.metadata,
+        "hardware": fingerprint(pair.target.device),
+        "trees": entries,
+    }
+
+
+def decode_prompts(
+    pair: Pair,
+    tree: TokenTree,
+    prompts: Sequence[list[int]],
+    tokens: int,
+    sampling: Sampling,
+    journal: Journal,
+    name: str,
+) -> list[list[int]]:
+    """For each prompt, the tokens of each step with `tree`.
+
+    Args:
+        name: names the tree's results in the journal.
+    """
+    end_tokens = set(pair.end_tokens)
+    decoder = SequoiaDecoder(pair.target, pair.draft, tree)
+    steps = []
+    for seed, prompt in enumerate(prompts):
+
+        def decode(prompt: list[int] = prompt, seed: int = seed) -> list[int]:
+            return tokens_of_steps(decoder, prompt, tokens, sampling, seed, end_tokens)
+
+        steps.append(journal.get(f"{name} {seed}", decode))
+    return steps
+
+
+def mean_with_interval(steps: Sequence[Sequence[int]]) -> tuple[float, list[float]]:
+    """Tokens a step over all prompts, and the 95 % bootstrap interval over prompts.
+
+    Args:
+        steps: for each prompt, the tokens of each step.
+    """
+    sums = np.array([[sum(prompt_steps), len(prompt_steps)] for prompt_steps in steps], float)
+    rng = np.random.default_rng(0)
+    resampled = sums[rng.integers(len(sums), size=(RESAMPLES, len(sums)))].sum(1)
+    low, high = np.quantile(resampled[:, 0] / resampled[:, 1], [0.025, 0.975])
+    num_tokens, num_steps = sums.sum(0)
+    return round(float(num_tokens / num_steps), 4), [round(float(low), 4), round(float(high), 4)]
 
 
 def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Tokens a step over size, one panel for each temperature."""
+    """Plot tokens a step over size, one panel for each temperature."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(results), figsize=(5 * len(results), 4), sharey=True, squeeze=False)
+    figure, panels = pyplot.subplots(
+        1, len(results), figsize=(5 * len(results), 4), sharey=True, squeeze=False
+    )
     for panel, result in zip(panels[0], results, strict=True):
-        for name, title in SHAPES.items():
-            mine = [entry for entry in result["trees"] if entry["shape"] == name]
-            sizes, found = [entry["budget"] for entry in mine], np.array([entry["tokens_per_step"] for entry in mine])
-            low, high = np.array([entry["interval"] for entry in mine]).T
-            panel.errorbar(sizes, found, [found - low, high - found], marker="o", markersize=3, capsize=2, linewidth=1.2, label=title)
-        panel.set(xscale="log", xlabel="nodes", title=f"temperature {result['settings']['sampling']['temperature']:g}")
+        for shape, title in TITLES.items():
+            entries = [entry for entry in result["trees"] if entry["shape"] == shape]
+            tokens = np.array([entry["tokens_per_step"] for entry in entries])
+            low, high = np.array([entry["interval"] for entry in entries]).T
+            panel.errorbar(
+                [entry["budget"] for entry in entries],
+                tokens,
+                [tokens - low, high - tokens],
+                marker="o",
+                markersize=3,
+                capsize=2,
+                linewidth=1.2,
+                label=title,
+            )
+        temperature = result["settings"]["sampling"]["temperature"]
+        panel.set(xscale="log", xlabel="nodes", title=f"temperature {temperature:g}")
         panel.set_xticks(SIZES, map(str, SIZES))
         panel.minorticks_off()
         panel.grid(alpha=0.3)
@@ -122,7 +227,9 @@ def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     """Decode and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("profiles", type=Path, nargs="+")
     parser.add_argument("--draft", help="as for sequoia-plan profile")
     parser.add_argument("--dtype", default="auto")
@@ -134,13 +241,15 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.prompts, options.tokens = 2, 8
+    sizes = QUICK_SIZES if options.quick else SIZES
     pair = load_pair(draft=options.draft, dtype=options.dtype)
     results = []
     for number, path in enumerate(options.profiles):
-        journal = journal_of(f"{options.output}.{number}")
-        results.append(measured(pair, Profile.load(path), SIZES[:2] if options.quick else SIZES, options.prompts, options.tokens, journal))
+        journal_path = journal_of(f"{options.output}.{number}")
+        profile = Profile.load(path)
+        results.append(measure(pair, profile, sizes, options.prompts, options.tokens, journal_path))
         write_atomically(options.output, (json.dumps(results, indent=1) + "\n").encode())
-        discard(journal)
+        discard(journal_path)
     if options.plot:
         plot(results, options.plot)
 

@@ -1,6 +1,7 @@
-"""Tiny random models of transformers' own classes: one of each architecture people use, and some that cannot decode with a tree.
+"""Tiny random models of transformers' own classes.
 
-`python tests/architectures.py` prints docs/architectures.md; a test holds the file to it.
+There is one of each architecture that people use, and some that cannot decode with a tree.
+`python tests/architectures.py` prints docs/architectures.md; a test compares the two.
 """
 
 from __future__ import annotations
@@ -15,11 +16,23 @@ from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder
 
 VOCABULARY, CONTEXT, WINDOW = 97, 160, 12
-SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
-SIZES |= dict(max_position_embeddings=CONTEXT, tie_word_embeddings=False)
+SIZES = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    max_position_embeddings=CONTEXT,
+    tie_word_embeddings=False,
+)
 GROUPED = dict(SIZES, num_key_value_heads=2, head_dim=8)
 EXPERTS = dict(GROUPED, num_experts_per_tok=2)
-KINDS = ["full_attention", "sliding_attention", "full_attention"]
+WINDOWED_LAYERS = dict(
+    GROUPED,
+    sliding_window=WINDOW,
+    layer_types=["full_attention", "sliding_attention", "full_attention"],
+    query_pre_attn_scalar=8,
+)
 NO_SPECIAL = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
 
 READS_TREES = {
@@ -31,33 +44,91 @@ READS_TREES = {
         dict(GROUPED, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
     ),
     "Qwen3": (hf.Qwen3ForCausalLM, hf.Qwen3Config, GROUPED),
-    "Qwen3-MoE": (hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig, dict(EXPERTS, num_experts=4, moe_intermediate_size=24)),
+    "Qwen3-MoE": (
+        hf.Qwen3MoeForCausalLM,
+        hf.Qwen3MoeConfig,
+        dict(EXPERTS, num_experts=4, moe_intermediate_size=24),
+    ),
     "SmolLM3": (hf.SmolLM3ForCausalLM, hf.SmolLM3Config, dict(GROUPED, no_rope_layer_interval=2)),
     "Phi-3": (hf.Phi3ForCausalLM, hf.Phi3Config, dict(GROUPED, sliding_window=None)),
-    "GPT-NeoX": (hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig, dict(SIZES, use_parallel_residual=False)),
-    "GPT-2": (hf.GPT2LMHeadModel, hf.GPT2Config, dict(vocab_size=VOCABULARY, n_embd=32, n_layer=3, n_head=4, n_positions=CONTEXT, tie_word_embeddings=False)),
-    "OPT": (hf.OPTForCausalLM, hf.OPTConfig, dict(SIZES, ffn_dim=48, word_embed_proj_dim=32, do_layer_norm_before=True)),
+    "GPT-NeoX": (
+        hf.GPTNeoXForCausalLM,
+        hf.GPTNeoXConfig,
+        dict(SIZES, use_parallel_residual=False),
+    ),
+    "GPT-2": (
+        hf.GPT2LMHeadModel,
+        hf.GPT2Config,
+        dict(
+            vocab_size=VOCABULARY,
+            n_embd=32,
+            n_layer=3,
+            n_head=4,
+            n_positions=CONTEXT,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "OPT": (
+        hf.OPTForCausalLM,
+        hf.OPTConfig,
+        dict(SIZES, ffn_dim=48, word_embed_proj_dim=32, do_layer_norm_before=True),
+    ),
     "Mistral": (hf.MistralForCausalLM, hf.MistralConfig, dict(GROUPED, sliding_window=WINDOW)),
-    "Mixtral": (hf.MixtralForCausalLM, hf.MixtralConfig, dict(EXPERTS, num_local_experts=4, sliding_window=WINDOW)),
-    "Gemma 2": (hf.Gemma2ForCausalLM, hf.Gemma2Config, dict(GROUPED, sliding_window=WINDOW, layer_types=KINDS, query_pre_attn_scalar=8)),
-    "Gemma 3": (hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, dict(GROUPED, sliding_window=WINDOW, layer_types=KINDS, query_pre_attn_scalar=8)),
+    "Mixtral": (
+        hf.MixtralForCausalLM,
+        hf.MixtralConfig,
+        dict(EXPERTS, num_local_experts=4, sliding_window=WINDOW),
+    ),
+    "Gemma 2": (hf.Gemma2ForCausalLM, hf.Gemma2Config, WINDOWED_LAYERS),
+    "Gemma 3": (hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, WINDOWED_LAYERS),
 }
 
 REFUSED = {
-    "MPT": (hf.MptForCausalLM, hf.MptConfig, dict(vocab_size=VOCABULARY, d_model=32, n_heads=4, n_layers=2, max_seq_len=CONTEXT)),
-    "BLOOM": (hf.BloomForCausalLM, hf.BloomConfig, dict(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4)),
+    "MPT": (
+        hf.MptForCausalLM,
+        hf.MptConfig,
+        dict(vocab_size=VOCABULARY, d_model=32, n_heads=4, n_layers=2, max_seq_len=CONTEXT),
+    ),
+    "BLOOM": (
+        hf.BloomForCausalLM,
+        hf.BloomConfig,
+        dict(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4),
+    ),
     "GPT-Neo": (
         hf.GPTNeoForCausalLM,
         hf.GPTNeoConfig,
-        dict(vocab_size=VOCABULARY, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], max_position_embeddings=CONTEXT),
+        dict(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            num_layers=2,
+            num_heads=4,
+            attention_types=[[["global", "local"], 1]],
+            max_position_embeddings=CONTEXT,
+        ),
     ),
-    "Mamba": (hf.MambaForCausalLM, hf.MambaConfig, dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4)),
+    "Mamba": (
+        hf.MambaForCausalLM,
+        hf.MambaConfig,
+        dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4),
+    ),
     "Jamba": (
         hf.JambaForCausalLM,
         hf.JambaConfig,
-        dict(GROUPED, num_experts=2, num_experts_per_tok=1, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False, mamba_d_state=4),
+        dict(
+            GROUPED,
+            num_experts=2,
+            num_experts_per_tok=1,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            use_mamba_kernels=False,
+            mamba_d_state=4,
+        ),
     ),
-    "T5": (hf.T5ForConditionalGeneration, hf.T5Config, dict(vocab_size=VOCABULARY, d_model=32, d_ff=48, num_layers=1, num_heads=4, d_kv=8)),
+    "T5": (
+        hf.T5ForConditionalGeneration,
+        hf.T5Config,
+        dict(vocab_size=VOCABULARY, d_model=32, d_ff=48, num_layers=1, num_heads=4, d_kv=8),
+    ),
 }
 
 
@@ -71,9 +142,9 @@ def tiny(name, seed=0, **changes):
     torch.manual_seed(seed)
     config = config_class(**{**NO_SPECIAL, **sizes, **changes})
     model = model_class(config).eval()
-    for name_, parameter in model.named_parameters():
+    for parameter_name, parameter in model.named_parameters():
         if parameter.ndim > 1:
-            parameter.data.normal_(std=1.0 if is_embedding(name_) else 0.3)
+            parameter.data.normal_(std=1.0 if is_embedding(parameter_name) else 0.3)
     return model
 
 
@@ -89,18 +160,25 @@ def resembling(target, noise=0.02, seed=1):
 
 NEW, PROMPT = 64, 30
 TREE = TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, *range(9, 21)])
-"""Bushy at the top, then a chain: deeper than the window."""
+"""Wide at the top, then a chain that is longer than the window."""
 
 
 @dataclass(frozen=True)
-class Examined:
-    """What was found: the largest relative error of a node's logits against its path's, before and after a compaction, and
-    whether 64 greedy tokens are those of transformers' generate."""
+class Examination:
+    """How a model reads a tree.
+
+    Args:
+        tree_error: the largest relative error of a node's logits against its path's.
+        committed_error: the same after a path was committed.
+        greedy_equal: whether 64 greedy tokens are those of transformers' generate.
+        distinct_tokens: how many of these tokens differ from each other.
+        window: positions that windowed layers attend to.
+    """
 
     tree_error: float
-    kept_error: float
+    committed_error: float
     greedy_equal: bool
-    distinct: int
+    distinct_tokens: int
     tokens_per_step: float
     attention: str
     window: int | None
@@ -108,79 +186,106 @@ class Examined:
 
 @torch.inference_mode()
 def examine(name):
-    """`Examined`, or the reason for which the model is refused."""
+    """The `Examination` of a model, or the reason for which it is refused."""
     target = tiny(name)
+    draft = resembling(target) if name in READS_TREES else target
     try:
-        decoder = SequoiaDecoder(target, resembling(target) if name in READS_TREES else target, TREE)
+        decoder = SequoiaDecoder(target, draft, TREE)
     except SequoiaPlanError as error:
         return str(error)
     prompt = torch.randint(VOCABULARY, (PROMPT,), generator=torch.Generator().manual_seed(0))
-    tree_error, kept_error = logits_errors(decoder, prompt)
-    ours = decoder.generate(prompt, NEW)
-    theirs = target.generate(prompt[None], attention_mask=torch.ones(1, PROMPT, dtype=torch.long), max_new_tokens=NEW, do_sample=False)
-    return Examined(
+    tree_error, committed_error = logits_errors(decoder, prompt)
+    result = decoder.generate(prompt, NEW)
+    expected = target.generate(
+        prompt[None],
+        attention_mask=torch.ones(1, PROMPT, dtype=torch.long),
+        max_new_tokens=NEW,
+        do_sample=False,
+    )
+    return Examination(
         tree_error,
-        kept_error,
-        torch.equal(ours.sequences, theirs),
-        len(set(theirs[0, PROMPT:].tolist())),
-        ours.tokens_per_step,
+        committed_error,
+        torch.equal(result.sequences, expected),
+        len(set(expected[0, PROMPT:].tolist())),
+        result.tokens_per_step,
         target.config._attn_implementation,
-        decoder.target.window,
+        decoder.step.target.window,
     )
 
 
 def logits_errors(decoder, prompt):
-    """The tree's logits against those of each path, read whole by the model alone; again after a path was kept."""
-    decoder.prefill(prompt, NEW, seed=0)
+    """`max_tree_error` after a prompt, and again after a path was committed."""
+    step = decoder.step
+    step.prefill(prompt, NEW, seed=0)
     tokens = torch.randint(VOCABULARY, (TREE.size,), generator=torch.Generator().manual_seed(1))
-    before = tree_error(decoder, prompt[:-1], tokens)
+    prompt_error = max_tree_error(step, prompt[:-1], tokens)
     path = torch.tensor([0, 2, 6, 9, 10])
-    length = decoder.sequence.length
-    decoder.sequence.target.keep(length + path, length)
+    length = step.sequence.length
+    step.sequence.target.commit(length + path, length)
     committed = torch.cat([prompt[:-1], tokens[path]])
     length += len(path)
-    return before, tree_error(decoder, committed, tokens.flip(0))
+    return prompt_error, max_tree_error(step, committed, tokens.flip(0))
 
 
-def tree_error(decoder, committed, tokens):
-    length = int(decoder.sequence.length)
-    decoder.sequence.tokens[length : length + TREE.size] = tokens
-    logits = decoder.read(decoder.extent(length))
-    worst = 0.0
+def max_tree_error(step, committed, tokens):
+    """The largest relative error of a node's logits against those that the model alone gives."""
+    length = int(step.sequence.length)
+    step.sequence.tokens[length : length + TREE.size] = tokens
+    logits = step.forward_target(step.extent(length))
+    max_error = 0.0
     for leaf in (TREE.child_count == 0).nonzero()[0]:
         path = torch.from_numpy(TREE.attention_mask[leaf].nonzero()[0])
-        expected = decoder.target.model(torch.cat([committed, tokens[path]])[None], use_cache=False).logits[0, len(committed) :]
-        worst = max(worst, float(((logits[path] - expected).norm(dim=-1) / expected.norm(dim=-1)).max()))
-    return worst
+        sequence = torch.cat([committed, tokens[path]])[None]
+        expected = step.target.model(sequence, use_cache=False).logits[0, len(committed) :]
+        errors = (logits[path] - expected).norm(dim=-1) / expected.norm(dim=-1)
+        max_error = max(max_error, float(errors.max()))
+    return max_error
 
 
 BOUND = 1e-4
 
 HEADER = f"""# Architectures
 
-`tests/test_architectures.py` examines tiny random models of transformers' own classes, in float32. *Tree* compares the
-logits of every node of a {TREE.size}-node tree with those the model gives for the node's path alone. *Kept* does so again
-after an accepted path was moved to the front of the cache. In both the largest relative error must be below {BOUND:g}.
-*Greedy* compares {NEW} tokens with transformers' `generate`. Windows are {WINDOW} positions, prompts {PROMPT} tokens and the tree
-{TREE.depth} levels deep, so every windowed model is examined beyond its window. This page is made by
-`python tests/architectures.py`; a test compares the two.
+`tests/test_architectures.py` examines tiny random models of transformers' own classes, in float32:
 
-Any other model is examined on a small tree when a decoder is made with it, and refused if tree and path differ.
+- *tree* compares the logits of every node of a {TREE.size}-node tree with those that the model
+  gives for the node's path alone. The largest relative error must be below {BOUND:g}.
+- *committed* does so again after an accepted path was committed to the cache.
+- *greedy* compares {NEW} tokens with transformers' `generate`.
+
+Windows have {WINDOW} positions, prompts {PROMPT} tokens, and the tree {TREE.depth} levels, so every
+windowed model is examined beyond its window. `python tests/architectures.py` makes this page; a
+test compares the two.
+
+Any other model is tried on a small tree when a decoder is made with it. It is refused if the logits
+of tree and path differ.
 """
 
 
-def table(found):
-    """docs/architectures.md from {name: what `examine` returned}."""
-    yes = {True: "yes", False: "**no**"}
-    rows = ["| architecture | class | attention | window | tree | kept | greedy |", "|---|---|---|---|---|---|---|"]
-    for name, result in found.items():
-        if isinstance(result, Examined):
-            checks = (result.tree_error < BOUND, result.kept_error < BOUND, result.greedy_equal)
-            cells = [name, f"`{READS_TREES[name][0].__name__}`", result.attention, "yes" if result.window else "", *(yes[check] for check in checks)]
-            rows.append(f"| {' | '.join(cells)} |")
-    refused = [f"{name} (`{REFUSED[name][0].__name__}`)" for name, result in found.items() if isinstance(result, str)]
-    sentence = f"Refused, as ALiBi, recurrent, hybrid or encoder-decoder models: {', '.join(refused)}."
-    return "\n".join([HEADER, *rows, "", *textwrap.wrap(sentence, 120, break_on_hyphens=False), ""])
+def table(results):
+    """docs/architectures.md.
+
+    Args:
+        results: what `examine` returned, by name.
+    """
+    rows = [
+        "| architecture | class | attention | window | tree | committed | greedy |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    refused = []
+    for name, result in results.items():
+        if isinstance(result, str):
+            refused.append(f"{name} (`{REFUSED[name][0].__name__}`)")
+            continue
+        cells = [name, f"`{READS_TREES[name][0].__name__}`", result.attention]
+        cells.append("yes" if result.window else "")
+        passed = (result.tree_error < BOUND, result.committed_error < BOUND, result.greedy_equal)
+        cells += ["yes" if check else "**no**" for check in passed]
+        rows.append(f"| {' | '.join(cells)} |")
+    sentence = "Refused, as ALiBi, recurrent, hybrid or encoder-decoder models: "
+    sentence += f"{', '.join(refused)}."
+    lines = textwrap.wrap(sentence, 100, break_on_hyphens=False)
+    return "\n".join([HEADER, *rows, "", *lines, ""])
 
 
 if __name__ == "__main__":

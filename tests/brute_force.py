@@ -1,4 +1,4 @@
-"""Every small tree tried: what no search may beat, whichever passes the draft makes."""
+"""The highest speed over every small tree, which no search may exceed, for any type of draft."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from sequoia_plan.artifacts import Drafting
 from sequoia_plan.artifacts.cost import expected_tokens
 
 TREES = [tree for size in range(1, 8) for tree in all_trees(size)]
-BLOCK = Drafting("block", first=2, by_level=False, deepest=4)
-"""One pass gives the laws of all levels."""
-FEATURES = Drafting("features", first=1, by_level=True, deepest=5, first_by_depth=True)
+DFLASH = Drafting("block", first_width=2, drafts_by_level=False, max_depth=4)
+"""One pass gives the probabilities of all levels."""
+EAGLE = Drafting(
+    "features", first_width=1, drafts_by_level=True, max_depth=5, first_width_is_per_level=True
+)
 """The first pass is as wide as the tree is deep."""
 
 
-def most_speed(rows, times, most):
-    """Of every tree of up to seven nodes within the limits."""
-    fits = [t for t in TREES if t.size <= most and t.depth <= len(rows) + 1 and t.branching <= rows.shape[-1]]
+def max_speed(rows, times, max_size):
+    """Tokens a second of the fastest tree of up to seven nodes within the limits."""
+    fits = [
+        t
+        for t in TREES
+        if t.size <= max_size and t.depth <= len(rows) + 1 and t.branching <= rows.shape[-1]
+    ]
     times = replace(times, acceptance=rows)
-    return max(expected_tokens(t, rows) / times.step(t) for t in fits)
+    return max(expected_tokens(t, rows) / times.step_seconds(t) for t in fits)

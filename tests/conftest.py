@@ -51,7 +51,9 @@ def folder(tmp_path_factory, pair):
 
     folder = tmp_path_factory.mktemp("models")
     for name, layers in (("target", LAYERS), ("draft", 1)):
-        tiny("Llama", num_hidden_layers=layers, tie_word_embeddings=True).save_pretrained(folder / name)
+        tiny("Llama", num_hidden_layers=layers, tie_word_embeddings=True).save_pretrained(
+            folder / name
+        )
         pair.tokenizer.save_pretrained(folder / name)
     return folder
 
@@ -59,7 +61,7 @@ def folder(tmp_path_factory, pair):
 @pytest.fixture
 def slow_disk(monkeypatch):
     """Reads take longer than a layer computes, as on a real disk."""
-    from sequoia_plan.runtime.models.weight_file import WeightFile
+    from sequoia_plan.runtime.offload.weight_file import WeightFile
 
     right = WeightFile.read
 

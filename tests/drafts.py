@@ -1,4 +1,4 @@
-"""Small random drafts in the layouts that people publish, as files, and small targets for them."""
+"""Small random drafts in the layouts that people share, as files, and small targets for them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sequoia_plan.runtime.draft.load_tapped import load_tapped
-from sequoia_plan.runtime.draft.published import find_checkpoint
+from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
+from sequoia_plan.runtime.draft.load import load_checkpoint
 
 DATA = Path(__file__).parent / "data"
 VOCABULARY, HIDDEN, LAYERS = 48, 16, 4
 
 
-def golden(kind):
-    """{variant: (config, weights, inputs and logits)} as speculators 0.9.0 wrote and computed them; see data/speculators_golden.py."""
-    found = {}
-    with safe_open(DATA / f"speculators-{kind}.safetensors", framework="pt") as file:
+def golden(algorithm):
+    """{variant: (config, weights, inputs and logits)} as speculators 0.9.0 wrote and computed them.
+
+    See data/speculators_golden.py.
+    """
+    variants = {}
+    with safe_open(DATA / f"speculators-{algorithm}.safetensors", framework="pt") as file:
         configs = json.loads(file.metadata()["configs"])
         for name, config in configs.items():
             parts = {part: {} for part in ("weights", "golden")}
@@ -28,28 +31,43 @@ def golden(kind):
                 variant, part, tensor = key.split("/")
                 if variant == name:
                     parts[part][tensor] = file.get_tensor(key)
-            found[name] = json.loads(config), parts["weights"], parts["golden"]
-    return found
+            variants[name] = json.loads(config), parts["weights"], parts["golden"]
+    return variants
 
 
 def write(folder, config, weights):
-    """A folder as published."""
+    """A folder with these files."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights.items()},
+        folder / "model.safetensors",
+    )
     return str(folder)
 
 
 def load(folder, target):
     """A draft as `load_pair` reads it."""
-    return load_tapped(find_checkpoint(str(folder)), target, torch.float32)
+    return load_checkpoint(find_checkpoint(str(folder)), target, torch.float32)
 
 
 def small_target(seed=0, vocabulary=VOCABULARY, hidden=HIDDEN, layers=LAYERS, **settings):
     """A Llama with random weights."""
     torch.manual_seed(seed)
-    shape = dict(hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-    config = LlamaConfig(vocab_size=vocabulary, max_position_embeddings=256, initializer_range=0.3, **shape | settings)
+    shape = dict(
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        **shape | settings,
+    )
     model = LlamaForCausalLM(config).eval()
     model.generation_config.eos_token_id = None
     return model
@@ -58,20 +76,31 @@ def small_target(seed=0, vocabulary=VOCABULARY, hidden=HIDDEN, layers=LAYERS, **
 def random_weights(shapes, seed):
     """Values that make every part of a draft matter."""
     generator = torch.Generator().manual_seed(seed)
-    made = {}
+    weights = {}
     for name, shape in shapes.items():
         values = torch.randn(shape, generator=generator)
-        made[name] = 1 + 0.1 * values if len(shape) == 1 else values / shape[-1] ** 0.5
-    return made
+        weights[name] = 1 + 0.1 * values if len(shape) == 1 else values / shape[-1] ** 0.5
+    return weights
 
 
 def eagle3_parts(
-    target, covered=(0, 2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47), layout="SpecForge", seed=1, heads=4, kv_heads=2, head_dim=8, intermediate=24
+    target,
+    d2t=(0, 2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47),
+    layout="SpecForge",
+    seed=1,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    intermediate=24,
 ):
-    """(config, weights) of a random EAGLE-3 draft for `target`, whose tokens are `covered`."""
+    """(config, weights) of a random EAGLE-3 draft for `target`, whose tokens are `d2t`."""
     config = target.config.get_text_config()
     hidden, vocabulary = config.hidden_size, config.vocab_size
-    attention = {"q_proj": (heads * head_dim, 2 * hidden), "k_proj": (kv_heads * head_dim, 2 * hidden), "v_proj": (kv_heads * head_dim, 2 * hidden)}
+    attention = {
+        "q_proj": (heads * head_dim, 2 * hidden),
+        "k_proj": (kv_heads * head_dim, 2 * hidden),
+        "v_proj": (kv_heads * head_dim, 2 * hidden),
+    }
     shapes = {f"midlayer.self_attn.{name}.weight": shape for name, shape in attention.items()} | {
         "fc.weight": (hidden, 3 * hidden),
         "midlayer.self_attn.o_proj.weight": (hidden, heads * head_dim),
@@ -82,14 +111,15 @@ def eagle3_parts(
         "midlayer.mlp.up_proj.weight": (intermediate, hidden),
         "midlayer.mlp.down_proj.weight": (hidden, intermediate),
         "norm.weight": (hidden,),
-        "lm_head.weight": (len(covered), hidden),
+        "lm_head.weight": (len(d2t), hidden),
     }
-    covered = torch.tensor(list(covered))
-    marked = torch.zeros(vocabulary, dtype=torch.bool)
-    marked[covered] = True
-    weights = random_weights(shapes, seed) | {"d2t": covered - torch.arange(len(covered)), "t2d": marked}
+    d2t = torch.tensor(list(d2t))
+    t2d = torch.zeros(vocabulary, dtype=torch.bool)
+    t2d[d2t] = True
+    weights = random_weights(shapes, seed) | {"d2t": d2t - torch.arange(len(d2t)), "t2d": t2d}
+    architectures = {"SpecForge": "LlamaForCausalLMEagle3", "AngelSlim": "Eagle3LlamaForCausalLM"}
     written = {
-        "architectures": [{"SpecForge": "LlamaForCausalLMEagle3", "AngelSlim": "Eagle3LlamaForCausalLM"}[layout]],
+        "architectures": [architectures[layout]],
         "model_type": "llama",
         "hidden_size": hidden,
         "intermediate_size": intermediate,
@@ -101,18 +131,24 @@ def eagle3_parts(
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "vocab_size": vocabulary,
-        "draft_vocab_size": len(covered),
+        "draft_vocab_size": len(d2t),
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, config.num_hidden_layers - 2]},
     }
     return written, weights
 
 
 def eagle1_parts(target, seed=1, heads=4, kv_heads=2, head_dim=8, intermediate=24):
-    """(config, weights) of a random EAGLE-1 draft for `target`: it is configured like a language model."""
+    """(config, weights) of a random EAGLE-1 draft for `target`; its architecture is a Llama's."""
     config = target.config.get_text_config()
     hidden = config.hidden_size
-    attention = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
-    shapes = {f"layers.0.self_attn.{name}.weight": (rows, hidden) for name, rows in attention.items()} | {
+    attention = {
+        "q_proj": heads * head_dim,
+        "k_proj": kv_heads * head_dim,
+        "v_proj": kv_heads * head_dim,
+    }
+    shapes = {
+        f"layers.0.self_attn.{name}.weight": (rows, hidden) for name, rows in attention.items()
+    } | {
         "fc.weight": (hidden, 2 * hidden),
         "fc.bias": (hidden,),
         "layers.0.self_attn.o_proj.weight": (hidden, heads * head_dim),
@@ -121,28 +157,69 @@ def eagle1_parts(target, seed=1, heads=4, kv_heads=2, head_dim=8, intermediate=2
         "layers.0.mlp.up_proj.weight": (intermediate, hidden),
         "layers.0.mlp.down_proj.weight": (hidden, intermediate),
     }
-    written, _ = eagle3_parts(target, [0], heads=heads, kv_heads=kv_heads, head_dim=head_dim, intermediate=intermediate)
+    written, _ = eagle3_parts(
+        target, [0], heads=heads, kv_heads=kv_heads, head_dim=head_dim, intermediate=intermediate
+    )
     written.pop("draft_vocab_size")
     return written | {"architectures": ["LlamaForCausalLM"]}, random_weights(shapes, seed)
 
 
-def dflash_parts(target, block=5, mask=1, layers=2, seed=1, heads=4, kv_heads=2, head_dim=8, intermediate=24, ids=(0, 2)):
+def dflash_parts(
+    target,
+    block=5,
+    mask=1,
+    layers=2,
+    seed=1,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    intermediate=24,
+    ids=(0, 2),
+):
     """(config, weights) of a random DFlash draft for `target`."""
     config = target.config.get_text_config()
     hidden = config.hidden_size
-    shapes = {"fc.weight": (hidden, len(ids) * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    shapes = {
+        "fc.weight": (hidden, len(ids) * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
     for number in range(layers):
-        attention = {"q_proj": (heads * head_dim, hidden), "k_proj": (kv_heads * head_dim, hidden), "v_proj": (kv_heads * head_dim, hidden)}
-        attention |= {"o_proj": (hidden, heads * head_dim), "q_norm": (head_dim,), "k_norm": (head_dim,)}
-        shapes |= {f"layers.{number}.self_attn.{name}.weight": shape for name, shape in attention.items()}
-        shapes |= {f"layers.{number}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
-        shapes |= {f"layers.{number}.mlp.{name}_proj.weight": (intermediate, hidden) for name in ("gate", "up")}
+        attention = {
+            "q_proj": (heads * head_dim, hidden),
+            "k_proj": (kv_heads * head_dim, hidden),
+            "v_proj": (kv_heads * head_dim, hidden),
+        }
+        attention |= {
+            "o_proj": (hidden, heads * head_dim),
+            "q_norm": (head_dim,),
+            "k_norm": (head_dim,),
+        }
+        shapes |= {
+            f"layers.{number}.self_attn.{name}.weight": shape for name, shape in attention.items()
+        }
+        shapes |= {
+            f"layers.{number}.{name}.weight": (hidden,)
+            for name in ("input_layernorm", "post_attention_layernorm")
+        }
+        shapes |= {
+            f"layers.{number}.mlp.{name}_proj.weight": (intermediate, hidden)
+            for name in ("gate", "up")
+        }
         shapes |= {f"layers.{number}.mlp.down_proj.weight": (hidden, intermediate)}
-    written = eagle3_parts(target, [0], heads=heads, kv_heads=kv_heads, head_dim=head_dim, intermediate=intermediate)[0]
+    written = eagle3_parts(
+        target, [0], heads=heads, kv_heads=kv_heads, head_dim=head_dim, intermediate=intermediate
+    )[0]
     for name in ("draft_vocab_size", "eagle_config"):
         written.pop(name)
-    told = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": layers, "block_size": block}
-    return written | told | {"dflash_config": {"mask_token_id": mask, "target_layer_ids": list(ids)}}, random_weights(shapes, seed)
+    dflash_settings = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": layers,
+        "block_size": block,
+        "dflash_config": {"mask_token_id": mask, "target_layer_ids": list(ids)},
+    }
+    return written | dflash_settings, random_weights(shapes, seed)
 
 
 PARTS = {"EAGLE-3": eagle3_parts, "EAGLE-1": eagle1_parts, "DFlash": dflash_parts}

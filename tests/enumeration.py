@@ -1,4 +1,7 @@
-"""Every draw of a whole tree and every outcome: the exact law of what a verifier puts out, and the draws it is exact for."""
+"""The exact output distribution of a verifier, by enumeration of every drawn tree and outcome.
+
+Also the draws that the verifiers are exact for, with the probability of each.
+"""
 
 from __future__ import annotations
 
@@ -12,114 +15,164 @@ from sequoia_plan.runtime.verify import TreeIndex
 
 
 def without_replacement(q, count):
-    """Every ordered draw of `count` tokens without replacement, with its probability; uniform once q is exhausted."""
+    """Every ordered draw of `count` tokens without replacement, with its probability.
+
+    Draws are uniform once q is exhausted.
+    """
     for order in itertools.permutations(range(len(q)), count):
-        probability, left = 1.0, q.copy()
-        free = np.ones(len(q), bool)
+        probability, remaining = 1.0, q.copy()
+        undrawn = np.ones(len(q), bool)
         for token in order:
-            law = left / left.sum() if left.sum() > 0 else free / free.sum()
-            probability *= law[token]
-            left[token], free[token] = 0, False
+            weights = remaining if remaining.sum() > 0 else undrawn
+            probability *= (weights / weights.sum())[token]
+            remaining[token], undrawn[token] = 0, False
         if probability > 0:
             yield order, probability
 
 
 def independent(q, count):
-    """Every ordered draw of `count` tokens with replacement."""
+    """Every ordered draw of `count` tokens with replacement, with its probability."""
     for order in itertools.product(np.flatnonzero(q).tolist(), repeat=count):
         yield order, np.prod(q[list(order)])
 
 
 def most_probable(q, count):
-    """The one draw there is."""
+    """The only possible draw, of probability 1."""
     yield tuple(torch.tensor(q).topk(count).indices.tolist()), 1.0
 
 
 class Case:
-    """A target's and a draft's law after every context; contexts start with the root's token, 0."""
+    """A target's and a draft's probabilities after every context.
 
-    def __init__(self, tree, vocabulary, covered=None, zeros=(0, 0), seed=0, kind="random"):
-        self.tree, self.vocabulary, self.covered = tree, vocabulary, covered or list(range(vocabulary))
+    A context is a tuple of tokens that starts with the root's token, 0.
+
+    Args:
+        d2t: the target's token for each of the draft's tokens; None if they are the same.
+        zeros: how many tokens of the target, and of the draft, have probability 0.
+        relation: of the draft to the target: "random", "equal" or "disjoint".
+    """
+
+    def __init__(self, tree, vocabulary, d2t=None, zeros=(0, 0), seed=0, relation="random"):
+        self.tree, self.vocabulary = tree, vocabulary
+        self.d2t = d2t or list(range(vocabulary))
         self.index, self.length = TreeIndex.of(tree), tree.depth
         generator = np.random.default_rng(seed)
-        contexts = [(0, *tokens) for length in range(self.length) for tokens in itertools.product(range(vocabulary), repeat=length)]
-        self.target = self.laws(generator, contexts, vocabulary, zeros[0])
-        self.draft = self.laws(generator, contexts, len(self.covered), zeros[1])
-        if kind == "equal":
-            self.draft = {context: law.copy() for context, law in self.target.items()}
-        if kind == "disjoint":
+        contexts = [
+            (0, *tokens)
+            for length in range(self.length)
+            for tokens in itertools.product(range(vocabulary), repeat=length)
+        ]
+        self.target = self.random_probs(generator, contexts, vocabulary, zeros[0])
+        self.draft = self.random_probs(generator, contexts, len(self.d2t), zeros[1])
+        if relation == "equal":
+            self.draft = {context: probs.copy() for context, probs in self.target.items()}
+        if relation == "disjoint":
+            is_targets = np.arange(vocabulary) < vocabulary // 2
             for context in contexts:
-                half = np.arange(vocabulary) < vocabulary // 2
-                for laws, kept in ((self.target, half), (self.draft, ~half)):
-                    laws[context] = laws[context] * kept / (laws[context] * kept).sum()
+                for probs, support in ((self.target, is_targets), (self.draft, ~is_targets)):
+                    supported = probs[context] * support
+                    probs[context] = supported / supported.sum()
 
     @staticmethod
-    def laws(generator, contexts, size, zeros):
-        found = {}
+    def random_probs(generator, contexts, size, zeros):
+        probs = {}
         for context in contexts:
             p = generator.dirichlet(np.full(size, 0.7))
             p[generator.permutation(size)[:zeros]] = 0
-            found[context] = p / p.sum()
-        return found
+            probs[context] = p / p.sum()
+        return probs
+
+    def d2t_tensor(self):
+        """`d2t` as verifiers take it: None if the draft has the target's vocabulary."""
+        return None if len(self.d2t) == self.vocabulary else torch.tensor(self.d2t)
 
     def context(self, node, tokens):
         return tuple(tokens[n] for n in np.flatnonzero(self.tree.attention_mask[node]))
 
     def assignments(self, draws, row=0, tokens=None):
-        """Every way to draw the whole tree: (drawn indices by inner node, tokens by node, probability)."""
+        """Every way to draw the whole tree.
+
+        Yields:
+            The drawn indices by inner node, the tokens by node, the probability.
+        """
         tokens = tokens or {0: 0}
         inner = np.flatnonzero(self.tree.child_count)
         if row == len(inner):
             yield {}, dict(tokens), 1.0
             return
         parent = int(inner[row])
-        for order, probability in draws(self.draft[self.context(parent, tokens)], int(self.tree.child_count[parent])):
+        first_child, count = int(self.tree.first_child[parent]), int(self.tree.child_count[parent])
+        for order, probability in draws(self.draft[self.context(parent, tokens)], count):
             for rank, drawn in enumerate(order):
-                tokens[int(self.tree.first_child[parent]) + rank] = self.covered[drawn]
-            for rest, whole, p in self.assignments(draws, row + 1, tokens):
-                yield {parent: order} | rest, whole, probability * p
+                tokens[first_child + rank] = self.d2t[drawn]
+            for later_draws, all_tokens, p in self.assignments(draws, row + 1, tokens):
+                yield {parent: order} | later_draws, all_tokens, probability * p
 
-    def output(self, judge, draws):
-        """The law of the first tokens (verified ones, the bonus token, then the target's own), and the expected tokens a step."""
-        prefixes, expected = Counter(), 0.0
-        inner = [int(n) for n in np.flatnonzero(self.tree.child_count)]
-        covered = None if len(self.covered) == self.vocabulary else torch.tensor(self.covered)
+    def verifier_inputs(self, drawn, tokens):
+        """What a verifier takes for one of the `assignments`.
+
+        Returns:
+            The target's probabilities float64 [size, vocabulary]; the draft's probabilities float64
+            [inner nodes, draft vocabulary]; the draws int64 [inner nodes, branching].
+        """
+        inner = np.flatnonzero(self.tree.child_count).tolist()
+        contexts = [self.context(node, tokens) for node in range(self.tree.size)]
+        p = torch.tensor(np.array([self.target[context] for context in contexts]))
+        q = torch.tensor(np.array([self.draft[contexts[node]] for node in inner]))
+        children = torch.zeros(len(inner), self.tree.branching, dtype=torch.long)
+        for row, node in enumerate(inner):
+            children[row, : len(drawn[node])] = torch.tensor(drawn[node])
+        return p, q, children
+
+    def output(self, accept, draws):
+        """The output distribution with the verifier `accept`, and the expected tokens a step.
+
+        The output are the first tokens: accepted ones, the bonus token, then the target's own.
+
+        Args:
+            accept: a verifier's `acceptance`.
+            draws: one of the enumerations above.
+        """
+        prefixes, expected_tokens = Counter(), 0.0
+        d2t = self.d2t_tensor()
         for drawn, tokens, chance in self.assignments(draws):
-            contexts = [self.context(node, tokens) for node in range(self.tree.size)]
-            p = torch.tensor(np.array([self.target[c] for c in contexts]))
-            q = torch.tensor(np.array([self.draft[contexts[node]] for node in inner]))
-            picks = torch.zeros(len(inner), self.tree.branching, dtype=torch.long)
-            for row, node in enumerate(inner):
-                picks[row, : len(drawn[node])] = torch.tensor(drawn[node])
-            verdict = judge(p.__getitem__, q, picks, self.index, covered)
-            for node, end in enumerate(verdict.ends.tolist()):
-                if end > 1e-15:
-                    bonus = verdict.bonus_law(torch.tensor([node]), p.__getitem__, self.index, covered)[0]
-                    for token, b in enumerate((bonus / bonus.sum()).tolist()):
-                        prefixes[(*contexts[node], token)] += chance * end * b
-                    expected += chance * end * (int(self.tree.position_ids[node]) + 1)
-        law = np.zeros([self.vocabulary] * self.length)
+            p, q, children = self.verifier_inputs(drawn, tokens)
+            acceptance = accept(p.__getitem__, q, children, self.index, d2t)
+            for node, end_prob in enumerate(acceptance.end_probs.tolist()):
+                if end_prob > 1e-15:
+                    end = torch.tensor([node])
+                    bonus = acceptance.bonus_probs(end, p.__getitem__, self.index, d2t)[0]
+                    context = self.context(node, tokens)
+                    for token, bonus_prob in enumerate((bonus / bonus.sum()).tolist()):
+                        prefixes[(*context, token)] += chance * end_prob * bonus_prob
+                    num_tokens = int(self.tree.position_ids[node]) + 1
+                    expected_tokens += chance * end_prob * num_tokens
+        probs = np.zeros([self.vocabulary] * self.length)
         for prefix, probability in prefixes.items():
-            for rest in itertools.product(range(self.vocabulary), repeat=self.length + 1 - len(prefix)):
-                law[(*prefix[1:], *rest)] += probability * self.continuation(prefix, rest)
-        return law, expected
+            missing = self.length + 1 - len(prefix)
+            for rest in itertools.product(range(self.vocabulary), repeat=missing):
+                probs[(*prefix[1:], *rest)] += probability * self.continuation(prefix, rest)
+        return probs, expected_tokens
 
     def continuation(self, prefix, rest):
-        return np.prod([self.target[(*prefix, *rest[:i])][token] for i, token in enumerate(rest)])
+        """The target's probability of the tokens `rest` after `prefix`."""
+        steps = [self.target[(*prefix, *rest[:i])][token] for i, token in enumerate(rest)]
+        return np.prod(steps)
 
-    def error(self, judge, draws):
-        """The largest difference of the output law from the target's."""
-        law, _ = self.output(judge, draws)
-        expected = [self.continuation((0,), tokens) for tokens in itertools.product(range(self.vocabulary), repeat=self.length)]
-        return np.abs(law.reshape(-1) - expected).max()
+    def error(self, accept, draws):
+        """The largest difference of the output distribution from the target's."""
+        probs, _ = self.output(accept, draws)
+        outputs = itertools.product(range(self.vocabulary), repeat=self.length)
+        expected = [self.continuation((0,), tokens) for tokens in outputs]
+        return np.abs(probs.reshape(-1) - expected).max()
 
 
 CASES = {
     "random": dict(vocabulary=3),
     "zeros": dict(vocabulary=3, zeros=(1, 1)),
     "one-hot": dict(vocabulary=3, zeros=(2, 2)),
-    "equal": dict(vocabulary=3, kind="equal"),
-    "disjoint": dict(vocabulary=4, kind="disjoint"),
-    "reduced": dict(vocabulary=4, covered=[0, 2, 3]),
-    "reduced-zeros": dict(vocabulary=4, covered=[3, 1, 2], zeros=(1, 2)),
+    "equal": dict(vocabulary=3, relation="equal"),
+    "disjoint": dict(vocabulary=4, relation="disjoint"),
+    "reduced": dict(vocabulary=4, d2t=[0, 2, 3]),
+    "reduced-zeros": dict(vocabulary=4, d2t=[3, 1, 2], zeros=(1, 2)),
 }

@@ -1,54 +1,60 @@
-"""A reader of token tree files written from docs/format.md alone, with numpy and json and nothing of the package."""
+"""A reader of token tree files, written from docs/format.md alone, with numpy and json."""
 
 import json
 
 import numpy as np
 
-ITEM = {"I32": 4, "U8": 1}
+NAMES = ("parents", "ranks", "position_ids", "first_child", "child_count", "level_offsets")
+
+
+def check(condition, problem):
+    if not condition:
+        raise ValueError(problem)
 
 
 def read(data):
-    """Tensors by name, and the plan. Raises ValueError or KeyError for what is not a valid tree file."""
-
-    def check(condition, what):
-        if not condition:
-            raise ValueError(what)
-
+    """Tensors by name, and the plan. Raises ValueError or KeyError for an invalid tree file."""
     check(len(data) >= 8, "no header length")
     begin = 8 + int.from_bytes(data[:8], "little")
     check(begin <= len(data), "header beyond the end")
     entries = json.loads(data[8:begin].decode("utf-8"))
     check(isinstance(entries, dict), "header")
     header = json.loads(entries.pop("__metadata__")["sequoia_plan"])
-    check(header["format"] == "sequoia-plan-tree" and header["version"] == 1 and isinstance(header["plan"], dict), "format")
-    names = ("parents", "ranks", "position_ids", "first_child", "child_count", "level_offsets")
-    tensors = {}
-    for name in (*names, "attention_mask"):
-        if name == "attention_mask" and len(tensors["parents"]) > 4096:
-            break
-        dtype, shape, (start, end) = (entries[name][key] for key in ("dtype", "shape", "data_offsets"))
-        check(dtype == ("U8" if name == "attention_mask" else "I32") and len(shape) == (2 if name == "attention_mask" else 1), name)
-        check(0 <= start <= end <= len(data) - begin and end - start == ITEM[dtype] * int(np.prod(shape, dtype=object)), name)
-        tensors[name] = np.frombuffer(data[begin + start : begin + end], "<i4" if dtype == "I32" else "u1").reshape(shape)
-    parents, ranks, depths, first, count, offsets = (tensors[name].tolist() for name in names)
+    check(header["format"] == "sequoia-plan-tree" and header["version"] == 1, "format")
+    check(isinstance(header["plan"], dict), "plan")
+    tensors = {name: read_tensor(entries[name], data[begin:], "I32", 1) for name in NAMES}
+    if len(tensors["parents"]) <= 4096:
+        tensors["attention_mask"] = read_tensor(entries["attention_mask"], data[begin:], "U8", 2)
+    check_tree(tensors)
+    return tensors, header["plan"]
+
+
+def read_tensor(entry, data, dtype, dimensions):
+    shape, (start, end) = entry["shape"], entry["data_offsets"]
+    check(entry["dtype"] == dtype and len(shape) == dimensions, "dtype or dimensions")
+    numpy_dtype, item_bytes = {"I32": ("<i4", 4), "U8": ("u1", 1)}[dtype]
+    check(0 <= start <= end <= len(data), "offsets")
+    check(end - start == item_bytes * int(np.prod(shape, dtype=object)), "length")
+    return np.frombuffer(data[start:end], numpy_dtype).reshape(shape)
+
+
+def check_tree(tensors):
+    parents, ranks, depths, first, count, offsets = (tensors[name].tolist() for name in NAMES)
     n = len(parents)
     check(n > 0 and parents[0] == -1, "root")
-    children = [[] for _ in parents]
+    children, derived_depths, masks = [[] for _ in parents], [0], [1]
     for node in range(1, n):
         check(0 <= parents[node] < node and parents[node] >= parents[node - 1], "parents")
         children[parents[node]].append(node)
-    check(count == [len(c) for c in children], "child_count")
+        derived_depths.append(derived_depths[parents[node]] + 1)
+        masks.append(masks[parents[node]] | 1 << node)
+    check(count == [len(siblings) for siblings in children], "child_count")
     check(first == [1 + sum(count[:node]) for node in range(n)], "first_child")
-    check(ranks == [0] + [children[parents[node]].index(node) + 1 for node in range(1, n)], "ranks")
-    derived = [0]
-    for node in range(1, n):
-        derived.append(derived[parents[node]] + 1)
-    check(depths == derived, "position_ids")
-    check(offsets == [derived.index(level) for level in range(derived[-1] + 1)] + [n], "level_offsets")
+    derived_ranks = [children[parents[node]].index(node) + 1 for node in range(1, n)]
+    check(ranks == [0, *derived_ranks], "ranks")
+    check(depths == derived_depths, "position_ids")
+    check(offsets == [*map(depths.index, range(depths[-1] + 1)), n], "level_offsets")
     if "attention_mask" in tensors:
-        check(tensors["attention_mask"].shape == (n, (n + 7) // 8), "attention_mask")
-        bits = [[row[j // 8] >> j % 8 & 1 for j in range(8 * len(row))] for row in tensors["attention_mask"].tolist()]
-        for node in range(n):
-            above = bits[parents[node]] if node else [0] * len(bits[0])
-            check(bits[node] == [int(a or j == node) for j, a in enumerate(above)], "attention_mask")
-    return tensors, header["plan"]
+        mask = tensors["attention_mask"]  # as little-endian integers, bit j of a row is node j
+        check(mask.shape == (n, (n + 7) // 8), "shape of attention_mask")
+        check([int.from_bytes(row.tobytes(), "little") for row in mask] == masks, "attention_mask")

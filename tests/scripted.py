@@ -1,4 +1,5 @@
-"""The exact law of what one step of a real decoder puts out: every draw it could make is made, each with its probability."""
+"""The exact law of what one step of a real decoder puts out: every draw it could make is made, each
+with its probability."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch
 from enumeration import without_replacement
 
 from sequoia_plan.runtime import Sampling
+from sequoia_plan.runtime.verify import VERIFIERS
 
 
 class Script:
@@ -45,16 +47,18 @@ class Scripted(Sampling):
     """A sampling whose children are chosen by a script.
 
     Args:
-        shared: rows of logits that are equal, as those of one level of a block draft, take one draw together. Wrong for `traversal`.
-        told: what verification is told of a law that was drawn from; anything but the law itself is wrong.
+        shared: rows of logits that are equal, as those of one level of a block draft, take one draw
+        together. Wrong for `traversal`.
+        told: what verification is told of a law that was drawn from; anything but the law itself is
+        wrong.
     """
 
     script: Script = field(default_factory=Script, compare=False)
     shared: bool = False
     told: object = None
 
-    def children(self, logits, count, bits):
-        laws, drawn, known = self.draft(logits), [], {}
+    def draw_children(self, logits, count, bits):
+        laws, drawn, known = self.draft_probs(logits), [], {}
         for law in laws.double().numpy():
             key = law.tobytes() if self.shared else len(drawn)
             if key not in known:
@@ -73,32 +77,48 @@ def target_law(target, tokens, temperature, known):
 
 @torch.inference_mode()
 def error_of_a_step(decoder, prompt, sampling):
-    """The largest difference between the law of the first tokens and the target's, as many tokens as the tree has levels."""
-    target, script, tree, known = decoder.target.model, sampling.script, decoder.tree, {}
+    """The largest difference between the law of the first tokens and the target's, as many tokens
+    as the tree has levels."""
+    target, script, tree, known = decoder.step.target.model, sampling.script, decoder.step.tree, {}
     vocabulary, length = target.config.vocab_size, tree.depth
-    decoder.prefill(torch.tensor(prompt), 4 * tree.depth, seed=0)
-    decoder.refill_random_numbers(sampling)
-    covered, total = decoder.drafter.covered, Counter()
+    decoder.step.prefill(torch.tensor(prompt), 4 * tree.depth, seed=0)
+    decoder.step.refill_random_numbers(sampling)
+    covered, total = decoder.step.drafter.d2t, Counter()
     for _ in script.runs():
-        growth = decoder.grow(64, sampling)
-        logits = decoder.read(64)
-        tokens = decoder.sequence.tokens[len(prompt) - 1 : len(prompt) - 1 + tree.size].tolist()
-        p = sampling.target(logits).double()
-        verdict = sampling.rule.judge(p.__getitem__, growth.laws.double(), growth.drawn, decoder.structure.index, covered)
-        for node, end in enumerate(verdict.ends.tolist()):
+        drafted = decoder.step.draft(64, sampling)
+        logits = decoder.step.forward_target(64)
+        tokens = decoder.step.sequence.tokens[
+            len(prompt) - 1 : len(prompt) - 1 + tree.size
+        ].tolist()
+        p = sampling.target_probs(logits).double()
+        acceptance = VERIFIERS[sampling.verifier].acceptance(
+            p.__getitem__, drafted.draft_probs.double(), drafted.drawn, decoder.step.index, covered
+        )
+        for node, end in enumerate(acceptance.end_probs.tolist()):
             if end > 0:
                 path = tuple(tokens[n] for n in np.flatnonzero(tree.attention_mask[node]))[1:]
-                bonus = verdict.bonus_law(torch.tensor([node]), p.__getitem__, decoder.structure.index, covered)[0]
+                bonus = acceptance.bonus_probs(
+                    torch.tensor([node]), p.__getitem__, decoder.step.index, covered
+                )[0]
                 for token, chance in enumerate((bonus / bonus.sum()).tolist()):
                     total[(*path, token)] += script.chance * end * chance
 
     def following(said, tokens):
-        return np.prod([target_law(target, (*prompt, *said, *tokens[:i]), sampling.temperature, known)[token] for i, token in enumerate(tokens)])
+        return np.prod(
+            [
+                target_law(target, (*prompt, *said, *tokens[:i]), sampling.temperature, known)[
+                    token
+                ]
+                for i, token in enumerate(tokens)
+            ]
+        )
 
     law = np.zeros([vocabulary] * length)
     for said, probability in total.items():
         for rest in itertools.product(range(vocabulary), repeat=length - len(said)):
             law[(*said, *rest)] += probability * following(said, rest)
-    expected = np.array([following((), tokens) for tokens in itertools.product(range(vocabulary), repeat=length)])
+    expected = np.array(
+        [following((), tokens) for tokens in itertools.product(range(vocabulary), repeat=length)]
+    )
     assert abs(sum(total.values()) - 1) < 1e-5
     return float(np.abs(law.reshape(-1) - expected).max())

@@ -1,4 +1,5 @@
-"""Stand-ins for a CUDA device: graphs that are captured on the CPU, and what `Graphs.capture` calls of torch.cuda."""
+"""Stand-ins for a CUDA device: graphs that are captured on the CPU, and what `Graphs.capture` calls
+of torch.cuda."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from sequoia_plan.runtime.capture import Graphs
 
 
 class Simulated(Graphs):
-    """Graphs on the CPU: what is captured is replayed into the memory that the first result lay in; parts named in `fails` cannot be."""
+    """Graphs on the CPU: what is captured is replayed into the memory that the first result lay in;
+    parts named in `fails` cannot be."""
 
     fails: frozenset[str] = frozenset()
 
@@ -48,14 +50,23 @@ def leaves(result):
 
 
 class Cuda:
-    """torch.cuda as far as `Graphs.capture` uses it, with the allocator's habit: a capture whose end fails leaves it capturing.
+    """torch.cuda as far as `Graphs.capture` uses it, with the allocator's habit: a capture whose
+    end fails leaves it capturing.
 
     Args:
-        fails: where the capture fails: "warm" and "checked" in the two runs before it, "inside" in its own, "end" when it ends.
+        fails: where the capture fails: "warm" and "checked" in the two runs before it, "inside" in
+        its own, "end" when it ends.
     """
 
     def __init__(self, monkeypatch, fails=None, error=RuntimeError):
-        self.fails, self.error, self.capturing, self.runs, self.sync, self.pools = fails, error, set(), 0, 0, 0
+        self.fails, self.error, self.capturing, self.runs, self.sync, self.pools = (
+            fails,
+            error,
+            set(),
+            0,
+            0,
+            0,
+        )
         stream = SimpleNamespace(wait_stream=lambda other: None)
         fakes = {
             "device": lambda device: nullcontext(),
@@ -71,7 +82,9 @@ class Cuda:
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(capture.torch.cuda, name, fake)
-        monkeypatch.setattr(capture.torch._C, "_cuda_endAllocateToPool", self.end_allocation, raising=False)
+        monkeypatch.setattr(
+            capture.torch._C, "_cuda_endAllocateToPool", self.end_allocation, raising=False
+        )
 
     def set_sync(self, mode):
         self.sync = mode

@@ -1,4 +1,4 @@
-"""What hypothesis draws: trees, acceptance vectors and latencies, with the awkward cases likely."""
+"""What hypothesis draws: trees, acceptance vectors and latencies, with awkward cases likely."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ import numpy as np
 from hypothesis import strategies as st
 from msgspec import structs
 
-from sequoia_plan.artifacts import Latency, Stream, TokenTree, Verification
+from sequoia_plan.artifacts import Latency, StreamCost, TokenTree, VerificationCost
 
-probabilities = st.one_of(st.just(0.0), st.just(1.0), st.sampled_from([0.1, 0.25, 0.5]), st.floats(0, 1))
+probabilities = st.one_of(
+    st.just(0.0), st.just(1.0), st.sampled_from([0.1, 0.25, 0.5]), st.floats(0, 1)
+)
 
 
 @st.composite
 def trees(draw, largest=24):
     """Any token tree of up to `largest` nodes."""
     size = draw(st.integers(1, largest))
-    return TokenTree.from_parents([-1, *(draw(st.integers(0, node - 1)) for node in range(1, size))])
+    return TokenTree.from_parents(
+        [-1, *(draw(st.integers(0, node - 1)) for node in range(1, size))]
+    )
 
 
 @st.composite
@@ -31,49 +35,79 @@ def acceptance_vectors(draw, longest=4, non_increasing=False):
 
 @st.composite
 def rows_by_class(draw, longest=3, non_increasing=False, favouring=False):
-    """p[level][class][rank] of one to three levels: with `favouring` the first b children of a node on the spine are as likely as of one off it."""
+    """p[level][class][rank] of one to three levels.
+
+    With `favouring`, for every b one of the first b children is accepted at least as likely if the
+    parent is on the spine as if it is off it.
+    """
     ranks = draw(st.integers(1, longest))
     vectors = acceptance_vectors(longest=ranks, non_increasing=non_increasing)
     rows = []
     for _ in range(draw(st.integers(1, 3))):
-        spine, off = ([*vector, *[0.0] * (ranks - len(vector))] for vector in (draw(vectors), draw(vectors)))
-        if favouring and any(a < b for a, b in zip(itertools.accumulate(spine), itertools.accumulate(off), strict=True)):
-            kept = draw(st.integers(0, ranks))  # the spine has no more than these, so off it they are at most as likely
-            off = [min(a, b) if rank < kept else 0.0 for rank, (a, b) in enumerate(zip(spine, off, strict=True))]
-        rows.append([spine, off])
+        spine, off_spine = (padded(vector, ranks) for vector in (draw(vectors), draw(vectors)))
+        if favouring and not favours(spine, off_spine):
+            # Off the spine only the first few ranks remain, each at most as likely as on it.
+            ranks_left = draw(st.integers(0, ranks))
+            off_spine = [
+                min(p_spine, p_off) if rank < ranks_left else 0.0
+                for rank, (p_spine, p_off) in enumerate(zip(spine, off_spine, strict=True))
+            ]
+        rows.append([spine, off_spine])
     return rows
+
+
+def padded(vector, ranks):
+    """The vector with zeros up to `ranks` entries."""
+    return [*vector, *[0.0] * (ranks - len(vector))]
+
+
+def favours(spine, off_spine):
+    """Whether every sum of the first entries is at least as large on the spine as off it."""
+    sums = zip(itertools.accumulate(spine), itertools.accumulate(off_spine), strict=True)
+    return all(on_spine >= off for on_spine, off in sums)
 
 
 @st.composite
 def level_rows(draw, non_increasing):
     """One to three rows of up to four ranks."""
-    rows = draw(st.lists(acceptance_vectors(longest=4, non_increasing=non_increasing), min_size=1, max_size=3))
+    vectors = acceptance_vectors(longest=4, non_increasing=non_increasing)
+    rows = draw(st.lists(vectors, min_size=1, max_size=3))
     ranks = max(map(len, rows))
-    return [row + [0.0] * (ranks - len(row)) for row in rows]
+    return [padded(row, ranks) for row in rows]
 
 
 def has_proof(costs):
     """Whether the search ends with a proof where verification costs this."""
-    return costs is None or costs.by_round == 0 or costs.rounds in ("tree", "level")
+    return costs is None or costs.by_round == 0 or costs.round_order in ("tree", "level")
 
 
 @st.composite
 def latencies(draw, proven=False):
-    """Curves that never decrease, for up to seven nodes, any kind of verification, and a target in memory or streamed.
+    """Curves that never decrease, for up to seven nodes, with any verification.
 
-    `proven`: verification of the kinds for which the search ends with a proof.
+    The target is in memory or streamed.
+
+    Args:
+        proven: only verification for which the search ends with a proof.
     """
-    target, drafts = (np.cumsum(draw(st.lists(st.floats(0.0005, 0.02), min_size=7, max_size=7))).tolist() for _ in range(2))
-    sizes, widths = {1, *draw(st.lists(st.integers(2, 7)))}, {2, *draw(st.lists(st.integers(1, 6)))}
-    each = st.sampled_from([0.0, 0.0001, 0.002])
-    costs = Verification(
-        0.001, draw(each), draw(each), draw(each), draw(st.sampled_from(["tree", "level", "walk"] if proven else ["tree", "level", "walk", "path"]))
-    )
-    if proven and costs.rounds == "walk":
+    increments = st.lists(st.floats(0.0005, 0.02), min_size=7, max_size=7)
+    target, drafts = (np.cumsum(draw(increments)).tolist() for _ in range(2))
+    sizes = {1, *draw(st.lists(st.integers(2, 7)))}
+    widths = {2, *draw(st.lists(st.integers(1, 6)))}
+    cost = st.sampled_from([0.0, 0.0001, 0.002])
+    by_round, by_parent, by_child = draw(cost), draw(cost), draw(cost)
+    orders = ["tree", "level", "walk"] if proven else ["tree", "level", "walk", "path"]
+    costs = VerificationCost(0.001, by_round, by_parent, by_child, draw(st.sampled_from(orders)))
+    if proven and costs.round_order == "walk":
         costs = structs.replace(costs, by_round=0.0)  # greedy decoding: rejections cost nothing
-    curves = {n: 0.02 + target[n - 1] for n in sorted(sizes)}, {n: drafts[n - 1] for n in sorted(widths)}
-    stream = draw(st.sampled_from([None, *(Stream(seconds, 1000) for seconds in (0.01, 0.04, 0.06, 0.1, 1.0))]))
-    return Latency(*curves, 0.001, 0, verification=draw(st.sampled_from([None, costs])), stream=stream)
+    target_seconds = {n: 0.02 + target[n - 1] for n in sorted(sizes)}
+    draft_seconds = {n: drafts[n - 1] for n in sorted(widths)}
+    streams = [StreamCost(seconds, 1000) for seconds in (0.01, 0.04, 0.06, 0.1, 1.0)]
+    stream = draw(st.sampled_from([None, *streams]))
+    verification = draw(st.sampled_from([None, costs]))
+    return Latency(
+        target_seconds, draft_seconds, 0.001, 0, verification=verification, stream=stream
+    )
 
 
 def all_trees(size):

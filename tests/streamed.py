@@ -1,8 +1,9 @@
-"""A small model in a folder whose layers are streamed; used by the tests of streaming."""
+"""A small model in a folder whose layers are streamed, for the tests of offloading."""
 
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,22 +11,24 @@ from architectures import TREE
 
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.models.load import load_model
-from sequoia_plan.runtime.models.memory import SLOTS, cache_bytes, own_bytes
-from sequoia_plan.runtime.models.offload import Offloaded
+from sequoia_plan.runtime.offload.load import OffloadedTarget
+from sequoia_plan.runtime.offload.memory import SLOTS, cache_bytes, own_bytes
 
 PROMPT = torch.arange(3, 20)
 LAYERS = 8
 
 
 def streamed(folder, resident=2):
-    """The pair with so many resident layers, and a decoder of it."""
-    sizes = Offloaded(str(folder / "target"), "cpu", torch.float32).sizes()
-    offload_all = load_pair(str(folder / "target"), str(folder / "draft"), dtype="float32", offload="disk", memory="1GB")
-    fixed = offload_all.facts["target"]["resident_bytes"] - sum(sizes)
-    draft = own_bytes(load_model(str(folder / "draft"), "cpu", torch.float32)[0], offload_all.target)
-    caches = cache_bytes(offload_all.target) + cache_bytes(load_model(str(folder / "draft"), "cpu", torch.float32)[0])
-    memory = fixed + draft + caches + (SLOTS + resident) * max(sizes)
-    return load_pair(str(folder / "target"), str(folder / "draft"), dtype="float32", offload="disk", memory=memory)
+    """The pair with so many resident layers."""
+    target_folder, draft_folder = str(folder / "target"), str(folder / "draft")
+    sizes = OffloadedTarget(target_folder, "cpu", torch.float32).layer_sizes()
+    load = partial(load_pair, target_folder, draft_folder, dtype="float32", offload="disk")
+    all_resident = load(memory="1GB")
+    target, draft = all_resident.target, load_model(draft_folder, "cpu", torch.float32)[0]
+    outside_bytes = all_resident.metadata["target"]["resident_bytes"] - sum(sizes)
+    caches = cache_bytes(target) + cache_bytes(draft)
+    slot_and_resident_bytes = (SLOTS + resident) * max(sizes)
+    return load(memory=outside_bytes + own_bytes(draft, target) + caches + slot_and_resident_bytes)
 
 
 def decoder(pair, tree=TREE):

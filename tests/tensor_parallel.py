@@ -1,4 +1,4 @@
-"""One process of a tensor-parallel run: prints what each decoding gave, as JSON. Started by torchrun."""
+"""One process of a tensor-parallel run, which torchrun starts. It writes its tokens as JSON."""
 
 from __future__ import annotations
 
@@ -17,51 +17,89 @@ TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 PROMPT = [5, 6, 7, 8]
 
 
-def disturb(decoder, rank):
-    """Let this process, unless it is the first, draw other random numbers; returns how often it was overruled so far."""
-    refill, verdict, judge = decoder.sequence.refill_random_numbers, decoder.verdict, decoder.judge
-    overruled, own = [], []
+def disturb(step, rank):
+    """Let this process draw other random numbers, unless it is the first one.
 
-    def other(bits):
-        refill(bits)
+    Returns:
+        A list that gets a bool for each step: whether the path or bonus token that all processes
+        agree on differs from what this process would have chosen.
+    """
+    sequence = step.sequence
+    refill_random_numbers = sequence.refill_random_numbers
+    verify, verify_locally = step.verify, step._verify_locally
+    overruled, local_choices = [], []
+
+    def refill_differently(bits):
+        refill_random_numbers(bits)
         if rank:
-            decoder.sequence.bits.add_(12345).remainder_(2**31 - 1)
-            decoder.sequence.uniforms.mul_(0.5)
+            sequence.bits.add_(12345).remainder_(2**31 - 1)
+            sequence.uniforms.mul_(0.5)
 
-    def seen(logits, growth, sampling):
-        agreed = judge(logits, growth, sampling)
-        overruled.append(own.pop() != [agreed.path.tolist(), agreed.bonus.tolist()])
-        return agreed
+    def choice(accepted):
+        return [accepted.path.tolist(), accepted.bonus.tolist()]
 
-    def noted(logits, growth, sampling):
-        accepted = verdict(logits, growth, sampling)
-        own.append([accepted.path.tolist(), accepted.bonus.tolist()])
+    def verify_and_compare(logits, drafted, sampling):
+        accepted = verify(logits, drafted, sampling)
+        overruled.append(local_choices.pop() != choice(accepted))
         return accepted
 
-    decoder.sequence.refill_random_numbers, decoder.judge, decoder.verdict = other, seen, noted
+    def verify_locally_and_record(logits, drafted, sampling):
+        accepted = verify_locally(logits, drafted, sampling)
+        local_choices.append(choice(accepted))
+        return accepted
+
+    sequence.refill_random_numbers = refill_differently
+    step.verify, step._verify_locally = verify_and_compare, verify_locally_and_record
     return overruled
 
 
-def disturbed(target, rank):
-    """Tokens sampled by processes that would not decide alike, and how often this one was overruled."""
+def decode_disturbed(target, rank):
+    """Sample with processes that would not choose alike.
+
+    Returns:
+        The tokens, and in how many steps this process was overruled.
+    """
     decoder = SequoiaDecoder(target, resembling(tiny("Llama")), TREE)
-    overruled = disturb(decoder, rank)
-    return decoder.generate(PROMPT, 32, 1.0, seed=3).sequences[0].tolist(), sum(overruled)
+    overruled = disturb(decoder.step, rank)
+    generation = decoder.generate(PROMPT, 32, 1.0, seed=3)
+    return generation.sequences[0].tolist(), sum(overruled)
 
 
 def decode(target):
-    """Tokens: greedy, sampled with a seed, sampled without one."""
+    """Decode greedily, sampled with a seed, and sampled without one. Returns three token lists."""
     decoder = SequoiaDecoder(target, resembling(tiny("Llama")), TREE)
-    runs = [decoder.generate(PROMPT, 32, temperature, seed=seed) for temperature, seed in ((0.0, None), (1.0, 3), (1.0, None))]
-    return [run.sequences[0].tolist() for run in runs]
+    generations = [
+        decoder.generate(PROMPT, 32, temperature, seed=seed)
+        for temperature, seed in ((0.0, None), (1.0, 3), (1.0, None))
+    ]
+    return [generation.sequences[0].tolist() for generation in generations]
+
+
+def query_rows(target):
+    """Return the numbers of query rows that this process holds of its split layers, sorted."""
+    weights = [layer.self_attn.q_proj.weight for layer in target.model.layers]
+    return sorted({weight.to_local().shape[0] for weight in weights if hasattr(weight, "to_local")})
+
+
+def main(model_folder, output_folder):
+    """Decode with this process's share of the model, and write its file."""
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(
+        model_folder, tp_plan="auto", dtype=torch.float32
+    ).eval()
+    rank = os.environ["RANK"]
+    rows = query_rows(model)
+    agreed, num_overruled = decode_disturbed(model, int(rank))
+    with open(f"{output_folder}/{rank}.json", "w") as file:
+        result = {
+            "tokens": decode(model),
+            "rows": rows,
+            "agreed": agreed,
+            "overruled": num_overruled,
+        }
+        json.dump(result, file)
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto", dtype=torch.float32).eval()
-    rank = os.environ["RANK"]
-    heads = {layer.self_attn.q_proj.weight.to_local().shape[0] for layer in model.model.layers if hasattr(layer.self_attn.q_proj.weight, "to_local")}
-    agreed, overruled = disturbed(model, int(rank))
-    with open(f"{sys.argv[2]}/{rank}.json", "w") as file:
-        json.dump({"tokens": decode(model), "rows": sorted(heads), "agreed": agreed, "overruled": overruled}, file)
-    torch.distributed.destroy_process_group()
+    main(*sys.argv[1:])

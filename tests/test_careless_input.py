@@ -1,4 +1,5 @@
-"""What other people's hands do: outputs over inputs, keys and files given twice, odd bytes, full disks. One clear line, and nothing lost."""
+"""What other people's hands do: outputs over inputs, keys and files given twice, odd bytes, full
+disks. Each ends in one clear line, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -11,13 +12,27 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from sequoia_plan.artifacts import Latency, LevelCounts, Profile, SequoiaPlanError, TokenTree, load_tree, save_tree
+from sequoia_plan.artifacts import (
+    Latency,
+    LevelCounts,
+    Profile,
+    SequoiaPlanError,
+    TokenTree,
+    load_tree,
+    save_tree,
+)
 from sequoia_plan.artifacts.files import write_atomically
+from sequoia_plan.artifacts.prompts import Prompt, held_out_half, load, measuring_half
 from sequoia_plan.planner.cli import main
-from sequoia_plan.profiler.prompts import Prompt, encode, held_out_half, load, measuring_half
+from sequoia_plan.profiler.prompts import encode
 
 LEVELS = (LevelCounts(600, (300.25, 75.0)), LevelCounts(200, (99.75, 25.0)))
-PROFILE = Profile((0.5, 0.125), 800, Latency({1: 0.04, 4: 0.042, 16: 0.05}, {1: 0.003, 16: 0.004}, 0.001, 128), levels=LEVELS)
+PROFILE = Profile(
+    (0.5, 0.125),
+    800,
+    Latency({1: 0.04, 4: 0.042, 16: 0.05}, {1: 0.003, 16: 0.004}, 0.001, 128),
+    levels=LEVELS,
+)
 
 
 @pytest.fixture
@@ -42,9 +57,15 @@ def refused(result, code, *parts):
     [
         (("solve", "profile.yaml", "-o", "./profile.yaml"), "profile.yaml"),
         (("solve", "--acceptance", "p.json", "-o", "p.json"), "p.json"),
-        (("export", "tree.safetensors", "--format", "nxd", "-o", "tree.safetensors"), "tree.safetensors"),
+        (
+            ("export", "tree.safetensors", "--format", "nxd", "-o", "tree.safetensors"),
+            "tree.safetensors",
+        ),
         (("import", "n.json", "-o", "n.json"), "n.json"),
-        (("profile", "--merge", "profile.yaml", "--merge", "other.yaml", "-o", "link.yaml"), "profile.yaml"),
+        (
+            ("profile", "--merge", "profile.yaml", "--merge", "other.yaml", "-o", "link.yaml"),
+            "profile.yaml",
+        ),
         (("profile", "--prompts", "p.txt", "-o", "p.txt"), "p.txt"),
         (("bench", "--prompts", "p.txt", "-o", "p.txt"), "p.txt"),
         (("bench", "-o", "tree.safetensors"), "tree.safetensors"),
@@ -63,7 +84,11 @@ def test_an_output_never_replaces_what_it_is_made_from(run, tmp_path, arguments,
 
 def test_counts_are_not_added_up_twice(run, tmp_path):
     (tmp_path / "copy.yaml").write_text("# mine\n" + (tmp_path / "profile.yaml").read_text())
-    refused(run("profile", "--merge", "profile.yaml", "--merge", "copy.yaml", "-o", "both.yaml"), 1, "copy.yaml: holds the counts of profile.yaml again")
+    refused(
+        run("profile", "--merge", "profile.yaml", "--merge", "copy.yaml", "-o", "both.yaml"),
+        1,
+        "copy.yaml: holds the counts of profile.yaml again",
+    )
     assert not (tmp_path / "both.yaml").exists()
 
 
@@ -72,10 +97,18 @@ def test_a_key_that_stands_twice_and_numbers_of_base_sixty(run, tmp_path):
     for old, new, message in (
         ("trials: 800", "trials: 800\n  trials: 900", "the key 'trials' stands twice at line"),
         ("{1: 0.04,", "{1: 0.04, 1: 0.05,", "the key 1 stands twice"),
-        ("trials: 800", "trials: 13:20", "acceptance.trials: found '13:20', expected a whole number >= 0"),
+        (
+            "trials: 800",
+            "trials: 13:20",
+            "acceptance.trials: found '13:20', expected a whole number >= 0",
+        ),
         ("trials: 800", "trials: 1" + 30 * "0", "acceptance.trials: found 1000"),
         ("{1: 0.04,", "{1: 1" + 400 * "0" + ",", "latency.target[1]: found 1000"),
-        ("settings: {}", "settings: {verifier: [x]}", "settings.verifier: found ['x'], expected text"),
+        (
+            "settings: {}",
+            "settings: {verifier: [x]}",
+            "settings.verifier: found ['x'], expected text",
+        ),
     ):
         assert old in text
         (tmp_path / "bad.yaml").write_text(text.replace(old, new, 1))
@@ -101,21 +134,51 @@ def test_permissions_stay(tmp_path):
     ("arguments", "code", "parts"),
     [
         (("solve", "-o", "."), 1, [".", "cannot be written (Is a directory)"]),
-        (("bench", "-o", "missing/b.json"), 1, ["missing/b.json: cannot be written (No such file or directory)"]),
+        (
+            ("bench", "-o", "missing/b.json"),
+            1,
+            ["missing/b.json: cannot be written (No such file or directory)"],
+        ),
         (("bench", "--report", "."), 1, [".: cannot be written (Is a directory)"]),
-        (("profile", "-o", "missing/p.yaml"), 1, ["missing/p.yaml: cannot be written (No such file or directory)"]),
+        (
+            ("profile", "-o", "missing/p.yaml"),
+            1,
+            ["missing/p.yaml: cannot be written (No such file or directory)"],
+        ),
         (("profile", "--also", "temperature=1/2"), 2, ["--also temperature=1/2", "NAME=VALUE"]),
         (("profile", "--also", "top_k=3", "--also", "top_k=3"), 2, ["--also top_k=3: given twice"]),
         (("generate", "--seed", "1" + 23 * "0"), 2, ["--seed", "is not in the range"]),
         (("generate", "--seed", "-1"), 2, ["--seed", "is not in the range"]),
         (("generate", "--prompt", "-"), 1, ["stdin is not UTF-8 text (byte 2)"]),
-        (("generate", "--chat", "c.json", "--prompt", "x"), 2, ["--chat FILE holds the whole conversation"]),
+        (
+            ("generate", "--chat", "c.json", "--prompt", "x"),
+            2,
+            ["--chat FILE holds the whole conversation"],
+        ),
         (("generate", "--raw", "--system", "x"), 2, ["--raw takes the prompt as it is"]),
-        (("generate", "--chat", "profile.yaml"), 1, ["profile.yaml: not a conversation; expected a JSON list"]),
+        (
+            ("generate", "--chat", "profile.yaml"),
+            1,
+            ["profile.yaml: not a conversation; expected a JSON list"],
+        ),
         (("show", "a" * 300), 1, ["cannot be read (File name too long)"]),
         (("solve", "a" * 300), 1, ["cannot be read (File name too long)"]),
         (("solve", "--acceptance", "a" * 300), 1, ["cannot be read (File name too long)"]),
-        (("solve", "--budget", "1000000", "--depth", "3", "--baseline", "k-ary:1000000000", "-o", "t/t"), 1, ["t/t: cannot be written"]),
+        (
+            (
+                "solve",
+                "--budget",
+                "1000000",
+                "--depth",
+                "3",
+                "--baseline",
+                "k-ary:1000000000",
+                "-o",
+                "t/t",
+            ),
+            1,
+            ["t/t: cannot be written"],
+        ),
     ],
 )
 def test_odd_arguments(run, arguments, code, parts):
@@ -127,30 +190,72 @@ def test_a_full_disk_behind_stdout(run, tmp_path):
     for arguments in (["show"], ["show", "--json"], ["--help"]):
         with open("/dev/full", "w") as full:
             found = subprocess.run(
-                [sys.executable, "-m", "sequoia_plan", *arguments], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+                [sys.executable, "-m", "sequoia_plan", *arguments],
+                cwd=tmp_path,
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                check=False,
             )
         assert found.returncode == 1
-        assert found.stderr == "Error: output: No space left on device; free some space, or name another file\n"
+        assert (
+            found.stderr
+            == "Error: output: No space left on device; free some space, or name another file\n"
+        )
 
 
 INTERRUPTED = """
 import os, signal, sys, threading
 from sequoia_plan.planner.cli import main
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would this one
+# a shell's background jobs ignore the signal, and so would this one
+signal.signal(signal.SIGINT, signal.default_int_handler)
 threading.Timer(float(sys.argv.pop(1)), os.kill, (os.getpid(), signal.SIGINT)).start()
 main(prog_name="sequoia-plan")
 """
 
 
-@pytest.mark.parametrize(("cache", "seconds"), [("warm", 0.1), ("warm", 0.7), ("warm", 1.5), ("empty", 2), ("empty", 4), ("empty", 6)])
+@pytest.mark.parametrize(
+    ("cache", "seconds"),
+    [("warm", 0.1), ("warm", 0.7), ("warm", 1.5), ("empty", 2), ("empty", 4), ("empty", 6)],
+)
 def test_an_interrupted_solve_ends_in_one_line(run, tmp_path, cache, seconds):
-    """While packages are imported, while numba compiles the solver, and in the middle of its loops."""
-    (tmp_path / "p.json").write_text(json.dumps([0.0012 * rank for rank in range(1, 41)]))  # rows that rise take longest, several seconds
+    """While packages are imported, while numba compiles the solver, and within its loops."""
+    # rows that rise take longest, several seconds
+    (tmp_path / "p.json").write_text(json.dumps([0.0012 * rank for rank in range(1, 41)]))
     if cache == "warm":
-        assert run("solve", "--acceptance", "p.json", "--budget", "64", "--depth", "8", "-o", "first.safetensors").exit_code == 0
-    command = [sys.executable, "-c", INTERRUPTED, str(seconds), "solve", "--acceptance", "p.json", "--budget", "65536", "--depth", "64"]
-    variables = os.environ | ({"NUMBA_CACHE_DIR": str(tmp_path / "cache")} if cache == "empty" else {})
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=variables)
+        assert (
+            run(
+                "solve",
+                "--acceptance",
+                "p.json",
+                "--budget",
+                "64",
+                "--depth",
+                "8",
+                "-o",
+                "first.safetensors",
+            ).exit_code
+            == 0
+        )
+    command = [
+        sys.executable,
+        "-c",
+        INTERRUPTED,
+        str(seconds),
+        "solve",
+        "--acceptance",
+        "p.json",
+        "--budget",
+        "65536",
+        "--depth",
+        "64",
+    ]
+    variables = os.environ | (
+        {"NUMBA_CACHE_DIR": str(tmp_path / "cache")} if cache == "empty" else {}
+    )
+    found = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, env=variables
+    )
     assert (found.returncode, found.stderr.strip(), found.stdout) == (1, "Aborted!", "")
     assert load_tree(tmp_path / "tree.safetensors").size == 4
 
@@ -167,23 +272,45 @@ class Words:
 def test_prompt_files(tmp_path):
     (tmp_path / "p.jsonl").write_text(
         '{"text": "a line\u2028separator"}\r\n'
-        '{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Why "}, '
+        '{"messages": [{"role": "system", "content": "Be brief."}, '
+        '{"role": "user", "content": [{"type": "text", "text": "Why "}, '
         '{"type": "text", "text": "rain?"}]}, {"role": "assistant", "content": "Because."}]}\n'
         "\n"
         '{"question_id": 81, "category": "writing", "turns": ["Compose a post.", "Rewrite it."]}\n'
         '{"kind": "numbers", "category": 3, "messages": [{"role": "user", "content": "one"}, '
         '{"role": "assistant", "content": "two"}, {"role": "user", "content": "three"}]}\n'
     )
-    conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why rain?"}]
-    turns = [{"role": role, "content": text} for role, text in (("user", "one"), ("assistant", "two"), ("user", "three"))]
+    conversation = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Why rain?"},
+    ]
+    turns = [
+        {"role": role, "content": text}
+        for role, text in (("user", "one"), ("assistant", "two"), ("user", "three"))
+    ]
     found = load(tmp_path / "p.jsonl")
-    assert [prompt.text for prompt in found] == ["a line\u2028separator", conversation, "Compose a post.", turns]
+    assert [prompt.text for prompt in found] == [
+        "a line\u2028separator",
+        conversation,
+        "Compose a post.",
+        turns,
+    ]
     assert [prompt.kind for prompt in found] == [None, None, "writing", "numbers"]
-    for odd in ('""', "7", '["a"]', "null", '"a\\u001b[2J"', f'"{61 * "k"}"'):  # nothing that a profile could hold: as if it were not there
+    for odd in (
+        '""',
+        "7",
+        '["a"]',
+        "null",
+        '"a\\u001b[2J"',
+        f'"{61 * "k"}"',
+    ):  # nothing that a profile could hold: as if it were not there
         (tmp_path / "odd.jsonl").write_text(f'{{"text": "fine", "kind": {odd}}}\n')
         assert load(tmp_path / "odd.jsonl") == [Prompt("fine")]
     assert encode(Words(), conversation) == [2, 6, 3, 5]
-    assert measuring_half(found) == [found[0], found[2]] and held_out_half(found) == [found[1], found[3]]
+    assert measuring_half(found) == [found[0], found[2]] and held_out_half(found) == [
+        found[1],
+        found[3],
+    ]
     assert measuring_half(found[:1]) == held_out_half(found[:1]) == found[:1]
     (tmp_path / "p.txt").write_bytes("\ufeffFirst\r\nprompt.\r\n\r\nSecond.\r\n".encode())
     assert load(tmp_path / "p.txt") == [Prompt("First\nprompt."), Prompt("Second.")]
@@ -203,7 +330,9 @@ def test_prompt_files(tmp_path):
 
 def test_generate_takes_conversations_and_stops_and_says_why(run, tmp_path):
     """The real pair: a stop string ends the text, a system message and earlier turns change it."""
-    (tmp_path / "chat.json").write_text(json.dumps({"messages": [{"role": "user", "content": "Count from one to five."}]}))
+    (tmp_path / "chat.json").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "Count from one to five."}]})
+    )
     short = ("--max-new-tokens", "24", "--dtype", "float32", "--json")
     answers = [
         json.loads(run("generate", *arguments, *short).stdout)
@@ -214,16 +343,31 @@ def test_generate_takes_conversations_and_stops_and_says_why(run, tmp_path):
             ("--prompt", "Count from one to five.", "--raw"),
         )
     ]
-    assert answers[0]["tokens"] == answers[1]["tokens"] and len({tuple(each["tokens"]) for each in answers}) == 3
+    assert (
+        answers[0]["tokens"] == answers[1]["tokens"]
+        and len({tuple(each["tokens"]) for each in answers}) == 3
+    )
     text = answers[0]["text"]
     word = next(word for word in text.split()[2:] if text.count(word) == 1)
     stopped = json.loads(run("generate", "--chat", "chat.json", "--stop", word, *short).stdout)
-    assert stopped["finish_reason"] == "stop" and word in stopped["text"] and text.startswith(stopped["text"]) and len(stopped["text"]) < len(text)
+    assert (
+        stopped["finish_reason"] == "stop"
+        and word in stopped["text"]
+        and text.startswith(stopped["text"])
+        and len(stopped["text"]) < len(text)
+    )
     assert {each["finish_reason"] for each in answers} <= {"length", "eos"}
 
 
 @pytest.mark.parametrize("command", ["profile", "bench"])
 def test_a_prompt_that_is_too_long_is_named_before_anything_is_measured(run, tmp_path, command):
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("short", "fine", "word " * 9000)))
-    refused(run(command, "--prompts", "p.jsonl", "-o", "out"), 1, "p.jsonl: prompt 3 has 90", "expected at most 8191 (the model's context less one new token)")
+    (tmp_path / "p.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ("short", "fine", "word " * 9000))
+    )
+    refused(
+        run(command, "--prompts", "p.jsonl", "-o", "out"),
+        1,
+        "p.jsonl: prompt 3 has 90",
+        "expected at most 8191 (the model's context less one new token)",
+    )
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))

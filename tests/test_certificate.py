@@ -1,4 +1,4 @@
-"""The certificate, the bounds that it goes by, and the baselines, none of which is worth more."""
+"""The certificate, its bounds, and the baselines, none of which has more expected tokens."""
 
 from __future__ import annotations
 
@@ -7,20 +7,31 @@ import pytest
 from brute_force import TREES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import acceptance_vectors, rows_by_class
+from strategies import acceptance_vectors, padded, rows_by_class
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.cost import acceptance_rows, expected_tokens
 from sequoia_plan.planner import baseline, check, solve
-from sequoia_plan.planner.solving import best_first, certificate, dynamic_programming, hull
+from sequoia_plan.planner.solving import (
+    best_first,
+    certificate,
+    concave_envelope,
+    dynamic_programming,
+)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(acceptance_vectors(longest=4), min_size=1, max_size=3) | rows_by_class(longest=4), st.integers(1, 30), st.integers(2, 6))
+@given(
+    st.lists(acceptance_vectors(longest=4), min_size=1, max_size=3) | rows_by_class(longest=4),
+    st.integers(1, 30),
+    st.integers(2, 6),
+)
 def test_the_bound_holds_and_is_attained_on_non_increasing_rows(rows, size, depth):
-    table = acceptance_rows(rows if isinstance(rows[0][0], list) else [row + [0.0] * (4 - len(row)) for row in rows], depth)
+    if not isinstance(rows[0][0], list):
+        rows = [padded(row, 4) for row in rows]
+    table = acceptance_rows(rows, depth)
     values = dynamic_programming.frontier(table, size)[-1]
-    bounds = hull.upper_bounds(table, size)
+    bounds = concave_envelope.upper_bounds(table, size)
     assert (bounds >= values * (1 - 1e-12)).all()
     assert (np.diff(bounds, 2) <= 1e-12 * bounds[-1]).all()  # concave
     if best_first.is_non_increasing(table):
@@ -36,7 +47,8 @@ def test_certificate():
     larger = TokenTree.from_parents([*best.tree.parents.tolist(), parent])
     assert best.tree.child_count[parent] + 1 == rank
     assert expected_tokens(larger, vector) == pytest.approx(best.plan.expected_tokens + value)
-    assert expected_tokens(larger, vector) == pytest.approx(solve(vector, 11, 5).plan.expected_tokens)
+    best_larger = solve(vector, 11, 5)
+    assert expected_tokens(larger, vector) == pytest.approx(best_larger.plan.expected_tokens)
     worse = check(TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 1, 2, 2, 2]), vector, 5)
     assert worse.upper_bound == pytest.approx(best.plan.expected_tokens)
     assert worse.gap > 0.01
@@ -50,14 +62,17 @@ def test_certificate():
 @settings(max_examples=60, deadline=None)
 @given(rows_by_class(), st.integers(1, 7), st.integers(2, 5))
 def test_the_certificate_knows_classes(rows, size, depth):
-    """The bound is what enumeration finds, and the next node adds what it says."""
-    fits = [t for t in TREES if t.size == size and t.depth <= depth and t.branching <= len(rows[0][0])]
+    """The bound is the enumerated optimum, and the next node adds the value that it is said to."""
+    ranks = len(rows[0][0])
+    fits = [t for t in TREES if t.size == size and t.depth <= depth and t.branching <= ranks]
     for tree in fits[:: max(1, len(fits) // 5)]:
-        proof = check(tree, rows, depth, len(rows[0][0]))
-        assert proof.upper_bound == pytest.approx(max(expected_tokens(t, rows) for t in fits), rel=1e-12)
+        proof = check(tree, rows, depth, ranks)
+        optimum = max(expected_tokens(t, rows) for t in fits)
+        assert proof.upper_bound == pytest.approx(optimum, rel=1e-12)
         if proof.next_node:
-            larger = TokenTree.from_parents([*tree.parents.tolist(), proof.next_node[0]])
-            assert expected_tokens(larger, rows) == pytest.approx(proof.expected_tokens + proof.next_node[2])
+            parent, _, value = proof.next_node
+            larger = TokenTree.from_parents([*tree.parents.tolist(), parent])
+            assert expected_tokens(larger, rows) == pytest.approx(proof.expected_tokens + value)
 
 
 def test_the_certificate_where_rows_increase(monkeypatch):
@@ -67,20 +82,25 @@ def test_the_certificate_where_rows_increase(monkeypatch):
         proof = check(solve(rising, size, 4).tree, rising, 4)
         assert (proof.argument, proof.exact) == (argument, True)
         assert proof.upper_bound == pytest.approx(optima[size - 1], rel=1e-12)
-    monkeypatch.setattr(certificate, "LARGEST_SOLVED", 11)
+    monkeypatch.setattr(certificate, "MAX_SOLVED_NODES", 11)
     too_large = check(solve(rising, 12, 4).tree, rising, 4)
     assert (too_large.argument, too_large.exact) == ("concave hull", False)
     assert too_large.upper_bound > optima[11] * 1.001
 
 
 def test_the_tree_that_envelopes_suggest_is_taken_only_where_it_attains_their_bound():
-    measured = acceptance_rows([0.77, 0.1, 0.04, 0.02, 0.013, 0.008, 0.0064, 0.0065, 0.003, 0.0035], 9)
-    rising = acceptance_rows([0.3, 0.05, 0.5], 4)  # the control: what is suggested falls short of the optimum
-    for rows, size, taken in ((measured, 100, True), (rising, 6, False)):
-        tree, attained = hull._suggested(rows, size)
+    measured = acceptance_rows(
+        [0.77, 0.1, 0.04, 0.02, 0.013, 0.008, 0.0064, 0.0065, 0.003, 0.0035], 9
+    )
+    # The control: the suggested tree falls short of the optimum.
+    rising = acceptance_rows([0.3, 0.05, 0.5], 4)
+    for rows, size, is_taken in ((measured, 100, True), (rising, 6, False)):
+        suggested, is_attained = concave_envelope._tree_by_envelopes(rows, size)
         optimum = dynamic_programming.frontier(rows, size)[-1][-1]
-        assert attained == taken == (expected_tokens(TokenTree(tree), rows) > optimum * (1 - 1e-12))
-        assert expected_tokens(TokenTree(hull.parents(rows, size)), rows) == pytest.approx(optimum, rel=1e-12)
+        is_optimal = expected_tokens(TokenTree(suggested), rows) > optimum * (1 - 1e-12)
+        assert is_attained == is_taken == is_optimal
+        tree = TokenTree(concave_envelope.parents(rows, size))
+        assert expected_tokens(tree, rows) == pytest.approx(optimum, rel=1e-12)
 
 
 def test_a_million_nodes():
@@ -90,12 +110,18 @@ def test_a_million_nodes():
 
 
 @settings(max_examples=40, deadline=None)
-@given(acceptance_vectors(longest=5), st.integers(2, 30), st.integers(2, 7), st.sampled_from(["chain", "chains:3", "k-ary:2", "specinfer:3,1,2", "random:7"]))
+@given(
+    acceptance_vectors(longest=5),
+    st.integers(2, 30),
+    st.integers(2, 7),
+    st.sampled_from(["chain", "chains:3", "k-ary:2", "specinfer:3,1,2", "random:7"]),
+)
 def test_no_baseline_is_worth_more(acceptance, size, depth, name):
     tree = baseline(name, size, depth)
     assert tree.size <= size and tree.depth <= depth
     vector = acceptance + [0.0] * max(0, tree.branching - len(acceptance))
-    assert expected_tokens(tree, vector) <= solve(vector, tree.size, depth).plan.expected_tokens * (1 + 1e-12)
+    optimum = solve(vector, tree.size, depth).plan.expected_tokens
+    assert expected_tokens(tree, vector) <= optimum * (1 + 1e-12)
 
 
 def test_baselines_have_their_shapes(tmp_path):
@@ -106,6 +132,14 @@ def test_baselines_have_their_shapes(tmp_path):
     assert baseline("random:1", 20, 4) == baseline("random:1", 20, 4) != baseline("random:2", 20, 4)
     (tmp_path / "p.json").write_text("[-1, 0, 1, 0]")
     assert baseline(f"parents:{tmp_path / 'p.json'}", 4, 3).parents.tolist() == [-1, 0, 0, 1]
-    for name in ("chains:0", "chains:x", "nothing", "k-ary:", "specinfer:2,,3", "chain:4", "parents:missing.json"):
+    for name in (
+        "chains:0",
+        "chains:x",
+        "nothing",
+        "k-ary:",
+        "specinfer:2,,3",
+        "chain:4",
+        "parents:missing.json",
+    ):
         with pytest.raises(SequoiaPlanError, match="expected"):
             baseline(name, 8, 4)

@@ -14,7 +14,11 @@ from sequoia_plan.artifacts import Latency, LevelCounts, Profile, TokenTree, loa
 from sequoia_plan.planner.cli import main
 from sequoia_plan.profiler import latency
 
-PROFILE = Profile((0.5, 0.125, 0.05), 800, Latency({1: 0.04, 4: 0.042, 16: 0.05}, {1: 0.003, 16: 0.004}, 0.001, 128))
+PROFILE = Profile(
+    (0.5, 0.125, 0.05),
+    800,
+    Latency({1: 0.04, 4: 0.042, 16: 0.05}, {1: 0.003, 16: 0.004}, 0.001, 128),
+)
 
 
 @pytest.fixture
@@ -22,7 +26,13 @@ def run(tmp_path, monkeypatch):
     """Runs a command in a folder that holds a profile and a tree."""
     monkeypatch.chdir(tmp_path)
     PROFILE.save("profile.yaml")
-    save_tree(TokenTree.from_parents([-1, 0, 0, 1], {"acceptance": [0.5, 0.2], "settings": {"temperature": 0.0, "top_p": 1.0}}), "tree.safetensors")
+    save_tree(
+        TokenTree.from_parents(
+            [-1, 0, 0, 1],
+            {"acceptance": [0.5, 0.2], "settings": {"temperature": 0.0, "top_p": 1.0}},
+        ),
+        "tree.safetensors",
+    )
 
     def invoke(*arguments, **options):
         return CliRunner().invoke(main, arguments, **options)
@@ -44,8 +54,24 @@ def test_solve_json_is_the_contract(run):
     result = run("solve", "--budget", "16", "--depth", "5", "--json")
     assert result.exit_code == 0
     answer = json.loads(result.stdout)
-    contract = {"size", "depth", "branching", "expected_tokens", "predicted_speedup", "parents", "solver", "seconds"}
-    assert set(answer) == contract | {"upper_bound", "speedup_bound", "interval", "interval_new_kind", "verifier", "alternatives"}
+    contract = {
+        "size",
+        "depth",
+        "branching",
+        "expected_tokens",
+        "predicted_speedup",
+        "parents",
+        "solver",
+        "seconds",
+    }
+    assert set(answer) == contract | {
+        "upper_bound",
+        "speedup_bound",
+        "interval",
+        "interval_new_kind",
+        "verifier",
+        "alternatives",
+    }
     tree = load_tree("tree.safetensors")
     assert tree.parents.tolist() == answer["parents"]
     assert tree.plan.expected_tokens == answer["expected_tokens"]
@@ -53,28 +79,71 @@ def test_solve_json_is_the_contract(run):
 
 
 def test_solve_says_what_other_prompts_may_give(run):
-    """From kinds that differ a wider interval, in the text as in the plan; from a profile without kinds that it is not known."""
-    assert "prompts of a new kind   not known: the profiled prompts name fewer than 4 kinds\n" in run("solve", "--budget", "16", "--depth", "5").stdout
-    kinds = {name: (LevelCounts(100, (accepted, 10.0)),) for name, accepted in (("a", 30.0), ("b", 40.0), ("c", 50.0), ("d", 60.0))}
-    replace(Profile.load("profile.yaml"), acceptance=(0.45, 0.1), trials=300, levels=(LevelCounts(400, (180.0, 40.0)),), kinds=kinds).save("kinds.yaml")
+    """From kinds that differ a wider interval, in the text as in the plan; from a profile without
+    kinds that it is not known."""
+    assert (
+        "prompts of a new kind   not known: the profiled prompts name fewer than 4 kinds\n"
+        in run("solve", "--budget", "16", "--depth", "5").stdout
+    )
+    kinds = {
+        name: (LevelCounts(100, (accepted, 10.0)),)
+        for name, accepted in (("a", 30.0), ("b", 40.0), ("c", 50.0), ("d", 60.0))
+    }
+    replace(
+        Profile.load("profile.yaml"),
+        acceptance=(0.45, 0.1),
+        trials=300,
+        levels=(LevelCounts(400, (180.0, 40.0)),),
+        kinds=kinds,
+    ).save("kinds.yaml")
     text = run("solve", "kinds.yaml", "--budget", "16", "--depth", "5").stdout
     plan = load_tree("tree.safetensors").plan
-    (low, high), (slow, fast) = plan.interval_new_kind.expected_tokens, plan.interval_new_kind.predicted_speedup
-    assert low < plan.interval.expected_tokens[0] < plan.expected_tokens < plan.interval.expected_tokens[1] < high
-    assert f"prompts of a new kind   {low:.3f} to {high:.3f} tokens a step, {slow:.3f} to {fast:.3f}x (95 %)\n" in text
+    (low, high), (slow, fast) = (
+        plan.interval_new_kind.expected_tokens,
+        plan.interval_new_kind.predicted_speedup,
+    )
+    assert (
+        low
+        < plan.interval.expected_tokens[0]
+        < plan.expected_tokens
+        < plan.interval.expected_tokens[1]
+        < high
+    )
+    assert (
+        f"prompts of a new kind   {low:.3f} to {high:.3f} tokens a step, "
+        f"{slow:.3f} to {fast:.3f}x (95 %)\n" in text
+    )
     assert "; of the one for prompts of a new kind: " in text
 
 
 def test_solve_same_input_same_bytes(run, tmp_path):
     for name in ("a", "b"):
-        assert run("solve", "profile.yaml", "--budget", "12", "--depth", "4", "--objective", "tokens", "-o", name).exit_code == 0
+        assert (
+            run(
+                "solve",
+                "profile.yaml",
+                "--budget",
+                "12",
+                "--depth",
+                "4",
+                "--objective",
+                "tokens",
+                "-o",
+                name,
+            ).exit_code
+            == 0
+        )
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-@pytest.mark.parametrize(("name", "text"), [("p.json", "[0.5, 0.2, 1e-5]"), ("p.yaml", "- [0.5, 0.2]\n- [0.4, 0.3]\n")])
+@pytest.mark.parametrize(
+    ("name", "text"), [("p.json", "[0.5, 0.2, 1e-5]"), ("p.yaml", "- [0.5, 0.2]\n- [0.4, 0.3]\n")]
+)
 def test_solve_acceptance_file(run, tmp_path, name, text):
     (tmp_path / name).write_text(text)
-    answer = json.loads(run("solve", "--acceptance", name, "--budget", "6", "--depth", "4", "--json").stdout)
+    answer = json.loads(
+        run("solve", "--acceptance", name, "--budget", "6", "--depth", "4", "--json").stdout
+    )
     assert answer["size"] == 6
     assert answer["predicted_speedup"] is None
 
@@ -99,22 +168,46 @@ def test_show(run, tmp_path):
         (("solve", "--depth", "0"), 2, ["--depth"]),
         (("solve", "--depth", "1"), 2, ["depth 1 is the root alone", "allow a depth of 2"]),
         (("solve", "--budget", "1000000000000", "--objective", "tokens"), 2, ["budget", "1000000"]),
-        (("solve", "--budget", "100", "--depth", "3", "--objective", "tokens"), 2, ["no tree of 100 nodes", "the largest has 13"]),
+        (
+            ("solve", "--budget", "100", "--depth", "3", "--objective", "tokens"),
+            2,
+            ["no tree of 100 nodes", "the largest has 13"],
+        ),
         (("solve", "nothing.yaml"), 1, ["nothing.yaml", "No such file", "expected a profile"]),
         (("solve", "tree.safetensors"), 1, ["tree.safetensors", "not "]),
         (("solve", "profile.yaml", "--acceptance", "x.json"), 2, ["not both"]),
         (("solve", "--acceptance", "x.json"), 1, ["x.json", "No such file"]),
-        (("solve", "-o", "missing/t.safetensors"), 1, ["missing/t.safetensors", "cannot be written"]),
+        (
+            ("solve", "-o", "missing/t.safetensors"),
+            1,
+            ["missing/t.safetensors", "cannot be written"],
+        ),
         (("show", "nothing"), 1, ["nothing", "No such file"]),
         (("show", "profile.yaml"), 1, ["profile.yaml", "not a tree file"]),
-        (("show", "llama3"), 1, ["llama3", "No such file", "a tree of the catalog: ", "llama3-70b-8b-cnn-768x18"]),
+        (
+            ("show", "llama3"),
+            1,
+            ["llama3", "No such file", "a tree of the catalog: ", "llama3-70b-8b-cnn-768x18"],
+        ),
         (("export", "nothing", "--format", "nxd", "-o", "n.json"), 1, ["nothing", "No such file"]),
-        (("export", "tree.safetensors", "--format", "onnx", "-o", "n.json"), 2, ["--format", "onnx", "medusa"]),
+        (
+            ("export", "tree.safetensors", "--format", "onnx", "-o", "n.json"),
+            2,
+            ["--format", "onnx", "medusa"],
+        ),
         (("export", "tree.safetensors", "--format", "nxd"), 2, ["--output"]),
-        (("export", "tree.safetensors", "--format", "nxd", "-o", "missing/n.json"), 1, ["missing/n.json", "cannot be written"]),
+        (
+            ("export", "tree.safetensors", "--format", "nxd", "-o", "missing/n.json"),
+            1,
+            ["missing/n.json", "cannot be written"],
+        ),
         (("import", "nothing"), 1, ["nothing", "No such file", "expected Medusa choices"]),
         (("import", "profile.yaml"), 1, ["profile.yaml", "neither JSON nor a file saved by torch"]),
-        (("import", "tree.safetensors"), 1, ["tree.safetensors", "this is a safetensors file; if it is a tree, it needs no import"]),
+        (
+            ("import", "tree.safetensors"),
+            1,
+            ["tree.safetensors", "this is a safetensors file; if it is a tree, it needs no import"],
+        ),
         (("generate", "--tree", "nothing"), 1, ["nothing", "No such file"]),
         (("generate", "--temperature", "-1"), 2, ["temperature: found -1.0"]),
         (("generate", "--top-p", "2"), 2, ["top_p: found 2.0"]),
@@ -125,15 +218,27 @@ def test_show(run, tmp_path):
         (("generate", "--target", "no/such/folder"), 1, ["no/such/folder"]),
         (("generate", "--target", "x.gguf"), 1, ["x.gguf", "no such file"]),
         (("generate", "--draft", "tree.safetensors"), 1, ["tree.safetensors", "not a draft"]),
-        (("generate", "--draft", "missing.safetensors"), 1, ["missing.safetensors", "no such file"]),
+        (
+            ("generate", "--draft", "missing.safetensors"),
+            1,
+            ["missing.safetensors", "no such file"],
+        ),
         (("profile", "--prompts", "nothing.jsonl"), 1, ["nothing.jsonl", "No such file"]),
         (("profile", "--temperature", "nan"), 2, ["temperature: found nan"]),
-        (("profile", "--also", "heat=1"), 2, ["--also heat=1", "'heat=1'", "a NAME of temperature, top_p"]),
+        (
+            ("profile", "--also", "heat=1"),
+            2,
+            ["--also heat=1", "'heat=1'", "a NAME of temperature, top_p"],
+        ),
         (("profile", "--also", "top_p=much"), 2, ["'top_p=much'", "NAME=VALUE"]),
         (("profile", "--also", "top_p=2"), 2, ["top_p: found 2.0"]),
         (("profile", "--precision", "much"), 2, ["--precision much", "a percentage"]),
         (("profile", "--merge", "nothing.yaml"), 1, ["nothing.yaml", "No such file"]),
-        (("profile", "--merge", "profile.yaml"), 1, ["profile.yaml", "has no acceptance.levels", "profile again"]),
+        (
+            ("profile", "--merge", "profile.yaml"),
+            1,
+            ["profile.yaml", "has no acceptance.levels", "profile again"],
+        ),
         (("bench", "--tree", "nothing"), 1, ["nothing", "No such file"]),
     ],
 )
@@ -171,14 +276,36 @@ def test_truncated_foreign_and_future_tree_files(run, tmp_path):
 
 
 def test_export_and_import(run, tmp_path):
-    for form, name in (("medusa", "m.json"), ("nxd", "n.json"), ("growmap", "g.json"), ("growmap", "g.pt")):
-        assert run("export", "tree.safetensors", "--format", form, "-o", name).stdout == f"wrote {name}: 4 nodes as {form}\n"
+    for form, name in (
+        ("medusa", "m.json"),
+        ("nxd", "n.json"),
+        ("growmap", "g.json"),
+        ("growmap", "g.pt"),
+    ):
+        assert (
+            run("export", "tree.safetensors", "--format", form, "-o", name).stdout
+            == f"wrote {name}: 4 nodes as {form}\n"
+        )
         answer = json.loads(run("import", name, "-o", "back.safetensors", "--json").stdout)
-        assert answer == {"output": "back.safetensors", "size": 4, "depth": 3, "branching": 2, "parents": [-1, 0, 0, 1]}
+        assert answer == {
+            "output": "back.safetensors",
+            "size": 4,
+            "depth": 3,
+            "branching": 2,
+            "parents": [-1, 0, 0, 1],
+        }
         assert load_tree("back.safetensors") == load_tree("tree.safetensors")
         assert run("show", "back.safetensors").exit_code == 0
-    assert run("import", "n.json", "-o", "t").stdout == "wrote t: 4 nodes, depth 3, level widths 1 2 1\n"
-    assert json.loads(run("export", "sequoia-example-64x6", "--format", "dot", "-o", "t.dot", "--json").stdout)["size"] == 64
+    assert (
+        run("import", "n.json", "-o", "t").stdout
+        == "wrote t: 4 nodes, depth 3, level widths 1 2 1\n"
+    )
+    assert (
+        json.loads(
+            run("export", "sequoia-example-64x6", "--format", "dot", "-o", "t.dot", "--json").stdout
+        )["size"]
+        == 64
+    )
 
 
 def test_bad_prompts_file(run, tmp_path):
@@ -203,44 +330,127 @@ def test_the_command_line_offers_the_runtimes_verifiers_and_links():
 
 def test_generate_takes_settings_from_the_tree_and_warns_of_another_verifier(run, tmp_path):
     settings = {"temperature": 0.8, "top_p": 0.9, "verifier": "traversal"}
-    save_tree(TokenTree.from_parents([-1, 0, 0, 1], {"acceptance": [0.5, 0.2], "settings": settings}), "warm.safetensors")
-    arguments = ("generate", "--tree", "warm.safetensors", "--prompt", "Hi", "--max-new-tokens", "8", "--dtype", "float32", "--json")
-    as_made, same, other = run(*arguments), run(*arguments, "--verifier", "traversal", "--top-p", "0.9"), run(*arguments, "--verifier", "topk", "--top-k", "9")
+    save_tree(
+        TokenTree.from_parents([-1, 0, 0, 1], {"acceptance": [0.5, 0.2], "settings": settings}),
+        "warm.safetensors",
+    )
+    arguments = (
+        "generate",
+        "--tree",
+        "warm.safetensors",
+        "--prompt",
+        "Hi",
+        "--max-new-tokens",
+        "8",
+        "--dtype",
+        "float32",
+        "--json",
+    )
+    as_made, same, other = (
+        run(*arguments),
+        run(*arguments, "--verifier", "traversal", "--top-p", "0.9"),
+        run(*arguments, "--verifier", "topk", "--top-k", "9"),
+    )
     assert as_made.exit_code == same.exit_code == other.exit_code == 0, other.output
     assert json.loads(as_made.stdout)["tokens"] == json.loads(same.stdout)["tokens"]
     assert "Warning" not in as_made.stderr
-    assert "the tree was solved for the verifier traversal, this is topk; its predictions do not apply" in other.stderr
+    assert (
+        "the tree was solved for the verifier traversal, this is topk; its predictions do not apply"
+        in other.stderr
+    )
 
 
 def test_the_verifier_is_chosen_recorded_and_used(run, tmp_path, monkeypatch):
-    """The whole way on the embedded pair at temperature 0.6, short: both are measured, one is taken, everything goes by it, an option overrides."""
+    """The whole way on the embedded pair at temperature 0.6, short: both are measured, one is
+    taken, everything goes by it, an option overrides."""
     monkeypatch.setattr(latency, "SIZES", (1, 2, 4))
-    lines = [json.dumps({"text": text}) for text in ("Write a story.", "Held out.", "What is rain?", "Held out, too.")]
+    lines = [
+        json.dumps({"text": text})
+        for text in ("Write a story.", "Held out.", "What is rain?", "Held out, too.")
+    ]
     (tmp_path / "p.jsonl").write_text("\n".join(lines))
-    measuring = ("--prompts", "p.jsonl", "--tokens", "8", "--latency-seconds", "0", "--dtype", "float32", "--temperature", "0.6")
+    measuring = (
+        "--prompts",
+        "p.jsonl",
+        "--tokens",
+        "8",
+        "--latency-seconds",
+        "0",
+        "--dtype",
+        "float32",
+        "--temperature",
+        "0.6",
+    )
     text = run("profile", *measuring, "-o", "both.yaml")
-    assert text.exit_code == 0 and ", sequoia)" in text.stdout and ", traversal)" in text.stdout, text.output
+    assert text.exit_code == 0 and ", sequoia)" in text.stdout and ", traversal)" in text.stdout, (
+        text.output
+    )
     profile = Profile.load("both.yaml")
-    assert profile.measured == ("traversal", "sequoia") and profile.lift.ratio[0] == 1
-    solved = json.loads(run("solve", "both.yaml", "--objective", "tokens", "--budget", "4", "--depth", "3", "--json").stdout)
+    assert profile.all_verifiers == ("traversal", "sequoia")
+    solved = json.loads(
+        run(
+            "solve", "both.yaml", "--objective", "tokens", "--budget", "4", "--depth", "3", "--json"
+        ).stdout
+    )
     (other,) = solved["alternatives"]
-    assert {solved["verifier"], other} == {"traversal", "sequoia"} and solved["alternatives"][other]["advantage"] >= 1
+    assert {solved["verifier"], other} == {"traversal", "sequoia"} and solved["alternatives"][
+        other
+    ]["advantage"] >= 1
     said = run("solve", "both.yaml").stdout
     tree = load_tree("tree.safetensors")
     taken, (other,) = tree.plan.settings["verifier"], tree.plan.alternatives
-    assert f"verifier                {taken}: " in said and f" of the best tree for {other} (" in said and ", noise not known\n" in said
+    assert (
+        f"verifier                {taken}: " in said and f" of the best tree for {other} (" in said
+    )
     assert f"verifier                {taken}: " in run("show").stdout
-    forced = json.loads(run("solve", "both.yaml", "--verifier", other, "--json", "-o", "other.safetensors").stdout)
-    assert forced["verifier"] == other and not forced["alternatives"] and forced["size"] == tree.plan.alternatives[other].size
-    one_line(run("solve", "both.yaml", "--verifier", "spectr"), 2, "verifier: found 'spectr', expected traversal or sequoia", "profile --verifier")
+    forced = json.loads(
+        run("solve", "both.yaml", "--verifier", other, "--json", "-o", "other.safetensors").stdout
+    )
+    assert (
+        forced["verifier"] == other
+        and not forced["alternatives"]
+        and forced["size"] == tree.plan.alternatives[other].size
+    )
+    one_line(
+        run("solve", "both.yaml", "--verifier", "spectr"),
+        2,
+        "verifier: found 'spectr', expected traversal or sequoia",
+        "profile --verifier",
+    )
     short = ("--prompt", "Hi", "--max-new-tokens", "4", "--dtype", "float32")
-    made = [run("generate", "--tree", name, *short) for name in ("tree.safetensors", "other.safetensors")]
-    assert all(each.exit_code == 0 and "Warning: the tree was solved for the verifier" not in each.stderr for each in made), made
-    bench = ("bench", "--tree", "other.safetensors", "--prompts", "p.jsonl", "--limit", "1", "--tokens", "4", "--only", "plain", "--dtype", "float32", "--json")
+    made = [
+        run("generate", "--tree", name, *short)
+        for name in ("tree.safetensors", "other.safetensors")
+    ]
+    assert all(
+        each.exit_code == 0 and "Warning: the tree was solved for the verifier" not in each.stderr
+        for each in made
+    ), made
+    bench = (
+        "bench",
+        "--tree",
+        "other.safetensors",
+        "--prompts",
+        "p.jsonl",
+        "--limit",
+        "1",
+        "--tokens",
+        "4",
+        "--only",
+        "plain",
+        "--dtype",
+        "float32",
+        "--json",
+    )
     assert json.loads(run(*bench).stdout)["settings"]["sampling"]["verifier"] == other
-    assert json.loads(run(*bench, "--verifier", taken).stdout)["settings"]["sampling"]["verifier"] == taken
+    assert (
+        json.loads(run(*bench, "--verifier", taken).stdout)["settings"]["sampling"]["verifier"]
+        == taken
+    )
     alone = run("profile", *measuring, "--verifier", "sequoia", "-o", "one.yaml", "--json")
-    assert Profile.load("one.yaml").measured == ("sequoia",) and "verifiers" not in json.loads(alone.stdout)
+    assert Profile.load("one.yaml").all_verifiers == ("sequoia",) and "verifiers" not in json.loads(
+        alone.stdout
+    )
 
 
 def sequoia_plan(*arguments, cwd, **options):
@@ -250,13 +460,41 @@ def sequoia_plan(*arguments, cwd, **options):
 
 
 def test_generate_with_the_embedded_pair(run, tmp_path):
-    result = sequoia_plan("generate", "--prompt", "-", "--max-new-tokens", "12", "--dtype", "float32", "--json", cwd=tmp_path, input="What is two plus two?")
+    result = sequoia_plan(
+        "generate",
+        "--prompt",
+        "-",
+        "--max-new-tokens",
+        "12",
+        "--dtype",
+        "float32",
+        "--json",
+        cwd=tmp_path,
+        input="What is two plus two?",
+    )
     assert result.returncode == 0, result.stderr
     answer = json.loads(result.stdout)
-    assert set(answer) == {"text", "tokens", "new_tokens", "steps", "tokens_per_step", "seconds", "finish_reason"}
+    assert set(answer) == {
+        "text",
+        "tokens",
+        "new_tokens",
+        "steps",
+        "tokens_per_step",
+        "seconds",
+        "finish_reason",
+    }
     assert 0 < answer["new_tokens"] <= 12
     assert answer["new_tokens"] == len(answer["tokens"])
-    streamed = sequoia_plan("generate", "--prompt", "What is two plus two?", "--max-new-tokens", "12", "--dtype", "float32", cwd=tmp_path)
+    streamed = sequoia_plan(
+        "generate",
+        "--prompt",
+        "What is two plus two?",
+        "--max-new-tokens",
+        "12",
+        "--dtype",
+        "float32",
+        cwd=tmp_path,
+    )
     assert streamed.stdout.strip() == answer["text"].strip()
     assert "tokens a step" in streamed.stderr
 
@@ -273,7 +511,13 @@ def test_a_draft_with_another_vocabulary(run, tmp_path, pair):
     """A real folder with a real tokenizer that knows one token fewer under the same number."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, vocab_size=49152)
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        vocab_size=49152,
+    )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "other")
     pair.tokenizer.save_pretrained(tmp_path / "other")
     file = tmp_path / "other" / "tokenizer.json"
@@ -283,31 +527,71 @@ def test_a_draft_with_another_vocabulary(run, tmp_path, pair):
     vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
     file.write_text(json.dumps(tokenizer))
     result = run("generate", "--draft", str(tmp_path / "other"))
-    one_line(result, 1, "draft: its tokenizer differs from the target's at", "shares the target's tokenizer")
+    one_line(
+        result,
+        1,
+        "draft: its tokenizer differs from the target's at",
+        "shares the target's tokenizer",
+    )
 
 
 def test_profile_command_on_the_embedded_pair(run, tmp_path, monkeypatch):
-    """The whole command, short; solve takes what it wrote, and what was measured can be added up."""
+    """The whole command, short; solve takes what it wrote, and the counts can be added up."""
     monkeypatch.setattr(latency, "SIZES", (1, 2, 4, 8))
-    (tmp_path / "p.txt").write_text("Write a short story about a robot.\n\nHeld out.\n\nWhat is rain?\n\nHeld out, too.\n")
+    (tmp_path / "p.txt").write_text(
+        "Write a short story about a robot.\n\nHeld out.\n\nWhat is rain?\n\nHeld out, too.\n"
+    )
     chosen = ("--temperature", "0.7", "--top-k", "40", "--verifier", "traversal")
     short = ("--tokens", "12", "--latency-seconds", "0", "--also", "temperature=0,verifier=topk")
     result = run("profile", "--prompts", "p.txt", "-o", "measured.yaml", "--json", *chosen, *short)
     assert result.exit_code == 0, result.output
-    profile, greedy = Profile.load("measured.yaml"), Profile.load("measured-temperature=0,verifier=topk.yaml")
+    profile, greedy = (
+        Profile.load("measured.yaml"),
+        Profile.load("measured-temperature=0,verifier=topk.yaml"),
+    )
     answer = json.loads(result.stdout)
     assert answer["trials"] == profile.trials == sum(level.trials for level in profile.levels) >= 24
-    assert answer["also"][0]["output"].endswith("topk.yaml") and answer["also"][0]["trials"] == greedy.trials
+    assert (
+        answer["also"][0]["output"].endswith("topk.yaml")
+        and answer["also"][0]["trials"] == greedy.trials
+    )
     assert {p.name for p in tmp_path.iterdir() if "journal" in p.name} == set()
     assert greedy.settings == profile.settings | {"temperature": 0.0, "verifier": "topk"}
-    doubled = tuple(LevelCounts(2 * level.trials, tuple(2 * count for count in level.counts)) for level in profile.levels)
+    doubled = tuple(
+        LevelCounts(2 * level.trials, tuple(2 * count for count in level.counts))
+        for level in profile.levels
+    )
     replace(profile, levels=doubled, trials=2 * profile.trials).save("more.yaml")
-    merged = json.loads(run("profile", "--merge", "measured.yaml", "--merge", "more.yaml", "-o", "both.yaml", "--json").stdout)
-    assert merged["trials"] == 3 * profile.trials and merged["acceptance"] == pytest.approx(profile.acceptance, abs=2e-6)
-    one_line(run("profile", "--merge", "measured.yaml", "--merge", answer["also"][0]["output"]), 1, "its settings differ from those of measured.yaml")
+    merged = json.loads(
+        run(
+            "profile",
+            "--merge",
+            "measured.yaml",
+            "--merge",
+            "more.yaml",
+            "-o",
+            "both.yaml",
+            "--json",
+        ).stdout
+    )
+    assert merged["trials"] == 3 * profile.trials and merged["acceptance"] == pytest.approx(
+        profile.acceptance, abs=2e-6
+    )
+    one_line(
+        run("profile", "--merge", "measured.yaml", "--merge", answer["also"][0]["output"]),
+        1,
+        "its settings differ from those of measured.yaml",
+    )
     assert profile.latency is not None
     assert profile.latency.target.keys() == profile.latency.draft.keys()
-    expected = {"temperature": 0.7, "top_p": 1.0, "top_k": 40, "min_p": 0.0, "draft_temperature": None, "verifier": "traversal"}
+    expected = {
+        "temperature": 0.7,
+        "top_p": 1.0,
+        "top_k": 40,
+        "min_p": 0.0,
+        "draft_temperature": None,
+        "verifier": "traversal",
+    }
     assert profile.settings == expected
     assert profile.models["target"]["name"] == "SmolLM2-135M-Instruct"
     solved = run("solve", "measured.yaml", "--json")

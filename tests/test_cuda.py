@@ -1,4 +1,5 @@
-"""What matters on a CUDA device, shown without one: what is captured and how often, what goes stale, what processes agree on."""
+"""The logic of CUDA graphs, on the CPU: what is captured and how often, when graphs are captured
+anew, and which attention kernels are allowed."""
 
 from __future__ import annotations
 
@@ -14,82 +15,106 @@ from transformers import LlamaConfig, LlamaForCausalLM, TopPLogitsWarper
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.profiler import hardware, latency
-from sequoia_plan.runtime import Sampling, SequoiaDecoder, decode, sampling, sequoia
-from sequoia_plan.runtime.capture import Graphs, on_one_cuda_device
-from sequoia_plan.runtime.draft.drafter import Growth
+from sequoia_plan.runtime import Sampling, SequoiaDecoder, sequoia
+from sequoia_plan.runtime import step as step_module
+from sequoia_plan.runtime.base import sampling
+from sequoia_plan.runtime.capture import Graphs, is_on_one_cuda_device
+from sequoia_plan.runtime.draft.drafter import DraftedTree
 from sequoia_plan.runtime.models import forward, probe
 from sequoia_plan.runtime.models.attention import attending
 from sequoia_plan.runtime.models.forward import TreeModel
+from sequoia_plan.runtime.step import TreeStep
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def simulated(context=1 << 14, tree=TREE, most=None):
+def simulate_capture(step):
+    """Let a step on the CPU capture as a step on CUDA does."""
+    step.graphs, step.not_captured = Simulated(step.device), set()
+
+
+def simulated(context=1 << 14, tree=TREE, max_graphs=None):
     """A decoder that captures, on the CPU."""
     target = ToyModel(0, context=context)
-    each = SequoiaDecoder(target, ToyModel(1, base=target, noise=0.5, context=context), tree)
-    each.graphs, each.uncaptured = Simulated(each.device), set()
-    each.graphs.most = most or each.graphs.most
-    return each
+    decoder = SequoiaDecoder(target, ToyModel(1, base=target, noise=0.5, context=context), tree)
+    simulate_capture(decoder.step)
+    decoder.step.graphs.max_graphs = max_graphs or decoder.step.graphs.max_graphs
+    return decoder
 
 
 # What is captured, and how often
 
 
 def test_alternating_generations_capture_nothing_twice():
-    """Greedy and sampled in turn, with each of three trees; the second time round nothing is captured."""
+    """Greedy and sampled in turn, with each of three trees; the second time round nothing is
+    captured."""
     first = simulated()
-    each = [first.with_tree(tree) for tree in (TREE, TokenTree.chain(3), TokenTree.star(5))]
-    turns = [(decoder, temperature) for decoder in each for temperature in (0.0, 1.0, 0.7)]
+    decoders = [first.with_tree(tree) for tree in (TREE, TokenTree.chain(3), TokenTree.star(5))]
+    turns = [(decoder, temperature) for decoder in decoders for temperature in (0.0, 1.0, 0.7)]
     for decoder, temperature in turns:
         decoder.generate([3, 1, 4], 40, temperature, seed=0)
-    captured = list(first.graphs.captures)
+    captured = list(first.step.graphs.captures)
     assert captured == ["step"] * len(turns)
     for decoder, temperature in turns:
         decoder.generate([3, 1, 4], 40, temperature, seed=0)
-    assert first.graphs.captures == captured
+    assert first.step.graphs.captures == captured
 
 
 def test_a_long_text_takes_few_captures():
-    """5000 tokens: an extent of 512 and of 1024, then two for each doubling; a second text takes none."""
-    each = simulated()
-    extents = [each.extent(length) for length in range(5000)]
+    """5000 tokens: an extent of 512 and of 1024, then two for each doubling. A second text takes
+    none."""
+    step = simulated().step
+    extents = [step.extent(length) for length in range(5000)]
     assert sorted(set(extents)) == [512, 1024, 1536, 2048, 3072, 4096, 6144]
-    assert all(length + TREE.size <= extent <= max(512, 2 * (length + TREE.size)) for length, extent in enumerate(extents))
-    fast = ToyModel(0, context=1 << 14)
-    sure = SequoiaDecoder(fast, fast, TokenTree.chain(8))  # the draft is the target: every path is accepted whole
-    sure.graphs, sure.uncaptured = Simulated(sure.device), set()
+    assert all(
+        length + TREE.size <= extent <= max(512, 2 * (length + TREE.size))
+        for length, extent in enumerate(extents)
+    )
+    target = ToyModel(0, context=1 << 14)
+    # the draft is the target, so every path is accepted whole
+    decoder = SequoiaDecoder(target, target, TokenTree.chain(8))
+    simulate_capture(decoder.step)
     for _ in range(2):
-        assert sure.generate([3, 1, 4], 2500).new_tokens == 2500
-        assert sure.graphs.captures == ["step"] * 5
+        assert decoder.generate([3, 1, 4], 2500).new_tokens == 2500
+        assert decoder.step.graphs.captures == ["step"] * 5
 
 
 def test_longer_prompts_seldom_need_new_memory():
-    """Prompts that grow token by token: memory is taken ahead, so graphs are forgotten twice a doubling and no more."""
-    each = simulated()
-    for prompt in range(10, 2000, 10):
-        each.prefill(torch.arange(prompt) % 8, 16, seed=0)
-    assert each.sequence.version == 4
+    """Prompts that grow token by token: memory is reserved ahead, so graphs are forgotten at most
+    twice while the length doubles."""
+    step = simulated().step
+    for length in range(10, 2000, 10):
+        step.prefill(torch.arange(length) % 8, 16, seed=0)
+    assert step.sequence.version == 4
 
 
-def test_the_graph_that_was_not_used_for_longest_is_forgotten():
-    each = simulated(most=2)
+def test_the_least_recently_used_graph_is_forgotten():
+    decoder = simulated(max_graphs=2)
     for temperature in (0.5, 0.6, 0.5, 0.7, 0.5, 0.6):
-        each.generate([3, 1, 4], 20, temperature, seed=0)
-    assert each.graphs.captures == ["step"] * 4 and len(each.graphs.graphs) == 2
+        decoder.generate([3, 1, 4], 20, temperature, seed=0)
+    graphs = decoder.step.graphs
+    assert graphs.captures == ["step"] * 4 and len(graphs.graphs) == 2
 
 
-def test_greedy_drafting_keeps_no_laws(monkeypatch):
-    """Nobody reads them, so none are made; sampled drafting has one for each inner node."""
+def test_greedy_drafting_keeps_no_probs(monkeypatch):
+    """Greedy verification reads no draft probs, so none are computed; sampled drafting has a row
+    for each inner node."""
     for temperature, rows in ((0.0, 0), (1.0, 4)):
-        each, seen = simulated(), []
-        each.graphs = None
-        monkeypatch.setattr(each, "verdict", lambda *args, run=each.verdict, seen=seen: seen.append(args[1]) or run(*args))
-        each.generate([3, 1, 4], 5, temperature, seed=0)
-        assert {growth.laws.shape[0] for growth in seen} == {rows} and all(isinstance(growth, Growth) for growth in seen)
+        decoder, drafted_trees = simulated(), []
+        step, verify = decoder.step, decoder.step.verify
+        step.graphs = None
+
+        def recorded(logits, drafted, sampling, drafted_trees=drafted_trees, verify=verify):
+            drafted_trees.append(drafted)
+            return verify(logits, drafted, sampling)
+
+        monkeypatch.setattr(step, "verify", recorded)
+        decoder.generate([3, 1, 4], 5, temperature, seed=0)
+        assert {drafted.draft_probs.shape[0] for drafted in drafted_trees} == {rows}
+        assert all(isinstance(drafted, DraftedTree) for drafted in drafted_trees)
     logits = torch.randn(2, 5).bfloat16()
-    assert Sampling().draft(logits) is logits
+    assert Sampling().draft_probs(logits) is logits
 
 
 # A capture that fails
@@ -98,7 +123,8 @@ def test_greedy_drafting_keeps_no_laws(monkeypatch):
 @pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
 @pytest.mark.parametrize("fails", [None, "warm", "checked", "inside", "end"])
 def test_a_capture_that_fails_leaves_nothing_behind(fails, error, monkeypatch):
-    """What it changed is as before, the allocator is told that the capture is over, and the next one takes another pool."""
+    """What it changed is as before, the allocator is told that the capture is over, and the next
+    one takes another pool."""
     cuda = Cuda(monkeypatch, fails, error)
     graphs, total = Graphs(torch.device("cuda", 0)), torch.zeros(3)
     if fails:
@@ -126,47 +152,59 @@ def test_an_allocator_that_is_not_told_goes_on_capturing(monkeypatch):
 
 def test_weights_that_were_moved_make_new_graphs():
     target = tiny("Llama")
-    each = SequoiaDecoder(target, resembling(target), TREE)
-    each.graphs, each.uncaptured = Simulated(each.device), set()
-    first = each.generate([5, 6, 7], 20).sequences
-    captures = list(each.graphs.captures)
-    each.generate([5, 6, 7], 20)
-    assert each.graphs.captures == captures
+    decoder = SequoiaDecoder(target, resembling(target), TREE)
+    step = decoder.step
+    simulate_capture(step)
+    first = decoder.generate([5, 6, 7], 20).sequences
+    captures = list(step.graphs.captures)
+    decoder.generate([5, 6, 7], 20)
+    assert step.graphs.captures == captures
     target.lm_head.weight.data = target.lm_head.weight.data.clone()  # as `to` there and back does
-    version = each.sequence.version
-    assert torch.equal(each.generate([5, 6, 7], 20).sequences, first)
-    assert each.sequence.version == version + 1 == each.graphs.version and each.graphs.captures == captures  # captured anew
+    version = step.sequence.version
+    assert torch.equal(decoder.generate([5, 6, 7], 20).sequences, first)
+    assert step.sequence.version == version + 1 == step.graphs.version
+    assert step.graphs.captures == captures  # captured anew
 
 
 def test_a_decoder_of_a_model_that_was_moved_is_refused():
     target = tiny("Llama")
-    each = SequoiaDecoder(target, resembling(target), TREE)
+    decoder = SequoiaDecoder(target, resembling(target), TREE)
     target.double()
-    with pytest.raises(SequoiaPlanError, match=r"llama: found as torch\.float64 on cpu, it was torch\.float32 on cpu when the decoder was made; make it anew"):
-        each.generate([5, 6, 7], 4)
+    with pytest.raises(
+        SequoiaPlanError,
+        match=r"llama: found as torch\.float64 on cpu, it was torch\.float32 on cpu when the "
+        r"decoder was made; make it anew",
+    ):
+        decoder.generate([5, 6, 7], 4)
 
 
-def test_a_model_that_was_moved_is_examined_again(monkeypatch):
-    examined = []
-    error = probe._error
-    monkeypatch.setattr(probe, "_error", lambda trial: examined.append(trial.model.dtype) or error(trial))
+def test_a_model_that_was_moved_is_probed_again(monkeypatch):
+    probed = []
+    error = probe._tree_error
+    monkeypatch.setattr(
+        probe, "_tree_error", lambda trial: probed.append(trial.model.dtype) or error(trial)
+    )
     model = tiny("Llama")
     for dtype in (torch.float32, torch.float32, torch.float64, torch.float32):
         layout = probe.probe(model.to(dtype))
         assert {kind[1] for pair in layout for kind in pair} == {dtype}
-    assert examined == [torch.float32, torch.float64, torch.float32]
+    assert probed == [torch.float32, torch.float64, torch.float32]
 
 
 def test_custom_generate_makes_a_new_decoder_for_a_model_that_was_moved():
     target = tiny("Llama")
     draft = resembling(target)
-    settings = dict(custom_generate=sequoia, draft=draft, tree=TREE, max_new_tokens=12, do_sample=False)
+    settings = dict(
+        custom_generate=sequoia, draft=draft, tree=TREE, max_new_tokens=12, do_sample=False
+    )
     ids = torch.tensor([[5, 6, 7, 8]])
     target.generate(ids, **settings)
     first = target._sequoia_decoder[2]
     for model in (target, draft):
         model.double()
-    expected = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    expected = target.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
+    )
     assert torch.equal(target.generate(ids, **settings), expected)
     assert target._sequoia_decoder[2] is not first
 
@@ -175,9 +213,9 @@ def test_models_compiled_in_place_are_not_captured():
     model = tiny("Llama")
     on_cuda = SimpleNamespace(device=torch.device("cuda", 0))
     model.parameters = lambda: iter([on_cuda])
-    assert on_one_cuda_device(model)
+    assert is_on_one_cuda_device(model)
     model.compile()
-    assert not on_one_cuda_device(model)
+    assert not is_on_one_cuda_device(model)
 
 
 # Sums in no fixed order
@@ -189,18 +227,27 @@ def test_top_p_in_whole_numbers_is_transformers(top_p, scale, monkeypatch):
     monkeypatch.setattr(sampling, "summands", sampling.whole_numbers)
     logits = torch.randn(20, 3000, generator=torch.Generator().manual_seed(2)) * scale
     theirs = torch.softmax(TopPLogitsWarper(top_p)(None, logits), -1)
-    torch.testing.assert_close(sampling.nucleus(torch.softmax(logits, -1), top_p), theirs)
+    torch.testing.assert_close(sampling.top_p_filter(torch.softmax(logits, -1), top_p), theirs)
 
 
 def test_whole_numbers_add_up_alike_in_any_order():
     """And floats, the control, do not."""
     p = torch.softmax(torch.randn(200_000, generator=torch.Generator().manual_seed(0)), -1)
-    orders = [torch.randperm(p.numel(), generator=torch.Generator().manual_seed(seed)) for seed in range(5)]
-    assert sampling.summands(p, 0.9)[0] is p and sampling.summands(p.to("meta"), 0.9)[0].dtype == torch.int64
+    orders = [
+        torch.randperm(p.numel(), generator=torch.Generator().manual_seed(seed))
+        for seed in range(5)
+    ]
+    assert (
+        sampling.summands(p, 0.9)[0] is p
+        and sampling.summands(p.to("meta"), 0.9)[0].dtype == torch.int64
+    )
     bins = torch.zeros(p.numel(), dtype=torch.long)
 
     def sums(weights):
-        return {float(torch.zeros(1, dtype=weights.dtype).scatter_add_(0, bins, weights[order])) for order in orders}
+        return {
+            float(torch.zeros(1, dtype=weights.dtype).scatter_add_(0, bins, weights[order]))
+            for order in orders
+        }
 
     assert len(sums(sampling.whole_numbers(p, 0.9)[0])) == 1 < len(sums(p))
 
@@ -210,34 +257,52 @@ def test_whole_numbers_add_up_alike_in_any_order():
 
 def test_the_card_is_asked_for_by_its_uuid(monkeypatch):
     asked = []
-    monkeypatch.setattr(hardware.torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="0af3"))
-    monkeypatch.setattr(hardware.subprocess, "run", lambda command, **_: asked.append(command) or SimpleNamespace(stdout="555.1, 1980, 2619, 700.00\n"))
-    found = hardware._nvidia(torch.device("cuda", 1))
-    assert asked[0][:2] == ["nvidia-smi", "--id=GPU-0af3"] and found == {"driver": "555.1", "sm_mhz": "1980", "memory_mhz": "2619", "watts": "700.00"}
+    monkeypatch.setattr(
+        hardware.torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="0af3")
+    )
+    monkeypatch.setattr(
+        hardware.subprocess,
+        "run",
+        lambda command, **_: (
+            asked.append(command) or SimpleNamespace(stdout="555.1, 1980, 2619, 700.00\n")
+        ),
+    )
+    driver = hardware._nvidia_driver(torch.device("cuda", 1))
+    assert asked[0][:2] == ["nvidia-smi", "--id=GPU-0af3"] and driver == {
+        "driver": "555.1",
+        "sm_mhz": "1980",
+        "memory_mhz": "2619",
+        "watts": "700.00",
+    }
 
 
 @pytest.mark.parametrize("context", [20, 600])
-@pytest.mark.parametrize("chosen", [Sampling(), Sampling(1.0)], ids=repr)
-def test_profiling_captures_each_part_once(chosen, context, monkeypatch):
+@pytest.mark.parametrize("sampling_settings", [Sampling(), Sampling(1.0)], ids=repr)
+def test_profiling_captures_each_part_once(sampling_settings, context, monkeypatch):
     """Every size and every shape, over several rounds; memory was taken before the first."""
     pair = toy_pair(context=1024)
     pair.target.get_input_embeddings = lambda: torch.nn.Embedding(8, 2)
-    meter = latency.LatencyMeter(pair, chosen, context, largest=16)
-    meter.decoder.graphs, meter.decoder.uncaptured = Simulated(meter.decoder.device), set()
-    meter.decoder.prefill(meter.prompt, 40, seed=0)
+    meter = latency.LatencyMeter(pair, sampling_settings, context, max_size=16)
+    step = meter.step
+    simulate_capture(step)
+    step.prefill(meter.prompt, 40, seed=0)
     meter.begin(1e9)
-    captured = list(meter.decoder.graphs.captures)
+    captures = list(step.graphs.captures)
     meter.finish(0.0)
-    assert meter.decoder.graphs.captures == captured and len(captured) == len(meter.decoder.graphs.graphs)
-    assert {name: captured.count(name) for name in ("target", "draft pass")} == {"target": 8, "draft pass": 8}
+    assert step.graphs.captures == captures and len(captures) == len(step.graphs.graphs)
+    assert captures.count("target") == captures.count("draft pass") == 8
 
 
 def test_the_clock_starts_on_a_busy_device(monkeypatch):
-    """What launching takes is no part of a time while steps are launched ahead."""
+    """While steps are launched ahead, the time of a launch is no part of a measured time."""
     events = []
 
     def event(enable_timing):
-        return SimpleNamespace(record=lambda stream: events.append("record"), synchronize=lambda: events.append("wait"), elapsed_time=lambda end: 3.0)
+        return SimpleNamespace(
+            record=lambda stream: events.append("record"),
+            synchronize=lambda: events.append("wait"),
+            elapsed_time=lambda end: 3.0,
+        )
 
     fakes = {
         "Event": event,
@@ -258,7 +323,13 @@ def gqa(heads=6, shared=2):
     """A tiny Llama whose heads share keys and values."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=heads, num_key_value_heads=shared, vocab_size=90, head_dim=8
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=heads,
+        num_key_value_heads=shared,
+        vocab_size=90,
+        head_dim=8,
     )
     return LlamaForCausalLM(config).eval()
 
@@ -276,45 +347,54 @@ class Copies(TorchDispatchMode):
         return result
 
 
-def copies_and_logits(sharing):
-    """Of one pass over a tree, and what it returns."""
+def copies_and_logits(shares_heads):
+    """The copies of keys or values in one pass over a tree, and the logits of that pass."""
     model = gqa()
-    each = SequoiaDecoder(model, gqa(), TREE)
-    assert each.target.sharing is model.config
-    if not sharing:
-        each.target.sharing = None
+    step = TreeStep(model, gqa(), TREE)
+    assert step.target.grouped_query_config is model.config
+    if not shares_heads:
+        step.target.grouped_query_config = None
     with torch.no_grad():  # in inference mode `reshape` does not show its copy
-        each.prefill(torch.arange(5, 20), 8, seed=0)
-        extent = each.extent(14)
+        step.prefill(torch.arange(5, 20), 8, seed=0)
+        extent = step.extent(14)
         with Copies(6 * extent * 8) as copies:
-            logits = each.read(extent)
+            logits = step.forward_target(extent)
     assert model.config._attn_implementation == "sdpa"
     return copies.count, logits
 
 
 def test_heads_that_share_keys_and_values_do_not_copy_them():
-    """Where transformers (the control) copies both in each of three layers; the logits are the same."""
+    """Where transformers (the control) copies both in each of three layers; the logits are the
+    same."""
     (none, logits), (copied, expected) = copies_and_logits(True), copies_and_logits(False)
     assert none == 0 and copied == 6
     torch.testing.assert_close(logits, expected)
 
 
-def test_only_our_passes_attend_otherwise():
-    """The model's own forward, with or without a mask, between our steps."""
+def test_attention_is_replaced_in_our_passes_only():
+    """The model's own `generate` returns the same tokens before and after our steps."""
     model = gqa()
     ids = torch.tensor([[5, 6, 7, 8]])
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
-    each = SequoiaDecoder(model, gqa(), TREE)
-    assert torch.equal(each.generate(ids, 20).sequences, expected)
-    assert torch.equal(model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False), expected)
+    expected = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False
+    )
+    decoder = SequoiaDecoder(model, gqa(), TREE)
+    assert torch.equal(decoder.generate(ids, 20).sequences, expected)
+    assert torch.equal(
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False
+        ),
+        expected,
+    )
 
 
-def test_another_thread_amid_a_pass_changes_nothing():
-    """Passes of one model that overlap: it is examined as it is, and attends as before once both have ended."""
+def test_passes_of_one_model_may_overlap():
+    """A decoder made during a pass sees the model's own attention, which is restored once the last
+    pass has ended."""
     model, cpu = gqa(), torch.device("cpu")
     first, second = attending(cpu, model.config), attending(cpu, model.config)
     first.__enter__()
-    assert SequoiaDecoder(model, gqa(), TREE).target.sharing is model.config  # examined amid a pass
+    assert TreeStep(model, gqa(), TREE).target.grouped_query_config is model.config
     second.__enter__()
     first.__exit__(None, None, None)
     second.__exit__(None, None, None)
@@ -323,7 +403,14 @@ def test_another_thread_amid_a_pass_changes_nothing():
 
 def test_a_mask_is_not_attended_to_by_cudnn(monkeypatch):
     """It would build a plan for every new shape."""
-    enabled = lambda: (torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled(), torch.backends.cuda.math_sdp_enabled())  # noqa: E731
+
+    def enabled():
+        return (
+            torch.backends.cuda.cudnn_sdp_enabled(),
+            torch.backends.cuda.mem_efficient_sdp_enabled(),
+            torch.backends.cuda.math_sdp_enabled(),
+        )
+
     before = enabled()
     with attending(torch.device("cuda")):
         assert enabled() == (False, True, True)
@@ -334,25 +421,32 @@ def test_a_mask_is_not_attended_to_by_cudnn(monkeypatch):
 
 @pytest.mark.parametrize("length", [2, 40, 64, 65, 200, 1500])
 def test_a_prompt_in_fixed_shapes_is_the_same_prompt(length):
-    """What is padded is hidden, and few shapes are seen."""
+    """Padding changes no token, and the model sees few shapes."""
     prompt = torch.randint(90, (length,), generator=torch.Generator().manual_seed(0))
     texts = []
     for fixed in (False, True):
         shapes = []
         model = gqa()
-        each = SequoiaDecoder(model, gqa(), TREE)
+        decoder = SequoiaDecoder(model, gqa(), TREE)
+        step = decoder.step
         if fixed:
-            each.target.prefill_chunk, each.target.prefill_steps = forward.PREFILL_CHUNK["cuda"], forward.PREFILL_STEPS["cuda"]
-        widths = model.register_forward_pre_hook(
-            lambda model, args, given, shapes=shapes: shapes.append((given["input_ids"].shape[1], given["attention_mask"].shape[3])), with_kwargs=True
+            step.target.prefill_chunk = forward.PREFILL_CHUNK["cuda"]
+            step.target.prefill_multiples = forward.PREFILL_MULTIPLES["cuda"]
+        hook = model.register_forward_pre_hook(
+            lambda model, args, given, shapes=shapes: shapes.append(
+                (given["input_ids"].shape[1], given["attention_mask"].shape[3])
+            ),
+            with_kwargs=True,
         )
         with torch.inference_mode():
-            each.prefill(prompt, 600, seed=0)
-        widths.remove()
-        capacity = each.sequence.target.capacity
-        texts.append(each.generate(prompt, 20).sequences)
+            step.prefill(prompt, 600, seed=0)
+        hook.remove()
+        capacity = step.sequence.target.capacity
+        texts.append(decoder.generate(prompt, 20).sequences)
     assert torch.equal(*texts)
-    assert all(width % 64 == 0 and extent in (capacity, *range(512, capacity, 512)) for width, extent in shapes) and len(shapes) == -(-length // 1024)
+    extents = {capacity, *range(512, capacity, 512)}
+    assert all(width % 64 == 0 and extent in extents for width, extent in shapes)
+    assert len(shapes) == -(-length // 1024)
 
 
 def test_a_prompt_is_read_in_larger_chunks_on_cuda():
@@ -363,14 +457,20 @@ def test_a_prompt_is_read_in_larger_chunks_on_cuda():
     assert TreeModel(model).prefill_chunk >= 1024
 
 
-@pytest.mark.parametrize(("tree", "widths"), [(TokenTree.chain(1), 1), (TREE, 4)], ids=["plain", "tree"])
-def test_compiled_passes_say_the_same_and_are_compiled_once_a_shape(tree, widths, monkeypatch):
-    """The target's pass and the draft's three, each for two extents; prompts never, and a second text compiles nothing."""
-    monkeypatch.setattr(decode, "EXTENT_STEP", {"cpu": 32, "cuda": 32})
+@pytest.mark.parametrize(
+    ("tree", "widths"), [(TokenTree.chain(1), 1), (TREE, 4)], ids=["plain", "tree"]
+)
+def test_compiled_passes_give_the_same_tokens_and_compile_once_a_shape(tree, widths, monkeypatch):
+    """Tokens are those of passes that are not compiled. The target's pass and the draft's three are
+    compiled for two extents each, prompts never, and a second text compiles nothing."""
+    monkeypatch.setattr(step_module, "EXTENT_MULTIPLE", {"cpu": 32, "cuda": 32})
     torch.compiler.reset()
     target, draft, graphs = gqa(), gqa(), []
-    each = SequoiaDecoder(target, draft, tree, compile=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    decoder = SequoiaDecoder(
+        target, draft, tree, compile=lambda graph, inputs: graphs.append(graph) or graph.forward
+    )
     for prompt in ([5, 6, 7, 8], [9, 8, 7]):
-        expected = SequoiaDecoder(target, draft, tree).generate(prompt, 40, 0.8, 0.9, seed=1).sequences
-        assert torch.equal(each.generate(prompt, 40, 0.8, 0.9, seed=1).sequences, expected)
+        uncompiled = SequoiaDecoder(target, draft, tree)
+        expected = uncompiled.generate(prompt, 40, 0.8, 0.9, seed=1).sequences
+        assert torch.equal(decoder.generate(prompt, 40, 0.8, 0.9, seed=1).sequences, expected)
         assert len(graphs) == 2 * widths

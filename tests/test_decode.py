@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 from toys import Ids, ToyModel, run_decoder
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
-from sequoia_plan.runtime import SequoiaDecoder, decode
+from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.verify import VERIFIERS
 
 PROMPT = [3, 1, 4]
@@ -25,21 +25,29 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def first_tokens():
-    """(runs, **setting) -> the target, and int64 [runs, 3]: what a decoder says first, run after run, on two processes."""
+    """(runs, **setting) -> the target, and int64 [runs, 3]: what a decoder says first, run after
+    run, on two processes."""
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
 
         def decode_often(runs, **setting):
             shares = range(runs // 2), range(runs // 2, runs)
-            return ToyModel(0), np.concatenate(list(pool.map(partial(run_decoder, PROMPT, TREE.parents.tolist(), **setting), shares)))
+            return ToyModel(0), np.concatenate(
+                list(
+                    pool.map(partial(run_decoder, PROMPT, TREE.parents.tolist(), **setting), shares)
+                )
+            )
 
         yield decode_often
 
 
 def p_value(target, new, temperature=1.0):
-    """Chi-square of the joint law of the tokens against the exact one; rare outcomes are pooled to 5 expected."""
+    """Chi-square of the joint law of the tokens against the exact one; rare outcomes are pooled to
+    5 expected."""
     length = new.shape[1]
     expected = target.joint_law(PROMPT, length, temperature) * len(new)
-    observed = np.bincount(np.ravel_multi_index(new.T, [target.vocabulary] * length), minlength=expected.size)
+    observed = np.bincount(
+        np.ravel_multi_index(new.T, [target.vocabulary] * length), minlength=expected.size
+    )
     rare = expected < 5
     observed, expected = [np.append(x[~rare], x[rare].sum()) for x in (observed, expected)]
     return chisquare(observed, expected).pvalue
@@ -53,7 +61,15 @@ def test_joint_law_with_a_draft_that_covers_part_of_the_vocabulary(first_tokens)
     assert p_value(*first_tokens(RUNS // 10, covered=[0, 2, 3, 5, 7])) > 1e-3
 
 
-@pytest.mark.parametrize(("verifier", "runs"), [("traversal", RUNS // 10), ("specinfer", RUNS // 20), ("spectr", RUNS // 20), ("topk", RUNS // 20)])
+@pytest.mark.parametrize(
+    ("verifier", "runs"),
+    [
+        ("traversal", RUNS // 10),
+        ("specinfer", RUNS // 20),
+        ("spectr", RUNS // 20),
+        ("topk", RUNS // 20),
+    ],
+)
 def test_joint_law_with_other_verifiers(first_tokens, verifier, runs):
     assert p_value(*first_tokens(runs, verifier=verifier)) > 1e-3
 
@@ -71,13 +87,18 @@ def greedy_tokens(target, count):
     return tokens
 
 
-@pytest.mark.parametrize("tree", [TokenTree.chain(1), TokenTree.chain(4), TokenTree.star(5), TREE], ids=repr)
+@pytest.mark.parametrize(
+    "tree", [TokenTree.chain(1), TokenTree.chain(4), TokenTree.star(5), TREE], ids=repr
+)
 @pytest.mark.parametrize("covered", [None, [0, 2, 3, 5, 7]])
 @pytest.mark.parametrize("prompt", [PROMPT, [6]])
 def test_greedy_is_the_targets_argmax(tree, covered, prompt):
-    """Many steps: every mask, position, slot and compaction must be right, for the draft's cache to be worth anything too."""
+    """Many steps: every mask, position, slot and compaction must be right, for the draft's cache to
+    be worth anything too."""
     target = ToyModel(2, context=256)
-    decoder = SequoiaDecoder(target, ToyModel(3, base=target, noise=0.5, covered=covered, context=256), tree)
+    decoder = SequoiaDecoder(
+        target, ToyModel(3, base=target, noise=0.5, covered=covered, context=256), tree
+    )
     result = decoder.generate(prompt, 100)
     tokens = list(prompt)
     for _ in range(100):
@@ -92,7 +113,9 @@ def test_a_perfect_draft_is_always_accepted():
     for tree in (TokenTree.chain(4), TREE):
         result = SequoiaDecoder(target, target, tree).generate(PROMPT, 99 - 99 % tree.depth)
         assert result.tokens_per_step == tree.depth
-    sampled = SequoiaDecoder(target, target, TokenTree.chain(4)).generate(PROMPT, 96, temperature=1.0, seed=0)
+    sampled = SequoiaDecoder(target, target, TokenTree.chain(4)).generate(
+        PROMPT, 96, temperature=1.0, seed=0
+    )
     assert sampled.tokens_per_step == 4
 
 
@@ -106,7 +129,10 @@ def test_seed_repeats_and_differs():
 @pytest.mark.parametrize("budget", [1, 2, 3, 7])
 def test_max_new_tokens_is_exact(budget):
     target = ToyModel(2)
-    assert SequoiaDecoder(target, target, TokenTree.chain(4)).generate(PROMPT, budget).new_tokens == budget
+    assert (
+        SequoiaDecoder(target, target, TokenTree.chain(4)).generate(PROMPT, budget).new_tokens
+        == budget
+    )
 
 
 def test_streamer_gets_every_token_once():
@@ -130,27 +156,31 @@ def test_vocabularies_must_fit():
 
 def _covering(target, token):
     draft = ToyModel(1, base=target, covered=[0, 1])
-    draft.covered_tokens = torch.tensor([0, token])
+    draft.d2t = torch.tensor([0, token])
     return draft
 
 
 def test_steps_have_fixed_shapes_and_read_back_once(monkeypatch):
-    """Between two read-backs of the accepted tokens nothing looks at a tensor's value: `item` and `tolist` are forbidden."""
+    """Between two read-backs of the accepted tokens nothing looks at a tensor's value: `item` and
+    `tolist` are forbidden."""
     target = ToyModel(0)
     decoder = SequoiaDecoder(target, ToyModel(1, base=target, noise=0.5), TREE)
-    decoder.prefill(torch.tensor(PROMPT), 20, seed=0)
+    decoder.step.prefill(torch.tensor(PROMPT), 20, seed=0)
 
     def forbidden(*_):
         raise AssertionError("a step read a tensor on the host")
 
-    sampling = decode.Sampling(1.0)
+    sampling = Sampling(1.0)
     with monkeypatch.context() as patch:
         for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__"):
             patch.setattr(torch.Tensor, name, forbidden)
         with torch.inference_mode():
-            settings = [replace(sampling, verifier=name, top_p=0.9, top_k=5, min_p=0.01) for name in VERIFIERS]
+            settings = [
+                replace(sampling, verifier=name, top_p=0.9, top_k=5, min_p=0.01)
+                for name in VERIFIERS
+            ]
             outputs = []
             for each in (sampling, sampling, *settings, replace(sampling, temperature=0.0)):
-                decoder.refill_random_numbers(each)
+                decoder.step.refill_random_numbers(each)
                 outputs.append(decoder.step(64, each))
     assert {tuple(o.shape) for o in outputs} == {(1 + 2 * TREE.depth,)}

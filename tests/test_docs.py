@@ -1,4 +1,8 @@
-"""The documentation agrees with the code: links lead somewhere, commands parse and run, snippets run, lines are short."""
+"""The documentation agrees with the code.
+
+Links lead somewhere, commands parse and run and print what the pages show, snippets run, lines are
+short.
+"""
 
 from __future__ import annotations
 
@@ -16,43 +20,60 @@ from pathlib import Path
 
 import click
 import pytest
+from cli_reference import commands as commands_of
+from cli_reference import reference
 from click.testing import CliRunner
 
 from sequoia_plan.artifacts import Latency, Profile, load_tree, save_tree
 from sequoia_plan.planner.cli import main
-from sequoia_plan.planner.cli.reference import commands as commands_of
-from sequoia_plan.planner.cli.reference import reference
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-REGENERATE = "python -m sequoia_plan.planner.cli.reference > docs/cli.md"
-COMMANDS = ("sequoia-plan ", "python -m ", "python benchmarks/", "python tests/", "make ")
+REGENERATE = "python tools/cli_reference.py > docs/cli.md"
+COMMANDS = (
+    "sequoia-plan ",
+    "python -m ",
+    "python benchmarks/",
+    "python tests/",
+    "python tools/",
+    "make ",
+)
+"""How the commands in code blocks begin."""
+TESTED_ELSEWHERE = "tests/test_offload.py profiles, solves and generates with a streamed target"
+OWN_MODELS = "tests/test_own_models.py runs the page with the folders that it makes"
 NOT_RUN = {
     "sequoia-plan profile": "measures for minutes",
     "sequoia-plan bench": "decodes for minutes",
     "python -m sequoia_plan.profiler.distill": "trains for hours",
-    "python -m sequoia_plan.planner.solving.catalog": "rewrites files of the package; tests/test_catalog.py makes them",
+    "python tools/build_catalog.py": "rewrites files; tests/test_catalog.py makes them",
     "python benchmarks/": "measures for minutes",
-    "sequoia-plan engine vllm --target": "measures for minutes in a vLLM; tests/test_engine_vllm.py does",
-    "sequoia-plan engine vllm --metrics": "needs a server; tests/test_engine_cli.py reads recorded ones",
+    "sequoia-plan engine vllm --target": "measures for minutes; tests/test_engine_vllm.py does",
+    "sequoia-plan engine vllm --metrics": "needs a server; tests/test_engine_cli.py reads files",
     "sequoia-plan engine sglang": "reads files of a server; tests/test_engine_cli.py writes such",
     "sequoia-plan export --format hf": "tests/test_export_model.py writes the folders",
     "make": "sets up an environment",
-    "sequoia-plan solve own.yaml": "tests/test_own_models.py runs the page with the folders that it makes",
-    "sequoia-plan solve streamed.yaml": "tests/test_offload.py profiles, solves and generates with a streamed target",
-    "sequoia-plan generate --offload": "tests/test_offload.py profiles, solves and generates with a streamed target",
-    "sequoia-plan generate --target target": "tests/test_own_models.py runs the page with the folders that it makes",
+    "sequoia-plan solve own.yaml": OWN_MODELS,
+    "sequoia-plan generate --target target": OWN_MODELS,
+    "sequoia-plan solve streamed.yaml": TESTED_ELSEWHERE,
+    "sequoia-plan generate --offload": TESTED_ELSEWHERE,
 }
-"""How the commands begin that are parsed but not run here, and why. Every other command in the documentation runs."""
+"""How the commands begin that are parsed but not run here, and why.
+
+Every other command in the documentation runs."""
 
 NAMES = {file.stem for file in (ROOT / "artifacts" / "catalog").glob("*.safetensors")}
 """What is also accepted in place of a tree's file name."""
+OTHER_FOLDERS = ("benchmarks", "docs", "tests", "tools", "weights")
+"""Folders, beside the packages, whose files the pages name."""
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 
 
 def split(text):
-    """(code blocks as (language, content), all other lines). A block is fenced, or indented by four spaces."""
+    """(code blocks as (language, content), all other lines).
+
+    A block is fenced, or indented by four spaces.
+    """
     blocks, prose = [], []
     fenced = indented = False
     blank = True
@@ -77,29 +98,70 @@ def split(text):
     return [(language, "\n".join(lines)) for language, lines in blocks], prose
 
 
+def code_blocks(text):
+    """The lines of each code block; a line that ends in a backslash goes on in the next."""
+    return [re.sub(r"\\\n *", "", block).splitlines() for _, block in split(text)[0]]
+
+
+def words_of(line):
+    """A command as words, without its comment and without what follows a `>`."""
+    return shlex.split(line.split(" > ")[0], comments=True)
+
+
 def commands(text):
-    """Every line of a code block that is a command, as words, without its comment and without what follows a `>`."""
-    lines = [line.strip().removeprefix("$ ") for _, block in split(text)[0] for line in re.sub(r"\\\n *", "", block).splitlines()]
-    return [shlex.split(line.split(" > ")[0], comments=True) for line in lines if line.startswith(COMMANDS)]
+    """Every line of a code block that is a command, as words."""
+    lines = [line.strip().removeprefix("$ ") for block in code_blocks(text) for line in block]
+    return [words_of(line) for line in lines if line.startswith(COMMANDS)]
+
+
+def sessions(text):
+    """Every command after a `$`, as (words, the lines of output that the page shows).
+
+    "..." stands for lines that are left out, or for the end of a line.
+    """
+    shown = []
+    for block in code_blocks(text):
+        lines = []  # those before the first command belong to none
+        for line in block:
+            if line.startswith("$ "):
+                lines = []
+                shown.append((words_of(line.removeprefix("$ ")), lines))
+            else:
+                lines.append(line)
+    return shown
 
 
 def snippets(text):
     """Every code block in Python."""
-    return [block for language, block in split(text)[0] if language == "python" or re.match(r"(from|import) ", block)]
+    return [
+        block
+        for language, block in split(text)[0]
+        if language == "python" or re.match(r"(from|import) ", block)
+    ]
 
 
 def why_not_run(words):
     """The reason in NOT_RUN; None for a command that runs."""
-    return next((reason for start, reason in NOT_RUN.items() if " ".join(words).startswith(start)), None)
+    command = " ".join(words)
+    return next((reason for start, reason in NOT_RUN.items() if command.startswith(start)), None)
 
 
 def test_split_finds_every_kind_of_block():
-    text = "Text\n    goes on.\n\n    import a\n\n    a()\n\nText.\n```python\nb()\n```\n\n    $ make \\\n        test  # all\n    done > by hand\n"
+    text = (
+        "Text\n    goes on.\n\n    import a\n\n    a()\n\nText.\n```python\nb()\n```\n\n"
+        "    $ make \\\n        test  # all\n    done > by hand\n"
+    )
     assert split(text) == (
-        [("", "import a\n\na()\n"), ("python", "b()"), ("", "$ make \\\n    test  # all\ndone > by hand")],
+        [
+            ("", "import a\n\na()\n"),
+            ("python", "b()"),
+            ("", "$ make \\\n    test  # all\ndone > by hand"),
+        ],
         ["Text", "    goes on.", "", "Text.", ""],
     )
-    assert snippets(text) == ["import a\n\na()\n", "b()"] and commands(text) == [["make", "test"]]
+    assert snippets(text) == ["import a\n\na()\n", "b()"]
+    assert commands(text) == [["make", "test"]]
+    assert sessions(f"{text}\nText.\n\n    more\n") == [(["make", "test"], ["done > by hand"])]
 
 
 # Links
@@ -107,24 +169,31 @@ def test_split_finds_every_kind_of_block():
 
 def headings(text):
     """The anchors of a page's headings in their order, as GitHub makes them."""
-    anchors, seen = [], Counter()
+    anchors, repeats = [], Counter()
     for line in split(text)[1]:
-        if found := re.match(r"#+ (.*)", line):
-            anchor = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", found[1]).lower()).replace(" ", "-")
-            anchors.append(f"{anchor}-{seen[anchor]}" if seen[anchor] else anchor)
-            seen[anchor] += 1
+        if heading := re.match(r"#+ (.*)", line):
+            title = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading[1])
+            anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+            anchors.append(f"{anchor}-{repeats[anchor]}" if repeats[anchor] else anchor)
+            repeats[anchor] += 1
     return anchors
 
 
 def dead_links(text, page):
-    """The relative links in `text`, which stands in the file `page`, that lead to no file or to no heading."""
+    """The relative links in `text`, of the file `page`, that lead to no file or to no heading."""
     dead = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", "\n".join(split(text)[1]))):
+    prose = re.sub(r"`[^`]*`", "", "\n".join(split(text)[1]))
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
         if re.match(r"\w+:", link):
             continue  # a web page
         name, _, anchor = link.partition("#")
         file = page.parent / name if name else page
-        if not file.exists() or (anchor and anchor not in headings(text if file == page else file.read_text())):
+        if file.exists() and anchor:
+            anchors = headings(text if file == page else file.read_text())
+            is_dead = anchor not in anchors
+        else:
+            is_dead = not file.exists()
+        if is_dead:
             dead.append(link)
     return dead
 
@@ -135,9 +204,14 @@ def test_links_lead_somewhere(page):
 
 
 def test_dead_links_are_found():
-    text = "# A `title`, twice\n# A title twice\n[1](none.md) [2](#none) [3](planner.md#none)\n\n    [4](none.md)\n\n`[5](none.md)`\n"
-    text += "[6](planner.md) [7](#a-title-twice) [8](#a-title-twice-1) [9](https://example.org/none) [10](planner.md#the-certificate)"
-    assert dead_links(text, ROOT / "docs" / "cli.md") == ["none.md", "#none", "planner.md#none"]
+    text = (
+        "# A `title`, twice\n# A title twice\n[1](none.md) [2](#none) [3](planner.md#none)\n\n"
+        "    [4](none.md)\n\n`[5](none.md)`\n"
+        "[6](planner.md) [7](#a-title-twice) [8](#a-title-twice-1) [9](https://example.org/none) "
+        "[10](planner.md#the-certificate)"
+    )
+    dead = ["none.md", "#none", "planner.md#none"]
+    assert dead_links(text, ROOT / "docs" / "cli.md") == dead
 
 
 def test_every_decision_is_in_the_index():
@@ -147,11 +221,14 @@ def test_every_decision_is_in_the_index():
 
 
 def missing_names(text):
-    """Paths of this repository and dotted names of its packages, in the prose of `text`, that do not exist."""
+    """Paths of this repository and dotted names of its packages, in prose, that do not exist."""
     prose = "\n".join(split(text)[1])
-    folders = "|".join(sorted(folder.name for folder in ROOT.iterdir() if (folder / "__init__.py").exists() or folder.name in ("benchmarks", "docs", "tests")))
+    packages = [folder.name for folder in ROOT.iterdir() if (folder / "__init__.py").exists()]
+    folders = "|".join(sorted([*packages, *OTHER_FOLDERS]))
     paths = re.findall(rf"`((?:{folders})/[\w./-]*)`", prose)
-    return [path for path in paths if not (ROOT / path).exists()] + [name for name in re.findall(r"\bsequoia_plan(?:\.\w+)+", prose) if not exists(name)]
+    names = re.findall(r"\bsequoia_plan(?:\.\w+)+", prose)
+    missing_paths = [path for path in paths if not (ROOT / path).exists()]
+    return missing_paths + [name for name in names if not exists(name)]
 
 
 def exists(name):
@@ -159,12 +236,12 @@ def exists(name):
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         try:
-            found = importlib.import_module(".".join(parts[:end]))
+            value = importlib.import_module(".".join(parts[:end]))
         except ModuleNotFoundError:
             continue
         for part in parts[end:]:
-            found = getattr(found, part, None)
-        return found is not None
+            value = getattr(value, part, None)
+        return value is not None
     return False
 
 
@@ -174,8 +251,12 @@ def test_files_and_names_exist(page):
 
 
 def test_missing_names_are_found():
-    text = "`runtime/none.py` `runtime/decode.py` `runtime/` sequoia_plan.runtime.none sequoia_plan.runtime.decode.SequoiaDecoder sequoia_plan.none"
-    assert missing_names(text) == ["runtime/none.py", "sequoia_plan.runtime.none", "sequoia_plan.none"]
+    text = (
+        "`runtime/none.py` `runtime/decoder.py` `runtime/` `tools/none.py` `weights/` "
+        "sequoia_plan.runtime.none sequoia_plan.runtime.decoder.SequoiaDecoder sequoia_plan.none"
+    )
+    missing = ["runtime/none.py", "tools/none.py", "sequoia_plan.runtime.none", "sequoia_plan.none"]
+    assert missing_names(text) == missing
 
 
 # Commands
@@ -187,11 +268,14 @@ class Parsed(Exception):
 
 @pytest.fixture
 def problem(monkeypatch):
-    """A function: what is wrong with a command, None if nothing is. It parses with the command's own parser and runs nothing."""
+    """A function: what is wrong with a command, None if nothing is.
+
+    It parses with the command's own parser and runs nothing.
+    """
 
     def stop(parser, arguments=None, namespace=None):
-        left = parser.parse_known_args(arguments, namespace)[1]
-        raise Parsed(f"unrecognized arguments: {' '.join(left)}" if left else "")
+        unknown = parser.parse_known_args(arguments, namespace)[1]
+        raise Parsed(f"unrecognized arguments: {' '.join(unknown)}" if unknown else "")
 
     def fail(parser, message):
         raise Parsed(message)
@@ -201,36 +285,49 @@ def problem(monkeypatch):
 
     def of_click(words):
         try:
-            context, command, rest = click.Context(main, info_name="sequoia-plan"), main, words
+            context = click.Context(main, info_name="sequoia-plan")
+            command, rest = main, words
             while isinstance(command, click.Group):
                 name, command, rest = command.resolve_command(context, rest)
-                context = click.Context(command, context, name) if isinstance(command, click.Group) else context
-            given = command.make_context(name, rest, parent=context).params
+                if isinstance(command, click.Group):
+                    context = click.Context(command, context, name)
+            params = command.make_context(name, rest, parent=context).params
         except click.UsageError as error:
             return error.format_message()
-        folder = given.get("form") == "hf"  # a model is written as a folder
-        values = [given[param.name] for param in command.params if isinstance(param.type, click.Path) and not (folder and param.name == "output")]
-        files = [str(file) for value in values for file in (value if isinstance(value, tuple) else [value]) if file]
-        return next((f"{file} is no file name" for file in files if "." not in file and file not in NAMES), None)
+        writes_folder = params.get("export_format") == "hf"  # a model is written as a folder
+        values = [
+            params[param.name]
+            for param in command.params
+            if isinstance(param.type, click.Path) and not (writes_folder and param.name == "output")
+        ]
+        files = [
+            str(file)
+            for value in values
+            for file in (value if isinstance(value, tuple) else [value])
+            if file
+        ]
+        wrong = [file for file in files if "." not in file and file not in NAMES]
+        return f"{wrong[0]} is no file name" if wrong else None
 
     def of_python(words):
-        module = words[0] == "-m"
-        name, arguments = words[module], words[module + 1 :]
-        if module and name in ("sequoia_plan", "sequoia_plan.planner.cli"):
+        is_module = words[0] == "-m"
+        name, arguments = words[is_module], words[is_module + 1 :]
+        if is_module and name in ("sequoia_plan", "sequoia_plan.planner.cli"):
             return of_click(arguments)
-        if module and name.partition(".")[0] in sys.stdlib_module_names:
+        if is_module and name.partition(".")[0] in sys.stdlib_module_names:
             return None
-        found = exists(name) if module else (ROOT / name).is_file()
-        if not found:
-            return f"no {'module' if module else 'file'} {name}"
-        specification = importlib.util.find_spec(name) if module else None
+        if not (exists(name) if is_module else (ROOT / name).is_file()):
+            return f"no {'module' if is_module else 'file'} {name}"
+        specification = importlib.util.find_spec(name) if is_module else None
         if specification and specification.submodule_search_locations:
             specification = importlib.util.find_spec(f"{name}.__main__")
             if specification is None:
                 return f"{name} cannot be run: it has no __main__"
         file = Path(specification.origin) if specification else ROOT / name
-        if "argparse" not in file.read_text():
-            return f"{name} takes no arguments" if arguments else None
+        source = file.read_text()
+        if "argparse" not in source:
+            takes_arguments = "sys.argv" in source
+            return f"{name} takes no arguments" if arguments and not takes_arguments else None
         monkeypatch.setattr(sys, "argv", [name, *arguments])
         with pytest.raises(Parsed) as stopped:
             runpy.run_path(str(file), run_name="__main__")
@@ -240,19 +337,21 @@ def problem(monkeypatch):
         targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return next((f"no target {word}" for word in words if word not in targets), None)
 
-    return lambda words: {"sequoia-plan": of_click, "python": of_python, "make": of_make}[words[0]](words[1:])
+    parsers = {"sequoia-plan": of_click, "python": of_python, "make": of_make}
+    return lambda words: parsers[words[0]](words[1:])
 
 
 def test_commands_of_the_makefile_parse(problem):
-    lines = re.findall(r"^\t\$\(BIN\)/(sequoia-plan .*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    found = {line: problem(shlex.split(re.sub(r"\$[@<]", "a.file", line))) for line in lines}
-    assert found and set(found.values()) == {None}, found
+    makefile = (ROOT / "Makefile").read_text()
+    lines = re.findall(r"^\t\$\(BIN\)/(sequoia-plan .*)$", re.sub(r"\\\n\t*", "", makefile), re.M)
+    problems = {line: problem(shlex.split(re.sub(r"\$[@<]", "a.file", line))) for line in lines}
+    assert problems and set(problems.values()) == {None}, problems
 
 
 @each_page
 def test_commands_parse(page, problem):
-    found = {" ".join(words): problem(words) for words in commands(page.read_text())}
-    assert {command: why for command, why in found.items() if why} == {}
+    problems = {" ".join(words): problem(words) for words in commands(page.read_text())}
+    assert {command: why for command, why in problems.items() if why} == {}
 
 
 @pytest.mark.parametrize(
@@ -263,19 +362,32 @@ def test_commands_parse(page, problem):
         ("sequoia-plan slove", "slove"),
         ("sequoia-plan show 20", "20 is no file name"),
         ("sequoia-plan profile --merge a.yaml --merge 20", "20 is no file name"),
-        ("sequoia-plan export tree.safetensors --format onnx -o tree.onnx", "'onnx' is not one of"),
+        (
+            "sequoia-plan export tree.safetensors --format onnx -o tree.onnx",
+            "'onnx' is not one of",
+        ),
+        ("sequoia-plan export tree.safetensors --format nxd -o tree", "tree is no file name"),
         ("sequoia-plan export tree.safetensors", "Missing option '--format'"),
         ("sequoia-plan engine vlm", "vlm"),
         ("sequoia-plan engine vllm --bach 1", "--bach"),
         ("sequoia-plan engine vllm --metrics a.txt -o 20", "20 is no file name"),
         ("python -m sequoia_plan solve --bugdet 8", "--bugdet"),
         ("python benchmarks/solver.py --fast", "unrecognized arguments: --fast"),
-        ("python benchmarks/verifiers.py", "the following arguments are required: -o/--output"),
+        (
+            "python benchmarks/verifiers.py",
+            "the following arguments are required: -o/--output",
+        ),
         ("python benchmarks/none.py -o a.json", "no file benchmarks/none.py"),
-        ("python -m sequoia_plan.profiler.distill train --text a --fast -o b", "unrecognized arguments: --fast"),
-        ("python -m sequoia_plan.planner.cli.none", "no module sequoia_plan.planner.cli.none"),
+        (
+            "python -m sequoia_plan.profiler.distill train --text a --fast -o b",
+            "unrecognized arguments: --fast",
+        ),
+        (
+            "python -m sequoia_plan.planner.cli.none",
+            "no module sequoia_plan.planner.cli.none",
+        ),
         ("python -m sequoia_plan.planner.solving", "has no __main__"),
-        ("python -m sequoia_plan.planner.cli.reference --fast", "takes no arguments"),
+        ("python tools/cli_reference.py --fast", "takes no arguments"),
         ("make everything", "no target everything"),
     ],
 )
@@ -284,13 +396,18 @@ def test_wrong_commands_are_found(command, why, problem):
 
 
 def unknown_options(text):
-    """Options of `sequoia-plan` in the inline code of `text` that the named command does not have."""
+    """Options of `sequoia-plan` in the inline code of `text` that the named command lacks."""
     unknown = []
-    every = main.commands | dict(commands_of(main))
-    for name, rest in re.findall(r"`sequoia-plan ((?:engine )?[a-z]+)([^`]*)`", "\n".join(split(text)[1])):
-        known = {name for option in every[name].params for name in option.opts} if name in every else set()
-        unknown += [f"{name} {option}" for option in re.findall(r"(?<![\w-])--?[a-z][a-z-]*", rest) if option not in known | {"--help"}]
-        unknown += [name] if name not in every else []
+    all_commands = main.commands | dict(commands_of(main))
+    prose = "\n".join(split(text)[1])
+    for name, rest in re.findall(r"`sequoia-plan ((?:engine )?[a-z]+)([^`]*)`", prose):
+        if name not in all_commands:
+            unknown.append(name)
+            continue
+        options = {opt for option in all_commands[name].params for opt in option.opts}
+        for option in re.findall(r"(?<![\w-])--?[a-z][a-z-]*", rest):
+            if option not in options | {"--help"}:
+                unknown.append(f"{name} {option}")
     return unknown
 
 
@@ -300,8 +417,11 @@ def test_options_in_sentences_exist(page):
 
 
 def test_unknown_options_are_found():
-    text = "`sequoia-plan solve --bugdet 8 --depth 4`, `sequoia-plan slove`, `sequoia-plan bench -o x`, `sequoia-plan COMMAND --help`"
-    text += "`sequoia-plan engine vllm --verify --bach 1`"
+    text = (
+        "`sequoia-plan solve --bugdet 8 --depth 4`, `sequoia-plan slove`, "
+        "`sequoia-plan bench -o x`, `sequoia-plan COMMAND --help`"
+        "`sequoia-plan engine vllm --verify --bach 1`"
+    )
     assert unknown_options(text) == ["solve --bugdet", "slove", "engine vllm --bach"]
 
 
@@ -312,29 +432,88 @@ def folder(tmp_path, monkeypatch):
     profiles = ROOT / "artifacts" / "catalog" / "profiles"
     shutil.copy(profiles / "smollm2-135m-epyc-2-cores-t0.yaml", "profile.yaml")
     save_tree(load_tree("smollm2-135m-epyc-2-cores-t0"), "tree.safetensors")
+    # docs/planner.md describes the next three
+    (tmp_path / "acceptance.json").write_text("[0.6, 0.2, 0.1]")
+    shutil.copy(profiles / "smollm2-135m-epyc-2-cores-t06.yaml", "t06.yaml")
     vector = Profile.load(profiles / "llama3-70b-8b-cnn.yaml").acceptance
-    Profile(vector, 0, Latency({1: 5.7, 1024: 5.7}, {1: 0.025, 1024: 0.025}, 0.0, 0)).save("offload.yaml")  # docs/planner.md describes it
+    latency = Latency({1: 5.7, 1024: 5.7}, {1: 0.025, 1024: 0.025}, 0.0, 0)
+    Profile(vector, 0, latency).save("offload.yaml")
+    (tmp_path / "docs").mkdir()
+    shutil.copy(ROOT / "docs" / "format.md", "docs/format.md")
     return tmp_path
 
 
-RUN = [page for page in PAGES if any(not why_not_run(words) for words in commands(page.read_text()))]
+def missing_lines(shown, output):
+    """The lines that a page shows of a command's output and that it did not print.
+
+    Seconds are those of the machine; "..." ends a line, or stands for lines left out.
+    """
+
+    def without_seconds(line):
+        return re.sub(r"solved in [\d.]+ s", "solved in", line).rstrip()
+
+    printed = list(map(without_seconds, output.splitlines()))
+    missing = []
+    for line in map(without_seconds, shown):
+        start = line.removesuffix("...")
+        if not any(
+            other == line or (start != line and other.startswith(start)) for other in printed
+        ):
+            missing.append(line)
+    return [line for line in missing if line]
+
+
+def test_missing_lines_are_found():
+    output = "a tree, solved in 0.1 s\n1 2 3\nend\n"
+    assert missing_lines(["a tree, solved in 9.25 s", "1 2 ...", "...", "", "end"], output) == []
+    assert missing_lines(["another tree", "1 3 ...", "en"], output) == [
+        "another tree",
+        "1 3 ...",
+        "en",
+    ]
+
+
+RUN = [
+    page for page in PAGES if any(not why_not_run(words) for words in commands(page.read_text()))
+]
 
 
 @pytest.mark.parametrize("page", RUN, ids=[page.name for page in RUN])
 def test_quick_commands_run(page, folder):
-    """In the order of the page, in one folder, as a reader would run them."""
-    for words in filter(lambda words: not why_not_run(words), commands(page.read_text())):
+    """In the order of the page, in one folder, as a reader would run them.
+
+    After a `$`, the page shows lines that the command prints.
+    """
+    text = page.read_text()
+    shown_output = {" ".join(words): lines for words, lines in sessions(text)}
+    for words in commands(text):
+        if why_not_run(words):
+            continue
+        command = " ".join(words)
         if words[0] == "sequoia-plan":
             result = CliRunner().invoke(main, words[1:])
-            assert result.exit_code == 0, f"{' '.join(words)}: {result.output}"
+            assert result.exit_code == 0, f"{command}: {result.output}"
+            assert missing_lines(shown_output.get(command, []), result.output) == [], command
         else:
-            process = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, timeout=120, check=False)
-            assert process.returncode == 0, f"{' '.join(words)}: {process.stderr}"
+            arguments = words[1:]
+            if arguments[0] != "-m":  # a script of this repository
+                arguments[0] = str(ROOT / arguments[0])
+            process = subprocess.run(
+                [sys.executable, *arguments],
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
+            )
+            assert process.returncode == 0, f"{command}: {process.stderr}"
 
 
 def test_every_reason_not_to_run_is_needed():
-    found = [" ".join(words) for page in PAGES for words in commands(page.read_text())]
-    assert [start for start in NOT_RUN if not any(command.startswith(start) for command in found)] == []
+    all_commands = [" ".join(words) for page in PAGES for words in commands(page.read_text())]
+    unused = [
+        start for start in NOT_RUN if not any(command.startswith(start) for command in all_commands)
+    ]
+    assert unused == []
 
 
 def test_the_command_line_reference_is_current():
@@ -345,7 +524,10 @@ def test_the_command_line_reference_is_current():
 # Python, and the text itself
 
 
-WITH_SNIPPETS = [page for page in PAGES if snippets(page.read_text()) and page.name != "own-models.md"]  # tests/test_own_models.py runs that one
+WITH_SNIPPETS = [
+    page for page in PAGES if snippets(page.read_text()) and page.name != "own-models.md"
+]
+"""tests/test_own_models.py runs own-models.md."""
 
 
 @pytest.mark.parametrize("page", WITH_SNIPPETS, ids=[page.name for page in WITH_SNIPPETS])
@@ -359,12 +541,18 @@ def test_snippets_run(page, folder, pair, monkeypatch, capsys):
 
 
 def test_pages_have_snippets():
-    assert {"README.md", "huggingface.md"} <= {page.name for page in WITH_SNIPPETS}
+    expected = {"README.md", "huggingface.md"}
+    expected |= {"add-a-drafter.md", "add-a-verifier.md", "add-an-engine.md"}
+    assert expected <= {page.name for page in WITH_SNIPPETS}
 
 
 def long_lines(text):
     """Lines of more than 120 columns; tables and what links lead to do not count."""
-    return [line for line in text.splitlines() if not line.startswith("|") and len(re.sub(r"\]\([^)]*\)", "]", line)) > 120]
+    return [
+        line
+        for line in text.splitlines()
+        if not line.startswith("|") and len(re.sub(r"\]\([^)]*\)", "]", line)) > 120
+    ]
 
 
 @each_page

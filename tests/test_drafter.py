@@ -1,6 +1,9 @@
-"""What a drafter declares is what it does, and what is captured, or placed, is one decision each."""
+"""What a drafter declares is what it does, and what is captured, or placed, is one decision
+each."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,12 +11,19 @@ from simulated import Simulated
 from toys import ToyModel
 
 from sequoia_plan.artifacts import LANGUAGE_MODEL, ArgumentError, TokenTree
-from sequoia_plan.runtime import Sampling, SequoiaDecoder, decode, load_pair
+from sequoia_plan.runtime import Sampling, SequoiaDecoder, load_pair
+from sequoia_plan.runtime import step as step_module
 from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
-from sequoia_plan.runtime.models import repack
+from sequoia_plan.runtime.models import prepacked
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
-TREES = [TokenTree.chain(2), TokenTree.chain(5), TokenTree.star(4), TREE, TokenTree.from_parents([-1, *((node - 1) // 3 for node in range(1, 30))])]
+TREES = [
+    TokenTree.chain(2),
+    TokenTree.chain(5),
+    TokenTree.star(4),
+    TREE,
+    TokenTree.from_parents([-1, *((node - 1) // 3 for node in range(1, 30))]),
+]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -25,31 +35,44 @@ def decoder(tree=TREE, **options):
 def widths_of_a_step(tree, monkeypatch):
     """Tokens in each pass of the draft model during one step."""
     each, widths = decoder(tree), []
-    each.prefill(torch.arange(5), 40, seed=0)
-    draft = each.drafter.model.model
-    monkeypatch.setattr(draft, "forward", lambda *args, run=draft.forward, **kwargs: widths.append(kwargs["input_ids"].shape[1]) or run(*args, **kwargs))
+    each.step.prefill(torch.arange(5), 40, seed=0)
+    draft = each.step.drafter.model.model
+    monkeypatch.setattr(
+        draft,
+        "forward",
+        lambda *args, run=draft.forward, **kwargs: (
+            widths.append(kwargs["input_ids"].shape[1]) or run(*args, **kwargs)
+        ),
+    )
     with torch.inference_mode():
-        each.refill_random_numbers(Sampling(1.0))
+        each.step.refill_random_numbers(Sampling(1.0))
         each.step(64, Sampling(1.0))
     return widths
 
 
 @pytest.mark.parametrize("tree", TREES, ids=repr)
 def test_declared_widths_are_those_of_the_passes(tree, monkeypatch):
-    assert decoder(tree).drafter.drafting is LANGUAGE_MODEL
-    assert widths_of_a_step(tree, monkeypatch) == LANGUAGE_MODEL.widths(tree.parents_by_level)
+    assert decoder(tree).step.drafter.drafting is LANGUAGE_MODEL
+    assert widths_of_a_step(tree, monkeypatch) == LANGUAGE_MODEL.pass_widths(
+        tree.num_parents_by_level
+    )
 
 
 def test_another_width_of_a_pass_shows(monkeypatch):
     """Negative control: a drafter that reads its first level without the token before the root."""
     passes = LanguageModelDrafter.passes
 
-    def narrow(self, tree, structure):
-        first, *others = passes(self, tree, structure)
-        return (type(first)(first.reads[1:], first.offsets[1:], first.mask[1:], first.expands, first.children, first.drawn, first.nodes), *others)
+    def narrow(self, tree, tensors):
+        first, *deeper = passes(self, tree, tensors)
+        narrow_first = replace(
+            first, input_slots=first.input_slots[1:], offsets=first.offsets[1:], mask=first.mask[1:]
+        )
+        return (narrow_first, *deeper)
 
     monkeypatch.setattr(LanguageModelDrafter, "passes", narrow)
-    assert widths_of_a_step(TREE, monkeypatch) != LANGUAGE_MODEL.widths(TREE.parents_by_level)
+    assert widths_of_a_step(TREE, monkeypatch) != LANGUAGE_MODEL.pass_widths(
+        TREE.num_parents_by_level
+    )
 
 
 def test_decoders_of_several_trees_share_a_sequence():
@@ -57,55 +80,70 @@ def test_decoders_of_several_trees_share_a_sequence():
     first = decoder()
     for tree in (TokenTree.chain(4), TokenTree.chain(1), TREE):
         for sampling in (Sampling(), Sampling(1.0)):
-            shared, alone = (each.generate([3, 1, 4], 30, sampling=sampling, seed=2).sequences for each in (first.with_tree(tree), decoder(tree)))
+            shared, alone = (
+                each.generate([3, 1, 4], 30, sampling=sampling, seed=2).sequences
+                for each in (first.with_tree(tree), decoder(tree))
+            )
             assert torch.equal(shared, alone)
-    assert first.with_tree(TREE).sequence is first.sequence
+    assert first.with_tree(TREE).step.sequence is first.step.sequence
 
 
 def test_random_numbers_of_other_settings_use_the_same_memory():
-    """Greedy and sampled generations in turn, of trees that need fewer numbers: nothing is allocated anew, so graphs stay."""
+    """Greedy and sampled generations in turn, of trees that need fewer numbers: nothing is
+    allocated anew, so graphs stay."""
     each = decoder()
     each.generate([3, 1, 4], 30, 1.0, seed=0)
-    version = each.sequence.version
+    version = each.step.sequence.version
     for temperature, tree in ((0.0, TREE), (1.0, TREE), (1.0, TokenTree.chain(2)), (0.0, TREE)):
         each.with_tree(tree).generate([3, 1, 4], 20, temperature, seed=0)
-    assert each.sequence.version == version
+    assert each.step.sequence.version == version
 
 
 @pytest.mark.parametrize(
     ("fails", "captured"),
-    [((), {"step"}), (("step", "target"), {"draft", "verify"}), (("step", "draft"), {"target", "verify"}), (("step", "draft", "target", "verify"), set())],
+    [
+        ((), {"step"}),
+        (("step", "target"), {"draft", "verify"}),
+        (("step", "draft"), {"target", "verify"}),
+        (("step", "draft", "target", "verify"), set()),
+    ],
 )
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=repr)
 def test_only_the_parts_that_cannot_be_captured_run_as_they_are(fails, captured, sampling, recwarn):
     expected = decoder().generate([3, 1, 4], 60, sampling=sampling, seed=1).sequences
     each = decoder()
-    each.graphs, each.uncaptured = Simulated(each.device), set()
-    each.graphs.fails = frozenset(fails)
+    each.step.graphs, each.step.not_captured = Simulated(each.step.device), set()
+    each.step.graphs.fails = frozenset(fails)
     for _ in range(2):
-        assert torch.equal(each.generate([3, 1, 4], 60, sampling=sampling, seed=1).sequences, expected)
-    assert set(each.graphs.captures) == captured and len(each.graphs.captures) == len({key for key in each.graphs.graphs})
-    assert {key[0] for key in each.graphs.failed} == set(fails)
+        assert torch.equal(
+            each.generate([3, 1, 4], 60, sampling=sampling, seed=1).sequences, expected
+        )
+    assert set(each.step.graphs.captures) == captured and len(each.step.graphs.captures) == len(
+        {key for key in each.step.graphs.graphs}
+    )
+    assert {key[0] for key in each.step.graphs.failed} == set(fails)
     warned = [str(w.message) for w in recwarn if "cannot be captured" in str(w.message)]
-    assert len(warned) == len(each.graphs.failed) and all("and more" not in line for line in warned)
+    assert len(warned) == len(each.step.graphs.failed) and all(
+        "and more" not in line for line in warned
+    )
 
 
 def test_parts_known_to_be_uncapturable_are_not_tried():
     each = decoder()
-    each.graphs, each.uncaptured = Simulated(each.device), {"step", "target"}
+    each.step.graphs, each.step.not_captured = Simulated(each.step.device), {"step", "target"}
     expected = decoder().generate([3, 1, 4], 60, 1.0, seed=1).sequences
     assert torch.equal(each.generate([3, 1, 4], 60, 1.0, seed=1).sequences, expected)
-    assert set(each.graphs.captures) == {"draft", "verify"} and not each.graphs.failed
+    assert set(each.step.graphs.captures) == {"draft", "verify"} and not each.step.graphs.failed
 
 
 def test_new_memory_makes_new_graphs(monkeypatch):
-    monkeypatch.setattr(decode, "EXTENT_STEP", {"cpu": 64, "cuda": 64})
+    monkeypatch.setattr(step_module, "EXTENT_MULTIPLE", {"cpu": 64, "cuda": 64})
     each = decoder()
-    each.graphs, each.uncaptured = Simulated(each.device), set()
+    each.step.graphs, each.step.not_captured = Simulated(each.step.device), set()
     for prompt, tokens in (([3, 1, 4], 20), ([3, 1, 4], 20), ([3, 1, 4] * 20, 100)):
         expected = decoder().generate(prompt, tokens).sequences
         assert torch.equal(each.generate(prompt, tokens).sequences, expected)
-    assert each.graphs.version == each.sequence.version == 2
+    assert each.step.graphs.version == each.step.sequence.version == 2
 
 
 def test_inputs_elsewhere_are_copied_to_where_the_graph_reads_them():
@@ -118,16 +156,34 @@ def test_inputs_elsewhere_are_copied_to_where_the_graph_reads_them():
 
 
 def test_placements():
-    with pytest.raises(ArgumentError, match="placement: found 'attic', expected auto, resident, repacked"):
+    with pytest.raises(
+        ArgumentError, match="placement: found 'attic', expected auto, resident, repacked"
+    ):
         load_pair(placement="attic")
-    with pytest.raises(ArgumentError, match="placement repacked: no kernels for float16 on cpu; use resident"):
+    with pytest.raises(
+        ArgumentError, match="placement repacked: no kernels for float16 on cpu; use resident"
+    ):
         load_pair(dtype="float16", placement="repacked")
 
 
 def test_where_weights_are_is_recorded(pair):
     plain = load_pair(dtype="float32", placement="resident")
-    for each, placement in ((pair, "repacked" if repack.can_repack(torch.float32, "cpu") else "resident"), (plain, "resident")):
+    for each, placement in (
+        (pair, "repacked" if prepacked.can_prepack(torch.float32, "cpu") else "resident"),
+        (plain, "resident"),
+    ):
         kinds = {type(module) for model in (each.target, each.draft) for module in model.modules()}
-        assert each.placement == placement == each.facts["target"]["placement"] == each.facts["draft"]["placement"]
-        assert (repack.RepackedLinear in kinds, torch.nn.Linear in kinds) == (placement == "repacked", placement == "resident")
-    assert all(pair.facts[role]["digest"] == plain.facts[role]["digest"] for role in ("target", "draft"))
+        assert (
+            each.placement
+            == placement
+            == each.metadata["target"]["placement"]
+            == each.metadata["draft"]["placement"]
+        )
+        assert (prepacked.PrepackedLinear in kinds, torch.nn.Linear in kinds) == (
+            placement == "repacked",
+            placement == "resident",
+        )
+    assert all(
+        pair.metadata[role]["digest"] == plain.metadata[role]["digest"]
+        for role in ("target", "draft")
+    )

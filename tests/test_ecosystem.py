@@ -1,4 +1,5 @@
-"""The decoder among transformers' own tools: generate's habits, custom_generate, quantised, sharded and compiled models."""
+"""The decoder among transformers' own tools: generate's habits, custom_generate, quantised, sharded
+and compiled models."""
 
 from __future__ import annotations
 
@@ -57,30 +58,53 @@ def decoder(target, draft):
 
 @pytest.fixture(scope="module")
 def greedy(target):
-    return target.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=NEW, do_sample=False)
+    return target.generate(
+        IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=NEW, do_sample=False
+    )
 
 
 def test_prompts_as_people_have_them(decoder, greedy):
     text = decoder.tokenizer.decode(IDS[0])
-    for prompt in (IDS, IDS[0], IDS.tolist(), IDS[0].tolist(), text, decoder.tokenizer(text, return_tensors="pt")):
+    for prompt in (
+        IDS,
+        IDS[0],
+        IDS.tolist(),
+        IDS[0].tolist(),
+        text,
+        decoder.tokenizer(text, return_tensors="pt"),
+    ):
         result = decoder.generate(prompt, NEW)
         assert torch.equal(result.sequences, greedy)
         assert result.text == decoder.tokenizer.decode(greedy[0, 4:])
-    assert torch.equal(decoder.generate(**decoder.tokenizer(text, return_tensors="pt", return_token_type_ids=False), max_new_tokens=NEW).sequences, greedy)
+    assert torch.equal(
+        decoder.generate(
+            **decoder.tokenizer(text, return_tensors="pt", return_token_type_ids=False),
+            max_new_tokens=NEW,
+        ).sequences,
+        greedy,
+    )
 
 
 def test_several_prompts_one_after_the_other(decoder):
     prompts = [IDS, [9, 9], decoder.tokenizer.decode([3, 1])]
     several = decoder.generate_each(prompts, max_new_tokens=8, temperature=1.0, seed=4)
-    assert [r.sequences.tolist() for r in several] == [decoder.generate(p, 8, 1.0, seed=4 + i).sequences.tolist() for i, p in enumerate(prompts)]
+    assert [r.sequences.tolist() for r in several] == [
+        decoder.generate(p, 8, 1.0, seed=4 + i).sequences.tolist() for i, p in enumerate(prompts)
+    ]
 
 
 @pytest.mark.parametrize("at", range(6, 30, 3))
 def test_stop_strings_end_where_transformers_ends(decoder, target, greedy, at):
-    """A stop string made of the end of one token and the start of the next: sometimes inside a step, sometimes across two."""
+    """A stop string made of the end of one token and the start of the next: sometimes inside a
+    step, sometimes across two."""
     stop = decoder.tokenizer.decode(greedy[0, at : at + 2])[1:3]
     expected = target.generate(
-        IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=NEW, do_sample=False, stop_strings=[stop, "zzz"], tokenizer=decoder.tokenizer
+        IDS,
+        attention_mask=torch.ones_like(IDS),
+        max_new_tokens=NEW,
+        do_sample=False,
+        stop_strings=[stop, "zzz"],
+        tokenizer=decoder.tokenizer,
     )
     result = decoder.generate(IDS, NEW, stop_strings=[stop, "zzz"])
     assert torch.equal(result.sequences, expected)
@@ -106,7 +130,17 @@ def test_text_streams_as_from_transformers(decoder):
 
 
 def inside(model, other, **settings):
-    return model.generate(IDS, **{"custom_generate": sequoia, "draft": other, "tree": TREE, "max_new_tokens": NEW, "do_sample": False, **settings})
+    return model.generate(
+        IDS,
+        **{
+            "custom_generate": sequoia,
+            "draft": other,
+            "tree": TREE,
+            "max_new_tokens": NEW,
+            "do_sample": False,
+            **settings,
+        },
+    )
 
 
 def test_custom_generate_is_generate(target, draft, greedy):
@@ -114,7 +148,13 @@ def test_custom_generate_is_generate(target, draft, greedy):
     assert torch.equal(inside(target, draft, max_new_tokens=None, max_length=4 + NEW), greedy)
     assert torch.equal(inside(target, draft, return_dict_in_generate=True).sequences, greedy)
     eos = int(greedy[0, 20])
-    expected = target.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=NEW, do_sample=False, eos_token_id=eos)
+    expected = target.generate(
+        IDS,
+        attention_mask=torch.ones_like(IDS),
+        max_new_tokens=NEW,
+        do_sample=False,
+        eos_token_id=eos,
+    )
     assert torch.equal(inside(target, draft, eos_token_id=eos), expected)
 
 
@@ -130,7 +170,9 @@ def test_custom_generate_streams_and_stops(target, draft, greedy):
             return torch.tensor([input_ids.shape[1] >= 7])
 
     streamer = TextIteratorStreamer(words(), timeout=10)
-    result = inside(target, draft, text_streamer=streamer, stopping_criteria=StoppingCriteriaList([Three()]))
+    result = inside(
+        target, draft, text_streamer=streamer, stopping_criteria=StoppingCriteriaList([Three()])
+    )
     assert torch.equal(result, greedy[:, :7])
     assert "".join(streamer).replace(" ", "") == words().decode(greedy[0, :7])
 
@@ -157,7 +199,14 @@ def test_custom_generate_refuses_what_it_would_ignore(target, draft, settings, m
 
 def test_custom_generate_refuses_batches(target, draft):
     with pytest.raises(SequoiaPlanError, match="a batch of 2, expected one sequence"):
-        target.generate(IDS.repeat(2, 1), custom_generate=sequoia, draft=draft, tree=TREE, max_new_tokens=4, do_sample=False)
+        target.generate(
+            IDS.repeat(2, 1),
+            custom_generate=sequoia,
+            draft=draft,
+            tree=TREE,
+            max_new_tokens=4,
+            do_sample=False,
+        )
 
 
 def test_custom_generate_keeps_one_decoder_and_leaks_none():
@@ -180,12 +229,17 @@ def test_custom_generate_keeps_one_decoder_and_leaks_none():
 
 def test_tokenizers_are_compared_token_by_token(target, draft):
     assert check_tokenizers(words(), words()) == VOCABULARY
-    with pytest.raises(SequoiaPlanError, match=r"differs from the target's at token 11 \(target 'bb', draft '!!'\)"):
-        SequoiaDecoder(target, draft, TREE, tokenizer=words(), draft_tokenizer=words({"bb": "!!", "ca": "??"}))
+    with pytest.raises(
+        SequoiaPlanError, match=r"differs from the target's at token 11 \(target 'bb', draft '!!'\)"
+    ):
+        SequoiaDecoder(
+            target, draft, TREE, tokenizer=words(), draft_tokenizer=words({"bb": "!!", "ca": "??"})
+        )
 
 
 def resized(model, size):
-    """The model with padding rows, or with its last rows cut off, as published checkpoints of one family differ."""
+    """The model with padding rows, or with its last rows cut off, as published checkpoints of one
+    family differ."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         other = copy.deepcopy(model)
@@ -196,14 +250,22 @@ def resized(model, size):
 @pytest.mark.parametrize("size", [VOCABULARY + 31, VOCABULARY - 7])
 def test_padded_and_shorter_vocabularies(target, draft, greedy, size):
     other = resized(draft, size)
-    with pytest.raises(SequoiaPlanError, match=rf"a vocabulary of {size} tokens, the target's has {VOCABULARY}; .*give both: tokenizer= and draft_tokenizer="):
+    with pytest.raises(
+        SequoiaPlanError,
+        match=rf"a vocabulary of {size} tokens, the target's has {VOCABULARY}; .*give both: "
+        rf"tokenizer= and draft_tokenizer=",
+    ):
         SequoiaDecoder(target, other, TREE)
-    decoder = SequoiaDecoder(target, other, TREE, tokenizer=words(), draft_tokenizer=words(count=min(size, VOCABULARY)))
+    decoder = SequoiaDecoder(
+        target, other, TREE, tokenizer=words(), draft_tokenizer=words(count=min(size, VOCABULARY))
+    )
     result = decoder.generate(IDS, NEW)
     assert torch.equal(result.sequences, greedy)
     assert result.tokens_per_step > 1.3
     prompt = torch.tensor([[96, 95, 5, 96]])  # tokens the shorter draft cannot even read
-    expected = target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
+    expected = target.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False
+    )
     assert torch.equal(decoder.generate(prompt, 8).sequences, expected)
 
 
@@ -211,15 +273,17 @@ def test_a_padded_target_keeps_its_own_logits(target, draft):
     padded = resized(target, VOCABULARY + 31)
     used, covered = shared_vocabulary(padded, draft, words(), words())
     assert used == VOCABULARY and covered.tolist() == list(range(VOCABULARY))
-    expected = padded.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=NEW, do_sample=False)
+    expected = padded.generate(
+        IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=NEW, do_sample=False
+    )
     decoder = SequoiaDecoder(padded, draft, TREE, tokenizer=words(), draft_tokenizer=words())
     assert torch.equal(decoder.generate(IDS, NEW).sequences, expected)
 
 
 def test_covered_tokens_are_distinct(target, draft):
     other = copy.deepcopy(draft)
-    other.covered_tokens = torch.tensor([1, 2, 2])
-    with pytest.raises(SequoiaPlanError, match="covered_tokens must name each"):
+    other.d2t = torch.tensor([1, 2, 2])
+    with pytest.raises(SequoiaPlanError, match="d2t must name each"):
         SequoiaDecoder(target, other, TREE)
 
 
@@ -234,29 +298,48 @@ def test_compiled_models():
     expected = SequoiaDecoder(target, draft, TREE).generate(IDS, 4).sequences
     target = torch.compile(target, backend="eager")
     draft.compile(backend="eager")
-    assert torch.equal(SequoiaDecoder(target, draft, TokenTree.chain(2)).generate(IDS, 4).sequences, expected)
+    assert torch.equal(
+        SequoiaDecoder(target, draft, TokenTree.chain(2)).generate(IDS, 4).sequences, expected
+    )
 
 
 def test_quantised_models(target, draft):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        quantised = torch.ao.quantization.quantize_dynamic(copy.deepcopy(target), {torch.nn.Linear}, dtype=torch.float16)
-    expected = quantised.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=NEW, do_sample=False)
-    assert torch.equal(SequoiaDecoder(quantised, draft, TREE).generate(IDS, NEW).sequences, expected)
+        quantised = torch.ao.quantization.quantize_dynamic(
+            copy.deepcopy(target), {torch.nn.Linear}, dtype=torch.float16
+        )
+    expected = quantised.generate(
+        IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=NEW, do_sample=False
+    )
+    assert torch.equal(
+        SequoiaDecoder(quantised, draft, TREE).generate(IDS, NEW).sequences, expected
+    )
 
 
 def test_models_spread_by_device_map(target, draft, greedy, tmp_path):
     target.save_pretrained(tmp_path / "model")
-    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "cpu", "model.norm": "cpu"}
+    places = {
+        "model.embed_tokens": "cpu",
+        "model.layers.0": "cpu",
+        "model.layers.1": "disk",
+        "model.layers.2": "cpu",
+        "model.norm": "cpu",
+    }
     spread = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", device_map={**places, "model.rotary_emb": "cpu", "lm_head": "disk"}, offload_folder=tmp_path / "offload"
+        tmp_path / "model",
+        device_map={**places, "model.rotary_emb": "cpu", "lm_head": "disk"},
+        offload_folder=tmp_path / "offload",
     )
     assert spread.model.layers[1].self_attn.q_proj.weight.device.type == "meta"
     assert torch.equal(SequoiaDecoder(spread, draft, TREE).generate(IDS, NEW).sequences, greedy)
 
 
 def test_models_on_different_devices_are_refused(target):
-    with pytest.raises(SequoiaPlanError, match="draft: on meta, the target takes its input on cpu; move the draft there"):
+    with pytest.raises(
+        SequoiaPlanError,
+        match="draft: on meta, the target takes its input on cpu; move the draft there",
+    ):
         SequoiaDecoder(target, tiny("Llama").to("meta"), TREE)
 
 
@@ -264,12 +347,33 @@ def test_tensor_parallel_processes_say_what_one_says(target, tmp_path):
     import tensor_parallel
 
     target.save_pretrained(tmp_path / "model")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parent)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", tensor_parallel.__file__]
-    run = subprocess.run([*command, tmp_path / "model", tmp_path], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(Path(__file__).parent),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        tensor_parallel.__file__,
+    ]
+    run = subprocess.run(
+        [*command, tmp_path / "model", tmp_path],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert first.pop("overruled") == 0 < second.pop("overruled"), "the second process alone would have decided otherwise"
+    assert first.pop("overruled") == 0 < second.pop("overruled"), (
+        "the second process alone would have decided otherwise"
+    )
     assert first == second
     assert first["rows"] == [16], "each process holds half of the 32 query rows"
     assert first["tokens"][:2] == tensor_parallel.decode(target)[:2]

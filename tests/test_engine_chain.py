@@ -1,4 +1,4 @@
-"""The model of chains for other engines: against linear algebra, a walk over a text, and every choice tried."""
+"""The model of chains, held to linear algebra, a walk over a text, and exhaustive search."""
 
 from __future__ import annotations
 
@@ -11,85 +11,116 @@ from hypothesis import strategies as st
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.engine_plan import ChainAcceptance, StepSeconds
-from sequoia_plan.planner.engines.chain import Times, Tokens, agreement, best_length, cells, effective_trials, schedule, step_seconds, survival, tokens
+from sequoia_plan.planner.engines.chain import (
+    StepTimes,
+    TokensByLength,
+    agreement_by_age,
+    best_length,
+    effective_trials,
+    make_schedule,
+    median_step_seconds,
+    predict_cells,
+    survival_probs,
+    tokens_by_length,
+)
 
-H = np.array([0.45, 0.7, 0.85, 0.6, 0.75])
+AGREEMENT = np.array([0.45, 0.7, 0.85, 0.6, 0.75])
 
 
-def walk(text, length):
-    """Decode a text of agreements with chains of `length`: for each step, how many tokens were accepted."""
-    found, at = [], 0
-    while at + length + 1 < len(text):
+def accepted_per_step(text, length):
+    """Decodes a text of agreements with chains of `length`; the accepted tokens of each step."""
+    steps, position = [], 0
+    while position + length + 1 < len(text):
         accepted = 0
-        while accepted < length and text[at + accepted]:
+        while accepted < length and text[position + accepted]:
             accepted += 1
-        found.append(accepted)
-        at += accepted + 1
-    return np.array(found)
+        steps.append(accepted)
+        position += accepted + 1
+    return np.array(steps)
 
 
-def a_text(size, seed):
-    """Agreements of draft and target, each as probable as H says after so many before it."""
-    random, text, age = np.random.default_rng(seed), np.zeros(size, bool), 0
-    for place, draw in enumerate(random.random(size)):
-        text[place] = draw < H[min(age, len(H) - 1)]
-        age = age + 1 if text[place] else 0
+def random_text(size, seed):
+    """Agreements of draft and target, with the probabilities AGREEMENT by age."""
+    random = np.random.default_rng(seed)
+    text = np.zeros(size, bool)
+    age = 0
+    for position, draw in enumerate(random.random(size)):
+        text[position] = draw < AGREEMENT[min(age, len(AGREEMENT) - 1)]
+        age = age + 1 if text[position] else 0
     return text
 
 
-def counted(steps, length):
-    return ChainAcceptance(len(steps), tuple(int((steps >= n).sum()) for n in range(1, length + 1)))
+def count_acceptance(steps, length):
+    accepted = tuple(int((steps >= n).sum()) for n in range(1, length + 1))
+    return ChainAcceptance(len(steps), accepted)
 
 
 @pytest.mark.parametrize("length", [1, 2, 4, 7])
 def test_survival_is_that_of_the_stationary_age(length):
     """The ages at which steps begin, from the transition matrix's eigenvector."""
-    most = 200
-    at = H[np.minimum(np.arange(most + 2 * length + 2), len(H) - 1)]
-    moves = np.zeros((most, most))
-    for age in range(most):
-        alive = np.prod(at[age : age + length])
-        goes_on = alive * at[age + length]
-        moves[age, min(age + length + 1, most - 1)] += goes_on
-        moves[age, 0] += 1 - goes_on
-    system = np.vstack([(moves.T - np.eye(most)), np.ones(most)])
-    begins = np.linalg.lstsq(system, np.append(np.zeros(most), 1.0), rcond=None)[0]
-    expected = [sum(begins[age] * np.prod(at[age : age + n]) for age in range(most)) for n in range(1, length + 1)]
-    np.testing.assert_allclose(survival(H, length), expected, atol=1e-9)
+    num_ages = 200
+    ages = np.arange(num_ages + 2 * length + 2)
+    agreement = AGREEMENT[np.minimum(ages, len(AGREEMENT) - 1)]
+    transitions = np.zeros((num_ages, num_ages))
+    for age in range(num_ages):
+        alive = np.prod(agreement[age : age + length])
+        continuing = alive * agreement[age + length]
+        transitions[age, min(age + length + 1, num_ages - 1)] += continuing
+        transitions[age, 0] += 1 - continuing
+    system = np.vstack([(transitions.T - np.eye(num_ages)), np.ones(num_ages)])
+    stationary = np.linalg.lstsq(system, np.append(np.zeros(num_ages), 1.0), rcond=None)[0]
+    expected = [
+        sum(stationary[age] * np.prod(agreement[age : age + n]) for age in range(num_ages))
+        for n in range(1, length + 1)
+    ]
+    np.testing.assert_allclose(survival_probs(AGREEMENT, length), expected, atol=1e-9)
 
 
 def test_counts_of_one_length_tell_every_shorter_one():
-    """One text, decoded with chains of 6 and with shorter ones. Read as they are, the counts of 6 are wrong: the control."""
-    text = a_text(400_000, 0)
-    counts = counted(walk(text, 6), 6)
-    found = tokens(counts, 6)
+    """One text, decoded with chains of 6 and with shorter ones.
+
+    The control: the counts of 6, cut off without the model, are wrong.
+    """
+    text = random_text(400_000, 0)
+    counts = count_acceptance(accepted_per_step(text, 6), 6)
+    tokens = tokens_by_length(counts, 6)
     for length in (1, 2, 3, 6):
-        steps = walk(text, length)
+        steps = accepted_per_step(text, length)
         error = steps.std() / math.sqrt(len(steps))
-        assert abs(found.mean[length] - 1 - steps.mean()) < 5 * error, length
-    steps = walk(text, 1)
-    assert abs(counts.survival[0] - steps.mean()) > 20 * steps.std() / math.sqrt(len(steps))
+        assert abs(tokens.mean[length] - 1 - steps.mean()) < 5 * error, length
+    steps = accepted_per_step(text, 1)
+    error = steps.std() / math.sqrt(len(steps))
+    assert abs(counts.survival[0] - steps.mean()) > 20 * error
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(0.05, 0.95), min_size=1, max_size=6))
-def test_agreement_is_what_the_counts_were_made_of(h):
-    h = np.array(h)
-    made = survival(h, len(h))
-    found = agreement(ChainAcceptance(10**12, tuple(round(1e12 * each) for each in made)))
-    np.testing.assert_allclose(survival(found, len(h)), made, atol=1e-8)
-    np.testing.assert_allclose(found, h, atol=1e-4)
+def test_agreement_is_what_the_counts_were_made_of(probs):
+    agreement = np.array(probs)
+    survival = survival_probs(agreement, len(agreement))
+    counts = ChainAcceptance(10**12, tuple(round(1e12 * p) for p in survival))
+    fitted = agreement_by_age(counts)
+    np.testing.assert_allclose(survival_probs(fitted, len(agreement)), survival, atol=1e-8)
+    np.testing.assert_allclose(fitted, agreement, atol=1e-4)
 
 
 def test_extreme_counts():
     for accepted, mean in (((0, 0), [1, 1, 1]), ((50, 50), [1, 2, 3]), ((30,), [1, 1.6])):
-        np.testing.assert_allclose(tokens(ChainAcceptance(50, accepted), len(mean) - 1).mean, mean, atol=1e-9)
-    with pytest.raises(SequoiaPlanError, match="found 60 after 50, expected no more at a later position"):
+        tokens = tokens_by_length(ChainAcceptance(50, accepted), len(mean) - 1)
+        np.testing.assert_allclose(tokens.mean, mean, atol=1e-9)
+    message = "found 60 after 50, expected no more at a later position"
+    with pytest.raises(SequoiaPlanError, match=message):
         ChainAcceptance(50, (60,))
 
 
-def table(seconds, batches):
-    return Times(tuple(StepSeconds(batch, length, each) for batch, row in zip(batches, seconds, strict=True) for length, each in enumerate(row)))
+def step_times(seconds, batches):
+    """StepTimes of a table of seconds, [batches][lengths]."""
+    steps = [
+        StepSeconds(batch, length, value)
+        for batch, row in zip(batches, seconds, strict=True)
+        for length, value in enumerate(row)
+    ]
+    return StepTimes(tuple(steps))
 
 
 @settings(max_examples=60, deadline=None)
@@ -97,71 +128,94 @@ def table(seconds, batches):
     st.lists(st.lists(st.floats(0.001, 1.0), min_size=5, max_size=5), min_size=1, max_size=3),
     st.lists(st.floats(0, 1), min_size=4, max_size=4),
 )
-def test_the_best_length_is_that_of_every_length_tried(seconds, falls):
-    mean = np.concatenate([[1.0], 1 + np.cumsum(np.cumprod(falls))])
-    found, batches = Tokens(mean, np.zeros(5)), [1, 4, 16][: len(seconds)]
-    times = table(seconds, batches)
+def test_the_best_length_is_that_of_every_length_tried(seconds, rates):
+    mean = np.concatenate([[1.0], 1 + np.cumsum(np.cumprod(rates))])
+    tokens = TokensByLength(mean, np.zeros(5))
+    batches = [1, 4, 16][: len(seconds)]
+    times = step_times(seconds, batches)
     for batch, row in zip(batches, seconds, strict=True):
-        speeds = [batch * each / second for each, second in zip(mean, row, strict=True)]
-        assert speeds[best_length(found, times, batch)] == max(speeds)
-    for row in cells(found, times, batches):
-        assert row.throughput == pytest.approx(row.batch * mean[row.speculative_tokens] / seconds[batches.index(row.batch)][row.speculative_tokens], rel=1e-5)
-    ranges = schedule(found, times, max(batches))
-    assert [n for each in ranges for n in range(each.first, each.last + 1)] == list(range(1, max(batches) + 1))
-    for each in ranges:
-        assert all(best_length(found, times, batch) == each.speculative_tokens for batch in range(each.first, each.last + 1))
+        speeds = [batch * m / second for m, second in zip(mean, row, strict=True)]
+        assert speeds[best_length(tokens, times, batch)] == max(speeds)
+    for cell in predict_cells(tokens, times, batches):
+        cell_seconds = seconds[batches.index(cell.batch)][cell.speculative_tokens]
+        throughput = cell.batch * mean[cell.speculative_tokens] / cell_seconds
+        assert cell.throughput == pytest.approx(throughput, rel=1e-5)
+    schedule = make_schedule(tokens, times, max(batches))
+    covered = [n for entry in schedule for n in range(entry.first, entry.last + 1)]
+    assert covered == list(range(1, max(batches) + 1))
+    for entry in schedule:
+        assert all(
+            best_length(tokens, times, batch) == entry.speculative_tokens
+            for batch in range(entry.first, entry.last + 1)
+        )
 
 
 def test_do_not_speculate_is_an_answer():
-    found = tokens(ChainAcceptance(1000, (400, 100)), 2)
-    slow = table([[0.1, 0.12, 0.13], [0.1, 0.2, 0.3]], [1, 8])
-    assert (best_length(found, slow, 1), best_length(found, slow, 8)) == (1, 0)
-    ranges = schedule(found, slow, 8)
-    assert ranges[0].speculative_tokens == 1 and ranges[-1].speculative_tokens == 0 and ranges[-1].last == 8
+    tokens = tokens_by_length(ChainAcceptance(1000, (400, 100)), 2)
+    times = step_times([[0.1, 0.12, 0.13], [0.1, 0.2, 0.3]], [1, 8])
+    assert (best_length(tokens, times, 1), best_length(tokens, times, 8)) == (1, 0)
+    first, *_, last = make_schedule(tokens, times, 8)
+    assert first.speculative_tokens == 1 and last.speculative_tokens == 0 and last.last == 8
 
 
 def test_times_between_those_measured_are_on_the_line():
-    times = Times((StepSeconds(1, 0, 0.05), StepSeconds(1, 1, 0.1), StepSeconds(1, 5, 0.18), StepSeconds(4, 0, 0.11), StepSeconds(4, 1, 0.16)))
-    assert times.at(1, 3)[0] == pytest.approx(0.14)
-    assert times.at(1, 7)[0] == pytest.approx(0.22)
-    assert times.at(1, 0)[0] == 0.05  # not on the others' line
-    assert times.at(2, 1)[0] == pytest.approx(0.12)
-    assert times.at(4, 3)[0] == 0.16
-    assert times.timed(1, 5) and not times.timed(1, 3)
+    times = StepTimes(
+        (
+            StepSeconds(1, 0, 0.05),
+            StepSeconds(1, 1, 0.1),
+            StepSeconds(1, 5, 0.18),
+            StepSeconds(4, 0, 0.11),
+            StepSeconds(4, 1, 0.16),
+        )
+    )
+    assert times.seconds_and_error(1, 3)[0] == pytest.approx(0.14)
+    assert times.seconds_and_error(1, 7)[0] == pytest.approx(0.22)
+    assert times.seconds_and_error(1, 0)[0] == 0.05  # not on the line of the other lengths
+    assert times.seconds_and_error(2, 1)[0] == pytest.approx(0.12)
+    assert times.seconds_and_error(4, 3)[0] == 0.16
+    assert times.is_measured(1, 5) and not times.is_measured(1, 3)
     with pytest.raises(SequoiaPlanError, match="batch 1 has no time with speculation"):
-        Times((StepSeconds(1, 0, 0.05),))
+        StepTimes((StepSeconds(1, 0, 0.05),))
     with pytest.raises(SequoiaPlanError, match="batch 1 has no time without speculation"):
-        Times((StepSeconds(1, 2, 0.05),)).at(1, 0)
+        StepTimes((StepSeconds(1, 2, 0.05),)).seconds_and_error(1, 0)
 
 
 def test_the_median_round_is_the_step_time():
-    rows = step_seconds({(1, 2): [(1.0, 10), (1.1, 10), (9.0, 10)], (4, 0): [(2.0, 10), (0.0, 0)]})
-    assert rows[0].seconds == pytest.approx(0.11) and rows[0].steps == 30 and rows[0].error > 0
-    assert (rows[1].seconds, rows[1].error) == (0.2, 0)
+    first, second = median_step_seconds(
+        {(1, 2): [(1.0, 10), (1.1, 10), (9.0, 10)], (4, 0): [(2.0, 10), (0.0, 0)]}
+    )
+    assert first.seconds == pytest.approx(0.11) and first.steps == 30 and first.error > 0
+    assert (second.seconds, second.error) == (0.2, 0)
 
 
 def texts_that_differ(seed, texts=40, steps=30):
-    """Tokens of each step by text; the chance to accept the one drafted token is each text's own."""
+    """Tokens of each step by text, with chains of 1; each text has an acceptance of its own."""
     random = np.random.default_rng(seed)
     return [1 + (random.random(steps) < random.beta(2, 2)).astype(int) for _ in range(texts)]
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say():
-    """Texts that differ: with the effective sample size 95 % of the intervals hold 1.5 tokens, with the number of chains too few: the control."""
-    held = {True: 0, False: 0}
+    """Of the 95 % intervals of texts that differ, 95 % contain the truth, 1.5 tokens.
+
+    The control: with the number of chains in place of the effective sample size too few do.
+    """
+    hits = {True: 0, False: 0}
     for seed in range(400):
-        gave = texts_that_differ(seed)
-        counts = counted(np.concatenate(gave) - 1, 1)
-        for known in held:
-            acceptance = ChainAcceptance(counts.drafts, counts.accepted, effective_trials(counts, gave) if known else 0.0)
-            mean, error = (each[1] for each in (tokens(acceptance, 1).mean, tokens(acceptance, 1).error))
-            # survival of one drafted token, its own text's rate apart, is what was counted
-            held[known] += abs(counts.survival[0] - 0.5) < 1.96 * error * mean
-    assert held[True] / 400 > 0.92
-    assert held[False] / 400 < 0.6
+        tokens_by_text = texts_that_differ(seed)
+        counts = count_acceptance(np.concatenate(tokens_by_text) - 1, 1)
+        for uses_effective_trials in hits:
+            trials = effective_trials(counts, tokens_by_text) if uses_effective_trials else 0.0
+            acceptance = ChainAcceptance(counts.drafts, counts.accepted, trials)
+            tokens = tokens_by_length(acceptance, 1)
+            half_width = 1.96 * tokens.error[1] * tokens.mean[1]
+            # the survival of the one drafted token is 0.5 on average over texts
+            hits[uses_effective_trials] += abs(counts.survival[0] - 0.5) < half_width
+    assert hits[True] / 400 > 0.92
+    assert hits[False] / 400 < 0.6
 
 
 def test_effective_trials_never_exceed_the_chains():
-    gave = [[1, 2, 1, 2]] * 10
-    assert effective_trials(counted(np.array([each - 1 for text in gave for each in text]), 1), gave) == 40
+    tokens_by_text = [[1, 2, 1, 2]] * 10
+    accepted = np.array([tokens - 1 for steps in tokens_by_text for tokens in steps])
+    assert effective_trials(count_acceptance(accepted, 1), tokens_by_text) == 40
     assert effective_trials(ChainAcceptance(4, (2,)), [[1, 2, 1, 2]]) == 0

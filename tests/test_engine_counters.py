@@ -1,9 +1,10 @@
-"""Counters of vLLM from metrics pages of several versions, and what SGLang's responses and logs say.
+"""Counters of vLLM from metrics pages of several versions, and SGLang's responses and logs.
 
-`data/vllm/counters-*.txt` are what the counters' own class of these vLLM versions (`SpecDecodingProm`, taken from their wheels and run alone with
-prometheus_client) writes after 100 drafts of 3 tokens, of which 60, 24, 10 and 6 had 0, 1, 2 and 3 accepted. `data/vllm/server-0.32.0-*.txt` are
-pages of real servers, without the buckets of histograms: with 4 speculative tokens after two and four requests, without speculation, and with
-speculation and --disable-log-stats.
+`data/vllm/counters-*.txt` are written by the counters' own class of these vLLM versions
+(`SpecDecodingProm`, taken from their wheels and run alone with prometheus_client), after 100 drafts
+of 3 tokens, of which 60, 24, 10 and 6 had 0, 1, 2 and 3 accepted. `data/vllm/server-0.32.0-*.txt`
+are pages of real servers, without the buckets of histograms: with 4 speculative tokens after two
+and four requests, without speculation, and with speculation and --disable-log-stats.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pytest
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.planner.engines import counters, sglang
-from sequoia_plan.planner.engines.chain import tokens
+from sequoia_plan.planner.engines.chain import tokens_by_length
 
 DATA = Path(__file__).parent / "data" / "vllm"
 VERSIONS = sorted(DATA.glob("counters-*.txt"))
@@ -26,8 +27,9 @@ VERSIONS = sorted(DATA.glob("counters-*.txt"))
 @pytest.mark.parametrize("page", VERSIONS, ids=[page.stem for page in VERSIONS])
 def test_every_version_counts_the_same(page):
     after, text = counters.fetch(str(page))
-    found = counters.acceptance(after, None, str(page), text)
-    assert (found.drafts, found.accepted, found.source) == (100, (40, 16, 6), page.name)
+    acceptance = counters.chain_acceptance(after, None, str(page), text)
+    assert (acceptance.drafts, acceptance.accepted) == (100, (40, 16, 6))
+    assert acceptance.source == page.name
 
 
 def test_there_are_several_versions():
@@ -35,73 +37,116 @@ def test_there_are_several_versions():
 
 
 def test_a_real_servers_page():
-    before, after = (counters.fetch(str(DATA / f"server-0.32.0-{when}.txt")) for when in ("before", "after"))
-    whole, part = counters.acceptance(after[0], page=after[1]), counters.acceptance(after[0], before[0])
-    assert 0 < part.drafts < whole.drafts and len(whole.accepted) == 4
-    assert sum(whole.accepted) == after[0]["vllm:spec_decode_num_accepted_tokens"]
-    assert part.accepted[0] == after[0][f"{counters.BY_POSITION}[0]"] - before[0][f"{counters.BY_POSITION}[0]"]
+    before, _ = counters.fetch(str(DATA / "server-0.32.0-before.txt"))
+    after, page = counters.fetch(str(DATA / "server-0.32.0-after.txt"))
+    total = counters.chain_acceptance(after, page=page)
+    since_before = counters.chain_acceptance(after, before)
+    assert 0 < since_before.drafts < total.drafts and len(total.accepted) == 4
+    assert sum(total.accepted) == after["vllm:spec_decode_num_accepted_tokens"]
+    first = f"{counters.ACCEPTED_PER_POSITION}[0]"
+    assert since_before.accepted[0] == after[first] - before[first]
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("plain", "vLLM counts no speculation; start the server with"), ("silent", "holds no metrics of vLLM; start the")]
+    ("name", "message"),
+    [
+        ("plain", "vLLM counts no speculation; start the server with"),
+        ("silent", "holds no metrics of vLLM; start the"),
+    ],
 )
 def test_a_real_server_that_counts_nothing(name, message):
     after, page = counters.fetch(str(DATA / f"server-0.32.0-{name}.txt"))
     with pytest.raises(SequoiaPlanError, match=message):
-        counters.acceptance(after, None, name, page)
+        counters.chain_acceptance(after, None, name, page)
 
 
 def test_drafts_that_are_looked_up_are_not_in_every_step():
-    """Of a server with ngram: of 300 steps 100 drafted, two of three tokens on average."""
+    """A server with ngram: of 300 steps 100 drafted, two of three tokens on average."""
     page = (DATA / "counters-0.27.1.txt").read_text().replace("} 300.0", "} 200.0")
-    page += "vllm:generation_tokens_total 372.0\nvllm:time_to_first_token_seconds_count 10.0\nvllm:time_to_first_token_seconds_sum 99.0\n"
-    found = counters.acceptance(counters.parse(page), None, "p")
-    assert found.share == pytest.approx(1 / 3, abs=1e-4) and found.source == "p; chains of 2.0 tokens on average, 3 at most"
-    mean = tokens(found, 3).mean
+    page += (
+        "vllm:generation_tokens_total 372.0\n"
+        "vllm:time_to_first_token_seconds_count 10.0\n"
+        "vllm:time_to_first_token_seconds_sum 99.0\n"
+    )
+    acceptance = counters.chain_acceptance(counters.parse(page), None, "p")
+    assert acceptance.drafting_share == pytest.approx(1 / 3, abs=1e-4)
+    assert acceptance.source == "p; chains of 2.0 tokens on average, 3 at most"
+    mean = tokens_by_length(acceptance, 3).mean
     assert mean[3] == pytest.approx(1 + 62 / 300, abs=0.005) and mean[0] == 1
 
 
 def test_several_engines_add_up_and_labels_may_hold_anything():
     page = (DATA / "counters-0.27.1.txt").read_text()
-    odd = page.replace('engine="0"', 'engine="1"').replace('model_name="target"', r'model_name="a \"b\", position=\"9\"} 3"')
-    assert counters.acceptance(counters.parse(page + odd)).accepted == (80, 32, 12)
+    odd_name = r'model_name="a \"b\", position=\"9\"} 3"'
+    odd_page = page.replace('engine="0"', 'engine="1"').replace('model_name="target"', odd_name)
+    acceptance = counters.chain_acceptance(counters.parse(page + odd_page))
+    assert acceptance.accepted == (80, 32, 12)
 
 
 @pytest.mark.parametrize(
     ("page", "message"),
     [
-        ("", "p: holds no metrics of vLLM; start the server without --disable-log-stats and read its /metrics page"),
+        (
+            "",
+            "p: holds no metrics of vLLM; start the server without --disable-log-stats "
+            "and read its /metrics page",
+        ),
         ("# HELP python_info x\npython_info 1.0\n", "p: holds no metrics of vLLM"),
-        ("vllm:num_requests_running 0.0\n", "p: vLLM counts no speculation; start the server with --speculative-config"),
+        (
+            "vllm:num_requests_running 0.0\n",
+            "p: vLLM counts no speculation; start the server with --speculative-config",
+        ),
         # the counters of vLLM 0.9's first engine, vllm/engine/metrics.py there
         (
-            "vllm:spec_decode_draft_acceptance_rate 0.4\nvllm:spec_decode_num_accepted_tokens_total 4.0\nvllm:spec_decode_num_emitted_tokens_total 9.0\n",
-            "p: found vllm:spec_decode_draft_acceptance_rate, vllm:spec_decode_num_accepted_tokens, vllm:spec_decode_num_emitted_tokens, expected "
-            "vllm:spec_decode_num_drafts and vllm:spec_decode_num_accepted_tokens_per_pos; this version counts otherwise",
+            "vllm:spec_decode_draft_acceptance_rate 0.4\n"
+            "vllm:spec_decode_num_accepted_tokens_total 4.0\n"
+            "vllm:spec_decode_num_emitted_tokens_total 9.0\n",
+            "p: found vllm:spec_decode_draft_acceptance_rate, "
+            "vllm:spec_decode_num_accepted_tokens, vllm:spec_decode_num_emitted_tokens, expected "
+            "vllm:spec_decode_num_drafts and vllm:spec_decode_num_accepted_tokens_per_pos; "
+            "this version counts otherwise",
         ),
-        ("COUNTERS 100.0=0.0 40.0=0.0 16.0=0.0 6.0=0.0 62.0=0.0", "p: no drafts were counted; send the server requests"),
-        ('COUNTERS position="1"=position="7"', r"p: vllm:spec_decode_num_accepted_tokens_per_pos has the positions [0, 2, 7], expected 0 to 2; read the whole"),
-        ("COUNTERS 62.0=99.0", "adds up to 62, vllm:spec_decode_num_accepted_tokens is 99; this version counts otherwise"),
-        ("COUNTERS 16.0=41.0 62.0=87.0", "p: acceptance.accepted: found 41 after 40, expected no more at a later position"),
+        (
+            "COUNTERS 100.0=0.0 40.0=0.0 16.0=0.0 6.0=0.0 62.0=0.0",
+            "p: no drafts were counted; send the server requests",
+        ),
+        (
+            'COUNTERS position="1"=position="7"',
+            "p: vllm:spec_decode_num_accepted_tokens_per_pos has the positions [0, 2, 7], "
+            "expected 0 to 2; read the whole",
+        ),
+        (
+            "COUNTERS 62.0=99.0",
+            "adds up to 62, vllm:spec_decode_num_accepted_tokens is 99; "
+            "this version counts otherwise",
+        ),
+        (
+            "COUNTERS 16.0=41.0 62.0=87.0",
+            "p: acceptance.accepted: found 41 after 40, expected no more at a later position",
+        ),
     ],
 )
 def test_pages_that_tell_nothing(page, message):
     if page.startswith("COUNTERS"):
         words, page = page.split()[1:], (DATA / "counters-0.27.1.txt").read_text()
         for word in words:
-            old, _, new = word.rpartition("=") if "position" not in word else ('position="1"', "", 'position="7"')
+            if "position" in word:
+                old, new = 'position="1"', 'position="7"'
+            else:
+                old, new = word.split("=")
             assert old in page
             page = page.replace(old, new)
     with pytest.raises(SequoiaPlanError) as caught:
-        counters.acceptance(counters.parse(page), None, "p", page)
+        counters.chain_acceptance(counters.parse(page), None, "p", page)
     assert message in str(caught.value)
 
 
 def test_a_server_that_was_started_anew():
     after = counters.parse((DATA / "counters-0.27.1.txt").read_text())
     before = {name: value + 1 for name, value in after.items()}
-    with pytest.raises(SequoiaPlanError, match="m: the counters are lower than before; the server was started anew"):
-        counters.acceptance(after, before, "m")
+    message = "m: the counters are lower than before; the server was started anew"
+    with pytest.raises(SequoiaPlanError, match=message):
+        counters.chain_acceptance(after, before, "m")
 
 
 @pytest.fixture
@@ -126,24 +171,42 @@ def server():
 @pytest.mark.parametrize("path", ["", "/", "/metrics"])
 def test_a_server_is_read_by_its_address(server, path):
     after, page = counters.fetch(server + path)
-    assert counters.acceptance(after, None, server, page).drafts == 100
+    assert counters.chain_acceptance(after, None, server, page).drafts == 100
 
 
-def test_a_server_that_cannot_be_read(server):
-    with pytest.raises(SequoiaPlanError, match=r"/v1: .*/v1/metrics cannot be read \(Not Found\); name a running vLLM server"):
-        counters.fetch(f"{server}/v1")
-    with pytest.raises(SequoiaPlanError, match=r"127.0.0.1:9/metrics cannot be read \(.*refused\)"):
-        counters.fetch("http://127.0.0.1:9")
-    with pytest.raises(SequoiaPlanError, match=r"none.txt: cannot be read \(No such file or directory\); expected a metrics page of vLLM"):
-        counters.fetch("none.txt")
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        (
+            "SERVER/v1",
+            r"/v1: .*/v1/metrics cannot be read \(Not Found\); name a running vLLM server",
+        ),
+        ("http://127.0.0.1:9", r"127.0.0.1:9/metrics cannot be read \(.*refused\)"),
+        (
+            "none.txt",
+            r"none.txt: cannot be read \(No such file or directory\); "
+            "expected a metrics page of vLLM",
+        ),
+    ],
+)
+def test_a_page_that_cannot_be_read(server, address, message):
+    with pytest.raises(SequoiaPlanError, match=message):
+        counters.fetch(address.replace("SERVER", server))
 
 
-# SGLang: nothing of it was run. The fields are those of its `tokenizer_manager.py`, the lines those that its `metrics_reporter.py` writes.
+# No SGLang is run. The fields are those of its `tokenizer_manager.py`, and the lines are those that
+# its `metrics_reporter.py` writes.
 
 
 def response(histogram, name="spec_correct_drafts_histogram"):
     steps, drafts = sum(histogram), sum(n * count for n, count in enumerate(histogram))
-    meta = {"id": "a", "prompt_tokens": 9, "completion_tokens": steps + drafts, "spec_verify_ct": steps, "spec_accept_length": (steps + drafts) / steps}
+    meta = {
+        "id": "a",
+        "prompt_tokens": 9,
+        "completion_tokens": steps + drafts,
+        "spec_verify_ct": steps,
+        "spec_accept_length": (steps + drafts) / steps,
+    }
     return {"text": "...", "meta_info": {**meta, name: histogram}}
 
 
@@ -159,8 +222,9 @@ def test_responses_add_up(tmp_path, layout):
         file.write_text(json.dumps({"choices": responses}, indent=1))
     else:
         file.write_text(json.dumps({"choices": [responses[0]]}, indent=1))
-    found = sglang.read_responses(str(file))
-    assert (found.drafts, found.accepted) == ((100, (40, 16, 6)) if layout == "one" else (140, (50, 16, 6)))
+    acceptance = sglang.read_responses(str(file))
+    expected = (100, (40, 16, 6)) if layout == "one" else (140, (50, 16, 6))
+    assert (acceptance.drafts, acceptance.accepted) == expected
 
 
 @pytest.mark.parametrize(
@@ -169,10 +233,17 @@ def test_responses_add_up(tmp_path, layout):
         ("no", "r.json: not JSON; expected responses of SGLang"),
         (
             '{"text": "a", "meta_info": {"completion_tokens": 4}}',
-            "r.json: no response has meta_info.spec_correct_drafts_histogram; ask a server that runs with",
+            "r.json: no response has meta_info.spec_correct_drafts_histogram; "
+            "ask a server that runs with",
         ),
-        ('{"meta_info": {"spec_correct_drafts_histogram": [3, "x"]}}', "r.json: found the histogram [3, 'x'], expected a list of counts"),
-        ('{"meta_info": {"spec_correct_drafts_histogram": [7]}}', "r.json: no drafted token was accepted in 7 steps"),
+        (
+            '{"meta_info": {"spec_correct_drafts_histogram": [3, "x"]}}',
+            "r.json: found the histogram [3, 'x'], expected a list of counts",
+        ),
+        (
+            '{"meta_info": {"spec_correct_drafts_histogram": [7]}}',
+            "r.json: no drafted token was accepted in 7 steps",
+        ),
     ],
 )
 def test_responses_that_tell_nothing(tmp_path, text, message):
@@ -182,34 +253,68 @@ def test_responses_that_tell_nothing(tmp_path, text, message):
     assert message in str(caught.value)
 
 
-ARGS = "[2026-11-02 05:49:01] server_args=ServerArgs(model_path='m', speculative_num_steps={}, speculative_eagle_topk={}, tp_size=1)\n"
+SERVER_ARGS = (
+    "[2026-11-02 05:49:01] server_args=ServerArgs(model_path='m', speculative_num_steps={}, "
+    "speculative_eagle_topk={}, tp_size=1)\n"
+)
 
 
-def line(batch, throughput, accepted=None):
-    more = f"accept len: {accepted:.2f}, accept rate: 0.42, " if accepted else ""
-    return f"[2026-11-02 05:49:05] Decode batch. #running-req: {batch}, #token: 541, token usage: 0.03, {more}cuda graph: True, gen throughput (token/s): {throughput}, #queue-req: 0, \n"  # noqa: E501
+def decode_line(batch, throughput, accept_length=None):
+    acceptance = ""
+    if accept_length:
+        acceptance = f"accept len: {accept_length:.2f}, accept rate: 0.42, "
+    return (
+        f"[2026-11-02 05:49:05] Decode batch. #running-req: {batch}, #token: 541, "
+        f"token usage: 0.03, {acceptance}cuda graph: True, "
+        f"gen throughput (token/s): {throughput}, #queue-req: 0, \n"
+    )
 
 
 def test_a_log_gives_step_times(tmp_path):
-    log = tmp_path / "s.log"
-    log.write_text(ARGS.format(3, 1) + line(1, 3.1, 1.9) + line(1, 40.0, 2.0) + line(4, 9.9, 1.5) + line(4, 120.0, 1.5) + line(4, 125.0, 1.5) + "INFO: x\n")
-    length, steps, means = sglang.read_log(str(log))
-    assert length == 3 and means == {1: 2.0, 4: 1.5}
-    assert [(step.batch, step.speculative_tokens, step.steps) for step in steps] == [(1, 3, 40), (4, 3, 80)]  # the first line after a change is a mix
-    assert steps[0].seconds == pytest.approx(1 * 2.0 / 40) and steps[1].seconds == pytest.approx((4 * 1.5 / 120 + 4 * 1.5 / 125) / 2)
-    log.write_text(ARGS.format("None", "None") + line(2, 30.0) * 3)
-    assert sglang.read_log(str(log))[:2] == (0, (pytest.approx(sglang.read_log(str(log))[1][0]),))
-    assert sglang.read_log(str(log))[1][0].seconds == pytest.approx(2 / 30)
+    path = tmp_path / "s.log"
+    lines = [
+        decode_line(1, 3.1, 1.9),
+        decode_line(1, 40.0, 2.0),
+        decode_line(4, 9.9, 1.5),
+        decode_line(4, 120.0, 1.5),
+        decode_line(4, 125.0, 1.5),
+    ]
+    path.write_text(SERVER_ARGS.format(3, 1) + "".join(lines) + "INFO: x\n")
+    log = sglang.read_log(str(path))
+    assert log.speculative_tokens == 3 and log.accept_lengths == {1: 2.0, 4: 1.5}
+    first, second = log.steps
+    # the first line after a change of the number of requests is a mix
+    assert (first.batch, first.speculative_tokens, first.steps) == (1, 3, 40)
+    assert (second.batch, second.speculative_tokens, second.steps) == (4, 3, 80)
+    assert first.seconds == pytest.approx(1 * 2.0 / 40)
+    assert second.seconds == pytest.approx((4 * 1.5 / 120 + 4 * 1.5 / 125) / 2)
+    path.write_text(SERVER_ARGS.format("None", "None") + decode_line(2, 30.0) * 3)
+    log = sglang.read_log(str(path))
+    assert log.speculative_tokens == 0
+    (step,) = log.steps
+    assert step.seconds == pytest.approx(2 / 30)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("nothing\n", "no line 'Decode batch ... gen throughput (token/s)'"),
-        (line(1, 4.0, 2.0) * 2, "does not say speculative_num_steps; expected a log from the server's start on"),
-        (ARGS.format(3, 4) + line(1, 4.0, 2.0) * 2, "ran with --speculative-eagle-topk 4, a tree; expected 1, a chain"),
-        (ARGS.format(3, 1) + line(1, 4.0) * 2, "ran with 3 speculative tokens, but no line has 'accept len'"),
-        (ARGS.format(3, 1) + line(1, 4.0, 2.0) + line(2, 4.0, 2.0), "no two 'Decode batch' lines in a row with the same #running-req"),
+        (
+            decode_line(1, 4.0, 2.0) * 2,
+            "does not say speculative_num_steps; expected a log from the server's start on",
+        ),
+        (
+            SERVER_ARGS.format(3, 4) + decode_line(1, 4.0, 2.0) * 2,
+            "ran with --speculative-eagle-topk 4, a tree; expected 1, a chain",
+        ),
+        (
+            SERVER_ARGS.format(3, 1) + decode_line(1, 4.0) * 2,
+            "ran with 3 speculative tokens, but no line has 'accept len'",
+        ),
+        (
+            SERVER_ARGS.format(3, 1) + decode_line(1, 4.0, 2.0) + decode_line(2, 4.0, 2.0),
+            "no two 'Decode batch' lines in a row with the same #running-req",
+        ),
     ],
 )
 def test_logs_that_tell_nothing(tmp_path, text, message):
@@ -220,8 +325,8 @@ def test_logs_that_tell_nothing(tmp_path, text, message):
 
 
 def test_one_rate_for_all_positions():
-    found = sglang.of_mean(1 + 0.6 + 0.36 + 0.216, 3, 1000)
-    assert found.survival == pytest.approx((0.6, 0.36, 0.216), abs=1e-3)
+    acceptance = sglang.acceptance_from_mean(1 + 0.6 + 0.36 + 0.216, 3, 1000)
+    assert acceptance.survival == pytest.approx((0.6, 0.36, 0.216), abs=1e-3)
     for wrong in (1.0, 4.0, 0.5):
         with pytest.raises(SequoiaPlanError, match="expected more than 1 and less than 4"):
-            sglang.of_mean(wrong, 3, 1000)
+            sglang.acceptance_from_mean(wrong, 3, 1000)

@@ -1,4 +1,4 @@
-"""The engine's process: it answers, its errors are one line, and neither it nor what it started outlives this program."""
+"""The engine's process: its answers, its errors in one line, and its end with this program."""
 
 from __future__ import annotations
 
@@ -12,98 +12,125 @@ from pathlib import Path
 import pytest
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.planner.engines.process import Engine
+from sequoia_plan.planner.engines.process import EngineProcess
 
 STAND_IN = {"PYTHONPATH": str(Path(__file__).parent / "stand_in")}
 
 
-def session(pid):
+def session_pids(pid):
     """The processes of a session."""
-    listed = subprocess.run(["ps", "-o", "pid=", "-s", str(pid)], capture_output=True, text=True, check=False).stdout
-    return [int(each) for each in listed.split()]
+    command = ["ps", "-o", "pid=", "-s", str(pid)]
+    listing = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return [int(line) for line in listing.split()]
 
 
-def gone(pid, within=20.0):
-    """Is the session empty, now or soon?"""
-    until = time.monotonic() + within
-    while session(pid) and time.monotonic() < until:
+def has_ended(pid, timeout=20.0):
+    """True if the session is empty, now or within the timeout."""
+    deadline = time.monotonic() + timeout
+    while session_pids(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return not session(pid)
+    return not session_pids(pid)
 
 
-def started(model="works", length=3):
-    engine = Engine(sys.executable, environment=STAND_IN)
+def start_engine(model="works", length=3):
+    engine = EngineProcess(sys.executable, environment=STAND_IN)
     speculative = {"num_speculative_tokens": length} if length else None
     engine.send("start", model=model, speculative=speculative, options={"max_num_seqs": 4})
     return engine
 
 
 def test_it_answers_and_ends():
-    with started() as engine:
-        facts = engine.receive("starting")
-        assert (facts["version"], facts["device"], facts["schedule"]) == ("0.0.stand-in", "cpu", True)
-        assert engine.ask("reading", "encode", prompts=["ab", [{"role": "user", "content": "abc"}]])["lengths"] == [2, 3]
-        assert len(session(engine.process.pid)) == 3  # the one that watches, the engine, and its own child
-    assert gone(engine.process.pid)
+    with start_engine() as engine:
+        info = engine.receive("starting")
+        assert (info["version"], info["device"]) == ("0.0.stand-in", "cpu")
+        assert info["accepts_schedule"] is True
+        prompts = ["ab", [{"role": "user", "content": "abc"}]]
+        assert engine.ask("reading", "encode", prompts=prompts)["lengths"] == [2, 3]
+        # the process that watches, the engine, and the engine's own child
+        assert len(session_pids(engine.process.pid)) == 3
+    assert has_ended(engine.process.pid)
 
 
 def test_a_run_counts_only_full_steps():
-    with started() as engine:
+    with start_engine() as engine:
         engine.receive("starting")
         engine.ask("reading", "encode", prompts=["a", "b", "c"])
         run = engine.ask("running", "run", batch=2, prompts=[0, 1, 2, 0], tokens=20)
-    steps = [step for prompt in run["gave"] for step in prompt]
-    assert sum(steps) + 4 == run["whole"][1]  # each of the four requests' first token is apart
-    assert 3 * 20 < run["whole"][1] < 4 * 20  # the last request is ended when it is alone
-    assert len(run["seconds"]) == len(run["tokens"]) and min(run["seconds"]) > 0
-    assert all(2 <= each <= 8 for each in run["tokens"])  # both requests, one to four tokens each
-    grown = {name: run["after"][name] - run["before"][name] for name in run["after"]}
-    assert grown["vllm:spec_decode_num_drafts"] == len(steps)
-    assert grown["vllm:spec_decode_num_accepted_tokens"] >= sum(steps) - len(steps)  # the last step of a text may be cut
-    assert grown["vllm:spec_decode_num_accepted_tokens_per_pos[0]"] > grown["vllm:spec_decode_num_accepted_tokens_per_pos[2]"] > 0
+    steps = [step for steps in run["tokens_by_prompt"] for step in steps]
+    # the first token of each of the four requests is not in the steps
+    assert sum(steps) + 4 == run["total_tokens"]
+    # the run ends when the last request is alone
+    assert 3 * 20 < run["total_tokens"] < 4 * 20
+    assert len(run["step_seconds"]) == len(run["step_tokens"]) and min(run["step_seconds"]) > 0
+    # two requests, one to four tokens each
+    assert all(2 <= tokens <= 8 for tokens in run["step_tokens"])
+    before, after = run["counters_before"], run["counters_after"]
+    increase = {name: after[name] - before[name] for name in after}
+    prefix = "vllm:spec_decode_num"
+    assert increase[f"{prefix}_drafts"] == len(steps)
+    # the last step of a text may accept more tokens than it yields
+    assert increase[f"{prefix}_accepted_tokens"] >= sum(steps) - len(steps)
+    per_position = f"{prefix}_accepted_tokens_per_pos"
+    assert increase[f"{per_position}[0]"] > increase[f"{per_position}[2]"] > 0
 
 
 def test_an_error_of_the_engine_is_one_line():
-    with started("wrong vocabulary") as engine, pytest.raises(SequoiaPlanError) as caught:
+    with start_engine("wrong vocabulary") as engine, pytest.raises(SequoiaPlanError) as caught:
         engine.receive("starting with 3 speculative tokens")
-    said = "ValidationError: Value error, Target and draft model should have the same vocabulary size; use a draft that shares the target's tokenizer"
-    assert str(caught.value) == f"the engine failed while starting with 3 speculative tokens: {said}"
-    assert gone(engine.process.pid)
+    cause = (
+        "ValidationError: Value error, Target and draft model should have the same vocabulary "
+        "size; use a draft that shares the target's tokenizer"
+    )
+    activity = "starting with 3 speculative tokens"
+    assert str(caught.value) == f"the engine failed while {activity}: {cause}"
+    assert has_ended(engine.process.pid)
 
 
 def test_an_engine_that_dies_is_one_line_and_its_child_dies_with_it():
-    with started("dies") as engine:
+    with start_engine("dies") as engine:
         engine.receive("starting")
         engine.ask("reading", "encode", prompts=["a"])
-        with pytest.raises(SequoiaPlanError, match=r"the engine died by signal SIGSEGV while running: "):
+        message = r"the engine died by signal SIGSEGV while running: "
+        with pytest.raises(SequoiaPlanError, match=message):
             engine.ask("running", "run", batch=1, prompts=[0], tokens=4)
-        assert gone(engine.process.pid)  # before we close it
+        assert has_ended(engine.process.pid)  # before this program closes it
 
 
 def test_a_python_that_cannot_be_run():
-    with pytest.raises(SequoiaPlanError, match=r"--python /none/python: cannot be run \(No such file or directory\); give the Python that has the engine"):
-        Engine("/none/python")
+    message = (
+        r"--python /none/python: cannot be run \(No such file or directory\); "
+        "give the Python that has the engine"
+    )
+    with pytest.raises(SequoiaPlanError, match=message):
+        EngineProcess("/none/python")
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_the_engine_never_outlives_the_program(how):
-    """Whatever ends it: the engine and its child are gone, also while the engine works."""
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_the_engine_never_outlives_the_program(signal_number):
+    """Whatever ends the program, the engine and its child end, also while the engine works."""
     script = (
         "import signal, sys, time; sys.path.insert(0, 'tests')\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it, and so would this one
-        "from test_engine_process import started\n"
-        "engine = started(); engine.receive('starting'); print(engine.process.pid, flush=True); engine.send('encode', prompts=['a'])\n"
+        # a shell's background jobs ignore SIGINT, and so would this program
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from test_engine_process import start_engine\n"
+        "engine = start_engine(); engine.receive('starting')\n"
+        "print(engine.process.pid, flush=True); engine.send('encode', prompts=['a'])\n"
         "engine.send('run', batch=1, prompts=[0], tokens=10**6); time.sleep(600)\n"
     )
-    program = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent)
+    program = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+    )
     pid = int(program.stdout.readline())
     try:
-        assert len(session(pid)) == 3
-        os.kill(program.pid, how)
+        assert len(session_pids(pid)) == 3
+        os.kill(program.pid, signal_number)
         program.wait()
-        assert gone(pid)
+        assert has_ended(pid)
     finally:
         program.kill()
         program.stdout.close()
-        for each in session(pid):
-            os.kill(each, signal.SIGKILL)
+        for session_pid in session_pids(pid):
+            os.kill(session_pid, signal.SIGKILL)

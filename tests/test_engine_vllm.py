@@ -1,4 +1,8 @@
-"""A plan with a real vLLM. `make engines` sets it up and runs this; without SEQUOIA_PLAN_VLLM, the Python that has it, all is skipped."""
+"""A plan with a real vLLM.
+
+`make engines` sets vLLM up and runs this. All tests are skipped without SEQUOIA_PLAN_VLLM, the
+Python that has vLLM.
+"""
 
 from __future__ import annotations
 
@@ -17,126 +21,210 @@ from click.testing import CliRunner
 from sequoia_plan.artifacts.engine_plan import EnginePlan
 from sequoia_plan.planner.cli import main
 from sequoia_plan.planner.engines import vllm
-from sequoia_plan.planner.engines.process import Engine
+from sequoia_plan.planner.engines.process import EngineProcess
 
 PYTHON = os.environ.get("SEQUOIA_PLAN_VLLM", "")
-pytestmark = pytest.mark.skipif(not PYTHON, reason="needs a real vLLM: run make engines, or set SEQUOIA_PLAN_VLLM to the Python that has one")
+pytestmark = pytest.mark.skipif(
+    not PYTHON,
+    reason="needs a real vLLM: run make engines, "
+    "or set SEQUOIA_PLAN_VLLM to the Python that has one",
+)
 
-CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
-OPTIONS = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_batched_tokens": 512}
-PROMPTS = ["Why is the sky blue?", "Name three birds.", "What is two plus two?", "Write a haiku about rain.", "Who wrote Hamlet?", "What is a prime number?"]
+CPU_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+}
+OPTIONS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 512,
+    "max_num_batched_tokens": 512,
+}
+PROMPTS = [
+    "Why is the sky blue?",
+    "Name three birds.",
+    "What is two plus two?",
+    "Write a haiku about rain.",
+    "Who wrote Hamlet?",
+    "What is a prime number?",
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def environment():
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in CPU.items():
+        for name, value in CPU_ENVIRONMENT.items():
             patch.setenv(name, value)
         yield
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """The embedded target and language model as vLLM loads them."""
+def folder(tmp_path_factory):
+    """A folder with the embedded target and language model as vLLM loads them."""
     folder = tmp_path_factory.mktemp("models")
-    for model, words in (("target", ["--model", "target"]), ("draft", ["--draft", "smollm2-135m-draft"])):
-        result = CliRunner().invoke(main, ["export", "--format", "hf", *words, "-o", str(folder / model)])
+    models = {"target": ["--model", "target"], "draft": ["--draft", "smollm2-135m-draft"]}
+    for name, words in models.items():
+        command = ["export", "--format", "hf", *words, "-o", str(folder / name)]
+        result = CliRunner().invoke(main, command)
         assert result.exit_code == 0, result.output
     return folder
 
 
 @pytest.fixture(scope="module")
-def made(folders):
-    """A plan of few steps, verified."""
-    (folders / "prompts.txt").write_text("\n\n".join(each for each in PROMPTS for _ in range(2)))
-    words = ["--target", str(folders / "target"), "--draft", str(folders / "draft"), "--python", PYTHON, "--engine-args", json.dumps(OPTIONS)]
-    words += ["--batch", "1,3", "--most", "3", "--prompts", str(folders / "prompts.txt"), "--tokens", "24", "--together", "2", "--verify"]
-    result = CliRunner().invoke(main, ["engine", "vllm", *words, "-o", str(folders / "plan.yaml"), "--report", str(folders / "page.html")])
+def measured_plan(folder):
+    """A plan of few steps, verified, and the output of the command."""
+    (folder / "prompts.txt").write_text("\n\n".join(text for text in PROMPTS for _ in range(2)))
+    words = [
+        *("--target", str(folder / "target")),
+        *("--draft", str(folder / "draft")),
+        *("--python", PYTHON),
+        *("--engine-args", json.dumps(OPTIONS)),
+        *("--batch", "1,3"),
+        *("--most", "3"),
+        *("--prompts", str(folder / "prompts.txt")),
+        *("--tokens", "24"),
+        *("--together", "2"),
+        "--verify",
+        *("-o", str(folder / "plan.yaml")),
+        *("--report", str(folder / "page.html")),
+    ]
+    result = CliRunner().invoke(main, ["engine", "vllm", *words])
     assert result.exit_code == 0, result.output
-    return EnginePlan.load(folders / "plan.yaml"), result.stdout
+    return EnginePlan.load(folder / "plan.yaml"), result.stdout
 
 
-def session(pid):
-    return subprocess.run(["ps", "-o", "stat=", "-s", str(pid)], capture_output=True, text=True, check=False).stdout.split()
+def session_states(pid):
+    """The states of the processes of a session."""
+    command = ["ps", "-o", "stat=", "-s", str(pid)]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
 
 
-def gone(pid):
-    """Does no process of the session run any more, now or soon?"""
-    until = time.monotonic() + 30
-    while any(not state.startswith("Z") for state in session(pid)) and time.monotonic() < until:
+def is_session_dead(pid):
+    return all(state.startswith("Z") for state in session_states(pid))
+
+
+def has_ended(pid):
+    """True if no process of the session runs, now or within the timeout."""
+    deadline = time.monotonic() + 30
+    while not is_session_dead(pid) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return all(state.startswith("Z") for state in session(pid))
+    return is_session_dead(pid)
 
 
-def test_the_plan(made):
-    plan, said = made
-    assert plan.version and 0.1 < plan.acceptance.survival[0] < 0.9 and len(plan.acceptance.accepted) == 3
+def test_the_plan(measured_plan):
+    plan, output = measured_plan
+    assert plan.version and 0.1 < plan.acceptance.survival[0] < 0.9
+    assert len(plan.acceptance.accepted) == 3
     for batch in (1, 3):
-        assert [cell.speculative_tokens for cell in plan.at(batch)] == [0, 1, 2, 3]
-        assert plan.best(batch).timed and plan.best(batch).measured and plan.at(batch)[0].measured.tokens_per_step == 1
-        for cell in plan.at(batch)[1:]:
-            assert cell.measured is None or 1 < cell.measured.tokens_per_step < cell.speculative_tokens + 1
-    assert all(line in said for line in plan.lines)
+        plain, *speculative = cells = plan.cells_at(batch)
+        assert [cell.speculative_tokens for cell in cells] == [0, 1, 2, 3]
+        best = plan.best_cell(batch)
+        assert best.is_timed and best.measured and plain.measured.tokens_per_step == 1
+        for cell in speculative:
+            max_tokens = cell.speculative_tokens + 1
+            assert cell.measured is None or 1 < cell.measured.tokens_per_step < max_tokens
+    assert all(line in output for line in plan.lines)
 
 
-def test_vllm_takes_the_schedule(made):
-    """Its own reader of schedules makes of ours what the plan says for each batch size."""
-    speculative, ranges = vllm.config("draft_model", "d", {}), made[0].schedule
-    ranges = ranges if len(ranges) > 1 else (vllm.Range(1, 2, 2), vllm.Range(3, 3, 0))
-    found = json.loads(shlex.split(vllm.lines(speculative, ranges, True)[-1])[1])
-    script = "import json, sys; from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup as build; "
-    script += "print(json.dumps(build(json.loads(sys.argv[1]), 5, int(sys.argv[2]))))"
-    run = subprocess.run(
-        [PYTHON, "-c", script, json.dumps(found[vllm.SCHEDULE]), str(found["num_speculative_tokens"])], capture_output=True, text=True, check=True
+def test_vllm_takes_the_schedule(measured_plan):
+    """vLLM's own reader of schedules finds the plan's best number for each batch size."""
+    speculative = vllm.speculative_config("draft_model", "d", {})
+    schedule = measured_plan[0].schedule
+    if len(schedule) == 1:
+        schedule = (vllm.ScheduleEntry(1, 2, 2), vllm.ScheduleEntry(3, 3, 0))
+    options = vllm.launch_options(speculative, schedule, accepts_schedule=True)
+    config = json.loads(shlex.split(options[-1])[1])
+    script = (
+        "import json, sys; from vllm.v1.spec_decode.dynamic.utils "
+        "import build_dynamic_sd_schedule_lookup as build; "
+        "print(json.dumps(build(json.loads(sys.argv[1]), 5, int(sys.argv[2]))))"
     )
-    expected = [each.speculative_tokens for each in ranges for _ in range(each.first, each.last + 1)]
-    assert json.loads(run.stdout.splitlines()[-1])[1:] == expected + [expected[-1]] * (5 - len(expected))
+    arguments = [json.dumps(config[vllm.SCHEDULE_KEY]), str(config["num_speculative_tokens"])]
+    run = subprocess.run(
+        [PYTHON, "-c", script, *arguments], capture_output=True, text=True, check=True
+    )
+    expected = [
+        entry.speculative_tokens for entry in schedule for _ in range(entry.first, entry.last + 1)
+    ]
+    expected += [expected[-1]] * (5 - len(expected))
+    assert json.loads(run.stdout.splitlines()[-1])[1:] == expected
 
 
-def test_counters_agree_with_the_tokens(folders):
-    """What vLLM counts and what it yields: a text's last step may accept more than the text has room for, and no other."""
-    with Engine(PYTHON) as engine:
-        speculative = vllm.config("draft_model", str(folders / "draft"), {"num_speculative_tokens": 2})
-        engine.ask("starting", "start", model=str(folders / "target"), speculative=speculative, options={**OPTIONS, "max_num_seqs": 3})
+def test_counters_agree_with_the_tokens(folder):
+    """vLLM counts what it yields, except in a text's last step.
+
+    That step may accept more tokens than the text has room for.
+    """
+    with EngineProcess(PYTHON) as engine:
+        speculative = vllm.speculative_config(
+            "draft_model", str(folder / "draft"), {"num_speculative_tokens": 2}
+        )
+        engine.ask(
+            "starting",
+            "start",
+            model=str(folder / "target"),
+            speculative=speculative,
+            options={**OPTIONS, "max_num_seqs": 3},
+        )
         engine.ask("reading", "encode", prompts=PROMPTS)
         run = engine.ask("running", "run", batch=3, prompts=list(range(6)), tokens=24, drain=True)
-        gave = [step for text in run["gave"] for step in text]
-        grown = {name: value - run["before"].get(name, 0) for name, value in run["after"].items()}
-        assert grown["vllm:spec_decode_num_drafts"] == len(gave)
-        lost = grown["vllm:spec_decode_num_accepted_tokens"] - (sum(gave) - len(gave))
-        assert 0 <= lost <= 2 * 6 and max(gave) == 3
+        steps = [step for steps in run["tokens_by_prompt"] for step in steps]
+        before, after = run["counters_before"], run["counters_after"]
+        increase = {name: value - before.get(name, 0) for name, value in after.items()}
+        assert increase["vllm:spec_decode_num_drafts"] == len(steps)
+        accepted = increase["vllm:spec_decode_num_accepted_tokens"]
+        lost = accepted - (sum(steps) - len(steps))
+        assert 0 <= lost <= 2 * 6 and max(steps) == 3
 
 
-def test_a_draft_of_another_vocabulary_is_one_line(folders):
+def test_a_draft_of_another_vocabulary_is_one_line(folder):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1, vocab_size=8192)
-    LlamaForCausalLM(config).save_pretrained(folders / "other")
-    words = ["--target", str(folders / "target"), "--draft", str(folders / "other"), "--python", PYTHON, "--engine-args", json.dumps(OPTIONS), "--batch", "1"]
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        vocab_size=8192,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "other")
+    words = [
+        *("--target", str(folder / "target")),
+        *("--draft", str(folder / "other")),
+        *("--python", PYTHON),
+        *("--engine-args", json.dumps(OPTIONS)),
+        *("--batch", "1"),
+    ]
     result = CliRunner().invoke(main, ["engine", "vllm", *words])
     assert result.exit_code == 1 and "Traceback" not in result.output
-    said = result.stderr.strip().splitlines()[-1]
-    assert "same vocabulary" in said and said.endswith("; use a draft that shares the target's tokenizer")
+    message = result.stderr.strip().splitlines()[-1]
+    assert "same vocabulary" in message
+    assert message.endswith("; use a draft that shares the target's tokenizer")
 
 
-def test_nothing_of_vllm_outlives_a_killed_program(folders):
+def test_nothing_of_vllm_outlives_a_killed_program(folder):
     script = (
-        "import sys, time; from sequoia_plan.planner.engines.process import Engine\n"
-        f"engine = Engine({PYTHON!r}); print(engine.process.pid, flush=True)\n"
-        f"print(engine.ask('starting', 'start', model={str(folders / 'target')!r}, speculative=None, options={OPTIONS!r}), flush=True); time.sleep(600)\n"
+        "import sys, time; from sequoia_plan.planner.engines.process import EngineProcess\n"
+        f"engine = EngineProcess({PYTHON!r}); print(engine.process.pid, flush=True)\n"
+        f"info = engine.ask('starting', 'start', model={str(folder / 'target')!r}, "
+        f"speculative=None, options={OPTIONS!r})\n"
+        "print(info, flush=True); time.sleep(600)\n"
     )
     program = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     pid = int(program.stdout.readline())
     try:
         assert "version" in program.stdout.readline()
-        assert len(session(pid)) >= 3  # the one that watches, the engine, and vLLM's own
+        # the process that watches, the engine, and vLLM's own
+        assert len(session_states(pid)) >= 3
         os.kill(program.pid, signal.SIGKILL)
         program.wait()
-        assert gone(pid)
+        assert has_ended(pid)
     finally:
         program.kill()
         program.stdout.close()
 
 
-def test_the_page(made, folders):
-    assert (folders / "page.html").read_text().count("<svg") == 2 and Path(folders / "plan.yaml").exists()
+def test_the_page(measured_plan, folder):
+    assert (folder / "page.html").read_text().count("<svg") == 2
+    assert Path(folder / "plan.yaml").exists()

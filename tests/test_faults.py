@@ -1,4 +1,4 @@
-"""What goes wrong while decoding is said, and leaves the decoder usable."""
+"""A fault while decoding is reported, and leaves the decoder usable."""
 
 from __future__ import annotations
 
@@ -30,24 +30,40 @@ def pair(context=64, seed=2):
     return target, draft
 
 
-FILTERS = [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}, {"top_p": 0.5, "top_k": 5, "min_p": 0.01, "draft_temperature": 2.0}]
-SAMPLINGS = [Sampling(), *(Sampling(1.0, verifier=name, **settings) for name in VERIFIERS for settings in FILTERS)]
+FILTERS = [
+    {},
+    {"top_p": 0.9},
+    {"top_k": 3},
+    {"min_p": 0.1},
+    {"top_p": 0.5, "top_k": 5, "min_p": 0.01, "draft_temperature": 2.0},
+]
+SAMPLINGS = [Sampling()]
+SAMPLINGS += [Sampling(1.0, verifier=name, **filters) for name in VERIFIERS for filters in FILTERS]
+
+
+def name_of(sampling):
+    settings = (sampling.temperature, sampling.verifier)
+    settings += (sampling.top_p, sampling.top_k, sampling.min_p)
+    return "-".join(map(str, settings))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("role", ["target", "draft"])
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda each: f"{each.temperature}-{each.verifier}-{each.top_p}-{each.top_k}-{each.min_p}")
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=name_of)
 def test_logits_that_are_not_finite_are_reported_with_their_place(role, sampling, value):
     target, draft = pair()
     decoder = SequoiaDecoder(target, draft, TREE)
-    before = decoder.generate(PROMPT, 12, sampling=sampling, seed=5).sequences
+    expected = decoder.generate(PROMPT, 12, sampling=sampling, seed=5).sequences
     broken = {"target": target, "draft": draft}[role]
     healthy = broken.by_position.clone()
-    broken.by_position[0, slice(None) if value < 0 else 4] = value  # -inf for some tokens is no fault
-    with pytest.raises(SequoiaPlanError, match=rf"{role}: logits that are not finite after token \d+; .*bfloat16 and float32 do not"):
+    tokens = slice(None) if value < 0 else 4  # -inf for some tokens is no fault
+    broken.by_position[0, tokens] = value
+    message = rf"{role}: logits that are not finite after token \d+; .*bfloat16 and float32 do not"
+    with pytest.raises(SequoiaPlanError, match=message):
         decoder.generate(PROMPT, 12, sampling=sampling, seed=5)
     broken.by_position.copy_(healthy)
-    assert torch.equal(decoder.generate(PROMPT, 12, sampling=sampling, seed=5).sequences, before)
+    sequences = decoder.generate(PROMPT, 12, sampling=sampling, seed=5).sequences
+    assert torch.equal(sequences, expected)
 
 
 def test_a_model_that_is_broken_from_the_start_is_not_taken():
@@ -58,19 +74,20 @@ def test_a_model_that_is_broken_from_the_start_is_not_taken():
 
 
 def test_forbidden_tokens_are_not_a_fault():
-    """-inf for some tokens is how models say never."""
+    """Models give the logit -inf to tokens that must never come."""
     target, draft = pair()
     target.by_position[:, 6] = -torch.inf
     draft.by_position[:, 6] = -torch.inf
     for temperature in (0.0, 1.0):
-        assert 6 not in SequoiaDecoder(target, draft, TREE).generate(PROMPT, 30, temperature, seed=0).sequences[0, 3:].tolist()
+        result = SequoiaDecoder(target, draft, TREE).generate(PROMPT, 30, temperature, seed=0)
+        assert 6 not in result.sequences[0, 3:].tolist()
 
 
 @pytest.mark.parametrize("tree", [TokenTree.chain(1), TokenTree.chain(6), TREE], ids=repr)
 @pytest.mark.parametrize("context", [9, 14, 32])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_context_is_filled_to_its_last_token(tree, context, temperature):
-    """Also where the tree is larger than what is left: its nodes beyond the end are cut off the result."""
+    """Also if the tree is larger than the rest of it: nodes beyond the end are cut off."""
     target, draft = pair(context)
     result = SequoiaDecoder(target, draft, tree).generate(PROMPT, 100, temperature, seed=0)
     assert result.finish_reason == "context"
@@ -81,20 +98,23 @@ def test_the_context_is_filled_to_its_last_token(tree, context, temperature):
 
 @pytest.mark.parametrize("tree", [TokenTree.chain(1), TokenTree.chain(6), TREE], ids=repr)
 def test_learned_positions_are_never_exceeded(tree):
-    """GPT-2 has no embedding for a position beyond its context: a tree that reaches there must not ask for one."""
+    """GPT-2 has no embeddings beyond its context, also for nodes of a tree that reaches there."""
     from architectures import CONTEXT, resembling, tiny
 
     target = tiny("GPT-2")
     prompt = torch.arange(CONTEXT - 10)[None] % 90
     result = SequoiaDecoder(target, resembling(target), tree).generate(prompt, 100)
-    expected = target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=10, do_sample=False)
+    expected = target.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=10, do_sample=False
+    )
     assert torch.equal(result.sequences, expected)
     assert result.finish_reason == "context"
 
 
 def test_a_draft_with_less_context_than_the_target_goes_on():
     target = ToyModel(2, context=64)
-    result = SequoiaDecoder(target, ToyModel(3, base=target, noise=0.5, context=16), TREE).generate(PROMPT, 40)
+    draft = ToyModel(3, base=target, noise=0.5, context=16)
+    result = SequoiaDecoder(target, draft, TREE).generate(PROMPT, 40)
     assert result.sequences[0].tolist() == greedy_tokens(target, 43)
 
 
@@ -104,11 +124,20 @@ def test_a_draft_with_less_context_than_the_target_goes_on():
         ([], "prompt: empty"),
         (torch.zeros(1, 0, dtype=torch.long), "prompt: empty"),
         (list(range(8)) * 8, r"prompt: 64 tokens, expected at most 63"),
-        ([[1, 2], [3, 4]], "input_ids: 2 prompts, expected one sequence; generate_each takes several"),
+        (
+            [[1, 2], [3, 4]],
+            "input_ids: 2 prompts, expected one sequence; generate_each takes several",
+        ),
         (["one", "two"], "input_ids: 2 prompts"),
-        (torch.zeros(3, 2, dtype=torch.long), "input_ids: a batch of 3, expected one sequence; generate_each takes several"),
+        (
+            torch.zeros(3, 2, dtype=torch.long),
+            "input_ids: a batch of 3, expected one sequence; generate_each takes several",
+        ),
         ("text", "prompt: text, but the decoder has no tokenizer"),
-        ({"input_ids": [[1, 2]], "attention_mask": [[0, 1]]}, "attention_mask: hides tokens of the prompt"),
+        (
+            {"input_ids": [[1, 2]], "attention_mask": [[0, 1]]},
+            "attention_mask: hides tokens of the prompt",
+        ),
     ],
 )
 def test_prompts_that_cannot_be(prompt, message):
@@ -129,29 +158,35 @@ def test_settings_that_cannot_be():
 def test_memory_that_is_not_there():
     target, draft = pair(context=1 << 50)
     decoder = SequoiaDecoder(target, draft, TREE)
-    with pytest.raises(SequoiaPlanError, match=r"KV cache: \d+ tokens need .* GB on cpu, which has less; lower max_new_tokens"):
+    message = r"KV cache: \d+ tokens need .* GB on cpu, which has less; lower max_new_tokens"
+    with pytest.raises(SequoiaPlanError, match=message):
         decoder.generate(PROMPT, 1 << 45)
     assert decoder.generate(PROMPT, 20).new_tokens == 20
 
 
 def test_a_step_beyond_the_prefilled_capacity():
     target, draft = pair()
-    decoder = SequoiaDecoder(target, draft, TREE)
+    step = SequoiaDecoder(target, draft, TREE).step
+    message = "KV cache: 128 slots needed, it has 64; prefill with more max_new_tokens"
     with torch.inference_mode():
-        decoder.prefill(torch.tensor(PROMPT), 4, seed=0)
-        decoder.refill_random_numbers(Sampling())
-        with pytest.raises(SequoiaPlanError, match="KV cache: 128 slots needed, it has 64; prefill with more max_new_tokens"):
-            decoder.step(128, Sampling())
+        step.prefill(torch.tensor(PROMPT), 4, seed=0)
+        step.refill_random_numbers(Sampling())
+        with pytest.raises(SequoiaPlanError, match=message):
+            step(128, Sampling())
 
 
 def test_a_tree_that_is_too_large_to_decode_with():
     target, draft = pair()
-    with pytest.raises(SequoiaPlanError, match="tree: 30000 nodes, expected at most 4096 to decode with; solve with a smaller --budget"):
-        SequoiaDecoder(target, draft, TokenTree.from_parents([-1, *(node // 2 for node in range(29_999))]))
+    tree = TokenTree.from_parents([-1, *(node // 2 for node in range(29_999))])
+    message = (
+        "tree: 30000 nodes, expected at most 4096 to decode with; solve with a smaller --budget"
+    )
+    with pytest.raises(SequoiaPlanError, match=message):
+        SequoiaDecoder(target, draft, tree)
 
 
 class Breaks:
-    """A streamer whose listener goes away."""
+    """A streamer that fails in its fourth call."""
 
     def __init__(self, error):
         self.error, self.calls = error, 0
@@ -170,23 +205,39 @@ class Breaks:
 def test_an_interrupted_stream_leaves_the_decoder_usable(error, temperature):
     target, draft = pair()
     decoder = SequoiaDecoder(target, draft, TREE)
-    before = decoder.generate(PROMPT, 40, temperature, seed=1).sequences
+    expected = decoder.generate(PROMPT, 40, temperature, seed=1).sequences
     with pytest.raises(error):
         decoder.generate([6, 6], 40, temperature, seed=2, streamer=Breaks(error()))
-    assert torch.equal(decoder.generate(PROMPT, 40, temperature, seed=1).sequences, before)
+    sequences = decoder.generate(PROMPT, 40, temperature, seed=1).sequences
+    assert torch.equal(sequences, expected)
+
+
+class Collector:
+    """A streamer that keeps the tokens it gets."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, tokens):
+        self.tokens += tokens.flatten().tolist()
+
+    def end(self):
+        pass
 
 
 def test_eos_inside_an_accepted_path():
-    """The draft is the target, so every path is accepted whole: the text must still end at the eos, streamed text too."""
+    """The draft is the target, so whole paths are accepted; text and stream must end at the eos."""
     target, _ = pair()
     full = greedy_tokens(target, 30)
-    eos, streamed = full[9], []
-    listener = type("Listener", (), {"put": lambda self, tokens: streamed.extend(tokens.flatten().tolist()), "end": lambda self: None})()
-    for given in (eos, [eos], torch.tensor([eos])):
-        result = SequoiaDecoder(target, target, TokenTree.chain(5)).generate(PROMPT, 20, eos_token_id=given, streamer=listener)
-        assert result.sequences[0].tolist() == full[: full.index(eos, 3) + 1] == streamed
+    eos = full[9]
+    for eos_token_id in (eos, [eos], torch.tensor([eos])):
+        streamer = Collector()
+        result = SequoiaDecoder(target, target, TokenTree.chain(5)).generate(
+            PROMPT, 20, eos_token_id=eos_token_id, streamer=streamer
+        )
+        until_eos = full[: full.index(eos, 3) + 1]
+        assert result.sequences[0].tolist() == until_eos == streamer.tokens
         assert result.finish_reason == "eos"
-        streamed.clear()
 
 
 @pytest.mark.parametrize("budget", range(1, 9))
@@ -202,17 +253,18 @@ def test_tokens_that_the_target_does_not_have_are_refused(tokens):
     """They were read as its last token; only a draft may lack tokens."""
     target, draft = pair()
     decoder = SequoiaDecoder(target, draft, TREE)
-    decoder.target.last_token = 7  # toys have no embeddings to tell
-    before = decoder.generate(PROMPT, 12).sequences
+    decoder.step.target.max_token_id = 7  # toy models have no embeddings to read it from
+    expected = decoder.generate(PROMPT, 12).sequences
     wrong = next(token for token in tokens if not 0 <= token < 8)
-    with pytest.raises(ArgumentError, match=rf"prompt: found the token {wrong}, expected 0 to 7, the target's embeddings"):
+    message = rf"prompt: found the token {wrong}, expected 0 to 7, the target's embeddings"
+    with pytest.raises(ArgumentError, match=message):
         decoder.generate(tokens, 4)
-    assert torch.equal(decoder.generate(PROMPT, 12).sequences, before)
+    assert torch.equal(decoder.generate(PROMPT, 12).sequences, expected)
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_training_mode_is_noticed(role):
-    """`train()` after the model was examined turns dropout on."""
+    """`train()` turns dropout on, after the model was probed."""
     from architectures import resembling, tiny
 
     target = tiny("Llama")
@@ -220,28 +272,38 @@ def test_training_mode_is_noticed(role):
     decoder = SequoiaDecoder(models["target"], models["draft"], TREE)
     assert decoder.generate(PROMPT, 4).new_tokens == 4
     models[role].train()
-    with pytest.raises(SequoiaPlanError, match=r"llama: found in training mode, where dropout changes its logits; call eval\(\) on the model"):
+    message = (
+        r"llama: found in training mode, where dropout changes its logits; "
+        r"call eval\(\) on the model"
+    )
+    with pytest.raises(SequoiaPlanError, match=message):
         decoder.generate(PROMPT, 4)
     models[role].eval()
     assert decoder.generate(PROMPT, 4).new_tokens == 4
 
 
 def test_what_ends_a_text_is_in_the_generation_config():
-    """A chat model's end of turn may stand only there, in a list; a tokenizer's end token counts where there is no such list."""
-    from sequoia_plan.profiler.bench import ours
+    """A chat model's end of turn may be only there, in a list.
+
+    Without such a list, the tokenizer's end token counts.
+    """
+    from sequoia_plan.profiler.bench import sequoia_method
     from sequoia_plan.runtime import Pair
 
     target, _ = pair()
     full = greedy_tokens(target, 30)
-    turn_ends, tokenizer = full[9], SimpleNamespace(eos_token_id=full[14], decode=lambda tokens, **_: "")
-    expected = {"config": full.index(turn_ends, 3) - 2, "tokenizer": full.index(full[14], 3) - 2}
-    for kind, config in (("config", SimpleNamespace(eos_token_id=[turn_ends, 7**9])), ("tokenizer", SimpleNamespace(eos_token_id=None))):
-        target.generation_config = config
-        models = Pair(target, target, tokenizer, {})
-        decoder = SequoiaDecoder(target, target, TokenTree.chain(3), tokenizer=tokenizer)
-        assert decoder.generate(PROMPT, 20).new_tokens == expected[kind], kind
-        assert ours(models, TokenTree.chain(3), Sampling(), 20)(PROMPT, 0).tokens == expected[kind], kind
-    assert len(set(expected.values())) == 2
+    end_of_turn, end_of_text = full[9], full[14]
+    tokenizer = SimpleNamespace(eos_token_id=end_of_text, decode=lambda tokens, **_: "")
+    tree, expected_counts = TokenTree.chain(3), set()
+    for eos_token_id, end in (([end_of_turn, 7**9], end_of_turn), (None, end_of_text)):
+        target.generation_config = SimpleNamespace(eos_token_id=eos_token_id)
+        expected_count = full.index(end, 3) - 2
+        expected_counts.add(expected_count)
+        decoder = SequoiaDecoder(target, target, tree, tokenizer=tokenizer)
+        assert decoder.generate(PROMPT, 20).new_tokens == expected_count, eos_token_id
+        decode = sequoia_method(Pair(target, target, tokenizer, {}), tree, Sampling(), 20)
+        assert decode(PROMPT, 0).tokens == expected_count, eos_token_id
+    assert len(expected_counts) == 2
 
 
 def test_a_bfloat16_target_with_a_float32_draft():
@@ -249,9 +311,10 @@ def test_a_bfloat16_target_with_a_float32_draft():
 
     target = tiny("Llama")
     draft = resembling(target)
-    expected = [SequoiaDecoder(target.to(torch.bfloat16), None, TokenTree.chain(1)).generate(PROMPT, 24).sequences]
-    for temperature in (0.0, 1.0):
-        result = SequoiaDecoder(target, draft.float(), TREE).generate(PROMPT, 24, temperature, seed=0)
-        assert result.new_tokens == 24
-        expected.append(result.sequences)
-    assert torch.equal(expected[0][0, :8], expected[1][0, :8])  # later, bfloat16 may break a tie the other way
+    plain_decoder = SequoiaDecoder(target.to(torch.bfloat16), None, TokenTree.chain(1))
+    expected = plain_decoder.generate(PROMPT, 24).sequences
+    decoder = SequoiaDecoder(target, draft.float(), TREE)
+    greedy, sampled = (decoder.generate(PROMPT, 24, t, seed=0) for t in (0.0, 1.0))
+    assert greedy.new_tokens == sampled.new_tokens == 24
+    # later tokens may differ: bfloat16 may break a tie the other way
+    assert torch.equal(expected[0, :8], greedy.sequences[0, :8])

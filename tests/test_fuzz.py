@@ -1,4 +1,4 @@
-"""Files from anywhere: a reader answers with what is in them or with one SequoiaPlanError, whatever the bytes are."""
+"""Files from anywhere: a reader returns their content or raises one SequoiaPlanError."""
 
 from __future__ import annotations
 
@@ -18,42 +18,79 @@ from safetensors.numpy import save
 from strategies import trees
 
 from sequoia_plan.artifacts import Latency, LevelCounts, Plan, Profile, SequoiaPlanError, TokenTree
-from sequoia_plan.artifacts.interchange import from_growmap, from_medusa, from_nxd, parse, to_growmap, to_medusa, to_nxd
+from sequoia_plan.artifacts.interchange import (
+    from_growmap,
+    from_medusa,
+    from_nxd,
+    parse,
+    to_growmap,
+    to_medusa,
+    to_nxd,
+)
 from sequoia_plan.artifacts.tree_file import _tensors, from_bytes, to_bytes
 
-PLAN = {"acceptance": [0.5, 0.25], "upper_bound": 9.5, "settings": {"temperature": 0.5}, "models": {"draft": {"name": "d"}}}
+PLAN = {
+    "acceptance": [0.5, 0.25],
+    "upper_bound": 9.5,
+    "settings": {"temperature": 0.5},
+    "models": {"draft": {"name": "d"}},
+}
 TREE = TokenTree(np.array([-1, 0, 0, 1, 1, 2, 3]), PLAN)
-LATENCY = Latency({1: 0.04, 8: 0.06}, {1: 0.004}, 0.001, 128, {1: 7}, {"target": {1: (0.03, 0.05)}, "draft": {1: (0.003, 0.005)}}, 16)
+LATENCY = Latency(
+    {1: 0.04, 8: 0.06},
+    {1: 0.004},
+    0.001,
+    128,
+    {1: 7},
+    {"target": {1: (0.03, 0.05)}, "draft": {1: (0.003, 0.005)}},
+    16,
+)
 LEVELS = (LevelCounts(6, (3.0, 1.0)), LevelCounts(2, (1.0, 0.0)))
-PROFILE = Profile((0.5, 0.125), 8, LATENCY, {"temperature": 0.6}, {"target": {"name": "t"}}, {"threads": 2}, LEVELS)
+PROFILE = Profile(
+    (0.5, 0.125),
+    8,
+    LATENCY,
+    {"temperature": 0.6},
+    {"target": {"name": "t"}},
+    {"threads": 2},
+    LEVELS,
+)
 
 
 def read_tree(data):
-    """Whether `data` was accepted; if so, another reader must find the same tree in it, and it can be written and read again."""
+    """Whether `data` is accepted as a tree file.
+
+    If so, an independent reader finds the same tree in it, and it can be written and read again.
+    """
     try:
         tree = from_bytes(data, "f")
     except SequoiaPlanError:
         return False
     tensors, plan = independent_reader.read(data)
     assert tensors["parents"].tolist() == tree.parents.tolist()
-    assert Plan.read(plan) == tree.plan
+    assert Plan.from_dict(plan) == tree.plan
     again = from_bytes(to_bytes(tree), "f")
     assert again == tree and again.plan == tree.plan
     return True
 
 
 def read_foreign(data):
-    """Whether `data` was accepted as another engine's tree; if so, it survives every format."""
+    """Whether `data` is accepted as another engine's tree; if so, it survives every format."""
     try:
         tree = parse(data)
     except SequoiaPlanError:
         return False
-    assert tree == from_medusa(to_medusa(tree)) == from_nxd(to_nxd(tree)) == from_growmap(to_growmap(tree))
+    assert (
+        tree
+        == from_medusa(to_medusa(tree))
+        == from_nxd(to_nxd(tree))
+        == from_growmap(to_growmap(tree))
+    )
     return True
 
 
 def read_profile(data):
-    """Whether `data` was accepted as a profile; if so, it can be written and read again."""
+    """Whether `data` is accepted as a profile; if so, it can be written and read again."""
     try:
         profile = Profile.from_bytes(data, "f")
     except SequoiaPlanError:
@@ -63,7 +100,10 @@ def read_profile(data):
 
 
 def test_every_flipped_bit_of_a_tree_file():
-    """One bit at a time, more than 10,000 cases. Only in the plan and in names nobody reads can a flip leave a valid file."""
+    """One bit at a time, more than 10,000 cases.
+
+    Only a flip in the plan, or in a name that nobody reads, can leave a valid file.
+    """
     whole = to_bytes(TokenTree(np.array([-1, *(node // 3 for node in range(29))]), PLAN))
     begin = 8 + int.from_bytes(whole[:8], "little")
     cases = accepted = 0
@@ -90,7 +130,10 @@ def test_every_truncation_and_extension_of_a_tree_file():
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5) | st.sampled_from(sorted(PLAN)), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=5) | st.sampled_from(sorted(PLAN)), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 arrays = st.builds(
@@ -102,9 +145,17 @@ arrays = st.builds(
 
 
 @settings(max_examples=1000, deadline=None)
-@given(trees(9), st.dictionaries(st.sampled_from(sorted(_tensors(TREE))), arrays, max_size=2), json_values, st.booleans())
+@given(
+    trees(9),
+    st.dictionaries(st.sampled_from(sorted(_tensors(TREE))), arrays, max_size=2),
+    json_values,
+    st.booleans(),
+)
 def test_any_structure(tree, changed, plan, whole_header):
-    """Tensors replaced by others, any JSON as the plan or as the whole metadata: NaN, deep nesting and wrong types included."""
+    """Tensors are replaced by others, and the plan or the whole metadata by any JSON.
+
+    This includes NaN, deep nesting and wrong types.
+    """
     header = plan if whole_header else {"format": "sequoia-plan-tree", "version": 1, "plan": plan}
     data = save({**_tensors(tree), **changed}, {"sequoia_plan": json.dumps(header)})
     valid = read_tree(data)
@@ -115,14 +166,28 @@ def test_any_structure(tree, changed, plan, whole_header):
 @settings(max_examples=500, deadline=None)
 @given(st.binary(max_size=64), st.integers(0, 2**64 - 1), json_values)
 def test_any_header(tail, length, header):
-    """Headers that are not what safetensors writes: lengths beyond the file, tensors that overlap, shapes without end."""
+    """Headers that safetensors does not write.
+
+    Lengths reach beyond the file, tensors overlap, shapes are huge.
+    """
     read_tree(tail)
     read_tree(length.to_bytes(8, "little") + tail)
     text = json.dumps(header).encode()
     read_tree(len(text).to_bytes(8, "little") + text + tail)
     meta = {"sequoia_plan": json.dumps({"format": "sequoia-plan-tree", "version": 1, "plan": {}})}
-    for shape, offsets in (([length], [0, len(tail)]), ([2**62, 4], [0, len(tail)]), ([1], [length, length + 4]), ([-1], [0, 4]), (header, header)):
-        text = json.dumps({"__metadata__": meta, "parents": {"dtype": "I32", "shape": shape, "data_offsets": offsets}}).encode()
+    for shape, offsets in (
+        ([length], [0, len(tail)]),
+        ([2**62, 4], [0, len(tail)]),
+        ([1], [length, length + 4]),
+        ([-1], [0, 4]),
+        (header, header),
+    ):
+        text = json.dumps(
+            {
+                "__metadata__": meta,
+                "parents": {"dtype": "I32", "shape": shape, "data_offsets": offsets},
+            }
+        ).encode()
         assert not read_tree(len(text).to_bytes(8, "little") + text + tail)
 
 
@@ -138,7 +203,13 @@ def replaced(document, path, value):
 def places(document, path=()):
     """Every place in a document of lists and mappings."""
     yield path
-    items = document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    items = (
+        document.items()
+        if isinstance(document, dict)
+        else enumerate(document)
+        if isinstance(document, list)
+        else ()
+    )
     for key, item in items:
         yield from places(item, (*path, key))
 
@@ -157,16 +228,33 @@ def test_any_character_anywhere_in_a_profile():
     pick = random.Random(0)
     for _ in range(1000):
         place = pick.randrange(len(text))
-        read_profile((text[:place] + pick.choice(string.printable + "\x00\u2028é") + text[place + pick.randrange(3) :]).encode())
+        inserted = pick.choice(string.printable + "\x00\u2028é")
+        rest = text[place + pick.randrange(3) :]
+        read_profile(f"{text[:place]}{inserted}{rest}".encode())
 
 
 @pytest.mark.parametrize(
     "text",
-    ["!!python/object/apply:os.system [echo]", "9" * 5000, "2001-99-99", "!!binary x", "? {a: b}\n: c", "[" * 5000, "&a [*a]", "0x", "1:60", "\ud800"],
+    [
+        "!!python/object/apply:os.system [echo]",
+        "9" * 5000,
+        "2001-99-99",
+        "!!binary x",
+        "? {a: b}\n: c",
+        "[" * 5000,
+        "&a [*a]",
+        "0x",
+        "1:60",
+        "\ud800",
+    ],
 )
 def test_awkward_yaml(text):
     document = PROFILE.to_yaml()
-    for content in (text, document.replace("trials: 8", f"trials: {text}"), document.replace("name: t", f"name: {text}")):
+    for content in (
+        text,
+        document.replace("trials: 8", f"trials: {text}"),
+        document.replace("name: t", f"name: {text}"),
+    ):
         read_profile(content.encode(errors="surrogatepass"))
 
 
@@ -174,17 +262,30 @@ DOCUMENTS = {"medusa": to_medusa(TREE), "nxd": to_nxd(TREE), "growmap": to_growm
 
 
 @settings(max_examples=1000, deadline=None)
-@given(st.sampled_from([(name, path) for name, document in DOCUMENTS.items() for path in places(document)]), json_values | st.integers(-1, 8))
+@given(
+    st.sampled_from(
+        [(name, path) for name, document in DOCUMENTS.items() for path in places(document)]
+    ),
+    json_values | st.integers(-1, 8),
+)
 def test_any_value_anywhere_in_a_foreign_tree(where, value):
     name, path = where
     valid = read_foreign(json.dumps(replaced(DOCUMENTS[name], path, value)).encode())
-    if name == "growmap" and path and valid:  # everything in a growmap is said twice, so no other value can stand anywhere
+    if name == "growmap" and path and valid:
+        # A growmap repeats everything, so no other value can stand anywhere.
         assert replaced(DOCUMENTS[name], path, value) == DOCUMENTS[name]
 
 
 def test_damaged_torch_growmaps():
     buffer = io.BytesIO()
-    torch.save(to_growmap(TREE) | {"mask": torch.tensor(to_growmap(TREE)["mask"]), "depth": torch.tensor(to_growmap(TREE)["depth"])}, buffer)
+    torch.save(
+        to_growmap(TREE)
+        | {
+            "mask": torch.tensor(to_growmap(TREE)["mask"]),
+            "depth": torch.tensor(to_growmap(TREE)["depth"]),
+        },
+        buffer,
+    )
     whole = buffer.getvalue()
     assert read_foreign(whole)
     pick = random.Random(0)
@@ -197,7 +298,10 @@ def test_damaged_torch_growmaps():
 
 def test_a_tensor_that_claims_to_be_huge_is_not_built():
     """A stride of 0 makes terabytes of mask out of one number."""
-    growmap = to_growmap(TREE) | {"mask": torch.zeros(1, dtype=torch.int64).expand(2**20, 2**20), "depth": torch.tensor(to_growmap(TREE)["depth"])}
+    growmap = to_growmap(TREE) | {
+        "mask": torch.zeros(1, dtype=torch.int64).expand(2**20, 2**20),
+        "depth": torch.tensor(to_growmap(TREE)["depth"]),
+    }
     buffer = io.BytesIO()
     torch.save(growmap, buffer)
     with pytest.raises(SequoiaPlanError, match="mask contradicts Successors"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import gpu
@@ -11,37 +12,40 @@ import pytest
 import torch
 
 from sequoia_plan.artifacts import Latency, TokenTree
-from sequoia_plan.artifacts.cost import StepTime
 
 
 def run(monkeypatch, output, parts, *arguments):
-    """The script's exit code and the files that it left."""
+    """Run the script. Returns its exit code and the contents of the files that it left."""
     monkeypatch.setattr(gpu, "PARTS", parts)
-    monkeypatch.setattr(gpu, "QUICK", replace(gpu.QUICK, largest=4, copied=1 << 16))
+    monkeypatch.setattr(gpu, "QUICK", replace(gpu.QUICK, max_size=4, copy_bytes=1 << 16))
     code = gpu.main(["--device", "cpu", "--quick", "-o", str(output), *arguments])
     return code, {file.stem: json.loads(file.read_text()) for file in output.glob("*.json")}
 
 
 def test_a_part_that_fails_and_one_that_does_not(tmp_path, monkeypatch):
     parts = {"broken": (1.0, lambda run: 1 / 0), "llama-2-7b": gpu.PARTS["llama-2-7b"]}
-    code, found = run(monkeypatch, tmp_path / "out/gpu", parts)
-    assert code == 1 and found["broken"]["error"] == "ZeroDivisionError: division by zero"
-    found = found["llama-2-7b"]
-    assert "error" not in found, found
-    assert found["hardware"]["device"] == "cpu" and found["quick"] is True and found["peak_memory_bytes"] is None
-    assert [*found["latency"]["target"]] == [*found["latency"]["draft"]] == ["1", "2", "3", "4"]
-    assert found["plain"]["draft"] == 0 < found["bandwidth"]["share_of_copy"]
+    code, results = run(monkeypatch, tmp_path / "out/gpu", parts)
+    assert code == 1
+    assert results["broken"]["error"] == "ZeroDivisionError: division by zero"
+    result = results["llama-2-7b"]
+    assert "error" not in result, result
+    assert result["hardware"]["device"] == "cpu"
+    assert result["quick"] is True
+    assert result["peak_memory_bytes"] is None
+    latency = result["latency"]
+    assert [*latency["target"]] == [*latency["draft"]] == ["1", "2", "3", "4"]
+    assert result["plain"]["draft"] == 0 < result["bandwidth"]["share_of_copy"]
     layers, head = 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64), 512 * 64
-    size = 2 if found["settings"]["dtype"] == "bfloat16" else 4
-    assert found["models"]["target"]["parameters"] == layers + 2 * head + 64
-    assert found["bandwidth"]["bytes_read_a_pass"] == (layers + head + 64) * size
-    assert {*found["trees"]} == {"sequoia-example", "llama3-70b-8b-cnn"}
+    bytes_per_weight = 2 if result["settings"]["dtype"] == "bfloat16" else 4
+    assert result["models"]["target"]["parameters"] == layers + 2 * head + 64
+    assert result["bandwidth"]["bytes_read_a_pass"] == (layers + head + 64) * bytes_per_weight
+    assert {*result["trees"]} == {"sequoia-example", "llama3-70b-8b-cnn"}
 
 
 def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
-    """What is there is kept; what failed, or was measured at another scale, is measured again."""
+    """A finished part stays; one that failed, or has another scale, is measured again."""
     calls = []
-    monkeypatch.setattr(gpu, "show", lambda found, device: None)
+    monkeypatch.setattr(gpu, "show", lambda results, device: None)
 
     def part(name):
         def measure(run):
@@ -53,63 +57,107 @@ def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
         return 1.0, measure
 
     parts = {name: part(name) for name in ("checks", "sdpa", "captured")}
-    code, found = run(monkeypatch, tmp_path / "gpu", parts, "--only", "checks", "--only", "sdpa")
-    assert code == 1 and calls == ["checks", "sdpa"] and {*found} == {"checks", "sdpa"}
-    code, again = run(monkeypatch, tmp_path / "gpu", parts)
-    assert code == 0 and calls == ["checks", "sdpa", "sdpa", "captured"] and again["checks"] == found["checks"]
-    (tmp_path / "gpu/checks.json").write_text(json.dumps(found["checks"] | {"quick": False}))
-    code, again = run(monkeypatch, tmp_path / "gpu", parts)
-    assert code == 0 and calls[4:] == ["checks"] and again["checks"]["quick"] is True
+    code, first = run(monkeypatch, tmp_path / "gpu", parts, "--only", "checks", "--only", "sdpa")
+    assert code == 1 and calls == ["checks", "sdpa"] and {*first} == {"checks", "sdpa"}
+    code, second = run(monkeypatch, tmp_path / "gpu", parts)
+    assert code == 0 and calls == ["checks", "sdpa", "sdpa", "captured"]
+    assert second["checks"] == first["checks"]
+    (tmp_path / "gpu/checks.json").write_text(json.dumps(first["checks"] | {"quick": False}))
+    code, third = run(monkeypatch, tmp_path / "gpu", parts)
+    assert code == 0 and calls[4:] == ["checks"] and third["checks"]["quick"] is True
 
 
 def test_the_checks_of_a_device_run_without_one(tmp_path, monkeypatch):
-    parts = {name: gpu.PARTS[name] for name in ("checks", "sdpa", "captured", "breakdown", "compiled")}
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, **options: real(model, **options | {"backend": "eager"}))  # no C++ compiler is needed
+    names = ("checks", "sdpa", "captured", "breakdown", "compiled")
+    parts = {name: gpu.PARTS[name] for name in names}
+    torch_compile = torch.compile
+
+    def compile_eagerly(model, **options):
+        """Needs no C++ compiler."""
+        return torch_compile(model, **options | {"backend": "eager"})
+
+    monkeypatch.setattr(torch, "compile", compile_eagerly)
     monkeypatch.setattr(gpu, "QUICK", replace(gpu.QUICK, tokens=2))
-    code, found = run(monkeypatch, tmp_path / "gpu", parts)
-    assert code == 0, found
-    assert found["checks"]["tests"]["exit"] == 0 and "6 skipped" in found["checks"]["tests"]["says"][0]
-    attended = found["sdpa"]["attention"]
-    assert [(each["nodes"], each["shared_heads"]) for each in attended] == [(2, 32), (2, 8), (5, 32), (5, 8)]
-    assert all(each["seconds"]["first"] > 0 < each["seconds"]["later"] and each["seconds"]["replayed"] is None for each in attended)
-    against = [*found["captured"]["against_eager"].values()]
-    assert len(against) == 4 and all(each == {"graphs": 0, "equal": [True] * 4} for each in against)
-    assert found["captured"]["not_finite"]["exit"] == 1 and "logits that are not finite" in found["captured"]["not_finite"]["says"][0]
-    assert {(each["temperature"], each["top_p"], each["verifier"]) for each in found["breakdown"]["steps"]} == {
+    code, results = run(monkeypatch, tmp_path / "gpu", parts)
+    assert code == 0, results
+    tests = results["checks"]["tests"]
+    assert tests["exit"] == 0 and "6 skipped" in tests["says"][0]
+
+    figures = results["sdpa"]["attention"]
+    shapes = [(figure["nodes"], figure["shared_heads"]) for figure in figures]
+    assert shapes == [(2, 32), (2, 8), (5, 32), (5, 8)]
+    for figure in figures:
+        seconds = figure["seconds"]
+        assert seconds["first"] > 0 < seconds["later"] and seconds["replayed"] is None
+
+    comparisons = [*results["captured"]["against_eager"].values()]
+    assert comparisons == [{"graphs": 0, "equal": [True] * 4}] * 4
+    not_finite = results["captured"]["not_finite"]
+    assert not_finite["exit"] == 1
+    assert "logits that are not finite" in not_finite["says"][0]
+
+    steps = results["breakdown"]["steps"]
+    assert {(step["temperature"], step["top_p"], step["verifier"]) for step in steps} == {
         (0.0, 1.0, None),
         *((0.6, top_p, verifier) for top_p in (1.0, 0.9) for verifier in ("sequoia", "traversal")),
     }
-    assert [(each["tree"], each["compile"]) for each in found["compiled"]["compiled"]] == [(t, c) for t in ("plain", "tree") for c in (False, True)]
-    assert all("peak_memory_bytes" in each and each["first_step_seconds"] > 0 for each in found["breakdown"]["steps"])
+    assert all("peak_memory_bytes" in step and step["first_step_seconds"] > 0 for step in steps)
+    assert all("keep" in step for step in steps), "the keys are those of a bench file"
+
+    compiled = results["compiled"]["compiled"]
+    assert [(figure["tree"], figure["compile"]) for figure in compiled] == [
+        (tree, is_compiled) for tree in ("plain", "tree") for is_compiled in (False, True)
+    ]
 
 
-def test_a_tree_is_judged_by_known_times(monkeypatch):
-    """Passes of 12 ms (target), 1.5 and 1 ms (draft), a step of 16 ms and a plain one of 10.5 ms: every figure by hand."""
+def test_the_figures_of_a_tree_follow_from_known_times(monkeypatch):
+    """Passes take 12 ms (target), 1.5 and 1 ms (draft), the step 16 ms and a plain one 10.5 ms.
+
+    Every figure is calculated by hand.
+    """
     tree = TokenTree.from_parents([-1, 0, 0, 1])
-    times = StepTime(Latency({1: 0.010, 4: 0.012}, {1: 0.001, 2: 0.0015}, overhead=0.0005))
-    monkeypatch.setattr(gpu_parts, "breakdown", lambda *_, **__: {"step": 0.016})
-    found = gpu_parts.judged(None, tree, [0.5, 0.25], times, None, 0.0105, rounds=1)
-    assert found["step_seconds"] == pytest.approx({"measured": 0.016, "planned": 0.015, "sum_of_passes": 0.0145})
-    assert found["overhead_share"] == pytest.approx(0.09375)
-    figures = {"expected_tokens": 2.0, "tokens_per_second": 125.0, "plain_tokens_per_second": 95.238, "speedup": 1.3125}
-    assert found["projected"] == pytest.approx(figures, rel=1e-4)
-    assert (found["size"], found["depth"], found["parents"]) == (4, 3, [-1, 0, 0, 1])
+    latency = Latency({1: 0.010, 4: 0.012}, {1: 0.001, 2: 0.0015}, overhead=0.0005)
+    monkeypatch.setattr(gpu_parts, "step_breakdown", lambda *_: {"step": 0.016})
+    cpu_run = gpu_parts.Run(torch.device("cpu"), gpu_parts.QUICK, math.inf)
+    result = gpu_parts.compare_with_passes(
+        cpu_run, None, tree, None, [0.5, 0.25], latency, plain_seconds=0.0105
+    )
+    assert result["step_seconds"] == pytest.approx(
+        {"measured": 0.016, "planned": 0.015, "sum_of_passes": 0.0145}
+    )
+    assert result["overhead_share"] == pytest.approx(0.09375)
+    projected = {
+        "expected_tokens": 2.0,
+        "tokens_per_second": 125.0,
+        "plain_tokens_per_second": 95.238,
+        "speedup": 1.3125,
+    }
+    assert result["projected"] == pytest.approx(projected, rel=1e-4)
+    assert (result["size"], result["depth"], result["parents"]) == (4, 3, [-1, 0, 0, 1])
 
 
 def test_parts_that_would_start_too_late_are_skipped(tmp_path, monkeypatch):
     parts = dict.fromkeys(gpu.PARTS, (1.0, lambda run: pytest.fail("started")))
     shown = []
-    monkeypatch.setattr(gpu, "show", lambda found, device: shown.append(found))
-    code, found = run(monkeypatch, tmp_path / "gpu", parts, "--minutes", "0")
-    assert code == 0 and found == {} and shown == [{name: {"skipped": "out of time"} for name in gpu.PARTS}]
+    monkeypatch.setattr(gpu, "show", lambda results, device: shown.append(results))
+    code, files = run(monkeypatch, tmp_path / "gpu", parts, "--minutes", "0")
+    assert code == 0 and files == {}
+    assert shown == [{name: {"skipped": "out of time"} for name in gpu.PARTS}]
 
 
 def test_shapes_have_the_parameters_that_are_published():
-    """7B, 13B and 68M, as published."""
+    """The shapes have 7B, 13B and 68M parameters, as published."""
 
-    def parameters(shape):
+    def num_parameters(shape):
         hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
-        return layers * (4 * hidden**2 + 3 * hidden * shape["intermediate_size"] + 2 * hidden) + 2 * shape["vocab_size"] * hidden + hidden
+        attention, feed_forward = 4 * hidden**2, 3 * hidden * shape["intermediate_size"]
+        norms = 2 * hidden
+        embeddings_and_head = 2 * shape["vocab_size"] * hidden
+        return layers * (attention + feed_forward + norms) + embeddings_and_head + hidden
 
-    assert [parameters(each) for each in (*gpu.FULL.targets.values(), gpu.FULL.draft)] == [6_738_415_616, 13_015_864_320, 68_030_208]
+    shapes = (*gpu.FULL.targets.values(), gpu.FULL.draft)
+    assert [num_parameters(shape) for shape in shapes] == [
+        6_738_415_616,
+        13_015_864_320,
+        68_030_208,
+    ]

@@ -1,4 +1,7 @@
-"""Streaming from host memory to a CUDA device, with the device's streams and events simulated: who may run before whom, whatever the timing."""
+"""Streaming from host memory to a CUDA device, with simulated CUDA streams and events.
+
+The tests say which work may run before which, whatever the timing.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,22 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from sequoia_plan.runtime.models.host_stream import HostRing
+from sequoia_plan.runtime.offload.host_stream import HostStream
 
 LAYERS, SLOTS = 7, 3
 
 
 class Stream:
-    """A queue of work. `clock` says which work of each stream is done before what is queued next (a vector clock)."""
+    """A queue of work.
+
+    `clock` is a vector clock: the work of each stream that is done before what is queued next.
+    """
 
     def __init__(self, *_):
         self.clock = Counter()
 
     def work(self):
-        """Queue a piece of work; what is done before it, itself included."""
+        """Queue a piece of work. Returns the clock when it is done."""
         self.clock[id(self)] += 1
         return Counter(self.clock)
 
@@ -30,8 +36,8 @@ class Stream:
     def wait_event(self, event):
         self.clock |= event
 
-    def wait_stream(self, other):
-        self.clock |= other.clock
+    def wait_stream(self, stream):
+        self.clock |= stream.clock
 
 
 class Device:
@@ -39,26 +45,26 @@ class Device:
 
     def __init__(self, monkeypatch):
         self.compute = self.current = Stream()
-        self.written, self.used, self.wrong = {}, {}, []
+        self.written, self.used, self.errors = {}, {}, []
         monkeypatch.setattr(torch.cuda, "Stream", Stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         monkeypatch.setattr(torch.cuda, "stream", self.on)
 
     @contextmanager
     def on(self, stream):
-        before, self.current = self.current, stream
+        previous, self.current = self.current, stream
         yield
-        self.current = before
+        self.current = previous
 
     def write(self, slot, block):
         if not self.used.get(slot, Counter()) <= self.current.clock:
-            self.wrong.append(f"slot {slot} is overwritten while it may be in use")
+            self.errors.append(f"slot {slot} is overwritten while it may be in use")
         self.written[slot] = block, self.current.work()
 
     def use(self, slot, block):
-        found, when = self.written.get(slot, (None, Counter()))
-        if found != block or not when <= self.current.clock:
-            self.wrong.append(f"slot {slot} holds {found}, or may not yet hold {block}")
+        written_block, clock = self.written.get(slot, (None, Counter()))
+        if written_block != block or not clock <= self.current.clock:
+            self.errors.append(f"slot {slot} holds {written_block}, or may not yet hold {block}")
         self.used[slot] = self.current.work()
 
 
@@ -81,52 +87,54 @@ def device(monkeypatch):
     return Device(monkeypatch)
 
 
-def ring_on(device):
-    ring = HostRing([torch.full((8,), number, dtype=torch.uint8) for number in range(LAYERS)], SLOTS, torch.device("cpu"))
-    ring.memory = [Slot(device, number) for number in range(SLOTS)]
-    return ring
+def host_stream(device):
+    blocks = [torch.full((8,), layer, dtype=torch.uint8) for layer in range(LAYERS)]
+    stream = HostStream(blocks, SLOTS, torch.device("cpu"))
+    stream.memory = [Slot(device, number) for number in range(SLOTS)]
+    return stream
 
 
-def step(ring, device, layers=LAYERS, begun=True):
-    """Draft, then a pass of the target; `layers`: the pass is given up there."""
-    if begun:
-        ring.begin()
+def step(stream, device, layers=LAYERS, begins=True):
+    """Draft, then run a pass of the target; it is abandoned after so many layers."""
+    if begins:
+        stream.begin_step()
     device.compute.work()  # the draft
-    for turn in range(layers):
-        ring.take(turn)
-        device.use(turn % SLOTS, turn)
-        if turn < layers - 1 or layers == LAYERS:
-            ring.release(turn)
+    for layer in range(layers):
+        stream.wait_for(layer)
+        device.use(layer % SLOTS, layer)
+        if layer < layers - 1 or layers == LAYERS:
+            stream.release(layer)
 
 
 def test_every_layer_computes_with_its_own_weights(device):
-    ring = ring_on(device)
-    assert ring.bytes == 8 * LAYERS
-    for begun in (True, False, True, True):
-        step(ring, device, begun=begun)
-    assert device.wrong == []
-    assert ring.copies.clock <= device.compute.clock, "a step waits for all that it copies: it can be captured"
+    stream = host_stream(device)
+    assert stream.bytes == 8 * LAYERS
+    for begins in (True, False, True, True):
+        step(stream, device, begins=begins)
+    assert device.errors == []
+    # a step waits for all that it copies, so it can be captured
+    assert stream.copies.clock <= device.compute.clock
 
 
 @pytest.mark.parametrize("layers", range(1, LAYERS))
 def test_a_pass_that_was_given_up(device, layers):
-    ring = ring_on(device)
-    step(ring, device, layers)
-    step(ring, device)
-    step(ring, device)
-    assert device.wrong == []
+    stream = host_stream(device)
+    step(stream, device, layers)
+    step(stream, device)
+    step(stream, device)
+    assert device.errors == []
 
 
-@pytest.mark.parametrize("forgotten", ["begin", "take", "release"])
+@pytest.mark.parametrize("forgotten", ["begin_step", "wait_for", "release"])
 def test_a_wait_that_is_forgotten_is_noticed(device, forgotten):
     """The control."""
-    ring = ring_on(device)
-    if forgotten == "begin":
-        ring.copies.wait_stream = lambda other: None
+    stream = host_stream(device)
+    if forgotten == "begin_step":
+        stream.copies.wait_stream = lambda compute: None
     elif forgotten == "release":
-        ring.copies.wait_event = lambda event: None
+        stream.copies.wait_event = lambda event: None
     else:
         device.compute.wait_event = lambda event: None
     for _ in range(3):
-        step(ring, device)
-    assert device.wrong
+        step(stream, device)
+    assert device.errors

@@ -1,4 +1,4 @@
-"""What is needed for what: the wheel in environments that hold a few packages only, in processes of their own."""
+"""Which packages each part needs: the wheels in environments that hold only a few packages."""
 
 from __future__ import annotations
 
@@ -14,54 +14,114 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+WEIGHTS = ROOT / "weights"
 BASE = ("numpy", "numpy.libs", "safetensors", "msgspec", "yaml", "_yaml")
-PLANNING = (*BASE, "numba", "llvmlite", "llvmlite.libs", "click", "rich", "pygments", "markdown_it", "mdurl")
-DECODING_ONLY = {"numba", "llvmlite", "llvmlite.libs", "click", "rich", "matplotlib", "accelerate", "gguf", "scipy", "sequoia_plan"}
-"""What a slim runtime does without."""
+COMMAND_LINE = ("click", "rich", "pygments", "markdown_it", "mdurl")
+PLANNING = (*BASE, "numba", "llvmlite", "llvmlite.libs", *COMMAND_LINE)
+NOT_FOR_DECODING = {
+    "numba",
+    "llvmlite",
+    "llvmlite.libs",
+    "click",
+    "rich",
+    "matplotlib",
+    "accelerate",
+    "gguf",
+    "scipy",
+    "sequoia_plan",
+}
+"""Packages that a runtime without the planner does not have."""
+MAX_WHEEL_BYTES = 1_000_000
+"""The main wheel has code, prompts and the catalog, and no weights."""
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel, built from the sources."""
-    folder, source = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("source")
-    ignored = {".git", ".venv", "build", "tests", "docs", "benchmarks"}
-    for entry in ROOT.iterdir():
+def build_wheel(sources, ignored, tmp_path_factory):
+    """Build a wheel from links to the sources, so that nothing is written into the repository."""
+    linked = tmp_path_factory.mktemp("source")
+    for entry in sources.iterdir():
         if entry.name not in ignored and not entry.name.startswith("."):
-            (source / entry.name).symlink_to(entry)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
+            (linked / entry.name).symlink_to(entry)
+    folder = tmp_path_factory.mktemp("wheel")
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
+    command = [sys.executable, "-m", "pip", "wheel", *options, str(linked)]
     subprocess.run(command, check=True, capture_output=True)
     return next(folder.glob("*.whl"))
 
 
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The main wheel."""
+    return build_wheel(ROOT, {"build", "tests", "docs", "benchmarks"}, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def weights_wheel(tmp_path_factory):
+    """The wheel of the embedded draft weights."""
+    return build_wheel(WEIGHTS, {"build"}, tmp_path_factory)
+
+
+def names_in(wheel):
+    """The paths of all files in a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def files(folder, *patterns):
+    """The files below a folder that match one of the patterns, relative to the folder."""
+    paths = [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
+    return [path.relative_to(folder) for path in paths if "__pycache__" not in path.parts]
+
+
 def environment(folder, wheel, packages):
-    """A virtual environment with the wheel and these packages, linked from where they are installed; its Python."""
+    """Make a virtual environment with a wheel and linked packages; returns its Python."""
     venv.create(folder, with_pip=False)
     site = next(folder.glob("lib/python*/site-packages"))
     for name in packages:
         for place in {Path(entry) for entry in sys.path if entry.endswith("site-packages")}:
             if (place / name).exists():
                 (site / name).symlink_to(place / name)
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)], check=True, capture_output=True)
+    options = ["--quiet", "--no-deps", "--target", str(site)]
+    command = [sys.executable, "-m", "pip", "install", *options, str(wheel)]
+    subprocess.run(command, check=True, capture_output=True)
     return folder / "bin" / "python"
 
 
 def run(python, *arguments, cwd):
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    return subprocess.run([python, *arguments], cwd=cwd, capture_output=True, text=True, env=clean, check=False)
+    return subprocess.run(
+        [python, *arguments], cwd=cwd, capture_output=True, text=True, env=clean, check=False
+    )
 
 
 def test_the_wheel_has_every_file_that_is_loaded_by_name(wheel):
-    """Models, prompts and catalog; what the sources have of them."""
-    patterns = ("runtime/*.safetensors", "runtime/smollm2-135m-eagle3/*", "artifacts/*.jsonl", "artifacts/catalog/**/*.*")
-    expected = {f"sequoia_plan/{file.relative_to(ROOT)}" for pattern in patterns for file in ROOT.glob(pattern) if "__pycache__" not in file.parts}
-    with zipfile.ZipFile(wheel) as opened:
-        assert len(expected) > 5 and expected <= set(opened.namelist())
+    """Prompts and catalog."""
+    loaded = files(ROOT, "artifacts/*.jsonl", "artifacts/catalog/**/*.*")
+    expected = {f"sequoia_plan/{path}" for path in loaded}
+    assert len(expected) > 5 and expected <= names_in(wheel)
+
+
+def test_the_weights_wheel_has_every_file_that_is_loaded_by_name(weights_wheel):
+    """The draft, and the EAGLE-3 draft in its folder."""
+    package = "sequoia_plan_weights"
+    loaded = files(WEIGHTS, f"{package}/*.safetensors", f"{package}/smollm2-135m-eagle3/*")
+    assert len(loaded) == 3 and {str(path) for path in loaded} <= names_in(weights_wheel)
+
+
+def test_the_wheel_has_no_weights_and_no_maintainers_scripts(wheel):
+    names = names_in(wheel)
+    assert wheel.stat().st_size < MAX_WHEEL_BYTES
+    parts = {part for name in names for part in Path(name).parts}
+    assert not parts & {"tools", "weights", "sequoia_plan_weights", "smollm2-135m-eagle3"}
+    basenames = {Path(name).name for name in names}
+    outside = {path.name for path in files(ROOT, "tools/*.py", "weights/**/*.safetensors")}
+    assert len(outside) >= 5 and not basenames & outside
 
 
 def test_planning_needs_no_torch_and_other_commands_say_what_they_need(wheel, tmp_path):
     python = environment(tmp_path / "env", wheel, PLANNING)
     (tmp_path / "p.json").write_text("[0.5, 0.2, 0.1]")
-    solved = run(python, "-m", "sequoia_plan", "solve", "--acceptance", "p.json", "--budget", "8", "--depth", "4", "--json", cwd=tmp_path)
+    options = ["--acceptance", "p.json", "--budget", "8", "--depth", "4", "--json"]
+    solved = run(python, "-m", "sequoia_plan", "solve", *options, cwd=tmp_path)
     assert json.loads(solved.stdout)["size"] == 8, solved.stderr
     shown = run(python, "-m", "sequoia_plan", "show", cwd=tmp_path)
     assert "8 nodes" in shown.stdout, shown.stderr
@@ -71,9 +131,12 @@ def test_planning_needs_no_torch_and_other_commands_say_what_they_need(wheel, tm
         (("profile",), "torch", "runtime"),
         (("bench",), "torch", "runtime"),
     ):
-        found = run(python, "-m", "sequoia_plan", *arguments, cwd=tmp_path)
-        assert found.returncode == 1, found.stdout
-        assert found.stderr == f"Error: {arguments[0]} needs {missing}, which is not installed: pip install 'sequoia-plan[{extra}]'\n"
+        result = run(python, "-m", "sequoia_plan", *arguments, cwd=tmp_path)
+        assert result.returncode == 1, result.stdout
+        assert result.stderr == (
+            f"Error: {arguments[0]} needs {missing}, which is not installed: "
+            f"pip install 'sequoia-plan[{extra}]'\n"
+        )
 
 
 SLIM = """
@@ -82,21 +145,33 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sequoia_plan.artifacts import load_tree
 from sequoia_plan.runtime import SequoiaDecoder
 torch.manual_seed(0)
-model = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)).eval()
-found = SequoiaDecoder(model, model, load_tree("sequoia-example-64x6")).generate([1, 2, 3], 12)
-plain = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=12, do_sample=False, pad_token_id=0)
-assert found.sequences.tolist() == plain.tolist()
+config = LlamaConfig(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
+)
+model = LlamaForCausalLM(config).eval()
+tree = load_tree("sequoia-example-64x6")
+generation = SequoiaDecoder(model, model, tree).generate([1, 2, 3], 12)
+prompt = torch.tensor([[1, 2, 3]])
+plain = model.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)
+assert generation.sequences.tolist() == plain.tolist()
 absent = ["numba", "click", "matplotlib", "rich"]
 assert not any(importlib.util.find_spec(name) for name in absent), absent
 assert not {"sequoia_plan.planner", "sequoia_plan.profiler"} & sys.modules.keys()
-print(found.new_tokens)
+print(generation.new_tokens)
 """
+
+
+def is_for_decoding(package):
+    """Whether a slim runtime has this entry of site-packages."""
+    if package.split("-")[0].lower() in NOT_FOR_DECODING or package.startswith("__editable__"):
+        return False
+    return not package.lower().startswith(("sequoia_plan", "pytest", "_pytest", "typer"))
 
 
 def test_a_slim_runtime_decodes_without_planner_packages(wheel, tmp_path):
     site = Path(importlib.util.find_spec("torch").origin).parent.parent
-    kept = [entry.name for entry in site.iterdir() if entry.name.split("-")[0].lower() not in DECODING_ONLY and not entry.name.startswith("__editable__")]
-    python = environment(tmp_path / "env", wheel, [name for name in kept if not name.lower().startswith(("sequoia_plan", "pytest", "_pytest", "typer"))])
-    found = run(python, "-c", SLIM, cwd=tmp_path)
-    assert found.returncode == 0, found.stderr
-    assert int(found.stdout.split()[-1]) == 12
+    packages = [entry.name for entry in site.iterdir() if is_for_decoding(entry.name)]
+    python = environment(tmp_path / "env", wheel, packages)
+    result = run(python, "-c", SLIM, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout.split()[-1]) == 12

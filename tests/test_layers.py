@@ -16,24 +16,47 @@ OWN = {f"sequoia_plan.{name}" for name in ("artifacts", "planner", "profiler", "
 def modules_after(statement):
     """sys.modules of a fresh interpreter after `statement`."""
     code = f"{statement}\nimport sys; print('\\n'.join(sys.modules))"
-    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+    return set(
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.split()
+    )
 
 
 @pytest.mark.parametrize(
     ("statement", "absent"),
     [
-        ("import sequoia_plan.artifacts", {"torch", "transformers", "numba", "click", "yaml"} | OWN - {"sequoia_plan.artifacts"}),
-        ("import sequoia_plan.artifacts.interchange", {"torch", "networkx", "yaml"} | OWN - {"sequoia_plan.artifacts"}),
-        ("from sequoia_plan.planner import solve; solve([0.5, 0.2], 8, 4)", {"torch", "transformers", "sequoia_plan.runtime", "sequoia_plan.profiler"}),
         (
-            "from sequoia_plan.artifacts.prompts import built_in; import sequoia_plan.planner.engines.planning; built_in()",
+            "import sequoia_plan.artifacts",
+            {"torch", "transformers", "numba", "click", "yaml"} | OWN - {"sequoia_plan.artifacts"},
+        ),
+        (
+            "import sequoia_plan.artifacts.interchange",
+            {"torch", "networkx", "yaml"} | OWN - {"sequoia_plan.artifacts"},
+        ),
+        (
+            "from sequoia_plan.planner import solve; solve([0.5, 0.2], 8, 4)",
+            {"torch", "transformers", "sequoia_plan.runtime", "sequoia_plan.profiler"},
+        ),
+        (
+            "from sequoia_plan.artifacts.prompts import built_in; import "
+            "sequoia_plan.planner.engines.planning; built_in()",
             {"torch", "transformers", "vllm", "sequoia_plan.runtime", "sequoia_plan.profiler"},
         ),
         ("import sequoia_plan.runtime", {"numba", "sequoia_plan.planner", "sequoia_plan.profiler"}),
         ("import sequoia_plan.profiler", {"numba", "sequoia_plan.planner"}),
         (
             "import sequoia_plan.planner.cli",
-            {"torch", "transformers", "numba", "numpy", "rich", "matplotlib", "sequoia_plan.artifacts", "sequoia_plan.runtime"},
+            {
+                "torch",
+                "transformers",
+                "numba",
+                "numpy",
+                "rich",
+                "matplotlib",
+                "sequoia_plan.artifacts",
+                "sequoia_plan.runtime",
+            },
         ),
     ],
 )
@@ -44,22 +67,37 @@ def test_a_layer_brings_nothing_it_should_not(statement, absent):
 @pytest.mark.parametrize(
     ("package", "forbidden"),
     [
-        ("artifacts", {"torch", "transformers", "numba", "click", "planner", "profiler", "runtime"}),
+        (
+            "artifacts",
+            {"torch", "transformers", "numba", "click", "planner", "profiler", "runtime"},
+        ),
         ("planner", {"torch", "transformers", "profiler", "runtime"}),
         ("runtime", {"numba", "click", "yaml", "planner", "profiler"}),
         ("profiler", {"numba", "click", "yaml", "planner"}),
     ],
 )
 def test_a_layer_names_nothing_it_should_not(package, forbidden):
-    """transformers itself imports yaml and click, so sys.modules cannot tell for them: the sources do."""
+    """transformers itself imports yaml and click, so sys.modules cannot tell for them: the sources
+    do."""
     folder = Path(importlib.import_module(f"sequoia_plan.{package}").__file__).parent
     for file in folder.rglob("*.py"):
         if "cli" in file.parts:
             continue  # the one file that may import from every layer
         for node in ast.walk(ast.parse(file.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module] if isinstance(node, ast.ImportFrom) else []
-            lazy = {"torch"} if file.name == "interchange.py" else set()  # reads growmaps, which torch saved; the fresh process shows that it is lazy
-            assert not {name.removeprefix("sequoia_plan.").split(".")[0] for name in names} & forbidden - lazy, file
+            names = (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
+            lazy = (
+                {"torch"} if file.name == "interchange.py" else set()
+            )  # reads growmaps, which torch saved; the fresh process shows that it is lazy
+            assert (
+                not {name.removeprefix("sequoia_plan.").split(".")[0] for name in names}
+                & forbidden - lazy
+            ), file
 
 
 @pytest.mark.parametrize("name", sorted(OWN))
@@ -73,12 +111,25 @@ def test_no_test_module_imports_another():
     found = []
     for file in sorted(Path(__file__).parent.glob("test_*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module] if isinstance(node, ast.ImportFrom) else []
-            found += [f"{file.name} imports {name}" for name in names if name and name.startswith("test_")]
+            names = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
+            found += [
+                f"{file.name} imports {name}" for name in names if name and name.startswith("test_")
+            ]
     assert found == []
 
 
-PARTS = {"planner": ("solving", "engines", "report", "cli", "package"), "runtime": ("models", "draft", "verify"), "profiler": ("distill",), "artifacts": ()}
+PARTS = {
+    "planner": ("solving", "engines", "report", "cli", "package"),
+    "runtime": ("base", "models", "offload", "draft", "verify"),
+    "profiler": ("distill",),
+    "artifacts": (),
+}
 """The folders within a package that have a subject of their own."""
 MAY_IMPORT = {
     "artifacts": set(),
@@ -86,14 +137,37 @@ MAY_IMPORT = {
     "planner.solving": {"artifacts"},
     "planner.engines": {"artifacts"},
     "planner.report": {"artifacts", "planner.solving"},
-    "planner.cli": {"artifacts", "planner.solving", "planner.engines", "planner.report", "runtime", "profiler"},
+    "planner.cli": {
+        "artifacts",
+        "planner.solving",
+        "planner.engines",
+        "planner.report",
+        "runtime",
+        "profiler",
+    },
     "planner.package": {"planner.cli"},
-    "runtime": {"artifacts", "runtime.models", "runtime.draft", "runtime.verify"},
-    "runtime.models": {"artifacts", "runtime"},
-    "runtime.draft": {"artifacts", "runtime", "runtime.models"},
-    "runtime.verify": {"artifacts", "runtime"},
-    "profiler": {"artifacts", "runtime", "runtime.models", "runtime.draft", "runtime.verify"},
-    "profiler.distill": {"artifacts", "runtime.models", "runtime.draft"},
+    "runtime.base": {"artifacts"},
+    "runtime.verify": {"artifacts", "runtime.base"},
+    "runtime.models": {"artifacts", "runtime.base"},
+    "runtime.offload": {"artifacts", "runtime.base", "runtime.models"},
+    "runtime.draft": {"artifacts", "runtime.base", "runtime.models"},
+    "runtime": {
+        "artifacts",
+        "runtime.base",
+        "runtime.models",
+        "runtime.offload",
+        "runtime.draft",
+        "runtime.verify",
+    },
+    "profiler": {
+        "artifacts",
+        "runtime",
+        "runtime.base",
+        "runtime.models",
+        "runtime.draft",
+        "runtime.verify",
+    },
+    "profiler.distill": {"artifacts", "runtime.base", "runtime.models", "runtime.draft"},
 }
 """Which part may import from which; docs/architecture.md draws it."""
 
@@ -103,7 +177,9 @@ def sources():
     for package in PARTS:
         folder = Path(importlib.import_module(f"sequoia_plan.{package}").__file__).parent
         for file in folder.rglob("*.py"):
-            name = ".".join(("sequoia_plan", package, *file.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__")
+            name = ".".join(
+                ("sequoia_plan", package, *file.relative_to(folder).with_suffix("").parts)
+            ).removesuffix(".__init__")
             yield name, ast.parse(file.read_text())
 
 
@@ -118,7 +194,7 @@ def imported(tree):
 
 
 def part_of(module):
-    """`sequoia_plan.planner.solving.hull` -> `planner.solving`; None for other packages."""
+    """`sequoia_plan.planner.solving.solve` -> `planner.solving`; None for other packages."""
     _, package, *rest = (*module.split("."), "", "")
     if not module.startswith("sequoia_plan.") or package not in PARTS:
         return None
@@ -137,10 +213,22 @@ def test_no_part_imports_upwards():
 def test_no_files_import_each_other_in_a_circle():
     import networkx
 
-    faces = {"sequoia_plan", *(f"sequoia_plan.{part}" for part in MAY_IMPORT)}  # an __init__.py only hands names on
+    faces = {
+        "sequoia_plan",
+        *(f"sequoia_plan.{part}" for part in MAY_IMPORT),
+    }  # an __init__.py only hands names on
     modules = {module: tree for module, tree in sources() if module not in faces}
-    graph = networkx.DiGraph((module, used) for module, tree in modules.items() for used in imported(tree) if used in modules and used != module)
-    circles = [circle for circle in networkx.strongly_connected_components(graph) if len(circle) > 1]
+    graph = networkx.DiGraph(
+        (module, used)
+        for module, tree in modules.items()
+        for used in imported(tree)
+        if used in modules and used != module
+    )
+    circles = [
+        circle for circle in networkx.strongly_connected_components(graph) if len(circle) > 1
+    ]
     assert not circles
-    graph.add_edge("sequoia_plan.artifacts.tree", "sequoia_plan.planner.solving.solve")  # the control
+    graph.add_edge(
+        "sequoia_plan.artifacts.tree", "sequoia_plan.planner.solving.solve"
+    )  # the control
     assert any(len(circle) > 1 for circle in networkx.strongly_connected_components(graph))

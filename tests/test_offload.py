@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,79 +18,120 @@ from streamed import LAYERS, PROMPT, streamed, tokens
 from transformers import BitNetQuantConfig
 from transformers.integrations.bitnet import BitLinear, pack_weights, replace_with_bitnet_linear
 
-from sequoia_plan.artifacts import ArgumentError, Profile, SequoiaPlanError, TokenTree, load_tree, save_tree
+from sequoia_plan.artifacts import (
+    ArgumentError,
+    Profile,
+    SequoiaPlanError,
+    TokenTree,
+    load_tree,
+    save_tree,
+)
 from sequoia_plan.planner.cli import main
 from sequoia_plan.profiler import latency, measure
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
-from sequoia_plan.runtime.models import offload
+from sequoia_plan.runtime.base.weight_stream import stream_of
 from sequoia_plan.runtime.models.load import load_model
-from sequoia_plan.runtime.models.memory import SLOTS, as_bytes, split_memory
-from sequoia_plan.runtime.models.offload import Offloaded
-from sequoia_plan.runtime.models.stream import stream_of
+from sequoia_plan.runtime.offload import load
+from sequoia_plan.runtime.offload.load import OffloadedTarget
+from sequoia_plan.runtime.offload.memory import SLOTS, as_bytes, split_memory
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
 
 
+def pair_in_memory(folder):
+    target, draft = str(folder / "target"), str(folder / "draft")
+    return load_pair(target, draft, dtype="float32", placement="resident")
+
+
 @pytest.mark.parametrize("resident", [0, 2, LAYERS - SLOTS - 1])
 def test_tokens_are_those_of_the_resident_model(folder, slow_disk, resident):
-    here = load_pair(str(folder / "target"), str(folder / "draft"), dtype="float32", placement="resident")
-    there = streamed(folder, resident)
-    facts, ring = there.facts["target"], stream_of(there.target)
-    assert facts["placement"] == there.placement == "streamed from disk"
-    assert facts["resident_layers"] == resident and facts["layers"] == LAYERS
-    assert facts["streamed_bytes"] == ring.bytes and len(ring.blocks) == LAYERS - resident
-    assert facts["digest"] == here.facts["target"]["digest"]
-    assert torch.equal(tokens(there), tokens(here))
-    assert torch.equal(tokens(there, 1.0), tokens(here, 1.0))
+    in_memory, offloaded = pair_in_memory(folder), streamed(folder, resident)
+    metadata, stream = offloaded.metadata["target"], stream_of(offloaded.target)
+    assert metadata["placement"] == offloaded.placement == "streamed from disk"
+    assert metadata["resident_layers"] == resident and metadata["layers"] == LAYERS
+    assert metadata["streamed_bytes"] == stream.bytes and len(stream.blocks) == LAYERS - resident
+    assert metadata["digest"] == in_memory.metadata["target"]["digest"]
+    assert torch.equal(tokens(offloaded), tokens(in_memory))
+    assert torch.equal(tokens(offloaded, 1.0), tokens(in_memory, 1.0))
 
 
 def test_a_pass_that_does_not_wait_is_noticed(folder, slow_disk, monkeypatch):
     """The control: computing with whatever is in the slots gives other tokens."""
-    here = tokens(load_pair(str(folder / "target"), str(folder / "draft"), dtype="float32", placement="resident"))
-    there = streamed(folder)
-    assert torch.equal(tokens(there), here)
-    monkeypatch.setattr(stream_of(there.target).changed, "wait_for", lambda condition: None)
-    assert not torch.equal(tokens(there), here)
+    expected = tokens(pair_in_memory(folder))
+    offloaded = streamed(folder)
+    assert torch.equal(tokens(offloaded), expected)
+    condition = stream_of(offloaded.target).state_changed
+    monkeypatch.setattr(condition, "wait_for", lambda predicate: None)
+    assert not torch.equal(tokens(offloaded), expected)
 
 
 @pytest.mark.parametrize("name", READS_TREES)
 def test_architectures(name, tmp_path, pair):
-    """Tied weights, fused experts (which transformers converts as it loads them), windows, layers by other names."""
-    model = tiny(name, **({"n_layer": 6} if name == "GPT-2" else {"num_hidden_layers": 6}), **({"layer_types": None} if "Gemma" in name else {}))
-    model.save_pretrained(tmp_path / "m")
+    """Tied weights, experts that transformers fuses as it loads them, windows, other names."""
+    changes = {"n_layer": 6} if name == "GPT-2" else {"num_hidden_layers": 6}
+    if "Gemma" in name:
+        changes["layer_types"] = None
+    tiny(name, **changes).save_pretrained(tmp_path / "m")
     pair.tokenizer.save_pretrained(tmp_path / "m")
-    here = load_model(str(tmp_path / "m"), "cpu", torch.float32)[0]
-    there = Offloaded(str(tmp_path / "m"), "cpu", torch.float32)
-    there.place(split_memory(there.outside + SLOTS * max(there.sizes()) + max(there.sizes()), there.outside, 0, 0, there.sizes()), "disk")
-    assert len(stream_of(there.model).blocks) == 5
-    ours, theirs = (SequoiaDecoder(target, here, TREE).generate(PROMPT, 24).sequences for target in (there.model, here))
-    assert torch.equal(ours, theirs)
+    in_memory = load_model(str(tmp_path / "m"), "cpu", torch.float32)[0]
+    offloaded = OffloadedTarget(str(tmp_path / "m"), "cpu", torch.float32)
+    place(offloaded, resident=1)
+    assert len(stream_of(offloaded.model).blocks) == 5
+    assert_same_tokens(offloaded.model, in_memory)
+
+
+def place(offloaded, resident):
+    """Keep so many layers in memory, and stream the others from disk."""
+    sizes, outside_bytes = offloaded.layer_sizes(), offloaded.outside_bytes
+    memory = outside_bytes + (SLOTS + resident) * max(sizes)
+    offloaded.place(split_memory(memory, outside_bytes, 0, 0, sizes), "disk")
+
+
+def assert_same_tokens(offloaded, in_memory):
+    sequences = [
+        SequoiaDecoder(target, in_memory, TREE).generate(PROMPT, 24).sequences
+        for target in (offloaded, in_memory)
+    ]
+    assert torch.equal(*sequences)
 
 
 def save_with_bitnet_weights(folder):
-    """A Llama as BitNet checkpoints are published: ternary weights, four to a byte, each matrix with a scale."""
-    model, config = tiny("Llama", num_hidden_layers=6), BitNetQuantConfig(modules_to_not_convert=["lm_head"])
-    matrices = {name: module.weight.data for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    model = replace_with_bitnet_linear(model, modules_to_not_convert=["lm_head"], quantization_config=config)
+    """Save a Llama as BitNet checkpoints are published.
+
+    Weights are ternary, four to a byte, and each matrix has a scale.
+    """
+    model = tiny("Llama", num_hidden_layers=6)
+    config = BitNetQuantConfig(modules_to_not_convert=["lm_head"])
+    matrices = {
+        name: module.weight.data
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    model = replace_with_bitnet_linear(
+        model, modules_to_not_convert=["lm_head"], quantization_config=config
+    )
     for name, module in model.named_modules():
         if isinstance(module, BitLinear):
             scale = matrices[name].abs().mean()
-            module.weight, module.weight_scale = pack_weights((matrices[name] / scale).round().clamp(-1, 1)), scale.reshape(1)
+            module.weight = pack_weights((matrices[name] / scale).round().clamp(-1, 1))
+            module.weight_scale = scale.reshape(1)
     model.config.quantization_config = config
     model.save_pretrained(folder)
 
 
 def test_quantised_weights_are_streamed_as_they_are(tmp_path, pair):
-    """A layer takes as few bytes in the file and in the ring as in the checkpoint, and the tokens are those of the quantised model in memory."""
+    """A layer has as few bytes in the file and in its slot as in the checkpoint.
+
+    The tokens are those of the quantised model in memory.
+    """
     save_with_bitnet_weights(tmp_path / "m")
     pair.tokenizer.save_pretrained(tmp_path / "m")
-    here = load_model(str(tmp_path / "m"), "cpu", torch.float32)[0]
-    there = Offloaded(str(tmp_path / "m"), "cpu", torch.float32)
-    quantised = there.layer(0)["mlp.up_proj.weight"]
+    in_memory = load_model(str(tmp_path / "m"), "cpu", torch.float32)[0]
+    offloaded = OffloadedTarget(str(tmp_path / "m"), "cpu", torch.float32)
+    quantised = offloaded.layer(0)["mlp.up_proj.weight"]
     assert quantised.dtype == torch.uint8 and quantised.numel() == 48 * 32 // 4
-    there.place(split_memory(there.outside + SLOTS * max(there.sizes()), there.outside, 0, 0, there.sizes()), "disk")
-    ours, theirs = (SequoiaDecoder(target, here, TREE).generate(PROMPT, 24).sequences for target in (there.model, here))
-    assert torch.equal(ours, theirs)
+    place(offloaded, resident=0)
+    assert_same_tokens(offloaded.model, in_memory)
 
 
 def test_weights_that_are_more_than_tensors_are_refused(tmp_path, pair, monkeypatch):
@@ -98,114 +140,186 @@ def test_weights_that_are_more_than_tensors_are_refused(tmp_path, pair, monkeypa
 
     save_with_bitnet_weights(tmp_path / "m")
     pair.tokenizer.save_pretrained(tmp_path / "m")
-    monkeypatch.setattr(offload, "_tensors", lambda model: {"a": torch.zeros(2).as_subclass(Packed)})
-    with pytest.raises(SequoiaPlanError, match="a is a Packed, expected plain tensors; a model quantised like this cannot be streamed"):
-        Offloaded(str(tmp_path / "m"), "cpu", torch.float32)
+    tensors = {"a": torch.zeros(2).as_subclass(Packed)}
+    monkeypatch.setattr(load, "_saved_tensors", lambda model: tensors)
+    message = (
+        "a is a Packed, expected plain tensors; a model quantised like this cannot be streamed"
+    )
+    with pytest.raises(SequoiaPlanError, match=message):
+        OffloadedTarget(str(tmp_path / "m"), "cpu", torch.float32)
 
 
-@given(st.lists(st.integers(1, 100), min_size=4, max_size=40), st.integers(0, 4000), st.integers(0, 50), st.integers(0, 50), st.integers(0, 50))
-def test_what_fits_stays(layers, memory, outside, draft, cache):
+FEW_BYTES = st.integers(0, 50)
+
+
+@given(
+    st.lists(st.integers(1, 100), min_size=4, max_size=40),
+    st.integers(0, 4000),
+    FEW_BYTES,
+    FEW_BYTES,
+    FEW_BYTES,
+)
+def test_what_fits_stays(sizes, memory, outside_bytes, draft_bytes, cache_bytes):
+    fixed_bytes = outside_bytes + draft_bytes + cache_bytes
     try:
-        split = split_memory(memory, outside, draft, cache, layers)
+        split = split_memory(memory, outside_bytes, draft_bytes, cache_bytes, sizes)
     except SequoiaPlanError:
-        assert memory < outside + draft + cache + SLOTS * max(layers)
+        assert memory < fixed_bytes + SLOTS * max(sizes)
         return
-    assert split.resident_bytes + split.streamed_bytes == sum(layers)
-    assert outside + draft + cache + split.slots + split.resident_bytes <= memory
-    assert sorted(set(split.resident)) == list(split.resident) and sum(layers[n] for n in split.resident) == split.resident_bytes
-    if split.streamed_bytes and len(split.resident) + SLOTS < len(layers):
-        assert outside + draft + cache + split.slots + (len(split.resident) + 1) * max(layers) > memory  # no further layer is sure to fit
+    resident = split.resident_layers
+    assert split.resident_bytes + split.streamed_bytes == sum(sizes)
+    assert fixed_bytes + split.slot_bytes + split.resident_bytes <= memory
+    assert sorted(set(resident)) == list(resident)
+    assert sum(sizes[layer] for layer in resident) == split.resident_bytes
+    if split.streamed_bytes and len(resident) + SLOTS < len(sizes):
+        one_more = (len(resident) + 1) * max(sizes)
+        assert fixed_bytes + split.slot_bytes + one_more > memory  # it is not sure to fit
 
 
 def test_too_little_memory_says_what_is_needed(folder):
-    with pytest.raises(SequoiaPlanError, match=r"memory: found 2 kB, expected at least .* for embeddings and head, .* for 3 layers at a time"):
-        load_pair(str(folder / "target"), str(folder / "draft"), dtype="float32", offload="disk", memory=2000)
+    message = (
+        r"memory: found 2 kB, expected at least .* for embeddings and head, "
+        r".* for 3 layers at a time"
+    )
+    target, draft = str(folder / "target"), str(folder / "draft")
+    with pytest.raises(SequoiaPlanError, match=message):
+        load_pair(target, draft, dtype="float32", offload="disk", memory=2000)
 
 
 def test_sizes():
-    here = torch.device("cpu")
-    assert [as_bytes(text, here) for text in ("300MB", "1.5GB", "2GiB", "7", 12, " 3 kb")] == [300_000_000, 1_500_000_000, 2 << 30, 7, 12, 3000]
-    assert 1e8 < as_bytes(None, here) < 1e14
+    cpu = torch.device("cpu")
+    texts = ("300MB", "1.5GB", "2GiB", "7", 12, " 3 kb")
+    sizes = [300_000_000, 1_500_000_000, 2 << 30, 7, 12, 3000]
+    assert [as_bytes(text, cpu) for text in texts] == sizes
+    assert 1e8 < as_bytes(None, cpu) < 1e14
     for wrong in ("", "much", "-3MB", "0", "1e400GB", "nan", "3 XB"):
         with pytest.raises(ArgumentError, match="expected a size, as 300MB or 24GB"):
-            as_bytes(wrong, here)
+            as_bytes(wrong, cpu)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--memory", "1GB"], "memory 1GB: found without a link to stream from; add --offload host or disk"),
-        (["--offload", "host", "--device", "cpu"], "to a CUDA device, found --device cpu; use --offload disk"),
+        (
+            ["--memory", "1GB"],
+            "memory 1GB: found without a link to stream from; add --offload host or disk",
+        ),
+        (
+            ["--offload", "host", "--device", "cpu"],
+            "to a CUDA device, found --device cpu; use --offload disk",
+        ),
         (["--offload", "disk", "--memory", "lots"], "memory: found 'lots', expected a size"),
     ],
 )
 def test_refused_options(folder, options, message, tmp_path):
     save_tree(TokenTree.chain(2), tmp_path / "t")
     models = ["--target", str(folder / "target"), "--draft", str(folder / "draft")]
-    result = CliRunner().invoke(main, ["generate", "--tree", str(tmp_path / "t"), *models, *options])
+    result = CliRunner().invoke(
+        main, ["generate", "--tree", str(tmp_path / "t"), *models, *options]
+    )
     assert result.exit_code == 2 and message in result.output
 
 
 def test_from_profile_to_bench(folder, tmp_path, monkeypatch):
-    """The profile knows what a step waits for, the tree records where the weights were, and another placement warns."""
+    """The profile says what a step waits for, the tree where the weights were; others warn."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(latency, "SIZES", (1, 2, 4))
     Path("p.txt").write_text("What is rain?\n\nName three birds.\n")
     for module in (measure.__module__, "sequoia_plan.profiler.prompts"):
-        monkeypatch.setattr(sys.modules[module], "encode", lambda tokenizer, prompt: PROMPT.tolist())
-    models = ["--target", str(folder / "target"), "--draft", str(folder / "draft"), "--dtype", "float32"]
-    placed = ["--offload", "disk", "--memory", str(streamed(folder).facts["target"]["memory"])]
+        monkeypatch.setattr(sys.modules[module], "encode", lambda *_: PROMPT.tolist())
+    models = ["--target", str(folder / "target"), "--draft", str(folder / "draft")]
+    models += ["--dtype", "float32"]
+    placed = ["--offload", "disk", "--memory", str(streamed(folder).metadata["target"]["memory"])]
 
     def run(*arguments):
         result = CliRunner().invoke(main, list(arguments))
         assert result.exit_code == 0, result.output
         return result.output
 
-    out = run("profile", *models, *placed, "--prompts", "p.txt", "--tokens", "8", "--latency-seconds", "0", "-o", "p.yaml")
-    found = Profile.load("p.yaml")
-    facts = found.models["target"]
-    assert found.latency.stream.bytes == facts["streamed_bytes"] > 0
-    assert found.latency.stream.seconds > 0
-    assert f"{facts['resident_layers']} of {LAYERS} layers" in out
+    brief = ["--prompts", "p.txt", "--tokens", "8", "--latency-seconds", "0"]
+    output = run("profile", *models, *placed, *brief, "-o", "p.yaml")
+    profile = Profile.load("p.yaml")
+    metadata = profile.models["target"]
+    assert profile.latency.stream.bytes == metadata["streamed_bytes"] > 0
+    assert profile.latency.stream.seconds > 0
+    resident_layers = f"{metadata['resident_layers']} of {LAYERS} layers"
+    assert resident_layers in output
     assert "more memory" in run("solve", "p.yaml", "-o", "t.safetensors")
-    assert load_tree("t.safetensors").plan.latency.stream == found.latency.stream
-    assert "Warning" not in run("generate", *models, *placed, "--tree", "t.safetensors", "--max-new-tokens", "4")
-    elsewhere = run("generate", *models, "--tree", "t.safetensors", "--max-new-tokens", "4")
-    assert f"was solved for the target streamed from disk with {facts['resident_layers']} of {LAYERS} layers in memory, this is repacked" in elsewhere
+    assert load_tree("t.safetensors").plan.latency.stream == profile.latency.stream
+    generate = ["--tree", "t.safetensors", "--max-new-tokens", "4"]
+    assert "Warning" not in run("generate", *models, *placed, *generate)
+    assert (
+        f"was solved for the target streamed from disk with {resident_layers} in memory, "
+        "this is repacked"
+    ) in run("generate", *models, *generate)
 
 
-PLACES = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", **{f"model.layers.{n}": "disk" for n in range(1, LAYERS)}}
-PLACES |= {"model.norm": "disk", "model.rotary_emb": "cpu", "lm_head": "disk"}
+DEVICE_MAP = {f"model.layers.{layer}": "disk" for layer in range(1, LAYERS)}
+DEVICE_MAP |= {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.rotary_emb": "cpu"}
+DEVICE_MAP |= {"model.norm": "disk", "lm_head": "disk"}
 
 
 @pytest.mark.parametrize(
-    "moved",
+    "offload",
     [
         lambda model, folder: cpu_offload(model, torch.device("cpu")),
         lambda model, folder: disk_offload(model, folder, torch.device("cpu")),
-        lambda model, folder: dispatch_model(model, PLACES, main_device="cpu", offload_dir=folder),
+        lambda model, folder: dispatch_model(
+            model, DEVICE_MAP, main_device="cpu", offload_dir=folder
+        ),
     ],
     ids=["cpu_offload", "disk_offload", "device_map"],
 )
-def test_a_target_that_accelerate_has_offloaded(moved, tmp_path):
+def test_a_target_that_accelerate_has_offloaded(offload, tmp_path):
     target, draft = tiny("Llama", num_hidden_layers=LAYERS), tiny("Llama", seed=1)
-    right = SequoiaDecoder(target, draft, TREE).generate(PROMPT, 24).sequences
-    there = moved(copy.deepcopy(target), str(tmp_path))
-    assert any(parameter.device.type == "meta" for parameter in there.parameters())
-    assert torch.equal(SequoiaDecoder(there, draft, TREE).generate(PROMPT, 24).sequences, right)
+    expected = SequoiaDecoder(target, draft, TREE).generate(PROMPT, 24).sequences
+    offloaded = offload(copy.deepcopy(target), str(tmp_path))
+    assert any(parameter.device.type == "meta" for parameter in offloaded.parameters())
+    sequences = SequoiaDecoder(offloaded, draft, TREE).generate(PROMPT, 24).sequences
+    assert torch.equal(sequences, expected)
 
 
 def test_weights_that_nothing_brings_are_refused():
     target = tiny("Llama").to("meta")
-    with pytest.raises(SequoiaPlanError, match="its weights are on the meta device and nothing brings them"):
+    message = "its weights are on the meta device and nothing brings them"
+    with pytest.raises(SequoiaPlanError, match=message):
         SequoiaDecoder(target, None, TokenTree.chain(1))
 
 
 def test_the_embedded_pair(monkeypatch, tmp_path):
     """SmolLM2 with a fifth of its layers in memory writes the tokens of SmolLM2 in memory."""
     monkeypatch.delenv("SEQUOIA_PLAN_CACHE")
-    here, there = load_pair(dtype="float32", placement="resident"), load_pair(dtype="float32", offload="disk", memory="450MB")
-    assert 0 < there.facts["target"]["resident_layers"] <= 10
+    in_memory = load_pair(dtype="float32", placement="resident")
+    offloaded = load_pair(dtype="float32", offload="disk", memory="450MB")
+    assert 0 < offloaded.metadata["target"]["resident_layers"] <= 10
     tree, text = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3, 6]), "Explain how rain forms."
-    ours, theirs = (SequoiaDecoder(each.target, each.draft, tree, tokenizer=each.tokenizer).generate(text, 24) for each in (there, here))
-    assert torch.equal(ours.sequences, theirs.sequences)
+    sequences = [
+        SequoiaDecoder(pair.target, pair.draft, tree, tokenizer=pair.tokenizer)
+        .generate(text, 24)
+        .sequences
+        for pair in (offloaded, in_memory)
+    ]
+    assert torch.equal(*sequences)
+
+
+def run_python(code):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+
+
+def test_the_runtime_does_without_fcntl():
+    """Windows has no fcntl: files of weights are then written without a lock."""
+    code = "import sys; sys.modules['fcntl'] = None; import sequoia_plan.runtime; "
+    code += "from pathlib import Path; import tempfile; "
+    code += "from sequoia_plan.runtime.offload import load, weight_file\n"
+    code += "with tempfile.TemporaryDirectory() as folder:\n"
+    code += "    with weight_file.exclusive_lock(Path(folder) / 'w'): print('entered')"
+    assert run_python(code) == "entered\n"
+
+
+def test_decoding_without_offloading_does_not_import_offload():
+    code = "import sys, sequoia_plan.runtime; print('\\n'.join(sys.modules))"
+    modules = run_python(code).split()
+    assert "sequoia_plan.runtime.pair" in modules
+    assert not [name for name in modules if name.startswith("sequoia_plan.runtime.offload")]

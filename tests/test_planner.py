@@ -12,24 +12,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import acceptance_vectors, all_trees, rows_by_class
 
-from sequoia_plan.artifacts import LANGUAGE_MODEL, ArgumentError, Latency, Profile, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import (
+    LANGUAGE_MODEL,
+    ArgumentError,
+    Latency,
+    Profile,
+    SequoiaPlanError,
+    TokenTree,
+)
 from sequoia_plan.artifacts.cost import StepTime, acceptance_rows, expected_tokens
 from sequoia_plan.planner import solve
-from sequoia_plan.planner.solving import best_first, dynamic_programming, hull
-from sequoia_plan.planner.solving.frontier import LARGEST_DEPTH
+from sequoia_plan.planner.solving import best_first, concave_envelope, dynamic_programming
+from sequoia_plan.planner.solving.frontier import MAX_DEPTH
 
 LLAMA3 = [0.7732, 0.1039, 0.0402, 0.0206, 0.0128, 0.0081, 0.0064, 0.0043, 0.0035, 0.0026]
 
 
-def paths_worth(tree, rows):
-    """F by its definition, path by path: rows[level][class][rank], the class told by the ranks before."""
+def tokens_by_paths(tree, rows):
+    """F by its definition, path by path.
+
+    Args:
+        rows: [level][class][rank]; the class follows from the ranks above on the path.
+    """
     total = 0.0
     for node in range(tree.size):
         ranks = []
         while node:
             ranks.insert(0, int(tree.ranks[node]) - 1)
             node = int(tree.parents[node])
-        total += math.prod(rows[min(level, len(rows) - 1)][any(ranks[:level])][rank] for level, rank in enumerate(ranks))
+        total += math.prod(
+            rows[min(level, len(rows) - 1)][any(ranks[:level])][rank]
+            for level, rank in enumerate(ranks)
+        )
     return total
 
 
@@ -60,11 +74,15 @@ def test_dp_equals_exhaustive_enumeration(acceptance, size, depth):
 @pytest.mark.parametrize("solver", ["best-first", "hull", "dp"])
 def test_the_deepest_tree_is_built(solver):
     """A thousand levels are what the limits allow; Python's own stack has fewer."""
-    assert solve([0.9], LARGEST_DEPTH, LARGEST_DEPTH, solver=solver).tree == TokenTree.chain(LARGEST_DEPTH)
+    assert solve([0.9], MAX_DEPTH, MAX_DEPTH, solver=solver).tree == TokenTree.chain(MAX_DEPTH)
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(acceptance_vectors(longest=3), min_size=1, max_size=3), st.integers(1, 7), st.integers(2, 5))
+@given(
+    st.lists(acceptance_vectors(longest=3), min_size=1, max_size=3),
+    st.integers(1, 7),
+    st.integers(2, 5),
+)
 def test_dp_equals_exhaustive_enumeration_with_rows_per_level(rows, size, depth):
     rows = [row + [0.0] * (3 - len(row)) for row in rows]
     best = exhaustive(rows, size, depth)
@@ -75,84 +93,106 @@ def test_dp_equals_exhaustive_enumeration_with_rows_per_level(rows, size, depth)
 @settings(max_examples=100, deadline=None)
 @given(acceptance_vectors(longest=6, non_increasing=True), st.integers(1, 60), st.integers(1, 9))
 def test_all_solvers_agree_on_non_increasing_vectors(acceptance, size, depth):
-    same_frontier(acceptance_rows(acceptance, depth), size, best_first, hull, dynamic_programming)
+    same_frontier(
+        acceptance_rows(acceptance, depth), size, best_first, concave_envelope, dynamic_programming
+    )
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(acceptance_vectors(longest=6), min_size=1, max_size=3), st.integers(1, 60), st.integers(1, 7))
+@given(
+    st.lists(acceptance_vectors(longest=6), min_size=1, max_size=3),
+    st.integers(1, 60),
+    st.integers(1, 7),
+)
 def test_hull_equals_dp_on_any_rows(rows, size, depth):
-    same_frontier(acceptance_rows([row + [0.0] * (6 - len(row)) for row in rows], depth), size, hull, dynamic_programming)
+    same_frontier(
+        acceptance_rows([row + [0.0] * (6 - len(row)) for row in rows], depth),
+        size,
+        concave_envelope,
+        dynamic_programming,
+    )
 
 
 @settings(max_examples=80, deadline=None)
 @given(rows_by_class(), st.integers(1, 8), st.integers(2, 6))
 def test_every_solver_equals_exhaustive_enumeration_with_classes(rows, size, depth):
-    """Classes of parents are part of what is solved: values and trees, by a definition of F that is not the solver's."""
+    """Values and trees are optimal with classes of parents, by a definition of F of its own."""
     fits = [t for t in all_trees(size) if t.depth <= depth and t.branching <= len(rows[0][0])]
     table = acceptance_rows(rows, depth)
-    exact = [hull, dynamic_programming] + [best_first] * best_first.is_non_increasing(table)
-    for solver in exact:
+    exact_solvers = [concave_envelope, dynamic_programming]
+    if best_first.is_non_increasing(table):
+        exact_solvers.append(best_first)
+    for solver in exact_solvers:
         value = last(solver, table, size)
         if not fits:
             assert math.isnan(value)
             continue
-        assert value == pytest.approx(max(paths_worth(tree, rows) for tree in fits), rel=1e-12)
+        assert value == pytest.approx(max(tokens_by_paths(tree, rows) for tree in fits), rel=1e-12)
         tree = TokenTree.from_parents(solver.parents(table, size))
-        assert paths_worth(tree, rows) == pytest.approx(value, rel=1e-12) == expected_tokens(tree, rows)
+        tokens = pytest.approx(value, rel=1e-12)
+        assert tokens_by_paths(tree, rows) == tokens == expected_tokens(tree, rows)
 
 
 @settings(max_examples=80, deadline=None)
 @given(rows_by_class(longest=6), st.integers(1, 60), st.integers(1, 7))
 def test_solvers_agree_with_classes(rows, size, depth):
     table = acceptance_rows(rows, depth)
-    same_frontier(table, size, hull, dynamic_programming)
+    same_frontier(table, size, concave_envelope, dynamic_programming)
     if len(last_values := dynamic_programming.frontier(table, size)[-1]) == size:
-        for tree in (TokenTree(hull._solved(table, size)), TokenTree(hull._suggested(table, size)[0])):
+        exact = TokenTree(concave_envelope._tree_by_recursion(table, size))
+        suggested = TokenTree(concave_envelope._tree_by_envelopes(table, size)[0])
+        for tree in (exact, suggested):
             assert tree.size == size and tree.depth <= depth
             assert expected_tokens(tree, rows) <= last_values[-1] * (1 + 1e-12)
-        assert expected_tokens(TokenTree(hull._solved(table, size)), rows) == pytest.approx(last_values[-1], rel=1e-12)
+        assert expected_tokens(exact, rows) == pytest.approx(last_values[-1], rel=1e-12)
 
 
 @settings(max_examples=80, deadline=None)
 @given(rows_by_class(longest=6, non_increasing=True), st.integers(1, 60), st.integers(1, 9))
 def test_best_first_is_exact_with_classes_whose_rows_do_not_increase(rows, size, depth):
-    same_frontier(acceptance_rows(rows, depth), size, best_first, hull, dynamic_programming)
+    same_frontier(
+        acceptance_rows(rows, depth), size, best_first, concave_envelope, dynamic_programming
+    )
 
 
 @given(rows_by_class(), st.integers(1, 30), st.integers(2, 6))
 def test_equal_classes_are_one(rows, size, depth):
-    alike = [[spine, spine] for spine, _ in rows]
-    same = [spine for spine, _ in rows]
-    for solver in (hull, dynamic_programming):
-        for two, one in zip(solver.frontier(acceptance_rows(alike, depth), size), solver.frontier(acceptance_rows(same, depth), size), strict=True):
-            np.testing.assert_array_equal(two, one)
+    two_classes = acceptance_rows([[spine, spine] for spine, _ in rows], depth)
+    one_class = acceptance_rows([spine for spine, _ in rows], depth)
+    for solver in (concave_envelope, dynamic_programming):
+        frontiers = solver.frontier(two_classes, size), solver.frontier(one_class, size)
+        for values_of_two, values_of_one in zip(*frontiers, strict=True):
+            np.testing.assert_array_equal(values_of_two, values_of_one)
 
 
 def test_a_solver_that_ignores_the_class_is_noticed():
-    """The control: rows of the spine taken for all nodes promise more than there is, and give a worse tree."""
+    """The control: rows of the spine used for all nodes predict too much and give a worse tree."""
     rows = [[[0.5, 0.4], [0.0, 0.0]], [[0.8, 0.1], [0.2, 0.1]]]
     right = solve(rows, 6, 5)
-    assert right.plan.expected_tokens == pytest.approx(max(paths_worth(t, rows) for t in all_trees(6) if t.depth <= 5 and t.branching <= 2))
+    fits = [t for t in all_trees(6) if t.depth <= 5 and t.branching <= 2]
+    optimum = max(tokens_by_paths(tree, rows) for tree in fits)
+    assert right.plan.expected_tokens == pytest.approx(optimum)
     for solver in ("best-first", "hull", "dp"):
         blind = solve([spine for spine, _ in rows], 6, 5, solver=solver)
-        assert paths_worth(blind.tree, rows) < right.plan.expected_tokens * 0.95 < blind.plan.expected_tokens * 0.95
+        low, high = right.plan.expected_tokens * 0.95, blind.plan.expected_tokens * 0.95
+        assert tokens_by_paths(blind.tree, rows) < low < high
 
 
 @pytest.mark.parametrize("rare", [0.0, 1e-4])
 def test_hull_equals_dp_on_staircases(rare):
     """Only families of six pay: the scan gives up, and remainders (or all sums) take over."""
     vector = [rare * (1 + rank / 10) for rank in range(5)] + [0.9]
-    same_frontier(acceptance_rows(vector, 6), 1500, hull, dynamic_programming)
-    same_frontier(acceptance_rows([*vector, 0.05], 4), 300, hull, dynamic_programming)
+    same_frontier(acceptance_rows(vector, 6), 1500, concave_envelope, dynamic_programming)
+    same_frontier(acceptance_rows([*vector, 0.05], 4), 300, concave_envelope, dynamic_programming)
 
 
 def same_frontier(rows, size, *solvers):
-    first, *others = (solver.frontier(rows, size) for solver in solvers)
-    assert len(first) == len(rows) + 1
-    for other in others:
-        assert [len(values) for values in other] == [len(values) for values in first]
-        for ours, theirs in zip(first, other, strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=1e-12)
+    expected, *frontiers = (solver.frontier(rows, size) for solver in solvers)
+    assert len(expected) == len(rows) + 1
+    for values_by_depth in frontiers:
+        assert [len(values) for values in values_by_depth] == [len(values) for values in expected]
+        for expected_values, values in zip(expected, values_by_depth, strict=True):
+            np.testing.assert_allclose(expected_values, values, rtol=1e-12)
 
 
 def test_best_first_is_wrong_on_a_rising_vector_and_solve_knows():
@@ -167,7 +207,12 @@ def test_best_first_is_wrong_on_a_rising_vector_and_solve_knows():
 
 
 @settings(max_examples=80, deadline=None)
-@given(acceptance_vectors(longest=5), st.integers(1, 40), st.integers(2, 8), st.sampled_from([None, 1, 2, 3]))
+@given(
+    acceptance_vectors(longest=5),
+    st.integers(1, 40),
+    st.integers(2, 8),
+    st.sampled_from([None, 1, 2, 3]),
+)
 def test_the_tree_attains_the_tables_value(acceptance, size, depth, branching):
     rows = acceptance_rows(acceptance, depth, branching)
     value = last(dynamic_programming, rows, size)
@@ -186,18 +231,24 @@ def test_the_tree_attains_the_tables_value(acceptance, size, depth, branching):
 @given(acceptance_vectors(longest=4))
 def test_more_never_hurts(acceptance):
     rows = acceptance_rows(acceptance, 6)
-    frontiers = [hull.frontier(np.ascontiguousarray(rows[..., :ranks]), 25) for ranks in range(1, len(acceptance) + 1)]
+    frontiers = [
+        concave_envelope.frontier(np.ascontiguousarray(rows[..., :ranks]), 25)
+        for ranks in range(1, len(acceptance) + 1)
+    ]
     slack = 1 - 1e-12
     for values in itertools.chain(*frontiers):
         assert (values[1:] >= values[:-1] * slack).all()
-    for less, more in [pair for each in frontiers for pair in itertools.pairwise(each)] + [
-        pair for narrow, wide in itertools.pairwise(frontiers) for pair in zip(narrow, wide, strict=True)
-    ]:
+    pairs = [pair for by_depth in frontiers for pair in itertools.pairwise(by_depth)]
+    for narrow, wide in itertools.pairwise(frontiers):
+        pairs += zip(narrow, wide, strict=True)
+    for less, more in pairs:
         assert (more[: len(less)] >= less * slack).all()
 
 
-def test_unreachable_sizes_are_said_with_the_largest():
-    with pytest.raises(ArgumentError, match=r"no tree of 14 nodes has depth 3 and branching 3: the largest has 13"):
+def test_unreachable_sizes_are_refused_with_the_largest():
+    with pytest.raises(
+        ArgumentError, match=r"no tree of 14 nodes has depth 3 and branching 3: the largest has 13"
+    ):
         solve([0.5, 0.2, 0.1], 14, 3)
     assert solve([0.5, 0.2, 0.1], 13, 3).tree.size == 13
     assert solve([1.0], 5, 5).tree == TokenTree.chain(5)
@@ -211,65 +262,96 @@ def test_zeros(acceptance):
         assert solution.plan.expected_tokens == exhaustive(acceptance, size, 4)
 
 
-STEEP = Latency({1: 0.04, 4: 0.045, 8: 0.05, 32: 0.09, 64: 0.2}, {1: 0.004, 2: 0.0042, 16: 0.008, 64: 0.02}, 0.001, 128)
+STEEP = Latency(
+    {1: 0.04, 4: 0.045, 8: 0.05, 32: 0.09, 64: 0.2},
+    {1: 0.004, 2: 0.0042, 16: 0.008, 64: 0.02},
+    0.001,
+    128,
+)
 
 
 @settings(max_examples=25, deadline=None)
 @given(acceptance_vectors(longest=3), st.floats(0.0001, 0.05), st.floats(0.0001, 0.05))
 def test_speed_beats_every_optimal_tree_of_every_size_and_depth(acceptance, per_node, per_draft):
-    latency = Latency({n: 0.04 + per_node * (n - 1) for n in (1, 3, 7)}, {1: per_draft, 7: 2 * per_draft}, 0.001, 0)
+    latency = Latency(
+        {n: 0.04 + per_node * (n - 1) for n in (1, 3, 7)},
+        {1: per_draft, 7: 2 * per_draft},
+        0.001,
+        0,
+    )
     solution = solve(Profile(tuple(acceptance), latency=latency), 7, 4)
     times = StepTime(latency)
-    speed = solution.plan.expected_tokens / times.step(solution.tree)
+    speed = solution.plan.expected_tokens / times.step_seconds(solution.tree)
     for depth in range(2, 5):
         rows = acceptance_rows(acceptance, depth)
         for size, value in enumerate(dynamic_programming.frontier(rows, 7)[-1], 1):
             tree = TokenTree.from_parents(dynamic_programming.parents(rows, size))
-            assert speed >= value / times.step(tree) * (1 - 1e-12)
-    assert speed >= 1 / times.plain() * (1 - 1e-12)
+            assert speed >= value / times.step_seconds(tree) * (1 - 1e-12)
+    assert speed >= 1 / times.plain_seconds() * (1 - 1e-12)
 
 
 def test_speed_can_say_no_speculation_and_chain():
     slow_draft = Latency({1: 0.04, 8: 0.05}, {1: 0.04, 8: 0.05}, 0.0, 0)
     assert solve(Profile((0.4, 0.1), latency=slow_draft), 8, 5).tree.size == 1
-    steep_target = Latency({n: 0.04 * n for n in range(1, 9)} | {2: 0.041, 3: 0.042}, {1: 0.0001, 8: 0.0002}, 0.0, 0)
+    steep_target = Latency(
+        {n: 0.04 * n for n in range(1, 9)} | {2: 0.041, 3: 0.042}, {1: 0.0001, 8: 0.0002}, 0.0, 0
+    )
     assert solve(Profile((0.9, 0.01), latency=steep_target), 8, 8).tree == TokenTree.chain(3)
 
 
 def test_speed_prediction_is_tokens_over_time():
     solution = solve(Profile(tuple(LLAMA3), latency=STEEP), 64, 10)
     times = StepTime(STEEP)
-    assert solution.plan.predicted_speedup == pytest.approx(solution.plan.expected_tokens * (0.04 + 0.001) / times.step(solution.tree))
+    assert solution.plan.predicted_speedup == pytest.approx(
+        solution.plan.expected_tokens * (0.04 + 0.001) / times.step_seconds(solution.tree)
+    )
     assert 1 < solution.tree.size <= 64
 
 
 def test_step_time_never_invents_speed():
     times = StepTime(Latency({1: 0.04, 2: 0.09, 4: 0.05, 8: 0.10}, {1: 0.01}, 0.0, 0))
-    assert times.target(2) == 0.05  # padding two nodes up to four
-    assert times.target(5) == times.target(8) == 0.10  # nothing is known between: no more than the next measured size
-    assert times.target(9) == math.inf
-    assert times.draft(2) == math.inf
+    assert times.target_seconds(2) == 0.05  # padding two nodes up to four
+    # Between two measured sizes a pass takes as long as the next measured one.
+    assert times.target_seconds(5) == times.target_seconds(8) == 0.10
+    assert times.target_seconds(9) == math.inf
+    assert times.draft_seconds(2) == math.inf
 
 
 def test_speed_never_leaves_what_was_measured():
     free = Latency({1: 0.04, 8: 0.04}, {1: 1e-6, 4: 1e-6}, 0.0, 0)
     solution = solve(Profile((0.5, 0.3), latency=free), 768, 20)
     assert solution.tree.size <= 8
-    assert max(LANGUAGE_MODEL.widths(solution.tree.parents_by_level)) <= 4
+    assert max(LANGUAGE_MODEL.pass_widths(solution.tree.num_parents_by_level)) <= 4
 
 
 def test_tokens_objective_takes_exactly_the_budget_even_where_no_latency_is_known():
-    solution = solve(Profile((0.5, 0.3), latency=Latency({1: 0.04}, {2: 0.01}, 0.0, 0)), 12, 5, objective="tokens")
+    solution = solve(
+        Profile((0.5, 0.3), latency=Latency({1: 0.04}, {2: 0.01}, 0.0, 0)),
+        12,
+        5,
+        objective="tokens",
+    )
     assert solution.tree.size == 12
     assert solution.plan.predicted_speedup is None
 
 
 def test_the_plan_is_json_and_complete():
-    plan = solve(Profile((0.5, 0.3), 100, STEEP, {"temperature": 0.6}, {"target": {"name": "t"}}), 16, 5).tree.plan
-    facts = json.loads(json.dumps(plan.facts()))
-    assert facts["trials"] == 100
-    assert facts["settings"] == {"temperature": 0.6}
-    assert {"acceptance", "budget", "depth", "objective", "solver", "expected_tokens", "step_seconds", "predicted_speedup"} <= facts.keys()
+    plan = solve(
+        Profile((0.5, 0.3), 100, STEEP, {"temperature": 0.6}, {"target": {"name": "t"}}), 16, 5
+    ).tree.plan
+    document = json.loads(json.dumps(plan.to_dict()))
+    assert document["trials"] == 100
+    assert document["settings"] == {"temperature": 0.6}
+    assert {
+        "acceptance",
+        "budget",
+        "depth",
+        "objective",
+        "solver",
+        "expected_tokens",
+        "step_seconds",
+        "predicted_speedup",
+    } <= document.keys()
 
 
 @pytest.mark.parametrize(
@@ -288,9 +370,19 @@ def test_the_plan_is_json_and_complete():
         (("0.5", 4, 3), "non-empty list"),
         (([[0.5, 0.1], [0.5]], 4, 3), "expected equal lengths"),
         (([[0.5, 0.1], [0.5, 0.9]], 4, 3), "level 1: sums to 1.4"),
-        (([[[0.5], [0.1]], [0.5]], 4, 3), r"level 1: found \[0.5\], expected two vectors as on level 0: for parents on the spine and off the spine"),
-        (([[[0.5], [0.1]], [[0.5], [0.1], [0.1]]], 4, 3), "level 1: found .*expected two vectors as on level 0"),
-        (([[[0.5], [0.1, 0.1]]], 4, 3), "level 0, off the spine: found 2 ranks, expected equal lengths: 1"),
+        (
+            ([[[0.5], [0.1]], [0.5]], 4, 3),
+            r"level 1: found \[0.5\], expected two vectors as on level 0: "
+            "for parents on the spine and off the spine",
+        ),
+        (
+            ([[[0.5], [0.1]], [[0.5], [0.1], [0.1]]], 4, 3),
+            "level 1: found .*expected two vectors as on level 0",
+        ),
+        (
+            ([[[0.5], [0.1, 0.1]]], 4, 3),
+            "level 0, off the spine: found 2 ranks, expected equal lengths: 1",
+        ),
         (([[[0.5], [1.1]]], 4, 3), r"level 0, off the spine: p\[1\] is 1.1"),
         (([[0.5], [[0.5], [0.1]]], 4, 3), r"level 1: p\[1\] is \[0.5\], expected a probability"),
         (([[[]]], 4, 3), "level 0: found .*expected two vectors as on level 0"),

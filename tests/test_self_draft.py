@@ -1,4 +1,4 @@
-"""A draft out of the target: its weights, that the target stays as it is, and that decoding with it is exact."""
+"""A draft made from the target: its weights, an unchanged target, and exact decoding with it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.draft import self_draft as module
 from sequoia_plan.runtime.draft.self_draft import self_draft
 from sequoia_plan.runtime.models import int8
-from sequoia_plan.runtime.models.forward import decoder_layers
+from sequoia_plan.runtime.models.architecture import decoder_layers
+from sequoia_plan.runtime.models.fused_layer import FusedLayer
 from sequoia_plan.runtime.models.int8 import Int8Linear, rows_in_8_bits
-from sequoia_plan.runtime.models.lean import LeanLayer
-from sequoia_plan.runtime.models.repack import can_repack, repack
+from sequoia_plan.runtime.models.prepacked import can_prepack, prepack
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3, 6])
 EXPERTS = {"Qwen3-MoE", "Mixtral"}
-LEAN = {"Llama", "Qwen2", "Qwen3"}
+FUSED = {"Llama", "Qwen2", "Qwen3"}
+"""Their drafts have fused layers."""
 
 
 def layers_of(model):
@@ -41,8 +42,9 @@ def matrix(seed=0, rows=int8.ROWS_AT_A_TIME + 50, columns=24):
 
 
 def errors(weight, integers, scales):
-    """Each weight's error in scales of its row."""
-    return ((weight.double() - integers.double() * scales.double()[:, None]).abs() / scales.double()[:, None]).amax(1)
+    """The largest error of a weight in each row, in scales of the row."""
+    scales = scales.double()[:, None]
+    return ((weight.double() - integers.double() * scales).abs() / scales).amax(1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -51,7 +53,8 @@ def test_every_weight_is_off_by_at_most_half_its_rows_scale(dtype):
     integers, scales = rows_in_8_bits(weight, dtype)
     assert integers.dtype == torch.int8 and scales.dtype == dtype and int(integers.min()) >= -127
     assert (errors(weight, integers, scales) <= 0.5 + 1e-4).all()
-    assert torch.allclose(scales.double(), weight.double().abs().amax(1).clamp(min=1e-12) / 127, rtol=2**-8)
+    exact_scales = weight.double().abs().amax(1).clamp(min=1e-12) / 127
+    assert torch.allclose(scales.double(), exact_scales, rtol=2**-8)
 
 
 def test_scales_rounded_after_the_integers_were_made_break_the_bound():
@@ -64,16 +67,19 @@ def test_scales_rounded_after_the_integers_were_made_break_the_bound():
 @pytest.mark.parametrize("shape", [(64, 32), (97, 48), (5, 100)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_linear_layer_multiplies_by_what_it_keeps(shape, bias):
-    """By the kernel for a few rows, by a matrix made anew for many."""
+    """The kernel multiplies a few rows, a converted matrix many."""
     torch.manual_seed(0)
-    weight, added = matrix(1, *shape), torch.randn(shape[0]) if bias else None
-    layer = Int8Linear(weight, added, torch.bfloat16)
-    kept = layer.weight.double() * layer.scales.double()[:, None]
-    for rows in (1, 3, int8.NARROW, int8.NARROW + 1):
-        x = torch.randn(2, rows, shape[1]).bfloat16() if rows < 3 else torch.randn(1, rows, shape[1]).bfloat16()
-        expected, terms = x.double() @ kept.T, x.double().abs() @ kept.abs().T  # rounding is relative to the terms, which may cancel out
-        if added is not None:
-            expected, terms = expected + added.double(), terms + added.double().abs()
+    weight, bias_values = matrix(1, *shape), torch.randn(shape[0]) if bias else None
+    layer = Int8Linear(weight, bias_values, torch.bfloat16)
+    dense = layer.weight.double() * layer.scales.double()[:, None]
+    for rows in (1, 3, int8.MAX_KERNEL_ROWS, int8.MAX_KERNEL_ROWS + 1):
+        x = torch.randn(2 if rows < 3 else 1, rows, shape[1]).bfloat16()
+        expected = x.double() @ dense.T
+        # rounding is relative to the terms of a sum, which may cancel out
+        terms = x.double().abs() @ dense.abs().T
+        if bias_values is not None:
+            expected = expected + bias_values.double()
+            terms = terms + bias_values.double().abs()
         error = (layer(x).double() - expected).norm() / terms.norm()
         assert error < 2**-7, (rows, float(error))
 
@@ -82,7 +88,8 @@ def test_layers_of_other_devices_and_dtypes_do_without_the_kernel(monkeypatch):
     monkeypatch.setattr(torch, "_weight_int8pack_mm", None)
     weight = matrix(2, 40, 16)
     layer, x = Int8Linear(weight, None, torch.float32), torch.randn(3, 16)
-    assert torch.allclose(layer(x), x @ (layer.weight.float() * layer.scales.float()[:, None]).T, rtol=1e-5, atol=1e-6)
+    dense = layer.weight.float() * layer.scales.float()[:, None]
+    assert torch.allclose(layer(x), x @ dense.T, rtol=1e-5, atol=1e-6)
 
 
 def logits(model, tokens):
@@ -90,14 +97,14 @@ def logits(model, tokens):
         return model(tokens).logits.float()
 
 
-def relative(ours, theirs):
-    return float((ours - theirs).norm() / theirs.norm())
+def relative_error(logits, expected):
+    return float((logits - expected).norm() / expected.norm())
 
 
-def plain_copy(target):
-    """As `self_draft` copies a target whose layers it does not know."""
+def unfused_copy(target):
+    """The copy that `self_draft` makes of a target whose layers it cannot fuse."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "can_be_lean", lambda *_: False)
+        patch.setattr(module, "can_fuse", lambda *_: False)
         return self_draft(target)
 
 
@@ -105,44 +112,61 @@ def without_window(name):
     return tiny(name, **({"sliding_window": None} if name == "Mistral" else {}))
 
 
-@pytest.mark.parametrize("name", [*sorted(LEAN), "Mistral"])
-def test_lean_layers_are_the_layers_of_transformers(name, monkeypatch):
+@pytest.mark.parametrize("name", [*sorted(FUSED), "Mistral"])
+def test_fused_layers_are_the_layers_of_transformers(name, monkeypatch):
     target = without_window(name)
-    lean, plain = self_draft(target), plain_copy(target)
-    assert {type(layer) for layer in layers_of(lean)} == {LeanLayer}
+    fused, unfused = self_draft(target), unfused_copy(target)
+    assert {type(layer) for layer in layers_of(fused)} == {FusedLayer}
     tokens = torch.randint(VOCABULARY, (2, 20), generator=torch.Generator().manual_seed(0))
-    for left_out in (None, torch.ones(2, 20, dtype=torch.long).index_fill(1, torch.tensor([0, 1]), 0)):
+    padding_mask = torch.ones(2, 20, dtype=torch.long)
+    padding_mask[:, :2] = 0
+    for attention_mask in (None, padding_mask):
         with torch.inference_mode():
-            ours, theirs = (model(tokens, attention_mask=left_out).logits[:, 2:].float() for model in (lean, plain))
-        assert relative(ours, theirs) < 0.05
-    layers_of(lean)[1].scaling *= 1.5  # the control
-    assert relative(logits(lean, tokens), logits(plain, tokens)) > 0.1
+            fused_logits, expected = (
+                model(tokens, attention_mask=attention_mask).logits[:, 2:].float()
+                for model in (fused, unfused)
+            )
+        assert relative_error(fused_logits, expected) < 0.05
+    layers_of(fused)[1].scaling *= 1.5  # the control
+    assert relative_error(logits(fused, tokens), logits(unfused, tokens)) > 0.1
 
 
 @pytest.mark.parametrize("name", sorted(READS_TREES.keys() - EXPERTS))
 def test_decoding_is_exact_with_every_architecture(name):
     target = tiny(name)
     draft = self_draft(target)
-    assert all(type(layer) is LeanLayer for layer in layers_of(draft)) == (name in LEAN)
+    assert all(type(layer) is FusedLayer for layer in layers_of(draft)) == (name in FUSED)
     prompt = torch.randint(VOCABULARY, (9,), generator=torch.Generator().manual_seed(0))
     decoder = SequoiaDecoder(target, draft, TREE)
-    ours = decoder.generate(prompt, 40)
+    result = decoder.generate(prompt, 40)
     with torch.inference_mode():
-        theirs = target.generate(prompt[None], attention_mask=torch.ones(1, 9, dtype=torch.long), max_new_tokens=40, do_sample=False)
-    assert torch.equal(ours.sequences, theirs)
-    assert ours.tokens_per_step > 2, "a copy in 8 bits must often agree with what it is a copy of"
+        expected = target.generate(
+            prompt[None],
+            attention_mask=torch.ones(1, 9, dtype=torch.long),
+            max_new_tokens=40,
+            do_sample=False,
+        )
+    assert torch.equal(result.sequences, expected)
+    assert result.tokens_per_step > 2, "a copy in 8 bits must often agree with its original"
 
 
 @pytest.mark.parametrize("name", sorted(EXPERTS))
 def test_experts_are_refused(name):
-    with pytest.raises(SequoiaPlanError, match=r"draft int8: .* has weights that are not those of linear layers \(mlp\.[a-z._]*\); name another draft"):
+    message = (
+        r"draft int8: .* has weights that are not those of linear layers \(mlp\.[a-z._]*\); "
+        "name another draft"
+    )
+    with pytest.raises(SequoiaPlanError, match=message):
         self_draft(tiny(name))
 
 
-@pytest.mark.skipif(not can_repack(torch.float32, "cpu"), reason="no kernels for repacked weights")
-def test_a_repacked_target_is_refused():
-    with pytest.raises(SequoiaPlanError, match="linear layers are repacked for this processor; make the draft before"):
-        self_draft(repack(tiny("Llama")))
+@pytest.mark.skipif(
+    not can_prepack(torch.float32, "cpu"), reason="no kernels for prepacked weights"
+)
+def test_a_prepacked_target_is_refused():
+    message = "linear layers are repacked for this processor; make the draft before"
+    with pytest.raises(SequoiaPlanError, match=message):
+        self_draft(prepack(tiny("Llama")))
 
 
 def test_a_model_whose_layers_cannot_be_found_is_refused():
@@ -154,51 +178,73 @@ def test_a_model_whose_layers_cannot_be_found_is_refused():
 
 @pytest.mark.parametrize("name", ["Llama", "GPT-2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_target_stays_as_it_is_and_nothing_of_it_is_kept_but_its_embeddings(name, dtype):
+def test_the_target_is_unchanged_and_only_its_embeddings_are_shared(name, dtype):
     target = tiny(name).to(dtype)
-    kinds, before = [type(each) for each in target.modules()], {key: value.clone() for key, value in target.state_dict().items()}
+    classes = [type(module) for module in target.modules()]
+    state = {key: value.clone() for key, value in target.state_dict().items()}
     draft = self_draft(target)
-    assert [type(each) for each in target.modules()] == kinds
-    assert all(torch.equal(value, before[key]) for key, value in target.state_dict().items())
-    theirs = {parameter.data_ptr(): key for key, parameter in target.named_parameters()}
-    shared = {theirs[parameter.data_ptr()] for parameter in draft.parameters() if parameter.data_ptr() in theirs}
-    embeddings = {"Llama": {"model.embed_tokens.weight"}, "GPT-2": {"transformer.wte.weight", "transformer.wpe.weight"}}[name]
-    assert shared == (embeddings if dtype == torch.bfloat16 else set())  # in another dtype they are looked up in the target and then converted
-    matrices = [parameter for parameter in draft.parameters() if parameter.ndim > 1 and parameter.data_ptr() not in theirs]
+    assert [type(module) for module in target.modules()] == classes
+    assert all(torch.equal(value, state[key]) for key, value in target.state_dict().items())
+    name_at = {parameter.data_ptr(): key for key, parameter in target.named_parameters()}
+    draft_parameters = {parameter.data_ptr(): parameter for parameter in draft.parameters()}
+    shared_names = {name_at[address] for address in draft_parameters if address in name_at}
+    embeddings = {
+        "Llama": {"model.embed_tokens.weight"},
+        "GPT-2": {"transformer.wte.weight", "transformer.wpe.weight"},
+    }[name]
+    # in another dtype they are looked up in the target and then converted
+    assert shared_names == (embeddings if dtype == torch.bfloat16 else set())
+    matrices = [
+        parameter
+        for address, parameter in draft_parameters.items()
+        if parameter.ndim > 1 and address not in name_at
+    ]
     assert matrices and all(parameter.dtype == torch.int8 for parameter in matrices)
     assert draft.dtype == torch.bfloat16 and draft.config is target.config
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT-NeoX"])
 def test_layers_are_read_one_at_a_time(name):
-    """A target whose layers are on the meta device: when a layer is read, none of the weights read before is alive."""
-    whole = tiny(name)
-    expected = logits(self_draft(whole), tokens := torch.arange(12)[None])
-    weights = [{key: value.detach().clone() for key, value in layer.named_parameters()} for layer in layers_of(whole)]
-    alive, most = weakref.WeakSet(), []
+    """When a layer is read, none of the weights that were read before it is alive.
 
-    def read():
+    The target's layers are on the meta device.
+    """
+    target, tokens = tiny(name), torch.arange(12)[None]
+    expected = logits(self_draft(target), tokens)
+    weights = [
+        {key: value.detach().clone() for key, value in layer.named_parameters()}
+        for layer in layers_of(target)
+    ]
+    alive, alive_counts = weakref.WeakSet(), []
+
+    def read_layers():
         for layer in weights:
-            most.append(len(alive))
-            given = {key: value.clone() for key, value in layer.items()}
-            for value in given.values():
+            alive_counts.append(len(alive))
+            tensors = {key: value.clone() for key, value in layer.items()}
+            for value in tensors.values():
                 alive.add(value)
-            yield given
-            del given, value
+            yield tensors
+            del tensors, value
 
-    for layer in layers_of(whole):
+    for layer in layers_of(target):
         layer.to("meta")
-    draft = self_draft(whole, read())
-    assert most == [0, 0, 0] and not alive
+    draft = self_draft(target, read_layers())
+    assert alive_counts == [0, 0, 0] and not alive
     assert torch.equal(logits(draft, tokens), expected)
-    assert all(parameter.device.type == "meta" for parameter in layers_of(whole).parameters())
+    assert all(parameter.device.type == "meta" for parameter in layers_of(target).parameters())
+
+
+COARSE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
 
 
 def coarse_target():
-    """A small Llama whose copy in 8 bits is a poor one: one large column, which meets only zeros, makes the other weights of its rows coarse."""
+    """A small Llama whose copy in 8 bits is a poor one.
+
+    One large column, which meets only zeros, makes the other weights of its rows coarse.
+    """
     target = tiny("Llama", vocab_size=8, num_hidden_layers=1)
     for name, parameter in target.named_parameters():
-        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight", "lm_head.weight")):
+        if name.endswith(tuple(f"{matrix}.weight" for matrix in COARSE)):
             parameter.data[:, 0] = 100.0
         elif name.endswith("norm.weight"):
             parameter.data[0] = 0.0
@@ -206,38 +252,45 @@ def coarse_target():
     return target
 
 
-def p_value(target, prompt, found):
-    """Chi-square of the joint law of two tokens against the target's own."""
+def p_value(target, prompt, samples):
+    """Chi-square test of two tokens' joint distribution against the target's own."""
     contexts = [[*prompt, token] for token in range(8)]
-    after = torch.softmax(logits(target, torch.tensor(contexts))[:, -2:].double(), -1)
-    law = (after[0, 0][:, None] * after[:, 1]).flatten().numpy()
-    expected, observed = law * len(found), np.bincount(found[:, 0] * 8 + found[:, 1], minlength=64)
+    next_probs = torch.softmax(logits(target, torch.tensor(contexts))[:, -2:].double(), -1)
+    joint_probs = (next_probs[0, 0][:, None] * next_probs[:, 1]).flatten().numpy()
+    expected = joint_probs * len(samples)
+    observed = np.bincount(samples[:, 0] * 8 + samples[:, 1], minlength=64)
     rare = expected < 5
-    pooled = [np.append(each[~rare], each[rare].sum()) for each in (observed, expected)]
+    pooled = [np.append(counts[~rare], counts[rare].sum()) for counts in (observed, expected)]
     return chisquare(*pooled).pvalue
 
 
 @pytest.mark.parametrize("verifier", ["sequoia", "traversal"])
-def test_sampled_tokens_have_the_targets_law(verifier):
+def test_sampled_tokens_have_the_targets_distribution(verifier):
     target, prompt = coarse_target(), [3, 1, 4]
     draft = self_draft(target)
-    p, q = (torch.softmax(logits(model, torch.tensor([prompt]))[0, -1], -1) for model in (target, draft))
-    assert (p - q).abs().sum() / 2 > 0.1, "the draft is too good for the control to show anything"
-    found, broken = (
-        first_tokens(SequoiaDecoder(target, draft, TokenTree.from_parents([-1, 0, 0, 1])), prompt, range(1000), 2, Sampling(1.0, verifier=verifier), fault)
-        for fault in (False, True)
+    p, q = (
+        torch.softmax(logits(model, torch.tensor([prompt]))[0, -1], -1) for model in (target, draft)
     )
-    assert p_value(target, prompt, found) > 1e-3
-    assert p_value(target, prompt, broken) < 1e-6  # the control: rejected probability is not moved to the residual
+    assert (p - q).abs().sum() / 2 > 0.1, "the draft is too good for the control to show anything"
+    tree, sampling = TokenTree.from_parents([-1, 0, 0, 1]), Sampling(1.0, verifier=verifier)
+    samples, broken_samples = (
+        first_tokens(
+            SequoiaDecoder(target, draft, tree), prompt, range(1000), 2, sampling, is_broken
+        )
+        for is_broken in (False, True)
+    )
+    assert p_value(target, prompt, samples) > 1e-3
+    # the control: rejected probability is not moved to the residual
+    assert p_value(target, prompt, broken_samples) < 1e-6
 
 
 def test_greedy_with_drafts_that_cover_part_of_the_vocabulary():
-    """A head of some tokens under the same layers, as for other drafts."""
+    """The layers are the same; the output head has some of the tokens, as in other drafts."""
     target = tiny("Llama")
     draft = self_draft(target)
-    covered = torch.arange(0, VOCABULARY, 2)
-    draft.lm_head = Int8Linear(target.lm_head.weight[covered], None, draft.dtype)
-    draft.covered_tokens = covered
+    draft.d2t = torch.arange(0, VOCABULARY, 2)
+    draft.lm_head = Int8Linear(target.lm_head.weight[draft.d2t], None, draft.dtype)
     prompt = torch.tensor([5, 6, 7])
     alone = SequoiaDecoder(target, None, TokenTree.chain(1)).generate(prompt, 40)
-    assert torch.equal(SequoiaDecoder(target, draft, TREE).generate(prompt, 40).sequences, alone.sequences)
+    result = SequoiaDecoder(target, draft, TREE).generate(prompt, 40)
+    assert torch.equal(result.sequences, alone.sequences)

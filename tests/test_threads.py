@@ -15,7 +15,7 @@ from transformers import TextIteratorStreamer
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, sequoia
-from sequoia_plan.runtime.sequence import Turns
+from sequoia_plan.runtime.base.sequence import SequenceLock
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 OTHER = TokenTree.chain(4)
@@ -49,7 +49,11 @@ def request_of(decoder, sampling):
 
     def request(i):
         streamer = Ids()
-        found = decoder.generate(PROMPTS[i], 24, sampling=sampling, seed=i, streamer=streamer).sequences[0].tolist()
+        found = (
+            decoder.generate(PROMPTS[i], 24, sampling=sampling, seed=i, streamer=streamer)
+            .sequences[0]
+            .tolist()
+        )
         assert streamer.ended and streamer.tokens == found
         return found
 
@@ -67,7 +71,7 @@ def test_without_turns_texts_are_wrong(models, monkeypatch):
     """Negative control: the same load on the same decoder, nobody waiting."""
     decoder = SequoiaDecoder(*models, TREE)
     alone = [decoder.generate(prompt, 24).sequences[0].tolist() for prompt in PROMPTS]
-    monkeypatch.setattr(Turns, "take", lambda self: nullcontext())
+    monkeypatch.setattr(SequenceLock, "hold", lambda self: nullcontext())
 
     def request(i):
         try:
@@ -79,18 +83,34 @@ def test_without_turns_texts_are_wrong(models, monkeypatch):
 
 
 def test_custom_generate_takes_turns_too(models):
-    """Two trees in turn, so that the kept decoder changes hands; Hugging Face's own generate is the reference."""
+    """Two trees in turn, so that the kept decoder changes hands; Hugging Face's own generate is the
+    reference."""
     target, draft = models
 
     def request(i):
         ids = torch.tensor([PROMPTS[i]])
-        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
-        return target.generate(ids, custom_generate=sequoia, draft=draft, tree=TREE if i % 8 else OTHER, **options)[0].tolist()
+        options = {
+            "attention_mask": torch.ones_like(ids),
+            "max_new_tokens": 16,
+            "do_sample": False,
+            "pad_token_id": 0,
+        }
+        return target.generate(
+            ids, custom_generate=sequoia, draft=draft, tree=TREE if i % 8 else OTHER, **options
+        )[0].tolist()
 
     reference = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
-        reference.append(target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, pad_token_id=0)[0].tolist())
+        reference.append(
+            target.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=16,
+                do_sample=False,
+                pad_token_id=0,
+            )[0].tolist()
+        )
     assert by_threads(request) == reference
 
 
@@ -99,8 +119,14 @@ def test_transformers_own_streamer_in_a_thread_each(pair):
     decoder = SequoiaDecoder(pair.target, pair.draft, TREE, tokenizer=pair.tokenizer)
     prompts = ["The capital of France is", "Two plus two is"]
     alone = [decoder.generate(prompt, 12).text for prompt in prompts]
-    streamers = [TextIteratorStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True) for _ in prompts]
-    threads = [threading.Thread(target=decoder.generate, args=(prompt, 12), kwargs={"streamer": s}) for prompt, s in zip(prompts, streamers, strict=True)]
+    streamers = [
+        TextIteratorStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        for _ in prompts
+    ]
+    threads = [
+        threading.Thread(target=decoder.generate, args=(prompt, 12), kwargs={"streamer": s})
+        for prompt, s in zip(prompts, streamers, strict=True)
+    ]
     for thread in threads:
         thread.start()
     assert ["".join(streamer) for streamer in streamers] == alone
@@ -112,7 +138,10 @@ def test_a_thread_does_not_wait_for_itself(models):
     decoder = SequoiaDecoder(*models, TREE)
     steps = decoder.steps(torch.tensor([1, 2, 3]), 20, Sampling())
     next(steps)
-    with pytest.raises(SequoiaPlanError, match=r"in the middle of another sequence of this thread; finish or close that one"):
+    with pytest.raises(
+        SequoiaPlanError,
+        match=r"in the middle of another sequence of this thread; finish or close that one",
+    ):
         decoder.generate([1, 2], 4)
     with pytest.raises(SequoiaPlanError, match="in the middle of another sequence"):
         decoder.with_tree(OTHER).generate([1, 2], 4)

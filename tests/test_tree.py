@@ -1,4 +1,4 @@
-"""TokenTree: everything derived follows from the parents; nothing that is not a tree is accepted."""
+"""TokenTree: its arrays follow from the parents, and only trees are accepted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def test_derived_arrays_agree_with_walking(tree):
     for level in range(tree.depth):
         nodes = range(tree.level_offsets[level], tree.level_offsets[level + 1])
         assert all(tree.position_ids[node] == level for node in nodes)
-        assert tree.expanded(level).tolist() == [node for node in nodes if node in tree.parents]
+        assert tree.nodes_with_children(level).tolist() == [
+            node for node in nodes if node in tree.parents
+        ]
     for node in range(tree.size):
         children = np.flatnonzero(tree.parents == node).tolist()
         first = tree.first_child[node]
@@ -45,7 +47,7 @@ def test_derived_arrays_agree_with_walking(tree):
 
 @given(trees())
 def test_widths_of_draft_passes(tree):
-    widths = LANGUAGE_MODEL.widths(tree.parents_by_level)
+    widths = LANGUAGE_MODEL.pass_widths(tree.num_parents_by_level)
     assert len(widths) == tree.depth - 1
     assert sum(widths[1:]) + (tree.depth > 1) == np.count_nonzero(tree.child_count)
 
@@ -75,7 +77,10 @@ def test_immutable():
         ([-1, -1], r"parents\[1\] is -1, expected a node from 0 to 0"),
         ([-1.0, 0.0], r"list of integers, found float64 of shape \(2,\)"),
         ([[-1, 0]], r"list of integers, found int64 of shape \(1, 2\)"),
-        ([-1, 2**40], r"parents\[1\] is 1099511627776, expected a node from 0 to 0"),  # and not 0, what is left of it in 32 bits
+        (
+            [-1, 2**40],
+            r"parents\[1\] is 1099511627776, expected a node from 0 to 0",
+        ),  # and not 0, what is left of it in 32 bits
     ],
 )
 def test_refuses(parents, message):

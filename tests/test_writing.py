@@ -19,7 +19,13 @@ OLD = TokenTree.chain(2)
 
 def python(code, *arguments, **options):
     """A process of its own that runs `code`."""
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path):
@@ -35,7 +41,10 @@ def test_a_full_disk_leaves_the_old_file(tmp_path):
     )
     error = process.communicate(timeout=60)[1]
     assert process.returncode == 1
-    assert f"SequoiaPlanError: {tmp_path / 't'}: cannot be written (File too large); name a file in a folder that exists" in error
+    assert (
+        f"SequoiaPlanError: {tmp_path / 't'}: cannot be written (File too large); "
+        "name a file in a folder that exists"
+    ) in error
     assert load_tree(tmp_path / "t") == OLD
     assert os.listdir(tmp_path) == ["t"]
 
@@ -55,7 +64,9 @@ def test_a_kill_before_the_rename_leaves_the_old_file(tmp_path):
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
     assert load_tree(tmp_path / "t") == OLD
-    save_tree(TokenTree.chain(3), tmp_path / "t")  # what the dead process left behind is in nobody's way
+    save_tree(
+        TokenTree.chain(3), tmp_path / "t"
+    )  # what the dead process left behind is in nobody's way
     assert load_tree(tmp_path / "t") == TokenTree.chain(3)
 
 
@@ -88,16 +99,18 @@ def test_an_error_while_writing_is_one_line_and_cleans_up(tmp_path, monkeypatch)
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(SequoiaPlanError) as error:
         save_tree(TokenTree.chain(3), tmp_path / "t")
-    assert (
-        str(error.value)
-        == f"{tmp_path / 't'}: cannot be written (No space left on device); name a file in a folder that exists and is writable, with room for 639 bytes"
+    assert str(error.value) == (
+        f"{tmp_path / 't'}: cannot be written (No space left on device); name a file in a folder "
+        "that exists and is writable, with room for 639 bytes"
     )
     assert load_tree(tmp_path / "t") == OLD
     assert os.listdir(tmp_path) == ["t"]
 
 
 def test_folders_links_and_pipes(tmp_path):
-    with pytest.raises(SequoiaPlanError, match=r"none/t: cannot be written \(No such file or directory\)"):
+    with pytest.raises(
+        SequoiaPlanError, match=r"none/t: cannot be written \(No such file or directory\)"
+    ):
         write_atomically(tmp_path / "none" / "t", b"")
     with pytest.raises(SequoiaPlanError, match=r"cannot be written \(Is a directory\)"):
         write_atomically(tmp_path, b"")
@@ -112,5 +125,7 @@ def test_folders_links_and_pipes(tmp_path):
 
 
 def test_endless_input_is_refused(tmp_path):
-    with pytest.raises(SequoiaPlanError, match="/dev/zero: larger than 1000 bytes; expected a tree"):
+    with pytest.raises(
+        SequoiaPlanError, match="/dev/zero: larger than 1000 bytes; expected a tree"
+    ):
         read_bytes("/dev/zero", "a tree", 1000)

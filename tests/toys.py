@@ -1,7 +1,10 @@
-"""Toy models small enough to know their law exactly, with the interface of transformers' causal LMs.
+"""Toy models small enough to know their law exactly, with the interface of transformers' causal
+LMs.
 
-They read everything a decoder controls: tokens, positions, the attention mask and the KV cache. A token's logits depend
-on the token, on its position, and on the *visible* earlier tokens, fetched from the cache: a wrong mask, position, slot
+They read everything a decoder controls: tokens, positions, the attention mask and the KV cache. A
+token's logits depend
+on the token, on its position, and on the *visible* earlier tokens, fetched from the cache: a wrong
+mask, position, slot
 or compaction changes the law.
 """
 
@@ -15,7 +18,7 @@ import torch
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
-from sequoia_plan.runtime.verify import Verdict
+from sequoia_plan.runtime.verify import Acceptance
 
 SMALL_TREES = {
     "chain": TokenTree.chain(3),
@@ -29,7 +32,8 @@ PROMPTS = [[i % 8, (3 * i) % 8, 5, (i + 1) % 8] for i in range(12)]
 
 
 class ToyModel(torch.nn.Module):
-    """logits(token at position i) = A[token] + B[i mod 3] + W[number of visible tokens] . (sum of visible one-hots)."""
+    """logits(token at position i) = A[token] + B[i mod 3] + W[number of visible tokens] . (sum of
+    visible one-hots)."""
 
     def __init__(self, seed, vocabulary=8, covered=None, base=None, noise=0.0, context=64):
         super().__init__()
@@ -39,13 +43,22 @@ class ToyModel(torch.nn.Module):
             return torch.randn(*shape, generator=generator)
 
         if base is None:
-            self.by_token, self.by_position, self.by_past = table(vocabulary, vocabulary), 0.5 * table(3, vocabulary), 0.4 * table(vocabulary, vocabulary)
+            self.by_token, self.by_position, self.by_past = (
+                table(vocabulary, vocabulary),
+                0.5 * table(3, vocabulary),
+                0.4 * table(vocabulary, vocabulary),
+            )
         else:  # a draft that resembles its target
-            self.by_token, self.by_position = base.by_token + noise * table(vocabulary, vocabulary), base.by_position
+            self.by_token, self.by_position = (
+                base.by_token + noise * table(vocabulary, vocabulary),
+                base.by_position,
+            )
             self.by_past = base.by_past + noise * 0.3 * table(vocabulary, vocabulary)
         if covered is not None:
-            self.covered_tokens = torch.tensor(covered)
-        self.config = SimpleNamespace(num_hidden_layers=1, max_position_embeddings=context, vocab_size=vocabulary)
+            self.d2t = torch.tensor(covered)
+        self.config = SimpleNamespace(
+            num_hidden_layers=1, max_position_embeddings=context, vocab_size=vocabulary
+        )
         self.generation_config = None
         self.vocabulary = vocabulary
         self.eye = torch.eye(vocabulary)
@@ -53,32 +66,53 @@ class ToyModel(torch.nn.Module):
         self.eval()
 
     def get_output_embeddings(self):
-        covered = getattr(self, "covered_tokens", None)
+        covered = getattr(self, "d2t", None)
         return SimpleNamespace(out_features=self.vocabulary if covered is None else covered.numel())
 
-    def forward(self, input_ids, position_ids=None, attention_mask=None, past_key_values=None, use_cache=None, logits_to_keep=0):
+    def forward(
+        self,
+        input_ids,
+        position_ids=None,
+        attention_mask=None,
+        past_key_values=None,
+        use_cache=None,
+        logits_to_keep=0,
+    ):
         if past_key_values is None:  # whole sequences, as transformers takes them: [batch, n]
             past = self.eye[input_ids].cumsum(1)
-            logits = self.by_token[input_ids] + self.by_position[torch.arange(input_ids.shape[1]) % 3] + past @ self.by_past
+            logits = (
+                self.by_token[input_ids]
+                + self.by_position[torch.arange(input_ids.shape[1]) % 3]
+                + past @ self.by_past
+            )
             return SimpleNamespace(logits=self._covered(logits))
         keys, values = (self.eye[input_ids][None] for _ in range(2))
         _, past = past_key_values.layers[0].update(keys, values)
         visible = (attention_mask[0, 0] == 0).float()
-        logits = self.by_token[input_ids[0]] + self.by_position[position_ids[0] % 3] + (visible @ past[0, 0]) @ self.by_past
+        logits = (
+            self.by_token[input_ids[0]]
+            + self.by_position[position_ids[0] % 3]
+            + (visible @ past[0, 0]) @ self.by_past
+        )
         return SimpleNamespace(logits=self._covered(logits)[None, -logits_to_keep:])
 
     def _covered(self, logits):
-        covered = getattr(self, "covered_tokens", None)
+        covered = getattr(self, "d2t", None)
         return logits if covered is None else logits[..., covered]
 
     def law(self, tokens, temperature):
         """float64 [vocabulary]: the next token's law after `tokens`, without any cache."""
         past = self.eye[torch.tensor(tokens)].sum(0)
-        logits = self.by_token[tokens[-1]] + self.by_position[(len(tokens) - 1) % 3] + past @ self.by_past
+        logits = (
+            self.by_token[tokens[-1]]
+            + self.by_position[(len(tokens) - 1) % 3]
+            + past @ self.by_past
+        )
         return torch.softmax(logits.double() / temperature, -1).numpy()
 
     def joint_law(self, prompt, count, temperature):
-        """float64 [vocabulary ** count]: the law of the next `count` tokens, in lexicographic order."""
+        """float64 [vocabulary ** count]: the law of the next `count` tokens, in lexicographic
+        order."""
         law = np.empty([self.vocabulary] * count)
         for tokens in itertools.product(range(self.vocabulary), repeat=count):
             p = 1.0
@@ -102,32 +136,43 @@ class Ids:
 
 
 def toy_pair(noise=0.7, covered=None, constant=False, context=512):
-    """A toy target, a draft that resembles it, and what else a pair has; `constant`: one law at every position."""
+    """A toy target, a draft that resembles it, and what else a pair has; `constant`: one law at
+    every position."""
     target = ToyModel(0, context=context)
     draft = ToyModel(1, base=target, noise=noise, covered=covered, context=context)
     if constant:
         for model in (target, draft):
             model.by_token = model.by_token[:1].expand(8, 8).clone()
             model.by_position, model.by_past = 0 * model.by_position, 0 * model.by_past
-    return Pair(target, draft, SimpleNamespace(eos_token_id=None), {"target": {"name": "toy"}, "draft": {"name": "toy"}})
+    return Pair(
+        target,
+        draft,
+        SimpleNamespace(eos_token_id=None),
+        {"target": {"name": "toy"}, "draft": {"name": "toy"}},
+    )
 
 
 def run_decoder(prompt, parents, seeds, covered=None, broken=False, length=3, verifier="sequoia"):
-    """int64 [seeds, length]: the first tokens of one run of a toy decoder for each seed; `broken` leaves the residual step out."""
+    """int64 [seeds, length]: the first tokens of one run of a toy decoder for each seed; `broken`
+    leaves the residual step out."""
     target = ToyModel(0)
-    decoder = SequoiaDecoder(target, ToyModel(1, base=target, noise=0.7, covered=covered), TokenTree(np.array(parents)))
+    decoder = SequoiaDecoder(
+        target, ToyModel(1, base=target, noise=0.7, covered=covered), TokenTree(np.array(parents))
+    )
     return first_tokens(decoder, prompt, seeds, length, Sampling(1.0, verifier=verifier), broken)
 
 
 def first_tokens(decoder, prompt, seeds, length, sampling, broken=False):
-    """int64 [seeds, length]: the first tokens of one run of `decoder` for each seed; `broken` leaves the residual step out."""
+    """int64 [seeds, length]: the first tokens of one run of `decoder` for each seed; `broken`
+    leaves the residual step out."""
     torch.set_num_threads(1)
-    law = Verdict.bonus_law
+    law = Acceptance.bonus_probs
 
     def again(prompt, max_new_tokens, seed):
-        """In place of prefill: the caches still hold the prompt, and what lies beyond it is hidden."""
-        decoder.sequence.generator.manual_seed(seed)
-        decoder.sequence.length.fill_(prompt.numel() - 1)
+        """In place of prefill: the caches still hold the prompt, and what lies beyond it is
+        hidden."""
+        decoder.step.sequence.generator.manual_seed(seed)
+        decoder.step.sequence.length.fill_(prompt.numel() - 1)
 
     def first(seed):
         with torch.inference_mode():
@@ -135,10 +180,12 @@ def first_tokens(decoder, prompt, seeds, length, sampling, broken=False):
             return list(itertools.chain.from_iterable(step.tokens for step in steps))[:length]
 
     first(0)
-    decoder.prefill = again
+    decoder.step.prefill = again
     try:
         if broken:
-            Verdict.bonus_law = lambda verdict, end, target, index, covered=None: target(end)
+            Acceptance.bonus_probs = lambda acceptance, end, target_probs, index, d2t=None: (
+                target_probs(end)
+            )
         return np.array([first(seed) for seed in seeds])
     finally:
-        Verdict.bonus_law = law
+        Acceptance.bonus_probs = law

@@ -1,6 +1,9 @@
-"""What the library speculators makes of small random drafts: the folders it writes, and the logits it computes. The tests compare ours with them.
+"""What the library speculators makes of small random drafts: folders, and logits.
 
-Run once, in an environment of its own, because it pins another transformers; nothing here imports this project:
+The tests compare ours with them.
+
+Run once, in an environment of its own, because it pins another transformers; nothing here imports
+this project:
 
     pip install speculators==0.9.0
     python tests/data/speculators_golden.py tests/data
@@ -43,12 +46,27 @@ EAGLE3 = {
     "norm-before-fc": dict(norm_before_fc=True),
     "two-layers": dict(layers=2),
     "qwen3": dict(layer="qwen3"),
-    "window": dict(layer="qwen3", layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=6, use_sliding_window=True),
+    "window": dict(
+        layer="qwen3",
+        layers=2,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=6,
+        use_sliding_window=True,
+    ),
 }
 DFLASH = {
     "plain": dict(),
-    "window": dict(layer_types=["full_attention", "sliding_attention"], sliding_window=6, use_sliding_window=True),
-    "window-both-ways": dict(layer_types=["full_attention", "sliding_attention"], sliding_window=6, use_sliding_window=True, sliding_window_non_causal=True),
+    "window": dict(
+        layer_types=["full_attention", "sliding_attention"],
+        sliding_window=6,
+        use_sliding_window=True,
+    ),
+    "window-both-ways": dict(
+        layer_types=["full_attention", "sliding_attention"],
+        sliding_window=6,
+        use_sliding_window=True,
+        sliding_window_non_causal=True,
+    ),
 }
 BLOCK, MASK = 5, 47
 ANCHORS = [3, 9, 17]
@@ -57,7 +75,12 @@ ANCHORS = [3, 9, 17]
 def described(algorithm: str, tokens: int) -> SpeculatorsConfig:
     methods = [GreedyTokenProposalConfig(speculative_tokens=tokens)]
     verifier = VerifierConfig(name_or_path="small/target", architectures=["LlamaForCausalLM"])
-    return SpeculatorsConfig(algorithm=algorithm, proposal_methods=methods, default_proposal_method="greedy", verifier=verifier)
+    return SpeculatorsConfig(
+        algorithm=algorithm,
+        proposal_methods=methods,
+        default_proposal_method="greedy",
+        verifier=verifier,
+    )
 
 
 def fill(model: torch.nn.Module, seed: int) -> None:
@@ -66,12 +89,22 @@ def fill(model: torch.nn.Module, seed: int) -> None:
     for name, tensor in sorted([*model.named_parameters()]):
         values = torch.randn(tensor.shape, generator=generator)
         with torch.no_grad():
-            tensor.copy_(1 + 0.3 * values if tensor.ndim == 1 else values / tensor.shape[-1] ** 0.5 if "embed" not in name else values)
+            tensor.copy_(
+                1 + 0.3 * values
+                if tensor.ndim == 1
+                else values / tensor.shape[-1] ** 0.5
+                if "embed" not in name
+                else values
+            )
 
 
 def vocabulary() -> tuple[torch.Tensor, torch.Tensor]:
     """t2d, and d2t as offsets."""
-    chosen = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(5))[:DRAFT_VOCABULARY].sort().values
+    chosen = (
+        torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(5))[:DRAFT_VOCABULARY]
+        .sort()
+        .values
+    )
     marked = torch.zeros(VOCABULARY, dtype=torch.bool)
     marked[chosen] = True
     return marked, chosen - torch.arange(DRAFT_VOCABULARY)
@@ -80,14 +113,22 @@ def vocabulary() -> tuple[torch.Tensor, torch.Tensor]:
 def inputs(width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens [LENGTH + 1] and the features [LENGTH, width] of all but the last."""
     generator = torch.Generator().manual_seed(7)
-    return torch.randint(VOCABULARY - 1, (LENGTH + 1,), generator=generator), torch.randn(LENGTH, width, generator=generator)
+    return torch.randint(VOCABULARY - 1, (LENGTH + 1,), generator=generator), torch.randn(
+        LENGTH, width, generator=generator
+    )
 
 
 def eagle3(folder: Path, settings: dict[str, object]) -> dict[str, torch.Tensor]:
     settings = dict(settings)
     layer, layers = settings.pop("layer", "llama"), settings.pop("layers", 1)
-    own = {key: settings.pop(key) for key in ("layer_types", "sliding_window", "use_sliding_window") if key in settings}
-    config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[layer](**SHAPE, num_hidden_layers=layers, **own)
+    own = {
+        key: settings.pop(key)
+        for key in ("layer_types", "sliding_window", "use_sliding_window")
+        if key in settings
+    }
+    config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[layer](
+        **SHAPE, num_hidden_layers=layers, **own
+    )
     model = Eagle3DraftModel(
         Eagle3SpeculatorConfig(
             transformer_layer_config=config,
@@ -103,14 +144,23 @@ def eagle3(folder: Path, settings: dict[str, object]) -> dict[str, torch.Tensor]
     logits: list[torch.Tensor] = []
     model.lm_head.register_forward_hook(lambda module, args, output: logits.append(output[0]))
     tokens, features = inputs(3 * HIDDEN)
-    found = {}
-    # a row pairs a token with the features of the token before; a second text that differs after the root is another branch of a tree
-    for name, text in {"chain": tokens, "branch": torch.cat([tokens[:13], (tokens[13:] + 11) % (VOCABULARY - 1)])}.items():
+    golden = {}
+    # a row pairs a token with the features of the token before; a second text that differs after
+    # the root is another branch of a tree
+    for name, text in {
+        "chain": tokens,
+        "branch": torch.cat([tokens[:13], (tokens[13:] + 11) % (VOCABULARY - 1)]),
+    }.items():
         logits.clear()
         with torch.no_grad():
-            model(features[None], text[None, 1:], torch.zeros(1, LENGTH, dtype=torch.long), ttt_steps=DEPTH)
-        found[f"{name}.tokens"], found[f"{name}.logits"] = text, torch.stack(logits)
-    return found | {"features": features}
+            model(
+                features[None],
+                text[None, 1:],
+                torch.zeros(1, LENGTH, dtype=torch.long),
+                ttt_steps=DEPTH,
+            )
+        golden[f"{name}.tokens"], golden[f"{name}.logits"] = text, torch.stack(logits)
+    return golden | {"features": features}
 
 
 def dflash(folder: Path, settings: dict[str, object]) -> dict[str, torch.Tensor]:
@@ -138,15 +188,26 @@ def dflash(folder: Path, settings: dict[str, object]) -> dict[str, torch.Tensor]
     zeros = torch.zeros(1, LENGTH, dtype=torch.long)
     with torch.no_grad():
         _, logits, _, _, indices = model._backbone_forward(
-            features[None], tokens[None], loss_mask, torch.zeros(1, LENGTH, HIDDEN), zeros, max_anchors=len(ANCHORS)
+            features[None],
+            tokens[None],
+            loss_mask,
+            torch.zeros(1, LENGTH, HIDDEN),
+            zeros,
+            max_anchors=len(ANCHORS),
         )
     anchors = indices.view(-1, BLOCK)[:, 0]
-    return {"tokens": tokens, "features": features, "anchors": anchors, "logits": logits.view(len(anchors), BLOCK, -1), "embeddings": model.embed_tokens.weight}
+    return {
+        "tokens": tokens,
+        "features": features,
+        "anchors": anchors,
+        "logits": logits.view(len(anchors), BLOCK, -1),
+        "embeddings": model.embed_tokens.weight,
+    }
 
 
 def main(output: Path) -> None:
-    """For each variant the folder's config.json as text and its weights, with inputs and logits, in one file."""
-    for kind, variants, run in (("eagle3", EAGLE3, eagle3), ("dflash", DFLASH, dflash)):
+    """Write one file an algorithm: each variant's config.json, weights, inputs and logits."""
+    for algorithm, variants, run in (("eagle3", EAGLE3, eagle3), ("dflash", DFLASH, dflash)):
         tensors: dict[str, torch.Tensor] = {}
         configs: dict[str, str] = {}
         for name, settings in variants.items():
@@ -156,9 +217,18 @@ def main(output: Path) -> None:
 
                 weights = load_file(Path(folder, "model.safetensors"))
                 configs[name] = Path(folder, "config.json").read_text()
-            tensors |= {f"{name}/weights/{key}": value.contiguous() for key, value in weights.items()}
-            tensors |= {f"{name}/golden/{key}": value.detach().clone().contiguous() for key, value in golden.items()}
-        save_file(tensors, output / f"speculators-{kind}.safetensors", {"configs": json.dumps(configs), "speculators": "0.9.0", "torch": torch.__version__})
+            tensors |= {
+                f"{name}/weights/{key}": value.contiguous() for key, value in weights.items()
+            }
+            tensors |= {
+                f"{name}/golden/{key}": value.detach().clone().contiguous()
+                for key, value in golden.items()
+            }
+        save_file(
+            tensors,
+            output / f"speculators-{algorithm}.safetensors",
+            {"configs": json.dumps(configs), "speculators": "0.9.0", "torch": torch.__version__},
+        )
 
 
 if __name__ == "__main__":

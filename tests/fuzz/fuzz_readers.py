@@ -3,8 +3,9 @@
     pip install atheris
     python tests/fuzz/fuzz_readers.py tree corpus/ -max_total_time=600      # or profile, or foreign
 
-Runs the checks of tests/test_fuzz.py on every input: a reader raises SequoiaPlanError or returns what an independent reader
-also finds. What libFuzzer reports is a bug. Without a corpus it starts from one valid file.
+It runs the checks of tests/test_fuzz.py on every input: a reader raises SequoiaPlanError, or
+returns what an independent reader also finds. Whatever libFuzzer reports is a bug. Without a corpus
+it starts from one valid file.
 """
 
 from __future__ import annotations

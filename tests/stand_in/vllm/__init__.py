@@ -1,6 +1,7 @@
-"""Stands in for vLLM where its process, its errors and its counters are tested without it: it decodes nothing, and yields known numbers of tokens.
+"""A stand-in for vLLM, to test its process, errors and counters without it.
 
-What it does is told by the name of the model: "dies", "wrong vocabulary", "no counters", or any other for a working engine.
+It decodes nothing, and yields a known number of tokens in each step. The name of the model selects
+what it does: "dies", "wrong vocabulary", "no counters", or any other for a working engine.
 """
 
 import itertools
@@ -12,8 +13,8 @@ from types import SimpleNamespace
 
 __version__ = "0.0.stand-in"
 platforms = SimpleNamespace(current_platform=SimpleNamespace(device_type="cpu"))
-PATTERN = (0, 1, 0, 2, 0, 0, 3, 1)
-"""Accepted tokens of each step, one after the other."""
+ACCEPTED_PER_STEP = (0, 1, 0, 2, 0, 0, 3, 1)
+"""Accepted tokens of successive steps; the pattern repeats."""
 
 
 def SamplingParams(temperature, max_tokens):
@@ -25,26 +26,32 @@ class LLM:
         if model == "wrong vocabulary":
             raise type("ValidationError", (ValueError,), {})(
                 "1 validation error for SpeculativeConfig\n"
-                "  Value error, Target and draft model should have the same vocabulary size. [type=value_error, input_value=1]\n"
+                "  Value error, Target and draft model should have the same vocabulary size. "
+                "[type=value_error, input_value=1]\n"
                 "    For further information visit a page"
-            )  # as vLLM 0.32 says it, through pydantic
-        self.dies, self.silent = model == "dies", model == "no counters"
+            )  # vLLM 0.32 prints this text, through pydantic
+        self.dies = model == "dies"
+        self.has_counters = model != "no counters"
         self.length = (speculative_config or {}).get("num_speculative_tokens", 0)
+        # vLLM has such a child process too, its EngineCore
         self.child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
-        self.child.start()  # as vLLM's EngineCore
+        self.child.start()
         print("this line is no answer", self.child.pid, flush=True)
-        self.llm_engine, self.requests, self.pattern = self, {}, itertools.cycle(PATTERN)
-        self.drafts, self.accepted = 0, [0] * self.length
+        self.llm_engine = self
+        self.requests = {}
+        self.accepted_per_step = itertools.cycle(ACCEPTED_PER_STEP)
+        self.num_drafts = 0
+        self.num_accepted_per_position = [0] * self.length
 
     def get_tokenizer(self):
         return SimpleNamespace(chat_template=None, encode=lambda text: list(text.encode()))
 
-    def add_request(self, name, prompt, most):
-        self.requests[name] = [0, most]
+    def add_request(self, request_id, prompt, max_tokens):
+        self.requests[request_id] = SimpleNamespace(num_tokens=0, max_tokens=max_tokens)
 
-    def abort_request(self, names):
-        for name in names:
-            self.requests.pop(name, None)
+    def abort_request(self, request_ids):
+        for request_id in request_ids:
+            self.requests.pop(request_id, None)
 
     def has_unfinished_requests(self):
         return bool(self.requests)
@@ -54,25 +61,31 @@ class LLM:
             os.kill(os.getpid(), signal.SIGSEGV)
         time.sleep(0.0005 * (1 + 0.2 * self.length))
         outputs = []
-        for name, request in list(self.requests.items()):
-            new = 1
-            if request[0] and self.length:
-                accepted = min(next(self.pattern), self.length)
-                self.drafts += 1
-                for place in range(accepted):
-                    self.accepted[place] += 1
-                new += accepted
-            request[0] = min(request[0] + new, request[1])
-            outputs.append(SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[0] * request[0])], finished=request[0] == request[1]))
-            if request[0] == request[1]:
-                del self.requests[name]
+        for request_id, request in list(self.requests.items()):
+            num_new = 1
+            if request.num_tokens and self.length:
+                num_accepted = min(next(self.accepted_per_step), self.length)
+                self.num_drafts += 1
+                for position in range(num_accepted):
+                    self.num_accepted_per_position[position] += 1
+                num_new += num_accepted
+            request.num_tokens = min(request.num_tokens + num_new, request.max_tokens)
+            is_finished = request.num_tokens == request.max_tokens
+            sequence = SimpleNamespace(token_ids=[0] * request.num_tokens)
+            outputs.append(
+                SimpleNamespace(request_id=request_id, outputs=[sequence], finished=is_finished)
+            )
+            if is_finished:
+                del self.requests[request_id]
         return outputs
 
     def get_metrics(self):
-        if not self.length or self.silent:
+        if not self.length or not self.has_counters:
             return []
+        prefix = "vllm:spec_decode_num"
+        per_position = list(self.num_accepted_per_position)
         return [
-            SimpleNamespace(name="vllm:spec_decode_num_drafts", value=self.drafts),
-            SimpleNamespace(name="vllm:spec_decode_num_accepted_tokens", value=sum(self.accepted)),
-            SimpleNamespace(name="vllm:spec_decode_num_accepted_tokens_per_pos", values=list(self.accepted)),
+            SimpleNamespace(name=f"{prefix}_drafts", value=self.num_drafts),
+            SimpleNamespace(name=f"{prefix}_accepted_tokens", value=sum(per_position)),
+            SimpleNamespace(name=f"{prefix}_accepted_tokens_per_pos", values=per_position),
         ]

@@ -1,4 +1,4 @@
-"""The one name that the driver looks at."""
+"""The one class of `vllm.config` that the driver reads."""
 
 import dataclasses
 
