@@ -129,7 +129,9 @@ def best_addition(tree: TokenTree, rows: Floats) -> tuple[int, int, float] | Non
 
     Args:
         tree: the token tree.
-        @ROWS
+        rows: float64 [levels, classes, branching], the probability that a node's child of each
+            rank is accepted, by the node's level and class (0: on the spine, that is the root,
+            its first child, that node's first child, ...; 1: off it).
             The node must lie within len(rows) + 1 levels and have a rank that the rows have.
 
     Returns:

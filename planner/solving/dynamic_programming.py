@@ -35,7 +35,9 @@ def frontier(rows: Floats, size: int) -> list[Floats]:
     T is the same with exactly b children of that root. Classes are left out.
 
     Args:
-        @ROWS
+        rows: float64 [levels, classes, branching], the probability that a node's child of each
+            rank is accepted, by the node's level and class (0: on the spine, that is the root,
+            its first child, that node's first child, ...; 1: off it).
         size: the most nodes of a tree.
 
     Returns:
@@ -54,7 +56,9 @@ def parents(rows: Floats, size: int) -> list[int]:
     """Find the best tree of exactly `size` nodes, by the recursion in `frontier`.
 
     Args:
-        @ROWS
+        rows: float64 [levels, classes, branching], the probability that a node's child of each
+            rank is accepted, by the node's level and class (0: on the spine, that is the root,
+            its first child, that node's first child, ...; 1: off it).
         size: number of nodes, the root included.
 
     Returns:
@@ -86,7 +90,9 @@ def _solve(rows, size):
     level, is of the class and has exactly b children; best is its maximum over b.
 
     Args:
-        @ROWS
+        rows: float64 [levels, classes, branching], the probability that a node's child of each
+            rank is accepted, by the node's level and class (0: on the spine, that is the root,
+            its first child, that node's first child, ...; 1: off it).
         size: the most nodes of a tree.
 
     Returns:

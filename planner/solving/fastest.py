@@ -65,15 +65,17 @@ def fastest_tree(
         the bound is the largest bound of these searches
 
     If no row increases (p never increases with rank), and the rows favour the spine
-    (`best_first.favours_spine`), the search ends
-    with a proof unless it reaches its limit of work. If rows increase, its best-first searches
-    order nodes by the closest rows that do not increase, while values and bounds are those of the
-    rows themselves. The search may then end without a proof, and the trees of most tokens (the
-    exact optimum of each size and depth) are tried as well.
+    (`best_first.favours_spine`), the search ends with a proof unless it reaches its limit of work.
+    If rows increase, its best-first searches order nodes by the closest rows that do not increase,
+    while values and bounds are those of the rows themselves. The search may then end without a
+    proof, and the trees of most tokens (the exact optimum of each size and depth) are tried as
+    well.
 
     Args:
-        @ROWS
-            A node has at most `branching` children.
+        rows: float64 [levels, classes, branching], the probability that a node's child of each
+            rank is accepted, by the node's level and class (0: on the spine, that is the root,
+            its first child, that node's first child, ...; 1: off it). A node has at most
+            `branching` children.
         budget: the most nodes of a tree, the root included.
         times: the measured latencies.
         max_work: how many nodes and stairs of cost curves one search may look at.
@@ -176,7 +178,9 @@ def _sort_by_value(rows: Floats) -> Floats:
     of a node on the spine, which is of another class than its siblings. It stays in its place.
 
     Args:
-        @ROWS
+        rows: float64 [levels, classes, branching], the probability that a node's child of each
+            rank is accepted, by the node's level and class (0: on the spine, that is the root,
+            its first child, that node's first child, ...; 1: off it).
     """
     sorted_rows = -np.sort(-rows, axis=2)
     if rows.shape[1] > 1:

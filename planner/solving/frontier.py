@@ -88,7 +88,9 @@ def best_tree(rows: Floats, size: int, solver: str) -> TokenTree:
     """Find the tree of exactly `size` nodes with the most expected tokens.
 
     Args:
-        @ROWS
+        rows: float64 [levels, classes, branching], the probability that a node's child of each
+            rank is accepted, by the node's level and class (0: on the spine, that is the root,
+            its first child, that node's first child, ...; 1: off it).
         size: number of nodes, the root included.
         solver: a name in SOLVERS that finds the optimum for these rows: "hull" and "dp" always do,
             "best-first" if p never increases with rank.
@@ -113,7 +115,9 @@ def pick_solver(solver: str | None, rows: Floats, size: int) -> str:
 
     Args:
         solver: a name in SOLVERS to check, or None to pick one.
-        @ROWS
+        rows: float64 [levels, classes, branching], the probability that a node's child of each
+            rank is accepted, by the node's level and class (0: on the spine, that is the root,
+            its first child, that node's first child, ...; 1: off it).
         size: the most nodes of a tree to solve for.
 
     Raises:
