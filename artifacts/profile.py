@@ -381,13 +381,15 @@ class Profile(Artifact, frozen=True):
 def _check_counts(place: str, levels: Levels, kinds: Mapping[str, Levels]) -> None:
     """Refuse counts that contradict each other.
 
-    Every entry must have as many ranks as the first level, at most one accepted child a trial, and
-    a part off the spine that fits into it. The counts of all kinds must add up to the levels.
+    A trial is an accepted node, and a count is how many trials accepted their child of one rank.
+    Every entry must have as many ranks as the first level, and at most one accepted child a trial.
+    Its part for nodes off the spine (nodes that have an ancestor that is no first child, or are
+    none themselves) must not exceed it. The counts of all kinds must add up to the levels.
 
     Args:
         place: the section of the file that holds both, as errors call it.
-        levels: the counts of each level.
-        kinds: the counts of each level, by kind of prompts; empty if prompts name no kinds.
+        levels: trials and counts of each level.
+        kinds: trials and counts of each level, by kind of prompts; empty if prompts name no kinds.
     """
     num_ranks = len(levels[0].counts) if levels else 0
     tables = {"levels": levels} | {f"kinds.{kind}": rows for kind, rows in kinds.items()}

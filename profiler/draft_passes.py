@@ -96,13 +96,14 @@ def logits_over_text(
     assert aux_hidden_states is not None
     hidden_states, cache = aux_hidden_states, sequence.draft
     if isinstance(drafter, DFlashDrafter):
-        dflash_drafter, levels_of_block = drafter, drafter.model.block.levels
+        dflash_drafter = drafter
+        num_levels = drafter.model.block.levels  # one pass gives the logits of so many levels
 
         def commit_hidden_states(start: int, end: int) -> None:
             """Give the draft the target's hidden states at the positions from start to end."""
             dflash_drafter.keep_hidden_states(cache, slots[start:end], hidden_states[start:end])
 
-        chain = TokenTree.chain(levels_of_block + 1)
+        chain = TokenTree.chain(num_levels + 1)  # the last level of a tree has no logits
         return _logits_by_step(drafter, chain, sequence, slots, levels, commit_hidden_states)
     assert isinstance(drafter, EagleDrafter) and isinstance(cache, EagleCache)
     eagle_drafter, eagle_cache = drafter, cache

@@ -126,7 +126,8 @@ class LatencyMeter:
         Sizes grow until the target's pass takes more than `max_tokens` times as long as that of one
         node: a tree of that size cannot beat plain decoding, because no tree yields more tokens a
         step. The widths of draft passes are limited in the same way. A size that does not fit into
-        memory ends the growth, too, and is recorded.
+        memory ends the growth, too, and is recorded. Trees of several shapes are prepared as well,
+        whose verification is timed.
 
         Args:
             max_tokens: a bound on the expected number of tokens that a step yields, whatever its
@@ -169,7 +170,7 @@ class LatencyMeter:
             slowest = max(timer.target_seconds(), draft_seconds)
             timer.interval = min(MAX_INTERVAL, max(1, int(slowest / plain_seconds)))
             timer.clear()
-        self._begin_shapes(drafter.vocabulary, drafter.drafting.max_depth)
+        self._begin_verification(drafter.vocabulary, drafter.drafting.max_depth)
         self.shape_samples, self.stream_samples = [], []
 
     @torch.inference_mode()
@@ -239,7 +240,7 @@ class LatencyMeter:
         seconds = medians[self.samplings.index(sampling)].tolist()
         return fit(trees, seconds, round_order(self.step, sampling))
 
-    def _begin_shapes(self, vocabulary: int, max_depth: int | None) -> None:
+    def _begin_verification(self, vocabulary: int, max_depth: int | None) -> None:
         """Choose the trees whose verification is timed, and verify each once.
 
         Args:

@@ -92,7 +92,8 @@ def measure(
     acceptance_of_sampling = dict(zip(all_samplings, in_order(observed_by_index), strict=True))
     if not meter.timers:  # there were too few prompts to begin earlier
         meter.begin(max(map(max_tokens_of_any_tree, acceptance_of_sampling.values())))
-    latency, kinds = meter.finish(latency_seconds), [prompt.kind for prompt in prompts]
+    latency = meter.finish(latency_seconds)
+    kind_of_prompt = [prompt.kind for prompt in prompts]
     assert meter.step.drafter is not None
     drafting = meter.step.drafter.drafting  # which passes this type of draft takes in a step
 
@@ -104,7 +105,7 @@ def measure(
             vector=pooled(counts_by_level),
             trials=acceptance.effective_trials(),
             levels=counts_by_level,
-            kinds=acceptance.by_kind(kinds),
+            kinds=acceptance.by_kind(kind_of_prompt),
             verification=meter.verification_cost(sampling),
         )
 

@@ -106,7 +106,10 @@ class ObservedAcceptance:
         return jackknife(TREE, *all_levels)
 
     def _totals(self, is_chosen: NDArray[np.bool_]) -> tuple[LevelCounts, ...]:
-        """Totals of each level over some of the prompts, down to the last level that any has.
+        """Trials and counts of each level over some of the prompts, and their part off the spine.
+
+        They reach down to the last level with trials on any prompt. The spine is the root, its
+        first child, that node's first child, and so on.
 
         Args:
             is_chosen: bool [prompts].

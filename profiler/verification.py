@@ -199,11 +199,11 @@ class ShapeTimer:
             tokens: int64 [size - 1], the token of each node but the root.
         """
         tree, logits = self.step.tree, torch.zeros_like(self.logits)
-        accepts = steered_acceptance(tree)[0] == 1.0
+        is_chain = steered_acceptance(tree)[0] == 1.0  # then the first child is always accepted
         for node in range(tree.size):
             first, count = int(tree.first_child[node]), int(tree.child_count[node])
             children = tokens[first - 1 : first - 1 + count].tolist()  # `tokens` lacks the root
-            if accepts:
+            if is_chain:
                 candidates = children[:1]
             else:
                 # of count + 1 tokens, at least one is not a child

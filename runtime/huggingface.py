@@ -91,7 +91,7 @@ def sequoia(
         eos_token_id=() if config.eos_token_id is None else config.eos_token_id,
         streamer=text_streamer,
         sampling=sampling,
-        # transformers would pass an argument of this name twice
+        # not a parameter of this function, because transformers would then pass it twice
         attention_mask=model_kwargs.get("attention_mask"),
         stopping_criteria=criteria,
     )

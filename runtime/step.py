@@ -390,11 +390,11 @@ class TreeStep:
             self.fused_verifier = FusedVerifier(tree, self.device, d2t, vocabulary)
 
     def _set_up_capture(self, target: Any, draft: Any, captured: bool | None) -> None:
-        """Decide which parts of a step are captured as CUDA graphs.
+        """Decide which parts of a step are captured as CUDA graphs, and whether it launches ahead.
 
         Args:
             captured: the user's choice: True captures every part, False none, None those that can
-                be captured, if the models are on one CUDA device.
+                be captured, if the models are on one CUDA device and one of them can be captured.
         """
         possible = {
             "draft": draft is None or can_capture(draft),

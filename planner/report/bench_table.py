@@ -201,7 +201,7 @@ def settings_text(result: BenchResult) -> str:
     return f"{sampling_text(result)}; {settings.dtype}; {prompts}; {shape}"
 
 
-def parts_text(result: BenchResult) -> str:
+def step_parts_text(result: BenchResult) -> str:
     """The parts of a step of the tree in milliseconds; empty if they were not measured."""
     breakdown = result.breakdown
     if breakdown is None:
@@ -290,7 +290,10 @@ def _number_text(value: float | None, unit: str = "") -> str:
 
 
 def print_table(result: BenchResult) -> None:
-    """Print settings, table and finding; the table is brief where the terminal is narrow."""
+    """Print the settings, the table, the finding, and how the time of a step divides into parts.
+
+    The table has fewer columns where the terminal is narrow.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -315,5 +318,5 @@ def print_table(result: BenchResult) -> None:
         ratios = "median of ratios prompt by prompt and its 95 % interval"
         note = f"over {' and '.join(references)}: {ratios}; {note}"
     console.print(note)
-    sentences = [text for text in (finding(result), parts_text(result)) if text]
+    sentences = [text for text in (finding(result), step_parts_text(result)) if text]
     console.print(" ".join(sentences), markup=False)

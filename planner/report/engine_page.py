@@ -91,18 +91,18 @@ def throughput_panel(plan: EnginePlan, batch: int, axes: Any) -> None:
 
 
 def _draw_measured(plan: EnginePlan, batch: int, axes: Any) -> None:
-    """Draws the measured throughput at one batch size, if any, with the range of its runs."""
-    measured = {
+    """Draws the measured throughputs at one batch size, if any, each with its range over runs."""
+    measured_by_tokens = {
         cell.speculative_tokens: cell.measured for cell in plan.cells_at(batch) if cell.measured
     }
-    if not measured:
+    if not measured_by_tokens:
         return
-    runs = measured.values()
-    below = [cell.throughput - cell.low for cell in runs]
-    above = [cell.high - cell.throughput for cell in runs]
+    measurements = measured_by_tokens.values()
+    below = [measurement.throughput - measurement.low for measurement in measurements]
+    above = [measurement.high - measurement.throughput for measurement in measurements]
     axes.errorbar(
-        list(measured),
-        [cell.throughput for cell in runs],
+        list(measured_by_tokens),
+        [measurement.throughput for measurement in measurements],
         yerr=[below, above],
         fmt="D",
         color=AMBER,

@@ -15,8 +15,8 @@ from sequoia_plan.planner.report import panels
 from sequoia_plan.planner.report.bench_table import (
     TREE_METHODS,
     finding,
-    parts_text,
     settings_text,
+    step_parts_text,
     table,
 )
 from sequoia_plan.planner.report.html import HEIGHT, Plot, document, figures
@@ -48,7 +48,7 @@ def page(tree: TokenTree, results: Sequence[BenchResult]) -> str:
         f"<h1>{heading}</h1>"
         f'<p class="finding">{escape(finding(main_result, other_results))}</p>'
         f"{_table(main_result)}"
-        f'<p class="soft">{escape(parts_text(main_result))}</p>'
+        f'<p class="soft">{escape(step_parts_text(main_result))}</p>'
         f'<p class="soft">{TABLE_NOTE}</p>'
         f"{figures(_plots(tree, results))}"
         f"{tables_of_others}"

@@ -233,10 +233,14 @@ def _try_trees_of_most_tokens(
 def cost_tables(times: StepTime, max_size: int, depth: int) -> Costs:
     """Return the seconds of a step, in the tables that the search reads.
 
+    Verification takes its time by round or, if it walks down the accepted path, by visited node and
+    by rejected child (`VerificationCost.round_order`). The ends of a curve's stairs are the largest
+    numbers of nodes that cost the same time.
+
     Args:
         times: the measured latencies.
         max_size: the most nodes of a tree.
-        depth: the number of levels that the width of the first draft pass is taken for.
+        depth: levels of the trees; the width of the first draft pass may depend on it.
     """
     numbers = np.arange(max_size + 1)
     target = times.target_seconds(numbers)

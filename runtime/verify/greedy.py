@@ -24,4 +24,5 @@ def greedy(choices: Tensor, tokens: Tensor, index: TreeIndex) -> AcceptedPath:
     # the accepted nodes are one path, and its last node has the largest number
     nodes = torch.arange(index.size, device=tokens.device)
     end = (is_accepted * nodes).amax(0, keepdim=True)
-    return AcceptedPath(index.paths[end][0], index.offsets[end] + 1, choices[end])
+    num_accepted = index.offsets[end] + 1
+    return AcceptedPath(index.paths[end][0], num_accepted, choices[end])
