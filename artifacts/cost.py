@@ -409,6 +409,31 @@ def predict(
     return TreePrediction(tokens, step, speedup)
 
 
+def predict_portfolio(tree: TokenTree, plan: Plan, times: StepTime) -> TreePrediction:
+    """Predict the figures of a tree and of the trees that take its place by match.
+
+    A step of class c is the share w_c of all steps. In the long run a step yields
+    sum of w_c F(T_c) tokens and takes sum of w_c t(T_c) seconds.
+
+    Args:
+        tree: the tree for texts without a match, with the others in `by_match`.
+        plan: gives the share and the acceptance of each class.
+        times: the step times.
+    """
+    tokens, seconds = [], []
+    for match_plan in plan.by_match:
+        class_tree = tree.for_match(match_plan.match_length)
+        class_tokens, class_seconds, _ = predict(class_tree, match_plan.acceptance, times)
+        if class_tokens is None or class_seconds is None:
+            return TreePrediction()
+        tokens.append(match_plan.share * class_tokens)
+        seconds.append(match_plan.share * class_seconds)
+    total_share = math.fsum(match_plan.share for match_plan in plan.by_match)
+    step_tokens, step_seconds = math.fsum(tokens) / total_share, math.fsum(seconds) / total_share
+    speedup = step_tokens * times.plain_seconds() / step_seconds
+    return TreePrediction(step_tokens, step_seconds, speedup)
+
+
 def prediction_for(
     tree: TokenTree, verifier: str, plan: Plan, sampling: Mapping[str, Any] | None = None
 ) -> Prediction:
@@ -436,7 +461,11 @@ def prediction_for(
     applies = (is_same_acceptance and is_same_sampling) or tree.size == 1
     if not plan.acceptance or not applies:
         return Prediction()
-    tokens, _, speedup = predict(tree, plan.acceptance, StepTime.from_measured(plan))
+    times = StepTime.from_measured(plan)
+    if tree.by_match and plan.by_match and times:
+        tokens, _, speedup = predict_portfolio(tree, plan, times)
+    else:
+        tokens, _, speedup = predict(tree, plan.acceptance, times)
     return Prediction(tokens, speedup)
 
 
@@ -447,7 +476,11 @@ def check_prediction(tree: TokenTree) -> None:
         SequoiaPlanError: naming the key, what was found and what follows from the tree.
     """
     plan = tree.plan
-    prediction = predict(tree, plan.acceptance, StepTime.from_measured(plan))
+    times = StepTime.from_measured(plan)
+    if plan.by_match and times:
+        prediction = predict_portfolio(tree, plan, times)
+    else:
+        prediction = predict(tree, plan.acceptance, times)
     for name, predicted in prediction._asdict().items():
         recorded = getattr(plan, name)
         if recorded is None:

@@ -59,8 +59,8 @@ class Drafting(Artifact, frozen=True):
         """Number of tokens in each draft pass of a step, first to last.
 
         Args:
-            num_parents_by_level: number of nodes with children on each level but the last, from
-                the root's level on; empty for a tree of one node.
+            num_parents_by_level: number of nodes with children on each level that has a draft
+                pass, from the root's level on; empty if nothing is drafted.
         """
         if not num_parents_by_level:
             return []

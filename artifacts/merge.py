@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from sequoia_plan.artifacts.counts import Counts, LevelCounts
 from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.latency import VerificationCost
-from sequoia_plan.artifacts.profile import Counts, LevelCounts, Profile, VerifierAcceptance
+from sequoia_plan.artifacts.profile import Profile, VerifierAcceptance
 
 
 def merge(profiles: Sequence[Profile], names: Sequence[str] = ()) -> Profile:

@@ -17,6 +17,7 @@ from sequoia_plan.artifacts.schema import Artifact, Count, Metadata, Number, Sec
 TokensPerStep = Annotated[float, Meta(ge=1, title="a number >= 1")]
 SpeedupFactor = Annotated[float, Meta(gt=0, title="a number > 0")]
 Advantage = Annotated[float, Meta(ge=1, title="a number >= 1")]
+Share = Annotated[float, Meta(ge=0, le=1, title="a number from 0 to 1")]
 ConfidenceLevel = Annotated[float, Meta(gt=0, lt=1, title="a number > 0 and < 1")]
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$", title="64 hexadecimal digits")]
 IntervalEnds = tuple[Number, Number]
@@ -116,6 +117,21 @@ class Alternative(Artifact, frozen=True):
     step_seconds: Annotated[Seconds | None, field("predicted duration of a step")] = None
 
 
+class MatchPlan(Artifact, frozen=True):
+    """The part of a plan for steps whose match has a length in one range (artifacts/lookup.py)."""
+
+    PREFIX: ClassVar[str] = "plan.by_match"
+
+    match_length: Annotated[Count, field("the shortest match of the class, in tokens; 0 for none")]
+    share: Annotated[Share, field("the share of steps that are in this class")]
+    acceptance: Annotated[
+        PlanProbs,
+        field("as `plan.acceptance`, of this class and of its tree", check=check_rows),
+    ]
+    expected_tokens: Annotated[TokensPerStep, field("tokens that such a step yields on average")]
+    step_seconds: Annotated[Seconds, field("predicted duration of such a step")]
+
+
 class Plan(Artifact, frozen=True, kw_only=True):
     """The record of how a tree was solved.
 
@@ -194,6 +210,21 @@ class Plan(Artifact, frozen=True, kw_only=True):
         field(
             "proven for these measurements: no tree within the limits has a higher predicted "
             "speed-up; only for the objective `speed`"
+        ),
+    ] = None
+    by_match: Annotated[
+        tuple[MatchPlan, ...],
+        field(
+            "for a plan with prompt lookup, one entry for each class of match. The plan's "
+            "`expected_tokens`, `step_seconds`, `predicted_speedup` and `speedup_bound` are then "
+            "those of all classes together, each with its share of steps"
+        ),
+    ] = ()
+    tree_speedup: Annotated[
+        SpeedupFactor | None,
+        field(
+            "with `by_match`: the predicted speed-up, on the same texts, of the fastest single "
+            "tree without prompt lookup"
         ),
     ] = None
     alternatives: Annotated[

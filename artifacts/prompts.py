@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sequoia_plan.artifacts.counts import MAX_KIND_LENGTH
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.files import read_bytes
-from sequoia_plan.artifacts.profile import MAX_KIND_LENGTH
 
 BUILT_IN = Path(__file__).parent / "prompts.jsonl"
 MAX_FILE_BYTES = 1 << 28

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,18 +29,28 @@ class TokenTree:
         parents: int32 [size], the parent of every node; parents[0] = -1.
         plan: what the tree was solved for and from. A file carries it, and equality ignores it. A
             mapping is read as by `Plan.from_dict`.
+        looks_up: whether the tokens of the spine (the root's first child, that node's first child,
+            ...) are those of the lookup chain (artifacts/lookup.py) and not the draft's.
+        by_match: the trees that take this tree's place where the text repeats itself, by the
+            shortest match in tokens that each is for: the one with the largest such number that
+            the match of the text reaches.
 
     Raises:
-        SequoiaPlanError: if `parents` is not such an array, or `plan` holds what a plan cannot.
+        SequoiaPlanError: if `parents` is not such an array, `plan` holds what a plan cannot, or
+            `by_match` has a tree for no match, or a tree that has such trees itself.
     """
 
     parents: IntArray
     plan: Plan = NO_PLAN
+    looks_up: bool = False
+    by_match: Mapping[int, TokenTree] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the parents and copy them, and read the plan if it is a mapping."""
         parents = np.asarray(self.parents)
         _check_parents(parents)
+        _check_by_match(self)
+        object.__setattr__(self, "by_match", MappingProxyType(dict(sorted(self.by_match.items()))))
         object.__setattr__(self, "parents", _read_only_int32(parents))
         if not isinstance(self.plan, Plan):
             object.__setattr__(self, "plan", Plan.from_dict(self.plan))
@@ -172,24 +183,57 @@ class TokenTree:
         mask.flags.writeable = False
         return mask
 
+    @property
+    def num_drafted_levels(self) -> int:
+        """How many levels, from the root's on, have a draft pass.
+
+        It is every level but the last; if the spine is looked up, those down to the last level that
+        has a node with a drafted child.
+        """
+        if not self.looks_up:
+            return self.depth - 1
+        # a node on the spine has one child that is looked up; all other children are drafted
+        num_drafted_children = self.child_count - ((self.classes == 0) & (self.child_count > 0))
+        parents = np.flatnonzero(num_drafted_children)
+        return int(self.position_ids[parents[-1]]) + 1 if parents.size else 0
+
     def nodes_with_children(self, level: int) -> IntArray:
-        """The nodes of a level that have children. The level's draft pass runs these."""
+        """The nodes of a level that have children. The level's draft pass, if any, runs these."""
         start, stop = self.level_offsets[level], self.level_offsets[level + 1]
         return (np.flatnonzero(self.child_count[start:stop]) + start).astype(np.int32)
 
     @property
     def num_parents_by_level(self) -> list[int]:
-        """Number of nodes with children on each level but the last, from the root's level on."""
-        return [len(self.nodes_with_children(level)) for level in range(self.depth - 1)]
+        """Number of nodes with children on each level with a draft pass, from the root's on."""
+        return [len(self.nodes_with_children(level)) for level in range(self.num_drafted_levels)]
+
+    @property
+    def portfolio(self) -> dict[int, TokenTree]:
+        """All trees by the shortest match that each is for; 0 is this tree itself."""
+        return {0: self, **self.by_match}
+
+    def for_match(self, match_length: int) -> TokenTree:
+        """The tree for a text whose longest repeated suffix has so many tokens."""
+        trees = self.portfolio
+        return trees[max(shortest for shortest in trees if shortest <= match_length)]
 
     def __len__(self) -> int:
         return self.size
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, TokenTree) and np.array_equal(self.parents, other.parents)
+        return (
+            isinstance(other, TokenTree)
+            and np.array_equal(self.parents, other.parents)
+            and self.looks_up == other.looks_up
+            and self.by_match == other.by_match
+        )
 
     def __hash__(self) -> int:
-        return hash(self.parents.tobytes())
+        return hash((self.parents.tobytes(), self.looks_up, tuple(self.by_match.items())))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How a copy is made: a mapping that cannot be changed cannot be copied itself."""
+        return TokenTree, (self.parents, self.plan, self.looks_up, dict(self.by_match))
 
     def __str__(self) -> str:
         widths = " ".join(map(str, self.level_widths))
@@ -217,6 +261,22 @@ def _check_parents(parents: NDArray[Any]) -> None:
         raise SequoiaPlanError(
             f"token tree: parents[{node}] is {parents[node]}, expected a node from "
             f"{max(parents[node - 1], 0)} to {node - 1} (breadth-first order, siblings adjacent)"
+        )
+
+
+def _check_by_match(tree: TokenTree) -> None:
+    """Refuse trees for texts that repeat themselves under a number that is no match length."""
+    for shortest, other in tree.by_match.items():
+        is_length = isinstance(shortest, int) and shortest >= 1
+        if not is_length or not isinstance(other, TokenTree) or other.by_match:
+            raise SequoiaPlanError(
+                f"token tree: by_match[{shortest!r:.20}] is {other!r:.60}, expected a tree without "
+                "`by_match` under a match length of 1 or more"
+            )
+    if tree.by_match and tree.looks_up:
+        raise SequoiaPlanError(
+            "token tree: found a looked-up spine beside `by_match`, expected a drafted one; "
+            "without a match there is nothing to look up"
         )
 
 

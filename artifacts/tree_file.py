@@ -21,7 +21,8 @@ from sequoia_plan.artifacts.files import read_bytes, write_atomically
 from sequoia_plan.artifacts.plan import Plan
 from sequoia_plan.artifacts.tree import TokenTree
 
-FORMAT, VERSION = "sequoia-plan-tree", 1
+FORMAT, VERSION, PORTFOLIO_VERSION = "sequoia-plan-tree", 1, 2
+"""Files of one tree have the first version, and files with trees by match the second."""
 METADATA_KEY = "sequoia_plan"
 MAX_NODES_WITH_MASK = 4096
 """Larger trees store no mask, because it grows with the square; readers derive it."""
@@ -63,9 +64,17 @@ def catalog() -> list[str]:
 
 def to_bytes(tree: TokenTree) -> bytes:
     """The content of the tree's file."""
-    header = {"format": FORMAT, "version": VERSION, "plan": tree.plan.to_dict()}
+    if tree.looks_up:
+        raise SequoiaPlanError(
+            "token tree: found a looked-up spine, expected a tree for texts without a match that "
+            "has this one in `by_match`"
+        )
+    header: dict[str, Any] = {"format": FORMAT, "version": VERSION, "plan": tree.plan.to_dict()}
+    if tree.by_match:
+        header["version"] = PORTFOLIO_VERSION
+        header["by_match"] = [[length, t.looks_up] for length, t in tree.by_match.items()]
     text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return save_tensors(_tensors(tree), {METADATA_KEY: text})
+    return save_tensors(_all_tensors(tree), {METADATA_KEY: text})
 
 
 def from_bytes(data: bytes, name: str) -> TokenTree:
@@ -82,10 +91,10 @@ def from_bytes(data: bytes, name: str) -> TokenTree:
     """
     header = _header(data, name)
     version = header.get("version")
-    if version != VERSION or isinstance(version, bool):
+    if version not in (VERSION, PORTFOLIO_VERSION) or isinstance(version, bool):
         raise SequoiaPlanError(
-            f"{name}: tree file version {version!r:.60}, expected {VERSION}; "
-            "solve again with this sequoia-plan"
+            f"{name}: tree file version {version!r:.60}, expected {VERSION} or "
+            f"{PORTFOLIO_VERSION}; solve again with this sequoia-plan"
         )
     try:
         # deserialize checks every offset and shape against the length of the data
@@ -96,15 +105,14 @@ def from_bytes(data: bytes, name: str) -> TokenTree:
         missing = "parents" if "plan" in header else "plan"
         raise SequoiaPlanError(f"{name}: tree file without its {missing}; solve again")
     try:
-        plan, parents = Plan.from_dict(header["plan"]), stored_tensors["parents"]
-        if parents["dtype"] != "I32" or len(parents["shape"]) != 1:
-            raise SequoiaPlanError(
-                f"parents is {parents['dtype']} {parents['shape']}, "
-                "expected I32 [nodes]; solve again"
-            )
-        tree = TokenTree(np.frombuffer(parents["data"], "<i4"), plan)
+        by_match = {
+            length: TokenTree(_parents(stored_tensors, f"by_match.{length}."), looks_up=looks_up)
+            for length, looks_up in _match_lengths(header)
+        }
+        plan = Plan.from_dict(header["plan"])
+        tree = TokenTree(_parents(stored_tensors, ""), plan, by_match=by_match)
         # all other tensors follow from the parents, and what is stored must be equal to that
-        for tensor_name, derived in _tensors(tree).items():
+        for tensor_name, derived in _all_tensors(tree).items():
             _check_tensor(tensor_name, stored_tensors.get(tensor_name), derived)
         check_prediction(tree)
     except SequoiaPlanError as error:
@@ -112,8 +120,52 @@ def from_bytes(data: bytes, name: str) -> TokenTree:
     return tree
 
 
+def _match_lengths(header: dict[str, Any]) -> list[tuple[int, bool]]:
+    """The match length of each tree beside the first, and whether its spine is looked up.
+
+    Raises:
+        SequoiaPlanError: if the header's `by_match` is no such list.
+    """
+    entries = header.get("by_match", [])
+    is_list = isinstance(entries, list)
+    if not is_list or not all(
+        isinstance(entry, list) and [type(value) for value in entry] == [int, bool]
+        for entry in entries
+    ):
+        raise SequoiaPlanError(
+            f"by_match: found {entries!r:.60}, expected a list of [match length, true or false]; "
+            "solve again"
+        )
+    return [(length, looks_up) for length, looks_up in entries]
+
+
+def _parents(stored_tensors: dict[str, Any], prefix: str) -> NDArray[Any]:
+    """The parents of one of the file's trees, whose tensors' names begin with `prefix`.
+
+    Raises:
+        SequoiaPlanError: if they are missing, or not int32 [nodes].
+    """
+    name = f"{prefix}parents"
+    if name not in stored_tensors:
+        raise SequoiaPlanError(f"{name} is missing; solve again")
+    parents = stored_tensors[name]
+    if parents["dtype"] != "I32" or len(parents["shape"]) != 1:
+        raise SequoiaPlanError(
+            f"{name} is {parents['dtype']} {parents['shape']}, expected I32 [nodes]; solve again"
+        )
+    return np.frombuffer(parents["data"], "<i4")
+
+
+def _all_tensors(tree: TokenTree) -> dict[str, NDArray[Any]]:
+    """The tensors of the file by name: the tree's, and those of the trees in its `by_match`."""
+    tensors = _tensors(tree)
+    for length, other in tree.by_match.items():
+        tensors |= {f"by_match.{length}.{name}": t for name, t in _tensors(other).items()}
+    return tensors
+
+
 def _tensors(tree: TokenTree) -> dict[str, NDArray[Any]]:
-    """The tensors of the tree's file by name. The parents decide all others."""
+    """The tensors of one tree by name. The parents decide all others."""
     tensors: dict[str, NDArray[Any]] = {
         "parents": tree.parents,
         "ranks": tree.ranks,

@@ -11,8 +11,8 @@ from msgspec import structs
 
 from sequoia_plan.artifacts import Profile, VerifierAcceptance
 from sequoia_plan.artifacts.cost import max_expected_tokens
+from sequoia_plan.artifacts.counts import counts_by_class
 from sequoia_plan.artifacts.merge import pooled
-from sequoia_plan.artifacts.profile import counts_by_class
 from sequoia_plan.artifacts.prompts import Prompt
 from sequoia_plan.artifacts.rates import rates
 from sequoia_plan.profiler.acceptance import in_order, measure_by_prompt

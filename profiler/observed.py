@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sequoia_plan.artifacts import LevelCounts, TokenTree
-from sequoia_plan.artifacts.profile import MAX_KINDS, Counts
+from sequoia_plan.artifacts.counts import MAX_KINDS, Counts
 from sequoia_plan.artifacts.uncertainty import Z95, gradient, jackknife
 
 LEVELS = 4

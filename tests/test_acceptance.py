@@ -21,8 +21,8 @@ from toys import PROMPTS, ToyModel, toy_pair
 
 from sequoia_plan.artifacts import ArgumentError, LevelCounts, Profile, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.cost import expected_tokens
+from sequoia_plan.artifacts.counts import MAX_KINDS, Counts, has_classes
 from sequoia_plan.artifacts.merge import merge, pooled
-from sequoia_plan.artifacts.profile import MAX_KINDS, Counts, has_classes
 from sequoia_plan.artifacts.uncertainty import Z95, student95
 from sequoia_plan.planner import solve
 from sequoia_plan.profiler.acceptance import measure_acceptance

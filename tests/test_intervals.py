@@ -10,7 +10,7 @@ from strategies import acceptance_vectors, trees
 
 from sequoia_plan.artifacts import Latency, LevelCounts, Profile, TokenTree
 from sequoia_plan.artifacts.cost import StepTime, expected_tokens
-from sequoia_plan.artifacts.profile import Counts
+from sequoia_plan.artifacts.counts import Counts
 from sequoia_plan.artifacts.rates import rates
 from sequoia_plan.artifacts.uncertainty import (
     acceptance_at_interval_ends,

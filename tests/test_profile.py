@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from strategies import acceptance_vectors
 
 from sequoia_plan.artifacts import Latency, LevelCounts, Profile, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts.counts import Counts
 from sequoia_plan.artifacts.plan import provenance
-from sequoia_plan.artifacts.profile import Counts
 from sequoia_plan.artifacts.tree_file import from_bytes, to_bytes
 
 PROFILE = Profile(

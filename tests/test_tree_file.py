@@ -148,8 +148,8 @@ def tampered(tmp_path, header=None, **tensors):
             "tree file version True, expected 1",
         ),
         (
-            {"header": {"format": "sequoia-plan-tree", "version": 2, "plan": {}}},
-            "tree file version 2, expected 1; solve again",
+            {"header": {"format": "sequoia-plan-tree", "version": 3, "plan": {}}},
+            "tree file version 3, expected 1 or 2; solve again",
         ),
         ({"header": {"format": "sequoia-plan-draft", "version": 1}}, "not a tree file"),
         ({"header": []}, "not a tree file"),

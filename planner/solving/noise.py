@@ -11,8 +11,8 @@ import numpy as np
 
 from sequoia_plan.artifacts import Profile, TokenTree
 from sequoia_plan.artifacts.cost import Floats, StepTime, TreePrediction, expected_tokens
+from sequoia_plan.artifacts.counts import counts_by_class
 from sequoia_plan.artifacts.plan import Interval
-from sequoia_plan.artifacts.profile import counts_by_class
 from sequoia_plan.artifacts.rates import rates
 from sequoia_plan.artifacts.uncertainty import (
     Z95,

@@ -1,0 +1,122 @@
+"""Prompt lookup: what was counted where the text repeats itself.
+
+The match of a text is the longest suffix of its committed tokens that occurs earlier in it. What
+followed the last such occurrence is the lookup chain: a guess at what comes next that costs no
+draft pass. A tree may take the tokens of its spine (the root's first child, that node's first
+child, ...) from the lookup chain. Steps are put into classes by the length of the match, and each
+class has counts and a tree of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, ClassVar, NamedTuple
+
+from sequoia_plan.artifacts.counts import LevelCounts, PromptKind
+from sequoia_plan.artifacts.errors import SequoiaPlanError
+from sequoia_plan.artifacts.schema import Artifact, Count, field
+
+MATCH_LENGTHS = (0, 1, 2, 3, 5)
+"""The shortest match of each class, in tokens; the first class is that of texts without a match."""
+MAX_MATCH = MATCH_LENGTHS[-1]
+"""Longer matches need not be told apart."""
+
+
+class MatchClass(Artifact, frozen=True):
+    """What was accepted in steps whose match has a length in one range."""
+
+    PREFIX: ClassVar[str] = "lookup.classes"
+
+    match_length: Annotated[Count, field("the shortest match of the class, in tokens; 0 for none")]
+    drafted: Annotated[
+        tuple[LevelCounts, ...],
+        field("as `acceptance.levels`, of steps in this class: all children are drafted"),
+    ]
+    looked_up: Annotated[
+        tuple[LevelCounts, ...],
+        field(
+            "the same for trees whose spine is looked up: rank 1 of a node on the spine is the "
+            "token of the lookup chain, rank k the draft's (k - 1)th other token. `off_spine` is "
+            "for children that are all drafted. Missing for the class without a match"
+        ),
+    ] = ()
+
+
+class LookupCounts(Artifact, frozen=True):
+    """Counts by class of match, and the text that they come from."""
+
+    PREFIX: ClassVar[str] = "lookup"
+
+    classes: Annotated[
+        tuple[MatchClass, ...], field("one for each range of match lengths, the shortest first")
+    ]
+    texts: Annotated[
+        dict[PromptKind, tuple[str, ...]],
+        field(
+            "by kind of prompts (`all` where prompts name none): for each text that the target "
+            "wrote, one word for each token: `m:r` says that before this token the match had m "
+            "tokens, and that the next r tokens were those of the lookup chain"
+        ),
+    ] = {}
+
+    def __post_init__(self) -> None:
+        """Refuse classes that are not in order, and texts that are no such records."""
+        super().__post_init__()
+        lengths = [match_class.match_length for match_class in self.classes]
+        if not lengths or lengths[0] != 0 or lengths != sorted(set(lengths)):
+            raise SequoiaPlanError(
+                f"lookup.classes: found match lengths {lengths}, expected 0 first, then larger ones"
+            )
+        for kind, texts in self.texts.items():
+            for number, text in enumerate(texts):
+                try:
+                    list(read_positions(text))
+                except ValueError:
+                    raise SequoiaPlanError(
+                        f"lookup.texts.{kind}[{number}]: found {text!r:.60}, expected words m:r of "
+                        "two whole numbers"
+                    ) from None
+
+    @property
+    def match_lengths(self) -> tuple[int, ...]:
+        """The shortest match of each class."""
+        return tuple(match_class.match_length for match_class in self.classes)
+
+
+class Position(NamedTuple):
+    """One position of a text at which a step may begin.
+
+    Args:
+        match_length: tokens of the match before it; 0 for none.
+        run: how many of the next tokens are those of the lookup chain.
+    """
+
+    match_length: int
+    run: int
+
+
+def read_positions(text: str) -> Iterator[Position]:
+    """The positions of a text as `LookupCounts.texts` records it.
+
+    Raises:
+        ValueError: if it is no such record.
+    """
+    for word in text.split():
+        match_length, run = word.split(":")
+        if not (match_length + run).isdecimal():
+            raise ValueError(word)
+        yield Position(int(match_length), int(run))
+
+
+def write_positions(positions: Sequence[Position]) -> str:
+    """The record of a text for `LookupCounts.texts`."""
+    return " ".join(f"{position.match_length}:{position.run}" for position in positions)
+
+
+def class_of(match_length: int, match_lengths: Sequence[int]) -> int:
+    """The index of the class of a match: the last whose shortest match is not longer.
+
+    Args:
+        match_lengths: the shortest match of each class, ascending from 0.
+    """
+    return sum(match_length >= shortest for shortest in match_lengths) - 1
