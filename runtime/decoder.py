@@ -31,10 +31,12 @@ class StepOutput:
     Args:
         path: the accepted nodes, the root first.
         tokens: the tokens that it added; the last is the bonus token.
+        tree: the tree that it ran, of those that the decoder's tree has by match.
     """
 
     path: list[int]
     tokens: list[int]
+    tree: TokenTree
 
 
 class SequoiaDecoder:
@@ -191,33 +193,40 @@ class SequoiaDecoder:
 
         From the first step to the last, or until the iterator is closed, other threads wait for the
         decoder. The tree never shrinks: near the end of the context, nodes beyond it are cut off
-        the result. With `launches_ahead`, a step that is needed in any case is launched before the
+        the result. With trees by match, the committed text decides before each step which of them
+        runs. With `launches_ahead`, a step that is needed in any case is launched before the
         tokens of the step before it are read.
 
         Raises:
             SequoiaPlanError: if the prompt leaves no room in the context, or a model's logits are
                 not finite.
         """
-        step, depth = self.step, self.step.tree.depth
+        step = self.step
         with step.sequence.lock.hold():
             step.prefill(prompt, max_new_tokens, seed)
+            if step.chain_length:
+                step = self.step.for_match(int(step.look_up()))
             length = prompt.numel() - 1
             end = min(length + max_new_tokens, step.context - 1)
             next_step: Callable[[], list[int]] | None = None
             while length < end:
                 read_numbers = next_step or step.launch(length, sampling)
+                depth = step.tree.depth
                 max_length = length + depth
                 next_step = None
                 if step.launches_ahead and max_length < end:
                     next_step = step.launch(max_length, sampling)
-                # the number of accepted nodes, then `depth` nodes, then `depth` tokens
-                count, *nodes_and_tokens = read_numbers()
+                # the number of accepted nodes, then `depth` nodes, then `depth` tokens, and the
+                # length of the match if it decides about the next tree
+                count, *numbers = read_numbers()
                 if count < 0:
                     raise _not_finite(count, length + 1)
                 count = min(count, step.context - 1 - length)
-                path, tokens = nodes_and_tokens[:depth], nodes_and_tokens[depth:]
+                path, tokens = numbers[:depth], numbers[depth : 2 * depth]
                 length += count
-                yield StepOutput(path[:count], tokens[:count])
+                yield StepOutput(path[:count], tokens[:count], step.tree)
+                if step.chain_length:
+                    step = self.step.for_match(numbers[2 * depth])
 
 
 def _not_finite(code: int, token: int) -> SequoiaPlanError:

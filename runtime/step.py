@@ -7,12 +7,14 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime.base.cache import round_up
 from sequoia_plan.runtime.base.drawing import kernels_available
+from sequoia_plan.runtime.base.lookup import look_up
 from sequoia_plan.runtime.base.sampling import Sampling
 from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
@@ -30,7 +32,13 @@ from sequoia_plan.runtime.models.forward import TreeModel
 from sequoia_plan.runtime.models.parallel import from_first, is_split, shared_seed
 from sequoia_plan.runtime.models.probe import probe
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary, vocabulary_size
-from sequoia_plan.runtime.verify import VERIFIERS, AcceptedPath, TreeIndex, greedy
+from sequoia_plan.runtime.verify import (
+    LOOKUP_VERIFIERS,
+    VERIFIERS,
+    AcceptedPath,
+    TreeIndex,
+    greedy,
+)
 from sequoia_plan.runtime.verify import verify as verify_tree
 from sequoia_plan.runtime.verify.fused_verifier import FUSED_VERIFIERS, FusedVerifier
 
@@ -40,6 +48,9 @@ EXTENT_MULTIPLE = {"cpu": 64, "cuda": 512}
 
 On CUDA each shape is a graph of its own, so beyond 1024 slots there are two shapes for each
 doubling of the length."""
+
+CATCH_UP_TOKENS = 64
+"""The most tokens that the draft may leave unread, and that it reads at once to catch up."""
 
 MAX_TREE_NODES = 4096
 """The mask and the paths of a tree grow with the square of its size."""
@@ -64,6 +75,8 @@ class TreeStep:
         target: the target as a step runs it.
         drafter: None if nothing is drafted.
         passes: the draft's forward passes.
+        by_match: the steps with the trees of `tree.by_match`, by the shortest match of each.
+        chain_length: tokens of the lookup chain that a step finds; 0 without `by_match`.
         context: the target's context length, in tokens.
         verifiers: the verifiers by name; the profiler replaces them to observe what they compute.
         launches_ahead: launch a step before the tokens of the last one are read, so that the device
@@ -84,7 +97,8 @@ class TreeStep:
         backend = "inductor" if compile is True else compile or None
         self.device = execution_device(target)
         self.drafter: Drafter | None = None
-        if draft is not None and tree.size > 1:
+        drafts = any(t.num_drafted_levels for t in tree.portfolio.values())
+        if draft is not None and drafts:
             self._check_same_device(draft)
             vocabulary, d2t = shared_vocabulary(target, draft, tokenizer, draft_tokenizer)
             self.drafter = make_drafter(draft, vocabulary, d2t, backend)
@@ -97,7 +111,7 @@ class TreeStep:
         self.sequence = SequenceState(self.device)
         self.verifiers = VERIFIERS
         self._set_up_capture(target, draft, captured)
-        self._use(tree)
+        self._use_all(tree)
 
     def with_tree(self, tree: TokenTree) -> TreeStep:
         """A step with another tree that shares models, sequence and graphs with this one.
@@ -109,8 +123,13 @@ class TreeStep:
                 too deep or too wide for the decoder or the draft.
         """
         step = copy.copy(self)
-        step._use(tree)
+        step._use_all(tree)
         return step
+
+    def for_match(self, match_length: int) -> TreeStep:
+        """The step for a text whose match (artifacts/lookup.py) has so many tokens."""
+        shortest = max((s for s in self.by_match if s <= match_length), default=0)
+        return self.by_match.get(shortest, self)
 
     def __call__(self, extent: int, sampling: Sampling) -> Tensor:
         """One decoding step: draft a tree, verify it, commit the accepted path.
@@ -123,7 +142,8 @@ class TreeStep:
             int64 [1 + 2 * depth]: how many nodes are accepted, the root included; their numbers in
             the tree, padded to the tree's depth; the tokens that the step adds, padded likewise.
             The first entry is `TARGET_NOT_FINITE` or `DRAFT_NOT_FINITE` instead if logits of that
-            model were NaN or infinite.
+            model were NaN or infinite. With trees by match, one more entry at the end is the length
+            of the match in the text afterwards.
         """
         self.target.prefetch()
         drafted = self.draft(extent, sampling)
@@ -140,12 +160,17 @@ class TreeStep:
             extent: number of slots of the KV cache that attention looks at.
         """
         sequence = self.sequence
+        if self.tree.looks_up:
+            chain = sequence.lookup_chain[: self.spine.numel()]
+            sequence.tokens.index_copy_(0, sequence.length + self.spine, chain)
         if not self.drafter or not self.passes:
             nothing = sequence.tokens[:0]  # an empty tensor on the right device
             return DraftedTree(nothing, nothing)
         columns = self.tensors.columns(sequence.length, extent)
         bits = self.random_bits(sampling)
-        drafted = draft_tree(self.drafter, self.passes, sequence, columns, sampling, bits)
+        drafted = draft_tree(
+            self.drafter, self.passes, sequence, columns, sampling, bits, self.branching
+        )
         if is_split(self.target.model):
             slots = sequence.length + self.tensors.nodes
             tokens = from_first(self.target.model, sequence.tokens[slots])
@@ -195,7 +220,8 @@ class TreeStep:
 
         Returns:
             What a step returns: int64 [1 + 2 * depth], how many nodes are accepted (or a code of
-            logits that are not finite), the nodes, and the tokens that the step adds.
+            logits that are not finite), the nodes, and the tokens that the step adds; with trees by
+            match, also the length of the match.
         """
         sequence, length = self.sequence, self.sequence.length
         slots = length + accepted.path
@@ -205,13 +231,28 @@ class TreeStep:
         added = torch.where(places == accepted.count - 1, accepted.bonus, next_on_path)
         sequence.target.commit(slots, length)
         count = accepted.count
-        if self.drafter and self.passes:
+        if self.drafter and (self.passes or self.chain_length):
             self.drafter.commit(sequence, accepted.path)
             count = count.where(sequence.draft.finite, DRAFT_NOT_FINITE)
         sequence.tokens.index_copy_(0, length + 1 + places, added)
         length += accepted.count
         count = count.where(sequence.target.finite, TARGET_NOT_FINITE)
-        return torch.cat([count, accepted.path, added])
+        if not self.chain_length:
+            return torch.cat([count, accepted.path, added])
+        return torch.cat([count, accepted.path, added, self.look_up()])
+
+    def look_up(self) -> Tensor:
+        """Find the next step's lookup chain; returns int64 [1], the length of the match.
+
+        It reads all slots, so that its shape is that of the sequence's memory.
+        """
+        sequence = self.sequence
+        max_match = max(self.by_match)
+        match_length, chain = look_up(
+            sequence.tokens, sequence.length, max_match, self.chain_length
+        )
+        sequence.lookup_chain[: self.chain_length] = chain
+        return match_length
 
     def prefill(self, prompt: Tensor, max_new_tokens: int, seed: int | None = None) -> None:
         """Start a sequence: both caches hold the prompt without its last token, the first root.
@@ -232,6 +273,7 @@ class TreeStep:
         self._reserve(min(prompt.numel() + max_new_tokens, self.context))
         sequence.tokens[: prompt.numel()] = prompt
         sequence.length.fill_(prompt.numel() - 1)
+        sequence.num_unread = 0
         on_chunk = None
         if drafter:
             drafter.prefill(sequence.draft, prompt[:-1])
@@ -276,6 +318,8 @@ class TreeStep:
             A function that waits for the step and returns what it returns (see `__call__`), as a
             list: the count, the accepted nodes, the tokens added.
         """
+        if self.drafter and self.chain_length:
+            self._catch_up(self.drafter, length)
         self.refill_random_numbers(sampling)
         return read_back(self.run(self.extent(length), sampling))
 
@@ -341,7 +385,9 @@ class TreeStep:
         """True if kernels that walk on the device verify the tree, and not tensor operations."""
         if self.fused_verifier is None or self.verifiers is not VERIFIERS:
             return False
-        return sampling.greedy or sampling.verifier in FUSED_VERIFIERS
+        # the kernels know no child that is looked up, which only sampling tells from the others
+        is_drafted = not self.tree.looks_up
+        return sampling.greedy or (is_drafted and sampling.verifier in FUSED_VERIFIERS)
 
     def _verify_locally(
         self, logits: Tensor, drafted: DraftedTree, sampling: Sampling
@@ -371,10 +417,89 @@ class TreeStep:
 
         verifier = self.verifiers[sampling.verifier]
         d2t = self.drafter.d2t if self.drafter else None
-        return verify_tree(verifier, target_probs, draft_probs, drawn, self.index, uniforms, d2t)
+        looked_up = None
+        if self.tree.looks_up:
+            looked_up = self._looked_up_children(sampling)
+            draft_probs, drawn = self._with_rows_of_tail(draft_probs, drawn, logits.shape[1])
+        return verify_tree(
+            verifier, target_probs, draft_probs, drawn, self.index, uniforms, d2t, looked_up
+        )
+
+    def _looked_up_children(self, sampling: Sampling) -> Tensor:
+        """int64 [size]: the token of each node's first child if that is looked up, else -1.
+
+        Raises:
+            SequoiaPlanError: if the verifier is not exact for looked-up children.
+        """
+        if sampling.verifier not in LOOKUP_VERIFIERS:
+            raise SequoiaPlanError(
+                f"verifier: found {sampling.verifier!r} with a tree whose spine is looked up, "
+                f"expected {' or '.join(LOOKUP_VERIFIERS)}"
+            )
+        none_looked_up = torch.full_like(self.tensors.nodes, -1)
+        parents = self.index.parents[self.spine - 1]
+        return none_looked_up.index_copy(0, parents, self.sequence.lookup_chain[: len(parents)])
+
+    def _with_rows_of_tail(
+        self, draft_probs: Tensor, drawn: Tensor, vocabulary: int
+    ) -> tuple[Tensor, Tensor]:
+        """Add the rows of inner nodes below the last draft pass, which have no drafted child.
+
+        Args:
+            draft_probs, drawn: of the inner nodes that a draft pass reads.
+            vocabulary: of the target, which stands for the draft's where nothing is drafted.
+        """
+        num_rows = int(np.count_nonzero(self.tree.child_count)) - self.num_inner_nodes
+        if self.drafter:
+            vocabulary = self.drafter.vocabulary
+        if not self.passes:
+            draft_probs = draft_probs.new_zeros(0, vocabulary, dtype=torch.float32)
+            drawn = drawn.new_zeros(0, self.branching)
+        zero_probs = draft_probs.new_zeros(1, vocabulary).expand(num_rows, -1)
+        no_draws = drawn.new_zeros(num_rows, self.branching)
+        return torch.cat([draft_probs, zero_probs]), torch.cat([drawn, no_draws])
+
+    def _catch_up(self, drafter: Drafter, length: int) -> None:
+        """Let the draft read tokens that it has not read, before the step needs them.
+
+        Args:
+            length: the root's slot.
+        """
+        sequence = self.sequence
+        num_read_first = -int(self.first_input_slot)  # the first pass reads so many before the root
+        is_needed = bool(self.passes) and sequence.num_unread > num_read_first
+        is_full = sequence.num_unread + self.tree.depth > CATCH_UP_TOKENS
+        if is_needed or is_full:
+            # a power of two, so that passes have few shapes; slot 0 is never unread
+            count = min(1 << (sequence.num_unread - 1).bit_length(), length - 1)
+            if count > 0:
+                slots = torch.arange(length - count, length, device=self.device)
+                drafter.catch_up(sequence, slots, self.extent(length))
+            sequence.num_unread = 0
+        if self.passes:
+            sequence.num_unread = drafter.max_unread(self.tree)
+        else:
+            sequence.num_unread += min(drafter.max_unread(self.tree) + 1, self.tree.depth)
+
+    def _use_all(self, tree: TokenTree) -> None:
+        """Set everything that depends on the tree, and on the trees that take its place."""
+        spines = [int((t.classes == 0).sum()) for t in tree.by_match.values() if t.looks_up]
+        self.by_match: dict[int, TreeStep] = {}
+        self.chain_length = max(spines, default=1) - 1 if tree.by_match else 0
+        if tree.by_match:
+            self.chain_length = max(self.chain_length, 1)
+            self.sequence.reserve_lookup_chain(self.chain_length)
+            self.launches_ahead = False  # the next step's tree is known after this step only
+        self._use(tree)
+        for shortest, other in tree.by_match.items():
+            step = copy.copy(self)
+            step._use(other)
+            self.by_match[shortest] = step
+        for step in self.by_match.values():
+            step.by_match = self.by_match
 
     def _use(self, tree: TokenTree) -> None:
-        """Set everything that depends on the tree."""
+        """Set everything that depends on this one tree."""
         self._check_tree(tree)
         self.tree, drafter = tree, self.drafter
         self.branching = tree.branching  # a plain int, which a trace of a step takes as constant
@@ -382,6 +507,10 @@ class TreeStep:
         self.index = TreeIndex.of(tree, self.device)
         self.passes: tuple[DraftPass, ...] = drafter.passes(tree, self.tensors) if drafter else ()
         self.num_inner_nodes = sum(draft_pass.num_parents for draft_pass in self.passes)
+        first_slots = self.passes[0].input_slots.tolist() if self.passes else [0]
+        self.first_input_slot = min(first_slots)
+        # the nodes on the spine below the root
+        self.spine = self.tensors.nodes[torch.as_tensor(tree.classes == 0, device=self.device)][1:]
         self.fused_verifier: FusedVerifier | None = None
         if kernels_available(self.device) and is_on_one_cuda_device(self.target.model):
             d2t = drafter.d2t if drafter else None
@@ -417,11 +546,14 @@ class TreeStep:
         """
         sequence, drafter = self.sequence, self.drafter
         new_draft_cache = drafter.new_cache if drafter else None
-        sequence.reserve(self.extent(max_length), self.target.new_cache, new_draft_cache)
+        steps = (self, *self.by_match.values())
+        capacity = max(step.extent(max_length) for step in steps)
+        sequence.reserve(capacity, self.target.new_cache, new_draft_cache)
         if drafter and drafter.aux_hidden_state_layers:
             model = self.target.model
             width = len(drafter.aux_hidden_state_layers) * text_config(model).hidden_size
-            sequence.reserve_aux_hidden_states(self.tree.size, width, model.dtype)
+            max_size = max(step.tree.size for step in steps)
+            sequence.reserve_aux_hidden_states(max_size, width, model.dtype)
         if self.graphs:
             sequence.note_weight_addresses(weight_addresses(self.models))
 
@@ -444,7 +576,7 @@ class TreeStep:
             SequoiaPlanError: naming the first limit that the tree exceeds.
         """
         drafter = self.drafter
-        if drafter is None and tree.size > 1:
+        if drafter is None and tree.num_drafted_levels:
             raise SequoiaPlanError(
                 f"a tree of {tree.size} nodes needs a draft model; only a tree of one node decodes "
                 "without"
@@ -455,7 +587,7 @@ class TreeStep:
                 "holds"
             )
         max_depth = drafter.drafting.max_depth if drafter else None  # None: any depth
-        if max_depth and tree.depth > max_depth:
+        if max_depth and tree.num_drafted_levels >= max_depth:
             raise SequoiaPlanError(
                 f"tree: {tree.depth} levels, the draft reaches {max_depth}; solve with its own "
                 f"profile, or with --depth {max_depth}"

@@ -54,6 +54,9 @@ class SequenceState:
         target, draft: the KV caches of both models; the draft's has no capacity without a draft.
         aux_hidden_states: [nodes, width], the target's hidden states of each node of the drafted
             tree, if the draft reads them.
+        lookup_chain: int64 [nodes], the tokens for the next step's spine where that is looked up.
+        num_unread: how many of the last committed tokens the draft may not have read, because steps
+            whose spine is looked up run the draft on fewer nodes than they may accept.
         bits: int32, random numbers of 31 bits, to draw children with.
         uniforms: float64 [2], uniform numbers for verification.
         version: counts how often memory that CUDA graphs read was allocated anew. Graphs captured
@@ -67,6 +70,8 @@ class SequenceState:
         self.length = torch.zeros(1, dtype=torch.long, device=device)
         self.target = self.draft = TreeCache(0, 0, device)
         self.aux_hidden_states = torch.zeros(0, 0, device=device)
+        self.lookup_chain = torch.zeros(0, dtype=torch.long, device=device)
+        self.num_unread = 0
         self.bits = torch.empty(0, dtype=torch.int32, device=device)
         self.uniforms = torch.zeros(2, dtype=torch.float64, device=device)
         self.generator = torch.Generator(device)
@@ -114,6 +119,13 @@ class SequenceState:
             self.aux_hidden_states = torch.zeros(shape, dtype=dtype, device=self.tokens.device)
             self.version += reserved > 0  # no graph has read memory that was not there
 
+    def reserve_lookup_chain(self, length: int) -> None:
+        """Provide memory for a lookup chain of so many tokens."""
+        reserved = self.lookup_chain.numel()
+        if reserved < length:
+            self.lookup_chain = self.lookup_chain.new_zeros(length)
+            self.version += reserved > 0  # no graph has read memory that was not there
+
     def reserve_random_bits(self, count: int) -> None:
         """Provide memory for so many random numbers; if it grows, it at least doubles."""
         reserved = self.bits.numel()
@@ -135,7 +147,7 @@ class SequenceState:
         """
         root = int(self.length)
         caches = (*self.target.views(root, size), *self.draft.views(root, size))
-        return [self.tokens, self.length, *caches]
+        return [self.tokens, self.length, self.lookup_chain, *caches]
 
     def note_weight_addresses(self, addresses: tuple[int, ...]) -> None:
         """Record where the models' weights are (`capture.weight_addresses`)."""

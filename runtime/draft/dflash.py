@@ -7,6 +7,7 @@ not be exact with every verifier (tests/test_hidden_state_decoding.py).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,25 +43,32 @@ class DFlashDrafter:
 
     def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
         """The one pass, with a row of logits for each node that has children."""
-        if tree.size == 1:
+        if not tree.num_drafted_levels:
             return ()
         device = tensors.nodes.device
         parents = np.flatnonzero(tree.child_count)
+        parents = parents[tree.position_ids[parents] < tree.num_drafted_levels]
+        nodes = np.arange(1, tree.size)
+        looked_up: tuple[tuple[int, int], ...] = ()
+        if tree.looks_up:
+            nodes = np.flatnonzero(tree.classes)  # the nodes off the spine are drafted
+            rows_on_spine = np.flatnonzero(tree.classes[parents] == 0).tolist()
+            looked_up = tuple((row, int(tree.first_child[parents[row]])) for row in rows_on_spine)
         # each node's entry in the flattened draws [parents, branching]; ranks count from 1
-        rows = np.searchsorted(parents, tree.parents[1:])
-        draw_index = rows * tree.branching + tree.ranks[1:] - 1
-        return (
-            self.block_pass(
-                tensors,
-                num_parents=len(parents),
-                max_children=tree.branching,
-                draw_index=torch.as_tensor(draw_index.astype(np.int64), device=device),
-                new_nodes=tensors.nodes[1:],
-                logit_rows=torch.as_tensor(
-                    tree.position_ids[parents].astype(np.int64), device=device
-                ),
-            ),
+        draw_ranks = tree.ranks[nodes] - 1
+        if tree.looks_up:  # the first child of a node on the spine is not drawn
+            draw_ranks = draw_ranks - (tree.classes[tree.parents[nodes]] == 0)
+        max_children = int(draw_ranks.max()) + 1
+        draw_index = np.searchsorted(parents, tree.parents[nodes]) * max_children + draw_ranks
+        draft_pass = self.block_pass(
+            tensors,
+            num_parents=len(parents),
+            max_children=max_children,
+            draw_index=torch.as_tensor(draw_index.astype(np.int64), device=device),
+            new_nodes=tensors.nodes[torch.as_tensor(nodes, device=device)],
+            logit_rows=torch.as_tensor(tree.position_ids[parents].astype(np.int64), device=device),
         )
+        return (replace(draft_pass, looked_up=looked_up),)
 
     def block_pass(
         self,
@@ -136,6 +144,13 @@ class DFlashDrafter:
         if draft_pass.logit_rows is not None:
             logits = logits.index_select(0, draft_pass.logit_rows)
         return ForwardOutput(logits)
+
+    def max_unread(self, tree: TokenTree) -> int:
+        """None: `commit` caches what the draft needs of every accepted token."""
+        return 0
+
+    def catch_up(self, sequence: SequenceState, slots: Tensor, extent: int) -> None:
+        """Nothing is ever left unread."""
 
     def commit(self, sequence: SequenceState, path: Tensor) -> None:
         """Cache keys and values made of the target's hidden states of the nodes in `path`."""

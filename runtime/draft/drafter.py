@@ -36,6 +36,8 @@ class DraftPass:
             each node's parent in the previous pass.
         logit_rows: int64 [num_parents], for drafts whose one pass gives the probabilities of all
             levels: the row (level) that each parent's children are drawn from.
+        looked_up: for a tree whose spine is looked up, the rows of logits that belong to nodes on
+            the spine, each with the node's first child, whose token is not drawn.
     """
 
     input_slots: Tensor
@@ -47,6 +49,7 @@ class DraftPass:
     new_nodes: Tensor
     parent_rows: Tensor | None = None
     logit_rows: Tensor | None = None
+    looked_up: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,10 @@ class DraftedTree:
 
     Args:
         draft_probs: float32 [inner nodes, draft vocabulary], the probabilities that the children of
-            each inner node were drawn from, in the order of the nodes; empty if greedy.
+            each inner node were drawn from, in the order of the nodes; empty if greedy. They leave
+            out the token of a child that is looked up.
         drawn: int64 [inner nodes, branching], the children as indices into the draft's vocabulary,
-            in draw order.
+            in draw order. The entry of a child that is looked up has no meaning.
     """
 
     draft_probs: Tensor
@@ -119,6 +123,21 @@ class Drafter(Protocol):
             Logits [num_parents, vocabulary].
         """
 
+    def max_unread(self, tree: TokenTree) -> int:
+        """How many of the last tokens the draft may not have read after a step with `tree`.
+
+        The next root does not count. Only trees that look up their spine leave tokens unread that
+        the next step's first pass does not read anyway.
+        """
+
+    def catch_up(self, sequence: SequenceState, slots: Tensor, extent: int) -> None:
+        """Read the committed tokens in `slots`, once more or for the first time.
+
+        Args:
+            slots: int64 [tokens], consecutive, none of them 0.
+            extent: number of slots of the KV cache that attention looks at.
+        """
+
     def commit(self, sequence: SequenceState, path: Tensor) -> None:
         """Keep what belongs to accepted nodes, before the sequence's length grows.
 
@@ -130,9 +149,10 @@ class Drafter(Protocol):
 
 
 def passes_by_level(tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
-    """One pass for each level that has children, over the nodes that have them.
+    """One pass for each level that has drafted children, over its nodes with children.
 
-    Each pass reads the parents of the next level, and gives a row of logits for each parent.
+    Each pass reads the parents of the next level, and gives a row of logits for each parent. Where
+    the spine is looked up, its node on a level is the first of them.
 
     Args:
         tensors: the tensors of `tree`, with its attention mask.
@@ -146,8 +166,16 @@ def passes_by_level(tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, .
         """The pass that draws the nodes of level + 1 from those of `level` that have children."""
         parents = tree.nodes_with_children(level)
         start, end = int(tree.level_offsets[level + 1]), int(tree.level_offsets[level + 2])
-        max_children = int(tree.child_count[parents].max())
+        num_drawn = tree.child_count[parents].copy()
+        draw_ranks = tree.ranks[start:end] - 1
         rows = np.searchsorted(parents, tree.parents[start:end])
+        looked_up: tuple[tuple[int, int], ...] = ()
+        if tree.looks_up and tree.classes[parents[0]] == 0:  # the node on the spine is the first
+            looked_up = ((0, start),)
+            start += 1  # its first child is not drawn
+            num_drawn[0] -= 1
+            draw_ranks, rows = draw_ranks[1:] - (rows[1:] == 0), rows[1:]
+        max_children = int(num_drawn.max())
         previous_parents = tree.nodes_with_children(level - 1) if level else None
         nodes = tensor(parents)
         return DraftPass(
@@ -156,14 +184,15 @@ def passes_by_level(tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, .
             mask=tensors.mask[nodes],
             num_parents=len(parents),
             max_children=max_children,
-            draw_index=tensor(rows * max_children + tree.ranks[start:end] - 1),
+            draw_index=tensor(rows * max_children + draw_ranks),
             new_nodes=tensors.nodes[start:end],
             parent_rows=None
             if previous_parents is None
             else tensor(np.searchsorted(previous_parents, tree.parents[parents])),
+            looked_up=looked_up,
         )
 
-    return tuple(pass_of_level(level) for level in range(tree.depth - 1))
+    return tuple(pass_of_level(level) for level in range(tree.num_drafted_levels))
 
 
 def draft_tree(
@@ -173,10 +202,12 @@ def draft_tree(
     columns: Tensor,
     sampling: Sampling,
     bits: Tensor,
+    branching: int,
 ) -> DraftedTree:
     """Draft one tree: a forward pass and its children's draws for each pass.
 
-    The last level is only drawn; no pass reads it.
+    The last level is only drawn; no pass reads it. Tokens that are looked up are in the sequence
+    before. Nodes that have no drafted child, below the last pass, have no row in the result.
 
     Args:
         passes: the draft's passes for the tree, as `drafter.passes` returns them.
@@ -184,8 +215,8 @@ def draft_tree(
             of the tree's mask that applies (see `TreeTensors.columns`).
         bits: int32 [inner nodes, numbers for each], the random numbers that `sampling.drawing`
             takes. An inner node is one that has children.
+        branching: the most children of a node.
     """
-    branching = max(draft_pass.max_children for draft_pass in passes)
     bits_by_pass = bits.split([draft_pass.num_parents for draft_pass in passes])
     probs, drawn = [], []
     output: ForwardOutput | None = None
@@ -196,7 +227,10 @@ def draft_tree(
         )
         probs.append(pass_probs[:0] if sampling.greedy else pass_probs)
         padding = branching - draft_pass.max_children  # so that all passes have as many columns
-        drawn.append(torch.nn.functional.pad(children, (0, padding)))
+        columns_by_rank = torch.nn.functional.pad(children, (0, padding))
+        for row, _ in draft_pass.looked_up:  # its draws are its children from the second on
+            columns_by_rank[row, 1:] = columns_by_rank[row, :-1].clone()
+        drawn.append(columns_by_rank)
     return DraftedTree(torch.cat(probs), torch.cat(drawn))
 
 
@@ -210,6 +244,8 @@ def draw_children(
 ) -> tuple[Tensor, Tensor]:
     """Draw the children of one pass, and write their tokens into the sequence.
 
+    The children of a node whose first child is looked up are drawn without that child's token.
+
     Args:
         logits: [num_parents, vocabulary], the draft's at the nodes that get children.
         bits: int32 [num_parents, numbers for each], the random numbers that `sampling.drawing`
@@ -219,8 +255,33 @@ def draw_children(
         float32 [num_parents, vocabulary], the draft's probabilities (the logits if greedy); int64
         [num_parents, max_children], the children as indices into the draft's vocabulary.
     """
-    probs, drawn = sampling.draw_children(logits, draft_pass.max_children, bits)
+    count = draft_pass.max_children
+    if not draft_pass.looked_up:
+        probs, drawn = sampling.draw_children(logits, count, bits)
+    else:
+        logits = logits.clone()
+        is_looked_up = torch.zeros_like(logits, dtype=torch.bool)
+        for row, child in draft_pass.looked_up:
+            is_looked_up[row] = is_token(drafter, sequence.tokens[sequence.length + child])
+        logits = logits.masked_fill(is_looked_up, -torch.inf)
+        # One draw more than needed: where the draft leaves too few tokens, the one that is looked
+        # up may be among the draws, and goes to the end.
+        num_draws = min(count + 1, drafter.vocabulary)
+        probs, drawn = sampling.draw_children(logits, num_draws, bits)
+        order = is_looked_up.gather(1, drawn).byte().argsort(dim=1, stable=True)
+        drawn = drawn.gather(1, order)[:, :count]
     children = drawn.flatten()[draft_pass.draw_index]
     tokens = children if drafter.d2t is None else drafter.d2t[children]
     sequence.tokens.index_copy_(0, sequence.length + draft_pass.new_nodes, tokens)
     return probs, drawn
+
+
+def is_token(drafter: Drafter, token: Tensor) -> Tensor:
+    """bool [draft vocabulary]: which entry of the draft's vocabulary is this token, if any.
+
+    Args:
+        token: int64 [1], a token of the target.
+    """
+    if drafter.d2t is not None:
+        return drafter.d2t == token
+    return torch.arange(drafter.vocabulary, device=token.device) == token

@@ -60,13 +60,13 @@ class EagleDrafter:
     def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
         """One pass for each level that has children, over the nodes that have them.
 
-        The first reads as many committed tokens as the tree has levels, the root last.
+        The first reads as many committed tokens as there are passes and one more, the root last.
         """
-        if tree.size == 1:
+        if not tree.num_drafted_levels:
             return ()
         first, *deeper = passes_by_level(tree, tensors)
-        # relative to the root's slot: -(depth - 1), ..., -1, 0
-        slots = torch.arange(1 - tree.depth, 1, device=tensors.nodes.device)
+        # relative to the root's slot: -(depth - 1), ..., -1, 0 in a tree that is drafted whole
+        slots = torch.arange(-tree.num_drafted_levels, 1, device=tensors.nodes.device)
         return (replace(first, input_slots=slots, offsets=slots), *deeper)
 
     def new_cache(self, capacity: int) -> EagleCache:
@@ -146,6 +146,21 @@ class EagleDrafter:
         tokens, positions = sequence.tokens[slots], sequence.length + draft_pass.offsets
         num_logits = draft_pass.num_parents
         return self._run(model, cache, tokens, features, slots, positions, mask, num_logits)
+
+    def max_unread(self, tree: TokenTree) -> int:
+        """All accepted nodes but the root: the step read them with the draft's own features."""
+        return tree.depth - 1
+
+    def catch_up(self, sequence: SequenceState, slots: Tensor, extent: int) -> None:
+        """Read the committed tokens in `slots` (int64 [tokens]) with their recorded features."""
+        cache = sequence.draft
+        assert isinstance(cache, EagleCache)
+        all_slots = torch.arange(extent, device=slots.device)
+        is_visible = (all_slots <= slots[:, None]) & (all_slots > 0)
+        mask = additive_mask(is_visible, self.model.dtype)
+        features = cache.recent_features[(slots - 1) % RECENT]
+        tokens = sequence.tokens[slots]
+        self._run(self.model, cache, tokens, features, slots, slots, mask, logits_to_keep=1)
 
     def commit(self, sequence: SequenceState, path: Tensor) -> None:
         """Keep the features of the nodes in `path` (int64 [depth]), made of hidden states.

@@ -49,7 +49,7 @@ class LanguageModelDrafter:
         The first pass also reads the token before the root again: if that was an accepted leaf, the
         draft has not read it yet.
         """
-        if tree.size == 1:
+        if not tree.num_drafted_levels:
             return ()
         first, *deeper = passes_by_level(tree, tensors)
         # the token before the root attends to committed tokens only, which column 0 stands for
@@ -90,6 +90,17 @@ class LanguageModelDrafter:
         return self.model(
             sequence.draft, tokens, positions, slots, mask, logits_to_keep=draft_pass.num_parents
         )
+
+    def max_unread(self, tree: TokenTree) -> int:
+        """Accepted nodes below the last level that a pass reads; at least the accepted leaf."""
+        return tree.depth - tree.num_drafted_levels
+
+    def catch_up(self, sequence: SequenceState, slots: Tensor, extent: int) -> None:
+        """Read the committed tokens in `slots` (int64 [tokens]); the cache then has them."""
+        all_slots = torch.arange(extent, device=slots.device)
+        mask = additive_mask(all_slots <= slots[:, None], self.model.model.dtype)
+        tokens = sequence.tokens[slots]
+        self.model(sequence.draft, tokens, slots, slots, mask, logits_to_keep=1, compiled=False)
 
     def commit(self, sequence: SequenceState, path: Tensor) -> None:
         """Move the keys and values of the nodes in `path` (int64 [depth]) to the root's slot on."""

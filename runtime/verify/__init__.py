@@ -23,9 +23,11 @@ from sequoia_plan.runtime.verify.acceptance import (
     sample_path,
 )
 from sequoia_plan.runtime.verify.greedy import greedy
+from sequoia_plan.runtime.verify.residual import without_looked_up
 from sequoia_plan.runtime.verify.tree_index import TreeIndex
 
 __all__ = [
+    "LOOKUP_VERIFIERS",
     "VERIFIERS",
     "Acceptance",
     "AcceptedPath",
@@ -37,6 +39,8 @@ __all__ = [
     "verify",
 ]
 
+LOOKUP_VERIFIERS = ("sequoia", "traversal")
+"""Verifiers that are exact for trees whose spine is looked up."""
 ACCEPTANCE_OF_VERIFIER = {
     "sequoia": sequoia.acceptance,
     "traversal": traversal.acceptance,
@@ -52,11 +56,11 @@ class Verifier:
 
     Args:
         acceptance: (target_probs, draft_probs, drawn, index, d2t) -> Acceptance; `verify`
-            documents the arguments.
+            documents the arguments. Those of `LOOKUP_VERIFIERS` take `looked_up`, too.
         drawing: how a node's children are drawn.
     """
 
-    acceptance: Callable[[TargetProbs, Tensor, Tensor, TreeIndex, Tensor | None], Acceptance]
+    acceptance: Callable[..., Acceptance]
     drawing: Drawing
 
 
@@ -74,8 +78,12 @@ def verify(
     index: TreeIndex,
     uniforms: Tensor,
     d2t: Tensor | None = None,
+    looked_up: Tensor | None = None,
 ) -> AcceptedPath:
     """Sample the accepted path and the bonus token.
+
+    A child that is looked up counts as drawn before its siblings, from a distribution that has its
+    token alone; the siblings are drawn from the draft's distribution without that token.
 
     Args:
         target_probs: maps nodes (int64 [k]) to the target's probabilities after each of them
@@ -87,9 +95,16 @@ def verify(
         uniforms: float64 [2] in [0, 1), for the end of the path and for the bonus token.
         d2t: int64 [draft vocabulary], the target's token for each of the draft's tokens; None if
             they are the same.
+        looked_up: int64 [size], the target's token of each node's first child if that is looked up,
+            else -1; None if no child is.
     """
+    inputs = (target_probs, draft_probs, drawn, index, d2t)
     if index.size == 1:  # nothing was drafted
         acceptance = Acceptance(uniforms.new_ones(1), None, index.together)
+    elif looked_up is None:
+        acceptance = verifier.acceptance(*inputs)
     else:
-        acceptance = verifier.acceptance(target_probs, draft_probs, drawn, index, d2t)
+        acceptance = verifier.acceptance(*inputs, looked_up=looked_up)
+        # at the end of the path, all children of its last node are rejected
+        target_probs = without_looked_up(target_probs, looked_up)
     return sample_path(acceptance, target_probs, index, uniforms, d2t)

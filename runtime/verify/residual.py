@@ -64,17 +64,23 @@ class Residual:
         drawn: Tensor,
         order: VerificationOrder,
         d2t: Tensor | None,
+        looked_up: Tensor | None = None,
         *,
         removes_rejected: bool,
     ) -> Residual:
         """The state before any rejection: R = p, D = q, a = 1.
 
+        The rejection of a child that is looked up removes its token from R and changes nothing
+        else. So `p` lacks that token from the start, and the child's own p is among `child_terms`.
+
         Args:
-            target_probs, draft_probs, drawn, d2t: see `verify`.
+            target_probs, draft_probs, drawn, d2t, looked_up: see `verify`.
             removes_rejected: a rejected token leaves D, as when children are drawn without
                 replacement.
         """
-        probs = target_probs(order.nodes)
+        all_probs = probs = target_probs(order.nodes)
+        if looked_up is not None:
+            probs = _without_tokens(all_probs, looked_up[order.nodes])
         q = draft_probs.index_select(0, order.draft_rows)
         children = drawn.index_select(0, order.draft_rows)
         p = probs if d2t is None else probs.index_select(1, d2t)
@@ -84,13 +90,24 @@ class Residual:
         else:
             uncovered_mass = (probs.sum(-1) - mass).clamp_(min=0)
         q_at_children = q.gather(1, children)
+        has_drawn_child = order.has_child
+        if looked_up is not None:
+            has_drawn_child = has_drawn_child.clone()
+            has_drawn_child[:, 0] &= looked_up[order.nodes] < 0
+            # the place of a child that is looked up has no draw: another child's takes it
+            children[:, 0] = torch.where(
+                has_drawn_child[:, 0], children[:, 0], children[:, min(1, children.shape[1] - 1)]
+            )
+            q_at_children = q.gather(1, children)
         if removes_rejected:
-            masses = _undrawn_masses(q, q_at_children, children, order.has_child)
+            masses = _undrawn_masses(q, q_at_children, children, has_drawn_child)
         else:
             masses = q.sum(-1, keepdim=True).expand_as(q_at_children)
         is_exhausted = masses <= 0
         ranks = torch.arange(children.shape[1], device=q.device, dtype=q.dtype)
-        num_undrawn = q.shape[1] - ranks
+        num_undrawn = (q.shape[1] - ranks).expand_as(masses)
+        if looked_up is not None:
+            num_undrawn = num_undrawn + _not_in_draft(looked_up[order.nodes], d2t)[:, None]
         inverse_d = torch.where(q_at_children > 0, masses / _positive(q_at_children), 0.0)
         inverse_d = torch.where(is_exhausted, num_undrawn, inverse_d)
         q_factor = torch.where(is_exhausted, 0.0, 1 / _positive(masses))
@@ -98,7 +115,15 @@ class Residual:
         terms = [p.gather(1, children), q_at_children, inverse_d, q_factor, uniform_factor]
         child_terms = torch.stack(terms).permute(2, 0, 1).contiguous()
         zeros, ones = torch.zeros_like(mass), torch.ones_like(mass)
-        state = torch.stack([zeros, zeros, ones, 1 / _positive(mass + uncovered_mass)])
+        total_mass = mass + uncovered_mass
+        if looked_up is not None:
+            tokens = looked_up[order.nodes]
+            p_looked_up = all_probs.gather(1, tokens.clamp(min=0)[:, None])[:, 0]
+            # p[s], q[s], 1 / D[s], and the coefficients of D on all other tokens
+            looked_up_terms = torch.stack([p_looked_up, zeros, ones, zeros, zeros])
+            child_terms[0] = torch.where(tokens >= 0, looked_up_terms, child_terms[0])
+            total_mass = total_mass + torch.where(tokens >= 0, p_looked_up, 0.0)
+        state = torch.stack([zeros, zeros, ones, 1 / _positive(total_mass)])
         accept_probs = torch.zeros_like(child_terms[:, 0])
         return cls(p, q, uncovered_mass, child_terms, state, accept_probs)
 
@@ -158,24 +183,54 @@ def sequential_acceptance(
     drawn: Tensor,
     index: TreeIndex,
     d2t: Tensor | None,
+    looked_up: Tensor | None = None,
     *,
     removes_rejected: bool,
 ) -> Acceptance:
     """The acceptance if a walk from the root down accepts or rejects one child after the other.
 
     Args:
-        target_probs, draft_probs, drawn, index, d2t: see `verify`.
+        target_probs, draft_probs, drawn, index, d2t, looked_up: see `verify`.
         removes_rejected: a rejected token leaves the draft's distribution, as when children are
             drawn without replacement.
     """
     order = index.together
     residual = Residual.start(
-        target_probs, draft_probs, drawn, order, d2t, removes_rejected=removes_rejected
+        target_probs, draft_probs, drawn, order, d2t, looked_up, removes_rejected=removes_rejected
     )
     residual.reject_children(order.groups[0])
     child_probs = first_accepted_probs(residual.accept_probs.t())
     end_probs = end_probs_from_root(child_probs, index)
     return Acceptance(end_probs, residual.residual_probs, order)
+
+
+def without_looked_up(target_probs: TargetProbs, looked_up: Tensor) -> TargetProbs:
+    """The target's probabilities with 0 for the token of a child that is looked up.
+
+    Args:
+        looked_up: int64 [size], that token for each node, or -1.
+    """
+
+    return lambda nodes: _without_tokens(target_probs(nodes), looked_up[nodes])
+
+
+def _without_tokens(probs: Tensor, tokens: Tensor) -> Tensor:
+    """`probs` [nodes, vocabulary] with 0 for the token of each row (int64 [nodes]; -1 for none)."""
+    at_token = tokens.clamp(min=0)[:, None]
+    probs_left = torch.where(tokens[:, None] < 0, probs.gather(1, at_token), 0.0)
+    return probs.scatter(1, at_token, probs_left)
+
+
+def _not_in_draft(tokens: Tensor, d2t: Tensor | None) -> Tensor:
+    """int64 [nodes]: 1 for a looked-up token that the draft's vocabulary lacks, else 0.
+
+    Args:
+        tokens: int64 [nodes], -1 where no child is looked up.
+    """
+    if d2t is None:
+        return torch.zeros_like(tokens)
+    is_covered = (tokens[:, None] == d2t).any(-1)
+    return ((tokens >= 0) & ~is_covered).long()
 
 
 def _undrawn_masses(

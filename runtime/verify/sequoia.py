@@ -18,6 +18,7 @@ def acceptance(
     drawn: Tensor,
     index: TreeIndex,
     d2t: Tensor | None = None,
+    looked_up: Tensor | None = None,
 ) -> Acceptance:
     """The acceptance by Sequoia's rule; `verify` documents the arguments.
 
@@ -29,9 +30,12 @@ def acceptance(
             R = norm(max(R - D, 0));  D[s] = 0;  D = norm(D)
         draw the bonus token from R
 
+    A first child that is looked up has D[s] = 1, and D = 0 for all other tokens; the D of the later
+    children is the draft's without s.
+
     What happens at a node does not depend on how it was reached, so all nodes are computed side by
     side.
     """
     return sequential_acceptance(
-        target_probs, draft_probs, drawn, index, d2t, removes_rejected=True
+        target_probs, draft_probs, drawn, index, d2t, looked_up, removes_rejected=True
     )

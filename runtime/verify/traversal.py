@@ -20,6 +20,7 @@ def acceptance(
     drawn: Tensor,
     index: TreeIndex,
     d2t: Tensor | None = None,
+    looked_up: Tensor | None = None,
 ) -> Acceptance:
     """The acceptance by traversal verification; `verify` documents the arguments.
 
@@ -34,11 +35,14 @@ def acceptance(
         visit the nodes, children before their parent and in draw order:
             accept each with its own a; the first one accepted ends the path
 
+    A first child that is looked up has D[s] = 1, and D = 0 for all other tokens; the D of the later
+    children is the draft's without s.
+
     Every a depends on the drawn tokens and never on an earlier acceptance. So levels are computed
     one after the other, and the nodes of a level side by side.
     """
     order = index.by_level
-    residual = residual_after_children(target_probs, draft_probs, drawn, index, d2t)
+    residual = residual_after_children(target_probs, draft_probs, drawn, index, d2t, looked_up)
     accept_probs = subtree_probs(residual, index)
     accept_probs[order.nodes] = residual.node_probs
     ordered = accept_probs.double()[index.post_order]
@@ -53,13 +57,16 @@ def residual_after_children(
     drawn: Tensor,
     index: TreeIndex,
     d2t: Tensor | None = None,
+    looked_up: Tensor | None = None,
 ) -> Residual:
     """The residuals of all inner nodes after all of their children are rejected.
 
     `verify` documents the arguments.
     """
     order = index.by_level
-    residual = Residual.start(target_probs, draft_probs, drawn, order, d2t, removes_rejected=True)
+    residual = Residual.start(
+        target_probs, draft_probs, drawn, order, d2t, looked_up, removes_rejected=True
+    )
     for group, group_cells in zip(order.groups, order.group_cells, strict=True):
         if group_cells is not None:
             residual.set_node_probs(group[0], residual.accept_probs.flatten()[group_cells])
