@@ -9,7 +9,7 @@ class has counts and a tree of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, ClassVar, NamedTuple
 
 from sequoia_plan.artifacts.counts import LevelCounts, PromptKind
@@ -20,6 +20,8 @@ MATCH_LENGTHS = (0, 1, 2, 3, 5)
 """The shortest match of each class, in tokens; the first class is that of texts without a match."""
 MAX_MATCH = MATCH_LENGTHS[-1]
 """Longer matches need not be told apart."""
+MAX_TEXT_CHARACTERS = 1 << 20
+"""Characters of `LookupCounts.texts` that a profile keeps: about 250 thousand positions."""
 
 
 class MatchClass(Artifact, frozen=True):
@@ -111,6 +113,24 @@ def read_positions(text: str) -> Iterator[Position]:
 def write_positions(positions: Sequence[Position]) -> str:
     """The record of a text for `LookupCounts.texts`."""
     return " ".join(f"{position.match_length}:{position.run}" for position in positions)
+
+
+def limited_texts(texts: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    """The texts of each kind, as many as a profile keeps.
+
+    Texts are taken in turns, one of each kind, until they have `MAX_TEXT_CHARACTERS` together.
+
+    Args:
+        texts: by kind of prompts, records as `write_positions` makes them.
+    """
+    room = MAX_TEXT_CHARACTERS
+    kept: dict[str, list[str]] = {kind: [] for kind in texts}
+    for number in range(max(map(len, texts.values()), default=0)):
+        for kind, kind_texts in texts.items():
+            if number < len(kind_texts) and room > 0:
+                kept[kind].append(kind_texts[number])
+                room -= len(kind_texts[number])
+    return {kind: tuple(kind_texts) for kind, kind_texts in kept.items()}
 
 
 def class_of(match_length: int, match_lengths: Sequence[int]) -> int:

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from sequoia_plan.artifacts.counts import Counts, LevelCounts
 from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.latency import VerificationCost
+from sequoia_plan.artifacts.lookup import LookupCounts, MatchClass, limited_texts
 from sequoia_plan.artifacts.profile import Profile, VerifierAcceptance
 
 
@@ -50,6 +51,7 @@ def merge(profiles: Sequence[Profile], names: Sequence[str] = ()) -> Profile:
         trials=own_acceptance.trials,
         levels=own_acceptance.levels,
         kinds=own_acceptance.kinds,
+        lookup=_merged_lookup(named_profiles),
         verifiers={verifier: acceptances[verifier] for verifier in first.verifiers},
     )
 
@@ -113,6 +115,46 @@ def _merged_acceptance(
         kinds=kinds,
         verification=verification,
     )
+
+
+def _merged_lookup(named_profiles: Sequence[tuple[str, Profile]]) -> LookupCounts | None:
+    """The counts by class of match of all profiles, and their texts; None if a profile has none.
+
+    Args:
+        named_profiles: each profile with the name that error messages call it.
+
+    Raises:
+        SequoiaPlanError: if two profiles have other classes of matches.
+    """
+    lookups = [profile.lookup for _, profile in named_profiles if profile.lookup]
+    if len(lookups) < len(named_profiles):
+        return None
+    first_lengths, first_name = lookups[0].match_lengths, named_profiles[0][0]
+    for (name, _), lookup in zip(named_profiles, lookups, strict=True):
+        if lookup.match_lengths != first_lengths:
+            raise SequoiaPlanError(
+                f"{name}: has classes of matches from {lookup.match_lengths} tokens, {first_name} "
+                f"from {first_lengths}; profile again"
+            )
+    classes = tuple(
+        MatchClass(
+            match_length,
+            _merged_tables([lookup.classes[number].drafted for lookup in lookups]),
+            _merged_tables([lookup.classes[number].looked_up for lookup in lookups]),
+        )
+        for number, match_length in enumerate(first_lengths)
+    )
+    texts: dict[str, list[str]] = {}
+    for lookup in lookups:
+        for kind, kind_texts in lookup.texts.items():
+            texts.setdefault(kind, []).extend(kind_texts)
+    return LookupCounts(classes, limited_texts(texts))
+
+
+def _merged_tables(tables: Sequence[Sequence[LevelCounts]]) -> tuple[LevelCounts, ...]:
+    """`add_counts` down to the deepest level; a table may be empty."""
+    nonempty = [table for table in tables if table]
+    return add_counts(nonempty, max(map(len, nonempty))) if nonempty else ()
 
 
 def add_counts(tables: Sequence[Sequence[LevelCounts]], depth: int) -> tuple[LevelCounts, ...]:

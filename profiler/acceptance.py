@@ -133,7 +133,7 @@ def measure_by_prompt(
         tokens_per_prompt,
         seed,
         ranks,
-        "classes",  # journals of versions that did not count by class are other work
+        "classes of match",  # journals of versions that did not count lookup are other work
     ]
     groups = _groups_sharing_text(samplings, method)
 

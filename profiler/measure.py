@@ -18,6 +18,7 @@ from sequoia_plan.artifacts.rates import rates
 from sequoia_plan.profiler.acceptance import in_order, measure_by_prompt
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.latency import CONTEXT, SIZES, LatencyMeter
+from sequoia_plan.profiler.lookup_counts import lookup_counts
 from sequoia_plan.profiler.observed import MIN_PROMPTS, ObservedAcceptance
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.runtime import Pair, Sampling
@@ -121,6 +122,7 @@ def measure(
             hardware=fingerprint(pair.target.device),
             levels=own.levels,
             kinds=own.kinds,
+            lookup=lookup_counts(acceptance_of_sampling[sampling].lookup, kind_of_prompt),
             verifiers={other.verifier: verifier_acceptance(other) for other in further},
             drafting=drafting,
         )

@@ -22,13 +22,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.profiler.children import POSITIONS_AT_ONCE, DrawnChildren
 from sequoia_plan.profiler.draft_passes import logits_over_text
+from sequoia_plan.profiler.lookup_counts import LookupTrials
 from sequoia_plan.profiler.observed import LEVELS, TREE
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
+from sequoia_plan.runtime.base.drawing import WITHOUT_REPLACEMENT
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary
 from sequoia_plan.runtime.verify import (
@@ -42,8 +47,6 @@ from sequoia_plan.runtime.verify import (
 
 COMPARED = ("sequoia", "traversal")
 """The verifiers that `ComparedVerifiers` compares: both verify the same drawn trees."""
-POSITIONS_AT_ONCE = 64
-"""Positions that one pass over a text reads: limits the memory for probabilities."""
 
 
 def expected_acceptance(
@@ -67,20 +70,17 @@ def expected_acceptance(
         d2t: int64 [draft vocabulary], the target's token for each of the draft's tokens; None if
             they are the same.
     """
-    draft_probs = sampling.draft_probs(draft_logits)
-    drawn = sampling.drawing(draft_probs, ranks, generator)
-    if sampling.greedy:
-        tokens = drawn if d2t is None else d2t[drawn]
-        return (tokens == target_logits.argmax(-1, keepdim=True)).double()
-    probs = sampling.target_probs(target_logits)
-    # at a root's children, `traversal` accepts as `sequoia` does
-    name = "sequoia" if sampling.verifier == "traversal" else sampling.verifier
-    # each position is the root of a one-level tree; the roots come first, then their children
-    stars = TreeIndex.stars(len(probs), ranks, probs.device)
-    acceptance = VERIFIERS[name].acceptance(
-        lambda nodes: probs[nodes], draft_probs, drawn, stars, d2t
-    )
-    return acceptance.end_probs[len(probs) :].reshape(len(probs), ranks)
+    children = DrawnChildren.draw(target_logits, draft_logits, sampling, ranks, generator, d2t)
+    return children.expected_acceptance()
+
+
+def counts_lookup(sampling: Sampling) -> bool:
+    """True if lookup is counted with this sampling.
+
+    A looked-up token goes before children that are drawn without replacement. At temperature 0 all
+    verifiers accept alike.
+    """
+    return sampling.greedy or sampling.drawing is WITHOUT_REPLACEMENT
 
 
 class ForcedMethod:
@@ -119,7 +119,8 @@ class ForcedMethod:
             class; `counts` [levels][classes][ranks], the expected number of accepted children of
             each rank at these positions; and `reached` [2][levels], for `sequoia` and `traversal`
             the sum over steps of the probability to get to each level of the tree, None for
-            verifiers other than `traversal`.
+            verifiers other than `traversal`; and `lookup`, the same text counted by class of match
+            (`LookupTrials.tally`), None for verifiers that lookup is not counted with.
         """
         compared = self._compare_verifiers(samplings)
         writing_sampling = samplings[0]
@@ -141,15 +142,21 @@ class ForcedMethod:
         rows = list(map(row_of, levels, classes))
         counted_rows = torch.tensor([row for row in rows if row >= 0], dtype=torch.long)
         trials = torch.bincount(counted_rows, minlength=2 * LEVELS).reshape(LEVELS, 2).tolist()
-        counts = self._expected_counts(text, prompt.numel(), levels, rows, samplings, seed)
+        lookup_trials = LookupTrials(text.cpu().numpy(), levels, rows)
+        counts, lookup_tallies = self._expected_counts(
+            text, prompt.numel(), levels, rows, lookup_trials, samplings, seed
+        )
         reached = compared.reached.tolist() if compared else None
         return [
             {
                 "trials": trials,
                 "counts": sampling_counts.reshape(LEVELS, 2, -1).tolist(),
                 "reached": reached if sampling.verifier == "traversal" else None,
+                "lookup": lookup_tally,
             }
-            for sampling, sampling_counts in zip(samplings, counts, strict=True)
+            for sampling, sampling_counts, lookup_tally in zip(
+                samplings, counts, lookup_tallies, strict=True
+            )
         ]
 
     def _compare_verifiers(self, samplings: Sequence[Sampling]) -> ComparedVerifiers | None:
@@ -204,9 +211,10 @@ class ForcedMethod:
         prompt_length: int,
         levels: list[int],
         rows: list[int],
+        lookup_trials: LookupTrials,
         samplings: Sequence[Sampling],
         seed: int,
-    ) -> list[Tensor]:
+    ) -> tuple[list[Tensor], list[dict[str, Any] | None]]:
         """Add up, over the positions of a text, the probability that each rank is accepted.
 
         Target and draft read the text once more, piece by piece; at each position children are
@@ -218,14 +226,25 @@ class ForcedMethod:
             levels: for each token from the prompt's last one on, its level in the tree of its step.
             rows: for each of these tokens, the row of the result that it adds to: 2 * level, plus
                 its class (0 on the spine, 1 off it); -1 for none.
+            lookup_trials: the trials of the same positions by class of match.
 
         Returns:
-            For each sampling, float64 [2 * LEVELS, ranks]: the expected number of accepted children
-            of each rank.
+            - For each sampling, float64 [2 * LEVELS, ranks]: the expected number of accepted
+              children of each rank.
+            - For each sampling, the tally of `lookup_trials`; None for verifiers that lookup is not
+              counted with.
         """
         step = self.decoder.step
         shape = (2 * LEVELS, self.ranks)
         counts = [torch.zeros(shape, dtype=torch.float64) for _ in samplings]
+        # `traversal` accepts a root's children as `sequoia` does
+        node_samplings = [
+            replace(s, verifier="sequoia") if s.verifier == "traversal" else s for s in samplings
+        ]
+        acceptances = {
+            sampling: TextAcceptance(len(levels), self.ranks, lookup_trials)
+            for sampling in node_samplings
+        }
         generator = torch.Generator(step.device).manual_seed(seed)
         all_slots = torch.arange(text.numel(), device=step.device)  # token i is in slot i
         first = prompt_length - 1
@@ -250,22 +269,74 @@ class ForcedMethod:
             if len(counted) < len(piece_rows):
                 target_logits, draft_logits = target_logits[counted], draft_logits[counted]
             counted_rows = torch.tensor(piece_rows)[counted]
-            probs_of_sampling: dict[Sampling, Tensor] = {}  # [counted positions, ranks]
-            for sampling, sampling_counts in zip(samplings, counts, strict=True):
-                if sampling.verifier == "traversal":  # accepts a root's children as `sequoia` does
-                    sampling = replace(sampling, verifier="sequoia")
-                if sampling not in probs_of_sampling:
-                    probs = expected_acceptance(
-                        target_logits,
-                        draft_logits,
-                        sampling,
-                        self.ranks,
-                        generator,
-                        self.drafter.d2t,
-                    )
-                    probs_of_sampling[sampling] = probs.cpu()
-                sampling_counts.index_add_(0, counted_rows, probs_of_sampling[sampling])
-        return counts
+            # position 0 is the prompt's last token
+            counted_positions = (counted + (start - num_repeated)).numpy()
+            for sampling, acceptance in acceptances.items():
+                children = DrawnChildren.draw(
+                    target_logits,
+                    draft_logits,
+                    sampling,
+                    self.ranks,
+                    generator,
+                    self.drafter.d2t,
+                )
+                acceptance.add(children, counted_positions, counted_rows)
+        counts = [acceptances[sampling].counts for sampling in node_samplings]
+        return counts, [acceptances[sampling].lookup_tally() for sampling in node_samplings]
+
+
+class TextAcceptance:
+    """The acceptance at the positions of one text with one sampling, added up piece by piece.
+
+    Args:
+        num_positions: positions of the text, from the prompt's last token on.
+        ranks: number of children drawn at a position.
+        lookup_trials: the trials of the same positions by class of match.
+
+    Attributes:
+        counts: float64 [2 * LEVELS, ranks], the expected number of accepted children of each rank,
+            by level and class.
+    """
+
+    def __init__(self, num_positions: int, ranks: int, lookup_trials: LookupTrials) -> None:
+        self.counts = torch.zeros(2 * LEVELS, ranks, dtype=torch.float64)
+        self.lookup_trials: LookupTrials | None = lookup_trials
+        self.drafted_probs = np.zeros((num_positions, ranks))
+        self.looked_up_probs = np.zeros((len(lookup_trials.tokens), ranks))
+
+    def add(self, children: DrawnChildren, positions: NDArray[np.int64], rows: Tensor) -> None:
+        """Add a piece of the text.
+
+        Args:
+            children: the children drawn at some positions.
+            positions: int64 [positions of the piece], these positions, ascending.
+            rows: int64 [positions of the piece], the row of `counts` for each of them.
+        """
+        probs = children.expected_acceptance().cpu()
+        self.counts.index_add_(0, rows, probs)
+        trials = self.lookup_trials
+        if trials is None or not counts_lookup(children.sampling):
+            self.lookup_trials = None
+            return
+        if not len(positions):
+            return
+        self.drafted_probs[positions] = probs.numpy()
+        bounds = np.searchsorted(trials.token_positions, [positions[0], positions[-1] + 1])
+        piece = slice(*bounds.tolist())
+        if piece.start == piece.stop:
+            return
+        places = np.searchsorted(positions, trials.token_positions[piece])
+        device = children.drawn.device
+        looked_up_probs = children.looked_up_acceptance(
+            torch.from_numpy(places).to(device), torch.from_numpy(trials.tokens[piece]).to(device)
+        )
+        self.looked_up_probs[piece] = looked_up_probs.cpu().numpy()
+
+    def lookup_tally(self) -> dict[str, Any] | None:
+        """The counts by class of match; None if the sampling is not one to count them with."""
+        if self.lookup_trials is None:
+            return None
+        return self.lookup_trials.tally(self.drafted_probs, self.looked_up_probs)
 
 
 class ComparedVerifiers:
@@ -422,5 +493,6 @@ class DecodingMethod:
                 "trials": [[num_steps, 0]] + [[0, 0]] * (LEVELS - 1),
                 "counts": [[counts, no_counts]] + [[no_counts, no_counts]] * (LEVELS - 1),
                 "reached": None,
+                "lookup": None,
             }
         ]

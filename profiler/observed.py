@@ -37,11 +37,14 @@ class ObservedAcceptance:
         off_spine: the part of trials and counts that belongs to nodes off the spine, which are the
             nodes that are not a first child themselves or have such an ancestor; None if that was
             not recorded.
+        lookup: for each prompt, counts by how much of the text occurs earlier in it
+            (`LookupTrials.tally`), None where that was not counted; empty if nowhere.
     """
 
     trials: NDArray[np.int64]
     counts: NDArray[np.float64]
     off_spine: ObservedAcceptance | None = None
+    lookup: Sequence[dict[str, Any] | None] = ()
 
     def levels(self) -> tuple[LevelCounts, ...]:
         """Totals of each level, down to the last one with trials."""
@@ -153,7 +156,8 @@ def collect(tallies: Sequence[Any], setting: int) -> ObservedAcceptance:
         # both classes of a level and rank change by the same factor
         off_counts = off_counts * total_counts / np.maximum(sequoia_counts, 1e-300)
     off_spine = ObservedAcceptance(trials[:, :, 1], off_counts)
-    return ObservedAcceptance(total_trials, total_counts, off_spine)
+    lookup = [tally["lookup"] for tally in sampling_tallies]
+    return ObservedAcceptance(total_trials, total_counts, off_spine, lookup)
 
 
 def as_traversal_accepts(

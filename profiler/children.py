@@ -1,0 +1,140 @@
+"""Children drawn at positions of a text, and how probably each is the accepted one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sequoia_plan.runtime import Sampling
+from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex
+
+POSITIONS_AT_ONCE = 64
+"""Positions that are read or verified together: limits the memory for probabilities."""
+
+
+@dataclass(frozen=True)
+class DrawnChildren:
+    """Children drawn once at each position, and the probabilities that verify them.
+
+    Args:
+        target_probs: float [positions, vocabulary], the target's probabilities; at temperature 0
+            its logits.
+        draft_probs: float [positions, draft vocabulary], what the children were drawn from.
+        drawn: int64 [positions, ranks], the children as indices into the draft's vocabulary, in
+            draw order.
+        sampling: temperatures and verifier.
+        d2t: int64 [draft vocabulary], the target's token for each of the draft's tokens; None if
+            they are the same.
+    """
+
+    target_probs: Tensor
+    draft_probs: Tensor
+    drawn: Tensor
+    sampling: Sampling
+    d2t: Tensor | None
+
+    @classmethod
+    def draw(
+        cls,
+        target_logits: Tensor,
+        draft_logits: Tensor,
+        sampling: Sampling,
+        ranks: int,
+        generator: torch.Generator,
+        d2t: Tensor | None,
+    ) -> DrawnChildren:
+        """Draw `ranks` children at each position.
+
+        Args:
+            target_logits: [positions, vocabulary].
+            draft_logits: [positions, draft vocabulary], at the same positions.
+            generator: of the draws.
+        """
+        draft_probs = sampling.draft_probs(draft_logits)
+        drawn = sampling.drawing(draft_probs, ranks, generator)
+        target_probs = target_logits if sampling.greedy else sampling.target_probs(target_logits)
+        return cls(target_probs, draft_probs, drawn, sampling, d2t)
+
+    def expected_acceptance(self) -> Tensor:
+        """float64 [positions, ranks]: the probability that the child of each rank is accepted.
+
+        It is over the verifier's randomness, given the drawn children.
+        """
+        if self.sampling.greedy:
+            best_tokens = self.target_probs.argmax(-1, keepdim=True)
+            return (self._target_tokens(self.drawn) == best_tokens).double()
+        return self._verified(self.target_probs, self.draft_probs, self.drawn)
+
+    def looked_up_acceptance(self, positions: Tensor, tokens: Tensor) -> Tensor:
+        """The same if a looked-up token is the first child, and the drafted children come after it.
+
+        Lookup proposes its token x with certainty, so x is accepted with the target's probability
+        p(x). If it is rejected, what remains is p without x. The draft's children are drawn without
+        replacement from its probabilities without x: they are the drawn ones in the same order,
+        less x. That is exact for draws without replacement, whose order is that of a race.
+
+        Args:
+            positions: int64 [looked-up tokens], rows of `drawn`.
+            tokens: int64 [looked-up tokens], the target's numbers of the tokens.
+
+        Returns:
+            float64 [looked-up tokens, ranks]: first the looked-up token's probability, then those
+            of the draft's first ranks - 1 other tokens.
+        """
+        parts = [
+            self._looked_up_acceptance(*part)
+            for part in zip(
+                positions.split(POSITIONS_AT_ONCE), tokens.split(POSITIONS_AT_ONCE), strict=True
+            )
+        ]
+        return torch.cat(parts)
+
+    def _looked_up_acceptance(self, positions: Tensor, tokens: Tensor) -> Tensor:
+        """`looked_up_acceptance` of a few tokens, whose probabilities are in memory at once."""
+        drawn, looked_up = self.drawn[positions], tokens[:, None]
+        is_looked_up = self._target_tokens(drawn) == looked_up
+        # the looked-up token goes to the end, where one child too many is cut off
+        order = is_looked_up.int().argsort(stable=True, dim=-1)[:, :-1]
+        others = drawn.gather(1, order)
+        target_probs = self.target_probs[positions]
+        if self.sampling.greedy:
+            children = torch.cat([looked_up, self._target_tokens(others)], 1)
+            return (children == target_probs.argmax(-1, keepdim=True)).double()
+        accepted = target_probs.gather(1, looked_up).double()
+        target_probs = target_probs.scatter(1, looked_up, 0.0)
+        rejected = target_probs.sum(-1, keepdim=True, dtype=torch.float64)
+        if not others.shape[1]:
+            return accepted
+        draft_probs = self.draft_probs[positions]
+        if self.d2t is None:
+            draft_probs = draft_probs.scatter(1, looked_up, 0.0)
+        else:
+            draft_probs = draft_probs.masked_fill(self.d2t == looked_up, 0.0)
+        # neither needs to be normalised: the verifier divides by their sums
+        others_accepted = rejected * self._verified(target_probs, draft_probs, others)
+        return torch.cat([accepted, others_accepted], 1) / (accepted + rejected)
+
+    def _target_tokens(self, drawn: Tensor) -> Tensor:
+        """The target's tokens for indices into the draft's vocabulary."""
+        return drawn if self.d2t is None else self.d2t[drawn]
+
+    def _verified(self, target_probs: Tensor, draft_probs: Tensor, drawn: Tensor) -> Tensor:
+        """float64 [positions, ranks]: the verifier's probability to accept each child.
+
+        Args:
+            target_probs: float [positions, vocabulary].
+            draft_probs: float [positions, draft vocabulary].
+            drawn: int64 [positions, ranks].
+        """
+        verifier = self.sampling.verifier
+        # at a root's children, `traversal` accepts as `sequoia` does
+        name = "sequoia" if verifier == "traversal" else verifier
+        count, ranks = drawn.shape
+        # each position is the root of a one-level tree; the roots come first, then their children
+        stars = TreeIndex.stars(count, ranks, target_probs.device)
+        acceptance = VERIFIERS[name].acceptance(
+            lambda nodes: target_probs[nodes], draft_probs, drawn, stars, self.d2t
+        )
+        return acceptance.end_probs[count:].reshape(count, ranks)
