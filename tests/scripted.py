@@ -13,6 +13,7 @@ from enumeration import without_replacement
 
 from sequoia_plan.runtime import Sampling
 from sequoia_plan.runtime.verify import VERIFIERS
+from sequoia_plan.runtime.verify.residual import without_looked_up
 
 
 class Script:
@@ -77,28 +78,37 @@ def target_law(target, tokens, temperature, known):
 
 @torch.inference_mode()
 def error_of_a_step(decoder, prompt, sampling):
-    """The largest difference between the law of the first tokens and the target's, as many tokens
-    as the tree has levels."""
-    target, script, tree, known = decoder.step.target.model, sampling.script, decoder.step.tree, {}
-    vocabulary, length = target.config.vocab_size, tree.depth
-    decoder.step.prefill(torch.tensor(prompt), 4 * tree.depth, seed=0)
-    decoder.step.refill_random_numbers(sampling)
-    covered, total = decoder.step.drafter.d2t, Counter()
+    """The largest difference between the distribution of the first tokens and the target's.
+
+    There are as many tokens as the tree has levels. With trees by match, the prompt decides which
+    tree the step has.
+    """
+    step, target, script, known = decoder.step, decoder.step.target.model, sampling.script, {}
+    step.prefill(torch.tensor(prompt), 4 * max(t.depth for t in step.tree.portfolio.values()), 0)
+    if step.chain_length:
+        step = step.for_match(int(step.look_up()))
+    tree, vocabulary = step.tree, target.config.vocab_size
+    length = tree.depth
+    step.refill_random_numbers(sampling)
+    covered, total = step.drafter.d2t if step.drafter else None, Counter()
     for _ in script.runs():
-        drafted = decoder.step.draft(64, sampling)
-        logits = decoder.step.forward_target(64)
-        tokens = decoder.step.sequence.tokens[
-            len(prompt) - 1 : len(prompt) - 1 + tree.size
-        ].tolist()
+        drafted = step.draft(64, sampling)
+        logits = step.forward_target(64)
+        tokens = step.sequence.tokens[len(prompt) - 1 : len(prompt) - 1 + tree.size].tolist()
         p = sampling.target_probs(logits).double()
+        draft_probs, drawn, options, bonus_probs = drafted.draft_probs, drafted.drawn, {}, p
+        if tree.looks_up:
+            draft_probs, drawn = step._with_rows_of_tail(draft_probs, drawn, vocabulary)
+            options["looked_up"] = step._looked_up_children(sampling)
+            bonus_probs = without_looked_up(p.__getitem__, **options)(step.tensors.nodes)
         acceptance = VERIFIERS[sampling.verifier].acceptance(
-            p.__getitem__, drafted.draft_probs.double(), drafted.drawn, decoder.step.index, covered
+            p.__getitem__, draft_probs.double(), drawn, step.index, covered, **options
         )
         for node, end in enumerate(acceptance.end_probs.tolist()):
             if end > 0:
                 path = tuple(tokens[n] for n in np.flatnonzero(tree.attention_mask[node]))[1:]
                 bonus = acceptance.bonus_probs(
-                    torch.tensor([node]), p.__getitem__, decoder.step.index, covered
+                    torch.tensor([node]), bonus_probs.__getitem__, step.index, covered
                 )[0]
                 for token, chance in enumerate((bonus / bonus.sum()).tolist()):
                     total[(*path, token)] += script.chance * end * chance
