@@ -87,7 +87,7 @@ def fastest_prefix(parents, levels, rows, costs):
     # Most children of a node (or, for PATH, the largest sum of ranks along a path) by scope: by
     # level if verification rounds are by level, else for the whole tree at index 0.
     ranks = np.ones(len(rows), np.int64)
-    tokens = 1.0
+    tokens = 1.0 + costs.other_tokens
     draft_seconds, walk_seconds, extra_rounds = 0.0, 0.0, 0
     max_speed, best_size = 0.0, 1
     for node in range(1, size):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,13 +35,30 @@ MAX_REBUILT_NODES = 20_000
 """Nodes of trees of most expected tokens that may be rebuilt, where rows increase."""
 
 
+class OtherSteps(NamedTuple):
+    """Steps with other trees that come with each step of the tree that is solved for.
+
+    The speed of a tree is then (F + tokens) / (step + seconds).
+
+    Args:
+        tokens: their expected tokens.
+        seconds: their duration.
+    """
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+
+NO_OTHER_STEPS = OtherSteps()
+
+
 @dataclass(frozen=True)
 class FastestTree:
     """The fastest tree that was found.
 
     Args:
         tree: the token tree.
-        speed: its predicted tokens a second.
+        speed: its predicted tokens a second, together with the other steps if there are any.
         bound: tokens a second that no tree within the limits exceeds.
     """
 
@@ -53,8 +72,17 @@ class FastestTree:
         return max(0.0, 1 - self.speed / self.bound)
 
 
+Score = Callable[[TokenTree], FastestTree]
+"""Gives the tree that a tree of the search stands for, with its speed, which is its bound, too."""
+
+
 def fastest_tree(
-    rows: Floats, budget: int, times: StepTime, max_work: int = MAX_WORK
+    rows: Floats,
+    budget: int,
+    times: StepTime,
+    max_work: int = MAX_WORK,
+    other_steps: OtherSteps = NO_OTHER_STEPS,
+    start: FastestTree | None = None,
 ) -> FastestTree:
     """Find the fastest tree of at most `budget` nodes and len(rows) + 1 levels.
 
@@ -79,17 +107,26 @@ def fastest_tree(
         budget: the most nodes of a tree, the root included.
         times: the measured latencies.
         max_work: how many nodes and stairs of cost curves one search may look at.
+        other_steps: tokens and seconds of steps with other trees, which count as well.
+        start: a tree with its speed, which is returned if no tree is faster; None starts from no
+            speculation.
     """
     max_size = min(budget, times.largest_size())
     times = replace(times, acceptance=rows if len(rows) else None)
     # A tree of n nodes has at most n levels.
     max_depth = min(len(rows) + 1, max_size, times.drafting.max_depth or max_size)
-    plain_speed = 1 / times.plain_seconds()
-    best = FastestTree(TokenTree.chain(1), plain_speed, plain_speed)
+
+    def score(tree: TokenTree) -> FastestTree:
+        """The tree with its speed."""
+        return with_speed(tree, rows, times, other_steps)
+
+    best = max(filter(None, (start, score(TokenTree.chain(1)))), key=lambda choice: choice.speed)
     bound = best.bound
     for depth in _depths_to_search(max_depth, times):
         rows_of_depth = np.ascontiguousarray(rows[: depth - 1])
-        candidate = _fastest_up_to_depth(depth, rows_of_depth, max_size, times, best, max_work)
+        candidate = fastest_up_to_depth(
+            depth, rows_of_depth, max_size, times, best, max_work, other_steps, score
+        )
         bound = max(bound, candidate.bound)
         best = max(best, candidate, key=lambda choice: choice.speed)
     return FastestTree(best.tree, best.speed, max(bound, best.speed))
@@ -116,13 +153,15 @@ def _depths_to_search(max_depth: int, times: StepTime) -> list[int]:
     return sorted(measured_depths, reverse=True)
 
 
-def _fastest_up_to_depth(
+def fastest_up_to_depth(
     depth: int,
     rows: Floats,
     max_size: int,
     times: StepTime,
     best: FastestTree,
     max_work: int,
+    other_steps: OtherSteps,
+    score: Score,
 ) -> FastestTree:
     """Find the fastest tree of at most `depth` levels with the first draft pass of that depth.
 
@@ -134,11 +173,13 @@ def _fastest_up_to_depth(
         times: the measured latencies.
         best: the fastest tree so far, which is returned if no tree is faster.
         max_work: how many nodes and stairs of cost curves the search may look at.
+        other_steps: tokens and seconds of steps with other trees, which count as well.
+        score: gives the speed of a tree.
 
     Returns:
         The faster tree, and a bound on all trees of this search.
     """
-    costs = cost_tables(times, max_size, depth)
+    costs = _with_other_steps(cost_tables(times, max_size, depth), other_steps)
     is_non_increasing = best_first.is_non_increasing(rows)
     # Whether no later sibling adds more to a tree than an earlier one.
     siblings_never_add_more = (
@@ -146,7 +187,7 @@ def _fastest_up_to_depth(
     )
     best_first_is_exact = siblings_never_add_more and costs.round_order != PATH
     max_candidates = CANDIDATES_PER_NODE * max_size + 256
-    sorted_rows = _sort_by_value(rows)  # these give the values of all nodes in order
+    sorted_rows = sort_by_value(rows)  # these give the values of all nodes in order
     candidate_values = best_first.most_valuable_nodes(sorted_rows, max_candidates)[1]
     has_all_nodes = candidate_values.size < max_candidates
     # No node that is left out of the search has a larger value than `floor`.
@@ -163,14 +204,17 @@ def _fastest_up_to_depth(
         max_work,
     )
     if parents.size:
-        best = _with_speed(TokenTree(best_first.number_breadth_first(parents)), rows, times)
+        candidate = score(TokenTree(best_first.number_breadth_first(parents)))
+        best = max(best, candidate, key=lambda choice: choice.speed)
     is_proven = best_first_is_exact or best.speed >= bound * (1 - OPTIMALITY_TOLERANCE)
     if not is_proven and max_size <= MAX_BUDGET["hull"]:
-        best, bound = _try_trees_of_most_tokens(best, bound, rows, max_size, times)
+        best, bound = _try_trees_of_most_tokens(
+            best, bound, rows, max_size, times, other_steps, score
+        )
     return FastestTree(best.tree, best.speed, max(bound, best.speed))
 
 
-def _sort_by_value(rows: Floats) -> Floats:
+def sort_by_value(rows: Floats) -> Floats:
     """Sort each row so that best-first search takes all possible nodes by value.
 
     A node's value is the probability that it is accepted: the product of p along its path. Which
@@ -189,14 +233,32 @@ def _sort_by_value(rows: Floats) -> Floats:
     return sorted_rows
 
 
-def _with_speed(tree: TokenTree, rows: Floats, times: StepTime) -> FastestTree:
-    """Return a tree with its predicted speed, which is also its bound."""
-    speed = expected_tokens(tree, rows) / times.step_seconds(tree)
+def with_speed(
+    tree: TokenTree, rows: Floats, times: StepTime, other_steps: OtherSteps = NO_OTHER_STEPS
+) -> FastestTree:
+    """Return a tree with its predicted speed, which is also its bound.
+
+    Args:
+        tree: the token tree.
+        rows: float64 [levels, classes, branching], p of the children of a node by its level and
+            class (0: on the spine; the last one: off it).
+        times: the measured latencies.
+        other_steps: tokens and seconds of steps with other trees, which count as well.
+    """
+    tokens = expected_tokens(tree, rows) if tree.size > 1 else 1.0
+    seconds = times.step_seconds(tree) + other_steps.seconds
+    speed = (tokens + other_steps.tokens) / seconds
     return FastestTree(tree, speed, speed)
 
 
 def _try_trees_of_most_tokens(
-    best: FastestTree, bound: float, rows: Floats, max_size: int, times: StepTime
+    best: FastestTree,
+    bound: float,
+    rows: Floats,
+    max_size: int,
+    times: StepTime,
+    other_steps: OtherSteps,
+    score: Score,
 ) -> tuple[FastestTree, float]:
     """Try the trees of most tokens of every size and depth, in the order of their speed bounds.
 
@@ -209,6 +271,8 @@ def _try_trees_of_most_tokens(
             class (0: on the spine; the last one: off it).
         max_size: the most nodes.
         times: the measured latencies.
+        other_steps: tokens and seconds of steps with other trees, which count as well.
+        score: gives the speed of a tree.
 
     Returns:
         The fastest tree, and the smaller one of `bound` and the largest speed bound.
@@ -216,7 +280,8 @@ def _try_trees_of_most_tokens(
     shapes, speed_bounds = [], []
     for depth, tokens in enumerate(concave_envelope.frontier(rows, max_size), 1):
         sizes = np.arange(1, len(tokens) + 1)
-        speed_bounds.append(tokens / times.min_step_seconds(sizes, depth))
+        min_seconds = times.min_step_seconds(sizes, depth) + other_steps.seconds
+        speed_bounds.append((tokens + other_steps.tokens) / min_seconds)
         shapes += [(depth, size) for size in range(1, len(tokens) + 1)]
     bounds = np.concatenate(speed_bounds)
     nodes_left = MAX_REBUILT_NODES
@@ -226,7 +291,7 @@ def _try_trees_of_most_tokens(
         if bounds[i] <= best.speed or nodes_left < 0:
             break
         tree = TokenTree(concave_envelope.parents(rows[: depth - 1], size))
-        best = max(best, _with_speed(tree, rows, times), key=lambda choice: choice.speed)
+        best = max(best, score(tree), key=lambda choice: choice.speed)
     return best, min(bound, float(bounds.max()))
 
 
@@ -281,6 +346,19 @@ def cost_tables(times: StepTime, max_size: int, depth: int) -> Costs:
         by_visit,
         by_rejection,
         times.stream_seconds,
+        other_tokens=0.0,
+    )
+
+
+def _with_other_steps(costs: Costs, other_steps: OtherSteps) -> Costs:
+    """Return the costs of a step together with steps with other trees.
+
+    The longer of two times, each with the same seconds added, is the longer one with these added.
+    """
+    return costs._replace(
+        constant=costs.constant + other_steps.seconds,
+        min_step_seconds=costs.min_step_seconds + other_steps.seconds,
+        other_tokens=other_steps.tokens,
     )
 
 

@@ -65,6 +65,8 @@ class Costs(NamedTuple):
             expect.
         min_step_seconds: no step is shorter, however small its tree: the weights of a streamed
             target must arrive.
+        other_tokens: expected tokens of other steps that come with each step of this tree; their
+            seconds are in `constant` and in `min_step_seconds`.
     """
 
     target: Floats
@@ -77,6 +79,7 @@ class Costs(NamedTuple):
     by_visit: float
     by_rejection: float
     min_step_seconds: float
+    other_tokens: float
 
 
 class CandidateNodes(NamedTuple):
@@ -353,6 +356,7 @@ def costs_with_share(costs, share):
         costs.by_visit,
         costs.by_rejection,
         costs.min_step_seconds,
+        costs.other_tokens,
     )
 
 
@@ -399,7 +403,7 @@ def relax(nodes, costs, box, prices, rate, siblings_never_add_more, tree):
     resource_use[0], parents[0], walk_seconds[0] = 1, -1, 0.0
     # The tree is walked breadth-first: taken_nodes[i] is the candidate that is its node i.
     taken_nodes = np.zeros(len(nodes.values), np.int64)
-    tokens, position = 0.0, 0
+    tokens, position = costs.other_tokens, 0
     while position < resource_use[0]:
         node = taken_nodes[position]
         tokens += nodes.values[node]
@@ -418,7 +422,8 @@ def relax(nodes, costs, box, prices, rate, siblings_never_add_more, tree):
                 resource_use[0] += 1
         position += 1
     constant = costs.constant + costs.by_round * min_extra_rounds(box)
-    bound = 1.0 - prices[0] + gain - rate * constant  # 1 - prices[0]: the root's token and price
+    # 1 - prices[0]: the root's token and price
+    bound = costs.other_tokens + 1.0 - prices[0] + gain - rate * constant
     for r in range(len(prices)):
         cost, stair_ends = cost_curve(costs, r)
         profit, profitable_use[r] = max_profit(

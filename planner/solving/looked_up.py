@@ -1,0 +1,281 @@
+"""The fastest tree whose spine is looked up.
+
+The spine of a tree is the root, its first child, the first child of that node, and so on. If it is
+looked up, its tokens are those of the lookup chain (artifacts/lookup.py), which cost no draft pass.
+All other nodes are drafted. A level has a draft pass if it or a deeper one has a node with a
+drafted child. So for each number J of draft passes a tree has any nodes on its first J + 1 levels,
+and beyond them the tail of its spine alone.
+
+The tail has no draft pass, so the search of fastest.py can take its nodes for further children of
+the spine's node on level J - 1: they cost as much, and their values (the probabilities that they
+are accepted) are known. What is left is a search among trees of J + 1 levels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from msgspec.structs import replace as replace_fields
+
+from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.artifacts.cost import Floats, StepTime
+from sequoia_plan.planner.solving import best_first
+from sequoia_plan.planner.solving.fastest import (
+    MAX_WORK,
+    NO_OTHER_STEPS,
+    FastestTree,
+    OtherSteps,
+    fastest_up_to_depth,
+    sort_by_value,
+    with_speed,
+)
+from sequoia_plan.planner.solving.relaxation import Ints
+
+
+@dataclass(frozen=True)
+class FoldedTail:
+    """Trees of J + 1 levels, some of which stand for trees with a longer spine.
+
+    Folding a tree makes the nodes of its tail, which is the spine's nodes on level J and deeper,
+    children of the spine's node on level J - 1.
+
+    Args:
+        rows: float64 [J, 2, ranks], p of the children of a node by its level and class (0: on the
+            spine, 1: off it). The last row of class 0 has the gains of one more child each.
+        tail_length: int64 [children + 1], of so many children of the spine's node on level J - 1,
+            how many stand for nodes of the tail.
+        num_drafted: int64 [children + 1], how many of them are drafted.
+        branching: the most children of a node.
+    """
+
+    rows: Floats
+    tail_length: Ints
+    num_drafted: Ints
+    branching: int
+
+    def unfold(self, tree: TokenTree) -> TokenTree:
+        """The tree with a looked-up spine that a tree of the search stands for."""
+        tree = self._without_impossible_ranks(tree)
+        if tree.depth <= len(self.rows):
+            return TokenTree(tree.parents, looks_up=True)
+        # the spine's nodes are the first of their levels
+        level_start = int(tree.level_offsets[len(self.rows)])
+        last_parent = int(tree.level_offsets[len(self.rows) - 1])
+        count = int(tree.child_count[last_parent])
+        tail_length = int(self.tail_length[count])
+        num_children = min(tail_length, 1) + int(self.num_drafted[count])
+        others = tree.parents[level_start + count :]
+        tail_start = level_start + num_children + len(others)
+        tail_parents = [level_start, *range(tail_start, tail_start + tail_length - 2)]
+        parents = np.concatenate(
+            [
+                tree.parents[:level_start],
+                np.full(num_children, last_parent, np.int32),
+                others,
+                np.array(tail_parents[: max(tail_length - 1, 0)], np.int32),
+            ]
+        )
+        return TokenTree(parents, looks_up=True)
+
+    def _without_impossible_ranks(self, tree: TokenTree) -> TokenTree:
+        """The tree without the nodes whose rank is above `branching`: they have the value 0.
+
+        The rows have as many ranks as the spine's node on level J - 1 has children, which may be
+        more than other nodes can have.
+        """
+        is_last_parent = np.zeros(tree.size, bool)
+        if tree.depth > len(self.rows):
+            is_last_parent[tree.level_offsets[len(self.rows) - 1]] = True
+        is_kept = (tree.ranks <= self.branching) | is_last_parent[tree.parents]
+        is_kept[0] = True
+        if is_kept.all():
+            return tree
+        new_numbers, parents = {0: 0}, [-1]
+        for node in range(1, tree.size):
+            parent = int(tree.parents[node])
+            if is_kept[node] and parent in new_numbers:
+                new_numbers[node] = len(parents)
+                parents.append(new_numbers[parent])
+        return TokenTree.from_parents(parents)
+
+
+def fold_tail(rows: Floats, num_passes: int, max_tail: int, node_charge: float) -> FoldedTail:
+    """Fold the tails of trees with J draft passes.
+
+    For every number of children of the spine's node on level J - 1, the best part of them stands
+    for the tail: its first nodes and the first drafted children that have the most value together.
+    The first child is always the looked-up one.
+
+    Args:
+        rows: float64 [levels, 2, branching], p of the children of a node by its level and class, of
+            trees with a looked-up spine.
+        num_passes: J, at least 1.
+        max_tail: the most nodes of a tail, at least 1.
+        node_charge: expected tokens that each node of the tail but the first is charged, for what
+            its verification takes beyond that of a child.
+    """
+    branching = rows.shape[2]
+    last_level = num_passes - 1
+    on_spine = rows[:, 0, 0]
+    tail = np.cumprod(on_spine[last_level : last_level + max_tail])
+    parent_value = float(np.prod(on_spine[:last_level]))
+    gains = tail.copy()
+    # the rows' probabilities are relative to the parent's value
+    gains[1:] -= node_charge / parent_value if parent_value > 0 else 1.0
+    drafted = rows[last_level, 0, 1:]
+    tail_sums = np.cumsum(gains)
+    drafted_sums = np.append(0.0, np.cumsum(drafted))
+    totals = tail_sums[:, None] + drafted_sums  # [tail nodes - 1, drafted children]
+    num_children = np.add.outer(np.arange(1, len(tail) + 1), np.arange(branching))
+    best_sums, tail_length, num_drafted = [0.0], [0], [0]
+    for count in range(1, len(tail) + branching):
+        fits = np.where(num_children == count, totals, -np.inf)
+        tail_index, drafted_index = np.unravel_index(np.argmax(fits), fits.shape)
+        is_better = fits[tail_index, drafted_index] > best_sums[-1]
+        best_sums.append(max(best_sums[-1], float(fits[tail_index, drafted_index])))
+        tail_length.append(int(tail_index) + 1 if is_better else tail_length[-1])
+        num_drafted.append(int(drafted_index) if is_better else num_drafted[-1])
+    folded = np.zeros((num_passes, 2, max(branching, len(best_sums) - 1)))
+    folded[:, :, :branching] = rows[:num_passes]
+    folded[last_level, 0] = 0.0
+    folded[last_level, 0, : len(best_sums) - 1] = np.diff(best_sums)
+    return FoldedTail(folded, np.array(tail_length), np.array(num_drafted), branching)
+
+
+def fastest_looked_up_tree(
+    rows: Floats,
+    budget: int,
+    times: StepTime,
+    start: FastestTree,
+    max_work: int = MAX_WORK,
+    other_steps: OtherSteps = NO_OTHER_STEPS,
+) -> FastestTree:
+    """Find the fastest tree whose spine is looked up, if it is faster than `start`.
+
+        best = the faster one of `start` and the fastest chain
+        for each number J of draft passes, the most promising first:
+            best = max(best, branch and bound over all trees with at most J draft passes)
+
+    Args:
+        rows: float64 [depth - 1, 2, branching], the probability that a node's child of each rank is
+            accepted, by the node's level and class (0: on the spine, 1: off it). Rank 1 of a node
+            on the spine is the looked-up token. Trees have at most `depth` levels.
+        budget: the most nodes of a tree, the root included.
+        times: the measured latencies.
+        start: a tree with its speed; it is returned if no tree is faster.
+        max_work: how many nodes and stairs of cost curves one search may look at.
+        other_steps: tokens and seconds of steps with other trees, which count as well.
+
+    Returns:
+        The fastest tree, with a bound on the speed of `start` and of all trees with a looked-up
+        spine. Their step times are exact; where verification takes rounds that a folded tail
+        changes, the bound leaves rounds out and may be too high.
+    """
+    max_size = min(budget, times.largest_size())
+    times = replace(times, acceptance=rows)
+    best = start
+    for depth in range(2, min(len(rows) + 1, max_size) + 1):
+        chain = replace_looks_up(TokenTree.chain(depth))
+        best = max(best, with_speed(chain, rows, times, other_steps), key=lambda t: t.speed)
+    folded_times, seconds_by_tail_node = _times_of_folded_trees(times)
+    # A tree faster than `start` is charged at least this much for a second.
+    node_charge = start.speed * seconds_by_tail_node
+    problems = []
+    for num_passes in _numbers_of_passes(len(rows), max_size, times):
+        max_tail = min(len(rows) - num_passes + 1, max_size - num_passes)
+        folded = fold_tail(rows, num_passes, max_tail, node_charge)
+        # Where one pass serves all levels, a search has trees of fewer levels that matter as well.
+        least_depth = num_passes + 1 if times.drafting.drafts_by_level else 2
+        speed_bound = quick_bound(folded.rows, least_depth, max_size, folded_times, other_steps)
+        problems.append((speed_bound, num_passes, folded))
+    bound = best.speed
+    for speed_bound, num_passes, folded in sorted(problems, key=lambda problem: -problem[0]):
+        if speed_bound <= best.speed:
+            break
+
+        def score(tree: TokenTree, folded: FoldedTail = folded) -> FastestTree:
+            """The tree with a looked-up spine that `tree` stands for, and its speed."""
+            return with_speed(folded.unfold(tree), rows, times, other_steps)
+
+        result = fastest_up_to_depth(
+            num_passes + 1,
+            folded.rows,
+            max_size,
+            replace(folded_times, acceptance=folded.rows),
+            best,
+            max_work,
+            other_steps,
+            score,
+        )
+        best = max(best, result, key=lambda choice: choice.speed)
+        bound = max(bound, min(result.bound, speed_bound))
+    return FastestTree(best.tree, best.speed, max(bound, best.speed))
+
+
+def replace_looks_up(tree: TokenTree) -> TokenTree:
+    """The same tree with its spine looked up."""
+    return TokenTree(tree.parents, looks_up=True)
+
+
+def _numbers_of_passes(max_level: int, max_size: int, times: StepTime) -> list[int]:
+    """The numbers J of draft passes to search for.
+
+    Args:
+        max_level: the deepest level of a tree; the root's is 0.
+        max_size: the most nodes of a tree.
+        times: the measured latencies; a J whose first pass was not measured is left out.
+    """
+    drafting = times.drafting
+    deepest = min(max_level, max_size - 1, (drafting.max_depth or max_size) - 1)
+    numbers = list(range(1, deepest + 1))
+    seconds = [float(times.draft_seconds(drafting.first_pass_width(J + 1))) for J in numbers]
+    measured = {J: time for J, time in zip(numbers, seconds, strict=True) if np.isfinite(time)}
+    if drafting.drafts_by_level:
+        return list(measured)
+    # One pass serves all levels: of equally long ones, that for the most levels is enough.
+    return sorted({time: J for J, time in measured.items()}.values())
+
+
+def _times_of_folded_trees(times: StepTime) -> tuple[StepTime, float]:
+    """Step times that no folded tree exceeds, and the seconds that they lack by node of a tail.
+
+    The tail's nodes are verified as children of one node. By level, the rounds are then the same
+    as with the tail unfolded, or fewer: a node of the tail has a round of its own in either case.
+    In other orders the tail needs fewer rounds than its nodes as children would, and only the
+    first round is counted. A node of the tail is a node with children but for the last; folded, it
+    is none. A walk has no rounds but rejected children, of which none is counted.
+    """
+    cost = times.latency.verification
+    if cost is None:
+        return times, 0.0
+    if cost.round_order == "walk":
+        folded_cost = replace_fields(cost, by_round=0.0)
+    elif cost.round_order == "level":
+        folded_cost = cost
+    else:
+        folded_cost = replace_fields(cost, by_round=0.0, base=cost.base + cost.by_round)
+    latency = replace_fields(times.latency, verification=folded_cost)
+    seconds_by_tail_node = 0.0 if cost.round_order == "walk" else cost.by_parent
+    return replace(times, latency=latency), seconds_by_tail_node
+
+
+def quick_bound(
+    rows: Floats, least_depth: int, max_size: int, times: StepTime, other_steps: OtherSteps
+) -> float:
+    """Tokens a second that no tree of `least_depth` to len(rows) + 1 levels exceeds.
+
+    The most valuable nodes, whether or not they form a tree, are divided by the least time.
+
+    Args:
+        rows: float64 [levels, classes, ranks], p of the children of a node by its level and class.
+        least_depth: the fewest levels of a tree, the root's included.
+        max_size: the most nodes of a tree.
+        times: the measured latencies.
+        other_steps: tokens and seconds of steps with other trees, which count as well.
+    """
+    values = best_first.most_valuable_nodes(sort_by_value(rows), max_size)[1]
+    tokens = np.cumsum(values)
+    sizes = np.arange(1, len(tokens) + 1)
+    seconds = times.min_step_seconds(sizes, least_depth) + other_steps.seconds
+    return float(((tokens + other_steps.tokens) / seconds).max())

@@ -1,0 +1,412 @@
+"""Trees by match: one tree for each class of match, together the fastest in the long run.
+
+Before each step, the match is the longest suffix of the committed tokens that occurs earlier in
+them, and its length decides the class of the step (artifacts/lookup.py). In class c the step runs
+the tree T_c, whose spine (the root, its first child, that node's first child, ...) may be looked up
+in the text at no cost. If w_c is the share of steps in class c, decoding makes
+
+    S = sum over c of w_c F(T_c) / sum over c of w_c t(T_c)
+
+tokens a second, where F is the expected tokens and t the seconds of a step. At the highest S each
+class has the tree of the largest F - S t: all of them pay the same price for a second. So each
+class can be solved by itself against the others, whose tokens and seconds count as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import replace as replace_fields
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from sequoia_plan.artifacts import Profile, TokenTree
+from sequoia_plan.artifacts.cost import (
+    Floats,
+    StepTime,
+    acceptance_rows,
+    expected_tokens,
+    predict_portfolio,
+)
+from sequoia_plan.artifacts.lookup import LookupCounts, Position, read_positions
+from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, MatchPlan, Plan
+from sequoia_plan.planner.solving.acceptance import drafted_probs, looked_up_probs
+from sequoia_plan.planner.solving.fastest import (
+    MAX_WORK,
+    FastestTree,
+    OtherSteps,
+    fastest_tree,
+)
+from sequoia_plan.planner.solving.looked_up import fastest_looked_up_tree, quick_bound
+from sequoia_plan.planner.solving.replay import Replay, replay
+
+MAX_REPLAYS = 6
+"""Rounds of solving and of counting the shares of classes anew."""
+MIN_SHARE = 1e-4
+"""A class that never came up counts as if it had this share of steps: it has a tree as well."""
+MAX_ASCENTS = 50
+"""Rounds in which each class is solved once; five are usually enough."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What trees may be.
+
+    Args:
+        budget: the most nodes, the root included.
+        depth: the most levels of a tree whose spine is looked up, the root's included.
+        drafted_depth: the most levels of any other tree.
+        branching: the most children of a node; None for as many as p has ranks.
+    """
+
+    budget: int
+    depth: int
+    drafted_depth: int
+    branching: int | None = None
+
+
+@dataclass(frozen=True)
+class MatchProblem:
+    """What is known of steps in one class of match.
+
+    Args:
+        match_length: the shortest match of the class, in tokens; 0 for none.
+        drafted: p[level][rank] or p[level][class][rank] of trees whose nodes are all drafted: the
+            probability that a node's child of a rank is accepted, by the node's level and class
+            (0: on the spine, 1: off it).
+        looked_up: p[level][class][rank] of trees whose spine is looked up; None if there is
+            nothing to look up.
+    """
+
+    match_length: int
+    drafted: Any
+    looked_up: Any = None
+
+    def acceptance(self, tree: TokenTree) -> Any:
+        """p for a tree, by whether its spine is looked up."""
+        return self.looked_up if tree.looks_up else self.drafted
+
+
+@dataclass(frozen=True)
+class Portfolio:
+    """One tree for each class of match.
+
+    Args:
+        trees: the trees, by class.
+        shares: float64 [classes], the share of steps in each class.
+        speed: tokens a second of all classes together.
+        bound: tokens a second that no trees within the limits exceed, with these shares.
+    """
+
+    trees: tuple[TokenTree, ...]
+    shares: Floats
+    speed: float
+    bound: float
+
+
+def fastest_portfolio(
+    problems: Sequence[MatchProblem],
+    shares: Floats,
+    times: StepTime,
+    limits: Limits,
+    start: Sequence[TokenTree],
+    max_work: int = MAX_WORK,
+) -> Portfolio:
+    """Find the trees that make the most tokens a second together.
+
+        repeat until no class has a faster tree:
+            for each class: find the tree T of the largest (F(T) + F') / (t(T) + t'),
+                where F' and t' are tokens and seconds of the other classes for each step of this
+
+    Each round raises S. In the end every class has a tree of the largest F - S t at the common S,
+    so no other trees are faster together.
+
+    If no tree of class c makes more than S + d_c tokens a second with the others' trees, then for
+    any tree T of the class F(T) - S t(T) exceeds that of its present tree by at most
+    d_c (t(T) + t'). The sum of this over classes, each with its share, divided by the seconds of
+    a step, bounds what any trees make: S + max over c of d_c + sum over c of d_c w_c t' / plain,
+    where plain is the shortest step, without speculation.
+
+    Args:
+        problems: acceptance by class of match.
+        shares: float64 [classes], the share of steps in each class, all above 0; the sum is 1.
+        times: the step times.
+        limits: what trees may be.
+        start: the trees to begin with, by class.
+        max_work: how many nodes and stairs of cost curves one search may look at.
+    """
+    trees = list(start)
+    tokens, seconds = (np.array(values) for values in _step_figures(problems, trees, times))
+    excess = np.full(len(problems), np.inf)  # d_c
+    speed = float(shares @ tokens / (shares @ seconds))
+    for _ in range(MAX_ASCENTS):
+        is_improved = False
+        for c, problem in enumerate(problems):
+            other_steps = _other_steps(c, shares, tokens, seconds)
+            present = FastestTree(trees[c], speed, speed)
+            best = _fastest_of_class(problem, times, limits, present, max_work, other_steps)
+            excess[c] = max(0.0, best.bound - speed)
+            if best.speed > speed * (1 + OPTIMALITY_TOLERANCE):
+                trees[c], is_improved = best.tree, True
+                (tokens[c],), (seconds[c],) = _step_figures([problem], [best.tree], times)
+                speed = float(shares @ tokens / (shares @ seconds))
+        if not is_improved:
+            break
+    other_seconds = shares @ seconds - shares * seconds  # w_c t'
+    bound = speed + excess.max() + float(excess @ other_seconds) / times.plain_seconds()
+    return Portfolio(tuple(trees), shares, speed, bound)
+
+
+def _step_figures(
+    problems: Sequence[MatchProblem], trees: Sequence[TokenTree], times: StepTime
+) -> tuple[list[float], list[float]]:
+    """Expected tokens and seconds of a step in each class of match."""
+    tokens, seconds = [], []
+    for problem, tree in zip(problems, trees, strict=True):
+        acceptance = problem.acceptance(tree)
+        tokens.append(expected_tokens(tree, acceptance))
+        seconds.append(replace_fields(times, acceptance=acceptance).step_seconds(tree))
+    return tokens, seconds
+
+
+def _other_steps(c: int, shares: Floats, tokens: Floats, seconds: Floats) -> OtherSteps:
+    """Expected tokens and seconds of other classes' steps for each step of class c.
+
+    Args:
+        c: the class of match.
+        shares, tokens, seconds: float64 [classes], the share, the expected tokens and the duration
+            of the steps of each class.
+    """
+    is_other = np.arange(len(shares)) != c
+    weights = shares[is_other] / shares[c]
+    return OtherSteps(float(weights @ tokens[is_other]), float(weights @ seconds[is_other]))
+
+
+def _fastest_of_class(
+    problem: MatchProblem,
+    times: StepTime,
+    limits: Limits,
+    present: FastestTree,
+    max_work: int,
+    other_steps: OtherSteps,
+) -> FastestTree:
+    """The fastest tree of one class of match together with the other classes' steps.
+
+    Args:
+        problem: acceptance in this class.
+        times: the step times.
+        limits: what trees may be.
+        present: the tree that the class has, with the speed of all classes; it is returned if no
+            tree is faster.
+        max_work: how many nodes and stairs of cost curves one search may look at.
+        other_steps: tokens and seconds of other classes' steps for each step of this one.
+    """
+    rows = acceptance_rows(problem.drafted, limits.drafted_depth, limits.branching)
+    best = fastest_tree(
+        _promising_levels(rows, limits.budget, times, present, other_steps),
+        limits.budget,
+        times,
+        max_work,
+        other_steps,
+        present,
+    )
+    bound = best.bound
+    if problem.looked_up is not None and limits.depth > 1:
+        rows = acceptance_rows(problem.looked_up, limits.depth, limits.branching)
+        best = fastest_looked_up_tree(rows, limits.budget, times, best, max_work, other_steps)
+        bound = max(bound, best.bound)
+    return FastestTree(best.tree, best.speed, bound)
+
+
+def _promising_levels(
+    rows: Floats, budget: int, times: StepTime, present: FastestTree, other_steps: OtherSteps
+) -> Floats:
+    """The rows of the levels that a tree faster than the present one may have.
+
+    A tree with more levels is slower by a bound that takes no search.
+
+    Args:
+        rows: float64 [levels, classes, branching], p of the children of a node by its level and
+            class (0: on the spine; the last one: off it).
+        budget: the most nodes of a tree.
+        times: the step times.
+        present: a tree with its speed.
+        other_steps: tokens and seconds of steps with other trees, which count as well.
+    """
+    max_size = min(budget, times.largest_size())
+    for num_levels in range(min(len(rows), max_size - 1), 0, -1):
+        shallow_rows = rows[:num_levels]
+        bound = quick_bound(shallow_rows, num_levels + 1, max_size, times, other_steps)
+        if bound > present.speed:
+            return shallow_rows
+    return rows[:0]
+
+
+@dataclass(frozen=True)
+class SolvedPortfolio:
+    """The trees by match with their plan.
+
+    Args:
+        tree: the tree for texts without a match, with the others in `by_match`, and the plan.
+        replayed_speedup: the speed-up over plain decoding when the recorded texts are decoded
+            again on paper; None if no texts were recorded.
+    """
+
+    tree: TokenTree
+    replayed_speedup: float | None
+
+
+def solve_portfolio(
+    profile: Profile, base_tree: TokenTree, times: StepTime, limits: Limits, plan: Plan
+) -> SolvedPortfolio:
+    """Find the trees by match for a profile, and write their plan.
+
+        shares = those of the recorded texts, decoded again with `base_tree` alone
+        repeat until the shares stay the same:
+            trees = the fastest portfolio with these shares
+            shares = those of the recorded texts, decoded again with these trees
+
+    Args:
+        profile: the measurements, with counts by class of match.
+        base_tree: the fastest single tree without lookup.
+        times: the step times.
+        limits: what trees may be.
+        plan: the base tree's plan, whose provenance and limits the portfolio's plan keeps.
+    """
+    lookup = profile.lookup
+    assert lookup is not None
+    problems = match_problems(profile)
+    base_trees = (base_tree,) * len(problems)
+    base_shares = _counted_shares(lookup, problems, base_trees)
+    tokens, seconds = _step_figures(problems, base_trees, times)
+    base_speed = float(base_shares @ tokens / (base_shares @ seconds))
+    portfolio = _portfolio_with_replayed_shares(lookup, problems, times, limits, base_trees)
+    plain_seconds = times.plain_seconds()
+    tree = _with_by_match(problems, portfolio.trees)
+    figures = _step_figures(problems, portfolio.trees, times)
+    plan = replace(
+        plan,
+        acceptance=_tuples(problems[0].acceptance(portfolio.trees[0])),
+        upper_bound=None,
+        interval=None,
+        interval_new_kind=None,
+        by_match=tuple(
+            MatchPlan(
+                match_length=problem.match_length,
+                share=float(share),
+                acceptance=_tuples(problem.acceptance(class_tree)),
+                expected_tokens=class_tokens,
+                step_seconds=class_seconds,
+            )
+            for problem, share, class_tree, class_tokens, class_seconds in zip(
+                problems, portfolio.shares, portfolio.trees, *figures, strict=True
+            )
+        ),
+        tree_speedup=base_speed * plain_seconds,
+    )
+    prediction = predict_portfolio(tree, plan, times)
+    assert prediction.predicted_speedup is not None
+    speedup_bound = max(portfolio.bound * plain_seconds, prediction.predicted_speedup)
+    plan = replace(plan, speedup_bound=speedup_bound, **prediction._asdict())
+    texts = recorded_texts(lookup)
+    replayed_speedup = None
+    if texts:
+        result = _replay(lookup, problems, portfolio.trees, texts)
+        step_seconds = float(result.shares @ np.array(figures[1]))
+        replayed_speedup = result.tokens_per_step * plain_seconds / step_seconds
+    return SolvedPortfolio(TokenTree(tree.parents, plan, by_match=tree.by_match), replayed_speedup)
+
+
+def match_problems(profile: Profile) -> list[MatchProblem]:
+    """What a profile counted of each class of match.
+
+    A class with too few counts of looked-up tokens has those of the class before it.
+    """
+    assert profile.lookup is not None
+    problems: list[MatchProblem] = []
+    for match_class in profile.lookup.classes:
+        drafted = drafted_probs(profile, match_class)
+        looked_up = None
+        if match_class.match_length > 0:
+            looked_up = looked_up_probs(match_class, drafted) or problems[-1].looked_up
+        problems.append(MatchProblem(match_class.match_length, drafted, looked_up))
+    return problems
+
+
+def _portfolio_with_replayed_shares(
+    lookup: LookupCounts,
+    problems: Sequence[MatchProblem],
+    times: StepTime,
+    limits: Limits,
+    trees: tuple[TokenTree, ...],
+) -> Portfolio:
+    """The fastest portfolio with the shares that the recorded texts give for its own trees.
+
+    Shares depend on the trees, so both are found in turns. A tenth of the usual work is enough
+    until the shares stay the same.
+    """
+    shares = _counted_shares(lookup, problems, trees)
+    max_work = MAX_WORK // 10
+    for _ in range(MAX_REPLAYS):
+        portfolio = fastest_portfolio(problems, shares, times, limits, trees, max_work)
+        trees = portfolio.trees
+        shares = _counted_shares(lookup, problems, trees)
+        if np.array_equal(shares, portfolio.shares):
+            if max_work == MAX_WORK:
+                break
+            max_work = MAX_WORK
+    return portfolio
+
+
+def recorded_texts(lookup: LookupCounts) -> list[list[Position]]:
+    """The positions of each recorded text of all kinds of prompts."""
+    texts = [list(read_positions(text)) for kind in lookup.texts.values() for text in kind]
+    return [text for text in texts if text]
+
+
+def _replay(
+    lookup: LookupCounts,
+    problems: Sequence[MatchProblem],
+    trees: Sequence[TokenTree],
+    texts: Sequence[Sequence[Position]],
+) -> Replay:
+    """Decode recorded texts again with the tree of each class of match."""
+    acceptances = [problem.acceptance(t) for problem, t in zip(problems, trees, strict=True)]
+    return replay(texts, lookup.match_lengths, trees, acceptances)
+
+
+def _counted_shares(
+    lookup: LookupCounts, problems: Sequence[MatchProblem], trees: Sequence[TokenTree]
+) -> Floats:
+    """The share of steps in each class of match with these trees, float64 [classes].
+
+    Without recorded texts, they are the shares of the profile's own steps.
+    """
+    texts = recorded_texts(lookup)
+    if texts:
+        counts = _replay(lookup, problems, trees, texts).shares
+    else:
+        levels = [match_class.drafted[:1] for match_class in lookup.classes]
+        counts = np.array([level[0].trials if level else 0 for level in levels], float)
+        counts /= max(counts.sum(), 1.0)
+    counts = np.maximum(counts, MIN_SHARE)
+    shares: Floats = counts / counts.sum()
+    return shares
+
+
+def _with_by_match(problems: Sequence[MatchProblem], trees: Sequence[TokenTree]) -> TokenTree:
+    """The first tree, with the others in `by_match` where they differ from the one before."""
+    by_match: dict[int, TokenTree] = {}
+    last = trees[0]
+    for problem, tree in zip(problems[1:], trees[1:], strict=True):
+        if tree != last:
+            by_match[problem.match_length] = TokenTree(tree.parents, looks_up=tree.looks_up)
+        last = tree
+    return TokenTree(trees[0].parents, by_match=by_match)
+
+
+def _tuples(acceptance: Any) -> Any:
+    """Turn nested sequences of probabilities into nested tuples."""
+    return tuple(map(_tuples, acceptance)) if isinstance(acceptance, Sequence) else acceptance

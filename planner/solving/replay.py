@@ -1,0 +1,134 @@
+"""How often each class of match comes up: recorded texts, decoded again on paper.
+
+Before each step, the match is the longest suffix of the committed tokens that occurs earlier in
+them. Its length decides the class of the step, and the class decides the tree. How far a step goes
+decides where the next one begins, so the shares of classes depend on the trees.
+
+A profile records of each position of a text the length of the match and how many of the next tokens
+are those of the lookup chain. So what a looked-up spine yields there is known. What drafted nodes
+yield is not, but its probabilities are. The replay therefore follows all ways through a text at
+once: it carries the probability that a step begins at each position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.artifacts.cost import (
+    AcceptanceProbs,
+    Floats,
+    acceptance_table,
+    child_probabilities,
+)
+from sequoia_plan.artifacts.lookup import Position, class_of
+
+
+class Replay(NamedTuple):
+    """What decoding the recorded texts again comes to.
+
+    Args:
+        shares: float64 [classes], the share of steps in each class of match; the sum is 1.
+        tokens_per_step: tokens of the texts for each step.
+        num_steps: expected number of steps.
+    """
+
+    shares: Floats
+    tokens_per_step: float
+    num_steps: float
+
+
+def replay(
+    texts: Sequence[Sequence[Position]],
+    match_lengths: Sequence[int],
+    trees: Sequence[TokenTree],
+    acceptances: Sequence[AcceptanceProbs],
+) -> Replay:
+    """Decode recorded texts again with one tree for each class of match.
+
+        for each position of a text, from the first on:
+            the match there decides the tree
+            the lookup chain and p of the tree decide how probably the step is 1, 2, ... tokens long
+            pass the probability that a step begins here on to the positions after it
+
+    The last steps of a text are not counted: a text that was cut off would cut them short.
+
+    Args:
+        texts: the positions of each text.
+        match_lengths: the shortest match of each class, ascending from 0.
+        trees: the tree of each class.
+        acceptances: p of each class and tree, as `child_probabilities` takes it.
+    """
+    tables = [
+        advance_table(tree, acceptance) for tree, acceptance in zip(trees, acceptances, strict=True)
+    ]
+    longest = max(tree.depth for tree in trees)
+    steps_by_class = np.zeros(len(trees))
+    num_tokens = 0.0
+    for text in texts:
+        begins = np.zeros(len(text) + longest)  # probability that a step begins at each position
+        begins[0] = 1.0
+        num_counted = len(text) - min(longest, len(text) // 2)
+        for position in range(num_counted):
+            match_length, run = text[position]
+            step_class = class_of(match_length, match_lengths)
+            table = tables[step_class]
+            advance = table[min(run, len(table) - 1)]
+            probability = begins[position]
+            begins[position + 1 : position + 1 + len(advance)] += probability * advance
+            steps_by_class[step_class] += probability
+            num_tokens += probability * float(advance @ np.arange(1, len(advance) + 1))
+    num_steps = float(steps_by_class.sum())
+    return Replay(steps_by_class / num_steps, num_tokens / num_steps, num_steps)
+
+
+def advance_table(tree: TokenTree, acceptance: AcceptanceProbs) -> Floats:
+    """The probability that a step is 1, 2, ... tokens long, float64 [runs, depth].
+
+    Row r is for positions at which the next r tokens are those of the lookup chain, and the last
+    row also for more. A tree that does not look up has one row.
+
+    Args:
+        tree: the tree of the step.
+        acceptance: p[rank], p[level][rank] or p[level][class][rank], the probability that a node's
+            child of each rank is accepted, by the node's level and class (0: on the spine, that is
+            the root, its first child, that node's first child, ...; 1: off it).
+    """
+    probabilities = np.append(1.0, child_probabilities(tree, acceptance_table(acceptance)))
+    if not tree.looks_up:
+        return _step_lengths(tree, probabilities)[None]
+    spine = np.flatnonzero(tree.classes == 0)
+    rows = []
+    for run in range(len(spine)):
+        given_run = probabilities.copy()
+        # The looked-up tokens of the run are accepted, and the next one is rejected.
+        on_spine = tree.classes[tree.parents] == 0
+        on_spine[0] = False
+        rejected = 1 - probabilities[spine[run + 1]] if run + 1 < len(spine) else 0.0
+        siblings = on_spine & (tree.parents == spine[run])
+        given_run[on_spine] = 0.0
+        if rejected > 0:
+            given_run[siblings] = np.minimum(1.0, probabilities[siblings] / rejected)
+        given_run[spine] = np.arange(len(spine)) <= run
+        rows.append(_step_lengths(tree, given_run))
+    return np.array(rows)
+
+
+def _step_lengths(tree: TokenTree, probabilities: Floats) -> Floats:
+    """The probability that a step is 1, 2, ... tokens long, float64 [depth].
+
+    Args:
+        tree: the tree of the step.
+        probabilities: float64 [size], the probability that each node is accepted if its parent is.
+    """
+    reached = probabilities.copy()
+    for start, stop in zip(tree.level_offsets[1:-1], tree.level_offsets[2:], strict=True):
+        reached[start:stop] *= reached[tree.parents[start:stop]]
+    ended = reached.copy()  # at each node: accepted, and none of its children is
+    np.subtract.at(ended, tree.parents[1:], reached[1:])
+    lengths = np.bincount(tree.position_ids, weights=np.maximum(ended, 0.0), minlength=tree.depth)
+    result: Floats = lengths / lengths.sum()
+    return result
