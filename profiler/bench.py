@@ -40,6 +40,7 @@ TITLES = {
     "chains": "independent chains, SpecInfer",
     "k-ary": "complete binary tree",
     "top-k": "our tree, top-k",
+    "tree": "our tree without lookup",
     "sequoia": "our tree, Sequoia",
     "traversal": "our tree, traversal",
 }
@@ -192,8 +193,11 @@ def compare(
         models = models | {"assistant": transformers_pair.metadata["draft"]}
     methods = make_methods(pair, transformers_pair, trees, sampling, tokens, only)
     parents = {
-        name: [method_tree.parents.tolist(), verifier]
-        for name, (method_tree, verifier) in trees.items()
+        name: [
+            [[length, t.parents.tolist(), t.looks_up] for length, t in other.portfolio.items()],
+            verifier,
+        ]
+        for name, (other, verifier) in trees.items()
     }
     prompt_ids = list(map(list, prompts))
     work = [models, prompt_ids, sampling.settings(), tokens, list(methods), parents]

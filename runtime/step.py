@@ -449,7 +449,7 @@ class TreeStep:
             draft_probs, drawn: of the inner nodes that a draft pass reads.
             vocabulary: of the target, which stands for the draft's where nothing is drafted.
         """
-        num_rows = int(np.count_nonzero(self.tree.child_count)) - self.num_inner_nodes
+        num_rows = self.num_tail_rows
         if self.drafter:
             vocabulary = self.drafter.vocabulary
         if not self.passes:
@@ -507,6 +507,8 @@ class TreeStep:
         self.index = TreeIndex.of(tree, self.device)
         self.passes: tuple[DraftPass, ...] = drafter.passes(tree, self.tensors) if drafter else ()
         self.num_inner_nodes = sum(draft_pass.num_parents for draft_pass in self.passes)
+        # inner nodes on a looked-up spine below the last draft pass
+        self.num_tail_rows = int(np.count_nonzero(tree.child_count)) - self.num_inner_nodes
         first_slots = self.passes[0].input_slots.tolist() if self.passes else [0]
         self.first_input_slot = min(first_slots)
         # the nodes on the spine below the root

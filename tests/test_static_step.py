@@ -114,6 +114,21 @@ def test_no_operation_of_a_step_with_other_kinds_of_drafts_copies_from_the_host(
     }
 
 
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.8)], ids=repr)
+def test_steps_whose_spine_is_looked_up_trace_whole(sampling, traced):
+    """The match is searched, and the chain copied, without a value that the host reads."""
+    looks_up = TokenTree(TREE.parents, looks_up=True)
+    chain = TokenTree(TokenTree.chain(6).parents, looks_up=True)
+    portfolio = TokenTree(TREE.parents, by_match={1: looks_up, 2: chain})
+    with torch.no_grad():
+        eager, traced_decoder = (decoder().with_tree(portfolio) for _ in range(2))
+        for each in (eager, traced_decoder):
+            each.steps = SequoiaDecoder.steps.__wrapped__.__get__(each)
+        expected = accepted(eager, sampling)
+        traced()
+        assert accepted(traced_decoder, sampling) == expected
+
+
 def test_a_step_that_reads_a_tensor_does_not_trace(traced, monkeypatch):
     """Negative control: the tracer notices a host read."""
     keep = TreeStep.commit

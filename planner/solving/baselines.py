@@ -148,20 +148,24 @@ def bench_trees(tree: TokenTree, verifier: str) -> dict[str, TreeAndVerifier]:
     """Return the trees that bench decodes with, by the name of the method.
 
     They are `tree` itself, plain decoding (a tree of one node), and baselines with no more nodes
-    and levels than `tree`.
+    and levels than `tree`. A tree with others by match is also taken without these.
 
     Args:
         tree: the tree to compare with the others.
         verifier: the verifier of all methods that do not come with a verifier of their own.
     """
     trees: dict[str, TreeAndVerifier] = {"plain": (TokenTree.chain(1), verifier)}
+    alone = TokenTree(tree.parents, tree.plan)
+    if tree.by_match:
+        trees |= {"tree": (alone, verifier), "sequoia": (tree, "sequoia")}
+        trees |= {"traversal": (tree, "traversal")}
     if tree.size > 1:
         num_chains = max(1, (tree.size - 1) // (tree.depth - 1))
         trees |= {
             "chain": (baseline("chain", tree.size, tree.depth), verifier),
             "chains": (baseline(f"chains:{num_chains}", tree.size, tree.depth), "specinfer"),
             "k-ary": (baseline("k-ary:2", tree.size, tree.depth), verifier),
-            "top-k": (tree, "topk"),
+            "top-k": (alone, "topk"),
             "sequoia": (tree, "sequoia"),
             "traversal": (tree, "traversal"),
         }

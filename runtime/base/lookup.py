@@ -31,17 +31,20 @@ def look_up(
         int64 [1], the length of the match in tokens, 0 if there is none; int64 [chain_length], the
         lookup chain, which has no meaning without a match.
     """
-    slots = torch.arange(tokens.numel(), device=tokens.device)
-    agrees = slots < length  # the match ends before the last token
+    capacity = tokens.numel()
+    slots = torch.arange(capacity, device=tokens.device)
+    distances = torch.arange(max_match, device=tokens.device)
+    # the last tokens, the last one first; nothing equals what is before the text
+    suffix = tokens[(length - distances).clamp(min=0)].masked_fill(distances > length, -2)
+    padded = torch.nn.functional.pad(tokens, (max_match - 1, 0), value=-1)
+    is_earlier = agrees = slots < length
     matched = torch.zeros_like(slots)
     for distance in range(max_match):
-        # the token `distance` before each slot against the one `distance` before the last token
-        before = slots - distance
-        suffix_token = tokens[(length - distance).clamp(min=0)]
-        agrees = agrees & (before >= 0) & (tokens[before.clamp(min=0)] == suffix_token)
-        matched = matched + agrees
+        start = max_match - 1 - distance  # of the tokens that are `distance` before each slot
+        agrees = agrees & (padded[start : start + capacity] == suffix[distance])
+        matched += agrees
     # the longest match first, and of equal ones the last
-    best = torch.where(slots < length, matched * tokens.numel() + slots, -1).argmax(0, keepdim=True)
+    best = torch.where(is_earlier, matched * capacity + slots, -1).argmax(0, keepdim=True)
     period = (length - best).clamp(min=1)  # tokens after the match until the text ends
     offsets = torch.arange(chain_length, device=tokens.device) % period
     return matched[best], tokens[best + 1 + offsets]
