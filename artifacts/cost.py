@@ -17,7 +17,7 @@ from sequoia_plan.artifacts.bench_result import Prediction
 from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.latency import Latency, RoundOrder
-from sequoia_plan.artifacts.plan import Plan
+from sequoia_plan.artifacts.plan import MatchPlan, Plan
 from sequoia_plan.artifacts.profile import Profile
 from sequoia_plan.artifacts.tree import TokenTree
 
@@ -481,17 +481,51 @@ def check_prediction(tree: TokenTree) -> None:
         prediction = predict_portfolio(tree, plan, times)
     else:
         prediction = predict(tree, plan.acceptance, times)
+    _check_figures("plan", plan, prediction)
+    _check_by_match(tree, times)
+    _check_bound("upper_bound", plan.upper_bound, prediction.expected_tokens)
+    _check_bound("speedup_bound", plan.speedup_bound, prediction.predicted_speedup)
+
+
+def _check_figures(place: str, recorded_in: Plan | MatchPlan, prediction: TreePrediction) -> None:
+    """Refuse recorded figures that differ from those predicted.
+
+    Args:
+        place: the name of the part of the plan that holds the figures.
+        recorded_in: the part of the plan. Figures that it lacks, or has as None, are not compared.
+        prediction: what follows from the tree, its acceptance and its latencies.
+    """
     for name, predicted in prediction._asdict().items():
-        recorded = getattr(plan, name)
+        recorded = getattr(recorded_in, name, None)
         if recorded is None:
             continue
         if predicted is None or not math.isclose(recorded, predicted, rel_tol=ROUNDING_TOLERANCE):
             consequence = "nothing in the plan gives one"
             if predicted:
                 consequence = f"its tree, acceptance and latencies give {predicted:.6g}"
-            raise SequoiaPlanError(f"plan.{name}: found {recorded:.6g}, {consequence}; solve again")
-    _check_bound("upper_bound", plan.upper_bound, prediction.expected_tokens)
-    _check_bound("speedup_bound", plan.speedup_bound, prediction.predicted_speedup)
+            raise SequoiaPlanError(
+                f"{place}.{name}: found {recorded:.6g}, {consequence}; solve again"
+            )
+
+
+def _check_by_match(tree: TokenTree, times: StepTime | None) -> None:
+    """Refuse classes of match whose figures do not follow from their trees, and trees of none.
+
+    Args:
+        tree: the tree for texts without a match, with the others in `by_match`.
+        times: the step times that the plan records; None without latencies.
+    """
+    parts = tree.plan.by_match
+    unknown_lengths = set(tree.by_match) - {part.match_length for part in parts}
+    if parts and unknown_lengths:
+        raise SequoiaPlanError(
+            f"plan.by_match: found no entry for matches of {min(unknown_lengths)} tokens, which "
+            "have a tree of their own; solve again"
+        )
+    for number, part in enumerate(parts):
+        class_tree = tree.for_match(part.match_length)
+        prediction = predict(class_tree, part.acceptance, times)
+        _check_figures(f"plan.by_match[{number}]", part, prediction)
 
 
 def _check_bound(name: str, bound: float | None, predicted: float | None) -> None:

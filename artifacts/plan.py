@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
@@ -23,6 +24,8 @@ Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$", title="64 hexadecimal dig
 IntervalEnds = tuple[Number, Number]
 OPTIMALITY_TOLERANCE = 1e-9
 """A tree is called the fastest if no other can be faster by more, relative: less is rounding."""
+SHARE_TOLERANCE = 1e-6
+"""How far the sum of shares may be from 1: rounding."""
 CLASS_NAMES = ("on the spine", "off the spine")
 """The classes of nodes: a node is on the spine if every rank on its path from the root is 1."""
 
@@ -251,8 +254,21 @@ class Plan(Artifact, frozen=True, kw_only=True):
     undeclared: Metadata = {}
 
     def __post_init__(self) -> None:
-        """Refuse a predicted speed-up without the step time that it follows from."""
+        """Refuse a predicted speed-up without its step time, and classes that are none.
+
+        The shares of classes of match must add up to 1, from no match to the longest ones.
+        """
         super().__post_init__()
+        lengths = [part.match_length for part in self.by_match]
+        total_share = math.fsum(part.share for part in self.by_match)
+        if lengths and (lengths[0] != 0 or lengths != sorted(set(lengths))):
+            raise SequoiaPlanError(
+                f"plan.by_match: found match lengths {lengths}, expected 0 first, then larger ones"
+            )
+        if lengths and not math.isclose(total_share, 1, rel_tol=SHARE_TOLERANCE):
+            raise SequoiaPlanError(
+                f"plan.by_match: found shares that add up to {total_share:.6g}, expected 1"
+            )
         if self.predicted_speedup is not None and self.step_seconds is None:
             raise SequoiaPlanError(
                 "plan.predicted_speedup: found without step_seconds, expected both or neither"

@@ -83,7 +83,7 @@ def _row(option: click.Option) -> str:
         default = str(option.default)
     else:
         default = default_in_help or ""
-    names = ", ".join(f"`{name}`" for name in option.opts)
+    names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
     cells = [names, _value(option), default, meaning]
     one_line_cells = [re.sub(r"\s+", " ", cell).replace("|", r"\|") for cell in cells]
     return "| " + " | ".join(one_line_cells) + " |"

@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from sequoia_plan.artifacts import bench_result, engine_plan, latency, plan, profile
+from sequoia_plan.artifacts import bench_result, engine_plan, latency, lookup, plan, profile
 from sequoia_plan.artifacts.drafting import Drafting
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.schema import Artifact, markdown_table
@@ -19,10 +19,13 @@ from sequoia_plan.artifacts.schema import Artifact, markdown_table
 TABLES: dict[str, tuple[type[Artifact], str]] = {
     "plan": (plan.Plan, ""),
     "plan.interval": (plan.Interval, "interval"),
+    "plan.by_match": (plan.MatchPlan, "by_match[]"),
     "plan.alternatives": (plan.Alternative, "alternatives.NAME"),
     "profile": (profile.Profile, ""),
     "settings": (profile.Settings, "settings"),
     "acceptance.levels[]": (profile.LevelCounts, "acceptance.levels[]"),
+    "lookup": (lookup.LookupCounts, "lookup"),
+    "lookup.classes": (lookup.MatchClass, "lookup.classes[]"),
     "verifiers": (profile.VerifierAcceptance, "verifiers.NAME"),
     "latency": (latency.Latency, "latency"),
     "latency.verification": (latency.VerificationCost, "latency.verification"),

@@ -241,16 +241,24 @@ def _report(profiles: Mapping[str, Profile], as_json: bool) -> None:
         return
     for path, profile in profiles.items():
         _print_acceptance(profile)
+        _print_lookup(profile)
         click.echo(f"wrote {path}")
     if latency:
         _print_latency(latency, first_profile.models.get("target", {}))
 
 
 def _json_entry(path: str, profile: Profile, latency: Latency | None) -> dict[str, Any]:
-    """The JSON object of a profile: its path, the acceptance of each verifier, and pass times."""
+    """The JSON object of a profile: its path, the acceptance of each verifier, and pass times.
+
+    `lookup` has a summary of each class of matches (`ClassSummary`), if they were counted.
+    """
     entry = {"output": path} | _acceptance_fields(profile) | {"verifier": profile.verifier}
     if latency:
         entry |= {"target": latency.target, "draft": latency.draft}
+    if profile.lookup:
+        from sequoia_plan.artifacts.lookup import class_summaries
+
+        entry["lookup"] = [summary._asdict() for summary in class_summaries(profile.lookup)]
     if profile.verifiers:
         entry["verifiers"] = {
             name: _acceptance_fields(profile.for_verifier(name)) for name in profile.verifiers
@@ -291,6 +299,29 @@ def _print_acceptance(profile: Profile) -> None:
             if off_spine and off_spine.trials:
                 off_probs = [count / off_spine.trials for count in off_spine.counts]
                 click.echo(f"    off the spine  {format_probs(off_probs)}  ({off_spine.trials})")
+
+
+def _print_lookup(profile: Profile) -> None:
+    """Print, by length of the match, how often it comes up and how far its lookup chain holds.
+
+    The match is the longest suffix of the text that occurs earlier in it, and the lookup chain is
+    what follows there: `accepted` is of its first token, `run` the number of its tokens that come
+    next in the text, on average.
+    """
+    from sequoia_plan.artifacts.lookup import class_summaries
+
+    if not profile.lookup:
+        return
+    summaries = class_summaries(profile.lookup)
+    click.echo("lookup      match   share   accepted    run")
+    next_lengths = [summary.match_length for summary in summaries[1:]]
+    for summary, next_length in zip(summaries, [*next_lengths, None], strict=True):
+        first, last = summary.match_length, next_length and next_length - 1
+        name = f"{first}+" if last is None else f"{first}" if first == last else f"{first}-{last}"
+        accepted = "" if summary.accepted is None else f"{summary.accepted:.1%}"
+        mean_run = "" if summary.mean_run is None else f"{summary.mean_run:.1f}"
+        line = f"            {name:<5}  {summary.share:>6.1%}  {accepted:>9}  {mean_run:>5}"
+        click.echo(line.rstrip())
 
 
 def _print_latency(latency: Latency, target_metadata: Mapping[str, Any]) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from sequoia_plan.planner.cli.options import json_option, verifier_option
 from sequoia_plan.planner.cli.terminal import print_json
+
+if TYPE_CHECKING:
+    from sequoia_plan.artifacts import TokenTree
 
 BRANCHING_HELP = "Children a node may have. [default: the acceptance vector's length]"
 OBJECTIVE_HELP = "What to maximise. [default: speed with a profile, else tokens]"
@@ -31,6 +34,10 @@ EXPORT_OUTPUT_HELP = (
 )
 EXPORT_DRAFT_HELP = (
     "With hf: a draft .safetensors file, or smollm2-135m-draft. [default: smollm2-135m-eagle3]"
+)
+LOOKUP_HELP = (
+    "Take trees by how much of the text before a step occurs earlier in it, with tokens that are "
+    "looked up there. [default: if the profile has counts for it and the objective is speed]"
 )
 PLAN_KEYS = (
     "expected_tokens",
@@ -75,6 +82,7 @@ tree_output_option = click.option(
 @click.option("--acceptance", type=click.Path(), help=ACCEPTANCE_HELP)
 @click.option("--baseline", metavar="NAME", help=BASELINE_HELP)
 @verifier_option("the one of those in the profile whose tree is the fastest")
+@click.option("--lookup/--no-lookup", default=None, help=LOOKUP_HELP)
 @tree_output_option
 @json_option
 def solve(
@@ -86,6 +94,7 @@ def solve(
     acceptance: str | None,
     baseline: str | None,
     verifier: str | None,
+    lookup: bool | None,
     output: str,
     as_json: bool,
 ) -> None:
@@ -94,7 +103,7 @@ def solve(
         raise click.UsageError("give either PROFILE or --acceptance, not both")
     from sequoia_plan.artifacts import Profile, save_tree
     from sequoia_plan.artifacts.files import refuse_to_replace
-    from sequoia_plan.planner.report.tree_summary import describe_plan
+    from sequoia_plan.planner.report.tree_summary import describe_by_match, describe_plan
     from sequoia_plan.planner.solving.solve import solve as solve_tree
 
     source = acceptance or profile_file or "profile.yaml"
@@ -108,6 +117,7 @@ def solve(
         objective,
         baseline=baseline,
         verifier=verifier,
+        lookup=lookup,
     )
     tree, plan = solution.tree, solution.tree.plan
     save_tree(tree, output)
@@ -120,14 +130,22 @@ def solve(
                 "branching": tree.branching,
                 "verifier": plan.settings.get("verifier"),
                 **{key: plan_values.get(key) for key in PLAN_KEYS},
+                "tree_speedup": plan.tree_speedup,
+                "replayed_speedup": solution.replayed_speedup,
+                "by_match": _by_match(tree),
                 "parents": tree.parents.tolist(),
                 "seconds": solution.seconds,
             }
         )
         return
     click.echo(f"{tree}, solved in {solution.seconds:.3f} s")
-    for line in describe_plan(plan):
+    for line in (*describe_plan(plan), *describe_by_match(tree)):
         click.echo(line)
+    if solution.replayed_speedup is not None:
+        click.echo(
+            f"on the recorded texts   {solution.replayed_speedup:.3f}x over plain decoding, when "
+            "they are decoded again on paper"
+        )
     if plan.interval and plan.interval.lost:
         low, high = plan.interval.lost
         line = f"lost if the truth is at an end of the interval: {low:.2%} and {high:.2%}"
@@ -135,7 +153,7 @@ def solve(
             low, high = plan.interval_new_kind.lost
             line += f"; of the one for prompts of a new kind: {low:.2%} and {high:.2%}"
         click.echo(line)
-    if plan.predicted_speedup is not None and tree.size == 1:
+    if plan.predicted_speedup is not None and tree.size == 1 and not tree.by_match:
         click.echo(
             "no tree is faster than plain decoding with these measurements: do not speculate"
         )
@@ -163,6 +181,7 @@ def show(tree_file: str, plot: str | None, as_json: bool) -> None:
                 "branching": tree.branching,
                 "level_widths": tree.level_widths.tolist(),
                 "parents": tree.parents.tolist(),
+                "by_match": _by_match(tree),
                 "plan": tree.plan.to_dict(),
                 "plot": plot,
             }
@@ -173,6 +192,26 @@ def show(tree_file: str, plot: str | None, as_json: bool) -> None:
     print_summary(tree)
     if plot:
         click.echo(f"wrote {plot}")
+
+
+def _by_match(tree: TokenTree) -> list[dict[str, Any]]:
+    """What `--json` prints of each class of match; empty for a single tree without lookup."""
+    summaries = []
+    for part in tree.plan.by_match:
+        class_tree = tree.for_match(part.match_length)
+        summaries.append(
+            {
+                "match_length": part.match_length,
+                "share": part.share,
+                "size": class_tree.size,
+                "depth": class_tree.depth,
+                "looks_up": class_tree.looks_up,
+                "expected_tokens": part.expected_tokens,
+                "step_seconds": part.step_seconds,
+                "parents": class_tree.parents.tolist(),
+            }
+        )
+    return summaries
 
 
 @click.command("export")

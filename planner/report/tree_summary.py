@@ -9,7 +9,7 @@ import numpy as np
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.cost import acceptance_rows, memory_gain, node_values
-from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, Alternative, Interval, Plan
+from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, Alternative, Interval, Plan, PlanProbs
 from sequoia_plan.artifacts.uncertainty import MIN_KINDS
 
 if TYPE_CHECKING:
@@ -25,17 +25,50 @@ def print_summary(tree: TokenTree) -> None:
     console = Console(highlight=False)
     plan = tree.plan
     console.print(f"{tree}, branching {tree.branching}", soft_wrap=True, markup=False)
-    for line in describe_plan(plan):
+    for line in (*describe_plan(plan), *describe_by_match(tree)):
         console.print(line, soft_wrap=True, markup=False)
     if best_addition_line := _describe_best_addition(tree):
         console.print(best_addition_line)
     for role, model in plan.models.items():
         dtype = f" ({model['dtype']})" if model.get("dtype") else ""
         console.print(f"{role:<23} {model.get('name')}{dtype}", markup=False)
-    drawing, num_drawn = _drawing(tree)
-    console.print(drawing)
-    if num_drawn < tree.size:
-        console.print(f"... and {tree.size - num_drawn} nodes of less value")
+    acceptance_by_length = {part.match_length: part.acceptance for part in plan.by_match}
+    for match_length, class_tree in tree.portfolio.items():
+        if tree.by_match:
+            console.print(f"match of {_at_least(match_length)}")
+        acceptance = acceptance_by_length.get(match_length)
+        if acceptance is None and match_length == 0:
+            acceptance = plan.acceptance
+        drawing, num_drawn = _drawing(class_tree, acceptance)
+        console.print(drawing)
+        if num_drawn < class_tree.size:
+            console.print(f"... and {class_tree.size - num_drawn} nodes of less value")
+
+
+def describe_by_match(tree: TokenTree) -> Iterator[str]:
+    """Yields a line for each class of match: its share of steps and its tree.
+
+    The match of a text is its longest suffix that occurs earlier in it. It yields nothing for a
+    single tree without prompt lookup.
+    """
+    for part in tree.plan.by_match:
+        class_tree = tree.for_match(part.match_length)
+        source = "drafted"
+        if class_tree.looks_up:
+            num_drafted = int((class_tree.classes == 1).sum())
+            source = f"looked up, {num_drafted} drafted" if num_drafted else "looked up"
+        yield (
+            f"match of {_at_least(part.match_length):<15}{part.share:.1%} of steps: {source}; "
+            f"{class_tree.size} nodes, depth {class_tree.depth}, {part.expected_tokens:.3f} tokens "
+            f"a step, {part.step_seconds * 1000:.1f} ms"
+        )
+
+
+def _at_least(match_length: int) -> str:
+    """The shortest match of a class in words."""
+    if match_length == 0:
+        return "no token"
+    return f"{match_length}+ tokens"
 
 
 def describe_plan(plan: Plan) -> Iterator[str]:
@@ -63,18 +96,24 @@ def describe_plan(plan: Plan) -> Iterator[str]:
             "prompts of a new kind   not known: the profiled prompts name fewer than "
             f"{MIN_KINDS} kinds"
         )
+    if plan.tree_speedup is not None:
+        yield (
+            f"without prompt lookup   {plan.tree_speedup:.3f}x with the fastest single tree on the "
+            "same texts"
+        )
     if memory := memory_gain(plan):
         yield (
             f"more memory             {memory.bytes / 1e6:.0f} MB more of layers in memory would "
             f"make a step up to {memory.seconds * 1000:.1f} ms shorter"
         )
     if plan.gap is not None:
-        faster = "faster"
+        trees, faster = ("trees by match", "are ") if plan.by_match else ("tree", "is ")
         if plan.gap >= OPTIMALITY_TOLERANCE:  # a smaller gap is rounding
             # the gap is relative to the bound, and the text is relative to this tree
-            faster = f"more than {plan.gap / (1 - plan.gap):.2%} faster"
+            faster += f"more than {plan.gap / (1 - plan.gap):.2%} "
+        faster += "faster"
         yield (
-            f"proven                  by these measurements, no tree within the limits is {faster}"
+            f"proven                  by these measurements, no {trees} within the limits {faster}"
         )
 
 
@@ -120,12 +159,12 @@ def _describe_best_addition(tree: TokenTree) -> str:
     """A line about the further node that would add the most expected tokens to the tree.
 
     The node must be within the plan's limits on depth and children of a node. The line is empty
-    if the plan has no acceptance, or the limits leave no room.
+    if the plan has no acceptance, if it has trees by match, or if the limits leave no room.
     """
     from sequoia_plan.planner.solving.certificate import best_addition
 
     plan = tree.plan
-    if not plan.acceptance:
+    if not plan.acceptance or tree.by_match:
         return ""
     # float64 [levels, classes, branching]: the probability that, of an accepted node's children,
     # the one of each rank is accepted, by the node's level and class (on or off the spine)
@@ -138,20 +177,26 @@ def _describe_best_addition(tree: TokenTree) -> str:
     return f"the next node           child {rank} of node {parent}, on level {level}: +{value:.4f}"
 
 
-def _drawing(tree: TokenTree) -> tuple[Tree, int]:
+def _drawing(tree: TokenTree, acceptance: PlanProbs | None) -> tuple[Tree, int]:
     """A drawing of the nodes that are most probably accepted, and their number.
 
-    Without acceptance in the tree's plan, the first nodes are drawn.
+    A node is drawn as its rank and its value, the probability that it is accepted. Nodes of a
+    looked-up spine say so. Without acceptance, the first nodes are drawn.
+
+    Args:
+        tree: the token tree.
+        acceptance: p[rank], p[level][rank] or p[level][class][rank], the probability that a node's
+            child of a rank is accepted; None if it is unknown.
     """
     from rich.tree import Tree
 
-    acceptance = tree.plan.acceptance
     values = node_values(tree, acceptance) if acceptance else np.ones(tree.size)
     drawn_nodes = np.argsort(-values, kind="stable")[:MAX_NODES_DRAWN].tolist()
     branches = {0: Tree("[bold]root 1.000[/bold]")}
     for node in sorted(drawn_nodes):
         parent = int(tree.parents[node])
         if node and parent in branches:
+            is_looked_up = tree.looks_up and tree.classes[node] == 0
             label = f"{tree.ranks[node]}  {values[node]:.3f}"
-            branches[node] = branches[parent].add(label)
+            branches[node] = branches[parent].add(label + ("  looked up" if is_looked_up else ""))
     return branches[0], len(branches)

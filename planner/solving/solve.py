@@ -20,8 +20,8 @@ from sequoia_plan.artifacts.cost import (
     expected_tokens,
     predict,
 )
-from sequoia_plan.artifacts.merge import round_probs
 from sequoia_plan.artifacts.plan import Alternative, Interval, Plan, provenance
+from sequoia_plan.planner.solving.acceptance import level_probs
 from sequoia_plan.planner.solving.baselines import baseline as baseline_tree
 from sequoia_plan.planner.solving.certificate import check
 from sequoia_plan.planner.solving.convolution import isotonic
@@ -34,6 +34,7 @@ from sequoia_plan.planner.solving.frontier import (
     pick_solver,
 )
 from sequoia_plan.planner.solving.noise import SolvedTree, intervals
+from sequoia_plan.planner.solving.portfolio import Limits, solve_portfolio
 
 OBJECTIVES = ("speed", "tokens", "paper")
 
@@ -45,10 +46,13 @@ class Solution:
     Args:
         tree: the token tree.
         seconds: the time that solving took.
+        replayed_speedup: with prompt lookup, the speed-up when the profile's recorded texts are
+            decoded again on paper, to compare with the predicted one; else None.
     """
 
     tree: TokenTree
     seconds: float
+    replayed_speedup: float | None = None
 
     @property
     def plan(self) -> Plan:
@@ -81,6 +85,7 @@ def solve(
     one_vector: bool = False,
     verifier: str | None = None,
     classes: bool = True,
+    lookup: bool | None = None,
 ) -> Solution:
     """Find the best token tree for the measurements, with a proof in its plan.
 
@@ -89,6 +94,7 @@ def solve(
         read acceptance and latencies of each verifier in the profile
         for each verifier: solve for the tree with the highest objective
         choose the tree with the most expected tokens a second (or a step)
+        with prompt lookup: solve for one tree for each class of match with that verifier
         record its predictions, proofs, intervals and alternatives in its plan
 
     The verifier that was chosen is in the plan's `settings`; the plan's `alternatives` say by how
@@ -117,6 +123,10 @@ def solve(
         verifier: solve for this verifier alone, one of those that the profile has.
         classes: take a profile's counts by class of the parent (on the spine or off it) where the
             classes differ by more than noise.
+        lookup: solve for one tree for each class of match, whose spine (the root, its first child,
+            that node's first child, ...) may be looked up in the text (see portfolio.py). None does
+            so where the profile has counts for it and the objective is speed; True refuses
+            otherwise.
 
     Returns:
         The tree with its plan, and the time that solving took.
@@ -137,12 +147,18 @@ def solve(
         smooth=smooth,
         baseline=baseline,
     )
+    with_lookup = _checked_lookup(lookup, first_profile, problem, one_vector)
     solved_trees = [_solve_for_verifier(*measurement, problem) for measurement in measurements]
     best, alternatives = _choose(solved_trees, problem.objective)
-    plan = _annotated_plan(best, alternatives, problem)
+    plan = _annotated_plan(best, alternatives, problem, with_lookup)
     if isinstance(profile, Profile):
         plan = replace(plan, profile_sha256=profile.sha256)  # of all verifiers
-    return Solution(TokenTree(best.tree.parents, plan), time.perf_counter() - started)
+    if not with_lookup:
+        return Solution(TokenTree(best.tree.parents, plan), time.perf_counter() - started)
+    assert best.profile is not None and best.times is not None
+    limits = Limits(budget, depth, problem.depth, branching)
+    solved = solve_portfolio(best.profile, best.tree, best.times, limits, plan)
+    return Solution(solved.tree, time.perf_counter() - started, solved.replayed_speedup)
 
 
 def _read_measurements(
@@ -170,23 +186,9 @@ def _read_measurements(
     profiles = [profile.for_verifier(name) for name in names]
     by_class = classes and all(view.acceptance_by_class for view in profiles)
     return [
-        (view, view.acceptance if one_vector or not view.levels else _level_probs(view, by_class))
+        (view, view.acceptance if one_vector or not view.levels else level_probs(view, by_class))
         for view in profiles
     ]
-
-
-def _level_probs(profile: Profile, by_class: bool) -> Any:
-    """A profile's p[level][rank] or p[level][class][rank], to six digits.
-
-    The class of a node is 0 on the spine (the root, its first child, that node's first child, ...)
-    and 1 off it. Counts may exceed their trials by rounding; a vector of a larger sum is scaled
-    down to the sum 1.
-    """
-    rows = np.array(profile.acceptance_by_class if by_class else profile.acceptance_by_level)
-    levels = (rows / np.maximum(1.0, rows.sum(-1, keepdims=True))).tolist()
-    if by_class:
-        return [[list(round_probs(vector)) for vector in level] for level in levels]
-    return [list(round_probs(vector)) for vector in levels]
 
 
 def _depth_limit(depth: int, profile: Profile | None) -> int:
@@ -207,6 +209,30 @@ def _checked_objective(objective: str | None, profile: Profile | None, baseline:
             "objective tokens"
         )
     return objective
+
+
+def _checked_lookup(
+    lookup: bool | None, profile: Profile | None, problem: Problem, one_vector: bool
+) -> bool:
+    """Whether to solve for trees by match; refuse if that is asked for and cannot be done.
+
+    Args:
+        lookup: what was asked for; None leaves it to the profile and to the problem.
+        profile: the measurements; None if only an acceptance was given.
+        problem: what to solve.
+        one_vector: whether one vector of acceptance is asked for.
+    """
+    has_counts = profile is not None and profile.lookup is not None
+    is_own_tree = problem.baseline or problem.smooth or one_vector
+    is_possible = has_counts and problem.objective == "speed" and not is_own_tree
+    if lookup and not is_possible:
+        found = "a profile without lookup counts (profile again)"
+        if has_counts:
+            found = "another objective, a baseline or a changed acceptance"
+        raise ArgumentError(
+            f"lookup: found {found}, expected counts by class of match and the objective speed"
+        )
+    return is_possible and lookup is not False
 
 
 def _solve_for_verifier(profile: Profile | None, acceptance: Any, problem: Problem) -> SolvedTree:
@@ -298,7 +324,7 @@ def _choose(
 
 
 def _annotated_plan(
-    best: SolvedTree, alternatives: dict[str, Alternative], problem: Problem
+    best: SolvedTree, alternatives: dict[str, Alternative], problem: Problem, with_lookup: bool
 ) -> Plan:
     """The plan of the chosen tree: provenance, limits, prediction, proofs and intervals.
 
@@ -306,15 +332,19 @@ def _annotated_plan(
         best: the chosen tree.
         alternatives: how the trees for the other verifiers compare with it, by verifier.
         problem: what it was solved for.
+        with_lookup: whether the plan will be that of trees by match, which has neither a bound on
+            tokens nor intervals.
     """
     upper_bound: float | None = None
-    if not problem.baseline:
+    if not problem.baseline and not with_lookup:
         tokens = best.prediction.expected_tokens
         # For the objective tokens the tree is the optimum of its size, so no solver runs again.
         optimum = tokens if problem.objective == "tokens" else None
         certificate = check(best.tree, best.acceptance, problem.depth, problem.branching, optimum)
         upper_bound = certificate.upper_bound
-    interval, interval_new_kind = _intervals_if_known(best, problem)
+    interval = interval_new_kind = None
+    if not with_lookup:
+        interval, interval_new_kind = _intervals_if_known(best, problem)
     return replace(
         provenance(best.profile),
         acceptance=_tuples(best.acceptance),
