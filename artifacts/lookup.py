@@ -9,6 +9,7 @@ class has counts and a tree of its own.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, ClassVar, NamedTuple
 
@@ -20,8 +21,8 @@ MATCH_LENGTHS = (0, 1, 2, 3, 5)
 """The shortest match of each class, in tokens; the first class is that of texts without a match."""
 MAX_MATCH = MATCH_LENGTHS[-1]
 """Longer matches need not be told apart."""
-MAX_TEXT_CHARACTERS = 1 << 20
-"""Characters of `LookupCounts.texts` that a profile keeps: about 250 thousand positions."""
+MAX_TEXT_CHARACTERS = 1 << 17
+"""Characters of `LookupCounts.texts` that a profile keeps: about 30 thousand positions."""
 
 
 class MatchClass(Artifact, frozen=True):
@@ -113,6 +114,46 @@ def read_positions(text: str) -> Iterator[Position]:
 def write_positions(positions: Sequence[Position]) -> str:
     """The record of a text for `LookupCounts.texts`."""
     return " ".join(f"{position.match_length}:{position.run}" for position in positions)
+
+
+class ClassSummary(NamedTuple):
+    """What the counts say about one class of match.
+
+    Args:
+        match_length: the shortest match of the class, in tokens.
+        share: the share of positions of the recorded texts that are in this class.
+        accepted: the share of the first looked-up tokens that were accepted, or are expected to be;
+            None if there were none.
+        mean_run: how many of the next tokens are those of the lookup chain, on average over the
+            positions of the class; None without positions, or without a match.
+    """
+
+    match_length: int
+    share: float
+    accepted: float | None
+    mean_run: float | None
+
+
+def class_summaries(counts: LookupCounts) -> list[ClassSummary]:
+    """A summary of each class of match, the shortest match first."""
+    runs: list[list[int]] = [[] for _ in counts.classes]
+    for text in itertools.chain.from_iterable(counts.texts.values()):
+        for position in read_positions(text):
+            runs[class_of(position.match_length, counts.match_lengths)].append(position.run)
+    num_positions = sum(map(len, runs))
+    summaries = []
+    for match_class, class_runs in zip(counts.classes, runs, strict=True):
+        root = match_class.looked_up[0] if match_class.looked_up else None
+        has_runs = bool(class_runs) and match_class.match_length > 0
+        summaries.append(
+            ClassSummary(
+                match_class.match_length,
+                len(class_runs) / max(num_positions, 1),
+                root.counts[0] / root.trials if root and root.trials else None,
+                sum(class_runs) / len(class_runs) if has_runs else None,
+            )
+        )
+    return summaries
 
 
 def limited_texts(texts: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:

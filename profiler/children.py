@@ -102,31 +102,34 @@ class DrawnChildren:
         if self.sampling.greedy:
             children = torch.cat([looked_up, self._target_tokens(others)], 1)
             return (children == target_probs.argmax(-1, keepdim=True)).double()
-        accepted = target_probs.gather(1, looked_up).double()
-        target_probs = target_probs.scatter(1, looked_up, 0.0)
-        rejected = target_probs.sum(-1, keepdim=True, dtype=torch.float64)
-        if not others.shape[1]:
-            return accepted
         draft_probs = self.draft_probs[positions]
         if self.d2t is None:
             draft_probs = draft_probs.scatter(1, looked_up, 0.0)
         else:
             draft_probs = draft_probs.masked_fill(self.d2t == looked_up, 0.0)
-        # neither needs to be normalised: the verifier divides by their sums
-        others_accepted = rejected * self._verified(target_probs, draft_probs, others)
-        return torch.cat([accepted, others_accepted], 1) / (accepted + rejected)
+        # the first place is the looked-up child's; what is drawn there is not read
+        children = torch.cat([drawn[:, :1], others], 1)
+        return self._verified(target_probs, draft_probs, children, tokens)
 
     def _target_tokens(self, drawn: Tensor) -> Tensor:
         """The target's tokens for indices into the draft's vocabulary."""
         return drawn if self.d2t is None else self.d2t[drawn]
 
-    def _verified(self, target_probs: Tensor, draft_probs: Tensor, drawn: Tensor) -> Tensor:
+    def _verified(
+        self,
+        target_probs: Tensor,
+        draft_probs: Tensor,
+        drawn: Tensor,
+        looked_up: Tensor | None = None,
+    ) -> Tensor:
         """float64 [positions, ranks]: the verifier's probability to accept each child.
 
         Args:
             target_probs: float [positions, vocabulary].
             draft_probs: float [positions, draft vocabulary].
             drawn: int64 [positions, ranks].
+            looked_up: int64 [positions], the target's tokens that take the place of the first drawn
+                child; None if all children are drafted.
         """
         verifier = self.sampling.verifier
         # at a root's children, `traversal` accepts as `sequoia` does
@@ -134,7 +137,11 @@ class DrawnChildren:
         count, ranks = drawn.shape
         # each position is the root of a one-level tree; the roots come first, then their children
         stars = TreeIndex.stars(count, ranks, target_probs.device)
-        acceptance = VERIFIERS[name].acceptance(
-            lambda nodes: target_probs[nodes], draft_probs, drawn, stars, self.d2t
-        )
+        inputs = (lambda nodes: target_probs[nodes], draft_probs, drawn, stars, self.d2t)
+        if looked_up is None:
+            acceptance = VERIFIERS[name].acceptance(*inputs)
+        else:
+            none_below = torch.full_like(drawn, -1).flatten()
+            looked_up_children = torch.cat([looked_up, none_below])
+            acceptance = VERIFIERS[name].acceptance(*inputs, looked_up=looked_up_children)
         return acceptance.end_probs[count:].reshape(count, ranks)

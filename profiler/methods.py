@@ -33,10 +33,10 @@ from sequoia_plan.profiler.draft_passes import logits_over_text
 from sequoia_plan.profiler.lookup_counts import LookupTrials
 from sequoia_plan.profiler.observed import LEVELS, TREE
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
-from sequoia_plan.runtime.base.drawing import WITHOUT_REPLACEMENT
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary
 from sequoia_plan.runtime.verify import (
+    LOOKUP_VERIFIERS,
     VERIFIERS,
     Acceptance,
     TargetProbs,
@@ -75,12 +75,11 @@ def expected_acceptance(
 
 
 def counts_lookup(sampling: Sampling) -> bool:
-    """True if lookup is counted with this sampling.
+    """True if lookup is counted with this sampling: its verifier is exact for looked-up tokens.
 
-    A looked-up token goes before children that are drawn without replacement. At temperature 0 all
-    verifiers accept alike.
+    At temperature 0 all verifiers accept alike.
     """
-    return sampling.greedy or sampling.drawing is WITHOUT_REPLACEMENT
+    return sampling.greedy or sampling.verifier in LOOKUP_VERIFIERS
 
 
 class ForcedMethod:
