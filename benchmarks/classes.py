@@ -340,7 +340,7 @@ def main() -> None:
     )
     parser.add_argument("--draft", help="as for sequoia-plan profile")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--prompts", type=int, default=160, help="of the built-in ones, at most")
+    parser.add_argument("--prompts", type=int, default=184, help="of the built-in ones, at most")
     parser.add_argument("--tokens", type=int, default=48, help="of each prompt")
     parser.add_argument("--check", type=int, default=4, help="prompts that are decoded, too")
     parser.add_argument("--texts", type=Path, help="a result, whose texts are taken")

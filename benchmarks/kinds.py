@@ -3,9 +3,8 @@
     python benchmarks/kinds.py --temperature 0 -o build/kinds.json
     python benchmarks/kinds.py --temperature 0 --prompts mt_bench.jsonl -o build/kinds.json
 
-The first command takes the eight kinds of the built-in prompts. The second one adds those of a
-file: its kinds are predicted from the built-in prompts as well, and the built-in ones from the
-file's.
+The first command takes the kinds of the built-in prompts. The second one adds those of a file: its
+kinds are predicted from the built-in prompts as well, and the built-in ones from the file's.
 
 Acceptance is measured once, prompt by prompt. For each kind and size, the tree of most expected
 tokens is solved from the counts of the other kinds. The two intervals of its plan are compared with

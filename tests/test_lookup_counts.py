@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,6 +27,7 @@ from sequoia_plan.artifacts.lookup import (
     read_positions,
 )
 from sequoia_plan.artifacts.merge import merge, pooled
+from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load, measuring_half
 from sequoia_plan.profiler import methods
 from sequoia_plan.profiler.acceptance import measure_acceptance, measure_by_prompt
 from sequoia_plan.profiler.children import DrawnChildren
@@ -430,3 +432,13 @@ def test_texts_beyond_the_limit_are_left_out(monkeypatch):
     monkeypatch.setattr(lookup_artifact, "MAX_TEXT_CHARACTERS", 10)
     texts_of_kinds = {"chat": ["0:0 0:0", "1:1"], "code": ["2:3", "3:0", "4:0"]}
     assert limited_texts(texts_of_kinds) == {"chat": ("0:0 0:0",), "code": ("2:3",)}
+
+
+def test_built_in_prompts_that_copy_are_in_both_halves():
+    """They are spread over the file, because a measurement may end early."""
+    prompts = load(BUILT_IN)
+    assert {prompt.kind for prompt in prompts} == {prompt.kind for prompt in prompts[:48]}
+    for half in (measuring_half(prompts), held_out_half(prompts)):
+        kinds = Counter(prompt.kind for prompt in half)
+        assert len(half) == 92 and len(kinds) == 12
+        assert all(kinds[kind] == 3 for kind in ("proofread", "quote", "edit-code", "shorten"))
