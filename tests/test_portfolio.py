@@ -1,0 +1,415 @@
+"""Trees by match: the search for looked-up spines and for portfolios, held against brute force."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from brute_force import DFLASH, EAGLE
+from click.testing import CliRunner
+from msgspec import structs
+from strategies import all_trees
+
+from sequoia_plan.artifacts import (
+    LANGUAGE_MODEL,
+    ArgumentError,
+    Latency,
+    LevelCounts,
+    Profile,
+    SequoiaPlanError,
+    StreamCost,
+    TokenTree,
+    VerificationCost,
+    load_tree,
+    save_tree,
+)
+from sequoia_plan.artifacts.cost import StepTime, check_prediction, expected_tokens
+from sequoia_plan.artifacts.counts import Counts
+from sequoia_plan.artifacts.lookup import LookupCounts, MatchClass, Position, write_positions
+from sequoia_plan.planner.cli import main
+from sequoia_plan.planner.solving import looked_up, portfolio
+from sequoia_plan.planner.solving.acceptance import looked_up_probs, pooled_rows
+from sequoia_plan.planner.solving.fastest import NO_OTHER_STEPS, OtherSteps, with_speed
+from sequoia_plan.planner.solving.looked_up import fastest_looked_up_tree
+from sequoia_plan.planner.solving.portfolio import Limits, MatchProblem, fastest_portfolio
+from sequoia_plan.planner.solving.replay import advance_table, replay
+from sequoia_plan.planner.solving.solve import solve
+
+SMALL_TREES = [tree for size in range(1, 8) for tree in all_trees(size)]
+LEVELS, RANKS = 3, 2
+"""Levels below the root's, and children of a node, of the trees in brute force."""
+
+
+def random_rows(rng, levels=LEVELS, ranks=RANKS, looks_up=False):
+    """p[level][class][rank]; with `looks_up`, rank 1 on the spine may be likelier or less likely
+    than the ranks after it."""
+    rows = -np.sort(-rng.dirichlet([0.6] * ranks + [0.5], size=(levels, 2))[:, :, :ranks])
+    if looks_up:
+        rows[:, 0, 0] = rng.uniform(0.2, 0.95, levels)
+        rows[:, 0, 1:] = (
+            (1 - rows[:, :1, 0]) * rng.uniform(0.2, 0.9, (levels, 1)) / max(ranks - 1, 1)
+        )
+    return rows
+
+
+def random_times(rng, orders=("tree", "level", "walk", "path")):
+    """Step times with any verification, draft and stream."""
+    target = 0.02 + np.cumsum(rng.uniform(0.0002, 0.008, 7))
+    draft = np.cumsum(rng.uniform(0.0005, 0.006, 7))
+    costs = rng.choice([0, 0.0001, 0.0005], 3)
+    kinds = [None, *(VerificationCost(0.001, *costs, order) for order in orders)]
+    latency = Latency(
+        {n: float(seconds) for n, seconds in enumerate(target, 1)},
+        {n: float(seconds) for n, seconds in enumerate(draft, 1)},
+        0.001,
+        verification=kinds[rng.integers(len(kinds))],
+        stream=[None, None, StreamCost(0.03, 1000)][rng.integers(3)],
+    )
+    return StepTime(latency, [LANGUAGE_MODEL, DFLASH, EAGLE][rng.integers(3)])
+
+
+def possible_trees(times, looks_up, max_size, depth=LEVELS + 1, ranks=RANKS):
+    """Every tree within the limits."""
+    deepest = times.drafting.max_depth or depth
+    for tree in SMALL_TREES:
+        if tree.size <= max_size and tree.depth <= depth and tree.branching <= ranks:
+            candidate = TokenTree(tree.parents, looks_up=looks_up)
+            if candidate.num_drafted_levels < deepest:
+                yield candidate
+
+
+def is_exact(times):
+    """Whether verification costs the same for a folded tail as for the tail itself."""
+    cost = times.latency.verification
+    return cost is None or cost.by_round == 0 or cost.round_order == "level"
+
+
+def highest_speed(problems, shares, times, max_size):
+    """Tokens a second of the fastest portfolio: Dinkelbach's iteration over lists of all trees."""
+    figures = []
+    for problem in problems:
+        points = []
+        for looks_up in (False, True)[: 1 + (problem.looked_up is not None)]:
+            acceptance = problem.looked_up if looks_up else problem.drafted
+            own_times = replace(times, acceptance=acceptance)
+            points += [
+                (expected_tokens(tree, acceptance), own_times.step_seconds(tree))
+                for tree in possible_trees(times, looks_up, max_size)
+            ]
+        figures.append(np.array(points))
+    speed = 0.0
+    for _ in range(100):
+        best = [points[np.argmax(points[:, 0] - speed * points[:, 1])] for points in figures]
+        tokens, seconds = shares @ np.array(best)
+        speed = tokens / seconds
+    return speed
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_fastest_looked_up_tree_is_that_of_brute_force(seed):
+    """No tree with a looked-up spine is faster than the bound, and the tree found is the fastest,
+    alone or beside other steps."""
+    rng = np.random.default_rng(seed)
+    rows, times = random_rows(rng, looks_up=True), random_times(rng)
+    times = replace(times, acceptance=rows)
+    other_steps = OtherSteps(*rng.uniform(0, (5, 0.2))) if seed % 2 else NO_OTHER_STEPS
+    max_size = int(rng.integers(2, 8))
+    start = with_speed(TokenTree.chain(1), rows, times, other_steps)
+    result = fastest_looked_up_tree(rows, max_size, times, start, other_steps=other_steps)
+    best = max(
+        with_speed(tree, rows, times, other_steps).speed
+        for tree in possible_trees(times, True, max_size)
+    )
+    assert result.tree.size <= max_size
+    assert result.tree.depth <= LEVELS + 1
+    assert result.tree.branching <= RANKS
+    assert result.tree.looks_up or result.tree.size == 1
+    assert result.bound >= best * (1 - 1e-12)
+    if is_exact(times):
+        assert result.speed == pytest.approx(best, rel=1e-12)
+    assert result.speed <= best * (1 + 1e-12)
+
+
+def test_a_search_without_tails_is_slower(monkeypatch):
+    """Control: the fastest tree has a drafted child of the root and a spine of four tokens, and a
+    search that folds one node of its tail alone does not find it."""
+    rows = np.array([[[0.6, 0.35], [0.1, 0.1]], *[[[0.95, 0.02], [0.1, 0.1]]] * 3])
+    latency = Latency({n: 0.02 + 0.001 * n for n in range(1, 8)}, {1: 0.001, 7: 0.001})
+    times = StepTime(latency, acceptance=rows)
+    start = with_speed(TokenTree.chain(1), rows, times)
+    trees = possible_trees(times, True, 7, depth=5)
+    best = max(trees, key=lambda tree: with_speed(tree, rows, times).speed)
+    assert best.parents.tolist() == [-1, 0, 0, 1, 3, 4]
+    assert best.num_drafted_levels == 1
+    result, right = fastest_looked_up_tree(rows, 7, times, start), looked_up.fold_tail
+    assert result.tree == best
+    assert result.gap < 1e-9
+    monkeypatch.setattr(
+        looked_up, "fold_tail", lambda rows, passes, _, charge: right(rows, passes, 1, charge)
+    )
+    assert fastest_looked_up_tree(rows, 7, times, start).speed < result.speed * 0.999
+
+
+def test_draft_passes_end_where_only_the_spine_goes_on():
+    """A looked-up chain has no draft pass; a drafted child on level 2 needs two."""
+    chain = TokenTree(TokenTree.chain(6).parents, looks_up=True)
+    assert chain.num_drafted_levels == 0
+    with_sibling = TokenTree(np.array([-1, 0, 1, 1, 2, 4], np.int32), looks_up=True)
+    assert with_sibling.num_parents_by_level == [1, 1]
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_no_portfolio_is_faster_than_the_solved_one(seed):
+    """Brute force over all portfolios of two or three classes of match."""
+    rng = np.random.default_rng(100 + seed)
+    times = random_times(rng)
+    problems = [MatchProblem(0, random_rows(rng).tolist())]
+    for match_length in (1, 3)[: 1 + seed % 2]:
+        rows = random_rows(rng, looks_up=True).tolist()
+        problems.append(MatchProblem(match_length, random_rows(rng).tolist(), rows))
+    shares = rng.dirichlet([1.0] * len(problems)) * 0.999 + 0.001 / len(problems)
+    deepest = min(LEVELS + 1, times.drafting.max_depth or LEVELS + 1)
+    limits = Limits(6, LEVELS + 1, deepest, RANKS)
+    start = [TokenTree.chain(1)] * len(problems)
+    result = fastest_portfolio(problems, shares, times, limits, start)
+    best = highest_speed(problems, shares, times, 6)
+    assert result.bound >= best * (1 - 1e-12)
+    assert result.speed <= best * (1 + 1e-9)
+    if is_exact(times):
+        assert result.speed == pytest.approx(best, rel=1e-9)
+
+
+def copying_problems(size=40):
+    """Steps without a match, and steps whose looked-up tokens are nearly all right."""
+    nothing = [[[0.3], [0.3]]]
+    return [MatchProblem(0, nothing), MatchProblem(2, nothing, [[[0.93], [0.3]]])]
+
+
+def test_solving_each_class_by_its_own_speed_loses():
+    """Control: the tree with the most tokens a second of its own class is not the one for the
+    common price of a second: where text repeats itself, it is too short."""
+    problems, shares = copying_problems(), np.array([0.8, 0.2])
+    latency = Latency({n: 0.02 + 0.001 * n for n in range(1, 41)}, {1: 0.005, 40: 0.01})
+    times, limits = StepTime(latency), Limits(40, 40, 40)
+    plain = [TokenTree.chain(1)]
+    together = fastest_portfolio(problems, shares, times, limits, plain * 2)
+    apart = [
+        fastest_portfolio([problem], np.ones(1), times, limits, plain).trees[0]
+        for problem in problems
+    ]
+    tokens, seconds = 0.0, 0.0
+    for problem, share, tree in zip(problems, shares, apart, strict=True):
+        tokens += share * expected_tokens(tree, problem.acceptance(tree))
+        seconds += share * times.step_seconds(tree)
+    assert tokens / seconds < together.speed * 0.99
+    assert apart[1].depth < together.trees[1].depth
+    assert together.bound == pytest.approx(together.speed, rel=1e-9)
+
+
+def test_shares_by_hand():
+    """A drafted chain of one token that is right half of the time, and a looked-up chain of two.
+
+    The steps begin at position 0; at 1 with probability .5; at 2 with .5 + .25; at 3 with .25. From
+    2 the lookup chain takes three tokens, from 3 its second token is wrong. All ways meet at 5.
+    """
+    text = [Position(0, 0), Position(0, 0), Position(2, 2), Position(2, 1), Position(0, 0)]
+    text += [Position(0, 0)] * 3  # the last steps do not count
+    trees = [TokenTree.chain(2), TokenTree(TokenTree.chain(3).parents, looks_up=True)]
+    result = replay([text], (0, 2), trees, [[0.5], [[[0.9], [0.5]]]])
+    assert result.shares.tolist() == pytest.approx([0.6, 0.4])
+    assert result.num_steps == pytest.approx(2.5)
+    assert result.tokens_per_step == pytest.approx(2.0)
+
+
+def test_a_drafted_sibling_gets_its_chance_once_the_looked_up_token_is_rejected():
+    """The root's looked-up child has p = .6, its drafted one .2 and a child of its own with .3."""
+    tree = TokenTree(np.array([-1, 0, 0, 2], np.int32), looks_up=True)
+    table = advance_table(tree, [[[0.6, 0.2], [0.3, 0.0]]])
+    assert table.tolist() == [pytest.approx([0.5, 0.35, 0.15]), pytest.approx([0, 1, 0])]
+
+
+def test_a_tree_that_looks_up_nothing_goes_as_far_as_its_acceptance_says():
+    """The expected length of a step is the tree's expected tokens."""
+    rng = np.random.default_rng(0)
+    rows = random_rows(rng)
+    for tree in SMALL_TREES[:60]:
+        if tree.depth <= LEVELS + 1:
+            lengths = advance_table(tree, rows)[0]
+            mean = float(lengths @ np.arange(1, len(lengths) + 1))
+            assert mean == pytest.approx(expected_tokens(tree, rows))
+
+
+def test_sparse_levels_have_one_vector():
+    """Levels from the first with few trials on share their counts; too few take the level above."""
+    trials, counts = np.array([200.0, 40.0, 20.0]), np.array([[100.0], [30.0], [15.0]])
+    assert pooled_rows(trials, counts)[:, 0].tolist() == [0.5, 0.75, 0.75]
+    trials, counts = np.array([200.0, 40.0, 0.0]), np.array([[100.0], [20.0], [0.0]])
+    assert pooled_rows(trials, counts)[:, 0].tolist() == [0.5, 0.5, 0.5]
+
+
+def test_classes_of_a_looked_up_tree_are_not_mixed():
+    """A looked-up token and a drafted one have probabilities of their own, however few counts."""
+    off_spine = Counts(60, (6.0, 3.0))
+    levels = (LevelCounts(100, (80.0, 10.0)), LevelCounts(140, (76.0, 5.0), off_spine))
+    probs = looked_up_probs(MatchClass(2, (), levels), [0.5, 0.1])
+    assert probs == [[[0.8, 0.1], [0.1, 0.05]], [[0.875, 0.025], [0.1, 0.05]]]
+    assert looked_up_probs(MatchClass(2, (), levels[:0]), [0.5, 0.1]) is None
+
+
+def lookup_profile(**changes):
+    """A profile with two classes of match, in which looked-up tokens are mostly right."""
+    drafted = (
+        LevelCounts(900, (450.0, 120.0)),
+        LevelCounts(500, (260.0, 60.0), Counts(100, (40.0, 10.0))),
+    )
+    right = [(400, 360.0, 10.0), (360, 330.0, 8.0), (330, 310.0, 5.0), (310, 295.0, 4.0)]
+    levels = [LevelCounts(trials, (hits, others)) for trials, hits, others in right]
+    levels[1:] = [structs.replace(level, off_spine=Counts(0, (0.0, 0.0))) for level in levels[1:]]
+    text = write_positions(
+        [Position(0, 0)] * 10 + [Position(2, run) for run in range(12, -1, -1)] + [Position(0, 0)]
+    )
+    classes = (MatchClass(0, drafted), MatchClass(2, drafted, tuple(levels)))
+    profile = Profile(
+        (0.5, 0.13),
+        trials=900,
+        levels=drafted,
+        latency=Latency({n: 0.03 + 0.001 * n for n in range(1, 20)}, {n: 0.006 for n in (1, 19)}),
+        settings={"temperature": 0.0},
+        lookup=LookupCounts(classes, {"all": (text,) * 3}),
+    )
+    return structs.replace(profile, **changes)
+
+
+def test_a_profile_with_lookup_counts_gives_trees_by_match(tmp_path):
+    """Through both files: the plan promises what its classes come to, and more than one tree."""
+    lookup_profile().save(tmp_path / "profile.yaml")
+    profile = Profile.load(tmp_path / "profile.yaml")
+    assert profile == lookup_profile()
+    solution = solve(profile, 16, 10)
+    tree, plan = solution.tree, solution.plan
+    assert not tree.looks_up
+    assert tree.by_match[2].looks_up
+    assert [part.match_length for part in plan.by_match] == [0, 2]
+    assert plan.predicted_speedup > plan.tree_speedup
+    assert plan.gap < 1e-9
+    assert solution.replayed_speedup == pytest.approx(plan.predicted_speedup, rel=0.5)
+    save_tree(tree, tmp_path / "tree")
+    assert load_tree(tmp_path / "tree") == tree
+    assert load_tree(tmp_path / "tree").plan == plan
+    # the recorded texts, decoded again with these trees, have the plan's shares
+    texts = portfolio.recorded_texts(profile.lookup)
+    trees = [tree.for_match(part.match_length) for part in plan.by_match]
+    shares = replay(texts, (0, 2), trees, [part.acceptance for part in plan.by_match]).shares
+    assert shares.tolist() == pytest.approx([part.share for part in plan.by_match])
+
+
+def test_a_plan_that_contradicts_its_trees_is_refused(tmp_path):
+    """Each figure of each class follows from its tree, and shares add up to 1."""
+    tree = solve(lookup_profile(), 16, 10).tree
+    no_match, match = tree.plan.by_match
+
+    def plan_with(**changes):
+        return structs.replace(tree.plan, by_match=(no_match, structs.replace(match, **changes)))
+
+    for changes in ({"expected_tokens": 2.0}, {"step_seconds": 0.5}):
+        wrong = TokenTree(tree.parents, plan_with(**changes), by_match=tree.by_match)
+        with pytest.raises(SequoiaPlanError, match=r"plan.by_match\[1\]"):
+            check_prediction(wrong)
+        save_tree(wrong, tmp_path / "tree")
+        with pytest.raises(SequoiaPlanError, match=r"plan.by_match\[1\]"):
+            load_tree(tmp_path / "tree")
+    with pytest.raises(SequoiaPlanError, match="add up to"):
+        plan_with(share=match.share / 2)
+    with pytest.raises(SequoiaPlanError, match="0 first"):
+        structs.replace(tree.plan, by_match=(match,))
+    drafted = TokenTree(tree.parents, tree.plan, by_match={2: TokenTree.chain(4)})
+    with pytest.raises(SequoiaPlanError, match="solve again"):
+        check_prediction(drafted)
+    unnamed = TokenTree(tree.parents, tree.plan, by_match={**tree.by_match, 4: TokenTree.chain(4)})
+    with pytest.raises(SequoiaPlanError, match="matches of 4 tokens"):
+        check_prediction(unnamed)
+
+
+def test_lookup_can_be_left_out_or_asked_for():
+    """Without counts, or for another objective, asking for it is one clear error."""
+    profile = lookup_profile()
+    alone = solve(profile, 16, 10, lookup=False)
+    assert not alone.tree.by_match
+    assert not alone.plan.by_match
+    assert alone.tree == solve(lookup_profile(lookup=None), 16, 10).tree
+    assert solve(profile, 16, 10, lookup=True).tree == solve(profile, 16, 10).tree
+    assert not solve(profile, 16, 10, objective="tokens").plan.by_match
+    assert not solve(profile, 16, 10, baseline="chain").plan.by_match
+    with pytest.raises(ArgumentError, match="without lookup counts"):
+        solve(lookup_profile(lookup=None), 16, 10, lookup=True)
+    with pytest.raises(ArgumentError, match="objective"):
+        solve(profile, 16, 10, objective="tokens", lookup=True)
+
+
+def test_a_class_with_the_tree_of_the_one_before_it_is_left_out():
+    """Equal trees are stored once, and a tree that comes back is stored again."""
+    drafted, spine = TokenTree.chain(3), TokenTree(TokenTree.chain(5).parents, looks_up=True)
+    problems = [SimpleNamespace(match_length=length) for length in (0, 1, 2, 3, 5)]
+    trees = [drafted, drafted, spine, spine, drafted]
+    tree = portfolio._with_by_match(problems, trees)
+    assert list(tree.by_match) == [2, 5]
+    assert [tree.for_match(problem.match_length) for problem in problems[1:]] == [
+        TokenTree(other.parents, looks_up=other.looks_up) if number else tree
+        for number, other in enumerate(trees[1:])
+    ]
+
+
+def test_the_terminal_tells_classes_and_spines_apart(tmp_path):
+    """`solve` and `show` print a line for each class, and draw looked-up nodes as such."""
+    profile, tree = str(tmp_path / "profile.yaml"), str(tmp_path / "tree")
+    lookup_profile().save(profile)
+
+    def output(*arguments):
+        result = CliRunner().invoke(main, arguments)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    limits = ("--budget", "16", "--depth", "10", "-o", tree)
+    text = output("solve", profile, *limits)
+    assert "match of 2+ tokens" in text
+    assert "on the recorded texts" in text
+    drawing = output("show", tree)
+    depth = load_tree(tree).by_match[2].depth
+    assert drawing.count("  looked up\n") == depth - 1
+    assert "without prompt lookup" in drawing
+    by_match = json.loads(output("solve", profile, *limits, "--json"))["by_match"]
+    assert [part["looks_up"] for part in by_match] == [False, True]
+    assert sum(part["share"] for part in by_match) == pytest.approx(1)
+    keys = {"match_length", "share", "size", "depth", "looks_up", "expected_tokens"}
+    assert all(keys | {"step_seconds"} <= set(part) for part in by_match)
+    assert json.loads(output("solve", profile, *limits, "--no-lookup", "--json"))["by_match"] == []
+    error = CliRunner().invoke(main, ("solve", profile, "--lookup", "--objective", "tokens"))
+    assert error.exit_code == 2
+    assert "objective" in error.output
+
+
+@pytest.mark.parametrize("order", ["tree", "level", "walk", "path"])
+def test_folded_times_are_never_longer(order):
+    """A folded tree takes no longer than the tree that it stands for, charge included."""
+    rng = np.random.default_rng(5)
+    cost = VerificationCost(0.001, 0.0005, 0.0003, 0.0001, order)
+    latency = Latency({n: 0.02 for n in range(1, 8)}, {n: 0.001 for n in (1, 7)}, verification=cost)
+    rows = random_rows(rng, looks_up=True)
+    times = StepTime(latency, acceptance=rows)
+    folded_times, seconds_by_tail_node = looked_up._times_of_folded_trees(times)
+    for num_passes, tree in itertools.product((1, 2), SMALL_TREES):
+        folded = looked_up.fold_tail(rows, num_passes, 3, 0.0)
+        if tree.depth != num_passes + 1 or tree.branching > folded.rows.shape[2]:
+            continue
+        unfolded = folded.unfold(tree)
+        if unfolded.size < tree.size or unfolded.num_drafted_levels < num_passes:
+            continue  # it stands for a tree of fewer passes, which another search has
+        tail = max(unfolded.depth - tree.depth, 0)
+        # the folded tree's rows are not those of its nodes, so a walk is left to brute force
+        if order != "walk":
+            least = folded_times.work_seconds(tree) + tail * seconds_by_tail_node
+            assert least <= times.work_seconds(unfolded) + 1e-12
