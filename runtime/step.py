@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts.lookup import MAX_MATCH
 from sequoia_plan.runtime.base.cache import round_up
 from sequoia_plan.runtime.base.drawing import kernels_available
 from sequoia_plan.runtime.base.lookup import look_up
@@ -247,7 +248,7 @@ class TreeStep:
         It reads all slots, so that its shape is that of the sequence's memory.
         """
         sequence = self.sequence
-        max_match = max(self.by_match)
+        max_match = max(MAX_MATCH, *self.by_match)  # a profile counts matches up to MAX_MATCH
         match_length, chain = look_up(
             sequence.tokens, sequence.length, max_match, self.chain_length
         )

@@ -1,0 +1,199 @@
+"""Trees by match against the tree alone and prompt lookup, kind of prompts by kind.
+
+    sequoia-plan profile -o build/profile.yaml
+    sequoia-plan solve build/profile.yaml --budget 64 --depth 20 -o build/tree.safetensors
+    python benchmarks/lookup.py --profile build/profile.yaml --tree build/tree.safetensors \\
+        -o build/lookup.json
+
+All methods decode a prompt before the next prompt begins. The prompts are the half of each kind
+that no profile is measured on. A promise for a kind comes from the profile's own texts of this
+kind: they are decoded again on paper with the trees, and each step takes what the plan says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from sequoia_plan.artifacts import Profile, TokenTree, load_tree
+from sequoia_plan.artifacts.cost import StepTime, predict
+from sequoia_plan.artifacts.files import write_atomically
+from sequoia_plan.artifacts.lookup import read_positions
+from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load
+from sequoia_plan.planner.solving.baselines import bench_trees
+from sequoia_plan.planner.solving.replay import replay
+from sequoia_plan.profiler.bench import PromptRun, bench, make_methods, summary
+from sequoia_plan.profiler.hardware import fingerprint
+from sequoia_plan.profiler.journal import Journal, discard, journal_of
+from sequoia_plan.profiler.prompts import encode
+from sequoia_plan.runtime import Sampling, load_pair
+from sequoia_plan.runtime.models.load import dtype_name
+
+COPYING_KINDS = ("proofread", "quote", "edit-code", "shorten")
+"""The built-in kinds whose answers repeat text of the prompt."""
+
+
+def promised_speedups(profile: Profile, tree: TokenTree) -> dict[str, float]:
+    """The promised speed-up over plain decoding for each kind of the profile's prompts."""
+    times = StepTime.from_measured(profile)
+    if profile.lookup is None or times is None or not tree.plan.by_match:
+        return {}
+    match_plans = tree.plan.by_match
+    trees = [tree.for_match(match_plan.match_length) for match_plan in match_plans]
+    acceptances = [match_plan.acceptance for match_plan in match_plans]
+    step_seconds = np.array(
+        [
+            predict(class_tree, acceptance, times).step_seconds
+            for class_tree, acceptance in zip(trees, acceptances, strict=True)
+        ]
+    )
+    match_lengths = [match_plan.match_length for match_plan in match_plans]
+    speedups = {}
+    for kind, texts in profile.lookup.texts.items():
+        positions = [list(read_positions(text)) for text in texts]
+        replayed = replay(positions, match_lengths, trees, acceptances)
+        seconds_per_token = float(replayed.shares @ step_seconds) / replayed.tokens_per_step
+        speedups[kind] = round(times.plain_seconds() / seconds_per_token, 4)
+    return speedups
+
+
+def figures(runs: dict[str, list[PromptRun]], chosen: Sequence[int]) -> dict[str, Any]:
+    """Tokens a step of each method on some of the prompts, and its speed-ups with their spread.
+
+    Args:
+        runs: for each method its runs, one a prompt.
+        chosen: numbers of the prompts.
+    """
+    part = {name: [method_runs[i] for i in chosen] for name, method_runs in runs.items()}
+    over = [name for name in ("plain", "lookup", "tree") if name in runs]
+    return {
+        name: {
+            "tokens_per_step": result.tokens_per_step,
+            "speedup": {
+                other: {"median": ratio.median, "low": ratio.low, "high": ratio.high}
+                for other, ratio in result.speedup.items()
+                if other != name
+            },
+        }
+        for name, result in summary(part, over).items()
+    }
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """Print a row for each kind."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("kind", "prompts", "over plain", "promised", "lookup", "tree", "over lookup"):
+        table.add_column(column)
+    table.add_column("over tree")
+    ours = result["method"]
+    for kind, part in result["kinds"].items():
+        methods = part["methods"]
+
+        def ratio(name: str, other: str, methods: dict[str, Any] = methods) -> str:
+            """The median ratio of two methods, with its 95 % interval."""
+            values = methods.get(name, {}).get("speedup", {}).get(other)
+            if not values:
+                return ""
+            return "{median:.2f} ({low:.2f}-{high:.2f})".format(**values)
+
+        promised = result["promised"].get(kind)
+        table.add_row(
+            kind,
+            str(part["prompts"]),
+            ratio(ours, "plain"),
+            f"{promised:.2f}" if promised else "",
+            ratio("lookup", "plain"),
+            ratio("tree", "plain"),
+            ratio(ours, "lookup"),
+            ratio(ours, "tree"),
+        )
+    Console(width=140).print(table)
+
+
+def main() -> None:
+    """Decode, and report by kind."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--profile", required=True)
+    parser.add_argument("--tree", required=True)
+    parser.add_argument("--prompts", default=BUILT_IN)
+    parser.add_argument("--kind", action="append", help="only prompts of this kind (repeatable)")
+    parser.add_argument("--limit", type=int, default=100, help="prompts of each kind, at most")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--offload", choices=["disk"])
+    parser.add_argument("--no-plain", action="store_true")
+    parser.add_argument("-o", "--output", default="build/lookup.json")
+    options = parser.parse_args()
+    tree, profile = load_tree(options.tree), Profile.load(options.profile)
+    verifier = str(tree.plan.settings.get("verifier") or "sequoia")
+    sampling = Sampling(options.temperature, verifier=verifier)
+    method = "sequoia" if sampling.greedy else verifier
+    names = ["lookup", "tree", method]
+    if not options.no_plain:
+        names.insert(0, "plain")
+    if options.offload:
+        names.remove("lookup")  # transformers cannot run a streamed target
+    pair = load_pair(offload=options.offload)
+    transformers_pair = pair if options.offload else load_pair(placement="resident")
+    by_kind: dict[str, list[list[int]]] = {}
+    for prompt in held_out_half(load(options.prompts)):
+        kind = prompt.kind or "all"
+        if not options.kind or kind in options.kind:
+            by_kind.setdefault(kind, []).append(encode(pair.tokenizer, prompt.text))
+    token_ids, kinds = [], []
+    for kind, prompts in by_kind.items():
+        for ids in prompts[: options.limit]:
+            token_ids.append(ids)
+            kinds.append(kind)
+    methods = make_methods(
+        pair, transformers_pair, bench_trees(tree, verifier), sampling, options.tokens, names
+    )
+    journal = journal_of(options.output)
+    work = [
+        pair.metadata,
+        token_ids,
+        sampling.settings(),
+        options.tokens,
+        names,
+        str(tree.by_match),
+    ]
+    with Journal(journal, work) as results:
+        runs = bench(
+            methods, token_ids, lambda done: print(done, end=" ", flush=True), journal=results
+        )
+    print()
+    groups = {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in by_kind}
+    copying = [i for i, kind in enumerate(kinds) if kind in COPYING_KINDS]
+    others = [i for i, kind in enumerate(kinds) if kind not in COPYING_KINDS]
+    groups |= {"all copying": copying, "all others": others}
+    result = {
+        "hardware": fingerprint(pair.target.device),
+        "models": pair.metadata,
+        "dtype": dtype_name(pair.target.dtype),
+        "temperature": options.temperature,
+        "tokens": options.tokens,
+        "offload": options.offload,
+        "method": method,
+        "promised": promised_speedups(profile, tree),
+        "kinds": {
+            kind: {"prompts": len(chosen), "methods": figures(runs, chosen)}
+            for kind, chosen in groups.items()
+            if chosen
+        },
+    }
+    write_atomically(Path(options.output), (json.dumps(result, indent=1) + "\n").encode())
+    discard(journal)
+    print_result(result)
+
+
+if __name__ == "__main__":
+    main()
