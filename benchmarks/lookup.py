@@ -5,6 +5,9 @@
     python benchmarks/lookup.py --profile build/profile.yaml --tree build/tree.safetensors \\
         -o build/lookup.json
 
+With `--plot FILE.png` the speeds are drawn. With `--offload disk`, the target is streamed and
+transformers' prompt lookup, which cannot do that, is left out.
+
 All methods decode a prompt before the next prompt begins. The prompts are the half of each kind
 that no profile is measured on. A promise for a kind comes from the profile's own texts of this
 kind: they are decoded again on paper with the trees, and each step takes what the plan says.
@@ -18,7 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -27,6 +32,8 @@ from sequoia_plan.artifacts.cost import StepTime, predict
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.lookup import read_positions
 from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load
+from sequoia_plan.planner.report.panels import AMBER, BLUE, GREEN, RED, style
+from sequoia_plan.planner.report.plot import PNG_DPI
 from sequoia_plan.planner.solving.baselines import bench_trees
 from sequoia_plan.planner.solving.replay import replay
 from sequoia_plan.profiler.bench import PromptRun, bench, make_methods, summary
@@ -117,6 +124,35 @@ def print_result(result: dict[str, Any]) -> None:
     Console(width=140).print(table)
 
 
+def draw(result: dict[str, Any], path: str) -> None:
+    """Draw the speed over plain decoding by kind: lookup alone, the tree alone, trees by match."""
+    ours = result["method"]
+    methods = {"lookup": "prompt lookup", "tree": "tree alone", ours: "trees by match"}
+    parts = {kind: p["methods"] for kind, p in result["kinds"].items() if "all" not in kind}
+    settings = style("#22302a", "#e4e9e6", "sequoia-plan") | {"font.size": 11}
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=(11, 4.2), layout="constrained")
+        axes = figure.subplots()
+        for number, (name, title) in enumerate(methods.items()):
+            ratios = [part[name]["speedup"]["plain"] for part in parts.values()]
+            medians = np.array([ratio["median"] for ratio in ratios])
+            lows, highs = (np.array([ratio[end] for ratio in ratios]) for end in ("low", "high"))
+            axes.bar(
+                np.arange(len(parts)) + 0.27 * (number - 1),
+                medians,
+                width=0.25,
+                color=(BLUE, AMBER, GREEN)[number],
+                label=title,
+                yerr=[np.maximum(medians - lows, 0), np.maximum(highs - medians, 0)],
+                error_kw={"elinewidth": 1.0, "ecolor": "#22302a"},
+            )
+        axes.axhline(1.0, color=RED, linewidth=1.2, linestyle=":")
+        axes.set_xticks(np.arange(len(parts)), list(parts), rotation=20)
+        axes.set_ylabel("speed over plain decoding")
+        axes.legend()
+        figure.savefig(path, dpi=PNG_DPI)
+
+
 def main() -> None:
     """Decode, and report by kind."""
     parser = argparse.ArgumentParser(
@@ -131,6 +167,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--offload", choices=["disk"])
     parser.add_argument("--no-plain", action="store_true")
+    parser.add_argument("--plot", help="draw the speed by kind into this .png")
     parser.add_argument("-o", "--output", default="build/lookup.json")
     options = parser.parse_args()
     tree, profile = load_tree(options.tree), Profile.load(options.profile)
@@ -193,6 +230,8 @@ def main() -> None:
     write_atomically(Path(options.output), (json.dumps(result, indent=1) + "\n").encode())
     discard(journal)
     print_result(result)
+    if options.plot:
+        draw(result, options.plot)
 
 
 if __name__ == "__main__":
