@@ -263,6 +263,16 @@ class StepTime:
         work = self.target_seconds(sizes) + draft_passes + verification + self.latency.overhead
         return np.maximum(self.stream_seconds, work)
 
+    def catch_up_seconds(self, last_tree: TokenTree, tree: TokenTree) -> float:
+        """Seconds in which the draft reads what a step with `last_tree` left unread.
+
+        It does so before a step with `tree`, if that step drafts.
+        """
+        width = self.drafting.catch_up_width(
+            last_tree.depth, last_tree.num_drafted_levels, tree.num_drafted_levels
+        )
+        return float(self.draft_seconds(min(width, max(self.latency.draft)))) if width else 0.0
+
     def plain_seconds(self) -> float:
         """Seconds a token of decoding without speculation, with the same engine."""
         return self.step_seconds(TokenTree.chain(1))
@@ -413,7 +423,8 @@ def predict_portfolio(tree: TokenTree, plan: Plan, times: StepTime) -> TreePredi
     """Predict the figures of a tree and of the trees that take its place by match.
 
     A step of class c is the share w_c of all steps. In the long run a step yields
-    sum of w_c F(T_c) tokens and takes sum of w_c t(T_c) seconds.
+    sum of w_c F(T_c) tokens and takes sum of w_c t(T_c) seconds, in which the draft may have to
+    catch up with tokens that it has not read.
 
     Args:
         tree: the tree for texts without a match, with the others in `by_match`.
@@ -423,7 +434,7 @@ def predict_portfolio(tree: TokenTree, plan: Plan, times: StepTime) -> TreePredi
     tokens, seconds = [], []
     for match_plan in plan.by_match:
         class_tree = tree.for_match(match_plan.match_length)
-        class_tokens, class_seconds, _ = predict(class_tree, match_plan.acceptance, times)
+        class_tokens, class_seconds = predict_class(class_tree, match_plan, times)
         if class_tokens is None or class_seconds is None:
             return TreePrediction()
         tokens.append(match_plan.share * class_tokens)
@@ -432,6 +443,22 @@ def predict_portfolio(tree: TokenTree, plan: Plan, times: StepTime) -> TreePredi
     step_tokens, step_seconds = math.fsum(tokens) / total_share, math.fsum(seconds) / total_share
     speedup = step_tokens * times.plain_seconds() / step_seconds
     return TreePrediction(step_tokens, step_seconds, speedup)
+
+
+def predict_class(
+    class_tree: TokenTree, match_plan: MatchPlan, times: StepTime | None
+) -> tuple[float | None, float | None]:
+    """Expected tokens and seconds of a step in one class of match; None where times lack them.
+
+    Args:
+        class_tree: the tree of the class.
+        match_plan: gives its acceptance, and how long the draft catches up.
+        times: the step times; None if they are unknown.
+    """
+    tokens, seconds, _ = predict(class_tree, match_plan.acceptance, times)
+    if seconds is not None:
+        seconds += match_plan.catch_up_seconds
+    return tokens, seconds
 
 
 def prediction_for(
@@ -524,7 +551,7 @@ def _check_by_match(tree: TokenTree, times: StepTime | None) -> None:
         )
     for number, part in enumerate(parts):
         class_tree = tree.for_match(part.match_length)
-        prediction = predict(class_tree, part.acceptance, times)
+        prediction = TreePrediction(*predict_class(class_tree, part, times))
         _check_figures(f"plan.by_match[{number}]", part, prediction)
 
 

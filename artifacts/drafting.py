@@ -69,6 +69,27 @@ class Drafting(Artifact, frozen=True):
             return [first_pass]
         return [first_pass, *map(int, num_parents_by_level[1:])]
 
+    def catch_up_width(self, last_depth: int, num_last_passes: int, num_passes: int) -> int:
+        """Number of tokens that the draft reads in a pass of its own before a step; 0 for none.
+
+        The first pass of a step reads the last tokens that the step before may have accepted, as
+        far as both steps have the same tree. The draft reads the others before it, in a pass as
+        wide as the next power of two. They are many after a step whose spine (first children from
+        the root on) was looked up and not drafted.
+
+        Args:
+            last_depth: levels of the last step's tree, the root's included.
+            num_last_passes: draft passes of the last step.
+            num_passes: draft passes of this step.
+        """
+        if not self.drafts_by_level or not num_passes:
+            return 0
+        num_unread = last_depth - num_last_passes
+        if self.first_width_is_per_level and num_last_passes:
+            num_unread = last_depth - 1
+        num_read_first = self.first_pass_width(depth=num_passes + 1) - 1
+        return 1 << (num_unread - 1).bit_length() if num_unread > num_read_first else 0
+
     def narrowest_widths(self, depth: int) -> list[int]:
         """Number of tokens in each draft pass for the narrowest tree of `depth` levels, a chain."""
         return self.pass_widths([1] * (depth - 1))

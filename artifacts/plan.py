@@ -132,7 +132,16 @@ class MatchPlan(Artifact, frozen=True):
         field("as `plan.acceptance`, of this class and of its tree", check=check_rows),
     ]
     expected_tokens: Annotated[TokensPerStep, field("tokens that such a step yields on average")]
-    step_seconds: Annotated[Seconds, field("predicted duration of such a step")]
+    step_seconds: Annotated[
+        Seconds, field("predicted duration of such a step, `catch_up_seconds` included")
+    ]
+    catch_up_seconds: Annotated[
+        Number,
+        field(
+            "how long the draft reads, on average over such steps, tokens that steps with a "
+            "looked-up spine, or with another tree, left unread"
+        ),
+    ] = 0.0
 
 
 class Plan(Artifact, frozen=True, kw_only=True):

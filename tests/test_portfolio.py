@@ -96,10 +96,9 @@ def highest_speed(problems, shares, times, max_size):
         for looks_up in (False, True)[: 1 + (problem.looked_up is not None)]:
             acceptance = problem.looked_up if looks_up else problem.drafted
             own_times = replace(times, acceptance=acceptance)
-            points += [
-                (expected_tokens(tree, acceptance), own_times.step_seconds(tree))
-                for tree in possible_trees(times, looks_up, max_size)
-            ]
+            for tree in possible_trees(times, looks_up, max_size):
+                seconds = own_times.step_seconds(tree) + problem.seconds_to_catch_up(tree)
+                points.append((expected_tokens(tree, acceptance), seconds))
         figures.append(np.array(points))
     speed = 0.0
     for _ in range(100):
@@ -164,13 +163,15 @@ def test_draft_passes_end_where_only_the_spine_goes_on():
 
 @pytest.mark.parametrize("seed", range(25))
 def test_no_portfolio_is_faster_than_the_solved_one(seed):
-    """Brute force over all portfolios of two or three classes of match."""
+    """Brute force over all portfolios of two or three classes of match, in some of which the draft
+    has to catch up before a step that drafts."""
     rng = np.random.default_rng(100 + seed)
     times = random_times(rng)
     problems = [MatchProblem(0, random_rows(rng).tolist())]
     for match_length in (1, 3)[: 1 + seed % 2]:
         rows = random_rows(rng, looks_up=True).tolist()
-        problems.append(MatchProblem(match_length, random_rows(rng).tolist(), rows))
+        catch_up = rng.choice([0.0, 0.004])
+        problems.append(MatchProblem(match_length, random_rows(rng).tolist(), rows, catch_up))
     shares = rng.dirichlet([1.0] * len(problems)) * 0.999 + 0.001 / len(problems)
     deepest = min(LEVELS + 1, times.drafting.max_depth or LEVELS + 1)
     limits = Limits(6, LEVELS + 1, deepest, RANKS)
@@ -222,7 +223,29 @@ def test_shares_by_hand():
     result = replay([text], (0, 2), trees, [[0.5], [[[0.9], [0.5]]]])
     assert result.shares.tolist() == pytest.approx([0.6, 0.4])
     assert result.num_steps == pytest.approx(2.5)
+    # from the first step on: 0 to 1, 1 to 2 or 3, 0 to 2
+    assert result.transitions.tolist() == [pytest.approx([0.5, 1.0]), pytest.approx([0, 0])]
     assert result.tokens_per_step == pytest.approx(2.0)
+
+
+def test_the_draft_catches_up_after_a_step_that_it_had_no_part_in():
+    """A draft reads in its first pass what a step with the same tree may have accepted, and what
+    other steps may have accepted in a pass before it."""
+    spine = TokenTree(TokenTree.chain(7).parents, looks_up=True)
+    with_sibling = TokenTree(np.array([-1, 0, 0, 1, 3], np.int32), looks_up=True)
+    latency = Latency({1: 0.02}, {n: 0.001 * n for n in (1, 2, 4, 8)})
+    for drafting in (LANGUAGE_MODEL, EAGLE):
+        times = StepTime(latency, drafting)
+        for tree in SMALL_TREES:
+            assert times.catch_up_seconds(tree, tree) == 0
+            assert times.catch_up_seconds(tree, spine) == 0
+        assert times.catch_up_seconds(spine, TokenTree.chain(3)) == 0.008
+        assert times.catch_up_seconds(with_sibling, TokenTree.chain(2)) == 0.004
+    # the feature draft's deeper passes are read once more; those of a language model are not
+    deep, shallow = TokenTree.chain(5), TokenTree.chain(2)
+    assert StepTime(latency, EAGLE).catch_up_seconds(deep, shallow) == 0.004
+    assert StepTime(latency, LANGUAGE_MODEL).catch_up_seconds(deep, shallow) == 0
+    assert StepTime(latency, DFLASH).catch_up_seconds(spine, shallow) == 0
 
 
 def test_a_drafted_sibling_gets_its_chance_once_the_looked_up_token_is_rejected():
@@ -269,9 +292,9 @@ def lookup_profile(**changes):
     right = [(400, 360.0, 10.0), (360, 330.0, 8.0), (330, 310.0, 5.0), (310, 295.0, 4.0)]
     levels = [LevelCounts(trials, (hits, others)) for trials, hits, others in right]
     levels[1:] = [structs.replace(level, off_spine=Counts(0, (0.0, 0.0))) for level in levels[1:]]
-    text = write_positions(
-        [Position(0, 0)] * 10 + [Position(2, run) for run in range(12, -1, -1)] + [Position(0, 0)]
-    )
+    no_match = [Position(0, 0)] * 10
+    copied = [Position(2, run) for run in range(12, -1, -1)]
+    text = write_positions([*no_match, *copied, *no_match, *no_match])
     classes = (MatchClass(0, drafted), MatchClass(2, drafted, tuple(levels)))
     profile = Profile(
         (0.5, 0.13),
@@ -296,6 +319,8 @@ def test_a_profile_with_lookup_counts_gives_trees_by_match(tmp_path):
     assert [part.match_length for part in plan.by_match] == [0, 2]
     assert plan.predicted_speedup > plan.tree_speedup
     assert plan.gap < 1e-9
+    assert plan.by_match[0].catch_up_seconds > 0  # after steps with a looked-up chain
+    assert plan.by_match[1].catch_up_seconds == 0  # it has no draft pass
     assert solution.replayed_speedup == pytest.approx(plan.predicted_speedup, rel=0.5)
     save_tree(tree, tmp_path / "tree")
     assert load_tree(tmp_path / "tree") == tree
@@ -315,12 +340,13 @@ def test_a_plan_that_contradicts_its_trees_is_refused(tmp_path):
     def plan_with(**changes):
         return structs.replace(tree.plan, by_match=(no_match, structs.replace(match, **changes)))
 
-    for changes in ({"expected_tokens": 2.0}, {"step_seconds": 0.5}):
+    wrong_figures = {"expected_tokens": 2.0, "step_seconds": 0.5, "catch_up_seconds": 0.1}
+    for changes in ({name: figure} for name, figure in wrong_figures.items()):
         wrong = TokenTree(tree.parents, plan_with(**changes), by_match=tree.by_match)
-        with pytest.raises(SequoiaPlanError, match=r"plan.by_match\[1\]"):
+        with pytest.raises(SequoiaPlanError, match=r"plan\.(by_match\[1\]|step_seconds)"):
             check_prediction(wrong)
         save_tree(wrong, tmp_path / "tree")
-        with pytest.raises(SequoiaPlanError, match=r"plan.by_match\[1\]"):
+        with pytest.raises(SequoiaPlanError, match=r"; solve again"):
             load_tree(tmp_path / "tree")
     with pytest.raises(SequoiaPlanError, match="add up to"):
         plan_with(share=match.share / 2)

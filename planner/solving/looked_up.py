@@ -150,6 +150,7 @@ def fastest_looked_up_tree(
     start: FastestTree,
     max_work: int = MAX_WORK,
     other_steps: OtherSteps = NO_OTHER_STEPS,
+    catch_up_seconds: float = 0.0,
 ) -> FastestTree:
     """Find the fastest tree whose spine is looked up, if it is faster than `start`.
 
@@ -166,6 +167,7 @@ def fastest_looked_up_tree(
         start: a tree with its speed; it is returned if no tree is faster.
         max_work: how many nodes and stairs of cost curves one search may look at.
         other_steps: tokens and seconds of steps with other trees, which count as well.
+        catch_up_seconds: what a step takes longer if it has a draft pass.
 
     Returns:
         The fastest tree, with a bound on the speed of `start` and of all trees with a looked-up
@@ -175,6 +177,7 @@ def fastest_looked_up_tree(
     max_size = min(budget, times.largest_size())
     times = replace(times, acceptance=rows)
     best = start
+    drafting_steps = other_steps._replace(seconds=other_steps.seconds + catch_up_seconds)
     for depth in range(2, min(len(rows) + 1, max_size) + 1):
         chain = replace_looks_up(TokenTree.chain(depth))
         best = max(best, with_speed(chain, rows, times, other_steps), key=lambda t: t.speed)
@@ -187,7 +190,7 @@ def fastest_looked_up_tree(
         folded = fold_tail(rows, num_passes, max_tail, node_charge)
         # Where one pass serves all levels, a search has trees of fewer levels that matter as well.
         least_depth = num_passes + 1 if times.drafting.drafts_by_level else 2
-        speed_bound = quick_bound(folded.rows, least_depth, max_size, folded_times, other_steps)
+        speed_bound = quick_bound(folded.rows, least_depth, max_size, folded_times, drafting_steps)
         problems.append((speed_bound, num_passes, folded))
     bound = best.speed
     for speed_bound, num_passes, folded in sorted(problems, key=lambda problem: -problem[0]):
@@ -196,7 +199,9 @@ def fastest_looked_up_tree(
 
         def score(tree: TokenTree, folded: FoldedTail = folded) -> FastestTree:
             """The tree with a looked-up spine that `tree` stands for, and its speed."""
-            return with_speed(folded.unfold(tree), rows, times, other_steps)
+            unfolded = folded.unfold(tree)
+            steps = drafting_steps if unfolded.num_drafted_levels else other_steps
+            return with_speed(unfolded, rows, times, steps)
 
         result = fastest_up_to_depth(
             num_passes + 1,
@@ -205,7 +210,7 @@ def fastest_looked_up_tree(
             replace(folded_times, acceptance=folded.rows),
             best,
             max_work,
-            other_steps,
+            drafting_steps,
             score,
         )
         best = max(best, result, key=lambda choice: choice.speed)

@@ -38,6 +38,7 @@ from sequoia_plan.planner.solving.fastest import (
     FastestTree,
     OtherSteps,
     fastest_tree,
+    with_speed,
 )
 from sequoia_plan.planner.solving.looked_up import fastest_looked_up_tree, quick_bound
 from sequoia_plan.planner.solving.replay import Replay, replay
@@ -78,15 +79,22 @@ class MatchProblem:
             (0: on the spine, 1: off it).
         looked_up: p[level][class][rank] of trees whose spine is looked up; None if there is
             nothing to look up.
+        catch_up_seconds: how long the draft reads, on average over steps of this class, tokens that
+            the step before left unread; only steps that draft do so.
     """
 
     match_length: int
     drafted: Any
     looked_up: Any = None
+    catch_up_seconds: float = 0.0
 
     def acceptance(self, tree: TokenTree) -> Any:
         """p for a tree, by whether its spine is looked up."""
         return self.looked_up if tree.looks_up else self.drafted
+
+    def seconds_to_catch_up(self, tree: TokenTree) -> float:
+        """How long the draft catches up before a step with a tree: 0 if the step does not draft."""
+        return self.catch_up_seconds if tree.num_drafted_levels else 0.0
 
 
 @dataclass(frozen=True)
@@ -167,7 +175,8 @@ def _step_figures(
     for problem, tree in zip(problems, trees, strict=True):
         acceptance = problem.acceptance(tree)
         tokens.append(expected_tokens(tree, acceptance))
-        seconds.append(replace_fields(times, acceptance=acceptance).step_seconds(tree))
+        own_seconds = replace_fields(times, acceptance=acceptance).step_seconds(tree)
+        seconds.append(own_seconds + problem.seconds_to_catch_up(tree))
     return tokens, seconds
 
 
@@ -204,18 +213,24 @@ def _fastest_of_class(
         other_steps: tokens and seconds of other classes' steps for each step of this one.
     """
     rows = acceptance_rows(problem.drafted, limits.drafted_depth, limits.branching)
+    no_speculation = with_speed(TokenTree.chain(1), rows, times, other_steps)
+    best = max(present, no_speculation, key=lambda choice: choice.speed)
+    catch_up = problem.catch_up_seconds
+    drafting_steps = other_steps._replace(seconds=other_steps.seconds + catch_up)
     best = fastest_tree(
-        _promising_levels(rows, limits.budget, times, present, other_steps),
+        _promising_levels(rows, limits.budget, times, best, drafting_steps),
         limits.budget,
         times,
         max_work,
-        other_steps,
-        present,
+        drafting_steps,
+        best,
     )
     bound = best.bound
     if problem.looked_up is not None and limits.depth > 1:
         rows = acceptance_rows(problem.looked_up, limits.depth, limits.branching)
-        best = fastest_looked_up_tree(rows, limits.budget, times, best, max_work, other_steps)
+        best = fastest_looked_up_tree(
+            rows, limits.budget, times, best, max_work, other_steps, catch_up
+        )
         bound = max(bound, best.bound)
     return FastestTree(best.tree, best.speed, bound)
 
@@ -279,10 +294,12 @@ def solve_portfolio(
     assert lookup is not None
     problems = match_problems(profile)
     base_trees = (base_tree,) * len(problems)
-    base_shares = _counted_shares(lookup, problems, base_trees)
+    base_shares, _ = _replayed(lookup, problems, base_trees, times)
     tokens, seconds = _step_figures(problems, base_trees, times)
     base_speed = float(base_shares @ tokens / (base_shares @ seconds))
-    portfolio = _portfolio_with_replayed_shares(lookup, problems, times, limits, base_trees)
+    portfolio, problems = _portfolio_with_replayed_shares(
+        lookup, problems, times, limits, base_trees
+    )
     plain_seconds = times.plain_seconds()
     tree = _with_by_match(problems, portfolio.trees)
     figures = _step_figures(problems, portfolio.trees, times)
@@ -299,6 +316,7 @@ def solve_portfolio(
                 acceptance=_tuples(problem.acceptance(class_tree)),
                 expected_tokens=class_tokens,
                 step_seconds=class_seconds,
+                catch_up_seconds=problem.seconds_to_catch_up(class_tree),
             )
             for problem, share, class_tree, class_tokens, class_seconds in zip(
                 problems, portfolio.shares, portfolio.trees, *figures, strict=True
@@ -337,27 +355,31 @@ def match_problems(profile: Profile) -> list[MatchProblem]:
 
 def _portfolio_with_replayed_shares(
     lookup: LookupCounts,
-    problems: Sequence[MatchProblem],
+    problems: list[MatchProblem],
     times: StepTime,
     limits: Limits,
     trees: tuple[TokenTree, ...],
-) -> Portfolio:
+) -> tuple[Portfolio, list[MatchProblem]]:
     """The fastest portfolio with the shares that the recorded texts give for its own trees.
 
-    Shares depend on the trees, so both are found in turns. A tenth of the usual work is enough
-    until the shares stay the same.
+    Shares depend on the trees, so both are found in turns, and so is how long the draft catches up.
+    A tenth of the usual work is enough until they stay the same.
+
+    Returns:
+        The portfolio, and the problems that it was solved for, with the seconds to catch up.
     """
-    shares = _counted_shares(lookup, problems, trees)
     max_work = MAX_WORK // 10
+    shares, problems = _replayed(lookup, problems, trees, times)
     for _ in range(MAX_REPLAYS):
+        solved_problems = problems
         portfolio = fastest_portfolio(problems, shares, times, limits, trees, max_work)
         trees = portfolio.trees
-        shares = _counted_shares(lookup, problems, trees)
-        if np.array_equal(shares, portfolio.shares):
+        shares, problems = _replayed(lookup, problems, trees, times)
+        if np.array_equal(shares, portfolio.shares) and problems == solved_problems:
             if max_work == MAX_WORK:
                 break
             max_work = MAX_WORK
-    return portfolio
+    return portfolio, solved_problems
 
 
 def recorded_texts(lookup: LookupCounts) -> list[list[Position]]:
@@ -377,23 +399,58 @@ def _replay(
     return replay(texts, lookup.match_lengths, trees, acceptances)
 
 
-def _counted_shares(
-    lookup: LookupCounts, problems: Sequence[MatchProblem], trees: Sequence[TokenTree]
-) -> Floats:
-    """The share of steps in each class of match with these trees, float64 [classes].
+def _replayed(
+    lookup: LookupCounts,
+    problems: Sequence[MatchProblem],
+    trees: Sequence[TokenTree],
+    times: StepTime,
+) -> tuple[Floats, list[MatchProblem]]:
+    """What the recorded texts say about decoding with these trees.
 
-    Without recorded texts, they are the shares of the profile's own steps.
+    Without recorded texts, the shares are those of the profile's own steps, and the draft's
+    catching up is not known.
+
+    Returns:
+        The share of steps in each class of match, float64 [classes]; and the problems with the
+        average seconds to catch up before a step.
     """
     texts = recorded_texts(lookup)
     if texts:
-        counts = _replay(lookup, problems, trees, texts).shares
+        result = _replay(lookup, problems, trees, texts)
+        counts = result.shares
+        problems = [
+            replace_fields(
+                problem,
+                catch_up_seconds=_catch_up_seconds(result.transitions[:, c], trees, c, times),
+            )
+            for c, problem in enumerate(problems)
+        ]
     else:
         levels = [match_class.drafted[:1] for match_class in lookup.classes]
         counts = np.array([level[0].trials if level else 0 for level in levels], float)
         counts /= max(counts.sum(), 1.0)
     counts = np.maximum(counts, MIN_SHARE)
     shares: Floats = counts / counts.sum()
-    return shares
+    return shares, list(problems)
+
+
+def _catch_up_seconds(
+    steps_before: Floats, trees: Sequence[TokenTree], c: int, times: StepTime
+) -> float:
+    """How long the draft catches up on average before a step of class c that drafts.
+
+    Args:
+        steps_before: float64 [classes], how often the step before is of each class of match.
+        trees: the tree of each class. If that of class c does not draft, a tree of one draft pass
+            stands in for it.
+        c: the class of match.
+        times: the step times.
+    """
+    if not steps_before.sum():
+        return 0.0
+    tree = trees[c] if trees[c].num_drafted_levels else TokenTree.chain(2)
+    seconds = [times.catch_up_seconds(last_tree, tree) for last_tree in trees]
+    return float(steps_before @ np.array(seconds) / steps_before.sum())
 
 
 def _with_by_match(problems: Sequence[MatchProblem], trees: Sequence[TokenTree]) -> TokenTree:

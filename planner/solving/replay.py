@@ -34,11 +34,14 @@ class Replay(NamedTuple):
         shares: float64 [classes], the share of steps in each class of match; the sum is 1.
         tokens_per_step: tokens of the texts for each step.
         num_steps: expected number of steps.
+        transitions: float64 [classes, classes], the expected number of steps in each class (the
+            column) right after a step in each class (the row).
     """
 
     shares: Floats
     tokens_per_step: float
     num_steps: float
+    transitions: Floats
 
 
 def replay(
@@ -66,23 +69,27 @@ def replay(
         advance_table(tree, acceptance) for tree, acceptance in zip(trees, acceptances, strict=True)
     ]
     longest = max(tree.depth for tree in trees)
-    steps_by_class = np.zeros(len(trees))
+    num_classes = len(trees)
+    steps_by_class, transitions = np.zeros(num_classes), np.zeros((num_classes + 1, num_classes))
     num_tokens = 0.0
     for text in texts:
-        begins = np.zeros(len(text) + longest)  # probability that a step begins at each position
-        begins[0] = 1.0
+        # Probability that a step begins at each position, by the class of the step before it; the
+        # last entry is for no step before it.
+        begins = np.zeros((len(text) + longest, num_classes + 1))
+        begins[0, -1] = 1.0
         num_counted = len(text) - min(longest, len(text) // 2)
         for position in range(num_counted):
             match_length, run = text[position]
             step_class = class_of(match_length, match_lengths)
             table = tables[step_class]
             advance = table[min(run, len(table) - 1)]
-            probability = begins[position]
-            begins[position + 1 : position + 1 + len(advance)] += probability * advance
+            probability = begins[position].sum()
+            begins[position + 1 : position + 1 + len(advance), step_class] += probability * advance
             steps_by_class[step_class] += probability
+            transitions[:, step_class] += begins[position]
             num_tokens += probability * float(advance @ np.arange(1, len(advance) + 1))
     num_steps = float(steps_by_class.sum())
-    return Replay(steps_by_class / num_steps, num_tokens / num_steps, num_steps)
+    return Replay(steps_by_class / num_steps, num_tokens / num_steps, num_steps, transitions[:-1])
 
 
 def advance_table(tree: TokenTree, acceptance: AcceptanceProbs) -> Floats:
