@@ -38,6 +38,8 @@ LINKS = ("host", "disk")
 DEFAULT_DRAFT, LANGUAGE_MODEL = "smollm2-135m-eagle3", "smollm2-135m-draft"
 EMBEDDED_DRAFTS = (DEFAULT_DRAFT, LANGUAGE_MODEL)
 """Drafts of the embedded target: an EAGLE-3 draft, and a language model of two layers."""
+NO_DRAFT = "none"
+"""As a draft's name: decode with trees whose spine is looked up, and that draft nothing."""
 WEIGHTS_PACKAGE = "sequoia-plan-weights"
 
 
@@ -46,6 +48,7 @@ class Pair:
     """A target, its draft and their tokenizer.
 
     Args:
+        draft: None if nothing is drafted.
         metadata: name, digest, dtype, parameters and placement of both models, as profiles and
             trees record them.
         placement: where the weights are: one of `PLACEMENTS`, or "streamed from LINK".
@@ -80,8 +83,8 @@ def load_pair(
         target: folder, hub ID or .gguf file; None for the embedded SmolLM2-135M-Instruct.
         draft: the same; or a folder or hub ID of an EAGLE or DFlash draft (see `draft.checkpoint`);
             or a draft .safetensors file made for the target; or "int8" for a copy of the target in
-            8 bits (see `self_draft`; a folder of that name is "./int8"); or a name in
-            `EMBEDDED_DRAFTS`. None for `DEFAULT_DRAFT`.
+            8 bits (see `self_draft`; a folder of that name is "./int8"); or "none" for no draft;
+            or a name in `EMBEDDED_DRAFTS`. None for `DEFAULT_DRAFT`.
         device: "cpu" or "cuda".
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the processor computes in
             it, else float32.
@@ -103,6 +106,10 @@ def load_pair(
         return _load_offloaded_pair(target, draft, device, torch_dtype, placement, offload, memory)
     model, tokenizer, target_name = load_model(target, device, torch_dtype)
     _require_draft(target, draft)
+    if draft == NO_DRAFT:
+        target_metadata = model_metadata(target_name, model) | {"placement": placement}
+        model = prepack(model) if placement == PREPACKED else model
+        return Pair(model, None, tokenizer, {"target": target_metadata}, placement)
     if draft == INT8:
         draft_model, draft_name = self_draft(model), f"{target_name} {INT8}"
         draft_remarks: tuple[str, ...] = ()
@@ -254,16 +261,18 @@ def _load_offloaded_pair(
         draft_model, draft_name = self_draft(model, layers), f"{offloaded.name} {INT8}"
         draft_remarks: tuple[str, ...] = ()
         draft_placement = "resident"
+    elif draft == NO_DRAFT:
+        draft_model, draft_name, draft_remarks, draft_placement = None, "", (), placement
     else:
         draft_model, draft_name, draft_remarks = _load_draft(draft, model, tokenizer, device, dtype)
         draft_placement = placement
     target_metadata = model_metadata(offloaded.name, model, offloaded.weight_samples())
-    metadata = {
-        "target": target_metadata | {"placement": placement},
-        "draft": model_metadata(draft_name, draft_model) | {"placement": draft_placement},
-    }
+    metadata = {"target": target_metadata | {"placement": placement}}
+    if draft_model is not None:
+        draft_metadata = model_metadata(draft_name, draft_model)
+        metadata["draft"] = draft_metadata | {"placement": draft_placement}
     metadata["target"] |= _place_layers(offloaded, draft_model, link, memory)
-    if placement == PREPACKED:
+    if placement == PREPACKED and draft_model is not None:
         draft_model = prepack(draft_model)
     link_placement = f"streamed from {link}"
     return Pair(model, draft_model, tokenizer, metadata, link_placement, draft_remarks)
@@ -276,8 +285,10 @@ def _place_layers(
     from sequoia_plan.runtime.offload.memory import as_bytes, cache_bytes, own_bytes, split_memory
 
     target = offloaded.model
-    caches = cache_bytes(target) + cache_bytes(draft)
-    draft_bytes, budget = own_bytes(draft, target), as_bytes(memory, offloaded.device)
+    caches, budget = cache_bytes(target), as_bytes(memory, offloaded.device)
+    draft_bytes = 0
+    if draft is not None:
+        draft_bytes, caches = own_bytes(draft, target), caches + cache_bytes(draft)
     split = split_memory(
         budget, offloaded.outside_bytes, draft_bytes, caches, offloaded.layer_sizes()
     )
