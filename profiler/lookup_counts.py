@@ -9,7 +9,8 @@ Every position of a written text is taken as the root of a step, and the positio
 which class it counts. While the text goes on as the chain does, the nodes on the spine are
 accepted, and each is a trial: is its looked-up child accepted, and if not, which drafted one? After
 the chain, the text leaves the spine, and a few more positions are trials of nodes off the spine,
-all of whose children are drafted.
+all of whose children are drafted. The probabilities are those of `sequoia` at a single node, where
+`traversal` accepts alike.
 """
 
 from __future__ import annotations
