@@ -263,14 +263,13 @@ class StepTime:
         work = self.target_seconds(sizes) + draft_passes + verification + self.latency.overhead
         return np.maximum(self.stream_seconds, work)
 
-    def catch_up_seconds(self, last_tree: TokenTree, tree: TokenTree) -> float:
-        """Seconds in which the draft reads what a step with `last_tree` left unread.
+    def num_unread(self, tree: TokenTree) -> int:
+        """How many of the last tokens the draft may not have read after a step with `tree`."""
+        return self.drafting.num_unread(tree.depth, tree.num_drafted_levels)
 
-        It does so before a step with `tree`, if that step drafts.
-        """
-        width = self.drafting.catch_up_width(
-            last_tree.depth, last_tree.num_drafted_levels, tree.num_drafted_levels
-        )
+    def catch_up_seconds(self, num_unread: int, tree: TokenTree) -> float:
+        """Seconds in which the draft reads unread tokens before a step with `tree`, if it must."""
+        width = self.drafting.catch_up_width(num_unread, tree.num_drafted_levels)
         return float(self.draft_seconds(min(width, max(self.latency.draft)))) if width else 0.0
 
     def plain_seconds(self) -> float:

@@ -69,26 +69,37 @@ class Drafting(Artifact, frozen=True):
             return [first_pass]
         return [first_pass, *map(int, num_parents_by_level[1:])]
 
-    def catch_up_width(self, last_depth: int, num_last_passes: int, num_passes: int) -> int:
-        """Number of tokens that the draft reads in a pass of its own before a step; 0 for none.
+    def num_unread(self, depth: int, num_passes: int) -> int:
+        """How many of the last tokens the draft may not have read after a step.
 
-        The first pass of a step reads the last tokens that the step before may have accepted, as
-        far as both steps have the same tree. The draft reads the others before it, in a pass as
-        wide as the next power of two. They are many after a step whose spine (first children from
-        the root on) was looked up and not drafted.
+        They are many after a step whose spine (first children from the root on) was looked up and
+        not drafted.
 
         Args:
-            last_depth: levels of the last step's tree, the root's included.
-            num_last_passes: draft passes of the last step.
-            num_passes: draft passes of this step.
+            depth: levels of the step's tree, the root's included.
+            num_passes: draft passes of the step.
         """
-        if not self.drafts_by_level or not num_passes:
+        if not self.drafts_by_level:
             return 0
-        num_unread = last_depth - num_last_passes
-        if self.first_width_is_per_level and num_last_passes:
-            num_unread = last_depth - 1
+        if self.first_width_is_per_level and num_passes:
+            return depth - 1  # all but the root, which are read once more
+        return depth - num_passes
+
+    def catch_up_width(self, num_unread: int, num_passes: int) -> int:
+        """Number of tokens that the draft reads in a pass of its own before a step; 0 for none.
+
+        The first pass of a step reads the last tokens that a step before with the same tree may
+        have accepted. If more are unread, they are read before it, in a pass as wide as the next
+        power of two.
+
+        Args:
+            num_unread: how many tokens the draft may not have read.
+            num_passes: draft passes of the step; without any, nothing need be read.
+        """
         num_read_first = self.first_pass_width(depth=num_passes + 1) - 1
-        return 1 << (num_unread - 1).bit_length() if num_unread > num_read_first else 0
+        if not num_passes or num_unread <= num_read_first:
+            return 0
+        return 1 << (num_unread - 1).bit_length()
 
     def narrowest_widths(self, depth: int) -> list[int]:
         """Number of tokens in each draft pass for the narrowest tree of `depth` levels, a chain."""

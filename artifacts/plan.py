@@ -138,8 +138,8 @@ class MatchPlan(Artifact, frozen=True):
     catch_up_seconds: Annotated[
         Number,
         field(
-            "how long the draft reads, on average over such steps, tokens that steps with a "
-            "looked-up spine, or with another tree, left unread"
+            "seconds that the draft then takes, on average, to read tokens that such a step left "
+            "unread, because their spine was looked up or the next step has another tree"
         ),
     ] = 0.0
 

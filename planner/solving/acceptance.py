@@ -93,6 +93,35 @@ def looked_up_probs(match_class: MatchClass, drafted: Any) -> Any:
     return rounded_rows(np.stack([on_spine, off_spine], 1))
 
 
+def looked_up_as_visited(probs: Any, visits_by_run: Floats) -> Any:
+    """The same as `looked_up_probs`, with looked-up tokens as steps come upon them.
+
+    A long run of right tokens has many positions and takes few steps. So a looked-up token is right
+    less often for the average step than for the average position, which is what was counted. The
+    drafted children keep their probabilities given that the looked-up token is wrong.
+
+    Args:
+        probs: p[level][class][rank] of trees whose spine is looked up.
+        visits_by_run: float64 [runs], the expected number of steps at positions where exactly 0, 1,
+            2, ... of the next tokens are those of the lookup chain; the last one holds for more.
+
+    Returns:
+        Nested lists with a level for each run; `probs` itself where there are too few steps.
+    """
+    if visits_by_run.sum() < MIN_TRIALS:
+        return probs
+    reached = visits_by_run[::-1].cumsum()[::-1]  # the run has so many tokens or more
+    is_right = pooled_rows(reached[:-1], reached[1:, None])[:, 0]
+    table = acceptance_table(probs)
+    rows = table[np.minimum(np.arange(len(is_right)), len(table) - 1)].copy()
+    wrong_before = 1 - rows[:, 0, 0]
+    share_left = np.where(wrong_before > 0, (1 - is_right) / np.maximum(wrong_before, 1e-300), 0.0)
+    rows[:, 0, 1:] *= share_left[:, None]
+    rows[:, 0, 0] = is_right
+    last = int(np.flatnonzero(np.diff(is_right, prepend=-1.0))[-1])  # the levels after it repeat it
+    return rounded_rows(rows[: max(last, len(table) - 1) + 1])
+
+
 def pooled_rows(trials: Floats, counts: Floats) -> Floats:
     """The share of counts in trials, float64 [levels, ranks], with the sparse levels as one.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -83,11 +83,12 @@ def fastest_tree(
     max_work: int = MAX_WORK,
     other_steps: OtherSteps = NO_OTHER_STEPS,
     start: FastestTree | None = None,
+    catch_up: Sequence[float] = (0.0,),
 ) -> FastestTree:
     """Find the fastest tree of at most `budget` nodes and len(rows) + 1 levels.
 
         best = no speculation
-        for each depth whose first draft pass has a time of its own:
+        for each depth whose first draft pass (and catching up) has a time of its own:
             best = max(best, branch and bound over all trees of at most this depth)
             if rows increase: best = max(best, the trees of most tokens of each size and depth)
         the bound is the largest bound of these searches
@@ -110,6 +111,8 @@ def fastest_tree(
         other_steps: tokens and seconds of steps with other trees, which count as well.
         start: a tree with its speed, which is returned if no tree is faster; None starts from no
             speculation.
+        catch_up: how many seconds a step takes longer if the draft may not have read 0, 1, 2, ...
+            of its tokens; the last one holds for more. It never decreases.
     """
     max_size = min(budget, times.largest_size())
     times = replace(times, acceptance=rows if len(rows) else None)
@@ -118,24 +121,32 @@ def fastest_tree(
 
     def score(tree: TokenTree) -> FastestTree:
         """The tree with its speed."""
-        return with_speed(tree, rows, times, other_steps)
+        return with_speed(tree, rows, times, later_steps(other_steps, catch_up, tree, times))
 
     best = max(filter(None, (start, score(TokenTree.chain(1)))), key=lambda choice: choice.speed)
     bound = best.bound
-    for depth in _depths_to_search(max_depth, times):
+    for depth in _depths_to_search(max_depth, times, catch_up):
         rows_of_depth = np.ascontiguousarray(rows[: depth - 1])
         candidate = fastest_up_to_depth(
-            depth, rows_of_depth, max_size, times, best, max_work, other_steps, score
+            depth,
+            rows_of_depth,
+            max_size,
+            times,
+            best,
+            max_work,
+            later_steps(other_steps, catch_up, TokenTree.chain(depth), times),
+            score,
         )
         bound = max(bound, candidate.bound)
         best = max(best, candidate, key=lambda choice: choice.speed)
     return FastestTree(best.tree, best.speed, max(bound, best.speed))
 
 
-def _depths_to_search(max_depth: int, times: StepTime) -> list[int]:
+def _depths_to_search(max_depth: int, times: StepTime, catch_up: Sequence[float]) -> list[int]:
     """Return the deepest depth for each distinct time of the first draft pass, deepest first.
 
-    The width of the first draft pass may depend on the depth that the draft is run for.
+    The width of the first draft pass may depend on the depth that the draft is run for, and so may
+    what the draft leaves unread: both times count.
 
     Every tree is then among those of exactly one search whose first draft pass takes as long as the
     tree's own. Most drafts need only `max_depth`. If the first pass is as wide as the tree is deep,
@@ -144,12 +155,17 @@ def _depths_to_search(max_depth: int, times: StepTime) -> list[int]:
     Args:
         max_depth: the most levels of a tree.
         times: the measured latencies; a depth whose first pass was not measured is left out.
+        catch_up: seconds by the number of tokens that the draft may not have read.
     """
-    depth_of_seconds: dict[float, int] = {}
+    depth_of_seconds: dict[tuple[float, float], int] = {}
     for depth in range(2, max_depth + 1):
         first_pass_seconds = times.draft_seconds(times.drafting.first_pass_width(depth))
-        depth_of_seconds[first_pass_seconds] = depth
-    measured_depths = [depth for seconds, depth in depth_of_seconds.items() if np.isfinite(seconds)]
+        num_unread = times.drafting.num_unread(depth, depth - 1)
+        later_seconds = catch_up[min(num_unread, len(catch_up) - 1)]
+        depth_of_seconds[first_pass_seconds, later_seconds] = depth
+    measured_depths = [
+        depth for (seconds, _), depth in depth_of_seconds.items() if np.isfinite(seconds)
+    ]
     return sorted(measured_depths, reverse=True)
 
 
@@ -231,6 +247,22 @@ def sort_by_value(rows: Floats) -> Floats:
         first_children, siblings = rows[:, 0, :1], -np.sort(-rows[:, 0, 1:], axis=1)
         sorted_rows[:, 0] = np.concatenate([first_children, siblings], axis=1)
     return sorted_rows
+
+
+def later_steps(
+    other_steps: OtherSteps, catch_up: Sequence[float], tree: TokenTree, times: StepTime
+) -> OtherSteps:
+    """Other steps, with the seconds that the draft takes to catch up after a step with a tree.
+
+    Args:
+        other_steps: tokens and seconds of steps with other trees.
+        catch_up: how many seconds the draft takes if it may not have read 0, 1, 2, ... tokens; the
+            last one holds for more.
+        tree: the token tree.
+        times: the measured latencies, which know the draft's passes.
+    """
+    seconds = catch_up[min(times.num_unread(tree), len(catch_up) - 1)]
+    return other_steps._replace(seconds=other_steps.seconds + seconds)
 
 
 def with_speed(

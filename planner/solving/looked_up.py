@@ -13,6 +13,7 @@ are accepted) are known. What is left is a search among trees of J + 1 levels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,6 +28,7 @@ from sequoia_plan.planner.solving.fastest import (
     FastestTree,
     OtherSteps,
     fastest_up_to_depth,
+    later_steps,
     sort_by_value,
     with_speed,
 )
@@ -100,7 +102,7 @@ class FoldedTail:
         return TokenTree.from_parents(parents)
 
 
-def fold_tail(rows: Floats, num_passes: int, max_tail: int, node_charge: float) -> FoldedTail:
+def fold_tail(rows: Floats, num_passes: int, tail_charges: Floats) -> FoldedTail:
     """Fold the tails of trees with J draft passes.
 
     For every number of children of the spine's node on level J - 1, the best part of them stands
@@ -111,20 +113,19 @@ def fold_tail(rows: Floats, num_passes: int, max_tail: int, node_charge: float) 
         rows: float64 [levels, 2, branching], p of the children of a node by its level and class, of
             trees with a looked-up spine.
         num_passes: J, at least 1.
-        max_tail: the most nodes of a tail, at least 1.
-        node_charge: expected tokens that each node of the tail but the first is charged, for what
-            its verification takes beyond that of a child.
+        tail_charges: float64 [tail nodes], expected tokens that a tail of 1, 2, ... nodes is
+            charged, for what it takes beyond the nodes of children. It never decreases; the first
+            one is 0.
     """
     branching = rows.shape[2]
     last_level = num_passes - 1
     on_spine = rows[:, 0, 0]
-    tail = np.cumprod(on_spine[last_level : last_level + max_tail])
-    parent_value = float(np.prod(on_spine[:last_level]))
-    gains = tail.copy()
-    # the rows' probabilities are relative to the parent's value
-    gains[1:] -= node_charge / parent_value if parent_value > 0 else 1.0
+    tail = np.cumprod(on_spine[last_level : last_level + len(tail_charges)])
+    # The rows' probabilities are relative to the value of the parent, the spine's last node above
+    # the tail. A parent that is never accepted has no use for a tail.
+    parent_value = max(float(np.prod(on_spine[:last_level])), 1e-300)
     drafted = rows[last_level, 0, 1:]
-    tail_sums = np.cumsum(gains)
+    tail_sums = np.cumsum(tail) - tail_charges / parent_value
     drafted_sums = np.append(0.0, np.cumsum(drafted))
     totals = tail_sums[:, None] + drafted_sums  # [tail nodes - 1, drafted children]
     num_children = np.add.outer(np.arange(1, len(tail) + 1), np.arange(branching))
@@ -150,7 +151,7 @@ def fastest_looked_up_tree(
     start: FastestTree,
     max_work: int = MAX_WORK,
     other_steps: OtherSteps = NO_OTHER_STEPS,
-    catch_up_seconds: float = 0.0,
+    catch_up: Sequence[float] = (0.0,),
 ) -> FastestTree:
     """Find the fastest tree whose spine is looked up, if it is faster than `start`.
 
@@ -167,7 +168,8 @@ def fastest_looked_up_tree(
         start: a tree with its speed; it is returned if no tree is faster.
         max_work: how many nodes and stairs of cost curves one search may look at.
         other_steps: tokens and seconds of steps with other trees, which count as well.
-        catch_up_seconds: what a step takes longer if it has a draft pass.
+        catch_up: how many seconds a step takes longer if the draft may not have read 0, 1, 2, ...
+            of its tokens; the last one holds for more. It never decreases.
 
     Returns:
         The fastest tree, with a bound on the speed of `start` and of all trees with a looked-up
@@ -177,32 +179,35 @@ def fastest_looked_up_tree(
     max_size = min(budget, times.largest_size())
     times = replace(times, acceptance=rows)
     best = start
-    drafting_steps = other_steps._replace(seconds=other_steps.seconds + catch_up_seconds)
+
+    def score(tree: TokenTree) -> FastestTree:
+        """A tree with a looked-up spine with its speed."""
+        return with_speed(tree, rows, times, later_steps(other_steps, catch_up, tree, times))
+
     for depth in range(2, min(len(rows) + 1, max_size) + 1):
-        chain = replace_looks_up(TokenTree.chain(depth))
-        best = max(best, with_speed(chain, rows, times, other_steps), key=lambda t: t.speed)
+        chain = TokenTree(TokenTree.chain(depth).parents, looks_up=True)
+        best = max(best, score(chain), key=lambda choice: choice.speed)
     folded_times, seconds_by_tail_node = _times_of_folded_trees(times)
-    # A tree faster than `start` is charged at least this much for a second.
-    node_charge = start.speed * seconds_by_tail_node
     problems = []
     for num_passes in _numbers_of_passes(len(rows), max_size, times):
         max_tail = min(len(rows) - num_passes + 1, max_size - num_passes)
-        folded = fold_tail(rows, num_passes, max_tail, node_charge)
+        unread = [
+            times.drafting.num_unread(num_passes + n, num_passes) for n in range(1, max_tail + 1)
+        ]
+        seconds = np.array([catch_up[min(number, len(catch_up) - 1)] for number in unread])
         # Where one pass serves all levels, a search has trees of fewer levels that matter as well.
         least_depth = num_passes + 1 if times.drafting.drafts_by_level else 2
-        speed_bound = quick_bound(folded.rows, least_depth, max_size, folded_times, drafting_steps)
-        problems.append((speed_bound, num_passes, folded))
+        steps = other_steps._replace(seconds=other_steps.seconds + float(seconds[0]))
+        # A tree faster than `start` is charged at least this much for its tail.
+        tail_seconds = seconds - seconds[0] + seconds_by_tail_node * np.arange(max_tail)
+        folded = fold_tail(rows, num_passes, start.speed * tail_seconds)
+        speed_bound = quick_bound(folded.rows, least_depth, max_size, folded_times, steps)
+        problems.append((speed_bound, num_passes, folded, steps))
     bound = best.speed
-    for speed_bound, num_passes, folded in sorted(problems, key=lambda problem: -problem[0]):
+    for speed_bound, num_passes, folded, steps in sorted(problems, key=lambda item: -item[0]):
         if speed_bound <= best.speed:
             break
-
-        def score(tree: TokenTree, folded: FoldedTail = folded) -> FastestTree:
-            """The tree with a looked-up spine that `tree` stands for, and its speed."""
-            unfolded = folded.unfold(tree)
-            steps = drafting_steps if unfolded.num_drafted_levels else other_steps
-            return with_speed(unfolded, rows, times, steps)
-
+        unfold = folded.unfold
         result = fastest_up_to_depth(
             num_passes + 1,
             folded.rows,
@@ -210,17 +215,12 @@ def fastest_looked_up_tree(
             replace(folded_times, acceptance=folded.rows),
             best,
             max_work,
-            drafting_steps,
-            score,
+            steps,
+            lambda tree, unfold=unfold: score(unfold(tree)),  # type: ignore[misc]
         )
         best = max(best, result, key=lambda choice: choice.speed)
         bound = max(bound, min(result.bound, speed_bound))
     return FastestTree(best.tree, best.speed, max(bound, best.speed))
-
-
-def replace_looks_up(tree: TokenTree) -> TokenTree:
-    """The same tree with its spine looked up."""
-    return TokenTree(tree.parents, looks_up=True)
 
 
 def _numbers_of_passes(max_level: int, max_size: int, times: StepTime) -> list[int]:

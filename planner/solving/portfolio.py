@@ -32,21 +32,26 @@ from sequoia_plan.artifacts.cost import (
 )
 from sequoia_plan.artifacts.lookup import LookupCounts, Position, read_positions
 from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, MatchPlan, Plan
-from sequoia_plan.planner.solving.acceptance import drafted_probs, looked_up_probs
+from sequoia_plan.planner.solving.acceptance import (
+    drafted_probs,
+    looked_up_as_visited,
+    looked_up_probs,
+)
 from sequoia_plan.planner.solving.fastest import (
     MAX_WORK,
     FastestTree,
     OtherSteps,
     fastest_tree,
-    with_speed,
 )
 from sequoia_plan.planner.solving.looked_up import fastest_looked_up_tree, quick_bound
-from sequoia_plan.planner.solving.replay import Replay, replay
+from sequoia_plan.planner.solving.replay import replay
 
-MAX_REPLAYS = 6
+MAX_REPLAYS = 10
 """Rounds of solving and of counting the shares of classes anew."""
 MIN_SHARE = 1e-4
 """A class that never came up counts as if it had this share of steps: it has a tree as well."""
+MAX_UNREAD = 64
+"""Tokens that the draft may leave unread; it then reads them in any case."""
 MAX_ASCENTS = 50
 """Rounds in which each class is solved once; five are usually enough."""
 
@@ -79,22 +84,23 @@ class MatchProblem:
             (0: on the spine, 1: off it).
         looked_up: p[level][class][rank] of trees whose spine is looked up; None if there is
             nothing to look up.
-        catch_up_seconds: how long the draft reads, on average over steps of this class, tokens that
-            the step before left unread; only steps that draft do so.
+        catch_up: how many seconds the draft takes, on average before the next step, to catch up if
+            it may not have read 0, 1, 2, ... tokens of a step of this class; the last one holds for
+            more.
     """
 
     match_length: int
     drafted: Any
     looked_up: Any = None
-    catch_up_seconds: float = 0.0
+    catch_up: tuple[float, ...] = (0.0,)
 
     def acceptance(self, tree: TokenTree) -> Any:
         """p for a tree, by whether its spine is looked up."""
         return self.looked_up if tree.looks_up else self.drafted
 
-    def seconds_to_catch_up(self, tree: TokenTree) -> float:
-        """How long the draft catches up before a step with a tree: 0 if the step does not draft."""
-        return self.catch_up_seconds if tree.num_drafted_levels else 0.0
+    def catch_up_seconds(self, tree: TokenTree, times: StepTime) -> float:
+        """How long the draft takes, on average, to catch up after a step with a tree."""
+        return self.catch_up[min(times.num_unread(tree), len(self.catch_up) - 1)]
 
 
 @dataclass(frozen=True)
@@ -176,7 +182,7 @@ def _step_figures(
         acceptance = problem.acceptance(tree)
         tokens.append(expected_tokens(tree, acceptance))
         own_seconds = replace_fields(times, acceptance=acceptance).step_seconds(tree)
-        seconds.append(own_seconds + problem.seconds_to_catch_up(tree))
+        seconds.append(own_seconds + problem.catch_up_seconds(tree, times))
     return tokens, seconds
 
 
@@ -213,23 +219,20 @@ def _fastest_of_class(
         other_steps: tokens and seconds of other classes' steps for each step of this one.
     """
     rows = acceptance_rows(problem.drafted, limits.drafted_depth, limits.branching)
-    no_speculation = with_speed(TokenTree.chain(1), rows, times, other_steps)
-    best = max(present, no_speculation, key=lambda choice: choice.speed)
-    catch_up = problem.catch_up_seconds
-    drafting_steps = other_steps._replace(seconds=other_steps.seconds + catch_up)
     best = fastest_tree(
-        _promising_levels(rows, limits.budget, times, best, drafting_steps),
+        _promising_levels(rows, limits.budget, times, present, other_steps),
         limits.budget,
         times,
         max_work,
-        drafting_steps,
-        best,
+        other_steps,
+        present,
+        problem.catch_up,
     )
     bound = best.bound
     if problem.looked_up is not None and limits.depth > 1:
         rows = acceptance_rows(problem.looked_up, limits.depth, limits.branching)
         best = fastest_looked_up_tree(
-            rows, limits.budget, times, best, max_work, other_steps, catch_up
+            rows, limits.budget, times, best, max_work, other_steps, problem.catch_up
         )
         bound = max(bound, best.bound)
     return FastestTree(best.tree, best.speed, bound)
@@ -278,10 +281,10 @@ def solve_portfolio(
 ) -> SolvedPortfolio:
     """Find the trees by match for a profile, and write their plan.
 
-        shares = those of the recorded texts, decoded again with `base_tree` alone
-        repeat until the shares stay the same:
-            trees = the fastest portfolio with these shares
-            shares = those of the recorded texts, decoded again with these trees
+        trees = `base_tree` for every class
+        repeat until no other trees are faster on the recorded texts:
+            shares, catching up = those of the recorded texts, decoded again with these trees
+            trees = the fastest portfolio with these
 
     Args:
         profile: the measurements, with counts by class of match.
@@ -293,13 +296,9 @@ def solve_portfolio(
     lookup = profile.lookup
     assert lookup is not None
     problems = match_problems(profile)
-    base_trees = (base_tree,) * len(problems)
-    base_shares, _ = _replayed(lookup, problems, base_trees, times)
-    tokens, seconds = _step_figures(problems, base_trees, times)
-    base_speed = float(base_shares @ tokens / (base_shares @ seconds))
-    portfolio, problems = _portfolio_with_replayed_shares(
-        lookup, problems, times, limits, base_trees
-    )
+    base = _decoded_again(lookup, problems, (base_tree,) * len(problems), times)
+    decoded, bound = _fastest_on_recorded_texts(lookup, problems, base, times, limits)
+    problems, portfolio = decoded.problems, decoded
     plain_seconds = times.plain_seconds()
     tree = _with_by_match(problems, portfolio.trees)
     figures = _step_figures(problems, portfolio.trees, times)
@@ -316,24 +315,22 @@ def solve_portfolio(
                 acceptance=_tuples(problem.acceptance(class_tree)),
                 expected_tokens=class_tokens,
                 step_seconds=class_seconds,
-                catch_up_seconds=problem.seconds_to_catch_up(class_tree),
+                catch_up_seconds=problem.catch_up_seconds(class_tree, times),
             )
             for problem, share, class_tree, class_tokens, class_seconds in zip(
                 problems, portfolio.shares, portfolio.trees, *figures, strict=True
             )
         ),
-        tree_speedup=base_speed * plain_seconds,
+        tree_speedup=base.speed * plain_seconds,
     )
     prediction = predict_portfolio(tree, plan, times)
     assert prediction.predicted_speedup is not None
-    speedup_bound = max(portfolio.bound * plain_seconds, prediction.predicted_speedup)
+    speedup_bound = max(bound * plain_seconds, prediction.predicted_speedup)
     plan = replace(plan, speedup_bound=speedup_bound, **prediction._asdict())
-    texts = recorded_texts(lookup)
     replayed_speedup = None
-    if texts:
-        result = _replay(lookup, problems, portfolio.trees, texts)
-        step_seconds = float(result.shares @ np.array(figures[1]))
-        replayed_speedup = result.tokens_per_step * plain_seconds / step_seconds
+    if decoded.tokens_per_step is not None:
+        step_seconds = float(decoded.shares @ np.array(figures[1]))
+        replayed_speedup = decoded.tokens_per_step * plain_seconds / step_seconds
     return SolvedPortfolio(TokenTree(tree.parents, plan, by_match=tree.by_match), replayed_speedup)
 
 
@@ -353,33 +350,76 @@ def match_problems(profile: Profile) -> list[MatchProblem]:
     return problems
 
 
-def _portfolio_with_replayed_shares(
+@dataclass(frozen=True)
+class DecodedAgain:
+    """Trees by match, and what decoding the recorded texts with them comes to.
+
+    Args:
+        trees: the tree of each class of match.
+        shares: float64 [classes], the share of steps in each class.
+        problems: what is known of each class, with looked-up tokens as steps with these trees come
+            upon them, and with the seconds to catch up beside these trees.
+        speed: tokens a second of the recorded texts (or of the shares, if there are none).
+        tokens_per_step: tokens of the recorded texts for each step; None if there are none.
+    """
+
+    trees: tuple[TokenTree, ...]
+    shares: Floats
+    problems: list[MatchProblem]
+    speed: float
+    tokens_per_step: float | None
+
+
+def _fastest_on_recorded_texts(
     lookup: LookupCounts,
-    problems: list[MatchProblem],
+    problems: Sequence[MatchProblem],
+    base: DecodedAgain,
     times: StepTime,
     limits: Limits,
-    trees: tuple[TokenTree, ...],
-) -> tuple[Portfolio, list[MatchProblem]]:
-    """The fastest portfolio with the shares that the recorded texts give for its own trees.
+) -> tuple[DecodedAgain, float]:
+    """The fastest trees by match, with the shares that the recorded texts give for themselves.
 
-    Shares depend on the trees, so both are found in turns, and so is how long the draft catches up.
-    A tenth of the usual work is enough until they stay the same.
+    Shares and catching up depend on the trees, so the recorded texts decide whether new trees are
+    faster, all together or one at a time. A tenth of the usual work is enough until none are.
+
+    Args:
+        lookup: the counts, with the recorded texts.
+        problems: what was counted of each class.
+        base: the trees to begin with.
+        times: the step times.
+        limits: what trees may be.
 
     Returns:
-        The portfolio, and the problems that it was solved for, with the seconds to catch up.
+        The trees, and tokens a second that no trees within the limits exceed with the same shares
+        and the same seconds to catch up.
     """
-    max_work = MAX_WORK // 10
-    shares, problems = _replayed(lookup, problems, trees, times)
+    best, max_work = base, MAX_WORK // 10
     for _ in range(MAX_REPLAYS):
-        solved_problems = problems
-        portfolio = fastest_portfolio(problems, shares, times, limits, trees, max_work)
-        trees = portfolio.trees
-        shares, problems = _replayed(lookup, problems, trees, times)
-        if np.array_equal(shares, portfolio.shares) and problems == solved_problems:
-            if max_work == MAX_WORK:
-                break
+        result = _solve_beside(best, times, limits, max_work)
+        one_by_one = [
+            (*best.trees[:c], tree, *best.trees[c + 1 :])
+            for c, tree in enumerate(result.trees)
+            if tree != best.trees[c]
+        ]
+        candidates = [result.trees, *one_by_one] if one_by_one else []
+        decoded = [_decoded_again(lookup, problems, trees, times) for trees in candidates]
+        fastest = max([best, *decoded], key=lambda candidate: candidate.speed)
+        if fastest.speed > best.speed * (1 + OPTIMALITY_TOLERANCE):
+            best = fastest
+        elif max_work == MAX_WORK:
+            return best, result.bound
+        else:
             max_work = MAX_WORK
-    return portfolio, solved_problems
+    return best, _solve_beside(best, times, limits, MAX_WORK).bound
+
+
+def _solve_beside(
+    decoded: DecodedAgain, times: StepTime, limits: Limits, max_work: int
+) -> Portfolio:
+    """The fastest portfolio with the shares and the seconds to catch up of these trees."""
+    return fastest_portfolio(
+        decoded.problems, decoded.shares, times, limits, decoded.trees, max_work
+    )
 
 
 def recorded_texts(lookup: LookupCounts) -> list[list[Position]]:
@@ -388,40 +428,29 @@ def recorded_texts(lookup: LookupCounts) -> list[list[Position]]:
     return [text for text in texts if text]
 
 
-def _replay(
+def _decoded_again(
     lookup: LookupCounts,
     problems: Sequence[MatchProblem],
-    trees: Sequence[TokenTree],
-    texts: Sequence[Sequence[Position]],
-) -> Replay:
-    """Decode recorded texts again with the tree of each class of match."""
-    acceptances = [problem.acceptance(t) for problem, t in zip(problems, trees, strict=True)]
-    return replay(texts, lookup.match_lengths, trees, acceptances)
-
-
-def _replayed(
-    lookup: LookupCounts,
-    problems: Sequence[MatchProblem],
-    trees: Sequence[TokenTree],
+    trees: tuple[TokenTree, ...],
     times: StepTime,
-) -> tuple[Floats, list[MatchProblem]]:
-    """What the recorded texts say about decoding with these trees.
+) -> DecodedAgain:
+    """Decode the recorded texts again with the tree of each class of match.
 
     Without recorded texts, the shares are those of the profile's own steps, and the draft's
-    catching up is not known.
-
-    Returns:
-        The share of steps in each class of match, float64 [classes]; and the problems with the
-        average seconds to catch up before a step.
+    catching up is left out.
     """
     texts = recorded_texts(lookup)
+    tokens_per_step = None
     if texts:
-        result = _replay(lookup, problems, trees, texts)
-        counts = result.shares
+        acceptances = [problem.acceptance(t) for problem, t in zip(problems, trees, strict=True)]
+        result = replay(texts, lookup.match_lengths, trees, acceptances)
+        counts, tokens_per_step = result.shares, result.tokens_per_step
         problems = [
             replace_fields(
                 problem,
-                catch_up_seconds=_catch_up_seconds(result.transitions[:, c], trees, c, times),
+                looked_up=problem.looked_up
+                and looked_up_as_visited(problem.looked_up, result.visits_by_run[c]),
+                catch_up=_catch_up(result.transitions[c], trees, times),
             )
             for c, problem in enumerate(problems)
         ]
@@ -429,28 +458,29 @@ def _replayed(
         levels = [match_class.drafted[:1] for match_class in lookup.classes]
         counts = np.array([level[0].trials if level else 0 for level in levels], float)
         counts /= max(counts.sum(), 1.0)
-    counts = np.maximum(counts, MIN_SHARE)
-    shares: Floats = counts / counts.sum()
-    return shares, list(problems)
+    shares = np.maximum(counts, MIN_SHARE)
+    shares /= shares.sum()
+    tokens, seconds = _step_figures(problems, trees, times)
+    step_tokens = tokens_per_step or float(shares @ np.array(tokens))
+    speed = step_tokens / float(shares @ np.array(seconds))
+    return DecodedAgain(trees, shares, list(problems), speed, tokens_per_step)
 
 
-def _catch_up_seconds(
-    steps_before: Floats, trees: Sequence[TokenTree], c: int, times: StepTime
-) -> float:
-    """How long the draft catches up on average before a step of class c that drafts.
+def _catch_up(
+    steps_after: Floats, trees: Sequence[TokenTree], times: StepTime
+) -> tuple[float, ...]:
+    """How many seconds the draft takes on average to catch up if 0, 1, 2, ... tokens are unread.
 
     Args:
-        steps_before: float64 [classes], how often the step before is of each class of match.
-        trees: the tree of each class. If that of class c does not draft, a tree of one draft pass
-            stands in for it.
-        c: the class of match.
+        steps_after: float64 [classes], how often the next step is of each class of match.
+        trees: the tree of each class.
         times: the step times.
     """
-    if not steps_before.sum():
-        return 0.0
-    tree = trees[c] if trees[c].num_drafted_levels else TokenTree.chain(2)
-    seconds = [times.catch_up_seconds(last_tree, tree) for last_tree in trees]
-    return float(steps_before @ np.array(seconds) / steps_before.sum())
+    shares = steps_after / max(steps_after.sum(), 1e-300)
+    return tuple(
+        float(shares @ np.array([times.catch_up_seconds(num_unread, tree) for tree in trees]))
+        for num_unread in range(MAX_UNREAD + 1)
+    )
 
 
 def _with_by_match(problems: Sequence[MatchProblem], trees: Sequence[TokenTree]) -> TokenTree:

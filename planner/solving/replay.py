@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numba
 import numpy as np
 
 from sequoia_plan.artifacts import TokenTree
@@ -25,6 +26,10 @@ from sequoia_plan.artifacts.cost import (
     child_probabilities,
 )
 from sequoia_plan.artifacts.lookup import Position, class_of
+from sequoia_plan.planner.solving.relaxation import Ints
+
+MAX_RUN = 64
+"""Longer runs need not be told apart: no looked-up spine is longer."""
 
 
 class Replay(NamedTuple):
@@ -42,6 +47,7 @@ class Replay(NamedTuple):
     tokens_per_step: float
     num_steps: float
     transitions: Floats
+    visits_by_run: Floats
 
 
 def replay(
@@ -68,28 +74,62 @@ def replay(
     tables = [
         advance_table(tree, acceptance) for tree, acceptance in zip(trees, acceptances, strict=True)
     ]
-    longest = max(tree.depth for tree in trees)
-    num_classes = len(trees)
-    steps_by_class, transitions = np.zeros(num_classes), np.zeros((num_classes + 1, num_classes))
-    num_tokens = 0.0
+    last_rows = np.array([len(table) - 1 for table in tables])
+    advances = np.zeros((len(trees), last_rows.max() + 1, max(tree.depth for tree in trees)))
+    for c, table in enumerate(tables):
+        advances[c, : table.shape[0], : table.shape[1]] = table
+    num_tokens, transitions = 0.0, np.zeros((len(trees) + 1, len(trees)))
+    visits_by_run = np.zeros((len(trees), MAX_RUN + 1))
     for text in texts:
-        # Probability that a step begins at each position, by the class of the step before it; the
-        # last entry is for no step before it.
-        begins = np.zeros((len(text) + longest, num_classes + 1))
-        begins[0, -1] = 1.0
-        num_counted = len(text) - min(longest, len(text) // 2)
-        for position in range(num_counted):
-            match_length, run = text[position]
-            step_class = class_of(match_length, match_lengths)
-            table = tables[step_class]
-            advance = table[min(run, len(table) - 1)]
-            probability = begins[position].sum()
-            begins[position + 1 : position + 1 + len(advance), step_class] += probability * advance
-            steps_by_class[step_class] += probability
-            transitions[:, step_class] += begins[position]
-            num_tokens += probability * float(advance @ np.arange(1, len(advance) + 1))
-    num_steps = float(steps_by_class.sum())
-    return Replay(steps_by_class / num_steps, num_tokens / num_steps, num_steps, transitions[:-1])
+        classes = np.array([class_of(position.match_length, match_lengths) for position in text])
+        runs = np.array([position.run for position in text])
+        rows = np.minimum(runs, last_rows[classes])
+        num_tokens += _replay_text(classes, runs, rows, advances, transitions, visits_by_run)
+    num_steps = float(transitions.sum())
+    shares = transitions.sum(0) / num_steps
+    return Replay(shares, num_tokens / num_steps, num_steps, transitions[:-1], visits_by_run)
+
+
+@numba.njit(cache=True)
+def _replay_text(
+    classes: Ints,
+    runs: Ints,
+    rows: Ints,
+    advances: Floats,
+    transitions: Floats,
+    visits_by_run: Floats,
+) -> float:
+    """Decode one text again, and return the expected tokens of all steps that count.
+
+    Args:
+        classes: int64 [positions], the class of match at each position.
+        runs: int64 [positions], how many of the next tokens are those of the lookup chain.
+        rows: int64 [positions], the row of the table of its class.
+        advances: float64 [classes, rows, lengths], the probability that a step is 1, 2, ... tokens
+            long.
+        transitions: float64 [classes + 1, classes], the expected number of steps by the class of
+            the step before (the last row: none) and their own; this text's are added.
+        visits_by_run: float64 [classes, longest run + 1], the same by class and run.
+    """
+    num_positions = len(classes)
+    num_classes, _, longest = advances.shape
+    # probability that a step begins at each position, by the class of the step before it
+    begins = np.zeros((num_positions + longest, num_classes + 1))
+    begins[0, num_classes] = 1.0
+    num_tokens = 0.0
+    for position in range(num_positions - min(longest, num_positions // 2)):
+        step_class = classes[position]
+        probability = 0.0
+        for last_class in range(num_classes + 1):
+            probability += begins[position, last_class]
+            transitions[last_class, step_class] += begins[position, last_class]
+        run = min(runs[position], visits_by_run.shape[1] - 1)
+        visits_by_run[step_class, run] += probability
+        for length in range(1, longest + 1):
+            p = probability * advances[step_class, rows[position], length - 1]
+            begins[position + length, step_class] += p
+            num_tokens += p * length
+    return num_tokens
 
 
 def advance_table(tree: TokenTree, acceptance: AcceptanceProbs) -> Floats:
