@@ -26,7 +26,6 @@ from sequoia_plan.artifacts.cost import (
     child_probabilities,
 )
 from sequoia_plan.artifacts.lookup import Position, class_of
-from sequoia_plan.planner.solving.relaxation import Ints
 
 MAX_RUN = 64
 """Longer runs need not be told apart: no looked-up spine is longer."""
@@ -91,14 +90,7 @@ def replay(
 
 
 @numba.njit(cache=True)
-def _replay_text(
-    classes: Ints,
-    runs: Ints,
-    rows: Ints,
-    advances: Floats,
-    transitions: Floats,
-    visits_by_run: Floats,
-) -> float:
+def _replay_text(classes, runs, rows, advances, transitions, visits_by_run):
     """Decode one text again, and return the expected tokens of all steps that count.
 
     Args:
