@@ -229,7 +229,8 @@ class Plan(Artifact, frozen=True, kw_only=True):
         field(
             "for a plan with prompt lookup, one entry for each class of match. The plan's "
             "`expected_tokens`, `step_seconds`, `predicted_speedup` and `speedup_bound` are then "
-            "those of all classes together, each with its share of steps"
+            "those of all classes together, each with its share of steps; the bound holds for "
+            "these shares"
         ),
     ] = ()
     tree_speedup: Annotated[

@@ -60,7 +60,7 @@ def test_a_first_pass_priced_as_if_it_did_not_widen_is_noticed(monkeypatch):
     times, rows = StepTime(latency, EAGLE), acceptance_rows([0.9, 0.05], 5)
     best = max_speed(rows, times, 7)
     assert fastest_tree(rows, 7, times).speed == pytest.approx(best, rel=1e-12)
-    monkeypatch.setattr(fastest, "_depths_to_search", lambda max_depth, times: [max_depth])
+    monkeypatch.setattr(fastest, "_depths_to_search", lambda max_depth, *_: [max_depth])
     right = fastest.cost_tables
     monkeypatch.setattr(fastest, "cost_tables", lambda times, size, depth: right(times, size, 2))
     assert fastest_tree(rows, 7, times).speed < best * 0.999

@@ -40,7 +40,7 @@ from sequoia_plan.planner.solving.acceptance import (
 from sequoia_plan.planner.solving.fastest import NO_OTHER_STEPS, OtherSteps, with_speed
 from sequoia_plan.planner.solving.looked_up import fastest_looked_up_tree
 from sequoia_plan.planner.solving.portfolio import Limits, MatchProblem, fastest_portfolio
-from sequoia_plan.planner.solving.replay import advance_table, replay
+from sequoia_plan.planner.solving.replay import advance_table, recorded_texts, replay
 from sequoia_plan.planner.solving.solve import solve
 
 SMALL_TREES = [tree for size in range(1, 8) for tree in all_trees(size)]
@@ -225,7 +225,8 @@ def test_shares_by_hand():
     text = [Position(0, 0), Position(0, 0), Position(2, 2), Position(2, 1), Position(0, 0)]
     text += [Position(0, 0)] * 3  # the last steps do not count
     trees = [TokenTree.chain(2), TokenTree(TokenTree.chain(3).parents, looks_up=True)]
-    result = replay([text], (0, 2), trees, [[0.5], [[[0.9], [0.5]]]])
+    counts = LookupCounts((MatchClass(0, ()), MatchClass(2, ())), {"all": (write_positions(text),)})
+    result = replay(recorded_texts(counts), trees, [[0.5], [[[0.9], [0.5]]]])
     assert result.shares.tolist() == pytest.approx([0.6, 0.4])
     assert result.num_steps == pytest.approx(2.5)
     # from the first step on: 0 to 1, 1 to 2 or 3, 0 to 2
@@ -342,9 +343,9 @@ def test_a_profile_with_lookup_counts_gives_trees_by_match(tmp_path):
     assert load_tree(tmp_path / "tree") == tree
     assert load_tree(tmp_path / "tree").plan == plan
     # the recorded texts, decoded again with these trees, have the plan's shares
-    texts = portfolio.recorded_texts(profile.lookup)
+    texts = recorded_texts(profile.lookup)
     trees = [tree.for_match(part.match_length) for part in plan.by_match]
-    shares = replay(texts, (0, 2), trees, [part.acceptance for part in plan.by_match]).shares
+    shares = replay(texts, trees, [part.acceptance for part in plan.by_match]).shares
     assert shares.tolist() == pytest.approx([part.share for part in plan.by_match])
 
 

@@ -107,14 +107,14 @@ def describe_plan(plan: Plan) -> Iterator[str]:
             f"make a step up to {memory.seconds * 1000:.1f} ms shorter"
         )
     if plan.gap is not None:
-        trees, faster = ("trees by match", "are ") if plan.by_match else ("tree", "is ")
+        basis, trees, faster = "measurements", "tree", "is "
+        if plan.by_match:
+            basis, trees, faster = "measurements and shares of steps", "trees by match", "are "
         if plan.gap >= OPTIMALITY_TOLERANCE:  # a smaller gap is rounding
             # the gap is relative to the bound, and the text is relative to this tree
             faster += f"more than {plan.gap / (1 - plan.gap):.2%} "
         faster += "faster"
-        yield (
-            f"proven                  by these measurements, no {trees} within the limits {faster}"
-        )
+        yield (f"proven                  by these {basis}, no {trees} within the limits {faster}")
 
 
 def _describe_alternative(plan: Plan, name: str, alternative: Alternative) -> str:

@@ -14,7 +14,7 @@ class can be solved by itself against the others, whose tokens and seconds count
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from typing import Any
@@ -30,7 +30,7 @@ from sequoia_plan.artifacts.cost import (
     expected_tokens,
     predict_portfolio,
 )
-from sequoia_plan.artifacts.lookup import LookupCounts, Position, read_positions
+from sequoia_plan.artifacts.lookup import LookupCounts
 from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, MatchPlan, Plan
 from sequoia_plan.planner.solving.acceptance import (
     drafted_probs,
@@ -44,7 +44,12 @@ from sequoia_plan.planner.solving.fastest import (
     fastest_tree,
 )
 from sequoia_plan.planner.solving.looked_up import fastest_looked_up_tree, quick_bound
-from sequoia_plan.planner.solving.replay import replay
+from sequoia_plan.planner.solving.replay import (
+    MAX_RUN,
+    RecordedText,
+    recorded_texts,
+    replay,
+)
 
 MAX_REPLAYS = 10
 """Rounds of solving and of counting the shares of classes anew."""
@@ -296,8 +301,9 @@ def solve_portfolio(
     lookup = profile.lookup
     assert lookup is not None
     problems = match_problems(profile)
-    base = _decoded_again(lookup, problems, (base_tree,) * len(problems), times)
-    decoded, bound = _fastest_on_recorded_texts(lookup, problems, base, times, limits)
+    recording = Recording(recorded_texts(lookup), _counted_shares(lookup), problems, times)
+    base = recording.decode((base_tree,) * len(problems))
+    decoded, bound = _fastest_on_recorded_texts(recording, base, limits)
     problems, portfolio = decoded.problems, decoded
     plain_seconds = times.plain_seconds()
     tree = _with_by_match(problems, portfolio.trees)
@@ -370,47 +376,131 @@ class DecodedAgain:
     tokens_per_step: float | None
 
 
+@dataclass(frozen=True)
+class Recording:
+    """What a profile recorded for decoding again on paper.
+
+    Args:
+        texts: the texts; empty if none were recorded.
+        shares: float64 [classes], the share of the profile's own steps in each class of match,
+            which stand in for texts.
+        problems: what was counted of each class.
+        times: the step times.
+    """
+
+    texts: Sequence[RecordedText]
+    shares: Floats
+    problems: Sequence[MatchProblem]
+    times: StepTime
+
+    def decode(self, trees: tuple[TokenTree, ...]) -> DecodedAgain:
+        """Decode the recorded texts again with the tree of each class of match.
+
+        Without recorded texts, shares and looked-up tokens are those that the profile counted, and
+        the draft's catching up is left out.
+        """
+        counts, problems, tokens_per_step = self.shares, list(self.problems), None
+        if self.texts:
+            acceptances = [
+                problem.acceptance(tree) for problem, tree in zip(problems, trees, strict=True)
+            ]
+            result = replay(self.texts, trees, acceptances)
+            counts, tokens_per_step = result.shares, result.tokens_per_step
+            problems = [
+                replace_fields(
+                    problem,
+                    looked_up=problem.looked_up
+                    and looked_up_as_visited(problem.looked_up, result.visits_by_run[c]),
+                    catch_up=_catch_up(result.transitions[c], trees, self.times),
+                )
+                for c, problem in enumerate(problems)
+            ]
+        shares = np.maximum(counts, MIN_SHARE)
+        shares /= shares.sum()
+        tokens, seconds = _step_figures(problems, trees, self.times)
+        step_tokens = tokens_per_step or float(shares @ np.array(tokens))
+        speed = step_tokens / float(shares @ np.array(seconds))
+        return DecodedAgain(trees, shares, problems, speed, tokens_per_step)
+
+
+def _counted_shares(lookup: LookupCounts) -> Floats:
+    """The share of the profile's own steps in each class of match, float64 [classes]."""
+    levels = [match_class.drafted[:1] for match_class in lookup.classes]
+    counts = np.array([level[0].trials if level else 0 for level in levels], float)
+    shares: Floats = counts / max(counts.sum(), 1.0)
+    return shares
+
+
 def _fastest_on_recorded_texts(
-    lookup: LookupCounts,
-    problems: Sequence[MatchProblem],
-    base: DecodedAgain,
-    times: StepTime,
-    limits: Limits,
+    recording: Recording, base: DecodedAgain, limits: Limits
 ) -> tuple[DecodedAgain, float]:
     """The fastest trees by match, with the shares that the recorded texts give for themselves.
 
-    Shares and catching up depend on the trees, so the recorded texts decide whether new trees are
-    faster, all together or one at a time. A tenth of the usual work is enough until none are.
+    Shares, catching up and the looked-up tokens that steps come upon depend on the trees, so the
+    recorded texts decide whether new trees are faster, all together or one at a time. A tenth of
+    the usual work is enough until none are.
 
     Args:
-        lookup: the counts, with the recorded texts.
-        problems: what was counted of each class.
+        recording: the recorded texts.
         base: the trees to begin with.
-        times: the step times.
         limits: what trees may be.
 
     Returns:
-        The trees, and tokens a second that no trees within the limits exceed with the same shares
-        and the same seconds to catch up.
+        The trees, and tokens a second that no trees within the limits exceed with the same shares,
+        acceptance and seconds to catch up.
     """
-    best, max_work = base, MAX_WORK // 10
+    best, trees_so_far = base, set(base.trees)
     for _ in range(MAX_REPLAYS):
-        result = _solve_beside(best, times, limits, max_work)
-        one_by_one = [
-            (*best.trees[:c], tree, *best.trees[c + 1 :])
-            for c, tree in enumerate(result.trees)
-            if tree != best.trees[c]
-        ]
-        candidates = [result.trees, *one_by_one] if one_by_one else []
-        decoded = [_decoded_again(lookup, problems, trees, times) for trees in candidates]
-        fastest = max([best, *decoded], key=lambda candidate: candidate.speed)
-        if fastest.speed > best.speed * (1 + OPTIMALITY_TOLERANCE):
-            best = fastest
-        elif max_work == MAX_WORK:
-            return best, result.bound
-        else:
-            max_work = MAX_WORK
-    return best, _solve_beside(best, times, limits, MAX_WORK).bound
+        result = _solve_beside(best, recording.times, limits, MAX_WORK // 10)
+        trees_so_far |= set(result.trees)
+        candidates = [result.trees, *_with_one_of(best.trees, result.trees)]
+        fastest = max(map(recording.decode, candidates), key=lambda decoded: decoded.speed)
+        if fastest.speed <= best.speed * (1 + OPTIMALITY_TOLERANCE):
+            break
+        best = fastest
+    if recording.texts:
+        best = _with_trees_exchanged(recording, best, trees_so_far, limits)
+    return best, _solve_beside(best, recording.times, limits, MAX_WORK).bound
+
+
+def _with_one_of(
+    trees: tuple[TokenTree, ...], others: tuple[TokenTree, ...]
+) -> Iterator[tuple[TokenTree, ...]]:
+    """Yields the trees by class with the tree of one class replaced, for each that differs."""
+    for c, tree in enumerate(others):
+        if tree != trees[c]:
+            yield (*trees[:c], tree, *trees[c + 1 :])
+
+
+def _with_trees_exchanged(
+    recording: Recording, best: DecodedAgain, trees: set[TokenTree], limits: Limits
+) -> DecodedAgain:
+    """Trees by match that no exchange of one class's tree makes faster on the recorded texts.
+
+    A tree changes the shares of other classes: after a short lookup chain that was right, the next
+    match is a longer one. So trees that are not the fastest with given shares are tried as well.
+
+    Args:
+        recording: the recorded texts.
+        best: the trees to begin with.
+        trees: the trees to try for each class, besides lookup chains of all lengths.
+        limits: what trees may be.
+    """
+    longest = min(limits.depth, limits.budget, recording.times.largest_size(), MAX_RUN)
+    chains = [TokenTree(TokenTree.chain(n).parents, looks_up=True) for n in range(2, longest + 1)]
+    # in an order that does not depend on hashes
+    drafted = sorted(trees, key=lambda tree: (tree.looks_up, tree.size, tree.parents.tolist()))
+    is_improved = True
+    while is_improved:
+        is_improved = False
+        for c, problem in enumerate(recording.problems):
+            for tree in (*drafted, *chains):
+                if tree == best.trees[c] or (tree.looks_up and problem.looked_up is None):
+                    continue
+                decoded = recording.decode((*best.trees[:c], tree, *best.trees[c + 1 :]))
+                if decoded.speed > best.speed * (1 + OPTIMALITY_TOLERANCE):
+                    best, is_improved = decoded, True
+    return best
 
 
 def _solve_beside(
@@ -420,50 +510,6 @@ def _solve_beside(
     return fastest_portfolio(
         decoded.problems, decoded.shares, times, limits, decoded.trees, max_work
     )
-
-
-def recorded_texts(lookup: LookupCounts) -> list[list[Position]]:
-    """The positions of each recorded text of all kinds of prompts."""
-    texts = [list(read_positions(text)) for kind in lookup.texts.values() for text in kind]
-    return [text for text in texts if text]
-
-
-def _decoded_again(
-    lookup: LookupCounts,
-    problems: Sequence[MatchProblem],
-    trees: tuple[TokenTree, ...],
-    times: StepTime,
-) -> DecodedAgain:
-    """Decode the recorded texts again with the tree of each class of match.
-
-    Without recorded texts, the shares are those of the profile's own steps, and the draft's
-    catching up is left out.
-    """
-    texts = recorded_texts(lookup)
-    tokens_per_step = None
-    if texts:
-        acceptances = [problem.acceptance(t) for problem, t in zip(problems, trees, strict=True)]
-        result = replay(texts, lookup.match_lengths, trees, acceptances)
-        counts, tokens_per_step = result.shares, result.tokens_per_step
-        problems = [
-            replace_fields(
-                problem,
-                looked_up=problem.looked_up
-                and looked_up_as_visited(problem.looked_up, result.visits_by_run[c]),
-                catch_up=_catch_up(result.transitions[c], trees, times),
-            )
-            for c, problem in enumerate(problems)
-        ]
-    else:
-        levels = [match_class.drafted[:1] for match_class in lookup.classes]
-        counts = np.array([level[0].trials if level else 0 for level in levels], float)
-        counts /= max(counts.sum(), 1.0)
-    shares = np.maximum(counts, MIN_SHARE)
-    shares /= shares.sum()
-    tokens, seconds = _step_figures(problems, trees, times)
-    step_tokens = tokens_per_step or float(shares @ np.array(tokens))
-    speed = step_tokens / float(shares @ np.array(seconds))
-    return DecodedAgain(trees, shares, list(problems), speed, tokens_per_step)
 
 
 def _catch_up(

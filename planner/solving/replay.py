@@ -12,11 +12,13 @@ once: it carries the probability that a step begins at each position.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numba
 import numpy as np
+from numpy.typing import NDArray
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.cost import (
@@ -25,7 +27,7 @@ from sequoia_plan.artifacts.cost import (
     acceptance_table,
     child_probabilities,
 )
-from sequoia_plan.artifacts.lookup import Position, class_of
+from sequoia_plan.artifacts.lookup import LookupCounts, class_of, read_positions
 
 MAX_RUN = 64
 """Longer runs need not be told apart: no looked-up spine is longer."""
@@ -49,9 +51,34 @@ class Replay(NamedTuple):
     visits_by_run: Floats
 
 
+class RecordedText(NamedTuple):
+    """A text of a profile, position by position.
+
+    Args:
+        classes: int64 [positions], the class of the match before each position.
+        runs: int64 [positions], how many of the next tokens are those of the lookup chain.
+    """
+
+    classes: NDArray[np.int64]
+    runs: NDArray[np.int64]
+
+
+def recorded_texts(lookup: LookupCounts) -> list[RecordedText]:
+    """The recorded texts of all kinds of prompts that are not empty."""
+    texts = []
+    for text in itertools.chain.from_iterable(lookup.texts.values()):
+        positions = list(read_positions(text))
+        if positions:
+            classes = [
+                class_of(position.match_length, lookup.match_lengths) for position in positions
+            ]
+            runs = [position.run for position in positions]
+            texts.append(RecordedText(np.array(classes), np.array(runs)))
+    return texts
+
+
 def replay(
-    texts: Sequence[Sequence[Position]],
-    match_lengths: Sequence[int],
+    texts: Sequence[RecordedText],
     trees: Sequence[TokenTree],
     acceptances: Sequence[AcceptanceProbs],
 ) -> Replay:
@@ -65,8 +92,7 @@ def replay(
     The last steps of a text are not counted: a text that was cut off would cut them short.
 
     Args:
-        texts: the positions of each text.
-        match_lengths: the shortest match of each class, ascending from 0.
+        texts: the texts, at least one.
         trees: the tree of each class.
         acceptances: p of each class and tree, as `child_probabilities` takes it.
     """
@@ -79,9 +105,7 @@ def replay(
         advances[c, : table.shape[0], : table.shape[1]] = table
     num_tokens, transitions = 0.0, np.zeros((len(trees) + 1, len(trees)))
     visits_by_run = np.zeros((len(trees), MAX_RUN + 1))
-    for text in texts:
-        classes = np.array([class_of(position.match_length, match_lengths) for position in text])
-        runs = np.array([position.run for position in text])
+    for classes, runs in texts:
         rows = np.minimum(runs, last_rows[classes])
         num_tokens += _replay_text(classes, runs, rows, advances, transitions, visits_by_run)
     num_steps = float(transitions.sum())
