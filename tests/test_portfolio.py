@@ -349,6 +349,24 @@ def test_a_profile_with_lookup_counts_gives_trees_by_match(tmp_path):
     assert shares.tolist() == pytest.approx([part.share for part in plan.by_match])
 
 
+def test_exchanging_trees_raises_the_speed_on_the_recorded_texts():
+    """From no speculation in any class, exchanges alone come to looked-up chains where text repeats
+    itself, and never to slower trees."""
+    profile = lookup_profile()
+    times = StepTime.from_measured(profile)
+    texts = recorded_texts(profile.lookup)
+    problems = portfolio.match_problems(profile)
+    recording = portfolio.Recording(texts, np.array([0.5, 0.5]), problems, times)
+    start = recording.decode((TokenTree.chain(1),) * 2)
+    assert start.speed == pytest.approx(1 / times.plain_seconds())
+    drafted = {TokenTree.chain(2), TokenTree.star(2)}
+    better = portfolio._with_trees_exchanged(recording, start, drafted, Limits(16, 10, 10))
+    assert better.speed > 1.2 * start.speed
+    assert not better.trees[0].looks_up
+    assert better.trees[1].looks_up
+    assert recording.decode(better.trees).speed == better.speed
+
+
 def test_a_plan_that_contradicts_its_trees_is_refused(tmp_path):
     """Each figure of each class follows from its tree, and shares add up to 1."""
     tree = solve(lookup_profile(), 16, 10).tree

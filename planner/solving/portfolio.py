@@ -10,6 +10,10 @@ in the text at no cost. If w_c is the share of steps in class c, decoding makes
 tokens a second, where F is the expected tokens and t the seconds of a step. At the highest S each
 class has the tree of the largest F - S t: all of them pay the same price for a second. So each
 class can be solved by itself against the others, whose tokens and seconds count as they are.
+
+The shares depend on the trees, and so do the looked-up tokens that steps come upon, and the tokens
+that the draft has to catch up with. The recorded texts of a profile, decoded again on paper
+(replay.py), give all three for any trees.
 """
 
 from __future__ import annotations
