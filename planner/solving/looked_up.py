@@ -128,15 +128,15 @@ def fold_tail(rows: Floats, num_passes: int, tail_charges: Floats) -> FoldedTail
     tail_sums = np.cumsum(tail) - tail_charges / parent_value
     drafted_sums = np.append(0.0, np.cumsum(drafted))
     totals = tail_sums[:, None] + drafted_sums  # [tail nodes - 1, drafted children]
-    num_children = np.add.outer(np.arange(1, len(tail) + 1), np.arange(branching))
     best_sums, tail_length, num_drafted = [0.0], [0], [0]
     for count in range(1, len(tail) + branching):
-        fits = np.where(num_children == count, totals, -np.inf)
-        tail_index, drafted_index = np.unravel_index(np.argmax(fits), fits.shape)
-        is_better = fits[tail_index, drafted_index] > best_sums[-1]
-        best_sums.append(max(best_sums[-1], float(fits[tail_index, drafted_index])))
-        tail_length.append(int(tail_index) + 1 if is_better else tail_length[-1])
-        num_drafted.append(int(drafted_index) if is_better else num_drafted[-1])
+        num_siblings = np.arange(max(0, count - len(tail)), min(branching, count))
+        sums = totals[count - num_siblings - 1, num_siblings]
+        best = int(np.argmax(sums))
+        is_better = sums[best] > best_sums[-1]
+        best_sums.append(max(best_sums[-1], float(sums[best])))
+        num_drafted.append(int(num_siblings[best]) if is_better else num_drafted[-1])
+        tail_length.append(count - num_drafted[-1] if is_better else tail_length[-1])
     folded = np.zeros((num_passes, 2, max(branching, len(best_sums) - 1)))
     folded[:, :, :branching] = rows[:num_passes]
     folded[last_level, 0] = 0.0

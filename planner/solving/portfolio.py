@@ -493,12 +493,12 @@ def _with_trees_exchanged(
     longest = min(limits.depth, limits.budget, recording.times.largest_size(), MAX_RUN)
     chains = [TokenTree(TokenTree.chain(n).parents, looks_up=True) for n in range(2, longest + 1)]
     # in an order that does not depend on hashes
-    drafted = sorted(trees, key=lambda tree: (tree.looks_up, tree.size, tree.parents.tolist()))
+    sorted_trees = sorted(trees, key=lambda tree: (tree.looks_up, tree.size, tree.parents.tolist()))
     is_improved = True
     while is_improved:
         is_improved = False
         for c, problem in enumerate(recording.problems):
-            for tree in (*drafted, *chains):
+            for tree in (*sorted_trees, *chains):
                 if tree == best.trees[c] or (tree.looks_up and problem.looked_up is None):
                     continue
                 decoded = recording.decode((*best.trees[:c], tree, *best.trees[c + 1 :]))

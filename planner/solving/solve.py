@@ -35,6 +35,7 @@ from sequoia_plan.planner.solving.frontier import (
 )
 from sequoia_plan.planner.solving.noise import SolvedTree, intervals
 from sequoia_plan.planner.solving.portfolio import Limits, solve_portfolio
+from sequoia_plan.planner.solving.replay import MAX_RUN
 
 OBJECTIVES = ("speed", "tokens", "paper")
 
@@ -156,7 +157,7 @@ def solve(
     if not with_lookup:
         return Solution(TokenTree(best.tree.parents, plan), time.perf_counter() - started)
     assert best.profile is not None and best.times is not None
-    limits = Limits(budget, depth, problem.depth, branching)
+    limits = Limits(budget, min(depth, MAX_RUN), problem.depth, branching)
     solved = solve_portfolio(best.profile, best.tree, best.times, limits, plan)
     return Solution(solved.tree, time.perf_counter() - started, solved.replayed_speedup)
 
@@ -226,11 +227,11 @@ def _checked_lookup(
     is_own_tree = problem.baseline or problem.smooth or one_vector
     is_possible = has_counts and problem.objective == "speed" and not is_own_tree
     if lookup and not is_possible:
-        found = "a profile without lookup counts (profile again)"
+        obstacle = "a profile without lookup counts (profile again)"
         if has_counts:
-            found = "another objective, a baseline or a changed acceptance"
+            obstacle = "another objective, a baseline or a changed acceptance"
         raise ArgumentError(
-            f"lookup: found {found}, expected counts by class of match and the objective speed"
+            f"lookup: found {obstacle}, expected counts by class of match and the objective speed"
         )
     return is_possible and lookup is not False
 
