@@ -488,10 +488,12 @@ def prediction_for(
     if not plan.acceptance or not applies:
         return Prediction()
     times = StepTime.from_measured(plan)
-    if tree.by_match and plan.by_match and times:
-        tokens, _, speedup = predict_portfolio(tree, plan, times)
-    else:
+    if not plan.by_match or times is None or (tree.size == 1 and not tree.by_match):
         tokens, _, speedup = predict(tree, plan.acceptance, times)
+    elif tree.by_match:
+        tokens, _, speedup = predict_portfolio(tree, plan, times)
+    else:  # its acceptance is known for texts without a match only
+        return Prediction()
     return Prediction(tokens, speedup)
 
 

@@ -17,7 +17,7 @@ from sequoia_plan.artifacts.counts import LevelCounts, PromptKind
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.schema import Artifact, Count, field
 
-MATCH_LENGTHS = (0, 1, 2, 3, 5)
+MATCH_LENGTHS = (0, 1, 2, 3, 5, 8, 16)
 """The shortest match of each class, in tokens; the first class is that of texts without a match."""
 MAX_MATCH = MATCH_LENGTHS[-1]
 """Longer matches need not be told apart."""
@@ -79,6 +79,25 @@ class LookupCounts(Artifact, frozen=True):
                         f"lookup.texts.{kind}[{number}]: found {text!r:.60}, expected words m:r of "
                         "two whole numbers"
                     ) from None
+
+    def without_draft(self) -> LookupCounts:
+        """The counts for trees that draft nothing: of nodes on the spine and their first children.
+
+        A rank has no children beside it that could be accepted in its place.
+        """
+
+        def on_spine(level: LevelCounts) -> LevelCounts:
+            """Trials and counts of rank 1, of nodes on the spine."""
+            off = level.off_spine
+            trials = level.trials - (off.trials if off else 0)
+            count = level.counts[0] - (off.counts[0] if off else 0.0)
+            return LevelCounts(trials, (max(count, 0.0),))
+
+        classes = tuple(
+            MatchClass(part.match_length, (), tuple(map(on_spine, part.looked_up)))
+            for part in self.classes
+        )
+        return LookupCounts(classes, self.texts)
 
     @property
     def match_lengths(self) -> tuple[int, ...]:

@@ -234,6 +234,29 @@ class Profile(Artifact, frozen=True):
             verifiers={},
         )
 
+    def without_draft(self) -> Profile:
+        """The profile of the target alone: prompt lookup is all that proposes tokens.
+
+        Raises:
+            ArgumentError: if prompt lookup was not counted.
+        """
+        if self.lookup is None:
+            raise ArgumentError(
+                "draft none: found a profile without lookup counts, expected them, because nothing "
+                "else proposes tokens then; profile again"
+            )
+        return replace(
+            self,
+            acceptance=(0.0,),
+            trials=0,
+            levels=(),
+            kinds={},
+            verifiers={},
+            models={role: model for role, model in self.models.items() if role != "draft"},
+            drafting=LANGUAGE_MODEL,
+            lookup=self.lookup.without_draft(),
+        )
+
     @property
     def acceptance_by_level(self) -> tuple[tuple[float, ...], ...]:
         """p[level][rank], the probability that an accepted node's child of a rank is accepted.

@@ -71,6 +71,9 @@ def test_solve_json_is_the_contract(run):
         "interval_new_kind",
         "verifier",
         "alternatives",
+        "by_match",
+        "tree_speedup",
+        "replayed_speedup",
     }
     tree = load_tree("tree.safetensors")
     assert tree.parents.tolist() == answer["parents"]

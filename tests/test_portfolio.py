@@ -440,7 +440,8 @@ def test_the_terminal_tells_classes_and_spines_apart(tmp_path):
     assert "on the recorded texts" in text
     drawing = output("show", tree)
     depth = load_tree(tree).by_match[2].depth
-    assert drawing.count("  looked up\n") == depth - 1
+    assert drawing.count("  looked up\n") == 2  # the first one, and the others on one line
+    assert f"... {depth - 2} more, one after the other" in drawing
     assert "without prompt lookup" in drawing
     by_match = json.loads(output("solve", profile, *limits, "--json"))["by_match"]
     assert [part["looks_up"] for part in by_match] == [False, True]
@@ -474,3 +475,17 @@ def test_folded_times_are_never_longer(order):
         if order != "walk":
             least = folded_times.work_seconds(tree) + tail * seconds_by_tail_node
             assert least <= times.work_seconds(unfolded) + 1e-12
+
+
+def test_without_a_draft_the_spines_alone_are_planned(tmp_path):
+    profile = lookup_profile()
+    solution = solve(profile, 16, 8, draft=False)
+    tree, plan = solution.tree, solution.plan
+    assert tree.size == 1 and tree.by_match
+    assert all(t.num_drafted_levels == 0 for t in tree.by_match.values())
+    assert "draft" not in plan.models
+    assert plan.predicted_speedup <= solve(profile, 16, 8).plan.predicted_speedup
+    save_tree(tree, tmp_path / "t.safetensors")
+    assert load_tree(tmp_path / "t.safetensors") == tree
+    with pytest.raises(ArgumentError, match="draft none: found a profile without lookup counts"):
+        solve(structs.replace(profile, lookup=None), 16, 8, draft=False)

@@ -41,9 +41,9 @@ MEMORY_HELP = (
 DRAFT_HELP = (
     "Draft model; or a folder of an EAGLE or DFlash draft as published (its config.json says "
     "which); or a draft .safetensors made for the target; or int8: a copy of the target in 8 bits "
-    "(a folder of that name is ./int8); or smollm2-135m-draft: the embedded language model of two "
-    "layers. [default: smollm2-135m-eagle3, the embedded draft that reads the target's hidden "
-    "states]"
+    "(a folder of that name is ./int8); or none, for trees that only look up; or "
+    "smollm2-135m-draft: the embedded language model of two layers. [default: smollm2-135m-eagle3, "
+    "the embedded draft that reads the target's hidden states]"
 )
 TARGET_HELP = "Target model. [default: the embedded SmolLM2-135M-Instruct]"
 
@@ -70,7 +70,7 @@ tree_option = click.option(
 )
 model_options = options(
     click.option("--target", metavar="ID|DIR|FILE.gguf", help=TARGET_HELP),
-    click.option("--draft", metavar="ID|DIR|FILE|int8", help=DRAFT_HELP),
+    click.option("--draft", metavar="ID|DIR|FILE|int8|none", help=DRAFT_HELP),
     click.option(
         "--device",
         type=click.Choice(["cpu", "cuda"]),

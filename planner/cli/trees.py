@@ -39,6 +39,9 @@ LOOKUP_HELP = (
     "Take trees by how much of the text before a step occurs earlier in it, with tokens that are "
     "looked up there. [default: if the profile has counts for it and the objective is speed]"
 )
+NO_DRAFT_HELP = (
+    "With --no-draft, plan prompt lookup alone; generate and bench then take --draft none."
+)
 PLAN_KEYS = (
     "expected_tokens",
     "upper_bound",
@@ -83,6 +86,7 @@ tree_output_option = click.option(
 @click.option("--baseline", metavar="NAME", help=BASELINE_HELP)
 @verifier_option("the one of those in the profile whose tree is the fastest")
 @click.option("--lookup/--no-lookup", default=None, help=LOOKUP_HELP)
+@click.option("--draft/--no-draft", default=True, help=NO_DRAFT_HELP)
 @tree_output_option
 @json_option
 def solve(
@@ -95,6 +99,7 @@ def solve(
     baseline: str | None,
     verifier: str | None,
     lookup: bool | None,
+    draft: bool,
     output: str,
     as_json: bool,
 ) -> None:
@@ -118,6 +123,7 @@ def solve(
         baseline=baseline,
         verifier=verifier,
         lookup=lookup,
+        draft=draft,
     )
     tree, plan = solution.tree, solution.tree.plan
     save_tree(tree, output)

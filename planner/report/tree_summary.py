@@ -193,10 +193,18 @@ def _drawing(tree: TokenTree, acceptance: PlanProbs | None) -> tuple[Tree, int]:
     values = node_values(tree, acceptance) if acceptance else np.ones(tree.size)
     drawn_nodes = np.argsort(-values, kind="stable")[:MAX_NODES_DRAWN].tolist()
     branches = {0: Tree("[bold]root 1.000[/bold]")}
+    # the end of a spine without other nodes on its levels takes one line
+    num_drawn_levels = tree.num_drafted_levels + 2 if tree.looks_up else tree.depth
     for node in sorted(drawn_nodes):
-        parent = int(tree.parents[node])
-        if node and parent in branches:
+        parent, level = int(tree.parents[node]), int(tree.position_ids[node])
+        if node and parent in branches and level < num_drawn_levels:
             is_looked_up = tree.looks_up and tree.classes[node] == 0
             label = f"{tree.ranks[node]}  {values[node]:.3f}"
             branches[node] = branches[parent].add(label + ("  looked up" if is_looked_up else ""))
-    return branches[0], len(branches)
+    num_drawn, num_left = len(branches), max(0, tree.depth - num_drawn_levels)
+    end_of_spine = int(tree.level_offsets[num_drawn_levels - 1]) if num_left else 0
+    if num_left and end_of_spine in branches:
+        text = f"... {num_left} more, one after the other, the last {values[-1]:.3f}  looked up"
+        branches[end_of_spine].add(text)
+        num_drawn += num_left
+    return branches[0], num_drawn

@@ -87,6 +87,7 @@ def solve(
     verifier: str | None = None,
     classes: bool = True,
     lookup: bool | None = None,
+    draft: bool = True,
 ) -> Solution:
     """Find the best token tree for the measurements, with a proof in its plan.
 
@@ -128,6 +129,7 @@ def solve(
             that node's first child, ...) may be looked up in the text (see portfolio.py). None does
             so where the profile has counts for it and the objective is speed; True refuses
             otherwise.
+        draft: False plans prompt lookup alone, for decoding without a draft.
 
     Returns:
         The tree with its plan, and the time that solving took.
@@ -137,6 +139,10 @@ def solve(
             branching.
     """
     started = time.perf_counter()
+    if not draft:
+        if not isinstance(profile, Profile):
+            raise ArgumentError("draft none: found an acceptance vector, expected a profile")
+        profile, lookup = profile.without_draft(), True
     measurements = _read_measurements(profile, verifier, one_vector, classes)
     first_profile, _ = measurements[0]
     problem = Problem(
