@@ -75,6 +75,8 @@ def acceptance_at_interval_ends(
 ) -> tuple[Floats, Floats]:
     """The likeliest acceptance at which F(tree) is z standard errors below, and above.
 
+    F(tree) is the expected tokens of the tree.
+
     Args:
         tree: the token tree.
         rows: float64 [levels, ranks] or [levels, classes, ranks], the probability that a node's
@@ -102,7 +104,8 @@ def _propagated_noise(
 ) -> tuple[Floats, float]:
     """S g / n, of the shape of `rows`, and the variance of F(tree), g' S g / n.
 
-    Here g is the gradient of F, n the observations, and S = diag(p) - p p' the covariance of one.
+    Here F is the expected tokens of the tree, g its gradient by p, n the number of observations,
+    and S = diag(p) - p p' the covariance of a single one.
 
     Args:
         tree: the token tree.
@@ -119,9 +122,10 @@ def _propagated_noise(
 def jackknife(
     tree: TokenTree, trials: NDArray[np.integer] | Floats, counts: Floats
 ) -> tuple[float, float]:
-    """Standard error of F(tree), and F, from groups of trials that are left out one by one.
+    """Standard error of F(tree), its expected tokens, by leaving out one group after the other.
 
-    The error is inf if one group holds all trials of the root.
+    For each group, F is computed from the trials of all other groups together. The variance is
+    (groups - 1) / groups times the sum of the squared deviations of these values from their mean.
 
     Args:
         tree: the token tree.
@@ -130,6 +134,11 @@ def jackknife(
             child, ...) and 1 off it.
         counts: float64, of the shape of `trials` and [ranks], how many of their children of each
             rank were accepted.
+
+    Returns:
+        The standard error, and the mean of the computed values of F. If one group holds all trials
+        of the root, nothing is known without it. The error is then inf, and the value of F is 1,
+        the expected tokens of a root without children.
     """
     groups = len(trials)
     rest_trials, rest_counts = trials.sum(0) - trials, counts.sum(0) - counts

@@ -140,10 +140,13 @@ class LatencyMeter:
             # graph would be captured anew
             numbers_per_node = self.sampling.drawing.columns(drafter.vocabulary, 1)
             self.step.sequence.reserve_random_bits(self.sizes[-1] * numbers_per_node)
-        # of plain decoding, and of the slowest pass worth timing
+        # seconds of a pass of plain decoding, and of the slowest pass worth timing
         plain_seconds, max_seconds = 0.0, math.inf
         for size in self.sizes:
             previous = self.timers[-1] if self.timers else None
+            # The smallest size always times its draft pass. A larger one does so if passes differ
+            # in width, and the last size's draft pass was timed and took at most `max_seconds`
+            # (`draft_seconds` gives inf if it was not timed).
             times_draft = previous is None or (
                 drafter.drafting.drafts_by_level and previous.draft_seconds() <= max_seconds
             )
@@ -165,7 +168,9 @@ class LatencyMeter:
             max_seconds = max_tokens * plain_seconds
             if timer.target_seconds() > max_seconds:
                 break
-        for timer in self.timers:  # how often each takes part; the samples so far are dropped
+        # A size takes part in every k-th round, where k is its `interval`. The samples so far serve
+        # only to choose k: they are dropped, and latencies come from the rounds alone.
+        for timer in self.timers:
             draft_seconds = timer.draft_seconds() if timer.times_draft else 0.0
             slowest = max(timer.target_seconds(), draft_seconds)
             timer.interval = min(MAX_INTERVAL, max(1, int(slowest / plain_seconds)))
@@ -321,7 +326,7 @@ class SizeTimer:
         times_draft: time draft passes, too. Where all passes have one width, one size is enough.
 
     Attributes:
-        interval: the size takes part in every so many-th round.
+        interval: the size takes part in every k-th round, where k is this number.
         samples: seconds by part ("target", "draft", "rest"), one a round; NaN in rounds in which
             the size takes no part.
         extent: number of slots of the KV cache that attention looks at.

@@ -55,15 +55,19 @@ def make_plan(
         steps: measured times of a step, by batch size and number of speculative tokens.
         batches: batch sizes to plan for. They may lie between those that were timed.
         max_length: maximum number of speculative tokens.
-        launch_lines: writes the options to start the engine with, from the schedule.
+        launch_lines: writes the options to start the engine with, from the best number of
+            speculative tokens for each range of batch sizes.
         plan_fields: further fields of the plan, such as the engine's name and version.
     """
-    tokens, times = tokens_by_length(acceptance, max_length), StepTimes(tuple(steps))
-    schedule = make_schedule(tokens, times, max(batches))
+    # the expected tokens a step and request with 0, 1, ... speculative tokens
+    expected_tokens = tokens_by_length(acceptance, max_length)
+    times = StepTimes(tuple(steps))
+    # the best number of speculative tokens for each range of batch sizes, from 1 to the largest
+    schedule = make_schedule(expected_tokens, times, max(batches))
     return EnginePlan(
         acceptance=acceptance,
         steps=tuple(steps),
-        cells=predict_cells(tokens, times, batches),
+        cells=predict_cells(expected_tokens, times, batches),
         schedule=schedule,
         lines=launch_lines(schedule),
         **plan_fields,

@@ -35,12 +35,15 @@ def is_non_increasing(rows: Floats) -> bool:
 def favours_spine(rows: Floats) -> bool:
     """Return whether parents on the spine have the likeliest first b children, for every b.
 
-    On every level, the probability that one of the first b children is accepted is then at least as
-    high for a parent on the spine as for a parent off the spine. If p never increases with rank
-    either, the node on the spine is the best node of its level to put any subtree below: its value
-    (the probability that it is accepted) is the highest, and the sum over ranks k of p[k] f[k] is
-    at least as large with its row, whatever expected tokens f[1] >= f[2] >= ... >= 0 the children's
-    subtrees have.
+    Let p be one row of `rows`: p[k] is the probability that the child of rank k = 1, 2, ... is
+    accepted. The answer is True if, on every level below the root's and for every b,
+    p[1] + ... + p[b] is at least as large in the row for the spine as in the row for other nodes.
+
+    If p never increases with rank either, the node on the spine is the best node of its level to
+    have any given children, for two reasons. Its value (the probability that it is accepted) is the
+    highest of its level. And let f[k] be the expected tokens of the subtree of the child of rank k,
+    where the best subtree comes first: f[1] >= f[2] >= ... >= 0. The sum of p[k] f[k] over all
+    ranks k is then at least as large with the row for the spine as with the other row.
 
     Args:
         rows: float64 [levels, classes, branching], the probability that a node's child of each

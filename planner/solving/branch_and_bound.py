@@ -396,8 +396,14 @@ def set_best_first_limits(costs, box, tree, is_settled, max_parents, max_childre
     """Write the limits of the best-first search in a box, and return its limit `max_rank_sum`.
 
     A settled box, in which the draft pass of each level has a single cost, gives its own limits.
-    For any other box the limits are what the tree behind its bound uses, raised as far as the
-    cost stays the same.
+    For any other box they are what the tree behind its bound uses: its numbers of nodes with
+    children, each raised as far as the cost of the level's draft pass stays the same, and, if
+    verification rounds cost time, its ranks.
+
+    `costs.round_order` says what the box's limits on ranks hold for. With LEVEL, each level has its
+    own limit on the children of a node. With TREE, one limit holds for the nodes of all levels.
+    With PATH, there is one limit, too, but on the sum of ranks along a path; no node has more
+    children than that either.
 
     Args:
         costs: the Costs, which give the seconds of a step.
@@ -405,26 +411,30 @@ def set_best_first_limits(costs, box, tree, is_settled, max_parents, max_childre
         tree: the RelaxedTree behind the bound of the box.
         is_settled: whether the box needs no further split.
         max_parents: int64 [levels], becomes the most nodes with children on each level.
-        max_children: int64 [levels], becomes the most children of a node on each level.
+        max_children: int64 [levels], becomes the most children of a node on each level. With PATH
+            it may be more than any node can have; the caller limits it to the number of ranks.
 
     Returns:
         The largest sum of ranks along a path that the search may take.
     """
     for level in range(len(max_parents)):
+        # The index of the limit on ranks that holds for this level.
         scope = level if costs.round_order == LEVEL else 0
         max_children[level] = box.max_ranks[scope]
+        # If rounds cost no time, more children cost no more, and the box's limit stays.
         if not is_settled and costs.by_round > 0:
             max_children[level] = min(tree.ranks[scope], box.max_ranks[scope])
         if level > 0 and is_settled:
             max_parents[level] = box.high[level]
         elif level > 0:
             width = min(tree.resource_use[level], box.high[level])
-            stair = np.searchsorted(costs.draft_stair_ends, width)
-            end = costs.draft_stair_ends[stair]
-            costs_the_same = width > 0 and costs.draft[end] == costs.draft[width]
-            max_parents[level] = end if costs_the_same else width
+            # The largest width whose draft pass takes as long. `costs.draft` may still be larger
+            # there, because it also contains verification, which may charge for each parent.
+            stair_end = costs.draft_stair_ends[np.searchsorted(costs.draft_stair_ends, width)]
+            costs_the_same = width > 0 and costs.draft[stair_end] == costs.draft[width]
+            max_parents[level] = stair_end if costs_the_same else width
     if costs.round_order == PATH:
-        return max_children[0]  # ranks are then sums of ranks along a path
+        return max_children[0]  # with PATH, this is a limit on the sum of ranks along a path
     # No path has a larger sum, so this is no limit.
     return len(max_parents) * max_children.max()
 
@@ -482,7 +492,13 @@ def search(
             else: split the box in two
 
     A box is a set of trees, given by intervals for their resources (0: nodes; l: nodes with
-    children on level l) and for their ranks.
+    children on level l) and for their ranks, which determine how many verification rounds a tree
+    takes. `costs.round_order` says what a round verifies, and so what the ranks of a tree are:
+
+        TREE: the children of one rank in the whole tree. Ranks: the most children of a node.
+        LEVEL: the children of one rank on one level. Ranks: for each level, the most children of a
+            node on it.
+        PATH: the nodes of one sum of ranks along their paths. Ranks: the largest such sum.
 
     Args:
         nodes: CandidateNodes, all nodes of a value above `floor`, see `candidate_nodes`.
@@ -502,34 +518,41 @@ def search(
         max_work: how many nodes and stairs of cost curves the search may look at. When it stops
             there, the bound is the largest of those of the open boxes.
     """
-    resources, _, branching = rows.shape
-    num_scopes = resources if costs.round_order == LEVEL else 1
-    largest_rank = branching * resources if costs.round_order == PATH else branching
-    max_boxes = min(MAX_BOXES, 2 + 4_000_000 // resources)
+    # `rows` has one entry for each level that may have children: the root's level 0, and level l
+    # for each resource l. So there are as many such levels as resources.
+    num_resources, _, branching = rows.shape
+    num_scopes = num_resources if costs.round_order == LEVEL else 1  # how many limits on ranks
+    largest_rank = branching * num_resources if costs.round_order == PATH else branching
+    max_boxes = min(MAX_BOXES, 2 + 4_000_000 // num_resources)
     # Rows for low, high, min_ranks and max_ranks of each box; `set_first_box` fills in the first.
     boxes = Box(
-        np.zeros((max_boxes, resources), np.int64),
-        np.zeros((max_boxes, resources), np.int64),
+        np.zeros((max_boxes, num_resources), np.int64),
+        np.zeros((max_boxes, num_resources), np.int64),
         np.ones((max_boxes, num_scopes), np.int64),
         np.full((max_boxes, num_scopes), largest_rank),
     )
-    prices, shares = np.zeros((max_boxes, resources)), np.zeros(max_boxes)
+    # The prices and the share that `bound_gain` starts from in each box. A part of a box starts
+    # from those found for that box.
+    prices, start_shares = np.zeros((max_boxes, num_resources)), np.zeros(max_boxes)
     set_first_box(boxes, prices, nodes, costs, floor, speed)
     # resource_use, profitable_use, ranks, round_charges, parents and walk_seconds, for `relax`
     tree = RelaxedTree(
-        np.zeros(resources, np.int64),
-        np.zeros(resources, np.int64),
+        np.zeros(num_resources, np.int64),
+        np.zeros(num_resources, np.int64),
         np.zeros(num_scopes, np.int64),
         np.zeros(num_scopes),
         np.empty(len(nodes.values), np.int64),
         np.zeros(1),
     )
-    max_parents, max_children = np.ones(resources, np.int64), np.ones(resources, np.int64)
+    max_parents = np.ones(num_resources, np.int64)
+    max_children = np.ones(num_resources, np.int64)
     max_size = costs.target_stair_ends[-1]
-    work_per_step = len(nodes.values) + resources * len(costs.draft_stair_ends)
+    work_per_step = len(nodes.values) + num_resources * len(costs.draft_stair_ends)
     best_parents = np.empty(0, np.int64)
-    unsettled_bound = 0.0  # of boxes that are neither closed nor split
-    open_boxes = np.empty((max_boxes + 1, 3))  # a heap of [bound, box, 0]
+    unsettled_bound = 0.0  # the largest bound of the boxes that are neither closed nor split
+    # A heap of [bound, index of the box, 0]. Entries of `heap_push` have three numbers; the third
+    # is not used here.
+    open_boxes = np.empty((max_boxes + 1, 3))
     heap_push(open_boxes, 0, np.inf, 0.0, 0.0)
     num_open = num_boxes = 1
     work = 0
@@ -543,6 +566,9 @@ def search(
         box = Box(boxes.low[b], boxes.high[b], boxes.min_ranks[b], boxes.max_ranks[b])
         goal = speed * (1 + TOLERANCE)
         steps = ROOT_STEPS if b == 0 else STEPS
+        # No tree in the box has (expected tokens - goal * seconds of a step) above `gain_bound`. A
+        # step takes at least share * min_step_seconds + (1 - share) * work; `share` is the weight
+        # that this bound was computed with.
         gain_bound, tokens, share = bound_gain(
             nodes,
             costs,
@@ -552,19 +578,21 @@ def search(
             siblings_never_add_more,
             floor,
             steps,
-            shares[b],
+            start_shares[b],
             tree,
         )
         work += steps * work_per_step + 10 * max_size
         if gain_bound <= 0:
-            continue
+            continue  # no tree in the box makes more than `goal` tokens a second
         bound = min(bound, speed_bound(costs, box, goal, gain_bound))
         relaxed_seconds = max(costs.min_step_seconds, relaxed_work_seconds(costs, tree))
         if tokens / relaxed_seconds > speed:  # the tree behind the bound is a tree like any other
             speed = tokens / relaxed_seconds
             best_parents = tree.parents[: tree.resource_use[0]].copy()
-        rate = goal * (1 - share)
+        rate = goal * (1 - share)  # expected tokens that a second of work is charged
         tighten_box(costs, box, prices[b], rate, tree.profitable_use, gain_bound)
+        # Which interval to split (a resource, or num_resources + a scope of ranks), and the last
+        # number of its lower part. The interval is -1 if the box needs no further split.
         interval, cut = choose_cut(costs, box, prices[b], rate, tree, best_first_is_exact)
         is_settled = interval < 0
         max_rank_sum = set_best_first_limits(
@@ -585,7 +613,7 @@ def search(
         if not is_settled:
             split_box(boxes, b, num_boxes, interval, cut)
             for part in (num_boxes, num_boxes + 1):
-                prices[part], shares[part] = prices[b], share
+                prices[part], start_shares[part] = prices[b], share
                 heap_push(open_boxes, num_open, bound, float(part), 0.0)
                 num_open += 1
             num_boxes += 2

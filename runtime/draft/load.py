@@ -256,14 +256,20 @@ def _head_rows(checkpoint: Checkpoint, target: Any, config: Any, target_width: i
 def _build(
     checkpoint: Checkpoint, arguments: Mapping[str, Any], target_width: int
 ) -> HiddenStateDraft:
-    """The module, without memory for its weights.
+    """Make the draft's module; `_fill` gives it its weights.
+
+    The caller has set the default device to "meta", so the parameters have shapes but no memory.
 
     Args:
-        arguments: those of `HiddenStateDraft`.
+        checkpoint: its algorithm says which class to make.
+        arguments: those that all of these classes take, see `HiddenStateDraft`.
+        target_width: the target's hidden size.
     """
     if checkpoint.algorithm == EAGLE1:
         return Eagle1(**arguments, bias="fc.bias" in checkpoint.weights)
     if checkpoint.algorithm == DFLASH:
+        # The block is what one pass reads: the root's token, and mask tokens in place of the tokens
+        # to draft.
         block = _draft_block(checkpoint, arguments["target"])
         return DFlashModel(**arguments, target_width=target_width, block=block)
     config = {**checkpoint.config, **(checkpoint.config.get("eagle_config") or {})}
@@ -273,6 +279,8 @@ def _build(
 
 def _draft_block(checkpoint: Checkpoint, target: Any) -> DraftBlock:
     """What a block of this DFlash draft is, from its config.json.
+
+    A block is the tokens that one pass reads: the root's, and mask tokens after it.
 
     Raises:
         SequoiaPlanError: if a setting is unknown, or has no valid value for this target.
@@ -336,7 +344,7 @@ def _fill(
     """Check that names and shapes of the weights agree with the module, then give it the weights.
 
     Args:
-        draft: without memory for its weights.
+        draft: its parameters are on the meta device, where they have shapes but no memory.
 
     Raises:
         SequoiaPlanError: naming the first tensor that is missing, unknown or of another shape.

@@ -222,7 +222,19 @@ def _saved_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def _source_fingerprint(folder: Path, layout: list[dict[str, Tensor]]) -> str:
-    """A hash of the folder's weight files (names, sizes, dates) and of the tensors needed."""
+    """A hash that changes if the file of weights has to be written anew.
+
+    It covers the name, size and modification time of each safetensors file in the folder, and the
+    name, shape and dtype of each tensor in `layout`, in order. Contents are not read.
+
+    Args:
+        folder: the model's folder.
+        layout: for each block of the file to write, its tensors by name. The first block holds the
+            tensors outside the decoder layers, each further block those of one layer.
+
+    Returns:
+        16 hexadecimal digits.
+    """
     files = []
     for file in sorted(folder.glob("*.safetensors")):
         status = file.stat()
