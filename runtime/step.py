@@ -339,7 +339,7 @@ class TreeStep:
 
     def uses_fused_verifier(self, sampling: Sampling) -> bool:
         """True if kernels that walk on the device verify the tree, and not tensor operations."""
-        if self.fused_verifier is None or self.verifiers is not VERIFIERS:
+        if self.fused_verifier is None or self.verifiers != VERIFIERS:
             return False
         return sampling.greedy or sampling.verifier in FUSED_VERIFIERS
 

@@ -7,6 +7,7 @@ import copy
 import gc
 import json
 import os
+import pickle
 import subprocess
 import sys
 import warnings
@@ -222,6 +223,30 @@ def test_custom_generate_keeps_one_decoder_and_leaks_none():
     del first, target, draft
     gc.collect()
     assert [ref() for ref in gone] == [None] * 4
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_a_decoder_is_copied_after_use(copied, name):
+    """The copy's layers must write to the blocks that its cache moves entries in."""
+    target = tiny(name)
+    draft = resembling(target, 0.05)
+    expected = inside(target, draft)
+    for prompt in (IDS, IDS.repeat(1, 9)):  # the second needs larger caches
+        loaded, loaded_draft = copied((target, draft))  # the decoder is kept on the target
+        decoder = loaded._sequoia_decoder[2]
+        assert inside(loaded, loaded_draft).equal(expected)
+        assert loaded._sequoia_decoder[2] is decoder
+        assert decoder.generate(prompt, NEW).sequences.equal(
+            SequoiaDecoder(target, draft, TREE).generate(prompt, NEW).sequences
+        )
+
+
+def test_a_decoder_with_prepacked_weights_is_copied_after_use(pair):
+    decoder = SequoiaDecoder(pair.target, pair.draft, TREE)  # the draft reads hidden states
+    expected = decoder.generate(IDS, 12).sequences
+    for copied in (copy.deepcopy(decoder), pickle.loads(pickle.dumps(decoder))):
+        assert copied.generate(IDS, 12).sequences.equal(expected)
 
 
 # Vocabularies

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,13 @@ def test_tokens_are_those_of_the_resident_model(folder, slow_disk, resident):
     assert metadata["digest"] == in_memory.metadata["target"]["digest"]
     assert torch.equal(tokens(offloaded), tokens(in_memory))
     assert torch.equal(tokens(offloaded, 1.0), tokens(in_memory, 1.0))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_streamed_target_cannot_be_copied(folder, copied):
+    """A copy's parameters would stay what the stream's slots held at that moment."""
+    with pytest.raises(SequoiaPlanError, match="layers are streamed, so it can neither be pickled"):
+        copied(streamed(folder).target)
 
 
 def test_a_pass_that_does_not_wait_is_noticed(folder, slow_disk, monkeypatch):
