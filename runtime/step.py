@@ -112,6 +112,7 @@ class TreeStep:
         step._use(tree)
         return step
 
+    @torch.no_grad()
     def __call__(self, extent: int, sampling: Sampling) -> Tensor:
         """One decoding step: draft a tree, verify it, commit the accepted path.
 
@@ -213,6 +214,7 @@ class TreeStep:
         count = count.where(sequence.target.finite, TARGET_NOT_FINITE)
         return torch.cat([count, accepted.path, added])
 
+    @torch.no_grad()
     def prefill(self, prompt: Tensor, max_new_tokens: int, seed: int | None = None) -> None:
         """Start a sequence: both caches hold the prompt without its last token, the first root.
 
@@ -396,6 +398,11 @@ class TreeStep:
             captured: the user's choice: True captures every part, False none, None those that can
                 be captured, if the models are on one CUDA device and one of them can be captured.
         """
+        if captured and self.device.type != "cuda":
+            raise ArgumentError(
+                f"captured: found {captured!r:.60}, and CUDA graphs need a CUDA device; "
+                "leave it out"
+            )
         possible = {
             "draft": draft is None or can_capture(draft),
             "target": can_capture(target),

@@ -64,6 +64,7 @@ class TreeCache(Cache):
         super().__init__(layers=[])
         self._add_layers(layout)
 
+    @torch.inference_mode(False)  # what inference mode allocates cannot be written outside of it
     def _add_layers(self, layout: CacheLayout) -> None:
         """Make the layers, and the tensors of those whose memory is known."""
         self.layers = [_CacheLayer(self) for _ in layout]
@@ -163,6 +164,7 @@ class _CacheLayer(CacheLayerMixin):
         """Use these tensors, [1, heads, capacity, head_dim] each."""
         self.keys, self.values, self.is_initialized = keys, values, True
 
+    @torch.inference_mode(False)
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate memory like the keys and values of the first pass."""
         states = (key_states, value_states)
