@@ -92,6 +92,21 @@ def test_counts_are_not_added_up_twice(run, tmp_path):
     assert not (tmp_path / "both.yaml").exists()
 
 
+@pytest.mark.parametrize(("content", "code"), [(None, 0), ("aa", 0), ("bb", 1)])
+def test_counts_of_changed_weights_are_not_added_up(run, tmp_path, content, code):
+    """Old profiles have no `content`, and are taken at their word."""
+    model = {"name": "t", "digest": "00", "dtype": "float32"}
+    changed = model if content is None else model | {"content": content}
+    Profile(
+        PROFILE.acceptance, 8, levels=LEVELS, models={"target": model | {"content": "aa"}}
+    ).save("first.yaml")
+    Profile(PROFILE.acceptance, 8, levels=LEVELS[:1], models={"target": changed}).save("next.yaml")
+    result = run("profile", "--merge", "first.yaml", "--merge", "next.yaml", "-o", "both.yaml")
+    assert result.exit_code == code, result.output
+    if code:
+        refused(result, 1, "next.yaml: its models differ from those of first.yaml")
+
+
 def test_a_key_that_stands_twice_and_numbers_of_base_sixty(run, tmp_path):
     text = PROFILE.to_yaml()
     for old, new, message in (

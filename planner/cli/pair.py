@@ -56,9 +56,11 @@ def warn_if_foreign(plan: Plan, pair: Pair) -> None:
 
     Decoding stays exact with any pair; only the tree's predictions do not apply.
     """
+    from sequoia_plan.artifacts.metadata import is_same_model
+
     for role, planned_metadata in plan.models.items():
         loaded_metadata = pair.metadata.get(role, {})
-        if planned_metadata.get("digest") != loaded_metadata.get("digest"):
+        if not is_same_model(planned_metadata, loaded_metadata):
             _warn(
                 f"the tree was solved for the {role} {planned_metadata.get('name')}, "
                 f"this is {loaded_metadata.get('name')}; its predictions do not apply"
