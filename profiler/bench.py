@@ -25,7 +25,7 @@ from sequoia_plan.artifacts.bench_result import (
     TreeShape,
 )
 from sequoia_plan.artifacts.cost import prediction_for
-from sequoia_plan.profiler.hardware import fingerprint
+from sequoia_plan.profiler.hardware import TIME_KEYS, fingerprint
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.models.load import dtype_name
@@ -196,7 +196,9 @@ def compare(
         for name, (method_tree, verifier) in trees.items()
     }
     prompt_ids = list(map(list, prompts))
-    work = [models, prompt_ids, sampling.settings(), tokens, list(methods), parents]
+    hardware = fingerprint(pair.target.device)
+    machine = {key: hardware[key] for key in TIME_KEYS if key in hardware}
+    work = [models, prompt_ids, sampling.settings(), tokens, list(methods), parents, machine]
     with Journal(journal, work) as results:
         runs = bench(methods, prompts, on_prompt, deadline, results)
     figures = summary(runs)
@@ -217,7 +219,7 @@ def compare(
     return BenchResult(
         settings=BenchSettings(sampling.settings(), dtype, num_prompts, tokens),
         models=models,
-        hardware=fingerprint(pair.target.device),
+        hardware=hardware,
         methods=figures,
         tree=TreeShape(tree.size, tree.depth, tuple(tree.level_widths.tolist())),
     )

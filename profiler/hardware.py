@@ -20,6 +20,10 @@ QUERIED_FIELDS = {
 """Fields of nvidia-smi that are queried, and the key of each in a profile."""
 
 
+TIME_KEYS = ("device", "processor", "threads", "gpu", "torch")
+"""Keys of a fingerprint that change step times; clocks are not among them, because they vary."""
+
+
 def fingerprint(device: torch.device | str) -> dict[str, Any]:
     """Device, driver, clocks, threads and library versions; no names of persons or paths."""
     device = torch.device(device)
@@ -46,10 +50,9 @@ def differences(measured: Mapping[str, Any], current: Mapping[str, Any]) -> list
         measured: the fingerprint of the machine that a profile was measured on.
         current: that of this machine. Keys that either of them lacks are not compared.
     """
-    names = ("device", "processor", "threads", "gpu", "torch")
     return [
         f"{name} {measured[name]}, here {current[name]}"
-        for name in names
+        for name in TIME_KEYS
         if name in measured and name in current and measured[name] != current[name]
     ]
 

@@ -130,6 +130,15 @@ def test_a_key_that_stands_twice_and_numbers_of_base_sixty(run, tmp_path):
         refused(run("solve", "bad.yaml", "-o", "t"), 1, "bad.yaml", message)
     (tmp_path / "good.yaml").write_text(text.replace("0.04,", "4e-2,"))  # what YAML 1.1 calls text
     assert Profile.load("good.yaml").latency.target[1] == 0.04
+    for written, meant in (("010", 10), ("09", 9), ("-0", None), ("+0800", 800), ("0o17", None)):
+        (tmp_path / "zeros.yaml").write_text(text.replace("trials: 800", f"trials: {written}", 1))
+        if meant is None and written != "-0":
+            with pytest.raises(
+                SequoiaPlanError, match=r"acceptance\.trials: found '0o17', expected"
+            ):
+                Profile.load("zeros.yaml")
+        else:
+            assert Profile.load("zeros.yaml").trials == (meant or 0)
 
 
 def test_permissions_stay(tmp_path):
@@ -386,3 +395,79 @@ def test_a_prompt_that_is_too_long_is_named_before_anything_is_measured(run, tmp
         "expected at most 8191 (the model's context less one new token)",
     )
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("x.json", b'{"text": "a"}\n', "holds JSON and is not named .jsonl"),
+        ("x.JSON", b"not even JSON", "holds JSON and is not named .jsonl"),
+        ("x.txt", b'{"text": "a"}\n{"text": "b"}\n', "holds JSON and is not named .jsonl"),
+        ("x", b'[\n{"text": "a"}\n]', "holds JSON and is not named .jsonl"),
+        ("x.txt", "What is rain?".encode("utf-16-le"), "holds NUL characters, as UTF-16 does"),
+        ("x.jsonl", '{"text": "a"}'.encode("utf-16-be"), "holds NUL characters, as UTF-16 does"),
+        ("x.jsonl", b'{"text": "\\ud800"}', "line 1 is no prompt"),
+        ("x.jsonl", b'{"messages": [{"role": "user", "content": "\\udfff"}]}', "line 1 is no"),
+        ("x.jsonl", b'{"messages": [{"role": "user", "content": ["a"]}]}', "line 1 is no prompt"),
+        ("x.jsonl", b'{"messages": [{"role": 5, "content": "a"}]}', "line 1 is no prompt"),
+    ],
+)
+def test_prompt_files_that_would_be_misread(tmp_path, name, data, message):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(SequoiaPlanError, match=message):
+        load(tmp_path / name)
+
+
+def test_prompt_files_by_any_case_of_the_name(tmp_path):
+    for name in ("X.JSONL", "x.ndjson"):
+        (tmp_path / name).write_text('{"text": "What is rain?"}\n')
+        assert load(tmp_path / name) == [Prompt("What is rain?")]
+    (tmp_path / "x.txt").write_text("[1, 2\n\n{curly} braces")  # looks like JSON, and is none
+    assert load(tmp_path / "x.txt") == [Prompt("[1, 2"), Prompt("{curly} braces")]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("bench",), ("engine", "vllm", "--metrics", "m"), ("engine", "sglang", "--responses", "m")],
+)
+def test_two_outputs_are_two_files(run, arguments):
+    result = run(*arguments, "-o", "same.html", "--report", "./same.html")
+    refused(result, 2, "--report ./same.html: is the file of -o as well; name another one")
+
+
+def test_a_plot_does_not_replace_its_tree(run, tmp_path):
+    before = (tmp_path / "tree.safetensors").read_bytes()
+    (tmp_path / "tree.png").symlink_to("tree.safetensors")
+    refused(run("show", "--plot", "tree.png"), 2, "is the input tree.safetensors itself")
+    assert (tmp_path / "tree.safetensors").read_bytes() == before
+
+
+MEASURING = """
+import sys, time
+from sequoia_plan.profiler.journal import exclusive
+with exclusive(sys.argv[1]):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("command", ["profile", "bench"])
+def test_two_that_measure_for_one_file(run, tmp_path, command):
+    """The lock is held by a process whose journal is already gone, and is taken over afterwards."""
+    with subprocess.Popen(
+        [sys.executable, "-c", MEASURING, "out"],
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as first:
+        assert first.stdout.readline() == "locked\n"
+        (tmp_path / ".out.journal").write_text("{}")  # another run's work
+        refused(run(command, "-o", "out"), 1, "out: another sequoia-plan is measuring for this")
+        assert (tmp_path / ".out.journal").exists()
+        first.stdin.close()
+    (tmp_path / ".out.journal").unlink()
+    assert not list(tmp_path.glob(".out*"))  # the first removed its lock
+    # the next one gets the lock, and releases it when it fails
+    refused(run(command, "-o", "out", "--prompts", "missing.txt"), 1, "missing.txt")
+    assert not list(tmp_path.glob(".out*"))

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from sequoia_plan.planner.cli.options import (
+    check_outputs,
     json_option,
     model_options,
     read_sampling,
@@ -197,19 +198,19 @@ def bench(
 
     from sequoia_plan.artifacts import BenchResult, load_tree
     from sequoia_plan.artifacts.bench_result import Breakdown
-    from sequoia_plan.artifacts.files import check_writable, refuse_to_replace, write_atomically
+    from sequoia_plan.artifacts.files import write_atomically
     from sequoia_plan.artifacts.prompts import held_out_half, load
     from sequoia_plan.planner.report.bench_table import print_table
     from sequoia_plan.planner.solving.baselines import bench_trees
     from sequoia_plan.profiler.bench import compare
     from sequoia_plan.profiler.breakdown import breakdown
-    from sequoia_plan.profiler.journal import discard, journal_of
+    from sequoia_plan.profiler.journal import discard, exclusive, journal_of
     from sequoia_plan.profiler.prompts import check_lengths, encode, held_out
     from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL
 
-    for path in filter(None, (output, report)):
-        check_writable(path)
-        refuse_to_replace(path, tree_file, prompts, *earlier)
+    check_outputs(output, report, tree_file, prompts, *earlier)
+    if output:
+        click.get_current_context().with_resource(exclusive(output))
     own_prompts = load(prompts) if prompts else None
     tree = load_tree(tree_file)
     sampling = read_sampling(sampling_values, tree.plan.settings)

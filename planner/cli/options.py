@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,23 @@ model_options = options(
     click.option("--offload", type=click.Choice(LINKS), help=OFFLOAD_HELP),
     click.option("--memory", metavar="SIZE", help=MEMORY_HELP),
 )
+
+
+def check_outputs(output: str | None, report: str | None, *inputs: str | None) -> None:
+    """Raises, before anything is measured, if an output cannot be written or is an input.
+
+    Args:
+        output: file that the plan is to be written to, if any.
+        report: file that the HTML page is to be written to, if any.
+        inputs: files that are read, which an output must not replace.
+    """
+    from sequoia_plan.artifacts.files import check_writable, refuse_to_replace
+
+    for path in filter(None, (output, report)):
+        check_writable(path)
+        refuse_to_replace(path, *inputs)
+    if output and report and os.path.realpath(output) == os.path.realpath(report):
+        raise click.UsageError(f"--report {report}: is the file of -o as well; name another one")
 
 
 def verifier_option(default: str) -> Decorator:
