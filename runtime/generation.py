@@ -133,6 +133,13 @@ def read_prompt(
                 "prompt: text, but the decoder has no tokenizer; give it one "
                 "(SequoiaDecoder(..., tokenizer=...)) or token ids"
             )
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ArgumentError(
+                f"prompt: character {error.start + 1} is half of one (a lone surrogate); expected "
+                "text"
+            ) from error
         prompt = tokenizer(prompt)["input_ids"]
     elif hasattr(prompt, "keys"):
         other_inputs, prompt = dict(prompt), prompt.get("input_ids")

@@ -24,6 +24,7 @@ from sequoia_plan.artifacts import (
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.prompts import Prompt, held_out_half, load, measuring_half
 from sequoia_plan.planner.cli import main
+from sequoia_plan.planner.cli.terminal import printable
 from sequoia_plan.profiler.prompts import encode
 
 LEVELS = (LevelCounts(600, (300.25, 75.0)), LevelCounts(200, (99.75, 25.0)))
@@ -471,3 +472,48 @@ def test_two_that_measure_for_one_file(run, tmp_path, command):
     # the next one gets the lock, and releases it when it fails
     refused(run(command, "-o", "out", "--prompts", "missing.txt"), 1, "missing.txt")
     assert not list(tmp_path.glob(".out*"))
+
+
+def shell(command, cwd, **variables):
+    """A command line that runs `sequoia-plan`, written as `$S`, in bash."""
+    variables = os.environ | {"S": f"{sys.executable} -m sequoia_plan"} | variables
+    return subprocess.run(
+        ["bash", "-c", command], cwd=cwd, capture_output=True, check=False, env=variables
+    )
+
+
+@pytest.mark.parametrize("command", ["$S show >&-", "$S show --json >&-", "$S --help >&-"])
+def test_a_closed_stdout(run, tmp_path, command):
+    """Nobody reads the output, and the command does its work."""
+    result = shell(command, tmp_path)
+    assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
+
+
+@pytest.mark.parametrize(
+    "command", ["$S show $'a\\xff'", "$S show é", "$S show $'\\e[31m'", "$S solve $'\\u65e5'"]
+)
+@pytest.mark.parametrize("encoding", ["ascii:strict", "latin-1:strict", "utf-8:strict"])
+def test_names_that_no_encoding_has(run, tmp_path, command, encoding):
+    result = shell(command, tmp_path, PYTHONIOENCODING=encoding)
+    assert result.returncode == 1 and b"\x1b" not in result.stderr
+    assert result.stderr.count(b"\n") == 1 and b": cannot be read (No such" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--prompt", "--system", "--stop"])
+def test_text_that_is_no_utf_8(run, option):
+    result = run("generate", option, "a\udcff")
+    refused(result, 2, rf"{option} 'a\udcff': character 2 is no whole one; expected UTF-8")
+
+
+@pytest.mark.parametrize("seconds", ["1e308", "1e-320"])
+def test_latencies_that_no_machine_has(run, tmp_path, seconds):
+    text = PROFILE.to_yaml()
+    assert "{1: 0.04," in text
+    (tmp_path / "odd.yaml").write_text(text.replace("{1: 0.04,", f"{{1: {seconds},"))
+    refused(run("solve", "odd.yaml"), 1, "odd.yaml: latency.target[1]: found 1e", "1e-12 to 1e12")
+
+
+def test_a_terminal_obeys_no_text_of_a_model():
+    assert printable("a\x1b[2J\x07\x9b1m\r\x00b\tc\n日") == (
+        "a\\x1b[2J\\x07\\x9b1m\\r\\x00b\tc\n日"
+    )

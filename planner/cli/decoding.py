@@ -17,9 +17,10 @@ from sequoia_plan.planner.cli.options import (
     sampling_options,
     seed_option,
     tree_option,
+    whole_text,
 )
 from sequoia_plan.planner.cli.pair import load_pair, warn_if_foreign
-from sequoia_plan.planner.cli.terminal import print_json, progress
+from sequoia_plan.planner.cli.terminal import print_json, printable, progress
 
 DEFAULT_PROMPT = "Explain how a refrigerator keeps food cold."
 CHAT_HELP = "In place of --prompt: a conversation, as a list of messages with role and content."
@@ -39,12 +40,20 @@ EARLIER_HELP = "Figures of an earlier run, as at another temperature, for the pa
 @tree_option
 @model_options
 @click.option(
-    "--prompt", help=f"The user's message; - reads it from stdin. [default: {DEFAULT_PROMPT}]"
+    "--prompt",
+    callback=whole_text,
+    help=f"The user's message; - reads it from stdin. [default: {DEFAULT_PROMPT}]",
 )
-@click.option("--system", help="A system message before it.")
+@click.option("--system", callback=whole_text, help="A system message before it.")
 @click.option("--chat", metavar="FILE.json", type=click.Path(), help=CHAT_HELP)
 @click.option("--raw", is_flag=True, help="The prompt as it is, without the model's chat template.")
-@click.option("--stop", metavar="TEXT", multiple=True, help="End once this text was generated.")
+@click.option(
+    "--stop",
+    metavar="TEXT",
+    multiple=True,
+    callback=whole_text,
+    help="End once this text was generated.",
+)
 @click.option(
     "--max-new-tokens",
     type=click.IntRange(min=1),
@@ -106,7 +115,14 @@ def generate(
     decoder = SequoiaDecoder(pair.target, pair.draft, tree, tokenizer=pair.tokenizer)
     streamer = None
     if not as_json:
-        streamer = TextStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+        class Printer(TextStreamer):
+            def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+                """Print text; a terminal gets no control characters that it would obey."""
+                is_terminal = sys.stdout.isatty()
+                super().on_finalized_text(printable(text) if is_terminal else text, stream_end)
+
+        streamer = Printer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True)
     token_ids = pair.tokenizer(text)["input_ids"] if raw else encode(pair.tokenizer, messages)
     generation = decoder.generate(
         token_ids,

@@ -48,6 +48,22 @@ DRAFT_HELP = (
 )
 TARGET_HELP = "Target model. [default: the embedded SmolLM2-135M-Instruct]"
 
+
+def whole_text(
+    context: click.Context, parameter: click.Parameter, value: str | tuple[str, ...] | None
+) -> Any:
+    """A callback that refuses an option's text if it holds bytes that are no UTF-8."""
+    for text in (value,) if isinstance(value, str) else value or ():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            name = parameter.opts[0]
+            raise click.UsageError(
+                f"{name} {text!a:.60}: character {error.start + 1} is no whole one; expected UTF-8"
+            ) from error
+    return value
+
+
 seed_option = click.option(
     "--seed",
     type=click.IntRange(0, 2**63 - 1),
