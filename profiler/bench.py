@@ -102,6 +102,13 @@ class _Stopwatch:
         return PromptRun(tokens, passes, seconds, self.first_tokens, self.first_seconds)
 
 
+def check_names(only: Sequence[str]) -> None:
+    """Raise ArgumentError for the name of a method that there is not."""
+    if unknown := sorted(set(only) - set(TITLES)):
+        names = ", ".join(TITLES)
+        raise ArgumentError(f"only: found {unknown[0]!r}, expected {names}")
+
+
 def make_methods(
     pair: Pair,
     transformers_pair: Pair,
@@ -125,9 +132,7 @@ def make_methods(
     Raises:
         ArgumentError: for an unknown name.
     """
-    if unknown := sorted(set(only) - set(TITLES)):
-        names = ", ".join(TITLES)
-        raise ArgumentError(f"only: found {unknown[0]!r}, expected {names}")
+    check_names(only)
     make_transformers = partial(transformers_method, transformers_pair, sampling, tokens)
     draft = transformers_pair.draft
     makers: dict[str, Callable[[], DecodePrompt]] = {

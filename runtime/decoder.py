@@ -30,6 +30,7 @@ from sequoia_plan.runtime.generation import (
     read_prompt,
     stop_criteria,
 )
+from sequoia_plan.runtime.models.architecture import without_adapter_wrapper
 from sequoia_plan.runtime.step import TARGET_NOT_FINITE, TreeStep
 
 
@@ -87,6 +88,7 @@ class SequoiaDecoder:
         compile: bool | str | Callable[..., Any] = False,
     ) -> None:
         check_models(target, draft, tokenizer)
+        target, draft = without_adapter_wrapper(target), without_adapter_wrapper(draft)
         check_tree(tree)
         check_backend(compile)
         self.tokenizer = tokenizer

@@ -25,9 +25,10 @@ from sequoia_plan.runtime.capture import (
 )
 from sequoia_plan.runtime.draft.drafter import DraftedTree, Drafter, DraftPass, draft_tree
 from sequoia_plan.runtime.draft.registry import make_drafter
-from sequoia_plan.runtime.models.architecture import execution_device, text_config
+from sequoia_plan.runtime.models.architecture import execution_device, rope_reason, text_config
 from sequoia_plan.runtime.models.forward import TreeModel
 from sequoia_plan.runtime.models.parallel import from_first, is_split, shared_seed
+from sequoia_plan.runtime.models.prepacked import PrepackedLinear
 from sequoia_plan.runtime.models.probe import probe
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary, vocabulary_size
 from sequoia_plan.runtime.verify import VERIFIERS, AcceptedPath, TreeIndex, greedy
@@ -82,6 +83,8 @@ class TreeStep:
         compile: bool | str | Callable[..., Any] = False,
     ) -> None:
         backend = "inductor" if compile is True else compile or None
+        if backend is not None:
+            _check_not_prepacked(target, draft)
         self.device = execution_device(target)
         self.drafter: Drafter | None = None
         if draft is not None and tree.size > 1:
@@ -493,5 +496,21 @@ class TreeStep:
         if prompt.numel() >= self.context:
             raise SequoiaPlanError(
                 f"prompt: {prompt.numel()} tokens, expected at most {self.context - 1} (the "
-                "model's context less one new token); shorten it"
+                f"model's context less one new token{rope_reason(text_config(self.target.model))}"
+                "); shorten it"
+            )
+
+
+def _check_not_prepacked(*models: Any) -> None:
+    """Raise SequoiaPlanError if torch.compile cannot trace a model: prepacked weights are opaque.
+
+    Args:
+        models: the models; None where there is none.
+    """
+    for model in models:
+        modules = model.modules() if hasattr(model, "modules") else ()
+        if any(isinstance(module, PrepackedLinear) for module in modules):
+            raise SequoiaPlanError(
+                "compile: the linear layers are prepacked for this processor, which torch.compile "
+                'cannot trace; load the models with placement="resident", or do not compile'
             )

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from sequoia_plan.artifacts import (
@@ -26,6 +27,7 @@ from sequoia_plan.artifacts.prompts import Prompt, held_out_half, load, measurin
 from sequoia_plan.planner.cli import main
 from sequoia_plan.planner.cli.terminal import printable
 from sequoia_plan.profiler.prompts import encode
+from sequoia_plan.runtime.offload.memory import as_bytes
 
 LEVELS = (LevelCounts(600, (300.25, 75.0)), LevelCounts(200, (99.75, 25.0)))
 PROFILE = Profile(
@@ -503,6 +505,17 @@ def test_names_that_no_encoding_has(run, tmp_path, command, encoding):
 def test_text_that_is_no_utf_8(run, option):
     result = run("generate", option, "a\udcff")
     refused(result, 2, rf"{option} 'a\udcff': character 2 is no whole one; expected UTF-8")
+
+
+def test_a_method_that_is_none_is_refused_before_models_are_loaded(run):
+    result = run("bench", "--only", "nope", "--target", "no such model")
+    refused(result, 2, "only: found 'nope', expected plain")
+
+
+@pytest.mark.parametrize("size", ["99999999999999999999GB", "1e400", "inf"])
+def test_memory_that_no_machine_has(size):
+    with pytest.raises(SequoiaPlanError, match="more than any machine has; expected less than"):
+        as_bytes(size, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("seconds", ["1e308", "1e-320"])

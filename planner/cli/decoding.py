@@ -218,7 +218,7 @@ def bench(
     from sequoia_plan.artifacts.prompts import held_out_half, load
     from sequoia_plan.planner.report.bench_table import print_table
     from sequoia_plan.planner.solving.baselines import bench_trees
-    from sequoia_plan.profiler.bench import compare
+    from sequoia_plan.profiler.bench import check_names, compare
     from sequoia_plan.profiler.breakdown import breakdown
     from sequoia_plan.profiler.journal import discard, exclusive, journal_of
     from sequoia_plan.profiler.prompts import check_lengths, encode, held_out
@@ -227,6 +227,7 @@ def bench(
     check_outputs(output, report, tree_file, prompts, *earlier)
     if output:
         click.get_current_context().with_resource(exclusive(output))
+    check_names(only)
     own_prompts = load(prompts) if prompts else None
     tree = load_tree(tree_file)
     sampling = read_sampling(sampling_values, tree.plan.settings)
