@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,26 @@ def fingerprint(device: torch.device | str) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
+
+
+def idle_cores(seconds: float = 0.3) -> float | None:
+    """How many of the machine's cores did nothing on average, while this waited so many seconds.
+
+    None where Linux's /proc does not say.
+    """
+    try:
+        idle_before, started = _idle_seconds(), time.perf_counter()
+        time.sleep(seconds)
+        return (_idle_seconds() - idle_before) / (time.perf_counter() - started)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _idle_seconds() -> float:
+    """Seconds since the start that cores were idle or waited for disks, summed over all cores."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()  # cpu user nice system idle
+    idle_ticks = int(fields[4]) + int(fields[5])
+    return idle_ticks / float(os.sysconf("SC_CLK_TCK"))
 
 
 def differences(measured: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

@@ -31,6 +31,9 @@ def options(*decorators: Decorator) -> Decorator:
 
 
 DTYPE_HELP = "Of the weights; auto takes bfloat16 where the processor computes in it, else float32."
+THREADS_HELP = (
+    "Threads that compute on the CPU: no more than there are idle cores. [default: one a core]"
+)
 OFFLOAD_HELP = (
     "Stream the target's layers that do not fit, from the host's memory to a CUDA device or from "
     "a file. [default: all in memory]"
@@ -62,6 +65,14 @@ def whole_text(
                 f"{name} {text!a:.60}: character {error.start + 1} is no whole one; expected UTF-8"
             ) from error
     return value
+
+
+def set_threads(context: click.Context, parameter: click.Parameter, value: int | None) -> None:
+    """A callback that lets torch compute with so many threads; None leaves its own number."""
+    if value is not None:
+        import torch
+
+        torch.set_num_threads(value)
 
 
 seed_option = click.option(
@@ -99,6 +110,13 @@ model_options = options(
         default="auto",
         show_default=True,
         help=DTYPE_HELP,
+    ),
+    click.option(
+        "--threads",
+        type=click.IntRange(1, 1024),
+        callback=set_threads,
+        expose_value=False,
+        help=THREADS_HELP,
     ),
     click.option("--offload", type=click.Choice(LINKS), help=OFFLOAD_HELP),
     click.option("--memory", metavar="SIZE", help=MEMORY_HELP),

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from sequoia_plan.runtime import Pair
 
 
+TOLERATED_LOAD = 0.4
+"""So much of one core may be busy without a warning."""
 PLACEMENT_KEYS = ("placement", "resident_layers")
 """Keys of a model's metadata that say where its weights are."""
 
@@ -45,10 +47,27 @@ def load_pair(
         from sequoia_plan.runtime.pair import load_pair
 
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if device == "cpu" and placement == "auto":
+            _warn_if_busy(torch.get_num_threads())
         pair = load_pair(target, draft, device, dtype, placement, offload, memory)
     for remark in pair.remarks:
         _warn(remark)
     return pair
+
+
+def _warn_if_busy(threads: int) -> None:
+    """Warn if fewer cores are idle than threads will compute: all wait for the slowest of them."""
+    from sequoia_plan.profiler.hardware import idle_cores
+
+    idle = idle_cores()
+    if idle is not None and idle < threads - TOLERATED_LOAD:
+        fewer = max(1, round(idle))
+        advice = f", or use --threads {fewer}" if fewer < threads else ""
+        _warn(
+            f"{idle:.1f} cores are idle, and {threads} threads compute and wait for each other: "
+            f"decoding may be many times slower, and measured times are worthless; stop other "
+            f"work{advice}"
+        )
 
 
 def warn_if_foreign(plan: Plan, pair: Pair) -> None:
