@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import operator
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,7 +34,7 @@ def check_models(target: Any, draft: Any, tokenizer: Any) -> None:
                 f"{name}: found {model!r:.60}, expected a loaded model; load_pair loads both by "
                 "name, and transformers' from_pretrained loads one"
             )
-    if isinstance(tokenizer, (str, os.PathLike)):
+    if tokenizer is not None and not hasattr(tokenizer, "decode"):
         raise ArgumentError(
             f"tokenizer: found {tokenizer!r:.60}, expected a loaded one; transformers' "
             "AutoTokenizer.from_pretrained loads it"

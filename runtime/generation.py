@@ -193,7 +193,7 @@ def stop_criteria(stop_strings: str | Sequence[str] | None, tokenizer: Any) -> l
         ArgumentError: without a tokenizer, for an empty string, or for one that the tokenizer's
             tokens cannot spell.
     """
-    if not stop_strings:
+    if stop_strings is None or (isinstance(stop_strings, Sequence) and not stop_strings):
         return []
     strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings
     is_list = isinstance(strings, (list, tuple, set, frozenset))

@@ -174,3 +174,10 @@ def test_a_step_by_hand_and_then_generate(models):
         assert tokens.equal(expected[0, 4 : 4 + tokens.numel()])
         assert decoder.generate(IDS.repeat(1, 8), 80).sequences.numel() == 32 + 80  # larger memory
         assert decoder.generate(IDS, 8).sequences.equal(expected)
+
+
+def test_a_tokenizer_and_stop_strings_of_other_types(models, decoder):
+    with pytest.raises(ArgumentError, match="tokenizer: found 5, expected a loaded one"):
+        SequoiaDecoder(*models, TREE, tokenizer=5)
+    with pytest.raises(ArgumentError, match="stop_strings: found tensor"):
+        decoder.generate(IDS, 4, stop_strings=IDS)

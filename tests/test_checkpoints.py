@@ -195,7 +195,11 @@ BAD = {
     ),
     "no layers of its own": (
         lambda: eagle3(num_hidden_layers=0),
-        "config.json: num_hidden_layers: found 0, expected a whole number, 1 or more",
+        "config.json: num_hidden_layers: found 0, expected a whole number, 1 to",
+    ),
+    "layers without end": (
+        lambda: dflash(num_hidden_layers=10**12),
+        "config.json: num_hidden_layers: found 1000000000000, expected a whole number, 1 to 4096",
     ),
     "sizes in lists": (
         lambda: dflash(intermediate_size=[24]),

@@ -49,6 +49,8 @@ SIZES = (
     "max_position_embeddings",
 )
 """Keys of a configuration that must be at least 1."""
+MAX_SIZE, MAX_LAYERS = 1 << 30, 1 << 12
+"""The most that sizes and numbers of layers may be: a module of more would be built for minutes."""
 DFLASH_SETTINGS = {
     "block_size",
     "mask_token_id",
@@ -152,9 +154,10 @@ def _layer_config(checkpoint: Checkpoint) -> Any:
         raise checkpoint.error(
             f"found layers of model_type {model_type!r:.60}, expected {' or '.join(allowed_types)}"
         )
+    _check_sizes(checkpoint, checkpoint.layer_config)  # a list for 10^9 layers would take minutes
     try:
         config = CONFIG_CLASSES[model_type](**checkpoint.layer_config)
-        _check_sizes(checkpoint, config)
+        _check_sizes(checkpoint, vars(config))
     except SequoiaPlanError:
         raise
     except Exception as error:  # transformers raises errors of many types
@@ -171,16 +174,21 @@ def _layer_config(checkpoint: Checkpoint) -> Any:
     return config
 
 
-def _check_sizes(checkpoint: Checkpoint, config: Any) -> None:
+def _check_sizes(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
     """Raise SequoiaPlanError unless sizes are whole numbers of at least 1, and the activation is
-    known."""
+    known.
+
+    Args:
+        config: values by key; a key may be missing.
+    """
     for name in SIZES:
-        size = getattr(config, name, None)
-        if size is not None and (not _is_int(size) or size < 1):
+        size = config.get(name)
+        highest = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
+        if size is not None and (not _is_int(size) or not 1 <= size <= highest):
             raise checkpoint.error(
-                f"config.json: {name}: found {size!r:.40}, expected a whole number, 1 or more"
+                f"config.json: {name}: found {size!r:.40}, expected a whole number, 1 to {highest}"
             )
-    activation = getattr(config, "hidden_act", None)
+    activation = config.get("hidden_act", "silu")
     if not isinstance(activation, str) or activation not in ACT2FN:
         raise checkpoint.error(
             f"config.json: hidden_act: found {activation!r:.40}, expected an activation of "
