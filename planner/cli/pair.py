@@ -47,27 +47,32 @@ def load_pair(
         from sequoia_plan.runtime.pair import load_pair
 
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        if device == "cpu" and placement == "auto":
-            _warn_if_busy(torch.get_num_threads())
+        busy = ""
+        if device == "cpu" and placement == "auto":  # before loading makes cores busy
+            busy = _busy_text(torch.get_num_threads())
         pair = load_pair(target, draft, device, dtype, placement, offload, memory)
-    for remark in pair.remarks:
+    for remark in (*filter(None, [busy]), *pair.remarks):
         _warn(remark)
     return pair
 
 
-def _warn_if_busy(threads: int) -> None:
-    """Warn if fewer cores are idle than threads will compute: all wait for the slowest of them."""
+def _busy_text(threads: int) -> str:
+    """A warning if fewer cores are idle than threads will compute; "" if there are enough.
+
+    The threads of a pass wait for each other, so one that waits for a core holds up all.
+    """
     from sequoia_plan.profiler.hardware import idle_cores
 
     idle = idle_cores()
-    if idle is not None and idle < threads - TOLERATED_LOAD:
-        fewer = max(1, round(idle))
-        advice = f", or use --threads {fewer}" if fewer < threads else ""
-        _warn(
-            f"{idle:.1f} cores are idle, and {threads} threads compute and wait for each other: "
-            f"decoding may be many times slower, and measured times are worthless; stop other "
-            f"work{advice}"
-        )
+    if idle is None or idle >= threads - TOLERATED_LOAD:
+        return ""
+    fewer = max(1, round(idle))
+    advice = f", or use --threads {fewer}" if fewer < threads else ""
+    return (
+        f"{idle:.1f} cores are idle, and {threads} threads compute and wait for each other: "
+        "decoding may be many times slower, and measured times are worthless; stop other "
+        f"work{advice}"
+    )
 
 
 def warn_if_foreign(plan: Plan, pair: Pair) -> None:
