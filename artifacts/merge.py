@@ -10,6 +10,7 @@ from sequoia_plan.artifacts.counts import Counts, LevelCounts
 from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.latency import VerificationCost
 from sequoia_plan.artifacts.lookup import LookupCounts, MatchClass, limited_texts
+from sequoia_plan.artifacts.metadata import is_same_model
 from sequoia_plan.artifacts.profile import Profile, VerifierAcceptance
 
 
@@ -68,12 +69,17 @@ def _check_last_of(named_profiles: Sequence[tuple[str, Profile]]) -> None:
         raise SequoiaPlanError(
             f"{name}: has no acceptance.levels with counts; profile again with this sequoia-plan"
         )
-    for section in ("settings", "models"):
-        if getattr(profile, section) != getattr(first, section):
-            raise SequoiaPlanError(
-                f"{name}: its {section} differ from those of {first_name}; only like can be "
-                "merged with like"
-            )
+    models_differ = profile.models.keys() != first.models.keys() or any(
+        not is_same_model(metadata, first.models[role], all_keys=True)
+        for role, metadata in profile.models.items()
+    )
+    settings_differ = profile.settings != first.settings
+    if settings_differ or models_differ:
+        section = "settings" if settings_differ else "models"
+        raise SequoiaPlanError(
+            f"{name}: its {section} differ from those of {first_name}; only like can be merged "
+            "with like"
+        )
     if set(profile.all_verifiers) != set(first.all_verifiers):
         verifiers = " and ".join(sorted(profile.all_verifiers))
         first_verifiers = " and ".join(sorted(first.all_verifiers))

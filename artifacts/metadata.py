@@ -64,3 +64,20 @@ def _check_item(item: Any, name: str, levels_left: int) -> None:
         section = name.split(".")[0]
         raise SequoiaPlanError(f"{section}: nested deeper than {MAX_NESTING} levels")
     check_metadata(item, name, levels_left - 1)
+
+
+def is_same_model(first: Any, second: Any, all_keys: bool = False) -> bool:
+    """Whether two descriptions of a model, as in profiles and plans, are of the same weights.
+
+    Args:
+        first, second: `digest`, `content` and other keys. Old files have no `content`; it is
+            compared if both have it.
+        all_keys: compare the other keys, too, as dtype and placement.
+    """
+    if not isinstance(first, Mapping) or not isinstance(second, Mapping):
+        return bool(first == second)
+    if "content" in first and "content" in second and first["content"] != second["content"]:
+        return False
+    if not all_keys:
+        return bool(first.get("digest") == second.get("digest"))
+    return {**first, "content": ""} == {**second, "content": ""}

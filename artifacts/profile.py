@@ -134,7 +134,8 @@ class Profile(Artifact, frozen=True):
     models: Annotated[
         dict[str, Any],
         field(
-            "`target` and `draft`, each with `name`, `digest`, `dtype`, `parameters`, `placement`",
+            "`target` and `draft`, each with `name`, `digest`, `content`, `dtype`, `parameters`, "
+            "`placement`",
             always=True,
         ),
     ] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from sequoia_plan.artifacts.counts import MAX_KIND_LENGTH
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.files import read_bytes
 
+JSON_LINES = (".jsonl", ".ndjson")
+"""How the names of files with one JSON object a line end, in lower case."""
 BUILT_IN = Path(__file__).parent / "prompts.jsonl"
 MAX_FILE_BYTES = 1 << 28
 EXPECTED_LINE = (
@@ -76,9 +79,10 @@ def load(path: str | Path) -> list[Prompt]:
         raise SequoiaPlanError(
             f"{path}: not UTF-8 text; expected prompts, .jsonl or plain text"
         ) from error
+    _check_encoding_and_name(path, text)
     text = text.replace("\r\n", "\n")
     prompts: list[Prompt]
-    if str(path).endswith(".jsonl"):
+    if str(path).lower().endswith(JSON_LINES):
         lines = enumerate(text.split("\n"), 1)  # splitlines would split at U+2028 within JSON text
         prompts = [_parse_line(path, number, line) for number, line in lines if line.strip()]
     else:
@@ -87,6 +91,39 @@ def load(path: str | Path) -> list[Prompt]:
     if not prompts:
         raise SequoiaPlanError(f"{path}: holds no prompt; expected at least one")
     return prompts
+
+
+def is_text(value: Any) -> bool:
+    """Whether `value` is text of whole characters: half of one (a lone surrogate) is none."""
+    try:
+        return isinstance(value, str) and bool(value.encode() or True)
+    except UnicodeEncodeError:
+        return False
+
+
+def _check_encoding_and_name(path: str | Path, text: str) -> None:
+    """Refuse a file that would be read as plain text and is not: UTF-16, or JSON by another name.
+
+    Raises:
+        SequoiaPlanError: naming what it looks like.
+    """
+    if "\0" in text:
+        raise SequoiaPlanError(
+            f"{path}: holds NUL characters, as UTF-16 does; expected UTF-8, .jsonl or plain text"
+        )
+    if str(path).lower().endswith(JSON_LINES):
+        return
+    is_json = str(path).lower().endswith(".json")
+    if not is_json and text.lstrip()[:1] in ("{", "["):
+        first_line = text.lstrip().split("\n")[0]
+        for part in (first_line, text):
+            with suppress(ValueError, RecursionError):
+                is_json |= isinstance(json.loads(part), (dict, list))
+    if is_json:
+        raise SequoiaPlanError(
+            f"{path}: holds JSON and is not named .jsonl; expected plain text, or a file named "
+            f".jsonl with a prompt a line, as {EXPECTED_LINE}"
+        )
 
 
 def read_messages(entries: Any) -> list[Message]:
@@ -102,7 +139,7 @@ def read_messages(entries: Any) -> list[Message]:
     if not isinstance(entries, list):
         raise ValueError
     messages = [
-        {"role": str(entry["role"]), "content": _content_text(entry["content"])}
+        {"role": _content_text(entry["role"]), "content": _content_text(entry["content"])}
         for entry in entries
     ]
     while messages and messages[-1]["role"] != "user":
@@ -128,7 +165,7 @@ def _parse_line(path: str | Path, number: int, line: str) -> Prompt:
         if "messages" in entry:
             return Prompt(read_messages(entry["messages"]), _prompt_kind(entry))
         text = entry["text"] if "text" in entry else entry["turns"][0]
-        if isinstance(text, str) and text:
+        if is_text(text) and text:
             return Prompt(text, _prompt_kind(entry))
     except (ValueError, TypeError, KeyError, IndexError, RecursionError):
         pass
@@ -150,9 +187,11 @@ def _content_text(content: Any) -> str:
         ValueError: if a part is not text.
     """
     if isinstance(content, str):
+        if not is_text(content):
+            raise ValueError
         return content
     if not isinstance(content, list):
         raise ValueError
     if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
         raise ValueError
-    return "".join(str(part["text"]) for part in content)
+    return _content_text("".join(str(part["text"]) for part in content))

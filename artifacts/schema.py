@@ -26,7 +26,7 @@ S = TypeVar("S", bound="Artifact")
 Size = Annotated[int, Meta(ge=1, title="a whole number >= 1")]
 Count = Annotated[int, Meta(ge=0, title="a whole number >= 0")]
 Number = Annotated[float, Meta(ge=0, title="a number >= 0")]
-Seconds = Annotated[float, Meta(gt=0, title="seconds > 0")]
+Seconds = Annotated[float, Meta(ge=1e-12, le=1e12, title="seconds from 1e-12 to 1e12")]
 Metadata = dict[str, Any]
 """Anything that JSON can hold; `metadata.check_metadata` says what is refused."""
 

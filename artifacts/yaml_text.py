@@ -119,10 +119,10 @@ def load(data: bytes, name: str, expected: str) -> Any:
 
 @lru_cache(maxsize=1)
 def _loader() -> Any:
-    """The safe loader of PyYAML, with two changes.
+    """The safe loader of PyYAML, with three changes.
 
     A key that occurs twice in a mapping is refused. Text is a number only if it matches INTEGER or
-    NUMBER: `1e-5` is one, and `1:30` and `1_000` are not.
+    NUMBER: `1e-5` is one, and `1:30` and `1_000` are not. Whole numbers are decimal: `010` is 10.
     """
     import yaml
 
@@ -144,6 +144,8 @@ def _loader() -> Any:
         ]
         for first_character, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+    # PyYAML's own constructor takes a leading zero for octal, as in YAML 1.1
+    Loader.add_constructor(INTEGER_TAG, lambda _, node: int(str(node.value)))
     Loader.add_implicit_resolver(INTEGER_TAG, INTEGER, list("-+0123456789"))
     Loader.add_implicit_resolver(NUMBER_TAG, NUMBER, list("-+.0123456789"))
     return Loader

@@ -25,7 +25,7 @@ from sequoia_plan.artifacts.bench_result import (
     TreeShape,
 )
 from sequoia_plan.artifacts.cost import prediction_for
-from sequoia_plan.profiler.hardware import fingerprint
+from sequoia_plan.profiler.hardware import TIME_KEYS, fingerprint
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.models.load import dtype_name
@@ -103,6 +103,13 @@ class _Stopwatch:
         return PromptRun(tokens, passes, seconds, self.first_tokens, self.first_seconds)
 
 
+def check_names(only: Sequence[str]) -> None:
+    """Raise ArgumentError for the name of a method that there is not."""
+    if unknown := sorted(set(only) - set(TITLES)):
+        names = ", ".join(TITLES)
+        raise ArgumentError(f"only: found {unknown[0]!r}, expected {names}")
+
+
 def make_methods(
     pair: Pair,
     transformers_pair: Pair,
@@ -126,9 +133,7 @@ def make_methods(
     Raises:
         ArgumentError: for an unknown name.
     """
-    if unknown := sorted(set(only) - set(TITLES)):
-        names = ", ".join(TITLES)
-        raise ArgumentError(f"only: found {unknown[0]!r}, expected {names}")
+    check_names(only)
     make_transformers = partial(transformers_method, transformers_pair, sampling, tokens)
     draft = transformers_pair.draft
     makers: dict[str, Callable[[], DecodePrompt]] = {
@@ -200,7 +205,9 @@ def compare(
         for name, (other, verifier) in trees.items()
     }
     prompt_ids = list(map(list, prompts))
-    work = [models, prompt_ids, sampling.settings(), tokens, list(methods), parents]
+    hardware = fingerprint(pair.target.device)
+    machine = {key: hardware[key] for key in TIME_KEYS if key in hardware}
+    work = [models, prompt_ids, sampling.settings(), tokens, list(methods), parents, machine]
     with Journal(journal, work) as results:
         runs = bench(methods, prompts, on_prompt, deadline, results)
     figures = summary(runs)
@@ -221,7 +228,7 @@ def compare(
     return BenchResult(
         settings=BenchSettings(sampling.settings(), dtype, num_prompts, tokens),
         models=models,
-        hardware=fingerprint(pair.target.device),
+        hardware=hardware,
         methods=figures,
         tree=TreeShape(tree.size, tree.depth, tuple(tree.level_widths.tolist())),
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,10 @@ QUERIED_FIELDS = {
     "power.limit": "watts",
 }
 """Fields of nvidia-smi that are queried, and the key of each in a profile."""
+
+
+TIME_KEYS = ("device", "processor", "threads", "gpu", "torch")
+"""Keys of a fingerprint that change step times; clocks are not among them, because they vary."""
 
 
 def fingerprint(device: torch.device | str) -> dict[str, Any]:
@@ -39,6 +45,26 @@ def fingerprint(device: torch.device | str) -> dict[str, Any]:
     }
 
 
+def idle_cores(seconds: float = 0.3) -> float | None:
+    """How many of the machine's cores did nothing on average, while this waited so many seconds.
+
+    None where Linux's /proc does not say.
+    """
+    try:
+        idle_before, started = _idle_seconds(), time.perf_counter()
+        time.sleep(seconds)
+        return (_idle_seconds() - idle_before) / (time.perf_counter() - started)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _idle_seconds() -> float:
+    """Seconds since the start that cores were idle or waited for disks, summed over all cores."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()  # cpu user nice system idle
+    idle_ticks = int(fields[4]) + int(fields[5])
+    return idle_ticks / float(os.sysconf("SC_CLK_TCK"))
+
+
 def differences(measured: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Differences between two fingerprints that change step times, one line each.
 
@@ -46,10 +72,9 @@ def differences(measured: Mapping[str, Any], current: Mapping[str, Any]) -> list
         measured: the fingerprint of the machine that a profile was measured on.
         current: that of this machine. Keys that either of them lacks are not compared.
     """
-    names = ("device", "processor", "threads", "gpu", "torch")
     return [
         f"{name} {measured[name]}, here {current[name]}"
-        for name in names
+        for name in TIME_KEYS
         if name in measured and name in current and measured[name] != current[name]
     ]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from contextlib import suppress
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -71,6 +72,26 @@ def discard(path: Path | None) -> None:
         _lock_path(path).unlink(missing_ok=True)
 
 
+@contextmanager
+def exclusive(*outputs: str | Path) -> Iterator[None]:
+    """Let no other process measure for one of these files until the context ends.
+
+    A journal is locked while its own part of the work is done; this covers what follows, too.
+
+    Raises:
+        SequoiaPlanError: if another process does.
+    """
+    with ExitStack() as stack:
+        for output in map(Path, outputs):
+            path = output.with_name(f".{output.name}")
+            lock_file = _lock(path)
+            if lock_file is not None:
+                stack.enter_context(lock_file)
+                # runs before the file is closed, and so before another process gets the lock
+                stack.callback(_lock_path(path).unlink, missing_ok=True)
+        yield
+
+
 def _lock_path(path: Path) -> Path:
     """The file that is locked in place of the journal, which is replaced with every result."""
     return path.with_name(f"{path.name}.lock")
@@ -90,8 +111,12 @@ def _lock(path: Path) -> IO[str] | None:
     except ImportError:  # Windows
         return None
     try:
-        lock_file = open(_lock_path(path), "w")  # noqa: SIM115
-        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while True:
+            lock_file = open(_lock_path(path), "w")  # noqa: SIM115
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(lock_file.fileno()).st_nlink:
+                return lock_file
+            lock_file.close()  # its last owner has removed it meanwhile
     except BlockingIOError as error:
         output = path.name.removeprefix(".").removesuffix(".journal")
         raise SequoiaPlanError(
@@ -102,4 +127,3 @@ def _lock(path: Path) -> IO[str] | None:
         raise SequoiaPlanError(
             f"{_lock_path(path)}: cannot be written ({error.strerror}); name another file with -o"
         ) from error
-    return lock_file

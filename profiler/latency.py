@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -95,6 +96,8 @@ class LatencyMeter:
             target's pass over so many tokens.
         max_size: the most nodes to time.
         further_samplings: further samplings that verification is timed with.
+        texts: token ids of prompts, which fill the KV cache one after the other; if empty, random
+            tokens do. Which experts of a mixture run, and how long, depends on the text.
     """
 
     def __init__(
@@ -105,11 +108,12 @@ class LatencyMeter:
         on_size: Callable[[int, float], None] = lambda size, median: None,
         max_size: int = SIZES[-1],
         further_samplings: Sequence[Sampling] = (),
+        texts: Sequence[Sequence[int]] = (),
     ) -> None:
         self.samplings = list(dict.fromkeys([sampling, *further_samplings]))
         self.step = TreeStep(pair.target, pair.draft, TokenTree.chain(2))
         self.sampling, self.on_size = sampling, on_size
-        self.prompt = random_prompt(pair, context)
+        self.prompt = text_prompt(pair, context, texts)
         self.sizes = [size for size in SIZES if size <= max_size]
         self.timers: list[SizeTimer] = []
         self.shape_timers: list[ShapeTimer] = []
@@ -305,6 +309,20 @@ def timed(device: torch.device, run: Callable[[], T]) -> tuple[T, float]:
     return result, time.perf_counter() - started
 
 
+def text_prompt(pair: Pair, context: int, texts: Sequence[Sequence[int]]) -> Tensor:
+    """int64 [context]: the first tokens of `texts`, repeated if they are too few; else random ones.
+
+    Args:
+        texts: token ids of each text; may be empty.
+    """
+    tokens = list(itertools.islice(itertools.chain.from_iterable(texts), context))
+    if not tokens:
+        return random_prompt(pair, context)
+    return torch.tensor(tokens, device=pair.target.device).repeat(-(-context // len(tokens)))[
+        :context
+    ]
+
+
 def random_prompt(pair: Pair, context: int) -> Tensor:
     """int64 [context]: `context` random tokens of the target's vocabulary, the same each time."""
     vocabulary = pair.target.get_input_embeddings().weight.shape[0]
@@ -350,11 +368,23 @@ class SizeTimer:
         self.step.prefill(prompt, size + self.step.tree.depth, seed=0)
         self.extent = self.step.extent(prompt.numel() - 1)
         self.length = step.sequence.length.clone()
+        self.tokens = self._draft_tokens()
         self.columns = self.step.tensors.columns(self.length, self.extent)
         self.draft_input, self.previous = representative_pass(step.drafter, self.step.tensors)
         self.width = self.draft_input.input_slots.numel()
         self.samples: dict[str, list[float]] = {}
         self.clear()
+
+    @torch.no_grad()
+    def _draft_tokens(self) -> Tensor:
+        """int64 [size]: the root and the nodes that the draft draws after the prompt.
+
+        What a pass reads decides which experts of a mixture it needs.
+        """
+        self.step.refill_random_numbers(self.sampling)
+        self.step.draft(self.extent, self.sampling)
+        slots = self.length + self.step.tensors.nodes
+        return self.step.sequence.tokens[slots]
 
     def clear(self) -> None:
         """Forget all samples."""
@@ -370,6 +400,9 @@ class SizeTimer:
         if stream := self.step.target.stream:
             # as in a step, where the target's weights are loaded ahead while the draft runs
             stream.wait_until_full()
+        # other sizes have drawn into the same slots since
+        slots = self.length + self.step.tensors.nodes
+        self.step.sequence.tokens.index_copy_(0, slots, self.tokens)
         run_target = partial(self.step.run_target, self.extent)
         self.samples["target"].append(timed(self.step.device, run_target)[1])
         if self.times_draft:

@@ -74,8 +74,10 @@ def measure(
     ]
     with_repeats = [*samplings, *itertools.chain.from_iterable(further_samplings)]
     all_samplings = list(dict.fromkeys(with_repeats))
-    meter = LatencyMeter(pair, samplings[0], context, on_size, max_size, all_samplings)
     prompt_ids = [encode(pair.tokenizer, prompt.text) for prompt in prompts]
+    meter = LatencyMeter(
+        pair, samplings[0], context, on_size, max_size, all_samplings, texts=prompt_ids
+    )
     observed_by_index: Mapping[int, ObservedAcceptance] = {}  # keys: indices of `all_samplings`
     for progress in measure_by_prompt(pair, prompt_ids, all_samplings, **acceptance_options):
         on_prompt(progress.num_prompts, progress.max_prompts, progress.latest)

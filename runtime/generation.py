@@ -6,10 +6,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
+from sequoia_plan.runtime.arguments import (
+    check_attention_mask,
+    refuse_other_inputs,
+    whole_number,
+)
 
 Criterion = Callable[..., Any]
 """A stopping criterion of transformers."""
@@ -103,42 +109,81 @@ def end_tokens(eos: int | Iterable[int] | None, model: Any, tokenizer: Any = Non
         eos = getattr(tokenizer, "eos_token_id", None)
     if eos is None:
         return set()
-    return set(torch.as_tensor([eos] if isinstance(eos, int) else eos).flatten().tolist())
+    tokens = eos if isinstance(eos, (Tensor, np.ndarray)) else np.asarray(eos, dtype=object)
+    return {whole_number("eos_token_id", token, -1) for token in tokens.flatten().tolist()}
 
 
-def read_prompt(prompt: Any, tokenizer: Any, attention_mask: Tensor | None = None) -> Tensor:
+def read_prompt(
+    prompt: Any, tokenizer: Any, attention_mask: Tensor | None = None, model: Any = None
+) -> Tensor:
     """int64 [n] from text, token ids [n] or [1, n], or what a tokenizer returns.
 
+    Args:
+        attention_mask: of the prompt; None hides nothing.
+        model: what will read the prompt; other inputs for it are refused. None checks none.
+
     Raises:
-        SequoiaPlanError: for a batch, padding, an empty prompt, or text without a tokenizer.
+        SequoiaPlanError: for a batch, padding, an empty prompt, anything but token ids, text
+            without a tokenizer, or inputs that would be ignored.
     """
+    masks, other_inputs = [attention_mask], {}
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ArgumentError(
                 "prompt: text, but the decoder has no tokenizer; give it one "
                 "(SequoiaDecoder(..., tokenizer=...)) or token ids"
             )
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ArgumentError(
+                f"prompt: character {error.start + 1} is half of one (a lone surrogate); expected "
+                "text"
+            ) from error
         prompt = tokenizer(prompt)["input_ids"]
     elif hasattr(prompt, "keys"):
-        attention_mask, prompt = prompt.get("attention_mask"), prompt["input_ids"]
+        other_inputs, prompt = dict(prompt), prompt.get("input_ids")
+        masks.append(other_inputs.get("attention_mask"))
     if _is_list_of_prompts(prompt):
         raise SequoiaPlanError(
             f"input_ids: {len(prompt)} prompts, expected one sequence; generate_each takes "
             "several, one after the other"
         )
-    ids = torch.as_tensor(prompt, dtype=torch.long)
-    if ids.ndim > 1 and ids.shape[0] != 1:
+    ids = _as_token_ids(prompt)
+    if ids.ndim == 2 and ids.shape[0] != 1:
         raise SequoiaPlanError(
             f"input_ids: a batch of {ids.shape[0]}, expected one sequence; generate_each takes "
             "several, one after the other"
         )
     if ids.numel() == 0:
         raise SequoiaPlanError("prompt: empty, expected at least one token")
-    if attention_mask is not None and not bool(torch.as_tensor(attention_mask).all()):
-        raise SequoiaPlanError(
-            "attention_mask: hides tokens of the prompt, expected none hidden; leave padding out"
-        )
+    for mask in masks:
+        if mask is not None:
+            check_attention_mask(mask, ids.numel())
+    if model is not None:
+        refuse_other_inputs(other_inputs, ids.numel(), model)
     return ids.reshape(-1)
+
+
+def _as_token_ids(prompt: Any) -> Tensor:
+    """int64 [n] or [rows, n] from a tensor, an array, or lists of whole numbers.
+
+    Raises:
+        ArgumentError: if they are no whole numbers, or not of one or two dimensions.
+    """
+    try:
+        ids = torch.as_tensor(prompt)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ArgumentError(
+            f"input_ids: found {prompt!r:.60}, expected text or token ids, [tokens] or [1, tokens]"
+        ) from error
+    is_whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if ids.ndim not in (1, 2) or (ids.numel() and not is_whole):
+        raise ArgumentError(
+            f"input_ids: found {str(ids.dtype).removeprefix('torch.')} {list(ids.shape)}, expected "
+            "whole numbers, [tokens] or [1, tokens]"
+        )
+    return ids.long()
 
 
 def stop_criteria(stop_strings: str | Sequence[str] | None, tokenizer: Any) -> list[Criterion]:
@@ -148,9 +193,14 @@ def stop_criteria(stop_strings: str | Sequence[str] | None, tokenizer: Any) -> l
         ArgumentError: without a tokenizer, for an empty string, or for one that the tokenizer's
             tokens cannot spell.
     """
-    if not stop_strings:
+    if stop_strings is None or (isinstance(stop_strings, Sequence) and not stop_strings):
         return []
-    strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
+    strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings
+    is_list = isinstance(strings, (list, tuple, set, frozenset))
+    if not is_list or not all(isinstance(text, str) for text in strings):
+        raise ArgumentError(
+            f"stop_strings: found {stop_strings!r:.60}, expected text, or a list of texts"
+        )
     if tokenizer is None:
         raise ArgumentError(
             "stop_strings: the decoder has no tokenizer to read text with; give it one: "
@@ -161,7 +211,7 @@ def stop_criteria(stop_strings: str | Sequence[str] | None, tokenizer: Any) -> l
     from transformers.generation.stopping_criteria import StopStringCriteria
 
     try:
-        return [StopStringCriteria(tokenizer, strings)]
+        return [StopStringCriteria(tokenizer, list(strings))]
     except ValueError as error:  # a string that no tokens can spell
         raise ArgumentError(f"stop_strings: {error}") from error
 

@@ -15,8 +15,10 @@ from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from sequoia_plan.artifacts import ArgumentError, TokenTree
+from sequoia_plan.runtime.arguments import check_models, check_tree, refuse_other_inputs
 from sequoia_plan.runtime.base.sampling import Sampling, verifier_of
 from sequoia_plan.runtime.decoder import SequoiaDecoder
+from sequoia_plan.runtime.generation import read_prompt
 from sequoia_plan.runtime.models.architecture import device_and_dtype
 
 NOT_RETURNED = (
@@ -78,8 +80,12 @@ def sequoia(
             "custom_generate=sequoia needs a tree: model.generate(ids, custom_generate=sequoia, "
             "draft=draft, tree=load_tree(file))"
         )
+    check_models(model, draft, None)
+    check_tree(tree)
     sampling = Sampling.from_generation_config(config, verifier=verifier_of(tree))
     _refuse_unsupported(config, logits_processor or ())
+    read_prompt(input_ids, None, model_kwargs.get("attention_mask"))  # first: it is clearer
+    refuse_other_inputs(model_kwargs, input_ids.shape[1], model)
     decoder = _decoder_of(model, draft, tree)
     # the decoder itself ends at these two
     ends_itself = (MaxLengthCriteria, EosTokenCriteria)

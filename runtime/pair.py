@@ -15,6 +15,7 @@ from sequoia_plan.runtime.draft.draft_file import load_draft, save_as_folder
 from sequoia_plan.runtime.draft.load import load_checkpoint, remarks
 from sequoia_plan.runtime.draft.self_draft import INT8, self_draft
 from sequoia_plan.runtime.generation import end_tokens
+from sequoia_plan.runtime.models.architecture import context_length, rope_reason, text_config
 from sequoia_plan.runtime.models.load import (
     dtype_name,
     load_model,
@@ -125,7 +126,8 @@ def load_pair(
     }
     if placement == PREPACKED:  # an int8 draft has nothing to prepack
         draft_model, model = prepack(draft_model), prepack(model)
-    return Pair(model, draft_model, tokenizer, metadata, placement, draft_remarks)
+    remarks = (*_context_remarks(model), *draft_remarks)
+    return Pair(model, draft_model, tokenizer, metadata, placement, remarks)
 
 
 def with_draft(pair: Pair, draft: str) -> Pair:
@@ -213,6 +215,13 @@ def _resolve_placement(placement: str, dtype: torch.dtype, device: str) -> str:
     return placement
 
 
+def _context_remarks(target: Any) -> tuple[str, ...]:
+    """What a person should know about the target's context: one sentence, or none."""
+    config = text_config(target)
+    reason = rope_reason(config)
+    return (f"target: texts end at {context_length(config)} tokens{reason}",) if reason else ()
+
+
 def _require_draft(target: str | None, draft: str | None) -> None:
     """Raise ArgumentError if no draft is named for a target other than the embedded one."""
     if draft is None and target is not None:
@@ -275,7 +284,8 @@ def _load_offloaded_pair(
     if placement == PREPACKED and draft_model is not None:
         draft_model = prepack(draft_model)
     link_placement = f"streamed from {link}"
-    return Pair(model, draft_model, tokenizer, metadata, link_placement, draft_remarks)
+    remarks = (*_context_remarks(model), *draft_remarks)
+    return Pair(model, draft_model, tokenizer, metadata, link_placement, remarks)
 
 
 def _place_layers(

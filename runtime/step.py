@@ -28,9 +28,10 @@ from sequoia_plan.runtime.capture import (
 )
 from sequoia_plan.runtime.draft.drafter import DraftedTree, Drafter, DraftPass, draft_tree
 from sequoia_plan.runtime.draft.registry import make_drafter
-from sequoia_plan.runtime.models.architecture import execution_device, text_config
+from sequoia_plan.runtime.models.architecture import execution_device, rope_reason, text_config
 from sequoia_plan.runtime.models.forward import TreeModel
 from sequoia_plan.runtime.models.parallel import from_first, is_split, shared_seed
+from sequoia_plan.runtime.models.prepacked import PrepackedLinear
 from sequoia_plan.runtime.models.probe import probe
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary, vocabulary_size
 from sequoia_plan.runtime.verify import (
@@ -96,6 +97,8 @@ class TreeStep:
         compile: bool | str | Callable[..., Any] = False,
     ) -> None:
         backend = "inductor" if compile is True else compile or None
+        if backend is not None:
+            _check_not_prepacked(target, draft)
         self.device = execution_device(target)
         self.drafter: Drafter | None = None
         drafts = any(t.num_drafted_levels for t in tree.portfolio.values())
@@ -132,6 +135,7 @@ class TreeStep:
         shortest = max((s for s in self.by_match if s <= match_length), default=0)
         return self.by_match.get(shortest, self)
 
+    @torch.no_grad()
     def __call__(self, extent: int, sampling: Sampling) -> Tensor:
         """One decoding step: draft a tree, verify it, commit the accepted path.
 
@@ -255,6 +259,7 @@ class TreeStep:
         sequence.lookup_chain[: self.chain_length] = chain
         return match_length
 
+    @torch.no_grad()
     def prefill(self, prompt: Tensor, max_new_tokens: int, seed: int | None = None) -> None:
         """Start a sequence: both caches hold the prompt without its last token, the first root.
 
@@ -384,7 +389,7 @@ class TreeStep:
 
     def uses_fused_verifier(self, sampling: Sampling) -> bool:
         """True if kernels that walk on the device verify the tree, and not tensor operations."""
-        if self.fused_verifier is None or self.verifiers is not VERIFIERS:
+        if self.fused_verifier is None or self.verifiers != VERIFIERS:
             return False
         # the kernels know no child that is looked up, which only sampling tells from the others
         is_drafted = not self.tree.looks_up
@@ -528,6 +533,11 @@ class TreeStep:
             captured: the user's choice: True captures every part, False none, None those that can
                 be captured, if the models are on one CUDA device and one of them can be captured.
         """
+        if captured and self.device.type != "cuda":
+            raise ArgumentError(
+                f"captured: found {captured!r:.60}, and CUDA graphs need a CUDA device; "
+                "leave it out"
+            )
         possible = {
             "draft": draft is None or can_capture(draft),
             "target": can_capture(target),
@@ -621,5 +631,21 @@ class TreeStep:
         if prompt.numel() >= self.context:
             raise SequoiaPlanError(
                 f"prompt: {prompt.numel()} tokens, expected at most {self.context - 1} (the "
-                "model's context less one new token); shorten it"
+                f"model's context less one new token{rope_reason(text_config(self.target.model))}"
+                "); shorten it"
+            )
+
+
+def _check_not_prepacked(*models: Any) -> None:
+    """Raise SequoiaPlanError if torch.compile cannot trace a model: prepacked weights are opaque.
+
+    Args:
+        models: the models; None where there is none.
+    """
+    for model in models:
+        modules = model.modules() if hasattr(model, "modules") else ()
+        if any(isinstance(module, PrepackedLinear) for module in modules):
+            raise SequoiaPlanError(
+                "compile: the linear layers are prepacked for this processor, which torch.compile "
+                'cannot trace; load the models with placement="resident", or do not compile'
             )

@@ -119,7 +119,7 @@ class Forgetful(OrderedBySlot):
 
 @pytest.mark.parametrize("broken", [OrderedBySlot, Forgetful])
 def test_the_check_at_load_finds_what_no_name_tells(broken):
-    model = broken(tiny("Llama"))
+    model = broken(tiny("Llama")).eval()
     message = "its logits there differ from those of the plain sequence"
     with pytest.raises(SequoiaPlanError, match=message):
         SequoiaDecoder(model, model, TREE)

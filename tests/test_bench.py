@@ -550,6 +550,38 @@ def test_an_interrupted_bench_goes_on(models, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json", "tree.safetensors"]
 
 
+def test_times_of_another_number_of_threads_are_not_pooled(models, monkeypatch, tmp_path):
+    """What a killed run left is used again on the same machine only, with as many threads."""
+    decoded, decode = [], SequoiaDecoder.generate
+
+    def counting(self, *args, **options):
+        decoded.append(threads)
+        return decode(self, *args, **options)
+
+    monkeypatch.setattr(SequoiaDecoder, "generate", counting)
+    tree, journal = TokenTree.chain(2), tmp_path / "journal"
+    counts = []
+    for threads in (1, 1, 2):
+        monkeypatch.setattr(
+            "sequoia_plan.profiler.bench.fingerprint",
+            lambda device, threads=threads: {"threads": threads},
+        )
+        decoded.clear()
+        compare(
+            models,
+            None,
+            tree,
+            {"sequoia": (tree, "sequoia")},
+            Sampling(),
+            [[3, 4], [5, 6]],
+            4,
+            only=["sequoia"],
+            journal=journal,
+        )
+        counts.append(len(decoded))
+    assert counts == [3, 1, 3]  # one warms up, and two prompts
+
+
 def test_a_journal_belongs_to_one_process_at_a_time(tmp_path):
     path = tmp_path / ".profile.yaml.journal"
     with Journal(path, "work") as kept:

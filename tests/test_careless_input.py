@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from sequoia_plan.artifacts import (
@@ -24,7 +25,9 @@ from sequoia_plan.artifacts import (
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.prompts import Prompt, held_out_half, load, measuring_half
 from sequoia_plan.planner.cli import main
+from sequoia_plan.planner.cli.terminal import printable
 from sequoia_plan.profiler.prompts import encode
+from sequoia_plan.runtime.offload.memory import as_bytes
 
 LEVELS = (LevelCounts(600, (300.25, 75.0)), LevelCounts(200, (99.75, 25.0)))
 PROFILE = Profile(
@@ -92,6 +95,21 @@ def test_counts_are_not_added_up_twice(run, tmp_path):
     assert not (tmp_path / "both.yaml").exists()
 
 
+@pytest.mark.parametrize(("content", "code"), [(None, 0), ("aa", 0), ("bb", 1)])
+def test_counts_of_changed_weights_are_not_added_up(run, tmp_path, content, code):
+    """Old profiles have no `content`, and are taken at their word."""
+    model = {"name": "t", "digest": "00", "dtype": "float32"}
+    changed = model if content is None else model | {"content": content}
+    Profile(
+        PROFILE.acceptance, 8, levels=LEVELS, models={"target": model | {"content": "aa"}}
+    ).save("first.yaml")
+    Profile(PROFILE.acceptance, 8, levels=LEVELS[:1], models={"target": changed}).save("next.yaml")
+    result = run("profile", "--merge", "first.yaml", "--merge", "next.yaml", "-o", "both.yaml")
+    assert result.exit_code == code, result.output
+    if code:
+        refused(result, 1, "next.yaml: its models differ from those of first.yaml")
+
+
 def test_a_key_that_stands_twice_and_numbers_of_base_sixty(run, tmp_path):
     text = PROFILE.to_yaml()
     for old, new, message in (
@@ -115,6 +133,15 @@ def test_a_key_that_stands_twice_and_numbers_of_base_sixty(run, tmp_path):
         refused(run("solve", "bad.yaml", "-o", "t"), 1, "bad.yaml", message)
     (tmp_path / "good.yaml").write_text(text.replace("0.04,", "4e-2,"))  # what YAML 1.1 calls text
     assert Profile.load("good.yaml").latency.target[1] == 0.04
+    for written, meant in (("010", 10), ("09", 9), ("-0", None), ("+0800", 800), ("0o17", None)):
+        (tmp_path / "zeros.yaml").write_text(text.replace("trials: 800", f"trials: {written}", 1))
+        if meant is None and written != "-0":
+            with pytest.raises(
+                SequoiaPlanError, match=r"acceptance\.trials: found '0o17', expected"
+            ):
+                Profile.load("zeros.yaml")
+        else:
+            assert Profile.load("zeros.yaml").trials == (meant or 0)
 
 
 def test_permissions_stay(tmp_path):
@@ -371,3 +398,135 @@ def test_a_prompt_that_is_too_long_is_named_before_anything_is_measured(run, tmp
         "expected at most 8191 (the model's context less one new token)",
     )
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("x.json", b'{"text": "a"}\n', "holds JSON and is not named .jsonl"),
+        ("x.JSON", b"not even JSON", "holds JSON and is not named .jsonl"),
+        ("x.txt", b'{"text": "a"}\n{"text": "b"}\n', "holds JSON and is not named .jsonl"),
+        ("x", b'[\n{"text": "a"}\n]', "holds JSON and is not named .jsonl"),
+        ("x.txt", "What is rain?".encode("utf-16-le"), "holds NUL characters, as UTF-16 does"),
+        ("x.jsonl", '{"text": "a"}'.encode("utf-16-be"), "holds NUL characters, as UTF-16 does"),
+        ("x.jsonl", b'{"text": "\\ud800"}', "line 1 is no prompt"),
+        ("x.jsonl", b'{"messages": [{"role": "user", "content": "\\udfff"}]}', "line 1 is no"),
+        ("x.jsonl", b'{"messages": [{"role": "user", "content": ["a"]}]}', "line 1 is no prompt"),
+        ("x.jsonl", b'{"messages": [{"role": 5, "content": "a"}]}', "line 1 is no prompt"),
+    ],
+)
+def test_prompt_files_that_would_be_misread(tmp_path, name, data, message):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(SequoiaPlanError, match=message):
+        load(tmp_path / name)
+
+
+def test_prompt_files_by_any_case_of_the_name(tmp_path):
+    for name in ("X.JSONL", "x.ndjson"):
+        (tmp_path / name).write_text('{"text": "What is rain?"}\n')
+        assert load(tmp_path / name) == [Prompt("What is rain?")]
+    (tmp_path / "x.txt").write_text("[1, 2\n\n{curly} braces")  # looks like JSON, and is none
+    assert load(tmp_path / "x.txt") == [Prompt("[1, 2"), Prompt("{curly} braces")]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("bench",), ("engine", "vllm", "--metrics", "m"), ("engine", "sglang", "--responses", "m")],
+)
+def test_two_outputs_are_two_files(run, arguments):
+    result = run(*arguments, "-o", "same.html", "--report", "./same.html")
+    refused(result, 2, "--report ./same.html: is the file of -o as well; name another one")
+
+
+def test_a_plot_does_not_replace_its_tree(run, tmp_path):
+    before = (tmp_path / "tree.safetensors").read_bytes()
+    (tmp_path / "tree.png").symlink_to("tree.safetensors")
+    refused(run("show", "--plot", "tree.png"), 2, "is the input tree.safetensors itself")
+    assert (tmp_path / "tree.safetensors").read_bytes() == before
+
+
+MEASURING = """
+import sys, time
+from sequoia_plan.profiler.journal import exclusive
+with exclusive(sys.argv[1]):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("command", ["profile", "bench"])
+def test_two_that_measure_for_one_file(run, tmp_path, command):
+    """The lock is held by a process whose journal is already gone, and is taken over afterwards."""
+    with subprocess.Popen(
+        [sys.executable, "-c", MEASURING, "out"],
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as first:
+        assert first.stdout.readline() == "locked\n"
+        (tmp_path / ".out.journal").write_text("{}")  # another run's work
+        refused(run(command, "-o", "out"), 1, "out: another sequoia-plan is measuring for this")
+        assert (tmp_path / ".out.journal").exists()
+        first.stdin.close()
+    (tmp_path / ".out.journal").unlink()
+    assert not list(tmp_path.glob(".out*"))  # the first removed its lock
+    # the next one gets the lock, and releases it when it fails
+    refused(run(command, "-o", "out", "--prompts", "missing.txt"), 1, "missing.txt")
+    assert not list(tmp_path.glob(".out*"))
+
+
+def shell(command, cwd, **variables):
+    """A command line that runs `sequoia-plan`, written as `$S`, in bash."""
+    variables = os.environ | {"S": f"{sys.executable} -m sequoia_plan"} | variables
+    return subprocess.run(
+        ["bash", "-c", command], cwd=cwd, capture_output=True, check=False, env=variables
+    )
+
+
+@pytest.mark.parametrize("command", ["$S show >&-", "$S show --json >&-", "$S --help >&-"])
+def test_a_closed_stdout(run, tmp_path, command):
+    """Nobody reads the output, and the command does its work."""
+    result = shell(command, tmp_path)
+    assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
+
+
+@pytest.mark.parametrize(
+    "command", ["$S show $'a\\xff'", "$S show é", "$S show $'\\e[31m'", "$S solve $'\\u65e5'"]
+)
+@pytest.mark.parametrize("encoding", ["ascii:strict", "latin-1:strict", "utf-8:strict"])
+def test_names_that_no_encoding_has(run, tmp_path, command, encoding):
+    result = shell(command, tmp_path, PYTHONIOENCODING=encoding)
+    assert result.returncode == 1 and b"\x1b" not in result.stderr
+    assert result.stderr.count(b"\n") == 1 and b": cannot be read (No such" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--prompt", "--system", "--stop"])
+def test_text_that_is_no_utf_8(run, option):
+    result = run("generate", option, "a\udcff")
+    refused(result, 2, rf"{option} 'a\udcff': character 2 is no whole one; expected UTF-8")
+
+
+def test_a_method_that_is_none_is_refused_before_models_are_loaded(run):
+    result = run("bench", "--only", "nope", "--target", "no such model")
+    refused(result, 2, "only: found 'nope', expected plain")
+
+
+@pytest.mark.parametrize("size", ["99999999999999999999GB", "1e400", "inf"])
+def test_memory_that_no_machine_has(size):
+    with pytest.raises(SequoiaPlanError, match="more than any machine has; expected less than"):
+        as_bytes(size, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("seconds", ["1e308", "1e-320"])
+def test_latencies_that_no_machine_has(run, tmp_path, seconds):
+    text = PROFILE.to_yaml()
+    assert "{1: 0.04," in text
+    (tmp_path / "odd.yaml").write_text(text.replace("{1: 0.04,", f"{{1: {seconds},"))
+    refused(run("solve", "odd.yaml"), 1, "odd.yaml: latency.target[1]: found 1e", "1e-12 to 1e12")
+
+
+def test_a_terminal_obeys_no_text_of_a_model():
+    assert printable("a\x1b[2J\x07\x9b1m\r\x00b\tc\n日") == (
+        "a\\x1b[2J\\x07\\x9b1m\\r\\x00b\tc\n日"
+    )

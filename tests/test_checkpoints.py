@@ -185,6 +185,30 @@ BAD = {
         ),
         "dflash_config.projector_type: found 'domino', a variant that is not known",
     ),
+    "an activation that nobody knows": (
+        lambda: eagle3(hidden_act="silver"),
+        "config.json: hidden_act: found 'silver', expected an activation of transformers",
+    ),
+    "a rotary embedding that nobody knows": (
+        lambda: eagle3(rope_parameters={"rope_type": "nope", "rope_theta": 1e4}),
+        "config.json: ",
+    ),
+    "no layers of its own": (
+        lambda: eagle3(num_hidden_layers=0),
+        "config.json: num_hidden_layers: found 0, expected a whole number, 1 to",
+    ),
+    "layers without end": (
+        lambda: dflash(num_hidden_layers=10**12),
+        "config.json: num_hidden_layers: found 1000000000000, expected a whole number, 1 to 4096",
+    ),
+    "sizes in lists": (
+        lambda: dflash(intermediate_size=[24]),
+        "config.json: ",
+    ),
+    "fc of no number of hidden states": (
+        lambda: eagle3(**{"fc.weight": torch.zeros(16, 50)}),
+        "fc.weight is 16 x 50, which takes no whole number of hidden states of 16",
+    ),
     "a window of no size": (
         lambda: dflash(layer_types=["sliding_attention"] * 2),
         "has layers of sliding_attention and sliding_window None, expected a number",
@@ -198,6 +222,37 @@ def test_what_does_not_fit_is_one_line(name, tmp_path):
     with pytest.raises(SequoiaPlanError, match=message) as error:
         load(write(tmp_path / "a-draft", *parts()), TARGET)
     assert "a-draft: " in str(error.value) and "\n" not in str(error.value)
+
+
+ODD_VALUES = (0, -1, 1.5, 10**30, "x", [1], [], {"a": 1}, True, float("nan"))
+
+
+@pytest.mark.parametrize("make", [eagle3, dflash, lambda: eagle1_parts(TARGET)])
+def test_odd_values_in_config_json_are_one_line(make, tmp_path):
+    """Each key in turn: an error of one line, or a draft that decodes what its target says."""
+    config, weights = make()
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    expected = SequoiaDecoder(TARGET, None, TokenTree.chain(1)).generate(prompt, 4).sequences
+    refused = 0
+    folder = tmp_path / "a-draft"
+    names = {"hidden_act", "head_dim", "rope_scaling", "rope_parameters", "layer_types", *config}
+    for name in sorted(names):
+        for value in (*ODD_VALUES, {"rope_type": "nope", "rope_theta": 1e4}):
+            write(folder, config, weights)
+            (folder / "config.json").write_text(json.dumps({**config, name: value}))
+            sequences = message = None
+            try:
+                draft = load(folder, TARGET)
+                decoder = SequoiaDecoder(TARGET, draft, TokenTree.chain(2))
+                sequences = decoder.generate(prompt, 4).sequences
+            except SequoiaPlanError as error:
+                message = str(error)
+            except Exception as error:
+                raise AssertionError(f"{name}: {value!r}") from error
+            refused += message is not None
+            assert sequences is None or sequences.equal(expected), (name, value)
+            assert message is None or "\n" not in message, (name, value)
+    assert refused > 50
 
 
 def test_weights_that_cannot_be_read_are_one_line(tmp_path):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
+import torch
 from click.testing import CliRunner
 from msgspec.structs import replace
 
 from sequoia_plan.artifacts import Latency, LevelCounts, Profile, TokenTree, load_tree, save_tree
 from sequoia_plan.planner.cli import main
+from sequoia_plan.planner.cli import pair as cli_pair
 from sequoia_plan.profiler import latency
+from sequoia_plan.profiler.hardware import fingerprint, idle_cores
 
 PROFILE = Profile(
     (0.5, 0.125, 0.05),
@@ -356,7 +360,7 @@ def test_generate_takes_settings_from_the_tree_and_warns_of_another_verifier(run
     )
     assert as_made.exit_code == same.exit_code == other.exit_code == 0, other.output
     assert json.loads(as_made.stdout)["tokens"] == json.loads(same.stdout)["tokens"]
-    assert "Warning" not in as_made.stderr
+    assert "Warning: the tree" not in as_made.stderr
     assert (
         "the tree was solved for the verifier traversal, this is topk; its predictions do not apply"
         in other.stderr
@@ -602,3 +606,30 @@ def test_profile_command_on_the_embedded_pair(run, tmp_path, monkeypatch):
     plan = load_tree("tree.safetensors").plan
     assert plan.models == profile.models
     assert plan.settings == expected
+
+
+@pytest.mark.parametrize(("idle", "said"), [(2.0, ""), (1.7, ""), (None, ""), (0.9, "0.9 cores")])
+def test_a_busy_machine_is_told(monkeypatch, idle, said):
+    """With fewer idle cores than threads, every pass waits for the thread that waits for a core."""
+    monkeypatch.setattr("sequoia_plan.profiler.hardware.idle_cores", lambda: idle)
+    warning = cli_pair._busy_text(2)
+    assert bool(warning) == bool(said) and said in warning
+    assert (
+        not said or "measured times are worthless; stop other work, or use --threads 1" in warning
+    )
+
+
+def test_idle_cores_are_counted():
+    assert 0 <= idle_cores(0.05) <= os.cpu_count() + 1
+
+
+def test_threads(run):
+    """The number is torch's own, and so it is in profiles."""
+    threads = torch.get_num_threads()
+    try:
+        result = run("generate", "--threads", "1", "--tree", "missing")
+        assert result.exit_code == 1 and torch.get_num_threads() == 1
+        assert fingerprint("cpu")["threads"] == 1
+    finally:
+        torch.set_num_threads(threads)
+    one_line(run("generate", "--threads", "0"), 2, "--threads", "0 is not in the range")

@@ -6,7 +6,11 @@ is what is loaded.
 
 from __future__ import annotations
 
+import copy
 import json
+import runpy
+import shutil
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -52,7 +56,9 @@ def text(plain_target, pair, tmp_path_factory):
     """Some conversations that the embedded target wrote, with its hidden states."""
     folder = tmp_path_factory.mktemp("text")
     write_text(plain_target, pair.tokenizer, 500, 3, folder, rows=8, hidden_state_layers=LAYERS)
-    return TrainingText([folder])
+    loaded = TrainingText([folder])
+    loaded.folders = [folder]
+    return loaded
 
 
 @pytest.mark.parametrize(
@@ -97,6 +103,97 @@ def test_the_text_has_the_probs_and_hidden_states_of_its_target(plain_target, te
             torch.from_numpy(states[:-1].astype(np.float32)), expected[:-1], atol=2e-2, rtol=2e-3
         )
         assert not states[-1].any()
+
+
+@torch.no_grad()
+def test_labels_of_a_large_vocabulary(pair, tmp_path):
+    """Most tokens of Llama 3, Qwen and Gemma are beyond what 16 bits hold."""
+    target = small_target(vocabulary=152_000)
+    write_text(target, pair.tokenizer, 40, 3, tmp_path, rows=2)
+    [*conversations] = TrainingText([tmp_path]).conversations
+    tokens, answer, ids, _ = conversations[0]
+    assert max(int(tokens.max()), int(ids.max())) > 1 << 16
+    logits = target(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0]
+    top = logits[np.flatnonzero(answer) - 1].argmax(-1)
+    assert top.tolist() == ids[:, 0].tolist()
+
+
+def test_text_without_words(pair, tmp_path):
+    """Where no token is a word, the target writes all questions itself."""
+    decode = lambda tokens, **_: "".join(chr(0x4E00 + token % 1000) for token in tokens)  # noqa: E731
+    tokenizer = copy.copy(pair.tokenizer)
+    tokenizer.decode = decode
+    write_text(small_target(vocabulary=50_000), tokenizer, 40, 3, tmp_path, rows=2)
+    assert TrainingText([tmp_path]).conversations
+
+
+def distill(monkeypatch, *words):
+    """The command in this process: its exit code."""
+    monkeypatch.setattr(sys, "argv", ["distill", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("sequoia_plan.profiler.distill", run_name="__main__")
+    return ended.value.code
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("text", "--rows", "0"), "--rows: found '0', expected a whole number, 1 or more"),
+        (("text", "--tokens", "x"), "--tokens: found 'x', expected a whole number, 1 or more"),
+        (("text", "--hidden-states", "99"), "--hidden-states 99: the target has 0 (the embedding)"),
+        (("train", "--text", "t", "--steps", "0"), "--steps: found '0', expected a whole number"),
+        (("train", "--text", "t", "--batch", "²"), "--batch: found '²', expected a whole number"),
+        (
+            ("train", "--text", "t", "--learning-rate", "nan"),
+            "--learning-rate: found 'nan', expected a number above 0",
+        ),
+        (("train", "--text", "t", "--layers", "99"), "--layers 99: the target has the layers 0 to"),
+        (("dflash", "--text", "t", "--layers", "99"), "--layers 99: the target has the layers 0"),
+    ],
+)
+def test_options_that_cannot_be(text, tmp_path, monkeypatch, capsys, words, message):
+    words = [str(text.folders[0]) if word == "t" else word for word in words]
+    assert distill(monkeypatch, *words, "-o", tmp_path / "out") == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_earlier_text_is_never_lost(text, monkeypatch, capsys):
+    [folder] = text.folders
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert distill(monkeypatch, "text", "--tokens", 9, "-o", folder) == 2
+    assert f"-o {folder}: exists already; name a new folder" in capsys.readouterr().err
+    assert distill(monkeypatch, "train", "--text", folder, "-o", folder) == 2
+    assert f"-o {folder}: is the input {folder} itself" in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_a_tokenizer_without_a_usable_chat_template(pair, plain_target, tmp_path):
+    tokenizer = copy.copy(pair.tokenizer)
+    for template, message in (
+        (None, "no chat template"),
+        ("{{ messages[0].content }}", "puts 0 tokens before a question and 0 after it"),
+        ("{{ 'word ' * 300 + messages[0].content + '!' }}", "puts 30. tokens before a question"),
+    ):
+        tokenizer.chat_template = template
+        with pytest.raises(SequoiaPlanError, match=message):
+            write_text(plain_target, tokenizer, 40, 3, tmp_path, rows=2)
+
+
+def test_text_that_is_damaged_or_of_another_target(text, tmp_path):
+    [folder] = text.folders
+    for name, content in (
+        ("text.json", b"[]"),
+        ("text.json", b"{}"),
+        ("text.json", b'{"ends": [1, "x"]}'),
+        ("tokens.npy", b""),
+        ("answer.npy", (folder / "tokens.npy").read_bytes()[:200]),
+    ):
+        damaged = shutil.copytree(folder, tmp_path / "damaged", dirs_exist_ok=True)
+        (damaged / name).write_bytes(content)
+        with pytest.raises(SequoiaPlanError, match="no training text"):
+            TrainingText([damaged])
+    with pytest.raises(SequoiaPlanError, match="the target has 0 to 99; it was written by another"):
+        text.most_probable_tokens(50, 100)
 
 
 @pytest.mark.parametrize("variant", [name for name in GOLDEN if name != "window"])

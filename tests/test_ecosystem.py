@@ -7,11 +7,13 @@ import copy
 import gc
 import json
 import os
+import pickle
 import subprocess
 import sys
 import warnings
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, sequoia
 from sequoia_plan.runtime.models.vocabulary import check_tokenizers, shared_vocabulary
+from sequoia_plan.runtime.pair import _context_remarks
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 IDS = torch.tensor([[5, 6, 7, 8]])
@@ -222,6 +225,111 @@ def test_custom_generate_keeps_one_decoder_and_leaks_none():
     del first, target, draft
     gc.collect()
     assert [ref() for ref in gone] == [None] * 4
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_a_decoder_is_copied_after_use(copied, name):
+    """The copy's layers must write to the blocks that its cache moves entries in."""
+    target = tiny(name)
+    draft = resembling(target, 0.05)
+    expected = inside(target, draft)
+    for prompt in (IDS, IDS.repeat(1, 9)):  # the second needs larger caches
+        loaded, loaded_draft = copied((target, draft))  # the decoder is kept on the target
+        decoder = loaded._sequoia_decoder[2]
+        assert inside(loaded, loaded_draft).equal(expected)
+        assert loaded._sequoia_decoder[2] is decoder
+        assert decoder.generate(prompt, NEW).sequences.equal(
+            SequoiaDecoder(target, draft, TREE).generate(prompt, NEW).sequences
+        )
+
+
+def test_a_decoder_with_prepacked_weights_is_copied_after_use(pair):
+    decoder = SequoiaDecoder(pair.target, pair.draft, TREE)  # the draft reads hidden states
+    expected = decoder.generate(IDS, 12).sequences
+    for copied in (copy.deepcopy(decoder), pickle.loads(pickle.dumps(decoder))):
+        assert copied.generate(IDS, 12).sequences.equal(expected)
+
+
+class Adapted(torch.nn.Module):
+    """What peft's `PeftModelForCausalLM` is to its users: a wrapper whose signature has no
+    position_ids, around a model whose linear layers hold the adapters."""
+
+    def __init__(self, model, is_prompt_learning=False):
+        super().__init__()
+        self.base_model, self.config, self.device = model, model.config, model.device
+        self.active_peft_config = SimpleNamespace(
+            is_prompt_learning=is_prompt_learning, peft_type="LORA"
+        )
+
+    def get_base_model(self):
+        return self.base_model
+
+    def forward(self, input_ids=None, attention_mask=None, **kwargs):
+        return self.base_model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+
+
+def test_a_model_with_adapters_is_unwrapped(target, draft, greedy):
+    decoder = SequoiaDecoder(Adapted(target), Adapted(draft), TREE)
+    assert torch.equal(decoder.generate(IDS, NEW).sequences, greedy)
+    with pytest.raises(SequoiaPlanError, match="adds tokens of its own to each prompt"):
+        SequoiaDecoder(Adapted(target, is_prompt_learning=True), draft, TREE)
+
+
+def test_models_in_training_mode_are_told_so(target):
+    for pair_of_models in (
+        (tiny("Llama").train(), resembling(target)),
+        (target, tiny("Llama").train()),
+    ):
+        with pytest.raises(SequoiaPlanError, match=r"found in training mode.*; call eval\(\)"):
+            SequoiaDecoder(*pair_of_models, TREE)
+
+
+class QuantisedInputs(torch.nn.Linear):
+    """A linear layer that rounds its inputs to a few steps of their maximum, over all of them."""
+
+    def forward(self, x):
+        scale = x.abs().amax() / 7
+        return super().forward((x / scale).round() * scale)
+
+
+def test_quantised_activations_are_told_so(draft):
+    target = tiny("Llama")
+    for module in target.modules():
+        if type(module) is torch.nn.Linear:
+            module.__class__ = QuantisedInputs
+    with pytest.raises(SequoiaPlanError, match=r"differ by what else is in the batch.*quantised"):
+        SequoiaDecoder(target, draft, TREE)
+
+
+def test_removed_hooks_come_back(pair):
+    """The embedded draft reads hidden states, which hooks record."""
+    target = copy.deepcopy(pair.target)
+    decoder = SequoiaDecoder(target, pair.draft, TREE)
+    expected = decoder.generate(IDS, 4).sequences
+    for module in target.modules():
+        module._forward_hooks.clear()
+    with pytest.raises(SequoiaPlanError, match=r"its hooks were removed, or .*; make the decoder"):
+        decoder.generate(IDS, 4)
+    assert SequoiaDecoder(target, pair.draft, TREE).generate(IDS, 4).sequences.equal(expected)
+
+
+def test_prepacked_layers_are_not_compiled(pair):
+    with pytest.raises(SequoiaPlanError, match="compile: the linear layers are prepacked for this"):
+        SequoiaDecoder(pair.target, pair.draft, TREE, compile=True)
+
+
+def test_a_context_that_ends_early_says_why():
+    """Keys in the cache would be wrong once such rotary embeddings change."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    rope["original_max_position_embeddings"] = 40
+    target = tiny("Llama", rope_parameters=rope)
+    decoder = SequoiaDecoder(target, None, TokenTree.chain(1))
+    with pytest.raises(SequoiaPlanError, match=r"at most 39 .*; dynamic rotary embeddings change"):
+        decoder.generate(torch.ones(1, 60, dtype=torch.long), 4)
+    [remark] = _context_remarks(target)
+    assert remark.startswith("target: texts end at 40 tokens; dynamic rotary embeddings change")
+    assert _context_remarks(tiny("Llama")) == ()
 
 
 # Vocabularies

@@ -178,6 +178,11 @@ def test_findings_and_prediction_errors(measured_plan):
             "--method draft_model: needs a draft model; name it with --draft, or use one of ngram",
         ),
         (
+            ["vllm", "--target", "t", "--draft", "d", "--batch", "²"],
+            2,
+            "--batch ²: expected batch sizes from 1 to 4096",
+        ),
+        (
             ["vllm", "--target", "t", "--draft", "d", "--batch", "1,x"],
             2,
             "--batch 1,x: expected batch sizes from 1 to 4096 with commas between, as 1,4,16",
@@ -329,6 +334,42 @@ def test_sglang_from_logs_alone(run, sglang_files):
     plan = EnginePlan.from_dict(json.loads(output), "")
     assert plan.cells_at(4)[3].tokens_per_step == pytest.approx(1.7, abs=0.01)
     assert "one rate for all positions" in plan.acceptance.source
+
+
+@pytest.mark.parametrize("batch", ["4096", "9", "1"])
+def test_batches_far_from_those_that_were_timed(run, sglang_files, batch):
+    result = run("sglang", *LOGS, "--batch", batch)
+    assert result.exit_code == 2
+    line = f"--batch {batch}: steps were timed with 4 to 4 requests, expected 2 to 8; time such"
+    assert line in result.stderr
+
+
+def test_the_batches_that_were_timed_are_the_default(run, sglang_files):
+    output = run("sglang", *LOGS, "--json").stdout
+    assert EnginePlan.from_dict(json.loads(output), "").batches == [4]
+
+
+def test_flags_and_findings_say_the_same(run, tmp_path):
+    """Speculation pays for 1 request and not for 16: only what was asked for has flags."""
+    for batch, plain, three in ((1, 25.0, 1.7 / 0.042), (16, 400.0, 16 * 1.7 / 0.2)):
+        write_log(tmp_path / f"plain{batch}.log", None, batch, plain, None)
+        write_log(tmp_path / f"three{batch}.log", 3, batch, three, 1.7)
+    logs = [f"--log={name}{batch}.log" for name in ("plain", "three") for batch in (1, 16)]
+    both = run("sglang", *logs, "--batch", "1,16").stdout
+    assert "batch 16: do not speculate" in both and "--speculative-num-steps" in both
+    alone = run("sglang", *logs, "--batch", "16").stdout
+    assert "batch 16: do not speculate" in alone
+    assert "start the engine without speculation" in alone
+    assert "--speculative-num-steps" not in alone
+
+
+def test_times_of_another_engine(run, sglang_files):
+    assert run("sglang", *LOGS, "--batch", "4", "-o", "sglang.yaml").exit_code == 0
+    result = run("vllm", "--metrics", COUNTERS, "--times", "sglang.yaml")
+    assert result.exit_code == 2
+    assert "--times sglang.yaml: holds step times of sglang, expected a plan for vllm" in (
+        result.stderr
+    )
 
 
 def test_sglang_from_responses_alone(run, sglang_files):

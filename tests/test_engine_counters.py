@@ -9,9 +9,13 @@ and four requests, without speculation, and with speculation and --disable-log-s
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
+import re
+import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -194,6 +198,52 @@ def test_a_page_that_cannot_be_read(server, address, message):
         counters.fetch(address.replace("SERVER", server))
 
 
+def served(answers):
+    """The address of a server that sends these bytes, one after the other, a tenth of a second
+    apart, whatever it is asked."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def answer():
+        with listening, listening.accept()[0] as connection, contextlib.suppress(OSError):
+            connection.recv(1 << 16)
+            for data in answers:
+                connection.sendall(data)
+                time.sleep(0.1)
+
+    threading.Thread(target=answer, daemon=True).start()
+    return f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ([b"SSH-2.0-OpenSSH_9.6\r\n"], "cannot be read (SSH-2.0-OpenSSH_9.6)"),
+        ([b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nx"], "cannot be read (IncompleteRead"),
+        ([], "cannot be read ("),
+        ([b"HTTP/1.1 200 OK\r\n\r\n", *[b"x"] * 50], "cannot be read (no whole answer within"),
+        ([b"HTTP/1.1 200 OK\r\nX: ", *[b"x"] * 50], "cannot be read (no whole answer within"),
+    ],
+)
+def test_a_server_that_is_none_or_never_ends(monkeypatch, answers, message):
+    """One deadline for the whole answer: the last two send something before each single one."""
+    monkeypatch.setattr(counters, "TIMEOUT_SECONDS", 1)
+    with pytest.raises(SequoiaPlanError) as refused:
+        counters.fetch(served(answers))
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "1e999"])
+def test_counters_that_are_no_numbers(tmp_path, value):
+    page = (DATA / "counters-0.27.1.txt").read_text()
+    lines = [
+        re.sub(r"\S+$", value, line) if line.startswith(counters.NUM_DRAFTS) else line
+        for line in page.splitlines()
+    ]
+    (tmp_path / "page").write_text("\n".join(lines))
+    with pytest.raises(SequoiaPlanError, match=r"num_drafts\S* is (nan|inf), expected a count"):
+        counters.fetch(str(tmp_path / "page"))
+
+
 # No SGLang is run. The fields are those of its `tokenizer_manager.py`, and the lines are those that
 # its `metrics_reporter.py` writes.
 
@@ -268,6 +318,23 @@ def decode_line(batch, throughput, accept_length=None):
         f"token usage: 0.03, {acceptance}cuda graph: True, "
         f"gen throughput (token/s): {throughput}, #queue-req: 0, \n"
     )
+
+
+def test_lines_of_a_log_with_broken_numbers_are_left_out(tmp_path):
+    """Processes write into each other's lines."""
+    path = tmp_path / "s.log"
+    broken = [
+        decode_line(4, "1.2.3"),
+        decode_line(4, "9" * 400),
+        decode_line("9" * 5000, 3),
+        decode_line(4, 9.0, 1.5).replace("1.50", "1.5.0"),
+    ]
+    path.write_text(SERVER_ARGS.format("None", "None") + "".join(broken) + decode_line(2, 30.0) * 3)
+    (step,) = sglang.read_log(str(path)).steps
+    assert (step.batch, step.seconds) == (2, pytest.approx(2 / 30))
+    path.write_text(SERVER_ARGS.format("9" * 5000, 1) + decode_line(2, 30.0, 1.5) * 3)
+    with pytest.raises(SequoiaPlanError, match=r"speculative_num_steps=9999.*expected at most"):
+        sglang.read_log(str(path))
 
 
 def test_a_log_gives_step_times(tmp_path):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.planner.engines.process import EngineProcess
+from sequoia_plan.planner.engines.vllm import EnginePool, Workload
 
 STAND_IN = {"PYTHONPATH": str(Path(__file__).parent / "stand_in")}
 
@@ -82,8 +85,45 @@ def test_an_error_of_the_engine_is_one_line():
         "size; use a draft that shares the target's tokenizer"
     )
     activity = "starting with 3 speculative tokens"
-    assert str(caught.value) == f"the engine failed while {activity}: {cause}"
+    message = str(caught.value).split(" (its log: ")[0]
+    assert message == f"the engine failed while {activity}: {cause}"
     assert has_ended(engine.process.pid)
+
+
+def pool(target):
+    return EnginePool(
+        sys.executable, str(target), Workload(["ab", "abc"], 8, 0.0), {}, {}, max_engines=4
+    )
+
+
+def test_engines_that_disturb_each_other_are_started_once_more(tmp_path, monkeypatch):
+    """Each fails the first time: the first engine alone, and the others together."""
+    monkeypatch.setenv("PYTHONPATH", STAND_IN["PYTHONPATH"])
+    with pool(f"disturbed:{tmp_path}") as engines:
+        engines.ensure_running([0, 1, 3])
+        assert engines.run(3, 1, [0]).tokens > 0
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == dict.fromkeys("013", "2")
+
+
+def test_an_engine_that_fails_twice_leaves_its_log(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", STAND_IN["PYTHONPATH"])
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = tmp_path / "starts"
+    folder.mkdir()
+    with pool(f"broken:{folder}") as engines, pytest.raises(SequoiaPlanError) as caught:
+        engines.ensure_running([0])
+    [*_, log] = re.findall(r"\(its log: (.*\.log)\)$", str(caught.value))
+    assert "the engine's own words" in Path(log).read_text()
+    assert (folder / "0").read_text() == "2" and "\n" not in str(caught.value)
+
+
+def test_a_failure_with_a_known_cause_is_not_tried_again(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", STAND_IN["PYTHONPATH"])
+    texts = []
+    engines = replace(pool("wrong vocabulary"), report_status=texts.append)
+    with engines, pytest.raises(SequoiaPlanError, match="same vocabulary size"):
+        engines.ensure_running([0])
+    assert len(texts) == 1
 
 
 def test_an_engine_that_dies_is_one_line_and_its_child_dies_with_it():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from architectures import resembling, tiny
 from msgspec import structs
 from toys import PROMPTS, toy_pair
 
@@ -95,6 +98,51 @@ def test_the_draft_pass_that_is_timed_reads_size_tokens_and_draws_a_child_of_eac
     assert torch.equal(after[first : first + size], children[:, 0])
     assert torch.equal(after[:first], before[:first])
     assert torch.equal(after[first + size :], before[first + size :])
+
+
+def experts_of_timed_passes(texts, monkeypatch):
+    """How many experts of a layer the timed passes of each size ran, for a random mixture."""
+    target = tiny("Qwen3-MoE", num_experts=64, num_experts_per_tok=4)
+    pair = SimpleNamespace(target=target, draft=resembling(target, 0.05))
+    meter = latency.LatencyMeter(pair, Sampling(1.0), 20, max_size=32, texts=texts)
+    counts, reading = {}, []
+    run_target = TreeStep.run_target
+
+    def running(step, extent):
+        reading.append(step.tree.size)
+        try:
+            return run_target(step, extent)
+        finally:
+            reading.pop()
+
+    def count(module, args, output):
+        if reading:
+            experts = next(tensor for tensor in output if not tensor.is_floating_point())
+            counts.setdefault(reading[-1], []).append(experts.unique().numel())
+
+    monkeypatch.setattr(TreeStep, "run_target", running)
+    for module in target.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(count)
+    meter.begin(1e9)
+    assert counts
+    return {size: statistics.mean(numbers) for size, numbers in counts.items()}
+
+
+def test_timed_passes_read_text_as_it_is_decoded(monkeypatch):
+    """Slots that all hold one token would run a few experts only, and larger trees seem free."""
+    experts = experts_of_timed_passes([list(range(3, 30, 2))], monkeypatch)
+    assert experts[1] == 4
+    drafted = latency.SizeTimer._draft_tokens
+    monkeypatch.setattr(latency.SizeTimer, "_draft_tokens", lambda timer: drafted(timer) * 0)
+    experts_of_zeros = experts_of_timed_passes([list(range(3, 30, 2))], monkeypatch)
+    assert experts_of_zeros[32] < experts[32] / 1.5
+
+
+def test_the_context_is_text_of_the_prompts(pair):
+    meter = latency.LatencyMeter(pair, Sampling(1.0), 7, texts=[[1, 2], [3]])
+    assert meter.prompt.tolist() == [1, 2, 3, 1, 2, 3, 1]
+    assert latency.LatencyMeter(pair, Sampling(1.0), 7).prompt.numel() == 7
 
 
 VERIFICATIONS = [

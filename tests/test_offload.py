@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +17,7 @@ from architectures import READS_TREES, TREE, tiny
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from streamed import LAYERS, PROMPT, streamed, tokens
 from transformers import BitNetQuantConfig
 from transformers.integrations.bitnet import BitLinear, pack_weights, replace_with_bitnet_linear
@@ -50,9 +54,35 @@ def test_tokens_are_those_of_the_resident_model(folder, slow_disk, resident):
     assert metadata["placement"] == offloaded.placement == "streamed from disk"
     assert metadata["resident_layers"] == resident and metadata["layers"] == LAYERS
     assert metadata["streamed_bytes"] == stream.bytes and len(stream.blocks) == LAYERS - resident
-    assert metadata["digest"] == in_memory.metadata["target"]["digest"]
+    for key in ("digest", "content"):
+        assert metadata[key] == in_memory.metadata["target"][key]
     assert torch.equal(tokens(offloaded), tokens(in_memory))
     assert torch.equal(tokens(offloaded, 1.0), tokens(in_memory, 1.0))
+
+
+def test_other_weights_of_the_same_size_and_date_are_noticed(folder, tmp_path):
+    """As `cp -p`, tar and the layers of container images leave them: changed in the middle."""
+    shutil.copytree(folder, tmp_path / "models")
+    path = tmp_path / "models" / "target" / "model.safetensors"
+    before, first = path.stat(), streamed(tmp_path / "models")
+    in_memory = pair_in_memory(tmp_path / "models")
+    tensors = load_file(path)
+    for tensor in tensors.values():  # all but the first row
+        tensor[1:] *= -1.0
+    save_file(tensors, path, {"format": "pt"})
+    assert path.stat().st_size == before.st_size
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    changed = pair_in_memory(tmp_path / "models")
+    for pair, other in ((streamed(tmp_path / "models"), first), (changed, in_memory)):
+        assert torch.equal(tokens(pair), tokens(changed))
+        assert pair.metadata["target"]["content"] != other.metadata["target"]["content"]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_streamed_target_cannot_be_copied(folder, copied):
+    """A copy's parameters would stay what the stream's slots held at that moment."""
+    with pytest.raises(SequoiaPlanError, match="layers are streamed, so it can neither be pickled"):
+        copied(streamed(folder).target)
 
 
 def test_a_pass_that_does_not_wait_is_noticed(folder, slow_disk, monkeypatch):

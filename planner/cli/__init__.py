@@ -13,7 +13,7 @@ import click
 from sequoia_plan.planner.cli.decoding import bench, generate
 from sequoia_plan.planner.cli.engine import engine
 from sequoia_plan.planner.cli.profiling import profile
-from sequoia_plan.planner.cli.terminal import interruptible
+from sequoia_plan.planner.cli.terminal import interruptible, prepare_streams, printable
 from sequoia_plan.planner.cli.trees import export_command, import_command, show, solve
 
 EXTRAS = {
@@ -30,6 +30,7 @@ EXTRAS = {
 class _Group(click.Group):
     def main(self, *args: Any, **options: Any) -> Any:
         """Run the command. If its output cannot be written, end with one line and exit code 1."""
+        prepare_streams()
         try:
             try:
                 with interruptible():
@@ -47,8 +48,8 @@ class _Group(click.Group):
             sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a subcommand; our own errors, a missing module and a lack of memory become one line
-        on stderr and an exit code."""
+        """Run a subcommand; our own errors, a missing module, values that nobody foresaw and a lack
+        of memory become one line on stderr and an exit code."""
         from sequoia_plan.artifacts.errors import SequoiaPlanError
 
         try:
@@ -62,6 +63,11 @@ class _Group(click.Group):
             install = f"pip install 'sequoia-plan[{EXTRAS[module]}]'"
             needs = f"{ctx.invoked_subcommand} needs {module}, which is not installed"
             _fail(ctx, f"{needs}: {install}")
+        except (OverflowError, UnicodeError, RecursionError) as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            _fail(
+                ctx, f"a value of the input cannot be used ({reason:.200}); check files and options"
+            )
         except MemoryError:
             advice = "ask for less (a smaller budget, tree or context)"
             _fail(ctx, f"there is not enough memory for that; {advice}")
@@ -69,7 +75,7 @@ class _Group(click.Group):
 
 def _fail(ctx: click.Context, message: str, exit_code: int = 1) -> None:
     """Print an error on stderr, and end the command with an exit code."""
-    click.echo(f"Error: {message}", err=True)
+    click.echo(f"Error: {printable(message)}", err=True)
     ctx.exit(exit_code)
 
 

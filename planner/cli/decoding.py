@@ -10,15 +10,17 @@ from typing import Any
 import click
 
 from sequoia_plan.planner.cli.options import (
+    check_outputs,
     json_option,
     model_options,
     read_sampling,
     sampling_options,
     seed_option,
     tree_option,
+    whole_text,
 )
 from sequoia_plan.planner.cli.pair import load_pair, warn_if_foreign
-from sequoia_plan.planner.cli.terminal import print_json, progress
+from sequoia_plan.planner.cli.terminal import print_json, printable, progress
 
 DEFAULT_PROMPT = "Explain how a refrigerator keeps food cold."
 CHAT_HELP = "In place of --prompt: a conversation, as a list of messages with role and content."
@@ -38,12 +40,20 @@ EARLIER_HELP = "Figures of an earlier run, as at another temperature, for the pa
 @tree_option
 @model_options
 @click.option(
-    "--prompt", help=f"The user's message; - reads it from stdin. [default: {DEFAULT_PROMPT}]"
+    "--prompt",
+    callback=whole_text,
+    help=f"The user's message; - reads it from stdin. [default: {DEFAULT_PROMPT}]",
 )
-@click.option("--system", help="A system message before it.")
+@click.option("--system", callback=whole_text, help="A system message before it.")
 @click.option("--chat", metavar="FILE.json", type=click.Path(), help=CHAT_HELP)
 @click.option("--raw", is_flag=True, help="The prompt as it is, without the model's chat template.")
-@click.option("--stop", metavar="TEXT", multiple=True, help="End once this text was generated.")
+@click.option(
+    "--stop",
+    metavar="TEXT",
+    multiple=True,
+    callback=whole_text,
+    help="End once this text was generated.",
+)
 @click.option(
     "--max-new-tokens",
     type=click.IntRange(min=1),
@@ -105,7 +115,14 @@ def generate(
     decoder = SequoiaDecoder(pair.target, pair.draft, tree, tokenizer=pair.tokenizer)
     streamer = None
     if not as_json:
-        streamer = TextStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+        class Printer(TextStreamer):
+            def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+                """Print text; a terminal gets no control characters that it would obey."""
+                is_terminal = sys.stdout.isatty()
+                super().on_finalized_text(printable(text) if is_terminal else text, stream_end)
+
+        streamer = Printer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True)
     token_ids = pair.tokenizer(text)["input_ids"] if raw else encode(pair.tokenizer, messages)
     generation = decoder.generate(
         token_ids,
@@ -197,19 +214,20 @@ def bench(
 
     from sequoia_plan.artifacts import BenchResult, load_tree
     from sequoia_plan.artifacts.bench_result import Breakdown
-    from sequoia_plan.artifacts.files import check_writable, refuse_to_replace, write_atomically
+    from sequoia_plan.artifacts.files import write_atomically
     from sequoia_plan.artifacts.prompts import held_out_half, load
     from sequoia_plan.planner.report.bench_table import print_table
     from sequoia_plan.planner.solving.baselines import bench_trees
-    from sequoia_plan.profiler.bench import compare
+    from sequoia_plan.profiler.bench import check_names, compare
     from sequoia_plan.profiler.breakdown import breakdown
-    from sequoia_plan.profiler.journal import discard, journal_of
+    from sequoia_plan.profiler.journal import discard, exclusive, journal_of
     from sequoia_plan.profiler.prompts import check_lengths, encode, held_out
     from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL
 
-    for path in filter(None, (output, report)):
-        check_writable(path)
-        refuse_to_replace(path, tree_file, prompts, *earlier)
+    check_outputs(output, report, tree_file, prompts, *earlier)
+    if output:
+        click.get_current_context().with_resource(exclusive(output))
+    check_names(only)
     own_prompts = load(prompts) if prompts else None
     tree = load_tree(tree_file)
     sampling = read_sampling(sampling_values, tree.plan.settings)

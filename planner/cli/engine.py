@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from sequoia_plan.planner.cli.options import json_option, options
+from sequoia_plan.planner.cli.options import check_outputs, json_option, options
 from sequoia_plan.planner.cli.terminal import print_json, status
 
 if TYPE_CHECKING:
-    from sequoia_plan.artifacts.engine_plan import ChainAcceptance, EnginePlan
+    from sequoia_plan.artifacts.engine_plan import ChainAcceptance, EnginePlan, StepSeconds
     from sequoia_plan.planner.engines.planning import LaunchLines
     from sequoia_plan.planner.engines.vllm import Workload
 
-BATCH_HELP = "Requests decoded together, to plan for."
+BATCH_HELP = (
+    "Requests decoded together, to plan for. [default: 1,4,16; with --log or --times, those within "
+    "what was timed]"
+)
+DEFAULT_BATCHES = (1, 4, 16)
 TIMES_HELP = "Step times of an earlier plan; no engine is run then."
 REPORT_HELP = "Write one HTML file with the curves of throughput; it needs no network."
 METHOD_HELP = "vLLM's name of the drafting method: draft_model, eagle3, mtp, ngram, ..."
@@ -48,8 +53,6 @@ plan_options = options(
     click.option(
         "--batch",
         "batches",
-        default="1,4,16",
-        show_default=True,
         metavar="N,N,...",
         help=BATCH_HELP,
     ),
@@ -141,10 +144,9 @@ def vllm(
         raise click.UsageError(
             "--times has no acceptance: add --metrics, or leave it out to measure both"
         )
-    _check_outputs(output, report, times_path, metrics, metrics_before, prompts)
+    check_outputs(output, report, times_path, metrics, metrics_before, prompts)
 
     from sequoia_plan.artifacts import ArgumentError
-    from sequoia_plan.artifacts.engine_plan import EnginePlan
     from sequoia_plan.artifacts.plan import tool_version
     from sequoia_plan.planner.engines import planning
     from sequoia_plan.planner.engines.vllm import (
@@ -166,7 +168,7 @@ def vllm(
         max_length = min(max_length, len(acceptance.accepted))
     config = speculative_config(method, draft, config_entries)
     if acceptance and times_path:
-        earlier = EnginePlan.load(times_path)
+        earlier = _load_times(times_path, "vllm")
         plan = _replan(
             earlier,
             times_path,
@@ -183,6 +185,7 @@ def vllm(
     else:
         assert target
         workload, measuring, held_out = _load_workload(prompts, limit, tokens, temperature)
+        batch_sizes = batch_sizes or list(DEFAULT_BATCHES)
         engine_options = {"max_num_seqs": max(batch_sizes)} | engine_options
         settings = {
             "temperature": temperature,
@@ -250,10 +253,9 @@ def sglang(
             "give --responses of a server with speculation, "
             "and --log of servers with and without it"
         )
-    _check_outputs(output, report, times_path, responses, *logs)
+    check_outputs(output, report, times_path, responses, *logs)
 
     from sequoia_plan.artifacts import ArgumentError
-    from sequoia_plan.artifacts.engine_plan import EnginePlan
     from sequoia_plan.artifacts.plan import tool_version
     from sequoia_plan.planner.engines import planning
     from sequoia_plan.planner.engines.sglang import (
@@ -271,15 +273,18 @@ def sglang(
     max_length = min(max_length, len(acceptance.accepted))
     steps = tuple(step for log in server_logs for step in log.steps)
     if times_path:
-        earlier = EnginePlan.load(times_path)
-        plan = _replan(earlier, times_path, acceptance, batch_sizes, max_length, launch_flags)
+        earlier = _load_times(times_path, "sglang")
+        batch_sizes = batch_sizes or _default_batches(earlier.steps)
+        flags = partial(launch_flags, batches=batch_sizes)
+        plan = _replan(earlier, times_path, acceptance, batch_sizes, max_length, flags)
     elif {0} < {step.speculative_tokens for step in steps}:
+        batch_sizes = batch_sizes or _default_batches(steps)
         plan = planning.make_plan(
             acceptance,
             steps,
             batch_sizes,
             max_length,
-            launch_flags,
+            partial(launch_flags, batches=batch_sizes),
             engine="sglang",
             tool=tool_version(),
         )
@@ -313,7 +318,7 @@ def _replan(
     earlier: EnginePlan,
     times_path: str,
     acceptance: ChainAcceptance,
-    batch_sizes: list[int],
+    batch_sizes: list[int] | None,
     max_length: int,
     launch_lines: LaunchLines,
 ) -> EnginePlan:
@@ -323,7 +328,7 @@ def _replan(
         earlier: the earlier plan, which also names the engine and its models.
         times_path: the file of the earlier plan, for errors.
         acceptance: the new counts of how far drafted chains are accepted.
-        batch_sizes: batch sizes to plan for.
+        batch_sizes: batch sizes to plan for; None for the default ones that were timed.
         max_length: the largest number of speculative tokens to plan for.
         launch_lines: writes the options to start the engine with, from the schedule.
     """
@@ -333,7 +338,7 @@ def _replan(
     return make_plan(
         acceptance,
         steps_of_plan(earlier, times_path),
-        batch_sizes,
+        batch_sizes or _default_batches(earlier.steps),
         max_length,
         launch_lines,
         engine=earlier.engine,
@@ -344,6 +349,33 @@ def _replan(
         settings=earlier.settings,
         tool=tool_version(),
     )
+
+
+def _load_times(path: str, engine: str) -> EnginePlan:
+    """Loads an earlier plan for its step times.
+
+    Raises:
+        ArgumentError: if it is a plan for another engine than `engine`.
+    """
+    from sequoia_plan.artifacts import ArgumentError
+    from sequoia_plan.artifacts.engine_plan import EnginePlan
+
+    plan = EnginePlan.load(path)
+    if plan.engine != engine:
+        raise ArgumentError(
+            f"--times {path}: holds step times of {plan.engine}, expected a plan for {engine}; "
+            "another engine takes other times"
+        )
+    return plan
+
+
+def _default_batches(steps: Sequence[StepSeconds]) -> list[int]:
+    """The batch sizes to plan for where none are named: default ones within what was timed."""
+    timed = [step.batch for step in steps]
+    if not timed:
+        return list(DEFAULT_BATCHES)
+    within = [batch for batch in DEFAULT_BATCHES if min(timed) <= batch <= max(timed)]
+    return within or [max(timed)]
 
 
 def _earlier_config(plan: EnginePlan) -> dict[str, Any]:
@@ -392,12 +424,15 @@ def _load_workload(
     return workload, indices[: len(measuring)], indices[len(measuring) :]
 
 
-def _parse_batches(text: str) -> list[int]:
-    """Parses the value of --batch: "4,1,16" gives the batch sizes [1, 4, 16]."""
+def _parse_batches(text: str | None) -> list[int] | None:
+    """Parses the value of --batch: "4,1,16" gives the batch sizes [1, 4, 16]; None is None."""
     from sequoia_plan.artifacts import ArgumentError
 
-    parts = text.split(",")
-    if not all(part.strip().isdigit() and 0 < int(part) <= 4096 for part in parts):
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    # isdecimal: isdigit also takes superscripts, which int does not
+    if not all(part.isdecimal() and len(part) < 9 and 0 < int(part) <= 4096 for part in parts):
         raise ArgumentError(
             f"--batch {text}: expected batch sizes from 1 to 4096 with commas between, as 1,4,16"
         )
@@ -417,21 +452,6 @@ def _parse_json_object(option: str, text: str | None) -> dict[str, Any]:
             f'{option} {text}: not a JSON object; expected one as {{"dtype": "float32"}}'
         )
     return value
-
-
-def _check_outputs(output: str | None, report: str | None, *inputs: str | None) -> None:
-    """Raises, before anything is measured, if an output cannot be written or is an input.
-
-    Args:
-        output: file that the plan is to be written to, if any.
-        report: file that the HTML page is to be written to, if any.
-        inputs: files that are read, which an output must not replace.
-    """
-    from sequoia_plan.artifacts.files import check_writable, refuse_to_replace
-
-    for path in filter(None, (output, report)):
-        check_writable(path)
-        refuse_to_replace(path, *inputs)
 
 
 def _print_acceptance(acceptance: ChainAcceptance, max_length: int, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,9 @@ def options(*decorators: Decorator) -> Decorator:
 
 
 DTYPE_HELP = "Of the weights; auto takes bfloat16 where the processor computes in it, else float32."
+THREADS_HELP = (
+    "Threads that compute on the CPU: no more than there are idle cores. [default: one a core]"
+)
 OFFLOAD_HELP = (
     "Stream the target's layers that do not fit, from the host's memory to a CUDA device or from "
     "a file. [default: all in memory]"
@@ -46,6 +50,30 @@ DRAFT_HELP = (
     "the embedded draft that reads the target's hidden states]"
 )
 TARGET_HELP = "Target model. [default: the embedded SmolLM2-135M-Instruct]"
+
+
+def whole_text(
+    context: click.Context, parameter: click.Parameter, value: str | tuple[str, ...] | None
+) -> Any:
+    """A callback that refuses an option's text if it holds bytes that are no UTF-8."""
+    for text in (value,) if isinstance(value, str) else value or ():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            name = parameter.opts[0]
+            raise click.UsageError(
+                f"{name} {text!a:.60}: character {error.start + 1} is no whole one; expected UTF-8"
+            ) from error
+    return value
+
+
+def set_threads(context: click.Context, parameter: click.Parameter, value: int | None) -> None:
+    """A callback that lets torch compute with so many threads; None leaves its own number."""
+    if value is not None:
+        import torch
+
+        torch.set_num_threads(value)
+
 
 seed_option = click.option(
     "--seed",
@@ -83,9 +111,33 @@ model_options = options(
         show_default=True,
         help=DTYPE_HELP,
     ),
+    click.option(
+        "--threads",
+        type=click.IntRange(1, 1024),
+        callback=set_threads,
+        expose_value=False,
+        help=THREADS_HELP,
+    ),
     click.option("--offload", type=click.Choice(LINKS), help=OFFLOAD_HELP),
     click.option("--memory", metavar="SIZE", help=MEMORY_HELP),
 )
+
+
+def check_outputs(output: str | None, report: str | None, *inputs: str | None) -> None:
+    """Raises, before anything is measured, if an output cannot be written or is an input.
+
+    Args:
+        output: file that the plan is to be written to, if any.
+        report: file that the HTML page is to be written to, if any.
+        inputs: files that are read, which an output must not replace.
+    """
+    from sequoia_plan.artifacts.files import check_writable, refuse_to_replace
+
+    for path in filter(None, (output, report)):
+        check_writable(path)
+        refuse_to_replace(path, *inputs)
+    if output and report and os.path.realpath(output) == os.path.realpath(report):
+        raise click.UsageError(f"--report {report}: is the file of -o as well; name another one")
 
 
 def verifier_option(default: str) -> Decorator:

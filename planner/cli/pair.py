@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from sequoia_plan.runtime import Pair
 
 
+TOLERATED_LOAD = 0.4
+"""So much of one core may be busy without a warning."""
 PLACEMENT_KEYS = ("placement", "resident_layers")
 """Keys of a model's metadata that say where its weights are."""
 
@@ -45,10 +47,32 @@ def load_pair(
         from sequoia_plan.runtime.pair import load_pair
 
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        busy = ""
+        if device == "cpu" and placement == "auto":  # before loading makes cores busy
+            busy = _busy_text(torch.get_num_threads())
         pair = load_pair(target, draft, device, dtype, placement, offload, memory)
-    for remark in pair.remarks:
+    for remark in (*filter(None, [busy]), *pair.remarks):
         _warn(remark)
     return pair
+
+
+def _busy_text(threads: int) -> str:
+    """A warning if fewer cores are idle than threads will compute; "" if there are enough.
+
+    The threads of a pass wait for each other, so one that waits for a core holds up all.
+    """
+    from sequoia_plan.profiler.hardware import idle_cores
+
+    idle = idle_cores()
+    if idle is None or idle >= threads - TOLERATED_LOAD:
+        return ""
+    fewer = max(1, round(idle))
+    advice = f", or use --threads {fewer}" if fewer < threads else ""
+    return (
+        f"{idle:.1f} cores are idle, and {threads} threads compute and wait for each other: "
+        "decoding may be many times slower, and measured times are worthless; stop other "
+        f"work{advice}"
+    )
 
 
 def warn_if_foreign(plan: Plan, pair: Pair) -> None:
@@ -56,9 +80,11 @@ def warn_if_foreign(plan: Plan, pair: Pair) -> None:
 
     Decoding stays exact with any pair; only the tree's predictions do not apply.
     """
+    from sequoia_plan.artifacts.metadata import is_same_model
+
     for role, planned_metadata in plan.models.items():
         loaded_metadata = pair.metadata.get(role, {})
-        if planned_metadata.get("digest") != loaded_metadata.get("digest"):
+        if not is_same_model(planned_metadata, loaded_metadata):
             _warn(
                 f"the tree was solved for the {role} {planned_metadata.get('name')}, "
                 f"this is {loaded_metadata.get('name')}; its predictions do not apply"

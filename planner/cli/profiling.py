@@ -127,7 +127,7 @@ def profile(
 
     from sequoia_plan.artifacts.prompts import built_in, load, measuring_half
     from sequoia_plan.profiler import measure
-    from sequoia_plan.profiler.journal import discard, journal_of
+    from sequoia_plan.profiler.journal import discard, exclusive, journal_of
     from sequoia_plan.profiler.methods import COMPARED
     from sequoia_plan.profiler.prompts import check_lengths
 
@@ -151,6 +151,7 @@ def profile(
     for path in outputs:
         refuse_to_replace(path, prompts)
         check_writable(path)
+    click.get_current_context().with_resource(exclusive(*outputs))
     own_prompts = load(prompts) if prompts else None
     pair = load_pair(target, draft, device, dtype, offload, memory)
     if prompts and own_prompts:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +15,31 @@ from types import FrameType
 from typing import Any
 
 import click
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""A control character that is neither a line end nor a tab."""
+
+
+def prepare_streams() -> None:
+    """Let stdout and stderr take any text, also where they are closed or not UTF-8.
+
+    A closed one (`>&-`) becomes the null device. Characters that an encoding lacks are written as
+    escapes.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def printable(text: str) -> str:
+    """Text with control characters as escapes, except line ends and tabs.
+
+    A terminal would obey them: models and file names may hold any.
+    """
+    return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 @contextmanager

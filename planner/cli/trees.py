@@ -176,6 +176,9 @@ def show(tree_file: str, plot: str | None, as_json: bool) -> None:
 
     tree = load_tree(tree_file)
     if plot:
+        from sequoia_plan.artifacts.files import refuse_to_replace
+
+        refuse_to_replace(plot, tree_file)
         from sequoia_plan.planner.report.plot import draw
 
         draw(tree, plot)

@@ -237,7 +237,8 @@ class StepTimes:
         The time of an unmeasured length lies on the line between the two nearest lengths, and that
         of an unmeasured batch size on the line through the two nearest batch sizes. That line
         also serves below the smallest and above the largest batch size, where the result is at
-        least half of the shorter of the two times.
+        least half of the shorter of the two times. There, half of what the line adds to the nearest
+        measured time, or takes from it, counts as an error.
 
         Args:
             batch: number of requests decoded together.
@@ -253,7 +254,12 @@ class StepTimes:
         high_seconds, high_error = self._at_measured_batch(high, length)
         fraction = 0.0 if low == high else (batch - low) / (high - low)
         seconds = low_seconds + fraction * (high_seconds - low_seconds)
-        return max(seconds, min(low_seconds, high_seconds) / 2), max(low_error, high_error)
+        seconds = max(seconds, min(low_seconds, high_seconds) / 2)
+        error = max(low_error, high_error)
+        if not 0 <= fraction <= 1 or low == high:
+            nearest = low_seconds if batch < low else high_seconds
+            error += abs(seconds - nearest) / seconds / 2
+        return seconds, error
 
     def _at_measured_batch(self, batch: int, length: int) -> tuple[float, float]:
         """Seconds and relative error at a measured batch size, interpolated over the length.

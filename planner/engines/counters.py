@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
+import threading
 from collections.abc import Mapping
+from http.client import HTTPException, IncompleteRead
 from pathlib import Path
 
 from sequoia_plan.artifacts import SequoiaPlanError
@@ -50,22 +53,52 @@ def fetch(source: str) -> tuple[Counters, str]:
         description = "a metrics page of vLLM (Prometheus text)"
         page = read_bytes(source, description, MAX_PAGE_BYTES).decode(errors="replace")
         return parse(page), page
-    from urllib.error import URLError
-    from urllib.request import urlopen
-
     address = source
     if not source.rstrip("/").endswith("/metrics"):
         address = f"{source.rstrip('/')}/metrics"
     try:
-        with urlopen(address, timeout=TIMEOUT_SECONDS) as response:
-            page = response.read(MAX_PAGE_BYTES).decode(errors="replace")
-    except (URLError, OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
+        page = _download(address).decode(errors="replace")
+    except (OSError, ValueError, HTTPException) as error:
+        reason = getattr(error, "reason", error) or type(error).__name__
         raise SequoiaPlanError(
-            f"--metrics {source}: {address} cannot be read ({reason}); "
+            f"--metrics {source}: {address} cannot be read ({str(reason).splitlines()[0]:.200}); "
             "name a running vLLM server, or a file of its metrics"
         ) from error
     return parse(page), page
+
+
+def _download(address: str) -> bytes:
+    """What a server answers, within `TIMEOUT_SECONDS` for all of it.
+
+    The timeout of a connection is one for each read, so a server that sends a byte now and then
+    would never meet it. Another thread reads, and is left behind when the time is over.
+
+    Raises:
+        OSError, ValueError, HTTPException: if there is no answer in time, or none of HTTP.
+    """
+    from urllib.request import urlopen
+
+    outcome: list[bytes | Exception] = []
+
+    def read() -> None:
+        """Put the answer into `outcome`, or what went wrong."""
+        try:
+            with urlopen(address, timeout=TIMEOUT_SECONDS) as response:
+                page = response.read(MAX_PAGE_BYTES)
+                if response.length:  # the connection ended before the page did
+                    raise IncompleteRead(page, response.length)
+                outcome.append(page)
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT_SECONDS)
+    if not outcome:
+        raise TimeoutError(f"no whole answer within {TIMEOUT_SECONDS} s")
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]
 
 
 def parse(page: str) -> Counters:
@@ -74,6 +107,9 @@ def parse(page: str) -> Counters:
     Samples of one name are added up over engines, models and processes. Names lose the suffix
     `_total`, since vLLM's own snapshot of its counters (`LLM.get_metrics`) has none. Samples named
     `..._created` are times and are left out.
+
+    Raises:
+        SequoiaPlanError: if a counter is not finite.
     """
     counters: Counters = {}
     for line in page.splitlines():
@@ -86,9 +122,14 @@ def parse(page: str) -> Counters:
         if name == ACCEPTED_PER_POSITION:
             name = f"{name}[{labels.get('position', '?')}]"
         try:
-            counters[name] = counters.get(name, 0.0) + float(sample[3])
+            value = float(sample[3])
         except ValueError:
             continue
+        if not math.isfinite(value):
+            raise SequoiaPlanError(
+                f"--metrics: {sample[1]} is {value}, expected a count; read the page again"
+            )
+        counters[name] = counters.get(name, 0.0) + value
     return counters
 
 

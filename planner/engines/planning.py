@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.engine_plan import (
     ChainAcceptance,
     EnginePlan,
@@ -36,6 +36,9 @@ VERIFY_REPEATS = 3
 """How often `verify_plan` runs each batch size and number of tokens."""
 MIN_RUN_PROMPTS = 16
 """Prompts of a run, at small batch sizes."""
+MAX_EXTRAPOLATION = 2
+"""Batch sizes may be so many times as large as the largest timed one, or as small as the smallest
+divided by it."""
 LaunchLines = Callable[[Sequence[ScheduleEntry]], tuple[str, ...]]
 """Writes the options that an engine starts with, from the best numbers by batch size."""
 
@@ -53,15 +56,27 @@ def make_plan(
     Args:
         acceptance: counts of how far drafted chains are accepted.
         steps: measured times of a step, by batch size and number of speculative tokens.
-        batches: batch sizes to plan for. They may lie between those that were timed.
+        batches: batch sizes to plan for. They may lie between those that were timed, and beyond
+            them by a factor of `MAX_EXTRAPOLATION` at most.
         max_length: maximum number of speculative tokens.
         launch_lines: writes the options to start the engine with, from the best number of
             speculative tokens for each range of batch sizes.
         plan_fields: further fields of the plan, such as the engine's name and version.
+
+    Raises:
+        ArgumentError: if a batch size is too far from those that were timed.
     """
     # the expected tokens a step and request with 0, 1, ... speculative tokens
     expected_tokens = tokens_by_length(acceptance, max_length)
     times = StepTimes(tuple(steps))
+    low, high = min(times.batches), max(times.batches)
+    for batch in batches:
+        if not low <= batch * MAX_EXTRAPOLATION or not batch <= high * MAX_EXTRAPOLATION:
+            raise ArgumentError(
+                f"--batch {batch}: steps were timed with {low} to {high} requests, expected "
+                f"{-(-low // MAX_EXTRAPOLATION)} to {high * MAX_EXTRAPOLATION}; time such batches, "
+                "or leave it out"
+            )
     # the best number of speculative tokens for each range of batch sizes, from 1 to the largest
     schedule = make_schedule(expected_tokens, times, max(batches))
     return EnginePlan(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -120,14 +121,33 @@ class EngineProcess:
             )
             raise SequoiaPlanError(
                 f"the engine died {how} while {activity}: {_with_hint(self._cause())}"
+                f"{self._kept_log()}"
             )
         cause = self._cause(message["error"])
-        raise SequoiaPlanError(f"the engine failed while {activity}: {_with_hint(cause)}")
+        raise SequoiaPlanError(
+            f"the engine failed while {activity}: {_with_hint(cause)}{self._kept_log()}"
+        )
 
     def ask(self, activity: str, command: str, **arguments: Any) -> dict[str, Any]:
         """Sends a command and waits for its answer."""
         self.send(command, **arguments)
         return self.receive(activity)
+
+    def _kept_log(self) -> str:
+        """Copies the log to a file that stays, and says where; "" if it is empty."""
+        self.log.seek(0)
+        try:
+            with tempfile.NamedTemporaryFile(
+                prefix="sequoia-plan-engine-", suffix=".log", delete=False
+            ) as file:
+                shutil.copyfileobj(self.log, file)
+                is_empty = not file.tell()
+        except OSError:  # a full disk must not hide the engine's error
+            return ""
+        if is_empty:
+            os.unlink(file.name)
+            return ""
+        return f" (its log: {file.name})"
 
     def _cause(self, reported: str = "") -> str:
         """The cause of a failure in one printable line: the last error in the log.

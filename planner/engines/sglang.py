@@ -15,6 +15,7 @@ running-req x accept len / throughput. The fields are those of SGLang's
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -38,6 +39,8 @@ LOG_INTERVAL = re.compile(r"decode_log_interval=(\d+)")
 DEFAULT_LOG_INTERVAL = 40
 """Steps between two lines of the log, unless the server has another `decode_log_interval`."""
 MAX_FILE_BYTES = 1 << 28
+MAX_REQUESTS, MAX_TOKENS = 1 << 20, 1 << 10
+"""The most requests of a step, and speculative tokens, that a log may speak of."""
 EXPECTED = "responses of SGLang, as JSON or a JSON object a line"
 
 
@@ -146,7 +149,7 @@ def read_log(path: str) -> ServerLog:
         )
     length = _num_speculative_tokens(path, text)
     interval_match = LOG_INTERVAL.search(text)
-    log_interval = int(interval_match[1]) if interval_match else DEFAULT_LOG_INTERVAL
+    log_interval = int(interval_match[1][:9]) if interval_match else DEFAULT_LOG_INTERVAL
     if length and not any(accept_length for _, _, accept_length in decode_lines):
         raise SequoiaPlanError(
             f"{path}: ran with {length} speculative tokens, but no line has 'accept len'; "
@@ -199,23 +202,34 @@ def _num_speculative_tokens(path: str, text: str) -> int:
             f"{path}: does not say speculative_num_steps; "
             "expected a log from the server's start on, with its server_args"
         )
-    return 0 if num_steps[1] == "None" else int(num_steps[1])
+    length = 0 if num_steps[1] == "None" else int(num_steps[1][:9])
+    if length > MAX_TOKENS:
+        raise SequoiaPlanError(
+            f"{path}: speculative_num_steps={num_steps[1]:.20}, expected at most {MAX_TOKENS}"
+        )
+    return length
 
 
 def _decode_lines(text: str) -> Iterator[tuple[int, float, float | None]]:
     """Yields three numbers of each line of the log about decoding.
 
     They are the requests decoded together, the generated tokens a second, and the accept length
-    (the mean number of tokens that a step yields for a request), None if the line has none.
+    (the mean number of tokens that a step yields for a request), None if the line has none. Lines
+    with broken numbers are left out.
     """
     for line in text.splitlines():
         match = DECODE_LINE.search(line)
         if not match:
             continue
-        num_requests, throughput = int(match[1]), float(match[2])
-        if num_requests and throughput > 0:
-            accept_length = ACCEPT_LENGTH.search(line)
-            yield num_requests, throughput, float(accept_length[1]) if accept_length else None
+        accept_length = ACCEPT_LENGTH.search(line)
+        try:
+            num_requests, throughput = int(match[1]), float(match[2])
+            tokens_per_step = float(accept_length[1]) if accept_length else None
+        except ValueError:  # two processes may have written into each other's lines
+            continue
+        values = (throughput, 1.0 if tokens_per_step is None else tokens_per_step)
+        if 0 < num_requests <= MAX_REQUESTS and all(0 < value < math.inf for value in values):
+            yield num_requests, throughput, tokens_per_step
 
 
 def acceptance_from_logs(logs: Sequence[ServerLog]) -> ChainAcceptance:
@@ -269,7 +283,7 @@ def acceptance_from_mean(tokens_per_step: float, length: int, drafts: int) -> Ch
     return ChainAcceptance(drafts, accepted, source=source)
 
 
-def launch_flags(schedule: Sequence[ScheduleEntry]) -> tuple[str, ...]:
+def launch_flags(schedule: Sequence[ScheduleEntry], batches: Sequence[int] = ()) -> tuple[str, ...]:
     """SGLang's flags for each best number of speculative tokens, as one text for each number.
 
     No speculation needs no flags, so 0 has no text. A chain has a top-k of 1, and SGLang counts
@@ -277,8 +291,13 @@ def launch_flags(schedule: Sequence[ScheduleEntry]) -> tuple[str, ...]:
 
     Args:
         schedule: the best number of speculative tokens by batch size.
+        batches: only what is best for one of these batch sizes; empty for all.
     """
-    lengths = dict.fromkeys(entry.speculative_tokens for entry in schedule)
+    lengths = dict.fromkeys(
+        entry.speculative_tokens
+        for entry in schedule
+        if not batches or any(entry.first <= batch <= entry.last for batch in batches)
+    )
     return tuple(
         f"--speculative-num-steps {length} --speculative-eagle-topk 1 "
         f"--speculative-num-draft-tokens {length + 1}"

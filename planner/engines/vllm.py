@@ -22,7 +22,7 @@ import numpy as np
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.engine_plan import ChainAcceptance, MeasuredCell, ScheduleEntry
 from sequoia_plan.planner.engines import counters
-from sequoia_plan.planner.engines.process import EngineProcess
+from sequoia_plan.planner.engines.process import WRAPPER_TEXTS, EngineProcess
 
 SCHEDULE_KEY = "num_speculative_tokens_per_batch_size"
 METHODS_WITHOUT_DRAFT = ("ngram", "ngram_gpu", "suffix", "mtp")
@@ -146,19 +146,41 @@ class EnginePool:
     def _start(self, lengths: Sequence[int]) -> None:
         """Starts an engine for each number of speculative tokens, and gives it the prompts.
 
-        All of them load their models at the same time.
+        All of them load their models at the same time. Those that fail are started once more, one
+        after the other: engines that compile at the same time may disturb each other. One that
+        started alone and failed for a reason that its log names is not.
+
+        Raises:
+            SequoiaPlanError: if an engine fails twice, or for a reason that is known.
         """
         self.report_status(f"starting vLLM with {_comma_separated(lengths)} speculative tokens")
-        engines: dict[int, EngineProcess] = {
-            length: self._exit_stack.enter_context(EngineProcess(self.python)) for length in lengths
-        }
+        engines = {length: self._launch(length) for length in lengths}
+        failed = []
         for length, engine in engines.items():
-            config = {**self.speculative, "num_speculative_tokens": length} if length else None
-            engine.send("start", model=self.target, speculative=config, options=dict(self.options))
-        for length, engine in engines.items():
-            self.info |= engine.receive(f"starting with {length} speculative tokens")
-            engine.ask("reading the prompts", "encode", prompts=list(self.workload.prompts))
-        self._engines |= engines
+            try:
+                self._await(length, engine)
+            except SequoiaPlanError as error:
+                is_known = not any(text in str(error) for text in WRAPPER_TEXTS)
+                if len(lengths) == 1 and is_known:
+                    raise
+                engine.close()
+                failed.append(length)
+        for length in failed:
+            self.report_status(f"starting vLLM again with {length} speculative tokens")
+            self._await(length, self._launch(length))
+
+    def _launch(self, length: int) -> EngineProcess:
+        """Starts the process of an engine, and tells it to load its models."""
+        engine: EngineProcess = self._exit_stack.enter_context(EngineProcess(self.python))
+        config = {**self.speculative, "num_speculative_tokens": length} if length else None
+        engine.send("start", model=self.target, speculative=config, options=dict(self.options))
+        return engine
+
+    def _await(self, length: int, engine: EngineProcess) -> None:
+        """Waits until an engine has loaded its models, and gives it the prompts."""
+        self.info |= engine.receive(f"starting with {length} speculative tokens")
+        engine.ask("reading the prompts", "encode", prompts=list(self.workload.prompts))
+        self._engines[length] = engine
 
     def run(
         self,

@@ -144,7 +144,7 @@ def print_plan(plan: EnginePlan) -> None:
     console.print(table)
     note = COLUMNS_NOTE
     if any(not cell.is_timed for cell in plan.cells):
-        note += "; ~: on the line between two measured times"
+        note += "; ~: on the line through two measured times"
     console.print(note, markup=False)
     print_lines([*findings(plan), *prediction_errors(plan)])
     if plan.engine == "sglang":

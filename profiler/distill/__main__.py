@@ -6,7 +6,9 @@ The commands are text, train, eagle3 and dflash. docs/draft.md has the whole way
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,11 @@ from typing import Any
 import torch
 
 from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.artifacts.files import refuse_to_replace
 from sequoia_plan.profiler.distill.dflash import DFlashRecipe, train_dflash
 from sequoia_plan.profiler.distill.eagle3 import Eagle3Recipe, train_eagle3
 from sequoia_plan.profiler.distill.language_model import LanguageModelRecipe, train_language_model
-from sequoia_plan.profiler.distill.text import write_text
+from sequoia_plan.profiler.distill.text import check_empty, write_text
 from sequoia_plan.profiler.distill.training import TrainingSettings, TrainingText
 from sequoia_plan.runtime.models.load import load_model
 
@@ -36,6 +39,12 @@ DEFAULT = "(default: %(default)s)"
 def main() -> None:
     """Parse the command line and run the command."""
     options = make_parser().parse_args()
+    # what is cheap to refuse is refused before the target is loaded
+    if options.command == "text":
+        check_empty(options.output)
+    else:
+        refuse_to_replace(options.output, *options.text, options.target)
+        text, report = TrainingText(options.text), partial(print, flush=True)
     target, tokenizer, name = load_model(options.target, "cpu", torch.float32)
     if options.command == "text":
         write_text(
@@ -49,7 +58,6 @@ def main() -> None:
         )
         return
     shared = {setting: getattr(options, setting) for setting in SHARED_SETTINGS}
-    text, report = TrainingText(options.text), partial(print, flush=True)
     if options.command == "train":
         recipe = LanguageModelRecipe(layers=tuple(options.layers), **shared)
         train_language_model(target, text, recipe, options.output, name, report)
@@ -70,10 +78,10 @@ def make_parser() -> argparse.ArgumentParser:
 
     text = commands.add_parser("text", help="let the target write training text")
     text.add_argument(
-        "--tokens", type=int, default=1_000_000, help=f"answer tokens to write {DEFAULT}"
+        "--tokens", type=_count, default=1_000_000, help=f"answer tokens to write {DEFAULT}"
     )
     text.add_argument(
-        "--rows", type=int, default=224, help=f"conversations written side by side {DEFAULT}"
+        "--rows", type=_count, default=224, help=f"conversations written side by side {DEFAULT}"
     )
     text.add_argument(
         "--hidden-states",
@@ -93,7 +101,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     eagle3.add_argument(
         "--chain",
-        type=int,
+        type=_count,
         default=Eagle3Recipe.chain,
         help=f"tokens of a chain that are trained together {DEFAULT}",
     )
@@ -111,7 +119,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_layers(dflash, DFlashRecipe.layers)
     dflash.add_argument(
         "--size",
-        type=int,
+        type=_count,
         default=DFlashRecipe.size,
         help=f"tokens of a block, the last token before it included {DEFAULT}",
     )
@@ -126,6 +134,25 @@ def make_parser() -> argparse.ArgumentParser:
         command.add_argument("--seed", type=int, default=0)
         command.add_argument("-o", "--output", type=Path, required=True)
     return parser
+
+
+def _count(text: str) -> int:
+    """An option's value as a whole number of at least 1."""
+    number = int(text) if text.isascii() and text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r:.40}, expected a whole number, 1 or more")
+    return number
+
+
+def _positive_number(text: str) -> float:
+    """An option's value as a finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"found {text!r:.40}, expected a number above 0")
+    return number
 
 
 def _add_layers(command: argparse.ArgumentParser, layers: tuple[int, ...]) -> None:
@@ -148,12 +175,12 @@ def _add_training_options(command: argparse.ArgumentParser, recipe: type[Trainin
         required=True,
         help="folders that `text` wrote; the last conversations are held out",
     )
-    options: dict[str, tuple[type, Any]] = {
-        "--draft-vocabulary": (int, recipe.draft_vocabulary),
-        "--steps": (int, recipe.steps),
-        "--batch": (int, recipe.batch),
-        "--held-out": (int, recipe.held_out),
-        "--learning-rate": (float, recipe.learning_rate),
+    options: dict[str, tuple[Callable[[str], Any], Any]] = {
+        "--draft-vocabulary": (_count, recipe.draft_vocabulary),
+        "--steps": (_count, recipe.steps),
+        "--batch": (_count, recipe.batch),
+        "--held-out": (_count, recipe.held_out),
+        "--learning-rate": (_positive_number, recipe.learning_rate),
     }
     for name, (option_type, default) in options.items():
         command.add_argument(name, type=option_type, default=default, help=DEFAULT)
@@ -162,4 +189,7 @@ def _add_training_options(command: argparse.ArgumentParser, recipe: type[Trainin
 try:
     main()
 except SequoiaPlanError as error:
-    sys.exit(f"Error: {error}")
+    print(f"Error: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
+except KeyboardInterrupt:
+    sys.exit("Aborted!")

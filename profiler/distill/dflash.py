@@ -22,6 +22,7 @@ from sequoia_plan.profiler.distill.training import (
     EVALUATION_BATCH,
     TrainingSettings,
     TrainingText,
+    check_layers,
     count_agreements,
     decayed_mean,
     initialise_fc_norm_and_head,
@@ -152,6 +153,7 @@ def untrained_draft(
         d2t: int64 [draft vocabulary], the target's token for each of the draft's tokens.
         mask_token: stands for the tokens that a block drafts.
     """
+    check_layers(target, recipe.layers)
     shared_settings = (
         "vocab_size",
         "hidden_size",

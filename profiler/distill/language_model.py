@@ -21,6 +21,7 @@ from sequoia_plan.profiler.distill.training import (
     TextBatch,
     TrainingSettings,
     TrainingText,
+    check_layers,
     config_like,
     count_agreements,
     kl_divergence,
@@ -89,6 +90,7 @@ def untrained_draft(target: Any, d2t: Tensor, layers: Sequence[int]) -> Any:
         d2t: int64 [draft vocabulary], the target's token for each of the draft's tokens.
         layers: the target's layers that the draft's layers start as, numbered from 0.
     """
+    check_layers(target, layers)
     config = config_like(target, len(layers))
     draft = build_draft(config, target.get_input_embeddings(), d2t)
     target_weights = target.state_dict()

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.models.attention import attending, shares_heads
 
@@ -40,7 +41,11 @@ longest conversation has."""
 MAX_HIDDEN_STATE = 60_000.0
 """Hidden states are clamped to this magnitude: float16 ends at 65,504."""
 SECONDS_BETWEEN_SAVES = 300
+ID_DTYPE = np.uint32
+"""Of stored token ids: uint16 would wrap in vocabularies of more than 65,536 tokens."""
 HIDDEN_STATE_FILES = "hidden-[0-9][0-9][0-9][0-9].npy"
+QUESTION_MARKER = "QUESTION-5b1f"
+"""Stands for a question in a chat template, to find what is before and after it."""
 QUESTIONS = Path(__file__).with_name("questions.txt")
 """Templates of questions, one a line; {a} and {b} stand for words."""
 
@@ -70,7 +75,7 @@ class Conversation:
         turns: what is still to be written, the current turn first.
         tokens: what is written, from the chat template's opening on.
         is_answer: for each token, whether it is one of the target's answer.
-        top_ids: for each answer token, the target's most probable tokens there, uint16 [TOP].
+        top_ids: for each answer token, the target's most probable tokens there, uint32 [TOP].
         top_logp: natural logarithms of their probabilities at temperature 1, float16 [TOP].
         hidden_states: for each token that the target has read, float16 [width]; one array
             [tokens, width] once the conversation is finished; None once it is saved.
@@ -261,15 +266,30 @@ def turn_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
 
     Returns:
         Those that open the user's turn; those that close it and open the answer.
+
+    Raises:
+        SequoiaPlanError: if there is no chat template, or one that conversations cannot be written
+            in: nothing is before the question, or it takes up most of `CONTEXT`.
     """
+    if not getattr(tokenizer, "chat_template", None):
+        raise SequoiaPlanError(
+            "target: its tokenizer has no chat template, in which training text is written; name a "
+            "model that is made for conversations"
+        )
     template = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "@"}], add_generation_prompt=True, tokenize=False
+        [{"role": "user", "content": QUESTION_MARKER}], add_generation_prompt=True, tokenize=False
     )
-    opening, closing = template.split("@")
-    return (
-        tokenizer.encode(opening, add_special_tokens=False),
-        tokenizer.encode(closing, add_special_tokens=False),
+    opening, _, closing = template.partition(QUESTION_MARKER)
+    opening_tokens, closing_tokens = (
+        tokenizer.encode(part, add_special_tokens=False) for part in (opening, closing)
     )
+    count = len(opening_tokens) + len(closing_tokens)
+    if not opening_tokens or not closing_tokens or count > CONTEXT // 2:
+        raise SequoiaPlanError(
+            f"target: its chat template puts {len(opening_tokens)} tokens before a question and "
+            f"{len(closing_tokens)} after it; expected some of each, and at most {CONTEXT // 2}"
+        )
+    return opening_tokens, closing_tokens
 
 
 def random_turns(
@@ -278,7 +298,8 @@ def random_turns(
     """Yield the turns of one random conversation after the other, without end.
 
     They begin after the chat template's opening of the user's turn. Half of the questions are
-    sampled from the target, half are filled in templates.
+    sampled from the target, half are filled in templates; all are sampled if the vocabulary has no
+    words for the templates.
 
     Args:
         answer_opening: the tokens that close a question and open its answer.
@@ -288,7 +309,7 @@ def random_turns(
     templates = QUESTIONS.read_text(encoding="utf-8").splitlines()
     while True:
         temperature = rng.choice(TEMPERATURES)
-        if rng.random() < 0.5:
+        if rng.random() < 0.5 or not words:
             question_turn = Turn([], 1.0, MAX_QUESTION_TOKENS, is_answer=False)
             answer_turn = Turn(list(answer_opening), temperature, CONTEXT, is_answer=True)
             yield [question_turn, answer_turn]
@@ -310,9 +331,9 @@ def write_text(
 ) -> None:
     """Let the target write at least `tokens` answer tokens, and save them in the folder `out`.
 
-    Its files are tokens.npy uint16 [N] and answer.npy bool [N] (is this token one of the target's
+    Its files are tokens.npy uint32 [N] and answer.npy bool [N] (is this token one of the target's
     answer?), whole conversations one after the other, whose ends are in text.json; top_ids.npy
-    uint16 [A, TOP] and top_logp.npy float16 [A, TOP] (natural logarithm of the probability at
+    uint32 [A, TOP] and top_logp.npy float16 [A, TOP] (natural logarithm of the probability at
     temperature 1), a row for each answer token: the distribution that it was drawn from.
 
     With `hidden_state_layers` there are also hidden-0000.npy, hidden-0001.npy, ..., which together
@@ -325,7 +346,19 @@ def write_text(
         rows: number of conversations that are written side by side.
         hidden_state_layers: numbers of hidden states as in runtime/models/aux_hidden_states.py,
             below the last layer's.
+
+    Raises:
+        SequoiaPlanError: if `out` is not empty, the target has no such hidden state or fewer than
+            `TOP` tokens, or its chat template cannot be used.
     """
+    num_layers, vocabulary = model.config.num_hidden_layers, model.config.vocab_size
+    if wrong := [layer for layer in hidden_state_layers if not 0 <= layer < num_layers]:
+        raise ArgumentError(
+            f"--hidden-states {wrong[0]}: the target has 0 (the embedding) to {num_layers - 1}"
+        )
+    if vocabulary < TOP:
+        raise SequoiaPlanError(f"target: {vocabulary} tokens, expected at least {TOP}")
+    check_empty(out)
     rng = random.Random(seed)
     torch.manual_seed(seed)
     opening, answer_opening = turn_tokens(tokenizer)
@@ -340,8 +373,6 @@ def write_text(
         return Conversation(next(turns), list(opening), is_answer, list(opening_states))
 
     out.mkdir(parents=True, exist_ok=True)
-    for old_file in out.glob(HIDDEN_STATE_FILES):
-        old_file.unlink()
     active = [new_conversation() for _ in range(rows)]
     finished: list[Conversation] = []
     num_answer_tokens, started, last_save = 0, time.perf_counter(), 0.0
@@ -369,6 +400,16 @@ def write_text(
             )
 
 
+def check_empty(out: Path) -> None:
+    """Refuse a folder that holds something: earlier text would be replaced.
+
+    Raises:
+        ArgumentError: if `out` is a file, or a folder that is not empty.
+    """
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ArgumentError(f"-o {out}: exists already; name a new folder, or remove it")
+
+
 def write_tokens(
     target: RowsModel, conversations: Sequence[Conversation], end_token: int
 ) -> list[int]:
@@ -387,7 +428,7 @@ def write_tokens(
     temperatures = [conversation.turns[0].temperature for conversation in conversations]
     top_logp, top_ids = logits.log_softmax(-1).topk(TOP)
     sampled = sample(top_logp, top_ids, torch.tensor(temperatures)[:, None])
-    ids, logp = top_ids.numpy().astype(np.uint16), top_logp.numpy().astype(np.float16)
+    ids, logp = top_ids.numpy().astype(ID_DTYPE), top_logp.numpy().astype(np.float16)
     finished_rows = []
     for row, conversation in enumerate(conversations):
         assert isinstance(conversation.hidden_states, list)
@@ -426,12 +467,12 @@ def save(out: Path, conversations: list[Conversation], metadata: dict[str, Any])
         conversations: all finished conversations, those of earlier saves first.
         metadata: what text.json says besides the ends of conversations.
     """
-    token_arrays = [np.array(c.tokens, np.uint16) for c in conversations]
+    token_arrays = [np.array(c.tokens, ID_DTYPE) for c in conversations]
     answer_arrays = [np.array(c.is_answer) for c in conversations]
     arrays = dict(
-        tokens=np.concatenate(token_arrays) if conversations else np.zeros(0, np.uint16),
+        tokens=np.concatenate(token_arrays) if conversations else np.zeros(0, ID_DTYPE),
         answer=np.concatenate(answer_arrays) if conversations else np.zeros(0, bool),
-        top_ids=np.array([ids for c in conversations for ids in c.top_ids], np.uint16),
+        top_ids=np.array([ids for c in conversations for ids in c.top_ids], ID_DTYPE),
         top_logp=np.array([logp for c in conversations for logp in c.top_logp], np.float16),
     )
     new_states = [c.hidden_states for c in conversations if c.hidden_states is not None]

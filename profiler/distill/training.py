@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.profiler.distill.text import HIDDEN_STATE_FILES
 
 EVALUATION_INTERVAL = 100
@@ -73,9 +73,9 @@ class TextConversation(NamedTuple):
     """One conversation of n tokens, a of which are the target's answer.
 
     Args:
-        tokens: uint16 [n].
+        tokens: uint32 [n]; uint16 in text of earlier versions, as are `top_ids`.
         is_answer: bool [n], the tokens of the answer.
-        top_ids: uint16 [a, TOP], the target's most probable tokens for each answer token.
+        top_ids: uint32 [a, TOP], the target's most probable tokens for each answer token.
         top_logp: float16 [a, TOP], the natural logarithms of their probabilities.
     """
 
@@ -133,12 +133,14 @@ class TrainingText:
             state_files = [
                 np.load(file, mmap_mode="r") for file in sorted(folder.glob(HIDDEN_STATE_FILES))
             ]
-        except (OSError, ValueError) as error:
+            ends = [int(end) for end in metadata.pop("ends")]
+            if ends != sorted(ends) or ends[-1:] != [len(tokens)] or len(is_answer) != len(tokens):
+                raise ValueError("its files do not fit together")
+        except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise SequoiaPlanError(
                 f"{folder}: no training text ({error}); write some with: python -m "
                 "sequoia_plan.profiler.distill text"
             ) from error
-        ends = metadata.pop("ends")
         bounds = list(zip([0, *ends], ends, strict=False))
         # the number of answer tokens before each token: the next row of `top_ids`
         answers_before = np.concatenate([[0], np.cumsum(is_answer)])
@@ -204,8 +206,26 @@ class TrainingText:
         return _draft_vocabulary(self._probability_mass(vocabulary), d2t)
 
     def _probability_mass(self, vocabulary: int) -> np.ndarray:
-        """float64 [vocabulary]: each token's probability, summed over all answer tokens."""
+        """float64 [vocabulary]: each token's probability, summed over all answer tokens.
+
+        Raises:
+            SequoiaPlanError: if the text has tokens that the vocabulary has not.
+        """
         mass = np.zeros(vocabulary)
+        highest = max(
+            (
+                int(ids.max())
+                for c in self.conversations
+                for ids in (c.tokens, c.top_ids)
+                if ids.size
+            ),
+            default=0,
+        )
+        if highest >= vocabulary:
+            raise SequoiaPlanError(
+                f"--text: holds the token {highest}, the target has 0 to {vocabulary - 1}; it was "
+                "written by another target"
+            )
         for conversation in self.conversations:
             probs = np.exp(conversation.top_logp.astype(np.float64))
             np.add.at(mass, conversation.top_ids.astype(np.int64), probs)
@@ -438,6 +458,13 @@ def unscaled_weights(draft: nn.Module, scale: Tensor) -> dict[str, Tensor]:
     weights = draft.state_dict()
     weights["fc.weight"] = weights["fc.weight"] * scale
     return {name: weight.bfloat16() for name, weight in weights.items()}
+
+
+def check_layers(target: Any, layers: Sequence[int]) -> None:
+    """Raise ArgumentError unless the target has all of these layers, numbered from 0."""
+    num_layers = target.config.num_hidden_layers
+    if wrong := [layer for layer in layers if not 0 <= layer < num_layers]:
+        raise ArgumentError(f"--layers {wrong[0]}: the target has the layers 0 to {num_layers - 1}")
 
 
 def config_like(target: Any, num_layers: int) -> LlamaConfig:

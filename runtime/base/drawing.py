@@ -74,9 +74,27 @@ def most_probable(scores: Tensor, count: int, bits: Tensor | None = None) -> Ten
     return scores.topk(count, -1).indices
 
 
-WITHOUT_REPLACEMENT = Drawing(without_replacement, lambda vocabulary, count: vocabulary)
-INDEPENDENT = Drawing(independent, lambda vocabulary, count: 2 * count)
-MOST_PROBABLE = Drawing(most_probable, lambda vocabulary, count: 0)
+# functions with names, because pickle takes no lambda: decoders can be pickled
+
+
+def _number_for_each_token(vocabulary: int, count: int) -> int:
+    """One random number for each token of the vocabulary."""
+    return vocabulary
+
+
+def _two_numbers_for_each_child(vocabulary: int, count: int) -> int:
+    """Two random numbers for each of `count` children."""
+    return 2 * count
+
+
+def _no_numbers(vocabulary: int, count: int) -> int:
+    """No random numbers."""
+    return 0
+
+
+WITHOUT_REPLACEMENT = Drawing(without_replacement, _number_for_each_token)
+INDEPENDENT = Drawing(independent, _two_numbers_for_each_child)
+MOST_PROBABLE = Drawing(most_probable, _no_numbers)
 
 DRAWING_OF_VERIFIER = {
     "sequoia": WITHOUT_REPLACEMENT,

@@ -126,7 +126,7 @@ class Sampling:
                 f"draft_temperature: found {temperature}, expected {SMALLEST} to "
                 f"{1 / SMALLEST:g} (logits are float32)"
             )
-        if self.verifier not in DRAWING_OF_VERIFIER:
+        if not isinstance(self.verifier, str) or self.verifier not in DRAWING_OF_VERIFIER:
             names = ", ".join(DRAWING_OF_VERIFIER)
             raise ArgumentError(f"verifier: found {self.verifier!r}, expected {names}")
 

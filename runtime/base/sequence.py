@@ -79,6 +79,7 @@ class SequenceState:
         self.weight_addresses: tuple[int, ...] | None = None
         self.lock = SequenceLock()
 
+    @torch.inference_mode(False)  # what inference mode allocates cannot be written outside of it
     def reserve(
         self,
         capacity: int,
@@ -107,6 +108,7 @@ class SequenceState:
         self.tokens = torch.zeros(capacity, dtype=torch.long, device=device)
         self.version += 1
 
+    @torch.inference_mode(False)
     def reserve_aux_hidden_states(self, nodes: int, width: int, dtype: torch.dtype) -> None:
         """Provide memory for the hidden states of so many nodes; if it grows, it at least doubles.
 
@@ -119,6 +121,7 @@ class SequenceState:
             self.aux_hidden_states = torch.zeros(shape, dtype=dtype, device=self.tokens.device)
             self.version += reserved > 0  # no graph has read memory that was not there
 
+    @torch.inference_mode(False)
     def reserve_lookup_chain(self, length: int) -> None:
         """Provide memory for a lookup chain of so many tokens."""
         reserved = self.lookup_chain.numel()
@@ -126,6 +129,7 @@ class SequenceState:
             self.lookup_chain = self.lookup_chain.new_zeros(length)
             self.version += reserved > 0  # no graph has read memory that was not there
 
+    @torch.inference_mode(False)
     def reserve_random_bits(self, count: int) -> None:
         """Provide memory for so many random numbers; if it grows, it at least doubles."""
         reserved = self.bits.numel()

@@ -100,11 +100,17 @@ def find_checkpoint(source: str) -> Checkpoint | None:
     if config is None:
         return None
     folder = Path(source) if Path(source).is_dir() else None
-    names = tensor_names(folder) if folder else ()
-    algorithm = algorithm_of(config, names, source)
-    if algorithm is None:
-        return None
-    return read_checkpoint(folder or local_folder(source), config, algorithm, source)
+    try:
+        names = tensor_names(folder) if folder else ()
+        algorithm = algorithm_of(config, names, source)
+        if algorithm is None:
+            return None
+        return read_checkpoint(folder or local_folder(source), config, algorithm, source)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError) as error:
+        raise SequoiaPlanError(
+            f"{source}: config.json: has values of other types than a draft's "
+            f"({type(error).__name__}: {first_line(error)}); get the draft again"
+        ) from error
 
 
 def algorithm_of(config: Mapping[str, Any], names: Iterable[str], folder: str) -> str | None:
@@ -130,7 +136,8 @@ def algorithm_of(config: Mapping[str, Any], names: Iterable[str], folder: str) -
                 f"draft of another kind; {expected}"
             )
         return ALGORITHM_OF_SPECULATORS_TYPE[speculators_type]
-    architecture = str((config.get("architectures") or [""])[0])  # the first name, if any
+    architectures = config.get("architectures") or [""]
+    architecture = str(architectures[0] if isinstance(architectures, list) else architectures)
     if architecture in ALGORITHM_OF_ARCHITECTURE:
         return ALGORITHM_OF_ARCHITECTURE[architecture]
     if any(word in architecture.lower() for word in DRAFT_WORDS):

@@ -8,7 +8,9 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
+from transformers.activations import ACT2FN
 
+from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.draft.checkpoint import (
     DFLASH,
     EAGLE1,
@@ -36,6 +38,19 @@ from sequoia_plan.runtime.models.vocabulary import vocabulary_size
 
 CONFIG_CLASSES = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 """By `model_type`."""
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+"""Keys of a configuration that must be at least 1."""
+MAX_SIZE, MAX_LAYERS = 1 << 30, 1 << 12
+"""The most that sizes and numbers of layers may be: a module of more would be built for minutes."""
 DFLASH_SETTINGS = {
     "block_size",
     "mask_token_id",
@@ -58,9 +73,22 @@ def load_checkpoint(checkpoint: Checkpoint, target: Any, dtype: torch.dtype) -> 
     """Build the draft, in `dtype` and on the device where the target computes.
 
     Raises:
-        SequoiaPlanError: if it was made for another target, or its tensors contradict its
-            config.json.
+        SequoiaPlanError: if it was made for another target, its tensors contradict its config.json,
+            or config.json has values that make no model.
     """
+    try:
+        return _load(checkpoint, target, dtype)
+    except (SequoiaPlanError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # torch and transformers raise errors of many types
+        raise checkpoint.error(
+            f"config.json: its values make no {checkpoint.algorithm} draft "
+            f"({type(error).__name__}: {first_line(error)}); get the draft again"
+        ) from error
+
+
+def _load(checkpoint: Checkpoint, target: Any, dtype: torch.dtype) -> HiddenStateDraft:
+    """`load_checkpoint` for a config.json whose values are of the right types."""
     config = _layer_config(checkpoint)
     target_config = text_config(target)
     target_width, vocabulary = int(target_config.hidden_size), int(target_config.vocab_size)
@@ -126,8 +154,12 @@ def _layer_config(checkpoint: Checkpoint) -> Any:
         raise checkpoint.error(
             f"found layers of model_type {model_type!r:.60}, expected {' or '.join(allowed_types)}"
         )
+    _check_sizes(checkpoint, checkpoint.layer_config)  # a list for 10^9 layers would take minutes
     try:
         config = CONFIG_CLASSES[model_type](**checkpoint.layer_config)
+        _check_sizes(checkpoint, vars(config))
+    except SequoiaPlanError:
+        raise
     except Exception as error:  # transformers raises errors of many types
         raise checkpoint.error(
             f"config.json: cannot be read as a {model_type} configuration ({first_line(error)})"
@@ -140,6 +172,28 @@ def _layer_config(checkpoint: Checkpoint) -> Any:
                 "number of positions"
             )
     return config
+
+
+def _check_sizes(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
+    """Raise SequoiaPlanError unless sizes are whole numbers of at least 1, and the activation is
+    known.
+
+    Args:
+        config: values by key; a key may be missing.
+    """
+    for name in SIZES:
+        size = config.get(name)
+        highest = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
+        if size is not None and (not _is_int(size) or not 1 <= size <= highest):
+            raise checkpoint.error(
+                f"config.json: {name}: found {size!r:.40}, expected a whole number, 1 to {highest}"
+            )
+    activation = config.get("hidden_act", "silu")
+    if not isinstance(activation, str) or activation not in ACT2FN:
+        raise checkpoint.error(
+            f"config.json: hidden_act: found {activation!r:.40}, expected an activation of "
+            "transformers, as silu"
+        )
 
 
 def _aux_hidden_state_layers(
@@ -173,6 +227,11 @@ def _aux_hidden_state_layers(
         raise checkpoint.error(
             f"made for a target of hidden size {expected_width}, this one's is {target_width}; use "
             "a draft made for this target"
+        )
+    if not fits and not given_width:
+        raise checkpoint.error(
+            f"fc.weight is {_shape(fc_weight)}, which takes no whole number of hidden states of "
+            f"{target_width}, the target's hidden size; use a draft made for this target"
         )
     num_states = columns // target_width
     num_layers = len(decoder_layers(unwrapped(target))[1])

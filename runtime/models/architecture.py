@@ -21,6 +21,25 @@ def unwrapped(model: Any) -> Any:
     return getattr(model, "_orig_mod", model)
 
 
+def without_adapter_wrapper(model: Any) -> Any:
+    """The model that peft wraps: its layers hold the LoRA weights. Any other model is returned.
+
+    Raises:
+        SequoiaPlanError: for prompt learning (prefix and prompt tuning), which adds tokens that
+            only the wrapper knows.
+    """
+    peft_config = getattr(model, "active_peft_config", None)
+    if peft_config is None or not hasattr(model, "get_base_model"):
+        return model
+    if getattr(peft_config, "is_prompt_learning", False):
+        raise SequoiaPlanError(
+            f"{type(model).__name__}: adds tokens of its own to each prompt "
+            f"({peft_config.peft_type}), expected adapters within layers, as LoRA; decode with "
+            "transformers"
+        )
+    return model.get_base_model()
+
+
 def text_config(model: Any) -> Any:
     """The configuration of the language model, also inside a multimodal one."""
     if hasattr(model.config, "get_text_config"):
@@ -78,6 +97,18 @@ def rope_changes(config: Any) -> bool:
     the host in every pass."""
     rope = _rope(config)
     return rope.get("rope_type", rope.get("type")) in CHANGING_ROPE
+
+
+def rope_reason(config: Any) -> str:
+    """Why the context is shorter than the configuration's; "" if it is not."""
+    longest, context = getattr(config, "max_position_embeddings", None), context_length(config)
+    if not longest or context >= longest:
+        return ""
+    kind = _rope(config).get("rope_type", _rope(config).get("type"))
+    return (
+        f"; {kind} rotary embeddings change beyond {context} of {longest} tokens, and the keys in "
+        "the cache with them"
+    )
 
 
 def attention_window(config: Any) -> tuple[int | None, bool]:

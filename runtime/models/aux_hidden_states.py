@@ -14,14 +14,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.cache import TreeCache
 
 AFTER_FINAL_NORM = -1
 
-_hooked_layers: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
-"""The layer numbers that each module has a hook for: one hook serves all decoders of a model."""
+_hooks: WeakKeyDictionary[nn.Module, dict[int, RemovableHandle]] = WeakKeyDictionary()
+"""Each module's hooks by layer number: one hook serves all decoders of a model."""
 
 
 def register_hooks(model: Any, layers: nn.ModuleList | None, layer_numbers: Sequence[int]) -> None:
@@ -48,14 +49,16 @@ def register_hooks(model: Any, layers: nn.ModuleList | None, layer_numbers: Sequ
             raise SequoiaPlanError(
                 f"draft: reads the hidden state {number} of a target that has 0 to {count}"
             )
-        hooked = _hooked_layers.setdefault(module, set())
-        if number in hooked:
+        hooks = _hooks.setdefault(module, {})
+        present = module._forward_pre_hooks if number == 0 else module._forward_hooks
+        if number in hooks and hooks[number].id in present:  # others may have removed it
             continue
-        hooked.add(number)
         if number == 0:
-            module.register_forward_pre_hook(partial(_record_input, number), with_kwargs=True)
+            hook = partial(_record_input, number)
+            hooks[number] = module.register_forward_pre_hook(hook, with_kwargs=True)
         else:
-            module.register_forward_hook(partial(_record_output, number), with_kwargs=True)
+            hook = partial(_record_output, number)
+            hooks[number] = module.register_forward_hook(hook, with_kwargs=True)
 
 
 def take_aux_hidden_states(
@@ -69,13 +72,13 @@ def take_aux_hidden_states(
 
     Raises:
         SequoiaPlanError: if a hook did not run, as in a model that was compiled before its draft
-            was known.
+            was known, or whose hooks somebody has removed.
     """
     recorded, cache.aux_hidden_states = cache.aux_hidden_states, {}
     if missing := [number for number in layer_numbers if number not in recorded]:
         raise SequoiaPlanError(
-            f"target: its hidden state {missing[0]} was not seen in a pass; make the decoder "
-            "before the model is compiled"
+            f"target: its hidden state {missing[0]} was not seen in a pass: its hooks were "
+            "removed, or it was compiled before; make the decoder anew, before it is compiled"
         )
     return torch.cat([recorded[number][0].to(device) for number in layer_numbers], -1)
 

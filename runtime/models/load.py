@@ -33,9 +33,9 @@ HTTPS_PORT = 443
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DOWNLOADED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 """Files of a hub repository that a model is loaded from."""
-SAMPLED_NUMBERS = 64
-"""Numbers of each parameter that enter a model's digest: they tell weights apart without reading
-gigabytes."""
+FIRST_NUMBERS, SPREAD_NUMBERS = 64, 128
+"""How many numbers of each parameter are hashed: its first ones, and as many others spread over all
+of it. They tell weights apart without reading gigabytes."""
 
 
 def load_model(source: str | None, device: str, dtype: torch.dtype) -> tuple[Any, Any, str]:
@@ -132,32 +132,49 @@ def model_config(source: str) -> dict[str, Any] | None:
 def model_metadata(
     name: str, model: Any, samples: Mapping[str, Tensor] | None = None
 ) -> dict[str, Any]:
-    """A model's name, digest, dtype and number of parameters, as profiles and trees record them.
+    """What profiles and trees record of a model: name, digest, content, dtype, parameters.
 
-    The digest is a hash of the configuration and of the first `SAMPLED_NUMBERS` numbers of each
-    parameter.
+    `digest` is a hash of the configuration and of each parameter's first numbers, and `content` one
+    of numbers from all over each parameter.
 
     Args:
-        samples: the first `SAMPLED_NUMBERS` numbers of each parameter by name, for a model that
-            does not have its weights in memory.
+        samples: the numbers at `sampled_positions` of each parameter by name, for a model that does
+            not have its weights in memory.
     """
     omitted_keys = ("_name_or_path", "dtype", "transformers_version")
     config = {
         key: value for key, value in model.config.to_dict().items() if key not in omitted_keys
     }
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    content = hashlib.sha256()
     for parameter_name, parameter in model.named_parameters():
         if samples:
             sample = samples[parameter_name]
         else:
-            sample = parameter.detach().flatten()[:SAMPLED_NUMBERS]
-        digest.update(sample.float().cpu().numpy().tobytes())
+            positions = sampled_positions(parameter.numel()).to(parameter.device)
+            sample = parameter.detach().reshape(-1)[positions]
+        sample = sample.float().cpu()
+        digest.update(sample[:FIRST_NUMBERS].numpy().tobytes())
+        content.update(sample.numpy().tobytes())
     return {
         "name": name,
         "digest": digest.hexdigest()[:16],
+        "content": content.hexdigest()[:16],
         "dtype": dtype_name(model.dtype),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
     }
+
+
+def sampled_positions(count: int) -> Tensor:
+    """int64: which of a parameter's `count` numbers are hashed; the first ones, then the others.
+
+    The others run from its first number to its last, in almost equal steps that are no multiple of
+    a row, so that they are in all columns.
+    """
+    if count <= FIRST_NUMBERS:
+        return torch.arange(count)
+    spread = torch.arange(SPREAD_NUMBERS) * (count - 1) // (SPREAD_NUMBERS - 1)
+    return torch.cat([torch.arange(FIRST_NUMBERS), spread])
 
 
 def name_of(source: str | None) -> str:

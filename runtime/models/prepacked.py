@@ -22,6 +22,15 @@ class PrepackedLinear(nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
         self.bias = linear.bias
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for pickle and copies, with a dense weight: a blocked one has no storage."""
+        return self.__dict__ | {"packed": self.packed.to_dense()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over the state of another such layer, and prepack its weight."""
+        super().__setstate__(state)
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(state["packed"])
+
     def forward(self, x: Tensor) -> Tensor:
         """float [..., in] -> float [..., out]."""
         product: Tensor = torch.ops.mkldnn._linear_pointwise(

@@ -63,8 +63,13 @@ def probe(model: Any) -> CacheLayout:
 
 
 def _check_description(model: Any) -> None:
-    """Raise SequoiaPlanError if the model's configuration or signature already rules out a tree."""
+    """Raise SequoiaPlanError if the model's mode, configuration or signature rules out a tree."""
     model_type = _model_type(model)
+    if getattr(model, "training", False):
+        raise SequoiaPlanError(
+            f"{model_type}: found in training mode, where dropout changes its logits; call eval() "
+            "on the model"
+        )
     implementation = attention_implementation(model.config)
     if getattr(model.config, "is_encoder_decoder", False):
         raise SequoiaPlanError(
@@ -114,6 +119,20 @@ def _try_tree(model: Any) -> CacheLayout:
         )
     bound = torch.finfo(model.dtype).eps ** 0.5
     if not error < bound:
+        own_error = _batch_error(tree_model)
+        if not own_error < bound:
+            raise SequoiaPlanError(
+                f"{model_type}: its logits of one text differ by what else is in the batch "
+                f"(relative error {own_error:.2g}, expected less than {bound:.2g}), as where "
+                "activations are quantised while it runs; quantise its weights only"
+            )
+        if quantised := _quantised_by(model):
+            raise SequoiaPlanError(
+                f"{model_type}: its logits in a tree differ from those of the plain sequence "
+                f"(relative error {error:.2g}, expected less than {bound:.2g}); it is quantised "
+                f"({quantised}), and where activations are rounded while it runs, the last digits "
+                "decide: quantise its weights only"
+            )
         raise SequoiaPlanError(
             f"{model_type}: cannot decode with a token tree, its logits there differ from those of "
             f"the plain sequence (relative error {error:.2g}, expected less than {bound:.2g}); "
@@ -121,6 +140,25 @@ def _try_tree(model: Any) -> CacheLayout:
             "recurrent layers cannot"
         )
     return cache.layout
+
+
+def _quantised_by(model: Any) -> str:
+    """The name of what quantised the model's weights: a class of tensors; "" if nothing did."""
+    for parameter in model.parameters():
+        if type(parameter) not in (Tensor, torch.nn.Parameter) or not parameter.is_floating_point():
+            return type(parameter.data).__name__
+    return ""
+
+
+def _batch_error(tree_model: TreeModel) -> float:
+    """The relative error of the logits of one plain sequence, alone and in a batch of three."""
+    tokens = _random_tokens(tree_model)
+    sequences = torch.stack([tokens, tokens.roll(1), tokens.roll(2)])
+    in_batch = tree_model.model(input_ids=sequences, use_cache=False).logits[0, -1]
+    prefix = tree_model.model(input_ids=sequences[:1, : PREFIX + 1], use_cache=False).logits[0, -1]
+    whole = tree_model.model(input_ids=sequences[:1], use_cache=False).logits[0]
+    errors = (_relative_error(whole[-1], in_batch), _relative_error(prefix, whole[PREFIX]))
+    return float(torch.stack(errors).max())
 
 
 def _tree_error(tree_model: TreeModel) -> tuple[float, TreeCache]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -20,12 +22,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.models.architecture import decoder_layers
 from sequoia_plan.runtime.models.load import (
-    SAMPLED_NUMBERS,
     cache_folder,
     dtype_name,
     first_line,
     local_folder,
     name_of,
+    sampled_positions,
 )
 from sequoia_plan.runtime.offload.disk_stream import stream_from_disk
 from sequoia_plan.runtime.offload.host_stream import stream_from_host
@@ -37,6 +39,9 @@ from sequoia_plan.runtime.offload.weight_file import (
     exclusive_lock,
     write_weights,
 )
+
+FILE_SAMPLES, SAMPLE_BYTES = 256, 4096
+"""So many samples of so many bytes, spread over a file of weights, tell its content apart."""
 
 
 class OffloadedTarget:
@@ -107,20 +112,21 @@ class OffloadedTarget:
         return [block.size for block in self.file.blocks[1:]]
 
     def weight_samples(self) -> dict[str, Tensor]:
-        """The first numbers of each parameter by name, for `model_metadata`."""
+        """The numbers of each parameter that `model_metadata` hashes, by the parameter's name."""
         places = {
             name: (block.offset + place.start, place)
             for block in self.file.blocks
             for name, place in block.tensors.items()
         }
         samples: dict[str, Tensor] = {}
-        with open(self.file.path, "rb") as file:
-            for name, _ in self.model.named_parameters():
-                offset, place = places[name]
-                count = min(SAMPLED_NUMBERS, torch.Size(place.shape).numel())
-                file.seek(offset)
-                data = bytearray(file.read(count * place.dtype.itemsize))
-                samples[name] = torch.frombuffer(data, dtype=place.dtype)
+        data = np.memmap(self.file.path, mode="r")
+        for name, _ in self.model.named_parameters():
+            offset, place = places[name]
+            size = place.dtype.itemsize
+            positions = sampled_positions(torch.Size(place.shape).numel()).numpy()
+            # the bytes of each sampled number
+            sampled_bytes = data[offset + positions[:, None] * size + np.arange(size)]
+            samples[name] = torch.from_numpy(sampled_bytes).view(place.dtype).flatten()
         return samples
 
     def _on_device(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -224,8 +230,9 @@ def _saved_tensors(model: Any) -> dict[str, Tensor]:
 def _source_fingerprint(folder: Path, layout: list[dict[str, Tensor]]) -> str:
     """A hash that changes if the file of weights has to be written anew.
 
-    It covers the name, size and modification time of each safetensors file in the folder, and the
-    name, shape and dtype of each tensor in `layout`, in order. Contents are not read.
+    It covers the name, size, modification time and samples of the content of each safetensors file
+    in the folder, because copies and archives keep the time; and the name, shape and dtype of each
+    tensor in `layout`, in order.
 
     Args:
         folder: the model's folder.
@@ -236,9 +243,14 @@ def _source_fingerprint(folder: Path, layout: list[dict[str, Tensor]]) -> str:
         16 hexadecimal digits.
     """
     files = []
-    for file in sorted(folder.glob("*.safetensors")):
-        status = file.stat()
-        files.append((file.name, status.st_size, status.st_mtime_ns))
+    for path in sorted(folder.glob("*.safetensors")):
+        status = path.stat()
+        crc = 0
+        with path.open("rb") as file:
+            for number in range(FILE_SAMPLES):
+                file.seek(number * max(status.st_size - SAMPLE_BYTES, 0) // (FILE_SAMPLES - 1))
+                crc = zlib.crc32(file.read(SAMPLE_BYTES), crc)
+        files.append((path.name, status.st_size, status.st_mtime_ns, crc))
     tensors = [
         (name, tuple(tensor.shape), str(tensor.dtype))
         for block in layout

@@ -16,6 +16,8 @@ SLOTS = 3
 the same memory and are never read again."""
 KV_TOKENS = 2048
 """The budget includes KV caches of so many tokens, or of the model's context if that is shorter."""
+MAX_BYTES = 10**18
+"""More than any machine has."""
 UNITS = {
     "k": 1e3,
     "m": 1e6,
@@ -136,7 +138,12 @@ def as_bytes(memory: str | int | None, device: torch.device) -> int:
         size = float(text.removesuffix(unit)) * UNITS.get(unit, 1)
     except ValueError:
         size = -1
-    if not 0 < size < 1 << 60:
+    if size >= MAX_BYTES:
+        raise ArgumentError(
+            f"memory: found {memory!r:.40}, more than any machine has; expected less than 1e18 "
+            "bytes"
+        )
+    if not 0 < size < MAX_BYTES:
         raise ArgumentError(f"memory: found {memory!r:.40}, expected a size, as 300MB or 24GB")
     return int(size)
 

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 from weakref import finalize
 
 from torch import Tensor, nn
 
+from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.weight_stream import WeightStream, register_stream
 from sequoia_plan.runtime.offload.weight_file import WeightBlock
+
+
+class _StreamHook:
+    """Tells the stream which layer begins or has ended; copies of the model are refused.
+
+    A copy's parameters would not be views of the stream's slots, and would never change.
+    """
+
+    def __init__(self, method: Callable[[int], None], layer: int) -> None:
+        self.method, self.layer = method, layer
+
+    def __call__(self, *_: Any) -> None:
+        """Call the stream's method with the number of the layer."""
+        self.method(self.layer)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse pickle and copies with a SequoiaPlanError."""
+        raise SequoiaPlanError(
+            "target: its layers are streamed, so it can neither be pickled nor copied; load it "
+            "where it is needed"
+        )
 
 
 def attach_stream(
@@ -27,8 +49,8 @@ def attach_stream(
     for number, (layer, block) in enumerate(layers.items()):
         slot = stream.memory[number % len(stream.memory)]
         set_parameters(layer, block.views(slot))
-        layer.register_forward_pre_hook(lambda *_, number=number: stream.wait_for(number))
-        layer.register_forward_hook(lambda *_, number=number: stream.release(number))
+        layer.register_forward_pre_hook(_StreamHook(stream.wait_for, number))
+        layer.register_forward_hook(_StreamHook(stream.release, number))
     register_stream(model, stream)
     finalize(model, stream.close)
 

@@ -8,7 +8,9 @@ import itertools
 import multiprocessing
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 __version__ = "0.0.stand-in"
@@ -30,6 +32,16 @@ class LLM:
                 "[type=value_error, input_value=1]\n"
                 "    For further information visit a page"
             )  # vLLM 0.32 prints this text, through pydantic
+        kind, _, folder = str(model).partition(":")
+        if kind in ("disturbed", "broken"):  # the model "disturbed:FOLDER" fails the first time
+            started = (
+                Path(folder) / f"{(speculative_config or {}).get('num_speculative_tokens', 0)}"
+            )
+            times = int(started.read_text()) if started.exists() else 0
+            started.write_text(str(times + 1))
+            print("the engine's own words", file=sys.stderr, flush=True)
+            if kind == "broken" or times == 0:
+                raise RuntimeError("Engine core initialization failed. See root cause above.")
         self.dies = model == "dies"
         self.has_counters = model != "no counters"
         self.length = (speculative_config or {}).get("num_speculative_tokens", 0)
