@@ -12,7 +12,11 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime.base.cache import round_up
-from sequoia_plan.runtime.base.drawing import kernels_available
+from sequoia_plan.runtime.base.kernel_launch import (
+    has_failed,
+    kernel_or_tensors,
+    kernels_available,
+)
 from sequoia_plan.runtime.base.sampling import Sampling
 from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
@@ -341,7 +345,8 @@ class TreeStep:
         """True if kernels that walk on the device verify the tree, and not tensor operations."""
         if self.fused_verifier is None or self.verifiers is not VERIFIERS:
             return False
-        return sampling.greedy or sampling.verifier in FUSED_VERIFIERS
+        name = _verifier_name(sampling)
+        return name in ("greedy", *FUSED_VERIFIERS) and not has_failed(name)
 
     def _verify_locally(
         self, logits: Tensor, drafted: DraftedTree, sampling: Sampling
@@ -354,24 +359,52 @@ class TreeStep:
             logits: [size, vocabulary], the target's at each node.
             drafted: what the tree's children were drawn from.
         """
+        verify_by_kernels = partial(self._verify_by_kernels, logits, drafted, sampling)
+        verify_by_tensors = partial(self._verify_by_tensors, logits, drafted, sampling)
+        if not self.uses_fused_verifier(sampling):
+            return verify_by_tensors()
+        return kernel_or_tensors(_verifier_name(sampling), verify_by_kernels, verify_by_tensors)
+
+    def _verify_by_kernels(
+        self, logits: Tensor, drafted: DraftedTree, sampling: Sampling
+    ) -> AcceptedPath:
+        """`_verify_locally` by kernels."""
+        assert self.fused_verifier is not None
         sequence = self.sequence
-        fused = self.fused_verifier if self.uses_fused_verifier(sampling) else None
         if sampling.greedy:
             tokens = sequence.tokens[sequence.length + self.tensors.nodes]
-            if fused:
-                return fused.greedy(logits, tokens)
+            return self.fused_verifier.greedy(logits, tokens)
+        return self.fused_verifier.verify(
+            sampling.verifier,
+            logits,
+            sampling,
+            drafted.draft_probs,
+            drafted.drawn,
+            sequence.uniforms,
+        )
+
+    def _verify_by_tensors(
+        self, logits: Tensor, drafted: DraftedTree, sampling: Sampling
+    ) -> AcceptedPath:
+        """`_verify_locally` by tensor operations."""
+        sequence = self.sequence
+        if sampling.greedy:
+            tokens = sequence.tokens[sequence.length + self.tensors.nodes]
             return greedy(logits.argmax(-1), tokens, self.index)
-        draft_probs, drawn, uniforms = drafted.draft_probs, drafted.drawn, sequence.uniforms
-        if fused:
-            return fused.verify(sampling.verifier, logits, sampling, draft_probs, drawn, uniforms)
 
         def target_probs(nodes: Tensor) -> Tensor:
             """int64 [k] -> float [k, vocabulary]: the target's probabilities after these nodes."""
             return sampling.target_probs(logits.index_select(0, nodes))
 
-        verifier = self.verifiers[sampling.verifier]
-        d2t = self.drafter.d2t if self.drafter else None
-        return verify_tree(verifier, target_probs, draft_probs, drawn, self.index, uniforms, d2t)
+        return verify_tree(
+            self.verifiers[sampling.verifier],
+            target_probs,
+            drafted.draft_probs,
+            drafted.drawn,
+            self.index,
+            sequence.uniforms,
+            self.drafter.d2t if self.drafter else None,
+        )
 
     def _use(self, tree: TokenTree) -> None:
         """Set everything that depends on the tree."""
@@ -488,3 +521,8 @@ class TreeStep:
                 f"prompt: {prompt.numel()} tokens, expected at most {self.context - 1} (the "
                 "model's context less one new token); shorten it"
             )
+
+
+def _verifier_name(sampling: Sampling) -> str:
+    """The name of the kernels that would verify: the verifier, or greedy."""
+    return "greedy" if sampling.greedy else sampling.verifier
