@@ -33,10 +33,10 @@ def attend_shared_heads(
 ) -> tuple[Tensor, None]:
     """Compute transformers' `sdpa` attention, without copies of keys and values that heads share.
 
-    With a mask, transformers copies keys and values once for each head that shares them. This
-    function copies nothing. The heads of one sequence that share keys become a dimension along
-    which keys and values are expanded. Where each sequence has one token, they become the rows of
-    one head.
+    With a mask, transformers copies keys and values once for each head that shares them; older
+    versions (5.17) do so even where one token attends. This function copies nothing. The heads of
+    one sequence that share keys become a dimension along which keys and values are expanded. Where
+    several sequences have one token each, they become the rows of one head.
 
     Args:
         query: [sequences, heads, tokens, head_dim], of one sequence or of one token each.
@@ -62,7 +62,7 @@ def attend_shared_heads(
         if sequences > 1 and tokens == 1:  # heads become rows (tokens) of the shared head
             rows = query[:, :, 0].unflatten(1, (key_heads, -1))
             return attend(rows, key, value).flatten(1, 2)[:, None].contiguous(), None
-        if sequences == 1 and tokens > 1:  # shared heads become the batch dimension
+        if sequences == 1:  # shared heads become the batch dimension
             query = query[0].unflatten(0, (key_heads, -1))
             key = key[0][:, None].expand(-1, query.shape[1], -1, -1)
             value = value[0][:, None].expand(-1, query.shape[1], -1, -1)
