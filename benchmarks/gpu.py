@@ -14,8 +14,8 @@ captured: whether captured steps give the tokens of eager ones, and whether logi
 shared-heads: an 8B target whose heads share keys and values with an EAGLE-3 draft, at contexts of
     512 and 8192: the parts of a step, the kernels of one step, and the seconds between the steps of
     a decoder with and without launching ahead.
-sdpa: attention alone, of one token and of trees, with each of PyTorch's kernels that takes a mask:
-    the first call, a later call, and the replay of a graph.
+sdpa: attention alone, of one token and of trees, with each of PyTorch's kernels that takes a mask
+    and with ours: the first call, a later call, and the replay of a graph.
 host-stream: eight layers of that target, streamed from pinned host memory, against the same layers
     on the device and against the link.
 compiled: passes that torch.compile compiles and that are then captured, against captured ones.

@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from random_models import Shape, bytes_read, copy_bandwidth, random_pair, shape
@@ -46,6 +47,7 @@ from sequoia_plan.runtime.capture import Graphs
 from sequoia_plan.runtime.draft.eagle_model import Eagle3, Eagle3Norms
 from sequoia_plan.runtime.models import attention
 from sequoia_plan.runtime.models.load import dtype_name, resolve_dtype
+from sequoia_plan.runtime.models.tree_attention import split_key_attention
 from sequoia_plan.runtime.offload.host_stream import HostStream, pin
 from sequoia_plan.runtime.offload.memory import SLOTS
 from sequoia_plan.runtime.offload.streamed_layers import attach_stream
@@ -60,6 +62,8 @@ METHODS = ("plain", "generate", "assisted", "traversal")
 BUDGET, MAX_DEPTH = 768, 20
 HEAD_DIM = 128
 WARM_UP_STEPS = 8
+SPLIT_KEYS = "SPLIT_KEYS"
+"""In the results, the name of our kernel for attention."""
 SMALL_TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 SMALL_MODEL_SHAPE = {
     "hidden_size": 256,
@@ -152,7 +156,9 @@ FULL = Scale(
     contexts=(128, 2048),
     long_contexts=(512, 8192),
     vocabulary=128_256,
-    test_arguments=("tests/test_static_step.py", "tests/test_fused.py", "tests/test_cuda.py"),
+    test_arguments=tuple(
+        f"tests/test_{name}.py" for name in ("static_step", "fused", "tree_attention", "cuda")
+    ),
     targets={"llama-2-7b": shape(4096, 11008, 32, 32), "llama-2-13b": shape(5120, 13824, 40, 40)},
     draft=shape(768, 3072, 2, 12),
     shared_heads_target=shape(4096, 14336, 32, 32, 128_256)
@@ -281,10 +287,10 @@ def attention_input(
 
 
 def time_attention(run: Run) -> dict[str, Any]:
-    """Time the attention of one layer with each of PyTorch's kernels that takes a mask."""
-    kernels, graphs = [SDPBackend.MATH], None
+    """Time the attention of one layer with PyTorch's kernels that take a mask, and with ours."""
+    kernels, graphs = ["MATH"], None
     if run.device.type == "cuda":
-        kernels = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+        kernels = ["EFFICIENT_ATTENTION", "CUDNN_ATTENTION", SPLIT_KEYS]
         graphs = Graphs(run.device)
     heads = 32
     sizes = itertools.product(
@@ -296,7 +302,7 @@ def time_attention(run: Run) -> dict[str, Any]:
             "extent": extent,
             "heads": heads,
             "shared_heads": shared_heads,
-            "kernel": kernel.name,
+            "kernel": kernel,
         }
         for nodes, extent, shared_heads in sizes
         for kernel in kernels
@@ -309,12 +315,20 @@ def time_attention(run: Run) -> dict[str, Any]:
             run.device, nodes, extent, heads, setting["shared_heads"]
         )
         mask = torch.zeros(1, 1, nodes, extent, device=run.device, dtype=query.dtype)
+        graph_key = tuple(setting.values())
+        if setting["kernel"] == SPLIT_KEYS:
+            attend = functools.partial(split_key_attention, query, key, value, mask, HEAD_DIM**-0.5)
+            with torch.inference_mode():
+                return {"seconds": attention_seconds(run, attend, graphs, graph_key)}
         module = torch.nn.Module()
         attend = functools.partial(
             attention.attend_shared_heads, module, query, key, value, attention_mask=mask
         )
-        graph_key = tuple(setting.values())
-        with sdpa_kernel([getattr(SDPBackend, setting["kernel"])]), torch.inference_mode():
+        with (
+            mock.patch.object(attention, "can_split_keys", return_value=False),
+            sdpa_kernel([getattr(SDPBackend, setting["kernel"])]),
+            torch.inference_mode(),
+        ):
             return {"seconds": attention_seconds(run, attend, graphs, graph_key)}
 
     return measure_each(run, "attention", settings, time_kernel)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 VERIFY, DRAWING = "runtime/verify/kernels.py", "runtime/base/drawing_kernels.py"
+ATTENTION = "runtime/models/attention_kernels.py"
 KERNELS = {
     "greedy": (VERIFY, False, False),
     "sequoia": (VERIFY, True, True),
@@ -29,14 +30,25 @@ KERNELS = {
     "traversal_round": (VERIFY, False, True),
     "traversal_finish": (VERIFY, True, True),
     "race": (DRAWING, False, False),
+    "attend_to_part": (ATTENTION, False, False),
+    "merge_parts": (ATTENTION, False, False),
 }
 """The file of each kernel that is launched, and whether it has HAS_FILTERS and HAS_D2T."""
 LOW_BIT = {"bf16": 16, "fp16": 13, "fp32": 0, "fp64": 0}
-SIZES = ("branching", "depth", "size", "top_k")
+SIZES = ("branching", "depth", "size", "top_k", "num_tokens", "group", "num_parts")
+ALIGNED_SIZES = (
+    *("vocabulary", "draft_vocabulary", "extent", "chunk", "query_head_stride"),
+    *("query_token_stride", "key_head_stride", "key_slot_stride", "value_head_stride"),
+    *("value_slot_stride", "mask_token_stride"),
+)
+"""Sizes that are multiples of 16 in practice, which Triton makes use of."""
+LOGITS = ("logits", "query", "key", "value", "mask", "attended")
+"""Arguments in the models' dtype."""
 TYPES = {
-    **dict.fromkeys(("temperature", "top_p", "min_p"), "fp32"),
-    **dict.fromkeys((*SIZES, "vocabulary", "draft_vocabulary"), "i32"),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "scale"), "fp32"),
+    **dict.fromkeys((*SIZES, *ALIGNED_SIZES), "i32"),
     **dict.fromkeys(("draft_probs", "probs", "keys"), "*fp32"),
+    **dict.fromkeys(("part_sums", "part_totals", "part_max"), "*fp32"),
     **dict.fromkeys(("uniforms", "accept_probs"), "*fp64"),
     "bits": "*i32",
 }
@@ -71,7 +83,7 @@ def all_variants(
     """Every kernel for each of these, with and without filters and another vocabulary."""
     return [
         Variant(name, dtype, architecture, sizes=size, filters=filters, d2t=d2t, **settings)
-        for name, (_, has_filters, has_d2t) in KERNELS.items()
+        for name, (file, has_filters, has_d2t) in KERNELS.items()
         for dtype, architecture, size, filters, d2t in itertools.product(
             dtypes,
             architectures,
@@ -79,6 +91,7 @@ def all_variants(
             [False, True] if has_filters else [False],
             [False, True] if has_d2t else [False],
         )
+        if file != ATTENTION or dtype in ("bf16", "fp16")  # PyTorch attends with others
     ]
 
 
@@ -98,27 +111,31 @@ def compile_variant(root, variant):
         "HAS_D2T": variant.d2t,
         "BLOCK": variant.block,
         **{"MAX_CHILDREN": 8, "MAX_LEVELS": 16, "MAX_NODES": 128},
+        **{"HEAD_DIM": 128, "BLOCK_DIM": 128, "MAX_PARTS": 64, "BLOCK_KEYS": 32},
+        "BLOCK_ROWS": 16 if variant.sizes == "1" else 32,
+        "HIDDEN": -6e4 if dtype == "fp16" else -1e30,
     }
     if variant.sizes == "1":
         constants |= dict.fromkeys(SIZES, 1)
     state = "*fp64" if dtype == "fp64" else "*fp32"
-    types = TYPES | {"logits": f"*{dtype}", "state": state}
+    types = TYPES | {"state": state} | dict.fromkeys(LOGITS, f"*{dtype}")
     arguments = kernel.arg_names
     signature = {
         argument: "constexpr" if argument in constants else types.get(argument, "*i64")
         for argument in arguments
     }
-    # as at a launch: PyTorch aligns memory, and vocabularies are multiples of 16
+    # as at a launch: PyTorch aligns memory
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, argument in enumerate(arguments)
         if signature[argument].startswith("*") or argument.endswith("vocabulary")
     }
     used = {argument: constants[argument] for argument in arguments if argument in constants}
+    warps = 8 if KERNELS[variant.name][0] == ATTENTION else variant.warps
     compiled = triton.compile(
         ASTSource(kernel, signature, used, aligned),
         target=GPUTarget("cuda", variant.architecture, 32),
-        options={"num_warps": variant.warps},
+        options={"num_warps": warps},
     )
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -128,9 +145,10 @@ def compile_variant(root, variant):
         instructions = output_of(tools / "cuobjdump", "--dump-sass", file.name)
     resources = {key: int(value) for key, value in re.findall(r"\b([A-Z]+):(\d+)", usage)}
     return {
+        "threads": 32 * warps,
         "registers": resources["REG"],
         "spilled_bytes": resources["STACK"] + resources["LOCAL"],
-        "shared_bytes": resources["SHARED"],
+        "shared_bytes": compiled.metadata.shared,
         "approximate_logarithm": "lg2.approx" in compiled.asm["ptx"] or "MUFU.LG2" in instructions,
     }
 
