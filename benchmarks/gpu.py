@@ -3,18 +3,24 @@
     python benchmarks/gpu.py -o build/gpu
     python benchmarks/gpu.py --device cpu --quick -o build/gpu-quick
 
-The first command needs one 80 GB card; it takes under 28 minutes and runs unattended. The second
-one uses tiny settings on the CPU, to see that everything runs.
+The first command needs one 80 GB card; it takes under 28 minutes and runs unattended. With
+`--minutes 9` it stops after nine, and the next call goes on. The second command uses tiny settings
+on the CPU, to see that everything runs.
 
 checks: the tests that need the device, and the attention that PyTorch would choose for the mask of
     a tree.
-sdpa: attention alone, with each of PyTorch's kernels that takes a mask: the first call, a later
-    call, and the replay of a graph.
 captured: whether captured steps give the tokens of eager ones, and whether logits that are not
     finite end in an error and leave the device usable.
+shared-heads: an 8B target whose heads share keys and values with an EAGLE-3 draft, at contexts of
+    512 and 8192: the parts of a step, the kernels of one step, and the seconds between the steps of
+    a decoder with and without launching ahead.
+sdpa: attention alone, of one token and of trees, with each of PyTorch's kernels that takes a mask
+    and with ours: the first call, a later call, and the replay of a graph.
+host-stream: eight layers of that target, streamed from pinned host memory, against the same layers
+    on the device and against the link.
+compiled: passes that torch.compile compiles and that are then captured, against captured ones.
 breakdown: the parts of a step with a 7B target and a vocabulary of 128k, for several trees,
     verifiers, settings and lengths of text.
-compiled: passes that torch.compile compiles and that are then captured, against captured ones.
 llama-2-7b, llama-2-13b: random weights in bfloat16, with a draft of 68M parameters. The time of a
     step does not depend on the values of the weights, so these are measured: target and draft
     passes by size, memory bandwidth, and the step of the best tree for the paper's acceptance
@@ -26,8 +32,9 @@ pair-t0, pair-t06: the embedded pair at temperature 0 and 0.6. It is profiled, a
 variants: transformers' `generate` and its static cache, with and without compiling, and with and
     without cuDNN's attention.
 
-Each part is one file of the output folder, written when the part is finished. A part whose file
-exists is not measured again, so a run that was cut off continues where it stopped. A part that
+Each part runs in a process of its own, so that one that loses the device takes no other with it. It
+is one file of the output folder, written after every setting that is measured. A part whose file is
+finished is not measured again, so a run that was cut off continues where it stopped. A part that
 would start too late is left for the next run.
 """
 
@@ -36,6 +43,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,6 +60,8 @@ from sequoia_plan.profiler.hardware import fingerprint
 
 Result = dict[str, Any]
 """What one part measured, as in its JSON file."""
+GRACE_SECONDS = 120
+"""How long a part may go on after its time, to finish what it measures."""
 TEXT_COLUMNS = ("part", "what", "note")
 COLUMNS = ("part", "what", "tokens/s", "tokens/step", "ms/step", "not model", "note")
 
@@ -83,6 +93,9 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help="tiny settings and shapes, to see that it runs"
     )
+    parser.add_argument(
+        "--here", action="store_true", help="run the parts in this process, not each in its own"
+    )
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER")
     return parser.parse_args(arguments)
 
@@ -96,8 +109,6 @@ def run_parts(parts: Mapping[str, Part], options: argparse.Namespace) -> dict[st
     Returns:
         The result of every part, in the order of `parts`.
     """
-    device, scale = torch.device(options.device), QUICK if options.quick else FULL
-    circumstances = {"quick": options.quick, "hardware": fingerprint(device)}
     options.output.mkdir(parents=True, exist_ok=True)
     files = {name: options.output / f"{name}.json" for name in parts}
     finished = {name: load_finished(file, options.quick) for name, file in files.items()}
@@ -113,44 +124,116 @@ def run_parts(parts: Mapping[str, Part], options: argparse.Namespace) -> dict[st
             continue
         share = 60 * options.minutes * seconds / planned_seconds
         deadline += share
+        seconds_left = deadline - time.perf_counter()
         if end - time.perf_counter() < share / 2:
             results[name] = {"skipped": "out of time"}
             continue
         print(f"{time.perf_counter() - started:6.0f} s  {name}", file=sys.stderr, flush=True)
-        result = circumstances | run_part(measure, Run(device, scale, deadline))
-        write_atomically(files[name], (json.dumps(result, indent=1) + "\n").encode())
-        results[name] = result
+        if options.here:
+            results[name] = run_part(measure, files[name], options, deadline)
+        else:
+            results[name] = run_in_own_process(name, files[name], options, seconds_left)
     return results
 
 
+def run_in_own_process(
+    name: str, file: Path, options: argparse.Namespace, seconds: float
+) -> Result:
+    """Run a part in a process of its own, which writes the part's file.
+
+    Args:
+        seconds: when the part should end.
+    """
+    error = None
+    try:
+        code = subprocess.run(
+            part_command(name, options, seconds),
+            stdout=subprocess.DEVNULL,
+            timeout=seconds + GRACE_SECONDS,
+            check=False,
+        ).returncode
+        if code not in (0, 1):  # 1: the part has written its error
+            error = f"its process ended with code {code}"
+    except subprocess.TimeoutExpired:
+        error = f"its process was ended {GRACE_SECONDS} s after its time"
+    result = load(file)
+    if result is None or result["quick"] != options.quick:
+        result, error = {"quick": options.quick}, error or "its process wrote no file"
+    if error:
+        result["error"] = error
+        write(file, result)
+    return result
+
+
+def part_command(name: str, options: argparse.Namespace, seconds: float) -> list[str]:
+    """The command that runs one part within so many seconds."""
+    arguments = ["--here", "--only", name, "--device", options.device, "-o", str(options.output)]
+    limits = ["--minutes", str(max(seconds, 1.0) / 60), *(["--quick"] if options.quick else [])]
+    return [sys.executable, __file__, *arguments, *limits]
+
+
+def load(file: Path) -> Result | None:
+    """The file of a part; None if there is none."""
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+def write(file: Path, result: Result) -> None:
+    """Write the file of a part."""
+    write_atomically(file, (json.dumps(result, indent=1) + "\n").encode())
+
+
 def load_finished(file: Path, is_quick: bool) -> Result | None:
-    """Load a part that an earlier run has measured at this scale and without an error, or None."""
-    if not file.is_file():
+    """Load a part that an earlier run has finished at this scale and without an error, or None."""
+    result = load(file)
+    if result is None or result["quick"] != is_quick or result.keys() & {"error", "unfinished"}:
         return None
-    result: Result = json.loads(file.read_text())
-    return result if result["quick"] == is_quick and "error" not in result else None
+    return result
 
 
-def run_part(measure: Callable[[Run], Result], run: Run) -> Result:
-    """Run a part, and add its time and peak memory. An error ends the part and not the run."""
-    on_cuda = run.device.type == "cuda"
-    if on_cuda:
-        torch.cuda.reset_peak_memory_stats(run.device)
+def run_part(
+    measure: Callable[[Run], Result], file: Path, options: argparse.Namespace, deadline: float
+) -> Result:
+    """Run a part in this process and write its file, with its time and peak memory.
+
+    An error ends the part and not the run. What was measured until then is in the file, and the
+    next run goes on from there.
+    """
+    device, scale = torch.device(options.device), QUICK if options.quick else FULL
+    circumstances = {"quick": options.quick, "hardware": fingerprint(device)}
+    earlier = load(file) or {}
+    measured = earlier if earlier.get("quick") == options.quick else {}
     started = time.perf_counter()
+
+    def save(result: Result) -> None:
+        """Write what is measured so far."""
+        nonlocal measured
+        measured = result
+        write(file, circumstances | result | {"unfinished": True})
+
+    run = Run(device, scale, deadline, measured, save)
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats(device)
     try:
         result = measure(run)
     except Exception as error:
-        result = {"error": f"{type(error).__name__}: {str(error).strip()[:500]}"}
+        message = f"{type(error).__name__}: {str(error).strip()[:500]}"
+        result = measured | {"error": message, "unfinished": True}
+    result = circumstances | result
     result["seconds"] = round(time.perf_counter() - started, 1)
     result["peak_memory_bytes"] = None
-    if on_cuda:
-        result["peak_memory_bytes"] = {
-            "allocated": torch.cuda.max_memory_allocated(run.device),
-            "reserved": torch.cuda.max_memory_reserved(run.device),
-        }
-    gc.collect()
-    if on_cuda:
-        torch.cuda.empty_cache()
+    write(file, result)
+    try:  # a device that has failed raises here, too
+        if on_cuda:
+            result["peak_memory_bytes"] = {
+                "allocated": torch.cuda.max_memory_allocated(device),
+                "reserved": torch.cuda.max_memory_reserved(device),
+            }
+            write(file, result)
+            gc.collect()
+            torch.cuda.empty_cache()
+    except RuntimeError as error:
+        print(f"{file.stem}: {error}", file=sys.stderr)
     return result
 
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from sequoia_plan.runtime.base.weight_stream import stream_of
 from sequoia_plan.runtime.models.architecture import rope_changes, text_config
 from sequoia_plan.runtime.models.parallel import is_split
 
 T = TypeVar("T")
 MAX_GRAPHS = 128
 """Most graphs kept; the least recently used one goes."""
+SYNCHRONIZING = "called a synchronizing CUDA operation"
+"""How PyTorch's warning of an operation that waits for the device begins."""
 
 
 def is_on_one_cuda_device(model: Any) -> bool:
@@ -30,8 +34,11 @@ def is_on_one_cuda_device(model: Any) -> bool:
 
 
 def can_capture(model: Any) -> bool:
-    """True if passes of `model` run on one CUDA device, without decisions on the host."""
-    return is_on_one_cuda_device(model) and not rope_changes(text_config(model))
+    """True if passes of `model` run on one CUDA device, and the host neither decides nor waits."""
+    stream = stream_of(model)
+    waits_for_host = stream is not None and not stream.can_be_captured
+    is_static = not rope_changes(text_config(model)) and not waits_for_host
+    return is_on_one_cuda_device(model) and is_static
 
 
 def weight_addresses(models: Iterable[Any]) -> tuple[int, ...]:
@@ -56,12 +63,15 @@ class Graphs:
 
     Attributes:
         failed: keys of functions that could not be captured.
+        warned: what warnings have said; none is repeated for another key.
         version: `SequenceState.version` of the memory that the graphs were captured with.
     """
 
     def __init__(self, device: torch.device, max_graphs: int = MAX_GRAPHS) -> None:
         self.device, self.max_graphs = device, max_graphs
         self.failed: set[Hashable] = set()
+        self.warned: set[str] = set()
+        self.new_stream()
         self.clear()
 
     def clear(self, version: int = 0) -> None:
@@ -119,11 +129,13 @@ class Graphs:
             self.failed.add(key)
             name = key[0] if isinstance(key, tuple) else key
             reason = str(error).strip().split("\n")[0]
-            warnings.warn(
+            message = (
                 f"{name}: cannot be captured as a CUDA graph and runs slower, kernel by kernel: "
-                f"{reason:.200}",
-                stacklevel=4,
+                f"{reason:.200}"
             )
+            if message not in self.warned:
+                self.warned.add(message)
+                warnings.warn(message, stacklevel=4)
             return
         self.graphs[key] = replay, result, inputs
         if len(self.graphs) > self.max_graphs:
@@ -132,6 +144,9 @@ class Graphs:
     def new_pool(self) -> None:
         """Take a new pool: PyTorch captures nothing into one that has lost its last graph."""
         self.pool = torch.cuda.graph_pool_handle()
+
+    def new_stream(self) -> None:
+        """Take another stream to capture on; PyTorch has 32, and hands them out in turn."""
         self.stream = torch.cuda.Stream(self.device)
 
     def capture(
@@ -148,7 +163,6 @@ class Graphs:
         with torch.cuda.device(self.device):
             state_before = [tensor.clone() for tensor in state]
             caller_stream = torch.cuda.current_stream()
-            sync_debug_mode = torch.cuda.get_sync_debug_mode()
 
             def restore_state() -> None:
                 """Undo what a run of the function changed."""
@@ -161,14 +175,12 @@ class Graphs:
                 # the outer context restores the caller's stream even if ending the capture fails
                 with torch.cuda.stream(caller_stream):
                     with torch.cuda.stream(self.stream):
-                        function(*inputs)  # libraries allocate their workspaces
+                        function(*inputs)  # kernels are compiled, libraries are initialised
                         restore_state()
-                        with warnings.catch_warnings():
-                            warnings.simplefilter("ignore")  # PyTorch calls it a prototype
-                            torch.cuda.set_sync_debug_mode("error")
-                        function(*inputs)  # raises if anything waits for the device
+                        with waiting_is_an_error():
+                            function(*inputs)
                         restore_state()
-                        torch.cuda.set_sync_debug_mode(sync_debug_mode)
+                    clear_workspaces()
                     has_begun = True
                     with torch.cuda.graph(
                         graph,
@@ -184,7 +196,7 @@ class Graphs:
                 restore_state()
                 raise
             finally:
-                torch.cuda.set_sync_debug_mode(sync_debug_mode)
+                clear_workspaces()
                 caller_stream.wait_stream(self.stream)
             return graph.replay, result
 
@@ -197,6 +209,51 @@ class Graphs:
         with contextlib.suppress(RuntimeError):  # raised if the allocator knows already
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool)
         self.new_pool()
+        self.new_stream()
+
+
+def clear_workspaces() -> None:
+    """Let cuBLAS allocate its workspaces anew; it keeps one for each stream.
+
+    Before a capture, so that the graph's workspace is in the graph's own memory pool: anybody may
+    clear all workspaces, as torch.compile does, and a replay would then write to memory that is
+    free. After it, so that nothing else computes with the graph's workspace.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+@contextlib.contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """A context in which this thread must not wait for the device.
+
+    PyTorch notices operations that wait only for all threads at once, so it is told to warn: other
+    threads go on, and their warnings are dropped.
+
+    Raises:
+        RuntimeError: at the end, if this thread has waited.
+    """
+    own_thread, waits = threading.get_ident(), list[str]()
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        warnings.filterwarnings("always", message=SYNCHRONIZING)
+        show = warnings.showwarning
+
+        def note(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+            """Take the place of `warnings.showwarning`."""
+            if not str(message).startswith(SYNCHRONIZING):
+                show(message, *args, **kwargs)
+            elif threading.get_ident() == own_thread:
+                waits.append(str(message))
+
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    if waits:
+        raise RuntimeError(waits[0])
 
 
 def read_back(numbers: Tensor) -> Callable[[], list[int]]:

@@ -14,7 +14,11 @@ from torch import Tensor
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.lookup import MAX_MATCH
 from sequoia_plan.runtime.base.cache import round_up
-from sequoia_plan.runtime.base.drawing import kernels_available
+from sequoia_plan.runtime.base.kernel_launch import (
+    has_failed,
+    kernel_or_tensors,
+    kernels_available,
+)
 from sequoia_plan.runtime.base.lookup import look_up
 from sequoia_plan.runtime.base.sampling import Sampling
 from sequoia_plan.runtime.base.sequence import SequenceState
@@ -391,9 +395,11 @@ class TreeStep:
         """True if kernels that walk on the device verify the tree, and not tensor operations."""
         if self.fused_verifier is None or self.verifiers != VERIFIERS:
             return False
+        name = _verifier_name(sampling)
+        if name not in ("greedy", *FUSED_VERIFIERS) or has_failed(name):
+            return False
         # the kernels know no child that is looked up, which only sampling tells from the others
-        is_drafted = not self.tree.looks_up
-        return sampling.greedy or (is_drafted and sampling.verifier in FUSED_VERIFIERS)
+        return sampling.greedy or not self.tree.looks_up
 
     def _verify_locally(
         self, logits: Tensor, drafted: DraftedTree, sampling: Sampling
@@ -406,16 +412,38 @@ class TreeStep:
             logits: [size, vocabulary], the target's at each node.
             drafted: what the tree's children were drawn from.
         """
+        verify_by_kernels = partial(self._verify_by_kernels, logits, drafted, sampling)
+        verify_by_tensors = partial(self._verify_by_tensors, logits, drafted, sampling)
+        if not self.uses_fused_verifier(sampling):
+            return verify_by_tensors()
+        return kernel_or_tensors(_verifier_name(sampling), verify_by_kernels, verify_by_tensors)
+
+    def _verify_by_kernels(
+        self, logits: Tensor, drafted: DraftedTree, sampling: Sampling
+    ) -> AcceptedPath:
+        """`_verify_locally` by kernels."""
+        assert self.fused_verifier is not None
         sequence = self.sequence
-        fused = self.fused_verifier if self.uses_fused_verifier(sampling) else None
         if sampling.greedy:
             tokens = sequence.tokens[sequence.length + self.tensors.nodes]
-            if fused:
-                return fused.greedy(logits, tokens)
+            return self.fused_verifier.greedy(logits, tokens)
+        return self.fused_verifier.verify(
+            sampling.verifier,
+            logits,
+            sampling,
+            drafted.draft_probs,
+            drafted.drawn,
+            sequence.uniforms,
+        )
+
+    def _verify_by_tensors(
+        self, logits: Tensor, drafted: DraftedTree, sampling: Sampling
+    ) -> AcceptedPath:
+        """`_verify_locally` by tensor operations."""
+        sequence = self.sequence
+        if sampling.greedy:
+            tokens = sequence.tokens[sequence.length + self.tensors.nodes]
             return greedy(logits.argmax(-1), tokens, self.index)
-        draft_probs, drawn, uniforms = drafted.draft_probs, drafted.drawn, sequence.uniforms
-        if fused:
-            return fused.verify(sampling.verifier, logits, sampling, draft_probs, drawn, uniforms)
 
         def target_probs(nodes: Tensor) -> Tensor:
             """int64 [k] -> float [k, vocabulary]: the target's probabilities after these nodes."""
@@ -424,11 +452,19 @@ class TreeStep:
         verifier = self.verifiers[sampling.verifier]
         d2t = self.drafter.d2t if self.drafter else None
         looked_up = None
+        draft_probs, drawn = drafted.draft_probs, drafted.drawn
         if self.tree.looks_up:
             looked_up = self._looked_up_children(sampling)
             draft_probs, drawn = self._with_rows_of_tail(draft_probs, drawn, logits.shape[1])
         return verify_tree(
-            verifier, target_probs, draft_probs, drawn, self.index, uniforms, d2t, looked_up
+            verifier,
+            target_probs,
+            draft_probs,
+            drawn,
+            self.index,
+            sequence.uniforms,
+            d2t,
+            looked_up,
         )
 
     def _looked_up_children(self, sampling: Sampling) -> Tensor:
@@ -475,7 +511,7 @@ class TreeStep:
         num_read_first = -int(self.first_input_slot)  # the first pass reads so many before the root
         is_needed = bool(self.passes) and sequence.num_unread > num_read_first
         is_full = sequence.num_unread + self.tree.depth > CATCH_UP_TOKENS
-        if is_needed or is_full:
+        if sequence.num_unread and (is_needed or is_full):
             # a power of two, so that passes have few shapes; slot 0 is never unread
             count = min(1 << (sequence.num_unread - 1).bit_length(), length - 1)
             if count > 0:
@@ -492,10 +528,11 @@ class TreeStep:
         spines = [int((t.classes == 0).sum()) for t in tree.by_match.values() if t.looks_up]
         self.by_match: dict[int, TreeStep] = {}
         self.chain_length = max(spines, default=1) - 1 if tree.by_match else 0
+        # with trees by match, the next step's tree is known after this step only
+        self.launches_ahead = bool(self.graphs) and not tree.by_match
         if tree.by_match:
             self.chain_length = max(self.chain_length, 1)
             self.sequence.reserve_lookup_chain(self.chain_length)
-            self.launches_ahead = False  # the next step's tree is known after this step only
         self._use(tree)
         for shortest, other in tree.by_match.items():
             step = copy.copy(self)
@@ -527,7 +564,7 @@ class TreeStep:
             self.fused_verifier = FusedVerifier(tree, self.device, d2t, vocabulary)
 
     def _set_up_capture(self, target: Any, draft: Any, captured: bool | None) -> None:
-        """Decide which parts of a step are captured as CUDA graphs, and whether it launches ahead.
+        """Decide which parts of a step are captured as CUDA graphs.
 
         Args:
             captured: the user's choice: True captures every part, False none, None those that can
@@ -549,7 +586,6 @@ class TreeStep:
         if captured is None:
             captured = possible["verify"] and (possible["draft"] or possible["target"])
         self.graphs = Graphs(self.device) if captured else None
-        self.launches_ahead = captured
 
     def _reserve(self, max_length: int) -> None:
         """Reserve memory for a sequence of up to `max_length` tokens, and for the tree after it.
@@ -649,3 +685,8 @@ def _check_not_prepacked(*models: Any) -> None:
                 "compile: the linear layers are prepacked for this processor, which torch.compile "
                 'cannot trace; load the models with placement="resident", or do not compile'
             )
+
+
+def _verifier_name(sampling: Sampling) -> str:
+    """The name of the kernels that would verify: the verifier, or greedy."""
+    return "greedy" if sampling.greedy else sampling.verifier

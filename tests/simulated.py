@@ -3,6 +3,7 @@ of torch.cuda."""
 
 from __future__ import annotations
 
+import warnings
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -20,6 +21,9 @@ class Simulated(Graphs):
 
     def new_pool(self):
         self.captures = []
+
+    def new_stream(self):
+        """Nothing runs on it."""
 
     def __call__(self, key, run, changed=list, inputs=()):
         self.key = key
@@ -50,30 +54,29 @@ def leaves(result):
 
 
 class Cuda:
-    """torch.cuda as far as `Graphs.capture` uses it, with the allocator's habit: a capture whose
-    end fails leaves it capturing.
+    """torch.cuda as far as `Graphs.capture` uses it, with two habits: a capture whose end fails
+    leaves the allocator capturing, and matrix products keep a workspace for each stream.
 
     Args:
         fails: where the capture fails: "warm" and "checked" in the two runs before it, "inside" in
-        its own, "end" when it ends.
+            its own, "end" when it ends.
+
+    Attributes:
+        modes: sync debug modes that were set; they hold for all threads.
+        workspaces: the memory pool of each stream's workspace; None for memory outside of pools.
+        graph_workspaces: those that captured products write to.
     """
 
     def __init__(self, monkeypatch, fails=None, error=RuntimeError):
-        self.fails, self.error, self.capturing, self.runs, self.sync, self.pools = (
-            fails,
-            error,
-            set(),
-            0,
-            0,
-            0,
-        )
-        stream = SimpleNamespace(wait_stream=lambda other: None)
+        self.fails, self.error, self.capturing = fails, error, set()
+        self.runs, self.sync, self.modes, self.pools, self.streams = 0, 0, [], 0, 0
+        self.workspaces, self.graph_workspaces, self.current = {}, [], self.new_stream()
         fakes = {
             "device": lambda device: nullcontext(),
             "current_device": lambda: 0,
-            "current_stream": lambda: stream,
-            "Stream": lambda device: stream,
-            "stream": lambda stream: nullcontext(),
+            "current_stream": lambda: self.current,
+            "Stream": self.new_stream,
+            "stream": self.on,
             "get_sync_debug_mode": lambda: self.sync,
             "set_sync_debug_mode": self.set_sync,
             "graph_pool_handle": self.new_pool,
@@ -82,12 +85,40 @@ class Cuda:
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(capture.torch.cuda, name, fake)
-        monkeypatch.setattr(
-            capture.torch._C, "_cuda_endAllocateToPool", self.end_allocation, raising=False
-        )
+        for name, fake in {
+            "_cuda_endAllocateToPool": self.end_allocation,
+            "_cuda_clearCublasWorkspaces": self.workspaces.clear,
+        }.items():
+            monkeypatch.setattr(capture.torch._C, name, fake, raising=False)
+
+    def new_stream(self, device=None):
+        self.streams += 1
+        return SimpleNamespace(number=self.streams, wait_stream=lambda other: None)
+
+    @contextmanager
+    def on(self, stream):
+        previous, self.current = self.current, stream
+        yield
+        self.current = previous
 
     def set_sync(self, mode):
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
         self.sync = mode
+        self.modes.append(mode)
+
+    def wait(self):
+        """An operation that waits for the device, in whatever thread."""
+        if self.sync == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        if self.sync == "warn":
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    def multiply(self):
+        """A matrix product on the current stream."""
+        pool = next(iter(self.capturing), None)
+        workspace = self.workspaces.setdefault(self.current.number, pool)
+        if self.capturing:
+            self.graph_workspaces.append(workspace)
 
     def new_pool(self):
         self.pools += 1
@@ -101,7 +132,8 @@ class Cuda:
     @contextmanager
     def graph(self, graph, pool, stream, capture_error_mode):
         self.capturing.add(pool)
-        yield
+        with self.on(stream):
+            yield
         if self.fails == "end":
             raise self.error("capture end")
         self.capturing.remove(pool)
@@ -110,6 +142,7 @@ class Cuda:
         """A function that changes `total`, and fails where it is told to."""
         self.runs += 1
         total.add_(1)
+        self.multiply()
         if self.fails == {1: "warm", 2: "checked", 3: "inside"}.get(self.runs):
             raise self.error("run")
         return total.clone()

@@ -3,6 +3,9 @@ anew, and which attention kernels are allowed."""
 
 from __future__ import annotations
 
+import threading
+import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -15,14 +18,17 @@ from transformers import LlamaConfig, LlamaForCausalLM, TopPLogitsWarper
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.profiler import hardware, latency
-from sequoia_plan.runtime import Sampling, SequoiaDecoder, sequoia
+from sequoia_plan.runtime import Sampling, SequoiaDecoder, capture, sequoia
 from sequoia_plan.runtime import step as step_module
 from sequoia_plan.runtime.base import sampling
+from sequoia_plan.runtime.base.weight_stream import register_stream
 from sequoia_plan.runtime.capture import Graphs, is_on_one_cuda_device
 from sequoia_plan.runtime.draft.drafter import DraftedTree
 from sequoia_plan.runtime.models import forward, probe
 from sequoia_plan.runtime.models.attention import attending
 from sequoia_plan.runtime.models.forward import TreeModel
+from sequoia_plan.runtime.offload.disk_stream import DiskStream
+from sequoia_plan.runtime.offload.host_stream import HostStream
 from sequoia_plan.runtime.step import TreeStep
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
@@ -145,6 +151,86 @@ def test_an_allocator_that_is_not_told_goes_on_capturing(monkeypatch):
     with pytest.raises(RuntimeError, match="capture end"):
         Graphs(torch.device("cuda", 0)).capture(cuda.run, [], (torch.zeros(3),))
     assert cuda.capturing == {(0, 1)}
+
+
+@pytest.mark.parametrize("fails", [None, "checked", "inside", "end"])
+def test_captured_products_write_to_the_memory_of_their_graph(fails, monkeypatch):
+    """cuBLAS keeps a workspace for each stream. The one of the runs that prepare the capture lies
+    outside the graph's pool, and torch.compile frees it; no workspace of the graph stays either."""
+    cuda = Cuda(monkeypatch, fails)
+    graphs = Graphs(torch.device("cuda", 0))
+    with nullcontext() if fails is None else pytest.raises(RuntimeError):
+        graphs.capture(cuda.run, [], (torch.zeros(3),))
+    assert cuda.graph_workspaces == ([] if fails == "checked" else [(0, 1)])
+    assert cuda.workspaces == {}
+
+
+def test_a_function_that_waits_for_the_device_is_not_captured(monkeypatch):
+    cuda = Cuda(monkeypatch)
+    graphs = Graphs(torch.device("cuda", 0))
+    with pytest.warns(UserWarning, match="sum: cannot be captured .* called a synchronizing CUDA"):
+        graphs("sum", lambda: cuda.wait())
+    assert graphs.failed == {"sum"} and graphs.graphs == {} and cuda.sync == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the same is not said twice
+        graphs("sum", lambda: cuda.wait())
+        cuda.wait()
+
+
+def test_other_threads_may_wait_for_the_device_during_a_capture(monkeypatch):
+    """PyTorch's check of operations that wait holds for all threads."""
+    cuda = Cuda(monkeypatch)
+    graphs, errors, checked = Graphs(torch.device("cuda", 0)), [], []
+
+    def wait():
+        try:
+            cuda.wait()
+        except RuntimeError as error:
+            errors.append(error)
+
+    def run():
+        checked.append(cuda.sync)
+        other = threading.Thread(target=wait)
+        other.start()
+        other.join()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        graphs("sum", run)
+    assert errors == [] and [*graphs.graphs] == ["sum"]
+    assert checked == [0, "warn", 0] and cuda.modes == ["warn", 0]
+
+
+def test_graphs_stay_on_one_stream(monkeypatch):
+    """PyTorch has 32 and hands them out in turn, so one of many new ones may be in use."""
+    cuda = Cuda(monkeypatch)
+    graphs = Graphs(torch.device("cuda", 0))
+    streams = cuda.streams
+    for version in range(40):
+        graphs.clear(version)
+    assert cuda.streams == streams and cuda.pools == 41
+
+
+@pytest.mark.parametrize("can_be_captured", [False, True])
+def test_a_model_that_waits_for_its_disk_is_not_captured(can_be_captured, monkeypatch):
+    """The host waits in every pass. Weights that the device copies by itself can be captured."""
+    model = tiny("Llama")
+    monkeypatch.setattr(capture, "is_on_one_cuda_device", lambda model: True)
+    assert capture.can_capture(model)
+    stream_class = HostStream if can_be_captured else DiskStream
+    register_stream(model, stream_class.__new__(stream_class))
+    assert capture.can_capture(model) == can_be_captured
+
+
+def test_a_warning_is_not_repeated_for_every_extent(monkeypatch):
+    cuda = Cuda(monkeypatch, "checked")
+    graphs, total = Graphs(torch.device("cuda", 0)), torch.zeros(3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for extent in (512, 1024, 1536):
+            cuda.runs = 0
+            graphs(("target", extent), cuda.run, inputs=(total,))
+    assert len(caught) == 1 and len(graphs.failed) == 3
 
 
 # Models that were moved
@@ -347,10 +433,10 @@ class Copies(TorchDispatchMode):
         return result
 
 
-def copies_and_logits(shares_heads):
+def copies_and_logits(shares_heads, tree=TREE):
     """The copies of keys or values in one pass over a tree, and the logits of that pass."""
     model = gqa()
-    step = TreeStep(model, gqa(), TREE)
+    step = TreeStep(model, gqa(), tree)
     assert step.target.grouped_query_config is model.config
     if not shares_heads:
         step.target.grouped_query_config = None
@@ -368,6 +454,14 @@ def test_heads_that_share_keys_and_values_do_not_copy_them():
     same."""
     (none, logits), (copied, expected) = copies_and_logits(True), copies_and_logits(False)
     assert none == 0 and copied == 6
+    torch.testing.assert_close(logits, expected)
+
+
+def test_plain_decoding_does_not_copy_them_either():
+    """One token a pass; older versions of transformers (5.17) copy keys and values for it, too."""
+    copied, logits = copies_and_logits(True, TokenTree.chain(1))
+    _, expected = copies_and_logits(False, TokenTree.chain(1))
+    assert copied == 0
     torch.testing.assert_close(logits, expected)
 
 

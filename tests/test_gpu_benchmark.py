@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import replace
 
 import gpu
@@ -18,7 +19,7 @@ def run(monkeypatch, output, parts, *arguments):
     """Run the script. Returns its exit code and the contents of the files that it left."""
     monkeypatch.setattr(gpu, "PARTS", parts)
     monkeypatch.setattr(gpu, "QUICK", replace(gpu.QUICK, max_size=4, copy_bytes=1 << 16))
-    code = gpu.main(["--device", "cpu", "--quick", "-o", str(output), *arguments])
+    code = gpu.main(["--device", "cpu", "--quick", "--here", "-o", str(output), *arguments])
     return code, {file.stem: json.loads(file.read_text()) for file in output.glob("*.json")}
 
 
@@ -67,8 +68,86 @@ def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
     assert code == 0 and calls[4:] == ["checks"] and third["checks"]["quick"] is True
 
 
+def test_what_was_measured_before_an_error_is_kept(tmp_path, monkeypatch):
+    """The file is written after every setting, and the next run goes on after the last one."""
+    measured, errors = [], []
+
+    def measure(run):
+        def measure_setting(setting):
+            if setting["number"] == 2 and not errors:
+                errors.append(RuntimeError("CUDA error: the device is lost"))
+                raise errors[0]
+            measured.append(setting["number"])
+            return {"figure": 10 * setting["number"]}
+
+        return gpu_parts.measure_each(run, "figures", map(numbered, range(4)), measure_setting)
+
+    def numbered(number):
+        return {"number": number}
+
+    monkeypatch.setattr(gpu, "show", lambda results, device: None)
+    parts = {"checks": (1.0, measure)}
+    code, files = run(monkeypatch, tmp_path / "gpu", parts)
+    assert code == 1 and measured == [0, 1]
+    assert files["checks"]["error"] == "RuntimeError: CUDA error: the device is lost"
+    assert [figure["figure"] for figure in files["checks"]["figures"]] == [0, 10]
+    code, files = run(monkeypatch, tmp_path / "gpu", parts)
+    assert code == 0 and measured == [0, 1, 2, 3] and "error" not in files["checks"]
+    assert [figure["figure"] for figure in files["checks"]["figures"]] == [0, 10, 20, 30]
+
+
+def test_settings_that_would_start_too_late_are_left_for_the_next_run():
+    saved = []
+    late = gpu_parts.Run(torch.device("cpu"), gpu_parts.QUICK, 0.0, {}, saved.append)
+    settings = [{"number": 0}]
+    result = gpu_parts.measure_each(late, "figures", settings, pytest.fail)
+    assert result == {"figures": [], "unfinished": True} and saved == []
+
+
+def test_a_device_that_has_failed_loses_no_file(tmp_path, monkeypatch):
+    """After an error of the device, even freeing its memory raises."""
+
+    def raise_error(*args):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(gpu, "fingerprint", lambda device: {})
+    for name in ("max_memory_allocated", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, raise_error)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    options = gpu.parse_options(["--quick", "-o", str(tmp_path)])
+    file = tmp_path / "sdpa.json"
+    result = gpu.run_part(raise_error, file, options, math.inf)
+    assert result["error"].startswith("RuntimeError: CUDA error: an illegal memory access")
+    assert json.loads(file.read_text()) == result
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("import os; os.abort()", "its process ended with code -6"),
+        ("", "its process wrote no file"),
+    ],
+)
+def test_a_process_that_dies_takes_no_other_part_with_it(code, error, tmp_path, monkeypatch):
+    """The first part's process dies, the second one runs as usual."""
+    command = gpu.part_command
+
+    def command_of_part(name, options, seconds):
+        if name == "checks":
+            return [sys.executable, "-c", code]
+        return command(name, options, seconds)
+
+    monkeypatch.setattr(gpu, "part_command", command_of_part)
+    output = tmp_path / "gpu"
+    chosen = ["--only", "checks", "--only", "sdpa"]
+    assert gpu.main(["--device", "cpu", "--quick", "-o", str(output), *chosen]) == 1
+    checks, sdpa = (json.loads((output / f"{name}.json").read_text()) for name in chosen[1::2])
+    assert checks == {"quick": True, "error": error}
+    assert len(sdpa["attention"]) == 4 and "error" not in sdpa
+
+
 def test_the_checks_of_a_device_run_without_one(tmp_path, monkeypatch):
-    names = ("checks", "sdpa", "captured", "breakdown", "compiled")
+    names = ("checks", "captured", "shared-heads", "sdpa", "host-stream", "compiled", "breakdown")
     parts = {name: gpu.PARTS[name] for name in names}
     torch_compile = torch.compile
 
@@ -85,7 +164,7 @@ def test_the_checks_of_a_device_run_without_one(tmp_path, monkeypatch):
 
     figures = results["sdpa"]["attention"]
     shapes = [(figure["nodes"], figure["shared_heads"]) for figure in figures]
-    assert shapes == [(2, 32), (2, 8), (5, 32), (5, 8)]
+    assert shapes == [(1, 32), (1, 8), (5, 32), (5, 8)]
     for figure in figures:
         seconds = figure["seconds"]
         assert seconds["first"] > 0 < seconds["later"] and seconds["replayed"] is None
@@ -103,6 +182,16 @@ def test_the_checks_of_a_device_run_without_one(tmp_path, monkeypatch):
     }
     assert all("peak_memory_bytes" in step and step["first_step_seconds"] > 0 for step in steps)
     assert all("keep" in step for step in steps), "the keys are those of a bench file"
+
+    shared_heads = results["shared-heads"]
+    assert {(step["tree"], step["context"]) for step in shared_heads["steps"]} == {
+        (tree, context) for tree in ("plain", "tree") for context in (16, 40)
+    }
+    assert {*shared_heads["kernels"]} == {"plain", "tree"}
+    assert all(kernels[0]["calls"] > 0 for kernels in shared_heads["kernels"].values())
+    assert len(shared_heads["steady"]) == 8
+    assert all(figure["seconds"] > 0 for figure in shared_heads["steady"])
+    assert {*results["host-stream"]["breakdown"]} == {"plain, resident", "tree, resident"}
 
     compiled = results["compiled"]["compiled"]
     assert [(figure["tree"], figure["compile"]) for figure in compiled] == [

@@ -22,8 +22,8 @@ class Stream:
     `clock` is a vector clock: the work of each stream that is done before what is queued next.
     """
 
-    def __init__(self, *_):
-        self.clock = Counter()
+    def __init__(self, device=None, priority=0):
+        self.clock, self.priority = Counter(), priority
 
     def work(self):
         """Queue a piece of work. Returns the clock when it is done."""
@@ -114,6 +114,12 @@ def test_every_layer_computes_with_its_own_weights(device):
     assert device.errors == []
     # a step waits for all that it copies, so it can be captured
     assert stream.copies.clock <= device.compute.clock
+
+
+def test_copies_are_never_on_the_stream_of_a_capture(device):
+    """PyTorch has 32 streams of each priority, which it hands out in turn."""
+    capturing_stream = torch.cuda.Stream(None)
+    assert host_stream(device).copies.priority < capturing_stream.priority
 
 
 @pytest.mark.parametrize("layers", range(1, LAYERS))

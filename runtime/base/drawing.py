@@ -7,7 +7,6 @@ function of tensors and can be captured in a CUDA graph.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -121,11 +120,6 @@ def draw_tokens(probs: Tensor, uniforms: Tensor) -> Tensor:
     return torch.minimum(tokens, last)
 
 
-def kernels_available(device: torch.device) -> bool:
-    """Can Triton kernels run on `device`? PyTorch for CUDA installs Triton."""
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
-
-
 def race_on_device(
     logits: Tensor, temperature: float, count: int, bits: Tensor, block: int = BLOCK
 ) -> tuple[Tensor, Tensor]:
@@ -144,5 +138,6 @@ def race_on_device(
     probs = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     keys = torch.empty_like(probs)
     arguments = (logits.contiguous(), bits, probs, keys, logits.shape[1], temperature)
-    kernels.race[(logits.shape[0],)](*arguments, BLOCK=block, num_warps=WARPS)
+    with torch.cuda.device_of(logits):  # Triton launches on the current device
+        kernels.race[(logits.shape[0],)](*arguments, BLOCK=block, num_warps=WARPS)
     return probs, keys.topk(count, -1).indices

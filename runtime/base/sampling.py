@@ -14,9 +14,9 @@ from sequoia_plan.runtime.base.drawing import (
     MOST_PROBABLE,
     WITHOUT_REPLACEMENT,
     Drawing,
-    kernels_available,
     race_on_device,
 )
+from sequoia_plan.runtime.base.kernel_launch import kernel_or_tensors, kernels_available
 
 CONTEXT_DEPENDENT = {
     "repetition_penalty": (1.0,),
@@ -231,11 +231,20 @@ class Sampling:
         Returns:
             `draft_probs(logits)`; int64 [nodes, count], the children in draw order.
         """
-        if self.drawing is WITHOUT_REPLACEMENT and kernels_available(logits.device):
-            temperature = self.draft_temperature or self.temperature
-            return race_on_device(logits, temperature, count, bits)
-        probs = self.draft_probs(logits)
-        return probs, self.drawing.draw(probs, count, bits)
+
+        def draw_by_tensor_operations() -> tuple[Tensor, Tensor]:
+            """What this method returns."""
+            probs = self.draft_probs(logits)
+            return probs, self.drawing.draw(probs, count, bits)
+
+        if self.drawing is not WITHOUT_REPLACEMENT or not kernels_available(logits.device):
+            return draw_by_tensor_operations()
+        temperature = self.draft_temperature or self.temperature
+        return kernel_or_tensors(
+            "drawing",
+            lambda: race_on_device(logits, temperature, count, bits),
+            draw_by_tensor_operations,
+        )
 
 
 def top_p_filter(probs: Tensor, top_p: float) -> Tensor:

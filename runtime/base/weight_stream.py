@@ -15,10 +15,12 @@ class WeightStream(Protocol):
         memory: uint8 slots on the device that computes. The weights of streamed layer k are in
             slot k modulo the number of slots.
         bytes: bytes that one pass brings.
+        can_be_captured: whether a CUDA graph can hold a pass, because only the device waits.
     """
 
     memory: list[Tensor]
     bytes: int
+    can_be_captured: bool
 
     def begin_step(self) -> None:
         """A decoding step begins; its pass will need the first layers."""

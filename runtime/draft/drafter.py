@@ -195,6 +195,20 @@ def passes_by_level(tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, .
     return tuple(pass_of_level(level) for level in range(tree.num_drafted_levels))
 
 
+def distinct_slots(length: Tensor, input_slots: Tensor) -> Tensor:
+    """int64 [tokens]: the slots that a pass writes, each once, also where the text is short.
+
+    A pass may read more committed tokens than there are. Rows for tokens before the first one go
+    to slots of nodes, which no row of this pass sees and which a later pass writes before it reads.
+
+    Args:
+        length: int64 [1], the root's slot.
+        input_slots: int64 [tokens], relative to the root's slot (see `DraftPass`), distinct.
+    """
+    slots = length + input_slots
+    return slots.where(slots >= 0, length - slots)  # -1 becomes the slot after the root's
+
+
 def draft_tree(
     drafter: Drafter,
     passes: Sequence[DraftPass],

@@ -20,7 +20,7 @@ from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
-from sequoia_plan.runtime.draft.drafter import DraftPass, passes_by_level
+from sequoia_plan.runtime.draft.drafter import DraftPass, distinct_slots, passes_by_level
 from sequoia_plan.runtime.draft.eagle_model import EagleModel
 from sequoia_plan.runtime.models.forward import ForwardOutput, compiling_many_shapes
 
@@ -129,13 +129,14 @@ class EagleDrafter:
         """
         cache = sequence.draft
         assert isinstance(cache, EagleCache)
-        # short texts have fewer committed tokens than the first pass reads
-        slots = (sequence.length + draft_pass.input_slots).clamp_(min=0)
+        # short texts have fewer committed tokens than the first pass reads: token 0 stands for them
+        read_slots = (sequence.length + draft_pass.input_slots).clamp_(min=0)
+        slots = distinct_slots(sequence.length, draft_pass.input_slots)
         all_slots = torch.arange(columns.numel(), device=columns.device)
         has_feature = all_slots > 0  # no token is before the one in slot 0
         if previous is None:
-            features = cache.recent_features[(slots - 1) % RECENT]
-            is_visible = (all_slots <= slots[:, None]) & has_feature
+            features = cache.recent_features[(read_slots - 1) % RECENT]
+            is_visible = (all_slots <= read_slots[:, None]) & has_feature
             mask = additive_mask(is_visible, draft_pass.mask.dtype)
         else:
             assert previous.hidden_states is not None and draft_pass.parent_rows is not None
@@ -143,7 +144,7 @@ class EagleDrafter:
             masked_column = draft_pass.mask.shape[1] - 1  # visible to no node
             mask = draft_pass.mask.index_select(1, columns.where(has_feature, masked_column))
         model = self.model if self.compiled is None else self.compiled
-        tokens, positions = sequence.tokens[slots], sequence.length + draft_pass.offsets
+        tokens, positions = sequence.tokens[read_slots], sequence.length + draft_pass.offsets
         num_logits = draft_pass.num_parents
         return self._run(model, cache, tokens, features, slots, positions, mask, num_logits)
 

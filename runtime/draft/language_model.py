@@ -13,7 +13,7 @@ from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
-from sequoia_plan.runtime.draft.drafter import DraftPass, passes_by_level
+from sequoia_plan.runtime.draft.drafter import DraftPass, distinct_slots, passes_by_level
 from sequoia_plan.runtime.models.forward import ForwardOutput, TreeModel
 from sequoia_plan.runtime.models.probe import probe
 
@@ -82,11 +82,11 @@ class LanguageModelDrafter:
         Returns:
             Logits of the last `num_parents` tokens, [num_parents, vocabulary].
         """
-        # a prompt of one token has no token before its root: slot 0 stands for it
-        slots = (sequence.length + draft_pass.input_slots).clamp_(min=0)
+        # a prompt of one token has no token before its root: token 0 stands for it
+        tokens = sequence.tokens[(sequence.length + draft_pass.input_slots).clamp_(min=0)]
         positions = (sequence.length + draft_pass.offsets).clamp_(min=0)
+        slots = distinct_slots(sequence.length, draft_pass.input_slots)
         mask = draft_pass.mask.index_select(1, columns)
-        tokens = sequence.tokens[slots]
         return self.model(
             sequence.draft, tokens, positions, slots, mask, logits_to_keep=draft_pass.num_parents
         )

@@ -14,6 +14,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from sequoia_plan.runtime.base.kernel_launch import kernel_or_tensors
+from sequoia_plan.runtime.models.tree_attention import can_split_keys, split_key_attention
+
 IMPLEMENTATION = "sequoia_plan"
 """The name under which transformers knows the attention of this module."""
 MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -33,10 +36,10 @@ def attend_shared_heads(
 ) -> tuple[Tensor, None]:
     """Compute transformers' `sdpa` attention, without copies of keys and values that heads share.
 
-    With a mask, transformers copies keys and values once for each head that shares them. This
-    function copies nothing. The heads of one sequence that share keys become a dimension along
-    which keys and values are expanded. Where each sequence has one token, they become the rows of
-    one head.
+    With a mask, transformers copies keys and values once for each head that shares them; older
+    versions (5.17) do so even where one token attends. This function copies nothing. The heads of
+    one sequence that share keys become a dimension along which keys and values are expanded. Where
+    several sequences have one token each, they become the rows of one head.
 
     Args:
         query: [sequences, heads, tokens, head_dim], of one sequence or of one token each.
@@ -58,16 +61,26 @@ def attend_shared_heads(
         dropout_p=dropout,
         scale=scaling,
     )
-    if heads_are_shared and one_mask_for_all_heads and is_plain_sdpa:
-        if sequences > 1 and tokens == 1:  # heads become rows (tokens) of the shared head
+
+    def attend_by_tensor_operations() -> Tensor:
+        """What this function returns, for one sequence or one token of each."""
+        if tokens == 1:  # heads become rows (tokens) of the shared head
             rows = query[:, :, 0].unflatten(1, (key_heads, -1))
-            return attend(rows, key, value).flatten(1, 2)[:, None].contiguous(), None
-        if sequences == 1 and tokens > 1:  # shared heads become the batch dimension
-            query = query[0].unflatten(0, (key_heads, -1))
-            key = key[0][:, None].expand(-1, query.shape[1], -1, -1)
-            value = value[0][:, None].expand(-1, query.shape[1], -1, -1)
-            attended = attend(query, key, value).flatten(0, 1)[None]
-            return attended.transpose(1, 2).contiguous(), None
+            return attend(rows, key, value).flatten(1, 2)[:, None].contiguous()
+        # shared heads become the batch dimension
+        queries = query[0].unflatten(0, (key_heads, -1))
+        keys = key[0][:, None].expand(-1, queries.shape[1], -1, -1)
+        values = value[0][:, None].expand(-1, queries.shape[1], -1, -1)
+        attended = attend(queries, keys, values).flatten(0, 1)[None]
+        return attended.transpose(1, 2).contiguous()
+
+    if heads_are_shared and one_mask_for_all_heads and is_plain_sdpa and 1 in (sequences, tokens):
+        assert attention_mask is not None
+        if dropout or not can_split_keys(query, key, value, attention_mask):
+            return attend_by_tensor_operations(), None
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        split_keys = partial(split_key_attention, query, key, value, attention_mask, scale)
+        return kernel_or_tensors("attention", split_keys, attend_by_tensor_operations), None
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout, scaling, **kwargs
     )

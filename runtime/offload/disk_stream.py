@@ -63,6 +63,8 @@ class DiskStream:
         bytes: bytes that one pass reads.
     """
 
+    can_be_captured = False  # the host waits for its threads, and copies memory that is not pinned
+
     def __init__(
         self, file: WeightFile, blocks: Sequence[WeightBlock], slots: int, device: torch.device
     ) -> None:

@@ -75,12 +75,15 @@ class HostStream:
         bytes: bytes that one pass copies.
     """
 
+    can_be_captured = True
+
     def __init__(self, blocks: Sequence[Tensor], slots: int, device: torch.device) -> None:
         self.blocks, self.device = list(blocks), device
         self.bytes = sum(block.numel() for block in blocks)
         slot_sizes = [max(block.numel() for block in blocks[slot::slots]) for slot in range(slots)]
         self.memory = [torch.empty(size, dtype=torch.uint8, device=device) for size in slot_sizes]
-        self.copies = torch.cuda.Stream(device)
+        # streams of another priority are others than those that graphs are captured on
+        self.copies = torch.cuda.Stream(device, priority=-1)
         self.copy_finished: list[Any] = [None] * slots
         """For each slot, the event that its last copy ends with."""
         self.has_begun = False

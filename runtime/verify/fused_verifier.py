@@ -81,12 +81,13 @@ class FusedVerifier:
             tokens: int64 [size], each node's token.
         """
         out = self._new_output(logits)
-        kernels().greedy[(1,)](
-            logits.contiguous(), tokens, self.child_count, self.first_child, self.paths,
-            self.offsets, out, logits.shape[1], self.tree.depth,
-            BLOCK=self.block, MAX_CHILDREN=self.max_children, MAX_LEVELS=self.max_levels,
-            num_warps=WARPS,
-        )  # fmt: skip
+        with torch.cuda.device_of(logits):  # Triton launches on the current device
+            kernels().greedy[(1,)](
+                logits.contiguous(), tokens, self.child_count, self.first_child, self.paths,
+                self.offsets, out, logits.shape[1], self.tree.depth,
+                BLOCK=self.block, MAX_CHILDREN=self.max_children, MAX_LEVELS=self.max_levels,
+                num_warps=WARPS,
+            )  # fmt: skip
         return _accepted_path(out)
 
     def verify(
@@ -115,7 +116,8 @@ class FusedVerifier:
             launch = self._launch_traversal
         out = self._new_output(logits)
         tensors = (logits.contiguous(), draft_probs.contiguous(), drawn.contiguous())
-        launch(*tensors, uniforms, sampling, out)
+        with torch.cuda.device_of(logits):  # Triton launches on the current device
+            launch(*tensors, uniforms, sampling, out)
         return _accepted_path(out)
 
     def _launch_sequoia(

@@ -35,7 +35,7 @@ import triton.language as tl
 
 # fmt: off
 LOWEST = tl.constexpr(-1e30)
-TINY, LARGEST = tl.constexpr(1.1754944e-38), tl.constexpr(3.4028235e38)
+TINY, LARGEST = tl.constexpr(1.1754944e-38), tl.constexpr(3.4028234e38)
 
 STATE_MAX_LOGIT = tl.constexpr(0)
 STATE_C = tl.constexpr(1)

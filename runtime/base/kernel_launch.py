@@ -1,0 +1,67 @@
+"""Where Triton kernels run, and what runs in their place if they cannot be compiled."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+_failed_kernels: set[str] = set()
+"""Names of kernels that could not be compiled in this process."""
+
+
+def kernels_available(device: torch.device) -> bool:
+    """Can Triton kernels run on `device`? PyTorch for CUDA installs Triton."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def has_failed(name: str) -> bool:
+    """Has `kernel_or_tensors` tried the kernel of this name in vain?"""
+    return name in _failed_kernels
+
+
+def kernel_or_tensors(
+    name: str, run_kernel: Callable[[], T], run_tensor_operations: Callable[[], T]
+) -> T:
+    """What a kernel computes; if it cannot be compiled, what tensor operations compute.
+
+    Triton compiles a kernel when it is first launched, which needs a C compiler and a Triton that
+    accepts the kernel. If that fails, there is one warning, and the kernel is not tried again in
+    this process.
+
+    Args:
+        name: of the kernel, for the warning.
+        run_kernel: launches it and returns its results.
+        run_tensor_operations: computes the same results without Triton.
+
+    Raises:
+        torch.OutOfMemoryError: if the device has not enough memory for the results.
+    """
+    if name in _failed_kernels:
+        return run_tensor_operations()
+    try:
+        return run_kernel()
+    except torch.OutOfMemoryError:
+        raise
+    # compilers raise many types; a device that has failed raises again in the tensor operations
+    except Exception as error:
+        _failed_kernels.add(name)
+        warnings.warn(
+            f"{name}: its Triton kernel cannot be compiled, and slower tensor operations replace "
+            f"it: {_reason(error)}",
+            stacklevel=3,
+        )
+        return run_tensor_operations()
+
+
+def _reason(error: BaseException) -> str:
+    """The type and the last line of the error that caused this one; Triton quotes code before."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1].strip() if lines else '':.300}"

@@ -1,0 +1,124 @@
+"""Attention of a few tokens to many keys as Triton kernels; PyTorch's is their oracle.
+
+PyTorch's kernels that take a mask give all keys of a head to one program, so that a tree's pass
+over a long text leaves most of a GPU idle. Here the keys are split: each program attends to a part
+of them, and a second kernel merges the parts.
+
+The rows of a program are the queries of all heads that share keys: row r is token r % num_tokens of
+the shared head's query head r // num_tokens.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# fmt: off
+LOWEST, TINY = tl.constexpr(-1e30), tl.constexpr(1e-30)
+
+
+@triton.jit
+def attend_to_part(
+    query, key, value, mask, part_sums, part_totals, part_max, num_tokens, extent, group, chunk,
+    scale, query_head_stride, query_token_stride, key_head_stride, key_slot_stride,
+    value_head_stride, value_slot_stride, mask_token_stride,
+    HEAD_DIM: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):
+    """Attend to one part of the keys. The programs are [shared heads, blocks of rows, parts].
+
+    Blocks of keys that the mask hides from every row are not read.
+
+    Args:
+        query: [heads, num_tokens, HEAD_DIM].
+        key, value: [shared heads, at least extent, HEAD_DIM].
+        mask: additive, [num_tokens, extent].
+        part_sums: float32 [parts, shared heads * rows, HEAD_DIM], written: sums of weight * value.
+        part_totals, part_max: float32 [parts, shared heads * rows], written: sums of the weights
+            exp(score - part_max), and the largest scores.
+        group: heads that share keys.
+        chunk: keys of a part, a multiple of BLOCK_KEYS.
+        scale: of the products of queries and keys.
+        HIDDEN: numbers of the mask up to here hide a key.
+    """
+    head, part = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    num_rows = num_tokens * group
+    row_inside = rows < num_rows
+    row_tokens = rows % num_tokens
+    query_heads = head * group + rows // num_tokens
+    dims = tl.arange(0, BLOCK_DIM)
+    dim_inside = dims < HEAD_DIM
+    row_starts = query_heads * query_head_stride + row_tokens * query_token_stride
+    q = tl.load(
+        query + row_starts[:, None] + dims[None, :],
+        mask=row_inside[:, None] & dim_inside[None, :], other=0.0,
+    )
+    highest = tl.full([BLOCK_ROWS], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    sums = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
+    first = part * chunk
+    for start in range(first, tl.minimum(first + chunk, extent), BLOCK_KEYS):
+        slots = start + tl.arange(0, BLOCK_KEYS)
+        slot_inside = slots < extent
+        bias = tl.load(
+            mask + row_tokens[:, None] * mask_token_stride + slots[None, :],
+            mask=row_inside[:, None] & slot_inside[None, :], other=-float("inf"),
+        ).to(tl.float32)
+        is_visible = bias > HIDDEN
+        if tl.max(tl.max(is_visible.to(tl.int32), 1), 0) > 0:
+            k = tl.load(
+                key + head * key_head_stride + slots[None, :] * key_slot_stride + dims[:, None],
+                mask=slot_inside[None, :] & dim_inside[:, None], other=0.0,
+            )
+            scores = tl.dot(q, k, input_precision="ieee") * scale + bias
+            scores = tl.where(is_visible, scores, LOWEST)
+            new_highest = tl.maximum(highest, tl.max(scores, 1))
+            weights = tl.where(is_visible, tl.exp(scores - new_highest[:, None]), 0.0)
+            v = tl.load(
+                value + head * value_head_stride + slots[:, None] * value_slot_stride
+                + dims[None, :],
+                mask=slot_inside[:, None] & dim_inside[None, :], other=0.0,
+            )
+            rescale = tl.exp(highest - new_highest)
+            total = total * rescale + tl.sum(weights, 1)
+            weighted = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            sums = sums * rescale[:, None] + weighted
+            highest = new_highest
+    results = (part * tl.num_programs(0) + head) * num_rows + rows
+    tl.store(part_totals + results, total, mask=row_inside)
+    tl.store(part_max + results, highest, mask=row_inside)
+    tl.store(
+        part_sums + results[:, None] * HEAD_DIM + dims[None, :], sums,
+        mask=row_inside[:, None] & dim_inside[None, :],
+    )
+
+
+@triton.jit
+def merge_parts(
+    part_sums, part_totals, part_max, attended, num_parts, num_tokens, group,
+    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, MAX_PARTS: tl.constexpr,
+):
+    """Merge the parts of each row, one program a row. The programs are [shared heads, rows].
+
+    Args:
+        part_sums, part_totals, part_max: what `attend_to_part` wrote.
+        attended: [num_tokens, heads, HEAD_DIM], written; zeros for a row that no key is visible to.
+        MAX_PARTS: a power of two, at least the number of parts.
+    """
+    head, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    num_rows = num_tokens * group
+    parts, dims = tl.arange(0, MAX_PARTS), tl.arange(0, BLOCK_DIM)
+    part_inside, dim_inside = parts < num_parts, dims < HEAD_DIM
+    results = (parts * tl.num_programs(0) + head) * num_rows + row
+    part_highest = tl.load(part_max + results, mask=part_inside, other=LOWEST)
+    factors = tl.exp(part_highest - tl.max(part_highest))
+    total = tl.sum(factors * tl.load(part_totals + results, mask=part_inside, other=0.0))
+    sums = tl.load(
+        part_sums + results[:, None] * HEAD_DIM + dims[None, :],
+        mask=part_inside[:, None] & dim_inside[None, :], other=0.0,
+    )
+    result = tl.sum(sums * factors[:, None], 0) / tl.maximum(total, TINY)
+    query_head = head * group + row // num_tokens
+    place = (row % num_tokens) * tl.num_programs(0) * group + query_head
+    tl.store(attended + place * HEAD_DIM + dims, result, mask=dim_inside)

@@ -1,0 +1,101 @@
+"""Attention of a tree's pass on CUDA, with the keys split over the device."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from sequoia_plan.runtime.base.cache import round_up
+from sequoia_plan.runtime.base.kernel_launch import kernels_available
+
+MAX_TOKENS, MIN_EXTENT = 256, 1024
+"""With more tokens or fewer keys, PyTorch's kernels leave little of a device idle."""
+MAX_ROWS, BLOCK_KEYS, MAX_HEAD_DIM, WARPS = 32, 32, 128, 8
+"""Of a program; larger blocks spill registers (tests/test_kernel_compile.py)."""
+MAX_PARTS = 64
+HIDDEN = {torch.float32: -1e30, torch.bfloat16: -1e30, torch.float16: -6e4}
+"""By the mask's dtype: numbers up to here hide a key. Masks have the dtype's lowest number."""
+DTYPES = (torch.bfloat16, torch.float16)
+"""Where the kernels are fast; in float32, their products would spill registers."""
+
+
+def can_split_keys(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
+    """Does `split_key_attention` take these tensors, on a device where it is faster?"""
+    tensors = (query, key, value, mask)
+    return (
+        kernels_available(query.device)
+        and not torch.compiler.is_compiling()
+        and query.shape[0] == 1
+        and query.shape[2] <= MAX_TOKENS
+        and key.shape[2] >= MIN_EXTENT
+        and query.shape[3] == value.shape[3] <= MAX_HEAD_DIM
+        and len({tensor.dtype for tensor in tensors}) == 1
+        and query.dtype in DTYPES
+        and all(tensor.stride(-1) == 1 for tensor in tensors)
+        and not any(tensor.requires_grad for tensor in tensors)
+    )
+
+
+def split_key_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, num_parts: int = 0
+) -> Tensor:
+    """`scaled_dot_product_attention` by Triton kernels that split the keys over the device.
+
+    Args:
+        query: [1, heads, tokens, head_dim].
+        key, value: [1, shared heads, extent, head_dim].
+        mask: additive, [1, 1, tokens, extent]. Every key that is visible to a row is finite.
+        scale: of the products of queries and keys.
+        num_parts: of the keys; 0 for as many as fill the device.
+
+    Returns:
+        [1, tokens, heads, head_dim]; zeros for a token that sees no key.
+    """
+    kernels = _kernels()
+    _, heads, tokens, head_dim = query.shape
+    shared_heads, extent = key.shape[1], key.shape[2]
+    group = heads // shared_heads
+    num_rows = group * tokens
+    block_rows = min(max(16, 1 << (num_rows - 1).bit_length()), MAX_ROWS)
+    row_blocks = -(-num_rows // block_rows)
+    if not num_parts:
+        programs = 2 * _num_multiprocessors(query.device)
+        num_parts = -(-programs // (shared_heads * row_blocks))
+    chunk = round_up(-(-extent // min(num_parts, MAX_PARTS)), BLOCK_KEYS)
+    num_parts = -(-extent // chunk)
+    device, num_results = query.device, shared_heads * num_rows
+    part_sums = torch.empty(num_parts, num_results, head_dim, dtype=torch.float32, device=device)
+    part_totals = torch.empty(num_parts, num_results, dtype=torch.float32, device=device)
+    part_max = torch.empty_like(part_totals)
+    attended = torch.empty(1, tokens, heads, head_dim, dtype=query.dtype, device=device)
+    block_dim = max(16, 1 << (head_dim - 1).bit_length())
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        kernels.attend_to_part[(shared_heads, row_blocks, num_parts)](
+            query, key, value, mask, part_sums, part_totals, part_max,
+            tokens, extent, group, chunk, scale,
+            query.stride(1), query.stride(2), key.stride(1), key.stride(2), value.stride(1),
+            value.stride(2), mask.stride(2),
+            HEAD_DIM=head_dim, HIDDEN=HIDDEN[mask.dtype], BLOCK_ROWS=block_rows,
+            BLOCK_KEYS=BLOCK_KEYS, BLOCK_DIM=block_dim, num_warps=WARPS,
+        )  # fmt: skip
+        kernels.merge_parts[(shared_heads, num_rows)](
+            part_sums, part_totals, part_max, attended, num_parts, tokens, group,
+            HEAD_DIM=head_dim, BLOCK_DIM=block_dim,
+            MAX_PARTS=1 << (num_parts - 1).bit_length(), num_warps=WARPS,
+        )  # fmt: skip
+    return attended
+
+
+@functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    """How many programs a CUDA device runs side by side, at least."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _kernels() -> ModuleType:
+    """`attention_kernels.py`, which only a machine with Triton can import."""
+    return importlib.import_module("sequoia_plan.runtime.models.attention_kernels")

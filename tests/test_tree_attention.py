@@ -1,0 +1,168 @@
+"""Attention with split keys against PyTorch's in float64: trees, windows, any length.
+
+The kernels run on a CUDA device, or without one on the CPU, by Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from toys import SMALL_TREES
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.runtime import SequoiaDecoder
+from sequoia_plan.runtime.base import kernel_launch
+from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.base.tree_tensors import TreeTensors
+from sequoia_plan.runtime.models import attention, tree_attention
+from sequoia_plan.runtime.models.tree_attention import can_split_keys, split_key_attention
+
+pytest.importorskip(
+    "triton",
+    reason="Triton is not installed, which compiles or interprets the kernels",
+    exc_type=ImportError,
+)
+pytestmark = pytest.mark.usefixtures("one_thread")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="is about a CPU that stands for a GPU")
+DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16, torch.float32]
+"""Triton's interpreter multiplies matrices of bfloat16 wrongly."""
+TREES = {
+    "root": TokenTree.chain(1),
+    "chain": TokenTree.chain(5),
+    "both": SMALL_TREES["both"],
+    "wide": TokenTree.star(40),
+}
+
+
+def inputs(heads, shared_heads, tokens, extent, dtype, head_dim=16):
+    """Random queries, keys and values; keys and values are part of a longer cache."""
+    generator = torch.Generator().manual_seed(extent)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+    query = random(1, tokens, heads, head_dim).transpose(1, 2)  # as models make them
+    caches = [random(1, shared_heads, extent + 7, head_dim) for _ in range(2)]
+    return query, *(cache[:, :, :extent] for cache in caches)
+
+
+def error(query, key, value, mask, attended):
+    """The largest difference from PyTorch's attention in float64."""
+    group = query.shape[1] // key.shape[1]
+    keys, values = (states.double().repeat_interleave(group, 1) for states in (key, value))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    mask = torch.zeros_like(mask, dtype=torch.float64).masked_fill(mask < -1, -torch.inf)
+    expected = attend(query.double(), keys, values, mask).transpose(1, 2)
+    return float((attended.double() - expected).abs().max())
+
+
+def tolerance(dtype):
+    return {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("tree", "length"),
+    [*itertools.product(TREES, [0, 1, 31, 300]), ("root", 4096), ("both", 4096)],
+)
+def test_trees_of_any_length(tree, length, dtype):
+    """Four heads share keys; the slots after the tree, up to the extent, are hidden."""
+    tensors = TreeTensors.of(TREES[tree], DEVICE, dtype)
+    size = TREES[tree].size
+    extent = -(-(length + size) // 64) * 64
+    columns = tensors.columns(torch.tensor([length], device=DEVICE), extent)
+    mask = tensors.mask.index_select(1, columns)[None, None]
+    query, key, value = inputs(4, 1, size, extent, dtype)
+    for num_parts in (1, 64) if length < 64 else (3,):
+        attended = split_key_attention(query, key, value, mask, 0.25, num_parts)
+        assert attended.shape == (1, size, 4, 16)
+        assert error(query, key, value, mask, attended) < tolerance(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "shared_heads"), [(1, 1), (2, 2), (6, 2), (8, 1)])
+@pytest.mark.parametrize("window", [1, 20, 300])
+def test_windows_and_shared_heads(heads, shared_heads, window, dtype):
+    """Each token sees the keys at most `window` before it; whole blocks of keys are hidden."""
+    tokens, extent = 9, 203
+    slots = torch.arange(extent, device=DEVICE)
+    rows = torch.arange(extent - tokens, extent, device=DEVICE)[:, None]
+    visible = (slots <= rows) & (slots > rows - window)
+    mask = additive_mask(visible, dtype)[None, None]
+    tensors = inputs(heads, shared_heads, tokens, extent, dtype, head_dim=24)
+    attended = split_key_attention(*tensors, mask, 24**-0.5, 4)
+    assert error(*tensors, mask, attended) < tolerance(dtype)
+
+
+def test_a_mask_that_is_not_the_kernels_is_noticed():
+    """The control: one more key changes the result by more than the tolerance."""
+    tensors = inputs(4, 1, 3, 70, torch.float32)
+    visible = torch.ones(3, 70, dtype=torch.bool, device=DEVICE).tril(60)
+    mask = additive_mask(visible, torch.float32)[None, None]
+    attended = split_key_attention(*tensors, mask, 0.25, 2)
+    assert error(*tensors, mask, attended) < 2e-6
+    mask[0, 0, 1, 69] = 0.0
+    assert error(*tensors, mask, attended) > 1e-3
+
+
+def test_a_token_that_sees_nothing_gets_zeros():
+    """PyTorch averages all values then; no step uses such a row, but it must be finite."""
+    tensors = inputs(4, 1, 2, 70, torch.float32)
+    visible = torch.ones(2, 70, dtype=torch.bool, device=DEVICE)
+    visible[0] = False
+    mask = additive_mask(visible, torch.float32)[None, None]
+    attended = split_key_attention(*tensors, mask, 0.25, 2)
+    query, key, value = tensors
+    assert not attended[:, 0].any()
+    assert error(query[:, :, 1:], key, value, mask[:, :, 1:], attended[:, 1:]) < 2e-6
+
+
+@interpreted
+def test_only_cuda_takes_the_kernels(monkeypatch):
+    """And only what they are made for: 16 bits, many keys, few tokens, no gradients."""
+
+    def can_take(tokens=3, extent=2048, dtype=torch.bfloat16, head_dim=64, requires_grad=False):
+        query = torch.zeros(1, 4, tokens, head_dim, dtype=dtype, requires_grad=requires_grad)
+        key = torch.zeros(1, 2, extent, head_dim, dtype=dtype)
+        return can_split_keys(query, key, key, torch.zeros(1, 1, tokens, extent, dtype=dtype))
+
+    assert not can_take()
+    monkeypatch.setattr(tree_attention, "kernels_available", lambda device: True)
+    assert can_take() and can_take(tokens=1)
+    assert not can_take(tokens=257) and not can_take(extent=512) and not can_take(head_dim=256)
+    assert not can_take(dtype=torch.float32) and not can_take(requires_grad=True)
+
+
+@interpreted
+def test_a_decoder_generates_the_same_with_split_keys(monkeypatch):
+    """A model whose heads share keys, from the first token on, in the tree's and plain passes."""
+
+    def model(seed):
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
+            num_key_value_heads=2, vocab_size=90, head_dim=8,
+        )  # fmt: skip
+        return LlamaForCausalLM(config).eval()
+
+    target, draft, launches = model(0), model(1), []
+
+    def counted(*args):
+        launches.append(args[0].shape[2])
+        return split_key_attention(*args, 3)
+
+    for tree in (TREES["both"], TREES["root"]):
+        decoder = SequoiaDecoder(target, draft, tree)
+        expected = decoder.generate([5, 6, 7], 12).sequences
+        with monkeypatch.context() as patch:
+            patch.setattr(kernel_launch, "_failed_kernels", set())
+            patch.setattr(tree_attention, "kernels_available", lambda device: True)
+            patch.setattr(tree_attention, "DTYPES", (torch.float32,))
+            patch.setattr(tree_attention, "MIN_EXTENT", 1)
+            patch.setattr(attention, "split_key_attention", counted)
+            assert torch.equal(decoder.generate([5, 6, 7], 12).sequences, expected)
+        assert tree.size in launches
