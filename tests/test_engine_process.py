@@ -20,6 +20,12 @@ from sequoia_plan.planner.engines.vllm import EnginePool, Workload
 STAND_IN = {"PYTHONPATH": str(Path(__file__).parent / "stand_in")}
 
 
+@pytest.fixture(autouse=True)
+def logs_go_with_the_test(tmp_path, monkeypatch):
+    """An engine that fails leaves its log in the folder for temporary files."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
 def session_pids(pid):
     """The processes of a session."""
     command = ["ps", "-o", "pid=", "-s", str(pid)]
