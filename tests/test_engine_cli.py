@@ -24,6 +24,12 @@ HERE = Path(__file__).parent
 COUNTERS = str(HERE / "data" / "vllm" / "counters-0.27.1.txt")
 
 
+@pytest.fixture(autouse=True)
+def logs_go_with_the_test(tmp_path, monkeypatch):
+    """An engine that fails leaves its log in the folder for temporary files."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Runs `sequoia-plan engine ...` in an empty folder; this Python has the stand-in."""

@@ -20,6 +20,12 @@ from sequoia_plan.planner.engines.vllm import EnginePool, Workload
 STAND_IN = {"PYTHONPATH": str(Path(__file__).parent / "stand_in")}
 
 
+@pytest.fixture(autouse=True)
+def logs_go_with_the_test(tmp_path, monkeypatch):
+    """An engine that fails leaves its log in the folder for temporary files."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
 def session_pids(pid):
     """The processes of a session."""
     command = ["ps", "-o", "pid=", "-s", str(pid)]
@@ -99,10 +105,12 @@ def pool(target):
 def test_engines_that_disturb_each_other_are_started_once_more(tmp_path, monkeypatch):
     """Each fails the first time: the first engine alone, and the others together."""
     monkeypatch.setenv("PYTHONPATH", STAND_IN["PYTHONPATH"])
-    with pool(f"disturbed:{tmp_path}") as engines:
+    folder = tmp_path / "starts"
+    folder.mkdir()
+    with pool(f"disturbed:{folder}") as engines:
         engines.ensure_running([0, 1, 3])
         assert engines.run(3, 1, [0]).tokens > 0
-    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == dict.fromkeys("013", "2")
+    assert {file.name: file.read_text() for file in folder.iterdir()} == dict.fromkeys("013", "2")
 
 
 def test_an_engine_that_fails_twice_leaves_its_log(tmp_path, monkeypatch):
