@@ -92,9 +92,10 @@ def parent_rows(tree: TokenTree, rows: Floats) -> tuple[Any, Any]:
 
     Args:
         tree: the token tree.
-        rows: float64 [levels, classes, ranks]. The last level holds for all deeper ones. Class 0 is
-            the spine (the root, its first child, that node's first child, ...), class 1 all other
-            nodes; a single class stands for all nodes.
+        rows: float64 [levels, classes, ranks], the probability that a node's child of each rank is
+            accepted, by the node's level and class. The last level holds for all deeper ones. Class
+            0 is the spine (the root, its first child, that node's first child, ...), class 1 all
+            other nodes; a single class stands for all nodes.
     """
     parents = tree.parents[1:]
     level = np.minimum(tree.position_ids[parents], len(rows) - 1)
@@ -316,10 +317,11 @@ class MemoryGain(NamedTuple):
 
 
 def memory_gain(plan: Plan) -> MemoryGain | None:
-    """The gain from a further GB of memory, or from a tenth of the streamed bytes if that is less.
+    """The gain from a further GB of the target's device, or a tenth of the streamed bytes if less.
 
-    Bytes that stay in memory need not arrive in each pass. The gain is smaller if the step then
-    waits for something else. None if nothing is streamed.
+    Weights that stay on the device need not be streamed to it in each pass, which is then shorter
+    by the seconds that they take. The gain is smaller if the step then waits for something else.
+    None if nothing is streamed.
     """
     stream = plan.latency.stream if plan.latency else None
     if stream is None:

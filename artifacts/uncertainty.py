@@ -104,8 +104,8 @@ def _propagated_noise(
 ) -> tuple[Floats, float]:
     """S g / n, of the shape of `rows`, and the variance of F(tree), g' S g / n.
 
-    Here F is the expected tokens of the tree, g its gradient by p, n the number of observations,
-    and S = diag(p) - p p' the covariance of a single one.
+    Here F is the number of tokens that a step with the tree yields on average, g its gradient by
+    p, n the number of observations, and S = diag(p) - p p' the covariance of a single one.
 
     Args:
         tree: the token tree.

@@ -411,7 +411,7 @@ class SizeTimer:
             self.samples["rest"].append(self._time_overhead())
 
     def draft_pass(self) -> tuple[Tensor, Tensor]:
-        """One draft pass over `width` tokens: random numbers, forward pass, drawing of children.
+        """One draft pass over as many tokens as are timed: random numbers, forward, drawing.
 
         A DFlash pass draws nothing: there, drawing is timed with verification.
 

@@ -319,8 +319,8 @@ def _export_model(
 
     if role == "draft" and target is None:
         draft = draft or DEFAULT_DRAFT
-    is_file = draft is None or draft in EMBEDDED_DRAFTS or draft.endswith(".safetensors")
-    if role == "draft" and not is_file:
+    is_exportable = draft is None or draft in EMBEDDED_DRAFTS or draft.endswith(".safetensors")
+    if role == "draft" and not is_exportable:
         raise ArgumentError(
             f"--draft {draft}: expected a draft .safetensors file; a folder can be given to other "
             "engines as it is"

@@ -61,6 +61,8 @@ MIN_SHARE = 1e-4
 """A class that never came up counts as if it had this share of steps: it has a tree as well."""
 MAX_UNREAD = 64
 """Tokens that the draft may leave unread; it then reads them in any case."""
+MIN_REPLAYED_SHARE = 0.01
+"""The recorded texts decide about the tree of a class with this share of their steps or more."""
 MAX_ASCENTS = 50
 """Rounds in which each class is solved once; five are usually enough."""
 
@@ -464,6 +466,7 @@ def _fastest_on_recorded_texts(
         best = fastest
     if recording.texts:
         best = _with_trees_exchanged(recording, best, trees_so_far, limits)
+        best = _with_rare_classes_solved(recording, best, limits)
     return best, _solve_beside(best, recording.times, limits, MAX_WORK).bound
 
 
@@ -498,6 +501,8 @@ def _with_trees_exchanged(
     while is_improved:
         is_improved = False
         for c, problem in enumerate(recording.problems):
+            if best.shares[c] < MIN_REPLAYED_SHARE:
+                continue
             for tree in (*sorted_trees, *chains):
                 if tree == best.trees[c] or (tree.looks_up and problem.looked_up is None):
                     continue
@@ -505,6 +510,24 @@ def _with_trees_exchanged(
                 if decoded.speed > best.speed * (1 + OPTIMALITY_TOLERANCE):
                     best, is_improved = decoded, True
     return best
+
+
+def _with_rare_classes_solved(
+    recording: Recording, best: DecodedAgain, limits: Limits
+) -> DecodedAgain:
+    """Trees by match in which a class that the texts hardly come upon is solved for its own counts.
+
+    Recorded texts are short, and a long match is rare in them; a longer text has it often. So such
+    a class takes the tree that the price of time and all of its counted positions give.
+    """
+    is_rare = best.shares < MIN_REPLAYED_SHARE
+    problems = [
+        counted if is_rare[c] else best.problems[c] for c, counted in enumerate(recording.problems)
+    ]
+    decoded = replace_fields(best, problems=problems)
+    solved = _solve_beside(decoded, recording.times, limits, MAX_WORK // 10)
+    trees = tuple(solved.trees[c] if is_rare[c] else tree for c, tree in enumerate(best.trees))
+    return replace_fields(recording.decode(trees), problems=problems)
 
 
 def _solve_beside(

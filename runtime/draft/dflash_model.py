@@ -66,6 +66,7 @@ class DFlashModel(HiddenStateDraft):
         target_width: int,
         block: DraftBlock,
     ) -> None:
+        """Make the layers; the class explains the arguments, or `HiddenStateDraft` does."""
         super().__init__(config, target, aux_hidden_state_layers, d2t, has_embeddings, head_rows)
         self.block, width = block, config.hidden_size
         self.fc = nn.Linear(len(aux_hidden_state_layers) * target_width, width, bias=False)

@@ -210,8 +210,9 @@ def write_weights(
     try:
         with open(unfinished, "wb") as file:
             entries, extents = _plan_blocks(layout)
-            unchecked = [(offset, size, 0) for offset, size in extents]
-            file.seek(len(_header(entries, unchecked, source)))
+            # The header's length does not depend on the checksums, which are known at the end.
+            without_checksums = [(offset, size, 0) for offset, size in extents]
+            file.seek(len(_header(entries, without_checksums, source)))
             blocks = [
                 (offset, size, _write_block(file, size, tensors, load))
                 for (offset, size), tensors in zip(extents, layout, strict=True)

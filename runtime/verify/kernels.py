@@ -464,8 +464,9 @@ def traversal_start(
 
     Args:
         inner_nodes: int64 [inner nodes], the nodes that have children.
-        state: float [inner nodes, STATE_COLUMNS], written: max_logit, the residual's c and e, the
-            acceptance probability a, a / mass of the residual, and the never drawn mass.
+        state: float [inner nodes, STATE_COLUMNS], written: max_logit, c and e of the residual
+            max(p - c q - e, 0) (residual.py), the acceptance probability a, a / mass of the
+            residual (before any rejection, of the target's own), and the never drawn mass.
         thresholds: int64 [inner nodes], written: the filters keep sort keys from there on.
         others: as for `sequoia`.
     """

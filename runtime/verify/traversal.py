@@ -43,8 +43,8 @@ def acceptance(
     """
     order = index.by_level
     residual = residual_after_children(target_probs, draft_probs, drawn, index, d2t, looked_up)
-    accept_probs = subtree_probs(residual, index)
-    accept_probs[order.nodes] = residual.node_probs
+    accept_probs = subtree_probs(residual, index)  # a of every node when it is reached
+    accept_probs[order.nodes] = residual.node_probs  # the last a of nodes with children
     ordered = accept_probs.double()[index.post_order]
     ordered_end_probs = ordered * exclusive_cumprod(1 - ordered)
     end_probs = torch.zeros_like(ordered).index_copy(0, index.post_order, ordered_end_probs)
