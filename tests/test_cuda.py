@@ -21,6 +21,7 @@ from sequoia_plan.profiler import hardware, latency
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, capture, sequoia
 from sequoia_plan.runtime import step as step_module
 from sequoia_plan.runtime.base import sampling
+from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.base.weight_stream import register_stream
 from sequoia_plan.runtime.capture import Graphs, is_on_one_cuda_device
 from sequoia_plan.runtime.draft.drafter import DraftedTree
@@ -463,6 +464,12 @@ def test_plain_decoding_does_not_copy_them_either():
     _, expected = copies_and_logits(False, TokenTree.chain(1))
     assert copied == 0
     torch.testing.assert_close(logits, expected)
+
+
+def test_a_cache_answers_to_the_names_of_older_transformers():
+    """Version 5.10, the oldest that is supported, cannot make a layer without one of them."""
+    layer = TreeCache(2, 64).layers[0]
+    assert layer.get_max_cache_shape() == layer.get_max_length() == 64
 
 
 def test_attention_is_replaced_in_our_passes_only():

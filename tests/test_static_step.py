@@ -238,9 +238,14 @@ def test_models_that_read_the_length_on_the_host_are_not_captured():
     on_cuda = SimpleNamespace(device=torch.device("cuda", 0))
     other = SimpleNamespace(device=torch.device("cuda", 1))
 
+    class Model(SimpleNamespace):
+        """Unlike SimpleNamespace, but like a module, it can be a key of a weak dictionary."""
+
+        __hash__ = object.__hash__
+
     def model(parameters=(on_cuda, on_cuda), rope="default", **attributes):
         config = SimpleNamespace(rope_parameters={"rope_type": rope})
-        return SimpleNamespace(parameters=lambda: parameters, config=config, **attributes)
+        return Model(parameters=lambda: parameters, config=config, **attributes)
 
     assert can_capture(model()) and can_capture(model(rope="llama3"))
     assert not can_capture(model(rope="dynamic")) and not can_capture(model(rope="longrope"))

@@ -27,8 +27,8 @@ def can_split_keys(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> b
     """Does `split_key_attention` take these tensors, on a device where it is faster?"""
     tensors = (query, key, value, mask)
     return (
-        kernels_available(query.device)
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
+        and kernels_available(query.device)
         and query.shape[0] == 1
         and query.shape[2] <= MAX_TOKENS
         and key.shape[2] >= MIN_EXTENT
