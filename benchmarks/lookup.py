@@ -30,12 +30,12 @@ from rich.table import Table
 from sequoia_plan.artifacts import Profile, TokenTree, load_tree
 from sequoia_plan.artifacts.cost import StepTime, predict
 from sequoia_plan.artifacts.files import write_atomically
-from sequoia_plan.artifacts.lookup import read_positions
+from sequoia_plan.artifacts.lookup import LookupCounts
 from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load
 from sequoia_plan.planner.report.panels import AMBER, BLUE, GREEN, RED, style
 from sequoia_plan.planner.report.plot import PNG_DPI
 from sequoia_plan.planner.solving.baselines import bench_trees
-from sequoia_plan.planner.solving.replay import replay
+from sequoia_plan.planner.solving.replay import recorded_texts, replay
 from sequoia_plan.profiler.bench import PromptRun, bench, make_methods, summary
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.journal import Journal, discard, journal_of
@@ -61,11 +61,10 @@ def promised_speedups(profile: Profile, tree: TokenTree) -> dict[str, float]:
             for class_tree, acceptance in zip(trees, acceptances, strict=True)
         ]
     )
-    match_lengths = [match_plan.match_length for match_plan in match_plans]
     speedups = {}
     for kind, texts in profile.lookup.texts.items():
-        positions = [list(read_positions(text)) for text in texts]
-        replayed = replay(positions, match_lengths, trees, acceptances)
+        own_texts = LookupCounts(profile.lookup.classes, {kind: texts})
+        replayed = replay(recorded_texts(own_texts), trees, acceptances)
         seconds_per_token = float(replayed.shares @ step_seconds) / replayed.tokens_per_step
         speedups[kind] = round(times.plain_seconds() / seconds_per_token, 4)
     return speedups
