@@ -240,12 +240,18 @@ def lookup_counts(
             prompt i modulo their number.
 
     Returns:
-        The counts by class of match; None if a prompt has no tally.
+        The counts by class of match; None if a prompt has no tally, or there was no trial.
     """
     if not tallies or not all(tallies):
         return None
-    drafted = _tables([tally["drafted"] for tally in tallies if tally], LEVELS)
-    looked_up = _tables([tally["looked_up"] for tally in tallies if tally], LOOKUP_LEVELS)
+    drafted_rows = [row for tally in tallies if tally for row in tally["drafted"]]
+    if not drafted_rows:
+        return None
+    num_ranks = len(drafted_rows[0]) - 2  # after the row's number and its trials
+    drafted = _tables([tally["drafted"] for tally in tallies if tally], LEVELS, num_ranks)
+    looked_up = _tables(
+        [tally["looked_up"] for tally in tallies if tally], LOOKUP_LEVELS, num_ranks
+    )
     are_kinds_named = all(kinds) and len(set(kinds)) <= MAX_KINDS
     texts: dict[str, list[str]] = {}
     for number, tally in enumerate(tallies):
@@ -261,7 +267,7 @@ def lookup_counts(
 
 
 def _tables(
-    tables: Sequence[Sequence[Sequence[float]]], num_levels: int
+    tables: Sequence[Sequence[Sequence[float]]], num_levels: int, num_ranks: int
 ) -> list[tuple[LevelCounts, ...]]:
     """The sum of tables of trials, for each class of match its counts by level.
 
@@ -269,8 +275,8 @@ def _tables(
         tables: for each prompt, a list of [row, trials, counts...]; rows are numbered by class of
             match, level and class of parent.
         num_levels: number of levels of each class.
+        num_ranks: number of children counted.
     """
-    num_ranks = next(len(row) - 2 for table in tables for row in table)
     total = np.zeros((len(MATCH_LENGTHS) * num_levels * 2, 1 + num_ranks))
     for table in tables:
         for number, *row in table:

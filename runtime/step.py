@@ -508,8 +508,7 @@ class TreeStep:
             length: the root's slot.
         """
         sequence = self.sequence
-        num_read_first = -int(self.first_input_slot)  # the first pass reads so many before the root
-        is_needed = bool(self.passes) and sequence.num_unread > num_read_first
+        is_needed = bool(self.passes) and sequence.num_unread > drafter.num_read_again(self.tree)
         is_full = sequence.num_unread + self.tree.depth > CATCH_UP_TOKENS
         if sequence.num_unread and (is_needed or is_full):
             # a power of two, so that passes have few shapes; slot 0 is never unread
@@ -552,10 +551,8 @@ class TreeStep:
         self.num_inner_nodes = sum(draft_pass.num_parents for draft_pass in self.passes)
         # inner nodes on a looked-up spine below the last draft pass
         self.num_tail_rows = int(np.count_nonzero(tree.child_count)) - self.num_inner_nodes
-        first_slots = self.passes[0].input_slots.tolist() if self.passes else [0]
-        self.first_input_slot = min(first_slots)
-        # the nodes on the spine below the root
-        self.spine = self.tensors.nodes[torch.as_tensor(tree.classes == 0, device=self.device)][1:]
+        spine = np.flatnonzero(tree.classes == 0)[1:]  # the nodes on the spine below the root
+        self.spine = torch.as_tensor(spine.tolist(), dtype=torch.long, device=self.device)
         self.fused_verifier: FusedVerifier | None = None
         if kernels_available(self.device) and is_on_one_cuda_device(self.target.model):
             d2t = drafter.d2t if drafter else None

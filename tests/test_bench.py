@@ -81,7 +81,7 @@ def test_greedy_methods_say_the_same(models, monkeypatch):
 
     monkeypatch.setattr(type(models.target), "generate", remembering)
     decoders = make_methods(models, models, bench_trees(TREE, "traversal"), Sampling(), 24)
-    same_as_sequoia = ("top-k", "traversal")  # when greedy
+    same_as_sequoia = ("top-k", "tree", "traversal")  # when greedy, and without trees by match
     assert list(decoders) == [name for name in TITLES if name not in same_as_sequoia]
     prompt = list(range(3, 20))
     runs = {name: decode(prompt, 0) for name, decode in decoders.items()}
@@ -140,7 +140,7 @@ def test_sampling_methods_apply_every_filter(models, monkeypatch, filters, keeps
     decoders = make_methods(
         models, models, bench_trees(TREE, "traversal"), Sampling(0.8, **filters), 12
     )
-    assert list(decoders) == list(TITLES)
+    assert list(decoders) == [name for name in TITLES if name != "tree"]
     texts = set()
     for decode in decoders.values():
         decode([1, 2, 3], 0)
@@ -165,10 +165,15 @@ def test_only_and_unknown_names(models):
 
 def test_trees_of_methods_stay_within_the_tree():
     found = bench_trees(TREE, "traversal")
-    assert set(found) == set(TITLES) - {"generate", "assisted", "lookup"}
+    assert set(found) == set(TITLES) - {"generate", "assisted", "lookup", "tree"}
     for name, (tree, _) in found.items():
         assert tree.size <= TREE.size and tree.depth <= TREE.depth, name
     assert found["chains"][0].parents.tolist() == [-1, 0, 0, 1, 2, 3, 4]
+    by_match = TokenTree(TREE.parents, by_match={2: TokenTree(TREE.parents, looks_up=True)})
+    trees = bench_trees(by_match, "traversal")
+    assert set(trees) == set(TITLES) - {"generate", "assisted", "lookup"}
+    assert trees["tree"][0] == trees["top-k"][0] == TREE  # without those that look up
+    assert trees["sequoia"][0] == trees["traversal"][0] == by_match
 
 
 def test_figures_are_what_they_are_called():
@@ -242,7 +247,7 @@ def check_page(text, plots):
         ElementTree.fromstring(svg)
 
 
-def figures_of(tree, sampling=None, **speedups):
+def figures_of(tree, /, sampling=None, **speedups):
     """bench's result with these speed-ups over plain decoding, each with an interval of 0.1 to
     both sides."""
     runs = {name: [PromptRun(4, 3, 2.0, 1, 1.0)] for name in ("plain", *speedups)}

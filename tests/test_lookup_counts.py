@@ -461,3 +461,13 @@ def test_built_in_prompts_that_copy_are_in_both_halves():
         kinds = Counter(prompt.kind for prompt in half)
         assert len(half) == 92 and len(kinds) == 12
         assert all(kinds[kind] == 3 for kind in ("proofread", "quote", "edit-code", "shorten"))
+
+
+def test_texts_that_repeat_nothing_have_counts_without_a_match():
+    trials = LookupTrials(np.arange(9), [0, 0, 0], [0, 0, 0])
+    probs = np.full((3, 2), 0.25)
+    tally = trials.tally(probs, np.zeros((0, 2)))
+    counts = lookup_counts([tally], [None])
+    assert counts.classes[0].drafted[0].trials == 3
+    assert not any(part.looked_up for part in counts.classes)
+    assert lookup_counts([{**tally, "drafted": []}], [None]) is None

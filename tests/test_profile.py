@@ -368,10 +368,10 @@ def test_spread_of_times_survives_and_is_checked(tmp_path):
 
 
 def test_a_large_profile_is_refused(tmp_path):
-    (tmp_path / "p.yaml").write_text(PROFILE.to_yaml() + "#" * 300_000)
+    (tmp_path / "p.yaml").write_text(PROFILE.to_yaml() + "#" * 1_100_000)
     with pytest.raises(
         SequoiaPlanError,
-        match="larger than 262144 bytes; expected a profile written by sequoia-plan profile",
+        match="larger than 1048576 bytes; expected a profile written by sequoia-plan profile",
     ):
         Profile.load(tmp_path / "p.yaml")
 

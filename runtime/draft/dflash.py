@@ -145,6 +145,10 @@ class DFlashDrafter:
             logits = logits.index_select(0, draft_pass.logit_rows)
         return ForwardOutput(logits)
 
+    def num_read_again(self, tree: TokenTree) -> int:
+        """None."""
+        return 0
+
     def max_unread(self, tree: TokenTree) -> int:
         """None: `commit` caches what the draft needs of every accepted token."""
         return 0

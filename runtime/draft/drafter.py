@@ -123,6 +123,9 @@ class Drafter(Protocol):
             Logits [num_parents, vocabulary].
         """
 
+    def num_read_again(self, tree: TokenTree) -> int:
+        """How many committed tokens before the root the first pass of a step with `tree` reads."""
+
     def max_unread(self, tree: TokenTree) -> int:
         """How many of the last tokens the draft may not have read after a step with `tree`.
 

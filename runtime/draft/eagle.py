@@ -148,6 +148,10 @@ class EagleDrafter:
         num_logits = draft_pass.num_parents
         return self._run(model, cache, tokens, features, slots, positions, mask, num_logits)
 
+    def num_read_again(self, tree: TokenTree) -> int:
+        """As many tokens as the step has draft passes."""
+        return tree.num_drafted_levels
+
     def max_unread(self, tree: TokenTree) -> int:
         """All accepted nodes but the root: the step read them with the draft's own features."""
         return tree.depth - 1

@@ -91,6 +91,10 @@ class LanguageModelDrafter:
             sequence.draft, tokens, positions, slots, mask, logits_to_keep=draft_pass.num_parents
         )
 
+    def num_read_again(self, tree: TokenTree) -> int:
+        """The token before the root."""
+        return 1
+
     def max_unread(self, tree: TokenTree) -> int:
         """Accepted nodes below the last level that a pass reads; at least the accepted leaf."""
         return tree.depth - tree.num_drafted_levels
