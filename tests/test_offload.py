@@ -279,7 +279,8 @@ def test_from_profile_to_bench(folder, tmp_path, monkeypatch):
     assert "more memory" in run("solve", "p.yaml", "-o", "t.safetensors")
     assert load_tree("t.safetensors").plan.latency.stream == profile.latency.stream
     generate = ["--tree", "t.safetensors", "--max-new-tokens", "4"]
-    assert "Warning" not in run("generate", *models, *placed, *generate)
+    # a busy machine may be warned of; the tree must fit
+    assert "the tree was solved for" not in run("generate", *models, *placed, *generate)
     assert (
         f"was solved for the target streamed from disk with {resident_layers} in memory, "
         "this is repacked"
