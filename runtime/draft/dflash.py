@@ -19,7 +19,7 @@ from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.draft.dflash_model import DFlashModel
-from sequoia_plan.runtime.draft.drafter import DraftPass
+from sequoia_plan.runtime.draft.drafter import DraftPass, children_to_draw
 from sequoia_plan.runtime.models.forward import ForwardOutput, compiling_many_shapes
 
 
@@ -48,27 +48,16 @@ class DFlashDrafter:
         device = tensors.nodes.device
         parents = np.flatnonzero(tree.child_count)
         parents = parents[tree.position_ids[parents] < tree.num_drafted_levels]
-        nodes = np.arange(1, tree.size)
-        looked_up: tuple[tuple[int, int], ...] = ()
-        if tree.looks_up:
-            nodes = np.flatnonzero(tree.classes)  # the nodes off the spine are drafted
-            rows_on_spine = np.flatnonzero(tree.classes[parents] == 0).tolist()
-            looked_up = tuple((row, int(tree.first_child[parents[row]])) for row in rows_on_spine)
-        # each node's entry in the flattened draws [parents, branching]; ranks count from 1
-        draw_ranks = tree.ranks[nodes] - 1
-        if tree.looks_up:  # the first child of a node on the spine is not drawn
-            draw_ranks = draw_ranks - (tree.classes[tree.parents[nodes]] == 0)
-        max_children = int(draw_ranks.max()) + 1
-        draw_index = np.searchsorted(parents, tree.parents[nodes]) * max_children + draw_ranks
+        children = children_to_draw(tree, parents)
         draft_pass = self.block_pass(
             tensors,
             num_parents=len(parents),
-            max_children=max_children,
-            draw_index=torch.as_tensor(draw_index.astype(np.int64), device=device),
-            new_nodes=tensors.nodes[torch.as_tensor(nodes, device=device)],
+            max_children=children.max_children,
+            draw_index=torch.as_tensor(children.draw_index, device=device),
+            new_nodes=torch.as_tensor(children.nodes, device=device),
             logit_rows=torch.as_tensor(tree.position_ids[parents].astype(np.int64), device=device),
         )
-        return (replace(draft_pass, looked_up=looked_up),)
+        return (replace(draft_pass, looked_up=children.looked_up),)
 
     def block_pass(
         self,

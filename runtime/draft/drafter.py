@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_plan.artifacts import Drafting, TokenTree
@@ -168,17 +169,7 @@ def passes_by_level(tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, .
     def pass_of_level(level: int) -> DraftPass:
         """The pass that draws the nodes of level + 1 from those of `level` that have children."""
         parents = tree.nodes_with_children(level)
-        start, end = int(tree.level_offsets[level + 1]), int(tree.level_offsets[level + 2])
-        num_drawn = tree.child_count[parents].copy()
-        draw_ranks = tree.ranks[start:end] - 1
-        rows = np.searchsorted(parents, tree.parents[start:end])
-        looked_up: tuple[tuple[int, int], ...] = ()
-        if tree.looks_up and tree.classes[parents[0]] == 0:  # the node on the spine is the first
-            looked_up = ((0, start),)
-            start += 1  # its first child is not drawn
-            num_drawn[0] -= 1
-            draw_ranks, rows = draw_ranks[1:] - (rows[1:] == 0), rows[1:]
-        max_children = int(num_drawn.max())
+        children = children_to_draw(tree, parents)
         previous_parents = tree.nodes_with_children(level - 1) if level else None
         nodes = tensor(parents)
         return DraftPass(
@@ -186,13 +177,13 @@ def passes_by_level(tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, .
             offsets=tensors.offsets[nodes],
             mask=tensors.mask[nodes],
             num_parents=len(parents),
-            max_children=max_children,
-            draw_index=tensor(rows * max_children + draw_ranks),
-            new_nodes=tensors.nodes[start:end],
+            max_children=children.max_children,
+            draw_index=tensor(children.draw_index),
+            new_nodes=tensor(children.nodes),
             parent_rows=None
             if previous_parents is None
             else tensor(np.searchsorted(previous_parents, tree.parents[parents])),
-            looked_up=looked_up,
+            looked_up=children.looked_up,
         )
 
     return tuple(pass_of_level(level) for level in range(tree.num_drafted_levels))
@@ -210,6 +201,43 @@ def distinct_slots(length: Tensor, input_slots: Tensor) -> Tensor:
     """
     slots = length + input_slots
     return slots.where(slots >= 0, length - slots)  # -1 becomes the slot after the root's
+
+
+class ChildrenToDraw(NamedTuple):
+    """The children of some nodes that are drawn in one pass.
+
+    Args:
+        nodes: int64 [drawn children], their numbers.
+        draw_index: int64 [drawn children], each one's index in the flattened draws
+            [parents, max_children].
+        max_children: the most drawn children of one parent.
+        looked_up: for parents whose first child is looked up, their row and that child.
+    """
+
+    nodes: NDArray[np.int64]
+    draw_index: NDArray[np.int64]
+    max_children: int
+    looked_up: tuple[tuple[int, int], ...]
+
+
+def children_to_draw(tree: TokenTree, parents: NDArray[Any]) -> ChildrenToDraw:
+    """The children that a pass draws for these nodes: all but those that are looked up.
+
+    Args:
+        parents: int [parents], nodes with children, ascending.
+    """
+    nodes = np.flatnonzero(np.isin(tree.parents, parents))
+    rows = np.searchsorted(parents, tree.parents[nodes])
+    ranks = tree.ranks[nodes] - 1
+    looked_up: tuple[tuple[int, int], ...] = ()
+    if tree.looks_up:
+        is_on_spine = tree.classes[nodes] == 0  # a first child, which is not drawn
+        spine_nodes = zip(rows[is_on_spine].tolist(), nodes[is_on_spine].tolist(), strict=True)
+        looked_up = tuple(spine_nodes)
+        ranks = ranks - (tree.classes[tree.parents[nodes]] == 0)  # its siblings begin with rank 0
+        nodes, rows, ranks = nodes[~is_on_spine], rows[~is_on_spine], ranks[~is_on_spine]
+    max_children = int(ranks.max(initial=-1)) + 1
+    return ChildrenToDraw(nodes, rows * max_children + ranks, max_children, looked_up)
 
 
 def draft_tree(
