@@ -29,7 +29,7 @@ from sequoia_plan.profiler.hardware import TIME_KEYS, fingerprint
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.models.load import dtype_name
-from sequoia_plan.runtime.pair import PREPACKED, with_draft
+from sequoia_plan.runtime.pair import MAKE_LINEAR, with_draft
 
 TITLES = {
     "plain": "plain decoding",
@@ -174,8 +174,8 @@ def compare(
 
     Args:
         pair: target and draft.
-        load_transformers_pair: loads the models as transformers does. It is called if the weights
-            of `pair` are prepacked, which transformers cannot read, and its methods take part.
+        load_transformers_pair: loads the models as transformers does. It is called if the layers
+            of `pair` are fused, and the methods of transformers take part.
         tree: the tree under test; its plan makes the predictions.
         trees: the tree and the verifier of each method of ours, by the method's name.
         sampling: temperatures; the verifier of a method of ours is that of `trees`.
@@ -191,7 +191,7 @@ def compare(
     """
     chosen, models = set(only or TITLES), pair.metadata
     transformers_pair = pair
-    if pair.placement == PREPACKED and TRANSFORMERS_METHODS & chosen:
+    if pair.placement in MAKE_LINEAR and TRANSFORMERS_METHODS & chosen:
         transformers_pair = load_transformers_pair()
     if assistant and "assisted" in chosen:
         transformers_pair = with_draft(transformers_pair, assistant)

@@ -16,6 +16,8 @@ from sequoia_plan.runtime.draft.load import load_checkpoint, remarks
 from sequoia_plan.runtime.draft.self_draft import INT8, self_draft
 from sequoia_plan.runtime.generation import end_tokens
 from sequoia_plan.runtime.models.architecture import context_length, rope_reason, text_config
+from sequoia_plan.runtime.models.fuse import fuse, num_fused_layers
+from sequoia_plan.runtime.models.fused_layer import plain_linear
 from sequoia_plan.runtime.models.load import (
     dtype_name,
     load_model,
@@ -23,16 +25,18 @@ from sequoia_plan.runtime.models.load import (
     name_of,
     resolve_dtype,
 )
-from sequoia_plan.runtime.models.prepacked import can_prepack, prepack
+from sequoia_plan.runtime.models.prepacked import PrepackedLinear, can_prepack
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary, vocabulary_size
 
 if TYPE_CHECKING:
     from sequoia_plan.runtime.offload.load import OffloadedTarget
 
-PREPACKED = "repacked"
-"""What files call linear layers that are prepacked for the processor."""
-PLACEMENTS = ("resident", PREPACKED)
-"""Where weights in memory are: as transformers loads them, or prepacked for the processor."""
+RESIDENT, FUSED, PREPACKED = "resident", "fused", "repacked"
+"""How weights are held in memory: as transformers loads them; in fused layers, where those compute
+the same; or in fused layers whose matrices are prepacked for the processor."""
+MAKE_LINEAR = {FUSED: plain_linear, PREPACKED: PrepackedLinear}
+"""The linear layers that fused layers are made of."""
+PLACEMENTS = (RESIDENT, FUSED, PREPACKED)
 LINKS = ("host", "disk")
 """Where streamed layers come from: the host's memory, to a CUDA device, or a file."""
 
@@ -90,7 +94,7 @@ def load_pair(
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the processor computes in
             it, else float32.
         placement: one of `PLACEMENTS`, or "auto": prepacked where the processor has kernels for it,
-            else resident. Layers of an offloaded target are never prepacked.
+            else fused. Layers of an offloaded target are neither.
         offload: one of `LINKS`: layers of the target that do not fit into `memory` are streamed
             from there in every pass.
         memory: what the target's weights, both KV caches and the draft may take on the device, as
@@ -107,25 +111,21 @@ def load_pair(
         return _load_offloaded_pair(target, draft, device, torch_dtype, placement, offload, memory)
     model, tokenizer, target_name = load_model(target, device, torch_dtype)
     _require_draft(target, draft)
-    if draft == NO_DRAFT:
-        target_metadata = model_metadata(target_name, model) | {"placement": placement}
-        model = prepack(model) if placement == PREPACKED else model
-        return Pair(model, None, tokenizer, {"target": target_metadata}, placement)
+    metadata = {"target": model_metadata(target_name, model)}
+    draft_model: Any = None
+    draft_remarks: tuple[str, ...] = ()
     if draft == INT8:
-        draft_model, draft_name = self_draft(model), f"{target_name} {INT8}"
-        draft_remarks: tuple[str, ...] = ()
-        draft_placement = "resident"
-    else:
+        draft_model = self_draft(model)
+        metadata["draft"] = model_metadata(f"{target_name} {INT8}", draft_model)
+    elif draft != NO_DRAFT:
         draft_model, draft_name, draft_remarks = _load_draft(
             draft, model, tokenizer, device, torch_dtype
         )
-        draft_placement = placement
-    metadata = {
-        "target": model_metadata(target_name, model) | {"placement": placement},
-        "draft": model_metadata(draft_name, draft_model) | {"placement": draft_placement},
-    }
-    if placement == PREPACKED:  # an int8 draft has nothing to prepack
-        draft_model, model = prepack(draft_model), prepack(model)
+        metadata["draft"] = model_metadata(draft_name, draft_model)
+    if draft_model is not None:
+        draft_placement = RESIDENT if draft == INT8 else placement
+        metadata["draft"] |= _place(draft_model, draft_placement)
+    metadata["target"] |= _place(model, placement)
     remarks = (*_context_remarks(model), *draft_remarks)
     return Pair(model, draft_model, tokenizer, metadata, placement, remarks)
 
@@ -143,7 +143,7 @@ def with_draft(pair: Pair, draft: str) -> Pair:
     draft_model, draft_name, draft_remarks = _load_draft(
         draft, target, pair.tokenizer, str(target.device), target.dtype
     )
-    draft_metadata = model_metadata(draft_name, draft_model) | {"placement": "resident"}
+    draft_metadata = model_metadata(draft_name, draft_model) | {"placement": RESIDENT}
     metadata = pair.metadata | {"draft": draft_metadata}
     return replace(pair, draft=draft_model, metadata=metadata, remarks=draft_remarks)
 
@@ -207,12 +207,20 @@ def _check_arguments(
 def _resolve_placement(placement: str, dtype: torch.dtype, device: str) -> str:
     """The placement that "auto" stands for; ArgumentError if prepacked layers have no kernels."""
     if placement == "auto":
-        return PREPACKED if can_prepack(dtype, device) else "resident"
+        return PREPACKED if can_prepack(dtype, device) else FUSED
     if placement == PREPACKED and not can_prepack(dtype, device):
         raise ArgumentError(
-            f"placement {PREPACKED}: no kernels for {dtype_name(dtype)} on {device}; use resident"
+            f"placement {PREPACKED}: no kernels for {dtype_name(dtype)} on {device}; use {FUSED}"
         )
     return placement
+
+
+def _place(model: Any, placement: str) -> dict[str, Any]:
+    """Bring a model's weights in memory into `placement`; what files record of that."""
+    if placement in MAKE_LINEAR:
+        fuse(model, MAKE_LINEAR[placement])
+    num_fused = num_fused_layers(model)
+    return {"placement": placement} | ({"fused_layers": num_fused} if num_fused else {})
 
 
 def _context_remarks(target: Any) -> tuple[str, ...]:
@@ -269,20 +277,17 @@ def _load_offloaded_pair(
         layers = (offloaded.layer(number) for number in range(len(offloaded.layers)))
         draft_model, draft_name = self_draft(model, layers), f"{offloaded.name} {INT8}"
         draft_remarks: tuple[str, ...] = ()
-        draft_placement = "resident"
     elif draft == NO_DRAFT:
-        draft_model, draft_name, draft_remarks, draft_placement = None, "", (), placement
+        draft_model, draft_name, draft_remarks = None, "", ()
     else:
         draft_model, draft_name, draft_remarks = _load_draft(draft, model, tokenizer, device, dtype)
-        draft_placement = placement
     target_metadata = model_metadata(offloaded.name, model, offloaded.weight_samples())
     metadata = {"target": target_metadata | {"placement": placement}}
     if draft_model is not None:
-        draft_metadata = model_metadata(draft_name, draft_model)
-        metadata["draft"] = draft_metadata | {"placement": draft_placement}
+        metadata["draft"] = model_metadata(draft_name, draft_model)
     metadata["target"] |= _place_layers(offloaded, draft_model, link, memory)
-    if placement == PREPACKED and draft_model is not None:
-        draft_model = prepack(draft_model)
+    if draft_model is not None:
+        metadata["draft"] |= _place(draft_model, RESIDENT if draft == INT8 else placement)
     link_placement = f"streamed from {link}"
     remarks = (*_context_remarks(model), *draft_remarks)
     return Pair(model, draft_model, tokenizer, metadata, link_placement, remarks)

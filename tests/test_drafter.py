@@ -157,11 +157,11 @@ def test_inputs_elsewhere_are_copied_to_where_the_graph_reads_them():
 
 def test_placements():
     with pytest.raises(
-        ArgumentError, match="placement: found 'attic', expected auto, resident, repacked"
+        ArgumentError, match="placement: found 'attic', expected auto, resident, fused, repacked"
     ):
         load_pair(placement="attic")
     with pytest.raises(
-        ArgumentError, match="placement repacked: no kernels for float16 on cpu; use resident"
+        ArgumentError, match="placement repacked: no kernels for float16 on cpu; use fused"
     ):
         load_pair(dtype="float16", placement="repacked")
 
@@ -169,7 +169,8 @@ def test_placements():
 def test_where_weights_are_is_recorded(pair):
     plain = load_pair(dtype="float32", placement="resident")
     for each, placement in (
-        (pair, "repacked" if prepacked.can_prepack(torch.float32, "cpu") else "resident"),
+        (pair, "repacked" if prepacked.can_prepack(torch.float32, "cpu") else "fused"),
+        (load_pair(dtype="float32", placement="fused"), "fused"),
         (plain, "resident"),
     ):
         kinds = {type(module) for model in (each.target, each.draft) for module in model.modules()}
@@ -181,8 +182,9 @@ def test_where_weights_are_is_recorded(pair):
         )
         assert (prepacked.PrepackedLinear in kinds, torch.nn.Linear in kinds) == (
             placement == "repacked",
-            placement == "resident",
+            placement != "repacked",
         )
+        assert ("fused_layers" in each.metadata["target"]) == (placement != "resident")
     assert all(
         pair.metadata[role]["digest"] == plain.metadata[role]["digest"]
         for role in ("target", "draft")

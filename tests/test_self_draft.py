@@ -18,14 +18,15 @@ from sequoia_plan.runtime.draft import self_draft as module
 from sequoia_plan.runtime.draft.self_draft import self_draft
 from sequoia_plan.runtime.models import int8
 from sequoia_plan.runtime.models.architecture import decoder_layers
+from sequoia_plan.runtime.models.fuse import fuse
 from sequoia_plan.runtime.models.fused_layer import FusedLayer
 from sequoia_plan.runtime.models.int8 import Int8Linear, rows_in_8_bits
-from sequoia_plan.runtime.models.prepacked import can_prepack, prepack
+from sequoia_plan.runtime.models.prepacked import PrepackedLinear, can_prepack
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3, 6])
 EXPERTS = {"Qwen3-MoE", "Mixtral"}
-FUSED = {"Llama", "Qwen2", "Qwen3"}
+FUSED = {"Llama", "Mistral", "Qwen2", "Qwen2, some layers windowed", "Qwen3", "SmolLM3"}
 """Their drafts have fused layers."""
 
 
@@ -108,13 +109,9 @@ def unfused_copy(target):
         return self_draft(target)
 
 
-def without_window(name):
-    return tiny(name, **({"sliding_window": None} if name == "Mistral" else {}))
-
-
-@pytest.mark.parametrize("name", [*sorted(FUSED), "Mistral"])
+@pytest.mark.parametrize("name", sorted(FUSED))
 def test_fused_layers_are_the_layers_of_transformers(name, monkeypatch):
-    target = without_window(name)
+    target = tiny(name)
     fused, unfused = self_draft(target), unfused_copy(target)
     assert {type(layer) for layer in layers_of(fused)} == {FusedLayer}
     tokens = torch.randint(VOCABULARY, (2, 20), generator=torch.Generator().manual_seed(0))
@@ -127,7 +124,7 @@ def test_fused_layers_are_the_layers_of_transformers(name, monkeypatch):
                 for model in (fused, unfused)
             )
         assert relative_error(fused_logits, expected) < 0.05
-    layers_of(fused)[1].scaling *= 1.5  # the control
+    layers_of(fused)[1].self_attn.scaling *= 1.5  # the control
     assert relative_error(logits(fused, tokens), logits(unfused, tokens)) > 0.1
 
 
@@ -164,9 +161,11 @@ def test_experts_are_refused(name):
     not can_prepack(torch.float32, "cpu"), reason="no kernels for prepacked weights"
 )
 def test_a_prepacked_target_is_refused():
+    target = tiny("Llama")
+    fuse(target, PrepackedLinear)
     message = "linear layers are repacked for this processor; make the draft before"
     with pytest.raises(SequoiaPlanError, match=message):
-        self_draft(prepack(tiny("Llama")))
+        self_draft(target)
 
 
 def test_a_model_whose_layers_cannot_be_found_is_refused():

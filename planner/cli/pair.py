@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 TOLERATED_LOAD = 0.4
 """So much of one core may be busy without a warning."""
-PLACEMENT_KEYS = ("placement", "resident_layers")
+PLACEMENT_KEYS = ("placement", "resident_layers", "fused_layers")
 """Keys of a model's metadata that say where its weights are."""
 
 
@@ -112,7 +112,7 @@ def warn_if_foreign(plan: Plan, pair: Pair) -> None:
 def _placement_text(metadata: Mapping[str, Any]) -> str:
     """Describe where a model's weights are, as "repacked" or "streamed from disk with 6 of 30
     layers in memory"."""
-    layers = ""
+    layers = f" with {metadata.get('fused_layers', 0)} fused layers"
     if "resident_layers" in metadata:
         resident, total = metadata["resident_layers"], metadata.get("layers")
         layers = f" with {resident} of {total} layers in memory"

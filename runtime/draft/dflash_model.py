@@ -18,6 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.draft.hidden_state_draft import WINDOWED, HiddenStateDraft
+from sequoia_plan.runtime.models.fused_layer import FusedAttention
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,14 @@ class DFlashModel(HiddenStateDraft):
         cos, sin = self.rotary_emb(context, positions)
         for number, layer in enumerate(self.layers):
             attention: Any = layer.self_attn
-            shape = (*context.shape[:-1], -1, attention.head_dim)
-            keys = attention.k_norm(attention.k_proj(context).view(shape)).transpose(1, 2)
-            values = attention.v_proj(context).view(shape).transpose(1, 2)
-            cache.update(apply_rotary_pos_emb(keys, keys, cos, sin)[1], values, number)
+            if isinstance(attention, FusedAttention):
+                _, keys, values = attention.queries_keys_values(context, (cos, sin))
+            else:
+                shape = (*context.shape[:-1], -1, attention.head_dim)
+                keys = attention.k_norm(attention.k_proj(context).view(shape)).transpose(1, 2)
+                keys = apply_rotary_pos_emb(keys, keys, cos, sin)[1]
+                values = attention.v_proj(context).view(shape).transpose(1, 2)
+            cache.update(keys, values, number)
 
     def block_masks(self, length: Tensor, extent: int) -> dict[str, Tensor]:
         """The additive mask of a block, by layer type.

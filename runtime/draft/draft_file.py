@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.files import write_atomically
+from sequoia_plan.runtime.models.fuse import num_fused_layers
 from sequoia_plan.runtime.models.int8 import rows_in_8_bits
 
 FORMAT, VERSION = "sequoia-plan-draft", 1
@@ -90,9 +91,9 @@ def save_as_folder(draft: LlamaForCausalLM, tokenizer: Any, folder: str | Path) 
             "target that an int8 draft is a copy of"
         )
     weights = draft.state_dict()
-    if "lm_head.weight" not in weights:
+    if "lm_head.weight" not in weights or num_fused_layers(draft):
         raise SequoiaPlanError(
-            "draft: its linear layers are repacked for this processor; load it with "
+            "draft: its layers are fused or repacked for this processor; load it with "
             "placement='resident' to write it"
         )
     head = unlikely_row(draft).repeat(len(weights[EMBEDDINGS_KEY]), 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.models.architecture import decoder_layers, text_config
-from sequoia_plan.runtime.models.fused_layer import FusedLayer, can_fuse
+from sequoia_plan.runtime.models.fused_layer import FusedLayer, can_fuse, has_gated_mlp
 from sequoia_plan.runtime.models.int8 import Int8Linear
 from sequoia_plan.runtime.models.prepacked import PrepackedLinear
 
@@ -73,8 +74,8 @@ def _layer_copy(
         dtype: of everything that is not in 8 bits.
     """
     tensors = {name: tensor.to(model.device) for name, tensor in tensors.items()}
-    if can_fuse(model, layer):
-        return FusedLayer(layer, tensors, dtype)
+    if can_fuse(layer) and has_gated_mlp(layer):
+        return FusedLayer(layer, tensors, dtype, partial(Int8Linear, dtype=dtype))
     return _copy_in_8_bits(model, layer, tensors, dtype, {})
 
 

@@ -30,6 +30,7 @@ from sequoia_plan.runtime.models.aux_hidden_states import (
     register_hooks,
     take_aux_hidden_states,
 )
+from sequoia_plan.runtime.models.flat_forward import flat_forward
 
 PREFILL_CHUNK = {"cpu": 256, "cuda": 1024}
 """Tokens of a prompt in one pass. On CUDA, shorter passes leave the device waiting for launches."""
@@ -102,6 +103,7 @@ class TreeModel:
             register_hooks(plain_model, layers, aux_hidden_state_layers)
         parameters = inspect.signature(plain_model.forward).parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
+        self.flat_forward = None if self.stream else flat_forward(plain_model)
 
     def compile(self, backend: Any = "inductor") -> None:
         """Compile passes over a tree with torch.compile, each shape for itself.
@@ -154,21 +156,28 @@ class TreeModel:
         positions = positions.clamp(max=self.context - 1)
         tokens = tokens.clamp(max=self.max_token_id)  # a draft may lack the target's last tokens
         model = self.compiled if compiled and self.compiled is not None else self.model
-        options = {"logits_to_keep": logits_to_keep} if self.takes_logits_to_keep else {}
+        cache = cache.at(slots, mask.shape[1])
+        masks = self._attention_mask(cache, mask, positions, slots)
         with (
             attending(self.device, self.grouped_query_config),
             compiling_many_shapes(model is not self.model),
         ):
-            output = model(
-                input_ids=tokens[None],
-                position_ids=positions[None],
-                attention_mask=self._attention_mask(cache, mask, positions, slots),
-                past_key_values=cache.at(slots, mask.shape[1]),
-                use_cache=True,
-                **options,
-            )
+            if self.flat_forward and model is self.model:
+                all_logits = self.flat_forward(
+                    tokens[None], positions[None], masks, cache, logits_to_keep
+                )
+            else:
+                options = {"logits_to_keep": logits_to_keep} if self.takes_logits_to_keep else {}
+                all_logits = model(
+                    input_ids=tokens[None],
+                    position_ids=positions[None],
+                    attention_mask=masks,
+                    past_key_values=cache,
+                    use_cache=True,
+                    **options,
+                ).logits
         # [-0:] keeps all rows; a model without `logits_to_keep` returns more than were asked for
-        logits: Tensor = output.logits[0, -logits_to_keep:, : self.vocabulary]
+        logits: Tensor = all_logits[0, -logits_to_keep:, : self.vocabulary]
         cache.finite.logical_and_(logits.amax(-1).isfinite().all())
         layers = self.aux_hidden_state_layers
         hidden_states = take_aux_hidden_states(cache, layers, self.device) if layers else None

@@ -1,82 +1,109 @@
 """Decoder layers of Llama's kind, computed with fewer operations (fused layers).
 
-In passes over few tokens, a layer's small operations take longer than its matrix products.
+In passes over few tokens, a layer's small operations take longer than its matrix products, and two
+products over the same input take longer than one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
-from sequoia_plan.runtime.models.architecture import attention_window, text_config
-from sequoia_plan.runtime.models.int8 import Int8Linear
+from sequoia_plan.runtime.models.attention import attend_shared_heads
 
 FUSIBLE_LAYERS = (
     "LlamaDecoderLayer",
     "MistralDecoderLayer",
+    "MixtralDecoderLayer",
     "Qwen2DecoderLayer",
     "Qwen3DecoderLayer",
+    "Qwen3MoeDecoderLayer",
+    "SmolLM3DecoderLayer",
 )
 """transformers' layers that compute what `FusedLayer` computes."""
+GATED_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+"""The modules of an MLP that `FusedMLP` replaces; any other, as one of experts, stays as it is."""
+
+MakeLinear = Callable[[Tensor, Tensor | None], nn.Module]
+"""(weight [out, in], bias [out] or None) -> a linear layer: what kind a fused layer is made of."""
 
 
-def can_fuse(model: Any, layer: nn.Module) -> bool:
-    """Can a `FusedLayer` replace this layer of `model`?
+def can_fuse(layer: nn.Module) -> bool:
+    """Can a `FusedLayer` replace this layer?
 
-    It can if the layer's class is one of `FUSIBLE_LAYERS`, all of its matrices are in plain linear
-    layers, and it attends to every earlier position.
+    It can if the layer's class is one of `FUSIBLE_LAYERS`, and the matrices of its attention and of
+    a gated MLP are plain linear layers. The modules have no hooks, which would not run any more.
     """
-    return (
-        type(layer).__name__ in FUSIBLE_LAYERS
-        and _matrices_are_linear(layer)
-        and attention_window(text_config(model))[0] is None
+    if type(layer).__name__ not in FUSIBLE_LAYERS:
+        return False
+    modules = [layer, *_replaced_parts(layer)]
+    matrices_are_linear = all(
+        type(module) is nn.Linear
+        for module in modules[1:]
+        if any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
     )
+    return matrices_are_linear and all(map(is_as_defined, modules))
 
 
-def _matrices_are_linear(layer: nn.Module) -> bool:
-    """Are all weights of `layer` with two dimensions or more in plain linear layers?"""
-    for module in layer.modules():
-        has_matrix = any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
-        if has_matrix and type(module) is not nn.Linear:
-            return False
-    return True
+def is_as_defined(module: nn.Module) -> bool:
+    """Does a call of this module run its class's `forward`, and nothing else?"""
+    has_hooks = module._forward_hooks or module._forward_pre_hooks
+    return not has_hooks and "forward" not in vars(module)
+
+
+def _replaced_parts(layer: Any) -> list[nn.Module]:
+    """The modules inside `layer` that a `FusedLayer` does without."""
+    experts = None if has_gated_mlp(layer) else layer.mlp
+    return [
+        module
+        for name, child in layer.named_children()
+        if child is not experts
+        for module in child.modules()
+    ]
+
+
+def has_gated_mlp(layer: Any) -> bool:
+    """Does this layer's MLP compute down(activation(gate(x)) * up(x))?"""
+    return {name for name, _ in layer.mlp.named_children()} == GATED_MLP
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer in 8 bits that computes the function of a layer of transformers.
+    """A decoder layer that computes the function of a layer of transformers.
 
-    Queries, keys and values are one matrix product; the MLP's gate and up projections are another.
+    Its parts have the names and the arguments of those that they replace.
 
     Args:
         layer: the layer that this one replaces. Its weights are not read; they may be on the meta
             device.
         tensors: the weights of the layer, by their names in it.
         dtype: of the hidden states.
+        make_linear: makes the linear layers.
     """
 
-    def __init__(self, layer: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
+
+    def __init__(
+        self,
+        layer: Any,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        make_linear: MakeLinear,
+    ) -> None:
         super().__init__()
-        attention = layer.self_attn
-        self.layer_idx = attention.layer_idx
-        self.head_dim = attention.head_dim
-        self.scaling = attention.scaling
-        self.epsilon = attention.config.rms_norm_eps
-        self.query_heads = attention.config.num_attention_heads
-        self.key_heads = attention.config.num_key_value_heads
-        self.activation = layer.mlp.act_fn
-        self.attention_norm = _norm_weight(tensors, "input_layernorm", dtype)
-        self.mlp_norm = _norm_weight(tensors, "post_attention_layernorm", dtype)
-        self.q_norm = _norm_weight(tensors, "self_attn.q_norm", dtype)
-        self.k_norm = _norm_weight(tensors, "self_attn.k_norm", dtype)
-        qkv_names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        self.qkv = _joined_linear(tensors, qkv_names, dtype)
-        self.out = _joined_linear(tensors, ("self_attn.o_proj",), dtype)
-        self.gate_up = _joined_linear(tensors, ("mlp.gate_proj", "mlp.up_proj"), dtype)
-        self.down = _joined_linear(tensors, ("mlp.down_proj",), dtype)
+        self.self_attn = FusedAttention(layer.self_attn, tensors, dtype, make_linear)
+        norms = {name: module for name, module in layer.named_children() if name.endswith("norm")}
+        for name, norm in norms.items():  # EAGLE-3 has one more, and EAGLE-1 one that does nothing
+            weight = tensors.get(f"{name}.weight")
+            setattr(self, name, norm if weight is None else fused_norm(norm, weight, dtype))
+        self.mlp = layer.mlp
+        if has_gated_mlp(layer):
+            self.mlp = FusedMLP(layer.mlp.act_fn, tensors, make_linear)
 
     def forward(
         self,
@@ -96,68 +123,182 @@ class FusedLayer(nn.Module):
         Returns:
             float [batch, tokens, width].
         """
-        cache = options.get("past_key_values")
-        attended = self.attend(hidden_states, attention_mask, position_embeddings, cache)
+        attended, _ = self.self_attn(
+            self.input_layernorm(hidden_states),
+            position_embeddings,
+            attention_mask,
+            options.get("past_key_values"),
+        )
         hidden_states = hidden_states + attended
-        width = hidden_states.shape[-1]
-        normed = rms_norm(hidden_states, (width,), self.mlp_norm, self.epsilon)
-        gate, up = self.gate_up(normed).chunk(2, -1)
-        return hidden_states + self.down(self.activation(gate) * up)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
-    def attend(
+
+class FusedAttention(nn.Module):
+    """Self-attention whose queries, keys and values are one matrix product.
+
+    Args:
+        attention: the module that this one replaces.
+        tensors, dtype, make_linear: as for `FusedLayer`.
+    """
+
+    def __init__(
+        self,
+        attention: Any,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        make_linear: MakeLinear,
+    ) -> None:
+        super().__init__()
+        config = attention.config
+        self.layer_idx = attention.layer_idx
+        self.head_dim = attention.head_dim
+        self.scaling = attention.scaling
+        self.query_heads = config.num_attention_heads
+        self.key_heads = config.num_key_value_heads
+        # transformers' own attention function reads these two
+        self.num_key_value_groups = attention.num_key_value_groups
+        self.is_causal = True
+        self.rotates = getattr(attention, "use_rope", True)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if "self_attn.q_norm.weight" in tensors:
+            self.q_norm, self.k_norm = (
+                fused_norm(norm, tensors[f"self_attn.{name}.weight"], dtype)
+                for name, norm in (("q_norm", attention.q_norm), ("k_norm", attention.k_norm))
+            )
+        qkv_names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self.qkv_proj = _joined_linear(tensors, qkv_names, make_linear)
+        self.o_proj = _joined_linear(tensors, ("self_attn.o_proj",), make_linear)
+
+    def forward(
         self,
         hidden_states: Tensor,
-        mask: Tensor | None,
         position_embeddings: tuple[Tensor, Tensor],
-        cache: Any,
-    ) -> Tensor:
-        """What attention adds to the hidden states: float [batch, tokens, width].
+        attention_mask: Tensor | None,
+        past_key_values: Any = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        """What attention adds to the hidden states.
 
         Args:
-            hidden_states, mask, position_embeddings: as for `forward`.
-            cache: gets the new keys and values, and returns all those to attend to; None attends to
-                the tokens of this pass.
+            hidden_states: float [batch, tokens, width], after the norm.
+            position_embeddings, attention_mask: as for `FusedLayer.forward`.
+            past_key_values: gets the new keys and values, and returns all those to attend to; None
+                attends to the tokens of this pass.
+            options: ignored.
+
+        Returns:
+            float [batch, tokens, width], and None for the attention weights.
         """
-        batch, tokens, width = hidden_states.shape
-        normed = rms_norm(hidden_states, (width,), self.attention_norm, self.epsilon)
-        heads = self.qkv(normed).view(batch, tokens, -1, self.head_dim)
-        queries_and_keys, values = heads.split(
-            (self.query_heads + self.key_heads, self.key_heads), 2
-        )
-        if self.q_norm is not None:
-            queries_and_keys = self._normed_heads(queries_and_keys)
-        rotated = _rotate(queries_and_keys, position_embeddings)
-        queries, keys = rotated.transpose(1, 2).split((self.query_heads, self.key_heads), 1)
-        values = values.transpose(1, 2)
-        if cache is not None:
-            keys, values = cache.update(keys, values, self.layer_idx)
-        if mask is None:
+        queries, keys, values = self.queries_keys_values(hidden_states, position_embeddings)
+        if past_key_values is not None:
+            keys, values = past_key_values.update(keys, values, self.layer_idx)
+        if queries.is_cpu:  # this kernel reads shared keys in place
             attended = scaled_dot_product_attention(
                 queries,
                 keys,
                 values,
-                is_causal=tokens > 1,
+                attention_mask,
+                is_causal=attention_mask is None and queries.shape[2] > 1,
                 scale=self.scaling,
                 enable_gqa=True,
-            )
+            ).transpose(1, 2)
         else:
-            # Queries that share keys become rows of one head. The kernel would otherwise read, or
-            # copy, the keys once for each query head.
-            rows = queries.reshape(batch, self.key_heads, -1, self.head_dim)
-            row_mask = mask.repeat(1, 1, self.query_heads // self.key_heads, 1)
-            attended = scaled_dot_product_attention(
-                rows, keys, values, row_mask, scale=self.scaling
+            attended, _ = attend_shared_heads(
+                self, queries, keys, values, attention_mask, scaling=self.scaling
             )
-        attended = attended.reshape(batch, self.query_heads, tokens, self.head_dim)
-        return self.out(attended.transpose(1, 2).reshape(batch, tokens, -1))
+        return self.o_proj(attended.flatten(2)), None
 
-    def _normed_heads(self, queries_and_keys: Tensor) -> Tensor:
-        """The heads [batch, tokens, heads, head_dim] after the norms of queries and of keys."""
-        queries, keys = queries_and_keys.split((self.query_heads, self.key_heads), 2)
-        shape = (self.head_dim,)
-        queries = rms_norm(queries, shape, self.q_norm, self.epsilon)
-        keys = rms_norm(keys, shape, self.k_norm, self.epsilon)
-        return torch.cat((queries, keys), 2)
+    def queries_keys_values(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of hidden states that are normed: [batch, heads, tokens, dim].
+
+        Args:
+            hidden_states, position_embeddings: as for `forward`.
+        """
+        heads = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        sizes = (self.query_heads + self.key_heads, self.key_heads)
+        queries_and_keys, values = heads.split(sizes, 2)
+        if self.q_norm is not None and self.k_norm is not None:
+            queries, keys = queries_and_keys.split((self.query_heads, self.key_heads), 2)
+            queries_and_keys = torch.cat((self.q_norm(queries), self.k_norm(keys)), 2)
+        if self.rotates:
+            queries_and_keys = _rotate(queries_and_keys, position_embeddings)
+        queries, keys = queries_and_keys.transpose(1, 2).split(
+            (self.query_heads, self.key_heads), 1
+        )
+        return queries, keys, values.transpose(1, 2)
+
+
+class FusedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)) whose gate and up projections are one matrix product.
+
+    Args:
+        activation: the function of the gate.
+        tensors, make_linear: as for `FusedLayer`.
+    """
+
+    def __init__(
+        self,
+        activation: nn.Module,
+        tensors: Mapping[str, Tensor],
+        make_linear: MakeLinear,
+    ) -> None:
+        super().__init__()
+        self.act_fn = activation
+        self.gate_up_proj = _joined_linear(tensors, ("mlp.gate_proj", "mlp.up_proj"), make_linear)
+        self.down_proj = _joined_linear(tensors, ("mlp.down_proj",), make_linear)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """float [..., width] -> float [..., width]."""
+        gate, up = self.gate_up_proj(hidden_states).chunk(2, -1)
+        output: Tensor = self.down_proj(self.act_fn(gate) * up)
+        return output
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + epsilon) * weight (arXiv 1910.07467), computed in float32.
+
+    The root is the length of the vector (|x|, sqrt(width * epsilon)), which takes two operations,
+    and the result is rounded once. PyTorch's and transformers' norms are more operations.
+
+    Args:
+        weight: float [width].
+        epsilon: added to the mean.
+    """
+
+    scale: Tensor
+    root_of_epsilon: Tensor
+
+    def __init__(self, weight: Tensor, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        width = weight.numel()
+        self.register_buffer("scale", weight.float() * math.sqrt(width), persistent=False)
+        root = torch.tensor(math.sqrt(width * epsilon), device=weight.device)
+        self.register_buffer("root_of_epsilon", root, persistent=False)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """float [..., width] -> float [..., width], in the same dtype."""
+        x = hidden_states.float()
+        root = torch.linalg.vector_norm(x, 2, -1, True).hypot_(self.root_of_epsilon)
+        return torch.div(x, root).mul_(self.scale).to(hidden_states.dtype)
+
+
+def fused_norm(norm: Any, weight: Tensor, dtype: torch.dtype) -> RMSNorm:
+    """What takes the place of a norm of transformers, with a copy of `weight` in `dtype`."""
+    return RMSNorm(weight.detach().to(dtype, copy=True), norm.variance_epsilon)
+
+
+def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
+    """PyTorch's linear layer with these weights; they are not copied."""
+    rows, columns = weight.shape
+    linear = nn.Linear(columns, rows, bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
 
 
 def _rotate(heads: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
@@ -173,19 +314,10 @@ def _rotate(heads: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor
 
 
 def _joined_linear(
-    tensors: Mapping[str, Tensor], names: tuple[str, ...], dtype: torch.dtype
-) -> Int8Linear:
+    tensors: Mapping[str, Tensor], names: tuple[str, ...], make_linear: MakeLinear
+) -> nn.Module:
     """One linear layer that computes those called `names`, their outputs side by side."""
-    weight = torch.cat([tensors[f"{name}.weight"] for name in names])
-    biases = [tensors[f"{name}.bias"] for name in names if f"{name}.bias" in tensors]
-    return Int8Linear(weight, torch.cat(biases) if biases else None, dtype)
-
-
-def _norm_weight(
-    tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype
-) -> nn.Parameter | None:
-    """A copy of a norm's weight; None if the layer has no such norm."""
-    weight = tensors.get(f"{name}.weight")
-    if weight is None:
-        return None
-    return nn.Parameter(weight.detach().to(dtype, copy=True), requires_grad=False)
+    weights = [tensors[f"{name}.weight"].detach() for name in names]
+    biases = [tensors[f"{name}.bias"].detach() for name in names if f"{name}.bias" in tensors]
+    weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+    return make_linear(weight, torch.cat(biases) if biases else None)

@@ -14,13 +14,20 @@ from torch import Tensor, nn
 
 
 class PrepackedLinear(nn.Module):
-    """y = x W^T + b with W in oneDNN's blocked layout. The dense weight is not kept."""
+    """y = x W^T + b with W in oneDNN's blocked layout. The dense weight is not kept.
 
-    def __init__(self, linear: nn.Linear) -> None:
+    Args:
+        weight: float [out, in].
+        bias: float [out], or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
-        self.bias = linear.bias
+        self.out_features, self.in_features = weight.shape
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+        self.bias: nn.Parameter | None = None
+        if bias is not None:
+            self.bias = nn.Parameter(bias.detach(), requires_grad=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for pickle and copies, with a dense weight: a blocked one has no storage."""
@@ -51,12 +58,3 @@ def can_prepack(dtype: torch.dtype, device: torch.device | str) -> bool:
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )
-
-
-def prepack(model: Any) -> Any:
-    """Replace every linear layer of `model` by a prepacked one, in place."""
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear:
-                setattr(module, name, PrepackedLinear(child))
-    return model

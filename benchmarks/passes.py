@@ -1,0 +1,138 @@
+"""How long the passes of the embedded target and of its drafts take, by the layers that run.
+
+    python benchmarks/passes.py --threads 2 --threads 1 -o benchmarks/results/passes.json
+    python benchmarks/passes.py --rounds 2 --draft smollm2-135m-eagle3 -o build/passes.json
+
+Passes run with transformers' layers, with transformers' layers whose linear layers are prepacked
+(as before fused layers came), and with fused layers. A round times each of them once, so ratios
+of times are free of drift.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.artifacts.files import write_atomically
+from sequoia_plan.profiler.hardware import fingerprint
+from sequoia_plan.profiler.latency import CONTEXT, SizeTimer, random_prompt
+from sequoia_plan.runtime import Sampling, load_pair
+from sequoia_plan.runtime.models.fuse import fuse
+from sequoia_plan.runtime.models.prepacked import PrepackedLinear
+from sequoia_plan.runtime.pair import EMBEDDED_DRAFTS
+from sequoia_plan.runtime.step import TreeStep
+
+NODES = (1, 6, 16, 64)
+LAYERS = ("transformers", "prepacked", "fused")
+PARTS = ("target", "draft")
+
+
+def prepack_linear_layers(model: Any) -> Any:
+    """Replace the linear layers of `model` by prepacked ones, in place; its other parts stay."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                setattr(module, name, PrepackedLinear(child.weight, child.bias))
+    return model
+
+
+def with_layers(target: Any, draft: Any, layers: str) -> tuple[Any, Any]:
+    """Copies of both models with one of `LAYERS`."""
+    target = copy.deepcopy(target)
+    draft = copy.deepcopy(draft)
+    if hasattr(draft, "_target"):  # a draft that reads the target's hidden states
+        draft._target = (target,)
+    for model in (target, draft):
+        if layers == "prepacked":
+            prepack_linear_layers(model)
+        elif layers == "fused":
+            fuse(model, PrepackedLinear)
+    return target, draft
+
+
+@torch.inference_mode()
+def milliseconds(draft_name: str, dtype: str, rounds: int) -> dict[str, Any]:
+    """Times of passes, and their ratios to those with fused layers.
+
+    Returns:
+        For "target" and "draft", each of `LAYERS` and number of nodes in `NODES`: median, first
+        and third quartile in milliseconds; and the same three of the ratio to the fused pass of
+        the same round.
+    """
+    pair = load_pair(draft=draft_name, dtype=dtype, placement="resident")
+    prompt = random_prompt(pair, CONTEXT)
+    timers: dict[tuple[str, int], SizeTimer] = {}
+    for layers in LAYERS:
+        step = TreeStep(*with_layers(pair.target, pair.draft, layers), TokenTree.chain(2))
+        for nodes in NODES:
+            timers[layers, nodes] = SizeTimer(step, nodes, Sampling(), prompt)
+            timers[layers, nodes].run()
+            timers[layers, nodes].clear()
+    for _ in range(rounds):
+        for nodes in NODES:
+            for layers in LAYERS:
+                timers[layers, nodes].run()
+    figures: dict[str, Any] = {part: {} for part in PARTS}
+    for part in PARTS:
+        for layers in LAYERS:
+            samples = {n: 1000 * np.array(timers[layers, n].samples[part]) for n in NODES}
+            fused = {n: 1000 * np.array(timers["fused", n].samples[part]) for n in NODES}
+            figures[part][layers] = {
+                str(n): {"ms": spread(samples[n]), "over_fused": spread(samples[n] / fused[n])}
+                for n in NODES
+            }
+    return figures
+
+
+def spread(values: np.ndarray) -> list[float]:
+    """Median, first and third quartile."""
+    return [round(float(q), 3) for q in np.quantile(values, [0.5, 0.25, 0.75])]
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Print the figures as tables."""
+    for setting, by_part in figures.items():
+        for part, by_layers in by_part.items():
+            table = Table("layers", *(f"{n} nodes" for n in NODES), title=f"{setting}: {part}")
+            for layers, by_nodes in by_layers.items():
+                cells = [
+                    f"{cell['ms'][0]:.1f} ms  {cell['over_fused'][0]:.2f}x"
+                    for cell in by_nodes.values()
+                ]
+                table.add_row(layers, *cells)
+            Console().print(table)
+
+
+def main() -> None:
+    """Measure, print and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, action="append", help="of PyTorch, repeatable")
+    parser.add_argument("--draft", action="append", choices=EMBEDDED_DRAFTS, help="repeatable")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    options = parser.parse_args()
+    figures = {}
+    for threads in options.threads or [torch.get_num_threads()]:
+        torch.set_num_threads(threads)
+        for draft in options.draft or EMBEDDED_DRAFTS:
+            setting = f"{threads} threads, {draft}"
+            figures[setting] = milliseconds(draft, options.dtype, options.rounds)
+            show({setting: figures[setting]})
+    report = {"hardware": fingerprint("cpu"), "dtype": options.dtype, "figures": figures}
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(options.output, json.dumps(report, indent=1).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Replacing a model's decoder layers by fused ones that are proven to compute the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.models.fused_layer import (
+    FusedLayer,
+    MakeLinear,
+    can_fuse,
+    fused_norm,
+    has_gated_mlp,
+    is_as_defined,
+    plain_linear,
+)
+
+MAX_ERROR = 1e-5
+"""The relative error, in float32, below which a fused layer takes the place of transformers'."""
+PARENTS = (-1, 0, 1, 1, 2, 0)
+"""The tree of the tokens that a layer is tried on; a token attends to its ancestors."""
+FUSIBLE_NORMS = (
+    "LlamaRMSNorm",
+    "MistralRMSNorm",
+    "MixtralRMSNorm",
+    "Qwen2RMSNorm",
+    "Qwen3RMSNorm",
+    "Qwen3MoeRMSNorm",
+    "SmolLM3RMSNorm",
+)
+"""transformers' norms that compute what `RMSNorm` computes."""
+
+
+@torch.no_grad()
+def fuse(model: Any, make_linear: MakeLinear) -> int:
+    """Replace the decoder layers of `model` by fused ones, in place, where that is possible.
+
+    A layer is replaced if it `can_fuse`, and if a fused layer computes the same in float32. That is
+    tried with the layer's own weights, once for each kind of layer: those of one kind have the same
+    class, the same settings and parameters of the same shapes. Other linear layers are replaced by
+    what `make_linear` makes of them, and norms outside of layers by fused ones.
+
+    Args:
+        model: a transformers causal LM or a draft in eval mode, with its weights on one device.
+        make_linear: makes the linear layers.
+
+    Returns:
+        How many layers are fused.
+    """
+    computes_the_same: dict[Hashable, bool] = {}
+    layer_lists = [module for module in model.modules() if type(module) is nn.ModuleList]
+    for layers in layer_lists:
+        for number, layer in enumerate(layers):
+            if not can_fuse(layer):
+                continue
+            kind = _kind(layer)
+            if kind not in computes_the_same:
+                computes_the_same[kind] = fused_layer_error(layer) < MAX_ERROR
+            if computes_the_same[kind]:
+                layers[number] = _fused(layer, make_linear)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if not is_as_defined(child):
+                continue
+            if type(child) is nn.Linear:
+                setattr(module, name, make_linear(child.weight.detach(), child.bias))
+            elif type(child).__name__ in FUSIBLE_NORMS:
+                setattr(module, name, fused_norm(child, child.weight, child.weight.dtype))
+    return num_fused_layers(model)
+
+
+def num_fused_layers(model: Any) -> int:
+    """How many layers of `model` are fused."""
+    return sum(isinstance(module, FusedLayer) for module in model.modules())
+
+
+@torch.no_grad()
+def fused_layer_error(layer: Any) -> float:
+    """How far a fused layer's attention and MLP, with their norms, are from those of `layer`.
+
+    Experts are left out, because a fused layer keeps them as they are.
+
+    Args:
+        layer: a layer that `can_fuse`.
+
+    Returns:
+        The larger of both relative errors, in float32.
+    """
+    kept_modules = {} if has_gated_mlp(layer) else {id(layer.mlp): nn.Identity()}
+    original = copy.deepcopy(layer, kept_modules).float()
+    fused = _fused(original, plain_linear)
+    device = original.self_attn.q_proj.weight.device
+    width, attention_width = layer.post_attention_layernorm.weight.numel(), _attention_width(layer)
+    generator = torch.Generator().manual_seed(0)
+    # small rows show another epsilon in a norm, large ones show values that are clipped
+    scale = torch.logspace(-3, 1, len(PARENTS))[:, None]
+    rows = torch.randn(1, len(PARENTS), attention_width, generator=generator) * scale
+    angles = torch.rand(1, len(PARENTS), original.self_attn.head_dim // 2, generator=generator)
+    angles = torch.cat((angles, angles), -1).to(device) * torch.pi
+    inputs = {
+        "attention_mask": additive_mask(_attends(), torch.float32)[None, None].to(device),
+        "position_embeddings": (angles.cos(), angles.sin()),
+        "past_key_values": None,
+    }
+
+    def parts(module: Any) -> tuple[Tensor, Tensor]:
+        """What attention and MLP add, [tokens, width] each."""
+        hidden_states = rows.to(device)
+        if attention_width == width:  # EAGLE-3's first layer reads twice the width
+            hidden_states = module.input_layernorm(hidden_states)
+        attended = module.self_attn(hidden_states=hidden_states, **inputs)[0]
+        normed = module.post_attention_layernorm(rows[..., :width].to(device))
+        return attended[0], module.mlp(normed)[0]
+
+    return max(map(_relative_error, parts(original), parts(fused)))
+
+
+def _attention_width(layer: Any) -> int:
+    """The width of what a layer's attention reads."""
+    return int(layer.self_attn.q_proj.in_features)
+
+
+def _attends() -> Tensor:
+    """bool [tokens, tokens]: which tokens of the tree of `PARENTS` a token attends to."""
+    attends = torch.eye(len(PARENTS), dtype=torch.bool)
+    for token, parent in enumerate(PARENTS):
+        if parent >= 0:
+            attends[token] |= attends[parent]
+    return attends
+
+
+def _relative_error(expected: Tensor, computed: Tensor) -> float:
+    """The largest |computed - expected| / |expected| of the rows of two matrices."""
+    return float(((computed - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
+
+
+def _fused(layer: Any, make_linear: MakeLinear) -> FusedLayer:
+    """The fused layer that takes the place of `layer`, with its weights."""
+    tensors = dict(layer.named_parameters())
+    dtype = layer.post_attention_layernorm.weight.dtype
+    return FusedLayer(layer, tensors, dtype, make_linear).eval()
+
+
+def _kind(layer: Any) -> Hashable:
+    """What decides how a layer computes, apart from the values of its weights and its number."""
+    shapes = tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
+    settings = tuple(
+        (name, value)
+        for name, value in sorted(vars(layer.self_attn).items())
+        if isinstance(value, (bool, int, float, str)) and name != "layer_idx"
+    )
+    return type(layer), shapes, settings

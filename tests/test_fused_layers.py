@@ -1,0 +1,230 @@
+"""Fused layers compute what transformers' layers compute, with fewer operations."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter
+
+import pytest
+import torch
+from architectures import READS_TREES, TREE, VOCABULARY, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaForCausalLM
+
+from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.runtime import SequoiaDecoder, load_pair
+from sequoia_plan.runtime.models.flat_forward import flat_forward
+from sequoia_plan.runtime.models.fuse import MAX_ERROR, fuse, fused_layer_error, num_fused_layers
+from sequoia_plan.runtime.models.fused_layer import can_fuse, plain_linear
+from sequoia_plan.runtime.models.prepacked import PrepackedLinear, can_prepack
+
+FUSED = {
+    "Llama",
+    "Mistral",
+    "Mixtral",
+    "Qwen2",
+    "Qwen2, some layers windowed",
+    "Qwen3",
+    "Qwen3-MoE",
+    "SmolLM3",
+}
+KINDS = [plain_linear]
+if can_prepack(torch.float32, "cpu"):
+    KINDS.append(PrepackedLinear)
+MAX_OPERATIONS = 24
+"""Operations of a layer of Llama's kind in float32 that compute or copy; transformers' has 34."""
+
+
+def tokens_of(count, seed=0):
+    return torch.randint(VOCABULARY, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.inference_mode()
+def relative_error(model, expected, tokens):
+    return float((model(tokens).logits - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("make_linear", KINDS)
+@pytest.mark.parametrize("name", sorted(READS_TREES))
+def test_logits_are_those_of_transformers(name, make_linear):
+    model = tiny(name)
+    tokens = tokens_of(30)  # longer than a window
+    with torch.inference_mode():
+        expected = model(tokens).logits
+    num_fused = fuse(model, make_linear)
+    assert num_fused == (len(model.model.layers) if name in FUSED else 0)
+    assert relative_error(model, expected, tokens) < MAX_ERROR
+    assert (flat_forward(model) is not None) == (name in FUSED)
+
+
+@pytest.mark.parametrize("name", sorted(FUSED))
+def test_greedy_decoding_equals_transformers(name):
+    target = tiny(name)
+    prompt = tokens_of(9)
+    mask = torch.ones_like(prompt)
+    with torch.inference_mode():
+        expected = target.generate(prompt, attention_mask=mask, max_new_tokens=40, do_sample=False)
+    draft = copy.deepcopy(target)
+    for model in (target, draft):
+        fuse(model, KINDS[-1])
+    result = SequoiaDecoder(target, draft, TREE).generate(prompt, 40)
+    assert torch.equal(result.sequences, expected)
+    assert result.tokens_per_step > 2, "a draft with the target's weights is often right"
+
+
+@pytest.mark.parametrize("part", ["activation", "epsilon", "scaling", "rotation", "residual"])
+def test_layers_that_compute_something_else_are_not_fused(part):
+    """The class has the right name, and what it computes is off."""
+    model = tiny("Qwen3")
+    for layer in model.model.layers:
+        if part == "activation":
+            layer.mlp.forward = lambda x, mlp=layer.mlp: mlp.down_proj(
+                torch.nn.functional.gelu(mlp.gate_proj(x)) * mlp.up_proj(x)
+            )
+        elif part == "epsilon":
+            norm = layer.input_layernorm
+            norm.forward = lambda x, weight=norm.weight: torch.nn.functional.rms_norm(
+                x, x.shape[-1:], weight, 1e-3
+            )
+        elif part == "scaling":
+            layer.self_attn.o_proj.register_forward_hook(lambda *args: args[2] * 1.5)
+        elif part == "rotation":
+            attend = layer.self_attn.forward
+            layer.self_attn.forward = lambda attend=attend, **inputs: attend(
+                **inputs | {"position_embeddings": inputs["position_embeddings"][::-1]}
+            )
+        else:
+            layer.register_forward_hook(lambda *args: args[2] * 0.5)
+    tokens = tokens_of(12)
+    with torch.inference_mode():
+        expected = model(tokens).logits
+    fuse(model, plain_linear)
+    assert num_fused_layers(model) == 0
+    assert relative_error(model, expected, tokens) < MAX_ERROR
+
+
+@pytest.mark.parametrize("wrong", ["activation", "epsilon", "scaling", "sign"])
+def test_the_trial_of_a_layer_shows_what_is_wrong(wrong, monkeypatch):
+    """Negative controls: a fused layer with one fault is off by more than the bound."""
+    from sequoia_plan.runtime.models import fused_layer
+
+    [layer, *_] = tiny("Llama").model.layers
+    assert can_fuse(layer) and fused_layer_error(layer) < MAX_ERROR / 5
+    if wrong == "activation":
+        monkeypatch.setattr(
+            fused_layer.FusedMLP,
+            "forward",
+            lambda self, x: self.down_proj(
+                torch.relu(self.gate_up_proj(x).chunk(2, -1)[0])
+                * self.gate_up_proj(x).chunk(2, -1)[1]
+            ),
+        )
+    elif wrong == "epsilon":
+        made = fused_layer.RMSNorm.__init__
+        monkeypatch.setattr(
+            fused_layer.RMSNorm,
+            "__init__",
+            lambda self, weight, epsilon: made(self, weight, epsilon * 1.2),
+        )
+    elif wrong == "scaling":
+        attend = fused_layer.scaled_dot_product_attention
+        monkeypatch.setattr(
+            fused_layer,
+            "scaled_dot_product_attention",
+            lambda *args, scale, **options: attend(*args, scale=scale * 1.001, **options),
+        )
+    else:
+        rotate = fused_layer._rotate
+        monkeypatch.setattr(
+            fused_layer, "_rotate", lambda heads, tables: rotate(heads, (tables[0], -tables[1]))
+        )
+    assert fused_layer_error(layer) > MAX_ERROR
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that compute or copy; views are free."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of(layer, make_inputs):
+    with torch.inference_mode(), Operations() as operations:
+        layer(**make_inputs)
+    return operations.counts
+
+
+def test_a_layer_has_few_operations():
+    model = tiny("Llama")
+    layer = model.model.layers[0]
+    hidden_states = torch.randn(1, 6, 32)
+    angles = torch.rand(1, 6, 8)
+    inputs = {
+        "hidden_states": hidden_states,
+        "attention_mask": torch.zeros(1, 1, 6, 6),
+        "position_embeddings": (angles.cos(), angles.sin()),
+    }
+    theirs = operations_of(layer, inputs)
+    fuse(model, KINDS[-1])
+    ours = operations_of(model.model.layers[0], inputs)
+    assert ours.total() <= MAX_OPERATIONS < theirs.total(), (ours, theirs)
+
+
+@pytest.mark.parametrize("make_linear", KINDS)
+def test_weights_are_not_held_twice(make_linear):
+    model = tiny("Llama", hidden_size=64, intermediate_size=128)
+    storages = {p.untyped_storage().data_ptr(): p.nbytes for p in model.parameters()}
+    references = [torch.utils.weak.WeakIdRef(p) for p in model.model.layers.parameters()]
+    fuse(model, make_linear)
+    held = sum(p.nbytes for p in model.parameters())
+    if make_linear is plain_linear:
+        assert held == sum(storages.values())
+    # the matrices of the layers that were replaced are gone
+    assert all(reference() is None for reference in references)
+
+
+def test_fused_models_are_copied_and_pickled():
+    model = tiny("Qwen3")
+    fuse(model, KINDS[-1])
+    tokens = tokens_of(7)
+    with torch.inference_mode():
+        expected = model(tokens).logits
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert relative_error(copied, expected, tokens) == 0
+
+
+class ScaledLogits(LlamaForCausalLM):
+    """A model whose forward is not a walk over its modules."""
+
+    def forward(self, *args, **options):
+        output = super().forward(*args, **options)
+        output.logits = output.logits * 2
+        return output
+
+
+def test_a_pass_that_scales_its_logits_is_not_walked():
+    """Its layers are fused all the same."""
+    model = tiny("Llama")
+    model.__class__ = ScaledLogits
+    assert fuse(model, plain_linear) == 3
+    assert flat_forward(model) is None
+
+
+@pytest.mark.parametrize("draft", ["smollm2-135m-eagle3", "smollm2-135m-draft", "int8"])
+def test_the_embedded_pair_is_fused(draft):
+    fused = load_pair(draft=draft, dtype="float32")
+    plain = load_pair(draft=draft, dtype="float32", placement="resident")
+    assert fused.metadata["target"]["fused_layers"] == 30
+    assert fused.metadata["draft"]["fused_layers"] == num_fused_layers(fused.draft) > 0
+    prompt = torch.tensor([fused.tokenizer.encode("A short story about a fox and a hen.")])
+    tree = TokenTree.from_parents([-1, 0, 0, 1, 1, 3])
+    results = [SequoiaDecoder(p.target, p.draft, tree).generate(prompt, 24) for p in (fused, plain)]
+    assert torch.equal(results[0].sequences, results[1].sequences)
+    assert results[0].steps == results[1].steps
