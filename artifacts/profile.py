@@ -135,7 +135,7 @@ class Profile(Artifact, frozen=True):
         dict[str, Any],
         field(
             "`target` and `draft`, each with `name`, `digest`, `content`, `dtype`, `parameters`, "
-            "`placement`",
+            "`placement`, `fused_layers`",
             always=True,
         ),
     ] = {}
