@@ -218,8 +218,8 @@ def _resolve_placement(placement: str, dtype: torch.dtype, device: str) -> str:
 def _place(model: Any, placement: str) -> dict[str, Any]:
     """Bring a model's weights in memory into `placement`; what files record of that."""
     if placement in MAKE_LINEAR:
-        fuse(model, MAKE_LINEAR[placement])
-    num_fused = num_fused_layers(model)
+        return {"placement": placement, "fused_layers": fuse(model, MAKE_LINEAR[placement])}
+    num_fused = num_fused_layers(model)  # an int8 draft is made of fused layers
     return {"placement": placement} | ({"fused_layers": num_fused} if num_fused else {})
 
 

@@ -194,11 +194,13 @@ def sampling_text(result: BenchResult) -> str:
 
 
 def settings_text(result: BenchResult) -> str:
-    """The settings of a run, without models and machine."""
+    """The settings of a run, without the models' names and the machine."""
     settings, tree = result.settings, result.tree
     shape = f"tree of {tree.size} nodes, depth {tree.depth}" if tree.size > 1 else "no tree"
     prompts = f"{settings.prompts} held-out prompts, {settings.tokens} new tokens each"
-    return f"{sampling_text(result)}; {settings.dtype}; {prompts}; {shape}"
+    text = f"{sampling_text(result)}; {settings.dtype}; {prompts}; {shape}"
+    num_fused = result.models.get("target", {}).get("fused_layers")
+    return text if num_fused is None else f"{text}; {num_fused} fused layers in the target"
 
 
 def step_parts_text(result: BenchResult) -> str:
