@@ -30,6 +30,7 @@ from sequoia_plan.runtime.models.aux_hidden_states import (
     register_hooks,
     take_aux_hidden_states,
 )
+from sequoia_plan.runtime.models.tree_attention import splits_keys
 
 PREFILL_CHUNK = {"cpu": 256, "cuda": 1024}
 """Tokens of a prompt in one pass. On CUDA, shorter passes leave the device waiting for launches."""
@@ -110,6 +111,15 @@ class TreeModel:
         """
         self.compiled = torch.compile(self.model, dynamic=False, backend=backend)
 
+    def splits_keys(self, tokens: int) -> bool:
+        """Do passes over a tree of so many tokens read no keys after the tree, at any extent?"""
+        if isinstance(self.layers, int) or self.grouped_query_config is None:
+            return False
+        memories = {memory for pair in self.layers for memory in pair or ()}
+        return self.compiled is None and all(
+            splits_keys(device, dtype, head_dim, tokens) for device, dtype, _, head_dim in memories
+        )
+
     def new_cache(self, capacity: int) -> TreeCache:
         """A cache for a sequence of up to `capacity` slots.
 
@@ -156,7 +166,7 @@ class TreeModel:
         model = self.compiled if compiled and self.compiled is not None else self.model
         options = {"logits_to_keep": logits_to_keep} if self.takes_logits_to_keep else {}
         with (
-            attending(self.device, self.grouped_query_config),
+            attending(self.device, self.grouped_query_config, slots),
             compiling_many_shapes(model is not self.model),
         ):
             output = model(
