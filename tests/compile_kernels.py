@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 VERIFY, DRAWING = "runtime/verify/kernels.py", "runtime/base/drawing_kernels.py"
-ATTENTION = "runtime/models/attention_kernels.py"
+ATTENTION, LAYER = "runtime/models/attention_kernels.py", "runtime/models/layer_kernels.py"
 KERNELS = {
     "greedy": (VERIFY, False, False),
     "kept_masses": (VERIFY, False, False),
@@ -36,22 +36,33 @@ KERNELS = {
     "race": (DRAWING, False, False),
     "attend_to_part": (ATTENTION, False, False),
     "merge_parts": (ATTENTION, False, False),
+    "rms_norm": (LAYER, False, False),
+    "rotate": (LAYER, False, False),
+    "silu_mul": (LAYER, False, False),
 }
 """The file of each kernel that is launched, and whether it has COUNTS and HAS_D2T."""
 SIZES = ("branching", "depth", "size", "num_tokens", "group", "num_parts", "num_blocks", "count")
+LAUNCHES = {
+    **dict.fromkeys(("attend_to_part", "merge_parts"), (None, 8)),
+    **{"rms_norm": (4096, 8), "rotate": (64, 1), "silu_mul": (1024, 4)},
+}
+"""BLOCK and the warps of kernels that are not launched with those of verification and drawing."""
 ALIGNED_SIZES = (
     *("vocabulary", "draft_vocabulary", "extent", "query_head_stride"),
     *("query_token_stride", "key_head_stride", "key_slot_stride", "value_head_stride"),
-    *("value_slot_stride", "mask_token_stride"),
+    *("value_slot_stride", "mask_token_stride", "token_stride", "head_stride", "width"),
 )
 """Sizes that are multiples of 16 in practice, which Triton makes use of."""
 ARITHMETIC = ("state", "max_logits", "totals", "masses", "goals")
 """Pointers in the dtype of the arithmetic."""
-LOGITS = ("logits", "query", "key", "value", "mask", "attended")
+LOGITS = (
+    *("logits", "query", "key", "value", "mask", "attended"),
+    *("x", "weight", "heads", "cos", "sin", "gate_up"),
+)
 """Arguments in the models' dtype."""
 TYPES = {
-    **dict.fromkeys(("temperature", "min_p", "scale"), "fp32"),
-    **dict.fromkeys((*SIZES, *ALIGNED_SIZES, "shift"), "i32"),
+    **dict.fromkeys(("temperature", "min_p", "scale", "epsilon"), "fp32"),
+    **dict.fromkeys((*SIZES, *ALIGNED_SIZES, "shift", "num_heads"), "i32"),
     **dict.fromkeys(("draft_probs", "probs", "best_keys"), "*fp32"),
     **dict.fromkeys(("part_sums", "part_totals", "part_max"), "*fp32"),
     **dict.fromkeys(("uniforms", "accept_probs"), "*fp64"),
@@ -108,12 +119,13 @@ def compile_variant(root, variant):
     from triton.compiler import ASTSource
 
     kernel = getattr(load(root / KERNELS[variant.name][0]), variant.name)
-    dtype = variant.dtype
+    dtype, is_of_a_pass = variant.dtype, variant.name in LAUNCHES
+    block, warps = LAUNCHES.get(variant.name, (variant.block, variant.warps))
     constants = {
         "DTYPE": tl.float64 if dtype == "fp64" else tl.float32,
         "COUNTS": variant.counts,
         "HAS_D2T": variant.d2t,
-        "BLOCK": variant.block,
+        "BLOCK": block,
         **{"MAX_CHILDREN": 8, "MAX_LEVELS": 16, "MAX_NODES": 128},
         **{"HEAD_DIM": 128, "BLOCK_DIM": 128, "MAX_PARTS": 64, "BLOCK_KEYS": 32},
         **{"MAX_BLOCKS": 64, "MAX_TOKENS": 64},
@@ -123,7 +135,8 @@ def compile_variant(root, variant):
     if variant.sizes == "1":
         constants |= dict.fromkeys(SIZES, 1)
     arithmetic = "*fp64" if dtype == "fp64" else "*fp32"
-    types = TYPES | dict.fromkeys(ARITHMETIC, arithmetic) | dict.fromkeys(LOGITS, f"*{dtype}")
+    in_dtype = (*LOGITS, "out") if is_of_a_pass else LOGITS
+    types = TYPES | dict.fromkeys(ARITHMETIC, arithmetic) | dict.fromkeys(in_dtype, f"*{dtype}")
     arguments = kernel.arg_names
     signature = {
         argument: "constexpr" if argument in constants else types.get(argument, "*i64")
@@ -136,9 +149,7 @@ def compile_variant(root, variant):
         if signature[argument].startswith("*") or argument.endswith("vocabulary")
     }
     used = {argument: constants[argument] for argument in arguments if argument in constants}
-    is_attention = KERNELS[variant.name][0] == ATTENTION
-    warps = 8 if is_attention else variant.warps
-    registers = None if is_attention else 65536 // (32 * warps)
+    registers = None if is_of_a_pass else 65536 // (32 * warps)
     compiled = triton.compile(
         ASTSource(kernel, signature, used, aligned),
         target=GPUTarget("cuda", variant.architecture, 32),

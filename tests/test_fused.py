@@ -290,9 +290,8 @@ def test_radix_selection_keeps_what_the_tensor_versions_keep(filters, dtype):
     ("name", "argument", "change"),
     [
         ("select_digit", 1, torch.clone),  # the goal is not lessened by larger digits
-        ("digit_masses", 3, torch.zeros_like),  # keys with other higher digits count
-        ("digit_masses", 2, torch.zeros_like),  # top-p does not see what top-k has removed
-        ("kept_masses", 2, torch.zeros_like),  # nor does it count only what is kept
+        ("digit_masses", 2, torch.zeros_like),  # keys with other higher digits count
+        ("kept_masses", 2, torch.zeros_like),  # what the filters have removed counts
     ],
 )
 def test_wrong_selections_fail(name, argument, change, monkeypatch):

@@ -203,20 +203,20 @@ def test_a_decoder_generates_the_same_with_split_keys(monkeypatch):
 def test_one_graph_serves_all_lengths(splits_keys, monkeypatch):
     """Where attention finds the end of the text on the device; else each extent has a graph."""
     target, draft = model(0), model(1)
-    decoder = SequoiaDecoder(target, draft, TREES["both"])
-    expected = decoder.generate([5, 6, 7], 30).sequences
+    decoder = SequoiaDecoder(target, draft, TokenTree.chain(3))
+    expected = decoder.generate([5, 6, 7], 16).sequences
     simulate_capture(decoder.step)
     monkeypatch.setattr(step, "EXTENT_MULTIPLE", {"cpu": 64, "cuda": 8})
     if splits_keys:
         use_kernels(monkeypatch)
         split = partial(split_key_attention, num_parts=3)
         monkeypatch.setattr(attention, "split_key_attention", split)
-    assert torch.equal(decoder.generate([5, 6, 7], 30).sequences, expected)
+    assert torch.equal(decoder.generate([5, 6, 7], 16).sequences, expected)
     captures = decoder.step.graphs.captures
     assert captures == ["step"] if splits_keys else len(captures) > 2
     # a kernel that cannot be compiled, a tree that is too large, another attention
     if splits_keys:
         assert decoder.step.splits_keys()
-        assert not decoder.with_tree(TokenTree.star(258)).step.splits_keys()
+        assert not decoder.with_tree(TokenTree.chain(257)).step.splits_keys()
         kernel_launch._failed_kernels.add(tree_attention.KERNELS_NAME)
         assert not decoder.step.splits_keys() and decoder.step.extent(3) < 64

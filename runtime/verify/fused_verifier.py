@@ -209,26 +209,28 @@ class FusedVerifier:
             )  # fmt: skip
             return masses.sum(-1)
 
-        def select(goals: Tensor, lowest: Tensor, counts: bool) -> Tensor:
+        def select(goals: Tensor, counts: bool) -> Tensor:
             """The highest thresholds that leave a mass, or a count, of `goals`."""
             found = torch.zeros_like(thresholds)
             masses = max_logits.new_empty(size, num_blocks, kernels().NUM_DIGITS.value)
             for shift in range(28, LOW_BIT.get(logits.dtype, 0) - 4, -4):
                 kernels().digit_masses[(size, num_blocks)](
-                    logits, max_logits, lowest, found, masses, shift, vocabulary,
-                    sampling.temperature, COUNTS=counts, **constants,
+                    logits, max_logits, found, masses, shift, vocabulary, sampling.temperature,
+                    COUNTS=counts, **constants,
                 )  # fmt: skip
                 kernels().select_digit[(size,)](
                     masses, goals, found, shift, num_blocks,
                     MAX_BLOCKS=_next_power_of_two(num_blocks), **LAUNCH,
                 )  # fmt: skip
-            return torch.maximum(found, lowest)
+            return found
 
         if sampling.top_k:
             top_k = torch.full_like(max_logits, min(sampling.top_k, vocabulary))
-            thresholds = select(top_k, thresholds, counts=True)
+            thresholds = select(top_k, counts=True)
         if sampling.top_p < 1:
-            thresholds = select(totals() * sampling.top_p, thresholds, counts=False)
+            # the goal is reached among the tokens that top-k keeps, except for rounding
+            top_p_thresholds = select(totals() * sampling.top_p, counts=False)
+            thresholds = torch.maximum(thresholds, top_p_thresholds)
         return max_logits, thresholds, totals(sampling.min_p)
 
     def _constants(self, logits: Tensor) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def kept_masses(
 
 @triton.jit
 def digit_masses(
-    logits, max_logits, lowest, thresholds, masses, shift, vocabulary, temperature,
+    logits, max_logits, thresholds, masses, shift, vocabulary, temperature,
     COUNTS: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """The mass of each value of one digit of the sort keys, among keys whose higher digits are the
@@ -103,7 +103,6 @@ def digit_masses(
     memory, programs would add them in no fixed order.
 
     Args:
-        lowest: int64 [nodes], keys below it do not count.
         thresholds: int64 [nodes], whose digits above this one are known.
         masses: DTYPE [nodes, blocks, NUM_DIGITS], written.
         shift: of this digit, in bits.
@@ -118,7 +117,7 @@ def digit_masses(
     mass = tl.exp((x - tl.load(max_logits + node)) / temperature)
     if COUNTS:
         mass = tl.full([BLOCK], 1.0, DTYPE)
-    mass = tl.where(inside & same_prefix & (keys >= tl.load(lowest + node)), mass, 0.0)
+    mass = tl.where(inside & same_prefix, mass, 0.0)
     key_digits, digits = ((keys >> shift) & 15).to(tl.int32), tl.arange(0, NUM_DIGITS)
     has_digit = key_digits[None, :] == digits[:, None]
     mass_of_digit = tl.sum(tl.where(has_digit, mass[None, :], 0.0), 1)
