@@ -317,7 +317,9 @@ def time_attention(run: Run) -> dict[str, Any]:
         mask = torch.zeros(1, 1, nodes, extent, device=run.device, dtype=query.dtype)
         graph_key = tuple(setting.values())
         if setting["kernel"] == SPLIT_KEYS:
-            attend = functools.partial(split_key_attention, query, key, value, mask, HEAD_DIM**-0.5)
+            slots = torch.arange(extent - nodes, extent, device=run.device)
+            tensors = (query, key, value, mask, slots)
+            attend = functools.partial(split_key_attention, *tensors, HEAD_DIM**-0.5)
             with torch.inference_mode():
                 return {"seconds": attention_seconds(run, attend, graphs, graph_key)}
         module = torch.nn.Module()

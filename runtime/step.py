@@ -32,6 +32,7 @@ from sequoia_plan.runtime.capture import (
 )
 from sequoia_plan.runtime.draft.drafter import DraftedTree, Drafter, DraftPass, draft_tree
 from sequoia_plan.runtime.draft.registry import make_drafter
+from sequoia_plan.runtime.models import tree_attention
 from sequoia_plan.runtime.models.architecture import execution_device, rope_reason, text_config
 from sequoia_plan.runtime.models.forward import TreeModel
 from sequoia_plan.runtime.models.parallel import from_first, is_split, shared_seed
@@ -293,7 +294,9 @@ class TreeStep:
     def extent(self, length: int) -> int:
         """How many slots of the cache attention looks at, with the root in slot `length`.
 
-        They include the whole tree. The number is rounded up, so that passes have few shapes.
+        They include the whole tree. The number is rounded up, so that passes have few shapes. Where
+        attention finds the end of the text on the device, it is the whole cache: one graph serves
+        all lengths.
         """
         needed = length + self.tree.size
         on_cuda = bool(self.graphs) or self.device.type == "cuda"
@@ -301,7 +304,17 @@ class TreeStep:
         if self.graphs:
             # a quarter of a power of two in (needed, 2 * needed]: two extents for each doubling
             multiple = max(multiple, (1 << needed.bit_length()) // 4)
+            capacity = self.sequence.target.capacity
+            if needed <= capacity >= tree_attention.MIN_EXTENT and self.splits_keys():
+                return capacity
         return round_up(needed, multiple)
+
+    def splits_keys(self) -> bool:
+        """Do all passes of a step read no keys after the tree, whatever the extent?"""
+        tokens = max(self.tree.size, *(p.input_slots.numel() for p in self.passes), 1)
+        if self.drafter and not self.drafter.splits_keys(tokens):
+            return False
+        return self.target.splits_keys(tokens)
 
     def refill_random_numbers(self, sampling: Sampling) -> None:
         """Generate the random numbers of the next step, so that the step only reads tensors."""

@@ -22,32 +22,48 @@ from pathlib import Path
 from typing import NamedTuple
 
 VERIFY, DRAWING = "runtime/verify/kernels.py", "runtime/base/drawing_kernels.py"
-ATTENTION = "runtime/models/attention_kernels.py"
+ATTENTION, LAYER = "runtime/models/attention_kernels.py", "runtime/models/layer_kernels.py"
 KERNELS = {
     "greedy": (VERIFY, False, False),
-    "sequoia": (VERIFY, True, True),
-    "traversal_start": (VERIFY, True, False),
+    "kept_masses": (VERIFY, False, False),
+    "digit_masses": (VERIFY, True, False),
+    "select_digit": (VERIFY, False, False),
+    "sequoia": (VERIFY, False, True),
+    "traversal_start": (VERIFY, False, False),
     "traversal_round": (VERIFY, False, True),
-    "traversal_finish": (VERIFY, True, True),
+    "traversal_finish": (VERIFY, False, True),
+    "race_totals": (DRAWING, False, False),
     "race": (DRAWING, False, False),
     "attend_to_part": (ATTENTION, False, False),
     "merge_parts": (ATTENTION, False, False),
+    "rms_norm": (LAYER, False, False),
+    "rotate": (LAYER, False, False),
+    "silu_mul": (LAYER, False, False),
 }
-"""The file of each kernel that is launched, and whether it has HAS_FILTERS and HAS_D2T."""
-LOW_BIT = {"bf16": 16, "fp16": 13, "fp32": 0, "fp64": 0}
-SIZES = ("branching", "depth", "size", "top_k", "num_tokens", "group", "num_parts")
+"""The file of each kernel that is launched, and whether it has COUNTS and HAS_D2T."""
+SIZES = ("branching", "depth", "size", "num_tokens", "group", "num_parts", "num_blocks", "count")
+LAUNCHES = {
+    **dict.fromkeys(("attend_to_part", "merge_parts"), (None, 8)),
+    **{"rms_norm": (4096, 8), "rotate": (64, 1), "silu_mul": (1024, 4)},
+}
+"""BLOCK and the warps of kernels that are not launched with those of verification and drawing."""
 ALIGNED_SIZES = (
-    *("vocabulary", "draft_vocabulary", "extent", "chunk", "query_head_stride"),
+    *("vocabulary", "draft_vocabulary", "extent", "query_head_stride"),
     *("query_token_stride", "key_head_stride", "key_slot_stride", "value_head_stride"),
-    *("value_slot_stride", "mask_token_stride"),
+    *("value_slot_stride", "mask_token_stride", "token_stride", "head_stride", "width"),
 )
 """Sizes that are multiples of 16 in practice, which Triton makes use of."""
-LOGITS = ("logits", "query", "key", "value", "mask", "attended")
+ARITHMETIC = ("state", "max_logits", "totals", "masses", "goals")
+"""Pointers in the dtype of the arithmetic."""
+LOGITS = (
+    *("logits", "query", "key", "value", "mask", "attended"),
+    *("x", "weight", "heads", "cos", "sin", "gate_up"),
+)
 """Arguments in the models' dtype."""
 TYPES = {
-    **dict.fromkeys(("temperature", "top_p", "min_p", "scale"), "fp32"),
-    **dict.fromkeys((*SIZES, *ALIGNED_SIZES), "i32"),
-    **dict.fromkeys(("draft_probs", "probs", "keys"), "*fp32"),
+    **dict.fromkeys(("temperature", "min_p", "scale", "epsilon"), "fp32"),
+    **dict.fromkeys((*SIZES, *ALIGNED_SIZES, "shift", "num_heads"), "i32"),
+    **dict.fromkeys(("draft_probs", "probs", "best_keys"), "*fp32"),
     **dict.fromkeys(("part_sums", "part_totals", "part_max"), "*fp32"),
     **dict.fromkeys(("uniforms", "accept_probs"), "*fp64"),
     "bits": "*i32",
@@ -64,7 +80,7 @@ class Variant(NamedTuple):
         architecture: of the GPU, 90 for compute capability 9.0.
         block, warps: the constant BLOCK, and the warps of a program.
         sizes: "any", or "1" where `SIZES` are 1: Triton makes constants of such arguments.
-        filters, d2t: the constants HAS_FILTERS and HAS_D2T.
+        counts, d2t: the constants COUNTS and HAS_D2T.
     """
 
     name: str
@@ -73,22 +89,22 @@ class Variant(NamedTuple):
     block: int = 4096
     warps: int = 16
     sizes: str = "any"
-    filters: bool = False
+    counts: bool = False
     d2t: bool = False
 
 
 def all_variants(
     dtypes=("bf16", "fp16", "fp32"), architectures=(80, 89, 90), sizes=("any", "1"), **settings
 ):
-    """Every kernel for each of these, with and without filters and another vocabulary."""
+    """Every kernel for each of these, by counts and by weights, with and without d2t."""
     return [
-        Variant(name, dtype, architecture, sizes=size, filters=filters, d2t=d2t, **settings)
-        for name, (file, has_filters, has_d2t) in KERNELS.items()
-        for dtype, architecture, size, filters, d2t in itertools.product(
+        Variant(name, dtype, architecture, sizes=size, counts=counts, d2t=d2t, **settings)
+        for name, (file, has_counts, has_d2t) in KERNELS.items()
+        for dtype, architecture, size, counts, d2t in itertools.product(
             dtypes,
             architectures,
             sizes,
-            [False, True] if has_filters else [False],
+            [False, True] if has_counts else [False],
             [False, True] if has_d2t else [False],
         )
         if file != ATTENTION or dtype in ("bf16", "fp16")  # PyTorch attends with others
@@ -103,22 +119,24 @@ def compile_variant(root, variant):
     from triton.compiler import ASTSource
 
     kernel = getattr(load(root / KERNELS[variant.name][0]), variant.name)
-    dtype = variant.dtype
+    dtype, is_of_a_pass = variant.dtype, variant.name in LAUNCHES
+    block, warps = LAUNCHES.get(variant.name, (variant.block, variant.warps))
     constants = {
         "DTYPE": tl.float64 if dtype == "fp64" else tl.float32,
-        "LOW_BIT": LOW_BIT[dtype],
-        "HAS_FILTERS": variant.filters,
+        "COUNTS": variant.counts,
         "HAS_D2T": variant.d2t,
-        "BLOCK": variant.block,
+        "BLOCK": block,
         **{"MAX_CHILDREN": 8, "MAX_LEVELS": 16, "MAX_NODES": 128},
         **{"HEAD_DIM": 128, "BLOCK_DIM": 128, "MAX_PARTS": 64, "BLOCK_KEYS": 32},
+        **{"MAX_BLOCKS": 64, "MAX_TOKENS": 64},
         "BLOCK_ROWS": 16 if variant.sizes == "1" else 32,
         "HIDDEN": -6e4 if dtype == "fp16" else -1e30,
     }
     if variant.sizes == "1":
         constants |= dict.fromkeys(SIZES, 1)
-    state = "*fp64" if dtype == "fp64" else "*fp32"
-    types = TYPES | {"state": state} | dict.fromkeys(LOGITS, f"*{dtype}")
+    arithmetic = "*fp64" if dtype == "fp64" else "*fp32"
+    in_dtype = (*LOGITS, "out") if is_of_a_pass else LOGITS
+    types = TYPES | dict.fromkeys(ARITHMETIC, arithmetic) | dict.fromkeys(in_dtype, f"*{dtype}")
     arguments = kernel.arg_names
     signature = {
         argument: "constexpr" if argument in constants else types.get(argument, "*i64")
@@ -131,11 +149,11 @@ def compile_variant(root, variant):
         if signature[argument].startswith("*") or argument.endswith("vocabulary")
     }
     used = {argument: constants[argument] for argument in arguments if argument in constants}
-    warps = 8 if KERNELS[variant.name][0] == ATTENTION else variant.warps
+    registers = None if is_of_a_pass else 65536 // (32 * warps)
     compiled = triton.compile(
         ASTSource(kernel, signature, used, aligned),
         target=GPUTarget("cuda", variant.architecture, 32),
-        options={"num_warps": warps},
+        options={"num_warps": warps, "maxnreg": registers},
     )
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -46,6 +46,11 @@ class Simulated(Graphs):
         return replay, result
 
 
+def simulate_capture(step):
+    """Let a step on the CPU capture as a step on CUDA does."""
+    step.graphs, step.not_captured = Simulated(step.device), set()
+
+
 def leaves(result):
     """The tensors of a result."""
     if isinstance(result, torch.Tensor):

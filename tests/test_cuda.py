@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from architectures import resembling, tiny
-from simulated import Cuda, Simulated
+from simulated import Cuda, simulate_capture
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import ToyModel, toy_pair
 from transformers import LlamaConfig, LlamaForCausalLM, TopPLogitsWarper
@@ -34,11 +34,6 @@ from sequoia_plan.runtime.step import TreeStep
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def simulate_capture(step):
-    """Let a step on the CPU capture as a step on CUDA does."""
-    step.graphs, step.not_captured = Simulated(step.device), set()
 
 
 def simulated(context=1 << 14, tree=TREE, max_graphs=None):

@@ -244,6 +244,75 @@ def test_they_accept_what_the_tensor_versions_accept(verifier, filters, dtype):
     assert len(paths) > 2
 
 
+def statistics_error(logits, sampling, block=64):
+    """How far the probabilities that the statistics stand for are from `Sampling.target_probs`."""
+    fused = FusedVerifier(TokenTree.chain(1), DEVICE, block=block)
+    statistics = fused.target_statistics(logits.to(DEVICE), sampling)
+    max_logits, thresholds, totals = (column.cpu()[:, None] for column in statistics)
+    bits = logits.float().view(torch.int32)
+    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() + (1 << 31)
+    weights = torch.exp((logits.double() - max_logits) / sampling.temperature)
+    weights[(keys < thresholds) | (weights < sampling.min_p)] = 0.0
+    expected = sampling.target_probs(logits)
+    return float((weights / totals - expected).abs().max())
+
+
+SELECTIONS = [
+    {"top_p": 0.05},
+    {"top_p": 0.9},
+    {"top_p": 1 - 1e-6},
+    {"top_k": 1},
+    {"top_k": 30},
+    {"top_k": 1000},
+    {"top_k": 40, "top_p": 0.7, "min_p": 0.02},
+]
+
+
+def logits_to_select_from(dtype, scale=3.0):
+    """Of both signs, with ties, equal ones, infinite ones; several blocks, the last not full."""
+    logits = torch.randn(4, 200, generator=torch.Generator().manual_seed(1)) * scale
+    logits[1, 3:90] = logits[1, 3]
+    logits[2] = 0.25
+    logits[3, ::2] = -torch.inf
+    return logits.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("filters", SELECTIONS, ids=str)
+def test_radix_selection_keeps_what_the_tensor_versions_keep(filters, dtype):
+    sampling = Sampling(0.8, **filters)
+    for scale in (0.01, 8.0):
+        assert statistics_error(logits_to_select_from(dtype, scale), sampling) < 1e-6
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("name", "argument", "change"),
+    [
+        ("select_digit", 1, torch.clone),  # the goal is not lessened by larger digits
+        ("digit_masses", 2, torch.zeros_like),  # keys with other higher digits count
+        ("kept_masses", 2, torch.zeros_like),  # what the filters have removed counts
+    ],
+)
+def test_wrong_selections_fail(name, argument, change, monkeypatch):
+    kernels = fused_verifier.kernels()
+    kernel = getattr(kernels, name)
+
+    class Changed:
+        def __getitem__(self, grid):
+            def launch(*args, **constants):
+                args = (*args[:argument], change(args[argument]), *args[argument + 1 :])
+                kernel[grid](*args, **constants)
+
+            return launch
+
+    sampling = Sampling(0.8, top_k=40, top_p=0.7)
+    logits = logits_to_select_from(torch.bfloat16)
+    assert statistics_error(logits, sampling) < 1e-6
+    monkeypatch.setattr(kernels, name, Changed())
+    assert statistics_error(logits, sampling) > 1e-3
+
+
 def as_lists(accepted):
     return accepted.path.tolist(), accepted.count.tolist(), accepted.bonus.tolist()
 
@@ -280,15 +349,47 @@ def test_logits_that_are_not_finite_end_somewhere(verifier, value):
         assert 0 <= int(accepted.bonus) < 9 and 1 <= int(accepted.count) <= SMALL.depth
 
 
-def test_races_are_drawn_as_the_tensor_version_draws():
+def race_difference(count=9):
+    """How many tokens are drawn otherwise than by the tensor version; all draws come from few of
+    several blocks."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(5, 37, generator=generator) * 8
     logits[0, 5:] = -torch.inf  # fewer tokens than are drawn
+    logits[1, 16:32] += 60.0
     bits = torch.empty(5, 37, dtype=torch.int32).random_(generator=generator)
-    probs, drawn = race_on_device(logits.to(DEVICE), 0.6, 9, bits.to(DEVICE), block=16)
-    expected_probs, expected_drawn = Sampling(0.6).draw_children(logits, 9, bits)
+    probs, drawn = race_on_device(logits.to(DEVICE), 0.6, count, bits.to(DEVICE), block=16)
+    expected_probs, expected_drawn = Sampling(0.6).draw_children(logits, count, bits)
     torch.testing.assert_close(probs.cpu(), expected_probs, rtol=1e-5, atol=1e-9)
-    assert torch.equal(drawn.cpu(), expected_drawn)
+    return int((drawn.cpu() != expected_drawn).sum())
+
+
+@pytest.mark.parametrize("count", [1, 9, 37])
+def test_races_are_drawn_as_the_tensor_version_draws(count):
+    assert race_difference(count) == 0
+
+
+@interpreted
+@pytest.mark.parametrize("wrong", ["fewer winners", "other numbers"])
+def test_wrong_races_differ(wrong, monkeypatch):
+    """Controls: a block has fewer winners than are drawn; its tokens share random numbers."""
+    kernels = drawing_kernels()
+    kernel = kernels.race
+
+    class Changed:
+        def __getitem__(self, grid):
+            def launch(*args, **constants):
+                *before, bits, probs, keys, tokens, vocabulary, count, temperature = args
+                if wrong == "other numbers":
+                    bits = bits[:, :16].repeat(1, 3)[:, :vocabulary].contiguous()
+                args = (*before, bits, probs, keys, tokens, vocabulary, count, temperature)
+                kernel[grid](*args, **constants)
+                if wrong == "fewer winners":
+                    keys[..., -3:] = -torch.inf
+
+            return launch
+
+    monkeypatch.setattr(kernels, "race", Changed())
+    assert race_difference() > 0
 
 
 def use_kernels(monkeypatch, target):
@@ -434,8 +535,10 @@ def test_kernels_are_launched_on_the_device_of_their_inputs(verifier, monkeypatc
     launches, logits = [], torch.randn(SMALL.size, 9)
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     kernels = fused_verifier.kernels()
-    names = ["greedy", "sequoia", "traversal_start", "traversal_round", "traversal_finish"]
-    for module, name in [*((kernels, name) for name in names), (drawing_kernels(), "race")]:
+    rounds = ("traversal_start", "traversal_round", "traversal_finish")
+    names = ["kept_masses", "greedy", "sequoia", *rounds]
+    drawing_names = ((drawing_kernels(), name) for name in ("race_totals", "race"))
+    for module, name in [*((kernels, name) for name in names), *drawing_names]:
         monkeypatch.setattr(module, name, Launched())
     fused = FusedVerifier(SMALL, DEVICE, block=16)
     draft_probs, drawn = torch.full((2, 9), 1 / 9), torch.arange(2).expand(2, 2)

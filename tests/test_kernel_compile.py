@@ -27,8 +27,8 @@ ROOT = Path(__file__).parents[1]
 TRITONS = list(filter(None, os.environ.get("SEQUOIA_PLAN_TRITONS", "").split(os.pathsep)))
 REGISTERS = 65536
 """Budget of a program: a multiprocessor has no more."""
-SPILLED_BYTES = 64
-"""Budget a thread: a few numbers of a node, not the vectors of a block in a loop over tokens."""
+SPILLED_BYTES = 0
+"""Budget a thread: nothing is kept in memory for want of registers."""
 
 
 def compile_all(variants, folder, triton=None, root=ROOT):
@@ -94,7 +94,7 @@ def test_faults_of_machine_code_are_seen(tmp_path):
     """Controls: too many warps for the registers, an approximate logarithm, and a wrong type."""
     for file in (VERIFY, DRAWING):
         (tmp_path / file).parent.mkdir(parents=True)
-    step, wrong_step = "lane_max = tl.maximum(lane_max, x)", "lane_max = x.to(tl.float64)"
+    step, wrong_step = "mass += q", "mass = (mass + q).to(tl.float64)"
     approximate = 'tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [y], tl.float32, '
     (tmp_path / DRAWING).write_text(
         (ROOT / DRAWING).read_text().replace("tl.log(y)", f"{approximate}True, 1)")
@@ -102,16 +102,16 @@ def test_faults_of_machine_code_are_seen(tmp_path):
     (tmp_path / VERIFY).write_text((ROOT / VERIFY).read_text().replace(step, wrong_step))
     variants = [
         Variant("race", "bf16", 90),
-        Variant("greedy", "bf16", 90),
+        Variant("traversal_start", "bf16", 90),
         Variant("sequoia", "fp64", 90, warps=32),
     ]
-    race, greedy, sequoia = compile_all(variants, tmp_path, root=tmp_path)
+    race, start, sequoia = compile_all(variants, tmp_path, root=tmp_path)
     assert race["approximate_logarithm"] and race["spilled_bytes"] == 0
-    assert greedy["error"].startswith("CompilationError")
+    assert start["error"].startswith("CompilationError")
     assert sequoia["spilled_bytes"] > SPILLED_BYTES
 
 
-@pytest.mark.parametrize("name", [VERIFY, DRAWING, ATTENTION])
+@pytest.mark.parametrize("name", [VERIFY, ATTENTION])
 def test_constants_of_kernels_are_float32(name):
     """Triton types a constant beyond float32's range as float64, before version 3.9 by its digits.
 

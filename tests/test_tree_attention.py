@@ -6,14 +6,16 @@ The kernels run on a CUDA device, or without one on the CPU, by Triton's interpr
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
+from simulated import simulate_capture
 from toys import SMALL_TREES
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.runtime import SequoiaDecoder
+from sequoia_plan.runtime import SequoiaDecoder, step
 from sequoia_plan.runtime.base import kernel_launch
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
@@ -60,6 +62,11 @@ def error(query, key, value, mask, attended):
     return float((attended.double() - expected).abs().max())
 
 
+def last_slots(tokens, last):
+    """The slots of a pass, of which one is the last; they are in any order."""
+    return torch.arange(last, last - tokens, -1, device=DEVICE)
+
+
 def tolerance(dtype):
     return {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
 
@@ -77,8 +84,9 @@ def test_trees_of_any_length(tree, length, dtype):
     columns = tensors.columns(torch.tensor([length], device=DEVICE), extent)
     mask = tensors.mask.index_select(1, columns)[None, None]
     query, key, value = inputs(4, 1, size, extent, dtype)
+    slots = length + tensors.nodes
     for num_parts in (1, 64) if length < 64 else (3,):
-        attended = split_key_attention(query, key, value, mask, 0.25, num_parts)
+        attended = split_key_attention(query, key, value, mask, slots, 0.25, num_parts)
         assert attended.shape == (1, size, 4, 16)
         assert error(query, key, value, mask, attended) < tolerance(dtype)
 
@@ -94,7 +102,7 @@ def test_windows_and_shared_heads(heads, shared_heads, window, dtype):
     visible = (slots <= rows) & (slots > rows - window)
     mask = additive_mask(visible, dtype)[None, None]
     tensors = inputs(heads, shared_heads, tokens, extent, dtype, head_dim=24)
-    attended = split_key_attention(*tensors, mask, 24**-0.5, 4)
+    attended = split_key_attention(*tensors, mask, rows[:, 0], 24**-0.5, 4)
     assert error(*tensors, mask, attended) < tolerance(dtype)
 
 
@@ -103,10 +111,25 @@ def test_a_mask_that_is_not_the_kernels_is_noticed():
     tensors = inputs(4, 1, 3, 70, torch.float32)
     visible = torch.ones(3, 70, dtype=torch.bool, device=DEVICE).tril(60)
     mask = additive_mask(visible, torch.float32)[None, None]
-    attended = split_key_attention(*tensors, mask, 0.25, 2)
+    attended = split_key_attention(*tensors, mask, last_slots(3, 69), 0.25, 2)
     assert error(*tensors, mask, attended) < 2e-6
     mask[0, 0, 1, 69] = 0.0
     assert error(*tensors, mask, attended) > 1e-3
+
+
+@pytest.mark.parametrize("length", [0, 5, 64, 130])
+def test_keys_after_the_pass_are_not_read(length):
+    """One launch for all lengths: the mask is as wide as the cache, and here hides nothing. A pass
+    that ends one slot too early, the control, misses a key."""
+    tokens, extent = 5, 256
+    tensors = inputs(4, 2, tokens, extent, torch.float32)
+    mask = torch.zeros(1, 1, tokens, extent, device=DEVICE)
+    query, *caches = tensors
+    keys, values = (cache[:, :, : length + tokens] for cache in caches)
+    for last, is_right in ((length + tokens - 1, True), (length + tokens - 2, False)):
+        attended = split_key_attention(*tensors, mask, last_slots(tokens, last), 0.25, 3)
+        wrong = error(query, keys, values, mask[..., : length + tokens], attended)
+        assert wrong < 2e-6 if is_right else wrong > 1e-3
 
 
 def test_a_token_that_sees_nothing_gets_zeros():
@@ -115,7 +138,7 @@ def test_a_token_that_sees_nothing_gets_zeros():
     visible = torch.ones(2, 70, dtype=torch.bool, device=DEVICE)
     visible[0] = False
     mask = additive_mask(visible, torch.float32)[None, None]
-    attended = split_key_attention(*tensors, mask, 0.25, 2)
+    attended = split_key_attention(*tensors, mask, last_slots(2, 69), 0.25, 2)
     query, key, value = tensors
     assert not attended[:, 0].any()
     assert error(query[:, :, 1:], key, value, mask[:, :, 1:], attended[:, 1:]) < 2e-6
@@ -128,7 +151,8 @@ def test_only_cuda_takes_the_kernels(monkeypatch):
     def can_take(tokens=3, extent=2048, dtype=torch.bfloat16, head_dim=64, requires_grad=False):
         query = torch.zeros(1, 4, tokens, head_dim, dtype=dtype, requires_grad=requires_grad)
         key = torch.zeros(1, 2, extent, head_dim, dtype=dtype)
-        return can_split_keys(query, key, key, torch.zeros(1, 1, tokens, extent, dtype=dtype))
+        mask = torch.zeros(1, 1, tokens, extent, dtype=dtype)
+        return can_split_keys(query, key, key, mask, torch.arange(tokens))
 
     assert not can_take()
     monkeypatch.setattr(tree_attention, "kernels_available", lambda device: True)
@@ -137,18 +161,27 @@ def test_only_cuda_takes_the_kernels(monkeypatch):
     assert not can_take(dtype=torch.float32) and not can_take(requires_grad=True)
 
 
+def model(seed):
+    """A model whose heads share keys."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, vocab_size=90, head_dim=8,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def use_kernels(patch):
+    """Let passes attend with split keys, as on CUDA."""
+    patch.setattr(kernel_launch, "_failed_kernels", set())
+    patch.setattr(tree_attention, "kernels_available", lambda device: True)
+    patch.setattr(tree_attention, "DTYPES", (torch.float32,))
+    patch.setattr(tree_attention, "MIN_EXTENT", 1)
+
+
 @interpreted
 def test_a_decoder_generates_the_same_with_split_keys(monkeypatch):
     """A model whose heads share keys, from the first token on, in the tree's and plain passes."""
-
-    def model(seed):
-        torch.manual_seed(seed)
-        config = LlamaConfig(
-            hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
-            num_key_value_heads=2, vocab_size=90, head_dim=8,
-        )  # fmt: skip
-        return LlamaForCausalLM(config).eval()
-
     target, draft, launches = model(0), model(1), []
 
     def counted(*args):
@@ -159,10 +192,31 @@ def test_a_decoder_generates_the_same_with_split_keys(monkeypatch):
         decoder = SequoiaDecoder(target, draft, tree)
         expected = decoder.generate([5, 6, 7], 12).sequences
         with monkeypatch.context() as patch:
-            patch.setattr(kernel_launch, "_failed_kernels", set())
-            patch.setattr(tree_attention, "kernels_available", lambda device: True)
-            patch.setattr(tree_attention, "DTYPES", (torch.float32,))
-            patch.setattr(tree_attention, "MIN_EXTENT", 1)
+            use_kernels(patch)
             patch.setattr(attention, "split_key_attention", counted)
             assert torch.equal(decoder.generate([5, 6, 7], 12).sequences, expected)
         assert tree.size in launches
+
+
+@interpreted
+@pytest.mark.parametrize("splits_keys", [True, False])
+def test_one_graph_serves_all_lengths(splits_keys, monkeypatch):
+    """Where attention finds the end of the text on the device; else each extent has a graph."""
+    target, draft = model(0), model(1)
+    decoder = SequoiaDecoder(target, draft, TokenTree.chain(3))
+    expected = decoder.generate([5, 6, 7], 16).sequences
+    simulate_capture(decoder.step)
+    monkeypatch.setattr(step, "EXTENT_MULTIPLE", {"cpu": 64, "cuda": 8})
+    if splits_keys:
+        use_kernels(monkeypatch)
+        split = partial(split_key_attention, num_parts=3)
+        monkeypatch.setattr(attention, "split_key_attention", split)
+    assert torch.equal(decoder.generate([5, 6, 7], 16).sequences, expected)
+    captures = decoder.step.graphs.captures
+    assert captures == ["step"] if splits_keys else len(captures) > 2
+    # a kernel that cannot be compiled, a tree that is too large, another attention
+    if splits_keys:
+        assert decoder.step.splits_keys()
+        assert not decoder.with_tree(TokenTree.chain(257)).step.splits_keys()
+        kernel_launch._failed_kernels.add(tree_attention.KERNELS_NAME)
+        assert not decoder.step.splits_keys() and decoder.step.extent(3) < 64

@@ -15,6 +15,9 @@ from torch import Tensor
 
 BLOCK, WARPS = 4096, 16
 """Tokens that a kernel's program reads at once, and its warps."""
+LAUNCH = {"num_warps": WARPS, "maxnreg": 65536 // (32 * WARPS)}
+"""How such kernels are compiled. A program may take all registers of a multiprocessor: the compiler
+would keep numbers in memory instead, so that several programs fit in."""
 
 
 @dataclass(frozen=True)
@@ -123,21 +126,31 @@ def draw_tokens(probs: Tensor, uniforms: Tensor) -> Tensor:
 def race_on_device(
     logits: Tensor, temperature: float, count: int, bits: Tensor, block: int = BLOCK
 ) -> tuple[Tensor, Tensor]:
-    """softmax(logits / temperature) and `without_replacement` from it, by one kernel.
+    """softmax(logits / temperature) and `without_replacement` from it, by kernels.
 
     Args:
         logits: [nodes, vocabulary].
         count: how many distinct tokens to draw for each node.
         bits: int32 [nodes, vocabulary], random numbers of 31 bits.
-        block: tokens that the kernel reads at once, a power of two.
+        block: tokens that a kernel's program reads, a power of two.
 
     Returns:
         float32 [nodes, vocabulary], the probabilities; int64 [nodes, count], the tokens.
     """
     kernels = importlib.import_module("sequoia_plan.runtime.base.drawing_kernels")
-    probs = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    keys = torch.empty_like(probs)
-    arguments = (logits.contiguous(), bits, probs, keys, logits.shape[1], temperature)
+    nodes, vocabulary = logits.shape
+    grid = (nodes, -(-vocabulary // block))
+    logits, max_logits = logits.contiguous(), logits.amax(-1).float()
+    totals = max_logits.new_empty(grid)
+    probs, best_keys = max_logits.new_empty(nodes, vocabulary), max_logits.new_empty(*grid, count)
+    best_tokens = torch.empty_like(best_keys, dtype=torch.int64)
     with torch.cuda.device_of(logits):  # Triton launches on the current device
-        kernels.race[(logits.shape[0],)](*arguments, BLOCK=block, num_warps=WARPS)
-    return probs, keys.topk(count, -1).indices
+        kernels.race_totals[grid](
+            logits, max_logits, totals, vocabulary, temperature, BLOCK=block, **LAUNCH
+        )
+        kernels.race[grid](
+            logits, max_logits, totals.sum(-1), bits, probs, best_keys, best_tokens, vocabulary,
+            count, temperature, BLOCK=block, **LAUNCH,
+        )  # fmt: skip
+    winners = best_keys.flatten(1).topk(count, -1).indices
+    return probs, best_tokens.flatten(1).gather(1, winners)

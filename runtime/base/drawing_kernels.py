@@ -5,44 +5,61 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+
 # fmt: off
-LOWEST = tl.constexpr(-1e30)
-
-
 @triton.jit
-def race(logits, bits, probs, keys, vocabulary, temperature, BLOCK: tl.constexpr):
-    """The draft's probabilities and the keys of their exponential races, one program a node.
-
-    The tokens with the largest keys are drawn. A first loop over the vocabulary finds the largest
-    logit and the sum of the exponentials, for each of BLOCK lanes; a second one writes the results.
+def race_totals(logits, max_logits, totals, vocabulary, temperature, BLOCK: tl.constexpr):
+    """Sums of exp((x - max_logit) / temperature). The programs are [nodes, blocks of tokens].
 
     Args:
         logits: [nodes, vocabulary], the draft's.
-        bits: int32 [nodes, vocabulary], random numbers of 31 bits.
-        probs, keys: float32 [nodes, vocabulary], the results.
+        max_logits: float32 [nodes], the largest of each node.
+        totals: float32 [nodes, blocks], written.
         temperature: divides the logits.
-        BLOCK: tokens that the program reads at once.
+        BLOCK: tokens of a block.
     """
-    row = tl.program_id(0).to(tl.int64) * vocabulary
-    high, mass = tl.full([BLOCK], LOWEST, tl.float32), tl.zeros([BLOCK], tl.float32)
-    for start in range(0, vocabulary, BLOCK):
-        tokens = start + tl.arange(0, BLOCK)
-        inside = tokens < vocabulary
-        x = tl.load(logits + row + tokens, mask=inside, other=-float("inf")).to(tl.float32)
-        higher = tl.maximum(high, x)
-        mass = mass * tl.exp((high - higher) / temperature) + tl.exp((x - higher) / temperature)
-        high = higher
-    highest = tl.max(high)
-    total = tl.sum(mass * tl.exp((high - highest) / temperature))
-    for start in range(0, vocabulary, BLOCK):
-        tokens = start + tl.arange(0, BLOCK)
-        inside = tokens < vocabulary
-        x = tl.load(logits + row + tokens, mask=inside, other=-float("inf")).to(tl.float32)
-        q = tl.exp((x - highest) / temperature) / total
-        number = tl.load(bits + row + tokens, mask=inside, other=0).to(tl.float32)
-        time = -log1p(-(number + 0.5) / 2147483648.0)  # 2^31
-        tl.store(probs + row + tokens, q, mask=inside)
-        tl.store(keys + row + tokens, tl.where(q > 0, q / time, -time), mask=inside)
+    node, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    inside = tokens < vocabulary
+    x = tl.load(logits + node * vocabulary + tokens, mask=inside, other=-float("inf"))
+    weight = tl.exp((x.to(tl.float32) - tl.load(max_logits + node)) / temperature)
+    tl.store(totals + node * tl.num_programs(1) + block, tl.sum(tl.where(inside, weight, 0.0)))
+
+
+@triton.jit
+def race(
+    logits, max_logits, totals, bits, probs, best_keys, best_tokens, vocabulary, count,
+    temperature, BLOCK: tl.constexpr,
+):
+    """The draft's probabilities, and who wins each block's part of an exponential race.
+
+    The `count` tokens of a node with the largest keys are drawn; they are among the first `count`
+    of their blocks. The programs are [nodes, blocks of tokens].
+
+    Args:
+        logits, max_logits, vocabulary, temperature: as for `race_totals`.
+        totals: float32 [nodes], the sum over all blocks.
+        bits: int32 [nodes, vocabulary], random numbers of 31 bits.
+        probs: float32 [nodes, vocabulary], written.
+        best_keys: float32 [nodes, blocks, count], written, descending.
+        best_tokens: int64 [nodes, blocks, count], written.
+    """
+    node, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    inside, row = tokens < vocabulary, node * vocabulary
+    x = tl.load(logits + row + tokens, mask=inside, other=-float("inf")).to(tl.float32)
+    q = tl.exp((x - tl.load(max_logits + node)) / temperature) / tl.load(totals + node)
+    number = tl.load(bits + row + tokens, mask=inside, other=0).to(tl.float32)
+    time = -log1p(-(number + 0.5) / 2147483648.0)  # 2^31
+    tl.store(probs + row + tokens, q, mask=inside)
+    keys = tl.where(inside, tl.where(q > 0, q / time, -time), -float("inf"))
+    place = (node * tl.num_programs(1) + block) * count
+    for rank in range(0, count):
+        best = tl.max(keys)
+        token = tl.min(tl.where(keys == best, tokens, vocabulary - 1))
+        tl.store(best_keys + place + rank, best)
+        tl.store(best_tokens + place + rank, token.to(tl.int64))
+        keys = tl.where(tokens == token, -float("inf"), keys)
 
 
 @triton.jit

@@ -134,6 +134,10 @@ class DFlashDrafter:
             logits = logits.index_select(0, draft_pass.logit_rows)
         return ForwardOutput(logits)
 
+    def splits_keys(self, tokens: int) -> bool:
+        """No: a block attends to the hidden states before it by other masks."""
+        return False
+
     def num_read_again(self, tree: TokenTree) -> int:
         """None."""
         return 0

@@ -124,6 +124,9 @@ class Drafter(Protocol):
             Logits [num_parents, vocabulary].
         """
 
+    def splits_keys(self, tokens: int) -> bool:
+        """Do passes of up to so many tokens read no keys after their own, at any extent?"""
+
     def num_read_again(self, tree: TokenTree) -> int:
         """How many committed tokens before the root the first pass of a step with `tree` reads."""
 

@@ -22,7 +22,9 @@ from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.draft.drafter import DraftPass, distinct_slots, passes_by_level
 from sequoia_plan.runtime.draft.eagle_model import EagleModel
+from sequoia_plan.runtime.models.attention import shares_heads
 from sequoia_plan.runtime.models.forward import ForwardOutput, compiling_many_shapes
+from sequoia_plan.runtime.models.tree_attention import splits_keys
 
 RECENT = 2 * (EAGLE_DRAFT.max_depth or 0)
 """Tokens whose features are kept: those that a first pass may read, and as many again, because a
@@ -148,6 +150,12 @@ class EagleDrafter:
         num_logits = draft_pass.num_parents
         return self._run(model, cache, tokens, features, slots, positions, mask, num_logits)
 
+    def splits_keys(self, tokens: int) -> bool:
+        """Do passes of up to so many tokens read no keys after their own, at any extent?"""
+        model = self.model
+        shares = shares_heads(model, model.config) and self.compiled is None
+        return shares and splits_keys(model.device, model.dtype, model.config.head_dim, tokens)
+
     def num_read_again(self, tree: TokenTree) -> int:
         """As many tokens as the step has draft passes."""
         return tree.num_drafted_levels
@@ -209,7 +217,7 @@ class EagleDrafter:
         positions = (positions - 1).clamp(min=0)
         masks = self.model.masks_by_layer_type(cache, mask, positions, slots)
         cache = cache.at(slots, mask.shape[1])
-        with self.model.attending(), compiling_many_shapes(model is not self.model):
+        with self.model.attending(slots), compiling_many_shapes(model is not self.model):
             logits, outputs = model(
                 tokens[None], features[None], positions[None], masks, cache, logits_to_keep
             )

@@ -154,10 +154,14 @@ class HiddenStateDraft(nn.Module):
             masks[WINDOWED] = windowed[None, None]
         return masks
 
-    def attending(self) -> Any:
-        """A context in which its passes use the same attention kernels as the target's."""
+    def attending(self, slots: Tensor | None = None) -> Any:
+        """A context in which its passes use the same attention kernels as the target's.
+
+        Args:
+            slots: see `models.attention.attending`.
+        """
         config = self.config if shares_heads(self, self.config) else None
-        return attending(self.device, config)
+        return attending(self.device, config, slots)
 
     def run_layers(
         self,

@@ -42,6 +42,7 @@ class LanguageModelDrafter:
             self.model.compile(backend)
         self.vocabulary, self.d2t = vocabulary, d2t
         self.new_cache, self.prefill = self.model.new_cache, self.model.prefill
+        self.splits_keys = self.model.splits_keys
 
     def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
         """One pass for each level that has children, over the nodes that have them.

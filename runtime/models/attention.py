@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -15,13 +16,21 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from sequoia_plan.runtime.base.kernel_launch import kernel_or_tensors
-from sequoia_plan.runtime.models.tree_attention import can_split_keys, split_key_attention
+from sequoia_plan.runtime.models.tree_attention import (
+    KERNELS_NAME,
+    can_split_keys,
+    split_key_attention,
+)
 
 IMPLEMENTATION = "sequoia_plan"
 """The name under which transformers knows the attention of this module."""
 MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """PyTorch's kernels that take a mask well. Flash attention takes none. cuDNN does, but builds a
 plan of tens of milliseconds for every new shape and stride."""
+
+
+_slots: ContextVar[Tensor | None] = ContextVar("slots", default=None)
+"""Where the keys of the running pass's own tokens are, none of which sees a later slot."""
 
 
 def attend_shared_heads(
@@ -76,11 +85,13 @@ def attend_shared_heads(
 
     if heads_are_shared and one_mask_for_all_heads and is_plain_sdpa and 1 in (sequences, tokens):
         assert attention_mask is not None
-        if dropout or not can_split_keys(query, key, value, attention_mask):
+        slots = None if torch.compiler.is_compiling() else _slots.get()
+        tensors = (query, key, value, attention_mask)
+        if dropout or slots is None or not can_split_keys(*tensors, slots):
             return attend_by_tensor_operations(), None
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        split_keys = partial(split_key_attention, query, key, value, attention_mask, scale)
-        return kernel_or_tensors("attention", split_keys, attend_by_tensor_operations), None
+        split_keys = partial(split_key_attention, *tensors, slots, scale)
+        return kernel_or_tensors(KERNELS_NAME, split_keys, attend_by_tensor_operations), None
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout, scaling, **kwargs
     )
@@ -104,7 +115,9 @@ def shares_heads(model: nn.Module, config: Any) -> bool:
 
 
 @contextlib.contextmanager
-def attending(device: torch.device, config: Any = None) -> Iterator[None]:
+def attending(
+    device: torch.device, config: Any = None, slots: Tensor | None = None
+) -> Iterator[None]:
     """A context whose passes attend with kernels that suit a tree's mask.
 
     On CUDA they use `MASKED_BACKENDS`, PyTorch's kernels that take a mask. With `config` they use
@@ -113,6 +126,8 @@ def attending(device: torch.device, config: Any = None) -> Iterator[None]:
     Args:
         device: where the model computes; only CUDA needs a choice of kernels.
         config: the model's configuration if it `shares_heads`, else None.
+        slots: int64 [tokens], where the pass writes the keys of its tokens, none of which sees a
+            later slot; None if that is not so.
     """
     with contextlib.ExitStack() as stack:
         if device.type == "cuda":
@@ -121,4 +136,6 @@ def attending(device: torch.device, config: Any = None) -> Iterator[None]:
             # another thread may be in this context, so the name found now may not be the model's
             stack.callback(setattr, config, "_attn_implementation", "sdpa")
             config._attn_implementation = IMPLEMENTATION
+        if slots is not None and not torch.compiler.is_compiling():
+            stack.callback(_slots.reset, _slots.set(slots))
         yield

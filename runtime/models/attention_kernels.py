@@ -19,27 +19,29 @@ LOWEST, TINY = tl.constexpr(-1e30), tl.constexpr(1e-30)
 
 @triton.jit
 def attend_to_part(
-    query, key, value, mask, part_sums, part_totals, part_max, num_tokens, extent, group, chunk,
+    query, key, value, mask, slots, part_sums, part_totals, part_max, num_tokens, extent, group,
     scale, query_head_stride, query_token_stride, key_head_stride, key_slot_stride,
     value_head_stride, value_slot_stride, mask_token_stride,
     HEAD_DIM: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr, MAX_TOKENS: tl.constexpr,
 ):
     """Attend to one part of the keys. The programs are [shared heads, blocks of rows, parts].
 
-    Blocks of keys that the mask hides from every row are not read.
+    The parts end with the last of `slots`, which is read here: one launch, and one graph, serves
+    texts of all lengths. Blocks of keys that the mask hides from every row are not read.
 
     Args:
         query: [heads, num_tokens, HEAD_DIM].
         key, value: [shared heads, at least extent, HEAD_DIM].
         mask: additive, [num_tokens, extent].
+        slots: int64 [num_tokens], where the tokens' own keys are; no token sees a later slot.
         part_sums: float32 [parts, shared heads * rows, HEAD_DIM], written: sums of weight * value.
         part_totals, part_max: float32 [parts, shared heads * rows], written: sums of the weights
             exp(score - part_max), and the largest scores.
         group: heads that share keys.
-        chunk: keys of a part, a multiple of BLOCK_KEYS.
         scale: of the products of queries and keys.
         HIDDEN: numbers of the mask up to here hide a key.
+        MAX_TOKENS: a power of two, at least num_tokens.
     """
     head, part = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -57,28 +59,32 @@ def attend_to_part(
     highest = tl.full([BLOCK_ROWS], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     sums = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
+    own = tl.arange(0, MAX_TOKENS)
+    last = tl.max(tl.load(slots + own, mask=own < num_tokens, other=0)).to(tl.int32)
+    end = tl.minimum(last + 1, extent)
+    chunk = tl.cdiv(tl.cdiv(end, tl.num_programs(2)), BLOCK_KEYS) * BLOCK_KEYS
     first = part * chunk
-    for start in range(first, tl.minimum(first + chunk, extent), BLOCK_KEYS):
-        slots = start + tl.arange(0, BLOCK_KEYS)
-        slot_inside = slots < extent
+    for start in range(first, tl.minimum(first + chunk, end), BLOCK_KEYS):
+        keys = start + tl.arange(0, BLOCK_KEYS)
+        key_inside = keys < end
         bias = tl.load(
-            mask + row_tokens[:, None] * mask_token_stride + slots[None, :],
-            mask=row_inside[:, None] & slot_inside[None, :], other=-float("inf"),
+            mask + row_tokens[:, None] * mask_token_stride + keys[None, :],
+            mask=row_inside[:, None] & key_inside[None, :], other=-float("inf"),
         ).to(tl.float32)
         is_visible = bias > HIDDEN
         if tl.max(tl.max(is_visible.to(tl.int32), 1), 0) > 0:
             k = tl.load(
-                key + head * key_head_stride + slots[None, :] * key_slot_stride + dims[:, None],
-                mask=slot_inside[None, :] & dim_inside[:, None], other=0.0,
+                key + head * key_head_stride + keys[None, :] * key_slot_stride + dims[:, None],
+                mask=key_inside[None, :] & dim_inside[:, None], other=0.0,
             )
             scores = tl.dot(q, k, input_precision="ieee") * scale + bias
             scores = tl.where(is_visible, scores, LOWEST)
             new_highest = tl.maximum(highest, tl.max(scores, 1))
             weights = tl.where(is_visible, tl.exp(scores - new_highest[:, None]), 0.0)
             v = tl.load(
-                value + head * value_head_stride + slots[:, None] * value_slot_stride
+                value + head * value_head_stride + keys[:, None] * value_slot_stride
                 + dims[None, :],
-                mask=slot_inside[:, None] & dim_inside[None, :], other=0.0,
+                mask=key_inside[:, None] & dim_inside[None, :], other=0.0,
             )
             rescale = tl.exp(highest - new_highest)
             total = total * rescale + tl.sum(weights, 1)

@@ -31,6 +31,7 @@ from sequoia_plan.runtime.models.aux_hidden_states import (
     take_aux_hidden_states,
 )
 from sequoia_plan.runtime.models.flat_forward import flat_forward
+from sequoia_plan.runtime.models.tree_attention import splits_keys
 
 PREFILL_CHUNK = {"cpu": 256, "cuda": 1024}
 """Tokens of a prompt in one pass. On CUDA, shorter passes leave the device waiting for launches."""
@@ -112,6 +113,15 @@ class TreeModel:
         """
         self.compiled = torch.compile(self.model, dynamic=False, backend=backend)
 
+    def splits_keys(self, tokens: int) -> bool:
+        """Do passes over a tree of so many tokens read no keys after the tree, at any extent?"""
+        if isinstance(self.layers, int) or self.grouped_query_config is None:
+            return False
+        memories = {memory for pair in self.layers for memory in pair or ()}
+        return self.compiled is None and all(
+            splits_keys(device, dtype, head_dim, tokens) for device, dtype, _, head_dim in memories
+        )
+
     def new_cache(self, capacity: int) -> TreeCache:
         """A cache for a sequence of up to `capacity` slots.
 
@@ -159,7 +169,7 @@ class TreeModel:
         cache = cache.at(slots, mask.shape[1])
         masks = self._attention_mask(cache, mask, positions, slots)
         with (
-            attending(self.device, self.grouped_query_config),
+            attending(self.device, self.grouped_query_config, slots),
             compiling_many_shapes(model is not self.model),
         ):
             if self.flat_forward and model is self.model:

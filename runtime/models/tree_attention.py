@@ -9,8 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from sequoia_plan.runtime.base.cache import round_up
-from sequoia_plan.runtime.base.kernel_launch import kernels_available
+from sequoia_plan.runtime.base.kernel_launch import has_failed, kernels_available
 
 MAX_TOKENS, MIN_EXTENT = 256, 1024
 """With more tokens or fewer keys, PyTorch's kernels leave little of a device idle."""
@@ -19,29 +18,46 @@ MAX_ROWS, BLOCK_KEYS, MAX_HEAD_DIM, WARPS = 32, 32, 128, 8
 MAX_PARTS = 64
 HIDDEN = {torch.float32: -1e30, torch.bfloat16: -1e30, torch.float16: -6e4}
 """By the mask's dtype: numbers up to here hide a key. Masks have the dtype's lowest number."""
+KERNELS_NAME = "attention"
+"""Of the kernels, in the warning if they cannot be compiled."""
 DTYPES = (torch.bfloat16, torch.float16)
 """Where the kernels are fast; in float32, their products would spill registers."""
 
 
-def can_split_keys(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
+def splits_keys(device: torch.device, dtype: torch.dtype, head_dim: int, tokens: int) -> bool:
+    """Would passes of so many tokens over a long text attend by `split_key_attention`?"""
+    return (
+        kernels_available(device)
+        and not has_failed(KERNELS_NAME)
+        and dtype in DTYPES
+        and head_dim <= MAX_HEAD_DIM
+        and tokens <= MAX_TOKENS
+    )
+
+
+def can_split_keys(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, slots: Tensor) -> bool:
     """Does `split_key_attention` take these tensors, on a device where it is faster?"""
     tensors = (query, key, value, mask)
     return (
-        not torch.compiler.is_compiling()
-        and kernels_available(query.device)
+        splits_keys(query.device, query.dtype, query.shape[3], query.shape[2])
         and query.shape[0] == 1
-        and query.shape[2] <= MAX_TOKENS
         and key.shape[2] >= MIN_EXTENT
-        and query.shape[3] == value.shape[3] <= MAX_HEAD_DIM
+        and query.shape[3] == value.shape[3]
+        and slots.device == query.device
         and len({tensor.dtype for tensor in tensors}) == 1
-        and query.dtype in DTYPES
         and all(tensor.stride(-1) == 1 for tensor in tensors)
         and not any(tensor.requires_grad for tensor in tensors)
     )
 
 
 def split_key_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, num_parts: int = 0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    slots: Tensor,
+    scale: float,
+    num_parts: int = 0,
 ) -> Tensor:
     """`scaled_dot_product_attention` by Triton kernels that split the keys over the device.
 
@@ -49,6 +65,8 @@ def split_key_attention(
         query: [1, heads, tokens, head_dim].
         key, value: [1, shared heads, extent, head_dim].
         mask: additive, [1, 1, tokens, extent]. Every key that is visible to a row is finite.
+        slots: int64 [tokens], where the tokens' own keys are. Keys after the last of them are not
+            read, so that the extent may be that of the whole cache.
         scale: of the products of queries and keys.
         num_parts: of the keys; 0 for as many as fill the device.
 
@@ -65,8 +83,7 @@ def split_key_attention(
     if not num_parts:
         programs = 2 * _num_multiprocessors(query.device)
         num_parts = -(-programs // (shared_heads * row_blocks))
-    chunk = round_up(-(-extent // min(num_parts, MAX_PARTS)), BLOCK_KEYS)
-    num_parts = -(-extent // chunk)
+    num_parts = min(num_parts, MAX_PARTS, -(-extent // BLOCK_KEYS))
     device, num_results = query.device, shared_heads * num_rows
     part_sums = torch.empty(num_parts, num_results, head_dim, dtype=torch.float32, device=device)
     part_totals = torch.empty(num_parts, num_results, dtype=torch.float32, device=device)
@@ -75,12 +92,13 @@ def split_key_attention(
     block_dim = max(16, 1 << (head_dim - 1).bit_length())
     with torch.cuda.device_of(query):  # Triton launches on the current device
         kernels.attend_to_part[(shared_heads, row_blocks, num_parts)](
-            query, key, value, mask, part_sums, part_totals, part_max,
-            tokens, extent, group, chunk, scale,
+            query, key, value, mask, slots, part_sums, part_totals, part_max,
+            tokens, extent, group, scale,
             query.stride(1), query.stride(2), key.stride(1), key.stride(2), value.stride(1),
             value.stride(2), mask.stride(2),
             HEAD_DIM=head_dim, HIDDEN=HIDDEN[mask.dtype], BLOCK_ROWS=block_rows,
-            BLOCK_KEYS=BLOCK_KEYS, BLOCK_DIM=block_dim, num_warps=WARPS,
+            BLOCK_KEYS=BLOCK_KEYS, BLOCK_DIM=block_dim,
+            MAX_TOKENS=1 << (tokens - 1).bit_length(), num_warps=WARPS,
         )  # fmt: skip
         kernels.merge_parts[(shared_heads, num_rows)](
             part_sums, part_totals, part_max, attended, num_parts, tokens, group,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.runtime.base.drawing import BLOCK, WARPS
+from sequoia_plan.runtime.base.drawing import BLOCK, LAUNCH
 from sequoia_plan.runtime.base.sampling import Sampling
 from sequoia_plan.runtime.verify.acceptance import AcceptedPath
 from sequoia_plan.runtime.verify.tree_index import TreeIndex
@@ -83,10 +83,9 @@ class FusedVerifier:
         out = self._new_output(logits)
         with torch.cuda.device_of(logits):  # Triton launches on the current device
             kernels().greedy[(1,)](
-                logits.contiguous(), tokens, self.child_count, self.first_child, self.paths,
-                self.offsets, out, logits.shape[1], self.tree.depth,
-                BLOCK=self.block, MAX_CHILDREN=self.max_children, MAX_LEVELS=self.max_levels,
-                num_warps=WARPS,
+                logits.argmax(-1), tokens, self.child_count, self.first_child, self.paths,
+                self.offsets, out, self.tree.depth,
+                MAX_CHILDREN=self.max_children, MAX_LEVELS=self.max_levels, **LAUNCH,
             )  # fmt: skip
         return _accepted_path(out)
 
@@ -131,13 +130,14 @@ class FusedVerifier:
     ) -> None:
         """Run the kernel that walks from the root down; it writes `out`. Arguments: `verify`."""
         draft_vocabulary = draft_probs.shape[1] if self.rounds else 0
+        max_logits, thresholds, totals = self.target_statistics(logits, sampling)
         kernels().sequoia[(1,)](
-            logits, draft_probs, drawn, uniforms, self.child_count, self.first_child,
-            self.row_of_node, self.paths, self.offsets, self.t2d, self.d2t, out,
+            logits, max_logits, thresholds, totals, draft_probs, drawn, uniforms, self.child_count,
+            self.first_child, self.row_of_node, self.paths, self.offsets, self.t2d, self.d2t, out,
             logits.shape[1], draft_vocabulary, self.tree.branching, self.tree.depth,
-            *_filters(sampling),
+            sampling.temperature, sampling.min_p,
             HAS_D2T=self.has_d2t, MAX_CHILDREN=self.max_children, MAX_LEVELS=self.max_levels,
-            **self._constants(logits), **_filter_constants(logits, sampling),
+            **self._constants(logits),
         )  # fmt: skip
 
     def _launch_traversal(
@@ -155,37 +155,88 @@ class FusedVerifier:
         children side by side, and the last one finds the end of the path.
         """
         num_inner, columns = self.inner_nodes.numel(), kernels().STATE_COLUMNS.value
-        device = logits.device
-        state = torch.empty(num_inner, columns, dtype=_arithmetic_dtype(logits), device=device)
-        thresholds = torch.empty(num_inner, dtype=torch.int64, device=device)
-        accept_probs = torch.empty(self.tree.size, dtype=torch.float64, device=device)
-        sizes = (logits.shape[1], draft_probs.shape[1], self.tree.branching)
-        constants = self._constants(logits)
-        filter_constants = _filter_constants(logits, sampling)
+        max_logits, thresholds, totals = self.target_statistics(logits, sampling)
+        state = totals.new_empty(num_inner, columns)
+        accept_probs = torch.empty(self.tree.size, dtype=torch.float64, device=logits.device)
+        vocabularies = logits.shape[1], draft_probs.shape[1]
+        filters, constants = (sampling.temperature, sampling.min_p), self._constants(logits)
         kernels().traversal_start[(num_inner,)](
-            logits, draft_probs, drawn, self.inner_nodes, self.child_count, state, thresholds,
-            *sizes, *_filters(sampling), **constants, **filter_constants,
+            totals, draft_probs, drawn, self.inner_nodes, self.child_count, state,
+            draft_probs.shape[1], self.tree.branching, **constants,
         )  # fmt: skip
         for rows, ranks in self.rounds:
             kernels().traversal_round[(rows.numel(),)](
-                logits, draft_probs, drawn, self.inner_nodes, self.child_count, self.first_child,
-                self.row_of_node, state, thresholds, accept_probs, self.t2d, self.d2t, rows, ranks,
-                *sizes, sampling.temperature, sampling.min_p,
+                logits, max_logits, thresholds, draft_probs, drawn, self.inner_nodes,
+                self.child_count, self.first_child, self.row_of_node, state, accept_probs,
+                self.t2d, self.d2t, rows, ranks, *vocabularies, self.tree.branching, *filters,
                 HAS_D2T=self.has_d2t, MAX_CHILDREN=self.max_children, **constants,
             )  # fmt: skip
         kernels().traversal_finish[(1,)](
-            logits, draft_probs, uniforms, accept_probs, self.post_order, self.child_count,
-            self.row_of_node, state, thresholds, self.paths, self.offsets, self.t2d, out,
-            self.tree.size, logits.shape[1], draft_probs.shape[1], self.tree.depth,
-            *_filters(sampling),
+            logits, max_logits, thresholds, draft_probs, uniforms, accept_probs, self.post_order,
+            self.child_count, self.row_of_node, state, self.paths, self.offsets, self.t2d, out,
+            self.tree.size, *vocabularies, self.tree.depth, *filters,
             HAS_D2T=self.has_d2t, MAX_NODES=_next_power_of_two(self.tree.size),
-            MAX_LEVELS=self.max_levels, **constants, **filter_constants,
+            MAX_LEVELS=self.max_levels, **constants,
         )  # fmt: skip
+
+    def target_statistics(
+        self, logits: Tensor, sampling: Sampling
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The largest logit, the filters' threshold and the total weight of every node.
+
+        The thresholds of top-k and top-p are found by radix selection over `sort_keys`, four bits
+        a pass, with a program for each node and block of tokens. The kernels' file has the words.
+
+        Args:
+            logits: [size, vocabulary], the target's.
+
+        Returns:
+            max_logits, thresholds, totals: [size]; int64 thresholds, the others in the dtype of
+            the arithmetic.
+        """
+        size, vocabulary = logits.shape
+        max_logits = logits.amax(-1).to(_arithmetic_dtype(logits))
+        constants = self._constants(logits)
+        num_blocks = -(-vocabulary // self.block)
+        thresholds = logits.new_zeros(size, dtype=torch.int64)  # 0 keeps all
+
+        def totals(min_p: float = 0.0) -> Tensor:
+            """The total weight of the tokens from the threshold on."""
+            masses = max_logits.new_empty(size, num_blocks)
+            kernels().kept_masses[(size, num_blocks)](
+                logits, max_logits, thresholds, masses, vocabulary, sampling.temperature, min_p,
+                **constants,
+            )  # fmt: skip
+            return masses.sum(-1)
+
+        def select(goals: Tensor, counts: bool) -> Tensor:
+            """The highest thresholds that leave a mass, or a count, of `goals`."""
+            found = torch.zeros_like(thresholds)
+            masses = max_logits.new_empty(size, num_blocks, kernels().NUM_DIGITS.value)
+            for shift in range(28, LOW_BIT.get(logits.dtype, 0) - 4, -4):
+                kernels().digit_masses[(size, num_blocks)](
+                    logits, max_logits, found, masses, shift, vocabulary, sampling.temperature,
+                    COUNTS=counts, **constants,
+                )  # fmt: skip
+                kernels().select_digit[(size,)](
+                    masses, goals, found, shift, num_blocks,
+                    MAX_BLOCKS=_next_power_of_two(num_blocks), **LAUNCH,
+                )  # fmt: skip
+            return found
+
+        if sampling.top_k:
+            top_k = torch.full_like(max_logits, min(sampling.top_k, vocabulary))
+            thresholds = select(top_k, counts=True)
+        if sampling.top_p < 1:
+            # the goal is reached among the tokens that top-k keeps, except for rounding
+            top_p_thresholds = select(totals() * sampling.top_p, counts=False)
+            thresholds = torch.maximum(thresholds, top_p_thresholds)
+        return max_logits, thresholds, totals(sampling.min_p)
 
     def _constants(self, logits: Tensor) -> dict[str, Any]:
         """What all kernels are compiled for: arithmetic, block size and warps."""
         name = str(_arithmetic_dtype(logits)).removeprefix("torch.")
-        return {"DTYPE": getattr(kernels().tl, name), "BLOCK": self.block, "num_warps": WARPS}
+        return {"DTYPE": getattr(kernels().tl, name), "BLOCK": self.block, **LAUNCH}
 
     def _new_output(self, logits: Tensor) -> Tensor:
         """Memory for a result: the path, its number of nodes, and the bonus token."""
@@ -215,17 +266,6 @@ def _rounds(tree: TokenTree) -> list[tuple[np.ndarray, np.ndarray]]:
 def _arithmetic_dtype(logits: Tensor) -> torch.dtype:
     """The dtype that the kernels compute in."""
     return logits.dtype if logits.dtype == torch.float64 else torch.float32
-
-
-def _filters(sampling: Sampling) -> tuple[float, int, float, float]:
-    """What the target's probabilities depend on, in the order of the kernels' arguments."""
-    return sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
-
-
-def _filter_constants(logits: Tensor, sampling: Sampling) -> dict[str, Any]:
-    """What kernels that read the target's distribution are compiled for."""
-    has_filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-    return {"LOW_BIT": LOW_BIT.get(logits.dtype, 0), "HAS_FILTERS": has_filters}
 
 
 def _accepted_path(out: Tensor) -> AcceptedPath:

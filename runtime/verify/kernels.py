@@ -1,13 +1,13 @@
 """Verification as Triton kernels: one program walks down the accepted path.
 
-It computes no probabilities of nodes that the path does not reach. The kernels accept the same
-nodes as the tensor versions do from the same random numbers; those are their oracle
-(tests/test_fused.py).
+The kernels accept the same nodes as the tensor versions do from the same random numbers; those are
+their oracle (tests/test_fused.py).
 
 Probabilities are never stored. The weight of a token is its unnormalised probability: with a node's
 logits x, it is exp((x - max_logit) / temperature) if the filters keep the token, else 0; `total` is
-the sum of all weights. The residual after rejections is max(weight - c q - e, 0), as in
-`residual.py`, with c and e in the same units.
+the sum of all weights. These three numbers of every node are found first, by programs that each
+read one block of one node's logits. The residual after rejections is max(weight - c q - e, 0), as
+in `residual.py`, with c and e in the same units.
 
 Common arguments:
     logits: [size, vocabulary], the target's; within the helper functions, the row of one node.
@@ -18,10 +18,9 @@ Common arguments:
     t2d: int64 [vocabulary], the draft's token for each of the target's, -1 for none.
     d2t: int64 [draft vocabulary], the target's token for each of the draft's. Both maps are read
         only if HAS_D2T.
-    threshold: `sort_keys` of the lowest logit that top-k and top-p keep.
+    max_logits, totals: DTYPE [size], the largest logit and the sum of all weights of each node.
+    thresholds: int64 [size], `sort_keys` of the lowest logit that top-k and top-p keep.
     DTYPE: of the arithmetic.
-    LOW_BIT: the lowest bit in which two logits of this dtype can differ as float32.
-    HAS_FILTERS: top-k, top-p or min-p is on.
     BLOCK: tokens that a program reads at once.
     MAX_CHILDREN, MAX_LEVELS, MAX_NODES: powers of two, at least the tree's branching, depth, size.
 
@@ -34,16 +33,17 @@ import triton
 import triton.language as tl
 
 # fmt: off
-LOWEST = tl.constexpr(-1e30)
 TINY, LARGEST = tl.constexpr(1.1754944e-38), tl.constexpr(3.4028234e38)
 
-STATE_MAX_LOGIT = tl.constexpr(0)
-STATE_C = tl.constexpr(1)
-STATE_E = tl.constexpr(2)
-STATE_A = tl.constexpr(3)
-STATE_SCALE = tl.constexpr(4)
-STATE_NEVER_DRAWN_MASS = tl.constexpr(5)
-STATE_COLUMNS = tl.constexpr(6)
+NUM_DIGITS = tl.constexpr(16)
+"""Digits of sort keys, of 4 bits each."""
+
+STATE_C = tl.constexpr(0)
+STATE_E = tl.constexpr(1)
+STATE_A = tl.constexpr(2)
+STATE_SCALE = tl.constexpr(3)
+STATE_NEVER_DRAWN_MASS = tl.constexpr(4)
+STATE_COLUMNS = tl.constexpr(5)
 """The columns of what the traversal kernels store of each inner node. Its a is as in `traversal.py`
 and its scale is a / mass of the residual."""
 
@@ -67,88 +67,86 @@ def target_weights(
 
 @triton.jit
 def sort_keys(x):
-    """int64 numbers that are in the same order as the float32 numbers x."""
+    """int64 numbers from 0 to 2^32 - 1 that are in the same order as the float32 numbers x."""
     bits = x.to(tl.float32).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + (1 << 31)
 
 
 @triton.jit
-def count_and_mass(
-    logits, vocabulary, max_logit, threshold, temperature, min_p,
+def kept_masses(
+    logits, max_logits, thresholds, masses, vocabulary, temperature, min_p,
     DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """How many logits have a sort key of `threshold` or more, and the sum of their weights.
-
-    A weight is exp((x - max_logit) / temperature), 0 if it is less than `min_p`.
+    """The weights that the filters keep, summed. The programs are [nodes, blocks of tokens].
 
     Args:
-        logits: the node's row, x.
+        masses: DTYPE [nodes, blocks], written.
     """
-    count, mass = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], DTYPE)
-    for start in range(0, vocabulary, BLOCK):
-        tokens = start + tl.arange(0, BLOCK)
-        inside = tokens < vocabulary
-        x = tl.load(logits + tokens, mask=inside, other=-float("inf")).to(DTYPE)
-        count += (inside & (sort_keys(x) >= threshold)).to(tl.int32)
-        mass += target_weights(
-            logits, tokens, inside, max_logit, threshold, temperature, min_p, DTYPE
-        )
-    return tl.sum(count), tl.sum(mass)
+    node, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    weight = target_weights(
+        logits + node * vocabulary, tokens, tokens < vocabulary, tl.load(max_logits + node),
+        tl.load(thresholds + node), temperature, min_p, DTYPE,
+    )
+    tl.store(masses + node * tl.num_programs(1) + block, tl.sum(weight))
 
 
 @triton.jit
-def target_statistics(
-    logits, vocabulary, temperature, top_k, top_p, min_p,
-    DTYPE: tl.constexpr, LOW_BIT: tl.constexpr, HAS_FILTERS: tl.constexpr, BLOCK: tl.constexpr,
+def digit_masses(
+    logits, max_logits, thresholds, masses, shift, vocabulary, temperature,
+    COUNTS: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """A node's target distribution as three numbers: max_logit, threshold and total.
+    """The mass of each value of one digit of the sort keys, among keys whose higher digits are the
+    threshold's. The programs are [nodes, blocks of tokens].
 
-    The filters keep the logits whose sort keys reach the threshold; total is the sum of the kept
-    weights exp((x - max_logit) / temperature). The thresholds of top-k and top-p are found by
-    bisection, one bit of the sort key at a time.
+    It is a pass of a radix selection; `select_digit` follows. Masses are added in registers: in
+    memory, programs would add them in no fixed order.
 
     Args:
-        logits: the node's row, x.
-        LOW_BIT: the lowest bit in which two logits of this dtype can differ as float32.
+        thresholds: int64 [nodes], whose digits above this one are known.
+        masses: DTYPE [nodes, blocks, NUM_DIGITS], written.
+        shift: of this digit, in bits.
+        COUNTS: every token counts 1, for top-k; else its weight, for top-p.
     """
-    lane_max, mass = tl.full([BLOCK], LOWEST, DTYPE), tl.zeros([BLOCK], DTYPE)
-    for start in range(0, vocabulary, BLOCK):
-        tokens = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + tokens, mask=tokens < vocabulary, other=-float("inf")).to(DTYPE)
-        new_max = tl.maximum(lane_max, x)
-        rescaled_mass = mass * tl.exp((lane_max - new_max) / temperature)
-        mass = rescaled_mass + tl.exp((x - new_max) / temperature)
-        lane_max = new_max
-    max_logit = tl.max(lane_max)
-    total = tl.sum(mass * tl.exp((lane_max - max_logit) / temperature))
-    threshold = tl.full((), -(1 << 31), tl.int64)
-    if HAS_FILTERS:
-        if top_k > 0:
-            for bit in range(31, LOW_BIT - 1, -1):
-                candidate = threshold + (tl.full((), 1, tl.int64) << bit)
-                count, _ = count_and_mass(
-                    logits, vocabulary, max_logit, candidate, temperature, 0.0, DTYPE, BLOCK
-                )
-                threshold = tl.where(count >= top_k, candidate, threshold)
-        if top_p < 1:
-            _, top_k_mass = count_and_mass(
-                logits, vocabulary, max_logit, threshold, temperature, 0.0, DTYPE, BLOCK
-            )
-            required_mass = top_k_mass * top_p
-            top_k_threshold = threshold
-            threshold = tl.full((), -(1 << 31), tl.int64)
-            for bit in range(31, LOW_BIT - 1, -1):
-                candidate = threshold + (tl.full((), 1, tl.int64) << bit)
-                _, candidate_mass = count_and_mass(
-                    logits, vocabulary, max_logit, tl.maximum(candidate, top_k_threshold),
-                    temperature, 0.0, DTYPE, BLOCK,
-                )
-                threshold = tl.where(candidate_mass >= required_mass, candidate, threshold)
-            threshold = tl.maximum(threshold, top_k_threshold)
-        _, total = count_and_mass(
-            logits, vocabulary, max_logit, threshold, temperature, min_p, DTYPE, BLOCK
-        )
-    return max_logit, threshold, total
+    node, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    inside = tokens < vocabulary
+    x = tl.load(logits + node * vocabulary + tokens, mask=inside, other=0.0).to(DTYPE)
+    keys = sort_keys(x)
+    same_prefix = (keys >> shift >> 4) == (tl.load(thresholds + node) >> shift >> 4)
+    mass = tl.exp((x - tl.load(max_logits + node)) / temperature)
+    if COUNTS:
+        mass = tl.full([BLOCK], 1.0, DTYPE)
+    mass = tl.where(inside & same_prefix, mass, 0.0)
+    key_digits, digits = ((keys >> shift) & 15).to(tl.int32), tl.arange(0, NUM_DIGITS)
+    has_digit = key_digits[None, :] == digits[:, None]
+    mass_of_digit = tl.sum(tl.where(has_digit, mass[None, :], 0.0), 1)
+    place = (node * tl.num_programs(1) + block) * NUM_DIGITS
+    tl.store(masses + place + digits, mass_of_digit)
+
+
+@triton.jit
+def select_digit(masses, goals, thresholds, shift, num_blocks, MAX_BLOCKS: tl.constexpr):
+    """Set a digit of each node's threshold: the largest that leaves the goal's mass at or above it.
+
+    The programs are the nodes. If rounding lets no digit reach the goal, it is 0.
+
+    Args:
+        masses: what `digit_masses` wrote.
+        goals: float [nodes], the mass that remains to be reached; lessened by that of larger
+            digits.
+        thresholds: int64 [nodes], updated.
+        MAX_BLOCKS: a power of two, at least `num_blocks`.
+    """
+    node = tl.program_id(0).to(tl.int64)
+    blocks, digits = tl.arange(0, MAX_BLOCKS), tl.arange(0, NUM_DIGITS)
+    places = (node * num_blocks + blocks[:, None]) * NUM_DIGITS + digits[None, :]
+    mass = tl.sum(tl.load(masses + places, mask=blocks[:, None] < num_blocks, other=0.0), 0)
+    goal = tl.load(goals + node)
+    is_reached = (tl.cumsum(mass, 0, reverse=True) >= goal) & (mass > 0)
+    digit = tl.max(tl.where(is_reached, digits, 0))
+    tl.store(goals + node, goal - tl.sum(tl.where(digits > digit, mass, 0.0)))
+    tl.store(thresholds + node, tl.load(thresholds + node) | (digit.to(tl.int64) << shift))
 
 
 @triton.jit
@@ -181,7 +179,7 @@ def residual_weights(
         logits, draft_probs: the node's rows; weights are of the first, q is the second.
         t2d: the draft's token for each of the target's, -1 for none.
         tokens, inside: a vector of the target's tokens, and which are within its vocabulary.
-        max_logit, threshold: of the node's target distribution (`target_statistics`).
+        max_logit, threshold: of the node's target distribution.
         c, e: what the rejections so far have added up.
     """
     weight = target_weights(logits, tokens, inside, max_logit, threshold, temperature, min_p, DTYPE)
@@ -244,7 +242,7 @@ def reject_child(
         logits, draft_probs, drawn: the node's rows.
         rank: 0-based, of the child among the node's `count` children.
         never_drawn_mass: the draft's mass on tokens that no child of the node has.
-        max_logit, threshold: of the node's target distribution (`target_statistics`).
+        max_logit, threshold: of the node's target distribution.
         c, e: the residual before is max(weight - c q - e, 0).
         scale: the probability left to this child and what follows, over the residual's mass.
     """
@@ -341,10 +339,11 @@ def store_path(out, paths, offsets, end, token, depth, MAX_LEVELS: tl.constexpr)
 
 @triton.jit
 def sequoia(
-    logits, draft_probs, drawn, uniforms, child_count, first_child, row_of_node, paths, offsets,
-    t2d, d2t, out, vocabulary, draft_vocabulary, branching, depth, temperature, top_k, top_p, min_p,
-    HAS_D2T: tl.constexpr, DTYPE: tl.constexpr, LOW_BIT: tl.constexpr, HAS_FILTERS: tl.constexpr,
-    BLOCK: tl.constexpr, MAX_CHILDREN: tl.constexpr, MAX_LEVELS: tl.constexpr,
+    logits, max_logits, thresholds, totals, draft_probs, drawn, uniforms, child_count, first_child,
+    row_of_node, paths, offsets, t2d, d2t, out, vocabulary, draft_vocabulary, branching, depth,
+    temperature, min_p,
+    HAS_D2T: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, MAX_CHILDREN: tl.constexpr,
+    MAX_LEVELS: tl.constexpr,
 ):
     """Walk from the root down by the rule of `sequoia.py`.
 
@@ -371,17 +370,14 @@ def sequoia(
         node_logits = logits + node * vocabulary
         count, row = tl.load(child_count + node), tl.load(row_of_node + node)
         node_draft_probs, node_drawn = draft_probs + row * draft_vocabulary, drawn + row * branching
-        max_logit, threshold, total = target_statistics(
-            node_logits, vocabulary, temperature, top_k, top_p, min_p,
-            DTYPE, LOW_BIT, HAS_FILTERS, BLOCK,
-        )
+        max_logit, threshold = tl.load(max_logits + node), tl.load(thresholds + node)
         never_drawn_mass = tl.full((), 0.0, DTYPE)
         if count > 0:
             never_drawn_mass = sum_never_drawn(
                 node_draft_probs, node_drawn, count, draft_vocabulary, DTYPE, BLOCK
             )
         c, e = tl.full((), 0.0, DTYPE), tl.full((), 0.0, DTYPE)
-        scale = 1 / tl.maximum(total, TINY)
+        scale = 1 / tl.maximum(tl.load(totals + node), TINY)
         rank, accepted_child = tl.full((), 0, tl.int64), tl.full((), -1, tl.int64)
         while (rank < count) & (accepted_child < 0):
             accept_prob, c_rejected, e_rejected = reject_child(
@@ -416,32 +412,22 @@ def sequoia(
 
 @triton.jit
 def greedy(
-    logits, tokens, child_count, first_child, paths, offsets, out, vocabulary, depth,
-    BLOCK: tl.constexpr, MAX_CHILDREN: tl.constexpr, MAX_LEVELS: tl.constexpr,
+    choices, tokens, child_count, first_child, paths, offsets, out, depth,
+    MAX_CHILDREN: tl.constexpr, MAX_LEVELS: tl.constexpr,
 ):
     """Walk from the root down to the target's most probable tokens, as in `greedy.py`.
 
     Args:
-        logits: [size, vocabulary], the target's.
+        choices: int64 [size], the target's most probable token at each node.
         tokens: int64 [size], each node's token.
         child_count, first_child, offsets: int64 [size]; offsets are depths.
         paths: int64 [size, depth], the nodes from the root to each node.
         out: int64 [depth + 2], the result (`store_path`).
     """
     node, is_walking = tl.full((), 0, tl.int64), tl.full((), 1, tl.int32)
-    choice = tl.full((), 0, tl.int32)
+    choice = tl.full((), 0, tl.int64)
     while is_walking > 0:
-        lane_max = tl.full([BLOCK], -float("inf"), tl.float32)
-        lane_choice = tl.zeros([BLOCK], tl.int32)
-        for start in range(0, vocabulary, BLOCK):
-            block_tokens = start + tl.arange(0, BLOCK)
-            x = tl.load(
-                logits + node * vocabulary + block_tokens,
-                mask=block_tokens < vocabulary, other=-float("inf"),
-            ).to(tl.float32)
-            lane_choice = tl.where(x > lane_max, block_tokens, lane_choice)
-            lane_max = tl.maximum(lane_max, x)
-        choice = tl.min(tl.where(lane_max == tl.max(lane_max), lane_choice, vocabulary - 1))
+        choice = tl.load(choices + node)
         count, first = tl.load(child_count + node), tl.load(first_child + node)
         ranks = tl.arange(0, MAX_CHILDREN)
         children = tl.load(tokens + first + ranks, mask=ranks < count, other=-1)
@@ -456,33 +442,26 @@ def greedy(
 
 @triton.jit
 def traversal_start(
-    logits, draft_probs, drawn, inner_nodes, child_count, state, thresholds, vocabulary,
-    draft_vocabulary, branching, temperature, top_k, top_p, min_p,
-    DTYPE: tl.constexpr, LOW_BIT: tl.constexpr, HAS_FILTERS: tl.constexpr, BLOCK: tl.constexpr,
+    totals, draft_probs, drawn, inner_nodes, child_count, state, draft_vocabulary, branching,
+    DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Write the state of every inner node before any rejection, one program per inner node.
 
     Args:
         inner_nodes: int64 [inner nodes], the nodes that have children.
-        state: float [inner nodes, STATE_COLUMNS], written: max_logit, c and e of the residual
+        state: float [inner nodes, STATE_COLUMNS], written: c and e of the residual
             max(p - c q - e, 0) (residual.py), the acceptance probability a, a / mass of the
             residual (before any rejection, of the target's own), and the never drawn mass.
-        thresholds: int64 [inner nodes], written: the filters keep sort keys from there on.
         others: as for `sequoia`.
     """
     row = tl.program_id(0).to(tl.int64)
     node = tl.load(inner_nodes + row)
-    max_logit, threshold, total = target_statistics(
-        logits + node * vocabulary, vocabulary, temperature, top_k, top_p, min_p,
-        DTYPE, LOW_BIT, HAS_FILTERS, BLOCK,
-    )
+    total = tl.load(totals + node)
     never_drawn_mass = sum_never_drawn(
         draft_probs + row * draft_vocabulary, drawn + row * branching, tl.load(child_count + node),
         draft_vocabulary, DTYPE, BLOCK,
     )
-    tl.store(thresholds + row, threshold)
     node_state = state + row * STATE_COLUMNS
-    tl.store(node_state + STATE_MAX_LOGIT, max_logit)
     tl.store(node_state + STATE_C, total * 0)
     tl.store(node_state + STATE_E, total * 0)
     tl.store(node_state + STATE_A, total * 0 + 1)
@@ -492,15 +471,15 @@ def traversal_start(
 
 @triton.jit
 def traversal_round(
-    logits, draft_probs, drawn, inner_nodes, child_count, first_child, row_of_node, state,
-    thresholds, accept_probs, t2d, d2t, rows, ranks, vocabulary, draft_vocabulary, branching,
-    temperature, min_p,
+    logits, max_logits, thresholds, draft_probs, drawn, inner_nodes, child_count, first_child,
+    row_of_node, state, accept_probs, t2d, d2t, rows, ranks, vocabulary, draft_vocabulary,
+    branching, temperature, min_p,
     HAS_D2T: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, MAX_CHILDREN: tl.constexpr,
 ):
     """Test and reject one child of several nodes, one program per node, by `traversal.py`'s rule.
 
     Args:
-        state, thresholds: what `traversal_start` wrote for each inner node; `state` is updated.
+        state: what `traversal_start` wrote for each inner node; it is updated.
         accept_probs: float64 [size], each node's a, after the rejection of its children so far.
         rows, ranks: int64 [programs], the rows of this round's parents, and 0-based ranks of the
             children.
@@ -509,7 +488,7 @@ def traversal_round(
     node = tl.load(inner_nodes + row)
     node_logits, node_draft_probs = logits + node * vocabulary, draft_probs + row * draft_vocabulary
     node_state = state + row * STATE_COLUMNS
-    max_logit, threshold = tl.load(node_state + STATE_MAX_LOGIT), tl.load(thresholds + row)
+    max_logit, threshold = tl.load(max_logits + node), tl.load(thresholds + node)
     c, e = tl.load(node_state + STATE_C), tl.load(node_state + STATE_E)
     a, scale = tl.load(node_state + STATE_A), tl.load(node_state + STATE_SCALE)
     never_drawn_mass = tl.load(node_state + STATE_NEVER_DRAWN_MASS)
@@ -539,11 +518,11 @@ def traversal_round(
 
 @triton.jit
 def traversal_finish(
-    logits, draft_probs, uniforms, accept_probs, post_order, child_count, row_of_node, state,
-    thresholds, paths, offsets, t2d, out, size, vocabulary, draft_vocabulary, depth, temperature,
-    top_k, top_p, min_p,
-    HAS_D2T: tl.constexpr, DTYPE: tl.constexpr, LOW_BIT: tl.constexpr, HAS_FILTERS: tl.constexpr,
-    BLOCK: tl.constexpr, MAX_NODES: tl.constexpr, MAX_LEVELS: tl.constexpr,
+    logits, max_logits, thresholds, draft_probs, uniforms, accept_probs, post_order, child_count,
+    row_of_node, state, paths, offsets, t2d, out, size, vocabulary, draft_vocabulary, depth,
+    temperature, min_p,
+    HAS_D2T: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, MAX_NODES: tl.constexpr,
+    MAX_LEVELS: tl.constexpr,
 ):
     """Visit the nodes in post-order; the first one accepted ends the path. Draw the bonus token.
 
@@ -551,7 +530,7 @@ def traversal_finish(
         uniforms: float64 [2], for the end of the path and for the bonus token.
         accept_probs: float64 [size], each node's probability once it is visited.
         post_order: int64 [size], the nodes, children before their parent.
-        state, thresholds: what the kernels before wrote for each inner node.
+        state: what the kernels before wrote for each inner node.
         paths, offsets: the nodes from the root to each node, and each node's depth.
         out: int64 [depth + 2], the result (`store_path`).
     """
@@ -562,20 +541,14 @@ def traversal_finish(
     is_ended = (tl.cumprod(reject_probs, 0) < 1 - tl.load(uniforms)) & inside
     visit = tl.min(tl.where(is_ended, visits, MAX_NODES))
     end = tl.load(post_order + tl.minimum(visit, size - 1))
-    row, node_logits = tl.load(row_of_node + end), logits + end * vocabulary
-    if tl.load(child_count + end) > 0:
-        node_state = state + row * STATE_COLUMNS
-        max_logit, threshold = tl.load(node_state + STATE_MAX_LOGIT), tl.load(thresholds + row)
-        c, e = tl.load(node_state + STATE_C), tl.load(node_state + STATE_E)
-    else:
-        max_logit, threshold, total = target_statistics(
-            node_logits, vocabulary, temperature, top_k, top_p, min_p,
-            DTYPE, LOW_BIT, HAS_FILTERS, BLOCK,
-        )
-        c, e = total * 0, total * 0
+    row = tl.load(row_of_node + end)
+    has_children = tl.load(child_count + end) > 0
+    node_state = state + row * STATE_COLUMNS
+    c = tl.load(node_state + STATE_C, mask=has_children, other=0.0)
+    e = tl.load(node_state + STATE_E, mask=has_children, other=0.0)
     token = draw_bonus(
-        node_logits, draft_probs + row * draft_vocabulary, t2d, vocabulary, draft_vocabulary,
-        max_logit, threshold, c, e, tl.load(uniforms + 1), temperature, min_p,
-        HAS_D2T, DTYPE, BLOCK,
+        logits + end * vocabulary, draft_probs + row * draft_vocabulary, t2d, vocabulary,
+        draft_vocabulary, tl.load(max_logits + end), tl.load(thresholds + end), c, e,
+        tl.load(uniforms + 1), temperature, min_p, HAS_D2T, DTYPE, BLOCK,
     )
     store_path(out, paths, offsets, end, token, depth, MAX_LEVELS)
