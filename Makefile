@@ -69,7 +69,7 @@ $(LLAMACPP)/bin/llama-server:
 
 # llama.cpp's converter makes GGUF files of the embedded models; the last one made stands for all
 $(LLAMACPP)/eagle3.gguf: $(LLAMACPP)/bin/llama-server | $(VENV)/ready
-	$(BIN)/pip install --quiet --disable-pip-version-check --target $(LLAMACPP)/python sentencepiece==0.2.2
+	$(BIN)/pip install --quiet --disable-pip-version-check --target $(LLAMACPP)/python sentencepiece==0.2.3
 	$(BIN)/sequoia-plan export --format hf --model target -o $(LLAMACPP)/target
 	$(BIN)/sequoia-plan export --format hf --draft smollm2-135m-draft -o $(LLAMACPP)/draft
 	$(BIN)/sequoia-plan export --format hf -o $(LLAMACPP)/eagle3

@@ -63,7 +63,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             candidates(spec_type, max_length),
             measurements.texts,
             measurements.times,
-            bool(pool.draft),
+            spec_type != LOOKUP,
         )
         draftings = grid(spec_type)
         best = llamacpp_plan.best_drafting(predicted)

@@ -117,7 +117,7 @@ def make_plan(pool: ServerPool, measurements: Measurements) -> EnginePlan:
     """
     spec_type, times = measurements.spec_type, measurements.times
     draftings = candidates(spec_type, measurements.max_length)
-    cells = predict_cells(draftings, measurements.texts, times, bool(pool.draft))
+    cells = predict_cells(draftings, measurements.texts, times, spec_type != LOOKUP)
     return EnginePlan(
         engine="llamacpp",
         version=pool.build.version,
@@ -152,7 +152,7 @@ def predict_cells(
         draftings: the ways, `NONE` among them.
         texts: the recorded texts.
         times: step times.
-        has_draft: True if a draft model reads what is verified.
+        has_draft: True if a draft reads what is verified.
     """
     predictions = {
         drafting: predict(
