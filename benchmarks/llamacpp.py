@@ -23,8 +23,8 @@ from sequoia_plan.planner.engines.drafting import LOOKUP, NONE, Drafting, candid
 from sequoia_plan.planner.engines.llamacpp import ServerPool, find_build
 from sequoia_plan.planner.engines.vllm import Workload, measured_cell
 
-NUM_PROMPTS = 16
-NUM_TOKENS = 48
+NUM_PROMPTS = 12
+NUM_TOKENS = 40
 REPEATS = 3
 
 
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--draft")
     parser.add_argument("--spec-type", default="draft-simple")
     parser.add_argument("--name", required=True, help="what the pair is called in the output")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("-o", "--output", type=Path, required=True)
     arguments = parser.parse_args()
     result = measure(arguments)

@@ -49,7 +49,7 @@ def logs_go_with_the_test(tmp_path, monkeypatch):
 
 
 def engine(*words):
-    words = ["--target", TARGET, "--server", SERVER, *words]
+    words = ["--target", TARGET, "--server", SERVER, "--server-args", "-t 1", *words]
     return CliRunner().invoke(main, ["engine", "llamacpp", *words])
 
 

@@ -37,6 +37,8 @@ from sequoia_plan.planner.engines.vllm import ReportStatus, Workload
 
 CONTEXT = 4096
 """Size of a server's context, unless --server-args sets it."""
+COPIED_DRAFTS = 4
+"""Drafts of a lookup that are timed in a text."""
 START_SECONDS = 600
 """A server must be ready within this time."""
 ANSWER_SECONDS = 600
@@ -105,7 +107,9 @@ def find_build(server: str | None, spec_type: str) -> tuple[Build, str]:
             )
     version_text = _output_of(path, "--version")
     version = re.search(r"version: (.+)", version_text)
-    devices = re.search(r"Available devices:\s*\n\s*\S", _output_of(path, "--list-devices"))
+    devices = re.search(
+        r"Available devices:\s*\n\s*(?!\(none\))\S", _output_of(path, "--list-devices")
+    )
     build = Build(path, version[1].strip() if version else "", help_text, bool(devices))
     return build, names[0]
 
@@ -181,6 +185,7 @@ class Server:
     def _post(self, path: str, body: Mapping[str, Any]) -> http.client.HTTPResponse:
         """Sends a request, and returns the answer before it is read."""
         activity = f"answering {path}"
+        self._connection.close()  # the server may have closed it, too, while it was idle
         try:
             headers = {"Content-Type": "application/json"}
             self._connection.request("POST", path, json.dumps(body), headers)
@@ -222,12 +227,22 @@ class Server:
         token_ids: list[int] = self.ask("/tokenize", body)["tokens"]
         return token_ids
 
-    def generate(self, prompt: Sequence[int], tokens: int, temperature: float) -> list[ChainStep]:
-        """Decodes a prompt, and returns its steps after the pass over the prompt."""
+    def generate(
+        self, prompt: Sequence[int], tokens: int, temperature: float, ignores_end: bool = False
+    ) -> list[ChainStep]:
+        """Decodes a prompt, and returns its steps after the pass over the prompt.
+
+        Args:
+            prompt: token ids.
+            tokens: maximum number of new tokens.
+            temperature: of sampling; 0 is greedy.
+            ignores_end: go on where the text would end.
+        """
         body = {
             "prompt": list(prompt),
             "n_predict": tokens,
             "temperature": temperature,
+            "ignore_eos": ignores_end,
             "stream": True,
             "timings_per_token": True,
             "cache_prompt": False,
@@ -395,6 +410,16 @@ class ServerPool:
         temperature = self.workload.temperature
         return [server.generate(self.prompts[i], tokens, temperature) for i in prompts]
 
+    def _run_timed(self, drafting: Drafting, prompts: Sequence[int]) -> list[ChainStep]:
+        """Decodes prompts to time steps. Lookups copy a text that repeats, for a few drafts."""
+        server, temperature = self._servers[drafting, False], self.workload.temperature
+        copies = drafting.spec_type == LOOKUP
+        tokens = self.workload.tokens
+        if copies:
+            tokens = max(tokens, COPIED_DRAFTS * (drafting.max_length + 1))
+        texts = [server.generate(self.prompts[i], tokens, temperature, copies) for i in prompts]
+        return [*chain.from_iterable(texts)]
+
     def record_draft(
         self, drafting: Drafting, prompts: Sequence[int]
     ) -> tuple[list[DraftedText], list[list[ChainStep]]]:
@@ -413,20 +438,20 @@ class ServerPool:
         self.report_status(f"recording chains of {drafting.max_length} tokens")
         self.ensure_running([drafting], logs_chains=True)
         steps_by_text = self.run(drafting, prompts, logs_chains=True)
-        chains = iter(self._servers[drafting, True].chain_probs())
+        chains = self._servers[drafting, True].chain_probs()
         texts = []
         for steps in steps_by_text:
             text_chains = []
-            num_drafted = sum(step.drafted for step in steps)
-            while num_drafted > 0:
-                probs = next(chains, None)
-                if probs is None:
-                    raise SequoiaPlanError(
-                        f"--server {self.build.path}: its debug log has fewer drafted tokens than "
-                        "its timings; this build logs otherwise than ggml 0.25"
-                    )
-                text_chains.append(probs)
-                num_drafted -= len(probs)
+            for step in steps:
+                num_missing = step.drafted
+                while num_missing > 0:  # several chains where the timings report several steps
+                    if not chains:
+                        raise SequoiaPlanError(
+                            f"--server {self.build.path}: its debug log has fewer drafted tokens "
+                            "than its timings; this build logs otherwise than ggml 0.25"
+                        )
+                    num_missing -= len(chains[0])
+                    text_chains.append(chains.pop(0))
             texts.append(drafted_text(steps, text_chains, self.workload.tokens))
         return texts, steps_by_text
 
@@ -472,5 +497,5 @@ class ServerPool:
             for group in self.groups(draftings[:: -1 if i % 2 else 1]):
                 self.ensure_running(group)
                 for drafting in group:
-                    steps[drafting].append([*chain.from_iterable(self.run(drafting, chosen))])
+                    steps[drafting].append(self._run_timed(drafting, chosen))
         return steps

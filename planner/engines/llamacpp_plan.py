@@ -37,8 +37,8 @@ from sequoia_plan.planner.engines.replay import (
 )
 from sequoia_plan.planner.engines.vllm import EngineRun, measured_cell
 
-RECORDED_LENGTH = 16
-"""Tokens of a recorded chain, at least."""
+EXTRA_LENGTH = 4
+"""Tokens of a recorded chain beyond the longest one that is planned."""
 TIMING_ROUNDS = 4
 """Rounds in which steps are timed."""
 PROMPTS_PER_ROUND = 4
@@ -89,7 +89,7 @@ def measure(
         longest = Drafting(LOOKUP, max_length, lookup_size=min(2, max_length))
         recorded = [replay(longest, text) for text in texts]
     else:
-        length = max(RECORDED_LENGTH, 2 * max_length)
+        length = max_length + EXTRA_LENGTH
         texts, recorded = pool.record_draft(Drafting(spec_type, length), prompts)
         timing_prompts = prompts
     rounds = pool.time_steps(
