@@ -10,6 +10,8 @@ LOOKUP = "ngram-simple"
 DRAFT_TYPES = ("draft-simple", "draft-eagle3", "draft-mtp")
 TYPES = (*DRAFT_TYPES, LOOKUP)
 """Types of `--spec-type` that are planned."""
+HIDDEN_STATE_TYPES = ("draft-eagle3", "draft-mtp")
+"""Types whose draft reads the target's hidden states."""
 WITHOUT_DRAFT = ("draft-mtp", LOOKUP)
 """Types that need no draft model of their own."""
 MIN_PROBS = tuple(tenth / 10 for tenth in range(10))

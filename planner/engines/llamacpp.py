@@ -25,11 +25,12 @@ from typing import Any
 import numpy as np
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.planner.engines.drafting import LOOKUP, NONE, Drafting
+from sequoia_plan.planner.engines.drafting import LOOKUP, NEVER, NONE, Drafting
 from sequoia_plan.planner.engines.process import EngineProcess, Hints
 from sequoia_plan.planner.engines.replay import (
     ChainStep,
     DraftedText,
+    FirstTokens,
     LookupText,
     drafted_text,
 )
@@ -43,8 +44,9 @@ START_SECONDS = 600
 """A server must be ready within this time."""
 ANSWER_SECONDS = 600
 """A request must be answered within this time."""
-CANDIDATE = re.compile(rb"draft candidate\s+0, pos\s+(\d+):\s*\d+ \(\s*([\d.]+)\)")
-"""The most probable token of a draft's pass in the debug log: its position and probability."""
+CANDIDATE = re.compile(rb"draft candidate\s+0, pos\s+(\d+):\s*(\d+) \(\s*([\d.]+)\)")
+"""The likeliest token of a draft's pass in the debug log: its position in the chain, id and
+probability."""
 HINTS: Hints = (
     ("vocab", "use a draft that shares the target's tokenizer"),
     ("memory|alloc", "set a smaller context with --server-args '-c N', or keep fewer servers "
@@ -269,15 +271,15 @@ class Server:
         token_ids: list[int] = self.ask("/completion", body)["tokens"]
         return token_ids
 
-    def chain_probs(self) -> list[list[float]]:
-        """The probabilities of each drafted chain so far, from the debug log."""
+    def logged_chains(self) -> list[list[tuple[int, float]]]:
+        """The token ids and probabilities of each drafted chain so far, from the debug log."""
         time.sleep(0.5)  # another thread of the server writes its log
         self._process.log.seek(0)
-        chains: list[list[float]] = []
-        for position, prob in CANDIDATE.findall(self._process.log.read()):
+        chains: list[list[tuple[int, float]]] = []
+        for position, token, prob in CANDIDATE.findall(self._process.log.read()):
             if int(position) == 0:
                 chains.append([])
-            chains[-1].append(float(prob))
+            chains[-1].append((int(token), float(prob)))
         return chains
 
     def close(self) -> None:
@@ -438,7 +440,8 @@ class ServerPool:
         self.report_status(f"recording chains of {drafting.max_length} tokens")
         self.ensure_running([drafting], logs_chains=True)
         steps_by_text = self.run(drafting, prompts, logs_chains=True)
-        chains = self._servers[drafting, True].chain_probs()
+        logged = self._servers[drafting, True].logged_chains()
+        chains = [[prob for _, prob in candidates] for candidates in logged]
         texts = []
         for steps in steps_by_text:
             text_chains = []
@@ -454,6 +457,31 @@ class ServerPool:
                     text_chains.append(chains.pop(0))
             texts.append(drafted_text(steps, text_chains, self.workload.tokens))
         return texts, steps_by_text
+
+    def record_first_tokens(self, spec_type: str, prompts: Sequence[int]) -> list[FirstTokens]:
+        """Decodes prompts, and records the first token that a draft proposes at each position.
+
+        The server's threshold lets no token through, so that every position is the begin of a
+        chain, but the log has the token that would have been drafted.
+
+        Args:
+            spec_type: llama.cpp's name of the type.
+            prompts: indices of the workload's prompts.
+        """
+        self.report_status("recording the first token of a chain at each position")
+        drafting = Drafting(spec_type, 1, NEVER)
+        self.ensure_running([drafting], logs_chains=True)
+        server = self._servers[drafting, True]
+        recorded, num_before = [], 0
+        for i in prompts:
+            tokens = server.text(self.prompts[i], self.workload.tokens, self.workload.temperature)
+            chains = server.logged_chains()
+            # the first token of a text is the prompt's, and the last one may not be drafted
+            pairs = zip(tokens[1:], chains[num_before:], strict=False)
+            first = [(token == drafted[0][0], drafted[0][1]) for token, drafted in pairs]
+            recorded.append(FirstTokens(*zip(*first, strict=True)) if first else FirstTokens())
+            num_before = len(chains)
+        return recorded
 
     def record_lookup(self, prompts: Sequence[int]) -> list[LookupText]:
         """Decodes prompts without speculation, for their tokens.

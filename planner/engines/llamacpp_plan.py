@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ from sequoia_plan.artifacts.plan import tool_version
 from sequoia_plan.artifacts.uncertainty import Z95, median_with_error
 from sequoia_plan.planner.engines.chain import StepTimes, effective_trials
 from sequoia_plan.planner.engines.drafting import (
+    HIDDEN_STATE_TYPES,
     LOOKUP,
     NEVER,
     NONE,
@@ -31,6 +33,7 @@ from sequoia_plan.planner.engines.llamacpp import ServerPool
 from sequoia_plan.planner.engines.replay import (
     ChainStep,
     DraftedText,
+    FirstTokens,
     LookupText,
     replay_draft,
     replay_lookup,
@@ -90,7 +93,11 @@ def measure(
         recorded = [replay(longest, text) for text in texts]
     else:
         length = max_length + EXTRA_LENGTH
-        texts, recorded = pool.record_draft(Drafting(spec_type, length), prompts)
+        drafted, recorded = pool.record_draft(Drafting(spec_type, length), prompts)
+        if spec_type in HIDDEN_STATE_TYPES:
+            first_tokens = pool.record_first_tokens(spec_type, prompts)
+            drafted = list(map(with_first_tokens, drafted, first_tokens))
+        texts = drafted
         timing_prompts = prompts
     rounds = pool.time_steps(
         timed_draftings(spec_type, max_length), timing_prompts, TIMING_ROUNDS, PROMPTS_PER_ROUND
@@ -253,6 +260,11 @@ def drafting_of(cell: Cell, spec_type: str) -> Drafting:
     if spec_type == LOOKUP:
         return Drafting(LOOKUP, cell.speculative_tokens, lookup_size=int(value))
     return Drafting(spec_type, cell.speculative_tokens, value)
+
+
+def with_first_tokens(text: DraftedText, first: FirstTokens) -> DraftedText:
+    """The text with what the draft proposes at the begin of a chain."""
+    return dataclasses.replace(text, first=first)
 
 
 def repeated(text: LookupText) -> list[int]:

@@ -7,6 +7,10 @@ what every maximum length (n-max) and every threshold (p-min) would have drafted
 
 The one thing that depends on the chain's begin is what the draft proposes after its first wrong
 token, which decides how many tokens are verified in vain. That is recorded, too.
+
+A draft that reads the target's hidden states (EAGLE-3, MTP) has them for the first token of a chain
+alone, and its own in their place afterwards. For such a draft the first token at each position is
+recorded separately, and a replay of it is an approximation.
 """
 
 from __future__ import annotations
@@ -41,6 +45,19 @@ class ChainStep:
 
 
 @dataclass(frozen=True)
+class FirstTokens:
+    """What a draft proposes along a text if a chain begins at each position.
+
+    Args:
+        agrees: by position, whether the draft's token is the text's.
+        probs: by position, the draft's probability of its token.
+    """
+
+    agrees: tuple[bool, ...] = ()
+    probs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
 class DraftedText:
     """What a draft model proposed along a text.
 
@@ -53,12 +70,14 @@ class DraftedText:
         tails: by position of a disagreement, the probabilities of the tokens that the draft
             proposed after its wrong one.
         limit: maximum number of generated tokens that the request had, the first included.
+        first: what the draft proposes at the begin of a chain, where that differs.
     """
 
     agrees: tuple[bool, ...]
     probs: tuple[float, ...]
     tails: Mapping[int, tuple[float, ...]]
     limit: int
+    first: FirstTokens = FirstTokens()
 
 
 def drafted_text(
@@ -128,6 +147,8 @@ def replay_draft(text: DraftedText, max_length: int, min_prob: float) -> list[Ch
         is_stopped = False
         while drafted < room:
             prob, agrees = _proposal(text, position + drafted, wrong)
+            if not drafted and position < len(text.first.probs):
+                prob, agrees = text.first.probs[position], text.first.agrees[position]
             if prob < min_prob:
                 is_stopped = True
                 break
