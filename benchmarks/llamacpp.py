@@ -24,7 +24,7 @@ from sequoia_plan.planner.engines.llamacpp import ServerPool, find_build
 from sequoia_plan.planner.engines.vllm import Workload, measured_cell
 
 NUM_PROMPTS = 12
-NUM_TOKENS = 40
+NUM_TOKENS = 32
 REPEATS = 3
 
 

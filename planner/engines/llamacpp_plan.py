@@ -42,7 +42,7 @@ from sequoia_plan.planner.engines.vllm import EngineRun, measured_cell
 
 EXTRA_LENGTH = 4
 """Tokens of a recorded chain beyond the longest one that is planned."""
-TIMING_ROUNDS = 4
+TIMING_ROUNDS = 3
 """Rounds in which steps are timed."""
 PROMPTS_PER_ROUND = 4
 VERIFY_REPEATS = 3
