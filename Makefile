@@ -1,19 +1,24 @@
 # make demo: the whole pipeline on the embedded pair.   make test: every test.   make check: linters and types.
 # make quick: the tests for every edit: files, solver, exactness of the verifiers by enumeration, layers, docs.
 # make engines: sets up a vLLM for the CPU (3 GB) and runs the tests that need it; they are not part of make test.
+# make llamacpp: builds llama.cpp (6 minutes on two cores) and runs the tests that need it; not part of make test either.
 # make kernels: compiles every kernel with the Tritons of the supported versions of PyTorch (downloads 1 GB).
 PYTHON ?= python3
 VENV ?= .venv
 ENGINES ?= .venv-engines
+LLAMACPP ?= .llamacpp
+LLAMACPP_SOURCE := $(LLAMACPP)/llama_cpp_python-0.3.36/vendor/llama.cpp
 BUILD ?= build
 BIN := $(VENV)/bin
+CONVERT := PYTHONPATH=$(LLAMACPP_SOURCE)/gguf-py:$(LLAMACPP)/python $(BIN)/python $(LLAMACPP_SOURCE)/convert_hf_to_gguf.py
 
 QUICK := tree tree_file schema profile interchange writing intervals planner certificate \
-	choice_by_draft catalog sampling verify drafter engine_chain engine_counters layers docs
+	choice_by_draft catalog sampling verify drafter engine_chain engine_counters engine_settings \
+	replay layers docs
 
 TRITONS := 3.3.1 3.4.0 3.5.1 3.6.0 3.7.1
 
-.PHONY: demo test quick check engines kernels clean
+.PHONY: demo test quick check engines llamacpp kernels clean
 .DELETE_ON_ERROR:
 
 demo: $(BUILD)/tree.safetensors
@@ -50,6 +55,28 @@ $(ENGINES)/ready:
 	$(ENGINES)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
+llamacpp: $(VENV)/ready $(LLAMACPP)/eagle3.gguf
+	SEQUOIA_PLAN_LLAMACPP=$(CURDIR)/$(LLAMACPP) $(BIN)/python -m pytest tests/test_engine_llamacpp.py
+
+# the source distribution has all of llama.cpp's sources
+$(LLAMACPP)/bin/llama-server:
+	mkdir -p $(LLAMACPP)
+	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
+		--dest $(LLAMACPP) llama-cpp-python==0.3.36
+	tar -xzf $(LLAMACPP)/llama_cpp_python-0.3.36.tar.gz -C $(LLAMACPP)
+	cmake -S $(LLAMACPP_SOURCE) -B $(LLAMACPP) -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF
+	cmake --build $(LLAMACPP) --target llama-bench llama-quantize llama-server --parallel 2
+
+# llama.cpp's converter makes GGUF files of the embedded models; the last one made stands for all
+$(LLAMACPP)/eagle3.gguf: $(LLAMACPP)/bin/llama-server | $(VENV)/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --target $(LLAMACPP)/python sentencepiece==0.2.3
+	$(BIN)/sequoia-plan export --format hf --model target -o $(LLAMACPP)/target
+	$(BIN)/sequoia-plan export --format hf --draft smollm2-135m-draft -o $(LLAMACPP)/draft
+	$(BIN)/sequoia-plan export --format hf -o $(LLAMACPP)/eagle3
+	$(CONVERT) $(LLAMACPP)/target --outtype q8_0 --outfile $(LLAMACPP)/target.gguf
+	$(CONVERT) $(LLAMACPP)/draft --outtype q8_0 --outfile $(LLAMACPP)/draft.gguf
+	$(CONVERT) $(LLAMACPP)/eagle3 --target-model-dir $(LLAMACPP)/target --outtype q8_0 --outfile $@
+
 $(VENV)/ready: pyproject.toml constraints.txt weights/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
@@ -66,4 +93,4 @@ $(BUILD)/triton/%/ready: | $(VENV)/ready
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(ENGINES) $(BUILD)
+	rm -rf $(VENV) $(ENGINES) $(LLAMACPP) $(BUILD)

@@ -123,6 +123,13 @@ class Cell(Artifact, frozen=True):
             key="timed",
         ),
     ]
+    variant: Annotated[
+        str,
+        field(
+            "a setting besides the number of tokens, as the engine's option and value, such as "
+            "`p-min 0.6`; empty if there is none"
+        ),
+    ] = ""
     measured: Annotated[MeasuredCell | None, field("what `--verify` measured")] = None
 
 
@@ -160,7 +167,7 @@ class EnginePlan(Artifact, frozen=True):
         "tool",
     )
 
-    engine: Annotated[str, field("`vllm` or `sglang`", key="engine.name")]
+    engine: Annotated[str, field("`vllm`, `sglang` or `llamacpp`", key="engine.name")]
     acceptance: Annotated[ChainAcceptance, field("how far drafted chains are accepted")]
     version: Annotated[
         str,
@@ -185,15 +192,17 @@ class EnginePlan(Artifact, frozen=True):
     tool: Annotated[str, field("name and version of the program that made the plan")] = ""
 
     def __post_init__(self) -> None:
-        """Refuse two steps or two cells of one batch size and number of speculative tokens."""
+        """Refuse two steps or cells of one batch size, number of tokens, and variant."""
         super().__post_init__()
         for name, rows in (("steps", self.steps), ("cells", self.cells)):
-            places = [(row.batch, row.speculative_tokens) for row in rows]
-            for index, (batch, tokens) in enumerate(places):
-                if (batch, tokens) in places[:index]:
+            places = [
+                (row.batch, row.speculative_tokens, getattr(row, "variant", "")) for row in rows
+            ]
+            for index, (batch, tokens, variant) in enumerate(places):
+                if (batch, tokens, variant) in places[:index]:
                     raise SequoiaPlanError(
-                        f"{name}: found batch {batch} with {tokens} speculative tokens twice, "
-                        "expected it once"
+                        f"{name}: found batch {batch} with {tokens} speculative tokens"
+                        f"{variant and f' and {variant}'} twice, expected it once"
                     )
 
     @property
@@ -204,7 +213,7 @@ class EnginePlan(Artifact, frozen=True):
     def cells_at(self, batch: int) -> list[Cell]:
         """The predictions for one batch size, by increasing number of speculative tokens."""
         cells = [cell for cell in self.cells if cell.batch == batch]
-        return sorted(cells, key=lambda cell: cell.speculative_tokens)
+        return sorted(cells, key=lambda cell: (cell.speculative_tokens, cell.variant))
 
     def best_cell(self, batch: int) -> Cell:
         """The cell of a batch size with the highest predicted throughput.

@@ -12,6 +12,7 @@ import click
 
 from sequoia_plan.planner.cli.decoding import bench, generate
 from sequoia_plan.planner.cli.engine import engine
+from sequoia_plan.planner.cli.llamacpp import llamacpp
 from sequoia_plan.planner.cli.profiling import profile
 from sequoia_plan.planner.cli.terminal import interruptible, prepare_streams, printable
 from sequoia_plan.planner.cli.trees import export_command, import_command, show, solve
@@ -97,3 +98,4 @@ for _command in (
     import_command,
 ):
     main.add_command(_command)
+engine.add_command(llamacpp)

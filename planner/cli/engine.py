@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -184,7 +185,7 @@ def vllm(
         return
     else:
         assert target
-        workload, measuring, held_out = _load_workload(prompts, limit, tokens, temperature)
+        workload, measuring, held_out = load_workload(prompts, limit, tokens, temperature)
         batch_sizes = batch_sizes or list(DEFAULT_BATCHES)
         engine_options = {"max_num_seqs": max(batch_sizes)} | engine_options
         settings = {
@@ -228,7 +229,7 @@ def vllm(
                 plan.save(output)  # the measurements are not lost if the verification fails
             if should_verify:
                 plan = planning.verify_plan(pool, plan, held_out)
-    _write_plan(plan, output, report, as_json)
+    write_plan(plan, output, report, as_json)
 
 
 @engine.command()
@@ -296,7 +297,27 @@ def sglang(
     else:
         _print_acceptance(acceptance, max_length, as_json)
         return
-    _write_plan(plan, output, report, as_json)
+    write_plan(plan, output, report, as_json)
+
+
+@engine.command()
+@click.argument("plan_path", metavar="PLAN.yaml", type=click.Path())
+@json_option
+def settings(plan_path: str, as_json: bool) -> None:
+    """Print a plan as the settings of vLLM, SGLang, TensorRT-LLM and AIConfigurator, and as
+    synthetic acceptance for load tests."""
+    from sequoia_plan.artifacts.engine_plan import EnginePlan
+    from sequoia_plan.planner.engines.settings import settings_of
+
+    plan = EnginePlan.load(plan_path)
+    engine_settings = settings_of(plan)
+    if as_json:
+        print_json([asdict(setting) for setting in engine_settings])
+        return
+    if not engine_settings:
+        click.echo("start the engine without speculation")
+    for setting in engine_settings:
+        click.echo(f"{setting.engine}, {setting.purpose}:\n    {setting.text}")
 
 
 def _acceptance_from_metrics(metrics: str, metrics_before: str | None) -> ChainAcceptance:
@@ -396,7 +417,7 @@ def _earlier_config(plan: EnginePlan) -> dict[str, Any]:
     return dict(config)
 
 
-def _load_workload(
+def load_workload(
     path: str | None, limit: int, tokens: int, temperature: float
 ) -> tuple[Workload, list[int], list[int]]:
     """Loads the prompts that engines decode, in two parts: to measure on, and held out.
@@ -484,7 +505,7 @@ def _print_acceptance(acceptance: ChainAcceptance, max_length: int, as_json: boo
     )
 
 
-def _write_plan(plan: EnginePlan, output: str | None, report: str | None, as_json: bool) -> None:
+def write_plan(plan: EnginePlan, output: str | None, report: str | None, as_json: bool) -> None:
     """Writes the plan to `output` and its HTML page to `report`, if named, and prints the plan."""
     from sequoia_plan.planner.report.engine_table import print_plan
 

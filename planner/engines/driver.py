@@ -7,6 +7,8 @@ The first process only watches, and a child of it runs the engine. The script's 
 file descriptor that closes when the program that started the script ends, for whatever reason.
 When it closes, or when the engine ends, the first process kills its whole session, including the
 engine's own child processes.
+
+With further arguments the child runs them as a command, such as a server, and answers nothing.
 """
 
 from __future__ import annotations
@@ -220,6 +222,12 @@ def main() -> None:
     answers_fd = os.dup(1)
     os.set_inheritable(answers_fd, False)
     os.dup2(2, 1)  # what the engine prints is not an answer
+    if command_line := sys.argv[2:]:
+        try:
+            os.execvp(command_line[0], command_line)
+        except OSError as error:
+            print(f"OSError: {error.strerror}: {command_line[0]}", file=sys.stderr, flush=True)
+            os._exit(127)
     driver = Driver()
     for line in sys.stdin:
         request = json.loads(line)

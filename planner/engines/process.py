@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,9 @@ WRAPPER_TEXTS = (
 """vLLM's words for an error that another of its processes has already printed in full."""
 MAX_LOG_BYTES = 1 << 17
 """The end of the log in which the cause of an error is searched."""
-HINTS = (
+Hints = Sequence[tuple[str, str]]
+"""Patterns of error messages and what to do about each. The last pattern matches all messages."""
+HINTS: Hints = (
     ("vocab", "use a draft that shares the target's tokenizer"),
     ("memory", "give the engine less in --engine-args, or keep fewer with --together"),
     (
@@ -45,7 +47,6 @@ HINTS = (
     ),
     ("", "its options are set by --engine-args and --speculative-args"),
 )
-"""A pattern of error messages and what to do about them. The last pattern matches all messages."""
 
 
 class EngineProcess:
@@ -57,6 +58,8 @@ class EngineProcess:
         python: the interpreter that has the engine.
         driver: the script. Its argument is a file descriptor that closes when this program ends.
         environment: variables added to this program's own.
+        command: a command that the driver runs in place of vLLM. It answers nothing.
+        hints: what to do about the engine's errors.
 
     Raises:
         SequoiaPlanError: if the interpreter cannot be run.
@@ -67,13 +70,16 @@ class EngineProcess:
         python: str,
         driver: str | Path = DRIVER,
         environment: Mapping[str, str] | None = None,
+        command: Sequence[str] = (),
+        hints: Hints = HINTS,
     ) -> None:
         """Starts the driver with the interpreter, its stderr in a temporary file."""
+        self._hints = hints
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         read_fd, self._lifeline_fd = os.pipe()  # the kernel closes this end when the program ends
         try:
             self.process = subprocess.Popen(
-                [python, str(driver), str(read_fd)],
+                [python, str(driver), str(read_fd), *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.log,
@@ -120,12 +126,12 @@ class EngineProcess:
                 f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
             )
             raise SequoiaPlanError(
-                f"the engine died {how} while {activity}: {_with_hint(self._cause())}"
+                f"the engine died {how} while {activity}: {self._with_hint(self._cause())}"
                 f"{self._kept_log()}"
             )
         cause = self._cause(message["error"])
         raise SequoiaPlanError(
-            f"the engine failed while {activity}: {_with_hint(cause)}{self._kept_log()}"
+            f"the engine failed while {activity}: {self._with_hint(cause)}{self._kept_log()}"
         )
 
     def ask(self, activity: str, command: str, **arguments: Any) -> dict[str, Any]:
@@ -169,6 +175,13 @@ class EngineProcess:
         printable = "".join(char if char.isprintable() else " " for char in cause)
         return printable[:400].strip()
 
+    def _with_hint(self, cause: str) -> str:
+        """An error's cause, and what to do about it."""
+        hint = next(
+            hint for pattern, hint in self._hints if re.search(pattern, cause, re.IGNORECASE)
+        )
+        return f"{cause}; {hint}"
+
     def close(self) -> None:
         """Kills the driver and every process that it has started."""
         if self._lifeline_fd < 0:
@@ -190,9 +203,3 @@ class EngineProcess:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _with_hint(cause: str) -> str:
-    """An error's cause, and what to do about it."""
-    hint = next(hint for pattern, hint in HINTS if re.search(pattern, cause, re.IGNORECASE))
-    return f"{cause}; {hint}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from sequoia_plan.artifacts.engine_plan import Cell, ChainAcceptance, EnginePlan
 
-COLUMNS = ("batch", "K", "tokens/step", "step", "predicted", "measured", "over K=0")
+COLUMNS = ("batch", "K", "setting", "tokens/step", "step", "predicted", "measured", "over K=0")
 COLUMNS_NOTE = "K: speculative tokens; predicted, measured: generated tokens a second"
 
 
@@ -20,15 +20,12 @@ def findings(plan: EnginePlan) -> list[str]:
             gain = f"{best.speedup:.2f} times the {plain.throughput:.1f} tokens/s without"
             if best.low <= plain.high:
                 gain += "; the intervals overlap, so the gain is not certain"
-            finding = f"{best.speculative_tokens} ({best.throughput:.1f} tokens/s, {gain})"
+            finding = f"{_name(best)} ({best.throughput:.1f} tokens/s, {gain})"
         else:
             next_best = max(speculative, key=lambda cell: cell.throughput, default=None)
             loss = ""
             if next_best:
-                loss = (
-                    f"; {next_best.speculative_tokens} would be "
-                    f"{next_best.speedup:.2f} times as fast"
-                )
+                loss = f"; {_name(next_best)} would be {next_best.speedup:.2f} times as fast"
             finding = f"do not speculate ({plain.throughput:.1f} tokens/s{loss})"
         sentences.append(f"batch {batch}: {finding}")
     return sentences
@@ -54,7 +51,7 @@ def prediction_errors(plan: EnginePlan, tolerance: float = 0.1) -> list[str]:
             tokens_error = cell.tokens_per_step / measured.tokens_per_step - 1
             step_error = cell.seconds / measured.seconds - 1
             sentences.append(
-                f"batch {cell.batch} with {cell.speculative_tokens}: predicted {error:+.0%} off "
+                f"batch {cell.batch} with {_name(cell)}: predicted {error:+.0%} off "
                 f"(tokens a step {tokens_error:+.0%}, step {step_error:+.0%})"
             )
     return sentences
@@ -83,6 +80,7 @@ def table_rows(
             texts = (
                 f"{cell.batch}",
                 f"{cell.speculative_tokens}",
+                cell.variant,
                 tokens,
                 f"{step} ms",
                 _with_range(cell.throughput, cell.low, cell.high),
@@ -90,6 +88,11 @@ def table_rows(
                 f"{cell.speedup:.2f}x",
             )
             yield cell, texts
+
+
+def _name(cell: Cell) -> str:
+    """A cell's number of speculative tokens, and its further setting, as "2 with p-min 0.6"."""
+    return f"{cell.speculative_tokens}{cell.variant and f' with {cell.variant}'}"
 
 
 def _with_range(value: float, low: float, high: float) -> str:
@@ -115,7 +118,7 @@ def acceptance_lines(acceptance: ChainAcceptance, mean_tokens: Sequence[float]) 
 
 def plan_acceptance_lines(plan: EnginePlan) -> list[str]:
     """Describes a plan's acceptance and expected tokens, which are the same at all batch sizes."""
-    cells = plan.cells_at(plan.batches[0])
+    cells = [cell for cell in plan.cells_at(plan.batches[0]) if not cell.variant]
     return acceptance_lines(plan.acceptance, [cell.tokens_per_step for cell in cells])
 
 
@@ -134,7 +137,9 @@ def print_plan(plan: EnginePlan) -> None:
 
     print_lines(plan_acceptance_lines(plan))
     is_verified = any(cell.measured for cell in plan.cells)
-    columns = [i for i, name in enumerate(COLUMNS) if is_verified or name != "measured"]
+    has_variants = any(cell.variant for cell in plan.cells)
+    shown = {"measured": is_verified, "setting": has_variants}
+    columns = [i for i, name in enumerate(COLUMNS) if shown.get(name, True)]
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     for i in columns:
         table.add_column(COLUMNS[i], no_wrap=True, justify="right", min_width=len(COLUMNS[i]))

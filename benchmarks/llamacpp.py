@@ -1,0 +1,151 @@
+"""Does the plan for llama.cpp hold? Predicted and measured throughput, as JSON.
+
+One run measures one pair of a target and a way of drafting, plans it on every second built-in
+prompt, and measures a grid on the others. The grid is fixed beforehand, so it does not depend on
+the plan. Runs add their results to the output file.
+
+    python benchmarks/llamacpp.py --server llama-server --target T.gguf --draft D.gguf \
+        --name "q4_1, draft q8_0" -o benchmarks/results/engine-llamacpp.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+from sequoia_plan.artifacts.files import write_atomically
+from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load, measuring_half
+from sequoia_plan.planner.engines import llamacpp_plan
+from sequoia_plan.planner.engines.drafting import LOOKUP, NONE, Drafting, candidates, defaults
+from sequoia_plan.planner.engines.llamacpp import ServerPool, find_build
+from sequoia_plan.planner.engines.vllm import Workload, measured_cell
+
+NUM_PROMPTS = 12
+NUM_TOKENS = 32
+REPEATS = 3
+
+
+def grid(spec_type: str) -> list[Drafting]:
+    """The ways of drafting that are measured: none, the defaults, and others around them."""
+    if spec_type == LOOKUP:
+        sizes = ((2, 2), (2, 8), (3, 8), (4, 16))
+        others = [Drafting(LOOKUP, length, lookup_size=size) for size, length in sizes]
+    else:
+        others = [
+            Drafting(spec_type, length, min_prob)
+            for length, min_prob in ((1, 0.0), (2, 0.6), (3, 0.6), (8, 0.0), (8, 0.8))
+        ]
+    return [NONE, defaults(spec_type), *others]
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Plans and measures one pair."""
+    prompts = load(BUILT_IN)
+    measuring = measuring_half(prompts)[:NUM_PROMPTS]
+    held_out = held_out_half(prompts)[:NUM_PROMPTS]
+    workload = Workload([prompt.text for prompt in (*measuring, *held_out)], NUM_TOKENS)
+    build, spec_type = find_build(arguments.server, arguments.spec_type)
+    max_length = 16 if spec_type == LOOKUP else 8
+    with ServerPool(
+        build,
+        arguments.target,
+        arguments.draft,
+        workload,
+        ["-t", str(arguments.threads)],
+        report_status=lambda text: print(text, flush=True),
+    ) as pool:
+        measurements = llamacpp_plan.measure(pool, spec_type, max_length, range(NUM_PROMPTS))
+        plan = llamacpp_plan.make_plan(pool, measurements)
+        predicted = llamacpp_plan.predict_cells(
+            candidates(spec_type, max_length),
+            measurements.texts,
+            measurements.times,
+            spec_type != LOOKUP,
+        )
+        draftings = grid(spec_type)
+        best = llamacpp_plan.best_drafting(predicted)
+        if best not in draftings:
+            draftings.append(best)
+        runs = llamacpp_plan.run_draftings(
+            pool, draftings, range(NUM_PROMPTS, 2 * NUM_PROMPTS), REPEATS
+        )
+    rows = []
+    for drafting in draftings:
+        cell = predicted[drafting]
+        measured = measured_cell([llamacpp_plan.engine_run(run) for run in runs[drafting]], 1)
+        row = {
+            "drafting": f"{drafting.max_length} {drafting.variant}".strip(),
+            "predicted": cell.throughput,
+            "low": cell.low,
+            "high": cell.high,
+            "measured": measured.throughput,
+            "slowest": measured.low,
+            "fastest": measured.high,
+            "error": round(cell.throughput / measured.throughput - 1, 4),
+            "tokens_error": round(cell.tokens_per_step / measured.tokens_per_step - 1, 4),
+            "seconds_error": round(cell.seconds / measured.seconds - 1, 4),
+            "is_default": drafting == defaults(spec_type),
+            "is_best": drafting == best,
+        }
+        rows.append(row)
+        print(row, flush=True)
+    within = sum(abs(row["error"]) <= 0.1 for row in rows)
+    return {
+        "name": arguments.name,
+        "version": build.version,
+        "spec_type": spec_type,
+        "threads": arguments.threads,
+        "prompts": NUM_PROMPTS,
+        "tokens": NUM_TOKENS,
+        "within_10_percent": within,
+        "cells": len(rows),
+        "planning_seconds": plan.seconds,
+        "rows": rows,
+        "steps": [step.to_dict() for step in plan.steps],
+        "draft_pass_seconds": plan.settings["draft_pass_seconds"],
+        "acceptance": plan.acceptance.to_dict(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--server", required=True, help="llama-server")
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--draft")
+    parser.add_argument("--spec-type", default="draft-simple")
+    parser.add_argument("--name", required=True, help="what the pair is called in the output")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    arguments = parser.parse_args()
+    result = measure(arguments)
+    document: dict[str, Any] = {"machine": machine(), "pairs": []}
+    if arguments.output.exists():
+        document = json.loads(arguments.output.read_text())
+    document["pairs"] = [pair for pair in document["pairs"] if pair["name"] != result["name"]]
+    document["pairs"].append(result)
+    for key in ("within_10_percent", "cells"):
+        document[key] = sum(pair[key] for pair in document["pairs"])
+    write_atomically(arguments.output, (json.dumps(document, indent=1) + "\n").encode())
+
+
+def machine() -> dict[str, str]:
+    """The processor and its instructions that matter for small integers."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    values = dict(line.split(":", 1) for line in lines if ":" in line)
+    entries = {key.strip(): value.strip() for key, value in values.items()}
+    wanted = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8")
+    flags = entries.get("flags", "").split()
+    return {
+        "processor": entries.get("model name", platform.machine()),
+        "instructions": " ".join(flag for flag in wanted if flag in flags),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,529 @@
+"""Measures in a llama-server of the user's own build of llama.cpp.
+
+The server's `timings` after each token give every step's time and how many tokens were drafted and
+accepted in it. Its debug log gives the draft's probabilities, from which `replay` predicts every
+maximum length (n-max) and threshold (p-min).
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.planner.engines.drafting import LOOKUP, NEVER, NONE, Drafting
+from sequoia_plan.planner.engines.process import EngineProcess, Hints
+from sequoia_plan.planner.engines.replay import (
+    ChainStep,
+    DraftedText,
+    FirstTokens,
+    LookupText,
+    drafted_text,
+)
+from sequoia_plan.planner.engines.vllm import ReportStatus, Workload
+
+CONTEXT = 4096
+"""Size of a server's context, unless --server-args sets it."""
+COPIED_DRAFTS = 4
+"""Drafts of a lookup that are timed in a text."""
+START_SECONDS = 600
+"""A server must be ready within this time."""
+ANSWER_SECONDS = 600
+"""A request must be answered within this time."""
+CANDIDATE = re.compile(rb"draft candidate\s+0, pos\s+(\d+):\s*(\d+) \(\s*([\d.]+)\)")
+"""The likeliest token of a draft's pass in the debug log: its position in the chain, id and
+probability."""
+HINTS: Hints = (
+    ("vocab", "use a draft that shares the target's tokenizer"),
+    ("memory|alloc", "set a smaller context with --server-args '-c N', or keep fewer servers "
+     "with --together"),
+    ("invalid argument|unknown", "see which options this build has with llama-server --help"),
+    ("No such file|cannot be run", "name the program with --server"),
+    ("", "its options are set by --server-args"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Build:
+    """A llama-server.
+
+    Args:
+        path: the program.
+        version: what it says about its version.
+        help_text: its list of options.
+        has_device: True if it has a device besides the processor.
+    """
+
+    path: str
+    version: str
+    help_text: str
+    has_device: bool
+
+
+def find_build(server: str | None, spec_type: str) -> tuple[Build, str]:
+    """Finds a llama-server and checks that it has the options of a type.
+
+    Args:
+        server: the program; None looks for llama-server on the PATH.
+        spec_type: the type, as `eagle3` or with its later name, `draft-eagle3`.
+
+    Returns:
+        The build, and its name of the type.
+
+    Raises:
+        SequoiaPlanError: if there is no such program, or it lacks an option.
+    """
+    path = shutil.which(server or "llama-server")
+    if not path:
+        raise SequoiaPlanError(
+            f"--server {server or 'llama-server'}: no such program; build llama.cpp "
+            "and give the path of its llama-server"
+        )
+    help_text = _output_of(path, "--help")
+    named = set(re.findall(r"[a-z0-9-]+", help_text))
+    names = [name for name in (spec_type, f"draft-{spec_type}") if name in named]
+    if "--spec-type" not in named or not names:
+        option = "--spec-type" + (f" {spec_type}" if "--spec-type" in named else "")
+        raise SequoiaPlanError(
+            f"--server {path}: this build has no {option}; build a later llama.cpp, "
+            "or choose a type that llama-server --help names"
+        )
+    for option in Drafting(names[0], 1, 0.5, 1 if names[0] == LOOKUP else 0).flags("draft"):
+        if option.startswith("--") and option not in named:
+            raise SequoiaPlanError(
+                f"--server {path}: this build has no {option}; build a later llama.cpp"
+            )
+    version_text = _output_of(path, "--version")
+    version = re.search(r"version: (.+)", version_text)
+    devices = re.search(
+        r"Available devices:\s*\n\s*(?!\(none\))\S", _output_of(path, "--list-devices")
+    )
+    build = Build(path, version[1].strip() if version else "", help_text, bool(devices))
+    return build, names[0]
+
+
+def _output_of(path: str, option: str) -> str:
+    """What a program prints for an option, on either stream."""
+    try:
+        run = subprocess.run([path, option], capture_output=True, timeout=60, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SequoiaPlanError(
+            f"--server {path}: cannot be run ({reason}); give the path of a llama-server"
+        ) from error
+    return (run.stdout + run.stderr).decode(errors="replace")
+
+
+def check_model(option: str, path: str) -> None:
+    """Raises if a file is no GGUF. Models are never downloaded, so a name of one is no file."""
+    try:
+        with Path(path).open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise SequoiaPlanError(
+            f"{option} {path}: cannot be read ({error.strerror}); name a GGUF file"
+        ) from error
+    if magic != b"GGUF":
+        raise SequoiaPlanError(
+            f"{option} {path}: begins with {magic!r}, expected a GGUF file; "
+            "convert the model with llama.cpp's convert_hf_to_gguf.py"
+        )
+
+
+class Server:
+    """A running llama-server for one request at a time. It ends with the context, or this program.
+
+    Args:
+        build: the program.
+        arguments: its options.
+
+    Raises:
+        SequoiaPlanError: if it does not start.
+    """
+
+    def __init__(self, build: Build, arguments: Sequence[str]) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        address = ["--host", "127.0.0.1", "--port", str(port)]
+        self._process = EngineProcess(
+            sys.executable, command=[build.path, *arguments, *address], hints=HINTS
+        )
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_SECONDS)
+
+    def wait(self) -> None:
+        """Waits until the models are loaded."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self._process.process.poll() is not None:
+                self._process.receive("starting")  # raises, with the cause from the log
+            try:
+                self._connection.request("GET", "/health")
+                response = self._connection.getresponse()
+                response.read()
+                if response.status == 200:
+                    return
+            except (OSError, http.client.HTTPException):
+                self._connection.close()
+            time.sleep(0.05)
+        raise SequoiaPlanError(
+            f"llama-server was not ready within {START_SECONDS} s; start it by hand to see why"
+        )
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> http.client.HTTPResponse:
+        """Sends a request, and returns the answer before it is read."""
+        activity = f"answering {path}"
+        self._connection.close()  # the server may have closed it, too, while it was idle
+        try:
+            headers = {"Content-Type": "application/json"}
+            self._connection.request("POST", path, json.dumps(body), headers)
+            response = self._connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._failure(activity, error) from error
+        if response.status != 200:
+            text = response.read(2000).decode(errors="replace")
+            raise SequoiaPlanError(
+                f"llama-server failed while {activity}: {text:.300}; "
+                "its options are set by --server-args"
+            )
+        return response
+
+    def _failure(self, activity: str, error: Exception) -> SequoiaPlanError:
+        """The error of a connection that broke: why the server died, if it did."""
+        try:
+            self._process.process.wait(timeout=5)
+            self._process.receive(activity)
+        except subprocess.TimeoutExpired:
+            pass
+        except SequoiaPlanError as cause:
+            return cause
+        return SequoiaPlanError(
+            f"llama-server failed while {activity}: {error or type(error).__name__}; "
+            "see what it says when it is started by hand"
+        )
+
+    def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Sends a request, and returns the whole answer."""
+        answer: dict[str, Any] = json.loads(self._post(path, body).read())
+        return answer
+
+    def encode(self, prompt: Any) -> list[int]:
+        """Token ids of a text or a conversation in the target's chat template."""
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        text = self.ask("/apply-template", {"messages": messages})["prompt"]
+        body = {"content": text, "add_special": True, "parse_special": True}
+        token_ids: list[int] = self.ask("/tokenize", body)["tokens"]
+        return token_ids
+
+    def generate(
+        self, prompt: Sequence[int], tokens: int, temperature: float, ignores_end: bool = False
+    ) -> list[ChainStep]:
+        """Decodes a prompt, and returns its steps after the pass over the prompt.
+
+        Args:
+            prompt: token ids.
+            tokens: maximum number of new tokens.
+            temperature: of sampling; 0 is greedy.
+            ignores_end: go on where the text would end.
+        """
+        body = {
+            "prompt": list(prompt),
+            "n_predict": tokens,
+            "temperature": temperature,
+            "ignore_eos": ignores_end,
+            "stream": True,
+            "timings_per_token": True,
+            "cache_prompt": False,
+        }
+        response = self._post("/completion", body)
+        timings = []
+        try:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    timings.append(json.loads(line[6:]).get("timings") or {})
+        except (OSError, http.client.HTTPException) as error:
+            raise self._failure("decoding", error) from error
+        return steps_of_timings(timings)
+
+    def text(self, prompt: Sequence[int], tokens: int, temperature: float) -> list[int]:
+        """Token ids that follow a prompt, all of them: a stream leaves out parts of characters."""
+        body = {
+            "prompt": list(prompt),
+            "n_predict": tokens,
+            "temperature": temperature,
+            "return_tokens": True,
+            "cache_prompt": False,
+        }
+        token_ids: list[int] = self.ask("/completion", body)["tokens"]
+        return token_ids
+
+    def logged_chains(self) -> list[list[tuple[int, float]]]:
+        """The token ids and probabilities of each drafted chain so far, from the debug log."""
+        time.sleep(0.5)  # another thread of the server writes its log
+        self._process.log.seek(0)
+        chains: list[list[tuple[int, float]]] = []
+        for position, token, prob in CANDIDATE.findall(self._process.log.read()):
+            if int(position) == 0:
+                chains.append([])
+            chains[-1].append((int(token), float(prob)))
+        return chains
+
+    def close(self) -> None:
+        """Ends the server."""
+        self._connection.close()
+        self._process.close()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def steps_of_timings(timings: Iterable[Mapping[str, Any]]) -> list[ChainStep]:
+    """Steps from the server's timings after each token.
+
+    The tokens of one step have the same time. A step whose tokens make no whole character has no
+    event of its own, and is reported together with the next one.
+
+    Args:
+        timings: `timings` of each event: predicted_n, predicted_ms, and once anything was drafted
+            draft_n and draft_n_accepted. All of them count from the start of the request.
+    """
+    ends: dict[float, tuple[int, int, int]] = {}  # by time, what is counted at the step's end
+    for timing in timings:
+        if timing:
+            counts = (timing["predicted_n"], timing.get("draft_n", 0),
+                      timing.get("draft_n_accepted", 0))  # fmt: skip
+            ends[timing["predicted_ms"]] = counts
+    moments = sorted(ends)
+    steps = []
+    for begin, end in pairwise(moments):
+        tokens, drafted, accepted = np.subtract(ends[end], ends[begin]).tolist()
+        is_single = tokens <= accepted + 1
+        steps.append(
+            ChainStep(drafted, accepted, tokens, 0, (end - begin) / 1000, is_single)
+        )  # fmt: skip
+    return [step for step in steps if step.tokens]
+
+
+@dataclass
+class ServerPool:
+    """Servers of one target and draft that draft in different ways.
+
+    Args:
+        build: the program.
+        target: the target's GGUF file.
+        draft: the draft's GGUF file, if the type has one.
+        workload: what the servers decode.
+        arguments: further options of llama-server.
+        max_servers: servers kept in memory at a time. None is 4 without a device, else 1.
+        report_status: called with a text at each step of the work.
+    """
+
+    build: Build
+    target: str
+    draft: str | None
+    workload: Workload
+    arguments: Sequence[str] = ()
+    max_servers: int | None = None
+    report_status: ReportStatus = lambda text: None
+    prompts: list[list[int]] = field(default_factory=list)
+    """Token ids of the workload's prompts, once the first server runs."""
+    _servers: dict[tuple[Drafting, bool], Server] = field(default_factory=dict)
+    _exit_stack: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> ServerPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exit_stack.close()
+
+    def groups(self, draftings: Sequence[Drafting]) -> list[list[Drafting]]:
+        """Splits ways of drafting into groups whose servers fit in memory together."""
+        size = self.max_servers or (1 if self.build.has_device else 4)
+        return [list(draftings[start : start + size]) for start in range(0, len(draftings), size)]
+
+    def ensure_running(self, draftings: Sequence[Drafting], logs_chains: bool = False) -> None:
+        """Starts the servers that do not run yet, and closes those that are not named.
+
+        Args:
+            draftings: ways of drafting; each has a server of its own.
+            logs_chains: let them write the debug log, which takes time.
+        """
+        keys = [(drafting, logs_chains) for drafting in draftings]
+        for key in [key for key in self._servers if key not in keys]:
+            self._servers.pop(key).close()
+        missing = [key for key in keys if key not in self._servers]
+        if missing:
+            self.report_status(f"starting {len(missing)} of llama-server")
+        for key in missing:
+            self._servers[key] = self._exit_stack.enter_context(
+                Server(self.build, self._arguments(*key))
+            )
+        for key in missing:
+            self._servers[key].wait()
+        if not self.prompts:
+            server = self._servers[keys[0]]
+            self.prompts = [server.encode(prompt) for prompt in self.workload.prompts]
+
+    def add_prompts(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """Adds prompts as token ids, and returns their indices."""
+        self.prompts += map(list, prompts)
+        return list(range(len(self.prompts) - len(prompts), len(self.prompts)))
+
+    def _arguments(self, drafting: Drafting, logs_chains: bool) -> list[str]:
+        """All options of a server but its address."""
+        offline = ["--offline"] if "--offline" in self.build.help_text else []
+        verbosity = ["--verbosity", "5"] if logs_chains else []
+        return [
+            *("-m", self.target, "-np", "1", "-c", str(CONTEXT), *offline),
+            *drafting.flags(self.draft),
+            *self.arguments,
+            *verbosity,
+        ]
+
+    def run(
+        self, drafting: Drafting, prompts: Sequence[int], logs_chains: bool = False
+    ) -> list[list[ChainStep]]:
+        """Decodes prompts, one at a time, in a server that runs, and returns each one's steps.
+
+        Args:
+            drafting: how the server drafts.
+            prompts: indices of the workload's prompts.
+            logs_chains: use the server with the debug log, and go on for a chain longer.
+        """
+        server = self._servers[drafting, logs_chains]
+        tokens = self.workload.tokens + (drafting.max_length if logs_chains else 0)
+        temperature = self.workload.temperature
+        return [server.generate(self.prompts[i], tokens, temperature) for i in prompts]
+
+    def _run_timed(self, drafting: Drafting, prompts: Sequence[int]) -> list[ChainStep]:
+        """Decodes prompts to time steps. Lookups copy a text that repeats, for a few drafts."""
+        server, temperature = self._servers[drafting, False], self.workload.temperature
+        copies = drafting.spec_type == LOOKUP
+        tokens = self.workload.tokens
+        if copies:
+            tokens = max(tokens, COPIED_DRAFTS * (drafting.max_length + 1))
+        texts = [server.generate(self.prompts[i], tokens, temperature, copies) for i in prompts]
+        return [*chain.from_iterable(texts)]
+
+    def record_draft(
+        self, drafting: Drafting, prompts: Sequence[int]
+    ) -> tuple[list[DraftedText], list[list[ChainStep]]]:
+        """Decodes prompts and records the draft's probabilities along their texts.
+
+        Args:
+            drafting: with long chains and no threshold.
+            prompts: indices of the workload's prompts.
+
+        Returns:
+            The recordings, and the steps of each text.
+
+        Raises:
+            SequoiaPlanError: if the log does not have the chains.
+        """
+        self.report_status(f"recording chains of {drafting.max_length} tokens")
+        self.ensure_running([drafting], logs_chains=True)
+        steps_by_text = self.run(drafting, prompts, logs_chains=True)
+        logged = self._servers[drafting, True].logged_chains()
+        chains = [[prob for _, prob in candidates] for candidates in logged]
+        texts = []
+        for steps in steps_by_text:
+            text_chains = []
+            for step in steps:
+                num_missing = step.drafted
+                while num_missing > 0:  # several chains where the timings report several steps
+                    if not chains:
+                        raise SequoiaPlanError(
+                            f"--server {self.build.path}: its debug log has fewer drafted tokens "
+                            "than its timings; this build logs otherwise than ggml 0.25"
+                        )
+                    num_missing -= len(chains[0])
+                    text_chains.append(chains.pop(0))
+            texts.append(drafted_text(steps, text_chains, self.workload.tokens))
+        return texts, steps_by_text
+
+    def record_first_tokens(self, spec_type: str, prompts: Sequence[int]) -> list[FirstTokens]:
+        """Decodes prompts, and records the first token that a draft proposes at each position.
+
+        The server's threshold lets no token through, so that every position is the begin of a
+        chain, but the log has the token that would have been drafted.
+
+        Args:
+            spec_type: llama.cpp's name of the type.
+            prompts: indices of the workload's prompts.
+        """
+        self.report_status("recording the first token of a chain at each position")
+        drafting = Drafting(spec_type, 1, NEVER)
+        self.ensure_running([drafting], logs_chains=True)
+        server = self._servers[drafting, True]
+        recorded, num_before = [], 0
+        for i in prompts:
+            tokens = server.text(self.prompts[i], self.workload.tokens, self.workload.temperature)
+            chains = server.logged_chains()
+            # the first token of a text is the prompt's, and the last one may not be drafted
+            pairs = zip(tokens[1:], chains[num_before:], strict=False)
+            first = [(token == drafted[0][0], drafted[0][1]) for token, drafted in pairs]
+            recorded.append(FirstTokens(*zip(*first, strict=True)) if first else FirstTokens())
+            num_before = len(chains)
+        return recorded
+
+    def record_lookup(self, prompts: Sequence[int]) -> list[LookupText]:
+        """Decodes prompts without speculation, for their tokens.
+
+        Args:
+            prompts: indices of the workload's prompts.
+        """
+        self.report_status("decoding texts to look tokens up in")
+        self.ensure_running([NONE])
+        server, limit = self._servers[NONE, False], self.workload.tokens
+        return [
+            LookupText(
+                tuple(self.prompts[i]),
+                tuple(server.text(self.prompts[i], limit, self.workload.temperature)),
+                limit,
+            )
+            for i in prompts
+        ]
+
+    def time_steps(
+        self, draftings: Sequence[Drafting], prompts: Sequence[int], rounds: int, per_round: int
+    ) -> dict[Drafting, list[list[ChainStep]]]:
+        """Decodes some prompts with each way of drafting, in rounds.
+
+        Every way decodes the same prompts of a round, and every second round goes through them in
+        the opposite order, so that a drift of the machine's speed affects all of them.
+
+        Args:
+            draftings: ways of drafting.
+            prompts: indices of the workload's prompts.
+            rounds: number of rounds.
+            per_round: prompts of a round.
+
+        Returns:
+            For each way of drafting, the steps of each round.
+        """
+        steps: dict[Drafting, list[list[ChainStep]]] = {drafting: [] for drafting in draftings}
+        for i in range(rounds):
+            self.report_status(f"timing steps, round {i + 1} of {rounds}")
+            chosen = [prompts[(i * per_round + j) % len(prompts)] for j in range(per_round)]
+            for group in self.groups(draftings[:: -1 if i % 2 else 1]):
+                self.ensure_running(group)
+                for drafting in group:
+                    steps[drafting].append(self._run_timed(drafting, chosen))
+        return steps

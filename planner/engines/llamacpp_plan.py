@@ -1,0 +1,456 @@
+"""Plans how llama.cpp should draft, from step times and replayed texts, and verifies the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+from msgspec.structs import replace
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.artifacts.engine_plan import Cell, ChainAcceptance, EnginePlan, StepSeconds
+from sequoia_plan.artifacts.plan import tool_version
+from sequoia_plan.artifacts.uncertainty import Z95, median_with_error
+from sequoia_plan.planner.engines.chain import StepTimes, effective_trials
+from sequoia_plan.planner.engines.drafting import (
+    HIDDEN_STATE_TYPES,
+    LOOKUP,
+    NEVER,
+    NONE,
+    Drafting,
+    candidates,
+    defaults,
+    launch_options,
+    neighbours,
+    timed_draftings,
+)
+from sequoia_plan.planner.engines.llamacpp import ServerPool
+from sequoia_plan.planner.engines.replay import (
+    ChainStep,
+    DraftedText,
+    FirstTokens,
+    LookupText,
+    replay_draft,
+    replay_lookup,
+)
+from sequoia_plan.planner.engines.vllm import EngineRun, measured_cell
+
+EXTRA_LENGTH = 4
+"""Tokens of a recorded chain beyond the longest one that is planned."""
+TIMING_ROUNDS = 3
+"""Rounds in which steps are timed."""
+PROMPTS_PER_ROUND = 4
+VERIFY_REPEATS = 3
+"""How often `verify_plan` runs each way of drafting."""
+REPEATED_TOKENS = 96
+"""Tokens of a text that is repeated to time lookups: more than any of them drafts."""
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What every way of drafting of one type is predicted from.
+
+    Args:
+        spec_type: llama.cpp's name of the type.
+        max_length: maximum number of drafted tokens to plan for.
+        texts: recorded texts.
+        acceptance: how far the recorded chains were accepted.
+        times: step times.
+        seconds: how long measuring took.
+    """
+
+    spec_type: str
+    max_length: int
+    texts: Sequence[DraftedText | LookupText]
+    acceptance: ChainAcceptance
+    times: Times
+    seconds: float
+
+
+def measure(
+    pool: ServerPool, spec_type: str, max_length: int, prompts: Sequence[int]
+) -> Measurements:
+    """Records texts, and times steps.
+
+    Args:
+        pool: the servers.
+        spec_type: llama.cpp's name of the type.
+        max_length: maximum number of drafted tokens to plan for.
+        prompts: indices of the prompts to measure on.
+    """
+    start_time = time.perf_counter()
+    texts: Sequence[DraftedText | LookupText]
+    if spec_type == LOOKUP:
+        texts = lookup_texts = pool.record_lookup(prompts)
+        repeating = [repeated(text) for text in lookup_texts[:PROMPTS_PER_ROUND]]
+        timing_prompts: Sequence[int] = pool.add_prompts(repeating)
+        longest = Drafting(LOOKUP, max_length, lookup_size=min(2, max_length))
+        recorded = [replay(longest, text) for text in texts]
+    else:
+        length = max_length + EXTRA_LENGTH
+        drafted, recorded = pool.record_draft(Drafting(spec_type, length), prompts)
+        if spec_type in HIDDEN_STATE_TYPES:
+            first_tokens = pool.record_first_tokens(spec_type, prompts)
+            drafted = list(map(with_first_tokens, drafted, first_tokens))
+        texts = drafted
+        timing_prompts = prompts
+    rounds = pool.time_steps(
+        timed_draftings(spec_type, max_length), timing_prompts, TIMING_ROUNDS, PROMPTS_PER_ROUND
+    )
+    acceptance = acceptance_of(recorded, f"{len(prompts)} prompts")
+    tokens_by_text = [[step.tokens for step in steps] for steps in recorded]
+    trials = round(effective_trials(acceptance, tokens_by_text), 1)
+    return Measurements(
+        spec_type=spec_type,
+        max_length=max_length,
+        texts=texts,
+        acceptance=replace(acceptance, trials=trials),
+        times=times_of_rounds(rounds),
+        seconds=time.perf_counter() - start_time,
+    )
+
+
+def make_plan(pool: ServerPool, measurements: Measurements) -> EnginePlan:
+    """Predicts every way of drafting, and writes the plan with the best one.
+
+    Args:
+        pool: the servers that were measured.
+        measurements: what they yielded.
+    """
+    spec_type, times = measurements.spec_type, measurements.times
+    draftings = candidates(spec_type, measurements.max_length)
+    cells = predict_cells(draftings, measurements.texts, times, spec_type != LOOKUP)
+    return EnginePlan(
+        engine="llamacpp",
+        version=pool.build.version,
+        method=spec_type,
+        target=pool.target,
+        draft=pool.draft or "",
+        acceptance=measurements.acceptance,
+        steps=times.steps.steps,
+        cells=tuple(cells[drafting] for drafting in worth_showing(cells, spec_type)),
+        lines=launch_options(best_drafting(cells), pool.draft),
+        settings={
+            "temperature": pool.workload.temperature,
+            "tokens": pool.workload.tokens,
+            "prompts": len(measurements.texts),
+            "server_args": list(pool.arguments),
+            "draft_pass_seconds": round(times.pass_seconds, 7),
+        },
+        seconds=round(measurements.seconds, 1),
+        tool=tool_version(),
+    )
+
+
+def predict_cells(
+    draftings: Iterable[Drafting],
+    texts: Sequence[DraftedText | LookupText],
+    times: Times,
+    has_draft: bool,
+) -> dict[Drafting, Cell]:
+    """Predicts every way of drafting.
+
+    Args:
+        draftings: the ways, `NONE` among them.
+        texts: the recorded texts.
+        times: step times.
+        has_draft: True if a draft reads what is verified.
+    """
+    predictions = {
+        drafting: predict(
+            [replay(drafting, text) for text in texts], times, has_draft and drafting != NONE
+        )
+        for drafting in draftings
+    }
+    plain = predictions[NONE].throughput
+    return {
+        drafting: make_cell(drafting, prediction, plain, times)
+        for drafting, prediction in predictions.items()
+    }
+
+
+def best_drafting(cells: Mapping[Drafting, Cell]) -> Drafting:
+    """The way of drafting with the highest predicted throughput, and of equal ones the first."""
+    return max(cells, key=lambda drafting: cells[drafting].throughput)
+
+
+def worth_showing(cells: Mapping[Drafting, Cell], spec_type: str) -> list[Drafting]:
+    """Which of all predictions a plan holds.
+
+    For each maximum length those without a further setting and with the best one, and what
+    `verify_plan` measures.
+    """
+    best_of_length: dict[int, Drafting] = {}
+    for drafting, cell in cells.items():
+        length = drafting.max_length
+        if (
+            length not in best_of_length
+            or cell.throughput > cells[best_of_length[length]].throughput
+        ):
+            best_of_length[length] = drafting
+    without = [drafting for drafting in cells if not drafting.variant]
+    return list(dict.fromkeys([*without, *best_of_length.values(), *to_verify(cells, spec_type)]))
+
+
+def to_verify(cells: Mapping[Drafting, Cell], spec_type: str) -> list[Drafting]:
+    """None, the best way of drafting, its neighbours, and llama.cpp's defaults.
+
+    If none is best, it is the best of the others that counts.
+    """
+    speculative = {drafting: cell for drafting, cell in cells.items() if drafting != NONE}
+    best = best_drafting(speculative)
+    near = neighbours(best, speculative)
+    return list(dict.fromkeys([NONE, best, *near, defaults(spec_type)]))
+
+
+def verify_plan(pool: ServerPool, plan: EnginePlan, prompts: Sequence[int]) -> EnginePlan:
+    """Measures the cells of a plan that `to_verify` names, on other prompts.
+
+    Args:
+        pool: the servers.
+        plan: the plan.
+        prompts: indices of prompts that the plan was not measured on.
+
+    Returns:
+        The plan with the measurements in its cells.
+    """
+    cells = {drafting_of(cell, plan.method): cell for cell in plan.cells}
+    draftings = to_verify(cells, plan.method)
+    runs = run_draftings(pool, draftings, prompts, VERIFY_REPEATS)
+    measured = {
+        drafting: measured_cell([engine_run(texts) for texts in repeats], 1)
+        for drafting, repeats in runs.items()
+    }
+    return replace(
+        plan,
+        cells=tuple(
+            replace(cell, measured=measured.get(drafting)) for drafting, cell in cells.items()
+        ),
+    )
+
+
+def run_draftings(
+    pool: ServerPool, draftings: Sequence[Drafting], prompts: Sequence[int], repeats: int
+) -> dict[Drafting, list[list[list[ChainStep]]]]:
+    """Decodes prompts with several ways of drafting, in turn, in every second repeat backwards.
+
+    Returns:
+        For each way of drafting and each repeat, the steps of each text.
+    """
+    runs: dict[Drafting, list[list[list[ChainStep]]]] = {drafting: [] for drafting in draftings}
+    for i in range(repeats):
+        for group in pool.groups(draftings[:: -1 if i % 2 else 1]):
+            pool.report_status(f"verifying, run {i + 1} of {repeats}")
+            pool.ensure_running(group)
+            for drafting in group:
+                runs[drafting].append(pool.run(drafting, prompts))
+    return runs
+
+
+def drafting_of(cell: Cell, spec_type: str) -> Drafting:
+    """The way of drafting that a cell of a plan predicts."""
+    if not cell.speculative_tokens:
+        return NONE
+    value = float(cell.variant.split()[1]) if cell.variant else 0.0
+    if spec_type == LOOKUP:
+        return Drafting(LOOKUP, cell.speculative_tokens, lookup_size=int(value))
+    return Drafting(spec_type, cell.speculative_tokens, value)
+
+
+def with_first_tokens(text: DraftedText, first: FirstTokens) -> DraftedText:
+    """The text with what the draft proposes at the begin of a chain."""
+    return dataclasses.replace(text, first=first)
+
+
+def repeated(text: LookupText) -> list[int]:
+    """A prompt of one text three times, which a model goes on to repeat."""
+    tokens = [*text.prompt, *text.tokens]
+    period = (tokens * (REPEATED_TOKENS // len(tokens) + 1))[: max(REPEATED_TOKENS, len(tokens))]
+    return period * 3
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a server's steps.
+
+    Args:
+        steps: by number of drafted tokens; 0 is a server that does not draft.
+        pass_seconds: of one more pass of the draft; 0 without a draft.
+    """
+
+    steps: StepTimes
+    pass_seconds: float
+
+    def seconds(self, step: ChainStep, has_draft: bool) -> float:
+        """Seconds of a step.
+
+        A server with a draft has the draft read the verified tokens, too, which takes about a
+        pass if nothing was drafted.
+        """
+        passes = step.passes - step.drafted + (has_draft and not step.drafted)
+        seconds = self.steps.seconds_and_error(1, step.drafted)[0]
+        return seconds + (passes * self.pass_seconds if has_draft else 0.0)
+
+    def error(self, length: int) -> float:
+        """Relative standard error of the time of steps with that many drafted tokens."""
+        return self.steps.seconds_and_error(1, length)[1]
+
+
+def times_of_rounds(rounds: Mapping[Drafting, Sequence[Sequence[ChainStep]]]) -> Times:
+    """Computes the time of a step by the number of its drafted tokens.
+
+    Args:
+        rounds: for each way of `timed_draftings`, the steps of each round.
+
+    Raises:
+        SequoiaPlanError: if no step of a way drafted as many tokens as it may.
+    """
+    timed: dict[int, list[tuple[float, int]]] = {}
+    stopped: list[float] = []
+    for drafting, drafting_rounds in rounds.items():
+        is_stopped = drafting.min_prob == NEVER
+        length = 0 if is_stopped else drafting.max_length
+        for steps in drafting_rounds:
+            seconds = [step.seconds for step in steps if step.is_single and step.drafted == length]
+            if not seconds:
+                continue
+            if is_stopped:
+                stopped.append(float(np.mean(seconds)))
+            else:
+                timed.setdefault(length, []).append((sum(seconds), len(seconds)))
+    rows = []
+    for length, values in sorted(timed.items()):
+        median, error = median_with_error(np.array([total / count for total, count in values]))
+        row = StepSeconds(
+            batch=1,
+            speculative_tokens=length,
+            seconds=round(median, 7),
+            error=round(error, 5),
+            steps=sum(count for _, count in values),
+        )
+        rows.append(row)
+    if not rows or rows[0].speculative_tokens or len(rows) < 2:
+        raise SequoiaPlanError(
+            "no step drafted as many tokens as it may; give more --tokens or prompts"
+        )
+    # a step whose draft proposes nothing: a pass that drafts, and one that reads the new token
+    pass_seconds = (float(np.median(stopped)) - rows[0].seconds) / 2 if stopped else 0.0
+    return Times(StepTimes(tuple(rows)), max(pass_seconds, 0.0))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a way of drafting yields on recorded texts.
+
+    Args:
+        tokens, seconds, steps: of each text.
+        mean_drafted: mean number of drafted tokens a step.
+    """
+
+    tokens: list[int]
+    seconds: list[float]
+    steps: list[int]
+    mean_drafted: float
+
+    @property
+    def throughput(self) -> float:
+        """Tokens a second."""
+        return sum(self.tokens) / sum(self.seconds)
+
+    def error(self) -> float:
+        """Relative standard error of the throughput, from a jackknife over texts."""
+        tokens, seconds = np.array(self.tokens, float), np.array(self.seconds)
+        count = len(tokens)
+        if count < 2:
+            return 0.0
+        others = (tokens.sum() - tokens) / (seconds.sum() - seconds)
+        variance = (count - 1) / count * ((others - others.mean()) ** 2).sum()
+        return float(math.sqrt(variance) / self.throughput)
+
+
+def predict(replays: Iterable[Sequence[ChainStep]], times: Times, has_draft: bool) -> Prediction:
+    """Sums the tokens and the seconds of replayed texts. Texts without steps do not count."""
+    replayed = [steps for steps in replays if steps]
+    num_steps = [len(steps) for steps in replayed]
+    return Prediction(
+        tokens=[sum(step.tokens for step in steps) for steps in replayed],
+        seconds=[sum(times.seconds(step, has_draft) for step in steps) for steps in replayed],
+        steps=num_steps,
+        mean_drafted=sum(step.drafted for steps in replayed for step in steps) / sum(num_steps),
+    )
+
+
+def make_cell(drafting: Drafting, prediction: Prediction, plain: float, times: Times) -> Cell:
+    """The prediction for one way of drafting, as a cell of a plan.
+
+    Args:
+        drafting: the way of drafting.
+        prediction: its tokens and seconds.
+        plain: throughput without speculation.
+        times: step times, for their error.
+    """
+    error = math.hypot(prediction.error() if drafting.max_length else 0.0,
+                       times.error(drafting.max_length))  # fmt: skip
+    throughput, num_steps = prediction.throughput, sum(prediction.steps)
+    return Cell(
+        batch=1,
+        speculative_tokens=drafting.max_length,
+        variant=drafting.variant,
+        tokens_per_step=round(max(sum(prediction.tokens) / num_steps, 1.0), 4),
+        seconds=round(sum(prediction.seconds) / num_steps, 7),
+        throughput=round(throughput, 3),
+        low=round(throughput * math.exp(-Z95 * error), 3),
+        high=round(throughput * math.exp(Z95 * error), 3),
+        speedup=round(throughput / plain, 4),
+        is_timed=times.steps.is_measured(1, drafting.max_length),
+    )
+
+
+def acceptance_of(texts: Iterable[Sequence[ChainStep]], source: str) -> ChainAcceptance:
+    """Counts how far chains were accepted, in those steps that drafted the longest chains.
+
+    Args:
+        texts: the steps of each text.
+        source: where they are from.
+
+    Raises:
+        SequoiaPlanError: if nothing was drafted.
+    """
+    steps = [*chain.from_iterable(texts)]
+    length = max((step.drafted for step in steps), default=0)
+    if not length:
+        raise SequoiaPlanError(
+            "nothing was drafted on these texts; give more --tokens or other prompts"
+        )
+    full = [step for step in steps if step.drafted == length]
+    return ChainAcceptance(
+        drafts=len(full),
+        accepted=tuple(sum(step.accepted > i for step in full) for i in range(length)),
+        drafting_share=round(sum(step.drafted > 0 for step in steps) / len(steps), 4),
+        source=source,
+    )
+
+
+def engine_run(texts: Sequence[Sequence[ChainStep]]) -> EngineRun:
+    """The tokens and seconds of the steps of several texts."""
+    steps = [*chain.from_iterable(texts)]
+    return EngineRun(
+        seconds=sum(step.seconds for step in steps),
+        steps=len(steps),
+        tokens=sum(step.tokens for step in steps),
+        tokens_by_prompt=[],
+        counters_before={},
+        counters_after={},
+    )
+
+
+def replay(drafting: Drafting, text: DraftedText | LookupText) -> list[ChainStep]:
+    """Decodes a recorded text again with a way of drafting."""
+    if isinstance(text, LookupText):
+        return replay_lookup(text, drafting.lookup_size, drafting.max_length)
+    return replay_draft(text, drafting.max_length, drafting.min_prob)
