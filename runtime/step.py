@@ -32,6 +32,7 @@ from sequoia_plan.runtime.capture import (
 )
 from sequoia_plan.runtime.draft.drafter import DraftedTree, Drafter, DraftPass, draft_tree
 from sequoia_plan.runtime.draft.registry import make_drafter
+from sequoia_plan.runtime.draft.unread import catch_up
 from sequoia_plan.runtime.models.architecture import execution_device, rope_reason, text_config
 from sequoia_plan.runtime.models.forward import TreeModel
 from sequoia_plan.runtime.models.parallel import from_first, is_split, shared_seed
@@ -54,9 +55,6 @@ EXTENT_MULTIPLE = {"cpu": 64, "cuda": 512}
 
 On CUDA each shape is a graph of its own, so beyond 1024 slots there are two shapes for each
 doubling of the length."""
-
-CATCH_UP_TOKENS = 64
-"""The most tokens that the draft may leave unread, and that it reads at once to catch up."""
 
 MAX_TREE_NODES = 4096
 """The mask and the paths of a tree grow with the square of its size."""
@@ -329,7 +327,7 @@ class TreeStep:
             list: the count, the accepted nodes, the tokens added.
         """
         if self.drafter and self.chain_length:
-            self._catch_up(self.drafter, length)
+            catch_up(self.drafter, self.sequence, self.tree, length, self.extent(length))
         self.refill_random_numbers(sampling)
         return read_back(self.run(self.extent(length), sampling))
 
@@ -500,27 +498,6 @@ class TreeStep:
         zero_probs = draft_probs.new_zeros(1, vocabulary).expand(num_rows, -1)
         no_draws = drawn.new_zeros(num_rows, self.branching)
         return torch.cat([draft_probs, zero_probs]), torch.cat([drawn, no_draws])
-
-    def _catch_up(self, drafter: Drafter, length: int) -> None:
-        """Let the draft read tokens that it has not read, before the step needs them.
-
-        Args:
-            length: the root's slot.
-        """
-        sequence = self.sequence
-        is_needed = bool(self.passes) and sequence.num_unread > drafter.num_read_again(self.tree)
-        is_full = sequence.num_unread + self.tree.depth > CATCH_UP_TOKENS
-        if sequence.num_unread and (is_needed or is_full):
-            # a power of two, so that passes have few shapes; slot 0 is never unread
-            count = min(1 << (sequence.num_unread - 1).bit_length(), length - 1)
-            if count > 0:
-                slots = torch.arange(length - count, length, device=self.device)
-                drafter.catch_up(sequence, slots, self.extent(length))
-            sequence.num_unread = 0
-        if self.passes:
-            sequence.num_unread = drafter.max_unread(self.tree)
-        else:
-            sequence.num_unread += min(drafter.max_unread(self.tree) + 1, self.tree.depth)
 
     def _use_all(self, tree: TokenTree) -> None:
         """Set everything that depends on the tree, and on the trees that take its place."""
