@@ -37,14 +37,14 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from sequoia_plan.artifacts import load_tree
+from sequoia_plan.artifacts import TokenTree, load_tree
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.lookup import MAX_MATCH
 from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load, measuring_half
 from sequoia_plan.planner.report.panels import AMBER, BLUE, GREEN, RED, style
 from sequoia_plan.planner.report.plot import PNG_DPI
 from sequoia_plan.planner.solving.baselines import bench_trees
-from sequoia_plan.profiler.bench import PromptRun, bench, make_methods, summary
+from sequoia_plan.profiler.bench import PromptRun, bench, make_methods, sequoia_method, summary
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.journal import Journal, discard, journal_of
 from sequoia_plan.profiler.prompts import encode
@@ -55,6 +55,15 @@ from sequoia_plan.runtime.models.load import dtype_name
 
 COPYING_KINDS = ("proofread", "quote", "edit-code", "shorten")
 """The built-in kinds whose answers repeat text of the prompt."""
+
+
+NGRAM = TokenTree(
+    TokenTree.chain(1).parents,
+    by_match={2: TokenTree(TokenTree.chain(6).parents, looks_up=True)},
+)
+"""Lookup alone as vLLM's `ngram` does it by its documentation: from matches of two tokens on, five
+tokens. vLLM takes the first of the longest matches of up to four tokens, and this takes the last of
+those of up to 16."""
 
 
 def edge_prompts(tokenizer: Any, context: int) -> dict[str, list[list[int]]]:
@@ -102,7 +111,7 @@ def figures(runs: dict[str, list[PromptRun]], chosen: Sequence[int]) -> dict[str
         chosen: numbers of the prompts.
     """
     part = {name: [method_runs[i] for i in chosen] for name, method_runs in runs.items()}
-    over = [name for name in ("plain", "lookup", "tree") if name in runs]
+    over = [name for name in ("plain", "lookup", "ngram", "tree") if name in runs]
     return {
         name: {
             "tokens_per_step": result.tokens_per_step,
@@ -119,9 +128,10 @@ def figures(runs: dict[str, list[PromptRun]], chosen: Sequence[int]) -> dict[str
 def print_result(result: dict[str, Any]) -> None:
     """Print a row for each kind."""
     table = Table(box=None, pad_edge=False)
-    for column in ("kind", "prompts", "over plain", "promised", "lookup", "tree", "over lookup"):
+    for column in ("kind", "prompts", "over plain", "promised", "lookup", "n-gram", "tree"):
         table.add_column(column)
-    table.add_column("over tree")
+    for column in ("over lookup", "over n-gram", "over tree"):
+        table.add_column(column)
     ours = result["method"]
     for kind, part in result["kinds"].items():
         methods = part["methods"]
@@ -140,11 +150,13 @@ def print_result(result: dict[str, Any]) -> None:
             ratio(ours, "plain"),
             f"{promised:.2f}" if promised else "",
             ratio("lookup", "plain"),
+            ratio("ngram", "plain"),
             ratio("tree", "plain"),
             ratio(ours, "lookup"),
+            ratio(ours, "ngram"),
             ratio(ours, "tree"),
         )
-    Console(width=140).print(table)
+    Console(width=170).print(table)
 
 
 def draw(result: dict[str, Any], path: str) -> None:
@@ -223,6 +235,8 @@ def main() -> None:
     methods = make_methods(
         pair, transformers_pair, bench_trees(tree, verifier), sampling, options.tokens, names
     )
+    methods["ngram"] = sequoia_method(pair, NGRAM, sampling, options.tokens)
+    names.append("ngram")
     journal = journal_of(options.output)
     work = [
         pair.metadata,
