@@ -40,7 +40,6 @@ from sequoia_plan.runtime.models.prepacked import PrepackedLinear
 from sequoia_plan.runtime.models.probe import probe
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary, vocabulary_size
 from sequoia_plan.runtime.verify import (
-    LOOKUP_VERIFIERS,
     VERIFIERS,
     AcceptedPath,
     TreeIndex,
@@ -48,6 +47,7 @@ from sequoia_plan.runtime.verify import (
 )
 from sequoia_plan.runtime.verify import verify as verify_tree
 from sequoia_plan.runtime.verify.fused_verifier import FUSED_VERIFIERS, FusedVerifier
+from sequoia_plan.runtime.verify.looked_up import looked_up_children, with_rows_of_tail
 
 T = TypeVar("T")
 EXTENT_MULTIPLE = {"cpu": 64, "cuda": 512}
@@ -452,8 +452,13 @@ class TreeStep:
         looked_up = None
         draft_probs, drawn = drafted.draft_probs, drafted.drawn
         if self.tree.looks_up:
-            looked_up = self._looked_up_children(sampling)
-            draft_probs, drawn = self._with_rows_of_tail(draft_probs, drawn, logits.shape[1])
+            looked_up = looked_up_children(
+                self.index.parents, self.spine, sequence.lookup_chain, sampling.verifier
+            )
+            vocabulary = self.drafter.vocabulary if self.drafter else logits.shape[1]
+            draft_probs, drawn = with_rows_of_tail(
+                draft_probs, drawn, self.num_tail_rows, self.branching, vocabulary
+            )
         return verify_tree(
             verifier,
             target_probs,
@@ -464,40 +469,6 @@ class TreeStep:
             d2t,
             looked_up,
         )
-
-    def _looked_up_children(self, sampling: Sampling) -> Tensor:
-        """int64 [size]: the token of each node's first child if that is looked up, else -1.
-
-        Raises:
-            SequoiaPlanError: if the verifier is not exact for looked-up children.
-        """
-        if sampling.verifier not in LOOKUP_VERIFIERS:
-            raise SequoiaPlanError(
-                f"verifier: found {sampling.verifier!r} with a tree whose spine is looked up, "
-                f"expected {' or '.join(LOOKUP_VERIFIERS)}"
-            )
-        none_looked_up = torch.full_like(self.tensors.nodes, -1)
-        parents = self.index.parents[self.spine - 1]
-        return none_looked_up.index_copy(0, parents, self.sequence.lookup_chain[: len(parents)])
-
-    def _with_rows_of_tail(
-        self, draft_probs: Tensor, drawn: Tensor, vocabulary: int
-    ) -> tuple[Tensor, Tensor]:
-        """Add the rows of inner nodes below the last draft pass, which have no drafted child.
-
-        Args:
-            draft_probs, drawn: of the inner nodes that a draft pass reads.
-            vocabulary: of the target, which stands for the draft's where nothing is drafted.
-        """
-        num_rows = self.num_tail_rows
-        if self.drafter:
-            vocabulary = self.drafter.vocabulary
-        if not self.passes:
-            draft_probs = draft_probs.new_zeros(0, vocabulary, dtype=torch.float32)
-            drawn = drawn.new_zeros(0, self.branching)
-        zero_probs = draft_probs.new_zeros(1, vocabulary).expand(num_rows, -1)
-        no_draws = drawn.new_zeros(num_rows, self.branching)
-        return torch.cat([draft_probs, zero_probs]), torch.cat([drawn, no_draws])
 
     def _use_all(self, tree: TokenTree) -> None:
         """Set everything that depends on the tree, and on the trees that take its place."""
