@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta
 from msgspec.structs import replace
 
+from sequoia_plan.artifacts.counts import PromptKind
 from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.latency import Latency
@@ -240,6 +241,13 @@ class Plan(Artifact, frozen=True, kw_only=True):
             "tree without prompt lookup"
         ),
     ] = None
+    speedup_by_kind: Annotated[
+        dict[PromptKind, SpeedupFactor],
+        field(
+            "with `by_match`, by kind of prompts: the speed-up when the texts that the profile "
+            "recorded of the kind are decoded again on paper"
+        ),
+    ] = {}
     alternatives: Annotated[
         dict[VerifierName, Alternative],
         field(

@@ -2,72 +2,105 @@
 
     sequoia-plan profile -o build/profile.yaml
     sequoia-plan solve build/profile.yaml --budget 64 --depth 20 -o build/tree.safetensors
-    python benchmarks/lookup.py --profile build/profile.yaml --tree build/tree.safetensors \\
-        -o build/lookup.json
+    python benchmarks/lookup.py --tree build/tree.safetensors -o build/lookup.json
 
 With `--plot FILE.png` the speeds are drawn. With `--offload disk`, the target is streamed and
-transformers' prompt lookup, which cannot do that, is left out.
+transformers' prompt lookup, which cannot do that, is left out. `--kind KIND` decodes prompts of one
+kind, and `--add FILE` adds what such a run wrote, so that one table can come from several runs:
+
+    python benchmarks/lookup.py ... --kind quote -o build/quote.json
+    python benchmarks/lookup.py ... --kind story --add build/quote.json -o build/both.json
+
+`--edges` decodes prompts that lookup could be slow on, not those of a file: one whose answer stands
+once in a long text, one of a single word many times, and one without any token twice. What a search
+for a match takes is measured in any case, by the slots of the sequence.
 
 All methods decode a prompt before the next prompt begins. The prompts are the half of each kind
-that no profile is measured on. A promise for a kind comes from the profile's own texts of this
-kind: they are decoded again on paper with the trees, and each step takes what the plan says.
+that no profile is measured on; with `--profiled`, they are the other half. The promise for a kind
+is that of the plan (`speedup_by_kind`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from sequoia_plan.artifacts import Profile, TokenTree, load_tree
-from sequoia_plan.artifacts.cost import StepTime, predict
+from sequoia_plan.artifacts import TokenTree, load_tree
 from sequoia_plan.artifacts.files import write_atomically
-from sequoia_plan.artifacts.lookup import LookupCounts
-from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load
+from sequoia_plan.artifacts.lookup import MAX_MATCH
+from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load, measuring_half
 from sequoia_plan.planner.report.panels import AMBER, BLUE, GREEN, RED, style
 from sequoia_plan.planner.report.plot import PNG_DPI
 from sequoia_plan.planner.solving.baselines import bench_trees
-from sequoia_plan.planner.solving.replay import recorded_texts, replay
-from sequoia_plan.profiler.bench import PromptRun, bench, make_methods, summary
+from sequoia_plan.profiler.bench import PromptRun, bench, make_methods, sequoia_method, summary
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.journal import Journal, discard, journal_of
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.runtime import Sampling, load_pair
+from sequoia_plan.runtime.base.lookup import look_up
+from sequoia_plan.runtime.models.architecture import context_length, text_config
 from sequoia_plan.runtime.models.load import dtype_name
 
 COPYING_KINDS = ("proofread", "quote", "edit-code", "shorten")
 """The built-in kinds whose answers repeat text of the prompt."""
 
 
-def promised_speedups(profile: Profile, tree: TokenTree) -> dict[str, float]:
-    """The promised speed-up over plain decoding for each kind of the profile's prompts."""
-    times = StepTime.from_measured(profile)
-    if profile.lookup is None or times is None or not tree.plan.by_match:
-        return {}
-    match_plans = tree.plan.by_match
-    trees = [tree.for_match(match_plan.match_length) for match_plan in match_plans]
-    acceptances = [match_plan.acceptance for match_plan in match_plans]
-    step_seconds = np.array(
-        [
-            predict(class_tree, acceptance, times).step_seconds
-            for class_tree, acceptance in zip(trees, acceptances, strict=True)
-        ]
-    )
-    speedups = {}
-    for kind, texts in profile.lookup.texts.items():
-        own_texts = LookupCounts(profile.lookup.classes, {kind: texts})
-        replayed = replay(recorded_texts(own_texts), trees, acceptances)
-        seconds_per_token = float(replayed.shares @ step_seconds) / replayed.tokens_per_step
-        speedups[kind] = round(times.plain_seconds() / seconds_per_token, 4)
-    return speedups
+NGRAM = TokenTree(
+    TokenTree.chain(1).parents,
+    by_match={2: TokenTree(TokenTree.chain(6).parents, looks_up=True)},
+)
+"""Lookup alone as vLLM's `ngram` does it by its documentation: from matches of two tokens on, five
+tokens. vLLM takes the first of the longest matches of up to four tokens, and this takes the last of
+those of up to 16."""
+
+
+def edge_prompts(tokenizer: Any, context: int) -> dict[str, list[list[int]]]:
+    """By kind, token ids of prompts that lookup could be slow on.
+
+    Args:
+        context: the target's context length, in tokens.
+    """
+    texts = [prompt.text for prompt in load(BUILT_IN) if isinstance(prompt.text, str)]
+    rng = np.random.default_rng(0)
+    kinds: dict[str, list[list[int]]] = {"needle": [], "one word": [], "nothing twice": []}
+    for number, word in enumerate(("yes", "seven", "the")):
+        haystack: list[str] = []
+        while len(tokenizer("\n".join(haystack))["input_ids"]) < context // 2:
+            haystack += [texts[i] for i in rng.permutation(len(texts))[:8]]
+        needle = f"The number on the red door is {rng.integers(1000, 9999)}."
+        haystack.insert(len(haystack) * (number + 1) // 4, needle)
+        question = "What is the number on the red door? Explain how you found it."
+        kinds["needle"].append(encode(tokenizer, "\n".join([*haystack, question])))
+        kinds["one word"].append(encode(tokenizer, f"{word} " * 300))
+        distinct = tokenizer.decode(rng.permutation(len(tokenizer))[:300].tolist())
+        kinds["nothing twice"].append(encode(tokenizer, distinct))
+    return kinds
+
+
+def match_milliseconds() -> dict[int, float]:
+    """Median milliseconds of a search for a match and its lookup chain, by slots."""
+    milliseconds = {}
+    for slots in (512, 2048, 8192, 32768):
+        tokens = torch.randint(0, 50000, (slots,), generator=torch.Generator().manual_seed(0))
+        length, seconds = torch.tensor([slots - 32]), []
+        for _ in range(30):
+            started = time.perf_counter()
+            look_up(tokens, length, MAX_MATCH, 24)
+            seconds.append(time.perf_counter() - started)
+        milliseconds[slots] = round(1000 * float(np.median(seconds)), 3)
+    return milliseconds
 
 
 def figures(runs: dict[str, list[PromptRun]], chosen: Sequence[int]) -> dict[str, Any]:
@@ -78,7 +111,7 @@ def figures(runs: dict[str, list[PromptRun]], chosen: Sequence[int]) -> dict[str
         chosen: numbers of the prompts.
     """
     part = {name: [method_runs[i] for i in chosen] for name, method_runs in runs.items()}
-    over = [name for name in ("plain", "lookup", "tree") if name in runs]
+    over = [name for name in ("plain", "lookup", "ngram", "tree") if name in runs]
     return {
         name: {
             "tokens_per_step": result.tokens_per_step,
@@ -95,9 +128,10 @@ def figures(runs: dict[str, list[PromptRun]], chosen: Sequence[int]) -> dict[str
 def print_result(result: dict[str, Any]) -> None:
     """Print a row for each kind."""
     table = Table(box=None, pad_edge=False)
-    for column in ("kind", "prompts", "over plain", "promised", "lookup", "tree", "over lookup"):
+    for column in ("kind", "prompts", "over plain", "promised", "lookup", "n-gram", "tree"):
         table.add_column(column)
-    table.add_column("over tree")
+    for column in ("over lookup", "over n-gram", "over tree"):
+        table.add_column(column)
     ours = result["method"]
     for kind, part in result["kinds"].items():
         methods = part["methods"]
@@ -116,11 +150,13 @@ def print_result(result: dict[str, Any]) -> None:
             ratio(ours, "plain"),
             f"{promised:.2f}" if promised else "",
             ratio("lookup", "plain"),
+            ratio("ngram", "plain"),
             ratio("tree", "plain"),
             ratio(ours, "lookup"),
+            ratio(ours, "ngram"),
             ratio(ours, "tree"),
         )
-    Console(width=140).print(table)
+    Console(width=170).print(table)
 
 
 def draw(result: dict[str, Any], path: str) -> None:
@@ -157,10 +193,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--profile", required=True)
     parser.add_argument("--tree", required=True)
     parser.add_argument("--prompts", default=BUILT_IN)
     parser.add_argument("--kind", action="append", help="only prompts of this kind (repeatable)")
+    parser.add_argument("--edges", action="store_true", help="prompts that lookup could be slow on")
+    parser.add_argument("--profiled", action="store_true", help="prompts that profiles measure on")
+    parser.add_argument("--add", action="append", default=[], help="a result to add (repeatable)")
     parser.add_argument("--limit", type=int, default=100, help="prompts of each kind, at most")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -169,7 +207,7 @@ def main() -> None:
     parser.add_argument("--plot", help="draw the speed by kind into this .png")
     parser.add_argument("-o", "--output", default="build/lookup.json")
     options = parser.parse_args()
-    tree, profile = load_tree(options.tree), Profile.load(options.profile)
+    tree = load_tree(options.tree)
     verifier = str(tree.plan.settings.get("verifier") or "sequoia")
     sampling = Sampling(options.temperature, verifier=verifier)
     method = "sequoia" if sampling.greedy else verifier
@@ -181,10 +219,14 @@ def main() -> None:
     pair = load_pair(offload=options.offload)
     transformers_pair = pair if options.offload else load_pair(placement="resident")
     by_kind: dict[str, list[list[int]]] = {}
-    for prompt in held_out_half(load(options.prompts)):
+    half = measuring_half if options.profiled else held_out_half
+    for prompt in half(load(options.prompts)):
         kind = prompt.kind or "all"
-        if not options.kind or kind in options.kind:
-            by_kind.setdefault(kind, []).append(encode(pair.tokenizer, prompt.text))
+        by_kind.setdefault(kind, []).append(encode(pair.tokenizer, prompt.text))
+    if options.edges:
+        by_kind = edge_prompts(pair.tokenizer, context_length(text_config(pair.target)))
+    if options.kind:
+        by_kind = {kind: prompts for kind, prompts in by_kind.items() if kind in options.kind}
     token_ids, kinds = [], []
     for kind, prompts in by_kind.items():
         for ids in prompts[: options.limit]:
@@ -193,6 +235,8 @@ def main() -> None:
     methods = make_methods(
         pair, transformers_pair, bench_trees(tree, verifier), sampling, options.tokens, names
     )
+    methods["ngram"] = sequoia_method(pair, NGRAM, sampling, options.tokens)
+    names.append("ngram")
     journal = journal_of(options.output)
     work = [
         pair.metadata,
@@ -207,7 +251,12 @@ def main() -> None:
             methods, token_ids, lambda done: print(done, end=" ", flush=True), journal=results
         )
     print()
-    groups = {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in by_kind}
+    for path in options.add:
+        added = json.loads(Path(path).read_text())
+        kinds += added["kind_of_prompt"]
+        for name in names:
+            runs[name] += [PromptRun(**run) for run in added["runs"][name]]
+    groups = {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in dict.fromkeys(kinds)}
     copying = [i for i, kind in enumerate(kinds) if kind in COPYING_KINDS]
     others = [i for i, kind in enumerate(kinds) if kind not in COPYING_KINDS]
     groups |= {"all copying": copying, "all others": others}
@@ -219,12 +268,15 @@ def main() -> None:
         "tokens": options.tokens,
         "offload": options.offload,
         "method": method,
-        "promised": promised_speedups(profile, tree),
+        "promised": tree.plan.speedup_by_kind,
+        "match_milliseconds": match_milliseconds(),
         "kinds": {
             kind: {"prompts": len(chosen), "methods": figures(runs, chosen)}
             for kind, chosen in groups.items()
             if chosen
         },
+        "kind_of_prompt": kinds,
+        "runs": {name: [asdict(run) for run in method_runs] for name, method_runs in runs.items()},
     }
     write_atomically(Path(options.output), (json.dumps(result, indent=1) + "\n").encode())
     discard(journal)

@@ -23,6 +23,7 @@ from sequoia_plan.runtime.arguments import (
     whole_number,
 )
 from sequoia_plan.runtime.base.sampling import Sampling, verifier_of
+from sequoia_plan.runtime.draft.unread import note_count
 from sequoia_plan.runtime.generation import (
     Ending,
     Generation,
@@ -246,6 +247,7 @@ class SequoiaDecoder:
                 length += count
                 yield StepOutput(path[:count], tokens[:count], step.tree)
                 if step.chain_length:
+                    note_count(step.sequence, step.tree, count)
                     step = self.step.for_match(numbers[2 * depth])
 
 

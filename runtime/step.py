@@ -32,6 +32,7 @@ from sequoia_plan.runtime.capture import (
 )
 from sequoia_plan.runtime.draft.drafter import DraftedTree, Drafter, DraftPass, draft_tree
 from sequoia_plan.runtime.draft.registry import make_drafter
+from sequoia_plan.runtime.draft.unread import catch_up
 from sequoia_plan.runtime.models import tree_attention
 from sequoia_plan.runtime.models.architecture import execution_device, rope_reason, text_config
 from sequoia_plan.runtime.models.forward import TreeModel
@@ -40,7 +41,6 @@ from sequoia_plan.runtime.models.prepacked import PrepackedLinear
 from sequoia_plan.runtime.models.probe import probe
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary, vocabulary_size
 from sequoia_plan.runtime.verify import (
-    LOOKUP_VERIFIERS,
     VERIFIERS,
     AcceptedPath,
     TreeIndex,
@@ -48,6 +48,7 @@ from sequoia_plan.runtime.verify import (
 )
 from sequoia_plan.runtime.verify import verify as verify_tree
 from sequoia_plan.runtime.verify.fused_verifier import FUSED_VERIFIERS, FusedVerifier
+from sequoia_plan.runtime.verify.looked_up import looked_up_children, with_rows_of_tail
 
 T = TypeVar("T")
 EXTENT_MULTIPLE = {"cpu": 64, "cuda": 512}
@@ -55,9 +56,6 @@ EXTENT_MULTIPLE = {"cpu": 64, "cuda": 512}
 
 On CUDA each shape is a graph of its own, so beyond 1024 slots there are two shapes for each
 doubling of the length."""
-
-CATCH_UP_TOKENS = 64
-"""The most tokens that the draft may leave unread, and that it reads at once to catch up."""
 
 MAX_TREE_NODES = 4096
 """The mask and the paths of a tree grow with the square of its size."""
@@ -342,7 +340,7 @@ class TreeStep:
             list: the count, the accepted nodes, the tokens added.
         """
         if self.drafter and self.chain_length:
-            self._catch_up(self.drafter, length)
+            catch_up(self.drafter, self.sequence, self.tree, length, self.extent(length))
         self.refill_random_numbers(sampling)
         return read_back(self.run(self.extent(length), sampling))
 
@@ -467,8 +465,13 @@ class TreeStep:
         looked_up = None
         draft_probs, drawn = drafted.draft_probs, drafted.drawn
         if self.tree.looks_up:
-            looked_up = self._looked_up_children(sampling)
-            draft_probs, drawn = self._with_rows_of_tail(draft_probs, drawn, logits.shape[1])
+            looked_up = looked_up_children(
+                self.index.parents, self.spine, sequence.lookup_chain, sampling.verifier
+            )
+            vocabulary = self.drafter.vocabulary if self.drafter else logits.shape[1]
+            draft_probs, drawn = with_rows_of_tail(
+                draft_probs, drawn, self.num_tail_rows, self.branching, vocabulary
+            )
         return verify_tree(
             verifier,
             target_probs,
@@ -479,61 +482,6 @@ class TreeStep:
             d2t,
             looked_up,
         )
-
-    def _looked_up_children(self, sampling: Sampling) -> Tensor:
-        """int64 [size]: the token of each node's first child if that is looked up, else -1.
-
-        Raises:
-            SequoiaPlanError: if the verifier is not exact for looked-up children.
-        """
-        if sampling.verifier not in LOOKUP_VERIFIERS:
-            raise SequoiaPlanError(
-                f"verifier: found {sampling.verifier!r} with a tree whose spine is looked up, "
-                f"expected {' or '.join(LOOKUP_VERIFIERS)}"
-            )
-        none_looked_up = torch.full_like(self.tensors.nodes, -1)
-        parents = self.index.parents[self.spine - 1]
-        return none_looked_up.index_copy(0, parents, self.sequence.lookup_chain[: len(parents)])
-
-    def _with_rows_of_tail(
-        self, draft_probs: Tensor, drawn: Tensor, vocabulary: int
-    ) -> tuple[Tensor, Tensor]:
-        """Add the rows of inner nodes below the last draft pass, which have no drafted child.
-
-        Args:
-            draft_probs, drawn: of the inner nodes that a draft pass reads.
-            vocabulary: of the target, which stands for the draft's where nothing is drafted.
-        """
-        num_rows = self.num_tail_rows
-        if self.drafter:
-            vocabulary = self.drafter.vocabulary
-        if not self.passes:
-            draft_probs = draft_probs.new_zeros(0, vocabulary, dtype=torch.float32)
-            drawn = drawn.new_zeros(0, self.branching)
-        zero_probs = draft_probs.new_zeros(1, vocabulary).expand(num_rows, -1)
-        no_draws = drawn.new_zeros(num_rows, self.branching)
-        return torch.cat([draft_probs, zero_probs]), torch.cat([drawn, no_draws])
-
-    def _catch_up(self, drafter: Drafter, length: int) -> None:
-        """Let the draft read tokens that it has not read, before the step needs them.
-
-        Args:
-            length: the root's slot.
-        """
-        sequence = self.sequence
-        is_needed = bool(self.passes) and sequence.num_unread > drafter.num_read_again(self.tree)
-        is_full = sequence.num_unread + self.tree.depth > CATCH_UP_TOKENS
-        if sequence.num_unread and (is_needed or is_full):
-            # a power of two, so that passes have few shapes; slot 0 is never unread
-            count = min(1 << (sequence.num_unread - 1).bit_length(), length - 1)
-            if count > 0:
-                slots = torch.arange(length - count, length, device=self.device)
-                drafter.catch_up(sequence, slots, self.extent(length))
-            sequence.num_unread = 0
-        if self.passes:
-            sequence.num_unread = drafter.max_unread(self.tree)
-        else:
-            sequence.num_unread += min(drafter.max_unread(self.tree) + 1, self.tree.depth)
 
     def _use_all(self, tree: TokenTree) -> None:
         """Set everything that depends on the tree, and on the trees that take its place."""

@@ -13,6 +13,7 @@ from enumeration import without_replacement
 
 from sequoia_plan.runtime import Sampling
 from sequoia_plan.runtime.verify import VERIFIERS
+from sequoia_plan.runtime.verify.looked_up import looked_up_children, with_rows_of_tail
 from sequoia_plan.runtime.verify.residual import without_looked_up
 
 
@@ -98,8 +99,13 @@ def error_of_a_step(decoder, prompt, sampling):
         p = sampling.target_probs(logits).double()
         draft_probs, drawn, options, bonus_probs = drafted.draft_probs, drafted.drawn, {}, p
         if tree.looks_up:
-            draft_probs, drawn = step._with_rows_of_tail(draft_probs, drawn, vocabulary)
-            options["looked_up"] = step._looked_up_children(sampling)
+            draft_vocabulary = step.drafter.vocabulary if step.drafter else vocabulary
+            draft_probs, drawn = with_rows_of_tail(
+                draft_probs, drawn, step.num_tail_rows, step.branching, draft_vocabulary
+            )
+            options["looked_up"] = looked_up_children(
+                step.index.parents, step.spine, step.sequence.lookup_chain, sampling.verifier
+            )
             bonus_probs = without_looked_up(p.__getitem__, **options)(step.tensors.nodes)
         acceptance = VERIFIERS[sampling.verifier].acceptance(
             p.__getitem__, draft_probs.double(), drawn, step.index, covered, **options

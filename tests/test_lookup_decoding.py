@@ -13,6 +13,7 @@ from toys import ToyModel
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.lookup import look_up
+from sequoia_plan.runtime.draft.unread import catch_up, note_count
 from sequoia_plan.runtime.step import TreeStep
 
 ALGORITHMS = list(PARTS)
@@ -177,24 +178,52 @@ def test_a_draft_that_is_the_target_is_always_accepted():
     assert min(num_steps.values()) > 10
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE-1", "EAGLE-3", "DFlash"])
+def error_of_the_drafts_cache(target, draft, seed):
+    """How far the draft's cache is from that of a prompt, where it should have read all tokens.
+
+    Before each step that drafts, the cache is compared up to what the first pass reads again.
+    """
+    decoder = SequoiaDecoder(target, draft, by_match([0, 1], m1=looking_up(*range(9))))
+    prefilled = SequoiaDecoder(target, draft, TokenTree.chain(2)).step
+    errors = []
+    num_read_again = decoder.step.drafter.num_read_again(decoder.step.tree)
+
+    def compared_catch_up(drafter, sequence, tree, length, extent):
+        """Catches up, and compares if a draft pass follows."""
+        catch_up(drafter, sequence, tree, length, extent)
+        if tree.num_drafted_levels and length - num_read_again > 1:
+            read = slice(1, length - num_read_again)
+            prefilled.prefill(sequence.tokens[: length + 1], 40, 0)
+            parts = zip(sequence.draft.blocks, prefilled.sequence.draft.blocks, strict=True)
+            differences = [a[:, :, :, read] - b[:, :, :, read] for a, b in parts]
+            errors.append(max(float(part.abs().max()) for part in differences))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sequoia_plan.runtime.step.catch_up", compared_catch_up)
+        for _ in decoder.steps(torch.tensor([5, 3, 9] * 5), 60, Sampling(1.0), seed=seed):
+            pass
+    return max(errors), len(errors)
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE-1", "EAGLE-3", "DFlash", "language model"])
 def test_the_drafts_cache_is_that_of_a_prompt(algorithm, small):
     """After steps that left tokens unread and a catch-up, the cache is as if all were a prompt."""
-    target, draft = small[algorithm]
-    tail = looking_up(*range(9))
-    decoder = SequoiaDecoder(target, draft, by_match([0, 1], m1=tail))
-    tokens = [5, 3, 9] * 5
-    with torch.inference_mode():
-        for step in decoder.steps(torch.tensor(tokens), 40, Sampling(), seed=0):
-            tokens += step.tokens
-        drafting, sequence = decoder.step, decoder.step.sequence
-        length = int(sequence.length)
-        drafting._catch_up(drafting.drafter, length)
-        caught_up = [part[:, :, :, 1:length].clone() for part in sequence.draft.blocks]
-        prefilled = SequoiaDecoder(target, draft, TokenTree.chain(2)).step
-        prefilled.prefill(torch.tensor(tokens[: length + 1]), 40, 0)
-        for part, expected in zip(caught_up, prefilled.sequence.draft.blocks, strict=True):
-            assert (part - expected[:, :, :, 1:length]).abs().max() < 1e-4
+    target, draft = small.get(algorithm) or (small_target(), small_target(seed=5))
+    for seed in range(3):
+        error, num_steps = error_of_the_drafts_cache(target, draft, seed)
+        assert error < 1e-4
+        assert num_steps > 3
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE-3", "language model"])
+def test_a_draft_that_leaves_one_accepted_token_unread_is_wrong(algorithm, small, monkeypatch):
+    """The control: one token too many counts as rejected."""
+    target, draft = small.get(algorithm) or (small_target(), small_target(seed=5))
+    monkeypatch.setattr(
+        "sequoia_plan.runtime.decoder.note_count",
+        lambda sequence, tree, count: note_count(sequence, tree, count - 1),
+    )
+    assert max(error_of_the_drafts_cache(target, draft, seed)[0] for seed in range(3)) > 1e-3
 
 
 def test_verifiers_that_are_not_exact_for_lookup_are_refused(small):

@@ -31,7 +31,8 @@ from sequoia_plan.artifacts.cost import StepTime, check_prediction, expected_tok
 from sequoia_plan.artifacts.counts import Counts
 from sequoia_plan.artifacts.lookup import LookupCounts, MatchClass, Position, write_positions
 from sequoia_plan.planner.cli import main
-from sequoia_plan.planner.solving import looked_up, portfolio
+from sequoia_plan.planner.report.tree_summary import describe_plan
+from sequoia_plan.planner.solving import kinds, looked_up, portfolio
 from sequoia_plan.planner.solving.acceptance import (
     looked_up_as_visited,
     looked_up_probs,
@@ -175,8 +176,9 @@ def test_no_portfolio_is_faster_than_the_solved_one(seed):
     problems = [MatchProblem(0, random_rows(rng).tolist())]
     for match_length in (1, 3)[: 1 + seed % 2]:
         rows = random_rows(rng, looks_up=True).tolist()
-        catch_up = catch_ups[rng.integers(3)]
-        problems.append(MatchProblem(match_length, random_rows(rng).tolist(), rows, catch_up))
+        catch_up, looked_up_catch_up = (catch_ups[i] for i in rng.integers(3, size=2))
+        drafted = random_rows(rng).tolist()
+        problems.append(MatchProblem(match_length, drafted, rows, catch_up, looked_up_catch_up))
     shares = rng.dirichlet([1.0] * len(problems)) * 0.999 + 0.001 / len(problems)
     deepest = min(LEVELS + 1, times.drafting.max_depth or LEVELS + 1)
     limits = Limits(6, LEVELS + 1, deepest, RANKS)
@@ -254,6 +256,13 @@ def test_the_draft_catches_up_after_a_step_that_it_had_no_part_in():
         # the feature draft's deeper passes are read once more; those of a language model are not
         assert seconds(TokenTree.chain(5), TokenTree.chain(2)) == 0.004 * (drafting is EAGLE)
     assert StepTime(latency, DFLASH).num_unread(spine) == 0
+
+
+def test_a_draft_catches_up_with_accepted_tokens_only():
+    """Of ten steps, nine accept the root alone, and one accepts five looked-up tokens, too."""
+    visits = np.array([9.0, 0, 0, 0, 0, 1.0])
+    seconds = portfolio._looked_up_catch_up((0.0, 0.0, 0.001, 0.002, 0.003), visits)
+    assert seconds == pytest.approx((0, 0, 0.0001, 0.0002, 0.0003))
 
 
 def test_a_drafted_sibling_gets_its_chance_once_the_looked_up_token_is_rejected():
@@ -347,6 +356,44 @@ def test_a_profile_with_lookup_counts_gives_trees_by_match(tmp_path):
     trees = [tree.for_match(part.match_length) for part in plan.by_match]
     shares = replay(texts, trees, [part.acceptance for part in plan.by_match]).shares
     assert shares.tolist() == pytest.approx([part.share for part in plan.by_match])
+
+
+def test_each_kind_of_prompts_has_a_speedup_of_its_own(tmp_path):
+    """A kind that is all prompts has the profile's own figure; otherwise what repeats is faster."""
+    profile = lookup_profile()
+    (text,) = set(profile.lookup.texts["all"])
+    lookup = structs.replace(profile.lookup, texts={"only": (text,) * 3})
+    alone = solve(structs.replace(profile, kinds={"only": profile.levels}, lookup=lookup), 16, 10)
+    assert alone.plan.speedup_by_kind == {"only": pytest.approx(alone.replayed_speedup, rel=1e-4)}
+    copied = write_positions([Position(2, run) for run in range(60, 0, -1)])
+    different = write_positions([Position(0, 0)] * 60)
+    half = tuple(
+        structs.replace(level, trials=level.trials // 2, counts=tuple(c / 2 for c in level.counts))
+        for level in (structs.replace(level, off_spine=None) for level in profile.levels)
+    )
+    by_kind, texts = {"copies": half, "others": half}, {"copies": (copied,), "others": (different,)}
+    levels = tuple(structs.replace(level, off_spine=None) for level in profile.levels)
+    lookup = structs.replace(profile.lookup, texts=texts)
+    tree = solve(structs.replace(profile, levels=levels, kinds=by_kind, lookup=lookup), 16, 10).tree
+    by_kind = tree.plan.speedup_by_kind
+    assert by_kind["others"] < tree.plan.predicted_speedup < by_kind["copies"]
+    save_tree(tree, tmp_path / "tree")
+    assert load_tree(tmp_path / "tree").plan == tree.plan
+    lines = list(describe_plan(tree.plan))
+    assert any(line.startswith("by kind of prompts      copies ") for line in lines)
+    assert solve(profile, 16, 10).plan.speedup_by_kind == {}  # its prompts name no kinds
+
+
+def test_drafted_children_of_a_kind_are_accepted_as_often_as_the_kind_says():
+    """Half of the acceptance of all prompts, and a looked-up token that only the texts decide."""
+    profile = lookup_profile()
+    halved = [LevelCounts(10**6, tuple(5e5 * p for p in profile.acceptance))]
+    ratios = kinds._acceptance_ratios(halved, [LevelCounts(10**6, (5e5, 1.3e5))])
+    assert ratios.tolist() == pytest.approx([0.5, 0.5], rel=1e-3)
+    problem = MatchProblem(2, [[0.5, 0.1]], [[[0.8, 0.1], [0.6, 0.2]]])
+    of_kind = kinds._for_kind(problem, ratios)
+    assert np.ravel(of_kind.drafted) == pytest.approx([0.25, 0.05], rel=1e-3)
+    assert np.ravel(of_kind.looked_up) == pytest.approx([0.8, 0.05, 0.3, 0.1], rel=1e-3)
 
 
 def test_exchanging_trees_raises_the_speed_on_the_recorded_texts():

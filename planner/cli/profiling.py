@@ -45,7 +45,7 @@ PRECISION_HELP = "Stop once predicted tokens a step are known to within this, at
 @click.option(
     "--tokens",
     type=click.IntRange(min=1),
-    default=32,
+    default=64,
     show_default=True,
     help="New tokens a prompt, at most.",
 )

@@ -101,6 +101,11 @@ def describe_plan(plan: Plan) -> Iterator[str]:
             f"without prompt lookup   {plan.tree_speedup:.3f}x with the fastest single tree on the "
             "same texts"
         )
+    if plan.speedup_by_kind:
+        kinds = plan.speedup_by_kind.items()
+        yield "by kind of prompts      " + ", ".join(
+            f"{name} {ratio:.2f}x" for name, ratio in kinds
+        )
     if memory := memory_gain(plan):
         yield (
             f"more memory             {memory.bytes / 1e6:.0f} MB more of layers in memory would "

@@ -96,14 +96,17 @@ class MatchProblem:
         looked_up: p[level][class][rank] of trees whose spine is looked up; None if there is
             nothing to look up.
         catch_up: how many seconds the draft takes, on average before the next step, to catch up if
-            it may not have read 0, 1, 2, ... tokens of a step of this class; the last one holds for
+            it has not read 0, 1, 2, ... tokens of a step of this class; the last one holds for
             more.
+        looked_up_catch_up: the same if so many are looked up, of which it has not read those that
+            are accepted.
     """
 
     match_length: int
     drafted: Any
     looked_up: Any = None
     catch_up: tuple[float, ...] = (0.0,)
+    looked_up_catch_up: tuple[float, ...] = (0.0,)
 
     def acceptance(self, tree: TokenTree) -> Any:
         """p for a tree, by whether its spine is looked up."""
@@ -111,7 +114,8 @@ class MatchProblem:
 
     def catch_up_seconds(self, tree: TokenTree, times: StepTime) -> float:
         """How long the draft takes, on average, to catch up after a step with a tree."""
-        return self.catch_up[min(times.num_unread(tree), len(self.catch_up) - 1)]
+        seconds = self.looked_up_catch_up if tree.looks_up else self.catch_up
+        return seconds[min(times.num_unread(tree), len(seconds) - 1)]
 
 
 @dataclass(frozen=True)
@@ -243,7 +247,7 @@ def _fastest_of_class(
     if problem.looked_up is not None and limits.depth > 1:
         rows = acceptance_rows(problem.looked_up, limits.depth, limits.branching)
         best = fastest_looked_up_tree(
-            rows, limits.budget, times, best, max_work, other_steps, problem.catch_up
+            rows, limits.budget, times, best, max_work, other_steps, problem.looked_up_catch_up
         )
         bound = max(bound, best.bound)
     return FastestTree(best.tree, best.speed, bound)
@@ -307,7 +311,7 @@ def solve_portfolio(
     lookup = profile.lookup
     assert lookup is not None
     problems = match_problems(profile)
-    recording = Recording(recorded_texts(lookup), _counted_shares(lookup), problems, times)
+    recording = Recording(recorded_texts(lookup), counted_shares(lookup), problems, times)
     base = recording.decode((base_tree,) * len(problems))
     decoded, bound = _fastest_on_recorded_texts(recording, base, limits)
     problems, portfolio = decoded.problems, decoded
@@ -412,15 +416,16 @@ class Recording:
             ]
             result = replay(self.texts, trees, acceptances)
             counts, tokens_per_step = result.shares, result.tokens_per_step
-            problems = [
-                replace_fields(
+            for c, problem in enumerate(self.problems):
+                visits_by_run = result.visits_by_run[c]
+                catch_up = _catch_up(result.transitions[c], trees, self.times)
+                problems[c] = replace_fields(
                     problem,
                     looked_up=problem.looked_up
-                    and looked_up_as_visited(problem.looked_up, result.visits_by_run[c]),
-                    catch_up=_catch_up(result.transitions[c], trees, self.times),
+                    and looked_up_as_visited(problem.looked_up, visits_by_run),
+                    catch_up=catch_up,
+                    looked_up_catch_up=_looked_up_catch_up(catch_up, visits_by_run),
                 )
-                for c, problem in enumerate(problems)
-            ]
         shares = np.maximum(counts, MIN_SHARE)
         shares /= shares.sum()
         tokens, seconds = _step_figures(problems, trees, self.times)
@@ -429,7 +434,7 @@ class Recording:
         return DecodedAgain(trees, shares, problems, speed, tokens_per_step)
 
 
-def _counted_shares(lookup: LookupCounts) -> Floats:
+def counted_shares(lookup: LookupCounts) -> Floats:
     """The share of the profile's own steps in each class of match, float64 [classes]."""
     levels = [match_class.drafted[:1] for match_class in lookup.classes]
     counts = np.array([level[0].trials if level else 0 for level in levels], float)
@@ -553,6 +558,24 @@ def _catch_up(
     return tuple(
         float(shares @ np.array([times.catch_up_seconds(num_unread, tree) for tree in trees]))
         for num_unread in range(MAX_UNREAD + 1)
+    )
+
+
+def _looked_up_catch_up(catch_up: Sequence[float], visits_by_run: Floats) -> tuple[float, ...]:
+    """How many seconds the draft takes on average to catch up if 0, 1, 2, ... tokens are looked up.
+
+    A step whose next r tokens are those of the lookup chain accepts r + 1 nodes at most.
+
+    Args:
+        catch_up: seconds by how many tokens are unread; it never decreases.
+        visits_by_run: float64 [runs], the expected number of steps with so many right tokens.
+    """
+    shares = visits_by_run / max(visits_by_run.sum(), 1e-300)
+    num_accepted = np.arange(1, len(shares) + 1)
+    seconds = np.array(catch_up)
+    return tuple(
+        float(shares @ seconds[np.minimum(num_accepted, num_looked_up)])
+        for num_looked_up in range(len(catch_up))
     )
 
 

@@ -1,0 +1,92 @@
+"""Trees by match on each kind of prompts: the kind's recorded texts, decoded again on paper.
+
+A kind differs from the others in its texts, and in how often drafted children are accepted. A
+profile has the texts by kind, and the counts by kind over all classes of match. So the probability
+of a drafted child in a class is that of the class times what the kind has in place of all prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from sequoia_plan.artifacts import LevelCounts, Profile, TokenTree
+from sequoia_plan.artifacts.cost import Floats, StepTime, acceptance_table
+from sequoia_plan.artifacts.lookup import LookupCounts
+from sequoia_plan.planner.solving.acceptance import MIN_TRIALS, rounded_rows
+from sequoia_plan.planner.solving.portfolio import (
+    MatchProblem,
+    Recording,
+    counted_shares,
+    match_problems,
+)
+from sequoia_plan.planner.solving.replay import recorded_texts
+
+
+def speedup_by_kind(profile: Profile, tree: TokenTree, times: StepTime) -> dict[str, float]:
+    """The speed-up over plain decoding for each kind of the profile's prompts.
+
+    Args:
+        profile: the measurements.
+        tree: the tree for texts without a match, with the others in `by_match`.
+        times: the step times.
+
+    Returns:
+        By kind, for kinds whose texts were recorded. Empty if the prompts name no kinds.
+    """
+    lookup = profile.lookup
+    if lookup is None or not profile.kinds:
+        return {}
+    problems = match_problems(profile)
+    trees = tuple(tree.for_match(problem.match_length) for problem in problems)
+    speedups = {}
+    for kind, texts in lookup.texts.items():
+        kind_texts = recorded_texts(LookupCounts(lookup.classes, {kind: texts}))
+        if kind_texts and kind in profile.kinds:
+            ratios = _acceptance_ratios(profile.kinds[kind], profile.levels)
+            of_kind = [_for_kind(problem, ratios) for problem in problems]
+            recording = Recording(kind_texts, counted_shares(lookup), of_kind, times)
+            speedups[kind] = recording.decode(trees).speed * times.plain_seconds()
+    return speedups
+
+
+def _acceptance_ratios(kind: Sequence[LevelCounts], levels: Sequence[LevelCounts]) -> Floats:
+    """How many times as often a kind accepts the child of each rank, float64 [ranks].
+
+    `MIN_TRIALS` more trials that are as all prompts keep ratios of few counts near 1.
+    """
+    kind_counts, counts = (np.sum([level.counts for level in rows], 0) for rows in (kind, levels))
+    kind_trials, trials = (sum(level.trials for level in rows) for rows in (kind, levels))
+    expected = counts / max(trials, 1)
+    kind_probs = (kind_counts + MIN_TRIALS * expected) / (kind_trials + MIN_TRIALS)
+    ratios: Floats = np.where(expected > 0, kind_probs / np.maximum(expected, 1e-300), 1.0)
+    return ratios
+
+
+def _for_kind(problem: MatchProblem, ratios: Floats) -> MatchProblem:
+    """The problem with a kind's drafted children; looked-up tokens come from its texts.
+
+    Args:
+        problem: what is known of one class of match.
+        ratios: float64 [ranks], how many times as often the kind accepts a child.
+    """
+
+    def scaled(rows: Floats, ratios: Floats) -> Floats:
+        """The rows [..., ranks] times the ratios, with sums of at most 1."""
+        result = rows * ratios[: rows.shape[-1]]
+        capped: Floats = result / np.maximum(1.0, result.sum(-1, keepdims=True))
+        return capped
+
+    drafted: Any = rounded_rows(scaled(acceptance_table(problem.drafted), ratios))
+    looked_up = problem.looked_up
+    if looked_up is not None:
+        rows = acceptance_table(looked_up).copy()
+        rows[:, 1] = scaled(rows[:, 1], ratios)
+        left = 1 - rows[:, 0, :1]  # of a node on the spine, after its looked-up child
+        siblings = scaled(rows[:, 0, 1:] / np.maximum(left, 1e-300), ratios)
+        rows[:, 0, 1:] = siblings * left
+        looked_up = rounded_rows(rows)
+    return replace(problem, drafted=drafted, looked_up=looked_up)
