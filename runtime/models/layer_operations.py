@@ -16,8 +16,9 @@ BLOCK = 1024
 
 def runs_kernels(x: Tensor) -> bool:
     """Do these kernels take `x`? Not where torch.compile traces, nor where gradients go back."""
-    is_traced = torch.compiler.is_compiling()
-    return not is_traced and not x.requires_grad and kernels_available(x.device)
+    if not x.is_cuda or torch.compiler.is_compiling():
+        return False
+    return not x.requires_grad and kernels_available(x.device)
 
 
 def rms_norm(hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
