@@ -4,8 +4,8 @@
     python benchmarks/passes.py --rounds 2 --draft smollm2-135m-eagle3 -o build/passes.json
 
 Passes run with transformers' layers, with transformers' layers whose linear layers are prepacked
-(as before fused layers came), and with fused layers. A round times each of them once, so ratios
-of times are free of drift.
+(as before fused layers came), and with fused layers. The matrix products of the fused target are
+also timed alone. A round times each of them once, so ratios of times are free of drift.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,9 @@ def milliseconds(draft_name: str, dtype: str, rounds: int) -> dict[str, Any]:
     """Times of passes, and their ratios to those with fused layers.
 
     Returns:
-        For "target" and "draft", each of `LAYERS` and number of nodes in `NODES`: median, first
+        By part ("target", "draft"), each of `LAYERS` and number of nodes in `NODES`: median, first
         and third quartile in milliseconds; and the same three of the ratio to the fused pass of
-        the same round.
+        the same round. Under "products", the same of the fused target's products alone.
     """
     pair = load_pair(draft=draft_name, dtype=dtype, placement="resident")
     prompt = random_prompt(pair, CONTEXT)
@@ -78,10 +79,13 @@ def milliseconds(draft_name: str, dtype: str, rounds: int) -> dict[str, Any]:
             timers[layers, nodes] = SizeTimer(step, nodes, Sampling(), prompt)
             timers[layers, nodes].run()
             timers[layers, nodes].clear()
+    target = timers["fused", 1].step.target.model
+    products: dict[int, list[float]] = {nodes: [] for nodes in NODES}
     for _ in range(rounds):
         for nodes in NODES:
             for layers in LAYERS:
                 timers[layers, nodes].run()
+            products[nodes].append(seconds_of_products(target, nodes))
     figures: dict[str, Any] = {part: {} for part in PARTS}
     for part in PARTS:
         for layers in LAYERS:
@@ -91,7 +95,27 @@ def milliseconds(draft_name: str, dtype: str, rounds: int) -> dict[str, Any]:
                 str(n): {"ms": spread(samples[n]), "over_fused": spread(samples[n] / fused[n])}
                 for n in NODES
             }
+    for nodes in NODES:
+        fused_ms = 1000 * np.array(timers["fused", nodes].samples["target"])
+        products_ms = 1000 * np.array(products[nodes])
+        figures["target"].setdefault("products", {})[str(nodes)] = {
+            "ms": spread(products_ms),
+            "over_fused": spread(products_ms / fused_ms),
+        }
     return figures
+
+
+def seconds_of_products(model: Any, nodes: int) -> float:
+    """How long all prepacked products of `model` take, one after the other."""
+    layers = [module for module in model.modules() if isinstance(module, PrepackedLinear)]
+    inputs = {
+        width: torch.randn(1, nodes, width, dtype=model.dtype)
+        for width in {layer.in_features for layer in layers}
+    }
+    start = time.perf_counter()
+    for layer in layers:
+        layer(inputs[layer.in_features])
+    return time.perf_counter() - start
 
 
 def spread(values: np.ndarray) -> list[float]:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from transformers.activations import SiLUActivation
 
+from sequoia_plan.runtime.base.kernel_launch import kernel_or_tensors
 from sequoia_plan.runtime.models.attention import attend_shared_heads
+from sequoia_plan.runtime.models.layer_operations import rms_norm, rotate, runs_kernels, silu_mul
 
 FUSIBLE_LAYERS = (
     "LlamaDecoderLayer",
@@ -252,9 +256,20 @@ class FusedMLP(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """float [..., width] -> float [..., width]."""
-        gate, up = self.gate_up_proj(hidden_states).chunk(2, -1)
-        output: Tensor = self.down_proj(self.act_fn(gate) * up)
+        gate_up = self.gate_up_proj(hidden_states)
+        by_tensor_operations = partial(self._gated, gate_up)
+        if isinstance(self.act_fn, SiLUActivation) and runs_kernels(gate_up):
+            gated = kernel_or_tensors("gate", partial(silu_mul, gate_up), by_tensor_operations)
+        else:
+            gated = by_tensor_operations()
+        output: Tensor = self.down_proj(gated)
         return output
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        """activation(gate) * up: float [..., 2 * width] -> float [..., width]."""
+        gate, up = gate_up.chunk(2, -1)
+        gated: Tensor = self.act_fn(gate) * up
+        return gated
 
 
 class RMSNorm(nn.Module):
@@ -274,13 +289,21 @@ class RMSNorm(nn.Module):
     def __init__(self, weight: Tensor, epsilon: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
-        width = weight.numel()
+        self.epsilon, width = epsilon, weight.numel()
         self.register_buffer("scale", weight.float() * math.sqrt(width), persistent=False)
         root = torch.tensor(math.sqrt(width * epsilon), device=weight.device)
         self.register_buffer("root_of_epsilon", root, persistent=False)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """float [..., width] -> float [..., width], in the same dtype."""
+        by_tensor_operations = partial(self._normed, hidden_states)
+        if not runs_kernels(hidden_states):
+            return by_tensor_operations()
+        by_kernel = partial(rms_norm, hidden_states, self.weight, self.epsilon)
+        return kernel_or_tensors("norm", by_kernel, by_tensor_operations)
+
+    def _normed(self, hidden_states: Tensor) -> Tensor:
+        """`forward` by tensor operations."""
         x = hidden_states.float()
         root = torch.linalg.vector_norm(x, 2, -1, True).hypot_(self.root_of_epsilon)
         return torch.div(x, root).mul_(self.scale).to(hidden_states.dtype)
@@ -307,6 +330,17 @@ def _rotate(heads: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor
     Args:
         position_embeddings: cosines and sines, [batch, tokens, head_dim] each.
     """
+    if runs_kernels(heads):
+        by_kernel = partial(rotate, heads, *position_embeddings)
+        by_tensor_operations = partial(_rotate_by_tensor_operations, heads, position_embeddings)
+        return kernel_or_tensors("rotary embedding", by_kernel, by_tensor_operations)
+    return _rotate_by_tensor_operations(heads, position_embeddings)
+
+
+def _rotate_by_tensor_operations(
+    heads: Tensor, position_embeddings: tuple[Tensor, Tensor]
+) -> Tensor:
+    """`_rotate` without a kernel."""
     cos, sin = position_embeddings
     first_half, second_half = heads.chunk(2, -1)
     rotated_half = torch.cat((-second_half, first_half), -1)

@@ -1,7 +1,6 @@
 """The small operations of a decoder layer as one Triton kernel each, for CUDA.
 
-The tensor operations of `fused_layer.py`, several kernels each, are their oracle. Results are
-rounded where those round.
+The tensor operations of `fused_layer.py`, which are several kernels each, compute the same.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ def rms_norm(
     inside = columns < width
     values = tl.load(start + columns, mask=inside, other=0.0).to(tl.float32)
     normed = values / tl.sqrt(tl.sum(values * values) / width + epsilon)
-    rounded = normed.to(out.dtype.element_ty).to(tl.float32)
-    result = rounded * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + columns, result, mask=inside)
+    factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + columns, normed * factors, mask=inside)
 
 
 @triton.jit
@@ -78,5 +76,4 @@ def silu_mul(gate_up, out, width, BLOCK: tl.constexpr):
     row = gate_up + token * 2 * width + columns
     gate = tl.load(row, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(row + width, mask=inside, other=0.0).to(tl.float32)
-    activated = (gate / (1 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + token * width + columns, activated * up, mask=inside)
+    tl.store(out + token * width + columns, gate / (1 + tl.exp(-gate)) * up, mask=inside)

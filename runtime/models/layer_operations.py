@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from sequoia_plan.runtime.base.kernel_launch import kernel_or_tensors, kernels_available
+from sequoia_plan.runtime.base.kernel_launch import kernels_available
 
 BLOCK = 1024
 """Numbers that a program of `silu_mul` reads at once."""
 
 
-def kernel_where_possible(
-    name: str, x: Tensor, run_kernel: Callable[[], Tensor], run_tensors: Callable[[], Tensor]
-) -> Tensor:
-    """What a kernel computes from `x`; elsewhere than on CUDA, what tensor operations compute.
-
-    They also compute where torch.compile traces, gradients are needed, or Triton fails.
-    """
-    if not kernels_available(x.device) or torch.compiler.is_compiling() or x.requires_grad:
-        return run_tensors()
-    return kernel_or_tensors(name, run_kernel, run_tensors)
+def runs_kernels(x: Tensor) -> bool:
+    """Do these kernels take `x`? Not where torch.compile traces, nor where gradients go back."""
+    if not x.is_cuda or torch.compiler.is_compiling():
+        return False
+    return not x.requires_grad and kernels_available(x.device)
 
 
 def rms_norm(hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
