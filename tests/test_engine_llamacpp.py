@@ -159,12 +159,6 @@ def test_json(tmp_path):
     assert plan.method == LOOKUP and plan.cells_at(1)[0].throughput > 0
 
 
-def test_a_draft_of_another_vocabulary_is_one_line(tmp_path):
-    result = engine("--draft", EAGLE3, "--tokens", "8", "--limit", "2")
-    assert result.exit_code == 1 and "Traceback" not in result.output
-    assert result.stderr.strip().splitlines()[-1].startswith("Error: ")
-
-
 def test_the_server_ends_with_a_killed_program():
     script = (
         "import time; from sequoia_plan.planner.engines.llamacpp import Server, find_build\n"
