@@ -20,7 +20,8 @@ from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load, measuring_half
 from sequoia_plan.planner.engines import llamacpp_plan
 from sequoia_plan.planner.engines.drafting import LOOKUP, NONE, Drafting, candidates, defaults
-from sequoia_plan.planner.engines.llamacpp import ServerPool, find_build
+from sequoia_plan.planner.engines.llamacpp import Build, ServerPool, find_build
+from sequoia_plan.planner.engines.replay import ChainStep
 from sequoia_plan.planner.engines.vllm import Workload, measured_cell
 
 NUM_PROMPTS = 12
@@ -41,22 +42,69 @@ def grid(spec_type: str) -> list[Drafting]:
     return [NONE, defaults(spec_type), *others]
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Plans and measures one pair."""
+def compare_tokens(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Tokens a step on the second half of the prompts, predicted by a replay of the first half.
+
+    It needs no times, so a busy machine does not change it.
+    """
+    build, spec_type = find_build(arguments.server, arguments.spec_type)
+    rows = []
+    with new_pool(arguments, build) as pool:
+        texts = llamacpp_plan.record(pool, spec_type, 8, range(NUM_PROMPTS))[0]
+        for drafting in grid(spec_type)[1:]:
+            pool.ensure_running([drafting])
+            runs = pool.run(drafting, range(NUM_PROMPTS, 2 * NUM_PROMPTS))
+            replays = [llamacpp_plan.replay(drafting, text) for text in texts]
+            predicted, measured = tokens_per_step(replays), tokens_per_step(runs)
+            row = {
+                "drafting": f"{drafting.max_length} {drafting.variant}".strip(),
+                "predicted": round(predicted, 4),
+                "measured": round(measured, 4),
+                "error": round(predicted / measured - 1, 4),
+            }
+            rows.append(row)
+            print(row, flush=True)
+    within = sum(abs(row["error"]) <= 0.1 for row in rows)
+    return {
+        "name": f"{arguments.name}: tokens a step",
+        "version": build.version,
+        "spec_type": spec_type,
+        "threads": arguments.threads,
+        "prompts": NUM_PROMPTS,
+        "tokens": NUM_TOKENS,
+        "within_10_percent": within,
+        "cells": len(rows),
+        "rows": rows,
+    }
+
+
+def tokens_per_step(texts: list[list[ChainStep]]) -> float:
+    """Mean number of tokens of the steps of several texts."""
+    steps = [step for text in texts for step in text]
+    return sum(step.tokens for step in steps) / len(steps)
+
+
+def new_pool(arguments: argparse.Namespace, build: Build) -> ServerPool:
+    """Servers for both halves of the prompts, the first half to plan on."""
     prompts = load(BUILT_IN)
     measuring = measuring_half(prompts)[:NUM_PROMPTS]
     held_out = held_out_half(prompts)[:NUM_PROMPTS]
     workload = Workload([prompt.text for prompt in (*measuring, *held_out)], NUM_TOKENS)
-    build, spec_type = find_build(arguments.server, arguments.spec_type)
-    max_length = 16 if spec_type == LOOKUP else 8
-    with ServerPool(
+    return ServerPool(
         build,
         arguments.target,
         arguments.draft,
         workload,
         ["-t", str(arguments.threads)],
         report_status=lambda text: print(text, flush=True),
-    ) as pool:
+    )
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Plans and measures one pair."""
+    build, spec_type = find_build(arguments.server, arguments.spec_type)
+    max_length = 16 if spec_type == LOOKUP else 8
+    with new_pool(arguments, build) as pool:
         measurements = llamacpp_plan.measure(pool, spec_type, max_length, range(NUM_PROMPTS))
         plan = llamacpp_plan.make_plan(pool, measurements)
         predicted = llamacpp_plan.predict_cells(
@@ -120,9 +168,10 @@ def main() -> None:
     parser.add_argument("--spec-type", default="draft-simple")
     parser.add_argument("--name", required=True, help="what the pair is called in the output")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--tokens-only", action="store_true", help="measure no times")
     parser.add_argument("-o", "--output", type=Path, required=True)
     arguments = parser.parse_args()
-    result = measure(arguments)
+    result = compare_tokens(arguments) if arguments.tokens_only else measure(arguments)
     document: dict[str, Any] = {"machine": machine(), "pairs": []}
     if arguments.output.exists():
         document = json.loads(arguments.output.read_text())

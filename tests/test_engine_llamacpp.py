@@ -22,7 +22,7 @@ from sequoia_plan.artifacts.engine_plan import EnginePlan
 from sequoia_plan.planner.cli import main
 from sequoia_plan.planner.engines.drafting import LOOKUP, NONE, Drafting
 from sequoia_plan.planner.engines.llamacpp import ServerPool, find_build
-from sequoia_plan.planner.engines.llamacpp_plan import replay
+from sequoia_plan.planner.engines.llamacpp_plan import record, replay
 from sequoia_plan.planner.engines.vllm import Workload
 
 FOLDER = Path(os.environ.get("SEQUOIA_PLAN_LLAMACPP", ""))
@@ -89,28 +89,37 @@ def pool(draft, tokens=32):
     return ServerPool(build, TARGET, draft, Workload(PROMPTS, tokens), ["-t", "1"])
 
 
-@pytest.mark.parametrize(
-    ("spec_type", "draft"), [("draft-simple", DRAFT), ("draft-eagle3", EAGLE3)]
-)
-def test_a_replay_is_what_the_server_does(spec_type, draft):
-    """Chains recorded at 16 give the steps that the server makes at other settings.
+def test_a_replay_is_what_the_server_does():
+    """Chains recorded at 12 give the steps that the server makes at other settings.
 
     Passes over batches of other sizes round otherwise, which may change a token of a text, so a
     few texts may differ.
     """
     prompts = range(len(PROMPTS))
-    with pool(draft) as servers:
-        texts, _ = servers.record_draft(Drafting(spec_type, 16), prompts)
+    with pool(DRAFT) as servers:
+        texts, _ = record(servers, "draft-simple", 8, prompts)
         same = total = 0
-        for length, min_prob in ((1, 0.0), (3, 0.0), (3, 0.6), (8, 0.8)):
-            drafting = Drafting(spec_type, length, min_prob)
+        for length, min_prob in ((1, 0.0), (3, 0.6), (8, 0.8)):
+            drafting = Drafting("draft-simple", length, min_prob)
             servers.ensure_running([drafting])
             for text, steps in zip(texts, servers.run(drafting, prompts), strict=True):
-                replayed = replay(drafting, text)
                 pairs = [(step.drafted, step.accepted) for step in steps]
-                same += [(step.drafted, step.accepted) for step in replayed] == pairs
+                same += [(step.drafted, step.accepted) for step in replay(drafting, text)] == pairs
                 total += 1
         assert same >= 0.7 * total, f"{same} of {total} texts"
+
+
+def test_a_replay_of_eagle3_is_near_what_the_server_does():
+    """Its proposals depend on where a chain begins, so the replay is an approximation."""
+    prompts = range(len(PROMPTS))
+    with pool(EAGLE3) as servers:
+        texts, _ = record(servers, "draft-eagle3", 8, prompts)
+        for length, min_prob in ((1, 0.0), (3, 0.6), (8, 0.8)):
+            drafting = Drafting("draft-eagle3", length, min_prob)
+            servers.ensure_running([drafting])
+            num_steps = sum(map(len, servers.run(drafting, prompts)))
+            num_replayed = sum(len(replay(drafting, text)) for text in texts)
+            assert num_replayed == pytest.approx(num_steps, rel=0.15)
 
 
 def test_a_lookup_on_the_text_is_what_the_server_does():
@@ -148,12 +157,6 @@ def test_json(tmp_path):
     assert result.exit_code == 0, result.output
     plan = EnginePlan.from_dict(json.loads(result.stdout), "plan")
     assert plan.method == LOOKUP and plan.cells_at(1)[0].throughput > 0
-
-
-def test_a_draft_of_another_vocabulary_is_one_line(tmp_path):
-    result = engine("--draft", EAGLE3, "--tokens", "8", "--limit", "2")
-    assert result.exit_code == 1 and "Traceback" not in result.output
-    assert result.stderr.strip().splitlines()[-1].startswith("Error: ")
 
 
 def test_the_server_ends_with_a_killed_program():

@@ -84,21 +84,11 @@ def measure(
         prompts: indices of the prompts to measure on.
     """
     start_time = time.perf_counter()
-    texts: Sequence[DraftedText | LookupText]
+    texts, recorded = record(pool, spec_type, max_length, prompts)
+    timing_prompts = prompts
     if spec_type == LOOKUP:
-        texts = lookup_texts = pool.record_lookup(prompts)
-        repeating = [repeated(text) for text in lookup_texts[:PROMPTS_PER_ROUND]]
-        timing_prompts: Sequence[int] = pool.add_prompts(repeating)
-        longest = Drafting(LOOKUP, max_length, lookup_size=min(2, max_length))
-        recorded = [replay(longest, text) for text in texts]
-    else:
-        length = max_length + EXTRA_LENGTH
-        drafted, recorded = pool.record_draft(Drafting(spec_type, length), prompts)
-        if spec_type in HIDDEN_STATE_TYPES:
-            first_tokens = pool.record_first_tokens(spec_type, prompts)
-            drafted = list(map(with_first_tokens, drafted, first_tokens))
-        texts = drafted
-        timing_prompts = prompts
+        copied = [repeated(text) for text in texts if isinstance(text, LookupText)]
+        timing_prompts = pool.add_prompts(copied[:PROMPTS_PER_ROUND])
     rounds = pool.time_steps(
         timed_draftings(spec_type, max_length), timing_prompts, TIMING_ROUNDS, PROMPTS_PER_ROUND
     )
@@ -113,6 +103,28 @@ def measure(
         times=times_of_rounds(rounds),
         seconds=time.perf_counter() - start_time,
     )
+
+
+def record(
+    pool: ServerPool, spec_type: str, max_length: int, prompts: Sequence[int]
+) -> tuple[Sequence[DraftedText | LookupText], Sequence[Sequence[ChainStep]]]:
+    """Records what is replayed, and the steps of chains that are longer than those planned for.
+
+    Args:
+        pool: the servers.
+        spec_type: llama.cpp's name of the type.
+        max_length: maximum number of drafted tokens to plan for.
+        prompts: indices of the prompts.
+    """
+    if spec_type == LOOKUP:
+        lookup_texts = pool.record_lookup(prompts)
+        longest = Drafting(LOOKUP, max_length, lookup_size=min(2, max_length))
+        return lookup_texts, [replay(longest, text) for text in lookup_texts]
+    texts, recorded = pool.record_draft(Drafting(spec_type, max_length + EXTRA_LENGTH), prompts)
+    if spec_type in HIDDEN_STATE_TYPES:
+        first_tokens = pool.record_first_tokens(spec_type, prompts)
+        texts = list(map(with_first_tokens, texts, first_tokens))
+    return texts, recorded
 
 
 def make_plan(pool: ServerPool, measurements: Measurements) -> EnginePlan:
