@@ -78,6 +78,7 @@ def test_solve_json_is_the_contract(run):
         "by_match",
         "tree_speedup",
         "replayed_speedup",
+        "speedup_by_kind",
     }
     tree = load_tree("tree.safetensors")
     assert tree.parents.tolist() == answer["parents"]

@@ -50,6 +50,8 @@ NOT_RUN = {
     "sequoia-plan engine vllm --target": "measures for minutes; tests/test_engine_vllm.py does",
     "sequoia-plan engine vllm --metrics": "needs a server; tests/test_engine_cli.py reads files",
     "sequoia-plan engine sglang": "reads files of a server; tests/test_engine_cli.py writes such",
+    "sequoia-plan engine llamacpp": "measures for minutes; tests/test_engine_llamacpp.py does",
+    "sequoia-plan engine settings": "reads such a plan; tests/test_engine_settings.py does",
     "sequoia-plan export --format hf": "tests/test_export_model.py writes the folders",
     "make": "sets up an environment",
     "sequoia-plan solve own.yaml": OWN_MODELS,
