@@ -184,7 +184,7 @@ def draw(result: dict[str, Any], path: str) -> None:
         axes.axhline(1.0, color=RED, linewidth=1.2, linestyle=":")
         axes.set_xticks(np.arange(len(parts)), list(parts), rotation=20)
         axes.set_ylabel("speed over plain decoding")
-        axes.legend()
+        axes.legend(loc="upper left")
         figure.savefig(path, dpi=PNG_DPI)
 
 
