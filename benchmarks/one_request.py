@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from summary import spread
 
 from sequoia_plan.artifacts import TokenTree, load_tree
 from sequoia_plan.artifacts.files import write_atomically
@@ -34,7 +35,7 @@ from sequoia_plan.planner.engines import llamacpp, vllm
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, load_pair
-from sequoia_plan.runtime.models.load import _embedded_gguf
+from sequoia_plan.runtime.models.load import embedded_gguf
 
 TokensPerSecond = Callable[[int], float]
 """Decodes the prompt of that number, and returns tokens a second."""
@@ -148,7 +149,7 @@ def main() -> None:
         if options.llama_server:
             build, _ = llamacpp.find_build(options.llama_server, "draft-simple")
             threads = str(options.threads)
-            arguments = ["-m", str(_embedded_gguf()), "-t", threads, "-tb", threads, "-c", "1024"]
+            arguments = ["-m", str(embedded_gguf()), "-t", threads, "-tb", threads, "-c", "1024"]
             server = stack.enter_context(llamacpp.Server(build, arguments))
             server.wait()
             methods["llama.cpp, 4 bits"] = of_llamacpp(server, prompts, options.tokens)
@@ -175,11 +176,6 @@ def main() -> None:
         speed, ratio = report["tokens_per_second"][name], report["tree_over"][name]
         table.add_row(name, *(f"{q[0]:.2f} ({q[1]:.2f}-{q[2]:.2f})" for q in (speed, ratio)))
     Console().print(table)
-
-
-def spread(values: np.ndarray) -> list[float]:
-    """Median, first and third quartile."""
-    return [round(float(q), 3) for q in np.quantile(values, [0.5, 0.25, 0.75])]
 
 
 if __name__ == "__main__":

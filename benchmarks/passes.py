@@ -21,14 +21,14 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from summary import spread
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.latency import CONTEXT, SizeTimer, random_prompt
 from sequoia_plan.runtime import Sampling, load_pair
-from sequoia_plan.runtime.models.fuse import fuse
+from sequoia_plan.runtime.models.fuse import fuse, replace_linear_layers
 from sequoia_plan.runtime.models.prepacked import PrepackedLinear
 from sequoia_plan.runtime.pair import EMBEDDED_DRAFTS
 from sequoia_plan.runtime.step import TreeStep
@@ -36,15 +36,6 @@ from sequoia_plan.runtime.step import TreeStep
 NODES = (1, 6, 16, 64)
 LAYERS = ("transformers", "prepacked", "fused")
 PARTS = ("target", "draft")
-
-
-def prepack_linear_layers(model: Any) -> Any:
-    """Replace the linear layers of `model` by prepacked ones, in place; its other parts stay."""
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear:
-                setattr(module, name, PrepackedLinear(child.weight, child.bias))
-    return model
 
 
 def with_layers(target: Any, draft: Any, layers: str) -> tuple[Any, Any]:
@@ -55,7 +46,7 @@ def with_layers(target: Any, draft: Any, layers: str) -> tuple[Any, Any]:
         draft._target = (target,)
     for model in (target, draft):
         if layers == "prepacked":
-            prepack_linear_layers(model)
+            replace_linear_layers(model, PrepackedLinear)
         elif layers == "fused":
             fuse(model, PrepackedLinear)
     return target, draft
@@ -116,11 +107,6 @@ def seconds_of_products(model: Any, nodes: int) -> float:
     for layer in layers:
         layer(inputs[layer.in_features])
     return time.perf_counter() - start
-
-
-def spread(values: np.ndarray) -> list[float]:
-    """Median, first and third quartile."""
-    return [round(float(q), 3) for q in np.quantile(values, [0.5, 0.25, 0.75])]
 
 
 def show(figures: dict[str, Any]) -> None:

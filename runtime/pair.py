@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,19 +113,11 @@ def load_pair(
     model, tokenizer, target_name = load_model(target, device, torch_dtype)
     _require_draft(target, draft)
     metadata = {"target": model_metadata(target_name, model)}
-    draft_model: Any = None
-    draft_remarks: tuple[str, ...] = ()
-    if draft == INT8:
-        draft_model = self_draft(model)
-        metadata["draft"] = model_metadata(f"{target_name} {INT8}", draft_model)
-    elif draft != NO_DRAFT:
-        draft_model, draft_name, draft_remarks = _load_draft(
-            draft, model, tokenizer, device, torch_dtype
-        )
-        metadata["draft"] = model_metadata(draft_name, draft_model)
+    draft_model, draft_name, draft_remarks = _make_draft(
+        draft, model, tokenizer, target_name, device, torch_dtype
+    )
     if draft_model is not None:
-        draft_placement = RESIDENT if draft == INT8 else placement
-        metadata["draft"] |= _place(draft_model, draft_placement)
+        metadata["draft"] = _place_draft(draft, draft_model, draft_name, placement)
     metadata["target"] |= _place(model, placement)
     remarks = (*_context_remarks(model), *draft_remarks)
     return Pair(model, draft_model, tokenizer, metadata, placement, remarks)
@@ -223,6 +216,13 @@ def _place(model: Any, placement: str) -> dict[str, Any]:
     return {"placement": placement} | ({"fused_layers": num_fused} if num_fused else {})
 
 
+def _place_draft(draft: str | None, model: Any, model_name: str, placement: str) -> dict[str, Any]:
+    """Bring a draft's weights into `placement`, and return its metadata. An int8 copy stays."""
+    return model_metadata(model_name, model) | _place(
+        model, RESIDENT if draft == INT8 else placement
+    )
+
+
 def _context_remarks(target: Any) -> tuple[str, ...]:
     """What a person should know about the target's context: one sentence, or none."""
     config = text_config(target)
@@ -237,6 +237,27 @@ def _require_draft(target: str | None, draft: str | None) -> None:
             f"target {target}: name a draft for it with --draft, or use --draft {INT8} (the "
             "embedded draft serves only the embedded target)"
         )
+
+
+def _make_draft(
+    draft: str | None,
+    target: Any,
+    tokenizer: Any,
+    target_name: str,
+    device: str,
+    dtype: torch.dtype,
+    layers: Iterable[Any] | None = None,
+) -> tuple[Any, str, tuple[str, ...]]:
+    """The draft that `load_pair` was asked for, its name, and remarks; None for no draft.
+
+    Args:
+        layers: the target's layers with their weights, where the target itself has none of them.
+    """
+    if draft == INT8:
+        return self_draft(target, layers), f"{target_name} {INT8}", ()
+    if draft == NO_DRAFT:
+        return None, "", ()
+    return _load_draft(draft, target, tokenizer, device, dtype)
 
 
 def _load_draft(
@@ -273,21 +294,15 @@ def _load_offloaded_pair(
     offloaded = OffloadedTarget(target, device, dtype)
     _require_draft(target, draft)
     model, tokenizer = offloaded.model, offloaded.tokenizer
-    if draft == INT8:
-        layers = (offloaded.layer(number) for number in range(len(offloaded.layers)))
-        draft_model, draft_name = self_draft(model, layers), f"{offloaded.name} {INT8}"
-        draft_remarks: tuple[str, ...] = ()
-    elif draft == NO_DRAFT:
-        draft_model, draft_name, draft_remarks = None, "", ()
-    else:
-        draft_model, draft_name, draft_remarks = _load_draft(draft, model, tokenizer, device, dtype)
+    layers = (offloaded.layer(number) for number in range(len(offloaded.layers)))
+    draft_model, draft_name, draft_remarks = _make_draft(
+        draft, model, tokenizer, offloaded.name, device, dtype, layers
+    )
     target_metadata = model_metadata(offloaded.name, model, offloaded.weight_samples())
     metadata = {"target": target_metadata | {"placement": placement}}
-    if draft_model is not None:
-        metadata["draft"] = model_metadata(draft_name, draft_model)
     metadata["target"] |= _place_layers(offloaded, draft_model, link, memory)
     if draft_model is not None:
-        metadata["draft"] |= _place(draft_model, RESIDENT if draft == INT8 else placement)
+        metadata["draft"] = _place_draft(draft, draft_model, draft_name, placement)
     link_placement = f"streamed from {link}"
     remarks = (*_context_remarks(model), *draft_remarks)
     return Pair(model, draft_model, tokenizer, metadata, link_placement, remarks)

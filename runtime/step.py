@@ -309,6 +309,12 @@ class TreeStep:
 
     def splits_keys(self) -> bool:
         """Do all passes of a step read no keys after the tree, whatever the extent?"""
+        if self.can_split_keys is None:  # asking walks over all modules: once for a tree
+            self.can_split_keys = self._can_split_keys()
+        return self.can_split_keys and not has_failed(tree_attention.KERNELS_NAME)
+
+    def _can_split_keys(self) -> bool:
+        """What `splits_keys` says as long as attention's kernels compile."""
         tokens = max(self.tree.size, *(p.input_slots.numel() for p in self.passes), 1)
         if self.drafter and not self.drafter.splits_keys(tokens):
             return False
@@ -509,6 +515,7 @@ class TreeStep:
         self.tensors = TreeTensors.of(tree, self.device, self.target.model.dtype)
         self.index = TreeIndex.of(tree, self.device)
         self.passes: tuple[DraftPass, ...] = drafter.passes(tree, self.tensors) if drafter else ()
+        self.can_split_keys: bool | None = None
         self.num_inner_nodes = sum(draft_pass.num_parents for draft_pass in self.passes)
         # inner nodes on a looked-up spine below the last draft pass
         self.num_tail_rows = int(np.count_nonzero(tree.child_count)) - self.num_inner_nodes

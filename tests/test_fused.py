@@ -16,6 +16,7 @@ import torch
 from enumeration import CASES, Case, independent, without_replacement
 from toys import SMALL_TREES as TREES
 from toys import ToyModel
+from triton_kernels import DEVICE
 
 from sequoia_plan.artifacts import TokenTree, load_tree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, step
@@ -32,17 +33,11 @@ from sequoia_plan.runtime.verify import (
 )
 from sequoia_plan.runtime.verify.fused_verifier import FUSED_VERIFIERS, FusedVerifier
 
-pytest.importorskip(
-    "triton",
-    reason="Triton is not installed, which compiles or interprets the kernels",
-    exc_type=ImportError,
-)
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     # the interpreter computes with NumPy
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
 ]
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 interpreted = pytest.mark.skipif(
     DEVICE == "cuda", reason="kernels that are compiled cannot be changed from Python"
 )

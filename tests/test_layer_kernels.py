@@ -12,6 +12,7 @@ import pytest
 import torch
 from architectures import tiny
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton_kernels import DEVICE
 
 from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.models import attention, fused_layer, layer_operations
@@ -19,13 +20,7 @@ from sequoia_plan.runtime.models.attention import attending
 from sequoia_plan.runtime.models.fuse import fuse
 from sequoia_plan.runtime.models.fused_layer import plain_linear
 
-pytest.importorskip(
-    "triton",
-    reason="Triton is not installed, which compiles or interprets the kernels",
-    exc_type=ImportError,
-)
 pytestmark = pytest.mark.usefixtures("one_thread")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPSILON = 1e-5
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Relative to the largest number of the result; two roundings of the dtype."""

@@ -13,6 +13,7 @@ import torch
 from simulated import simulate_capture
 from toys import SMALL_TREES
 from transformers import LlamaConfig, LlamaForCausalLM
+from triton_kernels import DEVICE
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, step
@@ -22,13 +23,7 @@ from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.models import attention, tree_attention
 from sequoia_plan.runtime.models.tree_attention import can_split_keys, split_key_attention
 
-pytest.importorskip(
-    "triton",
-    reason="Triton is not installed, which compiles or interprets the kernels",
-    exc_type=ImportError,
-)
 pytestmark = pytest.mark.usefixtures("one_thread")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="is about a CPU that stands for a GPU")
 DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16, torch.float32]
 """Triton's interpreter multiplies matrices of bfloat16 wrongly."""

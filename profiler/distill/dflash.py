@@ -33,7 +33,7 @@ from sequoia_plan.profiler.distill.training import (
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.draft.checkpoint import write_dflash
 from sequoia_plan.runtime.draft.dflash_model import DFlashModel, DraftBlock
-from sequoia_plan.runtime.draft.hidden_state_draft import FULL
+from sequoia_plan.runtime.models.architecture import FULL
 
 
 class BlockBatch(NamedTuple):

@@ -42,8 +42,8 @@ from sequoia_plan.runtime.draft.checkpoint import (
     write_eagle3,
 )
 from sequoia_plan.runtime.draft.eagle_model import Eagle3, Eagle3Norms
-from sequoia_plan.runtime.draft.hidden_state_draft import FULL
 from sequoia_plan.runtime.draft.load import load_checkpoint
+from sequoia_plan.runtime.models.architecture import FULL
 
 COPYING_HEADS_LOGIT_SCALE = 1.2
 """Factor of the random projections in heads that pass a token's embedding on."""

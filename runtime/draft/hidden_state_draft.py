@@ -22,6 +22,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from sequoia_plan.runtime.base.cache import CacheLayout, TreeCache
 from sequoia_plan.runtime.base.masks import mask_as_dtype, windowed_mask
+from sequoia_plan.runtime.models.architecture import FULL, WINDOWED
 from sequoia_plan.runtime.models.attention import attending, shares_heads
 
 LAYER_CLASSES: dict[str, tuple[type, type, type]] = {
@@ -29,7 +30,6 @@ LAYER_CLASSES: dict[str, tuple[type, type, type]] = {
     "qwen3": (Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding),
 }
 """By `model_type`: transformers' decoder layer, norm and rotary embedding."""
-FULL, WINDOWED = "full_attention", "sliding_attention"
 
 
 class HiddenStateDraft(nn.Module):

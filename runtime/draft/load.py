@@ -21,12 +21,12 @@ from sequoia_plan.runtime.draft.checkpoint import (
 from sequoia_plan.runtime.draft.dflash_model import DFlashModel, DraftBlock
 from sequoia_plan.runtime.draft.eagle_model import Eagle1, Eagle3, Eagle3Norms
 from sequoia_plan.runtime.draft.hidden_state_draft import (
-    FULL,
     LAYER_CLASSES,
-    WINDOWED,
     HiddenStateDraft,
 )
 from sequoia_plan.runtime.models.architecture import (
+    FULL,
+    WINDOWED,
     decoder_layers,
     execution_device,
     text_config,

@@ -12,6 +12,8 @@ from sequoia_plan.artifacts import SequoiaPlanError
 CHANGING_ROPE = ("dynamic", "longrope")
 """Rotary embeddings that change once a sequence exceeds the length that the model was first trained
 for; keys that are cached by then would be wrong."""
+FULL, WINDOWED = "full_attention", "sliding_attention"
+"""transformers' names of layers that attend to all tokens before, and of those with a window."""
 UNLIMITED = 1 << 30
 """Stands for a length or a vocabulary that the model does not limit."""
 
@@ -123,14 +125,14 @@ def attention_window(config: Any) -> tuple[int | None, bool]:
     """
     layer_types = set(getattr(config, "layer_types", None) or ())
     layer_types |= set(getattr(config, "attention_layers", None) or ())
-    known_types = {"full_attention", "sliding_attention", "attention", "global"}
+    known_types = {FULL, WINDOWED, "attention", "global"}
     if unknown := sorted(layer_types - known_types):
         raise SequoiaPlanError(
             f"{config.model_type}: layers of kind {', '.join(unknown)} cannot branch into a tree, "
             "expected attention with a KV cache"
         )
     window: int | None = None
-    if "sliding_attention" in layer_types or not layer_types:
+    if WINDOWED in layer_types or not layer_types:
         window = getattr(config, "sliding_window", None)
     uses_window = getattr(config, "use_sliding_window", True)
     return window if uses_window else None, len(layer_types) > 1

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from sequoia_plan.runtime.base.cache import TreeCache
-from sequoia_plan.runtime.models.architecture import text_config
+from sequoia_plan.runtime.models.architecture import FULL, text_config
 from sequoia_plan.runtime.models.fused_layer import FusedLayer
 
-FULL = "full_attention"
 TOKENS = 4
 """Tokens of the pass that is compared with transformers' own."""
 

@@ -16,7 +16,9 @@ from sequoia_plan.runtime.base.cache import CacheLayout, TreeCache, round_up
 from sequoia_plan.runtime.base.masks import additive_mask, mask_as_dtype, windowed_mask
 from sequoia_plan.runtime.base.weight_stream import stream_of
 from sequoia_plan.runtime.models.architecture import (
+    FULL,
     UNLIMITED,
+    WINDOWED,
     attention_window,
     context_length,
     decoder_layers,
@@ -268,7 +270,7 @@ class TreeModel:
             return full
         windowed = windowed_mask(cache, mask, positions, slots, self.window)[None, None]
         if self.masks_by_layer_type:
-            return {"full_attention": full, "sliding_attention": windowed}
+            return {FULL: full, WINDOWED: windowed}
         return windowed
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.models.fused_layer import (
+    FUSIBLE_NORMS,
     FusedLayer,
     MakeLinear,
     can_fuse,
@@ -22,18 +24,8 @@ from sequoia_plan.runtime.models.fused_layer import (
 
 MAX_ERROR = 1e-5
 """The relative error, in float32, below which a fused layer takes the place of transformers'."""
-PARENTS = (-1, 0, 1, 1, 2, 0)
+TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 3])
 """The tree of the tokens that a layer is tried on; a token attends to its ancestors."""
-FUSIBLE_NORMS = (
-    "LlamaRMSNorm",
-    "MistralRMSNorm",
-    "MixtralRMSNorm",
-    "Qwen2RMSNorm",
-    "Qwen3RMSNorm",
-    "Qwen3MoeRMSNorm",
-    "SmolLM3RMSNorm",
-)
-"""transformers' norms that compute what `RMSNorm` computes."""
 
 
 @torch.no_grad()
@@ -63,15 +55,31 @@ def fuse(model: Any, make_linear: MakeLinear) -> int:
                 computes_the_same[kind] = fused_layer_error(layer) < MAX_ERROR
             if computes_the_same[kind]:
                 layers[number] = _fused(layer, make_linear)
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if not is_as_defined(child):
-                continue
-            if type(child) is nn.Linear:
-                setattr(module, name, make_linear(child.weight.detach(), child.bias))
-            elif type(child).__name__ in FUSIBLE_NORMS:
-                setattr(module, name, fused_norm(child, child.weight, child.weight.dtype))
+    replace_linear_layers(model, make_linear)
+    for module, name, child in _replaceable_children(model):
+        if type(child).__name__ in FUSIBLE_NORMS:
+            setattr(module, name, fused_norm(child, child.weight, child.weight.dtype))
     return num_fused_layers(model)
+
+
+def replace_linear_layers(model: Any, make_linear: MakeLinear) -> None:
+    """Replace PyTorch's linear layers in `model`, in place, by what `make_linear` makes of them.
+
+    Those with hooks stay.
+    """
+    for module, name, child in _replaceable_children(model):
+        if type(child) is nn.Linear:
+            setattr(module, name, make_linear(child.weight.detach(), child.bias))
+
+
+def _replaceable_children(model: Any) -> list[tuple[nn.Module, str, Any]]:
+    """(parent, name, module) of all modules inside `model` that have no hooks."""
+    return [
+        (module, name, child)
+        for module in model.modules()
+        for name, child in module.named_children()
+        if is_as_defined(child)
+    ]
 
 
 def num_fused_layers(model: Any) -> int:
@@ -98,12 +106,13 @@ def fused_layer_error(layer: Any) -> float:
     width, attention_width = layer.post_attention_layernorm.weight.numel(), _attention_width(layer)
     generator = torch.Generator().manual_seed(0)
     # small rows show another epsilon in a norm, large ones show values that are clipped
-    scale = torch.logspace(-3, 1, len(PARENTS))[:, None]
-    rows = torch.randn(1, len(PARENTS), attention_width, generator=generator) * scale
-    angles = torch.rand(1, len(PARENTS), original.self_attn.head_dim // 2, generator=generator)
+    scale = torch.logspace(-3, 1, TREE.size)[:, None]
+    rows = torch.randn(1, TREE.size, attention_width, generator=generator) * scale
+    angles = torch.rand(1, TREE.size, original.self_attn.head_dim // 2, generator=generator)
     angles = torch.cat((angles, angles), -1).to(device) * torch.pi
+    mask = additive_mask(torch.from_numpy(TREE.attention_mask), torch.float32).to(device)
     inputs = {
-        "attention_mask": additive_mask(_attends(), torch.float32)[None, None].to(device),
+        "attention_mask": mask[None, None],
         "position_embeddings": (angles.cos(), angles.sin()),
         "past_key_values": None,
     }
@@ -123,15 +132,6 @@ def fused_layer_error(layer: Any) -> float:
 def _attention_width(layer: Any) -> int:
     """The width of what a layer's attention reads."""
     return int(layer.self_attn.q_proj.in_features)
-
-
-def _attends() -> Tensor:
-    """bool [tokens, tokens]: which tokens of the tree of `PARENTS` a token attends to."""
-    attends = torch.eye(len(PARENTS), dtype=torch.bool)
-    for token, parent in enumerate(PARENTS):
-        if parent >= 0:
-            attends[token] |= attends[parent]
-    return attends
 
 
 def _relative_error(expected: Tensor, computed: Tensor) -> float:

@@ -20,16 +20,10 @@ from sequoia_plan.runtime.base.kernel_launch import kernel_or_tensors
 from sequoia_plan.runtime.models.attention import attend_shared_heads
 from sequoia_plan.runtime.models.layer_operations import rms_norm, rotate, runs_kernels, silu_mul
 
-FUSIBLE_LAYERS = (
-    "LlamaDecoderLayer",
-    "MistralDecoderLayer",
-    "MixtralDecoderLayer",
-    "Qwen2DecoderLayer",
-    "Qwen3DecoderLayer",
-    "Qwen3MoeDecoderLayer",
-    "SmolLM3DecoderLayer",
-)
-"""transformers' layers that compute what `FusedLayer` computes."""
+FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3")
+"""transformers' families of models whose layers and norms compute what those of this file do."""
+FUSIBLE_LAYERS = tuple(f"{family}DecoderLayer" for family in FAMILIES)
+FUSIBLE_NORMS = tuple(f"{family}RMSNorm" for family in FAMILIES)
 GATED_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 """The modules of an MLP that `FusedMLP` replaces; any other, as one of experts, stays as it is."""
 
@@ -257,16 +251,18 @@ class FusedMLP(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """float [..., width] -> float [..., width]."""
         gate_up = self.gate_up_proj(hidden_states)
-        by_tensor_operations = partial(self._gated, gate_up)
-        if isinstance(self.act_fn, SiLUActivation) and runs_kernels(gate_up):
-            gated = kernel_or_tensors("gate", partial(silu_mul, gate_up), by_tensor_operations)
-        else:
-            gated = by_tensor_operations()
-        output: Tensor = self.down_proj(gated)
+        output: Tensor = self.down_proj(self._gated(gate_up))
         return output
 
     def _gated(self, gate_up: Tensor) -> Tensor:
         """activation(gate) * up: float [..., 2 * width] -> float [..., width]."""
+        if not (isinstance(self.act_fn, SiLUActivation) and runs_kernels(gate_up)):
+            return self._gated_by_tensor_operations(gate_up)
+        by_tensor_operations = partial(self._gated_by_tensor_operations, gate_up)
+        return kernel_or_tensors("gate", partial(silu_mul, gate_up), by_tensor_operations)
+
+    def _gated_by_tensor_operations(self, gate_up: Tensor) -> Tensor:
+        """`_gated` without a kernel."""
         gate, up = gate_up.chunk(2, -1)
         gated: Tensor = self.act_fn(gate) * up
         return gated
@@ -296,14 +292,14 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """float [..., width] -> float [..., width], in the same dtype."""
-        by_tensor_operations = partial(self._normed, hidden_states)
         if not runs_kernels(hidden_states):
-            return by_tensor_operations()
+            return self._normed_by_tensor_operations(hidden_states)
         by_kernel = partial(rms_norm, hidden_states, self.weight, self.epsilon)
+        by_tensor_operations = partial(self._normed_by_tensor_operations, hidden_states)
         return kernel_or_tensors("norm", by_kernel, by_tensor_operations)
 
-    def _normed(self, hidden_states: Tensor) -> Tensor:
-        """`forward` by tensor operations."""
+    def _normed_by_tensor_operations(self, hidden_states: Tensor) -> Tensor:
+        """`forward` without a kernel."""
         x = hidden_states.float()
         root = torch.linalg.vector_norm(x, 2, -1, True).hypot_(self.root_of_epsilon)
         return torch.div(x, root).mul_(self.scale).to(hidden_states.dtype)
@@ -330,11 +326,11 @@ def _rotate(heads: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor
     Args:
         position_embeddings: cosines and sines, [batch, tokens, head_dim] each.
     """
-    if runs_kernels(heads):
-        by_kernel = partial(rotate, heads, *position_embeddings)
-        by_tensor_operations = partial(_rotate_by_tensor_operations, heads, position_embeddings)
-        return kernel_or_tensors("rotary embedding", by_kernel, by_tensor_operations)
-    return _rotate_by_tensor_operations(heads, position_embeddings)
+    if not runs_kernels(heads):
+        return _rotate_by_tensor_operations(heads, position_embeddings)
+    by_kernel = partial(rotate, heads, *position_embeddings)
+    by_tensor_operations = partial(_rotate_by_tensor_operations, heads, position_embeddings)
+    return kernel_or_tensors("rotary embedding", by_kernel, by_tensor_operations)
 
 
 def _rotate_by_tensor_operations(

@@ -198,7 +198,7 @@ def _folder_or_hub_id(source: str | None) -> str:
         source: a folder, a hub ID or a .gguf file; None for the embedded target.
     """
     if source is None:
-        return str(_convert_gguf(_embedded_gguf()))
+        return str(_convert_gguf(embedded_gguf()))
     if source.endswith(".gguf"):
         if not Path(source).is_file():
             raise SequoiaPlanError(f"{source}: no such file; expected a GGUF model")
@@ -206,7 +206,7 @@ def _folder_or_hub_id(source: str | None) -> str:
     return source
 
 
-def _embedded_gguf() -> Path:
+def embedded_gguf() -> Path:
     """The embedded target's GGUF file.
 
     Raises:

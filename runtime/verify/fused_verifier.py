@@ -211,18 +211,18 @@ class FusedVerifier:
 
         def select(goals: Tensor, counts: bool) -> Tensor:
             """The highest thresholds that leave a mass, or a count, of `goals`."""
-            found = torch.zeros_like(thresholds)
+            selected = torch.zeros_like(thresholds)
             masses = max_logits.new_empty(size, num_blocks, kernels().NUM_DIGITS.value)
             for shift in range(28, LOW_BIT.get(logits.dtype, 0) - 4, -4):
                 kernels().digit_masses[(size, num_blocks)](
-                    logits, max_logits, found, masses, shift, vocabulary, sampling.temperature,
+                    logits, max_logits, selected, masses, shift, vocabulary, sampling.temperature,
                     COUNTS=counts, **constants,
                 )  # fmt: skip
                 kernels().select_digit[(size,)](
-                    masses, goals, found, shift, num_blocks,
+                    masses, goals, selected, shift, num_blocks,
                     MAX_BLOCKS=_next_power_of_two(num_blocks), **LAUNCH,
                 )  # fmt: skip
-            return found
+            return selected
 
         if sampling.top_k:
             top_k = torch.full_like(max_logits, min(sampling.top_k, vocabulary))
