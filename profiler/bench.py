@@ -29,6 +29,7 @@ from sequoia_plan.profiler.hardware import TIME_KEYS, fingerprint
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.models.load import dtype_name
+from sequoia_plan.runtime.models.vocabulary import vocabulary_size
 from sequoia_plan.runtime.pair import MAKE_LINEAR, with_draft
 
 TITLES = {
@@ -272,11 +273,13 @@ def transformers_method(
         options: keyword arguments of `generate`, such as `assistant_model`, which choose how it
             decodes.
     """
-    target, end_tokens = pair.target, pair.end_tokens
+    target = pair.target
+    # prompt lookup in transformers 5.10 needs an end token: this one is in no text
+    end_tokens = pair.end_tokens or [vocabulary_size(target)]
     options |= sampling.for_transformers() | {
         "max_new_tokens": tokens,
-        "eos_token_id": end_tokens or None,
-        "pad_token_id": end_tokens[0] if end_tokens else None,
+        "eos_token_id": end_tokens,
+        "pad_token_id": end_tokens[0],
     }
 
     def decode(prompt: list[int], seed: int) -> PromptRun:

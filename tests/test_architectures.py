@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from architectures import (
     BOUND,
     PROMPT,
@@ -19,6 +20,7 @@ from architectures import (
     table,
     tiny,
 )
+from packaging.version import Version
 from toys import ToyModel
 
 from sequoia_plan.artifacts import SequoiaPlanError
@@ -59,6 +61,8 @@ def test_what_cannot_read_a_tree_is_refused(results, name):
 def test_the_table_in_the_docs_is_what_was_found(results):
     if len(results) < len(READS_TREES | REFUSED):
         pytest.skip("needs the tests above")
+    if Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("Gemma 2 attended by another function in older versions")
     remedy = "run: python tests/architectures.py > docs/architectures.md"
     assert DOCS.read_text() == table(results), remedy
 

@@ -69,6 +69,8 @@ def accepted(decoder, sampling):
 @pytest.fixture
 def traced(monkeypatch):
     """Decoders run the trace of their step: one graph, or an error."""
+    if torch.__version__ < (2, 8):
+        pytest.skip("torch 2.7 traces no context managers, as that around attention")
     torch._dynamo.reset()
     monkeypatch.setattr(step_module, "EXTENT_MULTIPLE", {"cpu": 1024})  # one shape, one trace
     compiled = torch.compile(TreeStep.__call__, fullgraph=True, backend="aot_eager", dynamic=False)

@@ -186,6 +186,8 @@ class _RowsLayer(CacheLayerMixin):
         """The number of positions that fit."""
         return CONTEXT
 
+    get_max_cache_shape = get_max_length  # the name in transformers 5.10
+
 
 class RowsModel:
     """The target, which reads one token of each row in a pass.
