@@ -88,6 +88,8 @@ class TreeStep:
             never waits for the host.
     """
 
+    can_split_keys: bool | None
+
     def __init__(
         self,
         target: Any,
@@ -515,7 +517,7 @@ class TreeStep:
         self.tensors = TreeTensors.of(tree, self.device, self.target.model.dtype)
         self.index = TreeIndex.of(tree, self.device)
         self.passes: tuple[DraftPass, ...] = drafter.passes(tree, self.tensors) if drafter else ()
-        self.can_split_keys: bool | None = None
+        self.can_split_keys = None
         self.num_inner_nodes = sum(draft_pass.num_parents for draft_pass in self.passes)
         # inner nodes on a looked-up spine below the last draft pass
         self.num_tail_rows = int(np.count_nonzero(tree.child_count)) - self.num_inner_nodes
