@@ -9,10 +9,11 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
+from sequoia_plan.artifacts.counts import PromptKind
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.files import read_bytes, write_atomically
 from sequoia_plan.artifacts.profile import Settings
-from sequoia_plan.artifacts.schema import Artifact, Metadata, Number, Size, field
+from sequoia_plan.artifacts.schema import Artifact, Count, Metadata, Number, Size, field
 
 
 class Spread(Artifact, frozen=True):
@@ -49,6 +50,26 @@ class Prediction(Artifact, frozen=True):
         tuple[Number, Number] | None,
         field("the same for prompts of a kind that was not profiled"),
     ] = None
+    prompts_as_mixture: Annotated[
+        Count | None,
+        field(
+            "how many of the prompts have no kind that the plan has figures for, and so count as "
+            "all profiled prompts together; missing if the plan has no figures by kind"
+        ),
+    ] = None
+
+
+class KindResult(Artifact, frozen=True):
+    """The figures of one method of decoding on the prompts of one kind."""
+
+    prompts: Annotated[Size, field("number of prompts of the kind")]
+    tokens_per_step: Annotated[Number | None, field("new tokens over passes of the target")] = None
+    speedup: Annotated[
+        Ratio | None, field("speed-up over plain decoding, with the keys of `speedup.OTHER`")
+    ] = None
+    prediction: Annotated[
+        Prediction | None, field("what the plan predicts for the kind", key="predicted")
+    ] = None
 
 
 class MethodResult(Artifact, frozen=True):
@@ -62,6 +83,7 @@ class MethodResult(Artifact, frozen=True):
         "tokens_per_second_by_prompt",
         "speedup",
         "prediction",
+        "by_kind",
     )
 
     title: Annotated[str, field("the method's name for people")]
@@ -82,6 +104,10 @@ class MethodResult(Artifact, frozen=True):
         Prediction | None,
         field("what the plan predicts; null without a tree", key="predicted", always=True),
     ] = None
+    by_kind: Annotated[
+        dict[PromptKind, KindResult],
+        field("figures by kind of prompts, for the kinds that the plan has figures for"),
+    ] = {}
 
 
 class BenchSettings(Artifact, frozen=True):

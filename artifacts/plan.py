@@ -248,6 +248,10 @@ class Plan(Artifact, frozen=True, kw_only=True):
             "recorded of the kind are decoded again on paper"
         ),
     ] = {}
+    tokens_by_kind: Annotated[
+        dict[PromptKind, TokensPerStep],
+        field("tokens a step on the same texts; missing in plans of earlier versions"),
+    ] = {}
     alternatives: Annotated[
         dict[VerifierName, Alternative],
         field(

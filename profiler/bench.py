@@ -16,10 +16,12 @@ import torch
 from msgspec import structs
 from torch import Tensor, nn
 
-from sequoia_plan.artifacts import ArgumentError, BenchResult, TokenTree
+from sequoia_plan.artifacts import ArgumentError, BenchResult, Plan, TokenTree
 from sequoia_plan.artifacts.bench_result import (
     BenchSettings,
+    KindResult,
     MethodResult,
+    Prediction,
     Ratio,
     Spread,
     TreeShape,
@@ -170,6 +172,7 @@ def compare(
     deadline: float = math.inf,
     journal: Path | None = None,
     assistant: str | None = None,
+    kinds: Sequence[str | None] = (),
 ) -> BenchResult:
     """Run the methods of decoding on the prompts, with the plan's prediction for each of ours.
 
@@ -189,6 +192,8 @@ def compare(
             continues; None keeps nothing.
         assistant: the draft of transformers' assisted generation, named as for `load_pair`; None
             for the pair's.
+        kinds: the kind of each prompt, None where it has none; empty if none has one. If the plan
+            has figures by kind, the tree's are predicted for the kinds of the prompts.
     """
     chosen, models = set(only or TITLES), pair.metadata
     transformers_pair = pair
@@ -224,6 +229,11 @@ def compare(
             }
             prediction = structs.replace(prediction, **intervals)
         figures[name] = structs.replace(figures[name], prediction=prediction)
+        if prediction.speedup and method_tree == tree and tree.plan.speedup_by_kind:
+            kinds_decoded = list(kinds or [None] * len(prompts))[: len(runs[name])]
+            figures[name] = predicted_by_kind(
+                figures[name], tree.plan, kinds_decoded, runs[name], runs.get("plain")
+            )
     num_prompts = len(next(iter(runs.values())))
     dtype = dtype_name(pair.target.dtype)
     return BenchResult(
@@ -233,6 +243,57 @@ def compare(
         methods=figures,
         tree=TreeShape(tree.size, tree.depth, tuple(tree.level_widths.tolist())),
     )
+
+
+def predicted_by_kind(
+    result: MethodResult,
+    plan: Plan,
+    kinds: Sequence[str | None],
+    runs: Sequence[PromptRun],
+    plain_runs: Sequence[PromptRun] | None,
+) -> MethodResult:
+    """A method's result with what the plan predicts for exactly these prompts, and kind by kind.
+
+    Predictions combine prompts as measured figures do. The speed-up is the median over prompts,
+    where each prompt is taken to have its kind's speed-up. Tokens a step are all new tokens over
+    all steps, where each prompt is taken to yield its kind's tokens a step. A prompt of no kind
+    that the plan has figures for counts as all profiled prompts together. What prompts of one kind
+    differ in is not known to the plan, and is left out.
+
+    Args:
+        result: the figures of the method, with the prediction for all profiled prompts together.
+        plan: the plan of the method's tree, with `speedup_by_kind`.
+        kinds: the kind of each prompt; None for a prompt without one.
+        runs: the method's runs, one a prompt.
+        plain_runs: those of plain decoding; None if it was not measured.
+    """
+    mixture = result.prediction or Prediction()
+    by_kind = {}
+    for kind in dict.fromkeys(kinds):
+        if kind not in plan.speedup_by_kind:
+            continue
+        chosen = [i for i, other in enumerate(kinds) if other == kind]
+        kind_runs = [runs[i] for i in chosen]
+        by_kind[kind] = KindResult(
+            prompts=len(chosen),
+            tokens_per_step=_tokens_per_step(kind_runs),
+            speedup=_speedup(kind_runs, [plain_runs[i] for i in chosen]) if plain_runs else None,
+            prediction=Prediction(plan.tokens_by_kind.get(kind), plan.speedup_by_kind[kind]),
+        )
+    prediction = structs.replace(mixture, prompts_as_mixture=len(kinds))
+    if by_kind:  # the mixture's intervals do not hold for these prompts
+        speedups = [plan.speedup_by_kind.get(kind or "", mixture.speedup) for kind in kinds]
+        tokens = mixture.tokens_per_step
+        if tokens and plan.tokens_by_kind:
+            step_tokens = [plan.tokens_by_kind.get(kind or "", tokens) for kind in kinds]
+            new_tokens = np.array([run.tokens for run in runs])
+            tokens = float(new_tokens.sum() / (new_tokens / step_tokens).sum())
+        prediction = Prediction(
+            tokens,
+            float(np.median(np.array(speedups, float))),
+            prompts_as_mixture=sum(kind not in by_kind for kind in kinds),
+        )
+    return structs.replace(result, prediction=prediction, by_kind=by_kind)
 
 
 def sequoia_method(

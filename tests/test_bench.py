@@ -27,6 +27,7 @@ from sequoia_plan.artifacts import (
 )
 from sequoia_plan.artifacts.bench_result import BenchSettings, Prediction, Ratio, TreeShape
 from sequoia_plan.artifacts.cost import expected_tokens, prediction_for
+from sequoia_plan.artifacts.plan import MatchPlan
 from sequoia_plan.planner import cli, solve
 from sequoia_plan.planner.report.bench_table import finding, print_table, run_labels
 from sequoia_plan.planner.report.html import INK, LINE
@@ -38,6 +39,7 @@ from sequoia_plan.profiler.bench import (
     bench,
     compare,
     make_methods,
+    predicted_by_kind,
     summary,
     with_full_vocabulary,
 )
@@ -673,3 +675,137 @@ def test_the_tree_under_test_carries_its_plans_interval(models):
     assert prediction.interval == plan.plan.interval.predicted_speedup
     assert prediction.interval_new_kind == plan.plan.interval_new_kind.predicted_speedup
     assert found.methods["plain"].prediction.interval is None
+
+
+KINDS_PLAN = Plan(
+    speedup_by_kind={"copy": 3.0, "chat": 1.2}, tokens_by_kind={"copy": 6.0, "chat": 2}
+)
+MIXTURE = Prediction(4.0, 2.0, (1.9, 2.1), (1.0, 3.0))
+
+
+def decoded_by_kind(kinds, plan=KINDS_PLAN):
+    """The tree's result on prompts of these kinds, each as fast as its kind and as long as its
+    number in the list says; with the mixture's prediction until the kinds are known."""
+    new_tokens = [30 * (number + 1) for number in range(len(kinds))]
+    plain = [PromptRun(n, n, float(n), 0, 0.0) for n in new_tokens]
+    speedups = [plan.speedup_by_kind.get(kind, 2.0) for kind in kinds]
+    steps = [
+        n // plan.tokens_by_kind.get(kind, 4.0) for n, kind in zip(new_tokens, kinds, strict=True)
+    ]
+    ours = [
+        PromptRun(n, int(passes), n / speedup, 0, 0.0)
+        for n, passes, speedup in zip(new_tokens, steps, speedups, strict=True)
+    ]
+    result = replace(summary({"plain": plain, "sequoia": ours})["sequoia"], prediction=MIXTURE)
+    return predicted_by_kind(result, plan, kinds, ours, plain)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "speedup", "tokens", "num_as_mixture"),
+    [
+        (["copy"], 3.0, 6.0, 0),
+        (["copy", "chat", "chat"], 1.2, 180 / (30 / 6 + 150 / 2), 0),
+        (["chat", "copy"], 2.1, 90 / (30 / 2 + 60 / 6), 0),
+        (["copy", "copy", None], 3.0, 180 / (90 / 6 + 90 / 4), 1),
+        (["copy", "poem", None], 2.0, 180 / (30 / 6 + 150 / 4), 2),
+    ],
+)
+def test_the_promise_is_that_of_the_prompts_kinds(kinds, speedup, tokens, num_as_mixture):
+    """Prompts that are as their kinds promise are measured exactly as predicted, which the
+    mixture's figures are not; and the mixture's intervals are not claimed for them."""
+    result = decoded_by_kind(kinds)
+    prediction = result.prediction
+    assert prediction == Prediction(
+        prediction.tokens_per_step, prediction.speedup, prompts_as_mixture=num_as_mixture
+    )
+    assert prediction.speedup == pytest.approx(speedup)
+    assert prediction.tokens_per_step == pytest.approx(tokens)
+    assert result.prediction.speedup == pytest.approx(result.speedup["plain"].median, rel=1e-3)
+    if num_as_mixture == 0:
+        assert result.prediction.tokens_per_step == pytest.approx(result.tokens_per_step, rel=1e-3)
+        assert result.tokens_per_step != pytest.approx(MIXTURE.tokens_per_step, rel=0.05)
+    assert list(result.by_kind) == [
+        kind for kind in dict.fromkeys(kinds) if kind in ("copy", "chat")
+    ]
+    for kind, figures in result.by_kind.items():
+        assert figures.prompts == kinds.count(kind)
+        assert figures.speedup.median == pytest.approx(KINDS_PLAN.speedup_by_kind[kind], rel=1e-3)
+        assert figures.tokens_per_step == figures.prediction.tokens_per_step
+        assert figures.prediction.speedup == KINDS_PLAN.speedup_by_kind[kind]
+
+
+def test_prompts_of_no_known_kind_have_the_mixtures_promise():
+    result = decoded_by_kind(["poem", None])
+    assert result.prediction == replace(MIXTURE, prompts_as_mixture=2)
+    assert result.by_kind == {}
+
+
+def test_a_plan_without_tokens_by_kind_predicts_the_speed_alone():
+    result = decoded_by_kind(["copy", "chat"], replace(KINDS_PLAN, tokens_by_kind={}))
+    assert result.prediction == Prediction(4.0, 2.1, prompts_as_mixture=0)
+    assert [figures.prediction.tokens_per_step for figures in result.by_kind.values()] == [None] * 2
+
+
+@pytest.mark.parametrize(
+    ("kinds", "note", "is_listed"),
+    [
+        (["copy", "chat[/b]"], "predicted for our tree: from the kind of each prompt\n", True),
+        (["copy", "copy"], "predicted for our tree: from the kind of each prompt\n", False),
+        (["copy", "poem"], "of each prompt, and for 1 of 2 from all profiled prompts", False),
+        ([None, "poem"], "predicted for our tree: from all profiled prompts together, b", False),
+    ],
+)
+def test_bench_says_for_which_prompts_it_predicts(kinds, note, is_listed, capsys):
+    """And lists kinds if there are several, names as they are; not one line more without kinds."""
+    by_kind = {"copy": 3.0, "chat[/b]": 1.2}
+    plan = Plan(speedup_by_kind=by_kind, tokens_by_kind={"copy": 6.0, "chat[/b]": 2})
+    result = figures_of(TREE, sequoia=1.5)
+    print_table(result)
+    assert "predicted for" not in capsys.readouterr().out
+    result = replace(result, settings=replace(result.settings, prompts=2))
+    result.methods["sequoia"] = decoded_by_kind(kinds, plan)
+    print_table(result)
+    text = capsys.readouterr().out
+    assert note in text
+    rows = [line.split() for line in text.splitlines()]
+    assert (["copy", "1", "3.00x", "3.00x", "6.00", "6.00"] in rows) == is_listed
+    assert (["chat[/b]", "1", "1.20x", "1.20x", "2.00", "2.00"] in rows) == is_listed
+
+
+def test_only_the_tree_under_test_is_predicted_by_kind(models, tmp_path):
+    """Through compare and the file: the tree by match, and not plain decoding or the tree alone."""
+    latency = Latency({1: 0.04, 8: 0.05}, {1: 0.002, 8: 0.003})
+    classes = tuple(
+        MatchPlan(length, 0.5, (0.5, 0.25), expected_tokens(TREE, [0.5, 0.25]), 0.06)
+        for length in (0, 2)
+    )
+    plan = replace(KINDS_PLAN, acceptance=(0.5, 0.25), latency=latency, by_match=classes)
+    tree = TokenTree(TREE.parents, plan, by_match={2: TokenTree(TREE.parents, looks_up=True)})
+    trees = bench_trees(tree, "sequoia")
+    names = ["plain", "tree", "sequoia"]
+
+    def found(kinds, tree=tree):
+        prompts = [[1, 2, 3], [4, 5], [6, 7]]
+        return compare(
+            models, lambda: models, tree, trees, Sampling(), prompts, 4, names, kinds=kinds
+        )
+
+    result = found(["copy", "copy", "chat"])
+    ours = result.methods["sequoia"]
+    assert ours.prediction.speedup == 3.0 and ours.prediction.prompts_as_mixture == 0
+    assert {kind: figures.prompts for kind, figures in ours.by_kind.items()} == {
+        "copy": 2,
+        "chat": 1,
+    }
+    assert result.methods["plain"].prediction == Prediction(1.0, 1.0)
+    assert result.methods["tree"].prediction == Prediction()
+    result.save(tmp_path / "found.json")
+    assert BenchResult.load(tmp_path / "found.json") == result
+    mixture = prediction_for(tree, "sequoia", plan)
+    assert mixture.speedup and mixture.speedup != 3.0
+    for kinds in ((), [None, "poem", None]):
+        ours = found(kinds).methods["sequoia"]
+        assert ours.prediction == replace(mixture, prompts_as_mixture=3) and not ours.by_kind
+    old = TokenTree(tree.parents, replace(plan, speedup_by_kind={}), by_match=tree.by_match)
+    ours = found(["copy", "copy", "chat"], old).methods["sequoia"]
+    assert ours.prediction == mixture and not ours.by_kind

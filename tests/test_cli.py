@@ -79,6 +79,7 @@ def test_solve_json_is_the_contract(run):
         "tree_speedup",
         "replayed_speedup",
         "speedup_by_kind",
+        "tokens_by_kind",
     }
     tree = load_tree("tree.safetensors")
     assert tree.parents.tolist() == answer["parents"]

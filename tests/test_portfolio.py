@@ -365,6 +365,10 @@ def test_each_kind_of_prompts_has_a_speedup_of_its_own(tmp_path):
     lookup = structs.replace(profile.lookup, texts={"only": (text,) * 3})
     alone = solve(structs.replace(profile, kinds={"only": profile.levels}, lookup=lookup), 16, 10)
     assert alone.plan.speedup_by_kind == {"only": pytest.approx(alone.replayed_speedup, rel=1e-4)}
+    # a step of the texts takes as long as the plan says, so tokens differ as the speeds do
+    replayed_tokens = alone.plan.expected_tokens * alone.replayed_speedup
+    replayed_tokens /= alone.plan.predicted_speedup
+    assert alone.plan.tokens_by_kind == {"only": pytest.approx(replayed_tokens, rel=1e-4)}
     copied = write_positions([Position(2, run) for run in range(60, 0, -1)])
     different = write_positions([Position(0, 0)] * 60)
     half = tuple(
@@ -377,6 +381,8 @@ def test_each_kind_of_prompts_has_a_speedup_of_its_own(tmp_path):
     tree = solve(structs.replace(profile, levels=levels, kinds=by_kind, lookup=lookup), 16, 10).tree
     by_kind = tree.plan.speedup_by_kind
     assert by_kind["others"] < tree.plan.predicted_speedup < by_kind["copies"]
+    tokens = tree.plan.tokens_by_kind
+    assert 1 <= tokens["others"] < tree.plan.expected_tokens < tokens["copies"]
     save_tree(tree, tmp_path / "tree")
     assert load_tree(tmp_path / "tree").plan == tree.plan
     lines = list(describe_plan(tree.plan))

@@ -37,6 +37,7 @@ TABLES: dict[str, tuple[type[Artifact], str]] = {
     "bench.contenders": (bench_result.MethodResult, "contenders.NAME"),
     "bench.speedup": (bench_result.Ratio, "contenders.NAME.speedup.OTHER"),
     "bench.predicted": (bench_result.Prediction, "contenders.NAME.predicted"),
+    "bench.by_kind": (bench_result.KindResult, "contenders.NAME.by_kind.KIND"),
     "bench.breakdown": (bench_result.Breakdown, "breakdown"),
     "engine": (engine_plan.EnginePlan, ""),
     "engine.acceptance": (engine_plan.ChainAcceptance, "acceptance"),

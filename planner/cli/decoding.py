@@ -215,20 +215,20 @@ def bench(
     from sequoia_plan.artifacts import BenchResult, load_tree
     from sequoia_plan.artifacts.bench_result import Breakdown
     from sequoia_plan.artifacts.files import write_atomically
-    from sequoia_plan.artifacts.prompts import held_out_half, load
+    from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load
     from sequoia_plan.planner.report.bench_table import print_table
     from sequoia_plan.planner.solving.baselines import bench_trees
     from sequoia_plan.profiler.bench import check_names, compare
     from sequoia_plan.profiler.breakdown import breakdown
     from sequoia_plan.profiler.journal import discard, exclusive, journal_of
-    from sequoia_plan.profiler.prompts import check_lengths, encode, held_out
+    from sequoia_plan.profiler.prompts import check_lengths, encode
     from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL
 
     check_outputs(output, report, tree_file, prompts, *earlier)
     if output:
         click.get_current_context().with_resource(exclusive(output))
     check_names(only)
-    own_prompts = load(prompts) if prompts else None
+    all_prompts = load(prompts or BUILT_IN)
     tree = load_tree(tree_file)
     sampling = read_sampling(sampling_values, tree.plan.settings)
     earlier_results = [BenchResult.load(path) for path in earlier]
@@ -237,13 +237,10 @@ def bench(
         assistant = LANGUAGE_MODEL
     pair = load_pair(target, draft, device, dtype, offload, memory)
     warn_if_foreign(tree.plan, pair)
-    if prompts and own_prompts:
-        check_lengths(prompts, own_prompts, pair)
-    if own_prompts is None:
-        token_ids = held_out(pair.tokenizer, limit)
-    else:
-        half = held_out_half(own_prompts)[:limit]
-        token_ids = [encode(pair.tokenizer, prompt.text) for prompt in half]
+    if prompts:
+        check_lengths(prompts, all_prompts, pair)
+    half = held_out_half(all_prompts)[:limit]
+    token_ids = [encode(pair.tokenizer, prompt.text) for prompt in half]
 
     journal = journal_of(output) if output else None
     with progress("bench", len(token_ids)) as on_prompt:
@@ -262,6 +259,7 @@ def bench(
             on_prompt,
             journal=journal,
             assistant=assistant,
+            kinds=[prompt.kind for prompt in half],
         )
     figures = breakdown(pair, tree, sampling)
     rounded_figures = {name: round(figure, 6) for name, figure in figures.items()}

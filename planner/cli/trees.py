@@ -138,6 +138,7 @@ def solve(
                 **{key: plan_values.get(key) for key in PLAN_KEYS},
                 "tree_speedup": plan.tree_speedup,
                 "speedup_by_kind": plan.speedup_by_kind,
+                "tokens_by_kind": plan.tokens_by_kind,
                 "replayed_speedup": solution.replayed_speedup,
                 "by_match": _by_match(tree),
                 "parents": tree.parents.tolist(),

@@ -286,6 +286,54 @@ def _row(name: str, method: MethodResult, references: Sequence[str], brief: bool
     return cells
 
 
+def predicted_for_text(result: BenchResult) -> str:
+    """Which prompts the tree's figures were predicted for; empty if its plan knows no kinds."""
+    method = _predicted_by_kind(result)
+    prediction = method.prediction if method else None
+    num_others = prediction.prompts_as_mixture if prediction else None
+    if num_others is None:
+        return ""
+    num_prompts = result.settings.prompts
+    if num_others == 0:
+        return "predicted for our tree: from the kind of each prompt"
+    source = "from all profiled prompts together"
+    if num_others < num_prompts:
+        source = f"from the kind of each prompt, and for {num_others} of {num_prompts} {source}"
+    return f"predicted for our tree: {source}, because the plan lacks the kind"
+
+
+def kind_table(result: BenchResult) -> tuple[list[str], list[list[str]]]:
+    """Column titles and a row of cells for each kind of prompts that the tree's plan knows."""
+    columns = ["", "prompts", "over plain", "predicted", "tokens a step", "predicted"]
+    rows = []
+    method = _predicted_by_kind(result)
+    for kind, figures in (method.by_kind if method else {}).items():
+        prediction = figures.prediction or Prediction()
+        rows.append(
+            [
+                kind,
+                str(figures.prompts),
+                _number_text(figures.speedup.median if figures.speedup else None, "x"),
+                _number_text(prediction.speedup, "x"),
+                _number_text(figures.tokens_per_step),
+                _number_text(prediction.tokens_per_step),
+            ]
+        )
+    return columns, rows
+
+
+def _predicted_by_kind(result: BenchResult) -> MethodResult | None:
+    """The fastest method with the tree that was predicted by kind; None if the plan knows none."""
+    methods = [
+        method
+        for name, method in result.methods.items()
+        if name in TREE_METHODS
+        and method.prediction
+        and method.prediction.prompts_as_mixture is not None
+    ]
+    return max(methods, key=lambda method: method.tokens_per_second.median, default=None)
+
+
 def _number_text(value: float | None, unit: str = "") -> str:
     """A number with two decimals and its unit, as "1.30x"; "-" for None."""
     return "-" if value is None else f"{value:.2f}{unit}"
@@ -297,7 +345,6 @@ def print_table(result: BenchResult) -> None:
     The table has fewer columns where the terminal is narrow.
     """
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(highlight=False)
     if not console.is_terminal:  # a file or a pipe takes lines as wide as the whole table
@@ -307,18 +354,31 @@ def print_table(result: BenchResult) -> None:
     references = [name for name in possible_references if name in result.methods]
     columns, rows = table(result, references, brief)
     console.print(settings_text(result), markup=False)
+    console.print(_rich_table(columns, rows))
+    note = "tokens/s: median over prompts" + ("" if brief else " and quartiles")
+    if references:
+        ratios = "median of ratios prompt by prompt and its 95 % interval"
+        note = f"over {' and '.join(references)}: {ratios}; {note}"
+    console.print(note)
+    if kinds_note := predicted_for_text(result):
+        console.print(kinds_note)
+    kind_columns, kind_rows = kind_table(result)
+    if len(kind_rows) > 1:
+        console.print(_rich_table(kind_columns, kind_rows))
+    sentences = [text for text in (finding(result), step_parts_text(result)) if text]
+    console.print(" ".join(sentences), markup=False)
+
+
+def _rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+    """A table for the terminal, whose first column is text and whose others are numbers."""
+    from rich.markup import escape
+    from rich.table import Table
+
     rich_table = Table(box=None, pad_edge=False)
     for column in columns:
         title = column.replace("tokens a step", "tokens\na step")
         justify: Any = "right" if column else "left"
         rich_table.add_column(title, justify=justify, no_wrap=bool(column))
     for row in rows:
-        rich_table.add_row(*row)
-    console.print(rich_table)
-    note = "tokens/s: median over prompts" + ("" if brief else " and quartiles")
-    if references:
-        ratios = "median of ratios prompt by prompt and its 95 % interval"
-        note = f"over {' and '.join(references)}: {ratios}; {note}"
-    console.print(note)
-    sentences = [text for text in (finding(result), step_parts_text(result)) if text]
-    console.print(" ".join(sentences), markup=False)
+        rich_table.add_row(*map(escape, row))
+    return rich_table

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,8 +26,20 @@ from sequoia_plan.planner.solving.portfolio import (
 from sequoia_plan.planner.solving.replay import recorded_texts
 
 
-def speedup_by_kind(profile: Profile, tree: TokenTree, times: StepTime) -> dict[str, float]:
-    """The speed-up over plain decoding for each kind of the profile's prompts.
+class KindFigures(NamedTuple):
+    """What decoding a kind's recorded texts again comes to.
+
+    Args:
+        speedup: over plain decoding.
+        tokens_per_step: tokens of the texts for each step.
+    """
+
+    speedup: float
+    tokens_per_step: float
+
+
+def figures_by_kind(profile: Profile, tree: TokenTree, times: StepTime) -> dict[str, KindFigures]:
+    """The speed-up over plain decoding and the tokens a step for each kind of profiled prompts.
 
     Args:
         profile: the measurements.
@@ -42,15 +54,18 @@ def speedup_by_kind(profile: Profile, tree: TokenTree, times: StepTime) -> dict[
         return {}
     problems = match_problems(profile)
     trees = tuple(tree.for_match(problem.match_length) for problem in problems)
-    speedups = {}
+    figures = {}
     for kind, texts in lookup.texts.items():
         kind_texts = recorded_texts(LookupCounts(lookup.classes, {kind: texts}))
         if kind_texts and kind in profile.kinds:
             ratios = _acceptance_ratios(profile.kinds[kind], profile.levels)
             of_kind = [_for_kind(problem, ratios) for problem in problems]
             recording = Recording(kind_texts, counted_shares(lookup), of_kind, times)
-            speedups[kind] = recording.decode(trees).speed * times.plain_seconds()
-    return speedups
+            decoded = recording.decode(trees)
+            # a step yields a token at least, and less is rounding
+            tokens_per_step = max(1.0, decoded.tokens_per_step or 1.0)
+            figures[kind] = KindFigures(decoded.speed * times.plain_seconds(), tokens_per_step)
+    return figures
 
 
 def _acceptance_ratios(kind: Sequence[LevelCounts], levels: Sequence[LevelCounts]) -> Floats:

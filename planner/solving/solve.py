@@ -33,7 +33,7 @@ from sequoia_plan.planner.solving.frontier import (
     check_input,
     pick_solver,
 )
-from sequoia_plan.planner.solving.kinds import speedup_by_kind
+from sequoia_plan.planner.solving.kinds import figures_by_kind
 from sequoia_plan.planner.solving.noise import SolvedTree, intervals
 from sequoia_plan.planner.solving.portfolio import Limits, solve_portfolio
 from sequoia_plan.planner.solving.replay import MAX_RUN
@@ -166,8 +166,12 @@ def solve(
     assert best.profile is not None and best.times is not None
     limits = Limits(budget, min(depth, MAX_RUN), problem.depth, branching)
     solved = solve_portfolio(best.profile, best.tree, best.times, limits, plan)
-    by_kind = speedup_by_kind(best.profile, solved.tree, best.times)
-    plan = replace(solved.tree.plan, speedup_by_kind=by_kind)
+    by_kind = figures_by_kind(best.profile, solved.tree, best.times)
+    plan = replace(
+        solved.tree.plan,
+        speedup_by_kind={kind: figures.speedup for kind, figures in by_kind.items()},
+        tokens_by_kind={kind: figures.tokens_per_step for kind, figures in by_kind.items()},
+    )
     tree = TokenTree(solved.tree.parents, plan, by_match=solved.tree.by_match)
     return Solution(tree, time.perf_counter() - started, solved.replayed_speedup)
 
