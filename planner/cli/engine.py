@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sequoia_plan.planner.cli.options import check_outputs, json_option, options
+from sequoia_plan.planner.cli.options import Decorator, check_outputs, json_option, options
 from sequoia_plan.planner.cli.terminal import print_json, status
 
 if TYPE_CHECKING:
@@ -72,6 +72,38 @@ plan_options = options(
 )
 
 
+def workload_options(min_prompts: int) -> Decorator:
+    """The options of what an engine decodes to be measured.
+
+    Args:
+        min_prompts: the smallest value of --limit.
+    """
+    return options(
+        click.option("--prompts", metavar="FILE", type=click.Path(), help=PROMPTS_HELP),
+        click.option(
+            "--limit",
+            type=click.IntRange(min=min_prompts),
+            default=48,
+            show_default=True,
+            help=LIMIT_HELP,
+        ),
+        click.option(
+            "--tokens",
+            type=click.IntRange(min=4),
+            default=64,
+            show_default=True,
+            help="New tokens a prompt, at most.",
+        ),
+        click.option(
+            "--temperature",
+            type=click.FloatRange(min=0),
+            default=0.0,
+            show_default=True,
+            help=TEMPERATURE_HELP,
+        ),
+    )
+
+
 @click.group()
 def engine() -> None:
     """Plan for another engine: the best number of speculative tokens for each batch size."""
@@ -81,22 +113,7 @@ def engine() -> None:
 @click.option("--target", metavar="ID|DIR", help="Target model, as vLLM is given it.")
 @click.option("--draft", metavar="ID|DIR", help="Draft model, as vLLM is given it.")
 @click.option("--method", default="draft_model", show_default=True, help=METHOD_HELP)
-@click.option("--prompts", metavar="FILE", type=click.Path(), help=PROMPTS_HELP)
-@click.option("--limit", type=click.IntRange(min=1), default=48, show_default=True, help=LIMIT_HELP)
-@click.option(
-    "--tokens",
-    type=click.IntRange(min=4),
-    default=64,
-    show_default=True,
-    help="New tokens a prompt, at most.",
-)
-@click.option(
-    "--temperature",
-    type=click.FloatRange(min=0),
-    default=0.0,
-    show_default=True,
-    help=TEMPERATURE_HELP,
-)
+@workload_options(min_prompts=1)
 @click.option("--python", metavar="PATH", help=PYTHON_HELP)
 @click.option("--engine-args", metavar="JSON", help=ENGINE_ARGS_HELP)
 @click.option("--speculative-args", metavar="JSON", help=SPECULATIVE_ARGS_HELP)
