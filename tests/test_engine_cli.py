@@ -155,6 +155,7 @@ def test_a_plan_by_context_has_a_part_for_each(plan_by_context):
             assert f"batch {batch}, context {context}: " in output
     assert html.count("<svg") == 4
     assert all(line in output for choice in plan.by_context for line in choice.lines)
+    assert "…" not in output  # no figure of the table is cut off
 
 
 def test_settings_of_a_plan_by_context(run, plan_by_context):

@@ -17,6 +17,8 @@ COLUMNS = (
     "measured",
     "over K=0",
 )
+MAX_TABLE_WIDTH = 200
+"""Columns of the terminal that a table may take: a wider one is wrapped by it, not cut off."""
 COLUMNS_NOTE = "K: speculative tokens; predicted, measured: generated tokens a second"
 
 
@@ -205,7 +207,8 @@ def print_plan(plan: EnginePlan) -> None:
         table.add_column(name, no_wrap=True, justify="right", min_width=len(name))
     for is_best, texts in table_rows(plan, compares_parts=False):
         table.add_row(*texts, style="bold" if is_best else None)
-    console.print(table)
+    full_width = console.measure(table, options=console.options.update(width=MAX_TABLE_WIDTH))
+    Console(highlight=False, width=max(console.width, full_width.maximum)).print(table)
     note = COLUMNS_NOTE
     if any(not cell.is_timed for cell in plan.cells):
         note += "; ~: on the line through two measured times"
