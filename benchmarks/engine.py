@@ -10,8 +10,8 @@ decoding, since seven engines do not fit in memory. The engine with the plan's s
 Each run is saved beside the output, and a benchmark that was stopped continues from there. vLLM's
 environment variables are taken as they are set.
 
-With `--context 256,2048` the grid has the contexts as its third axis, and fewer lengths and batch
-sizes. It is saved at its end only.
+With `--context 256,2048` the grid has the contexts as its third axis, and fewer lengths, batch
+sizes and prompts. Of this grid only the plan is saved before its end.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ NUM_PROMPTS = 48
 NUM_TOKENS = 32
 """New tokens of a prompt."""
 CONTEXT_BATCHES = [1, 4]
-CONTEXT_MAX_LENGTH = 2
+CONTEXT_MAX_LENGTH = 1
 CONTEXT_REPEATS = 2
-"""The grid's axes and repeats with contexts."""
+CONTEXT_NUM_PROMPTS = 24, 8
+"""The grid with contexts: prompts to measure on, and to verify on."""
 ENGINE_OPTIONS = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -127,17 +128,22 @@ class Benchmark:
         """Returns the plan in the journal; measures and saves it if there is none."""
         if self.state["plan"] is None:
             with self.pool({}) as pool:
-                plan = self.new_plan(pool, BATCHES, MAX_LENGTH, [0])
+                plan = self.new_plan(pool, BATCHES, MAX_LENGTH, NUM_PROMPTS, [0])
             self.state["plan"] = plan.to_dict()
             self.save()
         return EnginePlan.from_dict(self.state["plan"], "plan")
 
     def new_plan(
-        self, pool: vllm.EnginePool, batches: list[int], max_length: int, contexts: list[int]
+        self,
+        pool: vllm.EnginePool,
+        batches: list[int],
+        max_length: int,
+        num_prompts: int,
+        contexts: list[int],
     ) -> EnginePlan:
         """Measures a plan."""
         acceptance, steps, seconds = planning.measure(
-            pool, batches, max_length, range(NUM_PROMPTS), contexts=contexts
+            pool, batches, max_length, range(num_prompts), contexts=contexts
         )
         return planning.make_plan(
             acceptance,
@@ -153,12 +159,19 @@ class Benchmark:
 
     def contexts(self, contexts: list[int]) -> EnginePlan:
         """Measures a plan by context, and then the whole grid on the other prompts."""
+        num_measuring, num_verifying = CONTEXT_NUM_PROMPTS
         with self.pool({}, max(contexts)) as pool:
-            plan = self.new_plan(pool, CONTEXT_BATCHES, CONTEXT_MAX_LENGTH, contexts)
+            if self.state["plan"] is None:
+                plan = self.new_plan(
+                    pool, CONTEXT_BATCHES, CONTEXT_MAX_LENGTH, num_measuring, contexts
+                )
+                self.state["plan"] = plan.to_dict()
+                self.save()
+            plan = EnginePlan.from_dict(self.state["plan"], "plan")
             kinds = [
                 StepKind(cell.batch, cell.speculative_tokens, cell.context) for cell in plan.cells
             ]
-            runs = planning.run_cells(pool, kinds, self.held_out, CONTEXT_REPEATS)
+            runs = planning.run_cells(pool, kinds, self.held_out[:num_verifying], CONTEXT_REPEATS)
         return planning.add_measurements(plan, runs)
 
     def measure(self, group: EngineGroup, repeat: int) -> None:
@@ -226,6 +239,7 @@ def main() -> None:
         plan = benchmark.contexts([int(context) for context in arguments.context.split(",")])
         document = context_report(plan, time.perf_counter() - start_time)
         write_atomically(arguments.output, (json.dumps(document, indent=1) + "\n").encode())
+        journal.unlink()
         return
     plan = benchmark.plan()
     groups = [EngineGroup("grid", lengths, {}) for lengths in GROUPS]
