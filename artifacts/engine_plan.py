@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from msgspec import Meta
+from msgspec.structs import replace
 
 from sequoia_plan.artifacts import yaml_text
 from sequoia_plan.artifacts.errors import SequoiaPlanError
@@ -25,6 +26,10 @@ CountsByPosition = Annotated[
 ]
 PositiveShare = Annotated[float, Meta(gt=0, le=1, title="a number > 0 and <= 1")]
 AtLeastOne = Annotated[float, Meta(ge=1, title="a number >= 1")]
+Context = Annotated[
+    Count,
+    field("tokens of every prompt that is decoded; 0 if prompts are decoded as they are"),
+]
 
 
 class ChainAcceptance(Artifact, frozen=True):
@@ -86,6 +91,7 @@ class StepSeconds(Artifact, frozen=True):
         Number, field("relative standard error of that, from the spread of rounds", always=True)
     ] = 0.0
     steps: Annotated[Count, field("steps that were timed in all rounds", always=True)] = 0
+    context: Context = 0
 
 
 class MeasuredCell(Artifact, frozen=True):
@@ -130,6 +136,7 @@ class Cell(Artifact, frozen=True):
             "`p-min 0.6`; empty if there is none"
         ),
     ] = ""
+    context: Context = 0
     measured: Annotated[MeasuredCell | None, field("what `--verify` measured")] = None
 
 
@@ -148,6 +155,17 @@ CellList = Annotated[tuple[Cell, ...], Meta(title="a list of mappings")]
 Schedule = Annotated[tuple[ScheduleEntry, ...], Meta(title="a list of mappings")]
 
 
+class ContextChoice(Artifact, frozen=True):
+    """What is best at one length of the context."""
+
+    context: Annotated[Size, field("tokens of every prompt that is decoded")]
+    schedule: Annotated[Schedule, field("the best number of tokens by batch size")]
+    lines: Annotated[tuple[str, ...], field("options to start the engine with")] = ()
+
+
+ContextChoices = Annotated[tuple[ContextChoice, ...], Meta(title="a list of mappings")]
+
+
 class EnginePlan(Artifact, frozen=True):
     """A plan for an engine that drafts chains."""
 
@@ -163,6 +181,7 @@ class EnginePlan(Artifact, frozen=True):
         "cells",
         "schedule",
         "lines",
+        "by_context",
         "seconds",
         "tool",
     )
@@ -188,22 +207,54 @@ class EnginePlan(Artifact, frozen=True):
     cells: Annotated[CellList, field("predictions by batch size and number of tokens")] = ()
     schedule: Annotated[Schedule, field("the best number of tokens by batch size")] = ()
     lines: Annotated[tuple[str, ...], field("options to start the engine with")] = ()
+    by_context: Annotated[
+        ContextChoices,
+        field("`schedule` and `lines` for each context of the cells; these two are empty then"),
+    ] = ()
     seconds: Annotated[Number, field("seconds that measuring took")] = 0.0
     tool: Annotated[str, field("name and version of the program that made the plan")] = ""
 
     def __post_init__(self) -> None:
-        """Refuse two steps or cells of one batch size, number of tokens, and variant."""
+        """Refuse two steps or cells of one kind, and cells of a context without its choice."""
         super().__post_init__()
         for name, rows in (("steps", self.steps), ("cells", self.cells)):
-            places = [
-                (row.batch, row.speculative_tokens, getattr(row, "variant", "")) for row in rows
+            kinds = [
+                (row.batch, row.speculative_tokens, getattr(row, "variant", ""), row.context)
+                for row in rows
             ]
-            for index, (batch, tokens, variant) in enumerate(places):
-                if (batch, tokens, variant) in places[:index]:
+            for index, (batch, tokens, variant, context) in enumerate(kinds):
+                if kinds[index] in kinds[:index]:
+                    place = f" at context {context}" if context else ""
                     raise SequoiaPlanError(
                         f"{name}: found batch {batch} with {tokens} speculative tokens"
-                        f"{variant and f' and {variant}'} twice, expected it once"
+                        f"{variant and f' and {variant}'}{place} twice, expected it once"
                     )
+        found = [choice.context for choice in self.by_context]
+        contexts = sorted({cell.context for cell in self.cells})
+        expected = contexts if any(contexts) else []
+        if found != expected:
+            raise SequoiaPlanError(
+                f"by_context: found the contexts {found}, expected those of the cells, {expected}"
+            )
+
+    def parts(self) -> list[EnginePlan]:
+        """The plan's part for each context, as a plan of its own; without contexts, the plan.
+
+        `schedule`, `lines`, `cells_at` and `best_cell` are meant for a part.
+        """
+        if not self.by_context:
+            return [self]
+        return [
+            replace(
+                self,
+                by_context=(choice,),
+                schedule=choice.schedule,
+                lines=choice.lines,
+                steps=tuple(step for step in self.steps if step.context == choice.context),
+                cells=tuple(cell for cell in self.cells if cell.context == choice.context),
+            )
+            for choice in self.by_context
+        ]
 
     @property
     def batches(self) -> list[int]:

@@ -9,6 +9,9 @@ In every repeat the lengths alternate. They are in two groups of engines that bo
 decoding, since seven engines do not fit in memory. The engine with the plan's schedule comes last.
 Each run is saved beside the output, and a benchmark that was stopped continues from there. vLLM's
 environment variables are taken as they are set.
+
+With `--context 256,2048` the grid has the contexts as its third axis, and fewer lengths, batch
+sizes and prompts. Of this grid only the plan is saved before its end.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from sequoia_plan.artifacts.engine_plan import EnginePlan
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load, measuring_half
 from sequoia_plan.planner.engines import planning, vllm
+from sequoia_plan.planner.engines.chain import StepKind
 
 BATCHES = [1, 4, 16]
 MAX_LENGTH = 6
@@ -41,6 +45,11 @@ NUM_PROMPTS = 48
 """Prompts to measure on, and as many to verify on."""
 NUM_TOKENS = 32
 """New tokens of a prompt."""
+CONTEXT_BATCHES = [1, 4]
+CONTEXT_MAX_LENGTH = 1
+CONTEXT_REPEATS = 2
+CONTEXT_NUM_PROMPTS = 24, 8
+"""The grid with contexts: prompts to measure on, and to verify on."""
 ENGINE_OPTIONS = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -71,6 +80,12 @@ class EngineGroup:
     config: dict[str, Any]
 
 
+def engine_options(context: int) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for prompts of that many tokens; 0 for the prompts as they are."""
+    length = {"max_model_len": context + 2 * NUM_TOKENS} if context else {}
+    return {**ENGINE_OPTIONS, **length}
+
+
 class Benchmark:
     """The benchmark's models and prompts, and the runs so far, which a journal file keeps."""
 
@@ -92,14 +107,19 @@ class Benchmark:
     def save(self) -> None:
         write_atomically(self.journal, json.dumps(self.state).encode())
 
-    def pool(self, config: dict[str, Any]) -> vllm.EnginePool:
-        """An empty pool of engines, with further entries of the speculative config."""
+    def pool(self, config: dict[str, Any], context: int = 0) -> vllm.EnginePool:
+        """An empty pool of engines.
+
+        Args:
+            config: further entries of the speculative config.
+            context: the largest number of tokens of a prompt; 0 for the prompts as they are.
+        """
         return vllm.EnginePool(
             self.python,
             self.target,
             self.workload,
             {**self.config, **config},
-            ENGINE_OPTIONS,
+            engine_options(context),
             max_engines=4,
             report_status=lambda text: print(text, flush=True),
         )
@@ -108,25 +128,51 @@ class Benchmark:
         """Returns the plan in the journal; measures and saves it if there is none."""
         if self.state["plan"] is None:
             with self.pool({}) as pool:
-                acceptance, steps, seconds = planning.measure(
-                    pool, BATCHES, MAX_LENGTH, range(NUM_PROMPTS)
-                )
-                plan = planning.make_plan(
-                    acceptance,
-                    steps,
-                    BATCHES,
-                    MAX_LENGTH,
-                    lambda schedule: vllm.launch_options(
-                        self.config, schedule, accepts_schedule=True
-                    ),
-                    engine="vllm",
-                    version=pool.info["version"],
-                    method="draft_model",
-                    seconds=seconds,
-                )
+                plan = self.new_plan(pool, BATCHES, MAX_LENGTH, NUM_PROMPTS, [0])
             self.state["plan"] = plan.to_dict()
             self.save()
         return EnginePlan.from_dict(self.state["plan"], "plan")
+
+    def new_plan(
+        self,
+        pool: vllm.EnginePool,
+        batches: list[int],
+        max_length: int,
+        num_prompts: int,
+        contexts: list[int],
+    ) -> EnginePlan:
+        """Measures a plan."""
+        acceptance, steps, seconds = planning.measure(
+            pool, batches, max_length, range(num_prompts), contexts=contexts
+        )
+        return planning.make_plan(
+            acceptance,
+            steps,
+            batches,
+            max_length,
+            lambda schedule: vllm.launch_options(self.config, schedule, accepts_schedule=True),
+            engine="vllm",
+            version=pool.info["version"],
+            method="draft_model",
+            seconds=seconds,
+        )
+
+    def contexts(self, contexts: list[int]) -> EnginePlan:
+        """Measures a plan by context, and then the whole grid on the other prompts."""
+        num_measuring, num_verifying = CONTEXT_NUM_PROMPTS
+        with self.pool({}, max(contexts)) as pool:
+            if self.state["plan"] is None:
+                plan = self.new_plan(
+                    pool, CONTEXT_BATCHES, CONTEXT_MAX_LENGTH, num_measuring, contexts
+                )
+                self.state["plan"] = plan.to_dict()
+                self.save()
+            plan = EnginePlan.from_dict(self.state["plan"], "plan")
+            kinds = [
+                StepKind(cell.batch, cell.speculative_tokens, cell.context) for cell in plan.cells
+            ]
+            runs = planning.run_cells(pool, kinds, self.held_out[:num_verifying], CONTEXT_REPEATS)
+        return planning.add_measurements(plan, runs)
 
     def measure(self, group: EngineGroup, repeat: int) -> None:
         """Runs each batch size and length of a group, unless the journal has the run."""
@@ -184,9 +230,17 @@ def main() -> None:
     parser.add_argument("--draft", required=True)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--context", help="contexts with commas between, as 256,2048")
     arguments = parser.parse_args()
     journal = arguments.output.with_suffix(".part.json")
     benchmark = Benchmark(arguments.python, arguments.target, arguments.draft, journal)
+    if arguments.context:
+        start_time = time.perf_counter()
+        plan = benchmark.contexts([int(context) for context in arguments.context.split(",")])
+        document = context_report(plan, time.perf_counter() - start_time)
+        write_atomically(arguments.output, (json.dumps(document, indent=1) + "\n").encode())
+        journal.unlink()
+        return
     plan = benchmark.plan()
     groups = [EngineGroup("grid", lengths, {}) for lengths in GROUPS]
     max_length = max(entry.speculative_tokens for entry in plan.schedule)
@@ -201,12 +255,78 @@ def main() -> None:
     journal.unlink()
 
 
+def context_report(plan: EnginePlan, seconds: float) -> dict[str, Any]:
+    """The plan with measurements in its cells, and how well its predictions hold.
+
+    Args:
+        plan: a plan by context, with all cells measured.
+        seconds: what the benchmark took.
+    """
+    rows = []
+    for cell in plan.cells:
+        if not cell.measured:
+            continue
+        row = {
+            "context": cell.context,
+            "batch": cell.batch,
+            "length": cell.speculative_tokens,
+            "predicted": cell.throughput,
+            "measured": cell.measured.throughput,
+            "slowest": cell.measured.low,
+            "fastest": cell.measured.high,
+            "error": round(cell.throughput / cell.measured.throughput - 1, 4),
+            "tokens_error": round(cell.tokens_per_step / cell.measured.tokens_per_step - 1, 4),
+            "seconds_error": round(cell.seconds / cell.measured.seconds - 1, 4),
+        }
+        rows.append(row)
+        print(row, flush=True)
+    chosen = {
+        f"{part.by_context[0].context}x{batch}": part.best_cell(batch).speculative_tokens
+        for part in plan.parts()
+        for batch in part.batches
+    }
+    return {
+        **_machine(plan, max(choice.context for choice in plan.by_context)),
+        "seconds": {"planning": plan.seconds, "all": seconds},
+        "chosen by context and batch": chosen,
+        "within_10_percent": sum(abs(row["error"]) <= 0.1 for row in rows),
+        "cells": len(rows),
+        "rows": rows,
+        "plan": _without_folders(plan).to_dict(),
+    }
+
+
+def _machine(plan: EnginePlan, context: int = 0) -> dict[str, Any]:
+    """The machine, vLLM's environment variables, and its version and options for a context."""
+    return {
+        "machine": {
+            "processor": _processor(),
+            "threads": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count())),
+            "python": platform.python_version(),
+        },
+        "environment": {
+            name: os.environ[name] for name in ENVIRONMENT_VARIABLES if name in os.environ
+        },
+        "engine": {"name": "vllm", "version": plan.version, **engine_options(context)},
+    }
+
+
+def _without_folders(plan: EnginePlan) -> EnginePlan:
+    """The plan with the models' names in place of their folders."""
+    return replace(
+        plan,
+        target="SmolLM2-135M-Instruct",
+        draft="the embedded draft",
+        lines=(),
+        by_context=tuple(replace(choice, lines=()) for choice in plan.by_context),
+    )
+
+
 def report(plan: EnginePlan, state: dict[str, Any]) -> dict[str, Any]:
     """The plan with measurements in its cells, and how well its predictions hold."""
     grid_runs = _runs_by_cell(state["runs"], "grid")
     scheduled_runs = _runs_by_cell(state["runs"], "schedule")
-    plan = replace(plan, target="SmolLM2-135M-Instruct", draft="the embedded draft", lines=())
-    plan = planning.add_measurements(plan, grid_runs)
+    plan = planning.add_measurements(_without_folders(plan), grid_runs)
     measured_cells = [cell for cell in plan.cells if cell.measured]
     throughput_errors = {
         _cell_name(cell.batch, cell.speculative_tokens): (
@@ -216,9 +336,9 @@ def report(plan: EnginePlan, state: dict[str, Any]) -> dict[str, Any]:
         if cell.measured
     }
     measured_speedups = {
-        _cell_name(batch, length): _speedups(state["runs"], batch, length)
-        for batch, length in grid_runs
-        if length
+        _cell_name(kind.batch, kind.length): _speedups(state["runs"], kind.batch, kind.length)
+        for kind in grid_runs
+        if kind.length
     }
     predicted_speedups = {
         _cell_name(cell.batch, cell.speculative_tokens): cell.speedup for cell in measured_cells
@@ -229,15 +349,7 @@ def report(plan: EnginePlan, state: dict[str, Any]) -> dict[str, Any]:
     }
     grid_seconds = _grid_seconds(state)
     return {
-        "machine": {
-            "processor": _processor(),
-            "threads": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count())),
-            "python": platform.python_version(),
-        },
-        "environment": {
-            name: os.environ[name] for name in ENVIRONMENT_VARIABLES if name in os.environ
-        },
-        "engine": {"name": "vllm", "version": plan.version, **ENGINE_OPTIONS},
+        **_machine(plan),
         "seconds": {
             "planning": plan.seconds,
             "grid": grid_seconds,
@@ -260,15 +372,13 @@ def report(plan: EnginePlan, state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _runs_by_cell(
-    rows: list[dict[str, Any]], name: str
-) -> dict[tuple[int, int], list[vllm.EngineRun]]:
-    """Runs of the groups with a name, by (batch, length)."""
-    runs: dict[tuple[int, int], list[vllm.EngineRun]] = {}
+def _runs_by_cell(rows: list[dict[str, Any]], name: str) -> dict[StepKind, list[vllm.EngineRun]]:
+    """Runs of the groups with a name."""
+    runs: dict[StepKind, list[vllm.EngineRun]] = {}
     for row in rows:
         if row["arm"] == name:
             run = vllm.EngineRun(row["seconds"], row["steps"], row["tokens"], [], {}, {})
-            runs.setdefault((row["batch"], row["length"]), []).append(run)
+            runs.setdefault(StepKind(row["batch"], row["length"]), []).append(run)
     return runs
 
 
@@ -279,7 +389,7 @@ def _cell_name(batch: int, length: int) -> str:
 def _choice(
     plan: EnginePlan,
     batch: int,
-    scheduled_runs: dict[tuple[int, int], list[vllm.EngineRun]],
+    scheduled_runs: dict[StepKind, list[vllm.EngineRun]],
 ) -> dict[str, Any]:
     """Compares the plan's choice for a batch size with the best measured one."""
     throughput = {
@@ -291,7 +401,7 @@ def _choice(
     chosen = plan.best_cell(batch).speculative_tokens
     max_length = max(entry.speculative_tokens for entry in plan.schedule)
     schedule_ratio = None
-    if runs := scheduled_runs.get((batch, max_length)):
+    if runs := scheduled_runs.get(StepKind(batch, max_length)):
         schedule_ratio = vllm.measured_cell(runs, batch).throughput / throughput[chosen]
     return {
         "chosen": chosen,

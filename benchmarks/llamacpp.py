@@ -64,15 +64,25 @@ def compare_tokens(arguments: argparse.Namespace) -> dict[str, Any]:
             }
             rows.append(row)
             print(row, flush=True)
-    within = sum(abs(row["error"]) <= 0.1 for row in rows)
+    return summary(arguments, f"{arguments.name}: tokens a step", build, spec_type, rows)
+
+
+def summary(
+    arguments: argparse.Namespace,
+    name: str,
+    build: Build,
+    spec_type: str,
+    rows: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """What was compared, the rows of the comparison, and how many predictions are within 10 %."""
     return {
-        "name": f"{arguments.name}: tokens a step",
+        "name": name,
         "version": build.version,
         "spec_type": spec_type,
         "threads": arguments.threads,
         "prompts": NUM_PROMPTS,
         "tokens": NUM_TOKENS,
-        "within_10_percent": within,
+        "within_10_percent": sum(abs(row["error"]) <= 0.1 for row in rows),
         "cells": len(rows),
         "rows": rows,
     }
@@ -140,18 +150,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         }
         rows.append(row)
         print(row, flush=True)
-    within = sum(abs(row["error"]) <= 0.1 for row in rows)
     return {
-        "name": arguments.name,
-        "version": build.version,
-        "spec_type": spec_type,
-        "threads": arguments.threads,
-        "prompts": NUM_PROMPTS,
-        "tokens": NUM_TOKENS,
-        "within_10_percent": within,
-        "cells": len(rows),
+        **summary(arguments, arguments.name, build, spec_type, rows),
         "planning_seconds": plan.seconds,
-        "rows": rows,
         "steps": [step.to_dict() for step in plan.steps],
         "draft_pass_seconds": plan.settings["draft_pass_seconds"],
         "acceptance": plan.acceptance.to_dict(),

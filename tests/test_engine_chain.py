@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.engine_plan import ChainAcceptance, StepSeconds
 from sequoia_plan.planner.engines.chain import (
+    StepKind,
     StepTimes,
     TokensByLength,
     agreement_by_age,
@@ -182,10 +183,13 @@ def test_times_between_those_measured_are_on_the_line():
 
 def test_the_median_round_is_the_step_time():
     first, second = median_step_seconds(
-        {(1, 2): [(1.0, 10), (1.1, 10), (9.0, 10)], (4, 0): [(2.0, 10), (0.0, 0)]}
+        {
+            StepKind(1, 2, 512): [(2.0, 10), (0.0, 0)],
+            StepKind(4, 0, 256): [(1.0, 10), (1.1, 10), (9.0, 10)],
+        }
     )
     assert first.seconds == pytest.approx(0.11) and first.steps == 30 and first.error > 0
-    assert (second.seconds, second.error) == (0.2, 0)
+    assert (second.seconds, second.error, second.context) == (0.2, 0, 512)
 
 
 def texts_that_differ(seed, texts=40, steps=30):

@@ -17,8 +17,10 @@ from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.engine_plan import EnginePlan, ScheduleEntry
 from sequoia_plan.planner.cli import main
 from sequoia_plan.planner.engines import vllm
+from sequoia_plan.planner.engines.planning import make_plan
+from sequoia_plan.planner.engines.settings import settings_of
 from sequoia_plan.planner.report.engine_page import engine_page
-from sequoia_plan.planner.report.engine_table import findings, prediction_errors
+from sequoia_plan.planner.report.engine_table import findings, launch_groups, prediction_errors
 
 HERE = Path(__file__).parent
 COUNTERS = str(HERE / "data" / "vllm" / "counters-0.27.1.txt")
@@ -107,6 +109,116 @@ def test_the_page_shows_both_curves(measured_plan):
     assert engine_page(plan) == html
 
 
+@pytest.fixture(scope="module")
+def plan_by_context(tmp_path_factory):
+    """A plan for two contexts, verified, its file, its page, and the output of the command."""
+    folder = tmp_path_factory.mktemp("contexts")
+    words = [
+        *("--target", "works"),
+        *("--draft", "d"),
+        *("--python", sys.executable),
+        *("--batch", "1,2"),
+        *("--context", "900,300"),
+        *("--most", "3"),
+        *("--limit", "12"),
+        *("--tokens", "24"),
+        "--verify",
+        *("-o", "plan.yaml"),
+        *("--report", "page.html"),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("PYTHONPATH", str(HERE / "stand_in"))
+        patch.setattr(vllm, "IDLE_SECONDS", 0.0)
+        result = CliRunner().invoke(main, ["engine", "vllm", *words])
+    assert result.exit_code == 0, result.output
+    path = folder / "plan.yaml"
+    return EnginePlan.load(path), path, (folder / "page.html").read_text(), result.stdout
+
+
+def test_a_plan_by_context_has_a_part_for_each(plan_by_context):
+    plan, path, html, output = plan_by_context
+    assert EnginePlan.load(path) == plan and plan.to_yaml() == path.read_text()
+    assert [choice.context for choice in plan.by_context] == [300, 900]
+    assert plan.schedule == plan.lines == ()
+    for part, context in zip(plan.parts(), (300, 900), strict=True):
+        assert {step.context for step in part.steps} == {context}
+        timed = {(step.batch, step.speculative_tokens) for step in part.steps}
+        assert timed >= {(batch, length) for batch in (1, 2) for length in (0, 1, 3)}
+        for batch in (1, 2):
+            cells = part.cells_at(batch)
+            assert [cell.speculative_tokens for cell in cells] == [0, 1, 2, 3]
+            best = part.best_cell(batch)
+            assert best.is_timed and best.measured and cells[0].measured
+            assert best.throughput == max(cell.throughput for cell in cells)
+            assert f"Batch {batch}, context {context}:" in html
+            assert f"batch {batch}, context {context}: " in output
+    assert html.count("<svg") == 4
+    assert all(line in output for choice in plan.by_context for line in choice.lines)
+    assert "…" not in output  # no figure of the table is cut off
+
+
+def test_settings_of_a_plan_by_context(run, plan_by_context):
+    plan, path, _, _ = plan_by_context
+    rows = json.loads(run("settings", str(path), "--json").stdout)
+    assert {row["context"] for row in rows} == {300, 900}
+    for part, context in zip(plan.parts(), (300, 900), strict=True):
+        expected = [setting.text for setting in settings_of(part)]
+        assert [row["text"] for row in rows if row["context"] == context] == expected
+    assert "vLLM, server at a context of 900 tokens:" in run("settings", str(path)).stdout
+
+
+def test_a_plan_by_context_is_made_anew_for_its_contexts(run, plan_by_context, tmp_path):
+    plan, path, _, _ = plan_by_context
+    sources = ["--metrics", COUNTERS, "--times", str(path)]
+    result = run("vllm", *sources, "--batch", "1,2", "-o", "new.yaml")
+    assert result.exit_code == 0, result.output
+    new_plan = EnginePlan.load(tmp_path / "new.yaml")
+    assert new_plan.steps == plan.steps and len(new_plan.parts()) == 2
+
+
+def test_where_the_best_number_changes_is_said(plan_by_context):
+    """Cells of 900 tokens without speculation become the fastest, and the options follow."""
+    plan = plan_by_context[0]
+    assert all(part.best_cell(1).speculative_tokens for part in plan.parts())
+    cells = [
+        replace(cell, throughput=1e6)
+        if (cell.context, cell.speculative_tokens) == (900, 0)
+        else cell
+        for cell in plan.cells
+    ]
+    short, long = plan.by_context
+    changed = replace(plan, cells=tuple(cells), by_context=(short, replace(long, lines=())))
+    best = plan.parts()[0].best_cell(1).speculative_tokens
+    sentence = f"batch 1: the best number changes with the context: {best} at 300, 0 at 900"
+    assert sentence in findings(changed)
+    assert launch_groups(changed) == [
+        ("for a context of 300 tokens:", short.lines),
+        ("for a context of 900 tokens:", ()),
+    ]
+    same = replace(plan, by_context=(short, replace(long, lines=short.lines)))
+    assert launch_groups(same) == [("", short.lines)]
+
+
+def test_a_plan_of_an_earlier_version_is_read_and_written_as_it_was():
+    """Its steps and cells have no context, and it gets none."""
+    path = HERE / "data" / "vllm" / "plan-without-contexts.yaml"
+    plan = EnginePlan.load(path)
+    assert plan.to_yaml() == path.read_text()
+    assert plan.parts() == [plan] and len(plan.cells) == 4
+    again = make_plan(plan.acceptance, plan.steps, [1], 3, lambda _: (), engine="vllm")
+    assert again.cells == plan.cells and again.schedule == plan.schedule
+
+
+def test_contexts_that_disagree_are_refused(plan_by_context):
+    plan = plan_by_context[0]
+    message = r"by_context: found the contexts \[300\], expected those of the cells, \[300, 900\]"
+    with pytest.raises(SequoiaPlanError, match=message):
+        replace(plan, by_context=plan.by_context[:1])
+    with pytest.raises(SequoiaPlanError, match="tokens at context 300 twice, expected it once"):
+        replace(plan, cells=(*plan.cells, plan.cells[0]))
+
+
 def test_a_plan_is_made_anew_from_a_servers_counters(run, measured_plan, tmp_path):
     """The earlier plan's times and the acceptance of production need no engine."""
     plan, path, _, _ = measured_plan
@@ -192,6 +304,21 @@ def test_findings_and_prediction_errors(measured_plan):
             ["vllm", "--target", "t", "--draft", "d", "--batch", "1,x"],
             2,
             "--batch 1,x: expected batch sizes from 1 to 4096 with commas between, as 1,4,16",
+        ),
+        (
+            ["vllm", "--target", "t", "--draft", "d", "--context", "0"],
+            2,
+            "--context 0: expected numbers of tokens from 1 to 1048576 with commas between, as 512",
+        ),
+        (
+            ["vllm", "--metrics", COUNTERS, "--times", "p.yaml", "--context", "512"],
+            2,
+            "--context is for timing an engine: name the models with --target and --draft",
+        ),
+        (
+            ["vllm", "--target", "t", "--draft", "d", "--context", "9,4090"],
+            2,
+            "--context 4090: with 64 new tokens it is above vLLM's max_model_len of 4096; give a",
         ),
         (
             ["vllm", "--target", "t", "--draft", "d", "--engine-args", "[1]"],

@@ -10,10 +10,12 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.planner.engines.driver import Driver, padded
 from sequoia_plan.planner.engines.process import EngineProcess
 from sequoia_plan.planner.engines.vllm import EnginePool, Workload
 
@@ -81,6 +83,78 @@ def test_a_run_counts_only_full_steps():
     assert increase[f"{prefix}_accepted_tokens"] >= sum(steps) - len(steps)
     per_position = f"{prefix}_accepted_tokens_per_pos"
     assert increase[f"{per_position}[0]"] > increase[f"{per_position}[2]"] > 0
+
+
+def test_every_prompt_of_a_run_has_the_context():
+    name = "vllm:spec_decode_num_prompt_tokens"
+    with start_engine() as engine:
+        engine.receive("starting")
+        engine.ask("reading", "encode", prompts=["a", "bc", "d" * 90])
+        for context, expected in ((0, 1 + 2 + 90), (50, 3 * 50)):
+            run = engine.ask(
+                "running", "run", batch=2, prompts=[0, 1, 2], tokens=8, drain=True, context=context
+            )
+            assert run["counters_after"][name] - run["counters_before"][name] == expected
+
+
+def test_what_is_before_a_prompt_depends_on_its_slot_alone():
+    texts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    assert padded([0, 4], texts, 0, 12) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 0, 4]
+    assert padded([0, 6, 7, 8], texts, 0, 12) == [1, 2, 3, 4, 5, 6, 7, 8, 0, 6, 7, 8]
+    assert padded([0, 6, 7, 8], texts, 1, 12) == [4, 5, 6, 7, 8, 9, 1, 2, 0, 6, 7, 8]
+    assert padded([0, 6, 7, 8], texts, 7, 3) == [6, 7, 8]
+    assert texts == [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+
+
+class RecordingEngine:
+    """Yields a token a step; request i ends after 1 + i % 3 of them. Keeps the running prompts."""
+
+    def __init__(self):
+        self.prompts, self.num_tokens, self.running = {}, {}, []
+
+    def add_request(self, request_id, prompt, sampling):
+        self.prompts[request_id] = prompt["prompt_token_ids"]
+        self.num_tokens[request_id] = 0
+
+    def step(self):
+        self.running.append(list(self.prompts.values()))
+        outputs = []
+        for request_id in list(self.prompts):
+            self.num_tokens[request_id] += 1
+            is_finished = self.num_tokens[request_id] == 1 + int(request_id) % 3
+            token_ids = [0] * self.num_tokens[request_id]
+            outputs.append(
+                SimpleNamespace(
+                    request_id=request_id,
+                    outputs=[SimpleNamespace(token_ids=token_ids)],
+                    finished=is_finished,
+                )
+            )
+            if is_finished:
+                del self.prompts[request_id]
+        return outputs
+
+    def abort_request(self, request_ids):
+        pass
+
+    def has_unfinished_requests(self):
+        return False
+
+
+def test_requests_that_run_together_share_no_begin():
+    """A request takes the slot of one that has ended, so what is before prompts is used again."""
+    driver = Driver()
+    driver.engine = RecordingEngine()
+    driver.llm = SimpleNamespace(get_metrics=list)
+    driver.num_requests = 0
+    driver.vllm = SimpleNamespace(SamplingParams=lambda **settings: settings)
+    driver.prompts = driver.texts = [[number] * 4 for number in range(12)]
+    driver.run(batch=3, prompts=list(range(12)), tokens=5, drain=True, context=8)
+    begins = [[prompt[0] for prompt in prompts] for prompts in driver.engine.running]
+    assert all(len(set(together)) == len(together) for together in begins)
+    assert {begin for together in begins for begin in together} == {0, 1, 2}
+    ends = {prompt[-1] for prompts in driver.engine.running for prompt in prompts}
+    assert ends == set(range(12))
 
 
 def test_an_error_of_the_engine_is_one_line():

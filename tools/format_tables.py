@@ -45,6 +45,7 @@ TABLES: dict[str, tuple[type[Artifact], str]] = {
     "engine.cells": (engine_plan.Cell, "cells[]"),
     "engine.measured": (engine_plan.MeasuredCell, "cells[].measured"),
     "engine.schedule": (engine_plan.ScheduleEntry, "schedule[]"),
+    "engine.by_context": (engine_plan.ContextChoice, "by_context[]"),
 }
 """For each `<!-- table NAME -->` of the page: the struct to describe, and its keys' prefix."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sequoia_plan.planner.cli.options import check_outputs, json_option, options
+from sequoia_plan.planner.cli.options import Decorator, check_outputs, json_option, options
 from sequoia_plan.planner.cli.terminal import print_json, status
 
 if TYPE_CHECKING:
@@ -23,6 +23,11 @@ BATCH_HELP = (
     "what was timed]"
 )
 DEFAULT_BATCHES = (1, 4, 16)
+MAX_BATCH, MAX_CONTEXT = 4096, 1 << 20
+CONTEXT_HELP = (
+    "Tokens of every prompt while steps are timed, as 512,4096; other prompts come before shorter "
+    "ones. [default: prompts as they are]"
+)
 TIMES_HELP = "Step times of an earlier plan; no engine is run then."
 REPORT_HELP = "Write one HTML file with the curves of throughput; it needs no network."
 METHOD_HELP = "vLLM's name of the drafting method: draft_model, eagle3, mtp, ngram, ..."
@@ -72,6 +77,38 @@ plan_options = options(
 )
 
 
+def workload_options(min_prompts: int) -> Decorator:
+    """The options of what an engine decodes to be measured.
+
+    Args:
+        min_prompts: the smallest value of --limit.
+    """
+    return options(
+        click.option("--prompts", metavar="FILE", type=click.Path(), help=PROMPTS_HELP),
+        click.option(
+            "--limit",
+            type=click.IntRange(min=min_prompts),
+            default=48,
+            show_default=True,
+            help=LIMIT_HELP,
+        ),
+        click.option(
+            "--tokens",
+            type=click.IntRange(min=4),
+            default=64,
+            show_default=True,
+            help="New tokens a prompt, at most.",
+        ),
+        click.option(
+            "--temperature",
+            type=click.FloatRange(min=0),
+            default=0.0,
+            show_default=True,
+            help=TEMPERATURE_HELP,
+        ),
+    )
+
+
 @click.group()
 def engine() -> None:
     """Plan for another engine: the best number of speculative tokens for each batch size."""
@@ -81,27 +118,13 @@ def engine() -> None:
 @click.option("--target", metavar="ID|DIR", help="Target model, as vLLM is given it.")
 @click.option("--draft", metavar="ID|DIR", help="Draft model, as vLLM is given it.")
 @click.option("--method", default="draft_model", show_default=True, help=METHOD_HELP)
-@click.option("--prompts", metavar="FILE", type=click.Path(), help=PROMPTS_HELP)
-@click.option("--limit", type=click.IntRange(min=1), default=48, show_default=True, help=LIMIT_HELP)
-@click.option(
-    "--tokens",
-    type=click.IntRange(min=4),
-    default=64,
-    show_default=True,
-    help="New tokens a prompt, at most.",
-)
-@click.option(
-    "--temperature",
-    type=click.FloatRange(min=0),
-    default=0.0,
-    show_default=True,
-    help=TEMPERATURE_HELP,
-)
+@workload_options(min_prompts=1)
 @click.option("--python", metavar="PATH", help=PYTHON_HELP)
 @click.option("--engine-args", metavar="JSON", help=ENGINE_ARGS_HELP)
 @click.option("--speculative-args", metavar="JSON", help=SPECULATIVE_ARGS_HELP)
 @click.option("--metrics", metavar="URL|FILE", help=METRICS_HELP)
 @click.option("--metrics-before", metavar="FILE", type=click.Path(), help=METRICS_BEFORE_HELP)
+@click.option("--context", "contexts", metavar="N,N,...", help=CONTEXT_HELP)
 @click.option("--together", "max_engines", type=click.IntRange(min=1), help=TOGETHER_HELP)
 @click.option("--verify", "should_verify", is_flag=True, help=VERIFY_HELP)
 @plan_options
@@ -118,6 +141,7 @@ def vllm(
     speculative_args: str | None,
     metrics: str | None,
     metrics_before: str | None,
+    contexts: str | None,
     max_engines: int | None,
     should_verify: bool,
     batches: str,
@@ -129,6 +153,9 @@ def vllm(
 ) -> None:
     """Measure a target and a draft in your vLLM, and say which num_speculative_tokens is best."""
     batch_sizes = _parse_batches(batches)
+    context_sizes = _parse_sizes(
+        "--context", contexts, "numbers of tokens", MAX_CONTEXT, "512,4096"
+    )
     config_entries = _parse_json_object("--speculative-args", speculative_args)
     engine_options = _parse_json_object("--engine-args", engine_args)
     if metrics_before and not metrics:
@@ -140,6 +167,11 @@ def vllm(
     if not metrics and not target:
         raise click.UsageError(
             "name the models with --target and --draft, or a server with --metrics"
+        )
+    if contexts and (times_path or not target):
+        raise click.UsageError(
+            "--context is for timing an engine: name the models with --target and --draft, "
+            "and leave --times out"
         )
     if times_path and not metrics:
         raise click.UsageError(
@@ -208,7 +240,7 @@ def vllm(
             ) as pool,
         ):
             acceptance, steps, seconds = planning.measure(
-                pool, batch_sizes, max_length, measuring, acceptance
+                pool, batch_sizes, max_length, measuring, acceptance, context_sizes or [0]
             )
             plan = planning.make_plan(
                 acceptance,
@@ -309,15 +341,23 @@ def settings(plan_path: str, as_json: bool) -> None:
     from sequoia_plan.artifacts.engine_plan import EnginePlan
     from sequoia_plan.planner.engines.settings import settings_of
 
-    plan = EnginePlan.load(plan_path)
-    engine_settings = settings_of(plan)
+    rows = []
+    for part in EnginePlan.load(plan_path).parts():
+        context = part.by_context[0].context if part.by_context else 0
+        engine_settings = settings_of(part)
+        rows += [
+            asdict(setting) | ({"context": context} if context else {})
+            for setting in engine_settings
+        ]
+        if as_json:
+            continue
+        place = f" at a context of {context} tokens" if context else ""
+        if not engine_settings:
+            click.echo(f"start the engine without speculation{place}")
+        for setting in engine_settings:
+            click.echo(f"{setting.engine}, {setting.purpose}{place}:\n    {setting.text}")
     if as_json:
-        print_json([asdict(setting) for setting in engine_settings])
-        return
-    if not engine_settings:
-        click.echo("start the engine without speculation")
-    for setting in engine_settings:
-        click.echo(f"{setting.engine}, {setting.purpose}:\n    {setting.text}")
+        print_json(rows)
 
 
 def _acceptance_from_metrics(metrics: str, metrics_before: str | None) -> ChainAcceptance:
@@ -446,16 +486,32 @@ def load_workload(
 
 
 def _parse_batches(text: str | None) -> list[int] | None:
-    """Parses the value of --batch: "4,1,16" gives the batch sizes [1, 4, 16]; None is None."""
+    """Parses the value of --batch."""
+    return _parse_sizes("--batch", text, "batch sizes", MAX_BATCH, "1,4,16")
+
+
+def _parse_sizes(
+    option: str, text: str | None, what: str, maximum: int, example: str
+) -> list[int] | None:
+    """Parses an option's whole numbers: "4,1,16" gives [1, 4, 16], and None gives None.
+
+    Args:
+        option: its name.
+        text: its value.
+        what: what the numbers are.
+        maximum: the largest number that is taken.
+        example: a value, for the error.
+    """
     from sequoia_plan.artifacts import ArgumentError
 
     if text is None:
         return None
     parts = [part.strip() for part in text.split(",")]
     # isdecimal: isdigit also takes superscripts, which int does not
-    if not all(part.isdecimal() and len(part) < 9 and 0 < int(part) <= 4096 for part in parts):
+    if not all(part.isdecimal() and len(part) < 9 and 0 < int(part) <= maximum for part in parts):
         raise ArgumentError(
-            f"--batch {text}: expected batch sizes from 1 to 4096 with commas between, as 1,4,16"
+            f"{option} {text}: expected {what} from 1 to {maximum} with commas between, "
+            f"as {example}"
         )
     return sorted({int(part) for part in parts})
 

@@ -6,13 +6,7 @@ import shlex
 
 import click
 
-from sequoia_plan.planner.cli.engine import (
-    LIMIT_HELP,
-    PROMPTS_HELP,
-    TEMPERATURE_HELP,
-    load_workload,
-    write_plan,
-)
+from sequoia_plan.planner.cli.engine import load_workload, workload_options, write_plan
 from sequoia_plan.planner.cli.options import check_outputs, json_option
 from sequoia_plan.planner.cli.terminal import status
 
@@ -35,22 +29,7 @@ VERIFY_HELP = (
 @click.option("--server", metavar="PATH", help=SERVER_HELP)
 @click.option("--server-args", metavar="OPTIONS", default="", help=SERVER_ARGS_HELP)
 @click.option("--most", "max_length", type=click.IntRange(1, 64), help=MOST_HELP)
-@click.option("--prompts", metavar="FILE", type=click.Path(), help=PROMPTS_HELP)
-@click.option("--limit", type=click.IntRange(min=2), default=48, show_default=True, help=LIMIT_HELP)
-@click.option(
-    "--tokens",
-    type=click.IntRange(min=4),
-    default=64,
-    show_default=True,
-    help="New tokens a prompt, at most.",
-)
-@click.option(
-    "--temperature",
-    type=click.FloatRange(min=0),
-    default=0.0,
-    show_default=True,
-    help=TEMPERATURE_HELP,
-)
+@workload_options(min_prompts=2)
 @click.option("--together", "max_servers", type=click.IntRange(min=1), help=TOGETHER_HELP)
 @click.option("--verify", "should_verify", is_flag=True, help=VERIFY_HELP)
 @click.option("-o", "--output", type=click.Path(), help="Write the plan there, as YAML.")

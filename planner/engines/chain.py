@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -198,9 +199,26 @@ def _accepted_variance(survival: Floats) -> float:
     return float(second_moment - survival.sum() ** 2)
 
 
+class StepKind(NamedTuple):
+    """What the time of a step depends on.
+
+    Attributes:
+        batch: number of requests decoded together.
+        length: number of speculative tokens; 0 is no speculation.
+        context: tokens of every prompt that is decoded; 0 if prompts are decoded as they are.
+    """
+
+    batch: int
+    length: int
+    context: int = 0
+
+
 @dataclass(frozen=True)
 class StepTimes:
     """Seconds of a step by batch size and number of speculative tokens, from measured steps.
+
+    Args:
+        steps: the measured steps, all of one context.
 
     Raises:
         SequoiaPlanError: if a batch size has no time with speculation, or, when it is needed, none
@@ -216,6 +234,11 @@ class StepTimes:
                     f"steps: batch {batch} has no time with speculation; "
                     "expected one for some number of speculative tokens >= 1"
                 )
+
+    @property
+    def context(self) -> int:
+        """The context of the measured steps, as in `StepKind`."""
+        return self.steps[0].context
 
     @property
     def batches(self) -> list[int]:
@@ -293,6 +316,14 @@ class StepTimes:
         return float(seconds[-1] + max(slope, 0) * (length - lengths[-1])), float(errors[-1])
 
 
+def times_by_context(steps: Sequence[StepSeconds]) -> list[StepTimes]:
+    """The measured steps of each context, by increasing context."""
+    contexts = sorted({step.context for step in steps})
+    return [
+        StepTimes(tuple(step for step in steps if step.context == context)) for context in contexts
+    ]
+
+
 def predict_cells(
     tokens: TokensByLength, times: StepTimes, batches: Sequence[int]
 ) -> tuple[Cell, ...]:
@@ -324,6 +355,7 @@ def predict_cells(
                 high=_round(throughput * math.exp(half_width)),
                 speedup=_round(mean / seconds * plain_seconds),
                 is_timed=times.is_measured(batch, length),
+                context=times.context,
             )
             cells.append(cell)
     return tuple(cells)
@@ -370,27 +402,29 @@ def make_schedule(
 
 
 def median_step_seconds(
-    rounds: Mapping[tuple[int, int], Sequence[tuple[float, int]]],
+    rounds: Mapping[StepKind, Sequence[tuple[float, int]]],
 ) -> tuple[StepSeconds, ...]:
     """Computes the time of a step as the median over rounds of timed steps.
 
     Args:
-        rounds: by (batch size, number of speculative tokens): the total seconds and the number of
-            steps of each round. Rounds without steps do not count.
+        rounds: by kind of step: the total seconds and the number of steps of each round. Rounds
+            without steps do not count.
 
     Returns:
         For each key of `rounds`, the median seconds of a step and their relative standard error.
     """
     rows = []
-    for (batch, length), timed_rounds in sorted(rounds.items()):
+    for kind in sorted(rounds, key=lambda kind: (kind.context, kind)):
+        timed_rounds = rounds[kind]
         seconds_per_step = np.array([seconds / steps for seconds, steps in timed_rounds if steps])
         median_seconds, error = median_with_error(seconds_per_step)
         row = StepSeconds(
-            batch=batch,
-            speculative_tokens=length,
+            batch=kind.batch,
+            speculative_tokens=kind.length,
             seconds=_round(median_seconds),
             error=_round(error),
             steps=sum(steps for _, steps in timed_rounds),
+            context=kind.context,
         )
         rows.append(row)
     return tuple(rows)

@@ -46,9 +46,16 @@ def write_line(message: dict[str, Any], fd: int = 1) -> None:
 
 @dataclass
 class Request:
-    """The index of a prompt that the engine decodes, and the number of its new tokens so far."""
+    """A prompt that the engine decodes.
+
+    Args:
+        prompt: its index.
+        slot: its place among the requests that are decoded together.
+        num_tokens: number of its new tokens so far.
+    """
 
     prompt: int
+    slot: int
     num_tokens: int = 0
 
 
@@ -66,7 +73,8 @@ class Driver:
             options: further arguments of `vllm.LLM`.
 
         Returns:
-            The version of vLLM, its type of device, and whether it accepts a schedule.
+            The version of vLLM, its type of device, whether it accepts a schedule, and the most
+            tokens of a request, new ones included.
         """
         import vllm
         from vllm.config import SpeculativeConfig
@@ -76,16 +84,18 @@ class Driver:
         self.llm: Any = vllm.LLM(model=model, **config, **{"disable_log_stats": False, **options})
         self.engine: Any = self.llm.llm_engine
         self.prompts: list[list[int]] = []
+        self.texts: list[list[int]] = []
         self.num_requests = 0
         config_fields = getattr(SpeculativeConfig, "__dataclass_fields__", {})
         return {
             "version": vllm.__version__,
             "device": str(getattr(vllm.platforms.current_platform, "device_type", "")),
             "accepts_schedule": "num_speculative_tokens_per_batch_size" in config_fields,
+            "max_model_len": self.engine.model_config.max_model_len,
         }
 
     def encode(self, prompts: list[Any]) -> dict[str, Any]:
-        """Stores prompts as token ids, in the tokenizer's chat template if it has one.
+        """Stores prompts as token ids, in the tokenizer's chat template if it has one, and without.
 
         Args:
             prompts: texts or lists of messages.
@@ -98,14 +108,14 @@ class Driver:
             messages = prompt
             if isinstance(prompt, str):
                 messages = [{"role": "user", "content": prompt}]
+            text = "\n\n".join(message["content"] for message in messages)
+            token_ids = tokenizer.encode(text)
+            self.texts.append(list(token_ids))
             if getattr(tokenizer, "chat_template", None):
                 text = tokenizer.apply_chat_template(
                     messages, add_generation_prompt=True, tokenize=False
                 )
                 token_ids = tokenizer.encode(text, add_special_tokens=False)
-            else:
-                text = "\n\n".join(message["content"] for message in messages)
-                token_ids = tokenizer.encode(text)
             self.prompts.append(list(token_ids))
         return {"lengths": [len(token_ids) for token_ids in self.prompts]}
 
@@ -117,6 +127,7 @@ class Driver:
         steps: int | None = None,
         temperature: float = 0.0,
         drain: bool = False,
+        context: int = 0,
     ) -> dict[str, Any]:
         """Decodes prompts, `batch` requests at a time, and times the full steps.
 
@@ -133,6 +144,7 @@ class Driver:
             steps: end after that many full steps; None for no limit.
             temperature: of sampling; 0 is greedy.
             drain: go on until every prompt has its tokens.
+            context: number of tokens that `padded` gives every prompt; 0 leaves them as they are.
 
         Returns:
             step_seconds, step_tokens: seconds and number of new tokens of each full step.
@@ -144,6 +156,13 @@ class Driver:
         counters_before = self._read_counters()
         waiting = list(prompts)
         requests: dict[str, Request] = {}
+        free_slots = list(range(batch))
+        sampling = self.vllm.SamplingParams(
+            temperature=temperature,
+            max_tokens=tokens,
+            # where only times are wanted: what follows such a context may be the end of the text
+            ignore_eos=context > 0 and steps is not None,
+        )
         tokens_by_prompt: dict[int, list[int]] = {prompt: [] for prompt in prompts}
         step_seconds: list[float] = []
         step_tokens: list[int] = []
@@ -151,8 +170,11 @@ class Driver:
         last_time = time.perf_counter()
         while waiting or len(requests) == batch or (drain and requests):
             while waiting and len(requests) < batch:
-                request = Request(waiting.pop(0))
-                requests[self._add_request(request.prompt, tokens, temperature)] = request
+                request = Request(waiting.pop(0), free_slots.pop(0))
+                token_ids = self.prompts[request.prompt]
+                if context:
+                    token_ids = padded(token_ids, self.texts, request.slot, context)
+                requests[self._add_request(token_ids, sampling)] = request
             is_full = len(requests) == batch
             outputs = self.engine.step()
             end_time = time.perf_counter()
@@ -168,6 +190,7 @@ class Driver:
                 request.num_tokens = num_tokens
                 num_new_tokens += num_new
                 if output.finished:
+                    free_slots.append(request.slot)
                     del requests[output.request_id]
             if is_full and len(outputs) == batch:
                 step_seconds.append(end_time - last_time)
@@ -188,12 +211,11 @@ class Driver:
             "counters_after": self._read_counters(),
         }
 
-    def _add_request(self, prompt: int, max_tokens: int, temperature: float) -> str:
-        """Gives the stored prompt of an index to the engine, and returns the request's id."""
+    def _add_request(self, token_ids: list[int], sampling: Any) -> str:
+        """Gives a prompt's tokens to the engine, and returns the request's id."""
         request_id = str(self.num_requests)
         self.num_requests += 1
-        sampling = self.vllm.SamplingParams(temperature=temperature, max_tokens=max_tokens)
-        self.engine.add_request(request_id, {"prompt_token_ids": self.prompts[prompt]}, sampling)
+        self.engine.add_request(request_id, {"prompt_token_ids": token_ids}, sampling)
         return request_id
 
     def _read_counters(self) -> dict[str, float]:
@@ -209,6 +231,29 @@ class Driver:
             for name, value in values.items():
                 counters[name] = counters.get(name, 0) + value
         return counters
+
+
+def padded(prompt: list[int], texts: list[list[int]], slot: int, context: int) -> list[int]:
+    """A prompt with texts before it, so that it has `context` tokens.
+
+    The text before it depends on the slot alone. The engine therefore finds most of it in its cache
+    when a slot is used again, and requests that are decoded together share no part of the cache,
+    which would make their steps faster.
+
+    Args:
+        prompt: token ids.
+        texts: token ids of texts. Those from the one with the number of the slot on come first, one
+            after the other, and again if necessary.
+        slot: place among the requests that are decoded together.
+        context: number of tokens. A longer prompt loses those at its begin.
+    """
+    own = prompt[-context:]
+    before: list[int] = []
+    for index in range(slot, slot + context):  # at least one token each
+        if len(before) + len(own) >= context:
+            break
+        before += texts[index % len(texts)]
+    return before[: context - len(own)] + own
 
 
 def main() -> None:

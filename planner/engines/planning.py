@@ -10,7 +10,9 @@ from msgspec.structs import replace
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.engine_plan import (
+    Cell,
     ChainAcceptance,
+    ContextChoice,
     EnginePlan,
     ScheduleEntry,
     StepSeconds,
@@ -18,12 +20,13 @@ from sequoia_plan.artifacts.engine_plan import (
 from sequoia_plan.artifacts.uncertainty import Z95
 from sequoia_plan.planner.engines import vllm
 from sequoia_plan.planner.engines.chain import (
-    StepTimes,
+    StepKind,
     best_length,
     effective_trials,
     make_schedule,
     median_step_seconds,
     predict_cells,
+    times_by_context,
     tokens_by_length,
 )
 
@@ -55,7 +58,8 @@ def make_plan(
 
     Args:
         acceptance: counts of how far drafted chains are accepted.
-        steps: measured times of a step, by batch size and number of speculative tokens.
+        steps: measured times of a step, by batch size, number of speculative tokens and context.
+            The acceptance is taken to be the same at every context.
         batches: batch sizes to plan for. They may lie between those that were timed, and beyond
             them by a factor of `MAX_EXTRAPOLATION` at most.
         max_length: maximum number of speculative tokens.
@@ -68,23 +72,30 @@ def make_plan(
     """
     # the expected tokens a step and request with 0, 1, ... speculative tokens
     expected_tokens = tokens_by_length(acceptance, max_length)
-    times = StepTimes(tuple(steps))
-    low, high = min(times.batches), max(times.batches)
-    for batch in batches:
-        if not low <= batch * MAX_EXTRAPOLATION or not batch <= high * MAX_EXTRAPOLATION:
-            raise ArgumentError(
-                f"--batch {batch}: steps were timed with {low} to {high} requests, expected "
-                f"{-(-low // MAX_EXTRAPOLATION)} to {high * MAX_EXTRAPOLATION}; time such batches, "
-                "or leave it out"
-            )
-    # the best number of speculative tokens for each range of batch sizes, from 1 to the largest
-    schedule = make_schedule(expected_tokens, times, max(batches))
+    cells: list[Cell] = []
+    # the schedule and the options to start the engine with, by context
+    choices: dict[int, tuple[tuple[ScheduleEntry, ...], tuple[str, ...]]] = {}
+    for times in times_by_context(steps):
+        low, high = min(times.batches), max(times.batches)
+        for batch in batches:
+            if not low <= batch * MAX_EXTRAPOLATION or not batch <= high * MAX_EXTRAPOLATION:
+                raise ArgumentError(
+                    f"--batch {batch}: steps were timed with {low} to {high} requests, expected "
+                    f"{-(-low // MAX_EXTRAPOLATION)} to {high * MAX_EXTRAPOLATION}; "
+                    "time such batches, or leave it out"
+                )
+        cells += predict_cells(expected_tokens, times, batches)
+        # the best number for each range of batch sizes, from 1 to the largest
+        schedule = make_schedule(expected_tokens, times, max(batches))
+        choices[times.context] = schedule, launch_lines(schedule)
+    schedule, lines = choices.pop(0, ((), ()))
     return EnginePlan(
         acceptance=acceptance,
         steps=tuple(steps),
-        cells=predict_cells(expected_tokens, times, batches),
+        cells=tuple(cells),
         schedule=schedule,
-        lines=launch_lines(schedule),
+        lines=lines,
+        by_context=tuple(ContextChoice(context, *choice) for context, choice in choices.items()),
         **plan_fields,
     )
 
@@ -95,6 +106,7 @@ def measure(
     max_length: int,
     prompts: Sequence[int],
     acceptance: ChainAcceptance | None = None,
+    contexts: Sequence[int] = (0,),
 ) -> tuple[ChainAcceptance, tuple[StepSeconds, ...], float]:
     """Measures acceptance, and the step times that choosing the best lengths needs.
 
@@ -102,8 +114,10 @@ def measure(
 
         count acceptance with max_length speculative tokens
         time steps with 0, 1 and max_length tokens
-        repeat: time the lengths that are best for some batch size and were not timed,
+        repeat: time the lengths that are best for some batch size and context and were not timed,
             until there are none
+
+    Acceptance is counted on the prompts as they are, whatever the contexts.
 
     Args:
         pool: the engines.
@@ -111,22 +125,31 @@ def measure(
         max_length: maximum number of speculative tokens.
         prompts: indices of the prompts whose acceptance is counted.
         acceptance: counts from elsewhere, such as a server's metrics; None counts them here.
+        contexts: contexts to time steps at, as in `StepKind`.
 
     Returns:
         Acceptance, step times, and the seconds that all of it took.
     """
     start_time = time.perf_counter()
+    if any(contexts):  # an engine that takes no such context ends this before anything is measured
+        pool.ensure_running([max_length])
+        pool.check_context(max(contexts))
     if acceptance is None:
         acceptance = _count_acceptance(pool, max_length, min(max(batches), len(prompts)), prompts)
     tokens = tokens_by_length(acceptance, max_length)
-    rounds = pool.time_steps(sorted({0, 1, max_length}), batches, STEPS_PER_ROUND, _is_precise)
+    lengths = sorted({0, 1, max_length})
+    rounds = pool.time_steps(lengths, batches, STEPS_PER_ROUND, _is_precise, contexts)
     while True:
         steps = median_step_seconds(rounds)
-        best_lengths = {best_length(tokens, StepTimes(steps), batch) for batch in batches}
+        best_lengths = {
+            best_length(tokens, times, batch)
+            for times in times_by_context(steps)
+            for batch in batches
+        }
         untimed = best_lengths - {step.speculative_tokens for step in steps}
         if not untimed:
             return acceptance, steps, time.perf_counter() - start_time
-        rounds |= pool.time_steps(sorted(untimed), batches, STEPS_PER_ROUND, _is_precise)
+        rounds |= pool.time_steps(sorted(untimed), batches, STEPS_PER_ROUND, _is_precise, contexts)
 
 
 def _count_acceptance(
@@ -159,8 +182,7 @@ def _is_precise(rounds: vllm.TimedRounds) -> bool:
     least MIN_ROUNDS are timed.
 
     Args:
-        rounds: by (batch size, number of speculative tokens): seconds and number of steps of each
-            round.
+        rounds: by kind of step: seconds and number of steps of each round.
     """
     num_rounds = min(map(len, rounds.values()))
     if num_rounds < MIN_ROUNDS:
@@ -177,51 +199,58 @@ def verify_plan(pool: vllm.EnginePool, plan: EnginePlan, prompts: Sequence[int])
 
     Args:
         pool: the engines.
-        plan: the plan to verify, for each of its batch sizes.
+        plan: the plan to verify, for each of its batch sizes and contexts.
         prompts: indices of prompts that the plan was not measured on.
 
     Returns:
         The plan with the measurements in its cells.
     """
-    lengths = {}  # numbers of speculative tokens to measure, by batch size
-    for batch in plan.batches:
-        best = plan.best_cell(batch).speculative_tokens
-        candidates = {0, best - 1, best, best + 1}
-        planned = [cell.speculative_tokens for cell in plan.cells_at(batch)]
-        lengths[batch] = [length for length in planned if length in candidates]
-    return add_measurements(plan, run_cells(pool, lengths, prompts, VERIFY_REPEATS))
+    kinds = []
+    for part in plan.parts():
+        for batch in part.batches:
+            best = part.best_cell(batch).speculative_tokens
+            kinds += [
+                StepKind(batch, cell.speculative_tokens, cell.context)
+                for cell in part.cells_at(batch)
+                if cell.speculative_tokens in (0, best - 1, best, best + 1)
+            ]
+    return add_measurements(plan, run_cells(pool, kinds, prompts, VERIFY_REPEATS))
 
 
 def run_cells(
     pool: vllm.EnginePool,
-    lengths: Mapping[int, Sequence[int]],
+    kinds: Sequence[StepKind],
     prompts: Sequence[int],
     repeats: int,
-) -> dict[tuple[int, int], list[vllm.EngineRun]]:
-    """Runs several numbers of speculative tokens (lengths) at each batch size, in turn.
+) -> dict[StepKind, list[vllm.EngineRun]]:
+    """Runs engines with several kinds of steps, in turn.
 
     Each repeat runs all of them once, so that a drift of the machine's speed affects all.
 
     Args:
         pool: the engines.
-        lengths: numbers of speculative tokens by batch size.
+        kinds: the kinds of steps.
         prompts: indices of the prompts.
-        repeats: runs of each batch size and length.
+        repeats: runs of each kind.
 
     Returns:
-        Runs by (batch, length).
+        Runs by kind of step.
     """
-    runs: dict[tuple[int, int], list[vllm.EngineRun]] = {}
-    all_lengths = {length for batch_lengths in lengths.values() for length in batch_lengths}
-    for group in pool.group_lengths(sorted(all_lengths)):  # engines that fit in memory together
+    runs: dict[StepKind, list[vllm.EngineRun]] = {kind: [] for kind in kinds}
+    lengths = sorted({kind.length for kind in kinds})
+    for group in pool.group_lengths(lengths):  # engines that fit in memory together
         pool.ensure_running(group)
         for i in range(repeats):
-            for batch, batch_lengths in lengths.items():
-                pool.report_status(f"verifying batch {batch}, run {i + 1} of {repeats}")
-                for length in batch_lengths:
-                    if length in group:
-                        run = pool.run(length, batch, run_prompts(prompts, batch))
-                        runs.setdefault((batch, length), []).append(run)
+            for kind in kinds:
+                if kind.length in group:
+                    pool.report_status(f"verifying batch {kind.batch}, run {i + 1} of {repeats}")
+                    run = pool.run(
+                        kind.length,
+                        kind.batch,
+                        run_prompts(prompts, kind.batch),
+                        context=kind.context,
+                    )
+                    runs[kind].append(run)
     return runs
 
 
@@ -240,18 +269,17 @@ def run_prompts(prompts: Sequence[int], batch: int) -> list[int]:
 
 
 def add_measurements(
-    plan: EnginePlan, runs: Mapping[tuple[int, int], Sequence[vllm.EngineRun]]
+    plan: EnginePlan, runs: Mapping[StepKind, Sequence[vllm.EngineRun]]
 ) -> EnginePlan:
     """Returns the plan with the measured runs summarized in its cells.
 
     Args:
-        plan: the plan; a cell is its prediction for one batch size and one number of speculative
-            tokens.
-        runs: by (batch size, number of speculative tokens).
+        plan: the plan; a cell is its prediction for one kind of step.
+        runs: by kind of step.
     """
     cells = []
     for cell in plan.cells:
-        cell_runs = runs.get((cell.batch, cell.speculative_tokens))
+        cell_runs = runs.get(StepKind(cell.batch, cell.speculative_tokens, cell.context))
         measured = vllm.measured_cell(cell_runs, cell.batch) if cell_runs else None
         cells.append(replace(cell, measured=measured))
     return replace(plan, cells=tuple(cells))

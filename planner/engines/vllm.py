@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.engine_plan import ChainAcceptance, MeasuredCell, ScheduleEntry
 from sequoia_plan.planner.engines import counters
+from sequoia_plan.planner.engines.chain import StepKind
 from sequoia_plan.planner.engines.process import WRAPPER_TEXTS, EngineProcess
 
 SCHEDULE_KEY = "num_speculative_tokens_per_batch_size"
@@ -33,8 +34,8 @@ IDLE_SECONDS = 1.5
 vLLM's processes poll for work for one second after their last (shm_broadcast.py in 0.32.0), which
 takes a processor from the engine that decodes in that second.
 """
-TimedRounds = dict[tuple[int, int], list[tuple[float, int]]]
-"""By (batch, speculative tokens): seconds and number of steps of each round."""
+TimedRounds = dict[StepKind, list[tuple[float, int]]]
+"""Seconds and number of steps of each round."""
 ReportStatus = Callable[[str], None]
 
 
@@ -189,6 +190,7 @@ class EnginePool:
         prompts: Sequence[int],
         steps: int | None = None,
         drain: bool = False,
+        context: int = 0,
     ) -> EngineRun:
         """Decodes prompts, and times the full steps: those that yield tokens for every request.
 
@@ -201,6 +203,7 @@ class EnginePool:
             steps: end after that many full steps; None for no limit.
             drain: go on until every prompt has its tokens; else the run ends when fewer than
                 `batch` requests are left.
+            context: tokens of every prompt; 0 decodes prompts as they are.
 
         Raises:
             SequoiaPlanError: if no step is full, or the engine fails.
@@ -218,11 +221,12 @@ class EnginePool:
             steps=steps,
             temperature=self.workload.temperature,
             drain=drain,
+            context=context,
         )
         if not result["step_seconds"]:
             raise SequoiaPlanError(
                 f"batch {batch}: no step had {batch} requests in it; "
-                "give more prompts, or a larger max_num_seqs in --engine-args"
+                "give more prompts, or in --engine-args a larger max_num_seqs or KV cache"
             )
         return EngineRun(
             seconds=sum(result["step_seconds"]),
@@ -232,6 +236,20 @@ class EnginePool:
             counters_before=result["counters_before"],
             counters_after=result["counters_after"],
         )
+
+    def check_context(self, context: int) -> None:
+        """Refuses a context that the engine has no room for. An engine must run.
+
+        Raises:
+            ArgumentError: if it and the new tokens are more than vLLM's max_model_len.
+        """
+        max_model_len = self.info["max_model_len"]
+        if context + self.workload.tokens > max_model_len:
+            raise ArgumentError(
+                f"--context {context}: with {self.workload.tokens} new tokens it is above "
+                f"vLLM's max_model_len of {max_model_len}; give a smaller one, fewer --tokens, or "
+                "a larger max_model_len in --engine-args"
+            )
 
     def measure_acceptance(
         self, length: int, batch: int, prompts: Sequence[int]
@@ -261,8 +279,9 @@ class EnginePool:
         batches: Sequence[int],
         steps: int,
         is_precise: Callable[[TimedRounds], bool],
+        contexts: Sequence[int] = (0,),
     ) -> TimedRounds:
-        """Times steps with every number of speculative tokens and every batch size, in rounds.
+        """Times steps with every number of speculative tokens, batch size and context, in rounds.
 
         A group is as many engines as fit in memory together. They alternate within a round, so
         that a drift of the machine's speed affects all of them.
@@ -272,38 +291,41 @@ class EnginePool:
             batches: batch sizes.
             steps: number of full steps that are timed in each round.
             is_precise: called with the rounds of a group so far; True ends them.
+            contexts: tokens of every prompt; 0 decodes prompts as they are.
 
         Returns:
-            By (batch size, number of speculative tokens): seconds and number of steps of each
-            round.
+            By kind of step: seconds and number of steps of each round.
         """
         rounds: TimedRounds = {}
         for group in self.group_lengths(lengths):
             self.ensure_running(group)
-            cells = [(batch, length) for batch in batches for length in group]
-            for batch, length in cells:  # the first passes of every batch size take longer
-                self.run(length, batch, self._round_prompts(batch, 0), steps=2)
-            group_rounds: TimedRounds = {cell: [] for cell in cells}
+            kinds = [
+                StepKind(batch, length, context)
+                for context in contexts
+                for batch in batches
+                for length in group
+            ]
+            for kind in kinds:  # the first passes of every batch size take longer
+                self._run_round(kind, 0, steps=2)
+            group_rounds: TimedRounds = {kind: [] for kind in kinds}
             for i in itertools.count():
                 self.report_status(
                     f"timing steps with {_comma_separated(group)} speculative tokens, round {i + 1}"
                 )
                 # every second round goes through them in the opposite order
-                for batch, length in cells if i % 2 else reversed(cells):
-                    run = self.run(length, batch, self._round_prompts(batch, i), steps)
-                    group_rounds[batch, length].append((run.seconds, run.steps))
+                for kind in kinds if i % 2 else reversed(kinds):
+                    run = self._run_round(kind, i, steps)
+                    group_rounds[kind].append((run.seconds, run.steps))
                 if is_precise(group_rounds):
                     break
             rounds |= group_rounds
         return rounds
 
-    def _round_prompts(self, batch: int, round_index: int) -> list[int]:
-        """Indices of the prompts of a round: twice as many as are decoded together.
-
-        Every round begins with other prompts.
-        """
-        num_prompts = len(self.workload.prompts)
-        return [(round_index * batch + i) % num_prompts for i in range(2 * batch)]
+    def _run_round(self, kind: StepKind, round_index: int, steps: int) -> EngineRun:
+        """Runs twice as many prompts as are decoded together. Every round begins with others."""
+        batch, num_prompts = kind.batch, len(self.workload.prompts)
+        prompts = [(round_index * batch + i) % num_prompts for i in range(2 * batch)]
+        return self.run(kind.length, batch, prompts, steps, context=kind.context)
 
 
 def measured_cell(runs: Sequence[EngineRun], batch: int) -> MeasuredCell:

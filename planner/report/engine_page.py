@@ -8,11 +8,13 @@ from typing import Any
 
 from sequoia_plan.artifacts.engine_plan import EnginePlan
 from sequoia_plan.planner.report.engine_table import (
-    COLUMNS,
     COLUMNS_NOTE,
     findings,
+    kind_of_request,
+    launch_groups,
     plan_acceptance_lines,
     prediction_errors,
+    table_columns,
     table_rows,
 )
 from sequoia_plan.planner.report.html import HEIGHT, Plot, document, figures
@@ -27,11 +29,16 @@ def engine_page(plan: EnginePlan) -> str:
     engine = ENGINE_NAMES.get(plan.engine, plan.engine)
     title = f"Speculative tokens for {engine} {plan.version}".strip()
     finding_sentences = [line[0].upper() + line[1:] for line in findings(plan)]
-    launch_lines = "".join(f"<p><code>{escape(line)}</code></p>" for line in plan.lines)
+    launch_lines = "".join(
+        (f"<p>{purpose[0].upper()}{purpose[1:]}</p>" if purpose else "")
+        + "".join(f"<p><code>{escape(line)}</code></p>" for line in lines)
+        + ("" if lines else "<p>Start the engine without speculation.</p>")
+        for purpose, lines in launch_groups(plan)
+    )
     sections = (
         f"<h1>{escape(title)}</h1>",
         _paragraphs("finding", finding_sentences),
-        launch_lines or "<p>Start the engine without speculation.</p>",
+        launch_lines,
         figures(_plots(plan)),
         _paragraphs("soft", prediction_errors(plan)),
         _cells_table(plan),
@@ -53,8 +60,8 @@ def throughput_panel(plan: EnginePlan, batch: int, axes: Any) -> None:
     The prediction has its 95 % interval, and the measurement the range of its runs.
 
     Args:
-        plan: a plan for an engine, with a cell for each batch size and number of speculative
-            tokens.
+        plan: a plan for an engine, or the part of one for a context, with a cell for each batch
+            size and number of speculative tokens.
         batch: number of requests decoded together.
         axes: matplotlib axes to draw onto.
     """
@@ -114,20 +121,25 @@ def _draw_measured(plan: EnginePlan, batch: int, axes: Any) -> None:
 
 
 def _plots(plan: EnginePlan) -> list[Plot]:
-    """A plot for each batch size: the function that draws it, its caption, and its height."""
-    caption = "generated tokens a second of all requests together."
+    """A plot for each kind of request: the function that draws it, its caption, and its height."""
     return [
-        (partial(throughput_panel, plan, batch), f"Batch {batch}: {caption}", HEIGHT)
-        for batch in plan.batches
+        (
+            partial(throughput_panel, part, batch),
+            f"{kind_of_request(part.best_cell(batch)).capitalize()}: "
+            "generated tokens a second of all requests together.",
+            HEIGHT,
+        )
+        for part in plan.parts()
+        for batch in part.batches
     ]
 
 
 def _cells_table(plan: EnginePlan) -> str:
-    """The predictions as an HTML table, with the best one of each batch size highlighted."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS)
+    """The predictions as an HTML table, with the best ones highlighted."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in table_columns(plan))
     body = ""
-    for cell, texts in table_rows(plan):
-        highlight = ' class="mine"' if cell == plan.best_cell(cell.batch) else ""
+    for is_best, texts in table_rows(plan):
+        highlight = ' class="mine"' if is_best else ""
         columns = "".join(f"<td>{escape(text)}</td>" for text in texts)
         body += f"<tr{highlight}>{columns}</tr>"
     table = f'<table class="figures"><tr>{head}</tr>{body}</table>'

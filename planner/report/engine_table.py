@@ -6,16 +6,31 @@ from collections.abc import Iterator, Sequence
 
 from sequoia_plan.artifacts.engine_plan import Cell, ChainAcceptance, EnginePlan
 
-COLUMNS = ("batch", "K", "setting", "tokens/step", "step", "predicted", "measured", "over K=0")
+COLUMNS = (
+    "context",
+    "batch",
+    "K",
+    "setting",
+    "tokens/step",
+    "step",
+    "predicted",
+    "measured",
+    "over K=0",
+)
+MAX_TABLE_WIDTH = 200
+"""Columns of the terminal that a table may take: a wider one is wrapped by it, not cut off."""
 COLUMNS_NOTE = "K: speculative tokens; predicted, measured: generated tokens a second"
 
 
 def findings(plan: EnginePlan) -> list[str]:
-    """Describes the best number of speculative tokens and its gain, for each batch size."""
+    """Describes the best number of speculative tokens and its gain, for each kind of request.
+
+    If the plan has several contexts, the last sentences say where the best number changes.
+    """
     sentences = []
-    for batch in plan.batches:
-        best = plan.best_cell(batch)
-        plain, *speculative = plan.cells_at(batch)  # the first cell is of 0 speculative tokens
+    for part, batch in _parts_and_batches(plan):
+        best = part.best_cell(batch)
+        plain, *speculative = part.cells_at(batch)  # the first cell is of 0 speculative tokens
         if best.speculative_tokens:
             gain = f"{best.speedup:.2f} times the {plain.throughput:.1f} tokens/s without"
             if best.low <= plain.high:
@@ -27,8 +42,32 @@ def findings(plan: EnginePlan) -> list[str]:
             if next_best:
                 loss = f"; {_name(next_best)} would be {next_best.speedup:.2f} times as fast"
             finding = f"do not speculate ({plain.throughput:.1f} tokens/s{loss})"
-        sentences.append(f"batch {batch}: {finding}")
+        sentences.append(f"{kind_of_request(best)}: {finding}")
+    if len(plan.by_context) > 1:
+        sentences += [_change_with_context(plan, batch) for batch in plan.batches]
     return sentences
+
+
+def _change_with_context(plan: EnginePlan, batch: int) -> str:
+    """Describes how the best number of speculative tokens depends on the context."""
+    best = {
+        choice.context: part.best_cell(batch).speculative_tokens
+        for choice, part in zip(plan.by_context, plan.parts(), strict=True)
+    }
+    if len(set(best.values())) == 1:
+        return f"batch {batch}: the best number is the same at every context"
+    changes = ", ".join(f"{length} at {context}" for context, length in best.items())
+    return f"batch {batch}: the best number changes with the context: {changes}"
+
+
+def _parts_and_batches(plan: EnginePlan) -> list[tuple[EnginePlan, int]]:
+    """The plan's part of each context with each of its batch sizes."""
+    return [(part, batch) for part in plan.parts() for batch in part.batches]
+
+
+def kind_of_request(cell: Cell) -> str:
+    """A cell's batch size and context, as "batch 4, context 512"."""
+    return f"batch {cell.batch}{f', context {cell.context}' if cell.context else ''}"
 
 
 def prediction_errors(plan: EnginePlan, tolerance: float = 0.1) -> list[str]:
@@ -37,8 +76,7 @@ def prediction_errors(plan: EnginePlan, tolerance: float = 0.1) -> list[str]:
     The sentence also has the errors of the predicted tokens a step and of the step's time.
 
     Args:
-        plan: the plan. Some of its cells, each for a batch size and a number of speculative
-            tokens, have a measurement beside the prediction.
+        plan: the plan. Some of its cells have a measurement beside the prediction.
         tolerance: largest relative error of throughput that is not described.
     """
     sentences = []
@@ -51,26 +89,36 @@ def prediction_errors(plan: EnginePlan, tolerance: float = 0.1) -> list[str]:
             tokens_error = cell.tokens_per_step / measured.tokens_per_step - 1
             step_error = cell.seconds / measured.seconds - 1
             sentences.append(
-                f"batch {cell.batch} with {_name(cell)}: predicted {error:+.0%} off "
+                f"{kind_of_request(cell)} with {_name(cell)}: predicted {error:+.0%} off "
                 f"(tokens a step {tokens_error:+.0%}, step {step_error:+.0%})"
             )
     return sentences
 
 
-def table_rows(
-    plan: EnginePlan, compares_parts: bool = True
-) -> Iterator[tuple[Cell, tuple[str, ...]]]:
-    """Yields each cell, which is of one batch size and one number of speculative tokens.
+def table_columns(plan: EnginePlan) -> list[str]:
+    """The names of COLUMNS that the plan has values for."""
+    shown = {
+        "context": any(cell.context for cell in plan.cells),
+        "setting": any(cell.variant for cell in plan.cells),
+        "measured": any(cell.measured for cell in plan.cells),
+    }
+    return [name for name in COLUMNS if shown.get(name, True)]
 
-    With it come its texts, one for each of COLUMNS. A `~` before a step time says that it was
+
+def table_rows(plan: EnginePlan, compares_parts: bool = True) -> Iterator[tuple[bool, list[str]]]:
+    """Yields for each cell whether it is the best of its batch size and context, and its texts.
+
+    There is a text for each of `table_columns`. A `~` before a step time says that it was
     interpolated, not measured.
 
     Args:
         plan: the plan.
         compares_parts: write tokens a step and step time as predicted / measured.
     """
-    for batch in plan.batches:
-        for cell in plan.cells_at(batch):
+    columns = table_columns(plan)
+    for part, batch in _parts_and_batches(plan):
+        best = part.best_cell(batch)
+        for cell in part.cells_at(batch):
             measured = cell.measured
             tokens = f"{cell.tokens_per_step:.2f}"
             step = f"{'' if cell.is_timed else '~'}{cell.seconds * 1000:.1f}"
@@ -78,6 +126,7 @@ def table_rows(
                 tokens += f" / {measured.tokens_per_step:.2f}"
                 step += f" / {measured.seconds * 1000:.1f}"
             texts = (
+                f"{cell.context}",
                 f"{cell.batch}",
                 f"{cell.speculative_tokens}",
                 cell.variant,
@@ -87,7 +136,24 @@ def table_rows(
                 _with_range(measured.throughput, measured.low, measured.high) if measured else "",
                 f"{cell.speedup:.2f}x",
             )
-            yield cell, texts
+            by_column = dict(zip(COLUMNS, texts, strict=True))
+            yield cell == best, [by_column[name] for name in columns]
+
+
+def launch_groups(plan: EnginePlan) -> list[tuple[str, tuple[str, ...]]]:
+    """What the options to start the engine with are for, and these options.
+
+    Contexts with the same options are one group. A single group has an empty text.
+    """
+    contexts: dict[tuple[str, ...], list[int]] = {}
+    for choice in plan.by_context:
+        contexts.setdefault(choice.lines, []).append(choice.context)
+    if len(contexts) < 2:
+        return [("", plan.parts()[0].lines)]
+    return [
+        (f"for a context of {' or '.join(map(str, group))} tokens:", lines)
+        for lines, group in contexts.items()
+    ]
 
 
 def _name(cell: Cell) -> str:
@@ -117,8 +183,8 @@ def acceptance_lines(acceptance: ChainAcceptance, mean_tokens: Sequence[float]) 
 
 
 def plan_acceptance_lines(plan: EnginePlan) -> list[str]:
-    """Describes a plan's acceptance and expected tokens, which are the same at all batch sizes."""
-    cells = [cell for cell in plan.cells_at(plan.batches[0]) if not cell.variant]
+    """Describes a plan's acceptance and expected tokens, which all of its parts share."""
+    cells = [cell for cell in plan.parts()[0].cells_at(plan.batches[0]) if not cell.variant]
     return acceptance_lines(plan.acceptance, [cell.tokens_per_step for cell in cells])
 
 
@@ -136,17 +202,13 @@ def print_plan(plan: EnginePlan) -> None:
             console.print(line, soft_wrap=True, markup=False)
 
     print_lines(plan_acceptance_lines(plan))
-    is_verified = any(cell.measured for cell in plan.cells)
-    has_variants = any(cell.variant for cell in plan.cells)
-    shown = {"measured": is_verified, "setting": has_variants}
-    columns = [i for i, name in enumerate(COLUMNS) if shown.get(name, True)]
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for i in columns:
-        table.add_column(COLUMNS[i], no_wrap=True, justify="right", min_width=len(COLUMNS[i]))
-    for cell, texts in table_rows(plan, compares_parts=False):
-        is_best = cell == plan.best_cell(cell.batch)
-        table.add_row(*(texts[i] for i in columns), style="bold" if is_best else None)
-    console.print(table)
+    for name in table_columns(plan):
+        table.add_column(name, no_wrap=True, justify="right", min_width=len(name))
+    for is_best, texts in table_rows(plan, compares_parts=False):
+        table.add_row(*texts, style="bold" if is_best else None)
+    full_width = console.measure(table, options=console.options.update(width=MAX_TABLE_WIDTH))
+    Console(highlight=False, width=max(console.width, full_width.maximum)).print(table)
     note = COLUMNS_NOTE
     if any(not cell.is_timed for cell in plan.cells):
         note += "; ~: on the line through two measured times"
@@ -154,4 +216,6 @@ def print_plan(plan: EnginePlan) -> None:
     print_lines([*findings(plan), *prediction_errors(plan)])
     if plan.engine == "sglang":
         console.print("from logs and responses: no SGLang was run", markup=False)
-    print_lines(plan.lines or ["start the engine without speculation"])
+    for purpose, lines in launch_groups(plan):
+        print_lines([purpose] if purpose else [])
+        print_lines(lines or ["start the engine without speculation"])

@@ -19,7 +19,7 @@ ACCEPTED_PER_STEP = (0, 1, 0, 2, 0, 0, 3, 1)
 """Accepted tokens of successive steps; the pattern repeats."""
 
 
-def SamplingParams(temperature, max_tokens):
+def SamplingParams(temperature, max_tokens, ignore_eos):
     return max_tokens
 
 
@@ -50,6 +50,8 @@ class LLM:
         self.child.start()
         print("this line is no answer", self.child.pid, flush=True)
         self.llm_engine = self
+        self.model_config = SimpleNamespace(max_model_len=4096)
+        self.num_prompt_tokens = 0
         self.requests = {}
         self.accepted_per_step = itertools.cycle(ACCEPTED_PER_STEP)
         self.num_drafts = 0
@@ -59,6 +61,7 @@ class LLM:
         return SimpleNamespace(chat_template=None, encode=lambda text: list(text.encode()))
 
     def add_request(self, request_id, prompt, max_tokens):
+        self.num_prompt_tokens += len(prompt["prompt_token_ids"])
         self.requests[request_id] = SimpleNamespace(num_tokens=0, max_tokens=max_tokens)
 
     def abort_request(self, request_ids):
@@ -98,6 +101,8 @@ class LLM:
         per_position = list(self.num_accepted_per_position)
         return [
             SimpleNamespace(name=f"{prefix}_drafts", value=self.num_drafts),
+            # no counter of vLLM: a test reads it
+            SimpleNamespace(name=f"{prefix}_prompt_tokens", value=self.num_prompt_tokens),
             SimpleNamespace(name=f"{prefix}_accepted_tokens", value=sum(per_position)),
             SimpleNamespace(name=f"{prefix}_accepted_tokens_per_pos", values=per_position),
         ]
