@@ -12,8 +12,9 @@ kind, and `--add FILE` adds what such a run wrote, so that one table can come fr
     python benchmarks/lookup.py ... --kind story --add build/quote.json -o build/both.json
 
 `--edges` decodes prompts that lookup could be slow on, not those of a file: one whose answer stands
-once in a long text, one of a single word many times, and one without any token twice. What a search
-for a match takes is measured in any case, by the slots of the sequence.
+once in a long text, one of a single word many times, and one without any token twice. Only trees by
+match and the tree alone decode them. What a search for a match takes is measured in any case, by
+the slots of the sequence.
 
 All methods decode a prompt before the next prompt begins. The prompts are the half of each kind
 that no profile is measured on; with `--profiled`, they are the other half. The promise for a kind
@@ -211,11 +212,11 @@ def main() -> None:
     verifier = str(tree.plan.settings.get("verifier") or "sequoia")
     sampling = Sampling(options.temperature, verifier=verifier)
     method = "sequoia" if sampling.greedy else verifier
-    names = ["lookup", "tree", method]
-    if not options.no_plain:
+    names = ["tree", method]
+    if not (options.offload or options.edges):  # transformers cannot run a streamed target
+        names.insert(0, "lookup")
+    if not (options.no_plain or options.edges):
         names.insert(0, "plain")
-    if options.offload:
-        names.remove("lookup")  # transformers cannot run a streamed target
     pair = load_pair(offload=options.offload)
     transformers_pair = pair if options.offload else load_pair(placement="resident")
     by_kind: dict[str, list[list[int]]] = {}
@@ -235,8 +236,9 @@ def main() -> None:
     methods = make_methods(
         pair, transformers_pair, bench_trees(tree, verifier), sampling, options.tokens, names
     )
-    methods["ngram"] = sequoia_method(pair, NGRAM, sampling, options.tokens)
-    names.append("ngram")
+    if not options.edges:
+        methods["ngram"] = sequoia_method(pair, NGRAM, sampling, options.tokens)
+        names.append("ngram")
     journal = journal_of(options.output)
     work = [
         pair.metadata,
