@@ -76,9 +76,11 @@ def decode(target):
 
 
 def query_rows(target):
-    """Return the numbers of query rows that this process holds of its split layers, sorted."""
+    """Return the numbers of query rows that this process holds of its layers, sorted."""
     weights = [layer.self_attn.q_proj.weight for layer in target.model.layers]
-    return sorted({weight.to_local().shape[0] for weight in weights if hasattr(weight, "to_local")})
+    # transformers 5.10 splits weights into plain tensors, newer versions into DTensors
+    local_weights = [w.to_local() if hasattr(w, "to_local") else w for w in weights]
+    return sorted({weight.shape[0] for weight in local_weights})
 
 
 def main(model_folder, output_folder):

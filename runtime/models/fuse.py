@@ -110,7 +110,7 @@ def fused_layer_error(layer: Any) -> float:
     rows = torch.randn(1, TREE.size, attention_width, generator=generator) * scale
     angles = torch.rand(1, TREE.size, original.self_attn.head_dim // 2, generator=generator)
     angles = torch.cat((angles, angles), -1).to(device) * torch.pi
-    mask = additive_mask(torch.from_numpy(TREE.attention_mask), torch.float32).to(device)
+    mask = additive_mask(torch.tensor(TREE.attention_mask), torch.float32).to(device)
     inputs = {
         "attention_mask": mask[None, None],
         "position_embeddings": (angles.cos(), angles.sin()),
