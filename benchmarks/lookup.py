@@ -18,7 +18,9 @@ the slots of the sequence.
 
 All methods decode a prompt before the next prompt begins. The prompts are the half of each kind
 that no profile is measured on; with `--profiled`, they are the other half. The promise for a kind
-is that of the plan (`speedup_by_kind`).
+is that of the plan (`speedup_by_kind`): all its profiled prompts together, as in the column "in
+total". The other columns are medians over prompts. `--only plain --only sequoia` compares the two
+in a few minutes.
 """
 
 from __future__ import annotations
@@ -126,12 +128,31 @@ def figures(runs: dict[str, list[PromptRun]], chosen: Sequence[int]) -> dict[str
     }
 
 
+def total_speedup(
+    runs: dict[str, list[PromptRun]], method: str, chosen: Sequence[int]
+) -> float | None:
+    """Tokens a second of a method over those of plain decoding, of all chosen prompts together.
+
+    The plan promises this for the prompts of a kind that were profiled.
+    """
+    if "plain" not in runs:
+        return None
+
+    def tokens_per_second(name: str) -> float:
+        """After the first tokens of each prompt, as everywhere in `bench`."""
+        part = [runs[name][i] for i in chosen]
+        tokens = sum(run.tokens - run.first_tokens for run in part)
+        return tokens / sum(run.seconds - run.first_seconds for run in part)
+
+    return tokens_per_second(method) / tokens_per_second("plain")
+
+
 def print_result(result: dict[str, Any]) -> None:
     """Print a row for each kind."""
     table = Table(box=None, pad_edge=False)
-    for column in ("kind", "prompts", "over plain", "promised", "lookup", "n-gram", "tree"):
+    for column in ("kind", "prompts", "over plain", "in total", "promised"):
         table.add_column(column)
-    for column in ("over lookup", "over n-gram", "over tree"):
+    for column in ("lookup", "n-gram", "tree", "over lookup", "over n-gram", "over tree"):
         table.add_column(column)
     ours = result["method"]
     for kind, part in result["kinds"].items():
@@ -144,11 +165,12 @@ def print_result(result: dict[str, Any]) -> None:
                 return ""
             return "{median:.2f} ({low:.2f}-{high:.2f})".format(**values)
 
-        promised = result["promised"].get(kind)
+        promised, total = result["promised"].get(kind), part["over_plain_in_total"]
         table.add_row(
             kind,
             str(part["prompts"]),
             ratio(ours, "plain"),
+            f"{total:.2f}" if total else "",
             f"{promised:.2f}" if promised else "",
             ratio("lookup", "plain"),
             ratio("ngram", "plain"),
@@ -204,7 +226,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--offload", choices=["disk"])
-    parser.add_argument("--no-plain", action="store_true")
+    parser.add_argument("--only", action="append", help="only this method (repeatable)")
     parser.add_argument("--plot", help="draw the speed by kind into this .png")
     parser.add_argument("-o", "--output", default="build/lookup.json")
     options = parser.parse_args()
@@ -212,11 +234,10 @@ def main() -> None:
     verifier = str(tree.plan.settings.get("verifier") or "sequoia")
     sampling = Sampling(options.temperature, verifier=verifier)
     method = "sequoia" if sampling.greedy else verifier
-    names = ["tree", method]
-    if not (options.offload or options.edges):  # transformers cannot run a streamed target
-        names.insert(0, "lookup")
-    if not (options.no_plain or options.edges):
-        names.insert(0, "plain")
+    names = ["plain", "lookup", "tree", method, "ngram"]
+    if options.offload:
+        names.remove("lookup")  # transformers cannot run a streamed target
+    names = options.only or (["tree", method] if options.edges else names)
     pair = load_pair(offload=options.offload)
     transformers_pair = pair if options.offload else load_pair(placement="resident")
     by_kind: dict[str, list[list[int]]] = {}
@@ -234,11 +255,15 @@ def main() -> None:
             token_ids.append(ids)
             kinds.append(kind)
     methods = make_methods(
-        pair, transformers_pair, bench_trees(tree, verifier), sampling, options.tokens, names
+        pair,
+        transformers_pair,
+        bench_trees(tree, verifier),
+        sampling,
+        options.tokens,
+        [name for name in names if name != "ngram"],
     )
-    if not options.edges:
+    if "ngram" in names:
         methods["ngram"] = sequoia_method(pair, NGRAM, sampling, options.tokens)
-        names.append("ngram")
     journal = journal_of(options.output)
     work = [
         pair.metadata,
@@ -273,7 +298,11 @@ def main() -> None:
         "promised": tree.plan.speedup_by_kind,
         "match_milliseconds": match_milliseconds(),
         "kinds": {
-            kind: {"prompts": len(chosen), "methods": figures(runs, chosen)}
+            kind: {
+                "prompts": len(chosen),
+                "methods": figures(runs, chosen),
+                "over_plain_in_total": total_speedup(runs, method, chosen),
+            }
             for kind, chosen in groups.items()
             if chosen
         },
