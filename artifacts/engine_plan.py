@@ -229,18 +229,19 @@ class EnginePlan(Artifact, frozen=True):
                         f"{name}: found batch {batch} with {tokens} speculative tokens"
                         f"{variant and f' and {variant}'}{place} twice, expected it once"
                     )
-        found = [choice.context for choice in self.by_context]
-        contexts = sorted({cell.context for cell in self.cells})
-        expected = contexts if any(contexts) else []
-        if found != expected:
+        contexts = [choice.context for choice in self.by_context]
+        cell_contexts = sorted({cell.context for cell in self.cells})
+        expected = cell_contexts if any(cell_contexts) else []
+        if contexts != expected:
             raise SequoiaPlanError(
-                f"by_context: found the contexts {found}, expected those of the cells, {expected}"
+                f"by_context: found the contexts {contexts}, expected those of the cells, "
+                f"{expected}"
             )
 
     def parts(self) -> list[EnginePlan]:
         """The plan's part for each context, as a plan of its own; without contexts, the plan.
 
-        `schedule`, `lines`, `cells_at` and `best_cell` are meant for a part.
+        `context`, `schedule`, `lines`, `cells_at` and `best_cell` are meant for a part.
         """
         if not self.by_context:
             return [self]
@@ -255,6 +256,11 @@ class EnginePlan(Artifact, frozen=True):
             )
             for choice in self.by_context
         ]
+
+    @property
+    def context(self) -> int:
+        """Tokens of every prompt that is decoded; 0 if prompts are decoded as they are."""
+        return self.by_context[0].context if self.by_context else 0
 
     @property
     def batches(self) -> list[int]:

@@ -281,12 +281,12 @@ def context_report(plan: EnginePlan, seconds: float) -> dict[str, Any]:
         rows.append(row)
         print(row, flush=True)
     chosen = {
-        f"{part.by_context[0].context}x{batch}": part.best_cell(batch).speculative_tokens
+        f"{part.context}x{batch}": part.best_cell(batch).speculative_tokens
         for part in plan.parts()
         for batch in part.batches
     }
     return {
-        **_machine(plan, max(choice.context for choice in plan.by_context)),
+        **_machine(plan, max(cell.context for cell in plan.cells)),
         "seconds": {"planning": plan.seconds, "all": seconds},
         "chosen by context and batch": chosen,
         "within_10_percent": sum(abs(row["error"]) <= 0.1 for row in rows),

@@ -660,7 +660,7 @@ def test_the_tree_under_test_carries_its_plans_interval(models):
         8,
         4,
     ).tree
-    found = compare(
+    result = compare(
         models,
         lambda: models,
         plan,
@@ -670,11 +670,11 @@ def test_the_tree_under_test_carries_its_plans_interval(models):
         4,
         ["plain", "sequoia", "chain"],
     )
-    prediction = found.methods["sequoia"].prediction
+    prediction = result.methods["sequoia"].prediction
     assert prediction.interval is not None and prediction.interval_new_kind is not None
     assert prediction.interval == plan.plan.interval.predicted_speedup
     assert prediction.interval_new_kind == plan.plan.interval_new_kind.predicted_speedup
-    assert found.methods["plain"].prediction.interval is None
+    assert result.methods["plain"].prediction.interval is None
 
 
 KINDS_PLAN = Plan(
@@ -784,13 +784,13 @@ def test_only_the_tree_under_test_is_predicted_by_kind(models, tmp_path):
     trees = bench_trees(tree, "sequoia")
     names = ["plain", "tree", "sequoia"]
 
-    def found(kinds, tree=tree):
+    def decode(kinds, tree=tree):
         prompts = [[1, 2, 3], [4, 5], [6, 7]]
         return compare(
             models, lambda: models, tree, trees, Sampling(), prompts, 4, names, kinds=kinds
         )
 
-    result = found(["copy", "copy", "chat"])
+    result = decode(["copy", "copy", "chat"])
     ours = result.methods["sequoia"]
     assert ours.prediction.speedup == 3.0 and ours.prediction.prompts_as_mixture == 0
     assert {kind: figures.prompts for kind, figures in ours.by_kind.items()} == {
@@ -799,13 +799,13 @@ def test_only_the_tree_under_test_is_predicted_by_kind(models, tmp_path):
     }
     assert result.methods["plain"].prediction == Prediction(1.0, 1.0)
     assert result.methods["tree"].prediction == Prediction()
-    result.save(tmp_path / "found.json")
-    assert BenchResult.load(tmp_path / "found.json") == result
+    result.save(tmp_path / "bench.json")
+    assert BenchResult.load(tmp_path / "bench.json") == result
     mixture = prediction_for(tree, "sequoia", plan)
     assert mixture.speedup and mixture.speedup != 3.0
     for kinds in ((), [None, "poem", None]):
-        ours = found(kinds).methods["sequoia"]
+        ours = decode(kinds).methods["sequoia"]
         assert ours.prediction == replace(mixture, prompts_as_mixture=3) and not ours.by_kind
     old = TokenTree(tree.parents, replace(plan, speedup_by_kind={}), by_match=tree.by_match)
-    ours = found(["copy", "copy", "chat"], old).methods["sequoia"]
+    ours = decode(["copy", "copy", "chat"], old).methods["sequoia"]
     assert ours.prediction == mixture and not ours.by_kind

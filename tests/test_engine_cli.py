@@ -42,8 +42,16 @@ def run(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def measured_plan(tmp_path_factory):
-    """A plan measured with the stand-in, its file, its page, and the output of the command."""
-    folder = tmp_path_factory.mktemp("engine")
+    return measure_plan(tmp_path_factory.mktemp("engine"))
+
+
+@pytest.fixture(scope="module")
+def plan_by_context(tmp_path_factory):
+    return measure_plan(tmp_path_factory.mktemp("contexts"), "--context", "900,300")
+
+
+def measure_plan(folder, *options):
+    """A plan measured and verified with the stand-in, its file, its page, and the output."""
     words = [
         *("--target", "works"),
         *("--draft", "d"),
@@ -55,6 +63,7 @@ def measured_plan(tmp_path_factory):
         "--verify",
         *("-o", "plan.yaml"),
         *("--report", "page.html"),
+        *options,
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -63,16 +72,13 @@ def measured_plan(tmp_path_factory):
         result = CliRunner().invoke(main, ["engine", "vllm", *words])
     assert result.exit_code == 0, result.output
     path = folder / "plan.yaml"
-    return EnginePlan.load(path), path, (folder / "page.html").read_text(), result.stdout
+    plan = EnginePlan.load(path)
+    assert EnginePlan.load(path) == plan and plan.to_yaml() == path.read_text()
+    return plan, path, (folder / "page.html").read_text(), result.stdout
 
 
-def test_the_plan_holds_what_the_engine_counted(measured_plan):
-    plan, path, _, _ = measured_plan
-    assert (plan.engine, plan.version, plan.method) == ("vllm", "0.0.stand-in", "draft_model")
-    assert (plan.target, plan.draft) == ("works", "d")
-    # of eight steps the stand-in accepts 0 1 0 2 0 0 3 1
-    assert plan.acceptance.survival == pytest.approx((4 / 8, 2 / 8, 1 / 8), abs=0.02)
-    assert 0 < plan.acceptance.trials <= plan.acceptance.drafts
+def assert_plans_best_cells(plan):
+    """The plan chooses the fastest of the numbers 0 to 3, which it timed and verified."""
     timed = {(step.batch, step.speculative_tokens) for step in plan.steps}
     assert timed >= {(batch, length) for batch in (1, 2) for length in (0, 1, 3)}
     for batch in (1, 2):
@@ -83,7 +89,16 @@ def test_the_plan_holds_what_the_engine_counted(measured_plan):
         assert best.throughput == max(cell.throughput for cell in cells)
         assert best.measured.low <= best.measured.throughput <= best.measured.high
         assert best.measured.runs == 3
-    assert EnginePlan.load(path) == plan and plan.to_yaml() == path.read_text()
+
+
+def test_the_plan_holds_what_the_engine_counted(measured_plan):
+    plan = measured_plan[0]
+    assert (plan.engine, plan.version, plan.method) == ("vllm", "0.0.stand-in", "draft_model")
+    assert (plan.target, plan.draft) == ("works", "d")
+    # of eight steps the stand-in accepts 0 1 0 2 0 0 3 1
+    assert plan.acceptance.survival == pytest.approx((4 / 8, 2 / 8, 1 / 8), abs=0.02)
+    assert 0 < plan.acceptance.trials <= plan.acceptance.drafts
+    assert_plans_best_cells(plan)
 
 
 def test_what_is_said_can_be_pasted(measured_plan):
@@ -109,48 +124,14 @@ def test_the_page_shows_both_curves(measured_plan):
     assert engine_page(plan) == html
 
 
-@pytest.fixture(scope="module")
-def plan_by_context(tmp_path_factory):
-    """A plan for two contexts, verified, its file, its page, and the output of the command."""
-    folder = tmp_path_factory.mktemp("contexts")
-    words = [
-        *("--target", "works"),
-        *("--draft", "d"),
-        *("--python", sys.executable),
-        *("--batch", "1,2"),
-        *("--context", "900,300"),
-        *("--most", "3"),
-        *("--limit", "12"),
-        *("--tokens", "24"),
-        "--verify",
-        *("-o", "plan.yaml"),
-        *("--report", "page.html"),
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setenv("PYTHONPATH", str(HERE / "stand_in"))
-        patch.setattr(vllm, "IDLE_SECONDS", 0.0)
-        result = CliRunner().invoke(main, ["engine", "vllm", *words])
-    assert result.exit_code == 0, result.output
-    path = folder / "plan.yaml"
-    return EnginePlan.load(path), path, (folder / "page.html").read_text(), result.stdout
-
-
 def test_a_plan_by_context_has_a_part_for_each(plan_by_context):
-    plan, path, html, output = plan_by_context
-    assert EnginePlan.load(path) == plan and plan.to_yaml() == path.read_text()
+    plan, _, html, output = plan_by_context
     assert [choice.context for choice in plan.by_context] == [300, 900]
     assert plan.schedule == plan.lines == ()
     for part, context in zip(plan.parts(), (300, 900), strict=True):
         assert {step.context for step in part.steps} == {context}
-        timed = {(step.batch, step.speculative_tokens) for step in part.steps}
-        assert timed >= {(batch, length) for batch in (1, 2) for length in (0, 1, 3)}
+        assert_plans_best_cells(part)
         for batch in (1, 2):
-            cells = part.cells_at(batch)
-            assert [cell.speculative_tokens for cell in cells] == [0, 1, 2, 3]
-            best = part.best_cell(batch)
-            assert best.is_timed and best.measured and cells[0].measured
-            assert best.throughput == max(cell.throughput for cell in cells)
             assert f"Batch {batch}, context {context}:" in html
             assert f"batch {batch}, context {context}: " in output
     assert html.count("<svg") == 4

@@ -341,23 +341,23 @@ def settings(plan_path: str, as_json: bool) -> None:
     from sequoia_plan.artifacts.engine_plan import EnginePlan
     from sequoia_plan.planner.engines.settings import settings_of
 
-    rows = []
-    for part in EnginePlan.load(plan_path).parts():
-        context = part.by_context[0].context if part.by_context else 0
-        engine_settings = settings_of(part)
-        rows += [
-            asdict(setting) | ({"context": context} if context else {})
-            for setting in engine_settings
-        ]
-        if as_json:
-            continue
+    parts = EnginePlan.load(plan_path).parts()
+    by_context = {part.context: settings_of(part) for part in parts}
+    if as_json:
+        print_json(
+            [
+                asdict(setting) | ({"context": context} if context else {})
+                for context, engine_settings in by_context.items()
+                for setting in engine_settings
+            ]
+        )
+        return
+    for context, engine_settings in by_context.items():
         place = f" at a context of {context} tokens" if context else ""
         if not engine_settings:
             click.echo(f"start the engine without speculation{place}")
         for setting in engine_settings:
             click.echo(f"{setting.engine}, {setting.purpose}{place}:\n    {setting.text}")
-    if as_json:
-        print_json(rows)
 
 
 def _acceptance_from_metrics(metrics: str, metrics_before: str | None) -> ChainAcceptance:

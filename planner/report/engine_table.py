@@ -50,10 +50,7 @@ def findings(plan: EnginePlan) -> list[str]:
 
 def _change_with_context(plan: EnginePlan, batch: int) -> str:
     """Describes how the best number of speculative tokens depends on the context."""
-    best = {
-        choice.context: part.best_cell(batch).speculative_tokens
-        for choice, part in zip(plan.by_context, plan.parts(), strict=True)
-    }
+    best = {part.context: part.best_cell(batch).speculative_tokens for part in plan.parts()}
     if len(set(best.values())) == 1:
         return f"batch {batch}: the best number is the same at every context"
     changes = ", ".join(f"{length} at {context}" for context, length in best.items())
