@@ -85,7 +85,7 @@ WARM_UP_READS = 40
 """About twenty seconds of reading."""
 PASSES = 4
 """Passes, or reads of the streamed weights, one after the other."""
-NODES, MEMORY = (1, 16, 64), "350MB"
+NODES = (1, 16, 64)
 """Of the passes with transformers' layers and with fused ones."""
 
 
@@ -95,13 +95,14 @@ def read_bytes(process: int | str = "self") -> int:
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
-def streamed_pair(draft: str | None, layers: int, dtype: str) -> Pair:
-    """The pair with so many layers of the target in memory."""
-    metadata = load_pair(draft=draft, dtype=dtype, offload="disk", memory="1TB").metadata["target"]
+def streamed_pair(draft: str | None, layers: int, dtype: str, placement: str = "auto") -> Pair:
+    """The pair with so many layers of the target in memory; `placement` as for `load_pair`."""
+    load = partial(load_pair, draft=draft, dtype=dtype, offload="disk", placement=placement)
+    metadata = load(memory="1TB").metadata["target"]
     all_bytes = metadata["resident_bytes"] + metadata["draft_bytes"] + metadata["cache_bytes"]
     streamed_layers = metadata["layers"] - SLOTS - layers
     memory = all_bytes - streamed_layers * layer_bytes(dtype)
-    pair = load_pair(draft=draft, dtype=dtype, offload="disk", memory=memory)
+    pair = load(memory=memory)
     assert pair.metadata["target"]["resident_layers"] == layers
     return pair
 
@@ -206,7 +207,7 @@ def measure_layers(dtype: str, rounds: int) -> dict[str, Any]:
         several after each other (`stream`), by layers; and transformers' over fused (`ratio`).
     """
     pairs = {
-        placement: load_pair(dtype=dtype, offload="disk", memory=MEMORY, placement=placement)
+        placement: streamed_pair(None, RESIDENT, dtype, placement)
         for placement in (RESIDENT_LAYERS, FUSED)
     }
     run_pass = {

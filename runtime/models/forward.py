@@ -106,7 +106,7 @@ class TreeModel:
             register_hooks(plain_model, layers, aux_hidden_state_layers)
         parameters = inspect.signature(plain_model.forward).parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
-        self.flat_forward = flat_forward(plain_model)
+        self.flat_forward = None if self.stream else flat_forward(plain_model)
 
     def compile(self, backend: Any = "inductor") -> None:
         """Compile passes over a tree with torch.compile, each shape for itself.

@@ -53,7 +53,7 @@ def fuse(model: Any, make_linear: MakeLinear, proven: Mapping[Hashable, bool] | 
         proven = try_kinds(layer for layers in layer_lists for layer in layers)
     for layers in layer_lists:
         for number, layer in enumerate(layers):
-            if can_fuse(layer) and proven[_kind(layer)]:
+            if can_fuse(layer) and proven.get(_kind(layer)):
                 layers[number] = _fused(layer, make_linear)
     replace_linear_layers(model, make_linear)
     for module, name, child in _replaceable_children(model):
