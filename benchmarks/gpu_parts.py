@@ -50,7 +50,7 @@ from sequoia_plan.runtime.models.load import dtype_name, resolve_dtype
 from sequoia_plan.runtime.models.tree_attention import split_key_attention
 from sequoia_plan.runtime.offload.host_stream import HostStream, pin
 from sequoia_plan.runtime.offload.memory import SLOTS
-from sequoia_plan.runtime.offload.streamed_layers import attach_stream
+from sequoia_plan.runtime.offload.streamed_layers import attach_stream, view_slots
 from sequoia_plan.runtime.offload.weight_file import Place, WeightBlock, aligned_memory
 from sequoia_plan.runtime.pair import LANGUAGE_MODEL
 from sequoia_plan.runtime.step import TreeStep
@@ -616,19 +616,20 @@ def time_host_stream(run: Run) -> dict[str, Any]:
 
 def stream_layers(model: Any, device: torch.device) -> HostStream:
     """Let every layer of `model` take its weights from pinned host memory in every pass."""
-    memories, layers = [], {}
+    memories, blocks = [], []
     for layer in model.model.layers:
         places, size = {}, 0
         for name, parameter in layer.named_parameters():
             places[name] = Place(parameter.dtype, tuple(parameter.shape), size)
             size = round_up(size + parameter.numel() * parameter.element_size(), 512)
-        layers[layer] = WeightBlock(0, size, 0, places)
+        blocks.append(WeightBlock(0, size, 0, places))
         memory = aligned_memory(size)
-        for name, view in layers[layer].views(memory).items():
+        for name, view in blocks[-1].views(memory).items():
             view.copy_(layer.get_parameter(name))
         memories.append(pin(memory))
     stream = HostStream(memories, SLOTS, device)
-    attach_stream(model, stream, layers)
+    view_slots(stream, model.model.layers, blocks)
+    attach_stream(model, stream, model.model.layers, blocks)
     return stream
 
 

@@ -36,6 +36,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,8 @@ from sequoia_plan.runtime.offload.disk_stream import CHUNK_BYTES, THREADS, DiskS
 from sequoia_plan.runtime.offload.load import OffloadedTarget
 from sequoia_plan.runtime.offload.memory import SLOTS
 from sequoia_plan.runtime.offload.weight_file import aligned_memory, bytes_of
-from sequoia_plan.runtime.pair import EMBEDDED_DRAFTS
+from sequoia_plan.runtime.pair import EMBEDDED_DRAFTS, FUSED
+from sequoia_plan.runtime.pair import RESIDENT as RESIDENT_LAYERS
 
 CPU = torch.device("cpu")
 RESIDENT = 6
@@ -83,6 +85,8 @@ WARM_UP_READS = 40
 """About twenty seconds of reading."""
 PASSES = 4
 """Passes, or reads of the streamed weights, one after the other."""
+NODES = (1, 16, 64)
+"""Of the passes with transformers' layers and with fused ones."""
 
 
 def read_bytes(process: int | str = "self") -> int:
@@ -91,13 +95,14 @@ def read_bytes(process: int | str = "self") -> int:
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
-def streamed_pair(draft: str | None, layers: int, dtype: str) -> Pair:
-    """The pair with so many layers of the target in memory."""
-    metadata = load_pair(draft=draft, dtype=dtype, offload="disk", memory="1TB").metadata["target"]
+def streamed_pair(draft: str | None, layers: int, dtype: str, placement: str = "auto") -> Pair:
+    """The pair with so many layers of the target in memory; `placement` as for `load_pair`."""
+    load = partial(load_pair, draft=draft, dtype=dtype, offload="disk", placement=placement)
+    metadata = load(memory="1TB").metadata["target"]
     all_bytes = metadata["resident_bytes"] + metadata["draft_bytes"] + metadata["cache_bytes"]
     streamed_layers = metadata["layers"] - SLOTS - layers
     memory = all_bytes - streamed_layers * layer_bytes(dtype)
-    pair = load_pair(draft=draft, dtype=dtype, offload="disk", memory=memory)
+    pair = load(memory=memory)
     assert pair.metadata["target"]["resident_layers"] == layers
     return pair
 
@@ -191,6 +196,54 @@ def measure_link(dtype: str, rounds: int) -> dict[str, Any]:
         disk_stream_of(pair), lambda: step.run_target(extent), rounds, PASSES
     )
     return figures | {"models": pair.metadata}
+
+
+@torch.inference_mode()
+def measure_layers(dtype: str, rounds: int) -> dict[str, Any]:
+    """Streamed passes with transformers' layers and with fused ones, in turn.
+
+    Returns:
+        By number of nodes, seconds of a pass that begins with full slots (`pass`) and of one of
+        several after each other (`stream`), by layers; and transformers' over fused (`ratio`).
+    """
+    pairs = {
+        placement: streamed_pair(None, RESIDENT, dtype, placement)
+        for placement in (RESIDENT_LAYERS, FUSED)
+    }
+    run_pass = {
+        (placement, nodes): target_pass(pair, nodes)
+        for placement, pair in pairs.items()
+        for nodes in NODES
+    }
+    samples: dict[tuple[str, int, str], list[float]] = {}
+    for _ in range(rounds):
+        for (placement, nodes), run in run_pass.items():
+            for name, passes in (("pass", 1), ("stream", PASSES)):
+                for pair in pairs.values():
+                    disk_stream_of(pair).wait_until_full()
+                started = time.perf_counter()
+                for _ in range(passes):
+                    run()
+                if passes > 1:  # as much was read as was computed with
+                    disk_stream_of(pairs[placement]).wait_until_full()
+                seconds = (time.perf_counter() - started) / passes
+                samples.setdefault((name, nodes, placement), []).append(seconds)
+    figures: dict[str, Any] = {"pass": {}, "stream": {}}
+    for name, by_nodes in figures.items():
+        for nodes in NODES:
+            old, new = (samples[name, nodes, placement] for placement in pairs)
+            ratios = [before / after for before, after in zip(old, new, strict=True)]
+            by_nodes[nodes] = {"transformers": quartiles(old), "fused": quartiles(new)}
+            by_nodes[nodes]["ratio"] = quartiles(ratios)
+    models = {placement: pair.metadata for placement, pair in pairs.items()}
+    return figures | {"threads": torch.get_num_threads(), "rounds": rounds, "models": models}
+
+
+def target_pass(pair: Pair, nodes: int) -> Callable[[], Any]:
+    """A function that runs the target over so many nodes after a random prompt."""
+    step = SequoiaDecoder(pair.target, pair.draft, TokenTree.chain(nodes)).step
+    step.prefill(random_prompt(pair, CONTEXT), 2 * max(NODES), seed=0)
+    return partial(step.run_target, step.extent(CONTEXT))
 
 
 def compare_with_reads(
@@ -496,7 +549,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", action="append", choices=["link", "decode", "decode-0.6"])
+    parser.add_argument(
+        "--part", action="append", choices=["link", "layers", "decode", "decode-0.6"]
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=48)
@@ -516,6 +571,7 @@ def main() -> None:
         options.rounds, options.latency_seconds = 3, 0.0
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "link": lambda: measure_link(options.dtype, options.rounds),
+        "layers": lambda: measure_layers(options.dtype, options.rounds),
         "decode": lambda: DecodeBenchmark(options, 0.0).run(),
         "decode-0.6": lambda: DecodeBenchmark(options, 0.6).run(),
     }
@@ -525,7 +581,7 @@ def main() -> None:
             continue
         results[name] = parts[name]() | {"hardware": fingerprint(CPU)}
         write_atomically(options.output, (json.dumps(results, indent=1) + "\n").encode())
-        shown_keys = ("share_of_bandwidth", "contenders")
+        shown_keys = ("share_of_bandwidth", "contenders", "pass", "stream")
         shown = {key: value for key, value in results[name].items() if key in shown_keys}
         print(json.dumps(shown, indent=1)[:4000], flush=True)
 

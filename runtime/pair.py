@@ -95,7 +95,7 @@ def load_pair(
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the processor computes in
             it, else float32.
         placement: one of `PLACEMENTS`, or "auto": prepacked where the processor has kernels for it,
-            else fused. Layers of an offloaded target are neither.
+            else fused. An offloaded target is never prepacked: its layers are fused, or resident.
         offload: one of `LINKS`: layers of the target that do not fit into `memory` are streamed
             from there in every pass.
         memory: what the target's weights, both KV caches and the draft may take on the device, as
@@ -300,7 +300,9 @@ def _load_offloaded_pair(
     )
     target_metadata = model_metadata(offloaded.name, model, offloaded.weight_samples())
     metadata = {"target": target_metadata | {"placement": placement}}
-    metadata["target"] |= _place_layers(offloaded, draft_model, link, memory)
+    metadata["target"] |= _place_layers(
+        offloaded, draft_model, link, memory, fused=placement != RESIDENT
+    )
     if draft_model is not None:
         metadata["draft"] = _place_draft(draft, draft_model, draft_name, placement)
     link_placement = f"streamed from {link}"
@@ -309,7 +311,7 @@ def _load_offloaded_pair(
 
 
 def _place_layers(
-    offloaded: OffloadedTarget, draft: Any, link: str, memory: str | int | None
+    offloaded: OffloadedTarget, draft: Any, link: str, memory: str | int | None, fused: bool
 ) -> dict[str, Any]:
     """Load the layers that fit into `memory`, stream the others; metadata of the placement."""
     from sequoia_plan.runtime.offload.memory import as_bytes, cache_bytes, own_bytes, split_memory
@@ -322,5 +324,6 @@ def _place_layers(
     split = split_memory(
         budget, offloaded.outside_bytes, draft_bytes, caches, offloaded.layer_sizes()
     )
-    offloaded.place(split, link)
-    return split.to_metadata(link, len(offloaded.layers))
+    num_fused = offloaded.place(split, link, fused)
+    metadata = split.to_metadata(link, len(offloaded.layers))
+    return metadata | ({"fused_layers": num_fused} if fused else {})

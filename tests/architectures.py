@@ -131,6 +131,18 @@ REFUSED = {
     ),
 }
 
+FUSED = {
+    "Llama",
+    "Mistral",
+    "Mixtral",
+    "Qwen2",
+    "Qwen2, some layers windowed",
+    "Qwen3",
+    "Qwen3-MoE",
+    "SmolLM3",
+}
+"""Those whose layers are fused."""
+
 
 def is_embedding(parameter):
     return any(part in parameter for part in ("embed", "wte", "wpe", "lm_head"))

@@ -18,11 +18,12 @@ PROMPT = torch.arange(3, 20)
 LAYERS = 8
 
 
-def streamed(folder, resident=2):
+def streamed(folder, resident=2, placement="auto"):
     """The pair with so many resident layers."""
     target_folder, draft_folder = str(folder / "target"), str(folder / "draft")
     sizes = OffloadedTarget(target_folder, "cpu", torch.float32).layer_sizes()
-    load = partial(load_pair, target_folder, draft_folder, dtype="float32", offload="disk")
+    options = {"dtype": "float32", "placement": placement, "offload": "disk"}
+    load = partial(load_pair, target_folder, draft_folder, **options)
     all_resident = load(memory="1GB")
     target, draft = all_resident.target, load_model(draft_folder, "cpu", torch.float32)[0]
     outside_bytes = all_resident.metadata["target"]["resident_bytes"] - sum(sizes)

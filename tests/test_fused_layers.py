@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from architectures import READS_TREES, TREE, VOCABULARY, tiny
+from architectures import FUSED, READS_TREES, TREE, VOCABULARY, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
@@ -19,16 +19,6 @@ from sequoia_plan.runtime.models.fuse import MAX_ERROR, fuse, fused_layer_error,
 from sequoia_plan.runtime.models.fused_layer import can_fuse, plain_linear
 from sequoia_plan.runtime.models.prepacked import PrepackedLinear, can_prepack
 
-FUSED = {
-    "Llama",
-    "Mistral",
-    "Mixtral",
-    "Qwen2",
-    "Qwen2, some layers windowed",
-    "Qwen3",
-    "Qwen3-MoE",
-    "SmolLM3",
-}
 KINDS = [plain_linear]
 if can_prepack(torch.float32, "cpu"):
     KINDS.append(PrepackedLinear)

@@ -43,6 +43,7 @@ def test_the_file_is_a_safetensors_file_in_pass_order(folder):
     for number, block in enumerate(offloaded.file.blocks):
         assert block.offset % ALIGNMENT == block.size % ALIGNMENT == 0
         assert all((f"layers.{number - 1}." in name) == (number > 0) for name in block.tensors)
+    assert set(offloaded.file.blocks[0].tensors) >= {name for name in parameters if "norm" in name}
     names = [name for name in parameters if "layers.3." in name]
     assert set(offloaded.layer(3)) == {name.removeprefix("model.layers.3.") for name in names}
 

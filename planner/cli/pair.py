@@ -110,13 +110,13 @@ def warn_if_foreign(plan: Plan, pair: Pair) -> None:
 
 
 def _placement_text(metadata: Mapping[str, Any]) -> str:
-    """Describe where a model's weights are, as "repacked" or "streamed from disk with 6 of 30
-    layers in memory"."""
-    layers = f" with {metadata.get('fused_layers', 0)} fused layers"
+    """Describe where a model's weights are, as "repacked with 30 fused layers" or "streamed from
+    disk with 6 of 30 layers in memory and 30 fused layers"."""
+    layers = f"{metadata.get('fused_layers', 0)} fused layers"
     if "resident_layers" in metadata:
         resident, total = metadata["resident_layers"], metadata.get("layers")
-        layers = f" with {resident} of {total} layers in memory"
-    return f"{metadata.get('placement', 'in memory')}{layers}"
+        layers = f"{resident} of {total} layers in memory and {layers}"
+    return f"{metadata.get('placement', 'in memory')} with {layers}"
 
 
 def _warn(message: str) -> None:

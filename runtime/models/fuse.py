@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,39 +28,57 @@ MAX_ERROR = 1e-5
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 3])
 """The tree of the tokens that a layer is tried on; a token attends to its ancestors."""
 
+LoadWeights = Callable[[], Mapping[str, Tensor]]
+"""Returns a layer's weights by their names in it."""
+
 
 @torch.no_grad()
-def fuse(model: Any, make_linear: MakeLinear) -> int:
+def fuse(model: Any, make_linear: MakeLinear, proven: Mapping[Hashable, bool] | None = None) -> int:
     """Replace the decoder layers of `model` by fused ones, in place, where that is possible.
 
-    A layer is replaced if it `can_fuse`, and if a fused layer computes the same in float32. That is
-    tried with the layer's own weights, once for each kind of layer: those of one kind have the same
-    class, the same settings and parameters of the same shapes. Other linear layers are replaced by
-    what `make_linear` makes of them, and norms outside of layers by fused ones.
+    A layer is replaced if it `can_fuse`, and if a fused layer of its kind computes the same. Other
+    linear layers are replaced by what `make_linear` makes of them, and norms outside of layers by
+    fused ones.
 
     Args:
         model: a transformers causal LM or a draft in eval mode, with its weights on one device.
         make_linear: makes the linear layers.
+        proven: what `try_kinds` returned for these layers; None tries them here.
 
     Returns:
         How many layers are fused.
     """
-    computes_the_same: dict[Hashable, bool] = {}
     layer_lists = [module for module in model.modules() if type(module) is nn.ModuleList]
+    if proven is None:
+        proven = try_kinds(layer for layers in layer_lists for layer in layers)
     for layers in layer_lists:
         for number, layer in enumerate(layers):
-            if not can_fuse(layer):
-                continue
-            kind = _kind(layer)
-            if kind not in computes_the_same:
-                computes_the_same[kind] = fused_layer_error(layer) < MAX_ERROR
-            if computes_the_same[kind]:
+            if can_fuse(layer) and proven.get(_kind(layer)):
                 layers[number] = _fused(layer, make_linear)
     replace_linear_layers(model, make_linear)
     for module, name, child in _replaceable_children(model):
         if type(child).__name__ in FUSIBLE_NORMS:
             setattr(module, name, fused_norm(child, child.weight, child.weight.dtype))
     return num_fused_layers(model)
+
+
+def try_kinds(
+    layers: Iterable[Any], load: Callable[[int], Mapping[str, Tensor]] | None = None
+) -> dict[Hashable, bool]:
+    """Try once for each kind of layer whether a fused one computes the same in float32.
+
+    Layers of one kind have the same class, the same settings and parameters of the same shapes.
+
+    Args:
+        layers: those that `can_fuse` are tried, with their own weights.
+        load: returns a layer's weights by its number in `layers`; None for layers that have them.
+    """
+    computes_the_same: dict[Hashable, bool] = {}
+    for number, layer in enumerate(layers):
+        if can_fuse(layer) and (kind := _kind(layer)) not in computes_the_same:
+            error = fused_layer_error(layer, None if load is None else partial(load, number))
+            computes_the_same[kind] = error < MAX_ERROR
+    return computes_the_same
 
 
 def replace_linear_layers(model: Any, make_linear: MakeLinear) -> None:
@@ -88,19 +107,23 @@ def num_fused_layers(model: Any) -> int:
 
 
 @torch.no_grad()
-def fused_layer_error(layer: Any) -> float:
+def fused_layer_error(layer: Any, load: LoadWeights | None = None) -> float:
     """How far a fused layer's attention and MLP, with their norms, are from those of `layer`.
 
     Experts are left out, because a fused layer keeps them as they are.
 
     Args:
         layer: a layer that `can_fuse`.
+        load: returns its weights, if it has none; they are not kept.
 
     Returns:
         The larger of both relative errors, in float32.
     """
     kept_modules = {} if has_gated_mlp(layer) else {id(layer.mlp): nn.Identity()}
-    original = copy.deepcopy(layer, kept_modules).float()
+    original = copy.deepcopy(layer, kept_modules)
+    if load is not None:
+        original.load_state_dict(load(), strict=False, assign=True)  # without the experts
+    original.float()
     fused = _fused(original, plain_linear)
     device = original.self_attn.q_proj.weight.device
     width, attention_width = layer.post_attention_layernorm.weight.numel(), _attention_width(layer)

@@ -7,8 +7,9 @@ products over the same input take longer than one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,6 +27,15 @@ FUSIBLE_LAYERS = tuple(f"{family}DecoderLayer" for family in FAMILIES)
 FUSIBLE_NORMS = tuple(f"{family}RMSNorm" for family in FAMILIES)
 GATED_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 """The modules of an MLP that `FusedMLP` replaces; any other, as one of experts, stays as it is."""
+QUERY_KEY_VALUE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+JOINED_WEIGHTS = tuple(
+    f"{name}.{kind}"
+    for names in (QUERY_KEY_VALUE, GATE_UP)
+    for kind in ("weight", "bias")
+    for name in names
+)
+"""The weights in a layer that are joined, in that order: each matrix below the one before it."""
 
 MakeLinear = Callable[[Tensor, Tensor | None], nn.Module]
 """(weight [out, in], bias [out] or None) -> a linear layer: what kind a fused layer is made of."""
@@ -43,9 +53,14 @@ def can_fuse(layer: nn.Module) -> bool:
     matrices_are_linear = all(
         type(module) is nn.Linear
         for module in modules[1:]
-        if any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
+        if any(tensor.ndim > 1 for tensor in _own_tensors(module))
     )
     return matrices_are_linear and all(map(is_as_defined, modules))
+
+
+def _own_tensors(module: nn.Module) -> list[Tensor]:
+    """A module's parameters and buffers; some quantised layers hold their matrices in buffers."""
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
 def is_as_defined(module: nn.Module) -> bool:
@@ -63,6 +78,20 @@ def _replaced_parts(layer: Any) -> list[nn.Module]:
         if child is not experts
         for module in child.modules()
     ]
+
+
+def in_joined_order(names: Iterable[str]) -> list[str]:
+    """Names of a layer's weights, those first that are joined; a prefix of them does not count.
+
+    Weights that lie in memory in this order are joined without a copy.
+    """
+    ranks = {name: rank for rank, name in enumerate(JOINED_WEIGHTS)}
+    return sorted(
+        names,
+        key=lambda name: min(
+            (rank for joined, rank in ranks.items() if name.endswith(joined)), default=len(ranks)
+        ),
+    )
 
 
 def has_gated_mlp(layer: Any) -> bool:
@@ -164,8 +193,7 @@ class FusedAttention(nn.Module):
                 fused_norm(norm, tensors[f"self_attn.{name}.weight"], dtype)
                 for name, norm in (("q_norm", attention.q_norm), ("k_norm", attention.k_norm))
             )
-        qkv_names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        self.qkv_proj = _joined_linear(tensors, qkv_names, make_linear)
+        self.qkv_proj = _joined_linear(tensors, QUERY_KEY_VALUE, make_linear)
         self.o_proj = _joined_linear(tensors, ("self_attn.o_proj",), make_linear)
 
     def forward(
@@ -245,7 +273,7 @@ class FusedMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.act_fn = activation
-        self.gate_up_proj = _joined_linear(tensors, ("mlp.gate_proj", "mlp.up_proj"), make_linear)
+        self.gate_up_proj = _joined_linear(tensors, GATE_UP, make_linear)
         self.down_proj = _joined_linear(tensors, ("mlp.down_proj",), make_linear)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -349,5 +377,23 @@ def _joined_linear(
     """One linear layer that computes those called `names`, their outputs side by side."""
     weights = [tensors[f"{name}.weight"].detach() for name in names]
     biases = [tensors[f"{name}.bias"].detach() for name in names if f"{name}.bias" in tensors]
-    weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-    return make_linear(weight, torch.cat(biases) if biases else None)
+    return make_linear(_joined(weights), _joined(biases) if biases else None)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors as one, in order of their rows: a view if they lie so in memory, else a copy."""
+    if not all(_ends_at(tensor, next_tensor) for tensor, next_tensor in pairwise(tensors)):
+        return torch.cat(tuple(tensors))
+    first, rows = tensors[0], sum(map(len, tensors))
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def _ends_at(tensor: Tensor, other: Tensor) -> bool:
+    """Does `other` begin where `tensor` ends, in the same memory?"""
+    memory, other_memory = tensor.untyped_storage(), other.untyped_storage()
+    return (
+        tensor.is_contiguous()
+        and other.is_contiguous()
+        and memory.data_ptr() == other_memory.data_ptr()
+        and tensor.data_ptr() + tensor.nbytes == other.data_ptr()
+    )

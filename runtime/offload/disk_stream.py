@@ -8,14 +8,11 @@ go on with the first ones, so the slots fill while the next tree is drafted.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.runtime.offload.streamed_layers import attach_stream
 from sequoia_plan.runtime.offload.weight_file import (
     WeightBlock,
     WeightFile,
@@ -27,23 +24,6 @@ THREADS = 2
 """Threads that read."""
 CHUNK_BYTES = 4 << 20
 """Bytes that a thread reads at once."""
-
-
-def stream_from_disk(
-    model: Any,
-    file: WeightFile,
-    layers: Mapping[nn.Module, WeightBlock],
-    slots: int,
-    device: torch.device,
-) -> None:
-    """Let `layers` of `model` take their weights from `file` in every pass.
-
-    Args:
-        layers: the streamed layers with their blocks, in the order in which a pass runs them.
-        slots: how many layers' weights are in memory at once.
-        device: where the model computes; each block is copied there after it is read.
-    """
-    attach_stream(model, DiskStream(file, list(layers.values()), slots, device), layers)
 
 
 class DiskStream:

@@ -7,39 +7,25 @@ can be captured as one CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.runtime.offload.streamed_layers import attach_stream
 from sequoia_plan.runtime.offload.weight_file import WeightBlock, WeightFile
 
 
-def stream_from_host(
-    model: Any,
-    file: WeightFile,
-    layers: Mapping[nn.Module, WeightBlock],
-    slots: int,
-    device: torch.device,
-) -> None:
-    """Let `layers` of `model` take their weights from host memory in every pass.
-
-    Reads the file into that memory once, and closes it.
-
-    Args:
-        layers: the streamed layers with their blocks, in the order in which a pass runs them.
-        slots: how many layers' weights are on the device at once.
-        device: the CUDA device that computes.
+def pinned_blocks(file: WeightFile, blocks: Sequence[WeightBlock]) -> list[Tensor]:
+    """Read blocks into pinned host memory, uint8 each, and close the file.
 
     Raises:
         SequoiaPlanError: if the file is damaged, or the memory cannot be pinned.
     """
-    blocks = [pin(file.memory_of(block)) for block in layers.values()]
+    memories = [pin(file.memory_of(block)) for block in blocks]
     file.close()
-    attach_stream(model, HostStream(blocks, slots, device), layers)
+    return memories
 
 
 def pin(memory: Tensor) -> Tensor:

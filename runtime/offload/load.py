@@ -20,7 +20,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime.base.weight_stream import WeightStream
 from sequoia_plan.runtime.models.architecture import decoder_layers
+from sequoia_plan.runtime.models.fuse import fuse, try_kinds
+from sequoia_plan.runtime.models.fused_layer import FUSIBLE_NORMS, in_joined_order, plain_linear
 from sequoia_plan.runtime.models.load import (
     cache_folder,
     dtype_name,
@@ -29,10 +32,10 @@ from sequoia_plan.runtime.models.load import (
     name_of,
     sampled_positions,
 )
-from sequoia_plan.runtime.offload.disk_stream import stream_from_disk
-from sequoia_plan.runtime.offload.host_stream import stream_from_host
+from sequoia_plan.runtime.offload.disk_stream import DiskStream
+from sequoia_plan.runtime.offload.host_stream import HostStream, pinned_blocks
 from sequoia_plan.runtime.offload.memory import SLOTS, MemorySplit
-from sequoia_plan.runtime.offload.streamed_layers import set_parameters
+from sequoia_plan.runtime.offload.streamed_layers import attach_stream, set_parameters, view_slots
 from sequoia_plan.runtime.offload.weight_file import (
     WeightBlock,
     WeightFile,
@@ -45,9 +48,10 @@ FILE_SAMPLES, SAMPLE_BYTES = 256, 4096
 
 
 class OffloadedTarget:
-    """A target whose layers are in a file; everything outside the layers is in memory.
+    """A target whose layers are in a file; everything outside them, and their norms, is in memory.
 
-    `place` loads the layers, or lets them be streamed.
+    `place` loads the layers, or lets them be streamed. Norms are small, and a fused layer computes
+    with values that it derives from their weights.
 
     Args:
         source: folder, hub ID or .gguf file; None for the embedded target.
@@ -59,7 +63,7 @@ class OffloadedTarget:
         tokenizer, name: as `load_model` returns them.
         layers: the model's decoder layers.
         file: its weights, in the order of a pass.
-        outside_bytes: bytes of the weights outside the layers.
+        outside_bytes: bytes of the weights outside the layers, and of the layers' norms.
 
     Raises:
         SequoiaPlanError: if the model cannot be loaded layer by layer, or its weights cannot be
@@ -76,36 +80,48 @@ class OffloadedTarget:
         self.model.tie_weights()
         _require_plain_tensors(folder, self.model)
         self.device = torch.device(device)
-        self.layers_name, layers = decoder_layers(self.model)
-        self.layers = list(layers)
+        self.layers_name, self.layers = decoder_layers(self.model)
         self.file = self._open_weight_file(folder, dtype)
         outside_block = self.file.blocks[0]
-        set_parameters(self.model, self._on_device(self.file.load(outside_block)))
+        outside = self._load(outside_block)
+        self.norms = {name: outside[name] for name in outside.keys() & self._norm_names()}
+        set_parameters(self.model, outside)
         self.model.tie_weights()
         self.outside_bytes = outside_block.size
 
     def layer(self, number: int) -> dict[str, Tensor]:
-        """Read one layer's tensors from the file, by their names in the layer."""
-        return self.file.load(self._layer_block(number))
+        """One layer's tensors by their names in the layer: norms, and the others from the file."""
+        prefix = f"{self.layers_name}.{number}."
+        norms = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in self.norms.items()
+            if name.startswith(prefix)
+        }
+        return norms | self._load(self._layer_block(number))
 
-    def place(self, split: MemorySplit, link: str) -> None:
+    def place(self, split: MemorySplit, link: str, fused: bool = True) -> int:
         """Load the resident layers, and stream the others.
 
         Args:
             link: from where to stream, "host" or "disk".
+            fused: replace layers by fused ones where these compute the same.
+
+        Returns:
+            How many layers are fused.
         """
+        # before slots and resident layers take the memory that a trial needs
+        proven = try_kinds(self.layers, self.layer) if fused else {}
         for number in split.resident_layers:
-            set_parameters(self.layers[number], self._on_device(self.layer(number)))
-        streamed_blocks = {
-            layer: self._layer_block(number)
-            for number, layer in enumerate(self.layers)
-            if number not in split.resident_layers
-        }
-        if not streamed_blocks:
-            self.file.close()
-            return
-        stream_layers = stream_from_host if link == "host" else stream_from_disk
-        stream_layers(self.model, self.file, streamed_blocks, SLOTS, self.device)
+            set_parameters(self.layers[number], self.layer(number))
+        numbers = [n for n in range(len(self.layers)) if n not in split.resident_layers]
+        blocks = [self._layer_block(number) for number in numbers]
+        stream = self._open_stream(blocks, link)
+        if stream is not None:
+            view_slots(stream, [self.layers[number] for number in numbers], blocks)
+        num_fused = fuse(self.model, plain_linear, proven) if fused else 0
+        if stream is not None:
+            attach_stream(self.model, stream, [self.layers[number] for number in numbers], blocks)
+        return num_fused
 
     def layer_sizes(self) -> list[int]:
         """Bytes of each layer."""
@@ -129,9 +145,26 @@ class OffloadedTarget:
             samples[name] = torch.from_numpy(sampled_bytes).view(place.dtype).flatten()
         return samples
 
-    def _on_device(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors on the device where passes are computed."""
-        return {name: tensor.to(self.device) for name, tensor in tensors.items()}
+    def _load(self, block: WeightBlock) -> dict[str, Tensor]:
+        """Read a block onto the device that computes; its tensors lie there as in the file."""
+        return block.views(self.file.memory_of(block).to(self.device))
+
+    def _open_stream(self, blocks: list[WeightBlock], link: str) -> WeightStream | None:
+        """The stream that brings these blocks in every pass; None, and no open file, for none."""
+        if not blocks:
+            self.file.close()
+            return None
+        if link == "disk":
+            return DiskStream(self.file, blocks, SLOTS, self.device)
+        return HostStream(pinned_blocks(self.file, blocks), SLOTS, self.device)
+
+    def _norm_names(self) -> set[str]:
+        """Names of the weights of the layers' norms in the model."""
+        return {
+            f"{self.layers_name}.{path}.weight"
+            for path, module in self.layers.named_modules()
+            if type(module).__name__ in FUSIBLE_NORMS
+        }
 
     def _layer_block(self, number: int) -> WeightBlock:
         """A layer's block, with its tensors by their names in the layer."""
@@ -166,14 +199,18 @@ class OffloadedTarget:
             ) from error
 
     def _layout(self) -> list[dict[str, Tensor]]:
-        """The tensors of each block: those outside the layers, then those of each layer."""
+        """The tensors of each block: those outside the layers and norms, then those of each layer.
+
+        A layer's have the order in which a fused layer joins them.
+        """
         blocks: list[dict[str, Tensor]] = [{} for _ in range(1 + len(self.layers))]
-        prefix = f"{self.layers_name}."
-        for name, tensor in _saved_tensors(self.model).items():
+        prefix, norm_names = f"{self.layers_name}.", self._norm_names()
+        tensors = _saved_tensors(self.model)
+        for name in in_joined_order(tensors):
             block_number = 0
-            if name.startswith(prefix):
+            if name.startswith(prefix) and name not in norm_names:
                 block_number = 1 + int(name.removeprefix(prefix).split(".")[0])
-            blocks[block_number][name] = tensor
+            blocks[block_number][name] = tensors[name]
         return blocks
 
 

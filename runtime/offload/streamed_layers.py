@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 from weakref import finalize
 
@@ -34,25 +34,59 @@ class _StreamHook:
         )
 
 
-def attach_stream(
-    model: Any, stream: WeightStream, layers: Mapping[nn.Module, WeightBlock]
+def view_slots(
+    stream: WeightStream, layers: Sequence[nn.Module], blocks: Sequence[WeightBlock]
 ) -> None:
-    """Let `layers` compute with the weights that `stream` brings.
+    """Let the parameters of `layers` be views of the slots that `stream` fills.
 
-    The parameters of streamed layer k become views of its slot, so nothing moves when its weights
-    arrive. Each pass waits for them before the layer and releases them after it. The stream is
-    closed when the model is no longer used.
+    Nothing moves when weights arrive.
 
     Args:
-        layers: the streamed layers with their blocks, in the order in which a pass runs them.
+        layers, blocks: the streamed layers and their blocks, in the order of a pass.
     """
-    for number, (layer, block) in enumerate(layers.items()):
-        slot = stream.memory[number % len(stream.memory)]
-        set_parameters(layer, block.views(slot))
+    for number, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
+        set_parameters(layer, block.views(stream.memory[number % len(stream.memory)]))
+
+
+def attach_stream(
+    model: Any, stream: WeightStream, layers: Sequence[nn.Module], blocks: Sequence[WeightBlock]
+) -> None:
+    """Let each pass of `model` wait for a layer's weights before it, and release them after it.
+
+    The stream is closed when the model is no longer used.
+
+    Args:
+        layers: those that `view_slots` was called with, or fused ones in their place.
+        blocks: their blocks.
+
+    Raises:
+        SequoiaPlanError: if a layer does not compute with the weights in its slot.
+    """
+    for number, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
+        _check_reads_slot(layer, block, stream.memory[number % len(stream.memory)])
         layer.register_forward_pre_hook(_StreamHook(stream.wait_for, number))
         layer.register_forward_hook(_StreamHook(stream.release, number))
     register_stream(model, stream)
     finalize(model, stream.close)
+
+
+def _check_reads_slot(layer: nn.Module, block: WeightBlock, slot: Tensor) -> None:
+    """Raise SequoiaPlanError if not all of the block's tensors in `slot` are the layer's own.
+
+    A copy of what is in the slot at loading would never change.
+    """
+    address = slot.untyped_storage().data_ptr()
+    viewed_bytes = sum(
+        tensor.nbytes
+        for tensor in (*layer.parameters(), *layer.buffers())
+        if tensor.untyped_storage().data_ptr() == address
+    )
+    block_bytes = sum(place.size for place in block.tensors.values())
+    if viewed_bytes != block_bytes:
+        raise SequoiaPlanError(
+            f"target: a streamed {type(layer).__name__} reads {viewed_bytes} bytes of its slot, "
+            f"expected {block_bytes}; load it with placement='resident'"
+        )
 
 
 def set_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -8,6 +8,7 @@ tensors named `padding.N` fill the gaps. Each block has a checksum.
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import struct
@@ -60,12 +61,14 @@ class Place:
     shape: tuple[int, ...]
     start: int
 
+    @property
+    def size(self) -> int:
+        """Bytes of the tensor."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
     def view(self, memory: Tensor) -> Tensor:
         """The tensor as a view of `memory` (uint8), which holds the block."""
-        size = self.dtype.itemsize
-        for length in self.shape:
-            size *= length
-        return memory[self.start : self.start + size].view(self.dtype).view(self.shape)
+        return memory[self.start : self.start + self.size].view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
