@@ -1,4 +1,5 @@
-# make demo: the whole pipeline on the embedded pair.   make test: every test.   make check: linters and types.
+# make demo: the whole pipeline on the embedded pair.   make test: every test.
+# make check: linters, types, spelling, and the links of the documentation.
 # make quick: the tests for every edit: files, solver, exactness of the verifiers by enumeration, layers, docs.
 # make engines: sets up a vLLM for the CPU (3 GB) and runs the tests that need it; they are not part of make test.
 # make llamacpp: builds llama.cpp (6 minutes on two cores) and runs the tests that need it; not part of make test either.
@@ -44,6 +45,8 @@ check: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_docs.py -k links
 
 engines: $(VENV)/ready $(ENGINES)/ready
 	SEQUOIA_PLAN_VLLM=$(ENGINES)/bin/python $(BIN)/python -m pytest tests/test_engine_vllm.py

@@ -13,6 +13,12 @@ from typing import Any
 import torch
 import transformers
 
+from sequoia_plan.artifacts.processor import processor_name
+from sequoia_plan.runtime.base.kernel_launch import kernels_available
+from sequoia_plan.runtime.models.layer_operations import silu_mul
+from sequoia_plan.runtime.models.load import dtype_name, resolve_dtype
+from sequoia_plan.runtime.models.prepacked import can_prepack
+
 QUERIED_FIELDS = {
     "driver_version": "driver",
     "clocks.sm": "sm_mhz",
@@ -31,7 +37,7 @@ def fingerprint(device: torch.device | str) -> dict[str, Any]:
     device = torch.device(device)
     metadata: dict[str, Any] = {
         "device": device.type,
-        "processor": _processor(),
+        "processor": processor_name(),
         "threads": torch.get_num_threads(),
     }
     if device.type == "cuda":
@@ -43,6 +49,33 @@ def fingerprint(device: torch.device | str) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
+
+
+def default_device() -> str:
+    """The device that models run on where none is named: "cuda" if there is one, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def weights_for(device: str) -> dict[str, Any]:
+    """How weights are stored on a device where nothing is asked for.
+
+    Returns:
+        `dtype`, which "auto" stands for, and `prepacked`: whether they are, for the processor.
+    """
+    dtype = resolve_dtype("auto", device)
+    return {"dtype": dtype_name(dtype), "prepacked": can_prepack(dtype, device)}
+
+
+def run_small_kernel(device: str) -> bool:
+    """Compile and launch a small Triton kernel; False where no kernels are used on the device.
+
+    Raises:
+        Exception: what Triton or a compiler raises; without a C compiler it raises, for example.
+    """
+    if not kernels_available(torch.device(device)):
+        return False
+    silu_mul(torch.ones(1, 16, device=device))
+    return True
 
 
 def idle_cores(seconds: float = 0.3) -> float | None:
@@ -94,13 +127,3 @@ def _nvidia_driver(device: torch.device) -> dict[str, Any]:
     except (OSError, subprocess.SubprocessError):
         return {}
     return dict(zip(QUERIED_FIELDS.values(), result.stdout.strip().split(", "), strict=False))
-
-
-def _processor() -> str:
-    """The processor's model name, or what Python knows of it where Linux's /proc does not say."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

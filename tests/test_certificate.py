@@ -20,7 +20,7 @@ from sequoia_plan.planner.solving import (
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(acceptance_vectors(longest=4), min_size=1, max_size=3) | rows_by_class(longest=4),
     st.integers(1, 30),
@@ -59,7 +59,7 @@ def test_certificate():
         check(TokenTree.star(3), vector, branching=2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows_by_class(), st.integers(1, 7), st.integers(2, 5))
 def test_the_certificate_knows_classes(rows, size, depth):
     """The bound is the enumerated optimum, and the next node adds the value that it is said to."""
@@ -109,7 +109,7 @@ def test_a_million_nodes():
     assert check(solution.tree, [0.7, 0.15, 0.05, 0.02], 64).gap == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     acceptance_vectors(longest=5),
     st.integers(2, 30),

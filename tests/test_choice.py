@@ -35,7 +35,7 @@ TINY = Profile(
 """Draft passes of two nodes cost six times those of one."""
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     level_rows(non_increasing=True), latencies(proven=True), st.integers(2, 7), st.integers(2, 6)
 )
@@ -59,7 +59,7 @@ def test_the_fastest_tree_is_found_and_proven(rows, latency, budget, depth):
         assert chosen.gap < 1e-9
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     rows_by_class(non_increasing=True, favouring=True),
     latencies(),
@@ -78,7 +78,7 @@ def test_the_fastest_tree_is_found_and_proven_with_classes(rows, latency, budget
         assert chosen.gap < (1e-9 if has_proof(latency.verification) else 0.1)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     rows_by_class(non_increasing=True) | rows_by_class(),
     latencies(),
@@ -132,7 +132,7 @@ def test_of_equally_valuable_nodes_the_one_on_the_spine_has_children_first():
     assert value.sum() == pytest.approx(1 + 2 * 0.5 + 4 * 0.25 + 0.25 * 0.9)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(level_rows(non_increasing=False), latencies(), st.integers(2, 7), st.integers(2, 6))
 def test_the_bound_on_speed_holds_where_rows_increase(rows, latency, budget, depth):
     times, table = StepTime(latency), acceptance_rows(rows, depth)
@@ -271,7 +271,7 @@ def test_a_wrong_price_of_draft_passes_is_noticed(monkeypatch):
     assert fastest_tree(rows, 7, times).speed < best * 0.999
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     level_rows(non_increasing=False) | rows_by_class(),
     latencies(),
@@ -332,7 +332,7 @@ def test_a_node_left_out_must_cost_what_it_may_be_worth():
     assert relaxed(rows, times, 7, free, 0.3, 1.0) < gain
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(level_rows(non_increasing=False), latencies(), st.integers(2, 7))
 def test_the_upper_bound_is_the_optimum_of_that_size(rows, latency, depth):
     chosen = solve(Profile(tuple(rows[0]), latency=latency), 7, depth)

@@ -15,7 +15,7 @@ from sequoia_plan.planner.solving import fastest
 from sequoia_plan.planner.solving.fastest import fastest_tree
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     level_rows(non_increasing=False),
     latencies(),
@@ -32,7 +32,7 @@ def test_the_bound_on_speed_holds_for_every_type_of_draft(rows, latency, budget,
     assert max_speed(table, times, max_size) <= chosen.bound * (1 + 1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(latencies(), st.integers(2, 7))
 def test_plans_keep_to_the_levels_that_a_draft_reaches(latency, budget):
     """Whatever the objective, and although the acceptance would pay for more."""

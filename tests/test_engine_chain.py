@@ -94,7 +94,7 @@ def test_counts_of_one_length_tell_every_shorter_one():
     assert abs(counts.survival[0] - steps.mean()) > 20 * error
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.floats(0.05, 0.95), min_size=1, max_size=6))
 def test_agreement_is_what_the_counts_were_made_of(probs):
     agreement = np.array(probs)
@@ -124,7 +124,7 @@ def step_times(seconds, batches):
     return StepTimes(tuple(steps))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.lists(st.floats(0.001, 1.0), min_size=5, max_size=5), min_size=1, max_size=3),
     st.lists(st.floats(0, 1), min_size=4, max_size=4),

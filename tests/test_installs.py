@@ -125,6 +125,9 @@ def test_planning_needs_no_torch_and_other_commands_say_what_they_need(wheel, tm
     assert json.loads(solved.stdout)["size"] == 8, solved.stderr
     shown = run(python, "-m", "sequoia_plan", "show", cwd=tmp_path)
     assert "8 nodes" in shown.stdout, shown.stderr
+    report = json.loads(run(python, "-m", "sequoia_plan", "doctor", "--json", cwd=tmp_path).stdout)
+    assert report["error"].startswith("planning only: torch and transformers not installed")
+    assert report["versions"]["torch"] is report["dtype"] is None and report["machine"]["processor"]
     for arguments, missing, extra in (
         (("show", "--plot", "t.png"), "matplotlib", "plot"),
         (("generate",), "torch", "runtime"),

@@ -20,7 +20,7 @@ from sequoia_plan.artifacts.uncertainty import (
 from sequoia_plan.planner import solve
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(trees(12), acceptance_vectors(longest=4))
 def test_gradient_is_the_derivative(tree, acceptance):
     vector = np.pad(np.array(acceptance) * 0.9, (0, max(0, tree.branching - len(acceptance))))

@@ -81,7 +81,7 @@ def by_definition(text, position):
     return length, chain[:CHAIN], run
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(texts)
 def test_look_up_follows_the_definition(drawn):
     text, first = drawn
@@ -109,7 +109,7 @@ def test_look_up_agrees_with_the_decoder():
             assert chain.tolist() == lookups.chains[position].tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(texts, st.randoms(use_true_random=False))
 def test_trials_follow_the_definition(drawn, random):
     """Each position is a root; tallies are added up position by position."""

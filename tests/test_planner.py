@@ -60,7 +60,7 @@ def exhaustive(acceptance, size, depth):
     return max((expected_tokens(t, acceptance) for t in fits), default=None)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(acceptance_vectors(), st.integers(1, 8), st.integers(2, 6))
 def test_dp_equals_exhaustive_enumeration(acceptance, size, depth):
     best = exhaustive(acceptance, size, depth)
@@ -77,7 +77,7 @@ def test_the_deepest_tree_is_built(solver):
     assert solve([0.9], MAX_DEPTH, MAX_DEPTH, solver=solver).tree == TokenTree.chain(MAX_DEPTH)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(acceptance_vectors(longest=3), min_size=1, max_size=3),
     st.integers(1, 7),
@@ -90,7 +90,7 @@ def test_dp_equals_exhaustive_enumeration_with_rows_per_level(rows, size, depth)
     assert math.isnan(value) if best is None else value == pytest.approx(best, rel=1e-12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(acceptance_vectors(longest=6, non_increasing=True), st.integers(1, 60), st.integers(1, 9))
 def test_all_solvers_agree_on_non_increasing_vectors(acceptance, size, depth):
     same_frontier(
@@ -98,7 +98,7 @@ def test_all_solvers_agree_on_non_increasing_vectors(acceptance, size, depth):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(acceptance_vectors(longest=6), min_size=1, max_size=3),
     st.integers(1, 60),
@@ -113,7 +113,7 @@ def test_hull_equals_dp_on_any_rows(rows, size, depth):
     )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(rows_by_class(), st.integers(1, 8), st.integers(2, 6))
 def test_every_solver_equals_exhaustive_enumeration_with_classes(rows, size, depth):
     """Values and trees are optimal with classes of parents, by a definition of F of its own."""
@@ -133,7 +133,7 @@ def test_every_solver_equals_exhaustive_enumeration_with_classes(rows, size, dep
         assert tokens_by_paths(tree, rows) == tokens == expected_tokens(tree, rows)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(rows_by_class(longest=6), st.integers(1, 60), st.integers(1, 7))
 def test_solvers_agree_with_classes(rows, size, depth):
     table = acceptance_rows(rows, depth)
@@ -147,7 +147,7 @@ def test_solvers_agree_with_classes(rows, size, depth):
         assert expected_tokens(exact, rows) == pytest.approx(last_values[-1], rel=1e-12)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(rows_by_class(longest=6, non_increasing=True), st.integers(1, 60), st.integers(1, 9))
 def test_best_first_is_exact_with_classes_whose_rows_do_not_increase(rows, size, depth):
     same_frontier(
@@ -206,7 +206,7 @@ def test_best_first_is_wrong_on_a_rising_vector_and_solve_knows():
         solve(rising, 4, 4, solver="best-first")
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     acceptance_vectors(longest=5),
     st.integers(1, 40),
@@ -227,7 +227,7 @@ def test_the_tree_attains_the_tables_value(acceptance, size, depth, branching):
     assert expected_tokens(tree, acceptance) == pytest.approx(value, rel=1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(acceptance_vectors(longest=4))
 def test_more_never_hurts(acceptance):
     rows = acceptance_rows(acceptance, 6)
@@ -270,7 +270,7 @@ STEEP = Latency(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(acceptance_vectors(longest=3), st.floats(0.0001, 0.05), st.floats(0.0001, 0.05))
 def test_speed_beats_every_optimal_tree_of_every_size_and_depth(acceptance, per_node, per_draft):
     latency = Latency(

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from sequoia_plan.planner.cli.decoding import bench, generate
+from sequoia_plan.planner.cli.doctor import doctor
 from sequoia_plan.planner.cli.engine import engine
 from sequoia_plan.planner.cli.llamacpp import llamacpp
 from sequoia_plan.planner.cli.profiling import profile
@@ -96,6 +97,7 @@ for _command in (
     engine,
     export_command,
     import_command,
+    doctor,
 ):
     main.add_command(_command)
 engine.add_command(llamacpp)
