@@ -392,7 +392,9 @@ def test_each_kind_of_prompts_has_a_speedup_of_its_own(tmp_path):
     }
     both = {"only": (*texts["copies"], *texts["others"])}
     lookup = structs.replace(profile.lookup, texts=both)
-    mixed = solve(structs.replace(profile, kinds={"only": profile.levels}, lookup=lookup), 16, 10).tree.plan
+    mixed = solve(
+        structs.replace(profile, kinds={"only": profile.levels}, lookup=lookup), 16, 10
+    ).tree.plan
     slow, fast = mixed.text_speedups["only"]
     assert slow < mixed.speedup_by_kind["only"] < fast
     save_tree(tree, tmp_path / "tree")
