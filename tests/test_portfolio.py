@@ -418,8 +418,8 @@ def test_the_picture_shows_every_tree_and_every_kind(tmp_path):
     titles = [inset.get_title() for inset in left.child_axes]
     parts = [(part.share, tree.for_match(part.match_length)) for part in plan.by_match]
     assert titles == [
-        f"no match\n{parts[0][0]:.0%} of steps\n{parts[0][1].size} nodes\ndrafted",
-        f"match of 2+\n{parts[1][0]:.0%} of steps\n{parts[1][1].size} nodes\nlooked up",
+        f"match: none\n{parts[0][0]:.0%} of steps\n{parts[0][1].size} nodes\ndrafted",
+        f"match: 2+\n{parts[1][0]:.0%} of steps\n{parts[1][1].size} nodes\nlooked up",
     ]
     drawn_nodes = [len(inset.collections[-1].get_offsets()) for inset in left.child_axes]
     assert drawn_nodes == [class_tree.size for _, class_tree in parts]

@@ -15,6 +15,8 @@ MAX_LEVELS_DRAWN = 10
 def trees_by_match_panel(tree: TokenTree, axes: Any) -> None:
     """Draw the tree of each class of match, with its share of steps above it.
 
+    Trees that are equal are drawn once, with the shortest matches of all their classes.
+
     Args:
         tree: a tree whose plan has parts by match.
         axes: matplotlib axes to draw onto; each tree gets axes of its own within them.
@@ -29,9 +31,9 @@ def trees_by_match_panel(tree: TokenTree, axes: Any) -> None:
         tree_panel(_without_end_of_chain(class_tree, parts[0].acceptance), inset)
         inset.set(ylim=(0.6 - MAX_LEVELS_DRAWN, 0.4), ylabel="", yticks=[])
         inset.margins(x=0.4)
-        shortest = parts[0].match_length
+        lengths = [f"{part.match_length}+" if part.match_length else "none" for part in parts]
         lines = [
-            f"match of {shortest}+" if shortest else "no match",
+            f"match: {' or '.join(lengths)}",
             f"{sum(part.share for part in parts):.0%} of steps",
             f"{class_tree.size} nodes",
             "looked up" if class_tree.looks_up else "drafted",
