@@ -28,7 +28,8 @@ from sequoia_plan.artifacts import Latency, Profile, load_tree, save_tree
 from sequoia_plan.planner.cli import main
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS_OF_PAGES = (ROOT, ROOT / "docs", ROOT / "examples")
+PAGES = [page for folder in FOLDERS_OF_PAGES for page in sorted(folder.glob("*.md"))]
 REGENERATE = "python tools/cli_reference.py > docs/cli.md"
 COMMANDS = (
     "sequoia-plan ",
@@ -65,10 +66,12 @@ Every other command in the documentation runs."""
 
 NAMES = {file.stem for file in (ROOT / "artifacts" / "catalog").glob("*.safetensors")}
 """What is also accepted in place of a tree's file name."""
-OTHER_FOLDERS = ("benchmarks", "docs", "tests", "tools", "weights")
+OTHER_FOLDERS = ("benchmarks", "docs", "examples", "tests", "tools", "weights")
 """Folders, beside the packages, whose files the pages name."""
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+each_page = pytest.mark.parametrize(
+    "page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES]
+)
 
 
 def split(text):
@@ -228,9 +231,16 @@ def missing_names(text):
     packages = [folder.name for folder in ROOT.iterdir() if (folder / "__init__.py").exists()]
     folders = "|".join(sorted([*packages, *OTHER_FOLDERS]))
     paths = re.findall(rf"`((?:{folders})/[\w./-]*)`", prose)
+    tests = re.findall(r"`(tests/\w+\.py)::(\w+)`", prose)
     names = re.findall(r"\bsequoia_plan(?:\.\w+)+", prose)
     missing_paths = [path for path in paths if not (ROOT / path).exists()]
-    return missing_paths + [name for name in names if not exists(name)]
+    missing_tests = [f"{file}::{test}" for file, test in tests if not defines(ROOT / file, test)]
+    return missing_paths + missing_tests + [name for name in names if not exists(name)]
+
+
+def defines(file, function):
+    """Whether a file of Python exists and defines the function."""
+    return file.exists() and f"\ndef {function}(" in file.read_text()
 
 
 def exists(name):
@@ -255,9 +265,11 @@ def test_files_and_names_exist(page):
 def test_missing_names_are_found():
     text = (
         "`runtime/none.py` `runtime/decoder.py` `runtime/` `tools/none.py` `weights/` "
+        "`tests/test_docs.py::test_missing_names_are_found` `tests/test_docs.py::test_none` "
         "sequoia_plan.runtime.none sequoia_plan.runtime.decoder.SequoiaDecoder sequoia_plan.none"
     )
-    missing = ["runtime/none.py", "tools/none.py", "sequoia_plan.runtime.none", "sequoia_plan.none"]
+    missing = ["runtime/none.py", "tools/none.py", "tests/test_docs.py::test_none"]
+    missing += ["sequoia_plan.runtime.none", "sequoia_plan.none"]
     assert missing_names(text) == missing
 
 

@@ -31,6 +31,8 @@ from sequoia_plan.artifacts.cost import StepTime, check_prediction, expected_tok
 from sequoia_plan.artifacts.counts import Counts
 from sequoia_plan.artifacts.lookup import LookupCounts, MatchClass, Position, write_positions
 from sequoia_plan.planner.cli import main
+from sequoia_plan.planner.report.match_panels import speedups_by_kind_panel, trees_by_match_panel
+from sequoia_plan.planner.report.plot import draw
 from sequoia_plan.planner.report.tree_summary import describe_plan
 from sequoia_plan.planner.solving import kinds, looked_up, portfolio
 from sequoia_plan.planner.solving.acceptance import (
@@ -400,6 +402,33 @@ def test_each_kind_of_prompts_has_a_speedup_of_its_own(tmp_path):
     lines = list(describe_plan(tree.plan))
     assert any(line.startswith("by kind of prompts      copies ") for line in lines)
     assert solve(profile, 16, 10).plan.speedup_by_kind == {}  # its prompts name no kinds
+
+
+def test_the_picture_shows_every_tree_and_every_kind(tmp_path):
+    """A title for each tree with its share of steps, and a bar for each kind as long as its
+    speed-up."""
+    from matplotlib.figure import Figure
+
+    kinds = {"story": 1.4, "quote": 3.5}
+    solved = solve(lookup_profile(), 16, 10).tree
+    plan = structs.replace(solved.plan, speedup_by_kind=kinds)
+    tree = TokenTree(solved.parents, plan, by_match=solved.by_match)
+    left, right = Figure().subplots(1, 2)
+    trees_by_match_panel(tree, left)
+    titles = [inset.get_title() for inset in left.child_axes]
+    parts = [(part.share, tree.for_match(part.match_length)) for part in plan.by_match]
+    assert titles == [
+        f"match: none\n{parts[0][0]:.0%} of steps\n{parts[0][1].size} nodes\ndrafted",
+        f"match: 2+\n{parts[1][0]:.0%} of steps\n{parts[1][1].size} nodes\nlooked up",
+    ]
+    drawn_nodes = [len(inset.collections[-1].get_offsets()) for inset in left.child_axes]
+    assert drawn_nodes == [class_tree.size for _, class_tree in parts]
+    speedups_by_kind_panel(tree, right)
+    bars = [bar.get_width() for bar in right.patches]
+    assert bars == [1.4, 3.5]
+    for drawn in (tree, solved):  # without speed-ups by kind there is one panel
+        draw(drawn, tmp_path / "trees.png")
+        assert (tmp_path / "trees.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_drafted_children_of_a_kind_are_accepted_as_often_as_the_kind_says():

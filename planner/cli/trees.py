@@ -23,7 +23,8 @@ BASELINE_HELP = (
     "Do not solve: chain, chains:K, k-ary:K, specinfer:K1,K2,..., random:SEED or parents:FILE."
 )
 PLOT_HELP = (
-    "Draw the tree, tokens against size, and speed over size and depth into a .png or .svg file."
+    "Draw the tree, tokens against size, and speed over size and depth into a .png or .svg file; "
+    "of trees by match, all trees and the speed by kind of prompts."
 )
 FORMAT_HELP = (
     "The format; dot is Graphviz, hf a folder with the draft (or the target) as transformers and "
