@@ -19,6 +19,9 @@ from sequoia_plan.planner.report.page import page
 
 RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results"
 
+SHORT_CELL = 24
+"""Characters of a table's cell that does not wrap; a figure with its interval has up to 20."""
+
 NAVIGATION = {
     "Use": [
         ("Own models", "docs/own-models"),
@@ -73,6 +76,8 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
+html_use_index = False
+smartquotes = False  # text stays as it is written
 pygments_style = "default"
 pygments_dark_style = "github-dark"
 
@@ -81,6 +86,7 @@ def setup(app: Sphinx) -> None:
     """Register what Sphinx calls while it builds."""
     app.connect("source-read", add_site_text)
     app.connect("doctree-read", name_languages)
+    app.connect("doctree-read", mark_short_cells)
     app.connect("build-finished", write_pages)
 
 
@@ -104,6 +110,12 @@ def name_languages(app: Sphinx, doctree: nodes.document) -> None:
                 block["language"] = "console"
             elif re.match(r"(sequoia-plan|python|pip|make) ", text):
                 block["language"] = "bash"
+
+
+def mark_short_cells(app: Sphinx, doctree: nodes.document) -> None:
+    """Figures and names in a table stay on one line; the style sheet gives sentences room."""
+    for cell in doctree.findall(nodes.entry):
+        cell["classes"].append("short" if len(cell.astext()) <= SHORT_CELL else "long")
 
 
 def write_pages(app: Sphinx, error: Exception | None) -> None:
