@@ -252,6 +252,13 @@ class Plan(Artifact, frozen=True, kw_only=True):
         dict[PromptKind, TokensPerStep],
         field("tokens a step on the same texts; missing in plans of earlier versions"),
     ] = {}
+    text_speedups: Annotated[
+        dict[PromptKind, tuple[SpeedupFactor, ...]],
+        field(
+            "`speedup_by_kind` of each text alone, in ascending order: a kind's fastest texts can "
+            "be several times as fast as its slowest; missing in plans of earlier versions"
+        ),
+    ] = {}
     alternatives: Annotated[
         dict[VerifierName, Alternative],
         field(

@@ -4,9 +4,10 @@
     sequoia-plan solve build/profile.yaml --budget 64 --depth 20 -o build/tree.safetensors
     python benchmarks/lookup.py --tree build/tree.safetensors -o build/lookup.json
 
-With `--plot FILE.png` the speeds are drawn. With `--offload disk`, the target is streamed and
-transformers' prompt lookup, which cannot do that, is left out. `--kind KIND` decodes prompts of one
-kind, and `--add FILE` adds what such a run wrote, so that one table can come from several runs:
+With `--plot FILE.png` the speeds are drawn. With `--offload disk --memory 350MB`, the target is
+streamed, and transformers' prompt lookup, which cannot do that, is left out. `--kind KIND` decodes
+prompts of one kind, and `--add FILE` adds what such a run wrote, so that one table can come from
+several runs:
 
     python benchmarks/lookup.py ... --kind quote -o build/quote.json
     python benchmarks/lookup.py ... --kind story --add build/quote.json -o build/both.json
@@ -226,6 +227,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--offload", choices=["disk"])
+    parser.add_argument("--memory", help="with --offload: as for `sequoia-plan profile`")
     parser.add_argument("--only", action="append", help="only this method (repeatable)")
     parser.add_argument("--plot", help="draw the speed by kind into this .png")
     parser.add_argument("-o", "--output", default="build/lookup.json")
@@ -238,7 +240,7 @@ def main() -> None:
     if options.offload:
         names.remove("lookup")  # transformers cannot run a streamed target
     names = options.only or (["tree", method] if options.edges else names)
-    pair = load_pair(offload=options.offload)
+    pair = load_pair(offload=options.offload, memory=options.memory)
     transformers_pair = pair if options.offload else load_pair(placement="resident")
     by_kind: dict[str, list[list[int]]] = {}
     half = measuring_half if options.profiled else held_out_half
@@ -294,6 +296,7 @@ def main() -> None:
         "temperature": options.temperature,
         "tokens": options.tokens,
         "offload": options.offload,
+        "memory": options.memory,
         "method": method,
         "promised": tree.plan.speedup_by_kind,
         "match_milliseconds": match_milliseconds(),

@@ -255,10 +255,10 @@ def predicted_by_kind(
     """A method's result with what the plan predicts for exactly these prompts, and kind by kind.
 
     Predictions combine prompts as measured figures do. The speed-up is the median over prompts,
-    where each prompt is taken to have its kind's speed-up. Tokens a step are all new tokens over
-    all steps, where each prompt is taken to yield its kind's tokens a step. A prompt of no kind
-    that the plan has figures for counts as all profiled prompts together. What prompts of one kind
-    differ in is not known to the plan, and is left out.
+    where each prompt is equally likely to have the speed-up of each profiled text of its kind (of
+    the kind's texts together, if the plan has no `text_speedups`). Tokens a step are all new tokens
+    over all steps, where each prompt is taken to yield its kind's tokens a step. A prompt of no
+    kind that the plan has figures for counts as all profiled prompts together.
 
     Args:
         result: the figures of the method, with the prediction for all profiled prompts together.
@@ -269,6 +269,16 @@ def predicted_by_kind(
     """
     mixture = result.prediction or Prediction()
     by_kind = {}
+
+    def median_speedup(kinds: Sequence[str | None]) -> float:
+        """The predicted speed-up of prompts of these kinds."""
+        speedups = [
+            plan.text_speedups.get(kind or "")
+            or (plan.speedup_by_kind.get(kind or "", mixture.speedup or 0.0),)
+            for kind in kinds
+        ]
+        return _median_of_mixture(speedups)
+
     for kind in dict.fromkeys(kinds):
         if kind not in plan.speedup_by_kind:
             continue
@@ -278,11 +288,10 @@ def predicted_by_kind(
             prompts=len(chosen),
             tokens_per_step=_tokens_per_step(kind_runs),
             speedup=_speedup(kind_runs, [plain_runs[i] for i in chosen]) if plain_runs else None,
-            prediction=Prediction(plan.tokens_by_kind.get(kind), plan.speedup_by_kind[kind]),
+            prediction=Prediction(plan.tokens_by_kind.get(kind), median_speedup([kind])),
         )
     prediction = structs.replace(mixture, prompts_as_mixture=len(kinds))
     if by_kind:  # the mixture's intervals do not hold for these prompts
-        speedups = [plan.speedup_by_kind.get(kind or "", mixture.speedup) for kind in kinds]
         tokens = mixture.tokens_per_step
         if tokens and plan.tokens_by_kind:
             step_tokens = [plan.tokens_by_kind.get(kind or "", tokens) for kind in kinds]
@@ -290,10 +299,19 @@ def predicted_by_kind(
             tokens = float(new_tokens.sum() / (new_tokens / step_tokens).sum())
         prediction = Prediction(
             tokens,
-            float(np.median(np.array(speedups, float))),
+            median_speedup(kinds),
             prompts_as_mixture=sum(kind not in by_kind for kind in kinds),
         )
     return structs.replace(result, prediction=prediction, by_kind=by_kind)
+
+
+def _median_of_mixture(groups: Sequence[Sequence[float]]) -> float:
+    """The median of a number of a random group; the mean of the two medians if there are two."""
+    values = np.concatenate([np.asarray(group, float) for group in groups])
+    weights = np.concatenate([np.full(len(group), 1 / len(group)) for group in groups])
+    low = np.quantile(values, 0.5, method="inverted_cdf", weights=weights)
+    high = -np.quantile(-values, 0.5, method="inverted_cdf", weights=weights)
+    return float(low + high) / 2
 
 
 def sequoia_method(

@@ -734,6 +734,29 @@ def test_the_promise_is_that_of_the_prompts_kinds(kinds, speedup, tokens, num_as
         assert figures.prediction.speedup == KINDS_PLAN.speedup_by_kind[kind]
 
 
+@pytest.mark.parametrize(
+    ("kinds", "speedup"),
+    [
+        (["chat"], 1.4),  # and not 1.6, the speed-up of the three texts together
+        (["copy"], 2.5),
+        (["copy", "chat"], 2.0),  # 1.2 and 1.4 are less than half of both kinds' texts
+        (["chat", "chat", "chat", "copy"], 1.7),  # they are just half of these
+        (["poem", "copy", "copy"], 2.0),
+    ],
+)
+def test_the_promise_is_a_median_over_texts(kinds, speedup):
+    """One text of a kind that is much faster than the others does not raise it."""
+    plan = replace(
+        KINDS_PLAN,
+        speedup_by_kind={"copy": 2.6, "chat": 1.6},
+        text_speedups={"copy": (2.0, 3.0), "chat": (1.2, 1.4, 5.0)},
+    )
+    result = decoded_by_kind(kinds, plan)
+    assert result.prediction.speedup == pytest.approx(speedup)
+    if "chat" in kinds:
+        assert result.by_kind["chat"].prediction.speedup == pytest.approx(1.4)
+
+
 def test_prompts_of_no_known_kind_have_the_mixtures_promise():
     result = decoded_by_kind(["poem", None])
     assert result.prediction == replace(MIXTURE, prompts_as_mixture=2)

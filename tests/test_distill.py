@@ -55,7 +55,7 @@ TREE = TokenTree.from_parents([-1, 0, 0, 1, 3])
 def text(plain_target, pair, tmp_path_factory):
     """Some conversations that the embedded target wrote, with its hidden states."""
     folder = tmp_path_factory.mktemp("text")
-    write_text(plain_target, pair.tokenizer, 500, 3, folder, rows=8, hidden_state_layers=LAYERS)
+    write_text(plain_target, pair.tokenizer, 300, 3, folder, rows=8, hidden_state_layers=LAYERS)
     loaded = TrainingText([folder])
     loaded.folders = [folder]
     return loaded

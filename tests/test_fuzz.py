@@ -144,7 +144,7 @@ arrays = st.builds(
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
     trees(9),
     st.dictionaries(st.sampled_from(sorted(_tensors(TREE))), arrays, max_size=2),
@@ -163,7 +163,7 @@ def test_any_structure(tree, changed, plan, whole_header):
     assert consistent or not valid
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=64), st.integers(0, 2**64 - 1), json_values)
 def test_any_header(tail, length, header):
     """Headers that safetensors does not write.
@@ -217,7 +217,7 @@ def places(document, path=()):
 PROFILE_DOCUMENT = yaml.safe_load(PROFILE.to_yaml())
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.sampled_from(sorted(places(PROFILE_DOCUMENT), key=str)), json_values)
 def test_any_value_anywhere_in_a_profile(path, value):
     read_profile(yaml.safe_dump(replaced(PROFILE_DOCUMENT, path, value)).encode())
@@ -261,7 +261,7 @@ def test_awkward_yaml(text):
 DOCUMENTS = {"medusa": to_medusa(TREE), "nxd": to_nxd(TREE), "growmap": to_growmap(TREE)}
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
     st.sampled_from(
         [(name, path) for name, document in DOCUMENTS.items() for path in places(document)]

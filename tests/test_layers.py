@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 OWN = {f"sequoia_plan.{name}" for name in ("artifacts", "planner", "profiler", "runtime")}
 
 
+@functools.cache
 def modules_after(statement):
     """sys.modules of a fresh interpreter after `statement`."""
     code = f"{statement}\nimport sys; print('\\n'.join(sys.modules))"

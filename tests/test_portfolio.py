@@ -369,6 +369,8 @@ def test_each_kind_of_prompts_has_a_speedup_of_its_own(tmp_path):
     replayed_tokens = alone.plan.expected_tokens * alone.replayed_speedup
     replayed_tokens /= alone.plan.predicted_speedup
     assert alone.plan.tokens_by_kind == {"only": pytest.approx(replayed_tokens, rel=1e-4)}
+    # three equal texts
+    assert alone.plan.text_speedups["only"] == pytest.approx([alone.replayed_speedup] * 3, rel=1e-4)
     copied = write_positions([Position(2, run) for run in range(60, 0, -1)])
     different = write_positions([Position(0, 0)] * 60)
     half = tuple(
@@ -383,6 +385,14 @@ def test_each_kind_of_prompts_has_a_speedup_of_its_own(tmp_path):
     assert by_kind["others"] < tree.plan.predicted_speedup < by_kind["copies"]
     tokens = tree.plan.tokens_by_kind
     assert 1 <= tokens["others"] < tree.plan.expected_tokens < tokens["copies"]
+    assert {kind: pytest.approx(by_kind[kind], rel=1e-4) for kind in by_kind} == {
+        kind: speedups[0] for kind, speedups in tree.plan.text_speedups.items()
+    }
+    both = {"only": (*texts["copies"], *texts["others"])}
+    lookup = structs.replace(profile.lookup, texts=both)
+    mixed = solve(structs.replace(profile, kinds={"only": profile.levels}, lookup=lookup), 16, 10).tree.plan
+    slow, fast = mixed.text_speedups["only"]
+    assert slow < mixed.speedup_by_kind["only"] < fast
     save_tree(tree, tmp_path / "tree")
     assert load_tree(tmp_path / "tree").plan == tree.plan
     lines = list(describe_plan(tree.plan))

@@ -27,13 +27,13 @@ TIE = 1e-4
 
 @pytest.fixture(scope="module")
 def greedy(pair, plain_target):
-    """Prompts and transformers' own greedy 64 tokens after each."""
+    """Prompts and transformers' own greedy 32 tokens after each."""
     prompts = [torch.tensor([prompt]) for prompt in held_out(pair.tokenizer, 6)]
     return [
         (
             ids,
             plain_target.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False
             ),
         )
         for ids in prompts
@@ -57,7 +57,7 @@ def decoded(decoder, model, cases, tokenizer):
     theirs, at what must be a tie."""
     ties = tokens = steps = 0
     for prompt, theirs in cases:
-        result = decoder.generate(prompt, 64, eos_token_id=tokenizer.eos_token_id)
+        result = decoder.generate(prompt, 32, eos_token_id=tokenizer.eos_token_id)
         gap = first_difference(model, result.sequences, theirs, prompt)
         if gap is not None:
             assert gap < TIE, f"{decoder.step.tree}: parts from transformers by {gap} logits"

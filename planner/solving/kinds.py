@@ -32,10 +32,12 @@ class KindFigures(NamedTuple):
     Args:
         speedup: over plain decoding.
         tokens_per_step: tokens of the texts for each step.
+        text_speedups: the speed-up of each text alone, in ascending order.
     """
 
     speedup: float
     tokens_per_step: float
+    text_speedups: tuple[float, ...]
 
 
 def figures_by_kind(profile: Profile, tree: TokenTree, times: StepTime) -> dict[str, KindFigures]:
@@ -60,11 +62,17 @@ def figures_by_kind(profile: Profile, tree: TokenTree, times: StepTime) -> dict[
         if kind_texts and kind in profile.kinds:
             ratios = _acceptance_ratios(profile.kinds[kind], profile.levels)
             of_kind = [_for_kind(problem, ratios) for problem in problems]
-            recording = Recording(kind_texts, counted_shares(lookup), of_kind, times)
-            decoded = recording.decode(trees)
-            # a step yields a token at least, and less is rounding
-            tokens_per_step = max(1.0, decoded.tokens_per_step or 1.0)
-            figures[kind] = KindFigures(decoded.speed * times.plain_seconds(), tokens_per_step)
+            all_texts, *single_texts = (
+                Recording(texts, counted_shares(lookup), of_kind, times).decode(trees)
+                for texts in (kind_texts, *([text] for text in kind_texts))
+            )
+            plain_seconds = times.plain_seconds()
+            figures[kind] = KindFigures(
+                all_texts.speed * plain_seconds,
+                # a step yields a token at least, and less is rounding
+                max(1.0, all_texts.tokens_per_step or 1.0),
+                tuple(sorted(text.speed * plain_seconds for text in single_texts)),
+            )
     return figures
 
 

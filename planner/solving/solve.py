@@ -171,6 +171,7 @@ def solve(
         solved.tree.plan,
         speedup_by_kind={kind: figures.speedup for kind, figures in by_kind.items()},
         tokens_by_kind={kind: figures.tokens_per_step for kind, figures in by_kind.items()},
+        text_speedups={kind: figures.text_speedups for kind, figures in by_kind.items()},
     )
     tree = TokenTree(solved.tree.parents, plan, by_match=solved.tree.by_match)
     return Solution(tree, time.perf_counter() - started, solved.replayed_speedup)
