@@ -9,6 +9,7 @@ import ast
 import importlib
 import inspect
 import re
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -49,10 +50,13 @@ def names_without_docstring(name, value):
     members = [(name, value)]
     if inspect.isclass(value):
         members += [
-            (f"{name}.{key}", getattr(member, "func", member))
+            (f"{name}.{key}", getattr(member, "__func__", member))
             for key, member in vars(value).items()
             if not key.startswith("_")
-            and (callable(member) or isinstance(member, (property, classmethod, staticmethod)))
+            and (
+                callable(member)
+                or isinstance(member, (property, cached_property, classmethod, staticmethod))
+            )
         ]
     return [key for key, member in members if not (member.__doc__ or "").strip()]
 
