@@ -3,6 +3,7 @@
 # make quick: the tests for every edit: files, solver, exactness of the verifiers by enumeration, layers, docs.
 # make engines: sets up a vLLM for the CPU (3 GB) and runs the tests that need it; they are not part of make test.
 # make llamacpp: builds llama.cpp (6 minutes on two cores) and runs the tests that need it; not part of make test either.
+# make docs: builds the documentation site in build/site.
 # make kernels: compiles every kernel with the Tritons of the supported versions of PyTorch (downloads 1 GB).
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,11 +16,11 @@ CONVERT := PYTHONPATH=$(LLAMACPP_SOURCE)/gguf-py:$(LLAMACPP)/python $(BIN)/pytho
 
 QUICK := tree tree_file schema profile interchange writing intervals planner certificate \
 	choice_by_draft catalog sampling verify drafter engine_chain engine_counters engine_settings \
-	replay layers docs
+	replay layers docs site
 
 TRITONS := 3.3.1 3.4.0 3.5.1 3.6.0 3.7.1
 
-.PHONY: demo test quick check engines llamacpp kernels clean
+.PHONY: demo test quick check docs engines llamacpp kernels clean
 .DELETE_ON_ERROR:
 
 demo: $(BUILD)/tree.safetensors
@@ -47,6 +48,15 @@ check: $(VENV)/ready
 	$(BIN)/mypy
 	$(BIN)/codespell
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_docs.py -k links
+
+docs: $(VENV)/docs
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs/site \
+		--doctree-dir $(BUILD)/site-cache . $(BUILD)/site
+	@echo wrote $(BUILD)/site/index.html
+
+$(VENV)/docs: $(VENV)/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	touch $@
 
 engines: $(VENV)/ready $(ENGINES)/ready
 	SEQUOIA_PLAN_VLLM=$(ENGINES)/bin/python $(BIN)/python -m pytest tests/test_engine_vllm.py
