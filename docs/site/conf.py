@@ -24,6 +24,7 @@ SHORT_CELL = 24
 
 NAVIGATION = {
     "Use": [
+        ("When to use it", "docs/when"),
         ("Own models", "docs/own-models"),
         ("Command line", "docs/cli"),
         ("Python API", "docs/api"),
