@@ -5,7 +5,8 @@
 
 Passes run with transformers' layers, with transformers' layers whose linear layers are prepacked
 (as before fused layers came), and with fused layers. The matrix products of the fused target are
-also timed alone. A round times each of them once, so ratios of times are free of drift.
+also timed alone. A round times each of them once, so ratios of times are free of drift. On Linux,
+the peak memory of a process that loads both models and runs passes is measured once for each.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -109,6 +112,30 @@ def seconds_of_products(model: Any, nodes: int) -> float:
     return time.perf_counter() - start
 
 
+@torch.inference_mode()
+def megabytes(layers: str, draft_name: str, dtype: str) -> float:
+    """The peak memory of this process once it has loaded the pair and run passes."""
+    pair = load_pair(draft=draft_name, dtype=dtype, placement="resident")
+    for model in (pair.target, pair.draft):
+        if layers == "prepacked":
+            replace_linear_layers(model, PrepackedLinear)
+        elif layers == "fused":
+            fuse(model, PrepackedLinear)
+    step = TreeStep(pair.target, pair.draft, TokenTree.chain(2))
+    SizeTimer(step, max(NODES), Sampling(), random_prompt(pair, CONTEXT)).run()
+    status = Path("/proc/self/status").read_text()  # getrusage counts the parent process, too
+    return int(status.split("VmHWM:")[1].split()[0]) / 1000
+
+
+def peak_megabytes(draft_name: str, dtype: str) -> dict[str, float]:
+    """For each of `LAYERS`, the peak memory of a process of its own."""
+    options = ["--draft", draft_name, "--dtype", dtype, "--rounds", "0", "-o", "-"]
+    command = [sys.executable, __file__, *options, "--peak"]
+    return {
+        layers: float(subprocess.check_output([*command, layers], text=True)) for layers in LAYERS
+    }
+
+
 def show(figures: dict[str, Any]) -> None:
     """Print the figures as tables."""
     for setting, by_part in figures.items():
@@ -130,8 +157,12 @@ def main() -> None:
     parser.add_argument("--draft", action="append", choices=EMBEDDED_DRAFTS, help="repeatable")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--peak", choices=LAYERS, help="only print this process's peak memory, MB")
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
+    if options.peak:
+        print(megabytes(options.peak, options.draft[0], options.dtype))
+        return
     figures = {}
     for threads in options.threads or [torch.get_num_threads()]:
         torch.set_num_threads(threads)
@@ -139,7 +170,15 @@ def main() -> None:
             setting = f"{threads} threads, {draft}"
             figures[setting] = milliseconds(draft, options.dtype, options.rounds)
             show({setting: figures[setting]})
-    report = {"hardware": fingerprint("cpu"), "dtype": options.dtype, "figures": figures}
+    peaks = {name: peak_megabytes(name, options.dtype) for name in options.draft or EMBEDDED_DRAFTS}
+    for name, by_layers in peaks.items():
+        print(f"{name}: peak memory in MB", *(f"{key} {mb:.0f}" for key, mb in by_layers.items()))
+    report = {
+        "hardware": fingerprint("cpu"),
+        "dtype": options.dtype,
+        "figures": figures,
+        "peak_mb": peaks,
+    }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(options.output, json.dumps(report, indent=1).encode() + b"\n")
 
