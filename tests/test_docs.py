@@ -47,6 +47,7 @@ NOT_RUN = {
     "sequoia-plan bench": "decodes for minutes",
     "python -m sequoia_plan.profiler.distill": "trains for hours",
     "python tools/build_catalog.py": "rewrites files; tests/test_catalog.py makes them",
+    "python tools/build_release.py": "needs the repository's history; tests/test_release.py",
     "python benchmarks/": "measures for minutes",
     "sequoia-plan engine vllm --target": "measures for minutes; tests/test_engine_vllm.py does",
     "sequoia-plan engine vllm --metrics": "needs a server; tests/test_engine_cli.py reads files",
