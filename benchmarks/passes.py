@@ -14,9 +14,10 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import subprocess
-import sys
+import multiprocessing
 import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,17 @@ def with_layers(target: Any, draft: Any, layers: str) -> tuple[Any, Any]:
     draft = copy.deepcopy(draft)
     if hasattr(draft, "_target"):  # a draft that reads the target's hidden states
         draft._target = (target,)
-    for model in (target, draft):
+    replace_layers((target, draft), layers)
+    return target, draft
+
+
+def replace_layers(models: Iterable[Any], layers: str) -> None:
+    """Give the models, which have transformers' layers, one of `LAYERS`."""
+    for model in models:
         if layers == "prepacked":
             replace_linear_layers(model, PrepackedLinear)
         elif layers == "fused":
             fuse(model, PrepackedLinear)
-    return target, draft
 
 
 @torch.inference_mode()
@@ -113,27 +119,20 @@ def seconds_of_products(model: Any, nodes: int) -> float:
 
 
 @torch.inference_mode()
-def megabytes(layers: str, draft_name: str, dtype: str) -> float:
+def peak_megabytes(layers: str, draft_name: str, dtype: str) -> float:
     """The peak memory of this process once it has loaded the pair and run passes."""
     pair = load_pair(draft=draft_name, dtype=dtype, placement="resident")
-    for model in (pair.target, pair.draft):
-        if layers == "prepacked":
-            replace_linear_layers(model, PrepackedLinear)
-        elif layers == "fused":
-            fuse(model, PrepackedLinear)
+    replace_layers((pair.target, pair.draft), layers)
     step = TreeStep(pair.target, pair.draft, TokenTree.chain(2))
     SizeTimer(step, max(NODES), Sampling(), random_prompt(pair, CONTEXT)).run()
     status = Path("/proc/self/status").read_text()  # getrusage counts the parent process, too
     return int(status.split("VmHWM:")[1].split()[0]) / 1000
 
 
-def peak_megabytes(draft_name: str, dtype: str) -> dict[str, float]:
-    """For each of `LAYERS`, the peak memory of a process of its own."""
-    options = ["--draft", draft_name, "--dtype", dtype, "--rounds", "0", "-o", "-"]
-    command = [sys.executable, __file__, *options, "--peak"]
-    return {
-        layers: float(subprocess.check_output([*command, layers], text=True)) for layers in LAYERS
-    }
+def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a function in a process of its own, started anew."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+        return executor.submit(function, *arguments).result()
 
 
 def show(figures: dict[str, Any]) -> None:
@@ -157,22 +156,25 @@ def main() -> None:
     parser.add_argument("--draft", action="append", choices=EMBEDDED_DRAFTS, help="repeatable")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--peak", choices=LAYERS, help="only print this process's peak memory, MB")
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
-    if options.peak:
-        print(megabytes(options.peak, options.draft[0], options.dtype))
-        return
+    drafts = options.draft or EMBEDDED_DRAFTS
     figures = {}
     for threads in options.threads or [torch.get_num_threads()]:
         torch.set_num_threads(threads)
-        for draft in options.draft or EMBEDDED_DRAFTS:
+        for draft in drafts:
             setting = f"{threads} threads, {draft}"
             figures[setting] = milliseconds(draft, options.dtype, options.rounds)
             show({setting: figures[setting]})
-    peaks = {name: peak_megabytes(name, options.dtype) for name in options.draft or EMBEDDED_DRAFTS}
-    for name, by_layers in peaks.items():
-        print(f"{name}: peak memory in MB", *(f"{key} {mb:.0f}" for key, mb in by_layers.items()))
+    peaks = {
+        draft: {
+            layers: in_new_process(peak_megabytes, layers, draft, options.dtype)
+            for layers in LAYERS
+        }
+        for draft in drafts
+    }
+    for draft, by_layers in peaks.items():
+        print(f"{draft}: peak memory in MB", *(f"{key} {mb:.0f}" for key, mb in by_layers.items()))
     report = {
         "hardware": fingerprint("cpu"),
         "dtype": options.dtype,
