@@ -22,7 +22,7 @@ from sequoia_plan.profiler.distill.eagle3 import Eagle3Recipe, train_eagle3
 from sequoia_plan.profiler.distill.language_model import LanguageModelRecipe, train_language_model
 from sequoia_plan.profiler.distill.text import check_empty, write_text
 from sequoia_plan.profiler.distill.training import TrainingSettings, TrainingText
-from sequoia_plan.runtime.models.load import load_model
+from sequoia_plan.runtime.models.load import load_model, resolve_dtype
 
 SHARED_SETTINGS = (
     "draft_vocabulary",
@@ -45,7 +45,8 @@ def main() -> None:
     else:
         refuse_to_replace(options.output, *options.text, options.target)
         text, report = TrainingText(options.text), partial(print, flush=True)
-    target, tokenizer, name = load_model(options.target, "cpu", torch.float32)
+    dtype = resolve_dtype(options.dtype, "cpu") if options.command == "text" else torch.float32
+    target, tokenizer, name = load_model(options.target, "cpu", dtype)
     if options.command == "text":
         write_text(
             target,
@@ -82,6 +83,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     text.add_argument(
         "--rows", type=_count, default=224, help=f"conversations written side by side {DEFAULT}"
+    )
+    text.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="of the target; auto is bfloat16 where the processor computes in it (default: auto)",
     )
     text.add_argument(
         "--hidden-states",

@@ -1,9 +1,10 @@
 """Training text that the target writes: `python -m sequoia_plan.profiler.distill text`.
 
 A draft must imitate the target on the target's own text, so the target writes it. It also writes
-half of the questions, by continuing an open user turn (as in Magpie, arXiv 2406.08464). The other
-half are the templates of questions.txt, filled with words from the tokenizer's vocabulary, so
-nothing is needed but the model. For every answer token the target's `TOP` most probable tokens are
+two fifths of the questions, by continuing an open user turn (as in Magpie, arXiv 2406.08464). Two
+fifths are the templates of questions.txt, filled with words from the tokenizer's vocabulary, and
+one fifth ask for copies: to correct, quote or shorten a passage, which is the begin of an earlier
+answer. So nothing is needed but the model. For every answer token the target's `TOP` most probable tokens are
 kept with their probabilities: one pass gives both text and labels. The hidden states that an EAGLE
 or a DFlash draft reads are kept as well, if they are asked for.
 """
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +38,12 @@ TEMPERATURES = (0.0, 0.6, 1.0)
 """An answer is sampled at one of these, drawn at random."""
 MAX_QUESTION_TOKENS = 40
 """The most tokens of a question that the target writes itself."""
+MAX_PASSAGE_TOKENS = 80
+"""The most tokens of a passage that is to be copied: the answer must fit in `CONTEXT`, too."""
+MIN_PASSAGE_TOKENS = 24
+"""Shorter answers are not used as passages."""
+MAX_PASSAGES = 1000
+"""Of the last answers. Each may be copied several times."""
 EXTENT_MULTIPLE = 32
 """The number of positions that a pass attends to is a multiple of this: at least as many as the
 longest conversation has."""
@@ -47,7 +56,8 @@ HIDDEN_STATE_FILES = "hidden-[0-9][0-9][0-9][0-9].npy"
 QUESTION_MARKER = "QUESTION-5b1f"
 """Stands for a question in a chat template, to find what is before and after it."""
 QUESTIONS = Path(__file__).with_name("questions.txt")
-"""Templates of questions, one a line; {a} and {b} stand for words."""
+"""Templates of questions, one a line; {a} and {b} stand for words, {passage} for an earlier answer
+and {misspelled} for one with a few letters taken out."""
 
 
 @dataclass
@@ -117,6 +127,10 @@ class Conversation:
         self.tokens.append(token)
         self.is_answer.append(is_answer)
 
+    def answer(self) -> list[int]:
+        """The tokens of the target's answer so far."""
+        return [token for token, kept in zip(self.tokens, self.is_answer, strict=True) if kept]
+
     def is_finished(self, end_token: int) -> bool:
         """True once the answer ended, or the context is full."""
         answer_ended = self.is_answer[-1] and self.tokens[-1] == end_token
@@ -155,7 +169,7 @@ class _RowsLayer(CacheLayerMixin):
         """Allocate for all rows and positions; the arguments [rows, heads, 1, head_dim] say how."""
         _, heads, _, head_dim = key_states.shape
         shape = (self.cache.rows.numel(), heads, CONTEXT, head_dim)
-        self.keys, self.values = torch.zeros(shape), torch.zeros(shape)
+        self.keys, self.values = key_states.new_zeros(shape), key_states.new_zeros(shape)
         self.is_initialized = True
 
     def update(
@@ -193,7 +207,7 @@ class RowsModel:
     """The target, which reads one token of each row in a pass.
 
     Args:
-        model: a transformers causal LM in float32 on the CPU.
+        model: a transformers causal LM on the CPU.
         rows: number of conversations side by side.
         hidden_state_layers: numbers of the hidden states to return; 0 is the embedding.
     """
@@ -211,7 +225,7 @@ class RowsModel:
             tokens, positions: of each row, the token and its position.
 
         Returns:
-            Logits [rows, vocabulary]; hidden states float16 [rows, layers * hidden size].
+            Logits float32 [rows, vocabulary]; hidden states float16 [rows, layers * hidden size].
         """
         cache = self.cache
         cache.positions = torch.tensor(positions)
@@ -221,7 +235,7 @@ class RowsModel:
         with attending(self.model.device, self.config_sharing_heads):
             output = self.model(
                 torch.tensor(tokens)[:, None],
-                attention_mask=additive_mask(visible, torch.float32)[:, None, None],
+                attention_mask=additive_mask(visible, self.model.dtype)[:, None, None],
                 position_ids=cache.positions[:, None],
                 past_key_values=cache,
                 output_hidden_states=bool(self.hidden_state_layers),
@@ -230,8 +244,8 @@ class RowsModel:
         if self.hidden_state_layers:
             layers = [output.hidden_states[layer][:, 0] for layer in self.hidden_state_layers]
             hidden_states = torch.cat(layers, -1)
-        clamped = hidden_states.clamp(-MAX_HIDDEN_STATE, MAX_HIDDEN_STATE)
-        return output.logits[:, 0], clamped.numpy().astype(np.float16)
+        clamped = hidden_states.float().clamp(-MAX_HIDDEN_STATE, MAX_HIDDEN_STATE)
+        return output.logits[:, 0].float(), clamped.numpy().astype(np.float16)
 
     def read_prefix(self, tokens: list[int]) -> list[np.ndarray]:
         """Start all rows with the same tokens: read them one by one.
@@ -295,30 +309,62 @@ def turn_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def random_turns(
-    tokenizer: Any, answer_opening: list[int], rng: random.Random
+    tokenizer: Any, answer_opening: list[int], rng: random.Random, passages: Sequence[list[int]]
 ) -> Iterator[list[Turn]]:
     """Yield the turns of one random conversation after the other, without end.
 
-    They begin after the chat template's opening of the user's turn. Half of the questions are
-    sampled from the target, half are filled in templates; all are sampled if the vocabulary has no
-    words for the templates.
+    They begin after the chat template's opening of the user's turn. A fifth of the questions ask
+    for copies, once there are passages. Half of the others are sampled from the target, half are
+    filled in templates; all are sampled if the vocabulary has no words for the templates.
 
     Args:
         answer_opening: the tokens that close a question and open its answer.
         rng: chooses questions and temperatures.
+        passages: the tokens of earlier answers; the caller may add to them at any time.
     """
     words = vocabulary_words(tokenizer)
-    templates = QUESTIONS.read_text(encoding="utf-8").splitlines()
+    lines = QUESTIONS.read_text(encoding="utf-8").splitlines()
+    copying = [line for line in lines if "{passage}" in line or "{misspelled}" in line]
+    templates = [line for line in lines if line not in copying]
     while True:
         temperature = rng.choice(TEMPERATURES)
-        if rng.random() < 0.5 or not words:
+        if passages and rng.random() < 0.2:
+            passage = passage_text(tokenizer, rng.choice(passages))
+            question = rng.choice(copying).replace("\\n", "\n")
+            question = question.replace("{passage}", passage)
+            question = question.replace("{misspelled}", misspelled(passage, rng))
+        elif rng.random() < 0.5 or not words:
             question_turn = Turn([], 1.0, MAX_QUESTION_TOKENS, is_answer=False)
             answer_turn = Turn(list(answer_opening), temperature, CONTEXT, is_answer=True)
             yield [question_turn, answer_turn]
+            continue
         else:
             question = rng.choice(templates).format(a=rng.choice(words), b=rng.choice(words))
-            tokens = tokenizer.encode(question, add_special_tokens=False)
-            yield [Turn(tokens + answer_opening, temperature, CONTEXT, is_answer=True)]
+        tokens = tokenizer.encode(question, add_special_tokens=False)
+        yield [Turn(tokens + answer_opening, temperature, CONTEXT, is_answer=True)]
+
+
+def passage_text(tokenizer: Any, answer: Sequence[int]) -> str:
+    """The begin of an answer: up to its last whole sentence or line within the first tokens.
+
+    If no sentence and no line ends there, the begin is cut off after `MAX_PASSAGE_TOKENS`.
+    """
+    text: str = tokenizer.decode(answer[:MAX_PASSAGE_TOKENS], skip_special_tokens=True)
+    ends = [match.end() for match in re.finditer(r"[.!?](?=\s|$)|\n", text)]
+    return text[: ends[-1]].strip() if ends else text.strip()
+
+
+def misspelled(text: str, rng: random.Random) -> str:
+    """The text with one inner letter taken out of about every eighth word of five letters."""
+
+    def take_out_a_letter(match: re.Match[str]) -> str:
+        word = match.group()
+        if rng.random() > 1 / 8:
+            return word
+        place = rng.randrange(1, len(word) - 1)
+        return word[:place] + word[place + 1 :]
+
+    return re.sub(r"[a-z]{5,}", take_out_a_letter, text)
 
 
 @torch.inference_mode()
@@ -343,7 +389,7 @@ def write_text(
     token of a conversation is not read, and has zeros.
 
     Args:
-        model: the target, a transformers causal LM in float32 on the CPU.
+        model: the target, a transformers causal LM on the CPU.
         tokens: number of answer tokens to write.
         rows: number of conversations that are written side by side.
         hidden_state_layers: numbers of hidden states as in runtime/models/aux_hidden_states.py,
@@ -364,7 +410,8 @@ def write_text(
     rng = random.Random(seed)
     torch.manual_seed(seed)
     opening, answer_opening = turn_tokens(tokenizer)
-    turns = random_turns(tokenizer, answer_opening, rng)
+    passages: deque[list[int]] = deque(maxlen=MAX_PASSAGES)
+    turns = random_turns(tokenizer, answer_opening, rng, passages)
     end_token = tokenizer.eos_token_id
     target = RowsModel(model, rows, hidden_state_layers)
     opening_states = target.read_prefix(opening[:-1])  # a row's first pass reads the last token
@@ -382,7 +429,10 @@ def write_text(
         finished_rows = write_tokens(target, active, end_token)
         for row in finished_rows:
             finished.append(active[row])
-            num_answer_tokens += len(active[row].top_ids)
+            answer = active[row].answer()
+            num_answer_tokens += len(answer)
+            if len(answer) >= MIN_PASSAGE_TOKENS:
+                passages.append(answer)
             active[row] = new_conversation()
         elapsed = time.perf_counter() - started
         if elapsed - last_save > SECONDS_BETWEEN_SAVES or num_answer_tokens >= tokens:
