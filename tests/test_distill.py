@@ -7,7 +7,9 @@ is what is loaded.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+import random
 import runpy
 import shutil
 import sys
@@ -41,7 +43,14 @@ from sequoia_plan.profiler.distill.eagle3 import (
     untrained_draft,
 )
 from sequoia_plan.profiler.distill.language_model import LanguageModelRecipe, train_language_model
-from sequoia_plan.profiler.distill.text import TOP, write_text
+from sequoia_plan.profiler.distill.text import (
+    MAX_PASSAGE_TOKENS,
+    TOP,
+    misspelled,
+    passage_text,
+    random_turns,
+    write_text,
+)
 from sequoia_plan.profiler.distill.training import TrainingText, divergence_and_rejection
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.models.attention import attending
@@ -116,6 +125,45 @@ def test_labels_of_a_large_vocabulary(pair, tmp_path):
     logits = target(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0]
     top = logits[np.flatnonzero(answer) - 1].argmax(-1)
     assert top.tolist() == ids[:, 0].tolist()
+
+
+@torch.no_grad()
+def test_text_in_bfloat16(plain_target, pair, tmp_path):
+    """The labels are those of the target in bfloat16, which rounds otherwise in other batches."""
+    target = copy.deepcopy(plain_target).to(torch.bfloat16)
+    write_text(target, pair.tokenizer, 60, 3, tmp_path, rows=4, hidden_state_layers=LAYERS)
+    text = TrainingText([tmp_path])
+    for tokens, answer, ids, logp in text.conversations:
+        output = target(torch.from_numpy(tokens.astype(np.int64))[None])
+        places = torch.from_numpy(np.flatnonzero(answer)) - 1
+        of_target = output.logits[0].float().log_softmax(-1)[places]
+        at_ids = of_target.gather(1, torch.from_numpy(ids.astype(np.int64)))
+        difference = (at_ids.exp() - torch.from_numpy(logp.astype(np.float32)).exp()).abs()
+        assert difference.sum(1).mean() < 0.1
+    assert all(np.isfinite(states).all() for states in text.hidden_states)
+
+
+def test_a_fifth_of_the_questions_asks_for_copies(pair):
+    """The passage is the begin of an earlier answer, whole sentences where there are some."""
+    tokenizer, rng = pair.tokenizer, random.Random(1)
+    answer = tokenizer.encode("The ferry crosses the river twice every morning. " * 12)
+    passages: list[list[int]] = []
+    turns = random_turns(tokenizer, [1], rng, passages)
+
+    def num_copying(count: int) -> int:
+        """How many of the next `count` questions hold much of the passage."""
+        questions = [turn[0].forced for turn in itertools.islice(turns, count)]
+        return sum(tokenizer.decode(question).count("river") > 2 for question in questions)
+
+    assert num_copying(100) == 0
+    passages.append(answer)
+    assert 50 < num_copying(400) < 110
+    passage = passage_text(tokenizer, answer)
+    assert passage.endswith("morning.") and len(tokenizer.encode(passage)) <= MAX_PASSAGE_TOKENS
+    assert passage_text(tokenizer, tokenizer.encode("no end of a sentence")).startswith("no end")
+    damaged = misspelled(passage, rng)
+    assert 0 < len(passage) - len(damaged) < 15
+    assert len(damaged.split()) == len(passage.split())
 
 
 def test_text_without_words(pair, tmp_path):

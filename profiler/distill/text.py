@@ -4,9 +4,9 @@ A draft must imitate the target on the target's own text, so the target writes i
 two fifths of the questions, by continuing an open user turn (as in Magpie, arXiv 2406.08464). Two
 fifths are the templates of questions.txt, filled with words from the tokenizer's vocabulary, and
 one fifth ask for copies: to correct, quote or shorten a passage, which is the begin of an earlier
-answer. So nothing is needed but the model. For every answer token the target's `TOP` most probable tokens are
-kept with their probabilities: one pass gives both text and labels. The hidden states that an EAGLE
-or a DFlash draft reads are kept as well, if they are asked for.
+answer. So nothing is needed but the model. For every answer token the target's `TOP` most probable
+tokens are kept with their probabilities: one pass gives both text and labels. The hidden states
+that an EAGLE or a DFlash draft reads are kept as well, if they are asked for.
 """
 
 from __future__ import annotations
