@@ -302,12 +302,13 @@ def assert_decodes_exactly(loaded, plain_target):
     )
 
 
-def test_what_is_trained_is_what_is_loaded(plain_target, text, tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_trained_is_what_is_loaded(plain_target, text, tmp_path, dtype):
     """Some steps of training bring the draft nearer to the target.
 
     Its folder, loaded as anyone's, gives the same logits and decodes exactly.
     """
-    recipe = Eagle3Recipe(draft_vocabulary=512, steps=12, batch=2, chain=2, held_out=2)
+    recipe = Eagle3Recipe(draft_vocabulary=512, steps=12, batch=2, chain=2, held_out=2, dtype=dtype)
     lines: list[str] = []
     train_eagle3(plain_target, text, recipe, tmp_path / "draft", "the target", lines.append)
     loaded = load_pair(draft=str(tmp_path / "draft"), dtype="float32", placement="resident")

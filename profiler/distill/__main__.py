@@ -22,7 +22,7 @@ from sequoia_plan.profiler.distill.eagle3 import Eagle3Recipe, train_eagle3
 from sequoia_plan.profiler.distill.language_model import LanguageModelRecipe, train_language_model
 from sequoia_plan.profiler.distill.text import check_empty, write_text
 from sequoia_plan.profiler.distill.training import TrainingSettings, TrainingText
-from sequoia_plan.runtime.models.load import load_model, resolve_dtype
+from sequoia_plan.runtime.models.load import dtype_name, load_model, resolve_dtype
 
 SHARED_SETTINGS = (
     "draft_vocabulary",
@@ -31,6 +31,7 @@ SHARED_SETTINGS = (
     "learning_rate",
     "held_out",
     "seed",
+    "dtype",
 )
 """Fields of `TrainingSettings` that every recipe's command sets."""
 DEFAULT = "(default: %(default)s)"
@@ -45,8 +46,11 @@ def main() -> None:
     else:
         refuse_to_replace(options.output, *options.text, options.target)
         text, report = TrainingText(options.text), partial(print, flush=True)
-    dtype = resolve_dtype(options.dtype, "cpu") if options.command == "text" else torch.float32
-    target, tokenizer, name = load_model(options.target, "cpu", dtype)
+    dtype = resolve_dtype(options.dtype, "cpu")
+    options.dtype = dtype_name(dtype)
+    # what is trained starts as the target's layers, in float32
+    target_dtype = dtype if options.command == "text" else torch.float32
+    target, tokenizer, name = load_model(options.target, "cpu", target_dtype)
     if options.command == "text":
         write_text(
             target,
@@ -83,12 +87,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     text.add_argument(
         "--rows", type=_count, default=224, help=f"conversations written side by side {DEFAULT}"
-    )
-    text.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16"),
-        default="auto",
-        help="of the target; auto is bfloat16 where the processor computes in it (default: auto)",
     )
     text.add_argument(
         "--hidden-states",
@@ -137,6 +135,13 @@ def make_parser() -> argparse.ArgumentParser:
     for command in (text, language_model, eagle3, dflash):
         command.add_argument(
             "--target", help="folder, hub ID or .gguf file (default: the embedded target)"
+        )
+        command.add_argument(
+            "--dtype",
+            choices=("auto", "float32", "bfloat16"),
+            default="auto",
+            help="of the target that writes text, and of products in training, whose weights are "
+            "float32; auto is bfloat16 where the processor computes in it (default: auto)",
         )
         command.add_argument("--seed", type=int, default=0)
         command.add_argument("-o", "--output", type=Path, required=True)

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -42,6 +43,8 @@ class TrainingSettings:
         learning_rate: AdamW's peak; it is warmed up, then falls along a cosine to zero.
         weight_decay: AdamW's.
         held_out: number of conversations kept for evaluation, from the end of the text.
+        dtype: "bfloat16" computes products in it (torch.autocast); weights, optimiser and losses
+            are float32 in any case.
     """
 
     draft_vocabulary: int = 8192
@@ -51,6 +54,7 @@ class TrainingSettings:
     weight_decay: float = 0.05
     held_out: int = 100
     seed: int = 0
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -339,6 +343,7 @@ def train(
     )
     schedule = _warmed_up_cosine(optimiser, recipe.steps)
     rng = np.random.default_rng(recipe.seed)
+    products = partial(torch.autocast, "cpu", torch.bfloat16, recipe.dtype == "bfloat16")
     step, mean_loss = 0, 0.0
     report(
         f"{len(training_indices)} conversations, head of {recipe.draft_vocabulary} covers "
@@ -348,7 +353,8 @@ def train(
     while step < recipe.steps:
         shuffled_indices = _shuffled(training_indices, text, recipe.batch, rng)
         for batch in make_batches(shuffled_indices, recipe.batch):
-            loss = loss_of(batch, step)
+            with products():
+                loss = loss_of(batch, step)
             loss.backward()
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimiser.step()
@@ -357,7 +363,8 @@ def train(
             mean_loss = loss.item() if step == 0 else 0.98 * mean_loss + 0.02 * loss.item()
             step += 1
             if step % EVALUATION_INTERVAL == 0 or step == recipe.steps:
-                agreement = agreement_on(held_out_indices)
+                with products():
+                    agreement = agreement_on(held_out_indices)
                 elapsed = time.perf_counter() - started
                 report(
                     f"step {step}: loss {mean_loss:.3f}, held-out top-1 agreement {agreement}, "
@@ -392,7 +399,7 @@ def divergence_and_rejection(
         top_ids: int64 [a, TOP], the target's most probable tokens.
         top_logp: float [a, TOP], the natural logarithms of their probabilities.
     """
-    draft_ids = target_to_draft[top_ids]
+    draft_ids, logits = target_to_draft[top_ids], logits.to(top_logp.dtype)
     # p: the target's probabilities, q: the draft's
     in_draft, p = draft_ids >= 0, top_logp.exp()
     log_q = logits.gather(1, draft_ids.clamp(min=0)) - logits.logsumexp(-1, keepdim=True)
