@@ -4,9 +4,9 @@ A draft must imitate the target on the target's own text, so the target writes i
 two fifths of the questions, by continuing an open user turn (as in Magpie, arXiv 2406.08464). Two
 fifths are the templates of questions.txt, filled with words from the tokenizer's vocabulary, and
 one fifth ask for copies: to correct, quote or shorten a passage, which is the begin of an earlier
-answer. So nothing is needed but the model. For every answer token the target's `TOP` most probable tokens are
-kept with their probabilities: one pass gives both text and labels. The hidden states that an EAGLE
-or a DFlash draft reads are kept as well, if they are asked for.
+answer. So nothing is needed but the model. For every answer token the target's `TOP` most probable
+tokens are kept with their probabilities: one pass gives both text and labels. The hidden states
+that an EAGLE or a DFlash draft reads are kept as well, if they are asked for.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
+from sequoia_plan.runtime.base.cache import cache_argument
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.models.attention import attending, shares_heads
 
@@ -215,6 +216,7 @@ class RowsModel:
     def __init__(self, model: Any, rows: int, hidden_state_layers: Sequence[int]) -> None:
         self.model, self.rows = model, rows
         self.hidden_state_layers = hidden_state_layers
+        self.cache_argument = cache_argument(model.forward)
         self.cache = RowsCache(model.config.num_hidden_layers, rows)
         self.config_sharing_heads = model.config if shares_heads(model, model.config) else None
 
@@ -237,8 +239,8 @@ class RowsModel:
                 torch.tensor(tokens)[:, None],
                 attention_mask=additive_mask(visible, self.model.dtype)[:, None, None],
                 position_ids=cache.positions[:, None],
-                past_key_values=cache,
                 output_hidden_states=bool(self.hidden_state_layers),
+                **{self.cache_argument: cache},
             )
         hidden_states = torch.zeros(self.rows, 0)
         if self.hidden_state_layers:
