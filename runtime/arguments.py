@@ -118,7 +118,7 @@ def refuse_other_inputs(inputs: Mapping[str, Any], num_tokens: int, model: Any) 
             continue
         if name == "position_ids":
             is_ignored = _values(value) != list(range(num_tokens))
-        elif name == "past_key_values":
+        elif name in ("cache", "past_key_values"):
             is_ignored = not hasattr(value, "get_seq_length") or bool(value.get_seq_length())
         elif name == "token_type_ids":
             is_ignored = name in taken or any(_values(value))

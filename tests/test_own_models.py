@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -31,21 +32,29 @@ from sequoia_plan.runtime.models.prepacked import PrepackedLinear
 from sequoia_plan.runtime.pair import LANGUAGE_MODEL, with_draft
 
 PAGE = Path(__file__).parent.parent / "docs" / "own-models.md"
-SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+SNIPPET = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.S)[1]
+COMMANDS = [
+    shlex.split(line)[1:]
+    for line in PAGE.read_text().splitlines()
+    if line.startswith("    sequoia-plan ")
+]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where the page's first snippet made `target` and `draft`."""
+    """Where the page's first two commands wrote `target` and `draft`."""
     folder = tmp_path_factory.mktemp("own")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        exec(SNIPPETS[0], {})
+        for words in COMMANDS[:2]:
+            result = CliRunner().invoke(main, words)
+            assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in folder.iterdir()) == ["draft", "target"]
     return folder
 
 
 def test_the_page_from_profile_to_bench(folder, monkeypatch):
-    """Its four commands, made short: two prompts a command, few sizes."""
+    """The commands after those that write the folders, made short: two prompts, few sizes."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(latency, "SIZES", (1, 2, 4))
     (folder / "p.txt").write_text(
@@ -56,14 +65,8 @@ def test_the_page_from_profile_to_bench(folder, monkeypatch):
         "generate": ["--max-new-tokens", "6"],
         "bench": ["--prompts", "p.txt", "--tokens", "8", "-o", "b.json"],
     }
-    commands = [
-        line.strip().removeprefix("sequoia-plan ")
-        for line in PAGE.read_text().splitlines()
-        if line.startswith("    sequoia-plan ")
-    ]
-    assert [command.split()[0] for command in commands] == ["profile", "solve", "generate", "bench"]
-    for command in commands:
-        words = [word.strip('"') for word in re.findall(r'"[^"]*"|\S+', command)]
+    assert [words[0] for words in COMMANDS[2:]] == ["profile", "solve", "generate", "bench"]
+    for words in COMMANDS[2:]:
         result = CliRunner().invoke(main, [*words, *short.get(words[0], [])])
         assert result.exit_code == 0, result.output
     profile, result = Profile.load("own.yaml"), BenchResult.load("b.json")
@@ -78,7 +81,7 @@ def test_the_page_from_profile_to_bench(folder, monkeypatch):
 
 def test_the_pages_python(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
-    exec(SNIPPETS[1], {})
+    exec(SNIPPET, {})
     assert "Paris" in capsys.readouterr().out
 
 

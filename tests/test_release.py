@@ -1,10 +1,17 @@
-"""The source distribution of a release has the same bytes however often it is built."""
+"""The source distribution of a release has the same bytes however often it is built.
+
+The README that a package index shows has no relative links.
+"""
 
 import io
+import re
 import tarfile
+from pathlib import Path
 
 import pytest
-from build_release import normalised
+from build_release import normalised, with_absolute_links
+
+ROOT = Path(__file__).parent.parent
 
 FILES = {"p-1/setup.cfg": b"[egg_info]\n", "p-1/p.py": b"x = 1\n"}
 
@@ -45,3 +52,20 @@ def test_contents_remain(builds):
 def test_other_contents_give_other_bytes(builds):
     changed = archive(["p-1/p.py"], 1_700_000_000, "a")
     assert normalised(builds[0], 1_600_000_000) != normalised(changed, 1_600_000_000)
+
+
+def test_relative_links_lead_to_the_repository():
+    text = "![p](docs/p.png) [a `b`](docs/a.md#b) [w](https://w.org/x) [h](#h) `[0]` (y)"
+    assert with_absolute_links(text, "https://forge/a/b/", "c0ffee") == (
+        "![p](https://forge/a/b/raw/c0ffee/docs/p.png) "
+        "[a `b`](https://forge/a/b/blob/c0ffee/docs/a.md#b) [w](https://w.org/x) [h](#h) `[0]` (y)"
+    )
+
+
+def test_every_link_of_the_readme_is_absolute_then():
+    readme = (ROOT / "README.md").read_text()
+    absolute = with_absolute_links(readme, "https://forge/a/b", "c0ffee")
+    relative = re.compile(r"\]\((?!https?://|#)")
+    assert relative.search(readme) and not relative.search(absolute)
+    prefixes = "https://forge/a/b/raw/c0ffee/", "https://forge/a/b/blob/c0ffee/"
+    assert absolute.replace(prefixes[0], "").replace(prefixes[1], "") == readme

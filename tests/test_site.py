@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
 import re
 from functools import cached_property
 from pathlib import Path
@@ -18,21 +19,29 @@ from api_reference import PACKAGES, reference
 from sequoia_plan.artifacts import TokenTree
 
 ROOT = Path(__file__).parent.parent
+SETTINGS = ROOT / "docs" / "site" / "conf.py"
+
+
+def setting(source, name):
+    """The value that the source text of conf.py gives to a name."""
+    return next(
+        ast.literal_eval(statement.value)
+        for statement in ast.parse(source).body
+        if isinstance(statement, ast.Assign) and statement.targets[0].id == name
+    )
+
+
 PAGES = {
     str(page.relative_to(ROOT).with_suffix(""))
-    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))
+    for pattern in setting(SETTINGS.read_text(), "include_patterns")
+    for page in ROOT.glob(pattern)
 }
 REGENERATE = "python tools/api_reference.py > docs/api.md"
 
 
 def navigation(source):
-    """The files that NAVIGATION lists in the source text of docs/site/conf.py, in its order."""
-    value = next(
-        statement.value
-        for statement in ast.parse(source).body
-        if isinstance(statement, ast.Assign) and statement.targets[0].id == "NAVIGATION"
-    )
-    return [file for pages in ast.literal_eval(value).values() for _, file in pages]
+    """The files that NAVIGATION lists in the source text of conf.py, in its order."""
+    return [file for pages in setting(source, "NAVIGATION").values() for _, file in pages]
 
 
 def public_values():
@@ -62,14 +71,32 @@ def names_without_docstring(name, value):
 
 
 def test_every_page_is_in_the_navigation():
-    files = navigation((ROOT / "docs" / "site" / "conf.py").read_text())
+    files = navigation(SETTINGS.read_text())
     assert sorted([*files, "README"]) == sorted(PAGES)  # the home page holds the navigation
 
 
 def test_a_page_that_is_missing_is_found():
-    source = (ROOT / "docs" / "site" / "conf.py").read_text()
+    source = SETTINGS.read_text()
     without_speed = source.replace('("Speed", "docs/speed"),', "")
     assert PAGES - {*navigation(without_speed), "README"} == {"docs/speed"}
+
+
+def links_off_the_site(text, folder):
+    """The links to Markdown files that are no page of the site, in a page of this folder."""
+    files = re.findall(r"\]\((?!\w+:)([^)\s#]+)\.md[)#]", text)
+    return [file for file in files if os.path.normpath(Path(folder, file)) not in PAGES]
+
+
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_linked_pages_are_on_the_site(page):
+    """A link to another Markdown file makes the build fail."""
+    text = (ROOT / f"{page}.md").read_text()
+    assert links_off_the_site(text, Path(page).parent) == []
+
+
+def test_a_link_off_the_site_is_found():
+    text = "[1](weights/README.md) [2](docs/api.md#plan) [3](https://example.org/a.md) [4](x.py)"
+    assert links_off_the_site(text, ".") == ["weights/README"]
 
 
 def test_every_public_name_has_a_docstring():
@@ -101,6 +128,6 @@ def test_reports_are_linked_on_the_site(file, comments):
     """The comments that conf.py shows on the site alone link to the reports that it writes."""
     text = (ROOT / "docs" / file).read_text()
     links = re.findall(r'<!-- site: .*?<a href="\.\./reports/(\w+)\.html">.*? -->', text)
-    source = (ROOT / "docs" / "site" / "conf.py").read_text()
+    source = SETTINGS.read_text()
     assert len(links) == comments
     assert all(f'reports / "{name}.html"' in source for name in links)

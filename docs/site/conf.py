@@ -26,6 +26,7 @@ NAVIGATION = {
     "Use": [
         ("When to use it", "docs/when"),
         ("Own models", "docs/own-models"),
+        ("Examples", "examples/README"),
         ("Command line", "docs/cli"),
         ("Python API", "docs/api"),
     ],
@@ -65,9 +66,9 @@ NAVIGATION = {
 """Every page beside the home page, in a reader's order: its title, and its file without ".md"."""
 
 project = "sequoia-plan"
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx_copybutton"]
 root_doc = "README"
-include_patterns = ["*.md", "docs/*.md"]
+include_patterns = ["*.md", "docs/*.md", "examples/*.md"]
 exclude_patterns = [".*", "build", "typings"]
 highlight_language = "none"  # `name_languages` says which language a block is in
 myst_heading_anchors = 4  # with GitHub's anchors
@@ -77,9 +78,12 @@ html_title = project
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+html_show_copyright = False
 html_show_sphinx = False
 html_use_index = False
 smartquotes = False  # text stays as it is written
+copybutton_prompt_text = "$ "  # of a session, only its commands are copied
+copybutton_copy_empty_lines = False
 pygments_style = "default"
 pygments_dark_style = "github-dark"
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
+from sequoia_plan.runtime.base.cache import cache_argument
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.models.attention import attending, shares_heads
 
@@ -215,6 +216,7 @@ class RowsModel:
     def __init__(self, model: Any, rows: int, hidden_state_layers: Sequence[int]) -> None:
         self.model, self.rows = model, rows
         self.hidden_state_layers = hidden_state_layers
+        self.cache_argument = cache_argument(model.forward)
         self.cache = RowsCache(model.config.num_hidden_layers, rows)
         self.config_sharing_heads = model.config if shares_heads(model, model.config) else None
 
@@ -237,8 +239,8 @@ class RowsModel:
                 torch.tensor(tokens)[:, None],
                 attention_mask=additive_mask(visible, self.model.dtype)[:, None, None],
                 position_ids=cache.positions[:, None],
-                past_key_values=cache,
                 output_hidden_states=bool(self.hidden_state_layers),
+                **{self.cache_argument: cache},
             )
         hidden_states = torch.zeros(self.rows, 0)
         if self.hidden_state_layers:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +19,19 @@ LayerMemory = tuple[torch.device, torch.dtype, int, int]
 
 CacheLayout = tuple[tuple[LayerMemory, LayerMemory] | None, ...]
 """The memory of each layer's keys and values; None for a layer that writes none."""
+
+
+def cache_argument(forward: Callable[..., Any]) -> str:
+    """The name under which a function of transformers takes its cache.
+
+    `cache` from transformers 5.24 on, `past_key_values` before, and in models of other authors.
+    """
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
+
+
+def cache_among(options: Mapping[str, Any]) -> Any:
+    """The cache among the named arguments of a layer, under either name; None if there is none."""
+    return options.get("cache", options.get("past_key_values"))
 
 
 class TreeCache(Cache):

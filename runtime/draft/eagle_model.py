@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sequoia_plan.runtime.base.cache import TreeCache
-from sequoia_plan.runtime.draft.hidden_state_draft import HiddenStateDraft
+from sequoia_plan.runtime.draft.hidden_state_draft import CACHE_ARGUMENT, HiddenStateDraft
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Eagle3(EagleModel):
             hidden_states=embedding_and_feature,
             attention_mask=masks[self.layer_types[0]],
             position_embeddings=self.rotary_emb(features, positions),
-            past_key_values=cache,
+            **{CACHE_ARGUMENT: cache},
         )
         hidden = (normed if self.norms.before_residual else features) + attended
         hidden = hidden + first.mlp(first.post_attention_layernorm(hidden))

@@ -20,10 +20,13 @@ from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3RotaryEmbedding,
 )
 
-from sequoia_plan.runtime.base.cache import CacheLayout, TreeCache
+from sequoia_plan.runtime.base.cache import CacheLayout, TreeCache, cache_argument
 from sequoia_plan.runtime.base.masks import mask_as_dtype, windowed_mask
 from sequoia_plan.runtime.models.architecture import FULL, WINDOWED
 from sequoia_plan.runtime.models.attention import attending, shares_heads
+
+CACHE_ARGUMENT = cache_argument(LlamaDecoderLayer.forward)
+"""The name under which the layers of all drafts take their cache, of transformers and fused."""
 
 LAYER_CLASSES: dict[str, tuple[type, type, type]] = {
     "llama": (LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding),
@@ -189,7 +192,7 @@ class HiddenStateDraft(nn.Module):
                 hidden_states,
                 attention_mask=masks[self.layer_types[number]],
                 position_embeddings=rotary,
-                past_key_values=cache,
                 use_cache=cache is not None,
+                **{CACHE_ARGUMENT: cache},
             )
         return hidden_states

@@ -58,7 +58,7 @@ class FlatForward:
                 hidden_states,
                 mask[layer_type] if isinstance(mask, Mapping) else mask,
                 position_embeddings,
-                past_key_values=cache,
+                cache=cache,
             )
         logits: Tensor = self.head(self.norm(hidden_states[:, -logits_to_keep:]))
         return logits

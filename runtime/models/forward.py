@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.runtime.base.cache import CacheLayout, TreeCache, round_up
+from sequoia_plan.runtime.base.cache import CacheLayout, TreeCache, cache_argument, round_up
 from sequoia_plan.runtime.base.masks import additive_mask, mask_as_dtype, windowed_mask
 from sequoia_plan.runtime.base.weight_stream import stream_of
 from sequoia_plan.runtime.models.architecture import (
@@ -106,6 +106,7 @@ class TreeModel:
             register_hooks(plain_model, layers, aux_hidden_state_layers)
         parameters = inspect.signature(plain_model.forward).parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
+        self.cache_argument = cache_argument(plain_model.forward)
         self.flat_forward = None if self.stream else flat_forward(plain_model)
 
     def compile(self, backend: Any = "inductor") -> None:
@@ -179,12 +180,13 @@ class TreeModel:
                     tokens[None], positions[None], masks, cache, logits_to_keep
                 )
             else:
-                options = {"logits_to_keep": logits_to_keep} if self.takes_logits_to_keep else {}
+                options: dict[str, Any] = {self.cache_argument: cache}
+                if self.takes_logits_to_keep:
+                    options["logits_to_keep"] = logits_to_keep
                 all_logits = model(
                     input_ids=tokens[None],
                     position_ids=positions[None],
                     attention_mask=masks,
-                    past_key_values=cache,
                     use_cache=True,
                     **options,
                 ).logits

@@ -137,7 +137,6 @@ def fused_layer_error(layer: Any, load: LoadWeights | None = None) -> float:
     inputs = {
         "attention_mask": mask[None, None],
         "position_embeddings": (angles.cos(), angles.sin()),
-        "past_key_values": None,
     }
 
     def parts(module: Any) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.activations import SiLUActivation
 
+from sequoia_plan.runtime.base.cache import cache_among
 from sequoia_plan.runtime.base.kernel_launch import kernel_or_tensors
 from sequoia_plan.runtime.models.attention import attend_shared_heads
 from sequoia_plan.runtime.models.layer_operations import rms_norm, rotate, runs_kernels, silu_mul
@@ -145,7 +146,7 @@ class FusedLayer(nn.Module):
             hidden_states: float [batch, tokens, width].
             attention_mask: additive [batch, 1, tokens, extent]; None for causal attention.
             position_embeddings: cosines and sines, [batch, tokens, head_dim] each.
-            options: `past_key_values` is used; the rest is ignored.
+            options: the cache is used, under either of its names; the rest is ignored.
 
         Returns:
             float [batch, tokens, width].
@@ -154,7 +155,7 @@ class FusedLayer(nn.Module):
             self.input_layernorm(hidden_states),
             position_embeddings,
             attention_mask,
-            options.get("past_key_values"),
+            cache=cache_among(options),
         )
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
@@ -201,7 +202,6 @@ class FusedAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None,
-        past_key_values: Any = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
         """What attention adds to the hidden states.
@@ -209,16 +209,17 @@ class FusedAttention(nn.Module):
         Args:
             hidden_states: float [batch, tokens, width], after the norm.
             position_embeddings, attention_mask: as for `FusedLayer.forward`.
-            past_key_values: gets the new keys and values, and returns all those to attend to; None
-                attends to the tokens of this pass.
-            options: ignored.
+            options: the cache, under either of its names, gets the new keys and values, and returns
+                all those to attend to; without one, attention is to the tokens of this pass. The
+                rest is ignored.
 
         Returns:
             float [batch, tokens, width], and None for the attention weights.
         """
         queries, keys, values = self.queries_keys_values(hidden_states, position_embeddings)
-        if past_key_values is not None:
-            keys, values = past_key_values.update(keys, values, self.layer_idx)
+        cache = cache_among(options)
+        if cache is not None:
+            keys, values = cache.update(keys, values, self.layer_idx)
         if queries.is_cpu:  # this kernel reads shared keys in place
             attended = scaled_dot_product_attention(
                 queries,
