@@ -109,20 +109,21 @@ def test_the_promise_for_the_tree_that_wrote_is_what_it_yielded(tree):
     assert abs(expected_tokens(tree, by_level(small)) - tokens_per_step) > slack
 
 
-def test_traversal_is_promised_what_it_yields_in_a_large_tree():
+def test_traversal_is_promised_what_it_yields_in_a_deep_tree():
     """The levels of `sequoia` (the control) promise fewer tokens."""
+    tree = TokenTree.from_parents([-1, 0, 0, 1, 1, 3, 5, 6, 7])
     pair = toy_pair(noise=1.5, constant=True)
     rules = [Sampling(1.0, verifier=name) for name in ("sequoia", "traversal")]
     options = {"precision": 0, "rounds": 2, "tokens_per_prompt": 60}
     plain, promised = (
-        expected_tokens(WIDE, by_level(observed))
-        for observed in measure_acceptance(pair, PROMPTS, rules, tree=WIDE, **options)
+        expected_tokens(tree, by_level(observed))
+        for observed in measure_acceptance(pair, PROMPTS, rules, tree=tree, **options)
     )
-    decoder = SequoiaDecoder(pair.target, pair.draft, WIDE)
+    decoder = SequoiaDecoder(pair.target, pair.draft, tree)
     yields = [
         len(step.tokens)
-        for prompt in PROMPTS
-        for step in itertools.islice(decoder.steps(torch.tensor(prompt), 480, rules[1], 1), 150)
+        for number, prompt in enumerate(PROMPTS)
+        for step in itertools.islice(decoder.steps(torch.tensor(prompt), 480, rules[1], number), 80)
     ]
     error = np.std(yields) / len(yields) ** 0.5
     assert promised == pytest.approx(np.mean(yields), abs=4 * error)
