@@ -19,12 +19,12 @@ def merge(profiles: Sequence[Profile], names: Sequence[str] = ()) -> Profile:
 
     Args:
         profiles: profiles of the same models, settings and verifiers, with counts for the same
-            number of ranks.
+            number of ranks, over texts that trees of the same size wrote.
         names: what error messages call each profile; "profile 1", "profile 2", ... if empty.
 
     Raises:
         SequoiaPlanError: if there is nothing to merge, or two profiles differ in settings, models,
-            verifiers or ranks, or lack counts.
+            verifiers, ranks or the size of the tree that wrote the text, or lack counts.
     """
     if not profiles:
         raise ArgumentError("merge: found no profile, expected one or more")
@@ -90,6 +90,12 @@ def _check_last_of(named_profiles: Sequence[tuple[str, Profile]]) -> None:
     num_ranks, num_first_ranks = len(profile.levels[0].counts), len(first.levels[0].counts)
     if num_ranks != num_first_ranks:
         raise SequoiaPlanError(f"{name}: {num_ranks} ranks, {first_name} has {num_first_ranks}")
+    if profile.tree_size != first.tree_size:
+        size, first_size = (size or "10" for size in (profile.tree_size, first.tree_size))
+        raise SequoiaPlanError(
+            f"{name}: counted with a tree of {size} nodes, {first_name} with one of {first_size}; "
+            "profile again, with the same --tree"
+        )
     for earlier_name, earlier in named_profiles[:-1]:
         if earlier.levels == profile.levels:
             raise SequoiaPlanError(

@@ -97,8 +97,8 @@ class Profile(Artifact, frozen=True):
     """
 
     ORDER: ClassVar[tuple[str, ...]] = (
-        "settings", "models", "hardware", "drafting", "trials", "acceptance", "levels", "kinds",
-        "lookup", "latency", "verifiers",
+        "settings", "models", "hardware", "drafting", "trials", "tree_size", "acceptance", "levels",
+        "kinds", "lookup", "latency", "verifiers",
     )  # fmt: skip
 
     acceptance: Annotated[
@@ -151,6 +151,13 @@ class Profile(Artifact, frozen=True):
             key="acceptance.levels",
         ),
     ] = ()
+    tree_size: Annotated[
+        Count | None,
+        field(
+            "nodes of the tree that wrote the text, where one was given (`profile --tree`)",
+            key="acceptance.tree_size",
+        ),
+    ] = None
     drafting: Annotated[
         Drafting, field("which passes the draft makes; missing for a language model")
     ] = LANGUAGE_MODEL
@@ -251,6 +258,7 @@ class Profile(Artifact, frozen=True):
             acceptance=(0.0,),
             trials=0,
             levels=(),
+            tree_size=None,
             kinds={},
             verifiers={},
             models={role: model for role, model in self.models.items() if role != "draft"},
@@ -262,16 +270,15 @@ class Profile(Artifact, frozen=True):
     def acceptance_by_level(self) -> tuple[tuple[float, ...], ...]:
         """p[level][rank], the probability that an accepted node's child of a rank is accepted.
 
-        It is the share of counts in trials of the node's level. A level without trials has the
-        probabilities of the one above it. Empty if there are no counts.
+        `rates` estimates it from the counts. Levels before the first one with trials have the
+        acceptance vector. Empty if there are no counts.
         """
-        rows: list[tuple[float, ...]] = []
-        for level in self.levels:
-            if level.trials:
-                rows.append(tuple(count / level.trials for count in level.counts))
-            else:
-                rows.append(rows[-1] if rows else self.acceptance)
-        return tuple(rows)
+        probs = rates(*counts_by_class(self.levels, 1))[0][:, 0].tolist() if self.levels else []
+        is_observed = np.cumsum([level.trials for level in self.levels]) > 0
+        return tuple(
+            tuple(row) if observed else self.acceptance
+            for row, observed in zip(probs, is_observed, strict=True)
+        )
 
     @property
     def acceptance_by_class(self) -> tuple[tuple[tuple[float, ...], ...], ...]:

@@ -8,6 +8,10 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 MIN_TRIALS = 300
 """Accepted nodes off the spine; levels with fewer are taken together."""
+FIRST_DEEP_LEVEL = 3
+"""Levels from this one on resemble each other, and the deeper, the fewer trials they have."""
+DEEP_TRIALS = 100
+"""What the deep levels have in common counts as much on each of them as so many trials."""
 OVERDISPERSION = 2.0
 """Variance of counts within one text over that of independent ones, about."""
 
@@ -19,6 +23,8 @@ def rates(trials: NDArray[np.integer] | Floats, counts: Floats) -> tuple[Floats,
     off it.
 
     - A level without trials has the probabilities of the level above it.
+    - A level below `FIRST_DEEP_LEVEL` is moved towards the vector of all levels from that one on,
+      which counts as `DEEP_TRIALS` trials: few trials move it far, none all the way.
     - The vectors of the two classes differ as far as their counts differ by more than noise: they
       are moved towards the level's own vector by the share of the squared difference, over all
       levels, that noise explains (a positive-part James-Stein estimate).
@@ -40,7 +46,7 @@ def rates(trials: NDArray[np.integer] | Floats, counts: Floats) -> tuple[Floats,
     observations = np.array(trials, float).reshape(num_levels, -1)
     accepted = np.array(counts, float).reshape(num_levels, -1, counts.shape[-1])
     num_classes = observations.shape[1]
-    level_probs = _level_probs(observations.sum(1), accepted.sum(1))
+    level_probs = _level_probs(*_with_deep_trials(observations.sum(1), accepted.sum(1)))
     probs: Floats = np.repeat(level_probs[:, None], num_classes, 1)
     if num_classes > 1:
         signal = _share_beyond_noise(observations, accepted, level_probs)
@@ -49,11 +55,29 @@ def rates(trials: NDArray[np.integer] | Floats, counts: Floats) -> tuple[Floats,
         num_rare = max(is_rare.sum(), 1)
         accepted[is_rare, 1] = accepted[is_rare, 1].sum(0) / num_rare
         observations[is_rare, 1] = observations[is_rare, 1].sum() / num_rare
-        is_observed = observations > 0
-        class_probs = accepted / np.where(is_observed, observations, 1)[..., None]
+        class_trials, class_counts = _with_deep_trials(observations, accepted)
+        is_observed = class_trials > 0
+        class_probs = class_counts / np.where(is_observed, class_trials, 1)[..., None]
         class_probs = np.where(is_observed[..., None], class_probs, probs)
         probs += signal * (class_probs - probs)
     return probs.reshape(counts.shape), observations.reshape(trials.shape)
+
+
+def _with_deep_trials(trials: Floats, counts: Floats) -> tuple[Floats, Floats]:
+    """Trials and counts, with `DEEP_TRIALS` more on each level below `FIRST_DEEP_LEVEL`.
+
+    The further trials are accepted as those of all levels from `FIRST_DEEP_LEVEL` on together.
+
+    Args:
+        trials: float64 [levels] or [levels, classes], how many accepted nodes were observed.
+        counts: float64, of the shape of `trials` and [ranks], how many of their children of each
+            rank were accepted.
+    """
+    deep_trials = trials[FIRST_DEEP_LEVEL:].sum(0)
+    deep_probs = counts[FIRST_DEEP_LEVEL:].sum(0) / np.maximum(deep_trials, 1)[..., None]
+    further = np.zeros_like(trials)
+    further[FIRST_DEEP_LEVEL + 1 :] = np.where(deep_trials > 0, DEEP_TRIALS, 0)
+    return trials + further, counts + further[..., None] * deep_probs
 
 
 def _level_probs(trials: Floats, counts: Floats) -> Floats:

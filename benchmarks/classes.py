@@ -23,13 +23,21 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+from ranked_texts import (
+    NUM_SPLITS,
+    RankedText,
+    counts_over_texts,
+    random_splits,
+    ranked_texts,
+    record_texts,
+    tokens_per_step,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -39,15 +47,11 @@ from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.prompts import BUILT_IN, load
 from sequoia_plan.artifacts.rates import rates
 from sequoia_plan.planner import solve
-from sequoia_plan.profiler.acceptance import RANKS
-from sequoia_plan.profiler.draft_passes import logits_over_text
 from sequoia_plan.profiler.hardware import fingerprint
-from sequoia_plan.profiler.journal import Journal, discard, journal_of
-from sequoia_plan.profiler.methods import POSITIONS_AT_ONCE, expected_acceptance, pieces
-from sequoia_plan.profiler.observed import LEVELS, TREE
+from sequoia_plan.profiler.journal import journal_of
+from sequoia_plan.profiler.observed import TREE
 from sequoia_plan.profiler.prompts import encode
-from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
-from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime import load_pair
 from sequoia_plan.runtime.models.load import dtype_name
 
 Floats = NDArray[np.float64]
@@ -55,115 +59,6 @@ SIZES = (3, 8, 16, 64, 128)
 WRITER_SIZES = (32, 64)
 """Sizes of the further trees at whose nodes acceptance is counted."""
 DEPTH = 10
-NUM_SPLITS = 20
-"""Random splits of the prompts into halves."""
-MAX_RANK = 64
-"""Children that the draft is asked for at a position."""
-EXTRA_TOKENS = 16
-"""Tokens read beyond those that are counted, for the steps that begin before."""
-GREEDY = Sampling()
-RankedText = list[int]
-"""The rank of each next token; 0 if it is none of the first `MAX_RANK`."""
-
-
-@torch.inference_mode()
-def ranks_of_text(
-    pair: Pair, decoder: SequoiaDecoder, prompt: list[int], tokens: int
-) -> RankedText:
-    """The ranks that the draft gives to the tokens of the target's greedy text after `prompt`.
-
-    At an end token the text ends with that one.
-    """
-    step = decoder.step
-    assert step.drafter is not None
-    text, levels = greedy_text(pair, decoder, prompt, tokens)
-    ids = torch.tensor(text)
-    columns = torch.arange(ids.numel())
-    first = len(prompt) - 1
-    ranks: RankedText = []
-    for start, end in pieces(levels, POSITIONS_AT_ONCE):
-        slots = columns[first + start : first + end]
-        mask = additive_mask(columns <= slots[:, None], step.target.model.dtype)
-        output = step.target(step.sequence.target, ids[slots], slots, slots, mask)
-        draft_logits = logits_over_text(
-            step.drafter, step.sequence, slots, levels[start:end], output.hidden_states
-        )
-        is_accepted = expected_acceptance(
-            output.logits, draft_logits, GREEDY, MAX_RANK, torch.Generator(), step.drafter.d2t
-        )
-        ranks += torch.where(is_accepted.any(1), is_accepted.argmax(1) + 1, 0).tolist()
-    return ranks
-
-
-def greedy_text(
-    pair: Pair, decoder: SequoiaDecoder, prompt: list[int], tokens: int
-) -> tuple[list[int], list[int]]:
-    """Decode after `prompt`, up to an end token or until there are `tokens` tokens.
-
-    Returns:
-        Prompt and text, without the end token; and the level of each position from the prompt's
-        last token on.
-    """
-    text, levels = list(prompt), [0]
-    for step in decoder.steps(torch.tensor(prompt), tokens, GREEDY, 0):
-        text += step.tokens
-        levels += [*range(1, len(step.tokens)), 0]
-        num_tokens = len(text) - len(prompt)
-        if num_tokens >= tokens or set(pair.end_tokens).intersection(step.tokens):
-            break
-    new_tokens = text[len(prompt) :]
-    ends = [place for place, token in enumerate(new_tokens) if token in pair.end_tokens]
-    if ends:
-        text = text[: len(prompt) + ends[0]]
-    return text, levels[: len(text) - (len(prompt) - 1)]
-
-
-def steps_over_text(
-    tree: TokenTree, text: RankedText, tokens: int
-) -> Iterator[tuple[int, list[int]]]:
-    """The steps of a tree over a text, until there are `tokens` tokens or the text ends.
-
-    Yields:
-        The place of the step's root in the text, and the accepted nodes, the root first.
-    """
-    first_child, child_count = tree.first_child, tree.child_count
-    place = 0
-    while place < len(text) and place < tokens:
-        path = [0]
-        while place + len(path) <= len(text):
-            rank = text[place + len(path) - 1]
-            if not 0 < rank <= child_count[path[-1]]:
-                break
-            path.append(int(first_child[path[-1]]) + rank - 1)
-        yield place, path
-        place += len(path)
-
-
-def tokens_per_step(tree: TokenTree, texts: Sequence[RankedText], tokens: int) -> float:
-    """The tree's tokens a step over texts; a step that ends with the text has no bonus token."""
-    step_tokens = [
-        min(place + len(path), len(text)) - place
-        for text in texts
-        for place, path in steps_over_text(tree, text, tokens)
-    ]
-    return sum(step_tokens) / len(step_tokens)
-
-
-def count_acceptance(tree: TokenTree, text: RankedText, tokens: int) -> tuple[Floats, Floats]:
-    """Count acceptance of one text at the nodes that `tree` accepts.
-
-    Returns:
-        Trials [levels, classes], and counts [levels, classes, ranks].
-    """
-    trials, counts = np.zeros((LEVELS, 2)), np.zeros((LEVELS, 2, RANKS))
-    for place, path in steps_over_text(tree, text, tokens):
-        for level, node in enumerate(path[: len(text) - place]):
-            row = min(level, LEVELS - 1), int(tree.classes[node])
-            rank = text[place + level]
-            trials[row] += 1
-            if 0 < rank <= RANKS:
-                counts[(*row, rank - 1)] += 1
-    return trials, counts
 
 
 def acceptance_models(trials: Floats, counts: Floats) -> dict[str, Floats]:
@@ -234,24 +129,6 @@ def compare(texts: Sequence[RankedText], tokens: int) -> dict[str, Any]:
     }
 
 
-def counts_over_texts(
-    tree: TokenTree, texts: Sequence[RankedText], tokens: int
-) -> tuple[Floats, Floats]:
-    """Trials [texts, levels, classes], and counts [texts, levels, classes, ranks]."""
-    trials, counts = zip(*(count_acceptance(tree, text, tokens) for text in texts), strict=True)
-    return np.array(trials), np.array(counts)
-
-
-def random_splits(num_texts: int) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Random halves of the texts: a part to predict from and the rest, each split both ways."""
-    splits = []
-    for seed in range(NUM_SPLITS):
-        order = np.random.default_rng(seed).permutation(num_texts)
-        first, second = np.array_split(order, 2)
-        splits += [(first, second), (second, first)]
-    return splits
-
-
 def relative_errors(
     trees: Sequence[TokenTree], probs: Floats, measured: Sequence[float]
 ) -> list[float]:
@@ -260,30 +137,6 @@ def relative_errors(
         expected_tokens(tree, probs) / tokens - 1
         for tree, tokens in zip(trees, measured, strict=True)
     ]
-
-
-def check_steps(
-    pair: Pair, prompts: Sequence[list[int]], texts: Sequence[RankedText], tokens: int
-) -> int:
-    """Decode some prompts with a tree, and compare every step with the one over the text.
-
-    Returns:
-        The number of steps that were compared.
-
-    Raises:
-        SystemExit: if a step differs.
-    """
-    tree = solve([0.4, 0.13, 0.06, 0.04], 16, 8).tree
-    decoder = SequoiaDecoder(pair.target, pair.draft, tree)
-    num_compared = 0
-    for prompt, text in zip(prompts, texts, strict=True):
-        decoded_steps = decoder.steps(torch.tensor(prompt), tokens, GREEDY, 0)
-        text_steps = steps_over_text(tree, text, tokens)
-        for step, (_, path) in zip(decoded_steps, text_steps, strict=False):
-            if step.path != path:
-                raise SystemExit(f"a step accepted {step.path}, expected {path} from the text")
-            num_compared += 1
-    return num_compared
 
 
 def print_tables(result: dict[str, Any], console: Console) -> None:
@@ -307,20 +160,9 @@ def read_texts(options: argparse.Namespace) -> dict[str, Any]:
     pair = load_pair(draft=options.draft, dtype=options.dtype)
     built_in = load(BUILT_IN)[: options.prompts]
     prompts = [encode(pair.tokenizer, prompt.text) for prompt in built_in]
-    decoder = SequoiaDecoder(pair.target, pair.draft, TREE)
-    journal_path = journal_of(options.output)
-    texts = []
-    with Journal(journal_path, [pair.metadata, prompts, options.tokens]) as journal:
-        for number, prompt in enumerate(prompts):
-
-            def read_text(prompt: list[int] = prompt) -> RankedText:
-                return ranks_of_text(pair, decoder, prompt, options.tokens + EXTRA_TOKENS)
-
-            texts.append(journal.get(str(number), read_text))
-    num_checked = check_steps(
-        pair, prompts[: options.check], texts[: options.check], options.tokens
+    texts, num_checked = record_texts(
+        pair, prompts, options.tokens, options.check, journal_of(options.output)
     )
-    discard(journal_path)
     return {
         "settings": {
             "dtype": dtype_name(pair.target.dtype),
@@ -347,7 +189,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
     report = json.loads(options.texts.read_text()) if options.texts else read_texts(options)
-    result = compare(report["texts"], report["settings"]["tokens"])
+    result = compare(ranked_texts(report["texts"]), report["settings"]["tokens"])
     write_atomically(options.output, (json.dumps(report | {"result": result}) + "\n").encode())
     print_tables(result, Console(width=140))
 

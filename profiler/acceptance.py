@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
+from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.profiler.methods import COMPARED, DecodingMethod, ForcedMethod
-from sequoia_plan.profiler.observed import ObservedAcceptance, collect
+from sequoia_plan.profiler.observed import TREE, ObservedAcceptance, collect
 from sequoia_plan.runtime import Pair, Sampling
 
 RANKS = 16
@@ -95,6 +95,7 @@ def measure_by_prompt(
     rounds: int = 1,
     seed: int = 0,
     ranks: int = RANKS,
+    tree: TokenTree | None = None,
     journal: Path | None = None,
 ) -> Iterator[Progress]:
     """Measure acceptance prompt by prompt, and yield the progress after each.
@@ -111,20 +112,24 @@ def measure_by_prompt(
         method: "forced" computes acceptance in one more pass over text that the target wrote;
             "decoding" counts accepted children while decoding. See methods.py.
         precision: stop once the relative uncertainty of each sampling is at most this (half the
-            95 % interval of the expected tokens of a small tree, `ObservedAcceptance.precision`); 0
-            uses all prompts and rounds.
+            95 % interval of the expected tokens of the tree that writes the text,
+            `ObservedAcceptance.precision`); 0 uses all prompts and rounds.
         tokens_per_prompt: the most new tokens that are decoded for a prompt.
         rounds: how often the prompts are used at most; a greedy sampling uses them once.
         seed: of the first prompt; each further prompt takes the next integer.
         ranks: number of children drawn at a node.
+        tree: writes the text of the method "forced", so acceptance is counted as this tree meets
+            it; None for a small tree of ten nodes.
         journal: a file that keeps finished prompts until all is done, so that an interrupted run
             continues; None keeps nothing.
 
     Raises:
-        ArgumentError: for another method.
+        ArgumentError: for another method, and for a tree with the method "decoding".
     """
     if method not in METHODS:
         raise ArgumentError(f"method: found {method!r}, expected {' or '.join(METHODS)}")
+    if tree is not None and method != "forced":
+        raise ArgumentError(f"tree: found with the method {method}, expected the method forced")
     work = [  # a journal of other work is ignored
         pair.metadata,
         [list(map(int, prompt)) for prompt in prompts],
@@ -134,6 +139,7 @@ def measure_by_prompt(
         seed,
         ranks,
         "classes of match",  # journals of versions that did not count lookup are other work
+        *([] if tree is None else [tree.parents.tolist()]),
     ]
     groups = _groups_sharing_text(samplings, method)
 
@@ -149,7 +155,7 @@ def measure_by_prompt(
     with Journal(journal, work) as results:
         measuring_method: ForcedMethod | DecodingMethod
         if method == "forced":
-            measuring_method = ForcedMethod(pair, ranks, compares)
+            measuring_method = ForcedMethod(pair, ranks, compares, tree)
         else:
             measuring_method = DecodingMethod(pair, ranks)
         for group_number, group in enumerate(groups):
@@ -169,7 +175,7 @@ def measure_by_prompt(
                 tallies.append(results.get(f"{group_number}.{use}", measure_prompt))
                 num_prompts += 1
                 for index_in_group, index in enumerate(group):
-                    acceptances[index] = collect(tallies, index_in_group)
+                    acceptances[index] = collect(tallies, index_in_group, tree or TREE)
                 latest = acceptances[group[0]]
                 yield Progress(num_prompts, max_prompts, latest, dict(acceptances))
                 if max(acceptances[index].precision() for index in group) <= precision:

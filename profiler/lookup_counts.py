@@ -133,9 +133,9 @@ class LookupTrials:
         token_ids: int64 [n], prompt and written text.
         levels: for each position from the prompt's last token on, its level in the tree of the step
             that wrote it; 0 for the step's root.
-        rows: for each of these positions, twice its level (levels from `LEVELS` - 1 on count as
-            one), plus its class: 0 on the spine, 1 off it. -1 where the draft has no probabilities:
-            such a position is no trial.
+        rows: for each of these positions, twice its level (or the last level that is counted
+            separately), plus its class: 0 on the spine, 1 off it. -1 where the draft has no
+            probabilities: such a position is no trial.
 
     Attributes:
         token_positions: int64 [looked-up tokens], the position, counted from the prompt's last
@@ -152,8 +152,9 @@ class LookupTrials:
         positions, level_rows = np.arange(count), np.asarray(rows, np.int64)
         is_trial = level_rows >= 0
         roots = positions - np.asarray(levels)
+        drafted_rows = 2 * np.minimum(level_rows // 2, LEVELS - 1) + level_rows % 2
         self.drafted = Trials(
-            (classes[roots] * 2 * LEVELS + level_rows)[is_trial], positions[is_trial]
+            (classes[roots] * 2 * LEVELS + drafted_rows)[is_trial], positions[is_trial]
         )
         on_spine: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
         off_spine: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []

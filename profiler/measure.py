@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import structs
 
-from sequoia_plan.artifacts import Profile, VerifierAcceptance
+from sequoia_plan.artifacts import Profile, TokenTree, VerifierAcceptance
 from sequoia_plan.artifacts.cost import max_expected_tokens
 from sequoia_plan.artifacts.counts import counts_by_class
 from sequoia_plan.artifacts.merge import pooled
@@ -40,6 +40,7 @@ def measure(
     on_prompt: Callable[[int, int, ObservedAcceptance], None] = lambda done, total, latest: None,
     max_size: int = SIZES[-1],
     verifiers: Sequence[Sequence[str]] = (),
+    tree: TokenTree | None = None,
     **acceptance_options: Any,
 ) -> list[Profile]:
     """Measure one profile for each of `samplings`: acceptance on `prompts`, and latency.
@@ -59,6 +60,7 @@ def measure(
         max_size: the most nodes for which passes are timed.
         verifiers: for each sampling, names of further verifiers to measure along with its own; none
             if empty, and none at temperature 0, where all accept alike.
+        tree: writes the text that acceptance is counted on; None for a small tree of ten nodes.
         acceptance_options: keyword arguments of `measure_by_prompt`, such as its method.
 
     Returns:
@@ -79,7 +81,9 @@ def measure(
         pair, samplings[0], context, on_size, max_size, all_samplings, texts=prompt_ids
     )
     observed_by_index: Mapping[int, ObservedAcceptance] = {}  # keys: indices of `all_samplings`
-    for progress in measure_by_prompt(pair, prompt_ids, all_samplings, **acceptance_options):
+    for progress in measure_by_prompt(
+        pair, prompt_ids, all_samplings, tree=tree, **acceptance_options
+    ):
         on_prompt(progress.num_prompts, progress.max_prompts, progress.latest)
         # `latest` is what was observed so far with the sampling that is being measured
         observed_by_index, latest = progress.acceptances, progress.latest
@@ -123,6 +127,7 @@ def measure(
             models=pair.metadata,
             hardware=fingerprint(pair.target.device),
             levels=own.levels,
+            tree_size=tree.size if tree else None,
             kinds=own.kinds,
             lookup=lookup_counts(acceptance_of_sampling[sampling].lookup, kind_of_prompt),
             verifiers={other.verifier: verifier_acceptance(other) for other in further},

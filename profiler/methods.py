@@ -3,14 +3,14 @@
 `decoding` counts, as Sequoia does (arXiv 2402.12374, App. F.1): it decodes with a one-level tree
 and counts which of the root's children is accepted.
 
-`forced` computes. It decodes with a small tree, then runs target and draft once more over the text.
-At every position it draws children anew, and the verifier gives the probability that each is the
-one accepted. A position's level is where it stood in the tree; its class says whether every child
-accepted on the way there was a first one (on the spine). Each position is one trial whatever was
-accepted there, so the same text tells more.
+`forced` computes. It decodes with a small tree or a given one, then runs target and draft once more
+over the text. At every position it draws children anew, and the verifier gives the probability that
+each is the one accepted. A position's level is where it stood in the tree; its class says whether
+every child accepted on the way there was a first one (on the spine). Each position is one trial
+whatever was accepted there, so the same text tells more.
 
 What `traversal` accepts at a node depends on the path to it. In `forced`, both `sequoia` and
-`traversal` verify the small tree at every step of the text, and the acceptance of `sequoia` on each
+`traversal` verify the tree at every step of the text, and the acceptance of `sequoia` on each
 level is multiplied by how much more often `traversal` gets past that level. `decoding` sees one
 level only, where the two accept alike. Where both are measured, they verify the same draws over the
 same text, so their figures differ by that ratio alone.
@@ -31,7 +31,7 @@ from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.profiler.children import POSITIONS_AT_ONCE, DrawnChildren
 from sequoia_plan.profiler.draft_passes import logits_over_text
 from sequoia_plan.profiler.lookup_counts import LookupTrials
-from sequoia_plan.profiler.observed import LEVELS, TREE
+from sequoia_plan.profiler.observed import LEVELS, TREE, num_counted_levels
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary
@@ -88,15 +88,21 @@ class ForcedMethod:
     Args:
         ranks: number of children drawn at a position.
         compares: make ready to verify each step of the text with both `sequoia` and `traversal`.
+        tree: decodes the text, so it sets where steps begin, and on which levels tokens are. None
+            is `TREE`, as deep as the draft can make it.
     """
 
-    def __init__(self, pair: Pair, ranks: int, compares: bool) -> None:
+    def __init__(
+        self, pair: Pair, ranks: int, compares: bool, tree: TokenTree | None = None
+    ) -> None:
         captured = False if compares else None
         decoder = SequoiaDecoder(pair.target, pair.draft, TokenTree.chain(2), captured=captured)
         drafter = decoder.step.drafter
         assert drafter is not None
         self.drafter = drafter
-        self.decoder = decoder.with_tree(limited_to_depth(TREE, drafter.drafting.max_depth))
+        self.tree = tree or limited_to_depth(TREE, drafter.drafting.max_depth)
+        self.num_levels = num_counted_levels(self.tree)
+        self.decoder = decoder.with_tree(self.tree)
         self.ranks = min(ranks, drafter.vocabulary)
         self.end_tokens = set(pair.end_tokens)
 
@@ -106,7 +112,7 @@ class ForcedMethod:
     ) -> list[dict[str, Any]]:
         """Measure one prompt with several samplings under which the target writes the same text.
 
-        A position of the text is a node of the small tree that decodes it. Its class is 0 on the
+        A position of the text is a node of the tree that decodes it. Its class is 0 on the
         spine (it and all its ancestors are first children) and 1 off it.
 
         Args:
@@ -131,16 +137,16 @@ class ForcedMethod:
         def row_of(level: int, node_class: int) -> int:
             """The row of the tables [levels * classes, ...] that a position adds to.
 
-            Levels from `LEVELS` - 1 on share a row. A position that the draft cannot give children,
-            because the next level would be too deep, gets -1.
+            Levels from `num_levels` - 1 on share a row. A position that the draft cannot give
+            children, because the next level would be too deep, gets -1.
             """
             if max_depth and level > max_depth - 2:
                 return -1
-            return 2 * min(level, LEVELS - 1) + node_class
+            return 2 * min(level, self.num_levels - 1) + node_class
 
         rows = list(map(row_of, levels, classes))
         counted_rows = torch.tensor([row for row in rows if row >= 0], dtype=torch.long)
-        trials = torch.bincount(counted_rows, minlength=2 * LEVELS).reshape(LEVELS, 2).tolist()
+        trials = torch.bincount(counted_rows, minlength=2 * self.num_levels).reshape(-1, 2).tolist()
         lookup_trials = LookupTrials(text.cpu().numpy(), levels, rows)
         counts, lookup_tallies = self._expected_counts(
             text, prompt.numel(), levels, rows, lookup_trials, samplings, seed
@@ -149,7 +155,7 @@ class ForcedMethod:
         return [
             {
                 "trials": trials,
-                "counts": sampling_counts.reshape(LEVELS, 2, -1).tolist(),
+                "counts": sampling_counts.reshape(self.num_levels, 2, -1).tolist(),
                 "reached": reached if sampling.verifier == "traversal" else None,
                 "lookup": lookup_tally,
             }
@@ -168,7 +174,7 @@ class ForcedMethod:
         if not needed or samplings[0].greedy:
             self.decoder.step.verifiers = VERIFIERS
             return None
-        compared = ComparedVerifiers()
+        compared = ComparedVerifiers(self.tree.depth)
         self.decoder.step.verifiers = VERIFIERS | compared.verifiers()
         return compared
 
@@ -228,20 +234,18 @@ class ForcedMethod:
             lookup_trials: the trials of the same positions by class of match.
 
         Returns:
-            - For each sampling, float64 [2 * LEVELS, ranks]: the expected number of accepted
+            - For each sampling, float64 [2 * levels, ranks]: the expected number of accepted
               children of each rank.
             - For each sampling, the tally of `lookup_trials`; None for verifiers that lookup is not
               counted with.
         """
         step = self.decoder.step
-        shape = (2 * LEVELS, self.ranks)
-        counts = [torch.zeros(shape, dtype=torch.float64) for _ in samplings]
         # `traversal` accepts a root's children as `sequoia` does
         node_samplings = [
             replace(s, verifier="sequoia") if s.verifier == "traversal" else s for s in samplings
         ]
         acceptances = {
-            sampling: TextAcceptance(len(levels), self.ranks, lookup_trials)
+            sampling: TextAcceptance(len(levels), self.num_levels, self.ranks, lookup_trials)
             for sampling in node_samplings
         }
         generator = torch.Generator(step.device).manual_seed(seed)
@@ -249,7 +253,7 @@ class ForcedMethod:
         first = prompt_length - 1
         # a draft that reads hidden states needs those of a few tokens before the first position,
         # so the target reads them again; they add to no row and have no level
-        num_repeated = min(first, TREE.depth) if self.drafter.aux_hidden_state_layers else 0
+        num_repeated = min(first, self.tree.depth) if self.drafter.aux_hidden_state_layers else 0
         levels, rows = [-1] * num_repeated + levels, [-1] * num_repeated + rows
         first -= num_repeated
         for start, end in pieces(levels, POSITIONS_AT_ONCE):
@@ -289,16 +293,19 @@ class TextAcceptance:
 
     Args:
         num_positions: positions of the text, from the prompt's last token on.
+        num_levels: levels that are counted separately.
         ranks: number of children drawn at a position.
         lookup_trials: the trials of the same positions by class of match.
 
     Attributes:
-        counts: float64 [2 * LEVELS, ranks], the expected number of accepted children of each rank,
+        counts: float64 [2 * levels, ranks], the expected number of accepted children of each rank,
             by level and class.
     """
 
-    def __init__(self, num_positions: int, ranks: int, lookup_trials: LookupTrials) -> None:
-        self.counts = torch.zeros(2 * LEVELS, ranks, dtype=torch.float64)
+    def __init__(
+        self, num_positions: int, num_levels: int, ranks: int, lookup_trials: LookupTrials
+    ) -> None:
+        self.counts = torch.zeros(2 * num_levels, ranks, dtype=torch.float64)
         self.lookup_trials: LookupTrials | None = lookup_trials
         self.drafted_probs = np.zeros((num_positions, ranks))
         self.looked_up_probs = np.zeros((len(lookup_trials.tokens), ranks))
@@ -341,14 +348,17 @@ class TextAcceptance:
 class ComparedVerifiers:
     """`sequoia` and `traversal`, each of which also records how far both get.
 
+    Args:
+        depth: number of levels of the tree that is verified.
+
     Attributes:
         reached: float64 [2, depth], the sum over steps of the probability to get to each level with
             either verifier, given what was drawn on the way there. On the first level, where the
             two accept alike, the sums are equal.
     """
 
-    def __init__(self) -> None:
-        self.reached = torch.zeros(2, TREE.depth, dtype=torch.float64)
+    def __init__(self, depth: int) -> None:
+        self.reached = torch.zeros(2, depth, dtype=torch.float64)
 
     def verifiers(self) -> dict[str, Verifier]:
         """Verifiers by name that accept as those of `VERIFIERS`, and add to `reached`."""

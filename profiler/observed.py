@@ -14,14 +14,12 @@ from sequoia_plan.artifacts.counts import MAX_KINDS, Counts
 from sequoia_plan.artifacts.uncertainty import Z95, gradient, jackknife
 
 LEVELS = 4
-"""Number of levels that are counted separately, the last one together with all below it."""
+"""Levels that are counted separately with `TREE`, the last one together with all below it."""
+MAX_LEVELS = 12
+"""Levels that are counted separately with any tree, at most."""
 TREE = TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7])
-"""The tree that decodes the text of the method `forced`, and whose expected tokens define the
-precision of a measurement."""
-MAX_CHILDREN = np.array(
-    [TREE.child_count[TREE.position_ids == level].max() for level in range(LEVELS)]
-)
-"""The most children that a node of `TREE` has on each level."""
+"""The tree that writes the text of the method `forced`, unless another one is given. The precision
+of a measurement is that of the expected tokens of the tree that writes."""
 MIN_PROMPTS = 8
 """Prompts that a standard error needs at least: fewer say nothing about how prompts differ."""
 
@@ -39,12 +37,14 @@ class ObservedAcceptance:
             not recorded.
         lookup: for each prompt, counts by how much of the text occurs earlier in it
             (`LookupTrials.tally`), None where that was not counted; empty if nowhere.
+        tree: the tree that wrote the text.
     """
 
     trials: NDArray[np.int64]
     counts: NDArray[np.float64]
     off_spine: ObservedAcceptance | None = None
     lookup: Sequence[dict[str, Any] | None] = ()
+    tree: TokenTree = TREE
 
     def levels(self) -> tuple[LevelCounts, ...]:
         """Totals of each level, down to the last one with trials."""
@@ -74,7 +74,7 @@ class ObservedAcceptance:
         return {kind: self._totals(kind_of_row == kind) for kind in distinct_kinds}
 
     def precision(self) -> float:
-        """Half of the 95 % interval of the expected tokens of `TREE`, as a share of them.
+        """Half of the 95 % interval of the expected tokens of `tree`, as a share of them.
 
         For given step times, the predicted speed-up has the same relative interval. The standard
         error comes from a jackknife over prompts, because texts differ more than positions within
@@ -89,7 +89,7 @@ class ObservedAcceptance:
         It is smaller than the number of trials, because positions of one text resemble each other.
         """
         p = self.counts.sum((0, 1)) / self.trials.sum()  # by rank, over all levels
-        slope = gradient(TREE, p[None])[0]  # of the expected tokens of `TREE`, by rank
+        slope = gradient(self.tree, p[None])[0]  # of the expected tokens of `tree`, by rank
         error, _ = self._error()
         if not np.isfinite(error):
             return int(self.trials.sum())
@@ -99,14 +99,14 @@ class ObservedAcceptance:
         return int(min(self.trials.sum(), independent_trials))
 
     def _error(self) -> tuple[float, float]:
-        """The standard error of the expected tokens of `TREE`, and the expected tokens.
+        """The standard error of the expected tokens of `tree`, and the expected tokens.
 
         The error is inf for fewer than `MIN_PROMPTS` prompts.
         """
         if len(self.trials) < MIN_PROMPTS:
             return float("inf"), 1.0
         all_levels = self.trials.sum(1, keepdims=True), self.counts.sum(1, keepdims=True)
-        return jackknife(TREE, *all_levels)
+        return jackknife(self.tree, *all_levels)
 
     def _totals(self, is_chosen: NDArray[np.bool_]) -> tuple[LevelCounts, ...]:
         """Trials and counts of each level over some of the prompts, and their part off the spine.
@@ -135,13 +135,31 @@ class ObservedAcceptance:
         )
 
 
-def collect(tallies: Sequence[Any], setting: int) -> ObservedAcceptance:
+def num_counted_levels(tree: TokenTree) -> int:
+    """How many levels are counted separately if `tree` writes the text.
+
+    They are the tree's levels that have children, but no fewer than `LEVELS` and at most
+    `MAX_LEVELS`.
+    """
+    return min(max(tree.depth - 1, LEVELS), MAX_LEVELS)
+
+
+def max_children_by_level(tree: TokenTree) -> NDArray[np.int64]:
+    """int64 [counted levels]: the most children of any node; the last one with all below it."""
+    max_children = np.zeros(num_counted_levels(tree), np.int64)
+    levels = np.minimum(tree.position_ids, len(max_children) - 1)
+    np.maximum.at(max_children, levels, tree.child_count)
+    return max_children
+
+
+def collect(tallies: Sequence[Any], setting: int, tree: TokenTree = TREE) -> ObservedAcceptance:
     """Combine the tallies of all prompts with one of the samplings.
 
     Args:
         tallies: for each prompt a list with one dict for each sampling, as `ForcedMethod` and
             `DecodingMethod` return it.
         setting: the index of the sampling in each list.
+        tree: the tree that wrote the text.
     """
     sampling_tallies = [tallies_of_prompt[setting] for tallies_of_prompt in tallies]
     # [prompts, levels, classes] and [prompts, levels, classes, ranks]; class 0 is on the spine (the
@@ -152,49 +170,61 @@ def collect(tallies: Sequence[Any], setting: int) -> ObservedAcceptance:
     if sampling_tallies[0]["reached"]:  # of `traversal`, whose counts are still those of `sequoia`
         reached = np.array([tally["reached"] for tally in sampling_tallies])
         sequoia_counts = total_counts
-        total_counts = as_traversal_accepts(sequoia_counts, total_trials, reached.sum(0))
+        total_counts = as_traversal_accepts(sequoia_counts, total_trials, reached.sum(0), tree)
         # both classes of a level and rank change by the same factor
         off_counts = off_counts * total_counts / np.maximum(sequoia_counts, 1e-300)
     off_spine = ObservedAcceptance(trials[:, :, 1], off_counts)
     lookup = [tally["lookup"] for tally in sampling_tallies]
-    return ObservedAcceptance(total_trials, total_counts, off_spine, lookup)
+    return ObservedAcceptance(total_trials, total_counts, off_spine, lookup, tree)
 
 
 def as_traversal_accepts(
-    counts: NDArray[np.float64], trials: NDArray[np.int64], reached: NDArray[np.float64]
+    counts: NDArray[np.float64],
+    trials: NDArray[np.int64],
+    reached: NDArray[np.float64],
+    tree: TokenTree = TREE,
 ) -> NDArray[np.float64]:
     """The counts of `sequoia`, changed to what `traversal` accepts of the same draws.
 
-    The counts of ranks that `TREE` has on a level are multiplied by how many times as often
+    The counts of ranks that `tree` has on a level are multiplied by how many times as often
     `traversal` as `sequoia` gets past that level. The counts of the other ranks stay as they are,
     unless a prompt's level would then have more counts than trials: they are scaled down to fit.
 
     Args:
         counts: float64 [prompts, levels, ranks], how many children of each rank `sequoia` accepts.
         trials: int64 [prompts, levels], the number of their parents.
-        reached: float64 [2, levels of `TREE`], for `sequoia` and `traversal`, the sum over steps
+        reached: float64 [2, levels of `tree`], for `sequoia` and `traversal`, the sum over steps
             of the probability to get to each level (`ComparedVerifiers.reached`).
+        tree: the tree that wrote the text.
     """
-    is_in_tree = np.arange(counts.shape[2]) < MAX_CHILDREN[:, None]  # [levels, ranks]
-    inside = np.where(is_in_tree, counts * acceptance_ratio(reached)[:, None], 0.0)
+    ratio = acceptance_ratio(reached, counts.shape[1])
+    max_children = max_children_by_level(tree)
+    is_in_tree = np.arange(counts.shape[2]) < max_children[:, None]  # [levels, ranks]
+    inside = np.where(is_in_tree, counts * ratio[:, None], 0.0)
     inside *= np.minimum(1, trials / np.maximum(inside.sum(-1), 1e-9))[..., None]
     outside = np.where(is_in_tree, 0.0, counts)
     room = (trials - inside.sum(-1)) / np.maximum(outside.sum(-1), 1e-9)
     return inside + outside * np.clip(room, 0, 1)[..., None]
 
 
-def acceptance_ratio(reached: NDArray[np.float64]) -> NDArray[np.float64]:
-    """float64 [LEVELS]: how many times as often `traversal` as `sequoia` gets past each level.
+def acceptance_ratio(reached: NDArray[np.float64], num_levels: int) -> NDArray[np.float64]:
+    """float64 [num_levels]: how many times as often `traversal` as `sequoia` gets past each level.
+
+    The last level is taken together with all below it. The ratio is 1 where there are no children.
 
     Args:
-        reached: float64 [2, levels of `TREE`], for `sequoia` and `traversal`, the sum over steps
+        reached: float64 [2, levels of the tree], for `sequoia` and `traversal`, the sum over steps
             of the probability to get to each level (`ComparedVerifiers.reached`).
+        num_levels: number of levels of the result.
     """
-    # [2, levels - 1]: the probability to go on to the next level, once at a level
-    passed = reached[:, 1:] / np.maximum(reached[:, :-1], 1e-9)
-    sequoia, traversal = passed
-    ratio: NDArray[np.float64] = np.where(sequoia > 0, traversal / np.maximum(sequoia, 1e-9), 1.0)
-    return ratio[:LEVELS]
+    starts = np.arange(min(num_levels, reached.shape[1] - 1))
+    # [2, levels]: how often either verifier is at a level, and how often it gets to the next one
+    at_level = np.add.reduceat(reached[:, :-1], starts, axis=1)
+    past_level = np.add.reduceat(reached[:, 1:], starts, axis=1)
+    sequoia, traversal = past_level / np.maximum(at_level, 1e-9)
+    ratio = np.ones(num_levels)
+    ratio[starts] = np.where(sequoia > 0, traversal / np.maximum(sequoia, 1e-9), 1.0)
+    return ratio
 
 
 def _clipped(

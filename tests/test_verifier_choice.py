@@ -43,9 +43,10 @@ from sequoia_plan.profiler.measure import measure
 from sequoia_plan.profiler.methods import path_probs
 from sequoia_plan.profiler.observed import (
     LEVELS,
-    MAX_CHILDREN,
+    TREE,
     ObservedAcceptance,
     as_traversal_accepts,
+    max_children_by_level,
 )
 from sequoia_plan.profiler.verification import (
     ShapeTimer,
@@ -313,7 +314,7 @@ def test_both_are_measured_on_the_same_draws():
     assert np.array_equal(traversal_acceptance.trials, plain.trials)
     ratio = traversal_acceptance.counts.sum(0)[:, 0] / plain.counts.sum(0)[:, 0]
     assert ratio[0] == pytest.approx(1) and min(ratio) > 0.999 and ratio[2] > 1.005
-    assert tuple(MAX_CHILDREN) == (3, 2, 2, 1)
+    assert tuple(max_children_by_level(TREE)) == (3, 2, 2, 1)
     assert np.allclose(traversal_acceptance.counts[:, 0], plain.counts[:, 0], atol=1e-12)
     alone = measure_acceptance(
         toy_pair(noise=1.5), PROMPTS, BOTH[:1], precision=0, rounds=2, tokens_per_prompt=40

@@ -19,7 +19,7 @@ from sequoia_plan.planner.cli.pair import load_pair
 from sequoia_plan.planner.cli.terminal import format_curve, format_probs, print_json, progress
 
 if TYPE_CHECKING:
-    from sequoia_plan.artifacts import Latency, Profile
+    from sequoia_plan.artifacts import Latency, Profile, TokenTree
 
 
 MIN_FITTING_ACCEPTANCE = 0.02
@@ -33,6 +33,10 @@ ALSO_HELP = "A further setting, as temperature=0.6,top_p=0.9; written beside the
 PROMPTS_HELP = (
     "JSONL (text, messages or turns; kind) or plain text; every second is left for bench. "
     "[default: built-in]"
+)
+TREE_HELP = (
+    "Count acceptance as this tree meets it: it writes the text. For trees of more than 16 nodes, "
+    "once solve has made one. [default: a tree of 10 nodes]"
 )
 PRECISION_HELP = "Stop once predicted tokens a step are known to within this, at 95 %."
 
@@ -66,6 +70,7 @@ PRECISION_HELP = "Stop once predicted tokens a step are known to within this, at
     show_default=True,
     help="How to measure; see docs/profiling.md.",
 )
+@click.option("--tree", "tree_file", metavar="TREE", type=click.Path(), help=TREE_HELP)
 @click.option(
     "--context",
     type=click.IntRange(min=1),
@@ -110,6 +115,7 @@ def profile(
     rounds: int,
     precision: str,
     method: str,
+    tree_file: str | None,
     context: int,
     latency_seconds: float,
     merge: tuple[str, ...],
@@ -142,6 +148,9 @@ def profile(
         names = [] if is_alone else [name for name in COMPARED if name != sampling.verifier]
         further_verifiers.append(names)
     relative_precision = _read_percent(precision)
+    if tree_file and method != "forced":
+        raise click.UsageError(f"--tree {tree_file}: needs --method forced")
+    tree = _read_tree(tree_file) if tree_file else None
 
     main_output = Path(output)
     stems_of_further = [f"{main_output.stem}-{text}" for text in also]
@@ -149,7 +158,7 @@ def profile(
     if len(set(outputs)) < len(outputs):
         raise click.UsageError(f"--also {also[-1]}: given twice")
     for path in outputs:
-        refuse_to_replace(path, prompts)
+        refuse_to_replace(path, prompts, tree_file)
         check_writable(path)
     click.get_current_context().with_resource(exclusive(*outputs))
     own_prompts = load(prompts) if prompts else None
@@ -184,6 +193,7 @@ def profile(
             on_size=on_size,
             on_prompt=on_prompt,
             verifiers=further_verifiers,
+            tree=tree,
             method=method,
             precision=relative_precision,
             tokens_per_prompt=tokens,
@@ -204,6 +214,16 @@ def profile(
         )
     profiles_by_path = zip(map(str, outputs), profiles, strict=True)
     _report(dict(profiles_by_path), as_json)
+
+
+def _read_tree(path: str) -> TokenTree:
+    """The tree of a file that is to write the text; of trees by match, that for no match."""
+    from sequoia_plan.artifacts import TokenTree, load_tree
+
+    tree = TokenTree(load_tree(path).parents)
+    if tree.size == 1:
+        raise click.UsageError(f"--tree {path}: found a tree of 1 node, expected one that drafts")
+    return tree
 
 
 def _merge(paths: tuple[str, ...], output: str, as_json: bool) -> None:

@@ -12,7 +12,7 @@ from sequoia_plan.planner.cli.options import json_option, verifier_option
 from sequoia_plan.planner.cli.terminal import print_json
 
 if TYPE_CHECKING:
-    from sequoia_plan.artifacts import TokenTree
+    from sequoia_plan.artifacts import Profile, TokenTree
 
 BRANCHING_HELP = "Children a node may have. [default: the acceptance vector's length]"
 OBJECTIVE_HELP = "What to maximise. [default: speed with a profile, else tokens]"
@@ -43,6 +43,8 @@ LOOKUP_HELP = (
 NO_DRAFT_HELP = (
     "With --no-draft, plan prompt lookup alone; generate and bench then take --draft none."
 )
+LARGE_SIZE = 16
+"""Nodes up to which acceptance counted with the profile's small tree holds."""
 PLAN_KEYS = (
     "expected_tokens",
     "upper_bound",
@@ -128,6 +130,8 @@ def solve(
     )
     tree, plan = solution.tree, solution.tree.plan
     save_tree(tree, output)
+    if isinstance(profile_or_probs, Profile) and not baseline:
+        _advise_to_count_again(profile_or_probs, tree.size, output)
     if as_json:
         plan_values = plan.to_dict()
         print_json(
@@ -167,6 +171,23 @@ def solve(
             "no tree is faster than plain decoding with these measurements: do not speculate"
         )
     click.echo(f"wrote {output}")
+
+
+def _advise_to_count_again(profile: Profile, size: int, output: str) -> None:
+    """Say so if the tree is too large for how the profile's acceptance was counted.
+
+    The text of a profile is written with a tree, and steps of a larger one begin elsewhere. So a
+    tree of more than `LARGE_SIZE` nodes, and more than twice those of the one that wrote, is
+    promised too many tokens.
+    """
+    if not profile.levels or size <= max(LARGE_SIZE, 2 * (profile.tree_size or 0)):
+        return
+    counted_with = f"a tree of {profile.tree_size} nodes" if profile.tree_size else "a small tree"
+    click.echo(
+        f"Note: acceptance was counted with {counted_with}, which promises larger ones a few "
+        f"percent too much; count again with profile --tree {output}, then solve again",
+        err=True,
+    )
 
 
 @click.command()

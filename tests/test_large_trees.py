@@ -1,0 +1,251 @@
+"""Acceptance as a large tree meets it: counted on the text that it wrote, deep levels included."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from msgspec import structs
+from toys import PROMPTS, toy_pair
+
+from sequoia_plan.artifacts import (
+    ArgumentError,
+    LevelCounts,
+    Profile,
+    SequoiaPlanError,
+    TokenTree,
+    load_tree,
+    save_tree,
+)
+from sequoia_plan.artifacts.cost import expected_tokens
+from sequoia_plan.artifacts.merge import merge, pooled
+from sequoia_plan.artifacts.rates import DEEP_TRIALS, FIRST_DEEP_LEVEL, rates
+from sequoia_plan.planner import solve
+from sequoia_plan.planner.cli import main
+from sequoia_plan.profiler.acceptance import measure_acceptance
+from sequoia_plan.profiler.observed import (
+    LEVELS,
+    MAX_LEVELS,
+    TREE,
+    acceptance_ratio,
+    max_children_by_level,
+    num_counted_levels,
+)
+from sequoia_plan.runtime import Sampling, SequoiaDecoder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+WIDE = solve([0.5, 0.2, 0.1, 0.05], 24, 8).tree
+"""24 nodes on seven levels."""
+
+
+def by_level(observed):
+    """p[level][rank] as a profile of the counts has it."""
+    return Profile(pooled(observed.levels()), levels=observed.levels()).acceptance_by_level
+
+
+def decoded_nodes(pair, tree, tokens):
+    """int [levels, 2]: the nodes that decoding with a tree accepts, by level and class."""
+    num_levels = num_counted_levels(tree)
+    nodes = np.zeros((num_levels, 2), int)
+    for number, prompt in enumerate(PROMPTS):
+        num_tokens = 0
+        sampling = Sampling(1.0, verifier="sequoia")
+        for step in SequoiaDecoder(pair.target, pair.draft, tree).steps(
+            torch.tensor(prompt), tokens, sampling, number
+        ):
+            for level, node in enumerate(step.path):
+                nodes[min(level, num_levels - 1), tree.classes[node]] += 1
+            num_tokens += len(step.tokens)
+            if num_tokens >= tokens:
+                break
+        nodes[0, 0] += 1  # the next step's root, on which the text ends
+    return nodes
+
+
+def test_the_given_tree_writes_the_text():
+    """Trials are the nodes that decoding with it accepts; the small tree's (the control) are not.
+
+    Its levels are counted separately down to the last one with children.
+    """
+    pair, sampling = toy_pair(noise=0.4), Sampling(1.0, verifier="sequoia")
+    options = {"precision": 0, "tokens_per_prompt": 40}
+    assert num_counted_levels(WIDE) == WIDE.depth - 1 > LEVELS
+    observed, small = (
+        measure_acceptance(pair, PROMPTS, [sampling], tree=tree, **options)[0]
+        for tree in (WIDE, None)
+    )
+    nodes = decoded_nodes(pair, WIDE, 40)
+    by_class = np.stack(
+        [observed.trials - observed.off_spine.trials, observed.off_spine.trials], -1
+    )
+    assert np.array_equal(by_class.sum(0), nodes) and nodes[LEVELS:].sum() > 0
+    assert not np.array_equal(small.trials.sum(0), nodes.sum(1)[:LEVELS])
+    default = measure_acceptance(pair, PROMPTS, [sampling], tree=TREE, **options)[0]
+    assert np.array_equal(default.counts, small.counts)
+
+
+@pytest.mark.parametrize(
+    "tree", [TokenTree.chain(5), TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 2])], ids=repr
+)
+def test_the_promise_for_the_tree_that_wrote_is_what_it_yielded(tree):
+    """Where all nodes of a level have as many children, this is an identity at temperature 0.
+
+    The counts of the small tree (the control), whose steps begin elsewhere, promise something else.
+    """
+    options = {"precision": 0, "tokens_per_prompt": 200}
+    own, small = (
+        measure_acceptance(toy_pair(noise=1.5), PROMPTS, [Sampling()], tree=writer, **options)[0]
+        for writer in (tree, None)
+    )
+    # each text ends on the root of a further step, whose tokens were not decoded
+    num_steps = own.trials[:, 0].sum()
+    tokens_per_step = own.trials.sum() / num_steps
+    slack = len(PROMPTS) * tokens_per_step / num_steps
+    assert expected_tokens(tree, by_level(own)) == pytest.approx(tokens_per_step, abs=slack)
+    assert abs(expected_tokens(tree, by_level(small)) - tokens_per_step) > slack
+
+
+def test_traversal_is_promised_what_it_yields_in_a_deep_tree():
+    """The levels of `sequoia` (the control) promise fewer tokens."""
+    tree = TokenTree.from_parents([-1, 0, 0, 1, 1, 3, 5, 6, 7])
+    pair = toy_pair(noise=1.5, constant=True)
+    rules = [Sampling(1.0, verifier=name) for name in ("sequoia", "traversal")]
+    options = {"precision": 0, "rounds": 2, "tokens_per_prompt": 60}
+    plain, promised = (
+        expected_tokens(tree, by_level(observed))
+        for observed in measure_acceptance(pair, PROMPTS, rules, tree=tree, **options)
+    )
+    decoder = SequoiaDecoder(pair.target, pair.draft, tree)
+    yields = [
+        len(step.tokens)
+        for number, prompt in enumerate(PROMPTS)
+        for step in itertools.islice(decoder.steps(torch.tensor(prompt), 480, rules[1], number), 80)
+    ]
+    error = np.std(yields) / len(yields) ** 0.5
+    assert promised == pytest.approx(np.mean(yields), abs=4 * error)
+    assert plain < np.mean(yields) - 4 * error
+
+
+def test_ratios_of_deep_levels_are_taken_together():
+    reached = np.array([[8.0, 4, 2, 1, 0.5, 0.25], [8, 4, 3, 2, 1.5, 1]])
+    assert acceptance_ratio(reached, 3) == pytest.approx(
+        [1, (3 / 4) / (2 / 4), ((2 + 1.5 + 1) / (3 + 2 + 1.5)) / (1.75 / 3.5)]
+    )
+    assert acceptance_ratio(reached, 7).tolist()[5:] == [1, 1]  # nothing is below the last level
+    deep = TokenTree.chain(MAX_LEVELS + 5)
+    assert max_children_by_level(deep).tolist() == [1] * MAX_LEVELS
+    assert max_children_by_level(TokenTree.star(6)).tolist() == [6, 0, 0, 0]
+
+
+def test_deep_levels_are_moved_towards_what_they_have_in_common():
+    """By as much as their trials are few; the first four levels stay as counted."""
+    trials = np.array([900, 400, 200, 100, 10_000, 20, 0])
+    counts = trials[:, None] * np.array([[0.5], [0.4], [0.6], [0.5], [0.9], [0.0], [0.0]])
+    probs = rates(trials, counts)[0][:, 0]
+    together = counts[FIRST_DEEP_LEVEL:].sum() / trials[FIRST_DEEP_LEVEL:].sum()
+    assert probs[:4].tolist() == [0.5, 0.4, 0.6, 0.5]
+    assert probs[4] == pytest.approx(0.9, abs=0.001)
+    assert probs[5] == pytest.approx(DEEP_TRIALS * together / (20 + DEEP_TRIALS))
+    assert probs[6] == pytest.approx(together)
+    # the classes of parents, too: no count off the spine stays none
+    split = np.stack([trials, 0 * trials], 1), np.stack([counts, 0 * counts], 1)
+    assert np.array_equal(rates(*split)[0][:, 0], rates(*split)[0][:, 1])
+    levels = tuple(
+        LevelCounts(int(n), tuple(row)) for n, row in zip(trials, counts.tolist(), strict=True)
+    )
+    assert [row[0] for row in Profile((0.5,), levels=levels).acceptance_by_level] == probs.tolist()
+
+
+def test_smoothed_deep_levels_are_nearer_to_the_truth_than_counts():
+    """Where levels differ little and have few trials, and where they differ much and have many."""
+    rng = np.random.default_rng(0)
+    for probs, trials in (
+        (np.linspace(0.5, 0.6, 9), np.array([900, 500, 300, 160, 90, 50, 28, 15, 8])),
+        (np.linspace(0.5, 0.9, 9), np.full(9, 3000)),
+    ):
+        counts = rng.binomial(trials, probs, (300, 9)).astype(float)
+        smoothed = np.array([rates(trials, drawn[:, None])[0][:, 0] for drawn in counts])
+        deep = slice(FIRST_DEEP_LEVEL + 1, None)
+        errors = [
+            np.sqrt(((estimate - probs)[:, deep] ** 2).mean())
+            for estimate in (smoothed, counts / trials)
+        ]
+        assert errors[0] < errors[1] * (0.5 if trials[-1] < 100 else 1.5)
+
+
+COUNTED = Profile(
+    (0.5, 0.2, 0.1),
+    800,
+    settings={"temperature": 0.0},
+    levels=(LevelCounts(600, (300.0, 120.0, 60.0)), LevelCounts(200, (100.0, 40.0, 20.0))),
+)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs a command in a folder that holds a profile."""
+    monkeypatch.chdir(tmp_path)
+    COUNTED.save("profile.yaml")
+    return lambda *arguments: CliRunner().invoke(main, arguments)
+
+
+def test_solve_says_when_to_count_again(run):
+    """For trees of more than 16 nodes, unless a tree of at least half their size wrote the text."""
+
+    def note(size, *arguments):
+        result = run("solve", "profile.yaml", "--budget", str(size), *arguments)
+        assert result.exit_code == 0 and load_tree("tree.safetensors").size == size
+        assert "Note" not in result.stdout
+        return result.stderr
+
+    assert note(16) == "" == note(24, "--baseline", "chain", "--depth", "24")
+    assert "counted with a small tree" in note(17)
+    assert "profile --tree tree.safetensors, then solve again" in note(17, "--json")
+    structs.replace(COUNTED, tree_size=24).save("profile.yaml")
+    assert note(48) == ""
+    assert "counted with a tree of 24 nodes" in note(49)
+    Profile(COUNTED.acceptance).save("profile.yaml")  # a vector without counts has no text
+    assert note(49) == ""
+
+
+def test_trees_that_cannot_write_are_refused(run):
+    save_tree(TokenTree.chain(1), "root.safetensors")
+    save_tree(TokenTree.chain(3), "tree.safetensors")
+    for arguments, code, text in (
+        (("--tree", "missing.safetensors"), 1, "missing.safetensors"),
+        (("--tree", "root.safetensors"), 2, "found a tree of 1 node"),
+        (("--tree", "tree.safetensors", "--method", "decoding"), 2, "needs --method forced"),
+        (("--tree", "tree.safetensors", "-o", "tree.safetensors"), 2, "is the input"),
+    ):
+        result = run("profile", *arguments)
+        assert result.exit_code == code and text in result.stderr, result.output
+    with pytest.raises(ArgumentError, match="tree: found with the method decoding"):
+        measure_acceptance(toy_pair(), PROMPTS, [Sampling()], method="decoding", tree=WIDE)
+
+
+def test_the_size_of_the_tree_is_kept_and_only_like_is_merged(tmp_path):
+    profile = structs.replace(COUNTED, tree_size=24)
+    profile.save(tmp_path / "profile.yaml")
+    assert Profile.load(tmp_path / "profile.yaml") == profile
+    assert "tree_size" not in COUNTED.to_yaml()
+    more = structs.replace(profile, levels=(LevelCounts(60, (30.0, 12.0, 6.0)),))
+    assert merge([profile, more]).tree_size == 24
+    with pytest.raises(SequoiaPlanError, match="a tree of 10 nodes, profile 1 with one of 24"):
+        merge([profile, structs.replace(more, tree_size=None)])
+
+
+def test_a_text_that_another_tree_wrote_is_other_work(tmp_path):
+    """An interrupted measurement goes on with the same tree only."""
+    journal = tmp_path / "journal"
+    options = {"precision": 0, "tokens_per_prompt": 12, "journal": journal}
+    sampling = replace(Sampling(1.0), verifier="sequoia")
+    trials = [
+        measure_acceptance(toy_pair(), PROMPTS[:2], [sampling], tree=tree, **options)[0].trials
+        for tree in (WIDE, WIDE, TREE, None)
+    ]
+    assert np.array_equal(trials[0], trials[1]) and np.array_equal(trials[2], trials[3])
+    assert trials[0].shape != trials[2].shape
