@@ -25,7 +25,7 @@ BATCH_HELP = (
 DEFAULT_BATCHES = (1, 4, 16)
 MAX_BATCH, MAX_CONTEXT = 4096, 1 << 20
 CONTEXT_HELP = (
-    "Tokens of every prompt while steps are timed, as 512,4096; other prompts come before shorter "
+    "Tokens of every prompt, to plan for each, as 512,4096; other prompts come before shorter "
     "ones. [default: prompts as they are]"
 )
 TIMES_HELP = "Step times of an earlier plan; no engine is run then."
@@ -153,9 +153,7 @@ def vllm(
 ) -> None:
     """Measure a target and a draft in your vLLM, and say which num_speculative_tokens is best."""
     batch_sizes = _parse_batches(batches)
-    context_sizes = _parse_sizes(
-        "--context", contexts, "numbers of tokens", MAX_CONTEXT, "512,4096"
-    )
+    context_sizes = parse_contexts(contexts)
     config_entries = _parse_json_object("--speculative-args", speculative_args)
     engine_options = _parse_json_object("--engine-args", engine_args)
     if metrics_before and not metrics:
@@ -239,11 +237,11 @@ def vllm(
                 report_status,
             ) as pool,
         ):
-            acceptance, steps, seconds = planning.measure(
+            counts, steps, seconds = planning.measure(
                 pool, batch_sizes, max_length, measuring, acceptance, context_sizes or [0]
             )
             plan = planning.make_plan(
-                acceptance,
+                counts,
                 steps,
                 batch_sizes,
                 max_length,
@@ -313,7 +311,7 @@ def sglang(
     elif {0} < {step.speculative_tokens for step in steps}:
         batch_sizes = batch_sizes or _default_batches(steps)
         plan = planning.make_plan(
-            acceptance,
+            {0: acceptance},
             steps,
             batch_sizes,
             max_length,
@@ -397,7 +395,7 @@ def _replan(
     from sequoia_plan.planner.engines.planning import make_plan, steps_of_plan
 
     return make_plan(
-        acceptance,
+        {0: acceptance},
         steps_of_plan(earlier, times_path),
         batch_sizes or _default_batches(earlier.steps),
         max_length,
@@ -488,6 +486,11 @@ def load_workload(
 def _parse_batches(text: str | None) -> list[int] | None:
     """Parses the value of --batch."""
     return _parse_sizes("--batch", text, "batch sizes", MAX_BATCH, "1,4,16")
+
+
+def parse_contexts(text: str | None) -> list[int] | None:
+    """Parses the value of --context."""
+    return _parse_sizes("--context", text, "numbers of tokens", MAX_CONTEXT, "512,4096")
 
 
 def _parse_sizes(

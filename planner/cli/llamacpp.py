@@ -6,7 +6,13 @@ import shlex
 
 import click
 
-from sequoia_plan.planner.cli.engine import load_workload, workload_options, write_plan
+from sequoia_plan.planner.cli.engine import (
+    CONTEXT_HELP,
+    load_workload,
+    parse_contexts,
+    workload_options,
+    write_plan,
+)
 from sequoia_plan.planner.cli.options import check_outputs, json_option
 from sequoia_plan.planner.cli.terminal import status
 
@@ -30,6 +36,7 @@ VERIFY_HELP = (
 @click.option("--server-args", metavar="OPTIONS", default="", help=SERVER_ARGS_HELP)
 @click.option("--most", "max_length", type=click.IntRange(1, 64), help=MOST_HELP)
 @workload_options(min_prompts=2)
+@click.option("--context", "contexts", metavar="N,N,...", help=CONTEXT_HELP)
 @click.option("--together", "max_servers", type=click.IntRange(min=1), help=TOGETHER_HELP)
 @click.option("--verify", "should_verify", is_flag=True, help=VERIFY_HELP)
 @click.option("-o", "--output", type=click.Path(), help="Write the plan there, as YAML.")
@@ -45,6 +52,7 @@ def llamacpp(
     limit: int,
     tokens: int,
     temperature: float,
+    contexts: str | None,
     max_servers: int | None,
     should_verify: bool,
     output: str | None,
@@ -72,6 +80,7 @@ def llamacpp(
         raise ArgumentError(
             f"--server-args {server_args}: {error}; expected options as for a shell"
         ) from error
+    context_sizes = parse_contexts(contexts) or [0]
     check_outputs(output, prompts, target, draft)
     check_model("--target", target)
     if draft:
@@ -82,11 +91,20 @@ def llamacpp(
     with (
         status("") as report_status,
         ServerPool(
-            build, target, draft, workload, arguments, max_servers, report_status
+            build,
+            target,
+            draft,
+            workload,
+            arguments,
+            max_servers,
+            report_status,
+            max(context_sizes),
         ) as pool,
-    ):  # fmt: skip
-        measurements = llamacpp_plan.measure(pool, spec_type, max_length, measuring)
-        plan = llamacpp_plan.make_plan(pool, measurements)
+    ):
+        measurements, seconds = llamacpp_plan.measure(
+            pool, spec_type, max_length, measuring, context_sizes
+        )
+        plan = llamacpp_plan.make_plan(pool, spec_type, max_length, measurements, seconds)
         if output:
             plan.save(output)  # the measurements are not lost if the verification fails
         if should_verify:
