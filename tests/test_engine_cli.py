@@ -129,10 +129,8 @@ def test_a_plan_by_context_has_a_part_for_each(plan_by_context):
     assert [choice.context for choice in plan.by_context] == [300, 900]
     assert plan.schedule == plan.lines == ()
     counts = [choice.acceptance for choice in plan.by_context]
-    assert [count.source.split(", ")[1] for count in counts] == [
-        "12 prompts of 300 tokens",
-        "12 prompts of 900 tokens",
-    ]
+    assert "12 prompts of 300 tokens" in counts[0].source
+    assert "12 prompts of 900 tokens" in counts[1].source
     assert plan.acceptance == counts[0] != counts[1]
     assert [part.acceptance for part in plan.parts()] == counts
     assert "context 900:\nacceptance of the first" in output

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sequoia_plan.planner.cli.options import Decorator, check_outputs, json_option, options
+from sequoia_plan.planner.cli.options import (
+    Decorator,
+    check_outputs,
+    json_option,
+    options,
+    parse_contexts,
+    parse_sizes,
+)
 from sequoia_plan.planner.cli.terminal import print_json, status
 
 if TYPE_CHECKING:
@@ -23,7 +30,7 @@ BATCH_HELP = (
     "what was timed]"
 )
 DEFAULT_BATCHES = (1, 4, 16)
-MAX_BATCH, MAX_CONTEXT = 4096, 1 << 20
+MAX_BATCH = 4096
 CONTEXT_HELP = (
     "Tokens of every prompt, to plan for each, as 512,4096; other prompts come before shorter "
     "ones. [default: prompts as they are]"
@@ -485,38 +492,7 @@ def load_workload(
 
 def _parse_batches(text: str | None) -> list[int] | None:
     """Parses the value of --batch."""
-    return _parse_sizes("--batch", text, "batch sizes", MAX_BATCH, "1,4,16")
-
-
-def parse_contexts(text: str | None) -> list[int] | None:
-    """Parses the value of --context."""
-    return _parse_sizes("--context", text, "numbers of tokens", MAX_CONTEXT, "512,4096")
-
-
-def _parse_sizes(
-    option: str, text: str | None, what: str, maximum: int, example: str
-) -> list[int] | None:
-    """Parses an option's whole numbers: "4,1,16" gives [1, 4, 16], and None gives None.
-
-    Args:
-        option: its name.
-        text: its value.
-        what: what the numbers are.
-        maximum: the largest number that is taken.
-        example: a value, for the error.
-    """
-    from sequoia_plan.artifacts import ArgumentError
-
-    if text is None:
-        return None
-    parts = [part.strip() for part in text.split(",")]
-    # isdecimal: isdigit also takes superscripts, which int does not
-    if not all(part.isdecimal() and len(part) < 9 and 0 < int(part) <= maximum for part in parts):
-        raise ArgumentError(
-            f"{option} {text}: expected {what} from 1 to {maximum} with commas between, "
-            f"as {example}"
-        )
-    return sorted({int(part) for part in parts})
+    return parse_sizes("--batch", text, "batch sizes", MAX_BATCH, "1,4,16")
 
 
 def _parse_json_object(option: str, text: str | None) -> dict[str, Any]:

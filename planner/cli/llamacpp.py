@@ -9,11 +9,10 @@ import click
 from sequoia_plan.planner.cli.engine import (
     CONTEXT_HELP,
     load_workload,
-    parse_contexts,
     workload_options,
     write_plan,
 )
-from sequoia_plan.planner.cli.options import check_outputs, json_option
+from sequoia_plan.planner.cli.options import check_outputs, json_option, parse_contexts
 from sequoia_plan.planner.cli.terminal import status
 
 TYPE_HELP = (
