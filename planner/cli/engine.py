@@ -84,20 +84,22 @@ plan_options = options(
 )
 
 
-def workload_options(min_prompts: int) -> Decorator:
+def workload_options(min_prompts: int, limit: int | None = 48, limit_note: str = "") -> Decorator:
     """The options of what an engine decodes to be measured.
 
     Args:
         min_prompts: the smallest value of --limit.
+        limit: its default; None leaves it to the command.
+        limit_note: what its help says beyond LIMIT_HELP.
     """
     return options(
         click.option("--prompts", metavar="FILE", type=click.Path(), help=PROMPTS_HELP),
         click.option(
             "--limit",
             type=click.IntRange(min=min_prompts),
-            default=48,
-            show_default=True,
-            help=LIMIT_HELP,
+            default=limit,
+            show_default=limit is not None,
+            help=LIMIT_HELP + limit_note,
         ),
         click.option(
             "--tokens",
@@ -463,7 +465,7 @@ def _earlier_config(plan: EnginePlan) -> dict[str, Any]:
 
 
 def load_workload(
-    path: str | None, limit: int, tokens: int, temperature: float
+    path: str | None, limit: int | None, tokens: int, temperature: float
 ) -> tuple[Workload, list[int], list[int]]:
     """Loads the prompts that engines decode, in two parts: to measure on, and held out.
 
@@ -471,7 +473,7 @@ def load_workload(
 
     Args:
         path: a file of prompts; the built-in ones if None.
-        limit: the largest number of prompts in each of the two parts.
+        limit: the largest number of prompts in each of the two parts; None is no limit.
         tokens: maximum number of new tokens of each prompt.
         temperature: of sampling; 0 is greedy.
 

@@ -51,6 +51,8 @@ EXTRA_LENGTH = 4
 TIMING_ROUNDS = 3
 """Rounds in which steps are timed."""
 PROMPTS_PER_ROUND = 4
+LOOKUPS_PER_ROUND = 2
+"""Texts of a round that times lookups, each with several drafts."""
 VERIFY_REPEATS = 3
 """How often `verify_plan` runs each way of drafting."""
 REPEATED_TOKENS = 96
@@ -105,10 +107,13 @@ def measure(
         for context, (texts, _) in recordings.items():
             copied = [repeated(text, context) for text in texts if isinstance(text, LookupText)]
             # with a context, one text: the server then has its begin in its cache
-            chosen = copied[: 1 if context else PROMPTS_PER_ROUND]
+            chosen = copied[: 1 if context else LOOKUPS_PER_ROUND]
             timing_prompts[context] = pool.add_prompts(chosen)
     rounds = pool.time_steps(
-        timed_draftings(spec_type, max_length), timing_prompts, TIMING_ROUNDS, PROMPTS_PER_ROUND
+        timed_draftings(spec_type, max_length),
+        timing_prompts,
+        TIMING_ROUNDS,
+        LOOKUPS_PER_ROUND if spec_type == LOOKUP else PROMPTS_PER_ROUND,
     )
     measurements = []
     for context, (texts, recorded) in recordings.items():
