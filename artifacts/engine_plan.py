@@ -161,6 +161,12 @@ class ContextChoice(Artifact, frozen=True):
     context: Annotated[Size, field("tokens of every prompt that is decoded")]
     schedule: Annotated[Schedule, field("the best number of tokens by batch size")]
     lines: Annotated[tuple[str, ...], field("options to start the engine with")] = ()
+    acceptance: Annotated[
+        ChainAcceptance | None,
+        field(
+            "how far chains were accepted at this context; `acceptance` holds where it is missing"
+        ),
+    ] = None
 
 
 ContextChoices = Annotated[tuple[ContextChoice, ...], Meta(title="a list of mappings")]
@@ -187,7 +193,13 @@ class EnginePlan(Artifact, frozen=True):
     )
 
     engine: Annotated[str, field("`vllm`, `sglang` or `llamacpp`", key="engine.name")]
-    acceptance: Annotated[ChainAcceptance, field("how far drafted chains are accepted")]
+    acceptance: Annotated[
+        ChainAcceptance,
+        field(
+            "how far drafted chains are accepted; at the shortest context if `by_context` has it "
+            "for each"
+        ),
+    ]
     version: Annotated[
         str,
         field("the engine's version; empty if it is unknown", key="engine.version", always=True),
@@ -249,6 +261,7 @@ class EnginePlan(Artifact, frozen=True):
             replace(
                 self,
                 by_context=(choice,),
+                acceptance=choice.acceptance or self.acceptance,
                 schedule=choice.schedule,
                 lines=choice.lines,
                 steps=tuple(step for step in self.steps if step.context == choice.context),

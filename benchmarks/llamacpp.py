@@ -13,9 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
+from sequoia_plan.artifacts.engine_plan import MeasuredCell
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load, measuring_half
 from sequoia_plan.planner.engines import llamacpp_plan
@@ -24,9 +29,9 @@ from sequoia_plan.planner.engines.llamacpp import Build, ServerPool, find_build
 from sequoia_plan.planner.engines.replay import ChainStep
 from sequoia_plan.planner.engines.vllm import Workload, measured_cell
 
-NUM_PROMPTS = 12
-NUM_TOKENS = 32
-REPEATS = 3
+PARTS = 3
+"""The prompts to measure on are split into so many parts. Every way of drafting decodes one part
+after the other, so that a drift of the machine's speed affects all of them."""
 
 
 def grid(spec_type: str) -> list[Drafting]:
@@ -45,22 +50,30 @@ def grid(spec_type: str) -> list[Drafting]:
 def compare_tokens(arguments: argparse.Namespace) -> dict[str, Any]:
     """Tokens a step on the second half of the prompts, predicted by a replay of the first half.
 
-    It needs no times, so a busy machine does not change it.
+    It needs no times, so a busy machine does not change it. A replay of the second half itself is
+    beside it: what is left of the error then is the replay's own, and the rest is that the texts
+    are others.
     """
     build, spec_type = find_build(arguments.server, arguments.spec_type)
     rows = []
     with new_pool(arguments, build) as pool:
-        texts = llamacpp_plan.record(pool, spec_type, 8, range(NUM_PROMPTS))[0]
+        measuring, held_out = halves(pool)
+        texts, own_texts = (
+            llamacpp_plan.record(pool, spec_type, 8, half)[0] for half in (measuring, held_out)
+        )
         for drafting in grid(spec_type)[1:]:
             pool.ensure_running([drafting])
-            runs = pool.run(drafting, range(NUM_PROMPTS, 2 * NUM_PROMPTS))
-            replays = [llamacpp_plan.replay(drafting, text) for text in texts]
-            predicted, measured = tokens_per_step(replays), tokens_per_step(runs)
+            measured = tokens_per_step(pool.run(drafting, held_out))
+            predicted, own = (
+                tokens_per_step([llamacpp_plan.replay(drafting, text) for text in half])
+                for half in (texts, own_texts)
+            )
             row = {
                 "drafting": f"{drafting.max_length} {drafting.variant}".strip(),
                 "predicted": round(predicted, 4),
                 "measured": round(measured, 4),
                 "error": round(predicted / measured - 1, 4),
+                "error_on_the_same_prompts": round(own / measured - 1, 4),
             }
             rows.append(row)
             print(row, flush=True)
@@ -80,15 +93,15 @@ def summary(
         "version": build.version,
         "spec_type": spec_type,
         "threads": arguments.threads,
-        "prompts": NUM_PROMPTS,
-        "tokens": NUM_TOKENS,
+        "prompts": arguments.prompts,
+        "tokens": arguments.tokens,
         "within_10_percent": sum(abs(row["error"]) <= 0.1 for row in rows),
         "cells": len(rows),
         "rows": rows,
     }
 
 
-def tokens_per_step(texts: list[list[ChainStep]]) -> float:
+def tokens_per_step(texts: Sequence[Sequence[ChainStep]]) -> float:
     """Mean number of tokens of the steps of several texts."""
     steps = [step for text in texts for step in text]
     return sum(step.tokens for step in steps) / len(steps)
@@ -97,9 +110,9 @@ def tokens_per_step(texts: list[list[ChainStep]]) -> float:
 def new_pool(arguments: argparse.Namespace, build: Build) -> ServerPool:
     """Servers for both halves of the prompts, the first half to plan on."""
     prompts = load(BUILT_IN)
-    measuring = measuring_half(prompts)[:NUM_PROMPTS]
-    held_out = held_out_half(prompts)[:NUM_PROMPTS]
-    workload = Workload([prompt.text for prompt in (*measuring, *held_out)], NUM_TOKENS)
+    measuring = measuring_half(prompts)[: arguments.prompts]
+    held_out = held_out_half(prompts)[: arguments.prompts]
+    workload = Workload([prompt.text for prompt in (*measuring, *held_out)], arguments.tokens)
     return ServerPool(
         build,
         arguments.target,
@@ -110,13 +123,20 @@ def new_pool(arguments: argparse.Namespace, build: Build) -> ServerPool:
     )
 
 
+def halves(pool: ServerPool) -> tuple[range, range]:
+    """Indices of the prompts to plan on, and of those to measure on."""
+    count = len(pool.workload.prompts)
+    return range(count // 2), range(count // 2, count)
+
+
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Plans and measures one pair."""
     build, spec_type = find_build(arguments.server, arguments.spec_type)
     max_length = 16 if spec_type == LOOKUP else 8
     with new_pool(arguments, build) as pool:
-        measurements = llamacpp_plan.measure(pool, spec_type, max_length, range(NUM_PROMPTS))
-        plan = llamacpp_plan.make_plan(pool, measurements)
+        measuring, held_out = halves(pool)
+        (measurements,), seconds = llamacpp_plan.measure(pool, spec_type, max_length, measuring)
+        plan = llamacpp_plan.make_plan(pool, spec_type, max_length, [measurements], seconds)
         predicted = llamacpp_plan.predict_cells(
             candidates(spec_type, max_length),
             measurements.texts,
@@ -127,21 +147,23 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         best = llamacpp_plan.best_drafting(predicted)
         if best not in draftings:
             draftings.append(best)
-        runs = llamacpp_plan.run_draftings(
-            pool, draftings, range(NUM_PROMPTS, 2 * NUM_PROMPTS), REPEATS
-        )
+        parts: dict[Drafting, list[list[list[ChainStep]]]] = {key: [] for key in draftings}
+        for i in range(PARTS):
+            kinds = [(drafting, 0) for drafting in draftings[:: -1 if i % 2 else 1]]
+            runs = llamacpp_plan.run_draftings(pool, kinds, held_out[i::PARTS], 1)
+            for (drafting, _), repeats in runs.items():
+                parts[drafting] += repeats
     rows = []
     for drafting in draftings:
-        cell = predicted[drafting]
-        measured = measured_cell([llamacpp_plan.engine_run(run) for run in runs[drafting]], 1)
+        cell, measured = predicted[drafting], measured_over_parts(parts[drafting])
         row = {
             "drafting": f"{drafting.max_length} {drafting.variant}".strip(),
             "predicted": cell.throughput,
             "low": cell.low,
             "high": cell.high,
-            "measured": measured.throughput,
-            "slowest": measured.low,
-            "fastest": measured.high,
+            "measured": round(measured.throughput, 3),
+            "slowest": round(measured.low, 3),
+            "fastest": round(measured.high, 3),
             "error": round(cell.throughput / measured.throughput - 1, 4),
             "tokens_error": round(cell.tokens_per_step / measured.tokens_per_step - 1, 4),
             "seconds_error": round(cell.seconds / measured.seconds - 1, 4),
@@ -159,6 +181,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def measured_over_parts(parts: Sequence[Sequence[Sequence[ChainStep]]]) -> MeasuredCell:
+    """All parts together, with the slowest and the fastest of them."""
+    whole = measured_cell([llamacpp_plan.engine_run([*chain.from_iterable(parts)])], 1)
+    by_part = [llamacpp_plan.engine_run(part).throughput for part in parts]
+    return replace(whole, low=min(by_part), high=max(by_part), runs=len(parts))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -169,6 +198,8 @@ def main() -> None:
     parser.add_argument("--spec-type", default="draft-simple")
     parser.add_argument("--name", required=True, help="what the pair is called in the output")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--prompts", type=int, default=24, help="of each half, at most")
+    parser.add_argument("--tokens", type=int, default=32, help="of each prompt, at most")
     parser.add_argument("--tokens-only", action="store_true", help="measure no times")
     parser.add_argument("-o", "--output", type=Path, required=True)
     arguments = parser.parse_args()

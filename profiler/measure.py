@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import structs
 
-from sequoia_plan.artifacts import Profile, TokenTree, VerifierAcceptance
+from sequoia_plan.artifacts import Latency, Profile, TokenTree, VerifierAcceptance
 from sequoia_plan.artifacts.cost import max_expected_tokens
 from sequoia_plan.artifacts.counts import counts_by_class
 from sequoia_plan.artifacts.merge import pooled
@@ -35,7 +35,7 @@ def measure(
     prompts: Sequence[Prompt],
     samplings: Sequence[Sampling],
     latency_seconds: float = 45.0,
-    context: int = CONTEXT,
+    context: int | Sequence[int] = CONTEXT,
     on_size: Callable[[int, float], None] = lambda size, median: None,
     on_prompt: Callable[[int, int, ObservedAcceptance], None] = lambda done, total, latest: None,
     max_size: int = SIZES[-1],
@@ -43,16 +43,18 @@ def measure(
     tree: TokenTree | None = None,
     **acceptance_options: Any,
 ) -> list[Profile]:
-    """Measure one profile for each of `samplings`: acceptance on `prompts`, and latency.
+    """Measure a profile for each context and sampling: acceptance on `prompts`, and latency.
 
     The forward passes of target and draft are timed with the first sampling, verification with
     each. Rounds of latency samples are spread over the prompts: the speed of a shared machine
     changes, and one minute of samples at the end would show the speed of that minute only.
 
     Args:
-        samplings: temperatures and verifier, one entry for each profile.
-        latency_seconds: about how long latency is sampled, once it is known which sizes to time.
-        context: number of tokens in the KV cache while passes are timed.
+        samplings: temperatures and verifier, one entry for each profile of a context.
+        latency_seconds: about how long latency is sampled at each context, once it is known which
+            sizes to time.
+        context: number of tokens in the KV cache while passes are timed; with several numbers,
+            passes are timed at each of them. Acceptance is counted on the prompts as they are.
         on_size: called with each tree size (number of nodes) when it is first timed, and the median
             seconds of the target's pass over so many tokens.
         on_prompt: called after each prompt with the number of prompts so far, the most there may
@@ -64,7 +66,7 @@ def measure(
         acceptance_options: keyword arguments of `measure_by_prompt`, such as its method.
 
     Returns:
-        The profiles in the order of `samplings`.
+        The profiles of the first context in the order of `samplings`, then those of the next.
 
     Raises:
         SequoiaPlanError: if the prompts do not fit the models.
@@ -77,9 +79,11 @@ def measure(
     with_repeats = [*samplings, *itertools.chain.from_iterable(further_samplings)]
     all_samplings = list(dict.fromkeys(with_repeats))
     prompt_ids = [encode(pair.tokenizer, prompt.text) for prompt in prompts]
-    meter = LatencyMeter(
-        pair, samplings[0], context, on_size, max_size, all_samplings, texts=prompt_ids
-    )
+    contexts = [context] if isinstance(context, int) else context
+    meters = [
+        LatencyMeter(pair, samplings[0], size, on_size, max_size, all_samplings, texts=prompt_ids)
+        for size in contexts
+    ]
     observed_by_index: Mapping[int, ObservedAcceptance] = {}  # keys: indices of `all_samplings`
     for progress in measure_by_prompt(
         pair, prompt_ids, all_samplings, tree=tree, **acceptance_options
@@ -87,24 +91,30 @@ def measure(
         on_prompt(progress.num_prompts, progress.max_prompts, progress.latest)
         # `latest` is what was observed so far with the sampling that is being measured
         observed_by_index, latest = progress.acceptances, progress.latest
-        # the meter has no timers before `begin`, which times sizes up to the one whose pass costs
+        # a meter has no timers before `begin`, which times sizes up to the one whose pass costs
         # more than a step of any tree can yield, in tokens
-        if not meter.timers and progress.num_prompts >= MIN_PROMPTS and latest.trials.any():
-            meter.begin(TOKENS_MARGIN * max_tokens_of_any_tree(latest))
-            continue
-        is_due = progress.num_prompts % PROMPTS_PER_ROUND == 0
-        if meter.timers and is_due and meter.seconds < latency_seconds:
-            meter.round()
+        has_begun = bool(meters[0].timers)
+        if not has_begun and progress.num_prompts >= MIN_PROMPTS and latest.trials.any():
+            max_tokens = TOKENS_MARGIN * max_tokens_of_any_tree(latest)
+            for meter in meters:
+                meter.begin(max_tokens)
+        elif has_begun and progress.num_prompts % PROMPTS_PER_ROUND == 0:
+            for meter in meters:
+                if meter.seconds < latency_seconds:
+                    meter.round()
 
     acceptance_of_sampling = dict(zip(all_samplings, in_order(observed_by_index), strict=True))
-    if not meter.timers:  # there were too few prompts to begin earlier
-        meter.begin(max(map(max_tokens_of_any_tree, acceptance_of_sampling.values())))
-    latency = meter.finish(latency_seconds)
+    if not meters[0].timers:  # there were too few prompts to begin earlier
+        max_tokens = max(map(max_tokens_of_any_tree, acceptance_of_sampling.values()))
+        for meter in meters:
+            meter.begin(max_tokens)
+    latencies = [meter.finish(latency_seconds) for meter in meters]
     kind_of_prompt = [prompt.kind for prompt in prompts]
-    assert meter.step.drafter is not None
-    drafting = meter.step.drafter.drafting  # which passes this type of draft takes in a step
+    drafter = meters[0].step.drafter
+    assert drafter is not None
+    drafting = drafter.drafting  # which passes this type of draft takes in a step
 
-    def verifier_acceptance(sampling: Sampling) -> VerifierAcceptance:
+    def verifier_acceptance(sampling: Sampling, meter: LatencyMeter) -> VerifierAcceptance:
         """The measured acceptance and verification cost of one sampling."""
         acceptance = acceptance_of_sampling[sampling]
         counts_by_level = acceptance.levels()
@@ -116,9 +126,11 @@ def measure(
             verification=meter.verification_cost(sampling),
         )
 
-    def profile(sampling: Sampling, further: Sequence[Sampling]) -> Profile:
+    def profile(
+        sampling: Sampling, further: Sequence[Sampling], meter: LatencyMeter, latency: Latency
+    ) -> Profile:
         """The profile of `sampling`, with the acceptance of its `further` verifiers."""
-        own = verifier_acceptance(sampling)
+        own = verifier_acceptance(sampling, meter)
         return Profile(
             acceptance=own.vector,
             trials=own.trials,
@@ -130,12 +142,13 @@ def measure(
             tree_size=tree.size if tree else None,
             kinds=own.kinds,
             lookup=lookup_counts(acceptance_of_sampling[sampling].lookup, kind_of_prompt),
-            verifiers={other.verifier: verifier_acceptance(other) for other in further},
+            verifiers={other.verifier: verifier_acceptance(other, meter) for other in further},
             drafting=drafting,
         )
 
     return [
-        profile(sampling, further)
+        profile(sampling, further, meter, latency)
+        for meter, latency in zip(meters, latencies, strict=True)
         for sampling, further in zip(samplings, further_samplings, strict=True)
     ]
 

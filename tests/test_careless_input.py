@@ -172,6 +172,8 @@ def test_permissions_stay(tmp_path):
             1,
             ["missing/p.yaml: cannot be written (No such file or directory)"],
         ),
+        (("profile", "--context", "512;4096"), 2, ["--context 512;4096: expected numbers of tok"]),
+        (("profile", "--context", "0"), 2, ["--context 0: expected numbers of tokens from 1"]),
         (("profile", "--also", "temperature=1/2"), 2, ["--also temperature=1/2", "NAME=VALUE"]),
         (("profile", "--also", "top_k=3", "--also", "top_k=3"), 2, ["--also top_k=3: given twice"]),
         (("generate", "--seed", "1" + 23 * "0"), 2, ["--seed", "is not in the range"]),

@@ -552,17 +552,22 @@ def test_profile_command_on_the_embedded_pair(run, tmp_path, monkeypatch):
     )
     chosen = ("--temperature", "0.7", "--top-k", "40", "--verifier", "traversal")
     short = ("--tokens", "12", "--latency-seconds", "0", "--also", "temperature=0,verifier=topk")
+    short += ("--context", "128,40")
     result = run("profile", "--prompts", "p.txt", "-o", "measured.yaml", "--json", *chosen, *short)
     assert result.exit_code == 0, result.output
-    profile, greedy = (
-        Profile.load("measured.yaml"),
-        Profile.load("measured-temperature=0,verifier=topk.yaml"),
-    )
+    greedy_name = "measured-temperature=0,verifier=topk"
+    profile, greedy = Profile.load("measured.yaml"), Profile.load(f"{greedy_name}.yaml")
+    for name, short_profile in (("measured", profile), (greedy_name, greedy)):
+        long_profile = Profile.load(f"{name}-context=128.yaml")
+        assert (short_profile.latency.context, long_profile.latency.context) == (40, 128)
+        assert short_profile.latency.target != long_profile.latency.target
+        assert replace(long_profile, latency=short_profile.latency) == short_profile
     answer = json.loads(result.stdout)
     assert answer["trials"] == profile.trials == sum(level.trials for level in profile.levels) >= 24
     assert (
         answer["also"][0]["output"].endswith("topk.yaml")
         and answer["also"][0]["trials"] == greedy.trials
+        and answer["also"][1]["output"].endswith("context=128.yaml")
     )
     assert {p.name for p in tmp_path.iterdir() if "journal" in p.name} == set()
     assert greedy.settings == profile.settings | {"temperature": 0.0, "verifier": "topk"}

@@ -128,6 +128,12 @@ def test_a_plan_by_context_has_a_part_for_each(plan_by_context):
     plan, _, html, output = plan_by_context
     assert [choice.context for choice in plan.by_context] == [300, 900]
     assert plan.schedule == plan.lines == ()
+    counts = [choice.acceptance for choice in plan.by_context]
+    assert "12 prompts of 300 tokens" in counts[0].source
+    assert "12 prompts of 900 tokens" in counts[1].source
+    assert plan.acceptance == counts[0] != counts[1]
+    assert [part.acceptance for part in plan.parts()] == counts
+    assert "context 900:\nacceptance of the first" in output
     for part, context in zip(plan.parts(), (300, 900), strict=True):
         assert {step.context for step in part.steps} == {context}
         assert_plans_best_cells(part)
@@ -187,7 +193,7 @@ def test_a_plan_of_an_earlier_version_is_read_and_written_as_it_was():
     plan = EnginePlan.load(path)
     assert plan.to_yaml() == path.read_text()
     assert plan.parts() == [plan] and len(plan.cells) == 4
-    again = make_plan(plan.acceptance, plan.steps, [1], 3, lambda _: (), engine="vllm")
+    again = make_plan({0: plan.acceptance}, plan.steps, [1], 3, lambda _: (), engine="vllm")
     assert again.cells == plan.cells and again.schedule == plan.schedule
 
 

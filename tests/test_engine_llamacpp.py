@@ -150,6 +150,45 @@ def test_llama_server_takes_the_line(measured_plan):
     assert sum(step.drafted for step in steps) > 0
 
 
+def test_a_plan_by_context(tmp_path):
+    """Each context has its own counts, times, choice and measurements."""
+    (tmp_path / "prompts.txt").write_text("\n\n".join(text for text in PROMPTS for _ in range(2)))
+    words = [
+        *("--draft", DRAFT),
+        *("--most", "2"),
+        *("--context", "700,64"),
+        *("--prompts", str(tmp_path / "prompts.txt")),
+        *("--tokens", "16"),
+        "--verify",
+        *("-o", str(tmp_path / "plan.yaml")),
+    ]
+    result = engine(*words)
+    assert result.exit_code == 0, result.output
+    plan = EnginePlan.load(tmp_path / "plan.yaml")
+    assert [choice.context for choice in plan.by_context] == [64, 700]
+    for part, context in zip(plan.parts(), (64, 700), strict=True):
+        assert f"4 prompts of {context} tokens" == part.acceptance.source
+        assert [step.speculative_tokens for step in part.steps] == [0, 1, 2]
+        assert sum(cell.measured is not None for cell in part.cells) >= 3
+        assert f"batch 1, context {context}: " in result.stdout
+        assert all(line in result.stdout for line in part.lines)
+
+
+def test_a_prompt_in_the_cache_has_the_same_text():
+    """Where prompts begin alike, a server computes only the rest, in batches of other sizes."""
+    prompts = range(len(PROMPTS))
+    with pool(DRAFT) as servers:
+        servers.max_context = 300
+        drafting = Drafting("draft-simple", 3)
+        servers.ensure_running([drafting])
+        cached = servers.run(drafting, prompts, 300)
+        server = servers._servers[drafting, False]
+        new = [server.generate(servers.prompt(i, 300), 32, 0.0) for i in prompts]
+    counts = [[[(step.drafted, step.accepted) for step in text] for text in run]
+              for run in (cached, new)]  # fmt: skip
+    assert sum(text == other for text, other in zip(*counts, strict=True)) >= 0.7 * len(prompts)
+
+
 def test_json(tmp_path):
     (tmp_path / "prompts.txt").write_text("\n\n".join(PROMPTS))
     words = ["--spec-type", LOOKUP, "--most", "4", "--prompts", str(tmp_path / "prompts.txt")]

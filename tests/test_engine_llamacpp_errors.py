@@ -16,9 +16,10 @@ from sequoia_plan.planner.engines.drafting import (
     defaults,
     neighbours,
 )
-from sequoia_plan.planner.engines.llamacpp import steps_of_timings
+from sequoia_plan.planner.engines.llamacpp import Build, ServerPool, steps_of_timings
 from sequoia_plan.planner.engines.llamacpp_plan import drafting_of, repeated
 from sequoia_plan.planner.engines.replay import ChainStep, LookupText
+from sequoia_plan.planner.engines.vllm import Workload
 
 SERVER = str(Path(__file__).parent / "stand_in" / "llama-server")
 
@@ -91,6 +92,11 @@ def test_a_server_that_dies_in_the_middle_of_a_text(run):
     assert "error: out of memory; set a smaller context with --server-args" in message
 
 
+def test_a_context_that_a_server_has_no_room_for(run):
+    message = run("--context", "300,900", "--server-args", "-c 1000", code=2)
+    assert "--context 900: needs a server with a context of 1420 tokens, this one has 1" in message
+
+
 def test_a_build_with_another_log_is_one_line(run):
     assert "its debug log has fewer drafted tokens than its timings" in run(target="silent.gguf")
 
@@ -139,3 +145,17 @@ def test_neighbours_differ_in_one_setting():
 def test_a_text_is_repeated_until_it_is_longer_than_what_a_lookup_drafts():
     tokens = repeated(LookupText((1, 2, 3), (4, 5), 2))
     assert len(tokens) == 3 * 96 and tokens[:6] == [1, 2, 3, 4, 5, 1] and tokens[96:98] == [1, 2]
+    longer = repeated(LookupText(tuple(range(60)), tuple(range(60, 200)), 2), context=1000)
+    assert len(longer) == 1000 and longer[-96:] == list(range(104, 200)) == longer[-192:-96]
+
+
+def test_what_comes_before_a_prompt_is_of_the_other_half_and_the_same_for_all():
+    """A prompt that came twice would be looked up, and a server has the same begin in its cache."""
+    pool = ServerPool(Build("", "", "", False), "t", None, Workload([]), max_context=10)
+    pool.prompts = [[10, 11], [20, 21, 22], [30], [40, 41]]
+    pool.texts = [[10], [20, 21], [30], [40]]
+    assert pool.prompt(1) == [20, 21, 22]
+    assert pool.prompt(0, 6) == [30, 40, 30, 40, 10, 11]
+    assert pool.prompt(1, 6) == [30, 40, 30, 20, 21, 22]
+    assert pool.prompt(2, 6) == [10, 20, 21, 10, 20, 30]
+    assert pool.prompt(1, 2) == [21, 22]

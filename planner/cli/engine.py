@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sequoia_plan.planner.cli.options import Decorator, check_outputs, json_option, options
+from sequoia_plan.planner.cli.options import (
+    Decorator,
+    check_outputs,
+    json_option,
+    options,
+    parse_contexts,
+    parse_sizes,
+)
 from sequoia_plan.planner.cli.terminal import print_json, status
 
 if TYPE_CHECKING:
@@ -23,9 +30,9 @@ BATCH_HELP = (
     "what was timed]"
 )
 DEFAULT_BATCHES = (1, 4, 16)
-MAX_BATCH, MAX_CONTEXT = 4096, 1 << 20
+MAX_BATCH = 4096
 CONTEXT_HELP = (
-    "Tokens of every prompt while steps are timed, as 512,4096; other prompts come before shorter "
+    "Tokens of every prompt, to plan for each, as 512,4096; other prompts come before shorter "
     "ones. [default: prompts as they are]"
 )
 TIMES_HELP = "Step times of an earlier plan; no engine is run then."
@@ -77,20 +84,22 @@ plan_options = options(
 )
 
 
-def workload_options(min_prompts: int) -> Decorator:
+def workload_options(min_prompts: int, limit: int | None = 48, limit_note: str = "") -> Decorator:
     """The options of what an engine decodes to be measured.
 
     Args:
         min_prompts: the smallest value of --limit.
+        limit: its default; None leaves it to the command.
+        limit_note: what its help says beyond LIMIT_HELP.
     """
     return options(
         click.option("--prompts", metavar="FILE", type=click.Path(), help=PROMPTS_HELP),
         click.option(
             "--limit",
             type=click.IntRange(min=min_prompts),
-            default=48,
-            show_default=True,
-            help=LIMIT_HELP,
+            default=limit,
+            show_default=limit is not None,
+            help=LIMIT_HELP + limit_note,
         ),
         click.option(
             "--tokens",
@@ -153,9 +162,7 @@ def vllm(
 ) -> None:
     """Measure a target and a draft in your vLLM, and say which num_speculative_tokens is best."""
     batch_sizes = _parse_batches(batches)
-    context_sizes = _parse_sizes(
-        "--context", contexts, "numbers of tokens", MAX_CONTEXT, "512,4096"
-    )
+    context_sizes = parse_contexts(contexts)
     config_entries = _parse_json_object("--speculative-args", speculative_args)
     engine_options = _parse_json_object("--engine-args", engine_args)
     if metrics_before and not metrics:
@@ -239,11 +246,11 @@ def vllm(
                 report_status,
             ) as pool,
         ):
-            acceptance, steps, seconds = planning.measure(
+            counts, steps, seconds = planning.measure(
                 pool, batch_sizes, max_length, measuring, acceptance, context_sizes or [0]
             )
             plan = planning.make_plan(
-                acceptance,
+                counts,
                 steps,
                 batch_sizes,
                 max_length,
@@ -313,7 +320,7 @@ def sglang(
     elif {0} < {step.speculative_tokens for step in steps}:
         batch_sizes = batch_sizes or _default_batches(steps)
         plan = planning.make_plan(
-            acceptance,
+            {0: acceptance},
             steps,
             batch_sizes,
             max_length,
@@ -397,7 +404,7 @@ def _replan(
     from sequoia_plan.planner.engines.planning import make_plan, steps_of_plan
 
     return make_plan(
-        acceptance,
+        {0: acceptance},
         steps_of_plan(earlier, times_path),
         batch_sizes or _default_batches(earlier.steps),
         max_length,
@@ -458,7 +465,7 @@ def _earlier_config(plan: EnginePlan) -> dict[str, Any]:
 
 
 def load_workload(
-    path: str | None, limit: int, tokens: int, temperature: float
+    path: str | None, limit: int | None, tokens: int, temperature: float
 ) -> tuple[Workload, list[int], list[int]]:
     """Loads the prompts that engines decode, in two parts: to measure on, and held out.
 
@@ -466,7 +473,7 @@ def load_workload(
 
     Args:
         path: a file of prompts; the built-in ones if None.
-        limit: the largest number of prompts in each of the two parts.
+        limit: the largest number of prompts in each of the two parts; None is no limit.
         tokens: maximum number of new tokens of each prompt.
         temperature: of sampling; 0 is greedy.
 
@@ -487,33 +494,7 @@ def load_workload(
 
 def _parse_batches(text: str | None) -> list[int] | None:
     """Parses the value of --batch."""
-    return _parse_sizes("--batch", text, "batch sizes", MAX_BATCH, "1,4,16")
-
-
-def _parse_sizes(
-    option: str, text: str | None, what: str, maximum: int, example: str
-) -> list[int] | None:
-    """Parses an option's whole numbers: "4,1,16" gives [1, 4, 16], and None gives None.
-
-    Args:
-        option: its name.
-        text: its value.
-        what: what the numbers are.
-        maximum: the largest number that is taken.
-        example: a value, for the error.
-    """
-    from sequoia_plan.artifacts import ArgumentError
-
-    if text is None:
-        return None
-    parts = [part.strip() for part in text.split(",")]
-    # isdecimal: isdigit also takes superscripts, which int does not
-    if not all(part.isdecimal() and len(part) < 9 and 0 < int(part) <= maximum for part in parts):
-        raise ArgumentError(
-            f"{option} {text}: expected {what} from 1 to {maximum} with commas between, "
-            f"as {example}"
-        )
-    return sorted({int(part) for part in parts})
+    return parse_sizes("--batch", text, "batch sizes", MAX_BATCH, "1,4,16")
 
 
 def _parse_json_object(option: str, text: str | None) -> dict[str, Any]:

@@ -6,14 +6,21 @@ import shlex
 
 import click
 
-from sequoia_plan.planner.cli.engine import load_workload, workload_options, write_plan
-from sequoia_plan.planner.cli.options import check_outputs, json_option
+from sequoia_plan.planner.cli.engine import (
+    CONTEXT_HELP,
+    load_workload,
+    workload_options,
+    write_plan,
+)
+from sequoia_plan.planner.cli.options import check_outputs, json_option, parse_contexts
 from sequoia_plan.planner.cli.terminal import status
 
 TYPE_HELP = (
     "How tokens are drafted: draft-simple, draft-eagle3, draft-mtp (or eagle3, mtp), ngram-simple."
 )
 MOST_HELP = "Drafted tokens, at most. [default: 8; 48 for ngram-simple]"
+DEFAULT_LIMIT = 48
+LIMIT_NOTE = f" [default: {DEFAULT_LIMIT}; all for ngram-simple]"
 SERVER_HELP = "The program llama-server. [default: the one on the PATH]"
 SERVER_ARGS_HELP = "Further options of llama-server, as '-ngl 99 -t 8'."
 TOGETHER_HELP = "Servers kept in memory at a time. [default: 4 on a CPU, else 1]"
@@ -29,7 +36,8 @@ VERIFY_HELP = (
 @click.option("--server", metavar="PATH", help=SERVER_HELP)
 @click.option("--server-args", metavar="OPTIONS", default="", help=SERVER_ARGS_HELP)
 @click.option("--most", "max_length", type=click.IntRange(1, 64), help=MOST_HELP)
-@workload_options(min_prompts=2)
+@workload_options(min_prompts=2, limit=None, limit_note=LIMIT_NOTE)
+@click.option("--context", "contexts", metavar="N,N,...", help=CONTEXT_HELP)
 @click.option("--together", "max_servers", type=click.IntRange(min=1), help=TOGETHER_HELP)
 @click.option("--verify", "should_verify", is_flag=True, help=VERIFY_HELP)
 @click.option("-o", "--output", type=click.Path(), help="Write the plan there, as YAML.")
@@ -42,9 +50,10 @@ def llamacpp(
     server_args: str,
     max_length: int | None,
     prompts: str | None,
-    limit: int,
+    limit: int | None,
     tokens: int,
     temperature: float,
+    contexts: str | None,
     max_servers: int | None,
     should_verify: bool,
     output: str | None,
@@ -72,21 +81,33 @@ def llamacpp(
         raise ArgumentError(
             f"--server-args {server_args}: {error}; expected options as for a shell"
         ) from error
+    context_sizes = parse_contexts(contexts) or [0]
     check_outputs(output, prompts, target, draft)
     check_model("--target", target)
     if draft:
         check_model("--draft", draft)
     build, spec_type = find_build(server, spec_type)
     max_length = max_length or (48 if spec_type == LOOKUP else 8)
+    if limit is None and spec_type != LOOKUP:  # a few texts hold most of what lookups are worth
+        limit = DEFAULT_LIMIT
     workload, measuring, held_out = load_workload(prompts, limit, tokens, temperature)
     with (
         status("") as report_status,
         ServerPool(
-            build, target, draft, workload, arguments, max_servers, report_status
+            build,
+            target,
+            draft,
+            workload,
+            arguments,
+            max_servers,
+            report_status,
+            max(context_sizes),
         ) as pool,
-    ):  # fmt: skip
-        measurements = llamacpp_plan.measure(pool, spec_type, max_length, measuring)
-        plan = llamacpp_plan.make_plan(pool, measurements)
+    ):
+        measurements, seconds = llamacpp_plan.measure(
+            pool, spec_type, max_length, measuring, context_sizes
+        )
+        plan = llamacpp_plan.make_plan(pool, spec_type, max_length, measurements, seconds)
         if output:
             plan.save(output)  # the measurements are not lost if the verification fails
         if should_verify:

@@ -140,6 +140,37 @@ def check_outputs(output: str | None, report: str | None, *inputs: str | None) -
         raise click.UsageError(f"--report {report}: is the file of -o as well; name another one")
 
 
+def parse_contexts(text: str | None) -> list[int] | None:
+    """Parses the value of --context."""
+    return parse_sizes("--context", text, "numbers of tokens", 1 << 20, "512,4096")
+
+
+def parse_sizes(
+    option: str, text: str | None, what: str, maximum: int, example: str
+) -> list[int] | None:
+    """Parses an option's whole numbers: "4,1,16" gives [1, 4, 16], and None gives None.
+
+    Args:
+        option: its name.
+        text: its value.
+        what: what the numbers are.
+        maximum: the largest number that is taken.
+        example: a value, for the error.
+    """
+    from sequoia_plan.artifacts import ArgumentError
+
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    # isdecimal: isdigit also takes superscripts, which int does not
+    if not all(part.isdecimal() and len(part) < 9 and 0 < int(part) <= maximum for part in parts):
+        raise ArgumentError(
+            f"{option} {text}: expected {what} from 1 to {maximum} with commas between, "
+            f"as {example}"
+        )
+    return sorted({int(part) for part in parts})
+
+
 def verifier_option(default: str) -> Decorator:
     """`--verifier`, None where it is not given; the help says that `default` holds then."""
     text = "The rule that accepts drafted tokens; see docs/verifiers.md."

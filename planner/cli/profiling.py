@@ -11,6 +11,7 @@ import click
 from sequoia_plan.planner.cli.options import (
     json_option,
     model_options,
+    parse_contexts,
     read_sampling,
     sampling_options,
     seed_option,
@@ -30,6 +31,10 @@ VERIFIER_DEFAULT = (
     "sequoia and traversal, for solve to choose from; one at temperature 0, where they are equal"
 )
 ALSO_HELP = "A further setting, as temperature=0.6,top_p=0.9; written beside the output."
+CONTEXT_HELP = (
+    "Tokens in the KV cache when latency is measured; of several, as 512,4096, each has a profile "
+    "of its own, written beside the output."
+)
 PROMPTS_HELP = (
     "JSONL (text, messages or turns; kind) or plain text; every second is left for bench. "
     "[default: built-in]"
@@ -73,10 +78,11 @@ PRECISION_HELP = "Stop once predicted tokens a step are known to within this, at
 @click.option("--tree", "tree_file", metavar="TREE", type=click.Path(), help=TREE_HELP)
 @click.option(
     "--context",
-    type=click.IntRange(min=1),
-    default=128,
+    "contexts",
+    metavar="N,N,...",
+    default="128",
     show_default=True,
-    help="Tokens in the KV cache when latency is measured.",
+    help=CONTEXT_HELP,
 )
 @click.option(
     "--latency-seconds",
@@ -116,7 +122,7 @@ def profile(
     precision: str,
     method: str,
     tree_file: str | None,
-    context: int,
+    contexts: str,
     latency_seconds: float,
     merge: tuple[str, ...],
     seed: int,
@@ -151,10 +157,14 @@ def profile(
     if tree_file and method != "forced":
         raise click.UsageError(f"--tree {tree_file}: needs --method forced")
     tree = _read_tree(tree_file) if tree_file else None
+    first_context, *further_contexts = parse_contexts(contexts) or []
 
     main_output = Path(output)
-    stems_of_further = [f"{main_output.stem}-{text}" for text in also]
-    outputs = [main_output, *(main_output.with_stem(stem) for stem in stems_of_further)]
+    outputs = [
+        main_output.with_stem("-".join([main_output.stem, *setting, *context]))
+        for context in ([], *([f"context={number}"] for number in further_contexts))
+        for setting in ([], *([text] for text in also))
+    ]
     if len(set(outputs)) < len(outputs):
         raise click.UsageError(f"--also {also[-1]}: given twice")
     for path in outputs:
@@ -189,7 +199,7 @@ def profile(
             prompts_to_measure,
             samplings,
             latency_seconds,
-            context,
+            [first_context, *further_contexts],
             on_size=on_size,
             on_prompt=on_prompt,
             verifiers=further_verifiers,
@@ -250,32 +260,37 @@ def _report(profiles: Mapping[str, Profile], as_json: bool) -> None:
     """Print the acceptance of each profile and the path of its file, then the latency.
 
     Args:
-        profiles: by path. They were measured together, so the latency of the first is that of all.
+        profiles: by path. They were measured together, so those of one context share the times of
+            passes, and those of one sampling the acceptance.
         as_json: print one JSON object.
     """
-    first_profile = next(iter(profiles.values()))
-    latency = first_profile.latency
     if as_json:
-        entries = [_json_entry(path, profile, latency) for path, profile in profiles.items()]
+        entries = [_json_entry(path, profile) for path, profile in profiles.items()]
         main_entry, *further_entries = entries
         print_json(main_entry | ({"also": further_entries} if further_entries else {}))
         return
+    contexts = list(dict.fromkeys(p.latency and p.latency.context for p in profiles.values()))
     for path, profile in profiles.items():
-        _print_acceptance(profile)
-        _print_lookup(profile)
+        if (profile.latency and profile.latency.context) == contexts[0]:
+            _print_acceptance(profile)
+            _print_lookup(profile)
         click.echo(f"wrote {path}")
-    if latency:
-        _print_latency(latency, first_profile.models.get("target", {}))
+    for context in contexts:
+        profile = next(p for p in profiles.values() if (p.latency and p.latency.context) == context)
+        if profile.latency:
+            if len(contexts) > 1:
+                click.echo(f"context     {context} tokens")
+            _print_latency(profile.latency, profile.models.get("target", {}))
 
 
-def _json_entry(path: str, profile: Profile, latency: Latency | None) -> dict[str, Any]:
+def _json_entry(path: str, profile: Profile) -> dict[str, Any]:
     """The JSON object of a profile: its path, the acceptance of each verifier, and pass times.
 
     `lookup` has a summary of each class of matches (`ClassSummary`), if they were counted.
     """
     entry = {"output": path} | _acceptance_fields(profile) | {"verifier": profile.verifier}
-    if latency:
-        entry |= {"target": latency.target, "draft": latency.draft}
+    if profile.latency:
+        entry |= {"target": profile.latency.target, "draft": profile.latency.draft}
     if profile.lookup:
         from sequoia_plan.artifacts.lookup import class_summaries
 

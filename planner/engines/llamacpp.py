@@ -24,8 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.planner.engines.drafting import LOOKUP, NEVER, NONE, Drafting
+from sequoia_plan.planner.engines.driver import padded
 from sequoia_plan.planner.engines.process import EngineProcess, Hints
 from sequoia_plan.planner.engines.replay import (
     ChainStep,
@@ -37,7 +38,10 @@ from sequoia_plan.planner.engines.replay import (
 from sequoia_plan.planner.engines.vllm import ReportStatus, Workload
 
 CONTEXT = 4096
-"""Size of a server's context, unless --server-args sets it."""
+"""Size of a server's context, at least, unless --server-args sets it."""
+ROOM = 512
+"""Room in a server's context beyond the largest prompt and its tokens: chains that are recorded
+are longer, and a text to time lookups in, too."""
 COPIED_DRAFTS = 4
 """Drafts of a lookup that are timed in a text."""
 START_SECONDS = 600
@@ -221,16 +225,31 @@ class Server:
         answer: dict[str, Any] = json.loads(self._post(path, body).read())
         return answer
 
-    def encode(self, prompt: Any) -> list[int]:
-        """Token ids of a text or a conversation in the target's chat template."""
+    def encode(self, prompt: Any) -> tuple[list[int], list[int]]:
+        """Token ids of a text or a conversation in the target's chat template, and without it."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         text = self.ask("/apply-template", {"messages": messages})["prompt"]
         body = {"content": text, "add_special": True, "parse_special": True}
+        plain = "\n\n".join(message["content"] for message in messages)
         token_ids: list[int] = self.ask("/tokenize", body)["tokens"]
-        return token_ids
+        return token_ids, self.ask("/tokenize", {"content": plain})["tokens"]
+
+    def context_size(self) -> int:
+        """Most tokens of a request, new ones included."""
+        try:
+            self._connection.request("GET", "/props")
+            properties = json.loads(self._connection.getresponse().read())
+            return int(properties["default_generation_settings"]["n_ctx"])
+        except (OSError, http.client.HTTPException, LookupError, ValueError) as error:
+            raise self._failure("answering /props", error) from error
 
     def generate(
-        self, prompt: Sequence[int], tokens: int, temperature: float, ignores_end: bool = False
+        self,
+        prompt: Sequence[int],
+        tokens: int,
+        temperature: float,
+        ignores_end: bool = False,
+        reuses_cache: bool = False,
     ) -> list[ChainStep]:
         """Decodes a prompt, and returns its steps after the pass over the prompt.
 
@@ -239,6 +258,7 @@ class Server:
             tokens: maximum number of new tokens.
             temperature: of sampling; 0 is greedy.
             ignores_end: go on where the text would end.
+            reuses_cache: compute only what differs from the begin of the prompt before.
         """
         body = {
             "prompt": list(prompt),
@@ -247,7 +267,7 @@ class Server:
             "ignore_eos": ignores_end,
             "stream": True,
             "timings_per_token": True,
-            "cache_prompt": False,
+            "cache_prompt": reuses_cache,
         }
         response = self._post("/completion", body)
         timings = []
@@ -259,14 +279,16 @@ class Server:
             raise self._failure("decoding", error) from error
         return steps_of_timings(timings)
 
-    def text(self, prompt: Sequence[int], tokens: int, temperature: float) -> list[int]:
+    def text(
+        self, prompt: Sequence[int], tokens: int, temperature: float, reuses_cache: bool = False
+    ) -> list[int]:
         """Token ids that follow a prompt, all of them: a stream leaves out parts of characters."""
         body = {
             "prompt": list(prompt),
             "n_predict": tokens,
             "temperature": temperature,
             "return_tokens": True,
-            "cache_prompt": False,
+            "cache_prompt": reuses_cache,
         }
         token_ids: list[int] = self.ask("/completion", body)["tokens"]
         return token_ids
@@ -333,6 +355,8 @@ class ServerPool:
         arguments: further options of llama-server.
         max_servers: servers kept in memory at a time. None is 4 without a device, else 1.
         report_status: called with a text at each step of the work.
+        max_context: the largest number of tokens that a prompt gets; 0 if prompts are decoded as
+            they are.
     """
 
     build: Build
@@ -342,8 +366,11 @@ class ServerPool:
     arguments: Sequence[str] = ()
     max_servers: int | None = None
     report_status: ReportStatus = lambda text: None
+    max_context: int = 0
     prompts: list[list[int]] = field(default_factory=list)
     """Token ids of the workload's prompts, once the first server runs."""
+    texts: list[list[int]] = field(default_factory=list)
+    """The same without the chat template."""
     _servers: dict[tuple[Drafting, bool], Server] = field(default_factory=dict)
     _exit_stack: ExitStack = field(default_factory=ExitStack)
 
@@ -379,7 +406,38 @@ class ServerPool:
             self._servers[key].wait()
         if not self.prompts:
             server = self._servers[keys[0]]
-            self.prompts = [server.encode(prompt) for prompt in self.workload.prompts]
+            self._check_context(server)
+            for prompt in self.workload.prompts:
+                token_ids, text = server.encode(prompt)
+                self.prompts.append(token_ids)
+                self.texts.append(text)
+
+    def _check_context(self, server: Server) -> None:
+        """Raises if the largest context and the new tokens are more than a server takes."""
+        needed = self.max_context + self.workload.tokens + ROOM
+        if self.max_context and needed > (size := server.context_size()):
+            raise ArgumentError(
+                f"--context {self.max_context}: needs a server with a context of {needed} tokens, "
+                f"this one has {size}; give a smaller one, or see -c in --server-args and the "
+                "model's own limit"
+            )
+
+    def prompt(self, index: int, context: int = 0) -> list[int]:
+        """Token ids of a prompt, with texts before it so that it has `context` tokens.
+
+        The texts are those of the other half of the workload's prompts: a prompt that came twice
+        would be looked up. They are the same for all prompts of a half, so a server that has
+        decoded one has the begin of the next in its cache.
+
+        Args:
+            index: of the prompt.
+            context: number of tokens; 0 leaves the prompt as it is.
+        """
+        if not context:
+            return self.prompts[index]
+        half = -(-len(self.texts) // 2)
+        others = self.texts[half:] if index < half else self.texts[:half]
+        return padded(self.prompts[index], others or self.texts, 0, context)
 
     def add_prompts(self, prompts: Sequence[Sequence[int]]) -> list[int]:
         """Adds prompts as token ids, and returns their indices."""
@@ -390,46 +448,64 @@ class ServerPool:
         """All options of a server but its address."""
         offline = ["--offline"] if "--offline" in self.build.help_text else []
         verbosity = ["--verbosity", "5"] if logs_chains else []
+        size = max(CONTEXT, self.max_context and self.max_context + self.workload.tokens + ROOM)
         return [
-            *("-m", self.target, "-np", "1", "-c", str(CONTEXT), *offline),
+            *("-m", self.target, "-np", "1", "-c", str(size), *offline),
             *drafting.flags(self.draft),
             *self.arguments,
             *verbosity,
         ]
 
     def run(
-        self, drafting: Drafting, prompts: Sequence[int], logs_chains: bool = False
+        self,
+        drafting: Drafting,
+        prompts: Sequence[int],
+        context: int = 0,
+        logs_chains: bool = False,
     ) -> list[list[ChainStep]]:
         """Decodes prompts, one at a time, in a server that runs, and returns each one's steps.
 
         Args:
             drafting: how the server drafts.
             prompts: indices of the workload's prompts.
+            context: tokens of every prompt; 0 decodes prompts as they are.
             logs_chains: use the server with the debug log, and go on for a chain longer.
         """
         server = self._servers[drafting, logs_chains]
         tokens = self.workload.tokens + (drafting.max_length if logs_chains else 0)
         temperature = self.workload.temperature
-        return [server.generate(self.prompts[i], tokens, temperature) for i in prompts]
+        return [
+            server.generate(
+                self.prompt(i, context), tokens, temperature, reuses_cache=context > 0
+            )
+            for i in prompts
+        ]  # fmt: skip
 
-    def _run_timed(self, drafting: Drafting, prompts: Sequence[int]) -> list[ChainStep]:
+    def _run_timed(
+        self, drafting: Drafting, prompts: Sequence[int], context: int
+    ) -> list[ChainStep]:
         """Decodes prompts to time steps. Lookups copy a text that repeats, for a few drafts."""
         server, temperature = self._servers[drafting, False], self.workload.temperature
         copies = drafting.spec_type == LOOKUP
         tokens = self.workload.tokens
         if copies:
             tokens = max(tokens, COPIED_DRAFTS * (drafting.max_length + 1))
-        texts = [server.generate(self.prompts[i], tokens, temperature, copies) for i in prompts]
+        ignores_end = copies or context > 0  # what follows such a context may be the text's end
+        texts = [
+            server.generate(self.prompt(i, context), tokens, temperature, ignores_end, context > 0)
+            for i in prompts
+        ]
         return [*chain.from_iterable(texts)]
 
     def record_draft(
-        self, drafting: Drafting, prompts: Sequence[int]
+        self, drafting: Drafting, prompts: Sequence[int], context: int = 0
     ) -> tuple[list[DraftedText], list[list[ChainStep]]]:
         """Decodes prompts and records the draft's probabilities along their texts.
 
         Args:
             drafting: with long chains and no threshold.
             prompts: indices of the workload's prompts.
+            context: tokens of every prompt; 0 decodes prompts as they are.
 
         Returns:
             The recordings, and the steps of each text.
@@ -439,8 +515,10 @@ class ServerPool:
         """
         self.report_status(f"recording chains of {drafting.max_length} tokens")
         self.ensure_running([drafting], logs_chains=True)
-        steps_by_text = self.run(drafting, prompts, logs_chains=True)
-        logged = self._servers[drafting, True].logged_chains()
+        server = self._servers[drafting, True]
+        num_before = len(server.logged_chains())  # of another context
+        steps_by_text = self.run(drafting, prompts, context, logs_chains=True)
+        logged = server.logged_chains()[num_before:]
         chains = [[prob for _, prob in candidates] for candidates in logged]
         texts = []
         for steps in steps_by_text:
@@ -458,7 +536,9 @@ class ServerPool:
             texts.append(drafted_text(steps, text_chains, self.workload.tokens))
         return texts, steps_by_text
 
-    def record_first_tokens(self, spec_type: str, prompts: Sequence[int]) -> list[FirstTokens]:
+    def record_first_tokens(
+        self, spec_type: str, prompts: Sequence[int], context: int = 0
+    ) -> list[FirstTokens]:
         """Decodes prompts, and records the first token that a draft proposes at each position.
 
         The server's threshold lets no token through, so that every position is the begin of a
@@ -467,14 +547,20 @@ class ServerPool:
         Args:
             spec_type: llama.cpp's name of the type.
             prompts: indices of the workload's prompts.
+            context: tokens of every prompt; 0 decodes prompts as they are.
         """
         self.report_status("recording the first token of a chain at each position")
         drafting = Drafting(spec_type, 1, NEVER)
         self.ensure_running([drafting], logs_chains=True)
         server = self._servers[drafting, True]
-        recorded, num_before = [], 0
+        recorded, num_before = [], len(server.logged_chains())
         for i in prompts:
-            tokens = server.text(self.prompts[i], self.workload.tokens, self.workload.temperature)
+            tokens = server.text(
+                self.prompt(i, context),
+                self.workload.tokens,
+                self.workload.temperature,
+                reuses_cache=context > 0,
+            )
             chains = server.logged_chains()
             # the first token of a text is the prompt's, and the last one may not be drafted
             pairs = zip(tokens[1:], chains[num_before:], strict=False)
@@ -483,47 +569,55 @@ class ServerPool:
             num_before = len(chains)
         return recorded
 
-    def record_lookup(self, prompts: Sequence[int]) -> list[LookupText]:
+    def record_lookup(self, prompts: Sequence[int], context: int = 0) -> list[LookupText]:
         """Decodes prompts without speculation, for their tokens.
 
         Args:
             prompts: indices of the workload's prompts.
+            context: tokens of every prompt; 0 decodes prompts as they are.
         """
         self.report_status("decoding texts to look tokens up in")
         self.ensure_running([NONE])
         server, limit = self._servers[NONE, False], self.workload.tokens
-        return [
-            LookupText(
-                tuple(self.prompts[i]),
-                tuple(server.text(self.prompts[i], limit, self.workload.temperature)),
-                limit,
-            )
-            for i in prompts
-        ]
+        texts = []
+        for i in prompts:
+            prompt = self.prompt(i, context)
+            tokens = server.text(
+                prompt, limit, self.workload.temperature, reuses_cache=context > 0
+            )  # fmt: skip
+            texts.append(LookupText(tuple(prompt), tuple(tokens), limit))
+        return texts
 
     def time_steps(
-        self, draftings: Sequence[Drafting], prompts: Sequence[int], rounds: int, per_round: int
-    ) -> dict[Drafting, list[list[ChainStep]]]:
-        """Decodes some prompts with each way of drafting, in rounds.
+        self,
+        draftings: Sequence[Drafting],
+        prompts: Mapping[int, Sequence[int]],
+        rounds: int,
+        per_round: int,
+    ) -> dict[int, dict[Drafting, list[list[ChainStep]]]]:
+        """Decodes some prompts with each way of drafting at each context, in rounds.
 
         Every way decodes the same prompts of a round, and every second round goes through them in
         the opposite order, so that a drift of the machine's speed affects all of them.
 
         Args:
             draftings: ways of drafting.
-            prompts: indices of the workload's prompts.
+            prompts: by context, indices of the workload's prompts.
             rounds: number of rounds.
             per_round: prompts of a round.
 
         Returns:
-            For each way of drafting, the steps of each round.
+            For each context and way of drafting, the steps of each round.
         """
-        steps: dict[Drafting, list[list[ChainStep]]] = {drafting: [] for drafting in draftings}
+        steps: dict[int, dict[Drafting, list[list[ChainStep]]]] = {
+            context: {drafting: [] for drafting in draftings} for context in prompts
+        }
         for i in range(rounds):
             self.report_status(f"timing steps, round {i + 1} of {rounds}")
-            chosen = [prompts[(i * per_round + j) % len(prompts)] for j in range(per_round)]
             for group in self.groups(draftings[:: -1 if i % 2 else 1]):
                 self.ensure_running(group)
-                for drafting in group:
-                    steps[drafting].append(self._run_timed(drafting, chosen))
+                for context, indices in prompts.items():
+                    chosen = [indices[(i * per_round + j) % len(indices)] for j in range(per_round)]
+                    for drafting in group:
+                        steps[context][drafting].append(self._run_timed(drafting, chosen, context))
         return steps

@@ -13,7 +13,13 @@ import numpy as np
 from msgspec.structs import replace
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.artifacts.engine_plan import Cell, ChainAcceptance, EnginePlan, StepSeconds
+from sequoia_plan.artifacts.engine_plan import (
+    Cell,
+    ChainAcceptance,
+    ContextChoice,
+    EnginePlan,
+    StepSeconds,
+)
 from sequoia_plan.artifacts.plan import tool_version
 from sequoia_plan.artifacts.uncertainty import Z95, median_with_error
 from sequoia_plan.planner.engines.chain import StepTimes, effective_trials
@@ -45,6 +51,8 @@ EXTRA_LENGTH = 4
 TIMING_ROUNDS = 3
 """Rounds in which steps are timed."""
 PROMPTS_PER_ROUND = 4
+LOOKUPS_PER_ROUND = 2
+"""Texts of a round that times lookups, each with several drafts."""
 VERIFY_REPEATS = 3
 """How often `verify_plan` runs each way of drafting."""
 REPEATED_TOKENS = 96
@@ -53,60 +61,82 @@ REPEATED_TOKENS = 96
 
 @dataclass(frozen=True)
 class Measurements:
-    """What every way of drafting of one type is predicted from.
+    """What every way of drafting of one type is predicted from, at one context.
 
     Args:
-        spec_type: llama.cpp's name of the type.
-        max_length: maximum number of drafted tokens to plan for.
         texts: recorded texts.
         acceptance: how far the recorded chains were accepted.
         times: step times.
-        seconds: how long measuring took.
     """
 
-    spec_type: str
-    max_length: int
     texts: Sequence[DraftedText | LookupText]
     acceptance: ChainAcceptance
     times: Times
-    seconds: float
+
+    @property
+    def context(self) -> int:
+        """Tokens of every prompt; 0 if prompts were decoded as they are."""
+        return self.times.steps.context
 
 
 def measure(
-    pool: ServerPool, spec_type: str, max_length: int, prompts: Sequence[int]
-) -> Measurements:
-    """Records texts, and times steps.
+    pool: ServerPool,
+    spec_type: str,
+    max_length: int,
+    prompts: Sequence[int],
+    contexts: Sequence[int] = (0,),
+) -> tuple[list[Measurements], float]:
+    """Records texts, and times steps, at each context.
 
     Args:
         pool: the servers.
         spec_type: llama.cpp's name of the type.
         max_length: maximum number of drafted tokens to plan for.
         prompts: indices of the prompts to measure on.
+        contexts: tokens of every prompt; 0 decodes prompts as they are.
+
+    Returns:
+        What was measured at each context, and the seconds that all of it took.
     """
     start_time = time.perf_counter()
-    texts, recorded = record(pool, spec_type, max_length, prompts)
-    timing_prompts = prompts
+    recordings = {
+        context: record(pool, spec_type, max_length, prompts, context) for context in contexts
+    }
+    timing_prompts: dict[int, Sequence[int]] = dict.fromkeys(contexts, prompts)
     if spec_type == LOOKUP:
-        copied = [repeated(text) for text in texts if isinstance(text, LookupText)]
-        timing_prompts = pool.add_prompts(copied[:PROMPTS_PER_ROUND])
+        for context, (texts, _) in recordings.items():
+            copied = [repeated(text, context) for text in texts if isinstance(text, LookupText)]
+            # with a context, one text: the server then has its begin in its cache
+            chosen = copied[: 1 if context else LOOKUPS_PER_ROUND]
+            timing_prompts[context] = pool.add_prompts(chosen)
     rounds = pool.time_steps(
-        timed_draftings(spec_type, max_length), timing_prompts, TIMING_ROUNDS, PROMPTS_PER_ROUND
+        timed_draftings(spec_type, max_length),
+        timing_prompts,
+        TIMING_ROUNDS,
+        LOOKUPS_PER_ROUND if spec_type == LOOKUP else PROMPTS_PER_ROUND,
     )
-    acceptance = acceptance_of(recorded, f"{len(prompts)} prompts")
-    tokens_by_text = [[step.tokens for step in steps] for steps in recorded]
-    trials = round(effective_trials(acceptance, tokens_by_text), 1)
-    return Measurements(
-        spec_type=spec_type,
-        max_length=max_length,
-        texts=texts,
-        acceptance=replace(acceptance, trials=trials),
-        times=times_of_rounds(rounds),
-        seconds=time.perf_counter() - start_time,
-    )
+    measurements = []
+    for context, (texts, recorded) in recordings.items():
+        source = f"{len(prompts)} prompts" + (f" of {context} tokens" if context else "")
+        acceptance = acceptance_of(recorded, source)
+        tokens_by_text = [[step.tokens for step in steps] for steps in recorded]
+        trials = round(effective_trials(acceptance, tokens_by_text), 1)
+        measurements.append(
+            Measurements(
+                texts,
+                replace(acceptance, trials=trials),
+                times_of_rounds(rounds[context], context),
+            )
+        )
+    return measurements, time.perf_counter() - start_time
 
 
 def record(
-    pool: ServerPool, spec_type: str, max_length: int, prompts: Sequence[int]
+    pool: ServerPool,
+    spec_type: str,
+    max_length: int,
+    prompts: Sequence[int],
+    context: int = 0,
 ) -> tuple[Sequence[DraftedText | LookupText], Sequence[Sequence[ChainStep]]]:
     """Records what is replayed, and the steps of chains that are longer than those planned for.
 
@@ -115,46 +145,70 @@ def record(
         spec_type: llama.cpp's name of the type.
         max_length: maximum number of drafted tokens to plan for.
         prompts: indices of the prompts.
+        context: tokens of every prompt; 0 decodes prompts as they are.
     """
     if spec_type == LOOKUP:
-        lookup_texts = pool.record_lookup(prompts)
+        lookup_texts = pool.record_lookup(prompts, context)
         longest = Drafting(LOOKUP, max_length, lookup_size=min(2, max_length))
         return lookup_texts, [replay(longest, text) for text in lookup_texts]
-    texts, recorded = pool.record_draft(Drafting(spec_type, max_length + EXTRA_LENGTH), prompts)
+    longest = Drafting(spec_type, max_length + EXTRA_LENGTH)
+    texts, recorded = pool.record_draft(longest, prompts, context)
     if spec_type in HIDDEN_STATE_TYPES:
-        first_tokens = pool.record_first_tokens(spec_type, prompts)
+        first_tokens = pool.record_first_tokens(spec_type, prompts, context)
         texts = list(map(with_first_tokens, texts, first_tokens))
     return texts, recorded
 
 
-def make_plan(pool: ServerPool, measurements: Measurements) -> EnginePlan:
-    """Predicts every way of drafting, and writes the plan with the best one.
+def make_plan(
+    pool: ServerPool,
+    spec_type: str,
+    max_length: int,
+    measurements: Sequence[Measurements],
+    seconds: float,
+) -> EnginePlan:
+    """Predicts every way of drafting, and writes the plan with the best one of each context.
 
     Args:
         pool: the servers that were measured.
-        measurements: what they yielded.
+        spec_type: llama.cpp's name of the type.
+        max_length: maximum number of drafted tokens to plan for.
+        measurements: what the servers yielded at each context.
+        seconds: how long measuring took.
     """
-    spec_type, times = measurements.spec_type, measurements.times
-    draftings = candidates(spec_type, measurements.max_length)
-    cells = predict_cells(draftings, measurements.texts, times, spec_type != LOOKUP)
+    draftings = candidates(spec_type, max_length)
+    shown: list[Cell] = []
+    choices: list[ContextChoice] = []
+    lines: tuple[str, ...] = ()
+    for measured in measurements:
+        cells = predict_cells(draftings, measured.texts, measured.times, spec_type != LOOKUP)
+        shown += [cells[drafting] for drafting in worth_showing(cells, spec_type)]
+        best = launch_options(best_drafting(cells), pool.draft)
+        if measured.context:
+            choices.append(ContextChoice(measured.context, (), best, measured.acceptance))
+        else:
+            lines = best
+    pass_seconds = {m.context: round(m.times.pass_seconds, 7) for m in measurements}
     return EnginePlan(
         engine="llamacpp",
         version=pool.build.version,
         method=spec_type,
         target=pool.target,
         draft=pool.draft or "",
-        acceptance=measurements.acceptance,
-        steps=times.steps.steps,
-        cells=tuple(cells[drafting] for drafting in worth_showing(cells, spec_type)),
-        lines=launch_options(best_drafting(cells), pool.draft),
+        acceptance=measurements[0].acceptance,
+        steps=tuple(chain.from_iterable(m.times.steps.steps for m in measurements)),
+        cells=tuple(shown),
+        lines=lines,
+        by_context=tuple(choices),
         settings={
             "temperature": pool.workload.temperature,
             "tokens": pool.workload.tokens,
-            "prompts": len(measurements.texts),
+            "prompts": len(measurements[0].texts),
             "server_args": list(pool.arguments),
-            "draft_pass_seconds": round(times.pass_seconds, 7),
+            "draft_pass_seconds": pass_seconds.get(0)
+            if not choices
+            else {str(context): value for context, value in pass_seconds.items()},
         },
-        seconds=round(measurements.seconds, 1),
+        seconds=round(seconds, 1),
         tool=tool_version(),
     )
 
@@ -231,36 +285,50 @@ def verify_plan(pool: ServerPool, plan: EnginePlan, prompts: Sequence[int]) -> E
     Returns:
         The plan with the measurements in its cells.
     """
-    cells = {drafting_of(cell, plan.method): cell for cell in plan.cells}
-    draftings = to_verify(cells, plan.method)
-    runs = run_draftings(pool, draftings, prompts, VERIFY_REPEATS)
+    kinds = []
+    for part in plan.parts():
+        cells = {drafting_of(cell, plan.method): cell for cell in part.cells}
+        kinds += [(drafting, part.context) for drafting in to_verify(cells, plan.method)]
+    runs = run_draftings(pool, kinds, prompts, VERIFY_REPEATS)
     measured = {
-        drafting: measured_cell([engine_run(texts) for texts in repeats], 1)
-        for drafting, repeats in runs.items()
+        kind: measured_cell([engine_run(texts) for texts in repeats], 1)
+        for kind, repeats in runs.items()
     }
     return replace(
         plan,
         cells=tuple(
-            replace(cell, measured=measured.get(drafting)) for drafting, cell in cells.items()
+            replace(cell, measured=measured.get((drafting_of(cell, plan.method), cell.context)))
+            for cell in plan.cells
         ),
     )
 
 
 def run_draftings(
-    pool: ServerPool, draftings: Sequence[Drafting], prompts: Sequence[int], repeats: int
-) -> dict[Drafting, list[list[list[ChainStep]]]]:
+    pool: ServerPool,
+    kinds: Sequence[tuple[Drafting, int]],
+    prompts: Sequence[int],
+    repeats: int,
+) -> dict[tuple[Drafting, int], list[list[list[ChainStep]]]]:
     """Decodes prompts with several ways of drafting, in turn, in every second repeat backwards.
 
+    Args:
+        pool: the servers.
+        kinds: ways of drafting with the tokens of every prompt; 0 decodes prompts as they are.
+        prompts: indices of the prompts.
+        repeats: runs of each kind.
+
     Returns:
-        For each way of drafting and each repeat, the steps of each text.
+        For each kind and repeat, the steps of each text.
     """
-    runs: dict[Drafting, list[list[list[ChainStep]]]] = {drafting: [] for drafting in draftings}
+    runs: dict[tuple[Drafting, int], list[list[list[ChainStep]]]] = {kind: [] for kind in kinds}
+    draftings = list(dict.fromkeys(drafting for drafting, _ in kinds))
     for i in range(repeats):
         for group in pool.groups(draftings[:: -1 if i % 2 else 1]):
             pool.report_status(f"verifying, run {i + 1} of {repeats}")
             pool.ensure_running(group)
-            for drafting in group:
-                runs[drafting].append(pool.run(drafting, prompts))
+            for drafting, context in sorted(kinds, key=lambda kind: kind[1]):
+                if drafting in group:
+                    runs[drafting, context].append(pool.run(drafting, prompts, context))
     return runs
 
 
@@ -279,11 +347,17 @@ def with_first_tokens(text: DraftedText, first: FirstTokens) -> DraftedText:
     return dataclasses.replace(text, first=first)
 
 
-def repeated(text: LookupText) -> list[int]:
-    """A prompt of one text three times, which a model goes on to repeat."""
-    tokens = [*text.prompt, *text.tokens]
+def repeated(text: LookupText, context: int = 0) -> list[int]:
+    """A prompt of one text several times, which a model goes on to repeat.
+
+    Args:
+        text: the text; the last REPEATED_TOKENS of it if there is a context.
+        context: number of tokens of the prompt, at least three times the text; 0 for those.
+    """
+    tokens = [*text.prompt, *text.tokens][-REPEATED_TOKENS if context else 0 :]
     period = (tokens * (REPEATED_TOKENS // len(tokens) + 1))[: max(REPEATED_TOKENS, len(tokens))]
-    return period * 3
+    times = max(3, -(-context // len(period)))
+    return (period * times)[-max(3 * len(period), context) :]
 
 
 @dataclass(frozen=True)
@@ -313,11 +387,14 @@ class Times:
         return self.steps.seconds_and_error(1, length)[1]
 
 
-def times_of_rounds(rounds: Mapping[Drafting, Sequence[Sequence[ChainStep]]]) -> Times:
+def times_of_rounds(
+    rounds: Mapping[Drafting, Sequence[Sequence[ChainStep]]], context: int = 0
+) -> Times:
     """Computes the time of a step by the number of its drafted tokens.
 
     Args:
         rounds: for each way of `timed_draftings`, the steps of each round.
+        context: tokens of every prompt; 0 if prompts were decoded as they are.
 
     Raises:
         SequoiaPlanError: if no step of a way drafted as many tokens as it may.
@@ -344,6 +421,7 @@ def times_of_rounds(rounds: Mapping[Drafting, Sequence[Sequence[ChainStep]]]) ->
             seconds=round(median, 7),
             error=round(error, 5),
             steps=sum(count for _, count in values),
+            context=context,
         )
         rows.append(row)
     if not rows or rows[0].speculative_tokens or len(rows) < 2:
@@ -420,6 +498,7 @@ def make_cell(drafting: Drafting, prediction: Prediction, plain: float, times: T
         high=round(throughput * math.exp(Z95 * error), 3),
         speedup=round(throughput / plain, 4),
         is_timed=times.steps.is_measured(1, drafting.max_length),
+        context=times.steps.context,
     )
 
 

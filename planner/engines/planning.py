@@ -47,7 +47,7 @@ LaunchLines = Callable[[Sequence[ScheduleEntry]], tuple[str, ...]]
 
 
 def make_plan(
-    acceptance: ChainAcceptance,
+    acceptance: Mapping[int, ChainAcceptance],
     steps: Sequence[StepSeconds],
     batches: Sequence[int],
     max_length: int,
@@ -57,9 +57,9 @@ def make_plan(
     """Computes the plan from acceptance counts and step times. No engine is needed.
 
     Args:
-        acceptance: counts of how far drafted chains are accepted.
+        acceptance: by context, counts of how far drafted chains are accepted. Those of 0, prompts
+            as they are, hold for every context that has none.
         steps: measured times of a step, by batch size, number of speculative tokens and context.
-            The acceptance is taken to be the same at every context.
         batches: batch sizes to plan for. They may lie between those that were timed, and beyond
             them by a factor of `MAX_EXTRAPOLATION` at most.
         max_length: maximum number of speculative tokens.
@@ -70,11 +70,10 @@ def make_plan(
     Raises:
         ArgumentError: if a batch size is too far from those that were timed.
     """
-    # the expected tokens a step and request with 0, 1, ... speculative tokens
-    expected_tokens = tokens_by_length(acceptance, max_length)
     cells: list[Cell] = []
-    # the schedule and the options to start the engine with, by context
-    choices: dict[int, tuple[tuple[ScheduleEntry, ...], tuple[str, ...]]] = {}
+    choices: list[ContextChoice] = []
+    schedule: tuple[ScheduleEntry, ...] = ()
+    lines: tuple[str, ...] = ()
     for times in times_by_context(steps):
         low, high = min(times.batches), max(times.batches)
         for batch in batches:
@@ -84,18 +83,25 @@ def make_plan(
                     f"{-(-low // MAX_EXTRAPOLATION)} to {high * MAX_EXTRAPOLATION}; "
                     "time such batches, or leave it out"
                 )
+        # the expected tokens a step and request with 0, 1, ... speculative tokens
+        expected_tokens = tokens_by_length(
+            acceptance.get(times.context) or acceptance[0], max_length
+        )
         cells += predict_cells(expected_tokens, times, batches)
         # the best number for each range of batch sizes, from 1 to the largest
-        schedule = make_schedule(expected_tokens, times, max(batches))
-        choices[times.context] = schedule, launch_lines(schedule)
-    schedule, lines = choices.pop(0, ((), ()))
+        best = make_schedule(expected_tokens, times, max(batches))
+        if times.context:
+            counts = acceptance.get(times.context)
+            choices.append(ContextChoice(times.context, best, launch_lines(best), counts))
+        else:
+            schedule, lines = best, launch_lines(best)
     return EnginePlan(
-        acceptance=acceptance,
+        acceptance=acceptance[min(acceptance)],
         steps=tuple(steps),
         cells=tuple(cells),
         schedule=schedule,
         lines=lines,
-        by_context=tuple(ContextChoice(context, *choice) for context, choice in choices.items()),
+        by_context=tuple(choices),
         **plan_fields,
     )
 
@@ -107,53 +113,61 @@ def measure(
     prompts: Sequence[int],
     acceptance: ChainAcceptance | None = None,
     contexts: Sequence[int] = (0,),
-) -> tuple[ChainAcceptance, tuple[StepSeconds, ...], float]:
+) -> tuple[dict[int, ChainAcceptance], tuple[StepSeconds, ...], float]:
     """Measures acceptance, and the step times that choosing the best lengths needs.
 
     A length is a number of speculative tokens. Acceptance is counted with the largest one.
 
-        count acceptance with max_length speculative tokens
+        count acceptance with max_length speculative tokens at each context
         time steps with 0, 1 and max_length tokens
         repeat: time the lengths that are best for some batch size and context and were not timed,
             until there are none
-
-    Acceptance is counted on the prompts as they are, whatever the contexts.
 
     Args:
         pool: the engines.
         batches: batch sizes.
         max_length: maximum number of speculative tokens.
         prompts: indices of the prompts whose acceptance is counted.
-        acceptance: counts from elsewhere, such as a server's metrics; None counts them here.
-        contexts: contexts to time steps at, as in `StepKind`.
+        acceptance: counts from elsewhere, such as a server's metrics, which hold for every
+            context; None counts them here.
+        contexts: contexts to measure at, as in `StepKind`.
 
     Returns:
-        Acceptance, step times, and the seconds that all of it took.
+        Acceptance by context, step times, and the seconds that all of it took.
     """
     start_time = time.perf_counter()
     if any(contexts):  # an engine that takes no such context ends this before anything is measured
         pool.ensure_running([max_length])
         pool.check_context(max(contexts))
-    if acceptance is None:
-        acceptance = _count_acceptance(pool, max_length, min(max(batches), len(prompts)), prompts)
-    tokens = tokens_by_length(acceptance, max_length)
+    if acceptance is not None:
+        acceptance_by_context = {0: acceptance}
+    else:
+        batch = min(max(batches), len(prompts))
+        acceptance_by_context = {
+            context: _count_acceptance(pool, max_length, batch, prompts, context)
+            for context in contexts
+        }
+    tokens = {
+        context: tokens_by_length(counts, max_length)
+        for context, counts in acceptance_by_context.items()
+    }
     lengths = sorted({0, 1, max_length})
     rounds = pool.time_steps(lengths, batches, STEPS_PER_ROUND, _is_precise, contexts)
     while True:
         steps = median_step_seconds(rounds)
         best_lengths = {
-            best_length(tokens, times, batch)
+            best_length(tokens.get(times.context) or tokens[0], times, batch)
             for times in times_by_context(steps)
             for batch in batches
         }
         untimed = best_lengths - {step.speculative_tokens for step in steps}
         if not untimed:
-            return acceptance, steps, time.perf_counter() - start_time
+            return acceptance_by_context, steps, time.perf_counter() - start_time
         rounds |= pool.time_steps(sorted(untimed), batches, STEPS_PER_ROUND, _is_precise, contexts)
 
 
 def _count_acceptance(
-    pool: vllm.EnginePool, length: int, batch: int, prompts: Sequence[int]
+    pool: vllm.EnginePool, length: int, batch: int, prompts: Sequence[int], context: int
 ) -> ChainAcceptance:
     """Counts how far drafted chains are accepted.
 
@@ -164,9 +178,10 @@ def _count_acceptance(
         length: number of speculative tokens.
         batch: number of requests decoded together.
         prompts: indices of the prompts to decode.
+        context: tokens of every prompt; 0 decodes prompts as they are.
     """
     pool.ensure_running([length])
-    acceptance, tokens_by_prompt = pool.measure_acceptance(length, batch, prompts)
+    acceptance, tokens_by_prompt = pool.measure_acceptance(length, batch, prompts, context)
     num_steps = sum(map(len, tokens_by_prompt))
     return replace(
         acceptance,

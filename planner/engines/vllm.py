@@ -252,7 +252,7 @@ class EnginePool:
             )
 
     def measure_acceptance(
-        self, length: int, batch: int, prompts: Sequence[int]
+        self, length: int, batch: int, prompts: Sequence[int], context: int = 0
     ) -> tuple[ChainAcceptance, list[list[int]]]:
         """Counts how far chains of one length are accepted.
 
@@ -260,6 +260,7 @@ class EnginePool:
             length: number of speculative tokens.
             batch: number of requests decoded together.
             prompts: indices of the workload's prompts to decode.
+            context: tokens of every prompt; 0 decodes prompts as they are.
 
         Returns:
             vLLM's counts, and for each prompt the number of new tokens of each of its steps but
@@ -268,8 +269,9 @@ class EnginePool:
         self.report_status(
             f"counting what is accepted of {length} speculative tokens, {batch} requests at a time"
         )
-        run = self.run(length, batch, prompts, drain=True)
+        run = self.run(length, batch, prompts, drain=True, context=context)
         source = f"vLLM {self.info['version']}, {len(prompts)} prompts"
+        source += f" of {context} tokens" if context else ""
         acceptance = counters.chain_acceptance(run.counters_after, run.counters_before, source)
         return acceptance, run.tokens_by_prompt
 

@@ -50,10 +50,10 @@ def findings(plan: EnginePlan) -> list[str]:
 
 def _change_with_context(plan: EnginePlan, batch: int) -> str:
     """Describes how the best number of speculative tokens depends on the context."""
-    best = {part.context: part.best_cell(batch).speculative_tokens for part in plan.parts()}
+    best = {part.context: _name(part.best_cell(batch)) for part in plan.parts()}
     if len(set(best.values())) == 1:
         return f"batch {batch}: the best number is the same at every context"
-    changes = ", ".join(f"{length} at {context}" for context, length in best.items())
+    changes = ", ".join(f"{name} at {context}" for context, name in best.items())
     return f"batch {batch}: the best number changes with the context: {changes}"
 
 
@@ -180,9 +180,16 @@ def acceptance_lines(acceptance: ChainAcceptance, mean_tokens: Sequence[float]) 
 
 
 def plan_acceptance_lines(plan: EnginePlan) -> list[str]:
-    """Describes a plan's acceptance and expected tokens, which all of its parts share."""
-    cells = [cell for cell in plan.parts()[0].cells_at(plan.batches[0]) if not cell.variant]
-    return acceptance_lines(plan.acceptance, [cell.tokens_per_step for cell in cells])
+    """Describes a plan's acceptance and expected tokens, at each context that has its own."""
+    lines = []
+    for part in plan.parts():
+        cells = [cell for cell in part.cells_at(plan.batches[0]) if not cell.variant]
+        has_own = any(choice.acceptance for choice in part.by_context)
+        lines += [f"context {part.context}:"] if has_own else []
+        lines += acceptance_lines(part.acceptance, [cell.tokens_per_step for cell in cells])
+        if not has_own:  # all parts share it
+            break
+    return lines
 
 
 def print_plan(plan: EnginePlan) -> None:
