@@ -143,10 +143,12 @@ def test_neighbours_differ_in_one_setting():
 
 
 def test_a_text_is_repeated_until_it_is_longer_than_what_a_lookup_drafts():
-    tokens = repeated(LookupText((1, 2, 3), (4, 5), 2))
-    assert len(tokens) == 3 * 96 and tokens[:6] == [1, 2, 3, 4, 5, 1] and tokens[96:98] == [1, 2]
-    longer = repeated(LookupText(tuple(range(60)), tuple(range(60, 200)), 2), context=1000)
-    assert len(longer) == 1000 and longer[-96:] == list(range(104, 200)) == longer[-192:-96]
+    text = LookupText(tuple(range(60)), tuple(range(60, 200)), 2)
+    tokens = repeated(text, 24, 40)
+    assert tokens == [*range(168, 200)] * 3
+    longer = repeated(text, 2, 1000)
+    assert len(longer) == 1000 and longer[-16:] == longer[-32:-16] == [*range(184, 200)]
+    assert repeated(LookupText((1, 2, 3), (4, 5), 2), 2, 0) == [5, *[1, 2, 3, 4, 5] * 3] * 3
 
 
 def test_what_comes_before_a_prompt_is_of_the_other_half_and_the_same_for_all():

@@ -589,35 +589,28 @@ class ServerPool:
         return texts
 
     def time_steps(
-        self,
-        draftings: Sequence[Drafting],
-        prompts: Mapping[int, Sequence[int]],
-        rounds: int,
-        per_round: int,
-    ) -> dict[int, dict[Drafting, list[list[ChainStep]]]]:
+        self, prompts: Mapping[tuple[Drafting, int], Sequence[Sequence[int]]], rounds: int
+    ) -> dict[tuple[Drafting, int], list[list[ChainStep]]]:
         """Decodes some prompts with each way of drafting at each context, in rounds.
 
-        Every way decodes the same prompts of a round, and every second round goes through them in
-        the opposite order, so that a drift of the machine's speed affects all of them.
+        Every second round goes through the ways in the opposite order, so that a drift of the
+        machine's speed affects all of them.
 
         Args:
-            draftings: ways of drafting.
-            prompts: by context, indices of the workload's prompts.
+            prompts: for each way of drafting and context, indices of the prompts of each round.
             rounds: number of rounds.
-            per_round: prompts of a round.
 
         Returns:
-            For each context and way of drafting, the steps of each round.
+            For each way of drafting and context, the steps of each round.
         """
-        steps: dict[int, dict[Drafting, list[list[ChainStep]]]] = {
-            context: {drafting: [] for drafting in draftings} for context in prompts
-        }
+        steps: dict[tuple[Drafting, int], list[list[ChainStep]]] = {kind: [] for kind in prompts}
+        draftings = list(dict.fromkeys(drafting for drafting, _ in prompts))
         for i in range(rounds):
             self.report_status(f"timing steps, round {i + 1} of {rounds}")
             for group in self.groups(draftings[:: -1 if i % 2 else 1]):
                 self.ensure_running(group)
-                for context, indices in prompts.items():
-                    chosen = [indices[(i * per_round + j) % len(indices)] for j in range(per_round)]
-                    for drafting in group:
-                        steps[context][drafting].append(self._run_timed(drafting, chosen, context))
+                for (drafting, context), by_round in prompts.items():
+                    if drafting in group:
+                        run = self._run_timed(drafting, by_round[i], context)
+                        steps[drafting, context].append(run)
         return steps

@@ -55,8 +55,10 @@ LOOKUPS_PER_ROUND = 2
 """Texts of a round that times lookups, each with several drafts."""
 VERIFY_REPEATS = 3
 """How often `verify_plan` runs each way of drafting."""
-REPEATED_TOKENS = 96
-"""Tokens of a text that is repeated to time lookups: more than any of them drafts."""
+MIN_PERIOD = 16
+"""Tokens of a text that is repeated to time lookups, at least."""
+PERIOD_MARGIN = 8
+"""Tokens of such a text beyond those that are drafted."""
 
 
 @dataclass(frozen=True)
@@ -102,19 +104,12 @@ def measure(
     recordings = {
         context: record(pool, spec_type, max_length, prompts, context) for context in contexts
     }
-    timing_prompts: dict[int, Sequence[int]] = dict.fromkeys(contexts, prompts)
-    if spec_type == LOOKUP:
-        for context, (texts, _) in recordings.items():
-            copied = [repeated(text, context) for text in texts if isinstance(text, LookupText)]
-            # with a context, one text: the server then has its begin in its cache
-            chosen = copied[: 1 if context else LOOKUPS_PER_ROUND]
-            timing_prompts[context] = pool.add_prompts(chosen)
-    rounds = pool.time_steps(
-        timed_draftings(spec_type, max_length),
-        timing_prompts,
-        TIMING_ROUNDS,
-        LOOKUPS_PER_ROUND if spec_type == LOOKUP else PROMPTS_PER_ROUND,
-    )
+    timing_prompts = {
+        (drafting, context): _prompts_to_time(pool, drafting, texts, prompts, context)
+        for context, (texts, _) in recordings.items()
+        for drafting in timed_draftings(spec_type, max_length)
+    }
+    rounds = pool.time_steps(timing_prompts, TIMING_ROUNDS)
     measurements = []
     for context, (texts, recorded) in recordings.items():
         source = f"{len(prompts)} prompts" + (f" of {context} tokens" if context else "")
@@ -125,10 +120,44 @@ def measure(
             Measurements(
                 texts,
                 replace(acceptance, trials=trials),
-                times_of_rounds(rounds[context], context),
+                times_of_rounds(
+                    {drafting: steps for (drafting, at), steps in rounds.items() if at == context},
+                    context,
+                ),
             )
         )
     return measurements, time.perf_counter() - start_time
+
+
+def _prompts_to_time(
+    pool: ServerPool,
+    drafting: Drafting,
+    texts: Sequence[DraftedText | LookupText],
+    prompts: Sequence[int],
+    context: int,
+) -> list[list[int]]:
+    """Indices of the prompts of each round that steps of a way of drafting are timed with.
+
+    Lookups are timed in texts that repeat themselves, about as long as the prompts are: a step
+    takes longer after a longer text. With a context it is one text, which the server then has in
+    its cache.
+    """
+    if drafting.spec_type != LOOKUP:
+        chosen, per_round = prompts, PROMPTS_PER_ROUND
+    else:
+        size = context or int(np.median([len(pool.prompt(i)) for i in prompts]))
+        lookup_texts = [text for text in texts if isinstance(text, LookupText)]
+        chosen = pool.add_prompts(
+            [
+                repeated(text, drafting.max_length, size)
+                for text in lookup_texts[: 1 if context else LOOKUPS_PER_ROUND]
+            ]
+        )
+        per_round = LOOKUPS_PER_ROUND
+    return [
+        [chosen[(i * per_round + j) % len(chosen)] for j in range(per_round)]
+        for i in range(TIMING_ROUNDS)
+    ]
 
 
 def record(
@@ -347,17 +376,19 @@ def with_first_tokens(text: DraftedText, first: FirstTokens) -> DraftedText:
     return dataclasses.replace(text, first=first)
 
 
-def repeated(text: LookupText, context: int = 0) -> list[int]:
-    """A prompt of one text several times, which a model goes on to repeat.
+def repeated(text: LookupText, length: int, size: int) -> list[int]:
+    """A prompt that repeats the end of a text, and that a model goes on to repeat.
 
     Args:
-        text: the text; the last REPEATED_TOKENS of it if there is a context.
-        context: number of tokens of the prompt, at least three times the text; 0 for those.
+        text: the text.
+        length: tokens that a lookup drafts, fewer than are repeated.
+        size: number of tokens of the prompt, but at least three repetitions.
     """
-    tokens = [*text.prompt, *text.tokens][-REPEATED_TOKENS if context else 0 :]
-    period = (tokens * (REPEATED_TOKENS // len(tokens) + 1))[: max(REPEATED_TOKENS, len(tokens))]
-    times = max(3, -(-context // len(period)))
-    return (period * times)[-max(3 * len(period), context) :]
+    period = max(length + PERIOD_MARGIN, MIN_PERIOD)
+    tokens = [*text.prompt, *text.tokens]
+    end = (tokens * -(-period // len(tokens)))[-period:]
+    size = max(size, 3 * period)
+    return (end * -(-size // period))[-size:]
 
 
 @dataclass(frozen=True)
