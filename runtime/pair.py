@@ -14,7 +14,7 @@ from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.draft_file import load_draft, save_as_folder
 from sequoia_plan.runtime.draft.load import load_checkpoint, remarks
-from sequoia_plan.runtime.draft.self_draft import INT8, self_draft
+from sequoia_plan.runtime.draft.self_draft import INT8, self_draft, shares_cache
 from sequoia_plan.runtime.generation import end_tokens
 from sequoia_plan.runtime.models.architecture import context_length, rope_reason, text_config
 from sequoia_plan.runtime.models.fuse import fuse, num_fused_layers
@@ -320,7 +320,9 @@ def _place_layers(
     caches, budget = cache_bytes(target), as_bytes(memory, offloaded.device)
     draft_bytes = 0
     if draft is not None:
-        draft_bytes, caches = own_bytes(draft, target), caches + cache_bytes(draft)
+        draft_bytes = own_bytes(draft, target)
+        if not shares_cache(draft, target):
+            caches += cache_bytes(draft)
     split = split_memory(
         budget, offloaded.outside_bytes, draft_bytes, caches, offloaded.layer_sizes()
     )

@@ -6,19 +6,30 @@ import copy
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.runtime.models.architecture import decoder_layers, text_config
+from sequoia_plan.runtime.models.architecture import decoder_layers, text_config, unwrapped
 from sequoia_plan.runtime.models.fused_layer import FusedLayer, can_fuse, has_gated_mlp
 from sequoia_plan.runtime.models.int8 import Int8Linear
 from sequoia_plan.runtime.models.prepacked import PrepackedLinear
 
 INT8 = "int8"
 """The value of --draft that asks for such a draft."""
+
+_targets: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
+"""For each draft that was made here, the target that it is a copy of."""
+
+
+def shares_cache(draft: Any, target: Any) -> bool:
+    """Is `draft` a copy of `target` that can read the keys and values in the target's cache?"""
+    plain_target = unwrapped(target)
+    is_its_copy = draft in _targets and _targets[draft]() is plain_target
+    return is_its_copy and draft.dtype == plain_target.dtype
 
 
 @torch.no_grad()
@@ -61,7 +72,9 @@ def self_draft(target: Any, layers: Iterable[Mapping[str, Tensor]] | None = None
     replacements[target_layers] = layer_copies
     # a tied head has a name of its own
     tensors = dict(target.named_parameters(remove_duplicate=False))
-    return _copy_in_8_bits(target, target, tensors, dtype, replacements).eval()
+    draft = _copy_in_8_bits(target, target, tensors, dtype, replacements).eval()
+    _targets[draft] = ref(unwrapped(target))
+    return draft
 
 
 def _layer_copy(

@@ -43,7 +43,7 @@ class MemorySplit:
         memory: the budget.
         outside_bytes: embeddings, head, and everything else that is in no layer.
         draft_bytes: the draft's own weights.
-        cache_bytes: both models' KV caches of `KV_TOKENS` tokens.
+        cache_bytes: the KV caches of `KV_TOKENS` tokens, of both models or shared by them.
         slot_bytes: the ring.
         resident_layers: numbers of the layers that stay in memory; the others are streamed.
         resident_bytes, streamed_bytes: the weights of these layers, and of the others.
