@@ -32,12 +32,16 @@ def shares_cache(draft: Any, target: Any) -> bool:
     return is_its_copy and draft.dtype == plain_target.dtype
 
 
+def draft_dtype(target: Any) -> torch.dtype:
+    """What a copy computes in: on the CPU bfloat16, which PyTorch's 8-bit kernel is fast in."""
+    return torch.bfloat16 if target.device.type == "cpu" else target.dtype
+
+
 @torch.no_grad()
 def self_draft(target: Any, layers: Iterable[Mapping[str, Tensor]] | None = None) -> Any:
     """A copy of `target` whose linear layers are in 8 bits; the target is not changed.
 
-    The copy shares the target's embeddings. On the CPU it computes in bfloat16, the dtype that
-    PyTorch's 8-bit kernel is fast in; elsewhere in the target's dtype.
+    The copy shares the target's embeddings, and computes in `draft_dtype`.
 
     Args:
         target: a transformers causal LM. Its decoder layers may be on the meta device; everything
@@ -55,7 +59,7 @@ def self_draft(target: Any, layers: Iterable[Mapping[str, Tensor]] | None = None
             f"draft {INT8}: the target's linear layers are repacked for this processor; make the "
             "draft before, or load it as resident"
         )
-    dtype = torch.bfloat16 if target.device.type == "cpu" else target.dtype
+    dtype = draft_dtype(target)
     _, target_layers = decoder_layers(target)
     if layers is None:
         layers = (dict(layer.named_parameters()) for layer in target_layers)

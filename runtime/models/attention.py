@@ -132,7 +132,12 @@ def attend_on_cpu(
     if rows.shape[2] == 1:
         rows, copies = rows.expand(-1, -1, 2, -1), 2
     if attention_mask is not None:
-        attention_mask = attention_mask.repeat(1, 1, copies, 1)
+        is_one_row = tokens == 1  # which takes no copy
+        attention_mask = (
+            attention_mask.expand(-1, -1, copies, -1)
+            if is_one_row
+            else attention_mask.repeat(1, 1, copies, 1)
+        )
     attended = attend(rows, attn_mask=attention_mask)[:, :, : heads_per_key * tokens]
     return attended.unflatten(2, (heads_per_key, tokens)).flatten(1, 2).transpose(1, 2)
 
