@@ -23,6 +23,7 @@ from sequoia_plan.artifacts.tree_file import load_tree, save_tree
 __all__ = [
     "EAGLE_DRAFT",
     "LANGUAGE_MODEL",
+    "SELF_DRAFT",
     "ArgumentError",
     "BenchResult",
     "Drafting",

@@ -8,15 +8,20 @@ import pytest
 import torch
 from architectures import READS_TREES, VOCABULARY, tiny
 from scripted import Scripted, error_of_a_step
+from streamed import LAYERS, PROMPT
 from toys import SMALL_TREES
 
 from sequoia_plan.artifacts import SELF_DRAFT, TokenTree
 from sequoia_plan.profiler.draft_passes import logits_over_text
-from sequoia_plan.runtime import Sampling, SequoiaDecoder
+from sequoia_plan.runtime import Sampling, SequoiaDecoder, load_pair
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.draft import self_draft as module
 from sequoia_plan.runtime.draft.language_model import SelfDrafter
-from sequoia_plan.runtime.draft.self_draft import self_draft, shares_cache
+from sequoia_plan.runtime.draft.self_draft import copy_bytes, self_draft, shares_cache
+from sequoia_plan.runtime.models.architecture import decoder_layers
+from sequoia_plan.runtime.models.int8 import Int8Linear
+from sequoia_plan.runtime.offload.load import OffloadedTarget
+from sequoia_plan.runtime.offload.memory import SLOTS, cache_bytes, own_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3, 6])
@@ -155,4 +160,53 @@ def test_passes_read_known_text_as_steps_do(name):
         all_roots = [0] * len(levels)  # the control
         probs = torch.softmax(logits_over_text(drafter, sequence, slots, all_roots, None), -1)
         assert float((probs[positions] - expected).abs().max()) > 1e-3
-        assert all(map(torch.equal, before, sequence.target.blocks)), "the target's cache is as before"
+        assert all(map(torch.equal, before, sequence.target.blocks)), (
+            "the target's cache is as before"
+        )
+
+
+@pytest.mark.usefixtures("in_the_targets_dtype")
+@pytest.mark.parametrize("placement", ["auto", "resident"])
+@pytest.mark.parametrize("resident", [0, 1, LAYERS - SLOTS - 2])
+def test_layers_in_memory_serve_target_and_draft(folder, resident, placement):
+    target = str(folder / "target")
+    options = {"dtype": "float32", "offload": "disk", "placement": placement}
+    pair = load_pair(target, "int8", memory=memory_for(target, resident), **options)
+    metadata = pair.metadata["target"]
+    assert metadata["resident_layers"] == resident
+    assert metadata["cache_bytes"] == cache_bytes(pair.target), "both models have one cache"
+    (_, draft_layers), (_, target_layers) = decoder_layers(pair.draft), decoder_layers(pair.target)
+    is_shared = [own is targets for own, targets in zip(draft_layers, target_layers, strict=True)]
+    assert sum(is_shared) == resident
+    copies = [layer for layer, shared in zip(draft_layers, is_shared, strict=True) if not shared]
+    in_8_bits = [any(isinstance(m, Int8Linear) for m in layer.modules()) for layer in copies]
+    assert all(in_8_bits) and len(in_8_bits) == LAYERS - resident
+    assert not isinstance(pair.draft.get_output_embeddings(), Int8Linear)
+    assert 0 < own_bytes(pair.draft, pair.target) <= metadata["draft_bytes"]
+    in_memory = load_pair(target, str(folder / "draft"), dtype="float32", placement="resident")
+    expected = SequoiaDecoder(in_memory.target, None, TokenTree.chain(1)).generate(PROMPT, 40)
+    result = SequoiaDecoder(pair.target, pair.draft, TREE).generate(PROMPT, 40)
+    assert torch.equal(result.sequences, expected.sequences) and result.tokens_per_step > 2
+
+
+def memory_for(target, resident):
+    """Bytes with which so many layers of a target stay in memory, beside its copy."""
+    offloaded = OffloadedTarget(target, "cpu", torch.float32)
+    size = max(offloaded.layer_sizes())
+    copy_size = max(copy_bytes(layer.parameters(), torch.float32) for layer in offloaded.layers)
+    offloaded.file.close()
+    some_bytes = 1000  # the copy of what is outside of the layers, and less than a layer
+    assert some_bytes < size - copy_size
+    fixed_bytes = offloaded.outside_bytes + cache_bytes(offloaded.model) + some_bytes
+    return fixed_bytes + SLOTS * size + resident * size + (LAYERS - resident) * copy_size
+
+
+def test_a_target_that_fits_has_a_whole_copy(folder):
+    target = tiny("Llama").bfloat16()
+    pair = load_pair(str(folder / "target"), "int8", dtype="bfloat16", offload="disk", memory="1GB")
+    assert pair.metadata["target"]["streamed_bytes"] == 0
+    assert isinstance(pair.draft.get_output_embeddings(), Int8Linear)
+    assert not {id(layer) for layer in decoder_layers(pair.draft)[1]} & {
+        id(layer) for layer in decoder_layers(pair.target)[1]
+    }
+    assert shares_cache(pair.draft, pair.target) and not shares_cache(pair.draft, target)

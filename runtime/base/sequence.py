@@ -51,8 +51,8 @@ class SequenceState:
         tokens: int64 [capacity], the token in each slot: committed tokens up to the root's slot,
             then those of the drafted tree.
         length: int64 [1], the root's slot, which is the number of committed tokens before it.
-        target, draft: the KV caches of both models; the draft's has no capacity without a draft, and is
-            the target's for a draft that shares it.
+        target, draft: the KV caches of both models; the draft's has no capacity without a draft,
+            and is the target's for a draft that shares it.
         aux_hidden_states: [nodes, width], the target's hidden states of each node of the drafted
             tree, if the draft reads them.
         lookup_chain: int64 [nodes], the tokens for the next step's spine where that is looked up.
