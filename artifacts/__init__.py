@@ -6,7 +6,13 @@ safetensors, msgspec and pyyaml.
 
 from sequoia_plan.artifacts.bench_result import BenchResult
 from sequoia_plan.artifacts.counts import LevelCounts
-from sequoia_plan.artifacts.drafting import EAGLE_DRAFT, LANGUAGE_MODEL, Drafting, dflash_draft
+from sequoia_plan.artifacts.drafting import (
+    EAGLE_DRAFT,
+    LANGUAGE_MODEL,
+    SELF_DRAFT,
+    Drafting,
+    dflash_draft,
+)
 from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.latency import Latency, StreamCost, VerificationCost
 from sequoia_plan.artifacts.plan import Plan
@@ -17,6 +23,7 @@ from sequoia_plan.artifacts.tree_file import load_tree, save_tree
 __all__ = [
     "EAGLE_DRAFT",
     "LANGUAGE_MODEL",
+    "SELF_DRAFT",
     "ArgumentError",
     "BenchResult",
     "Drafting",

@@ -51,6 +51,14 @@ class Drafting(Artifact, frozen=True):
         ),
     ] = False
 
+    shares_cache: Annotated[
+        bool,
+        field(
+            "true if the draft reads the target's KV cache and writes only the tree's nodes there: "
+            "it has read every committed token, because the target has"
+        ),
+    ] = False
+
     def first_pass_width(self, depth: int) -> int:
         """Number of tokens in the first draft pass of a step, for a tree of `depth` levels."""
         return self.first_width * depth if self.first_width_is_per_level else self.first_width
@@ -79,7 +87,7 @@ class Drafting(Artifact, frozen=True):
             depth: levels of the step's tree, the root's included.
             num_passes: draft passes of the step.
         """
-        if not self.drafts_by_level:
+        if not self.drafts_by_level or self.shares_cache:
             return 0
         if self.first_width_is_per_level and num_passes:
             return depth - 1  # all but the root, which are read once more
@@ -111,6 +119,12 @@ LANGUAGE_MODEL = Drafting("language model", first_width=2, drafts_by_level=True)
 
 Its first pass takes the root and the token before it, because the draft has not run yet on an
 accepted leaf.
+"""
+
+SELF_DRAFT = Drafting("self draft", first_width=1, drafts_by_level=True, shares_cache=True)
+"""A copy of the target that attends to the target's own keys and values of committed tokens.
+
+SubSpec, arXiv 2509.18344.
 """
 
 EAGLE_DRAFT = Drafting(

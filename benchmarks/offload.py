@@ -12,7 +12,8 @@ link: plain passes one after the other, and reads of the same blocks of the same
     threads and as large chunks, in turn. Reads go past the page cache.
 decode: held-out prompts, every method of decoding in turn. All targets are streamed. Each tree is
     solved from a profile of its own models that is measured in this run. `plain + N` is plain
-    decoding with N more layers in memory, which take about as many bytes as a draft. accelerate's
+    decoding with N more layers in memory, which take at least the bytes of a draft and its KV
+    cache. accelerate's
     `disk_offload` reads through the page cache, which is dropped before each pass; it decodes a
     quarter of the tokens. A disk may give more after a rest, so the file is read before each text
     until the disk gives what it gives for long. With `--deepspeed PYTHON`, DeepSpeed's ZeRO takes
@@ -64,13 +65,14 @@ from sequoia_plan.profiler.measure import max_tokens_of_any_tree
 from sequoia_plan.profiler.prompts import encode, held_out
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
 from sequoia_plan.runtime.base.weight_stream import stream_of
-from sequoia_plan.runtime.draft.self_draft import INT8
+from sequoia_plan.runtime.draft.self_draft import INT8, copy_bytes, self_draft
+from sequoia_plan.runtime.models.architecture import decoder_layers
 from sequoia_plan.runtime.models.load import resolve_dtype
 from sequoia_plan.runtime.offload.disk_stream import CHUNK_BYTES, THREADS, DiskStream
 from sequoia_plan.runtime.offload.load import OffloadedTarget
-from sequoia_plan.runtime.offload.memory import SLOTS
+from sequoia_plan.runtime.offload.memory import SLOTS, cache_bytes
 from sequoia_plan.runtime.offload.weight_file import aligned_memory, bytes_of
-from sequoia_plan.runtime.pair import EMBEDDED_DRAFTS, FUSED
+from sequoia_plan.runtime.pair import EMBEDDED_DRAFTS, FUSED, NO_DRAFT
 from sequoia_plan.runtime.pair import RESIDENT as RESIDENT_LAYERS
 
 CPU = torch.device("cpu")
@@ -98,13 +100,26 @@ def read_bytes(process: int | str = "self") -> int:
 def streamed_pair(draft: str | None, layers: int, dtype: str, placement: str = "auto") -> Pair:
     """The pair with so many layers of the target in memory; `placement` as for `load_pair`."""
     load = partial(load_pair, draft=draft, dtype=dtype, offload="disk", placement=placement)
-    metadata = load(memory="1TB").metadata["target"]
-    all_bytes = metadata["resident_bytes"] + metadata["draft_bytes"] + metadata["cache_bytes"]
-    streamed_layers = metadata["layers"] - SLOTS - layers
-    memory = all_bytes - streamed_layers * layer_bytes(dtype)
-    pair = load(memory=memory)
+    if draft == INT8:  # it has a copy of the streamed layers
+        pair = load(memory=bytes_with_copy(layers, dtype))
+    else:
+        metadata = load(memory="1TB").metadata["target"]
+        all_bytes = metadata["resident_bytes"] + metadata["draft_bytes"] + metadata["cache_bytes"]
+        streamed_layers = metadata["layers"] - SLOTS - layers
+        pair = load(memory=all_bytes - streamed_layers * layer_bytes(dtype))
     assert pair.metadata["target"]["resident_layers"] == layers
     return pair
+
+
+def bytes_with_copy(layers: int, dtype: str) -> int:
+    """The memory that holds so many layers of the embedded target, and a copy of the others."""
+    target = OffloadedTarget(None, "cpu", resolve_dtype(dtype, "cpu"))
+    copy_size = max(copy_bytes(layer.parameters(), target.model.dtype) for layer in target.layers)
+    copies = (len(target.layers) - layers) * copy_size
+    one_layer = max(target.layer_sizes())
+    # a quarter of a layer for the copy of what is outside of the layers
+    weights = target.outside_bytes + (layers + SLOTS) * one_layer + one_layer // 4
+    return weights + copies + cache_bytes(target.model)
 
 
 def layer_bytes(dtype: str) -> int:
@@ -372,8 +387,9 @@ class DecodeBenchmark:
         self.trees[draft] = solve(profile, BUDGET, DEPTH).tree
         tree_method = sequoia_method(pair, self.trees[draft], self.sampling, self.tokens)
         self.add(draft, tree_method)
-        draft_bytes = pair.metadata["target"]["draft_bytes"]
-        more_layers = -(-draft_bytes // layer_bytes(self.dtype))
+        metadata = pair.metadata["target"]
+        drafts_cache_bytes = metadata["cache_bytes"] - cache_bytes(pair.target)
+        more_layers = -(-(metadata["draft_bytes"] + drafts_cache_bytes) // layer_bytes(self.dtype))
         larger_pair = streamed_pair(None, RESIDENT + more_layers, self.dtype)
         self.add_plain(f"plain + {more_layers}", larger_pair)
 
@@ -435,7 +451,7 @@ def measure_profile(
 
     Acceptance is measured with the same models in memory, where it is the same and takes less time.
     """
-    resident = load_pair(draft=draft, dtype=dtype)
+    resident = pair_in_memory(pair, draft, dtype)
     prompts = [encode(resident.tokenizer, prompt.text) for prompt in built_in()]
     acceptance = measure_acceptance(resident, prompts, [sampling], precision=PRECISION)[0]
     latency = measure_latency(pair, sampling, max_tokens_of_any_tree(acceptance), seconds)
@@ -449,6 +465,18 @@ def measure_profile(
         hardware=fingerprint(CPU),
         levels=levels,
     )
+
+
+def pair_in_memory(pair: Pair, draft: str, dtype: str) -> Pair:
+    """The models of a streamed pair in memory; an int8 draft shares the same layers there."""
+    if draft != INT8:
+        return load_pair(draft=draft, dtype=dtype)
+    (_, draft_layers), (_, target_layers) = decoder_layers(pair.draft), decoder_layers(pair.target)
+    shared_layers = [
+        number for number, layer in enumerate(draft_layers) if layer is target_layers[number]
+    ]
+    resident = load_pair(draft=NO_DRAFT, dtype=dtype, placement=RESIDENT_LAYERS)
+    return replace(resident, draft=self_draft(resident.target, shared_layers=shared_layers))
 
 
 def prompts_with_long_texts(

@@ -17,7 +17,7 @@ from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.draft.dflash import DFlashDrafter
 from sequoia_plan.runtime.draft.drafter import Drafter, DraftPass
 from sequoia_plan.runtime.draft.eagle import EagleCache, EagleDrafter
-from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
+from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter, SelfDrafter
 from sequoia_plan.runtime.models.forward import ForwardOutput
 
 CommitSteps = Callable[[int, int], None]
@@ -87,6 +87,8 @@ def logits_over_text(
     Returns:
         Logits [positions, draft vocabulary].
     """
+    if isinstance(drafter, SelfDrafter):
+        return _self_draft_logits(drafter, sequence, slots, levels)
     if isinstance(drafter, LanguageModelDrafter):  # its logits do not depend on the level
         columns = torch.arange(int(slots[-1]) + 1, device=slots.device)
         mask = additive_mask(columns <= slots[:, None], drafter.model.model.dtype)
@@ -116,6 +118,29 @@ def logits_over_text(
     num_levels = max(max(levels), 0) + 1
     chain = TokenTree.chain(num_levels + 1)  # the last level of a tree has no logits
     return _logits_by_step(drafter, chain, sequence, slots, levels, commit_features)
+
+
+def _self_draft_logits(
+    drafter: SelfDrafter, sequence: SequenceState, slots: Tensor, levels: Sequence[int]
+) -> Tensor:
+    """`logits_over_text` for a draft that reads the target's cache, which is left as it is.
+
+    A token attends to the target's keys and values before the root of its step, and to the draft's
+    own from the root on. The draft's own are written behind the text in another cache.
+    """
+    end, count = int(slots[-1]) + 1, slots.numel()
+    cache = drafter.new_cache(end + count)
+    for own, targets in zip(cache.blocks, sequence.draft.blocks, strict=True):
+        own[:, :, :, :end] = targets[:, :, :, :end]
+    positions = torch.arange(count, device=slots.device)
+    steps_begin = positions - torch.tensor(levels, device=slots.device).clamp(min=0)
+    roots = steps_begin.clamp(min=0)
+    sees_target = torch.arange(end, device=slots.device) < slots[roots][:, None]
+    sees_draft = (positions <= positions[:, None]) & (positions >= roots[:, None])
+    visible = torch.cat([sees_target, sees_draft], 1)
+    mask = additive_mask(visible, drafter.model.model.dtype)
+    tokens = sequence.tokens[slots]
+    return drafter.model(cache, tokens, slots, end + positions, mask).logits
 
 
 def _logits_by_step(

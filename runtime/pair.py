@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,14 @@ from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.draft_file import load_draft, save_as_folder
 from sequoia_plan.runtime.draft.load import load_checkpoint, remarks
-from sequoia_plan.runtime.draft.self_draft import INT8, self_draft
+from sequoia_plan.runtime.draft.self_draft import (
+    INT8,
+    copy_bytes,
+    copy_can_share,
+    self_draft,
+    share_layers,
+    shares_cache,
+)
 from sequoia_plan.runtime.generation import end_tokens
 from sequoia_plan.runtime.models.architecture import context_length, rope_reason, text_config
 from sequoia_plan.runtime.models.fuse import fuse, num_fused_layers
@@ -31,6 +38,7 @@ from sequoia_plan.runtime.models.vocabulary import shared_vocabulary, vocabulary
 
 if TYPE_CHECKING:
     from sequoia_plan.runtime.offload.load import OffloadedTarget
+    from sequoia_plan.runtime.offload.memory import MemorySplit
 
 RESIDENT, FUSED, PREPACKED = "resident", "fused", "repacked"
 """How weights are held in memory: as transformers loads them; in fused layers, where those compute
@@ -247,14 +255,15 @@ def _make_draft(
     device: str,
     dtype: torch.dtype,
     layers: Iterable[Any] | None = None,
+    shared_layers: Collection[int] | None = None,
 ) -> tuple[Any, str, tuple[str, ...]]:
     """The draft that `load_pair` was asked for, its name, and remarks; None for no draft.
 
     Args:
-        layers: the target's layers with their weights, where the target itself has none of them.
+        layers, shared_layers: for a copy of the target, see `self_draft`.
     """
     if draft == INT8:
-        return self_draft(target, layers), f"{target_name} {INT8}", ()
+        return self_draft(target, layers, shared_layers), f"{target_name} {INT8}", ()
     if draft == NO_DRAFT:
         return None, "", ()
     return _load_draft(draft, target, tokenizer, device, dtype)
@@ -290,40 +299,76 @@ def _load_offloaded_pair(
     """A pair whose target keeps in memory what fits, and streams the other layers."""
     # decoding without offloading does not need this package
     from sequoia_plan.runtime.offload.load import OffloadedTarget
+    from sequoia_plan.runtime.offload.memory import as_bytes
 
     offloaded = OffloadedTarget(target, device, dtype)
     _require_draft(target, draft)
     model, tokenizer = offloaded.model, offloaded.tokenizer
-    layers = (offloaded.layer(number) for number in range(len(offloaded.layers)))
-    draft_model, draft_name, draft_remarks = _make_draft(
-        draft, model, tokenizer, offloaded.name, device, dtype, layers
+    budget = as_bytes(memory, offloaded.device)
+    split = _split_with_copy(offloaded, budget) if draft == INT8 else None
+    shared_layers = split.resident_layers if split else None
+    copied_layers = (
+        offloaded.layer(number)
+        for number in range(len(offloaded.layers))
+        if number not in (shared_layers or ())
     )
+    draft_model, draft_name, draft_remarks = _make_draft(
+        draft, model, tokenizer, offloaded.name, device, dtype, copied_layers, shared_layers
+    )
+    split = split or _split_beside(offloaded, draft_model, budget)
     target_metadata = model_metadata(offloaded.name, model, offloaded.weight_samples())
     metadata = {"target": target_metadata | {"placement": placement}}
-    metadata["target"] |= _place_layers(
-        offloaded, draft_model, link, memory, fused=placement != RESIDENT
-    )
+    fused = placement != RESIDENT
+    num_fused = offloaded.place(split, link, fused)
+    metadata["target"] |= split.to_metadata(link, len(offloaded.layers))
+    metadata["target"] |= {"fused_layers": num_fused} if fused else {}
     if draft_model is not None:
+        share_layers(draft_model, model, shared_layers or ())
         metadata["draft"] = _place_draft(draft, draft_model, draft_name, placement)
     link_placement = f"streamed from {link}"
     remarks = (*_context_remarks(model), *draft_remarks)
     return Pair(model, draft_model, tokenizer, metadata, link_placement, remarks)
 
 
-def _place_layers(
-    offloaded: OffloadedTarget, draft: Any, link: str, memory: str | int | None, fused: bool
-) -> dict[str, Any]:
-    """Load the layers that fit into `memory`, stream the others; metadata of the placement."""
-    from sequoia_plan.runtime.offload.memory import as_bytes, cache_bytes, own_bytes, split_memory
+def _split_with_copy(offloaded: OffloadedTarget, budget: int) -> MemorySplit | None:
+    """What fits into `budget` bytes where the draft has a copy of the streamed layers alone.
+
+    Returns:
+        None if all layers fit, or if the copy computes in another dtype than the target.
+    """
+    from sequoia_plan.runtime.offload.memory import cache_bytes, split_memory
 
     target = offloaded.model
-    caches, budget = cache_bytes(target), as_bytes(memory, offloaded.device)
-    draft_bytes = 0
-    if draft is not None:
-        draft_bytes, caches = own_bytes(draft, target), caches + cache_bytes(draft)
+    if not copy_can_share(target):
+        return None
+    copy_size = max(copy_bytes(layer.parameters(), target.dtype) for layer in offloaded.layers)
+    # the norm after the last layer and the rotary embeddings
+    outside = [
+        tensor
+        for name, tensor in (*target.named_parameters(), *target.named_buffers())
+        if tensor.ndim < 2 and not name.startswith(offloaded.layers_name)
+    ]
     split = split_memory(
+        budget,
+        offloaded.outside_bytes,
+        copy_bytes(outside, torch.float32),
+        cache_bytes(target),
+        offloaded.layer_sizes(),
+        copy_size,
+    )
+    return split if split.streamed_bytes else None
+
+
+def _split_beside(offloaded: OffloadedTarget, draft: Any, budget: int) -> MemorySplit:
+    """What fits into `budget` bytes beside a draft, which may be None."""
+    from sequoia_plan.runtime.offload.memory import cache_bytes, own_bytes, split_memory
+
+    target = offloaded.model
+    caches, draft_bytes = cache_bytes(target), 0
+    if draft is not None:
+        draft_bytes = own_bytes(draft, target)
+        if not shares_cache(draft, target):
+            caches += cache_bytes(draft)
+    return split_memory(
         budget, offloaded.outside_bytes, draft_bytes, caches, offloaded.layer_sizes()
     )
-    num_fused = offloaded.place(split, link, fused)
-    metadata = split.to_metadata(link, len(offloaded.layers))
-    return metadata | ({"fused_layers": num_fused} if fused else {})

@@ -110,7 +110,7 @@ class TreeStep:
         if draft is not None and drafts:
             self._check_same_device(draft)
             vocabulary, d2t = shared_vocabulary(target, draft, tokenizer, draft_tokenizer)
-            self.drafter = make_drafter(draft, vocabulary, d2t, backend)
+            self.drafter = make_drafter(target, draft, vocabulary, d2t, backend)
         layers = self.drafter.aux_hidden_state_layers if self.drafter else ()
         self.target = TreeModel(target, probe(target), aux_hidden_state_layers=layers)
         if backend is not None:
@@ -561,10 +561,13 @@ class TreeStep:
             SequoiaPlanError: if the device has not enough memory.
         """
         sequence, drafter = self.sequence, self.drafter
-        new_draft_cache = drafter.new_cache if drafter else None
+        shares_cache = drafter is not None and drafter.drafting.shares_cache
+        new_draft_cache = drafter.new_cache if drafter and not shares_cache else None
         steps = (self, *self.by_match.values())
         capacity = max(step.extent(max_length) for step in steps)
         sequence.reserve(capacity, self.target.new_cache, new_draft_cache)
+        if shares_cache:
+            sequence.draft = sequence.target
         if drafter and drafter.aux_hidden_state_layers:
             model = self.target.model
             width = len(drafter.aux_hidden_state_layers) * text_config(model).hidden_size

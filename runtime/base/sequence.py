@@ -51,7 +51,8 @@ class SequenceState:
         tokens: int64 [capacity], the token in each slot: committed tokens up to the root's slot,
             then those of the drafted tree.
         length: int64 [1], the root's slot, which is the number of committed tokens before it.
-        target, draft: the KV caches of both models; the draft's has no capacity without a draft.
+        target, draft: the KV caches of both models; the draft's has no capacity without a draft,
+            and is the target's for a draft that shares it.
         aux_hidden_states: [nodes, width], the target's hidden states of each node of the drafted
             tree, if the draft reads them.
         lookup_chain: int64 [nodes], the tokens for the next step's spine where that is looked up.
@@ -91,7 +92,7 @@ class SequenceState:
         Args:
             capacity: slots.
             new_target_cache, new_draft_cache: make a model's cache of so many slots; None without
-                a draft.
+                a draft that has one of its own.
 
         Raises:
             SequoiaPlanError: if the device has not enough memory.

@@ -1,4 +1,4 @@
-"""Drafting with a language model that has a KV cache of its own: one pass a level."""
+"""Drafting with a language model, one pass a level; its KV cache is its own or the target's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sequoia_plan.artifacts import LANGUAGE_MODEL, TokenTree
+from sequoia_plan.artifacts import LANGUAGE_MODEL, SELF_DRAFT, Drafting, TokenTree
 from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.sequence import SequenceState
@@ -31,7 +31,7 @@ class LanguageModelDrafter:
         SequoiaPlanError: if the model cannot read a tree.
     """
 
-    drafting = LANGUAGE_MODEL
+    drafting: Drafting = LANGUAGE_MODEL
     aux_hidden_state_layers: tuple[int, ...] = ()
 
     def __init__(
@@ -41,8 +41,7 @@ class LanguageModelDrafter:
         if backend is not None:
             self.model.compile(backend)
         self.vocabulary, self.d2t = vocabulary, d2t
-        self.new_cache, self.prefill = self.model.new_cache, self.model.prefill
-        self.splits_keys = self.model.splits_keys
+        self.new_cache, self.splits_keys = self.model.new_cache, self.model.splits_keys
 
     def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
         """One pass for each level that has children, over the nodes that have them.
@@ -61,6 +60,10 @@ class LanguageModelDrafter:
         slots = torch.tensor([-1, 0], device=tensors.nodes.device)
         return (replace(first, input_slots=slots, offsets=slots, mask=mask), *deeper)
 
+    def prefill(self, cache: TreeCache, tokens: Tensor) -> None:
+        """Start a sequence with `tokens` (int64 [n])."""
+        self.model.prefill(cache, tokens)
+
     def prefill_hidden_states(
         self, cache: TreeCache, tokens: Tensor, slots: Tensor, mask: Tensor, hidden_states: Tensor
     ) -> None:
@@ -73,7 +76,7 @@ class LanguageModelDrafter:
         columns: Tensor,
         previous: ForwardOutput | None = None,
     ) -> ForwardOutput:
-        """Read the pass's tokens with the language model, and write to its own cache.
+        """Read the pass's tokens with the language model, and write to its cache.
 
         Args:
             columns: int64 [extent], for each slot of the KV cache that attention looks at, the
@@ -110,3 +113,34 @@ class LanguageModelDrafter:
     def commit(self, sequence: SequenceState, path: Tensor) -> None:
         """Move the keys and values of the nodes in `path` (int64 [depth]) to the root's slot on."""
         sequence.draft.commit(sequence.length + path, sequence.length)
+
+
+class SelfDrafter(LanguageModelDrafter):
+    """A copy of the target that uses the target's KV cache (see `self_draft.shares_cache`).
+
+    It attends to the target's keys and values of committed tokens, which are nearly its own. Those
+    of nodes are its own until the target's pass over the tree writes the same slots.
+    """
+
+    drafting = SELF_DRAFT
+
+    def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
+        """One pass for each level that has children, over the nodes that have them."""
+        return passes_by_level(tree, tensors)
+
+    def prefill(self, cache: TreeCache, tokens: Tensor) -> None:
+        """The target reads the prompt."""
+
+    def num_read_again(self, tree: TokenTree) -> int:
+        """None."""
+        return 0
+
+    def max_unread(self, tree: TokenTree) -> int:
+        """None: the target reads every token that is committed."""
+        return 0
+
+    def catch_up(self, sequence: SequenceState, slots: Tensor, extent: int) -> None:
+        """The target has read these tokens."""
+
+    def commit(self, sequence: SequenceState, path: Tensor) -> None:
+        """The target commits."""

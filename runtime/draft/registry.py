@@ -11,15 +11,18 @@ from sequoia_plan.runtime.draft.dflash_model import DFlashModel
 from sequoia_plan.runtime.draft.drafter import Drafter
 from sequoia_plan.runtime.draft.eagle import EagleDrafter
 from sequoia_plan.runtime.draft.eagle_model import EagleModel
-from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
+from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter, SelfDrafter
+from sequoia_plan.runtime.draft.self_draft import shares_cache
 
 
 def make_drafter(
-    draft: Any, vocabulary: int, d2t: Tensor | None = None, backend: Any = None
+    target: Any, draft: Any, vocabulary: int, d2t: Tensor | None = None, backend: Any = None
 ) -> Drafter:
-    """The drafter for a draft, by its class; arguments as for `LanguageModelDrafter`."""
+    """The drafter for a draft of `target`; further arguments as for `LanguageModelDrafter`."""
     if isinstance(draft, EagleModel):
         return EagleDrafter(draft, vocabulary, d2t, backend)
     if isinstance(draft, DFlashModel):
         return DFlashDrafter(draft, vocabulary, d2t, backend)
+    if shares_cache(draft, target):
+        return SelfDrafter(draft, vocabulary, d2t, backend)
     return LanguageModelDrafter(draft, vocabulary, d2t, backend)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.runtime.models.architecture import decoder_layers, text_config
+from sequoia_plan.runtime.models.architecture import decoder_layers, text_config, unwrapped
 from sequoia_plan.runtime.models.fused_layer import FusedLayer, can_fuse, has_gated_mlp
 from sequoia_plan.runtime.models.int8 import Int8Linear
 from sequoia_plan.runtime.models.prepacked import PrepackedLinear
@@ -20,20 +21,45 @@ from sequoia_plan.runtime.models.prepacked import PrepackedLinear
 INT8 = "int8"
 """The value of --draft that asks for such a draft."""
 
+_targets: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
+"""For each draft that was made here, the target that it is a copy of."""
+
+
+def shares_cache(draft: Any, target: Any) -> bool:
+    """Is `draft` a copy of `target` that can read the keys and values in the target's cache?"""
+    plain_target = unwrapped(target)
+    is_its_copy = draft in _targets and _targets[draft]() is plain_target
+    return is_its_copy and draft.dtype == plain_target.dtype
+
+
+def draft_dtype(target: Any) -> torch.dtype:
+    """What a copy computes in: on the CPU bfloat16, which PyTorch's 8-bit kernel is fast in."""
+    return torch.bfloat16 if target.device.type == "cpu" else target.dtype
+
+
+def copy_can_share(target: Any) -> bool:
+    """Can a copy of `target` use its layers and its KV cache, because it has the same dtype?"""
+    return bool(draft_dtype(target) == target.dtype)
+
 
 @torch.no_grad()
-def self_draft(target: Any, layers: Iterable[Mapping[str, Tensor]] | None = None) -> Any:
+def self_draft(
+    target: Any,
+    layers: Iterable[Mapping[str, Tensor]] | None = None,
+    shared_layers: Collection[int] | None = None,
+) -> Any:
     """A copy of `target` whose linear layers are in 8 bits; the target is not changed.
 
-    The copy shares the target's embeddings. On the CPU it computes in bfloat16, the dtype that
-    PyTorch's 8-bit kernel is fast in; elsewhere in the target's dtype.
+    The copy shares the target's embeddings, and computes in `draft_dtype`.
 
     Args:
         target: a transformers causal LM. Its decoder layers may be on the meta device; everything
             else is in memory.
-        layers: the weights of each decoder layer in order, by their names in the layer, on any
-            device. They are taken one layer at a time, and released once they are copied. None
-            uses the target's own.
+        layers: the weights of each decoder layer that is copied, in order, by their names in the
+            layer, on any device. They are taken one layer at a time, and released once they are
+            copied. None uses the target's own.
+        shared_layers: numbers of the layers that are not copied, but used as they are, and so is
+            the head; the target must be one whose `copy_can_share`. None copies everything.
 
     Raises:
         SequoiaPlanError: if the target was repacked, or has weight matrices outside of linear
@@ -44,14 +70,19 @@ def self_draft(target: Any, layers: Iterable[Mapping[str, Tensor]] | None = None
             f"draft {INT8}: the target's linear layers are repacked for this processor; make the "
             "draft before, or load it as resident"
         )
-    dtype = torch.bfloat16 if target.device.type == "cpu" else target.dtype
+    dtype = draft_dtype(target)
     _, target_layers = decoder_layers(target)
+    kept_layers = shared_layers or ()
     if layers is None:
-        layers = (dict(layer.named_parameters()) for layer in target_layers)
+        copied_layers = (
+            layer for number, layer in enumerate(target_layers) if number not in kept_layers
+        )
+        layers = (dict(layer.named_parameters()) for layer in copied_layers)
     layers = iter(layers)
     # no variable may hold one layer's weights while the next layer's are read
     layer_copies = nn.ModuleList(
-        _layer_copy(target, layer, next(layers), dtype) for layer in target_layers
+        layer if number in kept_layers else _layer_copy(target, layer, next(layers), dtype)
+        for number, layer in enumerate(target_layers)
     )
     replacements: dict[nn.Module, nn.Module] = {
         module: _shared_embedding(module, dtype)
@@ -59,9 +90,36 @@ def self_draft(target: Any, layers: Iterable[Mapping[str, Tensor]] | None = None
         if isinstance(module, nn.Embedding)
     }
     replacements[target_layers] = layer_copies
+    if shared_layers is not None:
+        head: nn.Module = target.get_output_embeddings()
+        replacements[head] = head
     # a tied head has a name of its own
     tensors = dict(target.named_parameters(remove_duplicate=False))
-    return _copy_in_8_bits(target, target, tensors, dtype, replacements).eval()
+    draft = _copy_in_8_bits(target, target, tensors, dtype, replacements).eval()
+    _targets[draft] = ref(unwrapped(target))
+    return draft
+
+
+def share_layers(draft: Any, target: Any, numbers: Iterable[int]) -> None:
+    """Let a copy compute with these layers of its target, after they were loaded or replaced."""
+    _, draft_layers = decoder_layers(draft)
+    _, target_layers = decoder_layers(target)
+    for number in numbers:
+        draft_layers[number] = target_layers[number]
+
+
+def copy_bytes(tensors: Iterable[Tensor], dtype: torch.dtype) -> int:
+    """The most bytes that a copy of these weights takes; they may be on the meta device.
+
+    Args:
+        dtype: of everything that is not in 8 bits.
+    """
+    return sum(
+        tensor.numel() + max(tensor.shape) * torch.bfloat16.itemsize  # a scale for each row
+        if tensor.ndim > 1
+        else tensor.numel() * (dtype.itemsize + torch.float32.itemsize)  # a norm keeps both
+        for tensor in tensors
+    )
 
 
 def _layer_copy(

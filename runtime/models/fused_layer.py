@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers.activations import SiLUActivation
 
 from sequoia_plan.runtime.base.cache import cache_among
 from sequoia_plan.runtime.base.kernel_launch import kernel_or_tensors
-from sequoia_plan.runtime.models.attention import attend_shared_heads
+from sequoia_plan.runtime.models.attention import attend_on_cpu, attend_shared_heads
 from sequoia_plan.runtime.models.layer_operations import rms_norm, rotate, runs_kernels, silu_mul
 
 FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3")
@@ -220,16 +219,8 @@ class FusedAttention(nn.Module):
         cache = cache_among(options)
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
-        if queries.is_cpu:  # this kernel reads shared keys in place
-            attended = scaled_dot_product_attention(
-                queries,
-                keys,
-                values,
-                attention_mask,
-                is_causal=attention_mask is None and queries.shape[2] > 1,
-                scale=self.scaling,
-                enable_gqa=True,
-            ).transpose(1, 2)
+        if queries.is_cpu:
+            attended = attend_on_cpu(queries, keys, values, attention_mask, self.scaling)
         else:
             attended, _ = attend_shared_heads(
                 self, queries, keys, values, attention_mask, scaling=self.scaling

@@ -43,7 +43,7 @@ class MemorySplit:
         memory: the budget.
         outside_bytes: embeddings, head, and everything else that is in no layer.
         draft_bytes: the draft's own weights.
-        cache_bytes: both models' KV caches of `KV_TOKENS` tokens.
+        cache_bytes: the KV caches of `KV_TOKENS` tokens, of both models or shared by them.
         slot_bytes: the ring.
         resident_layers: numbers of the layers that stay in memory; the others are streamed.
         resident_bytes, streamed_bytes: the weights of these layers, and of the others.
@@ -79,13 +79,19 @@ class MemorySplit:
 
 
 def split_memory(
-    memory: int, outside_bytes: int, draft_bytes: int, cache_bytes: int, layer_sizes: list[int]
+    memory: int,
+    outside_bytes: int,
+    draft_bytes: int,
+    cache_bytes: int,
+    layer_sizes: list[int],
+    copy_size: int = 0,
 ) -> MemorySplit:
     """Keep as many layers resident as fit, spread evenly, so that reading goes on meanwhile.
 
     Args:
         memory, outside_bytes, draft_bytes, cache_bytes: as in `MemorySplit`.
         layer_sizes: bytes of each layer.
+        copy_size: further bytes of the draft for each layer that is streamed.
 
     Raises:
         SequoiaPlanError: if not even the ring fits.
@@ -99,22 +105,25 @@ def split_memory(
             memory, outside_bytes, draft_bytes, cache_bytes, 0, all_layers, total_bytes, 0
         )
     slot_bytes = SLOTS * max_size
-    free_bytes = memory - fixed_bytes - slot_bytes
+    copy_bytes = copy_size * num_layers
+    free_bytes = memory - fixed_bytes - slot_bytes - copy_bytes
     if free_bytes < 0:
         raise SequoiaPlanError(
             f"memory: found {format_bytes(memory)}, expected at least "
-            f"{format_bytes(fixed_bytes + slot_bytes)}: {format_bytes(outside_bytes)} for "
-            f"embeddings and head, {format_bytes(draft_bytes)} for the draft, "
+            f"{format_bytes(fixed_bytes + slot_bytes + copy_bytes)}: {format_bytes(outside_bytes)} "
+            f"for embeddings and head, {format_bytes(draft_bytes + copy_bytes)} for the draft, "
             f"{format_bytes(cache_bytes)} for KV caches, {format_bytes(slot_bytes)} for {SLOTS} "
             "layers at a time"
         )
-    num_resident = min(free_bytes // max_size, num_layers - 1)
+    num_resident = num_layers - 1
+    if max_size > copy_size:  # a resident layer needs no copy
+        num_resident = min(free_bytes // (max_size - copy_size), num_resident)
     resident_layers = tuple(int((i + 0.5) * num_layers / num_resident) for i in range(num_resident))
     resident_bytes = sum(layer_sizes[layer] for layer in resident_layers)
     return MemorySplit(
         memory,
         outside_bytes,
-        draft_bytes,
+        draft_bytes + copy_size * (num_layers - num_resident),
         cache_bytes,
         slot_bytes,
         resident_layers,
@@ -188,7 +197,8 @@ def cache_bytes(model: Any) -> int:
 
 def own_bytes(draft: Any, target: Any) -> int:
     """Bytes of a draft's parameters and buffers, without those that it shares with the target."""
-    target_addresses = {tensor.data_ptr() for tensor in target.parameters()}
+    target_tensors = (*target.parameters(), *target.buffers())
+    target_addresses = {tensor.data_ptr() for tensor in target_tensors}
     return sum(
         tensor.numel() * tensor.dtype.itemsize
         for tensor in (*draft.parameters(), *draft.buffers())

@@ -1,0 +1,212 @@
+"""A copy of the target that reads the target's KV cache: exactness, and what it reads."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from architectures import READS_TREES, VOCABULARY, tiny
+from scripted import Scripted, error_of_a_step
+from streamed import LAYERS, PROMPT
+from toys import SMALL_TREES
+
+from sequoia_plan.artifacts import SELF_DRAFT, TokenTree
+from sequoia_plan.profiler.draft_passes import logits_over_text
+from sequoia_plan.runtime import Sampling, SequoiaDecoder, load_pair
+from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.draft import self_draft as module
+from sequoia_plan.runtime.draft.language_model import SelfDrafter
+from sequoia_plan.runtime.draft.self_draft import copy_bytes, self_draft, shares_cache
+from sequoia_plan.runtime.models.architecture import decoder_layers
+from sequoia_plan.runtime.models.int8 import Int8Linear
+from sequoia_plan.runtime.offload.load import OffloadedTarget
+from sequoia_plan.runtime.offload.memory import SLOTS, cache_bytes, own_bytes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3, 6])
+EXPERTS = {"Qwen3-MoE", "Mixtral"}
+
+
+@pytest.fixture
+def in_the_targets_dtype(monkeypatch):
+    """Copies compute in float32, in which equal texts are asserted."""
+    monkeypatch.setattr(module, "draft_dtype", lambda target: target.dtype)
+
+
+@pytest.mark.usefixtures("in_the_targets_dtype")
+@pytest.mark.parametrize("name", sorted(READS_TREES.keys() - EXPERTS))
+def test_greedy_text_is_the_targets(name):
+    target = tiny(name)
+    prompt = torch.randint(VOCABULARY, (9,), generator=torch.Generator().manual_seed(0))
+    decoder = SequoiaDecoder(target, self_draft(target), TREE)
+    result = decoder.generate(prompt, 40)
+    sequence = decoder.step.sequence
+    assert decoder.step.drafter.drafting == SELF_DRAFT and sequence.draft is sequence.target
+    with torch.inference_mode():
+        expected = target.generate(prompt[None], max_new_tokens=40, do_sample=False)
+    assert torch.equal(result.sequences, expected)
+    assert result.tokens_per_step > 2, "a copy in 8 bits must often agree with its original"
+
+
+@pytest.mark.usefixtures("in_the_targets_dtype")
+@pytest.mark.parametrize("verifier", ["sequoia", "traversal"])
+def test_the_distribution_of_a_step_is_the_targets(verifier):
+    """By enumeration of every draw that the decoder's own code could make."""
+    target = tiny("Llama", vocab_size=3)
+    draft = self_draft(target)
+    for parameter in draft.model.layers.parameters():  # a copy that is far from its target
+        if parameter.is_floating_point():
+            parameter.data.mul_(1.4)
+    decoder = SequoiaDecoder(target, draft, SMALL_TREES["both"])
+    assert isinstance(decoder.step.drafter, SelfDrafter)
+    assert error_of_a_step(decoder, [2, 1, 2, 0], Scripted(1.0, verifier=verifier)) < 1e-6
+    told_another = Scripted(
+        1.0, verifier=verifier, told=lambda probs: torch.softmax(probs.log() / 2, -1)
+    )
+    assert error_of_a_step(decoder, [2, 1, 2, 0], told_another) > 1e-3, (
+        "the control: verified by probabilities that were not drawn from"
+    )
+
+
+@pytest.mark.usefixtures("in_the_targets_dtype")
+def test_a_draft_that_writes_what_is_committed_breaks_the_text(monkeypatch):
+    """Negative control: keys and values of committed tokens must be the target's own."""
+    target = tiny("Llama")
+    prompt = torch.tensor([5, 6, 7, 8])
+    expected = SequoiaDecoder(target, None, TokenTree.chain(1)).generate(prompt, 40).sequences
+    decoder = SequoiaDecoder(target, self_draft(target), TREE)
+    assert torch.equal(decoder.generate(prompt, 40).sequences, expected)
+    layers = decoder.step.drafter.model.model.model.layers
+    layers[0].self_attn.qkv_proj.scales.data.mul_(3)
+    monkeypatch.setattr(SelfDrafter, "prefill", lambda self, *args: None)
+    assert torch.equal(decoder.generate(prompt, 40).sequences, expected), "a poor copy is exact"
+    prefill = decoder.step.target.prefill
+
+    def read_by_both(cache, tokens, on_chunk=None):
+        prefill(cache, tokens, on_chunk)
+        decoder.step.drafter.model.prefill(cache, tokens)
+
+    monkeypatch.setattr(decoder.step.target, "prefill", read_by_both)
+    assert not torch.equal(decoder.generate(prompt, 40).sequences, expected)
+
+
+@pytest.mark.parametrize("tree", [TokenTree.chain(2), TokenTree.chain(5), TREE], ids=repr)
+def test_declared_widths_are_those_of_the_passes(tree, monkeypatch):
+    target = tiny("Llama").bfloat16()
+    decoder, widths = SequoiaDecoder(target, self_draft(target), tree), []
+    model = decoder.step.drafter.model
+    monkeypatch.setattr(
+        model,
+        "flat_forward",
+        lambda tokens, *args, run=model.flat_forward: (
+            widths.append(tokens.shape[1]) or run(tokens, *args)
+        ),
+    )
+    decoder.generate([3, 1, 4], 1)
+    assert widths == SELF_DRAFT.pass_widths(tree.num_parents_by_level)
+    assert SELF_DRAFT.num_unread(tree.depth, tree.num_drafted_levels) == 0
+
+
+def test_only_copies_of_the_target_in_its_dtype_share():
+    target, other = tiny("Llama").bfloat16(), tiny("Llama").bfloat16()
+    draft = self_draft(target)
+    assert shares_cache(draft, target)
+    assert not shares_cache(draft, other) and not shares_cache(other, target)
+    exact = tiny("Llama")  # float32; on the CPU its copy is bfloat16
+    decoder = SequoiaDecoder(exact, self_draft(exact), TREE)
+    decoder.generate([3, 1, 4], 4)
+    assert decoder.step.sequence.draft is not decoder.step.sequence.target
+
+
+def test_a_copied_decoder_shares_its_own_cache():
+    target = tiny("Llama").bfloat16()
+    decoder = SequoiaDecoder(target, self_draft(target), TREE)
+    expected = decoder.generate([3, 1, 4], 30, 1.0, seed=0).sequences
+    copied = copy.deepcopy(decoder)
+    sequence = copied.step.sequence
+    assert sequence.draft is sequence.target is not decoder.step.sequence.target
+    assert torch.equal(copied.generate([3, 1, 4], 30, 1.0, seed=0).sequences, expected)
+
+
+@pytest.mark.usefixtures("in_the_targets_dtype")
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])  # Mistral's attention has a window
+def test_passes_read_known_text_as_steps_do(name):
+    """What the profiler asks: logits at known positions, each at its level of the text's steps."""
+    target = tiny(name)
+    draft = self_draft(target)
+    for layer in draft.model.layers:
+        layer.self_attn.qkv_proj.scales.data.mul_(1.2)  # its keys and values are not the target's
+    decoder = SequoiaDecoder(target, draft, TokenTree.chain(4))
+    drafter, sequence = decoder.step.drafter, decoder.step.sequence
+    prompt, text, levels, on_path = [5, 3, 9, 1], [5, 3, 9, 1], [], []
+    draft_tree = decoder.step.draft
+    drafted = []
+    decoder.step.draft = lambda *args: drafted.append(draft_tree(*args)) or drafted[-1]
+    with torch.inference_mode():
+        for step in decoder.steps(torch.tensor(prompt), 40, Sampling(1.0), seed=0):
+            levels += range(len(step.tokens))
+            text += step.tokens
+            on_path += drafted[-1].draft_probs[: len(step.tokens)]
+        positions = [position for position, level in enumerate(levels) if level < 3]
+        assert max(levels) == 3 and len(positions) > 20
+        ids, slots = torch.tensor(text), torch.arange(3, 3 + len(levels))
+        mask = additive_mask(torch.arange(int(slots[-1]) + 1) <= slots[:, None], torch.float32)
+        decoder.step.target(sequence.target, ids[slots], slots, slots, mask)
+        before = [block.clone() for block in sequence.target.blocks]
+        expected = torch.stack(on_path)
+        probs = torch.softmax(logits_over_text(drafter, sequence, slots, levels, None), -1)
+        torch.testing.assert_close(probs[positions], expected, atol=2e-5, rtol=1e-4)
+        all_roots = [0] * len(levels)  # the control
+        probs = torch.softmax(logits_over_text(drafter, sequence, slots, all_roots, None), -1)
+        assert float((probs[positions] - expected).abs().max()) > 1e-3
+        assert all(map(torch.equal, before, sequence.target.blocks)), (
+            "the target's cache is as before"
+        )
+
+
+@pytest.mark.usefixtures("in_the_targets_dtype")
+@pytest.mark.parametrize("placement", ["auto", "resident"])
+@pytest.mark.parametrize("resident", [0, 1, LAYERS - SLOTS - 2])
+def test_layers_in_memory_serve_target_and_draft(folder, resident, placement):
+    target = str(folder / "target")
+    options = {"dtype": "float32", "offload": "disk", "placement": placement}
+    pair = load_pair(target, "int8", memory=memory_for(target, resident), **options)
+    metadata = pair.metadata["target"]
+    assert metadata["resident_layers"] == resident
+    assert metadata["cache_bytes"] == cache_bytes(pair.target), "both models have one cache"
+    (_, draft_layers), (_, target_layers) = decoder_layers(pair.draft), decoder_layers(pair.target)
+    is_shared = [own is targets for own, targets in zip(draft_layers, target_layers, strict=True)]
+    assert sum(is_shared) == resident
+    copies = [layer for layer, shared in zip(draft_layers, is_shared, strict=True) if not shared]
+    in_8_bits = [any(isinstance(m, Int8Linear) for m in layer.modules()) for layer in copies]
+    assert all(in_8_bits) and len(in_8_bits) == LAYERS - resident
+    assert not isinstance(pair.draft.get_output_embeddings(), Int8Linear)
+    assert 0 < own_bytes(pair.draft, pair.target) <= metadata["draft_bytes"]
+    in_memory = load_pair(target, str(folder / "draft"), dtype="float32", placement="resident")
+    expected = SequoiaDecoder(in_memory.target, None, TokenTree.chain(1)).generate(PROMPT, 40)
+    result = SequoiaDecoder(pair.target, pair.draft, TREE).generate(PROMPT, 40)
+    assert torch.equal(result.sequences, expected.sequences) and result.tokens_per_step > 2
+
+
+def memory_for(target, resident):
+    """Bytes with which so many layers of a target stay in memory, beside its copy."""
+    offloaded = OffloadedTarget(target, "cpu", torch.float32)
+    size = max(offloaded.layer_sizes())
+    copy_size = max(copy_bytes(layer.parameters(), torch.float32) for layer in offloaded.layers)
+    offloaded.file.close()
+    some_bytes = 1000  # the copy of what is outside of the layers, and less than a layer
+    assert some_bytes < size - copy_size
+    fixed_bytes = offloaded.outside_bytes + cache_bytes(offloaded.model) + some_bytes
+    return fixed_bytes + SLOTS * size + resident * size + (LAYERS - resident) * copy_size
+
+
+def test_a_target_that_fits_has_a_whole_copy(folder):
+    target = tiny("Llama").bfloat16()
+    pair = load_pair(str(folder / "target"), "int8", dtype="bfloat16", offload="disk", memory="1GB")
+    assert pair.metadata["target"]["streamed_bytes"] == 0
+    assert isinstance(pair.draft.get_output_embeddings(), Int8Linear)
+    assert not {id(layer) for layer in decoder_layers(pair.draft)[1]} & {
+        id(layer) for layer in decoder_layers(pair.target)[1]
+    }
+    assert shares_cache(pair.draft, pair.target) and not shares_cache(pair.draft, target)
