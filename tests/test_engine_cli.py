@@ -193,7 +193,7 @@ def test_a_plan_of_an_earlier_version_is_read_and_written_as_it_was():
     plan = EnginePlan.load(path)
     assert plan.to_yaml() == path.read_text()
     assert plan.parts() == [plan] and len(plan.cells) == 4
-    again = make_plan({0: plan.acceptance}, plan.steps, [1], 3, lambda _: (), engine="vllm")
+    again = make_plan(plan.acceptance, plan.steps, [1], 3, lambda _: (), engine="vllm")
     assert again.cells == plan.cells and again.schedule == plan.schedule
 
 

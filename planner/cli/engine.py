@@ -320,7 +320,7 @@ def sglang(
     elif {0} < {step.speculative_tokens for step in steps}:
         batch_sizes = batch_sizes or _default_batches(steps)
         plan = planning.make_plan(
-            {0: acceptance},
+            acceptance,
             steps,
             batch_sizes,
             max_length,
@@ -404,7 +404,7 @@ def _replan(
     from sequoia_plan.planner.engines.planning import make_plan, steps_of_plan
 
     return make_plan(
-        {0: acceptance},
+        acceptance,
         steps_of_plan(earlier, times_path),
         batch_sizes or _default_batches(earlier.steps),
         max_length,

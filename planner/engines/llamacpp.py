@@ -236,6 +236,7 @@ class Server:
 
     def context_size(self) -> int:
         """Most tokens of a request, new ones included."""
+        self._connection.close()  # the server may have closed it, too, while it was idle
         try:
             self._connection.request("GET", "/props")
             properties = json.loads(self._connection.getresponse().read())

@@ -47,7 +47,7 @@ LaunchLines = Callable[[Sequence[ScheduleEntry]], tuple[str, ...]]
 
 
 def make_plan(
-    acceptance: Mapping[int, ChainAcceptance],
+    acceptance: ChainAcceptance | Mapping[int, ChainAcceptance],
     steps: Sequence[StepSeconds],
     batches: Sequence[int],
     max_length: int,
@@ -57,8 +57,8 @@ def make_plan(
     """Computes the plan from acceptance counts and step times. No engine is needed.
 
     Args:
-        acceptance: by context, counts of how far drafted chains are accepted. Those of 0, prompts
-            as they are, hold for every context that has none.
+        acceptance: counts of how far drafted chains are accepted; or such counts by context, of
+            which those of 0, prompts as they are, hold for every context that has none.
         steps: measured times of a step, by batch size, number of speculative tokens and context.
         batches: batch sizes to plan for. They may lie between those that were timed, and beyond
             them by a factor of `MAX_EXTRAPOLATION` at most.
@@ -70,6 +70,7 @@ def make_plan(
     Raises:
         ArgumentError: if a batch size is too far from those that were timed.
     """
+    counts = acceptance if isinstance(acceptance, Mapping) else {0: acceptance}
     cells: list[Cell] = []
     choices: list[ContextChoice] = []
     schedule: tuple[ScheduleEntry, ...] = ()
@@ -84,19 +85,17 @@ def make_plan(
                     "time such batches, or leave it out"
                 )
         # the expected tokens a step and request with 0, 1, ... speculative tokens
-        expected_tokens = tokens_by_length(
-            acceptance.get(times.context) or acceptance[0], max_length
-        )
+        expected_tokens = tokens_by_length(counts.get(times.context) or counts[0], max_length)
         cells += predict_cells(expected_tokens, times, batches)
         # the best number for each range of batch sizes, from 1 to the largest
         best = make_schedule(expected_tokens, times, max(batches))
         if times.context:
-            counts = acceptance.get(times.context)
-            choices.append(ContextChoice(times.context, best, launch_lines(best), counts))
+            own_counts = counts.get(times.context)
+            choices.append(ContextChoice(times.context, best, launch_lines(best), own_counts))
         else:
             schedule, lines = best, launch_lines(best)
     return EnginePlan(
-        acceptance=acceptance[min(acceptance)],
+        acceptance=counts[min(counts)],
         steps=tuple(steps),
         cells=tuple(cells),
         schedule=schedule,

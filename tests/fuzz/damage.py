@@ -168,7 +168,7 @@ def write_good_files(folder: Path) -> dict[str, Path]:
         for step in sglang.read_log(f"{folder}/{name}.log").steps
     ]
     make_plan(
-        {0: sglang.read_responses(f"{folder}/r.meta")},
+        sglang.read_responses(f"{folder}/r.meta"),
         steps_of_plan,
         [4],
         3,
