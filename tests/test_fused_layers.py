@@ -14,6 +14,8 @@ from transformers import LlamaForCausalLM
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
+from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.models.attention import attend_on_cpu
 from sequoia_plan.runtime.models.flat_forward import flat_forward
 from sequoia_plan.runtime.models.fuse import MAX_ERROR, fuse, fused_layer_error, num_fused_layers
 from sequoia_plan.runtime.models.fused_layer import can_fuse, plain_linear
@@ -218,3 +220,35 @@ def test_the_embedded_pair_is_fused(draft):
     results = [SequoiaDecoder(p.target, p.draft, tree).generate(prompt, 24) for p in (fused, plain)]
     assert torch.equal(results[0].sequences, results[1].sequences)
     assert results[0].steps == results[1].steps
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 9])
+@pytest.mark.parametrize(("heads", "shared_heads"), [(6, 2), (3, 3), (4, 1)])
+def test_attention_over_few_tokens_is_that_of_pytorch(heads, shared_heads, tokens, dtype):
+    """In rows of shared heads, and with a single row twice."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    query, extent = random(2, heads, tokens, 16), 70
+    key, value = random(2, shared_heads, extent, 16), random(2, shared_heads, extent, 16)
+    visible = torch.rand(2, 1, tokens, extent, generator=generator) < 0.5
+    mask = additive_mask(visible, dtype)
+    for attention_mask in (mask, None) if tokens == 1 else (mask,):
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query.double(),
+            key.double(),
+            value.double(),
+            None if attention_mask is None else attention_mask.double(),
+            scale=0.3,
+            enable_gqa=True,
+        ).transpose(1, 2)
+        attended = attend_on_cpu(query, key, value, attention_mask, 0.3)
+        assert attended.shape == expected.shape
+        bound = 4 * torch.finfo(dtype).eps * float(expected.abs().max())
+        assert float((attended - expected).abs().max()) < bound
+        if heads > shared_heads:  # the control: heads in another order
+            other = attend_on_cpu(query.flip(1), key, value, attention_mask, 0.3)
+            assert float((other - expected).abs().max()) > bound
