@@ -445,7 +445,8 @@ def folder(tmp_path, monkeypatch):
     """The current folder, which holds the files that the documentation's commands read."""
     monkeypatch.chdir(tmp_path)
     profiles = ROOT / "artifacts" / "catalog" / "profiles"
-    shutil.copy(profiles / "smollm2-135m-epyc-2-cores-t0.yaml", "profile.yaml")
+    for name in ("profile.yaml", "large.yaml"):
+        shutil.copy(profiles / "smollm2-135m-epyc-2-cores-t0.yaml", name)
     save_tree(load_tree("smollm2-135m-epyc-2-cores-t0"), "tree.safetensors")
     # docs/planner.md describes the next three
     (tmp_path / "acceptance.json").write_text("[0.6, 0.2, 0.1]")
