@@ -556,12 +556,7 @@ class ServerPool:
         server = self._servers[drafting, True]
         recorded, num_before = [], len(server.logged_chains())
         for i in prompts:
-            tokens = server.text(
-                self.prompt(i, context),
-                self.workload.tokens,
-                self.workload.temperature,
-                reuses_cache=context > 0,
-            )
+            tokens = self._text(server, self.prompt(i, context), context)
             chains = server.logged_chains()
             # the first token of a text is the prompt's, and the last one may not be drafted
             pairs = zip(tokens[1:], chains[num_before:], strict=False)
@@ -579,15 +574,18 @@ class ServerPool:
         """
         self.report_status("decoding texts to look tokens up in")
         self.ensure_running([NONE])
-        server, limit = self._servers[NONE, False], self.workload.tokens
+        server = self._servers[NONE, False]
         texts = []
         for i in prompts:
             prompt = self.prompt(i, context)
-            tokens = server.text(
-                prompt, limit, self.workload.temperature, reuses_cache=context > 0
-            )  # fmt: skip
-            texts.append(LookupText(tuple(prompt), tuple(tokens), limit))
+            tokens = self._text(server, prompt, context)
+            texts.append(LookupText(tuple(prompt), tuple(tokens), self.workload.tokens))
         return texts
+
+    def _text(self, server: Server, prompt: Sequence[int], context: int) -> list[int]:
+        """The token ids that a server writes after a prompt of `context` tokens (0: as it is)."""
+        workload = self.workload
+        return server.text(prompt, workload.tokens, workload.temperature, context > 0)
 
     def time_steps(
         self, prompts: Mapping[tuple[Drafting, int], Sequence[Sequence[int]]], rounds: int

@@ -330,20 +330,17 @@ def random_turns(
     templates = [line for line in lines if line not in copying]
     while True:
         temperature = rng.choice(TEMPERATURES)
+        sampled_turns, question = [], ""
         if passages and rng.random() < 0.2:
             passage = passage_text(tokenizer, rng.choice(passages))
-            question = rng.choice(copying).replace("\\n", "\n")
-            question = question.replace("{passage}", passage)
+            question = rng.choice(copying).replace("\\n", "\n").replace("{passage}", passage)
             question = question.replace("{misspelled}", misspelled(passage, rng))
         elif rng.random() < 0.5 or not words:
-            question_turn = Turn([], 1.0, MAX_QUESTION_TOKENS, is_answer=False)
-            answer_turn = Turn(list(answer_opening), temperature, CONTEXT, is_answer=True)
-            yield [question_turn, answer_turn]
-            continue
+            sampled_turns = [Turn([], 1.0, MAX_QUESTION_TOKENS, is_answer=False)]
         else:
             question = rng.choice(templates).format(a=rng.choice(words), b=rng.choice(words))
-        tokens = tokenizer.encode(question, add_special_tokens=False)
-        yield [Turn(tokens + answer_opening, temperature, CONTEXT, is_answer=True)]
+        forced_tokens = tokenizer.encode(question, add_special_tokens=False) + answer_opening
+        yield [*sampled_turns, Turn(forced_tokens, temperature, CONTEXT, is_answer=True)]
 
 
 def passage_text(tokenizer: Any, answer: Sequence[int]) -> str:
