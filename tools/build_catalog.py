@@ -5,8 +5,8 @@ from the repository root:
 
     python tools/build_catalog.py
 
-A profile with latencies gives its fastest tree, under the profile's name. One without gives the
-best tree of every size and depth in PAPER_TOKENS.
+A profile with latencies gives its fastest tree without prompt lookup, under the profile's name. One
+without gives the best tree of every size and depth in PAPER_TOKENS.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def build() -> dict[str, TokenTree]:
     for file in sorted((CATALOG / "profiles").glob("*.yaml")):
         profile = Profile.load(file)
         if profile.latency:
-            trees[file.stem] = solve(profile, MAX_SIZE, MAX_DEPTH).tree
+            trees[file.stem] = solve(profile, MAX_SIZE, MAX_DEPTH, lookup=False).tree
             continue
         for size, depth in PAPER_TOKENS:
             solution = solve(profile, size, depth, objective="tokens")

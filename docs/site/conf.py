@@ -12,8 +12,10 @@ from pathlib import Path
 from docutils import nodes
 from sphinx.application import Sphinx
 
-from sequoia_plan.artifacts import BenchResult, load_tree
+from sequoia_plan.artifacts import BenchResult, Profile
 from sequoia_plan.artifacts.engine_plan import EnginePlan
+from sequoia_plan.artifacts.tree_file import CATALOG
+from sequoia_plan.planner import solve
 from sequoia_plan.planner.report.engine_page import engine_page
 from sequoia_plan.planner.report.page import page
 
@@ -130,8 +132,10 @@ def write_pages(app: Sphinx, error: Exception | None) -> None:
         return
     reports = app.outdir / "reports"
     reports.mkdir(exist_ok=True)
-    results = [BenchResult.load(RESULTS / f"bench-{name}.json") for name in ("t0", "t06")]
-    (reports / "bench.html").write_text(page(load_tree("smollm2-135m-epyc-2-cores-t0"), results))
+    profile = Profile.load(CATALOG / "profiles" / "smollm2-135m-epyc-2-cores-t0.yaml")
+    session_tree = solve(profile, 768, 20).tree  # the README's
+    session_result = BenchResult.load(RESULTS / "bench-session-t0.json")
+    (reports / "bench.html").write_text(page(session_tree, [session_result]))
     plan = json.loads((RESULTS / "engine-vllm.json").read_text())["plan"]
     (reports / "engine.html").write_text(engine_page(EnginePlan.from_dict(plan, "plan")))
     home = f'<meta http-equiv="refresh" content="0; url={root_doc}.html">'
