@@ -134,8 +134,8 @@ def write_pages(app: Sphinx, error: Exception | None) -> None:
     reports.mkdir(exist_ok=True)
     profile = Profile.load(CATALOG / "profiles" / "smollm2-135m-epyc-2-cores-t0.yaml")
     session_tree = solve(profile, 768, 20).tree  # the README's
-    session_result = BenchResult.load(RESULTS / "bench-session-t0.json")
-    (reports / "bench.html").write_text(page(session_tree, [session_result]))
+    results = [BenchResult.load(RESULTS / f"bench-session-{name}.json") for name in ("t0", "t06")]
+    (reports / "bench.html").write_text(page(session_tree, results))
     plan = json.loads((RESULTS / "engine-vllm.json").read_text())["plan"]
     (reports / "engine.html").write_text(engine_page(EnginePlan.from_dict(plan, "plan")))
     home = f'<meta http-equiv="refresh" content="0; url={root_doc}.html">'
