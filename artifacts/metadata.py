@@ -18,14 +18,6 @@ def check_metadata(value: Any, name: str, levels_left: int = MAX_NESTING) -> Non
     Printable text, 64-bit integers, finite floats, true, false and null are allowed, and lists and
     mappings of these. Text must be printable, so that a file can neither break nor steer a
     terminal.
-
-    Args:
-        value: metadata, or a part of it.
-        name: its place in the file, for the error.
-        levels_left: levels of lists and mappings that `value` may still have.
-
-    Raises:
-        SequoiaPlanError: naming the place, what was found and what was expected.
     """
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -67,13 +59,7 @@ def _check_item(item: Any, name: str, levels_left: int) -> None:
 
 
 def is_same_model(first: Any, second: Any, all_keys: bool = False) -> bool:
-    """Whether two descriptions of a model, as in profiles and plans, are of the same weights.
-
-    Args:
-        first, second: `digest`, `content` and other keys. Old files have no `content`; it is
-            compared if both have it.
-        all_keys: compare the other keys, too, as dtype and placement.
-    """
+    """Whether two descriptions of a model, as in profiles and plans, are of the same weights."""
     if not isinstance(first, Mapping) or not isinstance(second, Mapping):
         return bool(first == second)
     if "content" in first and "content" in second and first["content"] != second["content"]:

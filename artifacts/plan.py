@@ -59,17 +59,9 @@ PlanProbs = Annotated[
 def check_rows(acceptance: Any, name: str) -> None:
     """Refuse what is no acceptance: p[rank], p[level][rank] or p[level][class][rank].
 
-    p is the probability that, of an accepted node's children, the one of that rank is accepted,
-    by the node's level and class: 0 on the spine (it and all its ancestors are first children) and
-    1 off it.
-
-    Args:
-        acceptance: one vector for all levels; a list with a vector for each level; or a list with
-            a pair of vectors for each level, one for each class.
-        name: what errors call it.
-
-    Raises:
-        SequoiaPlanError: naming the level, the class and the rank.
+    p is the probability that, of an accepted node's children, the one of that rank is accepted, by
+    the node's level and class: 0 on the spine (it and all its ancestors are first children) and 1
+    off it.
     """
     if not _is_list(acceptance) or not acceptance or not _is_list(acceptance[0]):
         check_acceptance(acceptance, name)
@@ -359,11 +351,7 @@ def tool_version() -> str:
 
 
 def provenance(profile: Profile | None) -> Plan:
-    """The part of a plan that names the tool and the measurements that the tree comes from.
-
-    Args:
-        profile: the measurements; None if the tree was solved without a profile.
-    """
+    """The part of a plan that names the tool and the measurements that the tree comes from."""
     if profile is None:
         return Plan(tool=tool_version())
     return Plan(
@@ -380,15 +368,7 @@ def provenance(profile: Profile | None) -> Plan:
 
 
 def _curve_from_points(points: Any, name: str) -> Any:
-    """A latency curve as a mapping from tokens to seconds.
-
-    Args:
-        points: the curve in a tree file, [[tokens, seconds], ...].
-        name: what errors call it.
-
-    Raises:
-        SequoiaPlanError: if it is no such list, or a number of tokens occurs twice.
-    """
+    """A latency curve as a mapping from tokens to seconds."""
     if not isinstance(points, list) or not all(map(_is_point, points)):
         raise SequoiaPlanError(
             f"{name}: found {points!r:.60}, expected a list of [tokens, seconds]"

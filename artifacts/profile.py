@@ -37,16 +37,7 @@ thousand; of the texts among them it keeps at most `MAX_TEXT_CHARACTERS`."""
 
 
 def check_acceptance(vector: Any, name: str) -> None:
-    """Refuse what cannot be an acceptance vector.
-
-    Args:
-        vector: the value to check, p[1], p[2], ...
-        name: what errors call it.
-
-    Raises:
-        SequoiaPlanError: if `vector` is empty, holds anything but numbers in [0, 1], or sums to
-            more than 1 + 1e-6.
-    """
+    """Refuse what cannot be an acceptance vector."""
     if not isinstance(vector, (list, tuple)) or not vector:
         raise SequoiaPlanError(
             f"{name}: found {vector!r:.60}, expected a non-empty list of probabilities p[1], "

@@ -28,12 +28,7 @@ PromptText = str | list[Message]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt for a language model.
-
-    Args:
-        text: a single message, or a conversation.
-        kind: the kind of prompt, as "code" or "story"; None if its file does not say.
-    """
+    """A prompt for a language model."""
 
     text: PromptText
     kind: str | None = None
@@ -61,16 +56,6 @@ def load(path: str | Path) -> list[Prompt]:
     """Read prompts from a file: .jsonl with a prompt a line, or text with a prompt a paragraph.
 
     A line of .jsonl has one of these keys:
-
-    - `text`;
-    - `messages`: a chat as OpenAI and Hugging Face write it, content parts included. Messages after
-      the last user message are left out;
-    - `turns`, as in MT-bench. Only the first is used, because the others follow answers.
-
-    Its `kind`, or MT-bench's `category`, says of what kind the prompt is.
-
-    Raises:
-        SequoiaPlanError: if the file cannot be read, a line is no prompt, or there is no prompt.
     """
     try:
         data = read_bytes(path, "prompts, .jsonl or plain text", MAX_FILE_BYTES)
@@ -102,11 +87,7 @@ def is_text(value: Any) -> bool:
 
 
 def _check_encoding_and_name(path: str | Path, text: str) -> None:
-    """Refuse a file that would be read as plain text and is not: UTF-16, or JSON by another name.
-
-    Raises:
-        SequoiaPlanError: naming what it looks like.
-    """
+    """Refuse a file that would be read as plain text but is UTF-16, or JSON by another name."""
     if "\0" in text:
         raise SequoiaPlanError(
             f"{path}: holds NUL characters, as UTF-16 does; expected UTF-8, .jsonl or plain text"
@@ -127,15 +108,7 @@ def _check_encoding_and_name(path: str | Path, text: str) -> None:
 
 
 def read_messages(entries: Any) -> list[Message]:
-    """Convert a chat to messages of plain text, up to the last user message.
-
-    Args:
-        entries: a list of mappings with `role` and `content`.
-
-    Raises:
-        ValueError: if it is not a list, or there is no user message with text.
-        KeyError, TypeError: if an entry is not such a mapping.
-    """
+    """Convert a chat to messages of plain text, up to the last user message."""
     if not isinstance(entries, list):
         raise ValueError
     messages = [
@@ -150,16 +123,7 @@ def read_messages(entries: Any) -> list[Message]:
 
 
 def _parse_line(path: str | Path, number: int, line: str) -> Prompt:
-    """The prompt in a line of a .jsonl file.
-
-    Args:
-        path: the file, for errors.
-        number: the line's number, for errors.
-        line: its text, a JSON object with `messages`, `text` or `turns`.
-
-    Raises:
-        SequoiaPlanError: if the line is none of these.
-    """
+    """The prompt in a line of a .jsonl file."""
     try:
         entry = json.loads(line)
         if "messages" in entry:
@@ -181,11 +145,7 @@ def _prompt_kind(entry: Any) -> str | None:
 
 
 def _content_text(content: Any) -> str:
-    """A message's text. OpenAI writes it as a list of parts, all of which must be text.
-
-    Raises:
-        ValueError: if a part is not text.
-    """
+    """A message's text. OpenAI writes it as a list of parts, all of which must be text."""
     if isinstance(content, str):
         if not is_text(content):
             raise ValueError

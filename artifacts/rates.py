@@ -20,27 +20,7 @@ def rates(trials: NDArray[np.integer] | Floats, counts: Floats) -> tuple[Floats,
     """Estimate acceptance probabilities from counts.
 
     A node's class is 0 on the spine (the root, its first child, that node's first child, ...) and 1
-    off it.
-
-    - A level without trials has the probabilities of the level above it.
-    - A level below `FIRST_DEEP_LEVEL` is moved towards the vector of all levels from that one on,
-      which counts as `DEEP_TRIALS` trials: few trials move it far, none all the way.
-    - The vectors of the two classes differ as far as their counts differ by more than noise: they
-      are moved towards the level's own vector by the share of the squared difference, over all
-      levels, that noise explains (a positive-part James-Stein estimate).
-    - Levels with fewer than `MIN_TRIALS` trials off the spine share one vector for class 1, from
-      their counts together. Each of these n levels gets 1 / n of the N observations. A variance in
-      which levels count as independent is then at least the shared vector's: with the gradient g
-      by level, (sum of g)^2 / N <= sum of g^2 / (N / n).
-
-    Args:
-        trials: [levels] or [levels, classes], how many accepted nodes were observed.
-        counts: [levels, ranks] or [levels, classes, ranks], how many of their children of each rank
-            were accepted.
-
-    Returns:
-        p, of the shape of `counts`: the probability that a node's child of each rank is accepted
-        if the node is. And the observations behind each vector of p, of the shape of `trials`.
+    off it. `trials` [levels]; `counts` [levels, ranks].
     """
     num_levels = len(trials)
     observations = np.array(trials, float).reshape(num_levels, -1)
@@ -67,11 +47,7 @@ def _with_deep_trials(trials: Floats, counts: Floats) -> tuple[Floats, Floats]:
     """Trials and counts, with `DEEP_TRIALS` more on each level below `FIRST_DEEP_LEVEL`.
 
     The further trials are accepted as those of all levels from `FIRST_DEEP_LEVEL` on together.
-
-    Args:
-        trials: float64 [levels] or [levels, classes], how many accepted nodes were observed.
-        counts: float64, of the shape of `trials` and [ranks], how many of their children of each
-            rank were accepted.
+    `trials` float64 [levels]; `counts` [ranks].
     """
     deep_trials = trials[FIRST_DEEP_LEVEL:].sum(0)
     deep_probs = counts[FIRST_DEEP_LEVEL:].sum(0) / np.maximum(deep_trials, 1)[..., None]
@@ -83,11 +59,8 @@ def _with_deep_trials(trials: Floats, counts: Floats) -> tuple[Floats, Floats]:
 def _level_probs(trials: Floats, counts: Floats) -> Floats:
     """p of both classes together, float64 [levels, ranks].
 
-    A level without trials has the probabilities of the level above it.
-
-    Args:
-        trials: float64 [levels], how many accepted nodes were observed.
-        counts: float64 [levels, ranks], how many of their children of each rank were accepted.
+    A level without trials has the probabilities of the level above it. `trials` float64 [levels];
+    `counts` float64 [levels, ranks].
     """
     levels = np.arange(len(trials))
     source_levels = np.maximum.accumulate(np.where(trials > 0, levels, 0))
@@ -98,15 +71,8 @@ def _level_probs(trials: Floats, counts: Floats) -> Floats:
 def _share_beyond_noise(observations: Floats, accepted: Floats, level_probs: Floats) -> float:
     """The share of the squared difference between two classes of nodes that noise does not explain.
 
-    The classes are the nodes on the spine (the root, its first child, that node's first child, ...)
-    and the nodes off it. The difference is that of their acceptance probabilities p, summed over
-    all levels and ranks. `rates` keeps this share of each class's difference from the level's p: 0
-    makes the classes equal, 1 leaves them as counted.
-
-    Args:
-        observations: float64 [levels, 2], how many accepted nodes of each class were observed.
-        accepted: float64 [levels, 2, ranks], how many of their children of each rank were accepted.
-        level_probs: float64 [levels, ranks], p of both classes together.
+    `observations` float64 [levels, 2]; `accepted` float64 [levels, 2, ranks]; `level_probs` float64
+    [levels, ranks].
     """
     # Where both classes accept alike and observations are independent, a level's squared difference
     # times this weight has the expectation sum over ranks of p (1 - p).

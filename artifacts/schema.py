@@ -1,10 +1,4 @@
-"""Artifacts: typed structs whose fields are declared once.
-
-Reading, checking, writing and the tables of docs/format.md all follow from that declaration. A
-field is declared as `name: Annotated[type, field("its meaning", ...)] = default`. The types are
-those that msgspec knows. `Meta(ge=..., title="a whole number >= 1")` gives a type its range, and
-the words that errors and tables use for it.
-"""
+"""Artifacts: typed structs whose fields are declared once."""
 
 from __future__ import annotations
 
@@ -42,25 +36,13 @@ def field(
     keys: type[Artifact] | None = None,
     always: bool = False,
 ) -> Meta:
-    """Describe a field beyond its type.
-
-    Args:
-        meaning: what the value means, for docs/format.md.
-        key: its key in the file, with dots between sections; the field's name if empty.
-        check: replaces the check by type; it takes the value and the value's name for errors.
-        keys: an artifact that declares the known keys of a free mapping.
-        always: whether a value that equals the default is written, too.
-    """
+    """Describe a field beyond its type."""
     extra = {"key": key, "check": check, "keys": keys, "always": always}
     return Meta(description=meaning, extra=extra)
 
 
 class Artifact(Struct, frozen=True, repr_omit_defaults=True):
-    """A struct that is checked when it is made, whether from a file or in Python.
-
-    Raises:
-        SequoiaPlanError: naming the field, what was found and what was expected.
-    """
+    """A struct that is checked when it is made, whether from a file or in Python."""
 
     PREFIX: ClassVar[str] = ""
     """The section that precedes a field's key in errors."""
@@ -74,13 +56,7 @@ class Artifact(Struct, frozen=True, repr_omit_defaults=True):
 
     @classmethod
     def from_dict(cls: type[S], document: Any, name: str) -> S:
-        """Make the struct from a file's mapping.
-
-        Args:
-            document: the mapping, as JSON or YAML gives it. Keys that the struct does not declare
-                go to its field `undeclared`, and are ignored if it has none.
-            name: the mapping's name in errors.
-        """
+        """Make the struct from a file's mapping."""
         if not isinstance(document, Mapping):
             raise SequoiaPlanError(f"{name}: found {document!r:.60}, expected a mapping")
         specs = field_specs(cls)
@@ -114,14 +90,7 @@ class Artifact(Struct, frozen=True, repr_omit_defaults=True):
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """A declared field of an artifact. `field` explains the last four attributes.
-
-    Args:
-        name: the struct's attribute.
-        key: the sections and the key in the file.
-        field_type: msgspec's description of the type, within the metadata of its range.
-        default: the value of a missing key; None if the field is required.
-    """
+    """A declared field of an artifact. `field` explains the last four attributes."""
 
     name: str
     key: tuple[str, ...]
@@ -134,15 +103,7 @@ class FieldSpec:
     keys: type[Artifact] | None
 
     def convert(self, value: Any, prefix: str) -> Any:
-        """Check a value and convert it to the field's type.
-
-        Args:
-            value: as a file or Python code gives it.
-            prefix: the name, in errors, of the section that holds the field.
-
-        Raises:
-            SequoiaPlanError: if the field cannot have this value.
-        """
+        """Check a value and convert it to the field's type."""
         name = _dotted(prefix, *self.key)
         if value is None and not self.required and self.default is None:
             return None
@@ -190,9 +151,6 @@ def _split_description(field_type: types.Type) -> tuple[types.Type, dict[str, An
 
     Both `field` and `Meta` wrap the type in a layer of metadata. A layer with a title is one of
     `Meta`. It says how errors call the type, so it stays with the type.
-
-    Returns:
-        The type, and the arguments by name.
     """
     extra: dict[str, Any] = {}
     while isinstance(field_type, types.Metadata):
@@ -208,16 +166,8 @@ def _split_description(field_type: types.Type) -> tuple[types.Type, dict[str, An
 def convert(value: Any, value_type: types.Type, name: str) -> Any:
     """Check a value and convert it to a type.
 
-    Lists become tuples, mappings become structs, and whole numbers become floats where the type
-    is a float.
-
-    Args:
-        value: as JSON, YAML or Python code gives it.
-        value_type: msgspec's description of the type.
-        name: what errors call the value.
-
-    Raises:
-        SequoiaPlanError: naming the innermost wrong place, what was found and what was expected.
+    Lists become tuples, mappings become structs, and whole numbers become floats where the type is
+    a float.
     """
     inner, title = _unwrapped(value_type)
     if isinstance(inner, types.UnionType):
@@ -254,13 +204,7 @@ def convert(value: Any, value_type: types.Type, name: str) -> Any:
 def _convert_mapping(
     mapping: Mapping[Any, Any], mapping_type: types.DictType, name: str
 ) -> dict[Any, Any]:
-    """Check the keys of a mapping, and convert its values.
-
-    Args:
-        mapping: as JSON, YAML or Python code gives it.
-        mapping_type: msgspec's description of the types of its keys and values.
-        name: what errors call the mapping.
-    """
+    """Check the keys of a mapping, and convert its values."""
     key_type, _ = _unwrapped(mapping_type.key_type)
     for key in mapping:
         if not _is_instance(key, key_type):
@@ -319,16 +263,7 @@ def _in_file_order(cls: type[Artifact]) -> list[FieldSpec]:
 
 
 def _look_up(document: Mapping[str, Any], spec: FieldSpec, name: str) -> Any:
-    """The value of a field in a file's mapping; None if the key is missing.
-
-    Args:
-        document: the mapping, with sections within it.
-        spec: the field. Its key names the sections and the key in the last one.
-        name: what errors call the mapping.
-
-    Raises:
-        SequoiaPlanError: if a section is no mapping, or the section of a required field is missing.
-    """
+    """The value of a field in a file's mapping; None if the key is missing."""
     section: Any = document
     for depth, part in enumerate(spec.key[:-1], 1):
         section = section.get(part)

@@ -283,11 +283,7 @@ def _check_by_match(tree: TokenTree) -> None:
 def _renumber_breadth_first(parents: NDArray[Any]) -> NDArray[Any]:
     """The parents of the same tree with its nodes numbered level by level.
 
-    Args:
-        parents: int [size], the parent of each node, which precedes it; parents[0] = -1.
-
-    Returns:
-        int [size]. Time and memory are linear in the size, also for a single deep chain.
+    `parents` int [size]; returns int [size].
     """
     children = np.argsort(parents[1:], kind="stable") + 1  # grouped by parent, siblings in order
     child_count = np.bincount(parents[1:], minlength=parents.size)

@@ -81,13 +81,6 @@ def from_bytes(data: bytes, name: str) -> TokenTree:
     """Read and check the tree in a file's content.
 
     It needs a few times the memory of `data`, whatever sizes `data` claims.
-
-    Args:
-        data: the content.
-        name: the file, for errors.
-
-    Raises:
-        SequoiaPlanError: if it is not a tree file, is of another version, or contradicts itself.
     """
     header = _header(data, name)
     version = header.get("version")
@@ -121,11 +114,7 @@ def from_bytes(data: bytes, name: str) -> TokenTree:
 
 
 def _match_lengths(header: dict[str, Any]) -> list[tuple[int, bool]]:
-    """The match length of each tree beside the first, and whether its spine is looked up.
-
-    Raises:
-        SequoiaPlanError: if the header's `by_match` is no such list.
-    """
+    """The match length of each tree beside the first, and whether its spine is looked up."""
     entries = header.get("by_match", [])
     is_list = isinstance(entries, list)
     if not is_list or not all(
@@ -140,11 +129,7 @@ def _match_lengths(header: dict[str, Any]) -> list[tuple[int, bool]]:
 
 
 def _parents(stored_tensors: dict[str, Any], prefix: str) -> NDArray[Any]:
-    """The parents of one of the file's trees, whose tensors' names begin with `prefix`.
-
-    Raises:
-        SequoiaPlanError: if they are missing, or not int32 [nodes].
-    """
+    """The parents of one of the file's trees, whose tensors' names begin with `prefix`."""
     name = f"{prefix}parents"
     if name not in stored_tensors:
         raise SequoiaPlanError(f"{name} is missing; solve again")
@@ -180,13 +165,7 @@ def _tensors(tree: TokenTree) -> dict[str, NDArray[Any]]:
 
 
 def _check_tensor(name: str, stored: dict[str, Any] | None, derived: NDArray[Any]) -> None:
-    """Refuse a stored tensor that differs from the one derived from the parents.
-
-    Args:
-        name: the tensor's name, for errors.
-        stored: its `dtype`, `shape` and `data` in the file; None if the file lacks it.
-        derived: what the file should hold.
-    """
+    """Refuse a stored tensor that differs from the one derived from the parents."""
     if stored is None:
         raise SequoiaPlanError(f"{name} is missing; solve again")
     dtype = "I32" if derived.dtype == np.int32 else "U8"
@@ -204,13 +183,6 @@ def _header(data: bytes, name: str) -> dict[str, Any]:
     """The JSON object in the metadata of a tree file. It is read before any tensor.
 
     A safetensors file begins with the length of its own header in 8 bytes, and the header.
-
-    Args:
-        data: the file's content.
-        name: the file, for errors.
-
-    Raises:
-        SequoiaPlanError: if it is not a tree file.
     """
     header_length = int.from_bytes(data[:8], "little")
     try:

@@ -1,14 +1,4 @@
-"""Intervals of the predictions: how noise, and prompts of a new kind, change tokens and speed.
-
-Delta method. With n observations of an accepted node's children, the counts are multinomial, so
-F(p) has the variance g' S g / n, where g is the gradient of F and S = diag(p) - p p'; variances of
-levels add up. The ends of the interval are the likeliest vectors at that distance,
-p +- z S g / n / sd(F); F is recomputed at them, not extrapolated.
-
-Positions of one text are alike, and so are prompts of one kind. Correlation within a prompt sets
-the effective sample size; variance between kinds sets the interval for new kinds: a kind that was
-not measured lies as far from the measured ones as these from each other.
-"""
+"""Intervals of the predictions: how noise, and prompts of a new kind, change tokens and speed."""
 
 from __future__ import annotations
 
@@ -46,14 +36,7 @@ def gradient(tree: TokenTree, rows: Floats) -> Floats:
 
     F is the expected tokens of the tree. By the product rule, the derivative for one node is its
     parent's value (the probability that the parent is accepted) times the expected tokens of the
-    subtree under the node; nodes that share a probability add up.
-
-    Args:
-        tree: the token tree.
-        rows: float64 [levels, ranks] or [levels, classes, ranks], the probability p that a node's
-            child of each rank is accepted if the node is, by the node's level and class (0: on the
-            spine, that is the root, its first child, that node's first child, ...; 1: off it). The
-            last level holds for all deeper ones.
+    subtree under the node; nodes that share a probability add up. `rows` float64 [levels, ranks].
     """
     probs = acceptance_table(rows)
     p, offsets = child_probabilities(tree, probs), tree.level_offsets
@@ -75,18 +58,7 @@ def acceptance_at_interval_ends(
 ) -> tuple[Floats, Floats]:
     """The likeliest acceptance at which F(tree) is z standard errors below, and above.
 
-    F(tree) is the expected tokens of the tree.
-
-    Args:
-        tree: the token tree.
-        rows: float64 [levels, ranks] or [levels, classes, ranks], the probability that a node's
-            child of each rank is accepted, by the node's level and class (on the spine or off it).
-        trials: how many independent accepted nodes each vector of `rows` was observed on, [levels]
-            or [levels, classes].
-        z: how many standard errors of F away; the default gives a 95 % interval.
-
-    Returns:
-        Two arrays of the shape of `rows`.
+    F(tree) is the expected tokens of the tree. `rows` float64 [levels, ranks].
     """
     spread, variance = _propagated_noise(tree, rows, trials)
     step = z * spread / math.sqrt(variance) if variance > 0 else np.zeros_like(rows)
@@ -104,14 +76,9 @@ def _propagated_noise(
 ) -> tuple[Floats, float]:
     """S g / n, of the shape of `rows`, and the variance of F(tree), g' S g / n.
 
-    Here F is the number of tokens that a step with the tree yields on average, g its gradient by
-    p, n the number of observations, and S = diag(p) - p p' the covariance of a single one.
-
-    Args:
-        tree: the token tree.
-        rows: float64 [levels, ranks] or [levels, classes, ranks], the probability p that a node's
-            child of each rank is accepted.
-        trials: n of each vector of `rows`, [levels] or [levels, classes].
+    Here F is the number of tokens that a step with the tree yields on average, g its gradient by p,
+    n the number of observations, and S = diag(p) - p p' the covariance of a single one. `rows`
+    float64 [levels, ranks]; `trials` [levels].
     """
     slope = gradient(tree, rows)
     n = np.maximum(np.asarray(trials, float), 1)[..., None]
@@ -126,19 +93,7 @@ def jackknife(
 
     For each group, F is computed from the trials of all other groups together. The variance is
     (groups - 1) / groups times the sum of the squared deviations of these values from their mean.
-
-    Args:
-        tree: the token tree.
-        trials: [groups, levels] or [groups, levels, classes], how many accepted nodes were
-            observed. A node's class is 0 on the spine (the root, its first child, that node's first
-            child, ...) and 1 off it.
-        counts: float64, of the shape of `trials` and [ranks], how many of their children of each
-            rank were accepted.
-
-    Returns:
-        The standard error, and the mean of the computed values of F. If one group holds all trials
-        of the root, nothing is known without it. The error is then inf, and the value of F is 1,
-        the expected tokens of a root without children.
+    `trials` [groups, levels]; `counts` [ranks].
     """
     groups = len(trials)
     rest_trials, rest_counts = trials.sum(0) - trials, counts.sum(0) - counts
@@ -160,25 +115,7 @@ def trials_for_new_kind(
 ) -> Floats | None:
     """Independent observations that leave F(tree) as uncertain as a new kind of prompts does.
 
-    F(tree) is the expected tokens of the tree. Of K kinds with the variance s^2 of F
-    the mean has the variance s^2 / K, which is the jackknife's, and the distance of a further kind
-    from that mean has the variance s^2 (1 + 1 / K). As s^2 is known from K kinds only, Student's
-    distribution takes the place of the normal one. s^2 contains the noise of each kind's own
-    prompts. So the interval is that of the average over as many prompts of the new kind as there
-    were of each kind, and it contains the expectation more often than its level says. With that
-    noise taken out, it did so less often, since few prompts do not tell how large the noise is.
-
-    Args:
-        tree: the token tree.
-        rows: float64 [levels, ranks] or [levels, classes, ranks], the probability that a node's
-            child of each rank is accepted, of all kinds together.
-        trials: [kinds, levels] or [kinds, levels, classes], how many accepted nodes were observed.
-        counts: float64, of the shape of `trials` and [ranks], how many of their children of each
-            rank were accepted.
-
-    Returns:
-        Observations of each vector, [levels] or [levels, classes]; None for fewer kinds than
-        `MIN_KINDS`.
+    `rows` float64 [levels, ranks]; `trials` [kinds, levels]; `counts` [ranks].
     """
     num_kinds = len(trials)
     if num_kinds < MIN_KINDS:
@@ -221,10 +158,6 @@ def step_time_error(tree: TokenTree, times: StepTime) -> float:
     It follows from the quartiles and samples of each measured size, and from the relative error of
     the verification time; it is 0 if the latencies have neither. A pass that both steps make
     cancels.
-
-    Args:
-        tree: the token tree.
-        times: the latencies that both step times come from.
     """
     # Derivative of the logarithm by each measured time: its curve, its size.
     slopes: defaultdict[tuple[str, int], float] = defaultdict(float)

@@ -25,14 +25,7 @@ MAX_FILE_NESTING = 2 * MAX_NESTING
 
 
 class Format(NamedTuple):
-    """A file format, and the words that errors use for it.
-
-    Args:
-        name, version: the values of its keys `format` and `version`.
-        with_article: as in "not a profile".
-        title: as in "profile version 2".
-        remedy: what makes a file of this version, as in "profile again".
-    """
+    """A file format, and the words that errors use for it."""
 
     name: str
     version: int
@@ -42,11 +35,7 @@ class Format(NamedTuple):
 
 
 def dump(document: Any, width: int) -> str:
-    """The YAML text of a document; equal documents give equal text.
-
-    Args:
-        width: characters after which lines are broken.
-    """
+    """The YAML text of a document; equal documents give equal text."""
     import yaml  # here, because the runtime never needs it
 
     class Dumper(yaml.SafeDumper):
@@ -61,19 +50,7 @@ def dump(document: Any, width: int) -> str:
 
 
 def read(cls: type[S], data: bytes, name: str, expected: str, file_format: Format) -> S:
-    """Read and check an artifact.
-
-    Args:
-        cls: the artifact's class.
-        data: the file's content.
-        name: the file, for errors.
-        expected: what the file should hold, for errors.
-        file_format: the format and version that the file must name.
-
-    Raises:
-        SequoiaPlanError: if `data` is not YAML, not of this format and version, or holds values
-            that the artifact cannot have.
-    """
+    """Read and check an artifact."""
     document = load(data, name, expected)
     if not isinstance(document, dict) or document.get("format") != file_format.name:
         raise SequoiaPlanError(
@@ -92,17 +69,7 @@ def read(cls: type[S], data: bytes, name: str, expected: str, file_format: Forma
 
 
 def load(data: bytes, name: str, expected: str) -> Any:
-    """Parse the single YAML document in a file's content.
-
-    Args:
-        data: the file's content.
-        name: the file, for errors.
-        expected: what the file should hold, for errors.
-
-    Raises:
-        SequoiaPlanError: if it is not YAML, a key occurs twice in a mapping, it is nested too
-            deep, or it has aliases.
-    """
+    """Parse the single YAML document in a file's content."""
     import yaml  # here, because the runtime never needs it
 
     try:
@@ -154,17 +121,8 @@ def _loader() -> Any:
 def _check_layout(data: bytes, name: str, expected: str) -> None:
     """Refuse deep nesting and aliases before the document is loaded.
 
-    Loading such a document could take minutes, or memory without limit. The text is only split
-    into YAML's tokens here, in which the start and the end of each list and mapping is a token.
-
-    Args:
-        data: the file's content.
-        name: the file, for errors.
-        expected: what the file should hold, for errors.
-
-    Raises:
-        SequoiaPlanError: if there are more than MAX_FILE_NESTING levels, or an alias.
-        yaml.YAMLError: if the text is not YAML.
+    Loading such a document could take minutes, or memory without limit. The text is only split into
+    YAML's tokens here, in which the start and the end of each list and mapping is a token.
     """
     import yaml
 

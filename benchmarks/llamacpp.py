@@ -23,11 +23,11 @@ from msgspec.structs import replace
 from sequoia_plan.artifacts.engine_plan import MeasuredCell
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load, measuring_half
-from sequoia_plan.planner.engines import llamacpp_plan
-from sequoia_plan.planner.engines.drafting import LOOKUP, NONE, Drafting, candidates, defaults
-from sequoia_plan.planner.engines.llamacpp import Build, ServerPool, find_build
-from sequoia_plan.planner.engines.replay import ChainStep
-from sequoia_plan.planner.engines.vllm import Workload, measured_cell
+from sequoia_plan.engines import llamacpp_plan
+from sequoia_plan.engines.drafting import LOOKUP, NONE, Drafting, candidates, defaults
+from sequoia_plan.engines.llamacpp import Build, ServerPool, find_build
+from sequoia_plan.engines.replay import ChainStep
+from sequoia_plan.engines.vllm import Workload, measured_cell
 
 PARTS = 3
 """The prompts to measure on are split into so many parts. Every way of drafting decodes one part

@@ -31,7 +31,7 @@ from summary import spread
 from sequoia_plan.artifacts import TokenTree, load_tree
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load
-from sequoia_plan.planner.engines import llamacpp, vllm
+from sequoia_plan.engines import llamacpp, vllm
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, load_pair

@@ -26,13 +26,7 @@ METHODS = ("forced", "decoding")
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a measurement is after a prompt.
-
-    Args:
-        num_prompts, max_prompts: number of prompts measured so far, and the most there may be.
-        latest: what was observed so far with the sampling that is being measured.
-        acceptances: what was observed so far with each sampling, by its index.
-    """
+    """How far a measurement is after a prompt."""
 
     num_prompts: int
     max_prompts: int
@@ -48,18 +42,7 @@ def measure_acceptance(
     on_prompt: Callable[[int, int, ObservedAcceptance], None] = lambda done, total, latest: None,
     **options: Any,
 ) -> list[ObservedAcceptance]:
-    """Measure every sampling to the end, and return the acceptances in the order of `samplings`.
-
-    Args:
-        prompts: token ids of each prompt.
-        samplings: the temperatures and verifiers to measure.
-        on_prompt: called after each prompt with the number of prompts so far, the most there may
-            be, and what was observed so far with the sampling that is being measured.
-        options: keyword arguments of `measure_by_prompt`.
-
-    Raises:
-        SequoiaPlanError: if nothing could be measured.
-    """
+    """Measure every sampling to the end, and return the acceptances in the order of `samplings`."""
     acceptances: Mapping[int, ObservedAcceptance] = {}
     for progress in measure_by_prompt(pair, prompts, samplings, **options):
         on_prompt(progress.num_prompts, progress.max_prompts, progress.latest)
@@ -68,14 +51,7 @@ def measure_acceptance(
 
 
 def in_order(acceptances: Mapping[int, ObservedAcceptance]) -> list[ObservedAcceptance]:
-    """The acceptances in the order of their samplings.
-
-    Args:
-        acceptances: what was observed with each sampling, by its index: 0, 1, 2, ... in any order.
-
-    Raises:
-        SequoiaPlanError: if there are none, or one has no trials (no step was decoded).
-    """
+    """The acceptances in the order of their samplings."""
     has_trials = [acceptance.trials.sum() > 0 for acceptance in acceptances.values()]
     if not has_trials or not all(has_trials):
         raise SequoiaPlanError(
@@ -98,34 +74,7 @@ def measure_by_prompt(
     tree: TokenTree | None = None,
     journal: Path | None = None,
 ) -> Iterator[Progress]:
-    """Measure acceptance prompt by prompt, and yield the progress after each.
-
-    The same arguments give the same result, whatever the machine's speed. With the method
-    "forced", samplings that differ only in verifier or draft temperature share the target's text
-    and both models' logits; `sequoia` and `traversal` with otherwise equal samplings share the
-    drawn children, too.
-
-    Args:
-        prompts: token ids of each prompt. Prompts are used in order, and once more with other seeds
-            in each further round.
-        samplings: the temperatures and verifiers to measure.
-        method: "forced" computes acceptance in one more pass over text that the target wrote;
-            "decoding" counts accepted children while decoding. See methods.py.
-        precision: stop once the relative uncertainty of each sampling is at most this (half the
-            95 % interval of the expected tokens of the tree that writes the text,
-            `ObservedAcceptance.precision`); 0 uses all prompts and rounds.
-        tokens_per_prompt: the most new tokens that are decoded for a prompt.
-        rounds: how often the prompts are used at most; a greedy sampling uses them once.
-        seed: of the first prompt; each further prompt takes the next integer.
-        ranks: number of children drawn at a node.
-        tree: writes the text of the method "forced", so acceptance is counted as this tree meets
-            it; None for a small tree of ten nodes.
-        journal: a file that keeps finished prompts until all is done, so that an interrupted run
-            continues; None keeps nothing.
-
-    Raises:
-        ArgumentError: for another method, and for a tree with the method "decoding".
-    """
+    """Measure acceptance prompt by prompt, and yield the progress after each."""
     if method not in METHODS:
         raise ArgumentError(f"method: found {method!r}, expected {' or '.join(METHODS)}")
     if tree is not None and method != "forced":
@@ -183,12 +132,7 @@ def measure_by_prompt(
 
 
 def _groups_sharing_text(samplings: Sequence[Sampling], method: str) -> list[list[int]]:
-    """Indices of `samplings`, in groups for which the target writes the same text.
-
-    Args:
-        method: "forced" measures acceptance on a written text, so samplings can share it;
-            "decoding" measures while it writes, so different samplings never do.
-    """
+    """Indices of `samplings`, in groups for which the target writes the same text."""
 
     def text_key(index: int) -> str:
         """Equal for two samplings if one text serves both."""

@@ -57,15 +57,7 @@ RESAMPLES = 2_000
 
 @dataclass(frozen=True)
 class PromptRun:
-    """One prompt decoded once.
-
-    Args:
-        tokens: number of new tokens.
-        passes: number of the target's forward passes; None if the method does not count them.
-        seconds: wall time, the prompt's prefill included.
-        first_tokens, first_seconds: the number of new tokens that came first, all at once, and the
-            seconds until they came.
-    """
+    """One prompt decoded once."""
 
     tokens: int
     passes: int | None
@@ -125,16 +117,6 @@ def make_methods(
 
     If `only` is empty, these are all methods that the draft and `trees` allow. If greedy, all
     verifiers accept alike, so of those with our tree only `sequoia` is then taken.
-
-    Args:
-        pair: target and draft as our decoder runs them.
-        transformers_pair: target and draft as transformers loads them, for its own methods.
-        trees: the tree and the verifier of each method of ours, by the method's name.
-        sampling: temperatures; the verifier of a method of ours is that of `trees`.
-        tokens: the most new tokens for a prompt.
-
-    Raises:
-        ArgumentError: for an unknown name.
     """
     check_names(only)
     make_transformers = partial(transformers_method, transformers_pair, sampling, tokens)
@@ -174,27 +156,7 @@ def compare(
     assistant: str | None = None,
     kinds: Sequence[str | None] = (),
 ) -> BenchResult:
-    """Run the methods of decoding on the prompts, with the plan's prediction for each of ours.
-
-    Args:
-        pair: target and draft.
-        load_transformers_pair: loads the models as transformers does. It is called if the layers
-            of `pair` are fused, and the methods of transformers take part.
-        tree: the tree under test; its plan makes the predictions.
-        trees: the tree and the verifier of each method of ours, by the method's name.
-        sampling: temperatures; the verifier of a method of ours is that of `trees`.
-        prompts: token ids of each prompt.
-        tokens: the most new tokens for a prompt.
-        only: names of the methods; all if empty.
-        on_prompt: called after each prompt with the number of prompts so far.
-        deadline: in seconds of `time.perf_counter`; once it has passed, no further prompt begins.
-        journal: a file that keeps finished prompts until all is done, so that an interrupted run
-            continues; None keeps nothing.
-        assistant: the draft of transformers' assisted generation, named as for `load_pair`; None
-            for the pair's.
-        kinds: the kind of each prompt, None where it has none; empty if none has one. If the plan
-            has figures by kind, the tree's are predicted for the kinds of the prompts.
-    """
+    """Run the methods of decoding on the prompts, with the plan's prediction for each of ours."""
     chosen, models = set(only or TITLES), pair.metadata
     transformers_pair = pair
     if pair.placement in MAKE_LINEAR and TRANSFORMERS_METHODS & chosen:
@@ -252,21 +214,7 @@ def predicted_by_kind(
     runs: Sequence[PromptRun],
     plain_runs: Sequence[PromptRun] | None,
 ) -> MethodResult:
-    """A method's result with what the plan predicts for exactly these prompts, and kind by kind.
-
-    Predictions combine prompts as measured figures do. The speed-up is the median over prompts,
-    where each prompt is equally likely to have the speed-up of each profiled text of its kind (of
-    the kind's texts together, if the plan has no `text_speedups`). Tokens a step are all new tokens
-    over all steps, where each prompt is taken to yield its kind's tokens a step. A prompt of no
-    kind that the plan has figures for counts as all profiled prompts together.
-
-    Args:
-        result: the figures of the method, with the prediction for all profiled prompts together.
-        plan: the plan of the method's tree, with `speedup_by_kind`.
-        kinds: the kind of each prompt; None for a prompt without one.
-        runs: the method's runs, one a prompt.
-        plain_runs: those of plain decoding; None if it was not measured.
-    """
+    """A method's result with what the plan predicts for exactly these prompts, and kind by kind."""
     mixture = result.prediction or Prediction()
     by_kind = {}
 
@@ -317,12 +265,7 @@ def _median_of_mixture(groups: Sequence[Sequence[float]]) -> float:
 def sequoia_method(
     pair: Pair, tree: TokenTree, sampling: Sampling, tokens: int, **options: Any
 ) -> DecodePrompt:
-    """Our decoder with `tree`, as a method of decoding.
-
-    Args:
-        tokens: the most new tokens for a prompt.
-        options: keyword arguments of `SequoiaDecoder`.
-    """
+    """Our decoder with `tree`, as a method of decoding."""
     decoder = SequoiaDecoder(pair.target, pair.draft, tree, **options)
 
     def decode(prompt: list[int], seed: int) -> PromptRun:
@@ -344,14 +287,7 @@ def sequoia_method(
 def transformers_method(
     pair: Pair, sampling: Sampling, tokens: int, *, counts_passes: bool = True, **options: Any
 ) -> DecodePrompt:
-    """transformers' own `generate`, as a method of decoding.
-
-    Args:
-        tokens: the most new tokens for a prompt.
-        counts_passes: count the target's passes; a compiled forward cannot be counted.
-        options: keyword arguments of `generate`, such as `assistant_model`, which choose how it
-            decodes.
-    """
+    """transformers' own `generate`, as a method of decoding."""
     target = pair.target
     # prompt lookup in transformers 5.10 needs an end token: this one is in no text
     end_tokens = pair.end_tokens or [vocabulary_size(target)]
@@ -400,10 +336,7 @@ def with_full_vocabulary(draft: Any) -> Any:
 class _FullVocabularyHead(nn.Module):
     """A head with a draft's logits for the target's whole vocabulary; -inf for tokens it lacks.
 
-    Args:
-        head: gives logits [..., draft vocabulary].
-        d2t: int64 [draft vocabulary], the target's token for each of the draft's tokens.
-        vocabulary: number of tokens of the target.
+    `head` [..., draft vocabulary]; `d2t` int64 [draft vocabulary].
     """
 
     def __init__(self, head: nn.Module, d2t: Tensor, vocabulary: int) -> None:
@@ -428,16 +361,6 @@ def bench(
 
     All methods decode a prompt before the next prompt begins, so drift of the machine's speed hits
     all alike. Each prompt starts with another method.
-
-    Args:
-        methods: the methods of decoding by name.
-        prompts: token ids of each prompt.
-        on_prompt: called after each prompt with the number of prompts so far.
-        deadline: in seconds of `time.perf_counter`; once it has passed, no further prompt begins.
-        journal: keeps finished prompts, so that an interrupted run continues.
-
-    Returns:
-        For each method its runs, one a prompt.
     """
     if not methods or not prompts:
         raise ArgumentError(
@@ -471,17 +394,7 @@ def summary(
     runs: Mapping[str, list[PromptRun]],
     over: Sequence[str] = ("plain", "generate", "assisted", "sequoia", "traversal"),
 ) -> dict[str, MethodResult]:
-    """Each method's figures, and its speed-up over each method of `over` that took part.
-
-    Tokens/s and time to the first token: median over prompts with quartiles. Tokens a step: the
-    number of new tokens divided by the number of the target's passes. Speed-up: for each prompt the
-    ratio of the tokens/s after the first tokens, so that drift cancels; then the median over
-    prompts with quartiles, and the median's 95 % bootstrap interval.
-
-    Args:
-        runs: for each method its runs, one a prompt, all on the same prompts.
-        over: names of the methods that speed-ups are relative to.
-    """
+    """Each method's figures, and its speed-up over each method of `over` that took part."""
     results = {}
     for name, method_runs in runs.items():
         tokens_per_second = [run.tokens / run.seconds for run in method_runs]

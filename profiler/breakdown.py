@@ -35,22 +35,6 @@ def breakdown(
     """Median seconds of a decoding step and of its parts, timed in turn, round by round.
 
     The parts run as the decoder runs them: as CUDA graphs where it captures.
-
-    Args:
-        context: number of tokens in the KV cache.
-        rounds: how often each part is timed, after `WARM_UP_ROUNDS` more.
-        options: keyword arguments of `TreeStep`.
-
-    Returns:
-        step: a whole step, from generating its random numbers to reading its tokens back. Its
-            parts add up to it:
-        draft: all draft passes and the drawing of children.
-        target: the target's forward pass.
-        verify: the verification.
-        commit: compacting KV caches and tokens.
-        host: the remainder of the step; noise can make it negative.
-        draw: the drawing of children within `draft`.
-        share_not_model: (verify + commit + host) / step.
     """
     step = TreeStep(pair.target, pair.draft, tree, **options)
     step.prefill(random_prompt(pair, context), tree.depth, seed=0)

@@ -18,15 +18,8 @@ POSITIONS_AT_ONCE = 64
 class DrawnChildren:
     """Children drawn once at each position, and the probabilities that verify them.
 
-    Args:
-        target_probs: float [positions, vocabulary], the target's probabilities; at temperature 0
-            its logits.
-        draft_probs: float [positions, draft vocabulary], what the children were drawn from.
-        drawn: int64 [positions, ranks], the children as indices into the draft's vocabulary, in
-            draw order.
-        sampling: temperatures and verifier.
-        d2t: int64 [draft vocabulary], the target's token for each of the draft's tokens; None if
-            they are the same.
+    `target_probs` float [positions, vocabulary]; `draft_probs` float [positions, draft vocabulary];
+    `drawn` int64 [positions, ranks]; `d2t` int64 [draft vocabulary].
     """
 
     target_probs: Tensor
@@ -47,10 +40,7 @@ class DrawnChildren:
     ) -> DrawnChildren:
         """Draw `ranks` children at each position.
 
-        Args:
-            target_logits: [positions, vocabulary].
-            draft_logits: [positions, draft vocabulary], at the same positions.
-            generator: of the draws.
+        `target_logits` [positions, vocabulary]; `draft_logits` [positions, draft vocabulary].
         """
         draft_probs = sampling.draft_probs(draft_logits)
         drawn = sampling.drawing(draft_probs, ranks, generator)
@@ -70,18 +60,8 @@ class DrawnChildren:
     def looked_up_acceptance(self, positions: Tensor, tokens: Tensor) -> Tensor:
         """The same if a looked-up token is the first child, and the drafted children come after it.
 
-        Lookup proposes its token x with certainty, so x is accepted with the target's probability
-        p(x). If it is rejected, what remains is p without x. The draft's children are drawn without
-        replacement from its probabilities without x: they are the drawn ones in the same order,
-        less x. That is exact for draws without replacement, whose order is that of a race.
-
-        Args:
-            positions: int64 [looked-up tokens], rows of `drawn`.
-            tokens: int64 [looked-up tokens], the target's numbers of the tokens.
-
-        Returns:
-            float64 [looked-up tokens, ranks]: first the looked-up token's probability, then those
-            of the draft's first ranks - 1 other tokens.
+        `positions` int64 [looked-up tokens]; `tokens` int64 [looked-up tokens]; returns float64
+        [looked-up tokens, ranks].
         """
         parts = [
             self._looked_up_acceptance(*part)
@@ -124,12 +104,8 @@ class DrawnChildren:
     ) -> Tensor:
         """float64 [positions, ranks]: the verifier's probability to accept each child.
 
-        Args:
-            target_probs: float [positions, vocabulary].
-            draft_probs: float [positions, draft vocabulary].
-            drawn: int64 [positions, ranks].
-            looked_up: int64 [positions], the target's tokens that take the place of the first drawn
-                child; None if all children are drafted.
+        `target_probs` float [positions, vocabulary]; `draft_probs` float [positions, draft
+        vocabulary]; `drawn` int64 [positions, ranks]; `looked_up` int64 [positions].
         """
         verifier = self.sampling.verifier
         # at a root's children, `traversal` accepts as `sequoia` does

@@ -32,13 +32,6 @@ def representative_pass(
     The pass reads as many tokens as the tree has nodes, and draws one child of each into the slots
     after the tree. A DFlash pass is the same for every tree, and draws nothing: its drawing is
     timed together with the verification of trees (`verification.ShapeTimer`).
-
-    Args:
-        drafter: runs the pass.
-        tensors: nodes, depths and mask of the tree.
-
-    Returns:
-        The pass, and the output of the previous pass for drafts that read it, else None.
     """
     if isinstance(drafter, DFlashDrafter):
         # logits of all levels are computed, but no node gets children
@@ -75,17 +68,8 @@ def logits_over_text(
     """The draft's logits after tokens of a known text, as decoding steps would compute them.
 
     The level of a token matters to a draft that reads the target's hidden states: in a step, it has
-    read those of tokens before the root only.
-
-    Args:
-        sequence: the tokens, and the draft's KV cache, filled up to the first of `slots`.
-        slots: int64 [positions], consecutive slots of the cache with known tokens.
-        levels: how far each position is from the root of its step; the levels of one step are
-            0, 1, 2, ... in turn. Negative: logits are not needed there, and have no meaning.
-        aux_hidden_states: [positions, width], the target's, for drafts that read them.
-
-    Returns:
-        Logits [positions, draft vocabulary].
+    read those of tokens before the root only. `slots` int64 [positions]; `aux_hidden_states`
+    [positions, width].
     """
     if isinstance(drafter, SelfDrafter):
         return _self_draft_logits(drafter, sequence, slots, levels)
@@ -153,14 +137,7 @@ def _logits_by_step(
 ) -> Tensor:
     """`logits_over_text` step by step: each step is drafted as a chain whose tokens are known.
 
-    Args:
-        chain: a tree with as many levels as have logits, and one more, as leaves have none.
-        slots, levels: int64 [positions], the slot of each token, and how far it is from the root of
-            its step; negative where logits are not needed.
-        commit_steps: called after each step with its range of positions.
-
-    Returns:
-        Logits [positions, draft vocabulary]; zeros where the level is negative.
+    `slots`, `levels` int64 [positions].
     """
     tensors = TreeTensors.of(chain, slots.device, drafter.model.dtype)
     # while a step is drafted, the sequence is as long as the text before its root
@@ -189,16 +166,7 @@ def _chain_logits(
 ) -> Tensor:
     """The draft's logits at the first positions of a chain, from the root on.
 
-    Args:
-        passes: the draft passes of a step with the chain; each gives the logits of the next
-            position or positions. Passes that are not needed do not run.
-        sequence: holds the chain's tokens, from the slot of the root on.
-        columns: int64 [slots], for each slot of the KV cache the column of the chain's attention
-            mask that applies.
-        count: the number of positions.
-
-    Returns:
-        Logits [count, draft vocabulary]; fewer rows if the passes give fewer.
+    `columns` int64 [slots].
     """
     logits_by_pass: list[Tensor] = []
     output: ForwardOutput | None = None
@@ -211,15 +179,7 @@ def _chain_logits(
 
 
 def _steps(levels: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Cut positions into steps: ranges whose levels are 0, 1, 2, ... in turn.
-
-    Args:
-        levels: how far each position is from the root of its step, or negative.
-
-    Yields:
-        The first position of a range and the one after its last. A position with a negative level
-        is a range by itself.
-    """
+    """Cut positions into steps: ranges whose levels are 0, 1, 2, ... in turn."""
     start = 0
     while start < len(levels):
         end = start + 1

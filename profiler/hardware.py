@@ -57,21 +57,13 @@ def default_device() -> str:
 
 
 def weights_for(device: str) -> dict[str, Any]:
-    """How weights are stored on a device where nothing is asked for.
-
-    Returns:
-        `dtype`, which "auto" stands for, and `prepacked`: whether they are, for the processor.
-    """
+    """How weights are stored on a device where nothing is asked for."""
     dtype = resolve_dtype("auto", device)
     return {"dtype": dtype_name(dtype), "prepacked": can_prepack(dtype, device)}
 
 
 def run_small_kernel(device: str) -> bool:
-    """Compile and launch a small Triton kernel; False where no kernels are used on the device.
-
-    Raises:
-        Exception: what Triton or a compiler raises; without a C compiler it raises, for example.
-    """
+    """Compile and launch a small Triton kernel; False where no kernels are used on the device."""
     if not kernels_available(torch.device(device)):
         return False
     silu_mul(torch.ones(1, 16, device=device))
@@ -99,12 +91,7 @@ def _idle_seconds() -> float:
 
 
 def differences(measured: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Differences between two fingerprints that change step times, one line each.
-
-    Args:
-        measured: the fingerprint of the machine that a profile was measured on.
-        current: that of this machine. Keys that either of them lacks are not compared.
-    """
+    """Differences between two fingerprints that change step times, one line each."""
     return [
         f"{name} {measured[name]}, here {current[name]}"
         for name in TIME_KEYS

@@ -26,14 +26,6 @@ class Journal:
     """Results by name; a file with all of them is written anew after each one, atomically.
 
     Only one process at a time may have the file open. With it, an interrupted run can continue.
-
-    Args:
-        path: the file; None writes nothing.
-        work: a description of the work that can be written as JSON. A file about other work, or a
-            damaged one, is ignored.
-
-    Raises:
-        SequoiaPlanError: if another process has the file open: both would write the same output.
     """
 
     def __init__(self, path: Path | None, work: Any) -> None:
@@ -77,9 +69,6 @@ def exclusive(*outputs: str | Path) -> Iterator[None]:
     """Let no other process measure for one of these files until the context ends.
 
     A journal is locked while its own part of the work is done; this covers what follows, too.
-
-    Raises:
-        SequoiaPlanError: if another process does.
     """
     with ExitStack() as stack:
         for output in map(Path, outputs):
@@ -98,14 +87,7 @@ def _lock_path(path: Path) -> Path:
 
 
 def _lock(path: Path) -> IO[str] | None:
-    """Lock a journal until the returned file is closed, or the process ends.
-
-    Returns:
-        The locked file; None on Windows, where nothing is locked.
-
-    Raises:
-        SequoiaPlanError: if another process has it locked, or the file cannot be written.
-    """
+    """Lock a journal until the returned file is closed, or the process ends."""
     try:
         import fcntl
     except ImportError:  # Windows

@@ -62,17 +62,6 @@ def measure_latency(
 
     First each size is timed a few times, to find out which sizes are worth timing. Then all of them
     are timed in turn, round by round (`LatencyMeter`).
-
-    Args:
-        pair: target and draft.
-        sampling: the temperatures and verifier that parts are timed with.
-        max_tokens: a bound on the expected number of tokens that a step yields, whatever its tree.
-            Sizes whose target pass takes more than so many passes of one token are not timed.
-        seconds: about how long the rounds take, without the search for sizes before them.
-        context: number of tokens in the KV cache.
-        on_size: called with each size when it is first timed, and the median seconds of the
-            target's pass over so many tokens.
-        max_size: the most nodes to time.
     """
     meter = LatencyMeter(pair, sampling, context, on_size, max_size)
     meter.begin(max_tokens)
@@ -80,25 +69,7 @@ def measure_latency(
 
 
 class LatencyMeter:
-    """Times passes of growing size, then all sizes in turn, round by round.
-
-    Interleaving makes drift hit all sizes alike; medians and quartiles are then taken without the
-    drift. The same rounds time the verification of a few trees of different shapes. A size whose
-    pass takes k times as long as one token's takes part in every k-th round (at least in every
-    fourth), because small sizes are likelier to be best. Rounds may be far apart in time: the speed
-    of a shared machine changes from minute to minute. All sizes share one sequence.
-
-    Args:
-        pair: target and draft.
-        sampling: the temperatures and verifier that passes are timed with.
-        context: number of tokens in the KV cache.
-        on_size: called with each size when it is first timed, and the median seconds of the
-            target's pass over so many tokens.
-        max_size: the most nodes to time.
-        further_samplings: further samplings that verification is timed with.
-        texts: token ids of prompts, which fill the KV cache one after the other; if empty, random
-            tokens do. Which experts of a mixture run, and how long, depends on the text.
-    """
+    """Times passes of growing size, then all sizes in turn, round by round."""
 
     def __init__(
         self,
@@ -125,18 +96,7 @@ class LatencyMeter:
 
     @torch.inference_mode()
     def begin(self, max_tokens: float) -> None:
-        """Find the sizes to time, and time each a few times.
-
-        Sizes grow until the target's pass takes more than `max_tokens` times as long as that of one
-        node: a tree of that size cannot beat plain decoding, because no tree yields more tokens a
-        step. The widths of draft passes are limited in the same way. A size that does not fit into
-        memory ends the growth, too, and is recorded. Trees of several shapes are prepared as well,
-        whose verification is timed.
-
-        Args:
-            max_tokens: a bound on the expected number of tokens that a step yields, whatever its
-                tree.
-        """
+        """Find the sizes to time, and time each a few times."""
         drafter = self.step.drafter
         assert drafter is not None
         if self.step.graphs and not self.sampling.greedy:
@@ -250,12 +210,7 @@ class LatencyMeter:
         return fit(trees, seconds, round_order(self.step, sampling))
 
     def _begin_verification(self, vocabulary: int, max_depth: int | None) -> None:
-        """Choose the trees whose verification is timed, and verify each once.
-
-        Args:
-            vocabulary: number of tokens of the draft, the most children that a node may have.
-            max_depth: the most levels that the draft can draft; None is no limit.
-        """
+        """Choose the trees whose verification is timed, and verify each once."""
         for tree in shapes_to_time(self.timers[-1].size, vocabulary, max_depth):
             step = self.step.with_tree(tree)
             step.prefill(self.prompt, tree.depth, seed=0)
@@ -310,11 +265,7 @@ def timed(device: torch.device, run: Callable[[], T]) -> tuple[T, float]:
 
 
 def text_prompt(pair: Pair, context: int, texts: Sequence[Sequence[int]]) -> Tensor:
-    """int64 [context]: the first tokens of `texts`, repeated if they are too few; else random ones.
-
-    Args:
-        texts: token ids of each text; may be empty.
-    """
+    """int64 [context]: the first tokens of `texts`, repeated if too few; else random ones."""
     tokens = list(itertools.islice(itertools.chain.from_iterable(texts), context))
     if not tokens:
         return random_prompt(pair, context)
@@ -334,22 +285,8 @@ def random_prompt(pair: Pair, context: int) -> Tensor:
 class SizeTimer:
     """Times one size: the target's pass, a draft pass, and the overhead of a step.
 
-    The parts run as the decoder runs them: as CUDA graphs where it captures.
-
-    Args:
-        step: provides models and sequence; the sequence holds `prompt` afterwards.
-        size: number of nodes of the target's pass and of tokens of the draft pass.
-        sampling: the temperatures and verifier that parts are timed with.
-        prompt: int64 [n], the tokens in the KV cache.
-        times_draft: time draft passes, too. Where all passes have one width, one size is enough.
-
-    Attributes:
-        interval: the size takes part in every k-th round, where k is this number.
-        samples: seconds by part ("target", "draft", "rest"), one a round; NaN in rounds in which
-            the size takes no part.
-        extent: number of slots of the KV cache that attention looks at.
-        columns: int64 [extent], for each of these slots the column of the tree's attention mask
-            that applies.
+    The parts run as the decoder runs them: as CUDA graphs where it captures. `prompt` int64 [n];
+    `columns` int64 [extent].
     """
 
     def __init__(
@@ -414,10 +351,6 @@ class SizeTimer:
         """One draft pass over as many tokens as are timed: random numbers, forward, drawing.
 
         A DFlash pass draws nothing: there, drawing is timed with verification.
-
-        Returns:
-            The draft's probabilities and the children drawn from them; the logits and an empty
-            tensor if nothing is drawn.
         """
         sequence, sampling, drafter = self.step.sequence, self.sampling, self.step.drafter
         assert drafter is not None
@@ -481,16 +414,7 @@ class SizeTimer:
 def drift_free_quartiles(times: NDArray[np.float64]) -> NDArray[np.float64]:
     """First quartile, median and third quartile of repeated times, without common drift.
 
-    Divides each round's times by the round's slowdown (the median over all sizes of the time
-    relative to the size's own median), then takes quartiles over rounds. Drift that hits all sizes
-    alike then does not change ratios of times, and so speed-ups, even between sizes that took part
-    in different rounds.
-
-    Args:
-        times: float64 [..., sizes, rounds], seconds; NaN is no sample.
-
-    Returns:
-        float64 [3, ..., sizes].
+    `times` float64 [..., sizes, rounds]; returns float64 [3, ..., sizes].
     """
     slowdowns = times / np.nanmedian(times, -1, keepdims=True)
     drift = np.nanmedian(slowdowns.reshape(-1, times.shape[-1]), 0)

@@ -1,17 +1,4 @@
-"""Prompt lookup, counted over texts that the target wrote.
-
-The match of a text is the longest suffix of its tokens that occurs earlier in it. The tokens after
-the last such occurrence are the lookup chain: a guess at what comes next. A tree that looks up
-takes the tokens of its spine (the root's first child, that node's first child, ...) from the
-chain. All other nodes are drafted.
-
-Every position of a written text is taken as the root of a step, and the position's match says in
-which class it counts. While the text goes on as the chain does, the nodes on the spine are
-accepted, and each is a trial: is its looked-up child accepted, and if not, which drafted one? After
-the chain, the text leaves the spine, and a few more positions are trials of nodes off the spine,
-all of whose children are drafted. The probabilities are those of `sequoia` at a single node, where
-`traversal` accepts alike.
-"""
+"""Prompt lookup, counted over texts that the target wrote."""
 
 from __future__ import annotations
 
@@ -50,13 +37,7 @@ NO_TOKEN = -1
 class Lookups:
     """What lookup gives at consecutive positions of a text.
 
-    Args:
-        match_lengths: int64 [positions], the tokens of the longest match that ends at each
-            position, at most `MAX_MATCH`; 0 for none.
-        chains: int64 [positions, CHAIN], the first tokens of the lookup chain, which guess the
-            tokens after the position; `NO_TOKEN` where there is no match.
-        runs: int64 [positions], how many of the next tokens of the text are those of the chain, at
-            most `MAX_RUN`. A run ends with the text.
+    `match_lengths` int64 [positions]; `chains` int64 [positions, CHAIN]; `runs` int64 [positions].
     """
 
     match_lengths: NDArray[np.int64]
@@ -70,10 +51,7 @@ def look_up(token_ids: NDArray[np.int64], first: int) -> Lookups:
     The match at position t is the longest suffix of tokens 0 to t that also ends at an earlier
     position, at most `MAX_MATCH` tokens. Among the earlier positions with the longest one, the last
     counts. The chain is what follows it, and where that reaches beyond t it goes on in itself.
-
-    Args:
-        token_ids: int64 [n], the whole text.
-        first: the first position, from 0 to n - 1.
+    `token_ids` int64 [n].
     """
     count = len(token_ids)
     match_lengths, sources = np.zeros(count, np.int64), np.full(count, -1)
@@ -110,9 +88,7 @@ def look_up(token_ids: NDArray[np.int64], first: int) -> Lookups:
 class Trials:
     """Which trial adds to which row of a table of counts.
 
-    Args:
-        rows: int64 [trials], the row of the table.
-        sources: int64 [trials], the row of the probabilities that the trial adds to the table.
+    `rows` int64 [trials]; `sources` int64 [trials].
     """
 
     rows: NDArray[np.int64]
@@ -129,18 +105,8 @@ class Trials:
 class LookupTrials:
     """The trials of one text, and the looked-up tokens that must be verified for them.
 
-    Args:
-        token_ids: int64 [n], prompt and written text.
-        levels: for each position from the prompt's last token on, its level in the tree of the step
-            that wrote it; 0 for the step's root.
-        rows: for each of these positions, twice its level (or the last level that is counted
-            separately), plus its class: 0 on the spine, 1 off it. -1 where the draft has no
-            probabilities: such a position is no trial.
-
-    Attributes:
-        token_positions: int64 [looked-up tokens], the position, counted from the prompt's last
-            token, after which each token may come; ascending.
-        tokens: int64 [looked-up tokens], the tokens. No two entries are equal in both.
+    `token_ids` int64 [n]; `token_positions` int64 [looked-up tokens]; `tokens` int64 [looked-up
+    tokens].
     """
 
     def __init__(
@@ -186,16 +152,8 @@ class LookupTrials:
     ) -> dict[str, Any]:
         """Add up the trials of each row.
 
-        Args:
-            drafted_probs: float64 [positions, ranks], the probability that the child of each rank
-                is accepted, if all children are drafted.
-            looked_up_probs: float64 [looked-up tokens, ranks], the same if the first child is the
-                looked-up token.
-
-        Returns:
-            `drafted` and `looked_up`: a list of [row, trials, count of rank 1, of rank 2, ...], of
-            the rows with trials; `text`: the record of the text for `LookupCounts.texts`. Rows are
-            numbered by class of match, then level, then class of parent (0 on the spine).
+        `drafted_probs` float64 [positions, ranks]; `looked_up_probs` float64 [looked-up tokens,
+        ranks].
         """
         shape = (len(MATCH_LENGTHS) * LOOKUP_LEVELS * 2, 1 + drafted_probs.shape[1])
         drafted, looked_up = np.zeros(shape), np.zeros(shape)
@@ -233,16 +191,7 @@ def _sparse(table: NDArray[np.float64]) -> list[list[float]]:
 def lookup_counts(
     tallies: Sequence[dict[str, Any] | None], kinds: Sequence[str | None]
 ) -> LookupCounts | None:
-    """Combine the tallies of all prompts into what a profile holds.
-
-    Args:
-        tallies: for each prompt what `LookupTrials.tally` returns; None where nothing was counted.
-        kinds: the kind of each prompt; None where it has none. Entry i of `tallies` belongs to
-            prompt i modulo their number.
-
-    Returns:
-        The counts by class of match; None if a prompt has no tally, or there was no trial.
-    """
+    """Combine the tallies of all prompts into what a profile holds."""
     if not tallies or not all(tallies):
         return None
     drafted_rows = [row for tally in tallies if tally for row in tally["drafted"]]
@@ -270,14 +219,7 @@ def lookup_counts(
 def _tables(
     tables: Sequence[Sequence[Sequence[float]]], num_levels: int, num_ranks: int
 ) -> list[tuple[LevelCounts, ...]]:
-    """The sum of tables of trials, for each class of match its counts by level.
-
-    Args:
-        tables: for each prompt, a list of [row, trials, counts...]; rows are numbered by class of
-            match, level and class of parent.
-        num_levels: number of levels of each class.
-        num_ranks: number of children counted.
-    """
+    """The sum of tables of trials, for each class of match its counts by level."""
     total = np.zeros((len(MATCH_LENGTHS) * num_levels * 2, 1 + num_ranks))
     for table in tables:
         for number, *row in table:
@@ -289,8 +231,7 @@ def _tables(
 def _levels(table: NDArray[np.float64]) -> tuple[LevelCounts, ...]:
     """The counts of one class of match, down to the last level with trials.
 
-    Args:
-        table: float64 [levels, 2, 1 + ranks], trials and counts of nodes on the spine and off it.
+    `table` float64 [levels, 2, 1 + ranks].
     """
     trials, counts = table[..., 0].astype(np.int64), table[..., 1:]
     if not trials.any():

@@ -154,13 +154,7 @@ def measure(
 
 
 def max_tokens_of_any_tree(acceptance: ObservedAcceptance) -> float:
-    """A bound on the expected tokens a step of any tree of at most `SIZES[-1]` nodes.
-
-    It is the largest of three bounds, one for each way to estimate the probability that a node's
-    child of each rank is accepted: by the node's level; by its level and class (0 on the spine,
-    where the node and all its ancestors are first children, else 1); and one vector of
-    probabilities by rank for all nodes.
-    """
+    """A bound on the expected tokens a step of any tree of at most `SIZES[-1]` nodes."""
     counts_by_level = acceptance.levels()
     probs_by_level, _ = rates(*counts_by_class(counts_by_level, num_classes=1))
     probs_by_class, _ = rates(*counts_by_class(counts_by_level, num_classes=2))

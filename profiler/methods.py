@@ -2,18 +2,6 @@
 
 `decoding` counts, as Sequoia does (arXiv 2402.12374, App. F.1): it decodes with a one-level tree
 and counts which of the root's children is accepted.
-
-`forced` computes. It decodes with a small tree or a given one, then runs target and draft once more
-over the text. At every position it draws children anew, and the verifier gives the probability that
-each is the one accepted. A position's level is where it stood in the tree; its class says whether
-every child accepted on the way there was a first one (on the spine). Each position is one trial
-whatever was accepted there, so the same text tells more.
-
-What `traversal` accepts at a node depends on the path to it. In `forced`, both `sequoia` and
-`traversal` verify the tree at every step of the text, and the acceptance of `sequoia` on each
-level is multiplied by how much more often `traversal` gets past that level. `decoding` sees one
-level only, where the two accept alike. Where both are measured, they verify the same draws over the
-same text, so their figures differ by that ratio alone.
 """
 
 from __future__ import annotations
@@ -60,15 +48,8 @@ def expected_acceptance(
     """float64 [positions, ranks]: the probability that the child of each rank is the one accepted.
 
     Children are drawn once at each position; the probability is over the verifier's randomness.
-
-    Args:
-        target_logits: [positions, vocabulary].
-        draft_logits: [positions, draft vocabulary], at the same positions.
-        sampling: temperatures and verifier.
-        ranks: number of children drawn at each position.
-        generator: of the draws.
-        d2t: int64 [draft vocabulary], the target's token for each of the draft's tokens; None if
-            they are the same.
+    `target_logits` [positions, vocabulary]; `draft_logits` [positions, draft vocabulary]; `d2t`
+    int64 [draft vocabulary].
     """
     children = DrawnChildren.draw(target_logits, draft_logits, sampling, ranks, generator, d2t)
     return children.expected_acceptance()
@@ -83,14 +64,7 @@ def counts_lookup(sampling: Sampling) -> bool:
 
 
 class ForcedMethod:
-    """Computes acceptance in one more pass over text that the target wrote.
-
-    Args:
-        ranks: number of children drawn at a position.
-        compares: make ready to verify each step of the text with both `sequoia` and `traversal`.
-        tree: decodes the text, so it sets where steps begin, and on which levels tokens are. None
-            is `TREE`, as deep as the draft can make it.
-    """
+    """Computes acceptance in one more pass over text that the target wrote."""
 
     def __init__(
         self, pair: Pair, ranks: int, compares: bool, tree: TokenTree | None = None
@@ -112,20 +86,8 @@ class ForcedMethod:
     ) -> list[dict[str, Any]]:
         """Measure one prompt with several samplings under which the target writes the same text.
 
-        A position of the text is a node of the tree that decodes it. Its class is 0 on the
-        spine (it and all its ancestors are first children) and 1 off it.
-
-        Args:
-            prompt: int64 [n], token ids.
-            max_new_tokens: the most tokens that the target writes.
-
-        Returns:
-            For each sampling: `trials` [levels][classes], the number of positions by level and
-            class; `counts` [levels][classes][ranks], the expected number of accepted children of
-            each rank at these positions; and `reached` [2][levels], for `sequoia` and `traversal`
-            the sum over steps of the probability to get to each level of the tree, None for
-            verifiers other than `traversal`; and `lookup`, the same text counted by class of match
-            (`LookupTrials.tally`), None for verifiers that lookup is not counted with.
+        A position of the text is a node of the tree that decodes it. Its class is 0 on the spine
+        (it and all its ancestors are first children) and 1 off it. `prompt` int64 [n].
         """
         compared = self._compare_verifiers(samplings)
         writing_sampling = samplings[0]
@@ -165,11 +127,7 @@ class ForcedMethod:
         ]
 
     def _compare_verifiers(self, samplings: Sequence[Sampling]) -> ComparedVerifiers | None:
-        """Let the decoder verify with both verifiers of `COMPARED`, if `traversal` is asked for.
-
-        Returns:
-            The verifiers that record how far both get; None if there is nothing to compare.
-        """
+        """Let the decoder verify with both verifiers of `COMPARED`, if `traversal` is asked for."""
         needed = any(sampling.verifier == "traversal" for sampling in samplings)
         if not needed or samplings[0].greedy:
             self.decoder.step.verifiers = VERIFIERS
@@ -183,13 +141,7 @@ class ForcedMethod:
     ) -> tuple[Tensor, list[int], list[int]]:
         """Decode a text until a step has an end token, or there are `max_new_tokens`.
 
-        Returns:
-            - int64 [n], the tokens of prompt and text; an end token and what follows it is cut off.
-            - For each token from the prompt's last one on, its level in the tree of the step in
-              which it is the root or an accepted node. The last token of a step (the bonus token)
-              is the root of the next step, at level 0.
-            - For each of these tokens its node's class: 0 on the spine (the node and all its
-              ancestors are first children), 1 off it.
+        Returns int64 [n].
         """
         tree, prompt_length = self.decoder.step.tree, prompt.numel()
         token_ids, levels, classes = prompt.tolist(), [0], [0]
@@ -223,21 +175,7 @@ class ForcedMethod:
         """Add up, over the positions of a text, the probability that each rank is accepted.
 
         Target and draft read the text once more, piece by piece; at each position children are
-        drawn anew.
-
-        Args:
-            text: int64 [n], the tokens of prompt and text.
-            prompt_length: number of tokens of the prompt; the KV caches hold the prompt.
-            levels: for each token from the prompt's last one on, its level in the tree of its step.
-            rows: for each of these tokens, the row of the result that it adds to: 2 * level, plus
-                its class (0 on the spine, 1 off it); -1 for none.
-            lookup_trials: the trials of the same positions by class of match.
-
-        Returns:
-            - For each sampling, float64 [2 * levels, ranks]: the expected number of accepted
-              children of each rank.
-            - For each sampling, the tally of `lookup_trials`; None for verifiers that lookup is not
-              counted with.
+        drawn anew. `text` int64 [n].
         """
         step = self.decoder.step
         # `traversal` accepts a root's children as `sequoia` does
@@ -291,15 +229,7 @@ class ForcedMethod:
 class TextAcceptance:
     """The acceptance at the positions of one text with one sampling, added up piece by piece.
 
-    Args:
-        num_positions: positions of the text, from the prompt's last token on.
-        num_levels: levels that are counted separately.
-        ranks: number of children drawn at a position.
-        lookup_trials: the trials of the same positions by class of match.
-
-    Attributes:
-        counts: float64 [2 * levels, ranks], the expected number of accepted children of each rank,
-            by level and class.
+    `counts` float64 [2 * levels, ranks].
     """
 
     def __init__(
@@ -313,10 +243,7 @@ class TextAcceptance:
     def add(self, children: DrawnChildren, positions: NDArray[np.int64], rows: Tensor) -> None:
         """Add a piece of the text.
 
-        Args:
-            children: the children drawn at some positions.
-            positions: int64 [positions of the piece], these positions, ascending.
-            rows: int64 [positions of the piece], the row of `counts` for each of them.
+        `positions` int64 [positions of the piece]; `rows` int64 [positions of the piece].
         """
         probs = children.expected_acceptance().cpu()
         self.counts.index_add_(0, rows, probs)
@@ -348,13 +275,7 @@ class TextAcceptance:
 class ComparedVerifiers:
     """`sequoia` and `traversal`, each of which also records how far both get.
 
-    Args:
-        depth: number of levels of the tree that is verified.
-
-    Attributes:
-        reached: float64 [2, depth], the sum over steps of the probability to get to each level with
-            either verifier, given what was drawn on the way there. On the first level, where the
-            two accept alike, the sums are equal.
+    `reached` float64 [2, depth].
     """
 
     def __init__(self, depth: int) -> None:
@@ -389,16 +310,7 @@ class ComparedVerifiers:
     ) -> dict[str, Acceptance]:
         """Verify a drawn tree with both verifiers, and add to `reached` how far each gets.
 
-        Args:
-            target_probs: maps nodes to the target's distributions after them.
-            draft_probs, drawn: the draft's distributions at the inner nodes, and the children drawn
-                from them.
-            index: the structure of the tree.
-            d2t: int64 [draft vocabulary], the target's token for each of the draft's tokens; None
-                if they are the same.
-
-        Returns:
-            What each verifier accepts, by name.
+        `d2t` int64 [draft vocabulary].
         """
         inputs = (target_probs, draft_probs, drawn, index, d2t)
         acceptances = {name: VERIFIERS[name].acceptance(*inputs) for name in COMPARED}
@@ -416,12 +328,7 @@ class ComparedVerifiers:
 def path_probs(subtree_probs: Tensor, index: TreeIndex) -> Tensor:
     """float64 [size]: the probability that `traversal`'s accepted path goes through each node.
 
-    It is averaged over what is drawn below the node.
-
-    Args:
-        subtree_probs: float64 [size], the probability that the path ends in each node's subtree, if
-            it ends in no subtree that is visited before (`traversal.subtree_probs`).
-        index: the structure of the tree.
+    It is averaged over what is drawn below the node. `subtree_probs` float64 [size].
     """
     # for each node, the probability that no earlier sibling's subtree holds the path's end
     passed_by = torch.ones_like(subtree_probs)
@@ -441,16 +348,7 @@ def limited_to_depth(tree: TokenTree, max_depth: int | None) -> TokenTree:
 
 
 def pieces(levels: Sequence[int], max_positions: int) -> Iterator[tuple[int, int]]:
-    """Cut a text into ranges of at most `max_positions`, where a step begins if possible.
-
-    Args:
-        levels: of each position in the tree of its step; a step begins where the level is not
-            positive.
-
-    Yields:
-        The first position of a range and the one after its last. A step that is longer than
-        `max_positions` is cut within.
-    """
+    """Cut a text into ranges of at most `max_positions`, where a step begins if possible."""
     start = 0
     while start < len(levels):
         end = min(start + max_positions, len(levels))
@@ -477,15 +375,7 @@ class DecodingMethod:
     ) -> list[dict[str, Any]]:
         """Decode one prompt, and count which of the root's children is accepted.
 
-        Args:
-            prompt: int64 [n], token ids.
-            samplings: the first one is measured.
-            max_new_tokens: the most tokens that are decoded.
-
-        Returns:
-            One dict, in the form of `ForcedMethod`: `trials` [levels][classes], the number of
-            steps, and `counts` [levels][classes][ranks], how often each child was accepted. Class 0
-            is the spine, which holds the root. All levels but the root's, and class 1, have zeros.
+        `prompt` int64 [n].
         """
         node_counts = [0.0] * self.decoder.step.tree.size  # [0]: no child was accepted
         num_steps = num_tokens = 0

@@ -28,16 +28,7 @@ MIN_PROMPTS = 8
 class ObservedAcceptance:
     """What was observed with one sampling, prompt by prompt.
 
-    Args:
-        trials: int64 [prompts, levels], the number of accepted nodes.
-        counts: float64 [prompts, levels, ranks], how many of their children of each rank were
-            accepted, or were expected to be.
-        off_spine: the part of trials and counts that belongs to nodes off the spine, which are the
-            nodes that are not a first child themselves or have such an ancestor; None if that was
-            not recorded.
-        lookup: for each prompt, counts by how much of the text occurs earlier in it
-            (`LookupTrials.tally`), None where that was not counted; empty if nowhere.
-        tree: the tree that wrote the text.
+    `trials` int64 [prompts, levels]; `counts` float64 [prompts, levels, ranks].
     """
 
     trials: NDArray[np.int64]
@@ -56,17 +47,7 @@ class ObservedAcceptance:
         return ObservedAcceptance(self.trials[is_chosen], self.counts[is_chosen], off_spine)
 
     def by_kind(self, kinds: Sequence[str | None]) -> dict[str, tuple[LevelCounts, ...]]:
-        """Totals of trials and counts by level, over the prompts of each kind.
-
-        Args:
-            kinds: the kind of each prompt, such as "chat" or "code". Row i of `trials` belongs to
-                prompt i modulo their number, as each further round uses the same prompts again.
-
-        Returns:
-            By kind: totals of each level, down to the last one with trials on any prompt. Empty if
-            a prompt has no kind, or there are more than `MAX_KINDS` kinds, which is what a profile
-            holds.
-        """
+        """Totals of trials and counts by level, over the prompts of each kind."""
         kind_of_row = np.array([kinds[i % len(kinds)] or "" for i in range(len(self.trials))])
         distinct_kinds = list(dict.fromkeys(kind_of_row.tolist()))
         if "" in distinct_kinds or len(distinct_kinds) > MAX_KINDS:
@@ -112,10 +93,7 @@ class ObservedAcceptance:
         """Trials and counts of each level over some of the prompts, and their part off the spine.
 
         They reach down to the last level with trials on any prompt. The spine is the root, its
-        first child, that node's first child, and so on.
-
-        Args:
-            is_chosen: bool [prompts].
+        first child, that node's first child, and so on. `is_chosen` bool [prompts].
         """
         trials, counts = self.trials[is_chosen].sum(0), self.counts[is_chosen].sum(0)
         num_levels = int(np.flatnonzero(self.trials.sum(0))[-1]) + 1
@@ -153,14 +131,7 @@ def max_children_by_level(tree: TokenTree) -> NDArray[np.int64]:
 
 
 def collect(tallies: Sequence[Any], setting: int, tree: TokenTree = TREE) -> ObservedAcceptance:
-    """Combine the tallies of all prompts with one of the samplings.
-
-    Args:
-        tallies: for each prompt a list with one dict for each sampling, as `ForcedMethod` and
-            `DecodingMethod` return it.
-        setting: the index of the sampling in each list.
-        tree: the tree that wrote the text.
-    """
+    """Combine the tallies of all prompts with one of the samplings."""
     sampling_tallies = [tallies_of_prompt[setting] for tallies_of_prompt in tallies]
     # [prompts, levels, classes] and [prompts, levels, classes, ranks]; class 0 is on the spine (the
     # node and all its ancestors are first children), class 1 off it
@@ -189,13 +160,8 @@ def as_traversal_accepts(
     The counts of ranks that `tree` has on a level are multiplied by how many times as often
     `traversal` as `sequoia` gets past that level. The counts of the other ranks stay as they are,
     unless a prompt's level would then have more counts than trials: they are scaled down to fit.
-
-    Args:
-        counts: float64 [prompts, levels, ranks], how many children of each rank `sequoia` accepts.
-        trials: int64 [prompts, levels], the number of their parents.
-        reached: float64 [2, levels of `tree`], for `sequoia` and `traversal`, the sum over steps
-            of the probability to get to each level (`ComparedVerifiers.reached`).
-        tree: the tree that wrote the text.
+    `counts` float64 [prompts, levels, ranks]; `trials` int64 [prompts, levels]; `reached` float64
+    [2, levels of `tree`].
     """
     ratio = acceptance_ratio(reached, counts.shape[1])
     max_children = max_children_by_level(tree)
@@ -211,11 +177,7 @@ def acceptance_ratio(reached: NDArray[np.float64], num_levels: int) -> NDArray[n
     """float64 [num_levels]: how many times as often `traversal` as `sequoia` gets past each level.
 
     The last level is taken together with all below it. The ratio is 1 where there are no children.
-
-    Args:
-        reached: float64 [2, levels of the tree], for `sequoia` and `traversal`, the sum over steps
-            of the probability to get to each level (`ComparedVerifiers.reached`).
-        num_levels: number of levels of the result.
+    `reached` float64 [2, levels of the tree].
     """
     starts = np.arange(min(num_levels, reached.shape[1] - 1))
     # [2, levels]: how often either verifier is at a level, and how often it gets to the next one
@@ -236,11 +198,7 @@ def _clipped(
     """Counts off the spine, scaled so that neither class has more counts than trials.
 
     A node is on the spine if it and all its ancestors are first children, else off it.
-
-    Args:
-        off_counts, counts: float64 [levels, ranks], accepted children of nodes off the spine, and
-            of all nodes.
-        off_trials, spine_trials: int64 [levels], the number of nodes off and on the spine.
+    `off_counts`, `counts` float64 [levels, ranks]; `off_trials`, `spine_trials` int64 [levels].
     """
     off_share = np.minimum(1, off_trials / np.maximum(off_counts.sum(-1), 1e-300))
     off_counts = off_counts * off_share[:, None]

@@ -19,11 +19,7 @@ def held_out(tokenizer: Any, max_prompts: int) -> list[list[int]]:
 
 
 def encode(tokenizer: Any, prompt: PromptText) -> list[int]:
-    """Token ids of a prompt: in the model's chat template if it has one, else as plain text.
-
-    Args:
-        prompt: a text, which stands for one message of the user, or a list of messages.
-    """
+    """Token ids of a prompt: in the model's chat template if it has one, else as plain text."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if getattr(tokenizer, "chat_template", None):
         encoded = tokenizer.apply_chat_template(
@@ -35,11 +31,7 @@ def encode(tokenizer: Any, prompt: PromptText) -> list[int]:
 
 
 def check_lengths(path: str | Path, prompts: Sequence[Prompt], pair: Pair) -> None:
-    """Refuse a prompt that leaves no room for a new token, before anything is measured.
-
-    Raises:
-        SequoiaPlanError: if there is one; the message names the file and the prompt's number in it.
-    """
+    """Refuse a prompt that leaves no room for a new token, before anything is measured."""
     context = context_length(text_config(pair.target))
     for number, prompt in enumerate(prompts, 1):
         length = len(encode(pair.tokenizer, prompt.text))

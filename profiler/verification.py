@@ -29,12 +29,6 @@ def bushy(size: int, children: int, max_depth: int | None = None) -> TokenTree:
 
     Nodes are filled up breadth-first: 1 child each gives a chain, 2 a binary tree, 3 a ternary
     tree.
-
-    Args:
-        size: number of nodes, the root included.
-        children: number of children of a node. It is raised until the tree has at most `max_depth`
-            levels.
-        max_depth: the most levels, the root's included, though at least 2; None is no limit.
     """
     while True:
         parents = [-1, *((node - 1) // children for node in range(1, size))]
@@ -52,11 +46,6 @@ def shapes_to_time(
 
     The terms of the cost (rounds of verification, nodes with children, and children) grow
     independently of each other from tree to tree, so that a fit can tell them apart.
-
-    Args:
-        max_nodes: the most nodes of a tree.
-        vocabulary: number of tokens of the draft, the most children that a node may have.
-        max_depth: the most levels of a tree; None is no limit.
     """
     chain_sizes = sorted({min(size, max_depth or size) for size in (1, 2, 4, 12)})
     chains = [TokenTree.chain(size) for size in chain_sizes]
@@ -74,11 +63,6 @@ def round_order(step: TreeStep, sampling: Sampling) -> RoundOrder:
 
     Only `traversal` verifies a node after its parent, and only fused kernels on the device can look
     at the nodes of the accepted path alone.
-
-    Returns:
-        "tree": all nodes are verified at once. "level": one level after the other. "path": the
-        children of a node once the node itself is verified. "walk": only children of nodes on the
-        accepted path are verified.
     """
     is_traversal = sampling.verifier == "traversal" and not sampling.greedy
     if step.uses_fused_verifier(sampling):
@@ -96,18 +80,7 @@ def steered_acceptance(tree: TokenTree) -> list[float]:
 
 
 class ShapeTimer:
-    """Verifies one tree again and again, with random logits and drawn children, without a model.
-
-    Where one draft pass gives the probabilities of all levels, each run draws the children anew as
-    well: the time of drawing depends on the tree then, so it is counted with verification. The time
-    of a walk down the accepted path depends on what is accepted, so its logits accept a chain whole
-    and no child of any other tree (`steered_acceptance`).
-
-    Args:
-        step: a decoding step with the tree; its sequence is prefilled with room for the tree.
-        samplings: temperatures and verifiers to verify the tree with. Those that draw children in
-            the same way verify the same children.
-    """
+    """Verifies one tree again and again, with random logits and drawn children, without a model."""
 
     def __init__(self, step: TreeStep, samplings: Sequence[Sampling]) -> None:
         self.step, self.length = step, step.sequence.length.clone()
@@ -175,11 +148,7 @@ class ShapeTimer:
         return DraftedTree(probs, drawn)
 
     def _node_tokens(self, drafted: DraftedTree) -> Tensor:
-        """int64 [size - 1]: the token of each node but the root, in the target's vocabulary.
-
-        Args:
-            drafted: the children of each inner node in the draft's vocabulary.
-        """
+        """int64 [size - 1]: the token of each node but the root, in the target's vocabulary."""
         tree, drafter = self.step.tree, self.step.drafter
         if tree.size == 1 or drafter is None:
             return drafted.drawn
@@ -193,10 +162,7 @@ class ShapeTimer:
         """Logits [size, vocabulary] that accept a chain whole, and no child of any other tree.
 
         At each node they make one token certain: the child's in a chain, else one that no child
-        has.
-
-        Args:
-            tokens: int64 [size - 1], the token of each node but the root.
+        has. `tokens` int64 [size - 1].
         """
         tree, logits = self.step.tree, torch.zeros_like(self.logits)
         is_chain = steered_acceptance(tree)[0] == 1.0  # then the first child is always accepted
@@ -220,15 +186,6 @@ def fit(
 
     The cost is linear in four counts of a tree (a constant, rounds, nodes with children, nodes but
     the root). Its factors are not negative, and minimise the squares of the relative errors.
-
-    Args:
-        trees: trees of different shapes.
-        seconds: the time that each tree's verification took.
-        order: which nodes are verified together in a round: "tree", "level", "path" or "walk"
-            (`round_order`).
-
-    Returns:
-        The cost, with the standard deviation of its relative error.
     """
     terms = [verification_terms(tree, order, steered_acceptance(tree)) for tree in trees]
     # dividing a tree's counts by its seconds makes 1 the value to predict, and errors relative
@@ -246,11 +203,8 @@ def non_negative_least_squares(
     """The x >= 0 that minimises |a x - b|.
 
     It is found by solving without that condition for each subset of the columns, with 0 for the
-    others. The best solution without a negative entry is the answer.
-
-    Args:
-        a: float64 [n, 4].
-        b: float64 [n].
+    others. The best solution without a negative entry is the answer. `a` float64 [n, 4]; `b`
+    float64 [n].
     """
     best, smallest_error = np.zeros(a.shape[1]), float(np.square(b).sum())
     for columns in itertools.product([False, True], repeat=a.shape[1]):

@@ -21,11 +21,7 @@ WITHOUT_EFFECT = ("input_ids", "attention_mask", "labels", "use_cache", "logits_
 
 
 def check_models(target: Any, draft: Any, tokenizer: Any) -> None:
-    """Raise ArgumentError for names or classes in place of loaded models or a tokenizer.
-
-    Args:
-        draft, tokenizer: None where there is none.
-    """
+    """Raise ArgumentError for names or classes in place of loaded models or a tokenizer."""
     for name, model in (("target", target), ("draft", draft)):
         if name == "draft" and model is None:
             continue
@@ -82,15 +78,7 @@ def check_listeners(streamer: Any, stopping_criteria: Any) -> None:
 
 
 def whole_number(name: str, value: Any, lowest: int, highest: int | None = None) -> int:
-    """`value` as an int.
-
-    Args:
-        name: the argument, for the error.
-        lowest, highest: what it must be at least, and at most; None sets no limit.
-
-    Raises:
-        ArgumentError: if it is no whole number, or beyond the limits.
-    """
+    """`value` as an int."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -102,16 +90,7 @@ def whole_number(name: str, value: Any, lowest: int, highest: int | None = None)
 
 
 def refuse_other_inputs(inputs: Mapping[str, Any], num_tokens: int, model: Any) -> None:
-    """Refuse inputs of a model that decoding with a tree would ignore.
-
-    Args:
-        inputs: what transformers' generate would pass to the model, or what a tokenizer returned.
-        num_tokens: of the prompt.
-        model: the model that would get them.
-
-    Raises:
-        ArgumentError: naming the first input that would change what transformers generates.
-    """
+    """Refuse inputs of a model that decoding with a tree would ignore."""
     taken = inspect.signature(unwrapped(model).forward).parameters
     for name, value in inputs.items():
         if value is None or name in WITHOUT_EFFECT:

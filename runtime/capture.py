@@ -49,23 +49,7 @@ def weight_addresses(models: Iterable[Any]) -> tuple[int, ...]:
 
 
 class Graphs:
-    """CUDA graphs of functions on one device, one for each key.
-
-    A function is captured when its key is first called, and replayed from then on. A graph reads
-    and writes the memory that it was captured with: inputs must be in tensors that stay, or among
-    `inputs`, and `clear` must follow when a tensor that stays is allocated anew. A replay
-    overwrites what the function returned before. A function that cannot be captured, because it
-    waits for the device for instance, runs as it is from then on, with one warning. All graphs
-    share one memory pool, so only one of them may run at a time.
-
-    Args:
-        max_graphs: most graphs kept; the least recently used one goes.
-
-    Attributes:
-        failed: keys of functions that could not be captured.
-        warned: what warnings have said; none is repeated for another key.
-        version: `SequenceState.version` of the memory that the graphs were captured with.
-    """
+    """CUDA graphs of functions on one device, one for each key."""
 
     def __init__(self, device: torch.device, max_graphs: int = MAX_GRAPHS) -> None:
         self.device, self.max_graphs = device, max_graphs
@@ -89,14 +73,7 @@ class Graphs:
         get_state: Callable[[], Sequence[Tensor]] = list,
         inputs: tuple[Tensor, ...] = (),
     ) -> T:
-        """`function(*inputs)`, replayed if `key` was called before.
-
-        Args:
-            get_state: returns the tensors that `function` both reads and changes. They are restored
-                after each run that only prepares the capture.
-            inputs: tensors that may differ from call to call; a replay copies them to where the
-                graph reads them.
-        """
+        """`function(*inputs)`, replayed if `key` was called before."""
         if key not in self.graphs and key not in self.failed:
             self._try_capture(key, function, get_state, inputs)
         if key in self.failed:
@@ -116,11 +93,7 @@ class Graphs:
         get_state: Callable[[], Sequence[Tensor]],
         inputs: tuple[Tensor, ...],
     ) -> None:
-        """Capture a function and keep its graph; if that fails, note its key and warn once.
-
-        Args:
-            get_state: as for `__call__`: returns the tensors that the function reads and changes.
-        """
+        """Capture a function and keep its graph; if that fails, note its key and warn once."""
         try:
             replay, result = self.capture(function, get_state(), inputs)
         except torch.OutOfMemoryError:
@@ -152,14 +125,7 @@ class Graphs:
     def capture(
         self, function: Callable[..., Any], state: Sequence[Tensor], inputs: tuple[Tensor, ...]
     ) -> tuple[Callable[[], None], Any]:
-        """Capture `function(*inputs)`; `state` is restored, also if this fails.
-
-        Returns:
-            A function that replays the graph, and what `function` returned.
-
-        Raises:
-            RuntimeError: if it cannot be captured.
-        """
+        """Capture `function(*inputs)`; `state` is restored, also if this fails."""
         with torch.cuda.device(self.device):
             state_before = [tensor.clone() for tensor in state]
             caller_stream = torch.cuda.current_stream()
@@ -228,9 +194,6 @@ def waiting_is_an_error() -> Iterator[None]:
 
     PyTorch notices operations that wait only for all threads at once, so it is told to warn: other
     threads go on, and their warnings are dropped.
-
-    Raises:
-        RuntimeError: at the end, if this thread has waited.
     """
     own_thread, waits = threading.get_ident(), list[str]()
     mode = torch.cuda.get_sync_debug_mode()

@@ -37,13 +37,7 @@ from sequoia_plan.runtime.step import TARGET_NOT_FINITE, TreeStep
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one step accepted.
-
-    Args:
-        path: the accepted nodes, the root first.
-        tokens: the tokens that it added; the last is the bonus token.
-        tree: the tree that it ran, of those that the decoder's tree has by match.
-    """
+    """What one step accepted."""
 
     path: list[int]
     tokens: list[int]
@@ -252,12 +246,7 @@ class SequoiaDecoder:
 
 
 def _not_finite(code: int, token: int) -> SequoiaPlanError:
-    """The error for a step that returned a code of logits that are not finite.
-
-    Args:
-        code: what it returned in place of the number of accepted nodes.
-        token: number of tokens before that step.
-    """
+    """The error for a step that returned a code of logits that are not finite."""
     model = "target" if code == TARGET_NOT_FINITE else "draft"
     return SequoiaPlanError(
         f"{model}: logits that are not finite after token {token}; the weights are damaged or the "

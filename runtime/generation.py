@@ -53,14 +53,6 @@ class Ending:
 
     It ends at an end-of-sequence token, at a stopping criterion, or when no more tokens may be
     added, or fit.
-
-    Args:
-        prompt: the prompt's tokens.
-        max_tokens: tokens that may be added.
-        max_tokens_in_context: tokens that fit into the context.
-        end_tokens: end-of-sequence tokens.
-        criteria: transformers' stopping criteria. A step may add several tokens, so each criterion
-            is asked about every token in turn.
     """
 
     def __init__(
@@ -77,11 +69,7 @@ class Ending:
         self.reason_at_max_length = "length" if fits else "context"
 
     def cut(self, tokens: Sequence[int]) -> tuple[list[int], str]:
-        """Cut a step's tokens off where the generation ends.
-
-        Returns:
-            The tokens that belong to the text, and why it ends; "" if it goes on.
-        """
+        """Cut a step's tokens off where the generation ends."""
         for count, token in enumerate(tokens, 1):
             self.sequence.append(token)
             reason = self._reason(token)
@@ -116,16 +104,7 @@ def end_tokens(eos: int | Iterable[int] | None, model: Any, tokenizer: Any = Non
 def read_prompt(
     prompt: Any, tokenizer: Any, attention_mask: Tensor | None = None, model: Any = None
 ) -> Tensor:
-    """int64 [n] from text, token ids [n] or [1, n], or what a tokenizer returns.
-
-    Args:
-        attention_mask: of the prompt; None hides nothing.
-        model: what will read the prompt; other inputs for it are refused. None checks none.
-
-    Raises:
-        SequoiaPlanError: for a batch, padding, an empty prompt, anything but token ids, text
-            without a tokenizer, or inputs that would be ignored.
-    """
+    """int64 [n] from text, token ids [n] or [1, n], or what a tokenizer returns."""
     masks, other_inputs = [attention_mask], {}
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -166,11 +145,7 @@ def read_prompt(
 
 
 def _as_token_ids(prompt: Any) -> Tensor:
-    """int64 [n] or [rows, n] from a tensor, an array, or lists of whole numbers.
-
-    Raises:
-        ArgumentError: if they are no whole numbers, or not of one or two dimensions.
-    """
+    """int64 [n] or [rows, n] from a tensor, an array, or lists of whole numbers."""
     try:
         ids = torch.as_tensor(prompt)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -187,12 +162,7 @@ def _as_token_ids(prompt: Any) -> Tensor:
 
 
 def stop_criteria(stop_strings: str | Sequence[str] | None, tokenizer: Any) -> list[Criterion]:
-    """transformers' criterion for stop strings, which finds them wherever tokens split them.
-
-    Raises:
-        ArgumentError: without a tokenizer, for an empty string, or for one that the tokenizer's
-            tokens cannot spell.
-    """
+    """transformers' criterion for stop strings, which finds them wherever tokens split them."""
     if stop_strings is None or (isinstance(stop_strings, Sequence) and not stop_strings):
         return []
     strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings

@@ -54,7 +54,7 @@ EMBEDDED_DRAFTS = (DEFAULT_DRAFT, LANGUAGE_MODEL)
 """Drafts of the embedded target: an EAGLE-3 draft, and a language model of two layers."""
 NO_DRAFT = "none"
 """As a draft's name: decode with trees whose spine is looked up, and that draft nothing."""
-WEIGHTS_PACKAGE = "sequoia-plan-weights"
+WEIGHTS_PACKAGE = "sequoia-plan-drafts"
 
 
 @dataclass(frozen=True)
@@ -132,14 +132,7 @@ def load_pair(
 
 
 def with_draft(pair: Pair, draft: str) -> Pair:
-    """The same target with another draft, not prepacked.
-
-    Args:
-        draft: as for `load_pair`, but not "int8".
-
-    Raises:
-        SequoiaPlanError: if it cannot be found or loaded, or the vocabularies differ.
-    """
+    """The same target with another draft, not prepacked."""
     target = pair.target
     draft_model, draft_name, draft_remarks = _load_draft(
         draft, target, pair.tokenizer, str(target.device), target.dtype
@@ -153,9 +146,6 @@ def save_model(pair: Pair, role: str, folder: str | Path) -> None:
     """Write a model as a folder that transformers and other engines load, with the tokenizer.
 
     The pair must have been loaded with placement="resident".
-
-    Args:
-        role: "target" or "draft".
     """
     if role == "draft":
         save_as_folder(pair.draft, pair.tokenizer, folder)
@@ -165,16 +155,12 @@ def save_model(pair: Pair, role: str, folder: str | Path) -> None:
 
 
 def embedded_draft(name: str) -> Path:
-    """The folder or file of one of `EMBEDDED_DRAFTS`.
-
-    Raises:
-        SequoiaPlanError: if the package that holds them is not installed.
-    """
+    """The folder or file of one of `EMBEDDED_DRAFTS`."""
     spec = importlib.util.find_spec(WEIGHTS_PACKAGE.replace("-", "_"))
     if spec is None or not spec.submodule_search_locations:
         raise SequoiaPlanError(
             f"draft {name}: the embedded drafts need the package {WEIGHTS_PACKAGE}, which is not "
-            "installed: pip install ./weights in a clone of sequoia-plan"
+            "installed: pip install ./drafts in a clone of sequoia-plan"
         )
     folder = Path(next(iter(spec.submodule_search_locations)))
     return folder / (name if name == DEFAULT_DRAFT else f"{name}.safetensors")
@@ -257,11 +243,7 @@ def _make_draft(
     layers: Iterable[Any] | None = None,
     shared_layers: Collection[int] | None = None,
 ) -> tuple[Any, str, tuple[str, ...]]:
-    """The draft that `load_pair` was asked for, its name, and remarks; None for no draft.
-
-    Args:
-        layers, shared_layers: for a copy of the target, see `self_draft`.
-    """
+    """The draft that `load_pair` was asked for, its name, and remarks; None for no draft."""
     if draft == INT8:
         return self_draft(target, layers, shared_layers), f"{target_name} {INT8}", ()
     if draft == NO_DRAFT:
@@ -331,11 +313,7 @@ def _load_offloaded_pair(
 
 
 def _split_with_copy(offloaded: OffloadedTarget, budget: int) -> MemorySplit | None:
-    """What fits into `budget` bytes where the draft has a copy of the streamed layers alone.
-
-    Returns:
-        None if all layers fit, or if the copy computes in another dtype than the target.
-    """
+    """What fits into `budget` bytes where the draft has a copy of the streamed layers alone."""
     from sequoia_plan.runtime.offload.memory import cache_bytes, split_memory
 
     target = offloaded.model

@@ -70,22 +70,6 @@ class TreeStep:
     Calling it drafts a tree, runs one target pass over it, verifies it and commits the accepted
     path. Each of the four parts is a method of its own. The `run` methods do the same, as CUDA
     graphs where that is possible. Nothing in a step depends on values that the host must read.
-
-    Args:
-        target, draft, tree, tokenizer, draft_tokenizer, captured, compile: see `SequoiaDecoder`.
-
-    Attributes:
-        tree: the token tree.
-        sequence: the sequence that is being decoded, shared by all steps made by `with_tree`.
-        target: the target as a step runs it.
-        drafter: None if nothing is drafted.
-        passes: the draft's forward passes.
-        by_match: the steps with the trees of `tree.by_match`, by the shortest match of each.
-        chain_length: tokens of the lookup chain that a step finds; 0 without `by_match`.
-        context: the target's context length, in tokens.
-        verifiers: the verifiers by name; the profiler replaces them to observe what they compute.
-        launches_ahead: launch a step before the tokens of the last one are read, so that the device
-            never waits for the host.
     """
 
     can_split_keys: bool | None
@@ -126,10 +110,6 @@ class TreeStep:
         """A step with another tree that shares models, sequence and graphs with this one.
 
         Only one of the two can be in the middle of a sequence.
-
-        Raises:
-            SequoiaPlanError: if the tree drafts and there is no draft, or the tree is too large,
-                too deep or too wide for the decoder or the draft.
         """
         step = copy.copy(self)
         step._use_all(tree)
@@ -144,16 +124,7 @@ class TreeStep:
     def __call__(self, extent: int, sampling: Sampling) -> Tensor:
         """One decoding step: draft a tree, verify it, commit the accepted path.
 
-        Args:
-            extent: number of slots of the KV cache that attention looks at: at least the
-                sequence's length and the tree's size together.
-
-        Returns:
-            int64 [1 + 2 * depth]: how many nodes are accepted, the root included; their numbers in
-            the tree, padded to the tree's depth; the tokens that the step adds, padded likewise.
-            The first entry is `TARGET_NOT_FINITE` or `DRAFT_NOT_FINITE` instead if logits of that
-            model were NaN or infinite. With trees by match, one more entry at the end is the length
-            of the match in the text afterwards.
+        Returns int64 [1 + 2 * depth].
         """
         self.target.prefetch()
         drafted = self.draft(extent, sampling)
@@ -165,9 +136,6 @@ class TreeStep:
         """Draft the tree; its tokens are then in the sequence.
 
         Where the target is split over several processes, all take the first one's tokens.
-
-        Args:
-            extent: number of slots of the KV cache that attention looks at.
         """
         sequence = self.sequence
         if self.tree.looks_up:
@@ -192,9 +160,6 @@ class TreeStep:
 
         If the draft reads hidden states of the target, the sequence has those of the tree's nodes
         afterwards.
-
-        Args:
-            extent: number of slots of the KV cache that attention looks at.
         """
         sequence, tensors = self.sequence, self.tensors
         slots = sequence.length + tensors.nodes
@@ -208,11 +173,8 @@ class TreeStep:
     def verify(self, logits: Tensor, drafted: DraftedTree, sampling: Sampling) -> AcceptedPath:
         """The accepted path and the bonus token.
 
-        Where the target is split over several processes, all use the first one's result.
-
-        Args:
-            logits: [size, vocabulary], the target's at each node.
-            drafted: what the tree's children were drawn from.
+        Where the target is split over several processes, all use the first one's result. `logits`
+        [size, vocabulary].
         """
         accepted = self._verify_locally(logits, drafted, sampling)
         if not is_split(self.target.model):
@@ -226,12 +188,7 @@ class TreeStep:
         """Commit the accepted path to caches, tokens and length.
 
         Entries of the path after the last accepted node are moved, too; the next step overwrites
-        them.
-
-        Returns:
-            What a step returns: int64 [1 + 2 * depth], how many nodes are accepted (or a code of
-            logits that are not finite), the nodes, and the tokens that the step adds; with trees by
-            match, also the length of the match.
+        them. Returns int64 [1 + 2 * depth].
         """
         sequence, length = self.sequence, self.sequence.length
         slots = length + accepted.path
@@ -268,14 +225,7 @@ class TreeStep:
     def prefill(self, prompt: Tensor, max_new_tokens: int, seed: int | None = None) -> None:
         """Start a sequence: both caches hold the prompt without its last token, the first root.
 
-        Args:
-            prompt: int64 [n].
-            max_new_tokens: memory is reserved for so many tokens after the prompt.
-            seed: of the sequence's random numbers; None draws one.
-
-        Raises:
-            SequoiaPlanError: if the prompt leaves no room in the context, or the device has not
-                enough memory for the sequence.
+        `prompt` int64 [n].
         """
         self._check_prompt(prompt)
         sequence, drafter = self.sequence, self.drafter
@@ -341,12 +291,7 @@ class TreeStep:
         return bits.view(self.num_inner_nodes, columns)
 
     def launch(self, length: int, sampling: Sampling) -> Callable[[], list[int]]:
-        """Start a step whose root is in slot `length` or before it.
-
-        Returns:
-            A function that waits for the step and returns what it returns (see `__call__`), as a
-            list: the count, the accepted nodes, the tokens added.
-        """
+        """Start a step whose root is in slot `length` or before it."""
         if self.drafter and self.chain_length:
             catch_up(self.drafter, self.sequence, self.tree, length, self.extent(length))
         self.refill_random_numbers(sampling)
@@ -388,14 +333,7 @@ class TreeStep:
         *settings: Hashable,
         inputs: tuple[Tensor, ...] = (),
     ) -> T:
-        """`function(*inputs)`, as a CUDA graph where that is possible.
-
-        Args:
-            part: "step", "draft", "target", "verify", or another name for another function.
-            function: may read and change nothing but this step's sequence.
-            settings: what else the function depends on, beside the tree.
-            inputs: tensors that may differ from call to call.
-        """
+        """`function(*inputs)`, as a CUDA graph where that is possible."""
         if self.graphs is None or part in self.not_captured:
             return function(*inputs)
         if self.graphs.version != self.sequence.version:
@@ -425,11 +363,7 @@ class TreeStep:
     ) -> AcceptedPath:
         """The accepted path and the bonus token as this process computes them.
 
-        Kernels verify where they can, else tensor operations do.
-
-        Args:
-            logits: [size, vocabulary], the target's at each node.
-            drafted: what the tree's children were drawn from.
+        Kernels verify where they can, else tensor operations do. `logits` [size, vocabulary].
         """
         verify_by_kernels = partial(self._verify_by_kernels, logits, drafted, sampling)
         verify_by_tensors = partial(self._verify_by_tensors, logits, drafted, sampling)
@@ -531,12 +465,7 @@ class TreeStep:
             self.fused_verifier = FusedVerifier(tree, self.device, d2t, vocabulary)
 
     def _set_up_capture(self, target: Any, draft: Any, captured: bool | None) -> None:
-        """Decide which parts of a step are captured as CUDA graphs.
-
-        Args:
-            captured: the user's choice: True captures every part, False none, None those that can
-                be captured, if the models are on one CUDA device and one of them can be captured.
-        """
+        """Decide which parts of a step are captured as CUDA graphs."""
         if captured and self.device.type != "cuda":
             raise ArgumentError(
                 f"captured: found {captured!r:.60}, and CUDA graphs need a CUDA device; "
@@ -555,11 +484,7 @@ class TreeStep:
         self.graphs = Graphs(self.device) if captured else None
 
     def _reserve(self, max_length: int) -> None:
-        """Reserve memory for a sequence of up to `max_length` tokens, and for the tree after it.
-
-        Raises:
-            SequoiaPlanError: if the device has not enough memory.
-        """
+        """Reserve memory for a sequence of up to `max_length` tokens, and for the tree after it."""
         sequence, drafter = self.sequence, self.drafter
         shares_cache = drafter is not None and drafter.drafting.shares_cache
         new_draft_cache = drafter.new_cache if drafter and not shares_cache else None
@@ -590,9 +515,6 @@ class TreeStep:
 
         The draft's vocabulary limits the children of one node, some drafts limit the number of
         levels, and `MAX_TREE_NODES` limits the number of nodes.
-
-        Raises:
-            SequoiaPlanError: naming the first limit that the tree exceeds.
         """
         drafter = self.drafter
         if drafter is None and tree.num_drafted_levels:
@@ -620,11 +542,7 @@ class TreeStep:
     def _check_prompt(self, prompt: Tensor) -> None:
         """Check that the target has the prompt's tokens, and room for one more in its context.
 
-        Args:
-            prompt: int64 [n].
-
-        Raises:
-            SequoiaPlanError: if it does not.
+        `prompt` int64 [n].
         """
         lowest, highest = int(prompt.min()), int(prompt.max())
         max_token_id = self.target.max_token_id
@@ -643,11 +561,7 @@ class TreeStep:
 
 
 def _check_not_prepacked(*models: Any) -> None:
-    """Raise SequoiaPlanError if torch.compile cannot trace a model: prepacked weights are opaque.
-
-    Args:
-        models: the models; None where there is none.
-    """
+    """Refuse prepacked weights, which torch.compile cannot trace."""
     for model in models:
         modules = model.modules() if hasattr(model, "modules") else ()
         if any(isinstance(module, PrepackedLinear) for module in modules):

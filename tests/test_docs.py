@@ -23,11 +23,11 @@ import pytest
 from cli_reference import commands as commands_of
 from cli_reference import reference
 from click.testing import CliRunner
+from paths import ROOT
 
 from sequoia_plan.artifacts import Latency, Profile, load_tree, save_tree
 from sequoia_plan.planner.cli import main
 
-ROOT = Path(__file__).parent.parent
 FOLDERS_OF_PAGES = (ROOT, ROOT / "docs", ROOT / "examples")
 PAGES = [page for folder in FOLDERS_OF_PAGES for page in sorted(folder.glob("*.md"))]
 REGENERATE = "python tools/cli_reference.py > docs/cli.md"
@@ -40,21 +40,23 @@ COMMANDS = (
     "make ",
 )
 """How the commands in code blocks begin."""
-TESTED_ELSEWHERE = "tests/test_offload.py profiles, solves and generates with a streamed target"
-OWN_MODELS = "tests/test_own_models.py runs the page with the folders that it makes"
+TESTED_ELSEWHERE = (
+    "tests/runtime/test_offload.py profiles, solves and generates with a streamed target"
+)
+OWN_MODELS = "tests/runtime/test_own_models.py runs the page with the folders that it makes"
 NOT_RUN = {
     "sequoia-plan profile": "measures for minutes",
     "sequoia-plan bench": "decodes for minutes",
-    "python -m sequoia_plan.profiler.distill": "trains for hours",
-    "python tools/build_catalog.py": "rewrites files; tests/test_catalog.py makes them",
+    "python -m sequoia_plan_drafts.recipe": "trains for hours",
+    "python tools/build_catalog.py": "rewrites files; tests/artifacts/test_catalog.py makes them",
     "python tools/build_release.py": "needs the repository's history; tests/test_release.py",
     "python benchmarks/": "measures for minutes",
-    "sequoia-plan engine vllm --target": "measures for minutes; tests/test_engine_vllm.py does",
-    "sequoia-plan engine vllm --metrics": "needs a server; tests/test_engine_cli.py reads files",
-    "sequoia-plan engine sglang": "reads files of a server; tests/test_engine_cli.py writes such",
-    "sequoia-plan engine llamacpp": "measures for minutes; tests/test_engine_llamacpp.py does",
-    "sequoia-plan engine settings": "reads such a plan; tests/test_engine_settings.py does",
-    "sequoia-plan export --format hf": "tests/test_export_model.py writes the folders",
+    "sequoia-plan engine vllm --target": "measures for minutes; tests/engines/test_vllm.py does",
+    "sequoia-plan engine vllm --metrics": "needs a server; tests/engines/test_cli.py reads files",
+    "sequoia-plan engine sglang": "reads files of a server; tests/engines/test_cli.py writes such",
+    "sequoia-plan engine llamacpp": "measures for minutes; tests/engines/test_llamacpp.py does",
+    "sequoia-plan engine settings": "reads such a plan; tests/engines/test_settings.py does",
+    "sequoia-plan export --format hf": "tests/cli/test_export_model.py writes the folders",
     "make": "sets up an environment",
     "sequoia-plan solve own.yaml": OWN_MODELS,
     "sequoia-plan generate --target target": OWN_MODELS,
@@ -67,7 +69,7 @@ Every other command in the documentation runs."""
 
 NAMES = {file.stem for file in (ROOT / "artifacts" / "catalog").glob("*.safetensors")}
 """What is also accepted in place of a tree's file name."""
-OTHER_FOLDERS = ("benchmarks", "docs", "examples", "tests", "tools", "weights")
+OTHER_FOLDERS = ("benchmarks", "docs", "examples", "tests", "tools", "drafts", "engines")
 """Folders, beside the packages, whose files the pages name."""
 
 each_page = pytest.mark.parametrize(
@@ -265,7 +267,7 @@ def test_files_and_names_exist(page):
 
 def test_missing_names_are_found():
     text = (
-        "`runtime/none.py` `runtime/decoder.py` `runtime/` `tools/none.py` `weights/` "
+        "`runtime/none.py` `runtime/decoder.py` `runtime/` `tools/none.py` `drafts/` "
         "`tests/test_docs.py::test_missing_names_are_found` `tests/test_docs.py::test_none` "
         "sequoia_plan.runtime.none sequoia_plan.runtime.decoder.SequoiaDecoder sequoia_plan.none"
     )
@@ -394,7 +396,7 @@ def test_commands_parse(page, problem):
         ),
         ("python benchmarks/none.py -o a.json", "no file benchmarks/none.py"),
         (
-            "python -m sequoia_plan.profiler.distill train --text a --fast -o b",
+            "python -m sequoia_plan_drafts.recipe train --text a --fast -o b",
             "unrecognized arguments: --fast",
         ),
         (
@@ -543,7 +545,7 @@ def test_the_command_line_reference_is_current():
 WITH_SNIPPETS = [
     page for page in PAGES if snippets(page.read_text()) and page.name != "own-models.md"
 ]
-"""tests/test_own_models.py runs own-models.md."""
+"""tests/runtime/test_own_models.py runs own-models.md."""
 
 
 @pytest.mark.parametrize("page", WITH_SNIPPETS, ids=[page.name for page in WITH_SNIPPETS])

@@ -7,11 +7,11 @@ import itertools
 import pytest
 import torch
 from architectures import resembling, tiny
-from drafts import PARTS, load, small_target, write
 from duplicate_indices import NoDuplicateIndices
 from simulated import Simulated
 from toys import ToyModel
 
+from drafts import PARTS, load, small_target, write
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.drawing import DRAWING_OF_VERIFIER

@@ -458,7 +458,7 @@ def test_tensor_parallel_processes_say_what_one_says(target, tmp_path):
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": str(Path(__file__).parent),
+        "PYTHONPATH": str(Path(tensor_parallel.__file__).parent),
     }
     command = [
         sys.executable,

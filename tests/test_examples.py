@@ -10,13 +10,13 @@ import re
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 from sequoia_plan.artifacts import load_tree
 
-FOLDER = Path(__file__).parent.parent / "examples"
+FOLDER = ROOT / "examples"
 NOTEBOOK = FOLDER / "story.ipynb"
 MAX_BYTES = 300_000
 SHORT = {

@@ -12,9 +12,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-ROOT = Path(__file__).parent.parent
-WEIGHTS = ROOT / "weights"
+WEIGHTS = ROOT / "drafts"
 BASE = ("numpy", "numpy.libs", "safetensors", "msgspec", "yaml", "_yaml")
 COMMAND_LINE = ("click", "rich", "pygments", "markdown_it", "mdurl")
 PLANNING = (*BASE, "numba", "llvmlite", "llvmlite.libs", *COMMAND_LINE)
@@ -102,7 +102,7 @@ def test_the_wheel_has_every_file_that_is_loaded_by_name(wheel):
 
 def test_the_weights_wheel_has_every_file_that_is_loaded_by_name(weights_wheel):
     """The draft, and the EAGLE-3 draft in its folder."""
-    package = "sequoia_plan_weights"
+    package = "sequoia_plan_drafts"
     loaded = files(WEIGHTS, f"{package}/*.safetensors", f"{package}/smollm2-135m-eagle3/*")
     assert len(loaded) == 3 and {str(path) for path in loaded} <= names_in(weights_wheel)
 
@@ -111,9 +111,9 @@ def test_the_wheel_has_no_weights_and_no_maintainers_scripts(wheel):
     names = names_in(wheel)
     assert wheel.stat().st_size < MAX_WHEEL_BYTES
     parts = {part for name in names for part in Path(name).parts}
-    assert not parts & {"tools", "weights", "sequoia_plan_weights", "smollm2-135m-eagle3"}
+    assert not parts & {"tools", "drafts", "sequoia_plan_drafts", "smollm2-135m-eagle3"}
     basenames = {Path(name).name for name in names}
-    outside = {path.name for path in files(ROOT, "tools/*.py", "weights/**/*.safetensors")}
+    outside = {path.name for path in files(ROOT, "tools/*.py", "drafts/**/*.safetensors")}
     assert len(outside) >= 5 and not basenames & outside
 
 
@@ -145,6 +145,7 @@ def test_planning_needs_no_torch_and_other_commands_say_what_they_need(wheel, tm
 SLIM = """
 import sys, types, importlib.util, torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from paths import ROOT
 from sequoia_plan.artifacts import load_tree
 from sequoia_plan.runtime import SequoiaDecoder
 torch.manual_seed(0)

@@ -6,12 +6,10 @@ The README that a package index shows has no relative links.
 import io
 import re
 import tarfile
-from pathlib import Path
 
 import pytest
 from build_release import normalised, with_absolute_links
-
-ROOT = Path(__file__).parent.parent
+from paths import ROOT
 
 FILES = {"p-1/setup.cfg": b"[egg_info]\n", "p-1/p.py": b"x = 1\n"}
 

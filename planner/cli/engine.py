@@ -22,8 +22,8 @@ from sequoia_plan.planner.cli.terminal import print_json, status
 
 if TYPE_CHECKING:
     from sequoia_plan.artifacts.engine_plan import ChainAcceptance, EnginePlan, StepSeconds
-    from sequoia_plan.planner.engines.planning import LaunchLines
-    from sequoia_plan.planner.engines.vllm import Workload
+    from sequoia_plan.engines.planning import LaunchLines
+    from sequoia_plan.engines.vllm import Workload
 
 BATCH_HELP = (
     "Requests decoded together, to plan for. [default: 1,4,16; with --log or --times, those within "
@@ -85,13 +85,7 @@ plan_options = options(
 
 
 def workload_options(min_prompts: int, limit: int | None = 48, limit_note: str = "") -> Decorator:
-    """The options of what an engine decodes to be measured.
-
-    Args:
-        min_prompts: the smallest value of --limit.
-        limit: its default; None leaves it to the command.
-        limit_note: what its help says beyond LIMIT_HELP.
-    """
+    """The options of what an engine decodes to be measured."""
     return options(
         click.option("--prompts", metavar="FILE", type=click.Path(), help=PROMPTS_HELP),
         click.option(
@@ -188,8 +182,8 @@ def vllm(
 
     from sequoia_plan.artifacts import ArgumentError
     from sequoia_plan.artifacts.plan import tool_version
-    from sequoia_plan.planner.engines import planning
-    from sequoia_plan.planner.engines.vllm import (
+    from sequoia_plan.engines import planning
+    from sequoia_plan.engines.vllm import (
         METHODS_WITHOUT_DRAFT,
         EnginePool,
         find_python,
@@ -297,8 +291,8 @@ def sglang(
 
     from sequoia_plan.artifacts import ArgumentError
     from sequoia_plan.artifacts.plan import tool_version
-    from sequoia_plan.planner.engines import planning
-    from sequoia_plan.planner.engines.sglang import (
+    from sequoia_plan.engines import planning
+    from sequoia_plan.engines.sglang import (
         acceptance_from_logs,
         launch_flags,
         read_log,
@@ -346,7 +340,7 @@ def settings(plan_path: str, as_json: bool) -> None:
     """Print a plan as the settings of vLLM, SGLang, TensorRT-LLM and AIConfigurator, and as
     synthetic acceptance for load tests."""
     from sequoia_plan.artifacts.engine_plan import EnginePlan
-    from sequoia_plan.planner.engines.settings import settings_of
+    from sequoia_plan.engines.settings import settings_of
 
     parts = EnginePlan.load(plan_path).parts()
     by_context = {part.context: settings_of(part) for part in parts}
@@ -368,14 +362,8 @@ def settings(plan_path: str, as_json: bool) -> None:
 
 
 def _acceptance_from_metrics(metrics: str, metrics_before: str | None) -> ChainAcceptance:
-    """Reads how far chains were accepted from the counters on a server's metrics page.
-
-    Args:
-        metrics: the server's address, or a file of its metrics page.
-        metrics_before: a file of an earlier page, whose counts are subtracted; None counts from
-            the start of the server.
-    """
-    from sequoia_plan.planner.engines.counters import chain_acceptance, fetch
+    """Reads how far chains were accepted from the counters on a server's metrics page."""
+    from sequoia_plan.engines.counters import chain_acceptance, fetch
 
     after, page = fetch(metrics)
     before = fetch(metrics_before)[0] if metrics_before else None
@@ -390,18 +378,9 @@ def _replan(
     max_length: int,
     launch_lines: LaunchLines,
 ) -> EnginePlan:
-    """Makes a plan from new acceptance counts and the step times of an earlier plan.
-
-    Args:
-        earlier: the earlier plan, which also names the engine and its models.
-        times_path: the file of the earlier plan, for errors.
-        acceptance: the new counts of how far drafted chains are accepted.
-        batch_sizes: batch sizes to plan for; None for the default ones that were timed.
-        max_length: the largest number of speculative tokens to plan for.
-        launch_lines: writes the options to start the engine with, from the schedule.
-    """
+    """Makes a plan from new acceptance counts and the step times of an earlier plan."""
     from sequoia_plan.artifacts.plan import tool_version
-    from sequoia_plan.planner.engines.planning import make_plan, steps_of_plan
+    from sequoia_plan.engines.planning import make_plan, steps_of_plan
 
     return make_plan(
         acceptance,
@@ -420,11 +399,7 @@ def _replan(
 
 
 def _load_times(path: str, engine: str) -> EnginePlan:
-    """Loads an earlier plan for its step times.
-
-    Raises:
-        ArgumentError: if it is a plan for another engine than `engine`.
-    """
+    """Loads an earlier plan for its step times."""
     from sequoia_plan.artifacts import ArgumentError
     from sequoia_plan.artifacts.engine_plan import EnginePlan
 
@@ -447,13 +422,9 @@ def _default_batches(steps: Sequence[StepSeconds]) -> list[int]:
 
 
 def _earlier_config(plan: EnginePlan) -> dict[str, Any]:
-    """vLLM's speculative config, without a number of tokens, that an earlier plan was made with.
-
-    Raises:
-        ArgumentError: if the plan's file was edited and has none that an engine could take.
-    """
+    """vLLM's speculative config, without a number of tokens, that an earlier plan was made with."""
     from sequoia_plan.artifacts import ArgumentError
-    from sequoia_plan.planner.engines.vllm import speculative_config
+    from sequoia_plan.engines.vllm import speculative_config
 
     config = plan.settings.get("speculative") or speculative_config(plan.method, plan.draft, {})
     if not isinstance(config, Mapping):
@@ -470,19 +441,9 @@ def load_workload(
     """Loads the prompts that engines decode, in two parts: to measure on, and held out.
 
     The plan's prediction is checked on the prompts that are held out.
-
-    Args:
-        path: a file of prompts; the built-in ones if None.
-        limit: the largest number of prompts in each of the two parts; None is no limit.
-        tokens: maximum number of new tokens of each prompt.
-        temperature: of sampling; 0 is greedy.
-
-    Returns:
-        The workload with the prompts of both parts, the indices of the prompts to measure on, and
-        the indices of those held out.
     """
     from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load, measuring_half
-    from sequoia_plan.planner.engines.vllm import Workload
+    from sequoia_plan.engines.vllm import Workload
 
     prompts = load(path or BUILT_IN)
     measuring, held_out = measuring_half(prompts)[:limit], held_out_half(prompts)[:limit]
@@ -513,14 +474,8 @@ def _parse_json_object(option: str, text: str | None) -> dict[str, Any]:
 
 
 def _print_acceptance(acceptance: ChainAcceptance, max_length: int, as_json: bool) -> None:
-    """Prints acceptance, and expected tokens a step, for which no step times are needed.
-
-    Args:
-        acceptance: counts of how far drafted chains are accepted.
-        max_length: the largest number of speculative tokens to predict for.
-        as_json: print one JSON object.
-    """
-    from sequoia_plan.planner.engines.chain import tokens_by_length
+    """Prints acceptance, and expected tokens a step, for which no step times are needed."""
+    from sequoia_plan.engines.chain import tokens_by_length
     from sequoia_plan.planner.report.engine_table import acceptance_lines
 
     mean_tokens: Sequence[float] = tokens_by_length(acceptance, max_length).mean.tolist()

@@ -61,9 +61,9 @@ def llamacpp(
 ) -> None:
     """Measure a target and a draft in your llama.cpp, and say which n-max and p-min are best."""
     from sequoia_plan.artifacts import ArgumentError
-    from sequoia_plan.planner.engines import llamacpp_plan
-    from sequoia_plan.planner.engines.drafting import LOOKUP, TYPES, WITHOUT_DRAFT
-    from sequoia_plan.planner.engines.llamacpp import ServerPool, check_model, find_build
+    from sequoia_plan.engines import llamacpp_plan
+    from sequoia_plan.engines.drafting import LOOKUP, TYPES, WITHOUT_DRAFT
+    from sequoia_plan.engines.llamacpp import ServerPool, check_model, find_build
 
     planned = [spec_type, f"draft-{spec_type}"]
     if not any(name in TYPES for name in planned):

@@ -124,13 +124,7 @@ model_options = options(
 
 
 def check_outputs(output: str | None, report: str | None, *inputs: str | None) -> None:
-    """Raises, before anything is measured, if an output cannot be written or is an input.
-
-    Args:
-        output: file that the plan is to be written to, if any.
-        report: file that the HTML page is to be written to, if any.
-        inputs: files that are read, which an output must not replace.
-    """
+    """Raises, before anything is measured, if an output cannot be written or is an input."""
     from sequoia_plan.artifacts.files import check_writable, refuse_to_replace
 
     for path in filter(None, (output, report)):
@@ -148,15 +142,7 @@ def parse_contexts(text: str | None) -> list[int] | None:
 def parse_sizes(
     option: str, text: str | None, what: str, maximum: int, example: str
 ) -> list[int] | None:
-    """Parses an option's whole numbers: "4,1,16" gives [1, 4, 16], and None gives None.
-
-    Args:
-        option: its name.
-        text: its value.
-        what: what the numbers are.
-        maximum: the largest number that is taken.
-        example: a value, for the error.
-    """
+    """Parses an option's whole numbers: "4,1,16" gives [1, 4, 16], and None gives None."""
     from sequoia_plan.artifacts import ArgumentError
 
     if text is None:
@@ -180,12 +166,7 @@ def verifier_option(default: str) -> Decorator:
 
 
 def sampling_options(default: str | None = None, verifier_default: str = "") -> Decorator:
-    """The options that are named as the fields of `Sampling`; each is None where it is not given.
-
-    Args:
-        default: what the help gives as the default of all of them; None for each one's own value.
-        verifier_default: the default of --verifier, where `default` is None.
-    """
+    """The options named as the fields of `Sampling`; each is None where it is not given."""
 
     def option(name: str, value_type: Any, own_default: str, text: str) -> Decorator:
         """An option whose help is `text` and its default."""
@@ -220,12 +201,7 @@ def sampling_options(default: str | None = None, verifier_default: str = "") -> 
 
 
 def read_sampling(options: dict[str, Any], tree_settings: Any = None) -> Sampling:
-    """Sampling settings: those on the command line, else the tree's, else the defaults.
-
-    Args:
-        options: values by name; None or missing where an option was not given.
-        tree_settings: the settings that the tree was solved for, by name.
-    """
+    """Sampling settings: those on the command line, else the tree's, else the defaults."""
     from sequoia_plan.runtime import Sampling
 
     values = {}

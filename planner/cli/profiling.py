@@ -240,11 +240,6 @@ def _merge(paths: tuple[str, ...], output: str, as_json: bool) -> None:
     """Add up the acceptance counts of profiles, and write and print the profile with the sum.
 
     Its latency is that of the first profile that has one.
-
-    Args:
-        paths: files of profiles of the same models, settings and verifiers.
-        output: the file to write, which must not be one of `paths`.
-        as_json: print one JSON object.
     """
     from sequoia_plan.artifacts import Profile
     from sequoia_plan.artifacts.files import refuse_to_replace
@@ -257,13 +252,7 @@ def _merge(paths: tuple[str, ...], output: str, as_json: bool) -> None:
 
 
 def _report(profiles: Mapping[str, Profile], as_json: bool) -> None:
-    """Print the acceptance of each profile and the path of its file, then the latency.
-
-    Args:
-        profiles: by path. They were measured together, so those of one context share the times of
-            passes, and those of one sampling the acceptance.
-        as_json: print one JSON object.
-    """
+    """Print the acceptance of each profile and the path of its file, then the latency."""
     if as_json:
         entries = [_json_entry(path, profile) for path, profile in profiles.items()]
         main_entry, *further_entries = entries
@@ -366,11 +355,6 @@ def _print_latency(latency: Latency, target_metadata: Mapping[str, Any]) -> None
     If the target's weights do not fit into the memory of the device that computes, every pass
     streams some layers there, from the host's memory or a file. Then the streamed megabytes and
     what stays in that memory are printed, too.
-
-    Args:
-        latency: seconds of passes.
-        target_metadata: `streamed_bytes` (the weights of the streamed layers), `resident_bytes`
-            (all other weights), and the numbers of layers, `resident_layers` of `layers`.
     """
     click.echo(f"target      {format_curve(latency.target)}")
     click.echo(f"draft       {format_curve(latency.draft)}")

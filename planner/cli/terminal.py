@@ -90,15 +90,7 @@ def status(text: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def progress(text: str, total: int) -> Iterator[Callable[..., None]]:
-    """Show a progress bar on stderr if that is a terminal.
-
-    Args:
-        text: what the bar says at first.
-        total: number of items to complete.
-
-    Yields:
-        A function (completed, total, text) that sets those of the three that are not None.
-    """
+    """Show a progress bar on stderr if that is a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -317,15 +317,7 @@ def export_command(
 def _export_model(
     output: str, role: str, target: str | None, draft: str | None, as_json: bool
 ) -> None:
-    """Write the target or the draft as a folder that transformers and vLLM load.
-
-    Args:
-        output: the folder to make.
-        role: which of the two models, "draft" or "target".
-        target: what --target names; None for the embedded target.
-        draft: what --draft names; None for the embedded draft.
-        as_json: print one JSON object.
-    """
+    """Write the target or the draft as a folder that transformers and vLLM load."""
     from sequoia_plan.artifacts import ArgumentError
     from sequoia_plan.artifacts.files import new_folder
 

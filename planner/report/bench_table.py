@@ -23,10 +23,6 @@ def finding(result: BenchResult, other_results: Sequence[BenchResult] = ()) -> s
 
     They give the tree's measured speed-up over plain decoding with its 95 % interval and the
     predicted one, and say which other method was faster.
-
-    Args:
-        result: the run.
-        other_results: runs with other settings; the tree's speed-up in each of them is added.
     """
     tree, methods = result.tree, result.methods
     speedups = _speedups_over_plain(methods)
@@ -82,18 +78,7 @@ def _speedups_over_plain(methods: Mapping[str, MethodResult]) -> dict[str, Ratio
 def _speedups_elsewhere(
     result: BenchResult, other_results: Sequence[BenchResult], best_method: str
 ) -> str:
-    """The tree's speed-up over plain decoding in other runs, as "; 1.30 at temperature 0.6".
-
-    Bench decodes with the tree by several methods, each with a verifier of its own. In another run
-    the method is the one with the highest speed-up there if `result` is at temperature 0, where
-    all verifiers accept the same tokens and so none is the best. Else it is `best_method`, or
-    "sequoia" if that was not measured there. A run that measured neither is left out.
-
-    Args:
-        result: the main run.
-        other_results: runs with other settings.
-        best_method: the method with the tree that has the highest speed-up in `result`.
-    """
+    """The tree's speed-up over plain decoding in other runs, as "; 1.30 at temperature 0.6"."""
     is_greedy = result.settings.sampling["temperature"] == 0
     labels_of_others = run_labels([result, *other_results])[1:]
     text = ""
@@ -116,10 +101,6 @@ def _missed_prediction(speedup: Ratio, prediction: Prediction) -> str:
     """A sentence if the intervals of the measured and the predicted speed-up do not overlap.
 
     It says by how much the prediction is off, and what to do. Else the text is empty.
-
-    Args:
-        speedup: the tree's measured speed-up over plain decoding.
-        prediction: the speed-up that the tree's plan predicts.
     """
     if prediction.interval is None or prediction.speedup is None:
         return ""
@@ -153,18 +134,7 @@ def _interval_text(interval: tuple[float, float]) -> str:
 def _faster_method(
     methods: Mapping[str, MethodResult], speedups: Mapping[str, Ratio], reference: str
 ) -> tuple[str, bool]:
-    """Name the fastest method, if it does not use the tree and was faster than `reference`.
-
-    Args:
-        methods: results of all methods by name.
-        speedups: speed-ups over plain decoding by method; the fastest method has the highest
-            median.
-        reference: name of the method to compare with: "plain", or one that uses the tree.
-
-    Returns:
-        A sentence, empty if there is no such method; and whether the method is certainly faster,
-        because the 95 % interval of the ratio is above 1.
-    """
+    """Name the fastest method, if it does not use the tree and was faster than `reference`."""
     fastest = max(speedups, key=lambda name: speedups[name].median, default=None)
     ratio = methods[fastest].speedup.get(reference) if fastest else None
     if fastest is None or fastest in TREE_METHODS or ratio is None or ratio.median <= 1:
@@ -240,11 +210,6 @@ def table(
     """Column titles and rows of cells, a row for each method of a run of bench.
 
     A predicted figure is to the right of the measured one.
-
-    Args:
-        result: the run.
-        references: names of the methods over which speed-ups are given, in columns of their own.
-        brief: leave out the quartiles of tokens a second, and the time to the first tokens.
     """
     columns = [""]
     for reference in references:
@@ -259,14 +224,7 @@ def table(
 
 
 def _row(name: str, method: MethodResult, references: Sequence[str], brief: bool) -> list[str]:
-    """The cells of one method's row.
-
-    Args:
-        name: the method's name.
-        method: its result.
-        references: names of the methods over which speed-ups are given.
-        brief: leave out the quartiles of tokens a second, and the time to the first tokens.
-    """
+    """The cells of one method's row."""
     prediction = method.prediction or Prediction()
     cells = [method.title]
     for reference in references:

@@ -58,12 +58,6 @@ def throughput_panel(plan: EnginePlan, batch: int, axes: Any) -> None:
     """Draws throughput at one batch size: predicted, measured, and the chosen number.
 
     The prediction has its 95 % interval, and the measurement the range of its runs.
-
-    Args:
-        plan: a plan for an engine, or the part of one for a context, with a cell for each batch
-            size and number of speculative tokens.
-        batch: number of requests decoded together.
-        axes: matplotlib axes to draw onto.
     """
     cells = plan.cells_at(batch)
     lengths = [cell.speculative_tokens for cell in cells]

@@ -71,10 +71,6 @@ def prediction_errors(plan: EnginePlan, tolerance: float = 0.1) -> list[str]:
     """Describes each prediction whose throughput differs much from the measured one.
 
     The sentence also has the errors of the predicted tokens a step and of the step's time.
-
-    Args:
-        plan: the plan. Some of its cells have a measurement beside the prediction.
-        tolerance: largest relative error of throughput that is not described.
     """
     sentences = []
     for cell in plan.cells:
@@ -107,10 +103,6 @@ def table_rows(plan: EnginePlan, compares_parts: bool = True) -> Iterator[tuple[
 
     There is a text for each of `table_columns`. A `~` before a step time says that it was
     interpolated, not measured.
-
-    Args:
-        plan: the plan.
-        compares_parts: write tokens a step and step time as predicted / measured.
     """
     columns = table_columns(plan)
     for part, batch in _parts_and_batches(plan):
@@ -164,12 +156,7 @@ def _with_range(value: float, low: float, high: float) -> str:
 
 
 def acceptance_lines(acceptance: ChainAcceptance, mean_tokens: Sequence[float]) -> list[str]:
-    """Describes acceptance and expected tokens in two lines.
-
-    Args:
-        acceptance: counts of how far drafted chains are accepted.
-        mean_tokens: expected tokens a step with 0, 1, ... speculative tokens.
-    """
+    """Describes acceptance and expected tokens in two lines."""
     survival = " ".join(f"{p:.3f}" for p in acceptance.survival)
     mean = " ".join(f"{tokens:.3f}" for tokens in mean_tokens)
     source = f"({acceptance.drafts} chains; {acceptance.source})"

@@ -48,12 +48,7 @@ Plot = tuple[Callable[[Any], None], str, float]
 
 
 def document(title: str, body: str) -> str:
-    """The whole page.
-
-    Args:
-        title: plain text.
-        body: HTML.
-    """
+    """The whole page."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -72,12 +67,7 @@ def figures(plots: Sequence[Plot]) -> str:
 
 
 def svg(draw: Callable[[Any], None], caption: str, height: float, number: int) -> str:
-    """One plot as an SVG element, its text and axes in the page's colours.
-
-    Args:
-        height: inches.
-        number: the plot's place in the page; it makes the ids in the SVG unique.
-    """
+    """One plot as an SVG element, its text and axes in the page's colours."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -16,10 +16,6 @@ def trees_by_match_panel(tree: TokenTree, axes: Any) -> None:
     """Draw the tree of each class of match, with its share of steps above it.
 
     Trees that are equal are drawn once, with the shortest matches of all their classes.
-
-    Args:
-        tree: a tree whose plan has parts by match.
-        axes: matplotlib axes to draw onto; each tree gets axes of its own within them.
     """
     axes.set_axis_off()
     parts_of_tree: dict[TokenTree, list[MatchPlan]] = {}  # classes may share a tree

@@ -33,12 +33,7 @@ TABLE_NOTE = (
 
 
 def page(tree: TokenTree, results: Sequence[BenchResult]) -> str:
-    """The report of a tree.
-
-    Args:
-        results: what `sequoia-plan bench` measured, the main run first, then runs with other
-            settings.
-    """
+    """The report of a tree."""
     main_result, *other_results = results
     title, heading = _titles(main_result)
     tables_of_others = ""
@@ -75,10 +70,6 @@ def _plots(tree: TokenTree, results: Sequence[BenchResult]) -> list[Plot]:
 
     The first two may be taller than the others: they stand side by side, and the first has a row
     for each method.
-
-    Args:
-        tree: the tree with its plan.
-        results: runs of bench.
     """
     plan = tree.plan
     plots: list[Plot] = []

@@ -37,13 +37,7 @@ BASELINES = {
 
 
 def style(ink: str, line: str, seed: str) -> dict[str, Any]:
-    """The rcParams that all drawings share.
-
-    Args:
-        ink: colour of text and axes.
-        line: colour of grids.
-        seed: the same seed gives the same ids in an SVG, so the same bytes.
-    """
+    """The rcParams that all drawings share."""
     ink_parameters = (
         "text.color",
         "axes.labelcolor",
@@ -108,17 +102,7 @@ def tree_panel(tree: TokenTree, axes: Any) -> None:
 def acceptance_panel(acceptance: AcceptanceProbs, axes: Any, trials: int = 0) -> None:
     """Draw acceptance against rank, log-log: a line for each level of parents.
 
-    A dotted line is the power law fitted to the root's children. A node's class is 0 on the spine
-    (it and all its ancestors are first children) and 1 off it. Where both classes of parents have
-    probabilities, the line of those off the spine is dashed. If there is a single vector for all
-    levels, it is drawn with its 95 % intervals (Wilson's).
-
-    Args:
-        acceptance: p[rank], p[level][rank] or p[level][class][rank], the probability that of an
-            accepted node's children the one of that rank is accepted, by the parent's level and
-            class.
-        axes: matplotlib axes to draw onto.
-        trials: the effective sample size of a single vector; 0 if it is not known.
+    `acceptance` [rank].
     """
     rows = acceptance_table(acceptance)
     num_levels, num_classes, _ = rows.shape
@@ -162,13 +146,7 @@ def _level_colours(num_levels: int) -> list[Any]:
 def _acceptance_label(
     level: int, parent_class: int, num_levels: int, num_classes: int
 ) -> str | None:
-    """The legend's label of a line in `acceptance_panel`; None for levels that it leaves out.
-
-    Args:
-        level: level of the parents.
-        parent_class: 0 for parents on the spine, 1 for parents off it.
-        num_levels, num_classes: how many of each have lines.
-    """
+    """The legend's label of a line in `acceptance_panel`; None for levels that it leaves out."""
     if num_levels == 1:
         label = "measured"
     elif level % -(-num_levels // MAX_LEVEL_LABELS):  # at most so many levels have a label
@@ -186,12 +164,7 @@ def _draw_wilson_intervals(
 ) -> None:
     """Draw the 95 % Wilson score interval of each probability.
 
-    Args:
-        ranks: the x of each probability.
-        probs: float64 [ranks], each measured as a share of `trials`.
-        trials: number of observations.
-        colour: of the bars.
-        axes: matplotlib axes to draw onto.
+    `probs` float64 [ranks].
     """
     z2_over_n = Z95**2 / trials
     centres = (probs + z2_over_n / 2) / (1 + z2_over_n)
@@ -347,14 +320,7 @@ def speed_panel(tree: TokenTree, axes: Any) -> None:
 def _label_speedup(
     tree: TokenTree, speedup: float, max_size: int, max_depth: int, axes: Any
 ) -> None:
-    """Write the predicted speed-up beside the tree's mark, on the side that has room.
-
-    Args:
-        tree: the tree, which is marked at its size and depth.
-        speedup: over plain decoding.
-        max_size, max_depth: where the axes end.
-        axes: matplotlib axes to draw onto.
-    """
+    """Write the predicted speed-up beside the tree's mark, on the side that has room."""
     is_on_the_right = tree.size > max_size**0.5  # the middle of the logarithmic axis
     is_at_the_top = tree.depth > 0.8 * max_depth
     axes.annotate(
@@ -391,11 +357,10 @@ def _set_log_ticks(axis: Any) -> None:
 
 
 def _horizontal_places(tree: TokenTree) -> Floats:
-    """x of every node: leaves are side by side in preorder, and a parent is above the middle of
-    its children.
+    """x of every node: leaves are side by side in preorder, and a parent is above the middle of its
+    children.
 
-    Returns:
-        float64 [size].
+    Returns float64 [size].
     """
     num_leaves = np.where(tree.child_count == 0, 1, 0)  # of each node's subtree
     for node in range(tree.size - 1, 0, -1):

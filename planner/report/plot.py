@@ -21,16 +21,7 @@ Panel = Callable[[TokenTree, Any], None]
 
 
 def draw(tree: TokenTree, path: str | Path) -> None:
-    """Draw the tree into a .png or .svg file, in up to three panels side by side.
-
-    The first panel has the tree. The second one, expected tokens against size, needs the plan's
-    acceptance. The third one, speed over size and depth, needs acceptance and latencies, and a
-    tree of more than one node. Trees by match have two panels instead: all trees with their shares
-    of steps, and, if the plan knows it, the speed-up of each kind of prompts.
-
-    Raises:
-        ArgumentError: for another format than .png or .svg.
-    """
+    """Draw the tree into a .png or .svg file, in up to three panels side by side."""
     suffix = Path(path).suffix.lower()
     if suffix not in (".png", ".svg"):
         raise ArgumentError(

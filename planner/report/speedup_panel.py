@@ -25,10 +25,6 @@ def speedups_panel(results: Sequence[BenchResult], axes: Any) -> None:
 
     A dot with a bar is the measured speed-up and its 95 % interval, a diamond the predicted one. A
     method has one row, in which the runs are one below the other, from the lowest temperature on.
-
-    Args:
-        results: runs of bench with different settings.
-        axes: matplotlib axes to draw onto.
     """
     from matplotlib import rcParams
 
@@ -72,16 +68,7 @@ def _draw_run(
     label: str,
     axes: Any,
 ) -> None:
-    """Draw one run's measured and predicted speed-ups over plain decoding.
-
-    Args:
-        result: the run.
-        names: the methods, in the order of their rows.
-        offset: how many rows below the middle of a method's row the marks are.
-        colour: of the marks.
-        label: the run's name in the legend.
-        axes: matplotlib axes to draw onto.
-    """
+    """Draw one run's measured and predicted speed-ups over plain decoding."""
     methods = {
         name: method
         for name, method in result.methods.items()

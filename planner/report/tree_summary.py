@@ -123,14 +123,7 @@ def describe_plan(plan: Plan) -> Iterator[str]:
 
 
 def _describe_alternative(plan: Plan, name: str, alternative: Alternative) -> str:
-    """A line that compares a plan's tree with the best tree for another verifier.
-
-    Args:
-        plan: the plan.
-        name: the other verifier.
-        alternative: size, depth and speed of the best tree for it, and its `advantage`: how many
-            times the speed of that tree the plan's tree has.
-    """
+    """A line that compares a plan's tree with the best tree for another verifier."""
     by_tokens = plan.objective == "tokens" or alternative.step_seconds is None
     quantity = "the tokens" if by_tokens else "the speed"
     shape = f"{alternative.size} nodes, depth {alternative.depth}"
@@ -163,8 +156,8 @@ def _low_to_high(ends: tuple[float, float]) -> str:
 def _describe_best_addition(tree: TokenTree) -> str:
     """A line about the further node that would add the most expected tokens to the tree.
 
-    The node must be within the plan's limits on depth and children of a node. The line is empty
-    if the plan has no acceptance, if it has trees by match, or if the limits leave no room.
+    The node must be within the plan's limits on depth and children of a node. The line is empty if
+    the plan has no acceptance, if it has trees by match, or if the limits leave no room.
     """
     from sequoia_plan.planner.solving.certificate import best_addition
 
@@ -186,12 +179,7 @@ def _drawing(tree: TokenTree, acceptance: PlanProbs | None) -> tuple[Tree, int]:
     """A drawing of the nodes that are most probably accepted, and their number.
 
     A node is drawn as its rank and its value, the probability that it is accepted. Nodes of a
-    looked-up spine say so. Without acceptance, the first nodes are drawn.
-
-    Args:
-        tree: the token tree.
-        acceptance: p[rank], p[level][rank] or p[level][class][rank], the probability that a node's
-            child of a rank is accepted; None if it is unknown.
+    looked-up spine say so. Without acceptance, the first nodes are drawn. `acceptance` [rank].
     """
     from rich.tree import Tree
 

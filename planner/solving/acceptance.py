@@ -39,10 +39,7 @@ def rounded_rows(rows: Floats) -> Any:
     """Nested lists of the probabilities, to six digits.
 
     Counts may exceed their trials by rounding; a vector of a larger sum is scaled down to the sum
-    1.
-
-    Args:
-        rows: float64 [levels, ranks] or [levels, classes, ranks].
+    1. `rows` float64 [levels, ranks].
     """
     levels = (rows / np.maximum(1.0, rows.sum(-1, keepdims=True))).tolist()
     if rows.ndim == 3:
@@ -70,14 +67,6 @@ def looked_up_probs(match_class: MatchClass, drafted: Any) -> Any:
     Rank 1 of a node on the spine is the looked-up token, and its other children are drafted; so are
     all children of nodes off the spine. The two classes of nodes have counts of their own, which
     are not moved towards each other: their ranks mean different things.
-
-    Args:
-        match_class: the counts.
-        drafted: p of the same steps with all nodes drafted. It stands in for nodes off the spine
-            where none was observed.
-
-    Returns:
-        Nested lists; None if too little was observed.
     """
     levels = match_class.looked_up
     if not levels or levels[0].trials < MIN_TRIALS:
@@ -98,15 +87,8 @@ def looked_up_as_visited(probs: Any, visits_by_run: Floats) -> Any:
 
     A long run of right tokens has many positions and takes few steps. So a looked-up token is right
     less often for the average step than for the average position, which is what was counted. The
-    drafted children keep their probabilities given that the looked-up token is wrong.
-
-    Args:
-        probs: p[level][class][rank] of trees whose spine is looked up.
-        visits_by_run: float64 [runs], the expected number of steps at positions where exactly 0, 1,
-            2, ... of the next tokens are those of the lookup chain; the last one holds for more.
-
-    Returns:
-        Nested lists with a level for each run; `probs` itself where there are too few steps.
+    drafted children keep their probabilities given that the looked-up token is wrong. `probs`
+    [level]; `visits_by_run` float64 [runs].
     """
     if visits_by_run.sum() < MIN_TRIALS:
         return probs
@@ -126,11 +108,8 @@ def pooled_rows(trials: Floats, counts: Floats) -> Floats:
     """The share of counts in trials, float64 [levels, ranks], with the sparse levels as one.
 
     The first level with fewer than `MIN_TRIALS` trials and all deeper ones have one vector, from
-    their counts together, and from those of the level above if they are still too few.
-
-    Args:
-        trials: float64 [levels], how many accepted nodes were observed; not all of them are 0.
-        counts: float64 [levels, ranks], how many of their children of each rank were accepted.
+    their counts together, and from those of the level above if they are still too few. `trials`
+    float64 [levels]; `counts` float64 [levels, ranks].
     """
     first = _first_pooled_level(trials)
     trials, counts = trials.copy(), counts.copy()

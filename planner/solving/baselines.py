@@ -51,13 +51,7 @@ def baseline(name: str, size: int, depth: int) -> TokenTree:
 
 
 def _chains(num_chains: int, size: int, depth: int) -> TokenTree:
-    """Build independent sequences below the root, whose lengths differ by one node at most.
-
-    Args:
-        num_chains: number of sequences.
-        size: the most nodes of the tree, the root included.
-        depth: the most levels, the root's included.
-    """
+    """Build independent sequences below the root, whose lengths differ by one node at most."""
     num_nodes = min(size, 1 + num_chains * (depth - 1))
     # Nodes 1 ... num_chains are children of the root; any other node continues the sequence of the
     # node num_chains before it.
@@ -67,12 +61,7 @@ def _chains(num_chains: int, size: int, depth: int) -> TokenTree:
 
 
 def _expand(children_per_level: list[int], size: int) -> TokenTree:
-    """Give every node of level l children_per_level[l] children, breadth-first.
-
-    Args:
-        children_per_level: its length limits the levels; the root's is level 0.
-        size: the most nodes of the tree; the last level that is reached may be incomplete.
-    """
+    """Give every node of level l children_per_level[l] children, breadth-first."""
     parents = [-1]
     level_start, level_end = 0, 1
     for num_children in children_per_level:
@@ -87,13 +76,7 @@ def _expand(children_per_level: list[int], size: int) -> TokenTree:
 
 
 def _random_tree(seed: int, size: int, depth: int) -> TokenTree:
-    """Draw the parent of each node uniformly from the earlier nodes above level `depth`.
-
-    Args:
-        seed: of the random generator.
-        size: number of nodes, the root included.
-        depth: the most levels, the root's (level 1 here) included.
-    """
+    """Draw the parent of each node uniformly from the earlier nodes above level `depth`."""
     if depth <= 1:
         return TokenTree.chain(1)
     generator = np.random.default_rng(seed)
@@ -108,13 +91,7 @@ def _random_tree(seed: int, size: int, depth: int) -> TokenTree:
 
 
 def _tree_from_file(path: str, size: int, depth: int) -> TokenTree:
-    """Read a tree from a JSON list of each node's parent, where the root's is -1.
-
-    Args:
-        path: the file.
-        size: the most nodes that are allowed.
-        depth: the most levels that are allowed.
-    """
+    """Read a tree from a JSON list of each node's parent, where the root's is -1."""
     try:
         parents = json.loads(read_bytes(path, "a JSON list of parents"))
     except (ValueError, RecursionError) as error:
@@ -149,10 +126,6 @@ def bench_trees(tree: TokenTree, verifier: str) -> dict[str, TreeAndVerifier]:
 
     They are `tree` itself, plain decoding (a tree of one node), and baselines with no more nodes
     and levels than `tree`. A tree with others by match is also taken without these.
-
-    Args:
-        tree: the tree to compare with the others.
-        verifier: the verifier of all methods that do not come with a verifier of their own.
     """
     trees: dict[str, TreeAndVerifier] = {"plain": (TokenTree.chain(1), verifier)}
     alone = TokenTree(tree.parents, tree.plan)

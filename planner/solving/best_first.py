@@ -19,14 +19,8 @@ Ints = NDArray[np.int32]
 def is_non_increasing(rows: Floats) -> bool:
     """Return whether p never increases with rank, so that best-first search is exact.
 
-    Level 0 holds the root alone, which is on the spine, so that level's row for nodes off the
-    spine is ignored.
-
-    Args:
-        rows: float64 [levels, classes, branching], the probability that a node's child of each
-            rank is accepted if the node is, by the node's level and class. Class 0 is the spine
-            (the root, its first child, that node's first child, ...), class 1 all other nodes; a
-            single class stands for all nodes.
+    Level 0 holds the root alone, which is on the spine, so that level's row for nodes off the spine
+    is ignored. `rows` float64 [levels, classes, branching].
     """
     increases = np.diff(rows, axis=2) > 0
     return not (increases[:, 0].any() or increases[1:, -1].any())
@@ -36,20 +30,9 @@ def favours_spine(rows: Floats) -> bool:
     """Return whether parents on the spine have the likeliest first b children, for every b.
 
     Let p be one row of `rows`: p[k] is the probability that the child of rank k = 1, 2, ... is
-    accepted. The answer is True if, on every level below the root's and for every b,
-    p[1] + ... + p[b] is at least as large in the row for the spine as in the row for other nodes.
-
-    If p never increases with rank either, the node on the spine is the best node of its level to
-    have any given children, for two reasons. Its value (the probability that it is accepted) is the
-    highest of its level. And let f[k] be the expected tokens of the subtree of the child of rank k,
-    where the best subtree comes first: f[1] >= f[2] >= ... >= 0. The sum of p[k] f[k] over all
-    ranks k is then at least as large with the row for the spine as with the other row.
-
-    Args:
-        rows: float64 [levels, classes, branching], the probability that a node's child of each
-            rank is accepted if the node is, by the node's level and class. Class 0 is the spine
-            (the root, its first child, that node's first child, ...), class 1 all other nodes; a
-            single class stands for all nodes.
+    accepted. The answer is True if, on every level below the root's and for every b, p[1] + ... +
+    p[b] is at least as large in the row for the spine as in the row for other nodes. `rows` float64
+    [levels, classes, branching].
     """
     cumulative = rows.cumsum(axis=2)
     return bool((cumulative[1:, 0] >= cumulative[1:, -1]).all())
@@ -95,16 +78,7 @@ def frontier(rows: Floats, size: int) -> list[Floats]:
 def parents(rows: Floats, size: int) -> Ints:
     """Find the best tree of exactly `size` nodes: the `size` nodes likeliest to be accepted.
 
-    Args:
-        rows: float64 [levels, classes, branching], the probability that a node's child of each
-            rank is accepted if the node is, by the node's level and class. Class 0 is the spine
-            (the root, its first child, that node's first child, ...), class 1 all other nodes; a
-            single class stands for all nodes.
-            p never increases with rank.
-        size: number of nodes, the root included.
-
-    Returns:
-        int32 [size], the parent of each node (the root's is -1); nodes are numbered breadth-first.
+    `rows` float64 [levels, classes, branching]; returns int32 [size].
     """
     return np.asarray(number_breadth_first(most_valuable_nodes(rows, size)[0]))
 
@@ -112,18 +86,8 @@ def parents(rows: Floats, size: int) -> Ints:
 def most_valuable_nodes(rows: Floats, size: int) -> tuple[Ints, Floats, Ints]:
     """Take the most valuable nodes, limited by the levels and ranks of `rows` alone.
 
-    A node's value is the probability that it is accepted: the product of p along its path.
-
-    Args:
-        rows: float64 [levels, classes, branching], the probability that a node's child of each
-            rank is accepted if the node is, by the node's level and class. Class 0 is the spine
-            (the root, its first child, that node's first child, ...), class 1 all other nodes; a
-            single class stands for all nodes.
-        size: how many nodes to take.
-
-    Returns:
-        Parent, value and level of each node taken, from the highest value to the lowest. There are
-        fewer than `size` of them if `rows` allow no more.
+    A node's value is the probability that it is accepted: the product of p along its path. `rows`
+    float64 [levels, classes, branching].
     """
     levels, _, branching = rows.shape
     max_parents = np.full(levels, size)
@@ -138,11 +102,7 @@ def most_valuable_nodes(rows: Floats, size: int) -> tuple[Ints, Floats, Ints]:
 def heap_push(heap, count, value, parent, rank):
     """Add an entry to a binary heap, in place; heap[0] is the entry of the largest value.
 
-    Args:
-        heap: float64 [capacity, 3], whose first `count` rows are entries [value, parent, rank]; the
-            order depends on the value alone.
-        count: number of entries before the call.
-        value, parent, rank: the new entry.
+    `heap` float64 [capacity, 3].
     """
     position = count
     while position > 0:
@@ -158,9 +118,7 @@ def heap_push(heap, count, value, parent, rank):
 def heap_pop(heap, count):
     """Remove heap[0], the entry of the largest value, from a binary heap, in place.
 
-    Args:
-        heap: float64 [capacity, 3], whose first `count` rows are entries with their value in front.
-        count: number of entries before the call.
+    `heap` float64 [capacity, 3].
     """
     last = heap[count - 1].copy()
     position = 0
@@ -179,25 +137,8 @@ def heap_pop(heap, count):
 def most_valuable_nodes_within(rows, size, max_parents, max_children, max_rank_sum):
     """Take the most valuable nodes within the limits, one after the other.
 
-    A node's value is the probability that it is accepted: the product of p along its path. If p
-    never increases with rank and the rows favour the spine (`favours_spine`), the first n nodes are
-    the best tree of n nodes within `max_parents` and `max_children`: the most valuable nodes of a
-    level have the most valuable children, and of equally valuable nodes the one on the spine comes
-    first. This need not hold where `max_rank_sum` limits the tree, too.
-
-    Args:
-        rows: float64 [levels, classes, branching], the probability that a node's child of each
-            rank is accepted if the node is, by the node's level and class. Class 0 is the spine
-            (the root, its first child, that node's first child, ...), class 1 all other nodes; a
-            single class stands for all nodes.
-        size: how many nodes to take.
-        max_parents: int64 [levels], how many nodes of each level may have children.
-        max_children: int64 [levels], how many children a node of each level may have.
-        max_rank_sum: the largest sum of (1-based) ranks along a path.
-
-    Returns:
-        Parent, value and level of each node taken, from the highest value to the lowest. There are
-        fewer than `size` of them if the limits allow no more.
+    `rows` float64 [levels, classes, branching]; `max_parents` int64 [levels]; `max_children` int64
+    [levels].
     """
     off_spine = rows.shape[1] - 1
     parents, values, levels = np.empty(size, np.int64), np.empty(size), np.zeros(size, np.int64)
@@ -257,11 +198,7 @@ def most_valuable_nodes_within(rows, size, max_parents, max_children, max_rank_s
 def number_breadth_first(parents):
     """Number a tree's nodes breadth-first; siblings keep their order.
 
-    Args:
-        parents: int64 [size], the parent of each node; parents precede their children.
-
-    Returns:
-        int32 [size], the parents in the new numbering.
+    `parents` int64 [size]; returns int32 [size].
     """
     size = len(parents)
     # children[first_child[node] : first_child[node + 1]] are the children of a node.

@@ -48,11 +48,7 @@ TOLERANCE = 1e-10
 class SearchResult(NamedTuple):
     """The fastest tree that a search has found.
 
-    Args:
-        parents: int64 [size], parents precede their children; empty if no tree is faster than the
-            given speed.
-        speed: its tokens a second, or the given speed.
-        bound: tokens a second that no tree exceeds.
+    `parents` int64 [size].
     """
 
     parents: Ints
@@ -64,19 +60,8 @@ class SearchResult(NamedTuple):
 def fastest_prefix(parents, levels, rows, costs):
     """Find the fastest of the trees that the first 2, 3, ... nodes of a tree form.
 
-    Each loop adds one node, and updates the expected tokens and the seconds of a step.
-
-    Args:
-        parents, levels: int64 [size], parent and level of each node; parents precede their
-            children.
-        rows: float64 [levels, classes, branching], the probability that a node's child of each
-            rank is accepted if the node is, by the node's level and class. Class 0 is the spine
-            (the root, its first child, that node's first child, ...), class 1 all other nodes; a
-            single class stands for all nodes.
-        costs: the Costs, which give the seconds of a step.
-
-    Returns:
-        Tokens a second of the fastest tree, and its number of nodes.
+    Each loop adds one node, and updates the expected tokens and the seconds of a step. `parents`,
+    `levels` int64 [size]; `rows` float64 [levels, classes, branching].
     """
     size = len(parents)
     # Probability that each node is accepted, and that it is but no child so far is.
@@ -128,11 +113,6 @@ def relaxed_work_seconds(costs, tree):
     """Return the seconds of work of a step with the tree behind a bound.
 
     They are inf if the tree has more nodes, or more parents on a level, than were measured.
-
-    Args:
-        costs: the Costs, which give the seconds of a step.
-        tree: the RelaxedTree; its resource_use[0] is its number of nodes, resource_use[l] its
-            number of nodes with children on level l.
     """
     size = tree.resource_use[0]
     if size >= len(costs.target):
@@ -149,13 +129,7 @@ def relaxed_work_seconds(costs, tree):
 
 @numba.njit(cache=True)
 def min_work_seconds(costs, box):
-    """Return seconds of work that every step with a tree in the box takes at least.
-
-    Args:
-        costs: the Costs, which give the seconds of a step.
-        box: the Box; low[0] is the fewest nodes of its trees, low[l] their fewest nodes with
-            children on level l.
-    """
+    """Return seconds of work that every step with a tree in the box takes at least."""
     seconds = costs.target[box.low[0]] + costs.constant + costs.by_round * min_extra_rounds(box)
     for r in range(1, len(box.low)):
         seconds += costs.draft[box.low[r]]
@@ -168,12 +142,6 @@ def speed_bound(costs, box, goal, gain_bound):
 
     A tree that gains g = F - goal * step expected tokens makes goal + g / step tokens a second, and
     the step takes at least `min_step_seconds` and at least the least work of the box.
-
-    Args:
-        costs: the Costs, which give the seconds of a step.
-        box: the Box, a set of trees.
-        goal: tokens a second that the gain is measured against.
-        gain_bound: a bound on the gain of the trees in the box, not negative.
     """
     return goal + gain_bound / max(costs.min_step_seconds, min_work_seconds(costs, box))
 
@@ -182,28 +150,7 @@ def speed_bound(costs, box, goal, gain_bound):
 def bound_gain(nodes, costs, box, prices, goal, siblings_never_add_more, floor, steps, share, tree):
     """Bound the gain F - goal * step of the trees in a box, whatever limits their step.
 
-    A step takes the longer of `min_step_seconds` and its work. That is at least
-    share * min_step_seconds + (1 - share) * work for every share, so each share gives a bound. The
-    work of the tree behind a bound says whether a better share is larger or smaller, so the best
-    share is found by bisection.
-
-    Args:
-        nodes: the candidates, CandidateNodes.
-        costs: the Costs, which give the seconds of a step.
-        box: the Box, a set of trees by limits on their resources (0: nodes; l: nodes with children
-            on level l).
-        prices: float64 [resources], expected tokens that a unit of each resource is charged; they
-            are improved in place.
-        goal: tokens a second to exceed.
-        siblings_never_add_more: whether no later sibling adds more than an earlier one, see
-            `relax`.
-        floor: the smallest price of a node; no node that is not in `nodes` has a larger value.
-        steps: the most subgradient steps for the first share.
-        share: the share to start from.
-        tree: a RelaxedTree, into which the tree behind the bound is written.
-
-    Returns:
-        The bound in tokens, the expected tokens of the tree behind it, and the share.
+    `prices` float64 [resources].
     """
     # The work is the longer time for every tree in the box: a single share, 0, is enough.
     if min_work_seconds(costs, box) >= costs.min_step_seconds:
@@ -252,15 +199,7 @@ def tighten_box(costs, box, prices, rate, profitable_use, gain_bound):
     The bound on the gain of a box is a sum that contains, for each resource, its largest profit
     price * use - rate * cost[use] over its interval. Uses with so small a profit that the bound
     would not be above 0 are cut off, one stair (a range of uses with a straight cost) at a time.
-
-    Args:
-        costs: the Costs, which give the seconds of a step.
-        box: the Box, an interval low ... high for the use of each resource r (0: nodes; l: nodes
-            with children on level l).
-        prices: float64 [resources], expected tokens that a unit of each resource is charged.
-        rate: expected tokens that a second is charged.
-        profitable_use: int64 [resources], the use of the largest profit in each interval.
-        gain_bound: the bound on the gain of the whole box, at `prices` and `rate`.
+    `prices` float64 [resources]; `profitable_use` int64 [resources].
     """
     for r in range(len(prices)):
         cost, stair_ends = cost_curve(costs, r)
@@ -290,12 +229,6 @@ def cut_point(cost, stair_ends, use, low, high):
 
     The cut is at a stair end beside `use`, or at `use` if no stair ends in the interval. It is -1
     if the cost is the same in the whole interval, so that no split is needed.
-
-    Args:
-        cost: float64, seconds by the use of the resource.
-        stair_ends: int64, the last use of each stair, a range of uses with a straight cost.
-        use: how much of the resource the tree behind the bound uses, within the interval.
-        low, high: the interval of the use.
     """
     if low == 0 < high:
         return 0  # to use nothing of the resource is a part of its own
@@ -312,23 +245,8 @@ def choose_cut(costs, box, prices, rate, tree, best_first_is_exact):
     """Choose the interval of a box to split, and where.
 
     It is the interval whose term of the bound exceeds most, in tokens, the same term at the use of
-    the tree behind the bound: a split there may lower the bound most. Where
-    best-first search finds the best tree of each size, sizes alone need not be split.
-
-    Args:
-        costs: the Costs, which give the seconds of a step.
-        box: the Box, intervals for resources (0: nodes; l: nodes with children on level l) and for
-            ranks (the most children of a node, or the largest sum of ranks along a path) by scope
-            (a level, or 0 for the whole tree).
-        prices: float64 [resources], expected tokens that a unit of each resource is charged.
-        rate: expected tokens that a second is charged.
-        tree: the RelaxedTree behind the bound.
-        best_first_is_exact: whether best-first search within the limits of a box finds its best
-            tree of every size.
-
-    Returns:
-        The interval (a resource, or the number of resources + a scope) and the cut, the last number
-        of its lower part. (-1, -1) if no split is needed.
+    the tree behind the bound: a split there may lower the bound most. Where best-first search finds
+    the best tree of each size, sizes alone need not be split. `prices` float64 [resources].
     """
     max_gap, interval, cut, is_needed = -1.0, -1, -1, False
     for r in range(len(prices)):
@@ -362,14 +280,6 @@ def split_box(boxes, box, first_part, dimension, cut):
     A box is a set of trees, given by an interval for each resource (0: nodes; l: nodes with
     children on level l), and by one for ranks (the most children of a node, or the largest sum of
     ranks along a path) in each scope (a level, or 0 for the whole tree).
-
-    Args:
-        boxes: a Box whose arrays hold many boxes, one a row; `low` and `high` limit resources,
-            `min_ranks` and `max_ranks` limit ranks.
-        box: the row of the box to split, which stays as it is.
-        first_part: the first of the two rows to write.
-        dimension: the interval to split: a resource, or num_resources + a scope of ranks.
-        cut: the last number of that interval in the first part; the second starts at cut + 1.
     """
     num_resources = boxes.low.shape[1]
     second_part = first_part + 1
@@ -395,27 +305,7 @@ def split_box(boxes, box, first_part, dimension, cut):
 def set_best_first_limits(costs, box, tree, is_settled, max_parents, max_children):
     """Write the limits of the best-first search in a box, and return its limit `max_rank_sum`.
 
-    A settled box, in which the draft pass of each level has a single cost, gives its own limits.
-    For any other box they are what the tree behind its bound uses: its numbers of nodes with
-    children, each raised as far as the cost of the level's draft pass stays the same, and, if
-    verification rounds cost time, its ranks.
-
-    `costs.round_order` says what the box's limits on ranks hold for. With LEVEL, each level has its
-    own limit on the children of a node. With TREE, one limit holds for the nodes of all levels.
-    With PATH, there is one limit, too, but on the sum of ranks along a path; no node has more
-    children than that either.
-
-    Args:
-        costs: the Costs, which give the seconds of a step.
-        box: the Box, limits of a set of trees.
-        tree: the RelaxedTree behind the bound of the box.
-        is_settled: whether the box needs no further split.
-        max_parents: int64 [levels], becomes the most nodes with children on each level.
-        max_children: int64 [levels], becomes the most children of a node on each level. With PATH
-            it may be more than any node can have; the caller limits it to the number of ranks.
-
-    Returns:
-        The largest sum of ranks along a path that the search may take.
+    `max_parents` int64 [levels]; `max_children` int64 [levels].
     """
     for level in range(len(max_parents)):
         # The index of the limit on ranks that holds for this level.
@@ -443,19 +333,7 @@ def set_best_first_limits(costs, box, tree, is_settled, max_parents, max_childre
 def set_first_box(boxes, prices, nodes, costs, floor, speed):
     """Write the box of all trees of two nodes or more to boxes[0], and its prices to prices[0].
 
-    A box is a set of trees, given by an interval low ... high for each resource. Resource 0 is the
-    number of nodes, and resource l the number of nodes with children on level l. The caller has
-    filled `boxes` with zeros (its `low` stays 0 for levels), and has set the limits on ranks, the
-    most children of a node (`min_ranks`, `max_ranks`).
-
-    Args:
-        boxes: a Box whose arrays hold many boxes, one a row.
-        prices: float64 [boxes, resources], expected tokens that a unit of each resource is charged.
-        nodes: the candidates, CandidateNodes, in breadth-first order.
-        costs: the Costs, which give the seconds of a step.
-        floor: no node that is not in `nodes` has a larger value (probability to be accepted) than
-            this; it becomes the first price of a node.
-        speed: tokens a second of the best tree so far.
+    `prices` float64 [boxes, resources].
     """
     widest = costs.draft_stair_ends[-1]  # most nodes with children on one level that was measured
     boxes.low[0, 0], boxes.high[0, 0] = 2, costs.target_stair_ends[-1]

@@ -127,16 +127,7 @@ def check(
 def best_addition(tree: TokenTree, rows: Floats) -> tuple[int, int, float] | None:
     """Find the most valuable single node that could be added to a tree.
 
-    Args:
-        tree: the token tree.
-        rows: float64 [levels, classes, branching], the probability that a node's child of each
-            rank is accepted, by the node's level and class (0: on the spine, that is the root,
-            its first child, that node's first child, ...; 1: off it).
-            The node must lie within len(rows) + 1 levels and have a rank that the rows have.
-
-    Returns:
-        Its parent, its rank (1-based) and its value (the probability that it is accepted);
-            None if the limits leave no room.
+    `rows` float64 [levels, classes, branching].
     """
     has_room = (tree.child_count < rows.shape[2]) & (tree.position_ids < len(rows))
     parents = np.flatnonzero(has_room)

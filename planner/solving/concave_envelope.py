@@ -117,16 +117,7 @@ def upper_bounds(rows: Floats, size: int) -> Floats:
 def _tree_by_envelopes(rows: Floats, size: int) -> tuple[Ints, bool]:
     """Build the tree that splits sizes as the recursion on envelopes does, level by level.
 
-    Args:
-        rows: float64 [levels, classes, branching], the probability that a node's child of each
-            rank is accepted if the node is, by the node's level and class. Class 0 is the spine
-            (the root, its first child, that node's first child, ...), class 1 all other nodes; a
-            single class stands for all nodes.
-        size: number of nodes, the root included.
-
-    Returns:
-        The parents, breadth-first, and whether the tree attains the bound of that recursion, so
-        that no tree is better.
+    `rows` float64 [levels, classes, branching].
     """
     bounds = _bounds_by_level(rows, size)
     levels = [np.array([-1], np.int32)]  # the parents of each level's nodes
@@ -161,17 +152,8 @@ def _tree_by_recursion(rows: Floats, size: int) -> Ints:
     """Build the best tree by the exact recursion.
 
     T is computed again for each level on the way down, so no [levels, ranks, size] table is stored.
-    T is the most expected tokens of a subtree by its root's children and its nodes.
-
-    Args:
-        rows: float64 [levels, classes, branching], the probability that a node's child of each
-            rank is accepted if the node is, by the node's level and class. Class 0 is the spine
-            (the root, its first child, that node's first child, ...), class 1 all other nodes; a
-            single class stands for all nodes.
-        size: number of nodes, the root included.
-
-    Returns:
-        int32 [size], the parent of each node; nodes are numbered breadth-first.
+    T is the most expected tokens of a subtree by its root's children and its nodes. `rows` float64
+    [levels, classes, branching]; returns int32 [size].
     """
     # Level 0 is not needed: only best of the level below is looked up.
     best_by_level = [np.empty((0, 0)), *_best_by_level(rows[1:], size)]
@@ -208,11 +190,6 @@ def _nodes_by_class(count: int, classes: int, has_spine: bool) -> list[tuple[int
 
     Class 0 is the spine (the root, its first child, that node's first child, ...), which has at
     most the first node of a level. Class 1 is all other nodes.
-
-    Args:
-        count: number of nodes on the level.
-        classes: number of classes of the rows, 1 or 2; a single class stands for all nodes.
-        has_spine: whether the first node is on the spine.
     """
     if not has_spine or classes == 1:
         return [(classes - 1, slice(0, count))]
@@ -223,9 +200,7 @@ def _nodes_by_class(count: int, classes: int, has_spine: bool) -> list[tuple[int
 def _bounds_by_level(rows: Floats, size: int) -> list[Floats]:
     """Bound the expected tokens of the subtrees of each level.
 
-    Returns:
-        For level 0, 1, ..., len(rows): float64 [classes, sizes], by the class of the subtree's root
-        and its number of nodes - 1; concave in the number of nodes.
+    Returns float64 [classes, sizes].
     """
     return _from_last_level(rows, lambda row, below: _bounds_of_level(row, below, size))
 
@@ -233,9 +208,7 @@ def _bounds_by_level(rows: Floats, size: int) -> list[Floats]:
 def _best_by_level(rows: Floats, size: int) -> list[Floats]:
     """Compute best, the most expected tokens of the subtrees of each level.
 
-    Returns:
-        For level 0, 1, ..., len(rows): float64 [classes, sizes], by the class of the subtree's root
-        and its number of nodes - 1.
+    Returns float64 [classes, sizes].
     """
     table = _empty_table(rows, size)
     return _from_last_level(rows, lambda row, below: _best_of_level(row, below, size, table))
@@ -247,16 +220,8 @@ def _from_last_level(
     """Compute expected tokens (or bounds on them) of the subtrees of all levels, last level first.
 
     If two adjacent levels have the same rows and the same values, all levels above them with the
-    same rows have these values as well, which are then not computed again.
-
-    Args:
-        rows: float64 [levels, classes, branching], p by level, class and rank.
-        values_of_level: gives the values of a level from its rows and the values of the level
-            below.
-
-    Returns:
-        For level 0, 1, ..., len(rows): float64 [classes, sizes], by the class of the subtree's root
-        and its number of nodes - 1.
+    same rows have these values as well, which are then not computed again. `rows` float64 [levels,
+    classes, branching]; returns float64 [classes, sizes].
     """
     # The values of the last level first. Its nodes have no children: a subtree of one node.
     values = [np.ones((rows.shape[1], 1))]
@@ -273,15 +238,8 @@ def _from_last_level(
 def _best_of_level(level_rows: Floats, below: Floats, size: int, table: Floats) -> Floats:
     """Compute best, the most expected tokens of a level's subtrees, from best of the level below.
 
-    Args:
-        level_rows: float64 [classes, ranks], p of a node's children by its class.
-        below: float64 [classes, sizes], best of the level below, by nodes - 1.
-        size: the most nodes of a subtree.
-        table: float64 [classes, ranks + 1, size], into which T is written, the most expected tokens
-            by the children of the subtree's root too.
-
-    Returns:
-        float64 [classes, sizes], best of the level, by nodes - 1.
+    `level_rows` float64 [classes, ranks]; `below` float64 [classes, sizes]; `table` float64
+    [classes, ranks + 1, size]; returns float64 [classes, sizes].
     """
     off_spine = below[-1]  # of every child but the first child of a node on the spine
     whole = split_by_remainder(off_spine, 1)
@@ -307,18 +265,7 @@ def _empty_table(rows: Floats, size: int) -> Floats:
 def _fill_table(row, first_child, below, below_whole, below_parts, size, table):
     """Compute the most expected tokens of the subtrees of one level and class.
 
-    Args:
-        row: float64 [ranks], p of the children.
-        first_child: best (most expected tokens) of the first child's subtree, by nodes - 1.
-        below: best of every other child's subtree, by nodes - 1.
-        below_whole, below_parts: `split_by_remainder` of `below` with stride 1, and with its stair
-            width, as `convolve` takes them.
-        size: the most nodes of a subtree.
-        table: float64 [ranks + 1, size]. table[b, k] becomes the most expected tokens of a subtree
-            of b + 1 + k nodes whose root has exactly b children.
-
-    Returns:
-        float64, best of the subtrees of 1, 2, ... nodes.
+    `row` float64 [ranks]; `table` float64 [ranks + 1, size].
     """
     num_sizes = 1
     for _ in range(len(row)):
@@ -350,18 +297,7 @@ def _fill_table(row, first_child, below, below_whole, below_parts, size, table):
 def _split(row, below, best, table, sizes, start):
     """Split the subtrees of one level and class into the subtrees of their children, exactly.
 
-    Args:
-        row: float64 [ranks], p of the children.
-        below: best (most expected tokens of a subtree) of the level below off the spine, by
-            nodes - 1. A first child on the spine gets the nodes that its siblings leave, so its own
-            best is not needed.
-        best, table: of this level and class, from `_fill_table`: most expected tokens by nodes - 1,
-            and by children b and the nodes k beyond b + 1.
-        sizes: int32, nodes of each subtree.
-        start: the node number of the first subtree's root.
-
-    Returns:
-        int32, the parents of the children, and int32, the sizes of their subtrees, both in order.
+    `row` float64 [ranks].
     """
     # Subtrees of equal size split alike: shares[first_share[n] :][: num_children[n]] are the
     # nodes of the children's subtrees below a subtree of n nodes.
@@ -407,14 +343,7 @@ def _split(row, below, best, table, sizes, start):
 def _merge_slopes(a, b, p, merged, shares):
     """Write max over i + j = k of a[i] + p * b[j] to merged[k], for concave a and b.
 
-    Each k takes one more step along a or b, whichever rises more.
-
-    Args:
-        a: float64, expected tokens of a subtree with the children so far.
-        b: float64, expected tokens of the next child's subtree, which p, the probability that the
-            child is accepted, multiplies.
-        merged: float64, at most len(a) + len(b) - 1 entries to write.
-        shares: int32, of which shares[k] becomes the j.
+    Each k takes one more step along a or b, whichever rises more. `shares` [k].
     """
     i = j = 0
     for k in range(len(merged)):
@@ -430,17 +359,7 @@ def _merge_slopes(a, b, p, merged, shares):
 def _merge_children(row, first_child, below, size):
     """Compute expected tokens of a level's subtrees by children, from concave bounds for these.
 
-    Args:
-        row: float64 [ranks], p of the children.
-        first_child: bounds on the expected tokens of the first child's subtree, by nodes - 1;
-            concave.
-        below: bounds for every other child's subtree, by nodes - 1; concave.
-        size: the most nodes of a subtree.
-
-    Returns:
-        table[b, k]: the most expected tokens of b + 1 + k nodes with b children.
-        shares[b, k]: how many of the k nodes the last child's subtree gets beyond the child.
-        num_entries[b]: how many values of k are possible with b children.
+    `row` float64 [ranks].
     """
     max_children = min(len(row), size - 1)
     table = np.empty((max_children + 1, size))
@@ -463,14 +382,8 @@ def _merge_children(row, first_child, below, size):
 def _bounds_of_level(level_rows, below, size):
     """Compute concave bounds on the expected tokens of a level's subtrees of 1, 2, ... nodes.
 
-    Args:
-        level_rows: float64 [classes, ranks], p of a node's children by its class (0: on the spine;
-            the last one: off it).
-        below: float64 [classes, sizes], the bounds of the level below, by nodes - 1; concave.
-        size: the most nodes of a subtree.
-
-    Returns:
-        float64 [classes, sizes], the bounds by nodes - 1; concave.
+    `level_rows` float64 [classes, ranks]; `below` float64 [classes, sizes]; returns float64
+    [classes, sizes].
     """
     num_sizes = 1
     for b in range(1, min(level_rows.shape[1], size - 1) + 1):
@@ -493,18 +406,7 @@ def _bounds_of_level(level_rows, below, size):
 def _split_by_envelopes(row, first_child, below, sizes, values, start):
     """Split the subtrees of one level and class as the recursion on envelopes does.
 
-    Args:
-        row: float64 [ranks], p of the children.
-        first_child: bounds on the expected tokens of the first child's subtree, by nodes - 1;
-            concave.
-        below: bounds for every other child's subtree, by nodes - 1; concave.
-        sizes: int32, nodes of each subtree.
-        values: float64, the probability that each subtree's root is accepted.
-        start: the node number of the first subtree's root.
-
-    Returns:
-        int32, the parents of the children, int32, the sizes of their subtrees, and float64, the
-        probability that each child is accepted, all in order.
+    `row` float64 [ranks].
     """
     max_size = sizes.max()
     table, shares, num_entries = _merge_children(row, first_child, below, max_size)

@@ -118,17 +118,6 @@ def _scan(a, a_envelope, b, b_envelope, p, result, start, stride, scans_left):
 
     For each k the scan starts from the i that maximises the sum of the envelopes, and goes outward
     on both sides, until that sum is no larger than the best a[i] + p * b[j] so far.
-
-    Args:
-        a, a_envelope: float64, a sequence and the least concave sequence above it.
-        b, b_envelope: float64, the same of the sequence that is multiplied by p.
-        p: a probability.
-        result: float64, raised in place.
-        start, stride: which entries of `result` the sums belong to.
-        scans_left: how many sums may be scanned; a negative number stops the scan.
-
-    Returns:
-        What is left of `scans_left`; if it is negative, `result` is not complete.
     """
     i = j = 0  # the split of k that maximises the sum of the envelopes
     num_results = min(len(a) + len(b) - 1, (len(result) - start + stride - 1) // stride)
@@ -162,12 +151,7 @@ def _scan(a, a_envelope, b, b_envelope, p, result, start, stride, scans_left):
 def split_by_remainder(b, stride):
     """Return b[r::stride] and its concave envelope for each remainder r = 0 ... stride - 1.
 
-    Args:
-        b: float64, a sequence.
-        stride: distance between the entries of a part.
-
-    Returns:
-        float64 [stride, 2, ceil(len(b) / stride)]; shorter parts end with zeros.
+    Returns float64 [stride, 2, ceil(len(b) / stride)].
     """
     parts = np.zeros((stride, 2, (len(b) + stride - 1) // stride))
     for r in range(min(stride, len(b))):
@@ -207,10 +191,7 @@ def isotonic(rows: Floats) -> Floats:
 
     They are the slopes of the concave envelope of the rows' cumulative sums. Using them is a
     modelling choice (rarer ranks are not likelier), not a measurement: it changes F where the
-    vector was right.
-
-    Args:
-        rows: float64 [..., ranks], the probability that the child of each rank is accepted.
+    vector was right. `rows` float64 [..., ranks].
     """
     flat = rows.reshape(-1, rows.shape[-1])
     cumulative = np.concatenate([np.zeros((len(flat), 1)), np.cumsum(flat, axis=1)], axis=1)

@@ -55,14 +55,7 @@ def frontier(rows: Floats, size: int) -> list[Floats]:
 def parents(rows: Floats, size: int) -> list[int]:
     """Find the best tree of exactly `size` nodes, by the recursion in `frontier`.
 
-    Args:
-        rows: float64 [levels, classes, branching], the probability that a node's child of each
-            rank is accepted, by the node's level and class (0: on the spine, that is the root,
-            its first child, that node's first child, ...; 1: off it).
-        size: number of nodes, the root included.
-
-    Returns:
-        The parent of each node; nodes are numbered in preorder.
+    `rows` float64 [levels, classes, branching].
     """
     _, last_share, num_children = _solve(np.ascontiguousarray(rows), size)
     off_spine = rows.shape[1] - 1
@@ -87,19 +80,8 @@ def _solve(rows, size):
     """Fill the tables of the recursion; sizes that no tree has are NaN or 0.
 
     T[level, class, b, n] is the most expected tokens of a subtree of n nodes whose root lies on the
-    level, is of the class and has exactly b children; best is its maximum over b.
-
-    Args:
-        rows: float64 [levels, classes, branching], the probability that a node's child of each
-            rank is accepted, by the node's level and class (0: on the spine, that is the root,
-            its first child, that node's first child, ...; 1: off it).
-        size: the most nodes of a tree.
-
-    Returns:
-        best: float64 [levels + 1, classes, size + 1].
-        last_share: int32 [levels + 1, classes, branching + 1, size + 1], nodes of the last child's
-            subtree behind T[level, class, b, n].
-        num_children: int32 [levels + 1, classes, size + 1], children behind best[level, class, n].
+    level, is of the class and has exactly b children; best is its maximum over b. `rows` float64
+    [levels, classes, branching]; returns float64 [levels + 1, classes, size + 1].
     """
     levels, classes, branching = rows.shape
     best = np.full((levels + 1, classes, size + 1), np.nan)

@@ -39,10 +39,6 @@ class OtherSteps(NamedTuple):
     """Steps with other trees that come with each step of the tree that is solved for.
 
     The speed of a tree is then (F + tokens) / (step + seconds).
-
-    Args:
-        tokens: their expected tokens.
-        seconds: their duration.
     """
 
     tokens: float = 0.0
@@ -54,13 +50,7 @@ NO_OTHER_STEPS = OtherSteps()
 
 @dataclass(frozen=True)
 class FastestTree:
-    """The fastest tree that was found.
-
-    Args:
-        tree: the token tree.
-        speed: its predicted tokens a second, together with the other steps if there are any.
-        bound: tokens a second that no tree within the limits exceeds.
-    """
+    """The fastest tree that was found."""
 
     tree: TokenTree
     speed: float
@@ -147,15 +137,6 @@ def _depths_to_search(max_depth: int, times: StepTime, catch_up: Sequence[float]
 
     The width of the first draft pass may depend on the depth that the draft is run for, and so may
     what the draft leaves unread: both times count.
-
-    Every tree is then among those of exactly one search whose first draft pass takes as long as the
-    tree's own. Most drafts need only `max_depth`. If the first pass is as wide as the tree is deep,
-    there is one depth for each stair of the draft's curve (a range of widths of equal cost).
-
-    Args:
-        max_depth: the most levels of a tree.
-        times: the measured latencies; a depth whose first pass was not measured is left out.
-        catch_up: seconds by the number of tokens that the draft may not have read.
     """
     depth_of_seconds: dict[tuple[float, float], int] = {}
     for depth in range(2, max_depth + 1):
@@ -181,19 +162,7 @@ def fastest_up_to_depth(
 ) -> FastestTree:
     """Find the fastest tree of at most `depth` levels with the first draft pass of that depth.
 
-    Args:
-        depth: the most levels, which sets the width of the first draft pass.
-        rows: float64 [depth - 1, classes, branching], p of the children of a node by its level and
-            class (0: on the spine; the last one: off it).
-        max_size: the most nodes.
-        times: the measured latencies.
-        best: the fastest tree so far, which is returned if no tree is faster.
-        max_work: how many nodes and stairs of cost curves the search may look at.
-        other_steps: tokens and seconds of steps with other trees, which count as well.
-        score: gives the speed of a tree.
-
-    Returns:
-        The faster tree, and a bound on all trees of this search.
+    `rows` float64 [depth - 1, classes, branching].
     """
     costs = _with_other_steps(cost_tables(times, max_size, depth), other_steps)
     is_non_increasing = best_first.is_non_increasing(rows)
@@ -234,13 +203,9 @@ def sort_by_value(rows: Floats) -> Floats:
     """Sort each row so that best-first search takes all possible nodes by value.
 
     A node's value is the probability that it is accepted: the product of p along its path. Which
-    rank has which probability changes no value of its descendants, except for the first child
-    of a node on the spine, which is of another class than its siblings. It stays in its place.
-
-    Args:
-        rows: float64 [levels, classes, branching], the probability that a node's child of each
-            rank is accepted, by the node's level and class (0: on the spine, that is the root,
-            its first child, that node's first child, ...; 1: off it).
+    rank has which probability changes no value of its descendants, except for the first child of a
+    node on the spine, which is of another class than its siblings. It stays in its place. `rows`
+    float64 [levels, classes, branching].
     """
     sorted_rows = -np.sort(-rows, axis=2)
     if rows.shape[1] > 1:
@@ -252,15 +217,7 @@ def sort_by_value(rows: Floats) -> Floats:
 def later_steps(
     other_steps: OtherSteps, catch_up: Sequence[float], tree: TokenTree, times: StepTime
 ) -> OtherSteps:
-    """Other steps, with the seconds that the draft takes to catch up after a step with a tree.
-
-    Args:
-        other_steps: tokens and seconds of steps with other trees.
-        catch_up: how many seconds the draft takes if it may not have read 0, 1, 2, ... tokens; the
-            last one holds for more.
-        tree: the token tree.
-        times: the measured latencies, which know the draft's passes.
-    """
+    """Other steps, with the seconds that the draft takes to catch up after a step with a tree."""
     seconds = catch_up[min(times.num_unread(tree), len(catch_up) - 1)]
     return other_steps._replace(seconds=other_steps.seconds + seconds)
 
@@ -270,12 +227,7 @@ def with_speed(
 ) -> FastestTree:
     """Return a tree with its predicted speed, which is also its bound.
 
-    Args:
-        tree: the token tree.
-        rows: float64 [levels, classes, branching], p of the children of a node by its level and
-            class (0: on the spine; the last one: off it).
-        times: the measured latencies.
-        other_steps: tokens and seconds of steps with other trees, which count as well.
+    `rows` float64 [levels, classes, branching].
     """
     tokens = expected_tokens(tree, rows) if tree.size > 1 else 1.0
     seconds = times.step_seconds(tree) + other_steps.seconds
@@ -294,20 +246,8 @@ def _try_trees_of_most_tokens(
 ) -> tuple[FastestTree, float]:
     """Try the trees of most tokens of every size and depth, in the order of their speed bounds.
 
-    No tree of a size and depth is faster than the most tokens divided by the least time.
-
-    Args:
-        best: the fastest tree so far, which is returned if no tree is faster.
-        bound: tokens a second that no tree exceeds, from another proof.
-        rows: float64 [levels, classes, branching], p of the children of a node by its level and
-            class (0: on the spine; the last one: off it).
-        max_size: the most nodes.
-        times: the measured latencies.
-        other_steps: tokens and seconds of steps with other trees, which count as well.
-        score: gives the speed of a tree.
-
-    Returns:
-        The fastest tree, and the smaller one of `bound` and the largest speed bound.
+    No tree of a size and depth is faster than the most tokens divided by the least time. `rows`
+    float64 [levels, classes, branching].
     """
     shapes, speed_bounds = [], []
     for depth, tokens in enumerate(concave_envelope.frontier(rows, max_size), 1):
@@ -333,11 +273,6 @@ def cost_tables(times: StepTime, max_size: int, depth: int) -> Costs:
     Verification takes its time by round or, if it walks down the accepted path, by visited node and
     by rejected child (`VerificationCost.round_order`). The ends of a curve's stairs are the largest
     numbers of nodes that cost the same time.
-
-    Args:
-        times: the measured latencies.
-        max_size: the most nodes of a tree.
-        depth: levels of the trees; the width of the first draft pass may depend on it.
     """
     numbers = np.arange(max_size + 1)
     target = times.target_seconds(numbers)
@@ -395,11 +330,7 @@ def _with_other_steps(costs: Costs, other_steps: OtherSteps) -> Costs:
 
 
 def _stair_ends(cost: Floats) -> Ints:
-    """Return the numbers of nodes, from 1 on, after which the cost rises, and the last number.
-
-    Args:
-        cost: float64, seconds by number of nodes 0, 1, 2, ...
-    """
+    """Return the numbers of nodes, from 1 on, after which the cost rises, and the last number."""
     return np.append(np.flatnonzero(np.diff(cost[1:]) > 0) + 1, len(cost) - 1)
 
 
@@ -409,10 +340,6 @@ def fastest_tree_by_paper(frontier: Frontier, times: StepTime) -> TokenTree:
     It maximises F(n, d) / (t(n) + d c) over sizes n and depths d, where F is the expected tokens of
     the best tree, t(n) the target's pass over n nodes and c a draft pass of one token. If one pass
     drafts all levels, it maximises F(n, d) / (t(n) + c).
-
-    Args:
-        frontier: F and the best tree of every size and depth.
-        times: the measured latencies.
     """
     max_rate, best_size, best_depth = -np.inf, 1, 1
     for depth, tokens in enumerate(frontier.values, 1):

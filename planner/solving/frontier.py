@@ -87,17 +87,7 @@ def frontier(
 def best_tree(rows: Floats, size: int, solver: str) -> TokenTree:
     """Find the tree of exactly `size` nodes with the most expected tokens.
 
-    Args:
-        rows: float64 [levels, classes, branching], the probability that a node's child of each
-            rank is accepted, by the node's level and class (0: on the spine, that is the root,
-            its first child, that node's first child, ...; 1: off it).
-        size: number of nodes, the root included.
-        solver: a name in SOLVERS that finds the optimum for these rows: "hull" and "dp" always do,
-            "best-first" if p never increases with rank.
-
-    Raises:
-        ArgumentError: if even the complete tree of len(rows) + 1 levels, in which every node above
-            the last level has `branching` children, is smaller. It names that tree's size.
+    `rows` float64 [levels, classes, branching].
     """
     largest_size = _largest_tree_size(rows, size)
     if largest_size < size:
@@ -113,16 +103,7 @@ def best_tree(rows: Floats, size: int, solver: str) -> TokenTree:
 def pick_solver(solver: str | None, rows: Floats, size: int) -> str:
     """Return the name of the solver to use.
 
-    Args:
-        solver: a name in SOLVERS to check, or None to pick one.
-        rows: float64 [levels, classes, branching], the probability that a node's child of each
-            rank is accepted, by the node's level and class (0: on the spine, that is the root,
-            its first child, that node's first child, ...; 1: off it).
-        size: the most nodes of a tree to solve for.
-
-    Raises:
-        ArgumentError: if `solver` is unknown, if it does not find the optimum for these rows
-            ("best-first" where p increases with rank), or if the problem is too large for it.
+    `rows` float64 [levels, classes, branching].
     """
     is_best_first_exact = best_first.is_non_increasing(rows)
     name = solver or ("best-first" if is_best_first_exact else "hull")
@@ -153,14 +134,7 @@ def pick_solver(solver: str | None, rows: Floats, size: int) -> str:
 def check_input(acceptance: Any, budget: int, depth: int, branching: int | None) -> None:
     """Refuse limits and probabilities that cannot be solved for.
 
-    Args:
-        acceptance: p[rank], p[level][rank] or p[level][class][rank].
-        budget: the most nodes of a tree, the root included.
-        depth: the most levels, the root's included.
-        branching: the most children of a node; None for no limit but the vectors' length.
-
-    Raises:
-        SequoiaPlanError: with one line that says why.
+    `acceptance` [rank].
     """
     for name, value in (("budget", budget), ("depth", depth), ("branching", branching)):
         is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
@@ -181,10 +155,7 @@ def check_input(acceptance: Any, budget: int, depth: int, branching: int | None)
 def _largest_tree_size(rows: Floats, limit: int) -> int:
     """Count the nodes of the complete tree, in which each node has all children; at most `limit`.
 
-    Args:
-        rows: float64 [levels, classes, branching], whose shape limits the tree to levels + 1 levels
-            and `branching` children of a node.
-        limit: where counting stops.
+    `rows` float64 [levels, classes, branching].
     """
     nodes = nodes_on_level = 1
     for _ in range(len(rows)):

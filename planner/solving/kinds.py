@@ -27,13 +27,7 @@ from sequoia_plan.planner.solving.replay import recorded_texts
 
 
 class KindFigures(NamedTuple):
-    """What decoding a kind's recorded texts again comes to.
-
-    Args:
-        speedup: over plain decoding.
-        tokens_per_step: tokens of the texts for each step.
-        text_speedups: the speed-up of each text alone, in ascending order.
-    """
+    """What decoding a kind's recorded texts again comes to."""
 
     speedup: float
     tokens_per_step: float
@@ -41,16 +35,7 @@ class KindFigures(NamedTuple):
 
 
 def figures_by_kind(profile: Profile, tree: TokenTree, times: StepTime) -> dict[str, KindFigures]:
-    """The speed-up over plain decoding and the tokens a step for each kind of profiled prompts.
-
-    Args:
-        profile: the measurements.
-        tree: the tree for texts without a match, with the others in `by_match`.
-        times: the step times.
-
-    Returns:
-        By kind, for kinds whose texts were recorded. Empty if the prompts name no kinds.
-    """
+    """The speed-up over plain decoding and the tokens a step for each kind of profiled prompts."""
     lookup = profile.lookup
     if lookup is None or not profile.kinds:
         return {}
@@ -92,9 +77,7 @@ def _acceptance_ratios(kind: Sequence[LevelCounts], levels: Sequence[LevelCounts
 def _for_kind(problem: MatchProblem, ratios: Floats) -> MatchProblem:
     """The problem with a kind's drafted children; looked-up tokens come from its texts.
 
-    Args:
-        problem: what is known of one class of match.
-        ratios: float64 [ranks], how many times as often the kind accepts a child.
+    `ratios` float64 [ranks].
     """
 
     def scaled(rows: Floats, ratios: Floats) -> Floats:

@@ -40,15 +40,8 @@ class FoldedTail:
     """Trees of J + 1 levels, some of which stand for trees with a longer spine.
 
     Folding a tree makes the nodes of its tail, which is the spine's nodes on level J and deeper,
-    children of the spine's node on level J - 1.
-
-    Args:
-        rows: float64 [J, 2, ranks], p of the children of a node by its level and class (0: on the
-            spine, 1: off it). The last row of class 0 has the gains of one more child each.
-        tail_length: int64 [children + 1], of so many children of the spine's node on level J - 1,
-            how many stand for nodes of the tail.
-        num_drafted: int64 [children + 1], how many of them are drafted.
-        branching: the most children of a node.
+    children of the spine's node on level J - 1. `rows` float64 [J, 2, ranks]; `tail_length` int64
+    [children + 1]; `num_drafted` int64 [children + 1].
     """
 
     rows: Floats
@@ -107,15 +100,8 @@ def fold_tail(rows: Floats, num_passes: int, tail_charges: Floats) -> FoldedTail
 
     For every number of children of the spine's node on level J - 1, the best part of them stands
     for the tail: its first nodes and the first drafted children that have the most value together.
-    The first child is always the looked-up one.
-
-    Args:
-        rows: float64 [levels, 2, branching], p of the children of a node by its level and class, of
-            trees with a looked-up spine.
-        num_passes: J, at least 1.
-        tail_charges: float64 [tail nodes], expected tokens that a tail of 1, 2, ... nodes is
-            charged, for what it takes beyond the nodes of children. It never decreases; the first
-            one is 0.
+    The first child is always the looked-up one. `rows` float64 [levels, 2, branching];
+    `tail_charges` float64 [tail nodes].
     """
     branching = rows.shape[2]
     last_level = num_passes - 1
@@ -224,13 +210,7 @@ def fastest_looked_up_tree(
 
 
 def _numbers_of_passes(max_level: int, max_size: int, times: StepTime) -> list[int]:
-    """The numbers J of draft passes to search for.
-
-    Args:
-        max_level: the deepest level of a tree; the root's is 0.
-        max_size: the most nodes of a tree.
-        times: the measured latencies; a J whose first pass was not measured is left out.
-    """
+    """The numbers J of draft passes to search for."""
     drafting = times.drafting
     deepest = min(max_level, max_size - 1, (drafting.max_depth or max_size) - 1)
     numbers = list(range(1, deepest + 1))
@@ -243,14 +223,7 @@ def _numbers_of_passes(max_level: int, max_size: int, times: StepTime) -> list[i
 
 
 def _times_of_folded_trees(times: StepTime) -> tuple[StepTime, float]:
-    """Step times that no folded tree exceeds, and the seconds that they lack by node of a tail.
-
-    The tail's nodes are verified as children of one node. By level, the rounds are then the same
-    as with the tail unfolded, or fewer: a node of the tail has a round of its own in either case.
-    In other orders the tail needs fewer rounds than its nodes as children would, and only the
-    first round is counted. A node of the tail is a node with children but for the last; folded, it
-    is none. A walk has no rounds but rejected children, of which none is counted.
-    """
+    """Step times that no folded tree exceeds, and the seconds that they lack by node of a tail."""
     cost = times.latency.verification
     if cost is None:
         return times, 0.0
@@ -270,14 +243,8 @@ def quick_bound(
 ) -> float:
     """Tokens a second that no tree of `least_depth` to len(rows) + 1 levels exceeds.
 
-    The most valuable nodes, whether or not they form a tree, are divided by the least time.
-
-    Args:
-        rows: float64 [levels, classes, ranks], p of the children of a node by its level and class.
-        least_depth: the fewest levels of a tree, the root's included.
-        max_size: the most nodes of a tree.
-        times: the measured latencies.
-        other_steps: tokens and seconds of steps with other trees, which count as well.
+    The most valuable nodes, whether or not they form a tree, are divided by the least time. `rows`
+    float64 [levels, classes, ranks].
     """
     values = best_first.most_valuable_nodes(sort_by_value(rows), max_size)[1]
     tokens = np.cumsum(values)

@@ -30,14 +30,7 @@ ShareLost = Callable[[Floats], float]
 class SolvedTree:
     """The best tree for one verifier.
 
-    Args:
-        tree: the token tree.
-        acceptance: p[rank], p[level][rank] or p[level][class][rank] that it was solved for.
-        profile: the profile of that verifier alone; None if it was solved for a bare acceptance.
-        times: the step times by the profile's latencies; None without latencies.
-        prediction: expected tokens, step time and speed-up.
-        speedup_bound: no tree within the limits has a higher speed-up; None if nothing is proven.
-        solver: the name of the solver, or of the baseline.
+    `acceptance` [rank].
     """
 
     tree: TokenTree
@@ -62,28 +55,14 @@ class SolvedTree:
         return np.atleast_2d(np.asarray(self.acceptance, float))
 
     def score(self, by_tokens: bool) -> float:
-        """Expected tokens of a step, or of a second.
-
-        Args:
-            by_tokens: true for a step; without a step time it is a step in any case.
-        """
+        """Expected tokens of a step, or of a second."""
         tokens, step_seconds, _ = self.prediction
         assert tokens is not None
         return tokens / (1.0 if by_tokens or step_seconds is None else step_seconds)
 
 
 def intervals(solved_tree: SolvedTree, share_lost: ShareLost) -> tuple[Interval, Interval | None]:
-    """The 95 % intervals of a tree's prediction.
-
-    Args:
-        solved_tree: the tree, with the measurements it was solved for.
-        share_lost: gives the share that the tree loses against the tree that would be chosen for
-            another acceptance.
-
-    Returns:
-        The interval for prompts like the profiled ones, and that for prompts of a new kind (None if
-        the profile has too few kinds).
-    """
+    """The 95 % intervals of a tree's prediction."""
     trials, new_kind_trials = _effective_trials(solved_tree)
     interval = _interval(solved_tree, trials, share_lost)
     if new_kind_trials is None:
@@ -92,17 +71,7 @@ def intervals(solved_tree: SolvedTree, share_lost: ShareLost) -> tuple[Interval,
 
 
 def _effective_trials(solved_tree: SolvedTree) -> tuple[Floats, Floats | None]:
-    """The independent observations that each vector of the acceptance is worth.
-
-    There is one vector of probabilities for a level, or for each class of a level (0: on the spine,
-    that is the root, its first child, that node's first child, ...; 1: off it). An observation is
-    an accepted node of that level and class. Observations within one text are not independent, so
-    the profile's `trials` says how many independent ones all of them are worth.
-
-    Returns:
-        For prompts like the profiled ones, [levels] or [levels, classes], and for prompts of a new
-        kind (None if the profile has too few kinds).
-    """
+    """The independent observations that each vector of the acceptance is worth."""
     profile, rows = solved_tree.profile, solved_tree.rows
     assert profile is not None
     shape = rows.shape[:-1]
@@ -129,15 +98,7 @@ def _effective_trials(solved_tree: SolvedTree) -> tuple[Floats, Floats | None]:
 
 
 def _interval(solved_tree: SolvedTree, trials: Floats, share_lost: ShareLost) -> Interval:
-    """The 95 % interval of a tree's prediction, and what the tree loses at its ends.
-
-    Args:
-        solved_tree: the tree.
-        trials: independent observations behind each vector of the acceptance, [levels] or
-            [levels, classes].
-        share_lost: gives the share that the tree loses against the tree that would be chosen for
-            another acceptance.
-    """
+    """The 95 % interval of a tree's prediction, and what the tree loses at its ends."""
     tree = solved_tree.tree
     low, high = acceptance_at_interval_ends(tree, solved_tree.rows, trials)
     tokens = expected_tokens(tree, low), expected_tokens(tree, high)
@@ -156,10 +117,6 @@ def _speedup_interval(
     """The ends of the speed-up's interval; its logarithm adds up independent errors.
 
     The errors are those of the expected tokens and of the step time. None without latencies.
-
-    Args:
-        solved_tree: the tree.
-        tokens_at_ends: the expected tokens at the lower and the upper end of their interval.
     """
     speedup = solved_tree.prediction.predicted_speedup
     if speedup is None or solved_tree.times is None:

@@ -69,14 +69,7 @@ MAX_ASCENTS = 50
 
 @dataclass(frozen=True)
 class Limits:
-    """What trees may be.
-
-    Args:
-        budget: the most nodes, the root included.
-        depth: the most levels of a tree whose spine is looked up, the root's included.
-        drafted_depth: the most levels of any other tree.
-        branching: the most children of a node; None for as many as p has ranks.
-    """
+    """What trees may be."""
 
     budget: int
     depth: int
@@ -88,18 +81,7 @@ class Limits:
 class MatchProblem:
     """What is known of steps in one class of match.
 
-    Args:
-        match_length: the shortest match of the class, in tokens; 0 for none.
-        drafted: p[level][rank] or p[level][class][rank] of trees whose nodes are all drafted: the
-            probability that a node's child of a rank is accepted, by the node's level and class
-            (0: on the spine, 1: off it).
-        looked_up: p[level][class][rank] of trees whose spine is looked up; None if there is
-            nothing to look up.
-        catch_up: how many seconds the draft takes, on average before the next step, to catch up if
-            it has not read 0, 1, 2, ... tokens of a step of this class; the last one holds for
-            more.
-        looked_up_catch_up: the same if so many are looked up, of which it has not read those that
-            are accepted.
+    `drafted` [level]; `looked_up` [level].
     """
 
     match_length: int
@@ -122,11 +104,7 @@ class MatchProblem:
 class Portfolio:
     """One tree for each class of match.
 
-    Args:
-        trees: the trees, by class.
-        shares: float64 [classes], the share of steps in each class.
-        speed: tokens a second of all classes together.
-        bound: tokens a second that no trees within the limits exceed, with these shares.
+    `shares` float64 [classes].
     """
 
     trees: tuple[TokenTree, ...]
@@ -204,10 +182,7 @@ def _step_figures(
 def _other_steps(c: int, shares: Floats, tokens: Floats, seconds: Floats) -> OtherSteps:
     """Expected tokens and seconds of other classes' steps for each step of class c.
 
-    Args:
-        c: the class of match.
-        shares, tokens, seconds: float64 [classes], the share, the expected tokens and the duration
-            of the steps of each class.
+    `shares`, `tokens`, `seconds` float64 [classes].
     """
     is_other = np.arange(len(shares)) != c
     weights = shares[is_other] / shares[c]
@@ -222,17 +197,7 @@ def _fastest_of_class(
     max_work: int,
     other_steps: OtherSteps,
 ) -> FastestTree:
-    """The fastest tree of one class of match together with the other classes' steps.
-
-    Args:
-        problem: acceptance in this class.
-        times: the step times.
-        limits: what trees may be.
-        present: the tree that the class has, with the speed of all classes; it is returned if no
-            tree is faster.
-        max_work: how many nodes and stairs of cost curves one search may look at.
-        other_steps: tokens and seconds of other classes' steps for each step of this one.
-    """
+    """The fastest tree of one class of match together with the other classes' steps."""
     rows = acceptance_rows(problem.drafted, limits.drafted_depth, limits.branching)
     best = fastest_tree(
         _promising_levels(rows, limits.budget, times, present, other_steps),
@@ -258,15 +223,8 @@ def _promising_levels(
 ) -> Floats:
     """The rows of the levels that a tree faster than the present one may have.
 
-    A tree with more levels is slower by a bound that takes no search.
-
-    Args:
-        rows: float64 [levels, classes, branching], p of the children of a node by its level and
-            class (0: on the spine; the last one: off it).
-        budget: the most nodes of a tree.
-        times: the step times.
-        present: a tree with its speed.
-        other_steps: tokens and seconds of steps with other trees, which count as well.
+    A tree with more levels is slower by a bound that takes no search. `rows` float64 [levels,
+    classes, branching].
     """
     max_size = min(budget, times.largest_size())
     for num_levels in range(min(len(rows), max_size - 1), 0, -1):
@@ -279,13 +237,7 @@ def _promising_levels(
 
 @dataclass(frozen=True)
 class SolvedPortfolio:
-    """The trees by match with their plan.
-
-    Args:
-        tree: the tree for texts without a match, with the others in `by_match`, and the plan.
-        replayed_speedup: the speed-up over plain decoding when the recorded texts are decoded
-            again on paper; None if no texts were recorded.
-    """
+    """The trees by match with their plan."""
 
     tree: TokenTree
     replayed_speedup: float | None
@@ -370,13 +322,7 @@ def match_problems(profile: Profile) -> list[MatchProblem]:
 class DecodedAgain:
     """Trees by match, and what decoding the recorded texts with them comes to.
 
-    Args:
-        trees: the tree of each class of match.
-        shares: float64 [classes], the share of steps in each class.
-        problems: what is known of each class, with looked-up tokens as steps with these trees come
-            upon them, and with the seconds to catch up beside these trees.
-        speed: tokens a second of the recorded texts (or of the shares, if there are none).
-        tokens_per_step: tokens of the recorded texts for each step; None if there are none.
+    `shares` float64 [classes].
     """
 
     trees: tuple[TokenTree, ...]
@@ -390,12 +336,7 @@ class DecodedAgain:
 class Recording:
     """What a profile recorded for decoding again on paper.
 
-    Args:
-        texts: the texts; empty if none were recorded.
-        shares: float64 [classes], the share of the profile's own steps in each class of match,
-            which stand in for texts.
-        problems: what was counted of each class.
-        times: the step times.
+    `shares` float64 [classes].
     """
 
     texts: Sequence[RecordedText]
@@ -450,15 +391,6 @@ def _fastest_on_recorded_texts(
     Shares, catching up and the looked-up tokens that steps come upon depend on the trees, so the
     recorded texts decide whether new trees are faster, all together or one at a time. A tenth of
     the usual work is enough until none are.
-
-    Args:
-        recording: the recorded texts.
-        base: the trees to begin with.
-        limits: what trees may be.
-
-    Returns:
-        The trees, and tokens a second that no trees within the limits exceed with the same shares,
-        acceptance and seconds to catch up.
     """
     best, trees_so_far = base, set(base.trees)
     for _ in range(MAX_REPLAYS):
@@ -491,12 +423,6 @@ def _with_trees_exchanged(
 
     A tree changes the shares of other classes: after a short lookup chain that was right, the next
     match is a longer one. So trees that are not the fastest with given shares are tried as well.
-
-    Args:
-        recording: the recorded texts.
-        best: the trees to begin with.
-        trees: the trees to try for each class, besides lookup chains of all lengths.
-        limits: what trees may be.
     """
     longest = min(limits.depth, limits.budget, recording.times.largest_size(), MAX_RUN)
     chains = [TokenTree(TokenTree.chain(n).parents, looks_up=True) for n in range(2, longest + 1)]
@@ -549,10 +475,7 @@ def _catch_up(
 ) -> tuple[float, ...]:
     """How many seconds the draft takes on average to catch up if 0, 1, 2, ... tokens are unread.
 
-    Args:
-        steps_after: float64 [classes], how often the next step is of each class of match.
-        trees: the tree of each class.
-        times: the step times.
+    `steps_after` float64 [classes].
     """
     shares = steps_after / max(steps_after.sum(), 1e-300)
     return tuple(
@@ -565,10 +488,7 @@ def _looked_up_catch_up(catch_up: Sequence[float], visits_by_run: Floats) -> tup
     """How many seconds the draft takes on average to catch up if 0, 1, 2, ... tokens are looked up.
 
     A step whose next r tokens are those of the lookup chain accepts r + 1 nodes at most.
-
-    Args:
-        catch_up: seconds by how many tokens are unread; it never decreases.
-        visits_by_run: float64 [runs], the expected number of steps with so many right tokens.
+    `visits_by_run` float64 [runs].
     """
     shares = visits_by_run / max(visits_by_run.sum(), 1e-300)
     num_accepted = np.arange(1, len(shares) + 1)

@@ -45,28 +45,8 @@ class Costs(NamedTuple):
     """Seconds of a step, in tables.
 
     A cost curve is a staircase, or a staircase and a straight line together. The stair ends of a
-    curve are the last numbers of its stairs.
-
-    Args:
-        target: float64 [max_size + 1], seconds of the target's pass, and of what verification takes
-            for its nodes, by nodes of the tree.
-        target_stair_ends: int64, ascending: the sizes after which the target's pass takes longer.
-            The last one is max_size.
-        draft: float64 [max_size + 1], seconds of a draft pass, and of what verification takes for
-            its parents, by nodes with children on a level below the root's.
-        draft_stair_ends: int64, ascending: the widths after which a draft pass takes longer. The
-            last one is the widest that was measured.
-        by_round: seconds of each verification round that `draft` and `constant` do not contain.
-            They contain one round for each level, or one for the tree.
-        round_order: TREE, LEVEL or PATH.
-        constant: seconds that every tree takes that speculates.
-        by_visit: seconds for each node on the accepted path, as often as p lets expect.
-        by_rejection: seconds for each child rejected on the accepted path, as often as p lets
-            expect.
-        min_step_seconds: no step is shorter, however small its tree: the weights of a streamed
-            target must arrive.
-        other_tokens: expected tokens of other steps that come with each step of this tree; their
-            seconds are in `constant` and in `min_step_seconds`.
+    curve are the last numbers of its stairs. `target` float64 [max_size + 1]; `draft` float64
+    [max_size + 1].
     """
 
     target: Floats
@@ -85,14 +65,8 @@ class Costs(NamedTuple):
 class CandidateNodes(NamedTuple):
     """The nodes whose value may exceed their price, numbered breadth-first.
 
-    Args:
-        values: float64 [nodes], the probability that each node is accepted.
-        levels: int64 [nodes], the level of each node; the root's is 0.
-        first_child: int64 [nodes], the first child of each node; its children are adjacent.
-        num_children: int64 [nodes], how many children of each node are candidates.
-        rank_sums: int64 [nodes], the sum of ranks along the path to each node.
-        walk_seconds: float64 [nodes], expected seconds that each node adds to a walk down the
-            accepted path.
+    `values` float64 [nodes]; `levels` int64 [nodes]; `first_child` int64 [nodes]; `num_children`
+    int64 [nodes]; `rank_sums` int64 [nodes]; `walk_seconds` float64 [nodes].
     """
 
     values: Floats
@@ -108,13 +82,8 @@ class Box(NamedTuple):
 
     "Ranks" are the most children that a node has. If the round order is PATH, they are the largest
     sum of ranks along a path. They have a limit for each scope: for each level if the round order
-    is LEVEL, else one for the whole tree.
-
-    Many boxes are stored as one Box whose arrays have one more dimension in front.
-
-    Args:
-        low, high: int64 [resources], the limits of the use of each resource.
-        min_ranks, max_ranks: int64 [scopes], the limits of ranks.
+    is LEVEL, else one for the whole tree. `low`, `high` int64 [resources]; `min_ranks`, `max_ranks`
+    int64 [scopes].
     """
 
     low: Ints
@@ -126,15 +95,8 @@ class Box(NamedTuple):
 class RelaxedTree(NamedTuple):
     """The tree behind a bound, which need not lie in the box; `relax` fills in the arrays.
 
-    Args:
-        resource_use: int64 [resources], how much of each resource the tree uses.
-        profitable_use: int64 [resources], the number in the box's interval of each resource that
-            has the largest profit, see `max_profit`.
-        ranks: int64 [scopes], the tree's ranks, as in Box.
-        round_charges: float64 [scopes], tokens charged for rounds beyond Box.min_ranks.
-        parents: int64 [nodes], breadth-first; the first resource_use[0] entries are the tree.
-        walk_seconds: float64 [1], expected seconds that its nodes add to a walk down the accepted
-            path.
+    `resource_use` int64 [resources]; `profitable_use` int64 [resources]; `ranks` int64 [scopes];
+    `round_charges` float64 [scopes]; `parents` int64 [nodes]; `walk_seconds` float64 [1].
     """
 
     resource_use: Ints
@@ -149,18 +111,7 @@ class RelaxedTree(NamedTuple):
 def candidate_nodes(rows, floor, by_visit, by_rejection):
     """List every node of a value above `floor`, and its earlier siblings, breadth-first.
 
-    Args:
-        rows: float64 [levels, classes, branching], the probability that a node's child of each
-            rank is accepted if the node is, by the node's level and class. Class 0 is the spine
-            (the root, its first child, that node's first child, ...), class 1 all other nodes; a
-            single class stands for all nodes.
-        floor: a value, the probability that a node is accepted; with 0, all nodes are
-            listed whose value is positive.
-        by_visit, by_rejection: seconds that a walk down the accepted path takes for each node on
-            it, and for each child rejected on it.
-
-    Returns:
-        The nodes as CandidateNodes.
+    `rows` float64 [levels, classes, branching].
     """
     max_level, classes, branching = rows.shape
     capacity = 1024  # entries of the arrays, which grow when they are full
@@ -211,29 +162,7 @@ def candidate_nodes(rows, floor, by_visit, by_rejection):
 def choose_children(nodes, costs, box, prices, rate, siblings_never_add_more):
     """Choose the children of each node so that its subtree has the largest gain, leaves first.
 
-    The gain of a subtree is its expected tokens less the prices of its nodes and of its nodes with
-    children, and less what its walk and its verification rounds are charged. Children pay for a
-    round that not every tree in the box has. If rounds are by level, the children of one rank on a
-    level share the price of that round in proportion to their gains, so they are taken if they can
-    pay for it together. If rounds are by tree or by path, each child pays an equal part, as if all
-    possible parents had such a child (a parent has one child of each rank, and one of each sum of
-    ranks).
-
-    Args:
-        nodes: the candidates, CandidateNodes.
-        costs: the Costs, which give the seconds of a step.
-        box: the Box, intervals for resources (0: nodes; l: nodes with children on level l) and for
-            ranks (the most children of a node, or the largest sum of ranks along a path) by scope
-            (a level, or 0 for the whole tree).
-            Its `high` and its ranks limit the subtrees.
-        prices: float64 [resources], expected tokens that a unit of each resource is charged.
-        rate: expected tokens that a second is charged.
-        siblings_never_add_more: whether no later sibling adds more than an earlier one, see
-            `relax`.
-
-    Returns:
-        The gain of the root's children; int64 [nodes], the number of children to take of each node;
-        float64 [nodes], the tokens charged for rounds of these children.
+    `prices` float64 [resources].
     """
     values, levels, first_child, num_candidates, rank_sums, walk_seconds = nodes
     subtree_gains, charges = np.zeros(len(values)), np.zeros(len(values))
@@ -299,13 +228,6 @@ def max_profit(cost, stair_ends, price, rate, low, high):
     """Return the largest profit price * n - rate * cost[n] over low <= n <= high, and its n.
 
     Between two stair ends the cost is a straight line, so only the ends of lines are tried.
-
-    Args:
-        cost: float64, seconds by the use n of a resource.
-        stair_ends: int64, ascending, the last use of each stair, a range with a straight cost.
-        price: expected tokens that a unit of the resource is charged.
-        rate: expected tokens that a second is charged.
-        low, high: the interval of the use.
     """
     profit, best_n = price * low - rate * cost[low], low
     start = 1
@@ -322,13 +244,7 @@ def max_profit(cost, stair_ends, price, rate, low, high):
 
 @numba.njit(cache=True)
 def cost_curve(costs, resource):
-    """Return a resource's cost in seconds, float64 by its use, and the stair ends of this curve.
-
-    Args:
-        costs: the Costs, which hold the curves.
-        resource: 0 for nodes, which the target's pass is charged for, or l for nodes with children
-            on level l, which a draft pass is charged for.
-    """
+    """Return a resource's cost in seconds, float64 by its use, and the stair ends of this curve."""
     if resource == 0:
         return costs.target, costs.target_stair_ends
     return costs.draft, costs.draft_stair_ends
@@ -338,12 +254,8 @@ def cost_curve(costs, resource):
 def costs_with_share(costs, share):
     """Return costs in which `min_step_seconds` has the weight `share`, and work 1 - share.
 
-    At the rate (1 - share) * rate, they charge the same as
-    rate * (share * min_step_seconds + (1 - share) * work). So only the constant differs.
-
-    Args:
-        costs: the Costs, which give the seconds of a step.
-        share: at least 0 and below 1.
+    At the rate (1 - share) * rate, they charge the same as rate * (share * min_step_seconds + (1 -
+    share) * work). So only the constant differs.
     """
     return Costs(
         costs.target,
@@ -378,22 +290,8 @@ def relax(nodes, costs, box, prices, rate, siblings_never_add_more, tree):
     """Bound the gain F - rate * step of the trees in a box, for the given prices.
 
     The bound is the largest gain of a tree that pays `prices` for its resources, plus the largest
-    profit price * use - rate * cost[use] of each resource over its interval.
-
-    Args:
-        nodes: the candidates, CandidateNodes.
-        costs: the Costs, which give the seconds of a step.
-        box: the Box, intervals for resources (0: nodes; l: nodes with children on level l) and for
-            ranks (the most children of a node, or the largest sum of ranks along a path) by scope
-            (a level, or 0 for the whole tree).
-        prices: float64 [resources], expected tokens that a unit of each resource is charged.
-        rate: expected tokens that a second is charged.
-        siblings_never_add_more: whether no later sibling adds more than an earlier one: p never
-            increases with rank, the rows favour the spine, and rejections cost nothing.
-        tree: a RelaxedTree, into which the tree behind the bound is written.
-
-    Returns:
-        The bound in tokens, and the expected tokens of the tree behind it.
+    profit price * use - rate * cost[use] of each resource over its interval. `prices` float64
+    [resources].
     """
     resource_use, profitable_use, ranks, round_charges, parents, walk_seconds = tree
     gain, num_children, charges = choose_children(

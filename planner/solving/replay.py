@@ -36,12 +36,7 @@ MAX_RUN = 64
 class Replay(NamedTuple):
     """What decoding the recorded texts again comes to.
 
-    Args:
-        shares: float64 [classes], the share of steps in each class of match; the sum is 1.
-        tokens_per_step: tokens of the texts for each step.
-        num_steps: expected number of steps.
-        transitions: float64 [classes, classes], the expected number of steps in each class (the
-            column) right after a step in each class (the row).
+    `shares` float64 [classes]; `transitions` float64 [classes, classes].
     """
 
     shares: Floats
@@ -54,9 +49,7 @@ class Replay(NamedTuple):
 class RecordedText(NamedTuple):
     """A text of a profile, position by position.
 
-    Args:
-        classes: int64 [positions], the class of the match before each position.
-        runs: int64 [positions], how many of the next tokens are those of the lookup chain.
+    `classes` int64 [positions]; `runs` int64 [positions].
     """
 
     classes: NDArray[np.int64]
@@ -117,15 +110,9 @@ def replay(
 def _replay_text(classes, runs, rows, advances, transitions, visits_by_run):
     """Decode one text again, and return the expected tokens of all steps that count.
 
-    Args:
-        classes: int64 [positions], the class of match at each position.
-        runs: int64 [positions], how many of the next tokens are those of the lookup chain.
-        rows: int64 [positions], the row of the table of its class.
-        advances: float64 [classes, rows, lengths], the probability that a step is 1, 2, ... tokens
-            long.
-        transitions: float64 [classes + 1, classes], the expected number of steps by the class of
-            the step before (the last row: none) and their own; this text's are added.
-        visits_by_run: float64 [classes, longest run + 1], the same by class and run.
+    `classes` int64 [positions]; `runs` int64 [positions]; `rows` int64 [positions]; `advances`
+    float64 [classes, rows, lengths]; `transitions` float64 [classes + 1, classes]; `visits_by_run`
+    float64 [classes, longest run + 1].
     """
     num_positions = len(classes)
     num_classes, _, longest = advances.shape
@@ -152,13 +139,7 @@ def advance_table(tree: TokenTree, acceptance: AcceptanceProbs) -> Floats:
     """The probability that a step is 1, 2, ... tokens long, float64 [runs, depth].
 
     Row r is for positions at which the next r tokens are those of the lookup chain, and the last
-    row also for more. A tree that does not look up has one row.
-
-    Args:
-        tree: the tree of the step.
-        acceptance: p[rank], p[level][rank] or p[level][class][rank], the probability that a node's
-            child of each rank is accepted, by the node's level and class (0: on the spine, that is
-            the root, its first child, that node's first child, ...; 1: off it).
+    row also for more. A tree that does not look up has one row. `acceptance` [rank].
     """
     probabilities = np.append(1.0, child_probabilities(tree, acceptance_table(acceptance)))
     if not tree.looks_up:
@@ -183,9 +164,7 @@ def advance_table(tree: TokenTree, acceptance: AcceptanceProbs) -> Floats:
 def _step_lengths(tree: TokenTree, probabilities: Floats) -> Floats:
     """The probability that a step is 1, 2, ... tokens long, float64 [depth].
 
-    Args:
-        tree: the tree of the step.
-        probabilities: float64 [size], the probability that each node is accepted if its parent is.
+    `probabilities` float64 [size].
     """
     reached = probabilities.copy()
     for start, stop in zip(tree.level_offsets[1:-1], tree.level_offsets[2:], strict=True):

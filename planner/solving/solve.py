@@ -184,12 +184,7 @@ def _read_measurements(
 
     The acceptance is p[rank], p[level][rank] or p[level][class][rank], where the class of a node is
     0 on the spine (the root, its first child, that node's first child, ...) and 1 off it.
-
-    Args:
-        profile: a Profile, which may hold several verifiers, or an acceptance.
-        verifier: the one verifier to take; None takes all.
-        one_vector: take p[rank] even if the profile has counts by level.
-        classes: take p by class if the classes differ by more than noise for every verifier.
+    `one_vector` [rank].
     """
     if not isinstance(profile, Profile):
         if verifier:
@@ -230,14 +225,7 @@ def _checked_objective(objective: str | None, profile: Profile | None, baseline:
 def _checked_lookup(
     lookup: bool | None, profile: Profile | None, problem: Problem, one_vector: bool
 ) -> bool:
-    """Whether to solve for trees by match; refuse if that is asked for and cannot be done.
-
-    Args:
-        lookup: what was asked for; None leaves it to the profile and to the problem.
-        profile: the measurements; None if only an acceptance was given.
-        problem: what to solve.
-        one_vector: whether one vector of acceptance is asked for.
-    """
+    """Whether to solve for trees by match; refuse if that is asked for and cannot be done."""
     has_counts = profile is not None and profile.lookup is not None
     is_own_tree = problem.baseline or problem.smooth or one_vector
     is_possible = has_counts and problem.objective == "speed" and not is_own_tree
@@ -254,16 +242,7 @@ def _checked_lookup(
 def _solve_for_verifier(profile: Profile | None, acceptance: Any, problem: Problem) -> SolvedTree:
     """The best tree for one verifier (or the named baseline tree), with its prediction.
 
-    Args:
-        profile: the profile of that verifier alone; None if only an acceptance was given.
-        acceptance: p[rank], p[level][rank] or p[level][class][rank], the probability that a node's
-            child of each rank is accepted, by the node's level and class (0: on the spine, that is
-            the root, its first child, that node's first child, ...; 1: off it).
-        problem: limits, objective and solver, the same for every verifier.
-
-    Returns:
-        The tree with the acceptance as it was solved for (smoothed if asked), its predictions, the
-        bound on the speed-up for the objective speed, and the name of the solver or baseline.
+    `acceptance` [rank].
     """
     check_input(acceptance, problem.budget, problem.depth, problem.branching)
     if problem.smooth:
@@ -292,14 +271,7 @@ def _solve_rows(
 ) -> tuple[TokenTree, float | None]:
     """The best tree, and for the objective speed a bound on the speed-up of any tree.
 
-    Args:
-        rows: float64 [depth - 1, classes, branching], the probability that a node's child of each
-            rank is accepted, by the node's level and class (on the spine or off it).
-        problem: limits and objective.
-        solver: the solver's name for the objectives tokens and paper.
-        times: the step times; None without latencies.
-        max_work: how many nodes and stairs of cost curves the search for the objective speed may
-            look at.
+    `rows` float64 [depth - 1, classes, branching].
     """
     if problem.objective == "tokens" or times is None:
         return best_tree(rows, problem.budget, solver), None
@@ -317,8 +289,8 @@ def _choose(
 ) -> tuple[SolvedTree, dict[str, Alternative]]:
     """The best tree, and how the trees for the other verifiers compare with it, by verifier.
 
-    The best tree has the most expected tokens a second, or a step if the objective is "tokens" or
-    a step time is unknown.
+    The best tree has the most expected tokens a second, or a step if the objective is "tokens" or a
+    step time is unknown.
     """
     has_times = all(solved_tree.prediction.step_seconds is not None for solved_tree in solved_trees)
     by_tokens = objective == "tokens" or not has_times
@@ -342,15 +314,7 @@ def _choose(
 def _annotated_plan(
     best: SolvedTree, alternatives: dict[str, Alternative], problem: Problem, with_lookup: bool
 ) -> Plan:
-    """The plan of the chosen tree: provenance, limits, prediction, proofs and intervals.
-
-    Args:
-        best: the chosen tree.
-        alternatives: how the trees for the other verifiers compare with it, by verifier.
-        problem: what it was solved for.
-        with_lookup: whether the plan will be that of trees by match, which has neither a bound on
-            tokens nor intervals.
-    """
+    """The plan of the chosen tree: provenance, limits, prediction, proofs and intervals."""
     upper_bound: float | None = None
     if not problem.baseline and not with_lookup:
         tokens = best.prediction.expected_tokens
@@ -391,10 +355,7 @@ def _intervals_if_known(
 def _share_lost(solved_tree: SolvedTree, problem: Problem, acceptance: Floats) -> float:
     """The share of speed (or of tokens) that a tree loses against the best for `acceptance`.
 
-    Args:
-        solved_tree: the tree.
-        problem: what it was solved for.
-        acceptance: float64 [levels, ranks] or [levels, classes, ranks].
+    `acceptance` float64 [levels, ranks].
     """
     rows = acceptance_rows(acceptance, problem.depth, problem.branching)
     # The acceptance may rise with rank where the measured one does not: pick the solver anew.

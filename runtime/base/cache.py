@@ -37,26 +37,7 @@ def cache_among(options: Mapping[str, Any]) -> Any:
 class TreeCache(Cache):
     """Keys and values of all layers, in one tensor for each kind of layer memory.
 
-    The tensors have the shape [entries, 1, heads, capacity, head_dim]; most models need one.
-    Before each forward pass the caller says which slots it writes and how far it attends (`at`), so
-    that the shapes of a decoding step never change. The step's mask hides the slots between the
-    last committed token and the extent.
-
-    Args:
-        layers: the number of layers, or their layout once it is known. With a number, each layer
-            allocates its own tensors in its first forward pass.
-        capacity: slots.
-        device: of the tensors that are not keys or values.
-        counts_positions: keep `positions` (int64 [capacity]), each slot's position in the
-            sequence. Sliding windows need it.
-
-    Attributes:
-        finite: bool [1], true while every row of logits of this sequence had a finite maximum.
-        aux_hidden_states: hidden states that hooks have recorded in the current forward pass, by
-            layer number (see `models.aux_hidden_states`).
-
-    Raises:
-        SequoiaPlanError: if the device has not enough memory.
+    `counts_positions` int64 [capacity]; `finite` bool [1].
     """
 
     def __init__(
@@ -119,8 +100,7 @@ class TreeCache(Cache):
     def commit(self, slots: Tensor, start: Tensor) -> None:
         """Move the entries in `slots` (int64 [k]) to the slots start, start + 1, ... in place.
 
-        Args:
-            start: int64 [1], the slot of the first entry afterwards, which is also its position.
+        `start` int64 [1].
         """
         destination = start + torch.arange(slots.numel(), device=slots.device)
         for block in self.blocks:
@@ -134,18 +114,7 @@ class TreeCache(Cache):
         return [block[:, :, :, start : start + count] for block in self.blocks]
 
     def allocate(self, memory: LayerMemory, entries: int) -> Tensor:
-        """A new tensor of zeros: even keys that the mask hides must be finite.
-
-        Args:
-            memory: device, dtype, heads and head_dim of the keys, or values, of one layer.
-            entries: how many such keys or values it holds.
-
-        Returns:
-            [entries, 1, heads, capacity, head_dim].
-
-        Raises:
-            SequoiaPlanError: if the device has not enough memory.
-        """
+        """A new tensor of zeros: even keys that the mask hides must be finite."""
         device, dtype, heads, head_dim = memory
         shape = (entries, 1, heads, self.capacity, head_dim)
         try:
@@ -187,11 +156,7 @@ class _CacheLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write a pass's keys and values, [1, heads, tokens, head_dim], to the cache's slots.
-
-        Returns:
-            The keys and values to attend to, [1, heads, extent, head_dim].
-        """
+        """Write a pass's keys and values, [1, heads, tokens, head_dim], to the cache's slots."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None and self.cache.slots is not None

@@ -1,7 +1,7 @@
 """From probabilities to tokens: how a node's children are drawn, and draws by inversion.
 
-The random numbers come in as a tensor (`bits`, 31 random bits each), so that drawing is a
-function of tensors and can be captured in a CUDA graph.
+The random numbers come in as a tensor (`bits`, 31 random bits each), so that drawing is a function
+of tensors and can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ would keep numbers in memory instead, so that several programs fit in."""
 class Drawing:
     """A way to draw a node's children.
 
-    Args:
-        draw: (probs float [nodes, vocabulary], count, bits) -> int64 [nodes, count].
-        columns: (vocabulary, count) -> random numbers that a node needs; bits is
-            int32 [nodes, columns].
+    `draw` float [nodes, vocabulary].
     """
 
     draw: Callable[[Tensor, int, Tensor], Tensor]
@@ -45,10 +42,7 @@ def without_replacement(probs: Tensor, count: int, bits: Tensor) -> Tensor:
 
     An exponential race: the same distribution as Gumbel top-k (Kool et al., arXiv 1903.06059).
     Where fewer than `count` tokens have a probability, the rest are drawn uniformly from the
-    others.
-
-    Args:
-        bits: int32 [nodes, vocabulary], random numbers of 31 bits.
+    others. `bits` int32 [nodes, vocabulary].
     """
     # (bits + 0.5) / 2^31 is uniform in (0, 1), so the times are exponential with rate 1; -log1p
     # keeps the smallest ones exact, which win
@@ -60,8 +54,7 @@ def without_replacement(probs: Tensor, count: int, bits: Tensor) -> Tensor:
 def independent(probs: Tensor, count: int, bits: Tensor) -> Tensor:
     """int64 [nodes, count]: tokens drawn with replacement from probs float [nodes, vocabulary].
 
-    Args:
-        bits: int32 [nodes, 2 * count], random numbers of 31 bits.
+    `bits` int32 [nodes, 2 * count].
     """
     # two numbers make a uniform in [0, 1) with all 53 bits of a float64
     high, low = bits[:, : 2 * count].double().chunk(2, -1)
@@ -128,14 +121,8 @@ def race_on_device(
 ) -> tuple[Tensor, Tensor]:
     """softmax(logits / temperature) and `without_replacement` from it, by kernels.
 
-    Args:
-        logits: [nodes, vocabulary].
-        count: how many distinct tokens to draw for each node.
-        bits: int32 [nodes, vocabulary], random numbers of 31 bits.
-        block: tokens that a kernel's program reads, a power of two.
-
-    Returns:
-        float32 [nodes, vocabulary], the probabilities; int64 [nodes, count], the tokens.
+    `logits` [nodes, vocabulary]; `bits` int32 [nodes, vocabulary]; returns float32 [nodes,
+    vocabulary].
     """
     kernels = importlib.import_module("sequoia_plan.runtime.base.drawing_kernels")
     nodes, vocabulary = logits.shape

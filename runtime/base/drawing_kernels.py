@@ -11,12 +11,7 @@ import triton.language as tl
 def race_totals(logits, max_logits, totals, vocabulary, temperature, BLOCK: tl.constexpr):
     """Sums of exp((x - max_logit) / temperature). The programs are [nodes, blocks of tokens].
 
-    Args:
-        logits: [nodes, vocabulary], the draft's.
-        max_logits: float32 [nodes], the largest of each node.
-        totals: float32 [nodes, blocks], written.
-        temperature: divides the logits.
-        BLOCK: tokens of a block.
+    `logits` [nodes, vocabulary]; `max_logits` float32 [nodes]; `totals` float32 [nodes, blocks].
     """
     node, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
@@ -34,15 +29,9 @@ def race(
     """The draft's probabilities, and who wins each block's part of an exponential race.
 
     The `count` tokens of a node with the largest keys are drawn; they are among the first `count`
-    of their blocks. The programs are [nodes, blocks of tokens].
-
-    Args:
-        logits, max_logits, vocabulary, temperature: as for `race_totals`.
-        totals: float32 [nodes], the sum over all blocks.
-        bits: int32 [nodes, vocabulary], random numbers of 31 bits.
-        probs: float32 [nodes, vocabulary], written.
-        best_keys: float32 [nodes, blocks, count], written, descending.
-        best_tokens: int64 [nodes, blocks, count], written.
+    of their blocks. The programs are [nodes, blocks of tokens]. `totals` float32 [nodes]; `bits`
+    int32 [nodes, vocabulary]; `probs` float32 [nodes, vocabulary]; `best_keys` float32 [nodes,
+    blocks, count]; `best_tokens` int64 [nodes, blocks, count].
     """
     node, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = block * BLOCK + tl.arange(0, BLOCK)

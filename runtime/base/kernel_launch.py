@@ -33,14 +33,6 @@ def kernel_or_tensors(
     Triton compiles a kernel when it is first launched, which needs a C compiler and a Triton that
     accepts the kernel. If that fails, there is one warning, and the kernel is not tried again in
     this process.
-
-    Args:
-        name: of the kernel, for the warning.
-        run_kernel: launches it and returns its results.
-        run_tensor_operations: computes the same results without Triton.
-
-    Raises:
-        torch.OutOfMemoryError: if the device has not enough memory for the results.
     """
     if name in _failed_kernels:
         return run_tensor_operations()

@@ -16,20 +16,7 @@ def look_up(
 ) -> tuple[Tensor, Tensor]:
     """Find the match of a text, and its lookup chain.
 
-        for every earlier position i:
-            matched[i] = how many of the last `max_match` tokens agree with those that end at i
-        the match ends at the i with the largest matched[i]; of several, at the last
-        chain = the tokens after i; where they reach the end of the text, the chain itself goes on
-
-    Args:
-        tokens: int64 [capacity], the token in each slot.
-        length: int64 [1], the slot of the last committed token.
-        max_match: longer matches are not told apart.
-        chain_length: number of tokens of the lookup chain.
-
-    Returns:
-        int64 [1], the length of the match in tokens, 0 if there is none; int64 [chain_length], the
-        lookup chain, which has no meaning without a match.
+    `tokens` int64 [capacity]; `length` int64 [1]; returns int64 [1].
     """
     capacity = tokens.numel()
     slots = torch.arange(capacity, device=tokens.device)

@@ -28,14 +28,7 @@ def windowed_mask(
     """The mask with everything hidden that is `window` positions before the token or more.
 
     Records the positions of `slots` in the cache first, because slots are not positions in a tree.
-
-    Args:
-        cache: a cache that counts positions.
-        mask: additive, [tokens, extent].
-        positions, slots: int64 [tokens], of the tokens of this pass.
-
-    Returns:
-        [tokens, extent].
+    `positions`, `slots` int64 [tokens].
     """
     assert cache.positions is not None
     cache.positions.index_copy_(0, slots, positions)

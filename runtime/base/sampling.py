@@ -54,7 +54,7 @@ UNSUPPORTED = {
 """transformers' settings that a token tree could support and that are not implemented."""
 
 DEFAULT_VERIFIER = "traversal"
-"""It never accepts fewer expected tokens than `sequoia` (tests/test_verify.py)."""
+"""It never accepts fewer expected tokens than `sequoia` (tests/runtime/test_verify.py)."""
 
 SMALLEST = 1e-30
 """Temperatures and masses beyond this, or its inverse, exceed float32: sampling is not exact."""
@@ -248,13 +248,7 @@ class Sampling:
 
 
 def top_p_filter(probs: Tensor, top_p: float) -> Tensor:
-    """float32 [nodes, vocabulary]: the most probable tokens with mass >= top_p, renormalised.
-
-    Nucleus sampling (Holtzman et al., arXiv 1904.09751). Tokens as probable as the last one kept
-    are kept, too. The last probability is found without sorting: the bits of non-negative floats
-    are in the order of their values, so one histogram of their upper half, and one of the lower
-    half within the right bin, give it exactly.
-    """
+    """float32 [nodes, vocabulary]: the most probable tokens with mass >= top_p, renormalised."""
     # the clamp gives NaN a bin, too: the step reports it afterwards
     bits = probs.view(torch.int32).long().clamp_(0, LARGEST_BITS)
     # 30 bits in all: the bin of the upper 15 that has the last probability, then the lower 15
@@ -282,10 +276,7 @@ def whole_numbers(probs: Tensor, mass: float) -> tuple[Tensor, int]:
 def _boundary(weights: Tensor, bins: Tensor, mass: float | Tensor) -> tuple[Tensor, Tensor]:
     """The lowest bin with less than `mass` above it (int64 [nodes, 1]), and the mass above it.
 
-    Args:
-        weights: [nodes, vocabulary], the probabilities, or whole numbers in their place.
-        bins: int64 [nodes, vocabulary], each token's bin, of 15 bits.
-        mass: what the tokens in the bin and above it are to reach; a number or [nodes, 1].
+    `weights` [nodes, vocabulary]; `bins` int64 [nodes, vocabulary].
     """
     top = 0x7FFF  # the last of 2^15 bins; the histogram has it first
     shape = (*weights.shape[:-1], top + 1)

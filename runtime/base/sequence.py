@@ -26,11 +26,7 @@ class SequenceLock:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Wait until no other thread holds the lock, then hold it.
-
-        Raises:
-            SequoiaPlanError: if this thread holds it already, and would wait for itself.
-        """
+        """Wait until no other thread holds the lock, then hold it."""
         if self.owner == threading.get_ident():
             raise SequoiaPlanError(
                 "decoder: found in the middle of another sequence of this thread; finish or close "
@@ -47,23 +43,8 @@ class SequenceLock:
 class SequenceState:
     """The sequence that is being decoded, in memory that stays in place from step to step.
 
-    Attributes:
-        tokens: int64 [capacity], the token in each slot: committed tokens up to the root's slot,
-            then those of the drafted tree.
-        length: int64 [1], the root's slot, which is the number of committed tokens before it.
-        target, draft: the KV caches of both models; the draft's has no capacity without a draft,
-            and is the target's for a draft that shares it.
-        aux_hidden_states: [nodes, width], the target's hidden states of each node of the drafted
-            tree, if the draft reads them.
-        lookup_chain: int64 [nodes], the tokens for the next step's spine where that is looked up.
-        num_unread: how many of the last committed tokens the draft may not have read, because steps
-            whose spine is looked up run the draft on fewer nodes than they may accept.
-        bits: int32, random numbers of 31 bits, to draw children with.
-        uniforms: float64 [2], uniform numbers for verification.
-        version: counts how often memory that CUDA graphs read was allocated anew. Graphs captured
-            under another version are invalid.
-        weight_addresses: where the models' weights were last seen; None before.
-        lock: held by the thread that decodes.
+    `tokens` int64 [capacity]; `length` int64 [1]; `aux_hidden_states` [nodes, width];
+    `lookup_chain` int64 [nodes]; `uniforms` float64 [2].
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -87,16 +68,7 @@ class SequenceState:
         new_target_cache: Callable[[int], TreeCache],
         new_draft_cache: Callable[[int], TreeCache] | None,
     ) -> None:
-        """Provide `capacity` slots; memory that is large enough is used again.
-
-        Args:
-            capacity: slots.
-            new_target_cache, new_draft_cache: make a model's cache of so many slots; None without
-                a draft that has one of its own.
-
-        Raises:
-            SequoiaPlanError: if the device has not enough memory.
-        """
+        """Provide `capacity` slots; memory that is large enough is used again."""
         if self.tokens.numel() >= capacity:
             return
         device = self.tokens.device
@@ -111,11 +83,7 @@ class SequenceState:
 
     @torch.inference_mode(False)
     def reserve_aux_hidden_states(self, nodes: int, width: int, dtype: torch.dtype) -> None:
-        """Provide memory for the hidden states of so many nodes; if it grows, it at least doubles.
-
-        Args:
-            width: numbers for each node.
-        """
+        """Provide memory for the hidden states of so many nodes; growing at least doubles it."""
         reserved = self.aux_hidden_states.shape[0]
         if reserved < nodes:
             shape = (max(nodes, 2 * reserved), width)

@@ -17,14 +17,8 @@ class TreeTensors:
 
     One numbering holds for tokens, keys, values and masks: with the root in slot `length`, node i
     is in slot length + i. Committed tokens are in the slots before it, so -1 stands for the
-    committed token before the root.
-
-    Args:
-        nodes: int64 [size]: 0, 1, ..., size - 1.
-        offsets: int64 [size], how many positions each node is after the root.
-        mask: [size, size + 2], what each node attends to, additive. Column 0 stands for all
-            committed tokens, column i + 1 for node i, and the last one for all slots beyond the
-            tree.
+    committed token before the root. `nodes` int64 [size]; `offsets` int64 [size]; `mask` [size,
+    size + 2].
     """
 
     nodes: Tensor
@@ -45,9 +39,7 @@ class TreeTensors:
     def columns(self, length: Tensor, extent: int) -> Tensor:
         """int64 [extent]: the column of `mask` that stands for each slot below `extent`.
 
-        Args:
-            length: int64 [1], the root's slot.
-            extent: number of slots that attention looks at.
+        `length` int64 [1].
         """
         slots = torch.arange(extent, device=length.device)
         return (slots - (length - 1)).clamp_(0, self.mask.shape[1] - 1)

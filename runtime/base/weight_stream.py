@@ -9,14 +9,7 @@ from torch import Tensor
 
 
 class WeightStream(Protocol):
-    """Brings the weights of a model's streamed layers into a ring of slots, in every pass.
-
-    Attributes:
-        memory: uint8 slots on the device that computes. The weights of streamed layer k are in
-            slot k modulo the number of slots.
-        bytes: bytes that one pass brings.
-        can_be_captured: whether a CUDA graph can hold a pass, because only the device waits.
-    """
+    """Brings the weights of a model's streamed layers into a ring of slots, in every pass."""
 
     memory: list[Tensor]
     bytes: int

@@ -1,7 +1,7 @@
 """Reads and writes the folders in which people share EAGLE-1, EAGLE-3 and DFlash drafts.
 
-The layouts differ in where settings stand, in tensor names, and in how they number hidden states.
-A `Checkpoint` has one form for all: tensor names of our modules, and the layer numbers of
+The layouts differ in where settings stand, in tensor names, and in how they number hidden states. A
+`Checkpoint` has one form for all: tensor names of our modules, and the layer numbers of
 models/aux_hidden_states.py. What has no known meaning is refused.
 """
 
@@ -61,18 +61,7 @@ LAYER_ID_KEYS = (
 class Checkpoint:
     """A draft's folder, with one meaning whatever the layout.
 
-    Args:
-        folder: the folder or hub ID; errors name it.
-        algorithm: `EAGLE1`, `EAGLE3` or `DFLASH`.
-        layer_config: the configuration of its layers, for transformers' LlamaConfig or Qwen3Config.
-        config: the whole config.json.
-        aux_hidden_state_layers: the target's hidden states that it reads; None where the folder
-            leaves the choice to the engine.
-        weights: by their names in our module.
-        d2t: int64 [draft vocabulary], the target's token for each of the draft's tokens; None if
-            the vocabularies are the same. Files store offsets under this name: a draft token t is
-            the target's token t + d2t[t].
-        target_name, target_architecture: the target that it was made for; empty if not said.
+    `d2t` int64 [draft vocabulary].
     """
 
     folder: str
@@ -91,11 +80,7 @@ class Checkpoint:
 
 
 def find_checkpoint(source: str) -> Checkpoint | None:
-    """Read the draft in a folder or under a hub ID if it reads hidden states; None otherwise.
-
-    Raises:
-        SequoiaPlanError: if it is a draft of an unsupported algorithm, or cannot be read.
-    """
+    """Read the draft in a folder or under a hub ID if it reads hidden states; None otherwise."""
     config = model_config(source)
     if config is None:
         return None
@@ -114,16 +99,7 @@ def find_checkpoint(source: str) -> Checkpoint | None:
 
 
 def algorithm_of(config: Mapping[str, Any], names: Iterable[str], folder: str) -> str | None:
-    """The algorithm of the draft in a folder; None for anything that loads as a language model.
-
-    Args:
-        config: the folder's config.json.
-        names: names of its tensors; they decide where the architecture says nothing.
-        folder: what errors call the folder.
-
-    Raises:
-        SequoiaPlanError: if it is a draft of an unsupported algorithm.
-    """
+    """The algorithm of the draft in a folder; None for anything that loads as a language model."""
     expected = (
         f"expected one of {', '.join(ALGORITHM_OF_ARCHITECTURE)}, or the layout of speculators "
         f"({', '.join(ALGORITHM_OF_SPECULATORS_TYPE)})"
@@ -151,16 +127,7 @@ def algorithm_of(config: Mapping[str, Any], names: Iterable[str], folder: str) -
 def read_checkpoint(
     folder: Path, config: Mapping[str, Any], algorithm: str, name: str
 ) -> Checkpoint:
-    """Read a draft of `algorithm` from a folder.
-
-    Args:
-        config: the folder's config.json.
-        algorithm: `EAGLE1`, `EAGLE3` or `DFLASH`.
-        name: what errors call the folder.
-
-    Raises:
-        SequoiaPlanError: if its weights cannot be read, or a layer number has no known meaning.
-    """
+    """Read a draft of `algorithm` from a folder."""
     tensors = _read_tensors(folder)
     weights = {_module_name(tensor_name): tensor for tensor_name, tensor in tensors.items()}
     offsets, t2d = weights.pop("d2t", None), weights.get("t2d")
@@ -192,9 +159,6 @@ def eagle3_default_layers(num_layers: int) -> tuple[int, ...]:
     """The hidden states of a target that an EAGLE-3 draft reads where its folder does not say.
 
     SGLang, vLLM and all trainers take these.
-
-    Args:
-        num_layers: the target's.
     """
     return 2, num_layers // 2, num_layers - 3  # a number k is the output of layer k, from 1
 
@@ -210,14 +174,7 @@ def write_eagle3(
     """Write an EAGLE-3 draft as SpecForge does, a layout that vLLM and SGLang load.
 
     No layer ids are written, because these two engines count them differently: the draft must read
-    `eagle3_default_layers`.
-
-    Args:
-        config: of its layers, a LlamaConfig with the target's vocabulary.
-        weights: by their names in our module, without embeddings.
-        d2t: int64 [draft vocabulary], the target's token for each of the draft's tokens.
-        norm_before_residual: as in `Eagle3Norms`.
-        metadata: how it was made, for the header of model.safetensors.
+    `eagle3_default_layers`. `d2t` int64 [draft vocabulary].
     """
     tensors = {
         name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in weights.items()
@@ -244,14 +201,7 @@ def write_dflash(
     block: DraftBlock,
     metadata: Mapping[str, Any],
 ) -> None:
-    """Write a DFlash draft as speculators does, whose layout has a head of the draft's own.
-
-    Args:
-        config: of its layers, a Qwen3Config with the target's vocabulary.
-        aux_hidden_state_layers: the target's hidden states that it reads.
-        block: what a block is.
-        others: as for `write_eagle3`.
-    """
+    """Write a DFlash draft as speculators does, whose layout has a head of the draft's own."""
     settings = {
         "architectures": ["DFlashDraftModel"],
         "speculators_model_type": "dflash",
@@ -286,15 +236,8 @@ def _write(
     """Write config.json and model.safetensors.
 
     Two tensors describe the draft's vocabulary. d2t has offsets: a draft token t is the target's
-    token t + d2t[t]. t2d, bool [target vocabulary], marks the tokens that the draft has.
-
-    Args:
-        settings: the contents of config.json.
-        weights: by their names in the file.
-        target_vocabulary: how many tokens the target has.
-        d2t: int64 [draft vocabulary], the target's token for each of the draft's tokens, not an
-            offset.
-        metadata: how the draft was made, for the header of model.safetensors.
+    token t + d2t[t]. t2d, bool [target vocabulary], marks the tokens that the draft has. `d2t`
+    int64 [draft vocabulary].
     """
     t2d = torch.zeros(target_vocabulary, dtype=torch.bool)
     t2d[d2t] = True
@@ -323,11 +266,7 @@ def tensor_names(folder: Path) -> set[str]:
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a folder's *.safetensors, else of its pytorch_model*.bin, by name.
-
-    Raises:
-        SequoiaPlanError: if there are none, or they cannot be read.
-    """
+    """The tensors of a folder's *.safetensors, else of its pytorch_model*.bin, by name."""
     tensors: dict[str, Tensor] = {}
     try:
         for file in sorted(folder.glob("*.safetensors")):
@@ -347,11 +286,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _read_torch_files(folder: Path, names_only: bool = False) -> dict[str, Tensor]:
-    """Tensors of pytorch_model*.bin.
-
-    Args:
-        names_only: return tensors without values, and pass over files that cannot be read.
-    """
+    """Tensors of pytorch_model*.bin."""
     tensors: dict[str, Tensor] = {}
     device = "meta" if names_only else "cpu"
     for file in sorted(folder.glob("pytorch_model*.bin")):
@@ -373,15 +308,8 @@ def _module_name(tensor_name: str) -> str:
 def _d2t_from_offsets(offsets: Tensor | None, t2d: Tensor | None, folder: str) -> Tensor | None:
     """The target's token for each of the draft's tokens, from the offsets that files store.
 
-    Args:
-        offsets: int [draft vocabulary], the checkpoint's d2t; None if it has none.
-        t2d: bool [target vocabulary], the tokens that the draft has; None if it has none.
-
-    Returns:
-        int64 [draft vocabulary].
-
-    Raises:
-        SequoiaPlanError: if the offsets are no numbers, name a token twice, or contradict t2d.
+    `offsets` int [draft vocabulary]; `t2d` bool [target vocabulary]; returns int64 [draft
+    vocabulary].
     """
     if offsets is None:
         return None
@@ -409,13 +337,7 @@ def _d2t_from_offsets(offsets: Tensor | None, t2d: Tensor | None, folder: str) -
 def _aux_hidden_state_layers(
     config: Mapping[str, Any], algorithm: str, from_speculators: bool, folder: str
 ) -> tuple[int, ...] | None:
-    """The hidden states that a draft reads, in our numbers; None if its config.json names none.
-
-    Each layout has one key with a known meaning; numbers under any other key are refused. In
-    speculators' layouts, number k is the hidden state that layer k, counted from 0, reads, as vLLM
-    counts. In the others it is the output of layer k, counted from 0, as SGLang and both trainers
-    count, which is our k + 1.
-    """
+    """The hidden states that a draft reads, in our numbers; None if its config.json names none."""
     if algorithm == EAGLE1:
         return None
     layer_ids = _layer_ids_by_key(config)

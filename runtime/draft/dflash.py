@@ -2,7 +2,7 @@
 
 A level's probabilities do not depend on the tokens above it, so they are known before anything is
 drawn. Each node's children are drawn from them separately: one draw for all nodes of a level would
-not be exact with every verifier (tests/test_hidden_state_decoding.py).
+not be exact with every verifier (tests/runtime/test_hidden_state_decoding.py).
 """
 
 from __future__ import annotations
@@ -24,12 +24,7 @@ from sequoia_plan.runtime.models.forward import ForwardOutput, compiling_many_sh
 
 
 class DFlashDrafter:
-    """A DFlash draft as a drafter (see `Drafter`).
-
-    Args:
-        model: the draft.
-        vocabulary, d2t, backend: as for `LanguageModelDrafter`.
-    """
+    """A DFlash draft as a drafter (see `Drafter`)."""
 
     def __init__(
         self, model: DFlashModel, vocabulary: int, d2t: Tensor | None = None, backend: Any = None
@@ -68,12 +63,7 @@ class DFlashDrafter:
         new_nodes: Tensor,
         logit_rows: Tensor | None,
     ) -> DraftPass:
-        """A pass over one block, which is the root's token and mask tokens after it.
-
-        Args:
-            tensors: the tree's; only its device is read.
-            others: the fields of `DraftPass` of these names.
-        """
+        """A pass over one block, which is the root's token and mask tokens after it."""
         block = torch.arange(self.model.block.size, device=tensors.nodes.device)
         no_mask = tensors.mask[:0]  # `forward` makes the mask of a block
         return DraftPass(
@@ -111,14 +101,7 @@ class DFlashDrafter:
     ) -> ForwardOutput:
         """Run the one pass, over the root's token and the mask tokens after it.
 
-        Args:
-            columns: int64 [extent]; only the number of slots is read, because the mask of a block
-                is not the tree's.
-            previous: not used: there is no other pass.
-
-        Returns:
-            Logits [num_parents, vocabulary]. With `logit_rows`, each parent has the row of its
-            level; without, there is one row for each level of a block.
+        `columns` int64 [extent].
         """
         cache, length, block = sequence.draft, sequence.length, self.model.block
         slots, extent = length + draft_pass.offsets, columns.numel() + block.size

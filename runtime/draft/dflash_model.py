@@ -24,17 +24,7 @@ from sequoia_plan.runtime.models.fused_layer import FusedAttention
 
 @dataclass(frozen=True)
 class DraftBlock:
-    """What a block is, and where the checkpoints differ.
-
-    Args:
-        size: tokens in a block, the root's included.
-        mask_token: the token that stands for those to be drafted.
-        from_root: the root's row drafts the first token after it; otherwise the first mask's does.
-        causal_layer_types: types of layers in which a token of the block attends to those up to
-            itself; in others it attends to the whole block.
-        window_from_root: a window counts back from the root for every token of the block; otherwise
-            it counts back from that token.
-    """
+    """What a block is, and where the checkpoints differ."""
 
     size: int
     mask_token: int
@@ -49,13 +39,7 @@ class DraftBlock:
 
 
 class DFlashModel(HiddenStateDraft):
-    """DFlash's layers, those of Qwen3.
-
-    Args:
-        target_width: the target's hidden size.
-        block: what a block is.
-        others: as for `HiddenStateDraft`.
-    """
+    """DFlash's layers, those of Qwen3."""
 
     def __init__(
         self,
@@ -80,10 +64,7 @@ class DFlashModel(HiddenStateDraft):
     def cache_context(self, hidden_states: Tensor, positions: Tensor, cache: Cache) -> None:
         """Write the keys and values of committed tokens to a cache.
 
-        Args:
-            hidden_states: the target's, of these tokens, [batch, tokens, layers * target's width].
-            positions: int64 [1, tokens].
-            cache: a TreeCache set to the slots of these tokens, or one of transformers.
+        `positions` int64 [1, tokens].
         """
         context = self.hidden_norm(self.fc(hidden_states.to(self.dtype)))
         cos, sin = self.rotary_emb(context, positions)
@@ -101,12 +82,7 @@ class DFlashModel(HiddenStateDraft):
     def block_masks(self, length: Tensor, extent: int) -> dict[str, Tensor]:
         """The additive mask of a block, by layer type.
 
-        Args:
-            length: int64 [1], the root's slot.
-            extent: number of slots that attention looks at.
-
-        Returns:
-            [1, 1, block size, extent] for each type of layer.
+        `length` int64 [1].
         """
         slots = torch.arange(extent, device=length.device)
         block_slots = (length + torch.arange(self.block.size, device=length.device))[:, None]
@@ -132,14 +108,7 @@ class DFlashModel(HiddenStateDraft):
     ) -> Tensor:
         """One pass over blocks; training uses it, too.
 
-        Args:
-            tokens: int64 [batch, blocks * size], block after block.
-            positions: int64 [batch, blocks * size].
-            masks: by layer type, additive, [batch, 1, blocks * size, keys].
-            cache: holds the keys and values of the text before.
-
-        Returns:
-            Logits [batch, blocks, levels, draft vocabulary].
+        `tokens` int64 [batch, blocks * size]; `positions` int64 [batch, blocks * size].
         """
         hidden = self.run_layers(self.layers, self.embed(tokens), positions, masks, cache)
         rows_of_block = hidden.unflatten(1, (-1, self.block.size))

@@ -1,10 +1,4 @@
-"""Small drafts as one file: a language model in 8 bits that borrows the target's embeddings.
-
-A draft is a Llama of a few layers. Its input embeddings are the target's and are not in the file.
-Its output head has rows for a part of the target's vocabulary only, because the head is most of a
-small draft's time. Matrices are stored as int8 with one float32 scale a row; the draft computes in
-the target's dtype.
-"""
+"""Small drafts as one file: a language model in 8 bits that borrows the target's embeddings."""
 
 from __future__ import annotations
 
@@ -37,10 +31,7 @@ SAMPLE_TEXTS, SAMPLE_TEXT_TOKENS = 32, 64
 def build_draft(config: LlamaConfig, embeddings: nn.Embedding, d2t: Tensor) -> LlamaForCausalLM:
     """A draft with fresh layers, over the target's embeddings.
 
-    Args:
-        config: of the draft.
-        embeddings: the target's.
-        d2t: int64 [draft vocabulary], the target's token for each row of the draft's head.
+    `d2t` int64 [draft vocabulary].
     """
     device, dtype = embeddings.weight.device, embeddings.weight.dtype
     with torch.device("meta"):
@@ -79,10 +70,6 @@ def save_as_folder(draft: LlamaForCausalLM, tokenizer: Any, folder: str | Path) 
 
     The folder is larger than the file by embeddings of its own and by a head over the target's
     whole vocabulary. Tokens that the draft lacks share one row of it, `unlikely_row`.
-
-    Raises:
-        SequoiaPlanError: if it is another draft, or if its layers were repacked, which drops the
-            weights.
     """
     if not isinstance(draft, LlamaForCausalLM) or "d2t" not in dict(draft.named_buffers()):
         raise ArgumentError(
@@ -107,17 +94,7 @@ def save_as_folder(draft: LlamaForCausalLM, tokenizer: Any, folder: str | Path) 
 
 @torch.no_grad()
 def unlikely_row(draft: LlamaForCausalLM) -> Tensor:
-    """A head's row for tokens that the draft lacks, where a head must have rows for all tokens.
-
-    It is the mean of the rows whose logits are lowest over some texts. A mean of rows gives the
-    mean of their logits, so it never exceeds the highest logit of the draft: a greedy draft never
-    proposes a token that it lacks. Because the rows are those of unlikely tokens, all tokens that
-    it lacks together are improbable, too. A row of zeros would do neither: its logit is 0, and all
-    logits of the draft may be lower.
-
-    Returns:
-        [hidden size].
-    """
+    """A head's row for tokens that the draft lacks, where a head must have rows for all tokens."""
     num_texts = min(draft.d2t.numel() // SAMPLE_TEXT_TOKENS, SAMPLE_TEXTS)
     sample = draft.d2t[: num_texts * SAMPLE_TEXT_TOKENS]
     texts = sample.reshape(-1, SAMPLE_TEXT_TOKENS) if num_texts else draft.d2t[None]
@@ -131,10 +108,6 @@ def load_draft(path: str | Path, target: Any) -> LlamaForCausalLM:
 
     Matrices are int8 in the file, with one scale for each row; they are multiplied out here. The
     input embeddings are the target's.
-
-    Raises:
-        SequoiaPlanError: if the file is not a draft, is damaged, or was made for a target of
-            another shape.
     """
     header, tensors = _read(path)
     embeddings = target.get_input_embeddings()
@@ -162,11 +135,7 @@ def load_draft(path: str | Path, target: Any) -> LlamaForCausalLM:
 
 
 def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header and the tensors of a draft file.
-
-    Raises:
-        SequoiaPlanError: if there is no such file, or it is not a draft of this version.
-    """
+    """The header and the tensors of a draft file."""
     if not Path(path).is_file():
         raise SequoiaPlanError(f"{path}: no such file; expected a draft written by sequoia-plan")
     try:

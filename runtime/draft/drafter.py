@@ -23,22 +23,9 @@ from sequoia_plan.runtime.models.forward import ForwardOutput
 class DraftPass:
     """One forward pass of a draft, and the children that are drawn from its logits.
 
-    Args:
-        input_slots: int64 [width], the slots whose tokens are the input, relative to the root's
-            slot; -1 is the committed token before the root.
-        offsets: int64 [width], the input's positions, relative to the root's.
-        mask: [width, size + 2], additive; see `TreeTensors.mask`.
-        num_parents: rows of logits that the pass returns, one for each node that gets children.
-        max_children: the most children that one of these nodes gets.
-        draw_index: int64 [new nodes], each new node's index in the flattened draws
-            [num_parents, max_children].
-        new_nodes: int64 [new nodes], the nodes that are drawn.
-        parent_rows: int64 [width], for drafts that take the parent's output as input: the row of
-            each node's parent in the previous pass.
-        logit_rows: int64 [num_parents], for drafts whose one pass gives the probabilities of all
-            levels: the row (level) that each parent's children are drawn from.
-        looked_up: for a tree whose spine is looked up, the rows of logits that belong to nodes on
-            the spine, each with the node's first child, whose token is not drawn.
+    `input_slots` int64 [width]; `offsets` int64 [width]; `mask` [width, size + 2]; `draw_index`
+    int64 [new nodes]; `new_nodes` int64 [new nodes]; `parent_rows` int64 [width]; `logit_rows`
+    int64 [num_parents].
     """
 
     input_slots: Tensor
@@ -57,12 +44,7 @@ class DraftPass:
 class DraftedTree:
     """What the children of a drafted tree were drawn from. Their tokens are in the sequence.
 
-    Args:
-        draft_probs: float32 [inner nodes, draft vocabulary], the probabilities that the children of
-            each inner node were drawn from, in the order of the nodes; empty if greedy. They leave
-            out the token of a child that is looked up.
-        drawn: int64 [inner nodes, branching], the children as indices into the draft's vocabulary,
-            in draw order. The entry of a child that is looked up has no meaning.
+    `draft_probs` float32 [inner nodes, draft vocabulary]; `drawn` int64 [inner nodes, branching].
     """
 
     draft_probs: Tensor
@@ -72,13 +54,7 @@ class DraftedTree:
 class Drafter(Protocol):
     """Drafts the tokens of a tree.
 
-    Attributes:
-        drafting: the passes that it declares; profiler and planner rely on them.
-        vocabulary: how many tokens it can propose.
-        d2t: int64 [vocabulary], the target's token for each of the draft's tokens; None if they are
-            the same.
-        aux_hidden_state_layers: the target's hidden states that it reads, numbered as in
-            models/aux_hidden_states.py; none for a language model.
+    `d2t` int64 [vocabulary].
     """
 
     drafting: Drafting
@@ -100,10 +76,7 @@ class Drafter(Protocol):
     ) -> None:
         """Take the target's hidden states of a part of the prompt, after `prefill`.
 
-        Args:
-            tokens, slots: int64 [tokens], consecutive.
-            mask: additive, [tokens, extent], as the target attended.
-            hidden_states: [tokens, width], the target's `aux_hidden_state_layers`.
+        `tokens`, `slots` int64 [tokens]; `hidden_states` [tokens, width].
         """
 
     def forward(
@@ -115,13 +88,7 @@ class Drafter(Protocol):
     ) -> ForwardOutput:
         """Run one pass.
 
-        Args:
-            columns: int64 [extent], for each slot of the KV cache that attention looks at, the
-                column of the tree's mask that applies (see `TreeTensors.columns`).
-            previous: the output of the pass before; None for the first.
-
-        Returns:
-            Logits [num_parents, vocabulary].
+        `columns` int64 [extent].
         """
 
     def splits_keys(self, tokens: int) -> bool:
@@ -140,18 +107,13 @@ class Drafter(Protocol):
     def catch_up(self, sequence: SequenceState, slots: Tensor, extent: int) -> None:
         """Read the committed tokens in `slots`, once more or for the first time.
 
-        Args:
-            slots: int64 [tokens], consecutive, none of them 0.
-            extent: number of slots of the KV cache that attention looks at.
+        `slots` int64 [tokens].
         """
 
     def commit(self, sequence: SequenceState, path: Tensor) -> None:
         """Keep what belongs to accepted nodes, before the sequence's length grows.
 
-        Args:
-            path: int64 [depth], the accepted nodes in order, then padding. The number of accepted
-                nodes is not known here, so what belongs to the padding is kept, too; later steps
-                overwrite it.
+        `path` int64 [depth].
         """
 
 
@@ -160,9 +122,6 @@ def passes_by_level(tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, .
 
     Each pass reads the parents of the next level, and gives a row of logits for each parent. Where
     the spine is looked up, its node on a level is the first of them.
-
-    Args:
-        tensors: the tensors of `tree`, with its attention mask.
     """
 
     def tensor(values: Any) -> Tensor:
@@ -195,12 +154,9 @@ def passes_by_level(tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, .
 def distinct_slots(length: Tensor, input_slots: Tensor) -> Tensor:
     """int64 [tokens]: the slots that a pass writes, each once, also where the text is short.
 
-    A pass may read more committed tokens than there are. Rows for tokens before the first one go
-    to slots of nodes, which no row of this pass sees and which a later pass writes before it reads.
-
-    Args:
-        length: int64 [1], the root's slot.
-        input_slots: int64 [tokens], relative to the root's slot (see `DraftPass`), distinct.
+    A pass may read more committed tokens than there are. Rows for tokens before the first one go to
+    slots of nodes, which no row of this pass sees and which a later pass writes before it reads.
+    `length` int64 [1]; `input_slots` int64 [tokens].
     """
     slots = length + input_slots
     return slots.where(slots >= 0, length - slots)  # -1 becomes the slot after the root's
@@ -209,12 +165,7 @@ def distinct_slots(length: Tensor, input_slots: Tensor) -> Tensor:
 class ChildrenToDraw(NamedTuple):
     """The children of some nodes that are drawn in one pass.
 
-    Args:
-        nodes: int64 [drawn children], their numbers.
-        draw_index: int64 [drawn children], each one's index in the flattened draws
-            [parents, max_children].
-        max_children: the most drawn children of one parent.
-        looked_up: for parents whose first child is looked up, their row and that child.
+    `nodes` int64 [drawn children]; `draw_index` int64 [drawn children].
     """
 
     nodes: NDArray[np.int64]
@@ -226,8 +177,7 @@ class ChildrenToDraw(NamedTuple):
 def children_to_draw(tree: TokenTree, parents: NDArray[Any]) -> ChildrenToDraw:
     """The children that a pass draws for these nodes: all but those that are looked up.
 
-    Args:
-        parents: int [parents], nodes with children, ascending.
+    `parents` int [parents].
     """
     nodes = np.flatnonzero(np.isin(tree.parents, parents))
     rows = np.searchsorted(parents, tree.parents[nodes])
@@ -256,14 +206,7 @@ def draft_tree(
 
     The last level is only drawn; no pass reads it. Tokens that are looked up are in the sequence
     before. Nodes that have no drafted child, below the last pass, have no row in the result.
-
-    Args:
-        passes: the draft's passes for the tree, as `drafter.passes` returns them.
-        columns: int64 [extent], for each slot of the KV cache that attention looks at, the column
-            of the tree's mask that applies (see `TreeTensors.columns`).
-        bits: int32 [inner nodes, numbers for each], the random numbers that `sampling.drawing`
-            takes. An inner node is one that has children.
-        branching: the most children of a node.
+    `columns` int64 [extent]; `bits` int32 [inner nodes, numbers for each].
     """
     bits_by_pass = bits.split([draft_pass.num_parents for draft_pass in passes])
     probs, drawn = [], []
@@ -293,15 +236,8 @@ def draw_children(
     """Draw the children of one pass, and write their tokens into the sequence.
 
     The children of a node whose first child is looked up are drawn without that child's token.
-
-    Args:
-        logits: [num_parents, vocabulary], the draft's at the nodes that get children.
-        bits: int32 [num_parents, numbers for each], the random numbers that `sampling.drawing`
-            takes.
-
-    Returns:
-        float32 [num_parents, vocabulary], the draft's probabilities (the logits if greedy); int64
-        [num_parents, max_children], the children as indices into the draft's vocabulary.
+    `logits` [num_parents, vocabulary]; `bits` int32 [num_parents, numbers for each]; returns
+    float32 [num_parents, vocabulary].
     """
     count = draft_pass.max_children
     if not draft_pass.looked_up:
@@ -327,8 +263,7 @@ def draw_children(
 def is_token(drafter: Drafter, token: Tensor) -> Tensor:
     """bool [draft vocabulary]: which entry of the draft's vocabulary is this token, if any.
 
-    Args:
-        token: int64 [1], a token of the target.
+    `token` int64 [1].
     """
     if drafter.d2t is not None:
         return drafter.d2t == token

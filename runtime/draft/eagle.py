@@ -1,11 +1,4 @@
-"""Drafting with EAGLE: one pass for each level that has children.
-
-The draft's row for a token is in the token's own slot. It pairs the token with the feature of the
-token before, so token 0 has no row, and slot 0 stays hidden. A step drafts with features that the
-draft made itself. The next step's first pass reads the last tokens again, now with features from
-the target's hidden states: as many tokens as a step may accept, whether or not it did. So nothing
-in the draft's cache is moved, and the target's features are kept for the last tokens only.
-"""
+"""Drafting with EAGLE: one pass for each level that has children."""
 
 from __future__ import annotations
 
@@ -41,12 +34,7 @@ class EagleCache(TreeCache):
 
 
 class EagleDrafter:
-    """An EAGLE draft as a drafter (see `Drafter`).
-
-    Args:
-        model: the draft.
-        vocabulary, d2t, backend: as for `LanguageModelDrafter`.
-    """
+    """An EAGLE draft as a drafter (see `Drafter`)."""
 
     drafting = EAGLE_DRAFT
 
@@ -92,11 +80,7 @@ class EagleDrafter:
         """Read a part of the prompt, each token with the feature of the token before it.
 
         The feature before the part's first token is the one that was kept from the part before.
-
-        Args:
-            tokens, slots: int64 [tokens], consecutive.
-            mask: additive, [tokens, extent], as the target attended.
-            hidden_states: [tokens, width], the target's, from which features are made.
+        `tokens`, `slots` int64 [tokens]; `hidden_states` [tokens, width].
         """
         assert isinstance(cache, EagleCache)
         features = self.model.fuse(hidden_states)
@@ -118,16 +102,8 @@ class EagleDrafter:
         """Each token is read together with the feature of the token before it.
 
         The first pass reads committed tokens, whose features are recorded, and later passes read
-        nodes, whose features are the hidden states of their parents in the previous pass.
-
-        Args:
-            columns: int64 [extent], for each slot of the KV cache that attention looks at, the
-                column of the tree's mask that applies.
-            previous: the output of the pass before; None for the first.
-
-        Returns:
-            For the last `num_parents` tokens of the pass: logits [num_parents, vocabulary], and
-            hidden states [num_parents, hidden size], which are features for the next pass.
+        nodes, whose features are the hidden states of their parents in the previous pass. `columns`
+        int64 [extent].
         """
         cache = sequence.draft
         assert isinstance(cache, EagleCache)
@@ -203,15 +179,7 @@ class EagleDrafter:
     ) -> ForwardOutput:
         """Run one pass of the draft over tokens, each with the feature of the token before it.
 
-        Args:
-            model: the draft, or its compiled form.
-            tokens, slots, positions: int64 [tokens].
-            features: [tokens, hidden size], of the token before each.
-            mask: additive, [tokens, extent].
-            logits_to_keep: return only the last so many rows of the output.
-
-        Returns:
-            Logits [logits_to_keep, vocabulary] and hidden states [logits_to_keep, hidden size].
+        `tokens`, `slots`, `positions` int64 [tokens]; `features` [tokens, hidden size].
         """
         # a row has the position of the token whose feature it takes, as in the engines
         positions = (positions - 1).clamp(min=0)

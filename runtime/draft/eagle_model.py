@@ -1,7 +1,7 @@
 """The models of EAGLE-3 (arXiv 2503.01840) and EAGLE-1 (arXiv 2401.15077).
 
-An input row pairs a token with the feature of the token before it. For committed text, features
-are made of the target's hidden states (`fuse`); below the root of a tree, a row's feature is the
+An input row pairs a token with the feature of the token before it. For committed text, features are
+made of the target's hidden states (`fuse`); below the root of a tree, a row's feature is the
 draft's own output for its parent.
 """
 
@@ -21,14 +21,7 @@ from sequoia_plan.runtime.draft.hidden_state_draft import CACHE_ARGUMENT, Hidden
 
 @dataclass(frozen=True)
 class Eagle3Norms:
-    """Where the checkpoints of EAGLE-3 differ.
-
-    Args:
-        before_residual: attention's output is added to the normed feature, not to the feature.
-        output: features for the next level are taken after the last norm, not before it.
-        before_fc: one norm over all hidden states before they are fused.
-        each_before_fc: one norm for each of them.
-    """
+    """Where the checkpoints of EAGLE-3 differ."""
 
     before_residual: bool = False
     output: bool = False
@@ -55,30 +48,13 @@ class EagleModel(HiddenStateDraft, ABC):
     ) -> tuple[Tensor, Tensor]:
         """One pass over input rows; training uses it, too.
 
-        Args:
-            tokens: int64 [batch, rows].
-            features: [batch, rows, hidden size], of the token before each: from `fuse`, or the
-                output of the parent's row.
-            positions: int64 [batch, rows].
-            masks: by layer type, additive, [batch, 1, rows, keys].
-            cache: where keys and values go; None attends to the rows of this pass.
-            logits_to_keep: return logits of the last so many rows only; 0 for all.
-
-        Returns:
-            Logits [batch, kept rows, draft vocabulary], of the last `logits_to_keep` rows (all if
-            0). The outputs of all rows [batch, rows, hidden size], whatever `logits_to_keep` is:
-            they are the features of the next level.
+        `tokens` int64 [batch, rows]; `features` [batch, rows, hidden size]; `positions` int64
+        [batch, rows].
         """
 
 
 class Eagle3(EagleModel):
-    """EAGLE-3: one layer whose attention reads embedding and feature side by side, then plain ones.
-
-    Args:
-        target_width: the target's hidden size.
-        norms: where checkpoints differ.
-        others: as for `HiddenStateDraft`.
-    """
+    """EAGLE-3: one layer that attends to embedding and feature side by side, then plain ones."""
 
     def __init__(
         self,
@@ -117,9 +93,6 @@ class Eagle3(EagleModel):
         """Features [..., width] from several hidden states of the target, by a linear layer.
 
         Some checkpoints have norms before that layer.
-
-        Args:
-            hidden_states: [..., layers * target's width], side by side.
         """
         hidden_states = hidden_states.to(self.dtype)
         if self.input_norm is not None:
@@ -143,19 +116,8 @@ class Eagle3(EagleModel):
         """One pass over input rows, each a token and the feature of the token before it.
 
         The first layer's attention reads embedding and feature side by side; the residual stream
-        has the feature alone. The layers after it are plain ones.
-
-        Args:
-            tokens: int64 [batch, rows].
-            features: [batch, rows, hidden size].
-            positions: int64 [batch, rows].
-            masks: by layer type, additive, [batch, 1, rows, keys].
-            cache: where keys and values go; None attends to the rows of this pass.
-            logits_to_keep: return logits of the last so many rows only; 0 for all.
-
-        Returns:
-            Logits [batch, kept rows, draft vocabulary]; the outputs of all rows [batch, rows,
-            hidden size].
+        has the feature alone. The layers after it are plain ones. `tokens` int64 [batch, rows];
+        `features` [batch, rows, hidden size]; `positions` int64 [batch, rows].
         """
         first: Any = self.layers[0]
         normed = first.hidden_norm(features)
@@ -217,19 +179,8 @@ class Eagle1(EagleModel):
     ) -> tuple[Tensor, Tensor]:
         """One pass over input rows, each a token and the feature of the token before it.
 
-        A linear layer makes one vector of embedding and feature; plain layers follow.
-
-        Args:
-            tokens: int64 [batch, rows].
-            features: [batch, rows, hidden size].
-            positions: int64 [batch, rows].
-            masks: by layer type, additive, [batch, 1, rows, keys].
-            cache: where keys and values go; None attends to the rows of this pass.
-            logits_to_keep: return logits of the last so many rows only; 0 for all.
-
-        Returns:
-            Logits [batch, kept rows, draft vocabulary]; the outputs of all rows [batch, rows,
-            hidden size].
+        A linear layer makes one vector of embedding and feature; plain layers follow. `tokens`
+        int64 [batch, rows]; `features` [batch, rows, hidden size]; `positions` int64 [batch, rows].
         """
         hidden = self.fc(torch.cat([self.embed(tokens), features], -1))
         hidden = self.run_layers(self.layers, hidden, positions, masks, cache)

@@ -38,15 +38,7 @@ LAYER_CLASSES: dict[str, tuple[type, type, type]] = {
 class HiddenStateDraft(nn.Module):
     """A draft's own weights. Embeddings and output head are the target's where it has none.
 
-    Args:
-        config: of its layers (transformers' LlamaConfig or Qwen3Config).
-        target: the model that it drafts for, which remains the owner of shared weights: they are
-            not among the draft's parameters.
-        aux_hidden_state_layers: the target's hidden states that it reads, side by side.
-        d2t: int64 [draft vocabulary], the target's token for each of the draft's tokens; None if
-            they are the same.
-        has_embeddings: whether it has embeddings of its own.
-        head_rows: rows of its own output head; 0 if it uses the target's.
+    `d2t` int64 [draft vocabulary].
     """
 
     d2t: Tensor | None
@@ -141,14 +133,8 @@ class HiddenStateDraft(nn.Module):
     ) -> dict[str, Tensor]:
         """The mask as each type of layer takes it.
 
-        Layers with a window get one that also hides positions outside the window.
-
-        Args:
-            mask: additive, [tokens, extent].
-            positions, slots: int64 [tokens].
-
-        Returns:
-            By layer type, [1, 1, tokens, extent].
+        Layers with a window get one that also hides positions outside the window. `positions`,
+        `slots` int64 [tokens].
         """
         mask = mask_as_dtype(mask, self.dtype)
         masks = {FULL: mask[None, None]}
@@ -158,11 +144,7 @@ class HiddenStateDraft(nn.Module):
         return masks
 
     def attending(self, slots: Tensor | None = None) -> Any:
-        """A context in which its passes use the same attention kernels as the target's.
-
-        Args:
-            slots: see `models.attention.attending`.
-        """
+        """A context in which its passes use the same attention kernels as the target's."""
         config = self.config if shares_heads(self, self.config) else None
         return attending(self.device, config, slots)
 
@@ -177,14 +159,7 @@ class HiddenStateDraft(nn.Module):
     ) -> Tensor:
         """Run `layers`, of which the first is layer `first_layer` of the draft.
 
-        Args:
-            hidden_states: [batch, tokens, hidden size].
-            positions: int64 [batch, tokens].
-            masks: by layer type, additive, [batch, 1, tokens, extent].
-            cache: where keys and values go; None attends to the tokens of this pass.
-
-        Returns:
-            [batch, tokens, hidden size].
+        `hidden_states` [batch, tokens, hidden size]; `positions` int64 [batch, tokens].
         """
         rotary = self.rotary_emb(hidden_states, positions)
         for number, layer in enumerate(layers, first_layer):

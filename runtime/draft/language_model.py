@@ -21,14 +21,7 @@ from sequoia_plan.runtime.models.probe import probe
 class LanguageModelDrafter:
     """A transformers causal LM as a drafter (see `Drafter`).
 
-    Args:
-        model: a transformers causal LM in eval mode.
-        vocabulary: use only the first so many of its logits.
-        d2t: int64 [vocabulary], the target's token for each of them; None if they are the same.
-        backend: of torch.compile, to compile its passes with; None leaves them as they are.
-
-    Raises:
-        SequoiaPlanError: if the model cannot read a tree.
+    `d2t` int64 [vocabulary].
     """
 
     drafting: Drafting = LANGUAGE_MODEL
@@ -78,13 +71,7 @@ class LanguageModelDrafter:
     ) -> ForwardOutput:
         """Read the pass's tokens with the language model, and write to its cache.
 
-        Args:
-            columns: int64 [extent], for each slot of the KV cache that attention looks at, the
-                column of the tree's mask that applies.
-            previous: not used.
-
-        Returns:
-            Logits of the last `num_parents` tokens, [num_parents, vocabulary].
+        `columns` int64 [extent].
         """
         # a prompt of one token has no token before its root: token 0 stands for it
         tokens = sequence.tokens[(sequence.length + draft_pass.input_slots).clamp_(min=0)]

@@ -70,12 +70,7 @@ EAGLE3_NORM_KEYS = {
 
 
 def load_checkpoint(checkpoint: Checkpoint, target: Any, dtype: torch.dtype) -> HiddenStateDraft:
-    """Build the draft, in `dtype` and on the device where the target computes.
-
-    Raises:
-        SequoiaPlanError: if it was made for another target, its tensors contradict its config.json,
-            or config.json has values that make no model.
-    """
+    """Build the draft, in `dtype` and on the device where the target computes."""
     try:
         return _load(checkpoint, target, dtype)
     except (SequoiaPlanError, torch.OutOfMemoryError):
@@ -177,9 +172,6 @@ def _layer_config(checkpoint: Checkpoint) -> Any:
 def _check_sizes(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
     """Raise SequoiaPlanError unless sizes are whole numbers of at least 1, and the activation is
     known.
-
-    Args:
-        config: values by key; a key may be missing.
     """
     for name in SIZES:
         size = config.get(name)
@@ -199,16 +191,7 @@ def _check_sizes(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
 def _aux_hidden_state_layers(
     checkpoint: Checkpoint, target: Any, fc_weight: Tensor, config: Any, target_width: int
 ) -> tuple[int, ...]:
-    """Which hidden states of this target the draft reads, numbered as in aux_hidden_states.py.
-
-    Args:
-        fc_weight: the matrix that fuses them; it has as many columns as they have numbers together.
-        config: of the draft's layers.
-        target_width: the target's hidden size.
-
-    Raises:
-        SequoiaPlanError: if the matrix or the layer numbers do not fit this target.
-    """
+    """Which hidden states of this target the draft reads, numbered as in aux_hidden_states.py."""
     if checkpoint.algorithm == EAGLE1:
         width = config.hidden_size
         # the matrix of EAGLE-1 reads an embedding and a hidden state side by side
@@ -260,15 +243,7 @@ def _aux_hidden_state_layers(
 
 
 def _head_rows(checkpoint: Checkpoint, target: Any, config: Any, target_width: int) -> int:
-    """Rows of the draft's own output head; 0 if it uses the target's.
-
-    Args:
-        config: of the draft's layers.
-        target_width: the target's hidden size.
-
-    Raises:
-        SequoiaPlanError: if the head fits neither this target nor the draft's own d2t.
-    """
+    """Rows of the draft's own output head; 0 if it uses the target's."""
     head, d2t = checkpoint.weights.get("lm_head.weight"), checkpoint.d2t
     target_tokens = vocabulary_size(target)
     if head is None:
@@ -318,11 +293,6 @@ def _build(
     """Make the draft's module; `_fill` gives it its weights.
 
     The caller has set the default device to "meta", so the parameters have shapes but no memory.
-
-    Args:
-        checkpoint: its algorithm says which class to make.
-        arguments: those that all of these classes take, see `HiddenStateDraft`.
-        target_width: the target's hidden size.
     """
     if checkpoint.algorithm == EAGLE1:
         return Eagle1(**arguments, bias="fc.bias" in checkpoint.weights)
@@ -340,9 +310,6 @@ def _draft_block(checkpoint: Checkpoint, target: Any) -> DraftBlock:
     """What a block of this DFlash draft is, from its config.json.
 
     A block is the tokens that one pass reads: the root's, and mask tokens after it.
-
-    Raises:
-        SequoiaPlanError: if a setting is unknown, or has no valid value for this target.
     """
     config = checkpoint.config
     from_speculators = config.get("speculators_model_type") is not None
@@ -382,11 +349,6 @@ def _causal_layer_types(
     """The types of layers in which a token of a DFlash block attends to those up to itself.
 
     Without a setting, these are the layers with a window.
-
-    Args:
-        config: the whole config.json.
-        section: its `dflash_config`.
-        from_speculators: whether the library speculators wrote it, which has a key of its own.
     """
     if from_speculators:
         looks_ahead = config.get("sliding_window_non_causal", False)
@@ -400,14 +362,7 @@ def _causal_layer_types(
 def _fill(
     checkpoint: Checkpoint, draft: HiddenStateDraft, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Check that names and shapes of the weights agree with the module, then give it the weights.
-
-    Args:
-        draft: its parameters are on the meta device, where they have shapes but no memory.
-
-    Raises:
-        SequoiaPlanError: naming the first tensor that is missing, unknown or of another shape.
-    """
+    """Give the module its weights, after a check of their names and shapes."""
     expected = draft.state_dict()
     for name in sorted(expected.keys() | checkpoint.weights.keys()):
         weight = checkpoint.weights.get(name)

@@ -51,19 +51,6 @@ def self_draft(
     """A copy of `target` whose linear layers are in 8 bits; the target is not changed.
 
     The copy shares the target's embeddings, and computes in `draft_dtype`.
-
-    Args:
-        target: a transformers causal LM. Its decoder layers may be on the meta device; everything
-            else is in memory.
-        layers: the weights of each decoder layer that is copied, in order, by their names in the
-            layer, on any device. They are taken one layer at a time, and released once they are
-            copied. None uses the target's own.
-        shared_layers: numbers of the layers that are not copied, but used as they are, and so is
-            the head; the target must be one whose `copy_can_share`. None copies everything.
-
-    Raises:
-        SequoiaPlanError: if the target was repacked, or has weight matrices outside of linear
-            layers, as mixtures of experts have.
     """
     if any(isinstance(module, PrepackedLinear) for module in target.modules()):
         raise SequoiaPlanError(
@@ -109,11 +96,7 @@ def share_layers(draft: Any, target: Any, numbers: Iterable[int]) -> None:
 
 
 def copy_bytes(tensors: Iterable[Tensor], dtype: torch.dtype) -> int:
-    """The most bytes that a copy of these weights takes; they may be on the meta device.
-
-    Args:
-        dtype: of everything that is not in 8 bits.
-    """
+    """The most bytes that a copy of these weights takes; they may be on the meta device."""
     return sum(
         tensor.numel() + max(tensor.shape) * torch.bfloat16.itemsize  # a scale for each row
         if tensor.ndim > 1
@@ -125,12 +108,7 @@ def copy_bytes(tensors: Iterable[Tensor], dtype: torch.dtype) -> int:
 def _layer_copy(
     model: Any, layer: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype
 ) -> nn.Module:
-    """One decoder layer of `model` in 8 bits, computed with fewer operations where it can be.
-
-    Args:
-        tensors: the layer's weights, by their names in it, on any device.
-        dtype: of everything that is not in 8 bits.
-    """
+    """One decoder layer of `model` in 8 bits, computed with fewer operations where it can be."""
     tensors = {name: tensor.to(model.device) for name, tensor in tensors.items()}
     if can_fuse(layer) and has_gated_mlp(layer):
         return FusedLayer(layer, tensors, dtype, partial(Int8Linear, dtype=dtype))
@@ -144,13 +122,7 @@ def _copy_in_8_bits(
     dtype: torch.dtype,
     replacements: Mapping[nn.Module, nn.Module],
 ) -> Any:
-    """A copy of `module` with linear layers in 8 bits, and everything else in `dtype`.
-
-    Args:
-        model: the model that it belongs to; its configuration is shared.
-        tensors: the weights, by the names of the parameters in `module`.
-        replacements: modules inside it that are replaced, not copied.
-    """
+    """A copy of `module` with linear layers in 8 bits, and everything else in `dtype`."""
     # `deepcopy` takes what is in the memo in place of a copy
     memo: dict[int, Any] = {id(config): config for config in (model.config, text_config(model))}
     memo |= {id(original): substitute for original, substitute in replacements.items()}

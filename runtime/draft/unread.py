@@ -23,10 +23,6 @@ def catch_up(
 
     Afterwards, all that the step may accept without the draft counts as unread, until `note_count`
     says how much of it was accepted.
-
-    Args:
-        length: the root's slot.
-        extent: number of slots of the KV cache that attention looks at.
     """
     drafts = bool(tree.num_drafted_levels)
     is_needed = drafts and sequence.num_unread > drafter.num_read_again(tree)
@@ -45,9 +41,5 @@ def catch_up(
 
 
 def note_count(sequence: SequenceState, tree: TokenTree, count: int) -> None:
-    """Take off what the last step, with `tree`, did not accept.
-
-    Args:
-        count: how many nodes it accepted, the root included.
-    """
+    """Take off what the last step, with `tree`, did not accept."""
     sequence.num_unread = max(0, sequence.num_unread - (tree.depth - count))

@@ -24,12 +24,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def without_adapter_wrapper(model: Any) -> Any:
-    """The model that peft wraps: its layers hold the LoRA weights. Any other model is returned.
-
-    Raises:
-        SequoiaPlanError: for prompt learning (prefix and prompt tuning), which adds tokens that
-            only the wrapper knows.
-    """
+    """The model that peft wraps: its layers hold the LoRA weights. Any other model is returned."""
     peft_config = getattr(model, "active_peft_config", None)
     if peft_config is None or not hasattr(model, "get_base_model"):
         return model
@@ -50,11 +45,7 @@ def text_config(model: Any) -> Any:
 
 
 def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
-    """The name and the list of a model's decoder layers: its first list of the right length.
-
-    Raises:
-        SequoiaPlanError: if there is no list of as many layers as the configuration says.
-    """
+    """The name and the list of a model's decoder layers: its first list of the right length."""
     count = text_config(model).num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -114,15 +105,7 @@ def rope_reason(config: Any) -> str:
 
 
 def attention_window(config: Any) -> tuple[int | None, bool]:
-    """The sliding window of a model's attention, and whether its layers differ in type.
-
-    Returns:
-        How many positions, its own included, a token attends to in windowed layers (None if no
-        layer has a window); True if the model takes one mask for each type of layer.
-
-    Raises:
-        SequoiaPlanError: if layers attend, or keep state, in a way that no tree mask can describe.
-    """
+    """The sliding window of a model's attention, and whether its layers differ in type."""
     layer_types = set(getattr(config, "layer_types", None) or ())
     layer_types |= set(getattr(config, "attention_layers", None) or ())
     known_types = {FULL, WINDOWED, "attention", "global"}

@@ -46,20 +46,8 @@ def attend_shared_heads(
 ) -> tuple[Tensor, None]:
     """Compute transformers' `sdpa` attention, without copies of keys and values that heads share.
 
-    With a mask, transformers copies keys and values once for each head that shares them; older
-    versions (5.17) do so even where one token attends. This function copies nothing. The heads of
-    one sequence that share keys become a dimension along which keys and values are expanded. Where
-    several sequences have one token each, they become the rows of one head.
-
-    Args:
-        query: [sequences, heads, tokens, head_dim], of one sequence or of one token each.
-        key, value: [sequences, shared heads, extent, head_dim].
-        attention_mask: additive, [sequences, 1, tokens, extent].
-        module, dropout, scaling, kwargs: as transformers gives them. Other cases than these go to
-            transformers' own function.
-
-    Returns:
-        [sequences, tokens, heads, head_dim], and None for the attention weights.
+    `query` [sequences, heads, tokens, head_dim]; `key`, `value` [sequences, shared heads, extent,
+    head_dim].
     """
     key_heads, sequences, tokens = key.shape[1], query.shape[0], query.shape[2]
     heads_are_shared = query.shape[1] != key_heads
@@ -105,16 +93,8 @@ def attend_on_cpu(
 
     In bfloat16, that kernel takes several times as long for one row of a head as for two. So heads
     that share keys are rows of one head where few tokens attend, and a single row is there twice.
-    Most results are the same, bit for bit; a few differ in the last bit.
-
-    Args:
-        query: [sequences, heads, tokens, head_dim].
-        key, value: [sequences, shared heads, extent, head_dim].
-        attention_mask: additive, [sequences, 1, tokens, extent]; None for causal attention.
-        scaling: of the products of queries and keys.
-
-    Returns:
-        [sequences, tokens, heads, head_dim].
+    Most results are the same, bit for bit; a few differ in the last bit. `query` [sequences, heads,
+    tokens, head_dim]; `key`, `value` [sequences, shared heads, extent, head_dim].
     """
     attend = partial(
         nn.functional.scaled_dot_product_attention, key=key, value=value, scale=scaling
@@ -166,13 +146,8 @@ def attending(
     """A context whose passes attend with kernels that suit a tree's mask.
 
     On CUDA they use `MASKED_BACKENDS`, PyTorch's kernels that take a mask. With `config` they use
-    `attend_shared_heads`, which does not copy keys and values that several heads share.
-
-    Args:
-        device: where the model computes; only CUDA needs a choice of kernels.
-        config: the model's configuration if it `shares_heads`, else None.
-        slots: int64 [tokens], where the pass writes the keys of its tokens, none of which sees a
-            later slot; None if that is not so.
+    `attend_shared_heads`, which does not copy keys and values that several heads share. `slots`
+    int64 [tokens].
     """
     with contextlib.ExitStack() as stack:
         if device.type == "cuda":

@@ -3,9 +3,6 @@
 PyTorch's kernels that take a mask give all keys of a head to one program, so that a tree's pass
 over a long text leaves most of a GPU idle. Here the keys are split: each program attends to a part
 of them, and a second kernel merges the parts.
-
-The rows of a program are the queries of all heads that share keys: row r is token r % num_tokens of
-the shared head's query head r // num_tokens.
 """
 
 from __future__ import annotations
@@ -28,20 +25,10 @@ def attend_to_part(
     """Attend to one part of the keys. The programs are [shared heads, blocks of rows, parts].
 
     The parts end with the last of `slots`, which is read here: one launch, and one graph, serves
-    texts of all lengths. Blocks of keys that the mask hides from every row are not read.
-
-    Args:
-        query: [heads, num_tokens, HEAD_DIM].
-        key, value: [shared heads, at least extent, HEAD_DIM].
-        mask: additive, [num_tokens, extent].
-        slots: int64 [num_tokens], where the tokens' own keys are; no token sees a later slot.
-        part_sums: float32 [parts, shared heads * rows, HEAD_DIM], written: sums of weight * value.
-        part_totals, part_max: float32 [parts, shared heads * rows], written: sums of the weights
-            exp(score - part_max), and the largest scores.
-        group: heads that share keys.
-        scale: of the products of queries and keys.
-        HIDDEN: numbers of the mask up to here hide a key.
-        MAX_TOKENS: a power of two, at least num_tokens.
+    texts of all lengths. Blocks of keys that the mask hides from every row are not read. `query`
+    [heads, num_tokens, HEAD_DIM]; `key`, `value` [shared heads, at least extent, HEAD_DIM]; `slots`
+    int64 [num_tokens]; `part_sums` float32 [parts, shared heads * rows, HEAD_DIM]; `part_totals`,
+    `part_max` float32 [parts, shared heads * rows].
     """
     head, part = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -107,10 +94,7 @@ def merge_parts(
 ):
     """Merge the parts of each row, one program a row. The programs are [shared heads, rows].
 
-    Args:
-        part_sums, part_totals, part_max: what `attend_to_part` wrote.
-        attended: [num_tokens, heads, HEAD_DIM], written; zeros for a row that no key is visible to.
-        MAX_PARTS: a power of two, at least the number of parts.
+    `attended` [num_tokens, heads, HEAD_DIM].
     """
     head, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     num_rows = num_tokens * group

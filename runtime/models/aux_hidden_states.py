@@ -1,7 +1,7 @@
 """Hidden states of a model's layers, recorded by hooks while it runs (aux hidden states).
 
-Layers are numbered in one way here, whatever a checkpoint does: 0 is the embedding, k is the
-output of layer k (counted from 1), so the last layer's is the one before the final norm.
+Layers are numbered in one way here, whatever a checkpoint does: 0 is the embedding, k is the output
+of layer k (counted from 1), so the last layer's is the one before the final norm.
 `AFTER_FINAL_NORM` is the one after it, which the output head reads.
 """
 
@@ -30,14 +30,6 @@ def register_hooks(model: Any, layers: nn.ModuleList | None, layer_numbers: Sequ
 
     They are in `TreeCache.aux_hidden_states` after the pass. Passes with other caches, as those of
     transformers' generate, record nothing; passes of several threads do not interfere.
-
-    Args:
-        layers: the model's decoder layers; None if only `AFTER_FINAL_NORM` is asked for.
-        layer_numbers: which hidden states to record: 0 is the embedding, k the output of layer k
-            (counted from 1), `AFTER_FINAL_NORM` what the output head reads.
-
-    Raises:
-        SequoiaPlanError: if the model has no such layer.
     """
     for number in layer_numbers:
         if number == AFTER_FINAL_NORM:
@@ -64,16 +56,7 @@ def register_hooks(model: Any, layers: nn.ModuleList | None, layer_numbers: Sequ
 def take_aux_hidden_states(
     cache: TreeCache, layer_numbers: Sequence[int], device: torch.device
 ) -> Tensor:
-    """[tokens, layers * width]: what the last pass recorded, side by side. Clears the record.
-
-    Args:
-        layer_numbers: the hidden states to return, in this order, numbered as in `register_hooks`.
-        device: where to put them.
-
-    Raises:
-        SequoiaPlanError: if a hook did not run, as in a model that was compiled before its draft
-            was known, or whose hooks somebody has removed.
-    """
+    """[tokens, layers * width]: what the last pass recorded, side by side. Clears the record."""
     recorded, cache.aux_hidden_states = cache.aux_hidden_states, {}
     if missing := [number for number in layer_numbers if number not in recorded]:
         raise SequoiaPlanError(

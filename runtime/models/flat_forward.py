@@ -21,11 +21,7 @@ _compared: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 class FlatForward:
-    """The forward pass of a causal LM of Llama's kind whose layers are all fused.
-
-    Args:
-        model: a transformers causal LM for which `can_walk` is true.
-    """
+    """The forward pass of a causal LM of Llama's kind whose layers are all fused."""
 
     def __init__(self, model: Any) -> None:
         base = model.model
@@ -45,11 +41,7 @@ class FlatForward:
     ) -> Tensor:
         """Logits [1, tokens, vocabulary], of the last `logits_to_keep` tokens only (0: all).
 
-        Args:
-            tokens, positions: int64 [1, tokens].
-            mask: additive [1, 1, tokens, extent], or one for each type of layer; None for causal
-                attention.
-            cache: gets the keys and values; None attends to the tokens of this pass.
+        `tokens`, `positions` int64 [1, tokens]; `mask` [1, 1, tokens, extent].
         """
         hidden_states = self.embed_tokens(tokens)
         position_embeddings = self.rotary_emb(hidden_states, positions)

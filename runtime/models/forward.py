@@ -53,10 +53,7 @@ ChunkCallback = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 class ForwardOutput:
     """What a forward pass returns.
 
-    Args:
-        logits: [tokens, vocabulary].
-        hidden_states: [tokens, width]. Of the target, the aux hidden states that a draft asked for,
-            side by side; of an EAGLE draft, its features for the next level. None otherwise.
+    `logits` [tokens, vocabulary]; `hidden_states` [tokens, width].
     """
 
     logits: Tensor
@@ -64,18 +61,7 @@ class ForwardOutput:
 
 
 class TreeModel:
-    """A causal LM as a decoding step runs it. Its state is in the cache that each call is given.
-
-    Args:
-        model: a transformers causal LM in eval mode.
-        layout: its cache's layout, if known.
-        vocabulary: use only the first so many logits; None for all.
-        aux_hidden_state_layers: hidden states to return with each pass, numbered as in
-            aux_hidden_states.py.
-
-    Raises:
-        SequoiaPlanError: if the model has no such hidden states.
-    """
+    """A causal LM as a decoding step runs it. Its state is in the cache that each call is given."""
 
     def __init__(
         self,
@@ -126,11 +112,7 @@ class TreeModel:
         )
 
     def new_cache(self, capacity: int) -> TreeCache:
-        """A cache for a sequence of up to `capacity` slots.
-
-        Raises:
-            SequoiaPlanError: if the device has not enough memory.
-        """
+        """A cache for a sequence of up to `capacity` slots."""
         windowed = self.window is not None and self.window < capacity
         return TreeCache(self.layers, capacity, self.device, counts_positions=windowed)
 
@@ -148,18 +130,7 @@ class TreeModel:
         """One pass over `tokens`, which writes their keys and values to `slots` of `cache`.
 
         While it runs, `attending` selects attention kernels that take a mask and do not copy the
-        keys that several heads share.
-
-        Args:
-            tokens, positions, slots: int64 [tokens]. Positions beyond the model's context are
-                clamped to its last one; nodes near the end of the context have such positions, and
-                these nodes are never accepted.
-            mask: additive, [tokens, extent]: attention looks at the first `extent` slots.
-            logits_to_keep: return logits of the last so many tokens only; 0 for all.
-            compiled: run the compiled model, if `compile` was called.
-
-        Raises:
-            SequoiaPlanError: if the mask is wider than the cache.
+        keys that several heads share. `tokens`, `positions`, `slots` int64 [tokens].
         """
         if mask.shape[1] > cache.capacity:
             raise SequoiaPlanError(
@@ -205,16 +176,7 @@ class TreeModel:
     def prefill(
         self, cache: TreeCache, tokens: Tensor, on_chunk: ChunkCallback | None = None
     ) -> None:
-        """Start a sequence with `tokens` (int64 [n]), read in chunks so that the mask stays small.
-
-        Args:
-            on_chunk: called after each chunk with the chunk's tokens, slots, mask and aux hidden
-                states, if the model records any. The last chunk may have padding after the prompt,
-                whose rows have no meaning.
-
-        Raises:
-            SequoiaPlanError: if the model is in training mode, or was moved since.
-        """
+        """Start a sequence with `tokens` (int64 [n]), in chunks so that the mask stays small."""
         self._check_unchanged()
         cache.finite.fill_(True)
         token_multiple, slot_multiple = self.prefill_multiples
@@ -232,11 +194,7 @@ class TreeModel:
                 on_chunk(chunk, slots, mask, output.hidden_states)
 
     def _check_unchanged(self) -> None:
-        """Check that the model is where it was at the start, in its dtype, and in eval mode.
-
-        Raises:
-            SequoiaPlanError: if it is not.
-        """
+        """Check that the model is where it was at the start, in its dtype, and in eval mode."""
         model_type = getattr(self.model.config, "model_type", type(unwrapped(self.model)).__name__)
         if device_and_dtype(self.model) != self.device_and_dtype:
             (old_device, old_dtype) = self.device_and_dtype
@@ -258,13 +216,7 @@ class TreeModel:
 
         It has two more dimensions at the front, for batch and heads. Layers with a sliding window
         get a mask that also hides positions outside the window; positions count here, not slots.
-
-        Args:
-            mask: additive, [tokens, extent].
-            positions, slots: int64 [tokens].
-
-        Returns:
-            [1, 1, tokens, extent]; or one for each type of layer, if the model has several.
+        `positions`, `slots` int64 [tokens].
         """
         mask = mask_as_dtype(mask, self.model.dtype)
         full = mask[None, None]
@@ -280,9 +232,6 @@ def compiling_many_shapes(compiled: bool) -> contextlib.AbstractContextManager[A
     """A context that raises torch.compile's limit of eight shapes to `MAX_SHAPES`.
 
     Every number of tokens and every extent of attention is a shape of its own.
-
-    Args:
-        compiled: whether the pass inside runs a compiled model; if not, nothing is changed.
     """
     if not compiled:
         return contextlib.nullcontext()

@@ -39,14 +39,6 @@ def fuse(model: Any, make_linear: MakeLinear, proven: Mapping[Hashable, bool] | 
     A layer is replaced if it `can_fuse`, and if a fused layer of its kind computes the same. Other
     linear layers are replaced by what `make_linear` makes of them, and norms outside of layers by
     fused ones.
-
-    Args:
-        model: a transformers causal LM or a draft in eval mode, with its weights on one device.
-        make_linear: makes the linear layers.
-        proven: what `try_kinds` returned for these layers; None tries them here.
-
-    Returns:
-        How many layers are fused.
     """
     layer_lists = [module for module in model.modules() if type(module) is nn.ModuleList]
     if proven is None:
@@ -68,10 +60,6 @@ def try_kinds(
     """Try once for each kind of layer whether a fused one computes the same in float32.
 
     Layers of one kind have the same class, the same settings and parameters of the same shapes.
-
-    Args:
-        layers: those that `can_fuse` are tried, with their own weights.
-        load: returns a layer's weights by its number in `layers`; None for layers that have them.
     """
     computes_the_same: dict[Hashable, bool] = {}
     for number, layer in enumerate(layers):
@@ -111,13 +99,6 @@ def fused_layer_error(layer: Any, load: LoadWeights | None = None) -> float:
     """How far a fused layer's attention and MLP, with their norms, are from those of `layer`.
 
     Experts are left out, because a fused layer keeps them as they are.
-
-    Args:
-        layer: a layer that `can_fuse`.
-        load: returns its weights, if it has none; they are not kept.
-
-    Returns:
-        The larger of both relative errors, in float32.
     """
     kept_modules = {} if has_gated_mlp(layer) else {id(layer.mlp): nn.Identity()}
     original = copy.deepcopy(layer, kept_modules)

@@ -103,13 +103,6 @@ class FusedLayer(nn.Module):
     """A decoder layer that computes the function of a layer of transformers.
 
     Its parts have the names and the arguments of those that they replace.
-
-    Args:
-        layer: the layer that this one replaces. Its weights are not read; they may be on the meta
-            device.
-        tensors: the weights of the layer, by their names in it.
-        dtype: of the hidden states.
-        make_linear: makes the linear layers.
     """
 
     input_layernorm: nn.Module
@@ -141,14 +134,8 @@ class FusedLayer(nn.Module):
     ) -> Tensor:
         """Compute the layer, with the arguments that transformers gives its layers.
 
-        Args:
-            hidden_states: float [batch, tokens, width].
-            attention_mask: additive [batch, 1, tokens, extent]; None for causal attention.
-            position_embeddings: cosines and sines, [batch, tokens, head_dim] each.
-            options: the cache is used, under either of its names; the rest is ignored.
-
-        Returns:
-            float [batch, tokens, width].
+        `hidden_states` float [batch, tokens, width]; `attention_mask` [batch, 1, tokens, extent];
+        returns float [batch, tokens, width].
         """
         attended, _ = self.self_attn(
             self.input_layernorm(hidden_states),
@@ -161,12 +148,7 @@ class FusedLayer(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """Self-attention whose queries, keys and values are one matrix product.
-
-    Args:
-        attention: the module that this one replaces.
-        tensors, dtype, make_linear: as for `FusedLayer`.
-    """
+    """Self-attention whose queries, keys and values are one matrix product."""
 
     def __init__(
         self,
@@ -205,15 +187,7 @@ class FusedAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """What attention adds to the hidden states.
 
-        Args:
-            hidden_states: float [batch, tokens, width], after the norm.
-            position_embeddings, attention_mask: as for `FusedLayer.forward`.
-            options: the cache, under either of its names, gets the new keys and values, and returns
-                all those to attend to; without one, attention is to the tokens of this pass. The
-                rest is ignored.
-
-        Returns:
-            float [batch, tokens, width], and None for the attention weights.
+        `hidden_states` float [batch, tokens, width]; returns float [batch, tokens, width].
         """
         queries, keys, values = self.queries_keys_values(hidden_states, position_embeddings)
         cache = cache_among(options)
@@ -230,11 +204,7 @@ class FusedAttention(nn.Module):
     def queries_keys_values(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of hidden states that are normed: [batch, heads, tokens, dim].
-
-        Args:
-            hidden_states, position_embeddings: as for `forward`.
-        """
+        """Queries, keys and values [batch, heads, tokens, dim] of normed hidden states."""
         heads = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
         sizes = (self.query_heads + self.key_heads, self.key_heads)
         queries_and_keys, values = heads.split(sizes, 2)
@@ -250,12 +220,7 @@ class FusedAttention(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)) whose gate and up projections are one matrix product.
-
-    Args:
-        activation: the function of the gate.
-        tensors, make_linear: as for `FusedLayer`.
-    """
+    """down(activation(gate(x)) * up(x)) whose gate and up projections are one matrix product."""
 
     def __init__(
         self,
@@ -292,11 +257,8 @@ class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + epsilon) * weight (arXiv 1910.07467), computed in float32.
 
     The root is the length of the vector (|x|, sqrt(width * epsilon)), which takes two operations,
-    and the result is rounded once. PyTorch's and transformers' norms are more operations.
-
-    Args:
-        weight: float [width].
-        epsilon: added to the mean.
+    and the result is rounded once. PyTorch's and transformers' norms are more operations. `weight`
+    float [width].
     """
 
     scale: Tensor
@@ -341,11 +303,7 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
 
 
 def _rotate(heads: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embeddings applied to heads [batch, tokens, heads, head_dim].
-
-    Args:
-        position_embeddings: cosines and sines, [batch, tokens, head_dim] each.
-    """
+    """Rotary embeddings applied to heads [batch, tokens, heads, head_dim]."""
     if not runs_kernels(heads):
         return _rotate_by_tensor_operations(heads, position_embeddings)
     by_kernel = partial(rotate, heads, *position_embeddings)

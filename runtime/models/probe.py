@@ -38,20 +38,7 @@ _probed: WeakKeyDictionary[Any, tuple[tuple[Any, ...], CacheLayout]] = WeakKeyDi
 
 @torch.inference_mode()
 def probe(model: Any) -> CacheLayout:
-    """Check that a model can read a token tree.
-
-    Compares the logits of a tree's nodes with those of its paths, which the model reads one by one
-    without our mask or cache. Nodes have the order of slots in common with their paths, but not
-    positions. So the logits differ if the model looks at slots (ALiBi), at the token before
-    (recurrent layers) or at tokens that the mask hides. A model is tried once for each device and
-    dtype.
-
-    Returns:
-        The layout of the model's KV cache.
-
-    Raises:
-        SequoiaPlanError: if the model cannot read a tree.
-    """
+    """Check that a model can read a token tree."""
     setting = (attention_implementation(model.config), *device_and_dtype(model))
     probed_setting, layout = _probed.get(unwrapped(model), (None, None))
     if layout is not None and probed_setting == setting:
@@ -95,11 +82,7 @@ def _check_description(model: Any) -> None:
 
 
 def _try_tree(model: Any) -> CacheLayout:
-    """Read the tree and its paths, and return the layout of the cache that the tree was read with.
-
-    Raises:
-        SequoiaPlanError: if reading fails, or the logits differ.
-    """
+    """Forward the tree and its paths; return the layout of the cache that the tree used."""
     model_type = _model_type(model)
     tree_model = TreeModel(model)
     try:
@@ -191,11 +174,8 @@ def _path_logits(tree_model: TreeModel, prefix: Tensor, node_tokens: Tensor) -> 
     """Each node's logits [vocabulary] as the model computes them from the node's path alone.
 
     The model reads one plain sequence for each leaf: the prefix, then the nodes from the root to
-    the leaf. The sequences have equal lengths.
-
-    Args:
-        prefix: int64 [PREFIX], the committed tokens.
-        node_tokens: int64 [nodes], each node's token.
+    the leaf. The sequences have equal lengths. `prefix` int64 [PREFIX]; `node_tokens` int64
+    [nodes].
     """
     paths = [
         torch.as_tensor(TREE.attention_mask[leaf].nonzero()[0], device=tree_model.device)
@@ -214,12 +194,8 @@ def _node_logits(tree_model: TreeModel, cache: TreeCache, tokens: Tensor) -> Ten
     """[nodes - 1, vocabulary]: the logits of all nodes but the root, read as a tree.
 
     One pass reads the prefix and the root with a causal mask. A second pass reads the other nodes
-    with the tree's mask; its attention looks at the first `EXTENT` slots of the cache.
-
-    Args:
-        cache: empty, of `EXTENT` slots.
-        tokens: int64 [PREFIX + nodes], the committed tokens, then each node's token, the root's
-            first.
+    with the tree's mask; its attention looks at the first `EXTENT` slots of the cache. `tokens`
+    int64 [PREFIX + nodes].
     """
     device, dtype = tree_model.device, tree_model.model.dtype
     # the first pass reads the root too: the other nodes must find its keys in the cache
@@ -238,13 +214,8 @@ def _node_logits(tree_model: TreeModel, cache: TreeCache, tokens: Tensor) -> Ten
 def _relative_error(logits: Tensor, expected: Tensor) -> Tensor:
     """|logits - expected| / |expected|, both centred: a softmax does not depend on their mean.
 
-    Tokens that have the logit -inf in both are left out.
-
-    Args:
-        logits, expected: float [vocabulary].
-
-    Returns:
-        float64 [].
+    Tokens that have the logit -inf in both are left out. `logits`, `expected` float [vocabulary];
+    returns float64 [].
     """
     is_allowed = ~(expected.isneginf() & logits.isneginf())
     logits, expected = logits[is_allowed].double(), expected[is_allowed].double()

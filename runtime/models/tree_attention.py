@@ -14,7 +14,7 @@ from sequoia_plan.runtime.base.kernel_launch import has_failed, kernels_availabl
 MAX_TOKENS, MIN_EXTENT = 256, 1024
 """With more tokens or fewer keys, PyTorch's kernels leave little of a device idle."""
 MAX_ROWS, BLOCK_KEYS, MAX_HEAD_DIM, WARPS = 32, 32, 128, 8
-"""Of a program; larger blocks spill registers (tests/test_kernel_compile.py)."""
+"""Of a program; larger blocks spill registers (tests/runtime/test_kernel_compile.py)."""
 MAX_PARTS = 64
 HIDDEN = {torch.float32: -1e30, torch.bfloat16: -1e30, torch.float16: -6e4}
 """By the mask's dtype: numbers up to here hide a key. Masks have the dtype's lowest number."""
@@ -61,17 +61,8 @@ def split_key_attention(
 ) -> Tensor:
     """`scaled_dot_product_attention` by Triton kernels that split the keys over the device.
 
-    Args:
-        query: [1, heads, tokens, head_dim].
-        key, value: [1, shared heads, extent, head_dim].
-        mask: additive, [1, 1, tokens, extent]. Every key that is visible to a row is finite.
-        slots: int64 [tokens], where the tokens' own keys are. Keys after the last of them are not
-            read, so that the extent may be that of the whole cache.
-        scale: of the products of queries and keys.
-        num_parts: of the keys; 0 for as many as fill the device.
-
-    Returns:
-        [1, tokens, heads, head_dim]; zeros for a token that sees no key.
+    `query` [1, heads, tokens, head_dim]; `key`, `value` [1, shared heads, extent, head_dim];
+    `slots` int64 [tokens].
     """
     kernels = _kernels()
     _, heads, tokens, head_dim = query.shape

@@ -11,14 +11,7 @@ from sequoia_plan.artifacts import SequoiaPlanError
 
 
 def check_tokenizers(target: Any, draft: Any) -> int:
-    """Compare two tokenizers token by token.
-
-    Returns:
-        The size of the smaller vocabulary, whose tokens they share.
-
-    Raises:
-        SequoiaPlanError: naming the first token that differs.
-    """
+    """Compare two tokenizers token by token."""
     target_tokens = {number: token for token, number in target.get_vocab().items()}
     draft_tokens = {number: token for token, number in draft.get_vocab().items()}
     common_size = min(max(target_tokens), max(draft_tokens)) + 1
@@ -44,20 +37,7 @@ def shared_vocabulary(
     """Which tokens the draft can propose.
 
     The target's logits are never cut. It keeps the tokens that the draft does not have, so the
-    distribution of the output is the same.
-
-    Args:
-        draft: may have an attribute `d2t` (int64 [draft vocabulary]), the target's token for each
-            of the draft's tokens.
-        tokenizer, draft_tokenizer: where vocabularies differ in padding only, their tokenizers
-            tell which tokens the models share.
-
-    Returns:
-        How many of the draft's logits are used, and the target's token for each of them (int64);
-        None if they are the same.
-
-    Raises:
-        SequoiaPlanError: if the vocabularies cannot belong together.
+    distribution of the output is the same. `draft` int64 [draft vocabulary].
     """
     target_size, draft_size = vocabulary_size(target), vocabulary_size(draft)
     common_size: int | None = None

@@ -1,8 +1,8 @@
 """Layers whose weights are read from a file in every pass, some layers ahead of the computation.
 
-A few slots of memory form a ring: the weights of streamed layer k go to slot k modulo the number
-of slots. Threads read into every free slot, in the order of the layers. After the last layer they
-go on with the first ones, so the slots fill while the next tree is drafted.
+A few slots of memory form a ring: the weights of streamed layer k go to slot k modulo the number of
+slots. Threads read into every free slot, in the order of the layers. After the last layer they go
+on with the first ones, so the slots fill while the next tree is drafted.
 """
 
 from __future__ import annotations
@@ -31,16 +31,6 @@ class DiskStream:
 
     It is a `WeightStream`. Blocks have running numbers that continue from pass to pass: with n
     blocks, number k stands for the weights of streamed layer k modulo n.
-
-    Args:
-        blocks: the weights of each streamed layer, in the order in which a pass needs them.
-        slots: how many blocks are in memory at once.
-        device: where the pass computes. On another device than the CPU, `wait_for` copies a block
-            there.
-
-    Attributes:
-        memory: uint8, the slots as the pass sees them.
-        bytes: bytes that one pass reads.
     """
 
     can_be_captured = False  # the host waits for its threads, and copies memory that is not pinned
@@ -73,11 +63,7 @@ class DiskStream:
         """Do nothing: the threads read ahead by themselves."""
 
     def wait_for(self, layer: int) -> None:
-        """Wait until the weights of this streamed layer are in their slot.
-
-        Raises:
-            SequoiaPlanError: if they cannot be read; the next call tries again.
-        """
+        """Wait until the weights of this streamed layer are in their slot."""
         slot = layer % len(self.memory)
         with self.state_changed:
             if layer != self.current_block % len(self.blocks):  # the previous pass was abandoned
@@ -167,14 +153,7 @@ class DiskStream:
                 self.state_changed.notify_all()
 
     def _read_chunk(self, block_number: int, start: int) -> bool:
-        """Read a chunk into its slot; a block is checked when it is complete for the first time.
-
-        Returns:
-            Whether the block is complete now.
-
-        Raises:
-            SequoiaPlanError: if the chunk cannot be read, or the block is damaged.
-        """
+        """Read a chunk into its slot; a block is checked when it is complete for the first time."""
         layer, slot = block_number % len(self.blocks), self._slot_of(block_number)
         block = self.blocks[layer]
         if layer == 0 and start == 0:

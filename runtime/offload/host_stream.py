@@ -18,11 +18,7 @@ from sequoia_plan.runtime.offload.weight_file import WeightBlock, WeightFile
 
 
 def pinned_blocks(file: WeightFile, blocks: Sequence[WeightBlock]) -> list[Tensor]:
-    """Read blocks into pinned host memory, uint8 each, and close the file.
-
-    Raises:
-        SequoiaPlanError: if the file is damaged, or the memory cannot be pinned.
-    """
+    """Read blocks into pinned host memory, uint8 each, and close the file."""
     memories = [pin(file.memory_of(block)) for block in blocks]
     file.close()
     return memories
@@ -32,9 +28,6 @@ def pin(memory: Tensor) -> Tensor:
     """Pin host memory in place, so that the device can read it by itself.
 
     `Tensor.pin_memory` would allocate up to twice as much, rounded to a power of two.
-
-    Raises:
-        SequoiaPlanError: if the driver refuses.
     """
     error_code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     if error_code:
@@ -49,16 +42,6 @@ class HostStream:
     """Slots of device memory that a CUDA stream of copies fills, in order, in every pass.
 
     It is a `WeightStream`.
-
-    Args:
-        blocks: uint8, pinned: the weights of each streamed layer, in the order in which a pass
-            needs them.
-        slots: how many blocks are on the device at once.
-        device: the CUDA device that computes.
-
-    Attributes:
-        memory: uint8, the slots.
-        bytes: bytes that one pass copies.
     """
 
     can_be_captured = True

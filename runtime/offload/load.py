@@ -52,22 +52,6 @@ class OffloadedTarget:
 
     `place` loads the layers, or lets them be streamed. Norms are small, and a fused layer computes
     with values that it derives from their weights.
-
-    Args:
-        source: folder, hub ID or .gguf file; None for the embedded target.
-        device: where passes are computed.
-        dtype: of the weights.
-
-    Attributes:
-        model: the transformers model.
-        tokenizer, name: as `load_model` returns them.
-        layers: the model's decoder layers.
-        file: its weights, in the order of a pass.
-        outside_bytes: bytes of the weights outside the layers, and of the layers' norms.
-
-    Raises:
-        SequoiaPlanError: if the model cannot be loaded layer by layer, or its weights cannot be
-            written into a file.
     """
 
     def __init__(self, source: str | None, device: str, dtype: torch.dtype) -> None:
@@ -100,15 +84,7 @@ class OffloadedTarget:
         return norms | self._load(self._layer_block(number))
 
     def place(self, split: MemorySplit, link: str, fused: bool = True) -> int:
-        """Load the resident layers, and stream the others.
-
-        Args:
-            link: from where to stream, "host" or "disk".
-            fused: replace layers by fused ones where these compute the same.
-
-        Returns:
-            How many layers are fused.
-        """
+        """Load the resident layers, and stream the others."""
         # before slots and resident layers take the memory that a trial needs
         proven = try_kinds(self.layers, self.layer) if fused else {}
         for number in split.resident_layers:
@@ -174,11 +150,7 @@ class OffloadedTarget:
         return WeightBlock(block.offset, block.size, block.checksum, places)
 
     def _open_weight_file(self, folder: Path, dtype: torch.dtype) -> WeightFile:
-        """Open the weights in pass order; they are written first if the folder's files are new.
-
-        Raises:
-            SequoiaPlanError: if they cannot be read, or written.
-        """
+        """Open the weights in pass order; they are written first if the folder's files are new."""
         layout = self._layout()
         absolute_folder = folder.resolve()
         folder_hash = hashlib.sha256(str(absolute_folder).encode()).hexdigest()[:12]
@@ -270,14 +242,6 @@ def _source_fingerprint(folder: Path, layout: list[dict[str, Tensor]]) -> str:
     It covers the name, size, modification time and samples of the content of each safetensors file
     in the folder, because copies and archives keep the time; and the name, shape and dtype of each
     tensor in `layout`, in order.
-
-    Args:
-        folder: the model's folder.
-        layout: for each block of the file to write, its tensors by name. The first block holds the
-            tensors outside the decoder layers, each further block those of one layer.
-
-    Returns:
-        16 hexadecimal digits.
     """
     files = []
     for path in sorted(folder.glob("*.safetensors")):
@@ -314,9 +278,6 @@ def _tensor_reader(
     If the folder's safetensors files have the model's own names, one tensor at a time is in memory.
     Otherwise transformers loads the whole model, as it must for layouts that it converts. It has
     already loaded a quantised one.
-
-    Raises:
-        SequoiaPlanError: if the weights cannot be read.
     """
     tensors = {name: tensor for block in layout for name, tensor in block.items()}
     if not any(tensor.is_meta for tensor in tensors.values()):

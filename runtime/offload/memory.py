@@ -37,17 +37,7 @@ CGROUP_FILES = (
 
 @dataclass(frozen=True)
 class MemorySplit:
-    """What the memory holds. Sizes are in bytes.
-
-    Args:
-        memory: the budget.
-        outside_bytes: embeddings, head, and everything else that is in no layer.
-        draft_bytes: the draft's own weights.
-        cache_bytes: the KV caches of `KV_TOKENS` tokens, of both models or shared by them.
-        slot_bytes: the ring.
-        resident_layers: numbers of the layers that stay in memory; the others are streamed.
-        resident_bytes, streamed_bytes: the weights of these layers, and of the others.
-    """
+    """What the memory holds. Sizes are in bytes."""
 
     memory: int
     outside_bytes: int
@@ -59,12 +49,7 @@ class MemorySplit:
     streamed_bytes: int
 
     def to_metadata(self, link: str, layers: int) -> dict[str, Any]:
-        """The placement as profiles and trees record it.
-
-        Args:
-            link: from where layers are streamed, "host" or "disk".
-            layers: the number of the target's layers.
-        """
+        """The placement as profiles and trees record it."""
         return {
             "placement": f"streamed from {link}",
             "memory": self.memory,
@@ -86,16 +71,7 @@ def split_memory(
     layer_sizes: list[int],
     copy_size: int = 0,
 ) -> MemorySplit:
-    """Keep as many layers resident as fit, spread evenly, so that reading goes on meanwhile.
-
-    Args:
-        memory, outside_bytes, draft_bytes, cache_bytes: as in `MemorySplit`.
-        layer_sizes: bytes of each layer.
-        copy_size: further bytes of the draft for each layer that is streamed.
-
-    Raises:
-        SequoiaPlanError: if not even the ring fits.
-    """
+    """Keep as many layers resident as fit, spread evenly, so that reading goes on meanwhile."""
     num_layers, total_bytes = len(layer_sizes), sum(layer_sizes)
     max_size = max(layer_sizes)
     fixed_bytes = outside_bytes + draft_bytes + cache_bytes
@@ -133,11 +109,7 @@ def split_memory(
 
 
 def as_bytes(memory: str | int | None, device: torch.device) -> int:
-    """Bytes from a size as 300MB, 24GB, 1.5GiB or a number of bytes; None for what is free.
-
-    Raises:
-        ArgumentError: for anything else.
-    """
+    """Bytes from a size as 300MB, 24GB, 1.5GiB or a number of bytes; None for what is free."""
     if memory is None:
         return free_memory(device)
     text = str(memory).strip().lower().removesuffix("b")

@@ -40,9 +40,6 @@ def view_slots(
     """Let the parameters of `layers` be views of the slots that `stream` fills.
 
     Nothing moves when weights arrive.
-
-    Args:
-        layers, blocks: the streamed layers and their blocks, in the order of a pass.
     """
     for number, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
         set_parameters(layer, block.views(stream.memory[number % len(stream.memory)]))
@@ -54,13 +51,6 @@ def attach_stream(
     """Let each pass of `model` wait for a layer's weights before it, and release them after it.
 
     The stream is closed when the model is no longer used.
-
-    Args:
-        layers: those that `view_slots` was called with, or fused ones in their place.
-        blocks: their blocks.
-
-    Raises:
-        SequoiaPlanError: if a layer does not compute with the weights in its slot.
     """
     for number, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
         _check_reads_slot(layer, block, stream.memory[number % len(stream.memory)])
@@ -90,11 +80,7 @@ def _check_reads_slot(layer: nn.Module, block: WeightBlock, slot: Tensor) -> Non
 
 
 def set_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Replace parameters and buffers of `module`.
-
-    Args:
-        tensors: the new tensors by the names of the old ones in `module`.
-    """
+    """Replace parameters and buffers of `module`."""
     for name, tensor in tensors.items():
         path, _, last_name = name.rpartition(".")
         owner = module.get_submodule(path)

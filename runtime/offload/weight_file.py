@@ -25,7 +25,7 @@ from torch import Tensor
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.cache import round_up
 
-FORMAT, VERSION = "sequoia-plan-weights", 1
+FORMAT, VERSION = "sequoia-plan-drafts", 1
 ALIGNMENT = 4096
 """Offsets, sizes and addresses of reads are multiples of so many bytes."""
 MAX_HEADER_BYTES = 1 << 28
@@ -89,16 +89,6 @@ class WeightFile:
     """An open file of weights.
 
     Several processes may have it open. If another file is renamed over it, this one stays as it is.
-
-    Args:
-        source: what the weights must have been made from, as given to `write_weights`; None accepts
-            any.
-
-    Attributes:
-        blocks: the blocks in file order.
-
-    Raises:
-        SequoiaPlanError: if the file is damaged, or was made from another source.
     """
 
     def __init__(self, path: Path, source: str | None = None) -> None:
@@ -124,9 +114,6 @@ class WeightFile:
         """Fill `memory` with the file's bytes from `offset` on.
 
         The address of `memory`, its length and `offset` must be multiples of `ALIGNMENT`.
-
-        Raises:
-            SequoiaPlanError: if the file ends too early, or cannot be read.
         """
         bytes_read = 0
         while bytes_read < len(memory):
@@ -144,11 +131,7 @@ class WeightFile:
             bytes_read += count
 
     def check(self, block: WeightBlock, memory: memoryview) -> None:
-        """Compare a block that was read into `memory` with its checksum.
-
-        Raises:
-            SequoiaPlanError: if they differ.
-        """
+        """Compare a block that was read into `memory` with its checksum."""
         checksum = zlib.crc32(memory[: block.size])
         if checksum != block.checksum:
             raise SequoiaPlanError(
@@ -157,28 +140,16 @@ class WeightFile:
             )
 
     def check_unchanged(self) -> None:
-        """Check that nobody has written into the file since it was opened.
-
-        Raises:
-            SequoiaPlanError: if somebody has.
-        """
+        """Check that nobody has written into the file since it was opened."""
         if _size_and_mtime(self.fd) != self.size_and_mtime:
             raise SequoiaPlanError(f"{self.path}: was written to while it was in use; {REMEDY}")
 
     def load(self, block: WeightBlock) -> dict[str, Tensor]:
-        """Read a block's tensors into memory that holds nothing else.
-
-        Raises:
-            SequoiaPlanError: if they cannot be read, or are damaged.
-        """
+        """Read a block's tensors into memory that holds nothing else."""
         return block.views(self.memory_of(block))
 
     def memory_of(self, block: WeightBlock) -> Tensor:
-        """Read and check a block. Returns its bytes (uint8).
-
-        Raises:
-            SequoiaPlanError: if they cannot be read, or are damaged.
-        """
+        """Read and check a block. Returns its bytes (uint8)."""
         memory = aligned_memory(block.size)
         view = bytes_of(memory)
         self.read(block.offset, view)
@@ -200,15 +171,7 @@ def bytes_of(memory: Tensor) -> memoryview:
 def write_weights(
     path: Path, layout: WeightLayout, load: Callable[[str], Tensor], source: str
 ) -> None:
-    """Write a file of weights beside `path`, then rename it to `path`.
-
-    Args:
-        load: returns a tensor by name. It is called for one tensor after the other, in file order.
-        source: says what the weights are made from; `WeightFile` refuses a file with another one.
-
-    Raises:
-        SequoiaPlanError: if the file cannot be written; `path` is then as it was.
-    """
+    """Write a file of weights beside `path`, then rename it to `path`."""
     unfinished = _unfinished(path)
     try:
         with open(unfinished, "wb") as file:
@@ -236,11 +199,7 @@ def write_weights(
 
 @contextmanager
 def exclusive_lock(path: Path) -> Iterator[None]:
-    """Let one process at a time work on `path`, and remove what a killed one left unfinished.
-
-    Raises:
-        OSError: if the lock file beside `path` cannot be written.
-    """
+    """Let one process at a time work on `path`, and remove what a killed one left unfinished."""
     with open(path.with_name(f".{path.name}.lock"), "wb") as lock_file:
         _lock(lock_file)
         _unfinished(path).unlink(missing_ok=True)
@@ -311,11 +270,7 @@ def _plan_blocks(
 def _header(
     entries: Mapping[str, Any], blocks: Sequence[tuple[int, int, int]], source: str
 ) -> bytes:
-    """The file's first bytes, a multiple of `ALIGNMENT`. Checksums do not change their number.
-
-    Args:
-        blocks: each block's offset in the data, size and CRC-32.
-    """
+    """The file's first bytes, a multiple of `ALIGNMENT`. Checksums do not change their number."""
     metadata = {
         "format": FORMAT,
         "version": VERSION,
@@ -384,13 +339,7 @@ def _check_metadata(path: Path, entries: Mapping[str, Any], metadata: Mapping[st
 def _blocks_of(
     entries: Mapping[str, Any], extents: Sequence[tuple[int, int, str]], data_start: int
 ) -> tuple[WeightBlock, ...]:
-    """The blocks that a header describes.
-
-    Args:
-        entries: safetensors' entries by name.
-        extents: each block's offset in the data, size, and CRC-32 in hexadecimal.
-        data_start: where the data begins in the file.
-    """
+    """The blocks that a header describes."""
     starts = sorted(
         (entry["data_offsets"][0], name)
         for name, entry in entries.items()

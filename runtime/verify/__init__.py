@@ -52,13 +52,7 @@ ACCEPTANCE_OF_VERIFIER = {
 
 @dataclass(frozen=True)
 class Verifier:
-    """An acceptance rule, and the way of drawing children that it is exact for.
-
-    Args:
-        acceptance: (target_probs, draft_probs, drawn, index, d2t) -> Acceptance; `verify`
-            documents the arguments. Those of `LOOKUP_VERIFIERS` take `looked_up`, too.
-        drawing: how a node's children are drawn.
-    """
+    """An acceptance rule, and the way of drawing children that it is exact for."""
 
     acceptance: Callable[..., Acceptance]
     drawing: Drawing
@@ -84,19 +78,9 @@ def verify(
 
     A child that is looked up counts as drawn before its siblings, from a distribution that has its
     token alone; the siblings are drawn from the draft's distribution without that token.
-
-    Args:
-        target_probs: maps nodes (int64 [k]) to the target's probabilities after each of them
-            (float [k, vocabulary]).
-        draft_probs: float [inner nodes, draft vocabulary], the probabilities that the children of
-            each inner node were drawn from, in the order of the nodes.
-        drawn: int64 [inner nodes, branching], the children as indices into the draft's vocabulary,
-            in draw order.
-        uniforms: float64 [2] in [0, 1), for the end of the path and for the bonus token.
-        d2t: int64 [draft vocabulary], the target's token for each of the draft's tokens; None if
-            they are the same.
-        looked_up: int64 [size], the target's token of each node's first child if that is looked up,
-            else -1; None if no child is.
+    `target_probs` int64 [k]; `draft_probs` float [inner nodes, draft vocabulary]; `drawn` int64
+    [inner nodes, branching]; `uniforms` float64 [2]; `d2t` int64 [draft vocabulary]; `looked_up`
+    int64 [size].
     """
     inputs = (target_probs, draft_probs, drawn, index, d2t)
     if index.size == 1:  # nothing was drafted

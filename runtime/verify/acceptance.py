@@ -62,10 +62,7 @@ class Acceptance:
 class AcceptedPath:
     """The result of one step of verification, in fixed shapes.
 
-    Args:
-        path: int64 [depth], the accepted nodes from the root on, padded with the root.
-        count: int64 [1], how many nodes of `path` are accepted, the root included.
-        bonus: int64 [1], the token that the target adds after the last accepted node.
+    `path` int64 [depth]; `count` int64 [1]; `bonus` int64 [1].
     """
 
     path: Tensor
@@ -83,10 +80,8 @@ def sample_path(
     """Sample the end of the path and the bonus token by inversion.
 
     The ends are laid out in post-order. A walk from the root down that gives each child its
-    interval, as in `kernels.py`, then finds the same end for the same uniform number.
-
-    Args:
-        uniforms: float64 [2] in [0, 1), for the end of the path and for the bonus token.
+    interval, as in `kernels.py`, then finds the same end for the same uniform number. `uniforms`
+    float64 [2].
     """
     ordered_end_probs = acceptance.end_probs[index.post_order]
     end = index.post_order[draw_tokens(ordered_end_probs, uniforms[:1])]
@@ -98,10 +93,7 @@ def sample_path(
 def end_probs_from_root(child_probs: Tensor, index: TreeIndex) -> Tensor:
     """float64 [size]: `Acceptance.end_probs` of a verifier that walks from the root down.
 
-    Args:
-        child_probs: float [inner nodes, branching] in the order of `index.together`, the
-            probability that the walk goes on to each child once it is at the parent; 0 where
-            there is no such child.
+    `child_probs` float [inner nodes, branching].
     """
     step_probs = child_probs.new_ones(index.size, dtype=torch.float64)
     step_probs[1:] = child_probs.double().flatten()[index.together.cells]
@@ -113,9 +105,7 @@ def end_probs_from_root(child_probs: Tensor, index: TreeIndex) -> Tensor:
 def first_accepted_probs(accept_probs: Tensor) -> Tensor:
     """float64 [inner nodes, branching]: the probability that each child is the first accepted one.
 
-    Args:
-        accept_probs: float [inner nodes, branching], the probability that each child is accepted
-            once its earlier siblings are rejected.
+    `accept_probs` float [inner nodes, branching].
     """
     accept_probs = accept_probs.double()
     return accept_probs * exclusive_cumprod(1 - accept_probs)

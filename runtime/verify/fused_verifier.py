@@ -29,15 +29,7 @@ FUSED_VERIFIERS = ("sequoia", "traversal")
 class FusedVerifier:
     """A tree in the form that the kernels read.
 
-    Args:
-        d2t: int64 [draft vocabulary], the target's token for each of the draft's tokens; None if
-            they are the same.
-        vocabulary: the target's; it is only read if there is a `d2t`.
-        block: tokens that a program reads at once, a power of two.
-
-    Attributes:
-        rounds: for each kernel launch of `traversal`, the parents' rows among the inner nodes and
-            the 0-based ranks of the children that it tests, one child per program.
+    `d2t` int64 [draft vocabulary].
     """
 
     def __init__(
@@ -76,9 +68,7 @@ class FusedVerifier:
     def greedy(self, logits: Tensor, tokens: Tensor) -> AcceptedPath:
         """`greedy.greedy` of the argmax of the logits.
 
-        Args:
-            logits: [size, vocabulary], the target's.
-            tokens: int64 [size], each node's token.
+        `logits` [size, vocabulary]; `tokens` int64 [size].
         """
         out = self._new_output(logits)
         with torch.cuda.device_of(logits):  # Triton launches on the current device
@@ -100,13 +90,8 @@ class FusedVerifier:
     ) -> AcceptedPath:
         """`verify` of the probabilities that `sampling` computes from the logits.
 
-        Args:
-            verifier_name: one of `FUSED_VERIFIERS`.
-            logits: [size, vocabulary], the target's.
-            draft_probs: float [inner nodes, draft vocabulary], what each inner node's children were
-                drawn from.
-            drawn: int64 [inner nodes, branching], the children as indices into that vocabulary.
-            uniforms: float64 [2] in [0, 1), for the end of the path and for the bonus token.
+        `logits` [size, vocabulary]; `draft_probs` float [inner nodes, draft vocabulary]; `drawn`
+        int64 [inner nodes, branching]; `uniforms` float64 [2].
         """
         has_children = bool(self.rounds)
         if verifier_name == "sequoia" or not has_children:
@@ -184,15 +169,9 @@ class FusedVerifier:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The largest logit, the filters' threshold and the total weight of every node.
 
-        The thresholds of top-k and top-p are found by radix selection over `sort_keys`, four bits
-        a pass, with a program for each node and block of tokens. The kernels' file has the words.
-
-        Args:
-            logits: [size, vocabulary], the target's.
-
-        Returns:
-            max_logits, thresholds, totals: [size]; int64 thresholds, the others in the dtype of
-            the arithmetic.
+        The thresholds of top-k and top-p are found by radix selection over `sort_keys`, four bits a
+        pass, with a program for each node and block of tokens. The kernels' file has the words.
+        `logits` [size, vocabulary].
         """
         size, vocabulary = logits.shape
         max_logits = logits.amax(-1).to(_arithmetic_dtype(logits))

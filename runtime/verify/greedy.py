@@ -12,11 +12,8 @@ from sequoia_plan.runtime.verify.tree_index import TreeIndex
 def greedy(choices: Tensor, tokens: Tensor, index: TreeIndex) -> AcceptedPath:
     """Walk from the root down, each time to the child that has the target's most probable token.
 
-    The bonus token is the target's choice after the last node.
-
-    Args:
-        choices: int64 [size], the target's most probable token after each node.
-        tokens: int64 [size], each node's token; siblings differ.
+    The bonus token is the target's choice after the last node. `choices` int64 [size]; `tokens`
+    int64 [size].
     """
     root_is_chosen = torch.ones_like(tokens[:1], dtype=torch.bool)
     is_chosen = torch.cat([root_is_chosen, tokens[1:] == choices[index.parents]])

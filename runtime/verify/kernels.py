@@ -1,7 +1,7 @@
 """Verification as Triton kernels: one program walks down the accepted path.
 
 The kernels accept the same nodes as the tensor versions do from the same random numbers; those are
-their oracle (tests/test_fused.py).
+their oracle (tests/runtime/test_fused.py).
 
 Probabilities are never stored. The weight of a token is its unnormalised probability: with a node's
 logits x, it is exp((x - max_logit) / temperature) if the filters keep the token, else 0; `total` is
@@ -52,14 +52,7 @@ and its scale is a / mass of the residual."""
 def target_weights(
     logits, tokens, inside, max_logit, threshold, temperature, min_p, DTYPE: tl.constexpr,
 ):
-    """The weights exp((x - max_logit) / temperature) of `tokens`; 0 where a filter removes one.
-
-    Args:
-        logits: the node's row, x.
-        tokens, inside: a vector of tokens, and which of them are within the vocabulary.
-        threshold: top-k and top-p keep the logits whose sort keys reach it.
-        min_p: keep weights from here on; the largest weight is 1.
-    """
+    """The weights exp((x - max_logit) / temperature) of `tokens`; 0 where a filter removes one."""
     x = tl.load(logits + tokens, mask=inside, other=-float("inf")).to(DTYPE)
     weight = tl.exp((x - max_logit) / temperature)
     return tl.where(inside & (sort_keys(x) >= threshold) & (weight >= min_p), weight, 0.0)
@@ -79,8 +72,7 @@ def kept_masses(
 ):
     """The weights that the filters keep, summed. The programs are [nodes, blocks of tokens].
 
-    Args:
-        masses: DTYPE [nodes, blocks], written.
+    `masses` [nodes, blocks].
     """
     node, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
@@ -100,13 +92,8 @@ def digit_masses(
     threshold's. The programs are [nodes, blocks of tokens].
 
     It is a pass of a radix selection; `select_digit` follows. Masses are added in registers: in
-    memory, programs would add them in no fixed order.
-
-    Args:
-        thresholds: int64 [nodes], whose digits above this one are known.
-        masses: DTYPE [nodes, blocks, NUM_DIGITS], written.
-        shift: of this digit, in bits.
-        COUNTS: every token counts 1, for top-k; else its weight, for top-p.
+    memory, programs would add them in no fixed order. `thresholds` int64 [nodes]; `masses` [nodes,
+    blocks, NUM_DIGITS].
     """
     node, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
@@ -129,14 +116,8 @@ def digit_masses(
 def select_digit(masses, goals, thresholds, shift, num_blocks, MAX_BLOCKS: tl.constexpr):
     """Set a digit of each node's threshold: the largest that leaves the goal's mass at or above it.
 
-    The programs are the nodes. If rounding lets no digit reach the goal, it is 0.
-
-    Args:
-        masses: what `digit_masses` wrote.
-        goals: float [nodes], the mass that remains to be reached; lessened by that of larger
-            digits.
-        thresholds: int64 [nodes], updated.
-        MAX_BLOCKS: a power of two, at least `num_blocks`.
+    The programs are the nodes. If rounding lets no digit reach the goal, it is 0. `goals` float
+    [nodes]; `thresholds` int64 [nodes].
     """
     node = tl.program_id(0).to(tl.int64)
     blocks, digits = tl.arange(0, MAX_BLOCKS), tl.arange(0, NUM_DIGITS)
@@ -153,13 +134,7 @@ def select_digit(masses, goals, thresholds, shift, num_blocks, MAX_BLOCKS: tl.co
 def draft_probs_at(
     draft_probs, t2d, tokens, inside, draft_vocabulary, HAS_D2T: tl.constexpr, DTYPE: tl.constexpr,
 ):
-    """The draft's probabilities of `tokens` (0 if it lacks them), and whether it has them.
-
-    Args:
-        draft_probs: the node's row.
-        t2d: the draft's token for each of the target's, -1 for none; read only if HAS_D2T.
-        tokens, inside: a vector of the target's tokens, and which are within its vocabulary.
-    """
+    """The draft's probabilities of `tokens` (0 if it lacks them), and whether it has them."""
     if HAS_D2T:
         draft_tokens = tl.load(t2d + tokens, mask=inside, other=-1)
     else:
@@ -173,15 +148,7 @@ def residual_weights(
     logits, draft_probs, t2d, tokens, inside, draft_vocabulary, max_logit, threshold, c, e,
     temperature, min_p, HAS_D2T: tl.constexpr, DTYPE: tl.constexpr,
 ):
-    """The residual of `tokens`, max(weight - c q - e, 0); the weight where the draft lacks a token.
-
-    Args:
-        logits, draft_probs: the node's rows; weights are of the first, q is the second.
-        t2d: the draft's token for each of the target's, -1 for none.
-        tokens, inside: a vector of the target's tokens, and which are within its vocabulary.
-        max_logit, threshold: of the node's target distribution.
-        c, e: what the rejections so far have added up.
-    """
+    """The residual of `tokens`, max(weight - c q - e, 0); the weight where the draft has none."""
     weight = target_weights(logits, tokens, inside, max_logit, threshold, temperature, min_p, DTYPE)
     q, has_token = draft_probs_at(
         draft_probs, t2d, tokens, inside, draft_vocabulary, HAS_D2T, DTYPE
@@ -237,14 +204,6 @@ def reject_child(
     """The probability that a child's subtree is accepted, and c and e after its rejection.
 
     This is one iteration of `Residual.reject_children`.
-
-    Args:
-        logits, draft_probs, drawn: the node's rows.
-        rank: 0-based, of the child among the node's `count` children.
-        never_drawn_mass: the draft's mass on tokens that no child of the node has.
-        max_logit, threshold: of the node's target distribution.
-        c, e: the residual before is max(weight - c q - e, 0).
-        scale: the probability left to this child and what follows, over the residual's mass.
     """
     ranks = tl.arange(0, MAX_CHILDREN)
     children = tl.load(drawn + ranks, mask=ranks < count, other=0)
@@ -281,12 +240,6 @@ def draw_bonus(
 
     If the residual has no mass, which only rounding causes, the token is drawn from the target's
     distribution.
-
-    Args:
-        logits, draft_probs: rows of the node where the path ends.
-        c, e: the residual is max(weight - c q - e, 0); both 0 is the target's distribution.
-        uniform: in [0, 1), the random number.
-        others: as for `residual_weights`.
     """
     total = residual_mass(
         logits, draft_probs, t2d, vocabulary, draft_vocabulary, max_logit, threshold, c, e,
@@ -324,11 +277,7 @@ def draw_bonus(
 def store_path(out, paths, offsets, end, token, depth, MAX_LEVELS: tl.constexpr):
     """Write the result of a step: the path to `end`, its number of nodes, and the bonus token.
 
-    Args:
-        out: int64 [depth + 2], the result.
-        paths: int64 [size, depth], the nodes from the root to each node.
-        offsets: int64 [size], each node's depth.
-        end, token: the last accepted node, and the bonus token.
+    `out` int64 [depth + 2]; `paths` int64 [size, depth]; `offsets` int64 [size].
     """
     levels = tl.arange(0, MAX_LEVELS)
     inside = levels < depth
@@ -417,12 +366,8 @@ def greedy(
 ):
     """Walk from the root down to the target's most probable tokens, as in `greedy.py`.
 
-    Args:
-        choices: int64 [size], the target's most probable token at each node.
-        tokens: int64 [size], each node's token.
-        child_count, first_child, offsets: int64 [size]; offsets are depths.
-        paths: int64 [size, depth], the nodes from the root to each node.
-        out: int64 [depth + 2], the result (`store_path`).
+    `choices` int64 [size]; `tokens` int64 [size]; `child_count`, `first_child`, `offsets` int64
+    [size]; `paths` int64 [size, depth]; `out` int64 [depth + 2].
     """
     node, is_walking = tl.full((), 0, tl.int64), tl.full((), 1, tl.int32)
     choice = tl.full((), 0, tl.int64)
@@ -447,12 +392,7 @@ def traversal_start(
 ):
     """Write the state of every inner node before any rejection, one program per inner node.
 
-    Args:
-        inner_nodes: int64 [inner nodes], the nodes that have children.
-        state: float [inner nodes, STATE_COLUMNS], written: c and e of the residual
-            max(p - c q - e, 0) (residual.py), the acceptance probability a, a / mass of the
-            residual (before any rejection, of the target's own), and the never drawn mass.
-        others: as for `sequoia`.
+    `inner_nodes` int64 [inner nodes]; `state` float [inner nodes, STATE_COLUMNS].
     """
     row = tl.program_id(0).to(tl.int64)
     node = tl.load(inner_nodes + row)
@@ -478,11 +418,7 @@ def traversal_round(
 ):
     """Test and reject one child of several nodes, one program per node, by `traversal.py`'s rule.
 
-    Args:
-        state: what `traversal_start` wrote for each inner node; it is updated.
-        accept_probs: float64 [size], each node's a, after the rejection of its children so far.
-        rows, ranks: int64 [programs], the rows of this round's parents, and 0-based ranks of the
-            children.
+    `accept_probs` float64 [size]; `rows`, `ranks` int64 [programs].
     """
     row, rank = tl.load(rows + tl.program_id(0)), tl.load(ranks + tl.program_id(0))
     node = tl.load(inner_nodes + row)
@@ -526,13 +462,8 @@ def traversal_finish(
 ):
     """Visit the nodes in post-order; the first one accepted ends the path. Draw the bonus token.
 
-    Args:
-        uniforms: float64 [2], for the end of the path and for the bonus token.
-        accept_probs: float64 [size], each node's probability once it is visited.
-        post_order: int64 [size], the nodes, children before their parent.
-        state: what the kernels before wrote for each inner node.
-        paths, offsets: the nodes from the root to each node, and each node's depth.
-        out: int64 [depth + 2], the result (`store_path`).
+    `uniforms` float64 [2]; `accept_probs` float64 [size]; `post_order` int64 [size]; `out` int64
+    [depth + 2].
     """
     visits = tl.arange(0, MAX_NODES)
     inside = visits < size

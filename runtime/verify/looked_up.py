@@ -12,14 +12,7 @@ from sequoia_plan.runtime.verify import LOOKUP_VERIFIERS
 def looked_up_children(parents: Tensor, spine: Tensor, chain: Tensor, verifier: str) -> Tensor:
     """int64 [size]: the token of each node's first child if that is looked up, else -1.
 
-    Args:
-        parents: int64 [size - 1], the parent of each node but the root.
-        spine: int64 [nodes on the spine below the root], these nodes.
-        chain: int64, the lookup chain, at least as long as the spine.
-        verifier: the name of the verifier.
-
-    Raises:
-        SequoiaPlanError: if the verifier is not exact for looked-up children.
+    `parents` int64 [size - 1]; `spine` int64 [nodes on the spine below the root].
     """
     if verifier not in LOOKUP_VERIFIERS:
         raise SequoiaPlanError(
@@ -35,13 +28,7 @@ def with_rows_of_tail(
 ) -> tuple[Tensor, Tensor]:
     """Add the rows of inner nodes below the last draft pass, which have no drafted child.
 
-    Args:
-        draft_probs: float32 [nodes, draft vocabulary], of the inner nodes that a draft pass reads;
-            empty if nothing is drafted.
-        drawn: int64 [nodes, branching], the children that were drawn there.
-        num_rows: number of rows to add.
-        branching: the most children of a node.
-        vocabulary: of the draft, or of the target if there is no draft.
+    `draft_probs` float32 [nodes, draft vocabulary]; `drawn` int64 [nodes, branching].
     """
     if draft_probs.ndim == 1:  # nothing is drafted
         draft_probs = draft_probs.new_zeros(0, vocabulary, dtype=torch.float32)

@@ -33,20 +33,9 @@ class Residual:
     """R and D of all inner nodes, which are in a `VerificationOrder`.
 
     Neither is normalised. R stays in the units of the target's probabilities, so that it never
-    changes for tokens that the draft's vocabulary lacks.
-
-    Args:
-        p, q: float [inner nodes, draft vocabulary], the target's and the draft's probabilities.
-        uncovered_mass: float [inner nodes], the target's probability of all tokens that the draft's
-            vocabulary lacks.
-        child_terms: float [branching, 5, inner nodes], for the child s of each rank: p[s]; q[s];
-            1 / D[s] (0 if D[s] is 0); and the coefficients x and y of D = x q + y. This D is
-            normalised and without the earlier children, if they are removed from it.
-        state: float [4, inner nodes]: c, e, a, and the scale a / mass of R. a is the probability
-            that the path ends at the node or below a later child, if it ends in no subtree visited
-            before.
-        accept_probs: float [branching, inner nodes], the probability that each child's subtree is
-            accepted, if it is reached; 0 until `reject_children` computes it.
+    changes for tokens that the draft's vocabulary lacks. `p`, `q` float [inner nodes, draft
+    vocabulary]; `uncovered_mass` float [inner nodes]; `child_terms` float [branching, 5, inner
+    nodes]; `state` float [4, inner nodes]; `accept_probs` float [branching, inner nodes].
     """
 
     p: Tensor
@@ -72,11 +61,6 @@ class Residual:
 
         The rejection of a child that is looked up removes its token from R and changes nothing
         else. So `p` lacks that token from the start, and the child's own p is among `child_terms`.
-
-        Args:
-            target_probs, draft_probs, drawn, d2t, looked_up: see `verify`.
-            removes_rejected: a rejected token leaves D, as when children are drawn without
-                replacement.
         """
         all_probs = probs = target_probs(order.nodes)
         if looked_up is not None:
@@ -187,13 +171,7 @@ def sequential_acceptance(
     *,
     removes_rejected: bool,
 ) -> Acceptance:
-    """The acceptance if a walk from the root down accepts or rejects one child after the other.
-
-    Args:
-        target_probs, draft_probs, drawn, index, d2t, looked_up: see `verify`.
-        removes_rejected: a rejected token leaves the draft's distribution, as when children are
-            drawn without replacement.
-    """
+    """The acceptance if a walk from the root down accepts or rejects one child after the other."""
     order = index.together
     residual = Residual.start(
         target_probs, draft_probs, drawn, order, d2t, looked_up, removes_rejected=removes_rejected
@@ -207,8 +185,7 @@ def sequential_acceptance(
 def without_looked_up(target_probs: TargetProbs, looked_up: Tensor) -> TargetProbs:
     """The target's probabilities with 0 for the token of a child that is looked up.
 
-    Args:
-        looked_up: int64 [size], that token for each node, or -1.
+    `looked_up` int64 [size].
     """
 
     return lambda nodes: _without_tokens(target_probs(nodes), looked_up[nodes])
@@ -224,8 +201,7 @@ def _without_tokens(probs: Tensor, tokens: Tensor) -> Tensor:
 def _not_in_draft(tokens: Tensor, d2t: Tensor | None) -> Tensor:
     """int64 [nodes]: 1 for a looked-up token that the draft's vocabulary lacks, else 0.
 
-    Args:
-        tokens: int64 [nodes], -1 where no child is looked up.
+    `tokens` int64 [nodes].
     """
     if d2t is None:
         return torch.zeros_like(tokens)
@@ -239,10 +215,7 @@ def _undrawn_masses(
     """The draft's mass on the tokens that are not drawn before each child, the child's included.
 
     It is a sum of probabilities and not 1 minus the drawn ones: that difference would be all
-    rounding where little mass remains.
-
-    Returns:
-        float [inner nodes, branching].
+    rounding where little mass remains. Returns float [inner nodes, branching].
     """
     first_child_as_padding = children.where(has_child, children[:, :1])
     never_drawn = q.scatter(1, first_child_as_padding, 0.0).sum(-1, keepdim=True)

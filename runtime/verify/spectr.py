@@ -71,12 +71,7 @@ def acceptance(
 
 
 def _overlap(p: Tensor, q: Tensor, rho: Tensor, total: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """The part of q that one test accepts, and how much more often k tests accept than one.
-
-    Returns:
-        min(p / rho, q), float [inner nodes, draft vocabulary]; (1 - (1 - beta)^k) / beta, float
-        [inner nodes, 1].
-    """
+    """The part of q that one test accepts, and how much more often k tests accept than one."""
     overlap = torch.minimum(p / rho, q)
     beta = (overlap.sum(-1, keepdim=True) / total).clamp(torch.finfo(p.dtype).tiny, 1)
     return overlap, -torch.expm1(k * torch.log1p(-beta)) / beta

@@ -19,8 +19,8 @@ def acceptance(
     """The acceptance by the naive rule; `verify` documents the arguments.
 
     At every node, a token is drawn from the target's probabilities p, and the walk goes on to the
-    child that has it: child s is accepted with probability p[s]. That is exact however the
-    children were chosen, if siblings differ; `draft_probs` is not used.
+    child that has it: child s is accepted with probability p[s]. That is exact however the children
+    were chosen, if siblings differ; `draft_probs` is not used.
     """
     order = index.together
     probs = target_probs(order.nodes)

@@ -80,12 +80,7 @@ def subtree_probs(residual: Residual, index: TreeIndex) -> Tensor:
     This is a(node) before the node's children are rejected, and it is an average over what is drawn
     below the node. It equals that probability because E[a(s)] = a - S for a child s: neither the
     child nor the node is then accepted with probability (1 - a + S) (1 - S / (S + 1 - a)) = 1 - a.
-
-    Args:
-        residual: the result of `residual_after_children`.
-
-    Returns:
-        float [size].
+    Returns float [size].
     """
     root_prob = residual.accept_probs.new_ones(1)
     return torch.cat([root_prob, residual.accept_probs.flatten()[index.by_level.cells_by_rank]])

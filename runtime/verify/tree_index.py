@@ -18,23 +18,9 @@ class VerificationOrder:
 
     The position of a node in this order is its place. The nodes are in groups, which are verified
     one after the other. Within a group, the nodes with the most children come first: the nodes that
-    have a child of some rank are then a slice, and updates of them are in place.
-
-    A cell is the index of a child in a flattened table with one entry per inner node and rank.
-
-    Args:
-        nodes: int64 [inner nodes], the node at each place.
-        draft_rows: int64 [inner nodes], the row of the node at each place in `draft_probs` and
-            `drawn`, whose rows are in the order of the nodes.
-        place_of_node: int64 [size]; 0 for a leaf.
-        cells: int64 [size - 1], the cell of every node but the root in a table [inner nodes,
-            branching].
-        cells_by_rank: int64 [size - 1], the same in a table [branching, inner nodes].
-        has_child: bool [inner nodes, branching], true if the node has a child of that rank.
-        groups: for each group and each rank, the places of the nodes that have a child of that
-            rank.
-        group_cells: for each group, the `cells_by_rank` of its nodes (int64 [nodes]); None for the
-            first group, which contains the root.
+    have a child of some rank are then a slice, and updates of them are in place. `nodes` int64
+    [inner nodes]; `draft_rows` int64 [inner nodes]; `place_of_node` int64 [size]; `cells` int64
+    [size - 1]; `cells_by_rank` int64 [size - 1]; `has_child` bool [inner nodes, branching].
     """
 
     nodes: Tensor
@@ -52,8 +38,7 @@ class VerificationOrder:
     ) -> VerificationOrder:
         """The order of the inner nodes of `tree`: by group, then by number of children.
 
-        Args:
-            group_of_node: int [size], ascending numbers of groups, the root's first.
+        `group_of_node` int [size].
         """
         inner = np.flatnonzero(tree.child_count)
         draft_rows = np.lexsort((-tree.child_count[inner], group_of_node[inner]))
@@ -95,16 +80,8 @@ class VerificationOrder:
 class TreeIndex:
     """The structure of a token tree as int64 tensors on one device.
 
-    Args:
-        size: the number of nodes.
-        depth: the number of levels.
-        child_count: [size].
-        parents: [size - 1], the parent of every node but the root.
-        offsets: [size], how many positions each node is after the root.
-        paths: [size, depth], the nodes from the root to each node, padded with the root.
-        post_order: [size], the nodes, children before their parent and siblings in draw order.
-        together: the inner nodes as one group.
-        by_level: the inner nodes as one group for each level.
+    `child_count` [size]; `parents` [size - 1]; `offsets` [size]; `paths` [size, depth];
+    `post_order` [size].
     """
 
     size: int

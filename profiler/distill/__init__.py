@@ -1,1 +1,0 @@
-"""Training a draft for a target: `python -m sequoia_plan.profiler.distill`."""

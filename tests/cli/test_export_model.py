@@ -1,0 +1,181 @@
+"""The embedded models as folders that other engines load.
+
+What a language model's head proposes there is tested, too.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from drafts import PARTS, load, small_target, write
+from sequoia_plan.artifacts import ArgumentError
+from sequoia_plan.artifacts.prompts import built_in
+from sequoia_plan.planner.cli import main
+from sequoia_plan.profiler.prompts import encode
+from sequoia_plan.runtime.draft.draft_file import save_as_folder
+from sequoia_plan.runtime.draft.self_draft import self_draft
+from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL, embedded_draft, with_draft
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of the embedded language model, as the command writes it."""
+    path = tmp_path_factory.mktemp("export") / "draft"
+    result = CliRunner().invoke(
+        main, ["export", "--format", "hf", "--draft", LANGUAGE_MODEL, "-o", str(path), "--json"]
+    )
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report.pop("parameters") > 10_000_000
+    assert report == {"output": str(path), "format": "hf", "model": "draft", "name": LANGUAGE_MODEL}
+    assert [entry.name for entry in path.parent.iterdir()] == ["draft"]  # nothing is beside it
+    return path
+
+
+@pytest.fixture(scope="module")
+@torch.no_grad()
+def logits(folder, pair):
+    """Logits [positions, vocabulary] over real prompts of the folder's model, of the embedded one,
+    and the tokens that this one has."""
+    draft = with_draft(pair, LANGUAGE_MODEL).draft
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    texts = [torch.tensor([encode(pair.tokenizer, prompt.text)]) for prompt in built_in()[:12]]
+    whole = torch.cat([model(text).logits[0] for text in texts])
+    return whole, torch.cat([draft(text).logits[0] for text in texts]), draft.d2t
+
+
+def test_tokens_of_the_draft_have_the_drafts_logits(logits):
+    whole, draft, d2t = logits
+    assert whole.shape[1] == 49152 and len(d2t) == 8192
+    torch.testing.assert_close(whole[:, d2t], draft, atol=5e-4, rtol=1e-4)
+
+
+def logits_of_the_rest(whole, d2t):
+    return whole[:, torch.ones(whole.shape[1], dtype=torch.bool).index_fill(0, d2t, False)]
+
+
+def test_tokens_that_the_draft_lacks_are_not_proposed(logits):
+    """Never by a greedy draft, and hardly by one that samples.
+
+    With a row of zeros both happen: the control.
+    """
+    whole, draft, d2t = logits
+    rest = logits_of_the_rest(whole, d2t)
+    highest = draft.amax(1, keepdim=True)
+    assert (rest < highest - 1).all()
+    mass = (whole.softmax(1).sum(1) - whole.softmax(1)[:, d2t].sum(1)).mean()
+    assert mass < 0.02
+    zeros = torch.cat([draft, torch.zeros_like(rest)], 1).softmax(1)[:, draft.shape[1] :].sum(1)
+    assert zeros.mean() > 0.5 and (highest < 0).any()
+
+
+def test_the_tokenizer_is_beside_it(folder, pair):
+    text = "The capital of France is"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer(text)["input_ids"] == pair.tokenizer(text)["input_ids"]
+
+
+@pytest.mark.parametrize("kind", [*PARTS, "int8", "language model"])
+def test_a_draft_that_is_from_no_file_of_ours_is_refused(kind, tmp_path):
+    """In one line, also where Python is used and the command line does not see to it."""
+    target = small_target()
+    if kind in PARTS:
+        draft = load(write(tmp_path / "draft", *PARTS[kind](target)), target)
+    else:
+        draft = self_draft(target) if kind == "int8" else small_target(seed=1)
+    message = f"found a {type(draft).__name__} that is not from a draft .safetensors file, expected"
+    with pytest.raises(ArgumentError, match=f"^draft: {message} [^\n]*$"):
+        save_as_folder(draft, None, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_target_is_written_as_well(tmp_path, plain_target):
+    folder = tmp_path / "target"
+    words = ["export", "--format", "hf", "--model", "target", "-o", str(folder)]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
+    assert "the target SmolLM2-135M-Instruct" in result.output
+    ids = torch.tensor([[1, 5, 300, 17]])
+    written = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(written(ids).logits, plain_target(ids).logits)
+
+
+def test_the_embedded_feature_draft_is_written_as_it_is(tmp_path):
+    """It is the default; its name says the same."""
+    for out, words in ((tmp_path / "out", []), (tmp_path / "again", ["--draft", DEFAULT_DRAFT])):
+        result = CliRunner().invoke(main, ["export", "--format", "hf", *words, "-o", str(out)])
+        assert (
+            result.exit_code == 0
+            and f"wrote {out}: the draft {DEFAULT_DRAFT}, bfloat16" in result.output
+        ), result.output
+        for file in embedded_draft(DEFAULT_DRAFT).iterdir():
+            assert (out / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (
+            ["tree.safetensors", "--format", "hf", "-o", "new"],
+            2,
+            "--format hf writes a model, not a tree: leave TREE out",
+        ),
+        (
+            ["--format", "medusa", "-o", "new"],
+            2,
+            "--format medusa needs a TREE: a file or a name of the catalog",
+        ),
+        (
+            ["a", "--format", "dot", "--model", "draft", "-o", "new"],
+            2,
+            "--model, --target and --draft are for --format hf; dot is a format of trees",
+        ),
+        (
+            ["--format", "hf", "-o", "full"],
+            1,
+            "full: exists already; name a new folder, or remove it",
+        ),
+        (
+            ["--format", "hf", "-o", "none/new"],
+            1,
+            "none/new: cannot be made (No such file or directory)",
+        ),
+        (
+            ["--format", "hf", "--draft", "folder", "-o", "new"],
+            2,
+            "--draft folder: expected a draft .safetensors file",
+        ),
+        (
+            ["--format", "hf", "--draft", "int8", "-o", "new"],
+            2,
+            "--draft int8: a copy of the target that is made when it loads, expected a draft",
+        ),
+        (
+            ["--format", "hf", "--model", "target", "--draft", "folder", "-o", "new"],
+            2,
+            "--draft folder: --model target writes the target",
+        ),
+        (
+            ["--format", "hf", "--draft", "none.safetensors", "-o", "new"],
+            1,
+            "none.safetensors: no such file",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, monkeypatch, words, code, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("")
+    result = CliRunner().invoke(main, ["export", *words])
+    assert result.exit_code == code and message in result.stderr.strip().splitlines()[-1], (
+        result.output
+    )
+    assert "Traceback" not in result.output and [each.name for each in tmp_path.iterdir()] == [
+        "full"
+    ]

@@ -1,0 +1,225 @@
+"""The model of chains, held to linear algebra, a walk over a text, and exhaustive search."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.artifacts.engine_plan import ChainAcceptance, StepSeconds
+from sequoia_plan.engines.chain import (
+    StepKind,
+    StepTimes,
+    TokensByLength,
+    agreement_by_age,
+    best_length,
+    effective_trials,
+    make_schedule,
+    median_step_seconds,
+    predict_cells,
+    survival_probs,
+    tokens_by_length,
+)
+
+AGREEMENT = np.array([0.45, 0.7, 0.85, 0.6, 0.75])
+
+
+def accepted_per_step(text, length):
+    """Decodes a text of agreements with chains of `length`; the accepted tokens of each step."""
+    steps, position = [], 0
+    while position + length + 1 < len(text):
+        accepted = 0
+        while accepted < length and text[position + accepted]:
+            accepted += 1
+        steps.append(accepted)
+        position += accepted + 1
+    return np.array(steps)
+
+
+def random_text(size, seed):
+    """Agreements of draft and target, with the probabilities AGREEMENT by age."""
+    random = np.random.default_rng(seed)
+    text = np.zeros(size, bool)
+    age = 0
+    for position, draw in enumerate(random.random(size)):
+        text[position] = draw < AGREEMENT[min(age, len(AGREEMENT) - 1)]
+        age = age + 1 if text[position] else 0
+    return text
+
+
+def count_acceptance(steps, length):
+    accepted = tuple(int((steps >= n).sum()) for n in range(1, length + 1))
+    return ChainAcceptance(len(steps), accepted)
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 7])
+def test_survival_is_that_of_the_stationary_age(length):
+    """The ages at which steps begin, from the transition matrix's eigenvector."""
+    num_ages = 200
+    ages = np.arange(num_ages + 2 * length + 2)
+    agreement = AGREEMENT[np.minimum(ages, len(AGREEMENT) - 1)]
+    transitions = np.zeros((num_ages, num_ages))
+    for age in range(num_ages):
+        alive = np.prod(agreement[age : age + length])
+        continuing = alive * agreement[age + length]
+        transitions[age, min(age + length + 1, num_ages - 1)] += continuing
+        transitions[age, 0] += 1 - continuing
+    system = np.vstack([(transitions.T - np.eye(num_ages)), np.ones(num_ages)])
+    stationary = np.linalg.lstsq(system, np.append(np.zeros(num_ages), 1.0), rcond=None)[0]
+    expected = [
+        sum(stationary[age] * np.prod(agreement[age : age + n]) for age in range(num_ages))
+        for n in range(1, length + 1)
+    ]
+    np.testing.assert_allclose(survival_probs(AGREEMENT, length), expected, atol=1e-9)
+
+
+def test_counts_of_one_length_tell_every_shorter_one():
+    """One text, decoded with chains of 6 and with shorter ones.
+
+    The control: the counts of 6, cut off without the model, are wrong.
+    """
+    text = random_text(400_000, 0)
+    counts = count_acceptance(accepted_per_step(text, 6), 6)
+    tokens = tokens_by_length(counts, 6)
+    for length in (1, 2, 3, 6):
+        steps = accepted_per_step(text, length)
+        error = steps.std() / math.sqrt(len(steps))
+        assert abs(tokens.mean[length] - 1 - steps.mean()) < 5 * error, length
+    steps = accepted_per_step(text, 1)
+    error = steps.std() / math.sqrt(len(steps))
+    assert abs(counts.survival[0] - steps.mean()) > 20 * error
+
+
+@settings(max_examples=40)
+@given(st.lists(st.floats(0.05, 0.95), min_size=1, max_size=6))
+def test_agreement_is_what_the_counts_were_made_of(probs):
+    agreement = np.array(probs)
+    survival = survival_probs(agreement, len(agreement))
+    counts = ChainAcceptance(10**12, tuple(round(1e12 * p) for p in survival))
+    fitted = agreement_by_age(counts)
+    np.testing.assert_allclose(survival_probs(fitted, len(agreement)), survival, atol=1e-8)
+    np.testing.assert_allclose(fitted, agreement, atol=1e-4)
+
+
+def test_extreme_counts():
+    for accepted, mean in (((0, 0), [1, 1, 1]), ((50, 50), [1, 2, 3]), ((30,), [1, 1.6])):
+        tokens = tokens_by_length(ChainAcceptance(50, accepted), len(mean) - 1)
+        np.testing.assert_allclose(tokens.mean, mean, atol=1e-9)
+    message = "found 60 after 50, expected no more at a later position"
+    with pytest.raises(SequoiaPlanError, match=message):
+        ChainAcceptance(50, (60,))
+
+
+def step_times(seconds, batches):
+    """StepTimes of a table of seconds, [batches][lengths]."""
+    steps = [
+        StepSeconds(batch, length, value)
+        for batch, row in zip(batches, seconds, strict=True)
+        for length, value in enumerate(row)
+    ]
+    return StepTimes(tuple(steps))
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.lists(st.floats(0.001, 1.0), min_size=5, max_size=5), min_size=1, max_size=3),
+    st.lists(st.floats(0, 1), min_size=4, max_size=4),
+)
+def test_the_best_length_is_that_of_every_length_tried(seconds, rates):
+    mean = np.concatenate([[1.0], 1 + np.cumsum(np.cumprod(rates))])
+    tokens = TokensByLength(mean, np.zeros(5))
+    batches = [1, 4, 16][: len(seconds)]
+    times = step_times(seconds, batches)
+    for batch, row in zip(batches, seconds, strict=True):
+        speeds = [batch * m / second for m, second in zip(mean, row, strict=True)]
+        assert speeds[best_length(tokens, times, batch)] == max(speeds)
+    for cell in predict_cells(tokens, times, batches):
+        cell_seconds = seconds[batches.index(cell.batch)][cell.speculative_tokens]
+        throughput = cell.batch * mean[cell.speculative_tokens] / cell_seconds
+        assert cell.throughput == pytest.approx(throughput, rel=1e-5)
+    schedule = make_schedule(tokens, times, max(batches))
+    covered = [n for entry in schedule for n in range(entry.first, entry.last + 1)]
+    assert covered == list(range(1, max(batches) + 1))
+    for entry in schedule:
+        assert all(
+            best_length(tokens, times, batch) == entry.speculative_tokens
+            for batch in range(entry.first, entry.last + 1)
+        )
+
+
+def test_do_not_speculate_is_an_answer():
+    tokens = tokens_by_length(ChainAcceptance(1000, (400, 100)), 2)
+    times = step_times([[0.1, 0.12, 0.13], [0.1, 0.2, 0.3]], [1, 8])
+    assert (best_length(tokens, times, 1), best_length(tokens, times, 8)) == (1, 0)
+    first, *_, last = make_schedule(tokens, times, 8)
+    assert first.speculative_tokens == 1 and last.speculative_tokens == 0 and last.last == 8
+
+
+def test_times_between_those_measured_are_on_the_line():
+    times = StepTimes(
+        (
+            StepSeconds(1, 0, 0.05),
+            StepSeconds(1, 1, 0.1),
+            StepSeconds(1, 5, 0.18),
+            StepSeconds(4, 0, 0.11),
+            StepSeconds(4, 1, 0.16),
+        )
+    )
+    assert times.seconds_and_error(1, 3)[0] == pytest.approx(0.14)
+    assert times.seconds_and_error(1, 7)[0] == pytest.approx(0.22)
+    assert times.seconds_and_error(1, 0)[0] == 0.05  # not on the line of the other lengths
+    assert times.seconds_and_error(2, 1)[0] == pytest.approx(0.12)
+    assert times.seconds_and_error(4, 3)[0] == 0.16
+    assert times.is_measured(1, 5) and not times.is_measured(1, 3)
+    with pytest.raises(SequoiaPlanError, match="batch 1 has no time with speculation"):
+        StepTimes((StepSeconds(1, 0, 0.05),))
+    with pytest.raises(SequoiaPlanError, match="batch 1 has no time without speculation"):
+        StepTimes((StepSeconds(1, 2, 0.05),)).seconds_and_error(1, 0)
+
+
+def test_the_median_round_is_the_step_time():
+    first, second = median_step_seconds(
+        {
+            StepKind(1, 2, 512): [(2.0, 10), (0.0, 0)],
+            StepKind(4, 0, 256): [(1.0, 10), (1.1, 10), (9.0, 10)],
+        }
+    )
+    assert first.seconds == pytest.approx(0.11) and first.steps == 30 and first.error > 0
+    assert (second.seconds, second.error, second.context) == (0.2, 0, 512)
+
+
+def texts_that_differ(seed, texts=40, steps=30):
+    """Tokens of each step by text, with chains of 1; each text has an acceptance of its own."""
+    random = np.random.default_rng(seed)
+    return [1 + (random.random(steps) < random.beta(2, 2)).astype(int) for _ in range(texts)]
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say():
+    """Of the 95 % intervals of texts that differ, 95 % contain the truth, 1.5 tokens.
+
+    The control: with the number of chains in place of the effective sample size too few do.
+    """
+    hits = {True: 0, False: 0}
+    for seed in range(400):
+        tokens_by_text = texts_that_differ(seed)
+        counts = count_acceptance(np.concatenate(tokens_by_text) - 1, 1)
+        for uses_effective_trials in hits:
+            trials = effective_trials(counts, tokens_by_text) if uses_effective_trials else 0.0
+            acceptance = ChainAcceptance(counts.drafts, counts.accepted, trials)
+            tokens = tokens_by_length(acceptance, 1)
+            half_width = 1.96 * tokens.error[1] * tokens.mean[1]
+            # the survival of the one drafted token is 0.5 on average over texts
+            hits[uses_effective_trials] += abs(counts.survival[0] - 0.5) < half_width
+    assert hits[True] / 400 > 0.92
+    assert hits[False] / 400 < 0.6
+
+
+def test_effective_trials_never_exceed_the_chains():
+    tokens_by_text = [[1, 2, 1, 2]] * 10
+    accepted = np.array([tokens - 1 for steps in tokens_by_text for tokens in steps])
+    assert effective_trials(count_acceptance(accepted, 1), tokens_by_text) == 40
+    assert effective_trials(ChainAcceptance(4, (2,)), [[1, 2, 1, 2]]) == 0

@@ -1,0 +1,230 @@
+"""A plan with a real vLLM.
+
+`make engines` sets vLLM up and runs this. All tests are skipped without SEQUOIA_PLAN_VLLM, the
+Python that has vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from sequoia_plan.artifacts.engine_plan import EnginePlan
+from sequoia_plan.engines import vllm
+from sequoia_plan.engines.process import EngineProcess
+from sequoia_plan.planner.cli import main
+
+PYTHON = os.environ.get("SEQUOIA_PLAN_VLLM", "")
+pytestmark = pytest.mark.skipif(
+    not PYTHON,
+    reason="needs a real vLLM: run make engines, "
+    "or set SEQUOIA_PLAN_VLLM to the Python that has one",
+)
+
+CPU_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+}
+OPTIONS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 512,
+    "max_num_batched_tokens": 512,
+}
+PROMPTS = [
+    "Why is the sky blue?",
+    "Name three birds.",
+    "What is two plus two?",
+    "Write a haiku about rain.",
+    "Who wrote Hamlet?",
+    "What is a prime number?",
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment():
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in CPU_ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the embedded target and language model as vLLM loads them."""
+    folder = tmp_path_factory.mktemp("models")
+    models = {"target": ["--model", "target"], "draft": ["--draft", "smollm2-135m-draft"]}
+    for name, words in models.items():
+        command = ["export", "--format", "hf", *words, "-o", str(folder / name)]
+        result = CliRunner().invoke(main, command)
+        assert result.exit_code == 0, result.output
+    return folder
+
+
+@pytest.fixture(scope="module")
+def measured_plan(folder):
+    """A plan of few steps, verified, and the output of the command."""
+    (folder / "prompts.txt").write_text("\n\n".join(text for text in PROMPTS for _ in range(2)))
+    words = [
+        *("--target", str(folder / "target")),
+        *("--draft", str(folder / "draft")),
+        *("--python", PYTHON),
+        *("--engine-args", json.dumps(OPTIONS)),
+        *("--batch", "1,3"),
+        *("--most", "3"),
+        *("--prompts", str(folder / "prompts.txt")),
+        *("--tokens", "24"),
+        *("--together", "2"),
+        "--verify",
+        *("-o", str(folder / "plan.yaml")),
+        *("--report", str(folder / "page.html")),
+    ]
+    result = CliRunner().invoke(main, ["engine", "vllm", *words])
+    assert result.exit_code == 0, result.output
+    return EnginePlan.load(folder / "plan.yaml"), result.stdout
+
+
+def session_states(pid):
+    """The states of the processes of a session."""
+    command = ["ps", "-o", "stat=", "-s", str(pid)]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+
+
+def is_session_dead(pid):
+    return all(state.startswith("Z") for state in session_states(pid))
+
+
+def has_ended(pid):
+    """True if no process of the session runs, now or within the timeout."""
+    deadline = time.monotonic() + 30
+    while not is_session_dead(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return is_session_dead(pid)
+
+
+def test_the_plan(measured_plan):
+    plan, output = measured_plan
+    assert plan.version and 0.1 < plan.acceptance.survival[0] < 0.9
+    assert len(plan.acceptance.accepted) == 3
+    for batch in (1, 3):
+        plain, *speculative = cells = plan.cells_at(batch)
+        assert [cell.speculative_tokens for cell in cells] == [0, 1, 2, 3]
+        best = plan.best_cell(batch)
+        assert best.is_timed and best.measured and plain.measured.tokens_per_step == 1
+        for cell in speculative:
+            max_tokens = cell.speculative_tokens + 1
+            assert cell.measured is None or 1 < cell.measured.tokens_per_step < max_tokens
+    assert all(line in output for line in plan.lines)
+
+
+def test_vllm_takes_the_schedule(measured_plan):
+    """vLLM's own reader of schedules finds the plan's best number for each batch size."""
+    speculative = vllm.speculative_config("draft_model", "d", {})
+    schedule = measured_plan[0].schedule
+    if len(schedule) == 1:
+        schedule = (vllm.ScheduleEntry(1, 2, 2), vllm.ScheduleEntry(3, 3, 0))
+    options = vllm.launch_options(speculative, schedule, accepts_schedule=True)
+    config = json.loads(shlex.split(options[-1])[1])
+    script = (
+        "import json, sys; from vllm.v1.spec_decode.dynamic.utils "
+        "import build_dynamic_sd_schedule_lookup as build; "
+        "print(json.dumps(build(json.loads(sys.argv[1]), 5, int(sys.argv[2]))))"
+    )
+    arguments = [json.dumps(config[vllm.SCHEDULE_KEY]), str(config["num_speculative_tokens"])]
+    run = subprocess.run(
+        [PYTHON, "-c", script, *arguments], capture_output=True, text=True, check=True
+    )
+    expected = [
+        entry.speculative_tokens for entry in schedule for _ in range(entry.first, entry.last + 1)
+    ]
+    expected += [expected[-1]] * (5 - len(expected))
+    assert json.loads(run.stdout.splitlines()[-1])[1:] == expected
+
+
+def test_counters_agree_with_the_tokens(folder):
+    """vLLM counts what it yields, except in a text's last step.
+
+    That step may accept more tokens than the text has room for.
+    """
+    with EngineProcess(PYTHON) as engine:
+        speculative = vllm.speculative_config(
+            "draft_model", str(folder / "draft"), {"num_speculative_tokens": 2}
+        )
+        engine.ask(
+            "starting",
+            "start",
+            model=str(folder / "target"),
+            speculative=speculative,
+            options={**OPTIONS, "max_num_seqs": 3},
+        )
+        engine.ask("reading", "encode", prompts=PROMPTS)
+        run = engine.ask("running", "run", batch=3, prompts=list(range(6)), tokens=24, drain=True)
+        steps = [step for steps in run["tokens_by_prompt"] for step in steps]
+        before, after = run["counters_before"], run["counters_after"]
+        increase = {name: value - before.get(name, 0) for name, value in after.items()}
+        assert increase["vllm:spec_decode_num_drafts"] == len(steps)
+        accepted = increase["vllm:spec_decode_num_accepted_tokens"]
+        lost = accepted - (sum(steps) - len(steps))
+        assert 0 <= lost <= 2 * 6 and max(steps) == 3
+
+
+def test_a_draft_of_another_vocabulary_is_one_line(folder):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        vocab_size=8192,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "other")
+    words = [
+        *("--target", str(folder / "target")),
+        *("--draft", str(folder / "other")),
+        *("--python", PYTHON),
+        *("--engine-args", json.dumps(OPTIONS)),
+        *("--batch", "1"),
+    ]
+    result = CliRunner().invoke(main, ["engine", "vllm", *words])
+    assert result.exit_code == 1 and "Traceback" not in result.output
+    message = result.stderr.strip().splitlines()[-1]
+    assert "same vocabulary" in message
+    assert message.endswith("; use a draft that shares the target's tokenizer")
+
+
+def test_nothing_of_vllm_outlives_a_killed_program(folder):
+    script = (
+        "import sys, time; from sequoia_plan.engines.process import EngineProcess\n"
+        f"engine = EngineProcess({PYTHON!r}); print(engine.process.pid, flush=True)\n"
+        f"info = engine.ask('starting', 'start', model={str(folder / 'target')!r}, "
+        f"speculative=None, options={OPTIONS!r})\n"
+        "print(info, flush=True); time.sleep(600)\n"
+    )
+    program = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    pid = int(program.stdout.readline())
+    try:
+        assert "version" in program.stdout.readline()
+        # the process that watches, the engine, and vLLM's own
+        assert len(session_states(pid)) >= 3
+        os.kill(program.pid, signal.SIGKILL)
+        program.wait()
+        assert has_ended(pid)
+    finally:
+        program.kill()
+        program.stdout.close()
+
+
+def test_the_page(measured_plan, folder):
+    assert (folder / "page.html").read_text().count("<svg") == 2
+    assert Path(folder / "plan.yaml").exists()

@@ -1,0 +1,199 @@
+"""Compiles Triton kernels for GPUs that need not be present: a program that runs with any Triton.
+
+    PYTHONPATH=FOLDER_OF_A_TRITON python tests/helpers/compile_kernels.py ROOT < variants.json
+
+ROOT is the repository's folder, and variants.json a list of `Variant`s. It prints one line of JSON
+for each: the variant, and either what the machine code says (registers a thread, bytes of registers
+spilled to memory, whether a logarithm is approximate) or the error. The kernels' files are loaded
+by path, so that neither torch nor this package is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+VERIFY, DRAWING = "runtime/verify/kernels.py", "runtime/base/drawing_kernels.py"
+ATTENTION, LAYER = "runtime/models/attention_kernels.py", "runtime/models/layer_kernels.py"
+KERNELS = {
+    "greedy": (VERIFY, False, False),
+    "kept_masses": (VERIFY, False, False),
+    "digit_masses": (VERIFY, True, False),
+    "select_digit": (VERIFY, False, False),
+    "sequoia": (VERIFY, False, True),
+    "traversal_start": (VERIFY, False, False),
+    "traversal_round": (VERIFY, False, True),
+    "traversal_finish": (VERIFY, False, True),
+    "race_totals": (DRAWING, False, False),
+    "race": (DRAWING, False, False),
+    "attend_to_part": (ATTENTION, False, False),
+    "merge_parts": (ATTENTION, False, False),
+    "rms_norm": (LAYER, False, False),
+    "rotate": (LAYER, False, False),
+    "silu_mul": (LAYER, False, False),
+}
+"""The file of each kernel that is launched, and whether it has COUNTS and HAS_D2T."""
+SIZES = ("branching", "depth", "size", "num_tokens", "group", "num_parts", "num_blocks", "count")
+LAUNCHES = {
+    **dict.fromkeys(("attend_to_part", "merge_parts"), (None, 8)),
+    **{"rms_norm": (4096, 8), "rotate": (64, 1), "silu_mul": (1024, 4)},
+}
+"""BLOCK and the warps of kernels that are not launched with those of verification and drawing."""
+ALIGNED_SIZES = (
+    *("vocabulary", "draft_vocabulary", "extent", "query_head_stride"),
+    *("query_token_stride", "key_head_stride", "key_slot_stride", "value_head_stride"),
+    *("value_slot_stride", "mask_token_stride", "token_stride", "head_stride", "width"),
+)
+"""Sizes that are multiples of 16 in practice, which Triton makes use of."""
+ARITHMETIC = ("state", "max_logits", "totals", "masses", "goals")
+"""Pointers in the dtype of the arithmetic."""
+LOGITS = (
+    *("logits", "query", "key", "value", "mask", "attended"),
+    *("x", "weight", "heads", "cos", "sin", "gate_up"),
+)
+"""Arguments in the models' dtype."""
+TYPES = {
+    **dict.fromkeys(("temperature", "min_p", "scale", "epsilon"), "fp32"),
+    **dict.fromkeys((*SIZES, *ALIGNED_SIZES, "shift", "num_heads"), "i32"),
+    **dict.fromkeys(("draft_probs", "probs", "best_keys"), "*fp32"),
+    **dict.fromkeys(("part_sums", "part_totals", "part_max"), "*fp32"),
+    **dict.fromkeys(("uniforms", "accept_probs"), "*fp64"),
+    "bits": "*i32",
+}
+"""Triton's types of the arguments; others are pointers to int64."""
+
+
+class Variant(NamedTuple):
+    """A kernel and what it is compiled for.
+
+    Args:
+        name: of the kernel.
+        dtype: Triton's name of the dtype of the logits.
+        architecture: of the GPU, 90 for compute capability 9.0.
+        block, warps: the constant BLOCK, and the warps of a program.
+        sizes: "any", or "1" where `SIZES` are 1: Triton makes constants of such arguments.
+        counts, d2t: the constants COUNTS and HAS_D2T.
+    """
+
+    name: str
+    dtype: str
+    architecture: int
+    block: int = 4096
+    warps: int = 16
+    sizes: str = "any"
+    counts: bool = False
+    d2t: bool = False
+
+
+def all_variants(
+    dtypes=("bf16", "fp16", "fp32"), architectures=(80, 89, 90), sizes=("any", "1"), **settings
+):
+    """Every kernel for each of these, by counts and by weights, with and without d2t."""
+    return [
+        Variant(name, dtype, architecture, sizes=size, counts=counts, d2t=d2t, **settings)
+        for name, (file, has_counts, has_d2t) in KERNELS.items()
+        for dtype, architecture, size, counts, d2t in itertools.product(
+            dtypes,
+            architectures,
+            sizes,
+            [False, True] if has_counts else [False],
+            [False, True] if has_d2t else [False],
+        )
+        if file != ATTENTION or dtype in ("bf16", "fp16")  # PyTorch attends with others
+    ]
+
+
+def compile_variant(root, variant):
+    """Compile one kernel of the repository in the folder `root`; returns what its code says."""
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = getattr(load(root / KERNELS[variant.name][0]), variant.name)
+    dtype, is_of_a_pass = variant.dtype, variant.name in LAUNCHES
+    block, warps = LAUNCHES.get(variant.name, (variant.block, variant.warps))
+    constants = {
+        "DTYPE": tl.float64 if dtype == "fp64" else tl.float32,
+        "COUNTS": variant.counts,
+        "HAS_D2T": variant.d2t,
+        "BLOCK": block,
+        **{"MAX_CHILDREN": 8, "MAX_LEVELS": 16, "MAX_NODES": 128},
+        **{"HEAD_DIM": 128, "BLOCK_DIM": 128, "MAX_PARTS": 64, "BLOCK_KEYS": 32},
+        **{"MAX_BLOCKS": 64, "MAX_TOKENS": 64},
+        "BLOCK_ROWS": 16 if variant.sizes == "1" else 32,
+        "HIDDEN": -6e4 if dtype == "fp16" else -1e30,
+    }
+    if variant.sizes == "1":
+        constants |= dict.fromkeys(SIZES, 1)
+    arithmetic = "*fp64" if dtype == "fp64" else "*fp32"
+    in_dtype = (*LOGITS, "out") if is_of_a_pass else LOGITS
+    types = TYPES | dict.fromkeys(ARITHMETIC, arithmetic) | dict.fromkeys(in_dtype, f"*{dtype}")
+    arguments = kernel.arg_names
+    signature = {
+        argument: "constexpr" if argument in constants else types.get(argument, "*i64")
+        for argument in arguments
+    }
+    # as at a launch: PyTorch aligns memory
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, argument in enumerate(arguments)
+        if signature[argument].startswith("*") or argument.endswith("vocabulary")
+    }
+    used = {argument: constants[argument] for argument in arguments if argument in constants}
+    registers = None if is_of_a_pass else 65536 // (32 * warps)
+    compiled = triton.compile(
+        ASTSource(kernel, signature, used, aligned),
+        target=GPUTarget("cuda", variant.architecture, 32),
+        options={"num_warps": warps, "maxnreg": registers},
+    )
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = output_of(tools / "cuobjdump", "--dump-resource-usage", file.name)
+        instructions = output_of(tools / "cuobjdump", "--dump-sass", file.name)
+    resources = {key: int(value) for key, value in re.findall(r"\b([A-Z]+):(\d+)", usage)}
+    return {
+        "threads": 32 * warps,
+        "registers": resources["REG"],
+        "spilled_bytes": resources["STACK"] + resources["LOCAL"],
+        "shared_bytes": compiled.metadata.shared,
+        "approximate_logarithm": "lg2.approx" in compiled.asm["ptx"] or "MUFU.LG2" in instructions,
+    }
+
+
+@functools.cache
+def load(path):
+    """The module in a file, whatever package it belongs to."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def output_of(*command):
+    """What a program prints."""
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def main():
+    for variant in json.load(sys.stdin):
+        try:
+            result = compile_variant(Path(sys.argv[1]), Variant(*variant))
+        except Exception as error:
+            result = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"}
+        print(json.dumps({"variant": variant} | result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""A replay of recorded chains does what the server would have done with other settings."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.engines.replay import (
+    ChainStep,
+    LookupText,
+    drafted_text,
+    earlier_matches,
+    replay_draft,
+    replay_lookup,
+)
+
+LIMIT = 60
+
+
+class Drafted:
+    """A draft whose agreement and probabilities depend on the text alone, as a greedy draft's."""
+
+    def __init__(self, seed):
+        rng = random.Random(seed)
+        self.agrees = []
+        while len(self.agrees) < LIMIT + 80:  # runs, so that it matters where a chain begins
+            self.agrees += [True] * rng.randrange(12) + [False] * rng.randrange(1, 4)
+        self.probs = [round(rng.uniform(0.3 if a else 0.05, 1.0), 3) for a in self.agrees]
+        self.tails = [[round(rng.random(), 3) for _ in range(40)] for _ in self.agrees]
+
+    def decode(self, max_length, min_prob, limit=LIMIT):
+        """The loop of llama.cpp's `draft` and of the server around it."""
+        steps, chains, position, length = [], [], 0, limit - 1
+        while position < length:
+            num_remaining = limit - (position + 1)
+            chain, wrong = [], None
+            is_stopped = False
+            while len(chain) < min(max_length, num_remaining - 1):
+                at = position + len(chain)
+                prob = self.probs[at] if wrong is None else self.tails[wrong][at - wrong - 1]
+                if prob < min_prob:
+                    is_stopped = True
+                    break
+                if wrong is None and not self.agrees[at]:
+                    wrong = at
+                chain.append(prob)
+            accepted = len(chain) if wrong is None else wrong - position
+            tokens = min(accepted + 1, length - position)
+            steps.append(ChainStep(len(chain), accepted, tokens, len(chain) + is_stopped))
+            if chain:
+                chains.append(chain)
+            position += accepted + 1
+        return steps, chains
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_replay_is_what_the_server_does(seed):
+    drafted = Drafted(seed)
+    text = drafted_text(*drafted.decode(24, 0.0, LIMIT + 24), LIMIT)
+    for max_length in (1, 2, 3, 5, 8):
+        for min_prob in (0.0, 0.3, 0.6, 0.9):
+            expected, _ = drafted.decode(max_length, min_prob)
+            assert replay_draft(text, max_length, min_prob) == expected
+
+
+def test_cutting_the_chains_would_be_wrong():
+    """The control: chains that are cut off where they were recorded miss the starts between."""
+    differences = 0
+    for seed in range(30):
+        drafted = Drafted(seed)
+        recorded, _ = drafted.decode(24, 0.0)
+        cut = sum(min(step.accepted, 1) for step in recorded) / len(recorded)
+        steps, _ = drafted.decode(1, 0.0)
+        differences += abs(cut - sum(step.accepted for step in steps) / len(steps)) > 0.05
+    assert differences > 15
+
+
+def test_a_chain_that_was_accepted_whole_is_taken_to_go_on():
+    steps = [ChainStep(2, 2, 3), ChainStep(2, 0, 1)]
+    text = drafted_text(steps, [[0.9, 0.8], [0.7, 0.2]], 20)
+    assert text.agrees == (True, True, True, False)
+    assert text.probs == (0.9, 0.8, 0.8, 0.7)
+    assert text.tails == {3: (0.2,)}
+
+
+def test_a_text_ends_where_the_server_reports_two_steps_as_one():
+    steps = [ChainStep(2, 1, 2), ChainStep(4, 1, 5, is_single=False), ChainStep(2, 2, 3)]
+    text = drafted_text(steps, [[0.9, 0.8], [0.7, 0.2], [0.5, 0.5]], 20)
+    assert text.agrees[:2] == (True, False) and text.tails == {1: ()}
+
+
+def test_a_log_that_disagrees_with_the_timings_is_one_line():
+    with pytest.raises(SequoiaPlanError, match="a chain of 1 tokens where its timings have 2"):
+        drafted_text([ChainStep(2, 1, 2)], [[0.9]], 20)
+
+
+def draft_of_llama_cpp(tokens, sampled, size, length):
+    """The search of `common_ngram_simple_draft`, word for word."""
+    if len(tokens) <= size + length + 1:
+        return []
+    pattern = [*tokens[len(tokens) - size + 1 :], sampled]
+    found = 0
+    for j in range(len(tokens) - size - 1, 0, -1):
+        if tokens[j : j + size] == pattern:
+            found = j
+            break
+    if not found:
+        return []
+    copied = min(length, len(tokens) - (found + size))
+    return [] if copied < size else tokens[found + size : found + size + copied]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_lookup_is_what_llama_cpp_does(seed):
+    rng = random.Random(seed)
+    tokens = [rng.randrange(4) for _ in range(20)]
+    for _ in range(120):  # copies, so that there is something to find
+        start = rng.randrange(len(tokens))
+        tokens += [*tokens[start : start + rng.randrange(1, 12)], rng.randrange(4)]
+    prompt, generated = tokens[:40], tokens[40:100]
+    for size, length in ((1, 1), (2, 3), (2, 8), (3, 12), (4, 4), (6, 12)):
+        expected, index = [], 41
+        while index < 100:
+            draft = draft_of_llama_cpp(tokens[: index - 1], tokens[index - 1], size, length)
+            room = len(generated) - (index - 40) - 1
+            draft = draft[: max(room, 0)]
+            accepted = 0
+            while accepted < len(draft) and draft[accepted] == tokens[index + accepted]:
+                accepted += 1
+            expected.append(ChainStep(len(draft), accepted, min(accepted + 1, 100 - index)))
+            index += accepted + 1
+        text = LookupText(tuple(prompt), tuple(generated), len(generated))
+        assert replay_lookup(text, size, length) == expected
+        assert any(step.accepted for step in expected) or length < 2
+
+
+def test_a_lookup_skips_the_match_that_is_the_pattern_itself():
+    # the pattern 7 8 at the end occurs at 1, and at its own place
+    assert earlier_matches([0, 7, 8, 5, 7, 8], 2)[-1] == 1
+    assert earlier_matches([0, 7, 8, 5, 7, 9], 2)[-1] == 0

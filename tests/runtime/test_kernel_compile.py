@@ -1,0 +1,128 @@
+"""Every kernel compiles to machine code for GPUs that are not present, with several Tritons.
+
+The installed Triton compiles a few variants. Each folder in SEQUOIA_PLAN_TRITONS holds another one,
+which compiles them all: `make kernels` installs those that the supported versions of torch bring.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from compile_kernels import ATTENTION, DRAWING, VERIFY, Variant, all_variants
+from paths import ROOT
+
+from sequoia_plan.runtime.base.drawing import BLOCK, WARPS
+
+pytest.importorskip(
+    "triton", reason="Triton is not installed, which compiles the kernels", exc_type=ImportError
+)
+TRITONS = list(filter(None, os.environ.get("SEQUOIA_PLAN_TRITONS", "").split(os.pathsep)))
+REGISTERS = 65536
+"""Budget of a program: a multiprocessor has no more."""
+SPILLED_BYTES = 0
+"""Budget a thread: nothing is kept in memory for want of registers."""
+
+
+def compile_all(variants, folder, triton=None, root=ROOT):
+    """What `compile_kernels.py` prints for each variant.
+
+    Args:
+        folder: of the compiled kernels.
+        triton: folder of the Triton that compiles; None for the installed one.
+    """
+    environment = os.environ | {"TRITON_CACHE_DIR": str(folder)}
+    environment.pop("TRITON_INTERPRET", None)
+    if triton:
+        environment["PYTHONPATH"] = triton
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "tests/helpers/compile_kernels.py"), str(root)],
+        input=json.dumps(variants),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=3600,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    results = [json.loads(line) for line in run.stdout.splitlines()]
+    assert [tuple(result.pop("variant")) for result in results] == variants
+    return results
+
+
+def faults(variants, results):
+    """The variants that were not compiled or whose machine code is not as it should be."""
+    return [
+        (variant, result)
+        for variant, result in zip(variants, results, strict=True)
+        if "error" in result
+        or result["approximate_logarithm"]
+        or result["registers"] * result["threads"] > REGISTERS
+        or result["spilled_bytes"] > SPILLED_BYTES
+        or result["shared_bytes"] > 1 << 15
+    ]
+
+
+def test_kernels_compile_with_the_installed_triton(tmp_path):
+    """With and without filters and another vocabulary; few of the other settings, to be quick."""
+    variants = [
+        *all_variants(["bf16"], [90], ["any"], block=BLOCK, warps=WARPS),
+        *all_variants(["fp16"], [80], ["1"], block=BLOCK, warps=WARPS)[::7],
+    ]
+    assert faults(variants, compile_all(variants, tmp_path)) == []
+
+
+@pytest.mark.parametrize("triton", TRITONS)
+def test_kernels_compile_with_other_tritons(triton, tmp_path):
+    """Every variant. Logits in float64, for which some values spill, need only compile."""
+    variants = all_variants(block=BLOCK, warps=WARPS)
+    variants += all_variants(["bf16"], [90], ["any"], block=2, warps=WARPS)
+    assert faults(variants, compile_all(variants, tmp_path, triton)) == []
+    variants = all_variants(["fp64"], [90], ["any"], block=BLOCK, warps=WARPS)
+    errors = [result.get("error") for result in compile_all(variants, tmp_path, triton)]
+    assert errors == [None] * len(variants)
+
+
+def test_faults_of_machine_code_are_seen(tmp_path):
+    """Controls: too many warps for the registers, an approximate logarithm, and a wrong type."""
+    for file in (VERIFY, DRAWING):
+        (tmp_path / file).parent.mkdir(parents=True)
+    step, wrong_step = "mass += q", "mass = (mass + q).to(tl.float64)"
+    approximate = 'tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [y], tl.float32, '
+    (tmp_path / DRAWING).write_text(
+        (ROOT / DRAWING).read_text().replace("tl.log(y)", f"{approximate}True, 1)")
+    )
+    (tmp_path / VERIFY).write_text((ROOT / VERIFY).read_text().replace(step, wrong_step))
+    variants = [
+        Variant("race", "bf16", 90),
+        Variant("traversal_start", "bf16", 90),
+        Variant("sequoia", "fp64", 90, warps=32),
+    ]
+    race, start, sequoia = compile_all(variants, tmp_path, root=tmp_path)
+    assert race["approximate_logarithm"] and race["spilled_bytes"] == 0
+    assert start["error"].startswith("CompilationError")
+    assert sequoia["spilled_bytes"] > SPILLED_BYTES
+
+
+@pytest.mark.parametrize("name", [VERIFY, ATTENTION])
+def test_constants_of_kernels_are_float32(name):
+    """Triton types a constant beyond float32's range as float64, before version 3.9 by its digits.
+
+    A loop whose variable then changes from float32 to float64 does not compile.
+    """
+    module = importlib.import_module("sequoia_plan." + name.removesuffix(".py").replace("/", "."))
+    constants = [
+        value.value
+        for value in vars(module).values()
+        if isinstance(value, importlib.import_module("triton.language").constexpr)
+        and isinstance(value.value, float)
+    ]
+    limits = torch.finfo(torch.float32)
+    assert constants and all(limits.tiny <= abs(value) <= limits.max for value in constants)
+    assert not math.fabs(3.4028235e38) <= limits.max  # the control

@@ -1,0 +1,187 @@
+"""docs/own-models.md, from model folders to bench, with the folders that the page itself makes.
+
+Drafts with padded vocabularies are tested, too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+
+import pytest
+import torch
+from click.testing import CliRunner
+from paths import ROOT
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from sequoia_plan.artifacts import (
+    ArgumentError,
+    BenchResult,
+    Profile,
+    SequoiaPlanError,
+    TokenTree,
+    load_tree,
+)
+from sequoia_plan.planner.cli import main
+from sequoia_plan.profiler import latency
+from sequoia_plan.runtime import SequoiaDecoder, load_pair
+from sequoia_plan.runtime.draft.draft_file import save_as_folder
+from sequoia_plan.runtime.models.fuse import fuse
+from sequoia_plan.runtime.models.prepacked import PrepackedLinear
+from sequoia_plan.runtime.pair import LANGUAGE_MODEL, with_draft
+
+PAGE = ROOT / "docs" / "own-models.md"
+SNIPPET = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.S)[1]
+COMMANDS = [
+    shlex.split(line)[1:]
+    for line in PAGE.read_text().splitlines()
+    if line.startswith("    sequoia-plan ")
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the page's first two commands wrote `target` and `draft`."""
+    folder = tmp_path_factory.mktemp("own")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for words in COMMANDS[:2]:
+            result = CliRunner().invoke(main, words)
+            assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in folder.iterdir()) == ["draft", "target"]
+    return folder
+
+
+def test_the_page_from_profile_to_bench(folder, monkeypatch):
+    """The commands after those that write the folders, made short: two prompts, few sizes."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(latency, "SIZES", (1, 2, 4))
+    (folder / "p.txt").write_text(
+        "What is rain?\n\nName three birds.\n\nWhat is two plus two?\n\nWho wrote Hamlet?\n"
+    )
+    short = {
+        "profile": ["--prompts", "p.txt", "--tokens", "8", "--latency-seconds", "0"],
+        "generate": ["--max-new-tokens", "6"],
+        "bench": ["--prompts", "p.txt", "--tokens", "8", "-o", "b.json"],
+    }
+    assert [words[0] for words in COMMANDS[2:]] == ["profile", "solve", "generate", "bench"]
+    for words in COMMANDS[2:]:
+        result = CliRunner().invoke(main, [*words, *short.get(words[0], [])])
+        assert result.exit_code == 0, result.output
+    profile, result = Profile.load("own.yaml"), BenchResult.load("b.json")
+    names = {role: profile.models[role]["name"] for role in ("target", "draft")}
+    assert names == {"target": "target", "draft": "draft"}
+    tree = load_tree("own.safetensors")
+    assert tree.plan.models == profile.models == result.models
+    tree_methods = ["sequoia"] if tree.size > 1 else []
+    assert list(result.methods) == ["plain", "generate", *tree_methods]
+    assert result.settings.prompts == 2
+
+
+def test_the_pages_python(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    exec(SNIPPET, {})
+    assert "Paris" in capsys.readouterr().out
+
+
+def test_the_folder_is_the_draft(folder, pair):
+    """Written as a folder and loaded by transformers alone, it gives the draft's logits.
+
+    The highest is never one that the draft does not have.
+    """
+    ids = torch.tensor([[1, 5, 300, 17]])
+    whole = AutoModelForCausalLM.from_pretrained(folder / "draft", dtype=torch.float32)(ids).logits
+    draft = with_draft(pair, LANGUAGE_MODEL).draft
+    d2t = draft.d2t
+    torch.testing.assert_close(whole[..., d2t], draft(ids).logits, atol=2e-4, rtol=1e-4)
+    rest = torch.ones(whole.shape[-1], dtype=torch.bool).index_fill(0, d2t, False)
+    assert rest.any() and (whole[..., rest] < whole[..., d2t].amax(-1, keepdim=True)).all()
+    if pair.placement == "repacked":
+        fuse(draft, PrepackedLinear)
+        with pytest.raises(
+            SequoiaPlanError,
+            match=r"repacked for this processor; load it with placement='resident'",
+        ):
+            save_as_folder(draft, pair.tokenizer, folder / "again")
+
+
+@pytest.mark.parametrize("extra", [64, -100])
+def test_a_draft_with_a_padded_or_shorter_vocabulary_loads_from_a_folder_as_in_python(
+    folder, pair, tmp_path, monkeypatch, extra
+):
+    """The command line and Python have the same rules.
+
+    Tokenizers decide, and padding does not matter.
+    """
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        vocab_size=49152 + extra,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "other")
+    pair.tokenizer.save_pretrained(tmp_path / "other")
+    loaded = load_pair(str(folder / "target"), str(tmp_path / "other"), dtype="float32")
+    decoder = SequoiaDecoder(loaded.target, loaded.draft, TokenTree.star(3))
+    assert decoder.step.drafter.vocabulary == min(49152, 49152 + extra)
+    plain_decoder = SequoiaDecoder(loaded.target, None, TokenTree.chain(1))
+    expected = plain_decoder.generate([1, 5, 300], 8).sequences
+    assert torch.equal(decoder.generate([1, 5, 300], 8).sequences, expected)
+    monkeypatch.chdir(tmp_path)
+    words = ["generate", "--tree", "sequoia-example-64x6", "--max-new-tokens", "4", "--json"]
+    models = ["--target", str(folder / "target"), "--draft", "other", "--dtype", "float32"]
+    result = CliRunner().invoke(main, [*words, *models])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["new_tokens"] == 4
+
+
+def test_a_hub_name_without_a_network_fails_at_once(monkeypatch, tmp_path):
+    """Also with a broken folder: one line that says what to do."""
+    monkeypatch.setattr("sequoia_plan.runtime.models.load._is_reachable", lambda endpoint: False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text(
+        '{"model_type": "llama", "hidden_size": "many", "num_hidden_layers": [1]}'
+    )
+    for name, part in (
+        ("some/model", "some/model: no such folder, and huggingface.co cannot be asked for it"),
+        ("not a name!", "not a name!: no such folder"),
+        ("broken", "broken: cannot be loaded as a causal language model"),
+    ):
+        words = ["generate", "--tree", "sequoia-example-64x6", "--target", name, "--draft", "other"]
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code == 1, result.output
+        assert result.stderr.strip().splitlines()[-1].startswith(f"Error: {part}"), result.output
+
+
+def test_a_draft_made_from_the_target_needs_no_other_model(folder, tmp_path, monkeypatch):
+    """`int8` names it; a folder of that name is another draft."""
+    monkeypatch.chdir(tmp_path)
+    for name, model in (("target", "target"), ("int8", "draft")):
+        (tmp_path / name).symlink_to(folder / model)
+    from_target = load_pair("target", "int8", dtype="float32")
+    from_folder = load_pair("target", "./int8", dtype="float32")
+    expected = {"name": "target int8", "dtype": "bfloat16", "placement": "resident"}
+    draft_metadata = from_target.metadata["draft"]
+    assert draft_metadata == draft_metadata | expected
+    assert from_folder.metadata["draft"]["name"] == "int8"
+    models = (*from_target.metadata.values(), *from_folder.metadata.values())
+    assert len({model["digest"] for model in models}) == 3
+    assert from_target.metadata["target"] == from_folder.metadata["target"]
+    tree = TokenTree.chain(4)
+    prompt = from_target.tokenizer("What is rain?", return_tensors="pt").input_ids
+    first, second = (
+        SequoiaDecoder(pair.target, pair.draft, tree).generate(prompt, 24).sequences
+        for pair in (from_target, from_folder)
+    )
+    assert torch.equal(first, second)
+
+
+def test_a_target_without_a_draft_is_told_of_the_one_it_always_has(folder):
+    with pytest.raises(
+        ArgumentError, match="name a draft for it with --draft, or use --draft int8"
+    ):
+        load_pair(str(folder / "target"))

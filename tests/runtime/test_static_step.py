@@ -1,0 +1,333 @@
+"""A step is a fixed sequence of tensor operations: it traces whole, and replaying the trace gives
+the same tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from drafts import PARTS, load, small_target, write
+from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.runtime import Sampling, SequoiaDecoder
+from sequoia_plan.runtime import step as step_module
+from sequoia_plan.runtime.capture import Graphs, can_capture
+from sequoia_plan.runtime.draft import language_model
+from sequoia_plan.runtime.step import TreeStep
+from sequoia_plan.runtime.verify import VERIFIERS
+
+TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
+FILTERED = Sampling(0.8, top_p=0.9, top_k=20, min_p=0.01, draft_temperature=1.1)
+SETTINGS = [
+    Sampling(0.0),
+    FILTERED,
+    *(Sampling(0.8, verifier=name) for name in VERIFIERS if name != FILTERED.verifier),
+]
+STEPS = 200
+
+
+def llama(seed, hidden, layers, device):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        vocab_size=64,
+    )
+    return LlamaForCausalLM(config).eval().to(device)
+
+
+def decoder(device="cpu", **options):
+    return SequoiaDecoder(llama(0, 32, 2, device), llama(1, 16, 1, device), TREE, **options)
+
+
+def tapped(kind, folder, device="cpu", **options):
+    """A decoder with a draft that reads the target's hidden states."""
+    target = small_target()
+    draft = load(write(folder / "draft", *PARTS[kind](target)), target)
+    return SequoiaDecoder(target.to(device), draft.to(device), TREE, **options)
+
+
+def accepted(decoder, sampling):
+    """What each of many steps accepted and added."""
+    prompt = torch.arange(7, device=decoder.step.device)
+    return [
+        (step.path, step.tokens)
+        for step, _ in zip(
+            decoder.steps(prompt, STEPS * TREE.depth, sampling, seed=3), range(STEPS), strict=False
+        )
+    ]
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Decoders run the trace of their step: one graph, or an error."""
+    if torch.__version__ < (2, 8):
+        pytest.skip("torch 2.7 traces no context managers, as that around attention")
+    torch._dynamo.reset()
+    monkeypatch.setattr(step_module, "EXTENT_MULTIPLE", {"cpu": 1024})  # one shape, one trace
+    compiled = torch.compile(TreeStep.__call__, fullgraph=True, backend="aot_eager", dynamic=False)
+    return lambda: monkeypatch.setattr(TreeStep, "run", compiled)
+
+
+@pytest.mark.parametrize(
+    "sampling", SETTINGS[:-2], ids=repr
+)  # test_verify.py traces every verifier; here the whole step counts
+def test_the_step_traces_whole_and_the_trace_gives_the_same_tokens(sampling, traced):
+    with torch.no_grad():  # dynamo cannot guard tensors of inference mode
+        eager, traced_decoder = decoder(), decoder()
+        for each in (eager, traced_decoder):
+            each.steps = SequoiaDecoder.steps.__wrapped__.__get__(each)
+        expected = accepted(eager, sampling)
+        traced()
+        assert accepted(traced_decoder, sampling) == expected
+    assert len(expected) == STEPS
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.8)], ids=repr)
+@pytest.mark.parametrize("kind", PARTS)
+def test_steps_with_other_kinds_of_drafts_trace_whole(kind, sampling, traced, tmp_path):
+    """With the hooks that take the target's hidden states out of its pass."""
+    with torch.no_grad():
+        eager, traced_decoder = tapped(kind, tmp_path), tapped(kind, tmp_path)
+        for each in (eager, traced_decoder):
+            each.steps = SequoiaDecoder.steps.__wrapped__.__get__(each)
+        expected = accepted(eager, sampling)
+        traced()
+        assert accepted(traced_decoder, sampling) == expected
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.8)], ids=repr)
+@pytest.mark.parametrize("kind", PARTS)
+def test_no_operation_of_a_step_with_other_kinds_of_drafts_copies_from_the_host(
+    kind, sampling, monkeypatch, tmp_path
+):
+    target = small_target()
+    draft = load(write(tmp_path / "draft", *PARTS[kind](target)), target)
+    assert devices_of_a_step(sampling, None, monkeypatch, target.to("meta"), draft.to("meta")) == {
+        "meta"
+    }
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.8)], ids=repr)
+def test_steps_whose_spine_is_looked_up_trace_whole(sampling, traced):
+    """The match is searched, and the chain copied, without a value that the host reads."""
+    looks_up = TokenTree(TREE.parents, looks_up=True)
+    chain = TokenTree(TokenTree.chain(6).parents, looks_up=True)
+    portfolio = TokenTree(TREE.parents, by_match={1: looks_up, 2: chain})
+    with torch.no_grad():
+        eager, traced_decoder = (decoder().with_tree(portfolio) for _ in range(2))
+        for each in (eager, traced_decoder):
+            each.steps = SequoiaDecoder.steps.__wrapped__.__get__(each)
+        expected = accepted(eager, sampling)
+        traced()
+        assert accepted(traced_decoder, sampling) == expected
+
+
+def test_a_step_that_reads_a_tensor_does_not_trace(traced, monkeypatch):
+    """Negative control: the tracer notices a host read."""
+    keep = TreeStep.commit
+
+    def reading(self, taken):
+        return keep(self, replace(taken, count=taken.count + int(taken.count.item() > 99)))
+
+    monkeypatch.setattr(TreeStep, "commit", reading)
+    with torch.no_grad():
+        control = decoder()
+        control.steps = SequoiaDecoder.steps.__wrapped__.__get__(control)
+        traced()
+        with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+            accepted(control, Sampling(0.0))
+
+
+class Devices(TorchDispatchMode):
+    """Notes the devices of whatever every operation reads and gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.seen |= {
+            each.device.type
+            for each in tree_leaves((args, kwargs, result))
+            if isinstance(each, torch.Tensor)
+        }
+        return result
+
+
+class FromPython(TorchFunctionMode):
+    """Notes tensors made from Python's numbers: they are made on the host, and operations do not
+    show it."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in (
+            torch.tensor,
+            torch.as_tensor,
+            torch.asarray,
+            torch.from_numpy,
+            torch.Tensor.new_tensor,
+        ):
+            self.seen.add("cpu")
+        return function(*args, **(kwargs or {}))
+
+
+def devices_of_a_step(sampling, covered, monkeypatch, target=None, draft=None):
+    """The step on a device that has no values to look at. Only tensors copied from or to the host
+    could lie elsewhere."""
+    for module in (step_module, language_model):
+        monkeypatch.setattr(module, "probe", lambda model: None)
+    monkeypatch.setattr(torch, "Generator", lambda device: None)
+    target, draft = target or llama(0, 32, 2, "meta"), draft or llama(1, 16, 1, "meta")
+    if covered is not None:
+        monkeypatch.setattr(
+            step_module,
+            "shared_vocabulary",
+            lambda *_: (len(covered), torch.empty(len(covered), dtype=torch.long, device="meta")),
+        )
+    if getattr(draft, "d2t", None) is not None:
+        monkeypatch.setattr(
+            step_module,
+            "shared_vocabulary",
+            lambda target, draft, *_: (draft.d2t.numel(), draft.d2t),
+        )
+    each = SequoiaDecoder(target, draft, TREE).step
+    each.sequence.reserve(64, each.target.new_cache, each.drafter.new_cache)
+    each.sequence.reserve_aux_hidden_states(
+        TREE.size,
+        len(each.drafter.aux_hidden_state_layers) * target.config.hidden_size,
+        torch.float32,
+    )
+    each.sequence.bits = torch.empty(
+        each.num_inner_nodes * each.bits_per_node(sampling), dtype=torch.int32, device="meta"
+    )
+    with torch.inference_mode(), Devices() as devices, FromPython(devices.seen):
+        each(64, sampling)
+    return devices.seen
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=repr)
+@pytest.mark.parametrize("covered", [None, [0, 2, 3, 5, 7]])
+def test_no_operation_of_a_step_copies_from_the_host(sampling, covered, monkeypatch):
+    """A copy would end the capture of a CUDA graph, and tracing does not see it."""
+    assert devices_of_a_step(sampling, covered, monkeypatch) == {"meta"}
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [lambda: torch.tensor(1, device="meta"), lambda: torch.ones(1, dtype=torch.long).to("meta")],
+)
+def test_a_copy_from_the_host_is_seen(copied, monkeypatch):
+    """Negative control."""
+    keep = TreeStep.commit
+    monkeypatch.setattr(TreeStep, "commit", lambda self, *args: keep(self, *args) + copied())
+    assert devices_of_a_step(Sampling(0.0), None, monkeypatch) == {"cpu", "meta"}
+
+
+def test_models_that_read_the_length_on_the_host_are_not_captured():
+    on_cuda = SimpleNamespace(device=torch.device("cuda", 0))
+    other = SimpleNamespace(device=torch.device("cuda", 1))
+
+    class Model(SimpleNamespace):
+        """Unlike SimpleNamespace, but like a module, it can be a key of a weak dictionary."""
+
+        __hash__ = object.__hash__
+
+    def model(parameters=(on_cuda, on_cuda), rope="default", **attributes):
+        config = SimpleNamespace(rope_parameters={"rope_type": rope})
+        return Model(parameters=lambda: parameters, config=config, **attributes)
+
+    assert can_capture(model()) and can_capture(model(rope="llama3"))
+    assert not can_capture(model(rope="dynamic")) and not can_capture(model(rope="longrope"))
+    assert not can_capture(model((on_cuda, other))) and not can_capture(model(()))
+    assert not can_capture(model(_tp_size=2)) and not can_capture(model(_orig_mod=None))
+    assert not can_capture(llama(0, 16, 1, "cpu"))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), FILTERED], ids=repr)
+@pytest.mark.parametrize(
+    ("tokens", "context"), [(70, 2048), (1, 2048), (500, 50)], ids=["most", "one", "full context"]
+)
+def test_steps_launched_ahead_change_nothing(sampling, tokens, context, monkeypatch):
+    """The same steps, none launched in vain; while one is read the next one is on its way."""
+    launches = []
+    run = TreeStep.run
+    monkeypatch.setattr(
+        TreeStep,
+        "run",
+        lambda self, extent, sampling: launches.append(extent) or run(self, extent, sampling),
+    )
+    found = {}
+    for ahead in (False, True):
+        each = decoder()
+        each.step.launches_ahead, each.step.context = ahead, context
+        launches.clear()
+        steps = each.steps(torch.arange(7), tokens, sampling, seed=3)
+        first = next(steps)
+        assert len(launches) == 1 + (ahead and tokens > TREE.depth)
+        found[ahead] = [first, *steps]
+        assert (
+            len(launches) == len(found[ahead])
+            and max(launches) <= each.step.sequence.target.capacity
+        )
+    assert found[True] == found[False]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("sampling", SETTINGS, ids=repr)
+def test_captured_steps_give_the_same_tokens(sampling):
+    eager, captured = decoder("cuda", captured=False), decoder("cuda")
+    assert captured.step.graphs is not None
+    expected = accepted(eager, sampling)
+    assert accepted(captured, sampling) == expected
+    assert accepted(captured, sampling) == expected  # replayed for another sequence
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_graphs():
+    """What a capture prepares is undone; every call replays; a pool that was cleared can be filled
+    again."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    graphs, total = Graphs(device), torch.zeros(3, device=device)
+    for _ in range(2):
+        total.zero_()
+        results = [
+            graphs("sum", lambda: total.add_(1) * 2, lambda: (total,)).tolist() for _ in range(3)
+        ]
+        assert results == [[2.0] * 3, [4.0] * 3, [6.0] * 3]
+        assert graphs("other", lambda: total + 1).tolist() == [4.0] * 3
+        assert len(graphs.graphs) == 2
+        graphs.clear()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "waiting",
+    [lambda total: total.sum().item(), lambda total: torch.tensor([1.0]).to(total.device)],
+)
+def test_a_function_that_waits_runs_as_it_is(waiting):
+    device = torch.device("cuda", torch.cuda.current_device())
+    graphs, total = Graphs(device), torch.zeros(3, device=device)
+
+    def run():
+        waiting(total)
+        return total.add_(1).clone()
+
+    with pytest.warns(UserWarning, match="cannot be captured"):
+        first = graphs("sum", run, lambda: (total,))
+    assert (
+        first.tolist() == [1.0] * 3 and graphs("sum", run, lambda: (total,)).tolist() == [2.0] * 3
+    )
+    assert torch.cuda.get_sync_debug_mode() == 0

@@ -1,0 +1,228 @@
+"""Every fault of a file of weights is noticed, and none leaves anything damaged behind."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import tiny
+from safetensors import safe_open
+from streamed import LAYERS, PROMPT, decoder, streamed, tokens, weights
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime import Sampling
+from sequoia_plan.runtime.base.weight_stream import stream_of
+from sequoia_plan.runtime.models.load import load_model
+from sequoia_plan.runtime.offload import disk_stream
+from sequoia_plan.runtime.offload.load import OffloadedTarget
+from sequoia_plan.runtime.offload.weight_file import ALIGNMENT, WeightFile
+
+pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
+
+
+def test_the_file_is_a_safetensors_file_in_pass_order(folder):
+    offloaded = OffloadedTarget(str(folder / "target"), "cpu", torch.float32)
+    model = load_model(str(folder / "target"), "cpu", torch.float32)[0]
+    parameters = dict(model.named_parameters())
+    with safe_open(weights(folder), framework="pt") as file:
+        names = [name for name in file.keys() if not name.startswith("padding.")]  # noqa: SIM118
+        assert sorted(names) == sorted(parameters)
+        assert "lm_head.weight" not in names  # it is tied to the embeddings
+        assert all(torch.equal(file.get_tensor(name), parameters[name]) for name in names)
+        assert json.loads(file.metadata()["sequoia_plan"])["format"] == "sequoia-plan-drafts"
+    assert len(offloaded.file.blocks) == 1 + LAYERS
+    for number, block in enumerate(offloaded.file.blocks):
+        assert block.offset % ALIGNMENT == block.size % ALIGNMENT == 0
+        assert all((f"layers.{number - 1}." in name) == (number > 0) for name in block.tensors)
+    assert set(offloaded.file.blocks[0].tensors) >= {name for name in parameters if "norm" in name}
+    names = [name for name in parameters if "layers.3." in name]
+    assert set(offloaded.layer(3)) == {name.removeprefix("model.layers.3.") for name in names}
+
+
+def test_a_pass_that_was_given_up_does_not_spoil_the_next(folder, slow_disk):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    offloaded = streamed(folder)
+    expected = tokens(offloaded)
+    stream = stream_of(offloaded.target)
+    hook = offloaded.target.model.layers[5].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        tokens(offloaded)
+    hook.remove()
+    assert stream.current_block % len(stream.blocks) != 0
+    assert torch.equal(tokens(offloaded), expected)
+
+
+def test_a_read_error_in_mid_decode(folder, monkeypatch):
+    """One line names the file; the next request finds everything as it was."""
+    offloaded = streamed(folder)
+    expected, calls, preadv = tokens(offloaded), [], os.preadv
+
+    def fails_once(*arguments):
+        calls.append(1)
+        if len(calls) == 30:
+            raise OSError(errno.EIO, "Input/output error")
+        return preadv(*arguments)
+
+    monkeypatch.setattr(os, "preadv", fails_once)
+    message = (
+        r"target-.*\.weights: cannot be read \(Input/output error\); "
+        "delete it, and it will be made again"
+    )
+    with pytest.raises(SequoiaPlanError, match=message):
+        tokens(offloaded)
+    assert torch.equal(tokens(offloaded), expected)
+
+
+def test_a_file_that_shrinks_or_changes_in_mid_decode(folder):
+    decoding = decoder(streamed(folder)).steps(PROMPT, 40, sampling=Sampling())
+    next(decoding)
+    os.utime(weights(folder), ns=(1, 1))
+    with pytest.raises(SequoiaPlanError, match="was written to while it was in use"):
+        list(decoding)
+    decoding = decoder(streamed(folder)).steps(PROMPT, 40, sampling=Sampling())
+    next(decoding)
+    os.truncate(weights(folder), ALIGNMENT * 4)
+    with pytest.raises(SequoiaPlanError, match=r"was cut off|was written to"):
+        list(decoding)
+
+
+def flip_bits(path, offset, bits=1):
+    data = bytearray(path.read_bytes())
+    data[offset] ^= bits
+    path.write_bytes(data)
+
+
+def test_damaged_weights_are_not_computed_with(folder):
+    """A flipped bit in a block is an error.
+
+    After one in the header, or a cut, the file is made again from the model's own files.
+    """
+    expected = tokens(streamed(folder))
+    path = weights(folder)
+    block = WeightFile(path).blocks[4]
+    flip_bits(path, block.offset + 100)
+    message = rf"the block at {block.offset} has the checksum .* it was damaged; delete it"
+    with pytest.raises(SequoiaPlanError, match=message):
+        tokens(streamed(folder))
+    damages = (
+        lambda: flip_bits(path, 200),
+        lambda: os.truncate(path, path.stat().st_size - 1),
+        lambda: path.write_bytes(b""),
+    )
+    for damage in damages:
+        damage()
+        with pytest.raises(SequoiaPlanError, match="it will be made again"):
+            WeightFile(path)
+        if not path.stat().st_size:
+            assert torch.equal(tokens(streamed(folder)), expected)
+
+
+def test_every_flipped_bit_of_the_header_is_noticed(folder):
+    """No exception but ours comes out, whatever the header says."""
+    OffloadedTarget(str(folder / "target"), "cpu", torch.float32).file.close()
+    path = weights(folder)
+    header = path.read_bytes()[: WeightFile(path).blocks[0].offset].rstrip()
+    generator = torch.Generator().manual_seed(0)
+    for bit in torch.randint(len(header) * 8, (400,), generator=generator).tolist():
+        flip_bits(path, bit // 8, 1 << bit % 8)
+        with pytest.raises(SequoiaPlanError):
+            WeightFile(path)
+        flip_bits(path, bit // 8, 1 << bit % 8)
+    WeightFile(path).close()
+
+
+def test_another_model_in_the_same_folder(folder, tmp_path, pair):
+    """The file is made again, and a process that uses the old one goes on with it."""
+    for name in ("a", "draft"):
+        tiny("Llama", num_hidden_layers=LAYERS).save_pretrained(tmp_path / name)
+        pair.tokenizer.save_pretrained(tmp_path / name)
+    old = OffloadedTarget(str(tmp_path / "a"), "cpu", torch.float32)
+    old_layer = old.layer(2)
+    tiny("Llama", seed=5, num_hidden_layers=LAYERS).save_pretrained(tmp_path / "a")
+    new = OffloadedTarget(str(tmp_path / "a"), "cpu", torch.float32)
+    assert old.file.path == new.file.path
+    for name, tensor in old.layer(2).items():
+        assert torch.equal(tensor, old_layer[name])
+    name = "self_attn.q_proj.weight"
+    assert not torch.equal(new.layer(2)[name], old_layer[name])
+
+
+CODE = """
+import sys, torch
+from sequoia_plan.runtime.offload.load import OffloadedTarget
+target = OffloadedTarget(sys.argv[1], "cpu", torch.float32)
+print(float(target.layer(1)["mlp.up_proj.weight"].double().sum()), flush=True)
+"""
+
+
+def start_python(code, *arguments):
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_two_processes_share_one_file(folder):
+    processes = [start_python(CODE, folder / "target") for _ in range(2)]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert all(process.returncode == 0 for process in processes), outputs
+    assert outputs[0][0] == outputs[1][0]
+    files = Path(os.environ["SEQUOIA_PLAN_CACHE"]).glob("*weights*")
+    assert len(list(files)) == 2  # the file, and its lock
+
+
+def test_a_kill_while_the_file_is_written(folder):
+    """What the killed process left is neither used nor in the way."""
+    slow = "import os, time\nfrom sequoia_plan.runtime.offload import weight_file\n"
+    slow += "os.fsync = lambda file: (print('written', flush=True), time.sleep(600))\n"
+    killed = start_python(slow + CODE, folder / "target")
+    assert killed.stdout.readline() == "written\n"
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate(timeout=60)
+    cache = Path(os.environ["SEQUOIA_PLAN_CACHE"])
+    assert list(cache.glob(".*.unfinished")) and not list(cache.glob("*.weights"))
+    OffloadedTarget(str(folder / "target"), "cpu", torch.float32)
+    assert not list(cache.glob(".*.unfinished")) and weights(folder)
+
+
+def test_a_full_disk_while_the_file_is_written(folder):
+    """The kernel refuses to write on; one line says what to do, and nothing half-written stays."""
+    limit = "import resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))\n"
+    process = start_python(limit + CODE, folder / "target")
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    assert (
+        "cannot be written (File too large); it takes as much room as the weights: free some, "
+        "or set SEQUOIA_PLAN_CACHE"
+    ) in error
+    files = Path(os.environ["SEQUOIA_PLAN_CACHE"]).iterdir()
+    assert all(file.name.endswith(".lock") for file in files)
+
+
+def test_threads_end_with_the_model(folder):
+    threads_before = set(threading.enumerate())
+    offloaded = streamed(folder)
+    offloaded_decoder = decoder(offloaded)
+    offloaded_decoder.generate(PROMPT, 4)
+    assert len(set(threading.enumerate()) - threads_before) == disk_stream.THREADS
+    del offloaded, offloaded_decoder
+    gc.collect()
+    assert set(threading.enumerate()) == threads_before
+
+
+def test_after_close_a_pass_is_refused(folder):
+    offloaded = streamed(folder)
+    offloaded_decoder = decoder(offloaded)
+    stream_of(offloaded.target).close()
+    with pytest.raises(SequoiaPlanError, match="is closed; load the models again"):
+        offloaded_decoder.generate(PROMPT, 4)
