@@ -145,7 +145,6 @@ def test_planning_needs_no_torch_and_other_commands_say_what_they_need(wheel, tm
 SLIM = """
 import sys, types, importlib.util, torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from paths import ROOT
 from sequoia_plan.artifacts import load_tree
 from sequoia_plan.runtime import SequoiaDecoder
 torch.manual_seed(0)
