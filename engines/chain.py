@@ -11,7 +11,7 @@ import numpy as np
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.cost import Floats
-from sequoia_plan.artifacts.engine_plan import Cell, ChainAcceptance, ScheduleEntry, StepSeconds
+from sequoia_plan.engines.plan import Cell, ChainAcceptance, ScheduleEntry, StepSeconds
 from sequoia_plan.artifacts.uncertainty import Z95, median_with_error
 
 MAX_AGE = 64

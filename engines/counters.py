@@ -10,7 +10,7 @@ from http.client import HTTPException, IncompleteRead
 from pathlib import Path
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.artifacts.engine_plan import ChainAcceptance
+from sequoia_plan.engines.plan import ChainAcceptance
 from sequoia_plan.artifacts.files import read_bytes
 
 PREFIX = "vllm:spec_decode_"

@@ -13,7 +13,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.artifacts.engine_plan import (
+from sequoia_plan.engines.plan import (
     Cell,
     ChainAcceptance,
     ContextChoice,

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
-from sequoia_plan.artifacts.engine_plan import (
+from sequoia_plan.engines.plan import (
     Cell,
     ChainAcceptance,
     ContextChoice,

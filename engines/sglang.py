@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
-from sequoia_plan.artifacts.engine_plan import ChainAcceptance, ScheduleEntry, StepSeconds
+from sequoia_plan.engines.plan import ChainAcceptance, ScheduleEntry, StepSeconds
 from sequoia_plan.artifacts.files import read_bytes
 from sequoia_plan.artifacts.uncertainty import median_with_error
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.artifacts.engine_plan import ChainAcceptance, StepSeconds
+from sequoia_plan.engines.plan import ChainAcceptance, StepSeconds
 from sequoia_plan.engines.chain import (
     StepKind,
     StepTimes,
