@@ -18,7 +18,8 @@ import torch
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.files import refuse_to_replace
-from sequoia_plan.runtime.models.load import dtype_name, load_model, resolve_dtype
+from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
+from sequoia_plan.runtime.models.pretrained import load_model
 from sequoia_plan_drafts.recipe.eagle3 import Eagle3Recipe, train_eagle3
 from sequoia_plan_drafts.recipe.language_model import LanguageModelRecipe, train_language_model
 from sequoia_plan_drafts.recipe.text import check_empty, write_text

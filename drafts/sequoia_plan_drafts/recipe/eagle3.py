@@ -20,7 +20,7 @@ from sequoia_plan.runtime.draft.checkpoint import (
     write_eagle3,
 )
 from sequoia_plan.runtime.draft.eagle_model import Eagle3, Eagle3Norms
-from sequoia_plan.runtime.draft.load import load_checkpoint
+from sequoia_plan.runtime.draft.from_checkpoint import load_checkpoint
 from sequoia_plan.runtime.models.architecture import FULL
 from sequoia_plan_drafts.recipe.training import Training, TrainingSettings, config_like
 from sequoia_plan_drafts.recipe.training_text import TextBatch, TrainingText
