@@ -211,18 +211,19 @@ def _aux_hidden_state_layers(checkpoint: Checkpoint, target: Any) -> tuple[int, 
         )
     num_layers = len(decoder_layers(unwrapped(target))[1])
     shift = 0 if from_speculators else 1  # what makes our number of a number in the file
-    if layer_ids or checkpoint.algorithm == DFLASH:
-        ids = layer_ids.get(key)
-    else:
+    ids: Any = layer_ids.get(key)
+    if ids is None and checkpoint.algorithm == EAGLE3:
         ids = [number - shift for number in eagle3_default_layers(num_layers)]
-    is_valid = isinstance(ids, list) and ids and all(_is_int(number) for number in ids)
-    if not is_valid or not {number + shift for number in ids} <= set(range(num_layers + 1)):
+    is_valid = (
+        isinstance(ids, list)
+        and 0 < len(ids) == len(set(ids))
+        and all(_is_int(number) and 0 <= number + shift <= num_layers for number in ids)
+    )
+    if not is_valid:
         raise checkpoint.error(
-            f"{key}: found {ids!r:.60}, expected numbers of this target's hidden states, "
+            f"{key}: found {ids!r:.60}, expected distinct numbers of this target's hidden states, "
             f"{-shift} to {num_layers - shift}"
         )
-    if len(set(ids)) < len(ids):
-        raise checkpoint.error(f"{key}: found {ids!r:.60}, expected each layer once")
     return tuple(number + shift for number in ids)
 
 

@@ -89,8 +89,8 @@ def untrained_draft(target: Any, d2t: Tensor, token_counts: Tensor) -> Any:
     config = config_like(target, 1)
     config.num_key_value_heads = config.num_attention_heads
     draft: Any = Eagle3(
-        config,
-        target,
+        config=config,
+        target=target,
         aux_hidden_state_layers=eagle3_default_layers(target.config.num_hidden_layers),
         d2t=d2t,
         has_embeddings=False,
