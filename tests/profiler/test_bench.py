@@ -33,17 +33,10 @@ from sequoia_plan.planner.report.bench_table import finding, print_table, run_la
 from sequoia_plan.planner.report.html import INK, LINE
 from sequoia_plan.planner.report.page import page
 from sequoia_plan.planner.solving.baselines import bench_trees
-from sequoia_plan.profiler.bench import (
-    TITLES,
-    PromptRun,
-    bench,
-    compare,
-    make_methods,
-    predicted_by_kind,
-    summary,
-    with_full_vocabulary,
-)
-from sequoia_plan.profiler.journal import Journal, discard
+from sequoia_plan.profiler.bench import bench, compare, make_methods
+from sequoia_plan.profiler.bench_figures import TITLES, predicted_by_kind, summary
+from sequoia_plan.profiler.decoding_methods import PromptRun, with_full_vocabulary
+from sequoia_plan.profiler.journal import Journal, discard, exclusive
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL
 
@@ -589,21 +582,25 @@ def test_times_of_another_number_of_threads_are_not_pooled(models, monkeypatch, 
     assert counts == [3, 1, 3]  # one warms up, and two prompts
 
 
-def test_a_journal_belongs_to_one_process_at_a_time(tmp_path):
+def test_a_journal_is_of_its_own_work(tmp_path):
     path = tmp_path / ".profile.yaml.journal"
-    with Journal(path, "work") as kept:
-        assert kept.get("a", lambda: 1) == 1
-        with pytest.raises(
-            SequoiaPlanError,
-            match=r"^profile\.yaml: another sequoia-plan is measuring for this file; "
-            "wait for it, or name another",
-        ):
-            Journal(path, "work")
-    with Journal(path, "work") as again:
-        assert again.get("a", lambda: 2) == 1
-    with Journal(path, "other work") as other:
-        assert other.get("a", lambda: 3) == 3
+    Journal(path, "work").add("a", 1)
+    assert Journal(path, "work").get("a") == 1
+    assert Journal(path, "other work").get("a") is None
     discard(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_process_at_a_time_measures_for_a_file(tmp_path):
+    output = tmp_path / "profile.yaml"
+    with (
+        exclusive(output),
+        pytest.raises(SequoiaPlanError, match="another sequoia-plan is measuring"),
+        exclusive(tmp_path / "other.yaml", output),
+    ):
+        pass
+    with exclusive(output):
+        pass
     assert list(tmp_path.iterdir()) == []
 
 
