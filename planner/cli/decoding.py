@@ -55,7 +55,7 @@ def generate(
     tree = load_tree(tree_file)
     settings = read_sampling(sampling, tree.plan.settings)
     if prompt == "-":
-        prompt = click.get_text_stream("stdin", "utf-8", "strict").read()
+        prompt = sys.stdin.buffer.read().decode()
     pair = load_pair(**models)
     warn_if_foreign(tree.plan, pair)
     solved_verifier = tree.plan.settings.get("verifier", settings.verifier)

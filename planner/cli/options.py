@@ -136,6 +136,13 @@ def output_option(default: str, what: str) -> Decorator:
     )
 
 
+seed_option = click.option(
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    default=0,
+    show_default=True,
+    help="Makes sampling repeatable.",
+)
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else there."
 )

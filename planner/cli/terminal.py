@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,14 +70,3 @@ def progress(text: str, total: int) -> Iterator[Callable[..., None]]:
 def print_json(value: Any) -> None:
     """Print one JSON value on one line of stdout."""
     click.echo(json.dumps(value))
-
-
-def format_probs(probs: Iterable[float]) -> str:
-    """Format probabilities, as "0.500 0.125"."""
-    return " ".join(f"{p:.3f}" for p in probs)
-
-
-def format_curve(seconds_by_size: Mapping[int, float]) -> str:
-    """Format seconds by the number of tokens in a pass, as "1: 40.0 ms  4: 42.0 ms"."""
-    texts = [f"{size}: {1000 * seconds:.1f} ms" for size, seconds in seconds_by_size.items()]
-    return "  ".join(texts)
