@@ -61,19 +61,26 @@ def discard(path: Path | None) -> None:
 @contextmanager
 def exclusive(*outputs: str | Path) -> Iterator[None]:
     """Let no other process measure for one of these files until the context ends."""
-    locks = [output.with_name(f".{output.name}.lock") for output in map(Path, outputs)]
     with ExitStack() as stack:
-        for output, lock in zip(outputs, locks, strict=True):
-            try:
-                stack.enter_context(FileLock(lock, timeout=0))
-            except Timeout as error:
-                raise SequoiaPlanError(
-                    f"{output}: another sequoia-plan is measuring for this file; wait for it, or "
-                    "name another file with -o"
-                ) from error
-        try:
-            yield
-        finally:
-            for lock in locks:
-                with suppress(OSError):  # Windows removes a lock's file when it is released
-                    lock.unlink()
+        for output in map(Path, outputs):
+            stack.enter_context(_locked(output))
+        yield
+
+
+@contextmanager
+def _locked(output: Path) -> Iterator[None]:
+    path = output.with_name(f".{output.name}.lock")
+    lock = FileLock(path, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise SequoiaPlanError(
+            f"{output}: another sequoia-plan is measuring for this file; wait for it, or name "
+            "another file with -o"
+        ) from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # Windows removes the file when the lock is released
+            path.unlink()
+        lock.release()
