@@ -27,11 +27,7 @@ PLOT_HELP = (
     "of trees by match, all trees and the speed by kind of prompts."
 )
 FORMAT_HELP = (
-    "The format; dot is Graphviz, hf a folder with the draft (or the target) as transformers and "
-    "vLLM load it."
-)
-EXPORT_OUTPUT_HELP = (
-    "Write it there; a growmap is saved by torch, or as JSON if the name ends in .json."
+    "The format; hf is a folder with the draft (or the target) as transformers and vLLM load it."
 )
 EXPORT_DRAFT_HELP = (
     "With hf: a draft .safetensors file, or smollm2-135m-draft. [default: smollm2-135m-eagle3]"
@@ -252,11 +248,11 @@ def _by_match(tree: TokenTree) -> list[dict[str, Any]]:
 @click.option(
     "--format",
     "export_format",
-    type=click.Choice(["medusa", "nxd", "growmap", "dot", "hf"]),
+    type=click.Choice(["medusa", "nxd", "growmap", "hf"]),
     required=True,
     help=FORMAT_HELP,
 )
-@click.option("-o", "--output", type=click.Path(), required=True, help=EXPORT_OUTPUT_HELP)
+@click.option("-o", "--output", type=click.Path(), required=True, help="Write it there.")
 @click.option(
     "--model",
     type=click.Choice(["draft", "target"]),

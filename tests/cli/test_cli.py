@@ -289,7 +289,6 @@ def test_export_and_import(run, tmp_path):
         ("medusa", "m.json"),
         ("nxd", "n.json"),
         ("growmap", "g.json"),
-        ("growmap", "g.pt"),
     ):
         assert (
             run("export", "tree.safetensors", "--format", form, "-o", name).stdout
@@ -311,7 +310,9 @@ def test_export_and_import(run, tmp_path):
     )
     assert (
         json.loads(
-            run("export", "sequoia-example-64x6", "--format", "dot", "-o", "t.dot", "--json").stdout
+            run(
+                "export", "sequoia-example-64x6", "--format", "nxd", "-o", "t.json", "--json"
+            ).stdout
         )["size"]
         == 64
     )

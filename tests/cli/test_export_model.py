@@ -132,9 +132,9 @@ def test_the_embedded_feature_draft_is_written_as_it_is(tmp_path):
             "--format medusa needs a TREE: a file or a name of the catalog",
         ),
         (
-            ["a", "--format", "dot", "--model", "draft", "-o", "new"],
+            ["a", "--format", "nxd", "--model", "draft", "-o", "new"],
             2,
-            "--model, --target and --draft are for --format hf; dot is a format of trees",
+            "--model, --target and --draft are for --format hf; nxd is a format of trees",
         ),
         (
             ["--format", "hf", "-o", "full"],
