@@ -122,8 +122,8 @@ def from_nxd(document: Any) -> TokenTree:
     out.
     """
     by_name = _converted(document, dict[str, list[str | int]], "NxD token tree")
-    names, children = ["0"], [[]]
-    number_of: dict[str, int] = {"0": 0}
+    names, number_of = ["0"], {"0": 0}
+    children: list[list[int]] = [[]]
     for node, name in enumerate(names):  # the loop appends to the names
         for child in map(str, by_name.get(name, ())):
             if not child.isdecimal() or child in number_of:
