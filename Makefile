@@ -49,6 +49,9 @@ size:
 	$(PYTHON) tools/size.py
 
 docs: $(VENV)/docs
+	mkdir -p build/reference
+	$(BIN)/python tools/cli_reference.py > build/reference/cli.md
+	$(BIN)/python tools/api_reference.py > build/reference/api.md
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs/site \
 		--doctree-dir $(BUILD)/site-cache . $(BUILD)/site
 	@echo wrote $(BUILD)/site/index.html
