@@ -28,14 +28,10 @@ from sequoia_plan.artifacts.prompts import built_in
 from sequoia_plan.artifacts.tree_file import CATALOG
 from sequoia_plan.planner import solve
 from sequoia_plan.planner.solving.baselines import bench_trees
-from sequoia_plan.profiler.bench import (
-    bench,
-    compare,
-    sequoia_method,
-    summary,
-    transformers_method,
-)
+from sequoia_plan.profiler.bench import bench, compare
+from sequoia_plan.profiler.bench_figures import summary
 from sequoia_plan.profiler.breakdown import breakdown
+from sequoia_plan.profiler.decoding_methods import sequoia_method, transformers_method
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.latency import measure_latency, random_prompt, timed
 from sequoia_plan.profiler.measure import measure
