@@ -508,13 +508,12 @@ def eagle3_pair(scale: Scale, device: torch.device) -> Pair:
     vocabulary = shape["vocab_size"] // 4
     with torch.device(device):
         draft = Eagle3(
-            config,
-            pair.target,
+            config=config,
+            target=pair.target,
             aux_hidden_state_layers=(min(2, layers), layers // 2, max(layers - 3, 1)),
             d2t=torch.arange(0, 4 * vocabulary, 4),
             has_embeddings=False,
             head_rows=vocabulary,
-            target_width=shape["hidden_size"],
             norms=Eagle3Norms(),
         )
     draft = draft.to(pair.target.dtype).eval()
