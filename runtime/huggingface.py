@@ -76,6 +76,7 @@ def sequoia(
     """
     config = generation_config or model.generation_config
     check_loaded(model, draft, tree)
+    assert tree is not None
     sampling = Sampling.from_generation_config(config, verifier=verifier_of(tree))
     _refuse_unsupported(config, logits_processor or ())
     read_prompt(input_ids, None, model_kwargs.get("attention_mask"))  # first: it is clearer
