@@ -120,9 +120,7 @@ class TokensByLength(NamedTuple):
     error: list[float]
 
 
-def effective_trials(
-    acceptance: ChainAcceptance, tokens_by_text: Sequence[Sequence[int]]
-) -> float:
+def effective_trials(acceptance: ChainAcceptance, tokens_by_text: Sequence[Sequence[int]]) -> float:
     """Number of independent chains that would leave the same uncertainty as the counted ones.
 
     The chains of one text resemble each other, so it is the variance of a single chain over that
@@ -134,7 +132,7 @@ def effective_trials(
     mean_error = ratio_error(map(sum, texts_with_steps), map(len, texts_with_steps))
     chain_variance = _accepted_variance(np.array(acceptance.survival))
     if mean_error > 0 and chain_variance > 0:
-        return min(acceptance.drafts, chain_variance / mean_error**2)
+        return float(min(acceptance.drafts, chain_variance / mean_error**2))
     return float(acceptance.drafts)
 
 

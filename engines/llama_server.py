@@ -26,7 +26,7 @@ from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.prompts import PromptText
 from sequoia_plan.engines.chain_replay import ChainStep
 from sequoia_plan.engines.engine_process import EngineProcess, Hints
-from sequoia_plan.engines.spec_types import LOOKUP, flags
+from sequoia_plan.engines.spec_types import flags
 from sequoia_plan.engines.workload import Drafting
 
 START_SECONDS = 600
@@ -195,9 +195,7 @@ class Server:
         """Most tokens of a request, new ones included."""
         return int(self.ask("/props")["default_generation_settings"]["n_ctx"])
 
-    def generate(
-        self, completion: Mapping[str, Any], ignores_end: bool = False
-    ) -> list[ChainStep]:
+    def generate(self, completion: Mapping[str, Any], ignores_end: bool = False) -> list[ChainStep]:
         """The steps of a request to /completion, after the pass over the prompt."""
         body = {"ignore_eos": ignores_end, "stream": True, "timings_per_token": True}
         response = self._send("decoding", "/completion", {**completion, **body})
@@ -228,6 +226,7 @@ class Server:
         return chains
 
     def close(self) -> None:
+        """Ends the server."""
         self._connection.close()
         self._process.close()
 

@@ -93,7 +93,7 @@ class LlamaCppPool(EnginePool):
         return default_drafting(self.build.spec_type)
 
     def start(self, keys: Sequence[Drafting | Logged]) -> None:
-        """Starts servers, which load their models at the same time; the first encodes the prompts."""
+        """Starts servers, which load their models together; the first encodes the prompts."""
         self.report_status(f"starting {len(keys)} of llama-server")
         for key in keys:
             self.running[key] = self.exit_stack.enter_context(
@@ -104,8 +104,8 @@ class LlamaCppPool(EnginePool):
         if self.prompts:
             return
         server = self.running[keys[0]]
-        needed = self.max_context + self.workload.tokens + ROOM
-        if self.max_context and needed > (size := server.context_size()):
+        needed = self._needed_context()
+        if needed and needed > (size := server.context_size()):
             raise ArgumentError(
                 f"--context {self.max_context}: needs a server with a context of {needed} tokens, "
                 f"this one has {size}; give a smaller one, or see -c in --server-args and the "
@@ -115,11 +115,15 @@ class LlamaCppPool(EnginePool):
         self.prompts = [token_ids for token_ids, _ in encoded]
         self.texts = [token_ids for _, token_ids in encoded]
 
+    def _needed_context(self) -> int:
+        """Tokens that a server must take for the largest context; 0 without one."""
+        return self.max_context and self.max_context + self.workload.tokens + ROOM
+
     def _arguments(self, key: Drafting | Logged) -> list[str]:
         """All options of a server but its address."""
         logs_chains = isinstance(key, Logged)
         drafting = key.drafting if isinstance(key, Logged) else key
-        size = max(SERVER_CONTEXT, self.max_context and self.max_context + self.workload.tokens + ROOM)
+        size = max(SERVER_CONTEXT, self._needed_context())
         return [
             *("-m", self.target, "-np", "1", "-c", str(size)),
             *(["--offline"] if "--offline" in self.build.options else []),
@@ -149,7 +153,11 @@ class LlamaCppPool(EnginePool):
         }
 
     def decode(
-        self, key: Drafting | Logged, prompts: Iterable[int], context: int = 0, extra_tokens: int = 0
+        self,
+        key: Drafting | Logged,
+        prompts: Iterable[int],
+        context: int = 0,
+        extra_tokens: int = 0,
     ) -> list[list[ChainStep]]:
         """Decodes prompts, one at a time, and returns each one's steps."""
         self.ensure_running([key])
@@ -297,7 +305,7 @@ class LlamaCppPool(EnginePool):
         """The build's version and options."""
         return {
             "engine": "llamacpp",
-            "version": self.build.version,
+            "engine_version": self.build.version,
             "method": self.build.spec_type,
             "settings": {"server_args": list(self.arguments)},
         }

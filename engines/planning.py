@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from sequoia_plan.artifacts import ArgumentError
+from sequoia_plan.artifacts.plan import tool_version
 from sequoia_plan.artifacts.uncertainty import Z95, median_with_error
 from sequoia_plan.engines.chain import ChainModel
 from sequoia_plan.engines.plan import (
@@ -70,9 +71,7 @@ def measure(
     """
     start_time = time.perf_counter()
     if acceptance is None:
-        models = {
-            context: pool.record(max_length, max(batches), context) for context in contexts
-        }
+        models = {context: pool.record(max_length, max(batches), context) for context in contexts}
     else:
         pool.ensure_running([NONE])  # refuses a context that it has no room for
         models = dict.fromkeys(contexts, ChainModel(acceptance, max_length))
@@ -127,9 +126,37 @@ def make_plan(
             steps=times.steps,
             cells=tuple(cells),
             schedule=_make_schedule(model, times, max(batches)),
+            draft_pass_seconds=times.pass_seconds,
         )
         contexts.append(replace(part, lines=launch_options(part)))
-    return EnginePlan(contexts=tuple(contexts), **metadata)
+    return EnginePlan(contexts=tuple(contexts), tool=tool_version(), **metadata)
+
+
+def plan_of(
+    pool: EnginePool,
+    measurements: Iterable[Measurement],
+    batches: Sequence[int],
+    seconds: float,
+) -> EnginePlan:
+    """The plan from what was measured with these engines."""
+    workload, metadata = pool.workload, pool.metadata()
+    settings = {
+        "temperature": workload.temperature,
+        "tokens": workload.tokens,
+        "prompts": workload.num_measuring,
+        **metadata.pop("settings"),
+    }
+    return make_plan(
+        measurements,
+        batches,
+        pool.launch_options,
+        pool.default_drafting,
+        target=pool.target,
+        draft=pool.draft or "",
+        settings=settings,
+        seconds=round(seconds, 1),
+        **metadata,
+    )
 
 
 def _check_batches(batches: Iterable[int], times: StepTimes) -> None:
@@ -206,9 +233,7 @@ def verify_plan(pool: EnginePool, plan: EnginePlan) -> EnginePlan:
     return add_measurements(plan, pool.run_in_rounds(kinds, run, is_enough))
 
 
-def add_measurements(
-    plan: EnginePlan, runs: Mapping[RunKind, Sequence[EngineRun]]
-) -> EnginePlan:
+def add_measurements(plan: EnginePlan, runs: Mapping[RunKind, Sequence[EngineRun]]) -> EnginePlan:
     """The plan with the runs summarized in its cells."""
     contexts = []
     for part in plan.contexts:

@@ -105,7 +105,7 @@ class EnginePool(ABC):
         run: Callable[[RunKind, int], EngineRun],
         is_enough: Callable[[dict[RunKind, list[EngineRun]]], bool],
     ) -> dict[RunKind, list[EngineRun]]:
-        """Runs every kind once a round, in turn, so that a drift of the machine's speed affects all.
+        """Runs every kind once a round, so that a drift of the machine's speed affects all.
 
         Every second round goes through them in the opposite order.
         """

@@ -10,8 +10,8 @@ import numpy as np
 
 from sequoia_plan.artifacts.uncertainty import Z95
 from sequoia_plan.engines.plan import Cell, ChainAcceptance
-from sequoia_plan.engines.timing import StepTimes, round_digits
-from sequoia_plan.engines.workload import NONE, Drafting
+from sequoia_plan.engines.timing import StepTimes
+from sequoia_plan.engines.workload import NONE, Drafting, round_digits
 
 
 class Expectation(NamedTuple):
@@ -77,7 +77,7 @@ def predict_cells(model: StepModel, times: StepTimes, batch: int) -> list[Cell]:
 
 
 def best_drafting(model: StepModel, times: StepTimes, batch: int) -> Drafting:
-    """The way of drafting with the highest throughput at a batch size, and of equal ones the first."""
+    """The way of drafting with the highest throughput, and of equal ones the first."""
 
     def request_speed(drafting: Drafting) -> float:
         """Tokens a second of one request; all together have `batch` times as many."""

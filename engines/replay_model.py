@@ -50,9 +50,7 @@ class ReplayModel:
         )
 
 
-def seconds_of(
-    steps: Iterable[ChainStep], has_draft: bool, batch: int, times: StepTimes
-) -> float:
+def seconds_of(steps: Iterable[ChainStep], has_draft: bool, batch: int, times: StepTimes) -> float:
     """Seconds of several steps.
 
     A server with a draft has the draft read the verified tokens, too, which takes about a pass if

@@ -11,7 +11,7 @@ from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.cost import Floats
 from sequoia_plan.artifacts.uncertainty import median_with_error
 from sequoia_plan.engines.plan import StepSeconds
-from sequoia_plan.engines.workload import EngineRun, RunKind
+from sequoia_plan.engines.workload import EngineRun, RunKind, round_digits
 
 NEVER = 1.01
 """A threshold that no token reaches: the draft makes one pass and proposes nothing."""
@@ -114,14 +114,9 @@ def step_times(rounds: Mapping[RunKind, Sequence[EngineRun]], context: int) -> S
     if stopped_seconds and steps:
         # a step whose draft proposes nothing: a pass that drafts, and one that reads the new token
         pass_seconds = max((stopped_seconds - steps[0].seconds) / 2, 0.0)
-    return StepTimes(tuple(steps), context, round_digits(pass_seconds))
+    return StepTimes(tuple(steps), context, round(pass_seconds, 9))
 
 
 def seconds_per_step(runs: Iterable[EngineRun]) -> Floats:
     """float64 [runs with steps]."""
     return np.array([run.seconds / run.steps for run in runs if run.steps])
-
-
-def round_digits(value: float) -> float:
-    """Rounds to six digits for files that people read. No measurement is that precise."""
-    return float(f"{value:.6g}")

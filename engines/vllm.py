@@ -151,9 +151,7 @@ class VllmPool(EnginePool):
             drain=drain,
         )
 
-    def run(
-        self, kind: RunKind, prompts: Sequence[int], steps: int | None = None
-    ) -> EngineRun:
+    def run(self, kind: RunKind, prompts: Sequence[int], steps: int | None = None) -> EngineRun:
         """Decodes prompts until fewer than a batch are left, or for so many full steps.
 
         At small batch sizes it takes MIN_RUN_PROMPTS of them, so that a run takes about as long at
@@ -214,7 +212,7 @@ class VllmPool(EnginePool):
         """vLLM's version and options."""
         return {
             "engine": "vllm",
-            "version": self.info["version"],
+            "engine_version": self.info["version"],
             "method": self.speculative["method"],
             "settings": {"engine": dict(self.options), "speculative": dict(self.speculative)},
         }

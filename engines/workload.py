@@ -53,7 +53,7 @@ class RunKind(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """The prompts that are decoded: the first `num_measuring` to measure on, the others to verify."""
+    """The prompts that are decoded: the first ones to measure on, the others to verify."""
 
     prompts: Sequence[PromptText]
     num_measuring: int
@@ -90,16 +90,21 @@ class EngineRun:
     tokens: int
 
 
+def round_digits(value: float | np.floating) -> float:
+    """Rounds to six digits for files that people read. No measurement is that precise."""
+    return float(f"{value:.6g}")
+
+
 def measured_cell(runs: Sequence[EngineRun], batch: int) -> MeasuredCell:
     """Summarizes runs of one kind."""
     throughputs = [run.tokens / run.seconds for run in runs]
     num_steps = sum(run.steps for run in runs)
     return MeasuredCell(
-        throughput=float(np.median(throughputs)),
-        low=min(throughputs),
-        high=max(throughputs),
-        tokens_per_step=sum(run.tokens for run in runs) / (num_steps * batch),
-        seconds=float(np.median([run.seconds / run.steps for run in runs])),
+        throughput=round_digits(np.median(throughputs)),
+        low=round_digits(min(throughputs)),
+        high=round_digits(max(throughputs)),
+        tokens_per_step=round_digits(sum(run.tokens for run in runs) / (num_steps * batch)),
+        seconds=round_digits(np.median([run.seconds / run.steps for run in runs])),
         runs=len(runs),
     )
 
@@ -115,6 +120,6 @@ def text_before(texts: Sequence[Sequence[int]], first: int, size: int) -> list[i
 
 
 def with_text_before(prompt: Sequence[int], before: Sequence[int]) -> list[int]:
-    """A prompt with text before it, as many tokens as `before` has. A longer one loses its begin."""
+    """A prompt filled up to the length of `before` with its begin; a longer one loses its own."""
     own = prompt[-len(before) :] if before else prompt
     return [*before[: len(before) - len(own)], *own]

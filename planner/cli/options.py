@@ -88,6 +88,9 @@ json_option = click.option(
     is_flag=True,
     help="One JSON object on stdout, nothing else there.",
 )
+verbose_option = click.option(
+    "-v", "--verbose", is_flag=True, help="Print all that was measured or predicted."
+)
 tree_option = click.option(
     "--tree",
     "tree_file",
