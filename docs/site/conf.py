@@ -29,8 +29,8 @@ NAVIGATION = {
         ("When to use it", "docs/when"),
         ("Own models", "docs/own-models"),
         ("Examples", "examples/README"),
-        ("Command line", "docs/cli"),
-        ("Python API", "docs/api"),
+        ("Command line", "build/reference/cli"),
+        ("Python API", "build/reference/api"),
     ],
     "How it works": [
         ("Architecture", "docs/architecture"),
@@ -70,8 +70,8 @@ NAVIGATION = {
 project = "sequoia-plan"
 extensions = ["myst_parser", "sphinx_copybutton"]
 root_doc = "README"
-include_patterns = ["*.md", "docs/*.md", "examples/*.md"]
-exclude_patterns = [".*", "build", "typings"]
+include_patterns = ["*.md", "docs/*.md", "examples/*.md", "build/reference/*.md"]
+exclude_patterns = [".*", "typings"]
 highlight_language = "none"  # `name_languages` says which language a block is in
 myst_heading_anchors = 4  # with GitHub's anchors
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from sequoia_plan.planner.cli.options import (
+    bundle,
     check_outputs,
+    file_option,
     json_option,
     options,
     parse_sizes,
@@ -26,7 +28,6 @@ BATCH_HELP = (
 DEFAULT_BATCHES = (1, 4, 16)
 MAX_BATCH = 4096
 TIMES_HELP = "Step times of an earlier plan; no engine is run then."
-OUTPUT_HELP = "Write the plan there, as YAML."
 REPORT_HELP = "Write one HTML file with the curves of throughput; it needs no network."
 RESPONSES_HELP = "Responses of a server with the largest number of tokens, as JSON or JSON lines."
 LOG_HELP = "A server's log; one for each number of tokens, one without speculation."
@@ -41,11 +42,14 @@ plan_options = options(
         show_default=True,
         help="Speculative tokens, at most.",
     ),
-    click.option("--times", "times_path", metavar="PLAN.yaml", type=click.Path(), help=TIMES_HELP),
-    click.option("-o", "--output", type=click.Path(), help=OUTPUT_HELP),
-    click.option("--report", type=click.Path(), help=REPORT_HELP),
-    verbose_option,
-    json_option,
+    file_option("--times", "times_path", metavar="PLAN.yaml", text=TIMES_HELP),
+)
+output_options = bundle(
+    "outputs",
+    output=file_option("-o", "--output", text="Write the plan there, as YAML."),
+    report=file_option("--report", text=REPORT_HELP),
+    verbose=verbose_option,
+    as_json=json_option,
 )
 
 
@@ -55,19 +59,17 @@ def engine() -> None:
 
 
 @engine.command()
-@click.option("--responses", metavar="FILE", type=click.Path(), help=RESPONSES_HELP)
-@click.option("--log", "logs", metavar="FILE", type=click.Path(), multiple=True, help=LOG_HELP)
+@file_option("--responses", text=RESPONSES_HELP)
+@file_option("--log", "logs", multiple=True, text=LOG_HELP)
 @plan_options
+@output_options
 def sglang(
     responses: str | None,
     logs: tuple[str, ...],
     batches: str | None,
     max_length: int,
     times_path: str | None,
-    output: str | None,
-    report: str | None,
-    verbose: bool,
-    as_json: bool,
+    outputs: dict[str, Any],
 ) -> None:
     """Say which --speculative-num-steps is best, from the logs and responses of SGLang servers.
     No SGLang is run."""
@@ -77,7 +79,7 @@ def sglang(
             "give --responses of a server with speculation, "
             "and --log of servers with and without it"
         )
-    check_outputs(output, report, times_path, responses, *logs)
+    check_outputs(outputs["output"], outputs["report"], times_path, responses, *logs)
 
     from sequoia_plan.engines.chain import ChainModel
     from sequoia_plan.engines.planning import Measurement, make_plan
@@ -103,9 +105,9 @@ def sglang(
             engine="sglang",
         )
     else:
-        print_acceptance(acceptance, max_length, as_json)
+        print_acceptance(acceptance, max_length, outputs["as_json"])
         return
-    write_plan(plan, output, report, verbose, as_json)
+    write_plan(plan, **outputs)
 
 
 @engine.command()
@@ -133,7 +135,7 @@ def replan(
     batches: Sequence[int] | None,
     max_length: int,
 ) -> EnginePlan:
-    """Makes a plan from new acceptance counts and the step times of an earlier plan."""
+    """Make a plan from new acceptance counts and the step times of an earlier plan."""
     from msgspec.structs import replace
 
     from sequoia_plan.artifacts import ArgumentError
@@ -175,12 +177,12 @@ def default_batches(steps: Sequence[StepSeconds]) -> list[int]:
 
 
 def parse_batches(text: str | None) -> list[int] | None:
-    """Parses the value of --batch."""
+    """Parse the value of --batch."""
     return parse_sizes("--batch", text, "batch sizes", MAX_BATCH, "1,4,16")
 
 
 def print_acceptance(acceptance: ChainAcceptance, max_length: int, as_json: bool) -> None:
-    """Prints acceptance, and expected tokens a step, for which no step times are needed."""
+    """Print acceptance, and expected tokens a step, for which no step times are needed."""
     from sequoia_plan.engines.chain import ChainModel
     from sequoia_plan.planner.report.engine_table import acceptance_lines
 
@@ -204,9 +206,13 @@ def print_acceptance(acceptance: ChainAcceptance, max_length: int, as_json: bool
 
 
 def write_plan(
-    plan: EnginePlan, output: str | None, report: str | None, verbose: bool, as_json: bool
+    plan: EnginePlan,
+    output: str | None,
+    verbose: bool,
+    as_json: bool,
+    report: str | None = None,
 ) -> None:
-    """Writes the plan to `output` and its HTML page to `report`, if named, and prints the plan."""
+    """Write the plan to `output` and its HTML page to `report`, if named, and print the plan."""
     from sequoia_plan.planner.report.engine_table import print_plan
 
     if output:

@@ -11,7 +11,7 @@ import click
 
 from sequoia_plan.planner.cli.engine import (
     DEFAULT_BATCHES,
-    OUTPUT_HELP,
+    output_options,
     parse_batches,
     plan_options,
     print_acceptance,
@@ -19,10 +19,11 @@ from sequoia_plan.planner.cli.engine import (
     write_plan,
 )
 from sequoia_plan.planner.cli.options import (
-    Decorator,
+    bundle,
     check_outputs,
+    count_option,
+    file_option,
     json_option,
-    options,
     parse_contexts,
     verbose_option,
 )
@@ -69,28 +70,27 @@ VERIFY_HELP = (
 )
 
 
-def workload_options(min_prompts: int) -> Decorator:
-    """What an engine decodes to be measured: the arguments of `Workload.load`, and two more."""
-    return options(
-        click.option("--prompts", "path", metavar="FILE", type=click.Path(), help=PROMPTS_HELP),
-        click.option("--limit", type=click.IntRange(min=min_prompts), help=LIMIT_HELP),
-        click.option(
-            "--tokens",
-            type=click.IntRange(min=4),
-            default=64,
-            show_default=True,
-            help="New tokens a prompt, at most.",
-        ),
-        click.option(
-            "--temperature",
-            type=click.FloatRange(min=0),
-            default=0.0,
-            show_default=True,
-            help="Temperature of sampling; 0 is greedy.",
-        ),
-        click.option("--context", "contexts", metavar="N,N,...", help=CONTEXT_HELP),
-        click.option("--verify", "should_verify", is_flag=True, help=VERIFY_HELP),
-    )
+workload_options = bundle(
+    "workload",
+    path=file_option("--prompts", "path", text=PROMPTS_HELP),
+    limit=count_option("--limit", None, LIMIT_HELP),
+    tokens=click.option(
+        "--tokens",
+        type=click.IntRange(min=4),
+        default=64,
+        show_default=True,
+        help="New tokens a prompt, at most.",
+    ),
+    temperature=click.option(
+        "--temperature",
+        type=click.FloatRange(min=0),
+        default=0.0,
+        show_default=True,
+        help="Temperature of sampling; 0 is greedy.",
+    ),
+)
+context_option = click.option("--context", "contexts", metavar="N,N,...", help=CONTEXT_HELP)
+verify_option = click.option("--verify", "should_verify", is_flag=True, help=VERIFY_HELP)
 
 
 @click.command()
@@ -101,9 +101,12 @@ def workload_options(min_prompts: int) -> Decorator:
 @click.option("--engine-args", metavar="JSON", help=ENGINE_ARGS_HELP)
 @click.option("--speculative-args", metavar="JSON", help=SPECULATIVE_ARGS_HELP)
 @click.option("--metrics", metavar="URL|FILE", help=METRICS_HELP)
-@click.option("--together", "max_engines", type=click.IntRange(min=1), help=TOGETHER_HELP)
-@workload_options(min_prompts=1)
+@count_option("--together", None, TOGETHER_HELP)
+@workload_options
+@context_option
+@verify_option
 @plan_options
+@output_options
 def vllm(
     target: str | None,
     draft: str | None,
@@ -112,17 +115,14 @@ def vllm(
     engine_args: str | None,
     speculative_args: str | None,
     metrics: str | None,
-    max_engines: int | None,
+    together: int | None,
     contexts: str | None,
     should_verify: bool,
     batches: str | None,
     max_length: int,
     times_path: str | None,
-    output: str | None,
-    report: str | None,
-    verbose: bool,
-    as_json: bool,
-    **workload: Any,
+    workload: dict[str, Any],
+    outputs: dict[str, Any],
 ) -> None:
     """Measure a target and a draft in your vLLM, and say which num_speculative_tokens is best."""
     batch_sizes = parse_batches(batches)
@@ -142,7 +142,7 @@ def vllm(
             "--context and --verify run an engine: name the models with --target and --draft, "
             "and leave --times out"
         )
-    check_outputs(output, report, times_path, metrics, workload["path"])
+    check_outputs(outputs["output"], outputs["report"], times_path, metrics, workload["path"])
 
     from sequoia_plan.engines.counters import chain_acceptance, fetch
     from sequoia_plan.engines.vllm import (
@@ -164,7 +164,7 @@ def vllm(
     if acceptance and times_path:
         plan = replan(times_path, "vllm", acceptance, batch_sizes, max_length)
     elif acceptance and not target:
-        print_acceptance(acceptance, max_length, as_json)
+        print_acceptance(acceptance, max_length, outputs["as_json"])
         return
     else:
         batch_sizes = batch_sizes or list(DEFAULT_BATCHES)
@@ -174,15 +174,21 @@ def vllm(
             draft=draft,
             workload=Workload.load(**workload),
             max_context=max(context_sizes),
-            max_engines=max_engines,
+            max_engines=together,
             python=find_python(python),
             speculative=speculative_config(method, draft, config_entries),
             options={"max_num_seqs": max(batch_sizes)} | engine_options,
         )
         plan = _measured_plan(
-            pool, batch_sizes, max_length, context_sizes, acceptance, output, should_verify
+            pool,
+            batch_sizes,
+            max_length,
+            context_sizes,
+            acceptance,
+            outputs["output"],
+            should_verify,
         )
-    write_plan(plan, output, report, verbose, as_json)
+    write_plan(plan, **outputs)
 
 
 @click.command()
@@ -199,8 +205,10 @@ def vllm(
     help="Further options of llama-server, as '-ngl 99 -t 8'.",
 )
 @click.option("--most", "max_length", type=click.IntRange(1, 64), help=MOST_HELP)
-@workload_options(min_prompts=2)
-@click.option("-o", "--output", type=click.Path(), help=OUTPUT_HELP)
+@workload_options
+@context_option
+@verify_option
+@file_option("-o", "--output", text="Write the plan there, as YAML.")
 @verbose_option
 @json_option
 def llamacpp(
@@ -215,7 +223,7 @@ def llamacpp(
     output: str | None,
     verbose: bool,
     as_json: bool,
-    **workload: Any,
+    workload: dict[str, Any],
 ) -> None:
     """Measure a target and a draft in your llama.cpp, and say which n-max and p-min are best."""
     from sequoia_plan.engines.llama_server import check_model, find_build
@@ -257,7 +265,7 @@ def llamacpp(
     )
     max_length = max_length or (48 if build.spec_type == LOOKUP else 8)
     plan = _measured_plan(pool, [1], max_length, context_sizes, None, output, should_verify)
-    write_plan(plan, output, None, verbose, as_json)
+    write_plan(plan, output, verbose, as_json)
 
 
 def _measured_plan(
@@ -269,7 +277,7 @@ def _measured_plan(
     output: str | None,
     should_verify: bool,
 ) -> EnginePlan:
-    """Runs engines to make a plan, and to verify it."""
+    """Run engines to make a plan, and to verify it."""
     from sequoia_plan.engines.planning import measure, plan_of, verify_plan
 
     with status("") as report_status, pool:
@@ -282,7 +290,7 @@ def _measured_plan(
 
 
 def _parse_json_object(option: str, text: str | None) -> dict[str, Any]:
-    """Parses an option's JSON object; the object is empty without the option."""
+    """Parse an option's JSON object; the object is empty without the option."""
     value = None
     with suppress(ValueError):
         value = json.loads(text) if text else {}

@@ -199,7 +199,8 @@ def test_json(tmp_path):
 def test_the_server_ends_with_a_killed_program():
     script = (
         "import time; from sequoia_plan.engines.llama_server import Server, find_build\n"
-        f"server = Server(find_build({SERVER!r}, 'draft-simple'), ['-m', {TARGET!r}, '-c', '512'])\n"
+        f"build = find_build({SERVER!r}, 'draft-simple')\n"
+        f"server = Server(build, ['-m', {TARGET!r}, '-c', '512'])\n"
         "server.wait(); print(server._process.process.pid, flush=True); time.sleep(600)\n"
     )
     program = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

@@ -190,7 +190,7 @@ def test_a_draft_of_another_vocabulary_is_one_line(folder):
 
 def test_nothing_of_vllm_outlives_a_killed_program(folder):
     script = (
-        "import sys, time; from sequoia_plan.engines.process import EngineProcess\n"
+        "import sys, time; from sequoia_plan.engines.engine_process import EngineProcess\n"
         f"engine = EngineProcess({PYTHON!r}); print(engine.process.pid, flush=True)\n"
         f"info = engine.ask('starting', 'start', model={str(folder / 'target')!r}, "
         f"speculative=None, options={OPTIONS!r})\n"

@@ -258,7 +258,7 @@ def test_a_python_without_vllm(run, monkeypatch):
     [
         ("version: 1\n", "version: 9\n", "version 9, expected 1"),
         ("trials:", "trials: x #", "trials"),
-        ("seconds:", "seconds: -1 #", "seconds"),
+        ("seconds: 0.", "seconds: -0.", "seconds"),
     ],
 )
 def test_damaged_plans_are_refused(measured_plan, tmp_path, old, new, message):

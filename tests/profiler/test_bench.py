@@ -457,12 +457,6 @@ def test_transformers_has_an_assistant_where_it_cannot_use_the_draft(tmp_path, m
         role: facts["name"] for role, facts in answer["models"].items() if role != "target"
     } == {"draft": DEFAULT_DRAFT, "assistant": LANGUAGE_MODEL}
     assert answer["contenders"]["assisted"]["tokens_per_step"] > 1.2
-    refused = CliRunner().invoke(cli.main, [*arguments, "--assistant", DEFAULT_DRAFT])
-    assert (
-        refused.exit_code == 2
-        and "transformers cannot use this draft; name a language model with --assistant"
-        in refused.stderr
-    )
 
 
 def test_figures_survive_and_are_checked(tmp_path):

@@ -15,7 +15,7 @@ import torch
 from drafts import PARTS, dflash_parts, eagle1_parts, eagle3_parts, load, small_target, write
 from sequoia_plan.artifacts import Profile, SequoiaPlanError, TokenTree, load_tree, save_tree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
-from sequoia_plan.runtime.models.load import load_model
+from sequoia_plan.runtime.models.pretrained import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TARGET = small_target()
@@ -282,10 +282,17 @@ def folders(tmp_path_factory):
     }
 
 
+BRIEF = """
+from sequoia_plan.planner.cli import main, profiling
+profiling.LATENCY_SECONDS = 0.2
+main()
+"""
+
+
 def run(*words, cwd):
-    """The command line, in a process of its own."""
+    """The command line with brief measurements, in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-m", "sequoia_plan.planner.cli", *words],
+        [sys.executable, "-c", BRIEF, *words],
         capture_output=True,
         text=True,
         cwd=cwd,
@@ -295,7 +302,7 @@ def run(*words, cwd):
 @pytest.mark.parametrize("algorithm", PARTS)
 def test_profile_solve_generate_with_no_option_but_the_draft(algorithm, folders, tmp_path):
     models = ("--target", folders["target"], "--draft", folders[algorithm])
-    short = ("--tokens", "8", "--latency-seconds", "0.2", "--precision", "40%")
+    short = ("--tokens", "8", "--precision", "40%")
     done = run("profile", *models, *short, "--temperature", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     profile = Profile.load(tmp_path / "profile.yaml")
