@@ -26,6 +26,8 @@ from sequoia_plan.engines.workload import (
     with_text_before,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def logs_go_with_the_test(tmp_path, monkeypatch):

@@ -50,6 +50,7 @@ def run(invoke):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec_type", ["draft-simple", "eagle3", LOOKUP])
 def test_the_plan_of_a_type(invoke, spec_type):
     """The stand-in's steps take 5 ms, 1.5 more for each drafted token."""
@@ -71,7 +72,7 @@ def test_the_plan_of_a_type(invoke, spec_type):
         best = Drafting.of(part.best_cell(1))
         assert {NONE, best, default_drafting(plan.method)} <= drafted
         if spec_type == "draft-simple":
-            assert part.draft_pass_seconds == pytest.approx(0.00025)
+            assert part.draft_pass_seconds == pytest.approx(0.00025, rel=0.02)
             assert best.length and part.lines[0] in result.stdout
             assert f"--spec-draft-n-max {best.length} " in part.lines[0]
             for cell in verified:  # chains do not depend on where they begin

@@ -19,6 +19,7 @@ from sequoia_plan.planner.cli import main
 from sequoia_plan.planner.report.engine_page import engine_page
 from sequoia_plan.planner.report.engine_table import findings, launch_groups, prediction_errors
 
+pytestmark = pytest.mark.slow
 COUNTERS = str(DATA / "vllm" / "counters-0.27.1.txt")
 
 
