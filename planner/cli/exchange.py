@@ -15,7 +15,7 @@ from sequoia_plan.planner.cli.pair import load_pair
 @click.option(
     "--format",
     "export_format",
-    type=click.Choice(["medusa", "nxd", "growmap", "dot", "hf"]),
+    type=click.Choice(["medusa", "nxd", "growmap", "hf"]),
     required=True,
     help="The format; hf is a folder with the draft (or the target) as transformers and vLLM load "
     "it.",
