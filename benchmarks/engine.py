@@ -61,9 +61,7 @@ ENVIRONMENT_VARIABLES = (
 )
 """Variables that the output records."""
 LOOKUP_SIZES_AND_LENGTHS = ((2, 2), (2, 8), (3, 8), (4, 16))
-LOOKUP_GRID = [
-    Drafting(length, lookup_size=size) for size, length in LOOKUP_SIZES_AND_LENGTHS
-]
+LOOKUP_GRID = [Drafting(length, lookup_size=size) for size, length in LOOKUP_SIZES_AND_LENGTHS]
 DRAFT_GRID = [Drafting(1), Drafting(2, 0.6), Drafting(3, 0.6), Drafting(8), Drafting(8, 0.8)]
 """Ways of drafting of llama.cpp that are measured besides none, the default and the best."""
 
