@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.engines.workload import Drafting
 
 
 @dataclass(frozen=True)
@@ -176,3 +177,10 @@ def replay_lookup(text: LookupText, size: int, max_length: int) -> list[ChainSte
         steps.append(ChainStep(length, accepted, min(accepted + 1, len(tokens) - index)))
         index += accepted + 1
     return steps
+
+
+def replay(drafting: Drafting, text: DraftedText | LookupText) -> list[ChainStep]:
+    """Decodes a recorded text again with a way of drafting."""
+    if isinstance(text, LookupText):
+        return replay_lookup(text, drafting.lookup_size, drafting.length)
+    return replay_draft(text, drafting.length, drafting.min_prob)
