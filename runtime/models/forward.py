@@ -206,7 +206,7 @@ class TreeModel:
         if getattr(self.model, "training", False):
             raise SequoiaPlanError(
                 f"{model_type(self.model)}: found in training mode, where dropout changes its "
-                "logits; call eval() on it"
+                "logits; call eval() on the model"
             )
 
     def _attention_mask(

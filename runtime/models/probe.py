@@ -56,7 +56,9 @@ def _check_description(model: Any) -> None:
     parameters = inspect.signature(unwrapped(model).forward).parameters
     takes_no_positions = "input_ids" in parameters and "position_ids" not in parameters
     if getattr(model, "training", False):
-        reason = "found in training mode, where dropout changes its logits; call eval() on it"
+        reason = (
+            "found in training mode, where dropout changes its logits; call eval() on the model"
+        )
     elif getattr(model.config, "is_encoder_decoder", False):
         reason = "an encoder-decoder, expected a decoder-only causal language model"
     elif implementation is not None and implementation not in IMPLEMENTATIONS:
