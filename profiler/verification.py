@@ -16,9 +16,9 @@ from sequoia_plan.artifacts import TokenTree, VerificationCost
 from sequoia_plan.artifacts.cost import verification_terms
 from sequoia_plan.artifacts.latency import RoundOrder
 from sequoia_plan.runtime import Sampling
+from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.draft.drafter import DraftedTree
 from sequoia_plan.runtime.models.vocabulary import vocabulary_size
-from sequoia_plan.runtime.step import TreeStep
 
 SPIKE = 100.0
 """A logit so far above the others that no other token is possible."""
@@ -58,14 +58,14 @@ def shapes_to_time(
     ]
 
 
-def round_order(step: TreeStep, sampling: Sampling) -> RoundOrder:
+def round_order(step: CapturedStep, sampling: Sampling) -> RoundOrder:
     """The order in which the step's verifier takes nodes, with this sampling.
 
     Only `traversal` verifies a node after its parent, and only fused kernels on the device can look
     at the nodes of the accepted path alone.
     """
     is_traversal = sampling.verifier == "traversal" and not sampling.greedy
-    if step.uses_fused_verifier(sampling):
+    if step.verifier.uses_kernels(sampling):
         return "path" if is_traversal else "walk"
     return "level" if is_traversal else "tree"
 
@@ -82,7 +82,7 @@ def steered_acceptance(tree: TokenTree) -> list[float]:
 class ShapeTimer:
     """Verifies one tree again and again, with random logits and drawn children, without a model."""
 
-    def __init__(self, step: TreeStep, samplings: Sequence[Sampling]) -> None:
+    def __init__(self, step: CapturedStep, samplings: Sequence[Sampling]) -> None:
         self.step, self.length = step, step.sequence.length.clone()
         self.generator = torch.Generator(step.device).manual_seed(0)
         self.logits = self._random_logits(step.tree.size, vocabulary_size(step.target.model))
@@ -90,7 +90,7 @@ class ShapeTimer:
         self.draft_logits: Tensor | None = None
         if step.drafter and step.passes and not step.drafter.drafting.drafts_by_level:
             vocabulary = step.drafter.vocabulary
-            self.draft_logits = self._random_logits(step.num_inner_nodes, vocabulary)
+            self.draft_logits = self._random_logits(step.num_parents, vocabulary)
         drafted_trees: dict[Hashable, DraftedTree] = {}
         self.inputs: dict[Sampling, tuple[Tensor, DraftedTree]] = {}
         for sampling in samplings:
@@ -142,7 +142,7 @@ class ShapeTimer:
     def _draw(self, sampling: Sampling) -> DraftedTree:
         """Children of all inner nodes, drawn from random logits."""
         assert self.step.drafter is not None
-        logits = self._random_logits(self.step.num_inner_nodes, self.step.drafter.vocabulary)
+        logits = self._random_logits(self.step.num_parents, self.step.drafter.vocabulary)
         probs = sampling.draft_probs(logits)
         drawn = sampling.drawing(probs, self.step.tree.branching, self.generator)
         return DraftedTree(probs, drawn)

@@ -56,7 +56,7 @@ from sequoia_plan.profiler.verification import (
 )
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.sampling import DEFAULT_VERIFIER
-from sequoia_plan.runtime.step import TreeStep
+from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex, traversal
 from sequoia_plan.runtime.verify.fused_verifier import FusedVerifier
 
@@ -497,10 +497,10 @@ def test_rounds_are_those_that_run(tree):
 
 
 def test_the_rounds_that_are_counted_are_those_of_the_device():
-    step = TreeStep(ToyModel(0), ToyModel(1, base=ToyModel(0)), bushy(7, 2))
+    step = CapturedStep.of(ToyModel(0), ToyModel(1, base=ToyModel(0)), bushy(7, 2))
     settings = [Sampling(), *BOTH, Sampling(1.0, verifier="topk")]
     assert [round_order(step, each) for each in settings] == ["tree", "level", "tree", "tree"]
-    step.fused_verifier = FusedVerifier(step.tree, "cpu")
+    step.verifier.fused = FusedVerifier(step.tree, "cpu")
     assert [round_order(step, each) for each in settings] == ["walk", "path", "walk", "tree"]
 
 
@@ -544,10 +544,10 @@ def test_a_walk_that_is_timed_goes_where_it_should(pair, sampling, covered):
     pytest.importorskip("triton", exc_type=ImportError)
     draft = ToyModel(1, base=pair.target, noise=0.7, covered=covered)
     for tree in (TokenTree.chain(1), TokenTree.chain(4), TokenTree.star(3), bushy(8, 2)):
-        step = TreeStep(pair.target, draft, tree)
+        step = CapturedStep.of(pair.target, draft, tree)
         step.prefill(torch.arange(6), tree.depth, seed=0)
         d2t = step.drafter and step.drafter.d2t
-        step.fused_verifier = FusedVerifier(tree, "cpu", d2t, 8, block=2)
+        step.verifier.fused = FusedVerifier(tree, "cpu", d2t, 8, block=2)
         timer = ShapeTimer(step, [sampling])
         assert round_order(step, sampling) == "walk"
         num_visited = round(expected_walk(tree, steered_acceptance(tree))[1])
@@ -587,9 +587,9 @@ def test_a_decoder_takes_the_verifier_of_its_tree(recorded, expected, monkeypatc
         TokenTree.from_parents([-1, 0, 0, 1], {"settings": settings}),
     )
     used = []
-    run = TreeStep.run
+    run = CapturedStep.run
     monkeypatch.setattr(
-        TreeStep,
+        CapturedStep,
         "run",
         lambda self, extent, sampling: (
             used.append(sampling.verifier) or run(self, extent, sampling)
