@@ -28,14 +28,10 @@ from sequoia_plan.artifacts.prompts import built_in
 from sequoia_plan.artifacts.tree_file import CATALOG
 from sequoia_plan.planner import solve
 from sequoia_plan.planner.solving.baselines import bench_trees
-from sequoia_plan.profiler.bench import (
-    bench,
-    compare,
-    sequoia_method,
-    summary,
-    transformers_method,
-)
+from sequoia_plan.profiler.bench import bench, compare
+from sequoia_plan.profiler.bench_figures import summary
 from sequoia_plan.profiler.breakdown import breakdown
+from sequoia_plan.profiler.decoding_methods import sequoia_method, transformers_method
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.latency import measure_latency, random_prompt, timed
 from sequoia_plan.profiler.measure import measure
@@ -47,8 +43,8 @@ from sequoia_plan.runtime.capture import Graphs
 from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.draft.eagle_model import Eagle3, Eagle3Norms
 from sequoia_plan.runtime.models import attention
-from sequoia_plan.runtime.models.load import dtype_name, resolve_dtype
-from sequoia_plan.runtime.models.tree_attention import split_key_attention
+from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
+from sequoia_plan.runtime.models.split_keys import split_key_attention
 from sequoia_plan.runtime.offload.host_stream import HostStream, pin
 from sequoia_plan.runtime.offload.memory import SLOTS
 from sequoia_plan.runtime.offload.streamed_layers import attach_stream, view_slots
@@ -157,7 +153,7 @@ FULL = Scale(
     long_contexts=(512, 8192),
     vocabulary=128_256,
     test_arguments=tuple(
-        f"tests/test_{name}.py" for name in ("static_step", "fused", "tree_attention", "cuda")
+        f"tests/test_{name}.py" for name in ("static_step", "fused", "split_keys", "cuda")
     ),
     targets={"llama-2-7b": shape(4096, 11008, 32, 32), "llama-2-13b": shape(5120, 13824, 40, 40)},
     draft=shape(768, 3072, 2, 12),
@@ -512,13 +508,12 @@ def eagle3_pair(scale: Scale, device: torch.device) -> Pair:
     vocabulary = shape["vocab_size"] // 4
     with torch.device(device):
         draft = Eagle3(
-            config,
-            pair.target,
+            config=config,
+            target=pair.target,
             aux_hidden_state_layers=(min(2, layers), layers // 2, max(layers - 3, 1)),
             d2t=torch.arange(0, 4 * vocabulary, 4),
             has_embeddings=False,
             head_rows=vocabulary,
-            target_width=shape["hidden_size"],
             norms=Eagle3Norms(),
         )
     draft = draft.to(pair.target.dtype).eval()

@@ -51,12 +51,12 @@ from sequoia_plan.artifacts.merge import pooled
 from sequoia_plan.artifacts.prompts import built_in
 from sequoia_plan.planner import solve
 from sequoia_plan.profiler.acceptance import measure_acceptance
-from sequoia_plan.profiler.bench import (
+from sequoia_plan.profiler.bench import bench
+from sequoia_plan.profiler.bench_figures import summary
+from sequoia_plan.profiler.decoding_methods import (
     DecodePrompt,
     PromptRun,
-    bench,
     sequoia_method,
-    summary,
     transformers_method,
 )
 from sequoia_plan.profiler.hardware import fingerprint
@@ -67,10 +67,10 @@ from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
 from sequoia_plan.runtime.base.weight_stream import stream_of
 from sequoia_plan.runtime.draft.self_draft import INT8, copy_bytes, self_draft
 from sequoia_plan.runtime.models.architecture import decoder_layers
-from sequoia_plan.runtime.models.load import resolve_dtype
+from sequoia_plan.runtime.models.dtype import resolve_dtype
 from sequoia_plan.runtime.offload.disk_stream import CHUNK_BYTES, THREADS, DiskStream
-from sequoia_plan.runtime.offload.load import OffloadedTarget
 from sequoia_plan.runtime.offload.memory import SLOTS, cache_bytes
+from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 from sequoia_plan.runtime.offload.weight_file import aligned_memory, bytes_of
 from sequoia_plan.runtime.pair import EMBEDDED_DRAFTS, FUSED, NO_DRAFT
 from sequoia_plan.runtime.pair import RESIDENT as RESIDENT_LAYERS

@@ -70,14 +70,16 @@ from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load, measur
 from sequoia_plan.planner import solve
 from sequoia_plan.planner.solving.solve import Solution
 from sequoia_plan.profiler.acceptance import measure_acceptance
-from sequoia_plan.profiler.bench import RESAMPLES, DecodePrompt, PromptRun, bench
+from sequoia_plan.profiler.bench import bench
+from sequoia_plan.profiler.bench_figures import RESAMPLES
+from sequoia_plan.profiler.decoding_methods import DecodePrompt, PromptRun
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.journal import journal_of
 from sequoia_plan.profiler.latency import CONTEXT, MAX_INTERVAL, LatencyMeter
 from sequoia_plan.profiler.observed import TREE, ObservedAcceptance
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
-from sequoia_plan.runtime.models.load import dtype_name
+from sequoia_plan.runtime.models.dtype import dtype_name
 
 Floats = NDArray[np.float64]
 SIZES = [4, 8, 16, 32, 64]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sequoia_plan.runtime.base.cache import round_up
-from sequoia_plan.runtime.models import tree_attention
+from sequoia_plan.runtime.models import split_keys
 
 EXTENT_MULTIPLE = {"cpu": 64, "cuda": 512}
 """The extent is a multiple of so many slots: few shapes, little waste."""
@@ -22,7 +22,7 @@ def attention_extent(
     """
     multiple = EXTENT_MULTIPLE["cuda" if captures else device]
     if captures:
-        if needed <= capacity >= tree_attention.MIN_EXTENT and splits_keys():
+        if needed <= capacity >= split_keys.MIN_EXTENT and splits_keys():
             return capacity
         # a quarter of a power of two in (needed, 2 * needed]
         multiple = max(multiple, (1 << needed.bit_length()) // 4)

@@ -34,10 +34,10 @@ from sequoia_plan.planner.cli import main
 from sequoia_plan.profiler import latency, measure
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.base.weight_stream import stream_of
-from sequoia_plan.runtime.models.load import load_model
-from sequoia_plan.runtime.offload import load
-from sequoia_plan.runtime.offload.load import OffloadedTarget
+from sequoia_plan.runtime.models.pretrained import load_model
+from sequoia_plan.runtime.offload import offloaded_target
 from sequoia_plan.runtime.offload.memory import SLOTS, as_bytes, split_memory
+from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
 
@@ -171,7 +171,7 @@ def test_weights_that_are_more_than_tensors_are_refused(tmp_path, pair, monkeypa
     save_with_bitnet_weights(tmp_path / "m")
     pair.tokenizer.save_pretrained(tmp_path / "m")
     tensors = {"a": torch.zeros(2).as_subclass(Packed)}
-    monkeypatch.setattr(load, "_saved_tensors", lambda model: tensors)
+    monkeypatch.setattr(offloaded_target, "_saved_tensors", lambda model: tensors)
     message = (
         "a is a Packed, expected plain tensors; a model quantised like this cannot be streamed"
     )
@@ -260,6 +260,7 @@ def test_from_profile_to_bench(folder, tmp_path, monkeypatch):
     """The profile says what a step waits for, the tree where the weights were; others warn."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(latency, "SIZES", (1, 2, 4))
+    monkeypatch.setattr("sequoia_plan.planner.cli.profiling.LATENCY_SECONDS", 0)
     Path("p.txt").write_text("What is rain?\n\nName three birds.\n")
     for module in (measure.__module__, "sequoia_plan.profiler.prompts"):
         monkeypatch.setattr(sys.modules[module], "encode", lambda *_: PROMPT.tolist())
@@ -272,7 +273,7 @@ def test_from_profile_to_bench(folder, tmp_path, monkeypatch):
         assert result.exit_code == 0, result.output
         return result.output
 
-    brief = ["--prompts", "p.txt", "--tokens", "8", "--latency-seconds", "0"]
+    brief = ["--prompts", "p.txt", "--tokens", "8"]
     output = run("profile", *models, *placed, *brief, "-o", "p.yaml")
     profile = Profile.load("p.yaml")
     metadata = profile.models["target"]
@@ -280,7 +281,8 @@ def test_from_profile_to_bench(folder, tmp_path, monkeypatch):
     assert profile.latency.stream.seconds > 0
     resident_layers = f"{metadata['resident_layers']} of {LAYERS} layers"
     assert resident_layers in output
-    assert "more memory" in run("solve", "p.yaml", "-o", "t.safetensors")
+    run("solve", "p.yaml", "-o", "t.safetensors")
+    assert "more memory" in run("show", "t.safetensors")
     assert load_tree("t.safetensors").plan.latency.stream == profile.latency.stream
     generate = ["--tree", "t.safetensors", "--max-new-tokens", "4"]
     # a busy machine may be warned of; the tree must fit
@@ -349,7 +351,7 @@ def test_the_runtime_does_without_fcntl():
     """Windows has no fcntl: files of weights are then written without a lock."""
     code = "import sys; sys.modules['fcntl'] = None; import sequoia_plan.runtime; "
     code += "from pathlib import Path; import tempfile; "
-    code += "from sequoia_plan.runtime.offload import load, weight_file\n"
+    code += "from sequoia_plan.runtime.offload import offloaded_target, weight_file\n"
     code += "with tempfile.TemporaryDirectory() as folder:\n"
     code += "    with weight_file.exclusive_lock(Path(folder) / 'w'): print('entered')"
     assert run_python(code) == "entered\n"

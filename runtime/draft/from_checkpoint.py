@@ -1,0 +1,285 @@
+"""Builds the draft of a checkpoint for its target.
+
+Its module has the shapes that config.json and the target give it, so strict loading of the weights
+shows most of what does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime.draft.checkpoint import DFLASH, EAGLE1, EAGLE3, Checkpoint
+from sequoia_plan.runtime.draft.dflash_model import DFlashModel, DraftBlock
+from sequoia_plan.runtime.draft.eagle_model import Eagle1, Eagle3, Eagle3Norms
+from sequoia_plan.runtime.draft.hidden_state_draft import LAYER_CLASSES, HiddenStateDraft
+from sequoia_plan.runtime.models.architecture import (
+    FULL,
+    WINDOWED,
+    decoder_layers,
+    execution_device,
+    text_config,
+    unwrapped,
+)
+from sequoia_plan.runtime.models.aux_hidden_states import AFTER_FINAL_NORM
+from sequoia_plan.runtime.models.vocabulary import vocabulary_size
+
+LAYER_IDS = {
+    (EAGLE3, True): "eagle_aux_hidden_state_layer_ids",
+    (EAGLE3, False): "eagle_config.eagle_aux_hidden_state_layer_ids",
+    (DFLASH, True): "aux_hidden_state_layer_ids",
+    (DFLASH, False): "dflash_config.target_layer_ids",
+}
+"""Where config.json has layer numbers, by algorithm and whether the layout is speculators'."""
+DFLASH_SETTINGS = {
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    "causal",
+    "sample_from_anchor",
+    "num_target_layers",
+}
+"""Known keys of `dflash_config`; any other one makes the draft another model."""
+
+
+def load_checkpoint(checkpoint: Checkpoint, target: Any, dtype: torch.dtype) -> HiddenStateDraft:
+    """Build the draft, in `dtype` and on the device where the target computes."""
+    try:
+        with torch.device("meta"):
+            draft = _build(checkpoint, target)
+    except SequoiaPlanError:
+        raise
+    except Exception as error:  # torch and transformers raise errors of many types
+        raise checkpoint.error(
+            f"its config.json makes no {checkpoint.algorithm} draft for this target "
+            f"({type(error).__name__}: {_one_line(error)})"
+        ) from error
+    device = execution_device(target)
+    names = checkpoint.weights.keys() - {"d2t", "t2d"}
+    weights = {name: checkpoint.weights[name].to(device, dtype) for name in names}
+    try:
+        draft.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        raise checkpoint.error(
+            f"its weights do not fit its config.json and this target: {_one_line(error)}"
+        ) from error
+    # the buffers of rotary embeddings are computed, not loaded
+    draft.rotary_emb = type(draft.rotary_emb)(draft.config).to(device)
+    draft.d2t = None if draft.d2t is None else draft.d2t.to(device)
+    return draft.eval().requires_grad_(False)
+
+
+def remarks(checkpoint: Checkpoint, draft: HiddenStateDraft, target: Any) -> list[str]:
+    """What a person should know about a draft that loads, a sentence each."""
+    sentences = []
+    verifier = (checkpoint.config.get("speculators_config") or {}).get("verifier") or {}
+    made_for = (verifier.get("architectures") or [""])[0]
+    target_model = unwrapped(target)
+    architectures = getattr(target_model.config, "architectures", None)
+    architecture = (architectures or [type(target_model).__name__])[0]
+    if made_for and made_for != architecture:
+        sentences.append(
+            f"{checkpoint.folder}: made for {verifier.get('name_or_path') or 'a target'} "
+            f"({made_for}), this target is a {architecture}; expect little of it unless they are "
+            "one model"
+        )
+    trained_length = getattr(draft.config, "max_position_embeddings", None)
+    context = text_config(target).max_position_embeddings or 0
+    if trained_length and trained_length < context:
+        sentences.append(
+            f"{checkpoint.folder}: trained on up to {trained_length} tokens "
+            f"(max_position_embeddings), the target reads {context}; acceptance falls beyond that"
+        )
+    return sentences
+
+
+def eagle3_default_layers(num_layers: int) -> tuple[int, ...]:
+    """The hidden states of a target that an EAGLE-3 draft reads where its folder does not say.
+
+    SGLang, vLLM and all trainers take these.
+    """
+    return 2, num_layers // 2, num_layers - 3  # a number k is the output of layer k, from 1
+
+
+def _build(checkpoint: Checkpoint, target: Any) -> HiddenStateDraft:
+    """The draft's module. Embeddings and head are its own where the target's cannot serve."""
+    weights, config, algorithm = checkpoint.weights, checkpoint.config, checkpoint.algorithm
+    layer_config, d2t = _layer_config(checkpoint, target), _d2t(checkpoint, target)
+    other_width = layer_config.hidden_size != text_config(target).hidden_size
+    has_head = algorithm == EAGLE3 or d2t is not None or other_width or "lm_head.weight" in weights
+    draft_vocabulary = vocabulary_size(target) if d2t is None else d2t.numel()
+    arguments: dict[str, Any] = {
+        "config": layer_config,
+        "target": target,
+        "aux_hidden_state_layers": _aux_hidden_state_layers(checkpoint, target),
+        "d2t": d2t,
+        "has_embeddings": other_width or "embed_tokens.weight" in weights,
+        "head_rows": draft_vocabulary if has_head else 0,
+    }
+    draft: HiddenStateDraft
+    if algorithm == EAGLE1:
+        draft = Eagle1(bias="fc.bias" in weights, **arguments)
+    elif algorithm == EAGLE3:
+        settings = {**config, **(config.get("eagle_config") or {})}
+        norms = Eagle3Norms(
+            before_residual=bool(settings.get("norm_before_residual")),
+            output=bool(settings.get("norm_output")),
+            before_fc=bool(settings.get("norm_before_fc")),
+            each_before_fc=bool(settings.get("fc_norm")),
+        )
+        draft = Eagle3(norms=norms, **arguments)
+    else:
+        draft = DFlashModel(block=_draft_block(checkpoint, target), **arguments)
+    assert draft.window is None or draft.window > 0, "sliding_window"
+    return draft
+
+
+def _layer_config(checkpoint: Checkpoint, target: Any) -> Any:
+    """The configuration of the draft's layers, as an object of transformers."""
+    config = checkpoint.config
+    section = config["transformer_layer_config"] if checkpoint.from_speculators else config
+    num_layers = len({n.split(".")[1] for n in checkpoint.weights if n.startswith("layers.")})
+    settings = {"model_type": "llama", "num_hidden_layers": num_layers, **section}
+    model_types = ("qwen3",) if checkpoint.algorithm == DFLASH else tuple(LAYER_CLASSES)
+    if settings["model_type"] not in model_types:
+        raise checkpoint.error(
+            f"layers of model_type {settings['model_type']!r:.60}, expected "
+            f"{' or '.join(model_types)}"
+        )
+    if settings["num_hidden_layers"] != num_layers:
+        raise checkpoint.error(
+            f"num_hidden_layers: found {settings['num_hidden_layers']!r:.60}, its weights have "
+            f"{num_layers}"
+        )
+    layer_config = LAYER_CLASSES[settings["model_type"]][0](**settings)
+    vocabulary = text_config(target).vocab_size
+    if layer_config.vocab_size != vocabulary:
+        raise checkpoint.error(
+            f"vocab_size: made for a target of {layer_config.vocab_size} tokens, this one has "
+            f"{vocabulary}"
+        )
+    return layer_config
+
+
+def _d2t(checkpoint: Checkpoint, target: Any) -> Tensor | None:
+    """int64 [draft vocabulary]: the target's tokens, from the offsets in files; None if they agree.
+
+    `t2d` marks the same tokens; where one of the two was not filled, they differ.
+    """
+    offsets, t2d = checkpoint.weights.get("d2t"), checkpoint.weights.get("t2d")
+    if offsets is None:
+        return None
+    d2t = torch.arange(offsets.numel(), device="cpu") + offsets.flatten().long()
+    tokens = set(d2t.tolist())
+    is_valid = (
+        not offsets.is_floating_point()
+        and len(tokens) == d2t.numel()
+        and min(tokens) >= 0
+        and max(tokens) < vocabulary_size(target)
+        and (t2d is None or tokens == set(t2d.nonzero().flatten().tolist()))
+    )
+    if not is_valid:
+        raise checkpoint.error(
+            "d2t: expected offsets (target token = draft token + d2t[draft token]) that name "
+            "distinct tokens of the target, those that t2d marks"
+        )
+    return d2t
+
+
+def _aux_hidden_state_layers(checkpoint: Checkpoint, target: Any) -> tuple[int, ...]:
+    """Which hidden states of this target the draft reads, numbered as in aux_hidden_states.py."""
+    config, from_speculators = checkpoint.config, checkpoint.from_speculators
+    if checkpoint.algorithm == EAGLE1:
+        return (AFTER_FINAL_NORM,)
+    key = LAYER_IDS[checkpoint.algorithm, from_speculators]
+    sections = {"": config}
+    sections |= {f"{name}.": config.get(name) or {} for name in ("eagle_config", "dflash_config")}
+    layer_ids = {
+        prefix + name: value
+        for prefix, section in sections.items()
+        for name, value in section.items()
+        if name.endswith("layer_ids") and value is not None
+    }
+    if unknown_keys := sorted(layer_ids.keys() - {key}):
+        raise checkpoint.error(
+            f"found layer ids as {unknown_keys[0]}, whose numbers no known trainer of this layout "
+            f"writes; expected {key}"
+        )
+    num_layers = len(decoder_layers(unwrapped(target))[1])
+    shift = 0 if from_speculators else 1  # what makes our number of a number in the file
+    ids: Any = layer_ids.get(key)
+    if ids is None and checkpoint.algorithm == EAGLE3:
+        ids = [number - shift for number in eagle3_default_layers(num_layers)]
+    is_valid = (
+        isinstance(ids, list)
+        and 0 < len(ids) == len(set(ids))
+        and all(_is_int(number) and 0 <= number + shift <= num_layers for number in ids)
+    )
+    if not is_valid:
+        raise checkpoint.error(
+            f"{key}: found {ids!r:.60}, expected distinct numbers of this target's hidden states, "
+            f"{-shift} to {num_layers - shift}"
+        )
+    return tuple(number + shift for number in ids)
+
+
+def _draft_block(checkpoint: Checkpoint, target: Any) -> DraftBlock:
+    """What a block of this DFlash draft is, from its config.json.
+
+    A block is the tokens that one pass reads: the root's, and mask tokens after it.
+    """
+    from_speculators = checkpoint.from_speculators
+    section = {} if from_speculators else checkpoint.config.get("dflash_config") or {}
+    if unknown_keys := sorted(key for key in section.keys() - DFLASH_SETTINGS if section[key]):
+        raise checkpoint.error(
+            f"dflash_config.{unknown_keys[0]}: a variant that is not known; expected "
+            f"{', '.join(sorted(DFLASH_SETTINGS))}"
+        )
+    settings = {**checkpoint.config, **section}
+    size, mask_token = settings.get("block_size"), settings.get("mask_token_id")
+    num_embeddings = target.get_input_embeddings().num_embeddings
+    if not (_is_int(size) and size >= 2 and _is_int(mask_token)):
+        raise checkpoint.error(
+            f"block_size, mask_token_id: found {size!r:.20} and {mask_token!r:.20}, expected whole "
+            "numbers, and 2 tokens or more"
+        )
+    if not 0 <= mask_token < num_embeddings:
+        raise checkpoint.error(
+            f"mask_token_id: found {mask_token}, this target's tokens are 0 to {num_embeddings - 1}"
+        )
+    return DraftBlock(
+        size,
+        mask_token,
+        from_root=bool(settings.get("sample_from_anchor")),
+        causal_layer_types=_causal_layer_types(settings, from_speculators),
+        window_from_root=from_speculators,
+    )
+
+
+def _causal_layer_types(settings: Mapping[str, Any], from_speculators: bool) -> frozenset[str]:
+    """The types of layers in which a token of a DFlash block attends to those up to itself.
+
+    Without a setting, these are the layers with a window.
+    """
+    if from_speculators:
+        looks_ahead = settings.get("sliding_window_non_causal", False)
+        return frozenset() if looks_ahead else frozenset([WINDOWED])
+    is_causal = settings.get("is_causal", settings.get("causal"))
+    if is_causal is None:
+        return frozenset([WINDOWED])
+    return frozenset([FULL, WINDOWED]) if is_causal else frozenset()
+
+
+def _one_line(error: Exception) -> str:
+    """An error's message in one line, without a heading."""
+    lines = str(error).split("\n")
+    return " ".join(" ".join(lines[1:] or lines).split())[:300]
+
+
+def _is_int(value: Any) -> TypeGuard[int]:
+    """Is `value` a whole number? JSON's true and false are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
