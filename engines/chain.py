@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.artifacts.cost import Floats
+from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.artifacts.uncertainty import Z95, median_with_error
 from sequoia_plan.engines.plan import Cell, ChainAcceptance, ScheduleEntry, StepSeconds
 

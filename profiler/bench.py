@@ -26,7 +26,7 @@ from sequoia_plan.artifacts.bench_result import (
     Spread,
     TreeShape,
 )
-from sequoia_plan.artifacts.cost import prediction_for
+from sequoia_plan.artifacts.prediction import prediction_for
 from sequoia_plan.profiler.hardware import TIME_KEYS, fingerprint
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
