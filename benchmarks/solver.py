@@ -141,12 +141,12 @@ def random_profile(rng: np.random.Generator, index: int, budget: int) -> Any:
 
     Half of the profiles have a vector that never increases. Draft passes cost 1 to 10 % of the
     target's and rise with their width, and every pass has 2 % of noise. One profile in three has no
-    costs of verification, one has them by level, one for the whole tree.
+    costs of verification.
 
     Args:
         index: the number of the profile.
     """
-    from sequoia_plan.artifacts import Latency, Profile, VerificationCost
+    from sequoia_plan.artifacts import Acceptance, Latency, Profile, VerificationCost
 
     first, decay, rise = rng.uniform(0.4, 0.85), rng.uniform(0.3, 0.6), rng.uniform(0.1, 2)
     vector = np.r_[first, (1 - first) * 0.8 * (1 - decay) * decay ** np.arange(15)]
@@ -161,12 +161,9 @@ def random_profile(rng: np.random.Generator, index: int, budget: int) -> Any:
         }
         for seconds in (0.03, draft_seconds)
     )
-    round_order = (None, "level", "tree")[index % 3]
-    verification = None
-    if round_order:
-        verification = VerificationCost(0.001, 2e-5, 2e-5, 2e-6, round_order)
+    verification = VerificationCost(0.001, 2e-5) if index % 3 else None
     latency = Latency(target, draft, 0.001, 0, verification=verification)
-    return Profile(Acceptance.given(tuple(vector.tolist())), latency=latency)
+    return Profile(Acceptance.given(vector), latency=latency)
 
 
 def run_apart(cache: str, *arguments: Any) -> dict[str, Any]:
