@@ -12,15 +12,7 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, TokenTree
-from sequoia_plan.runtime.arguments import (
-    SEEDS,
-    check_backend,
-    check_listeners,
-    check_models,
-    check_sampling,
-    check_tree,
-    whole_number,
-)
+from sequoia_plan.runtime.arguments import check_loaded
 from sequoia_plan.runtime.base.sampling import Sampling, verifier_of
 from sequoia_plan.runtime.captured_step import CapturedStep, StepOutput
 from sequoia_plan.runtime.decoding_models import DecodingModels
@@ -74,10 +66,8 @@ class SequoiaDecoder:
         captured: bool | None = None,
         compile: bool | str | Callable[..., Any] = False,
     ) -> None:
-        check_models(target, draft, tokenizer)
+        check_loaded(target, draft, tree)
         target, draft = without_adapter_wrapper(target), without_adapter_wrapper(draft)
-        check_tree(tree)
-        check_backend(compile)
         self.tokenizer = tokenizer
         models = DecodingModels(
             target,
@@ -98,7 +88,6 @@ class SequoiaDecoder:
         Raises:
             SequoiaPlanError: if the draft cannot draft the tree.
         """
-        check_tree(tree)
         decoder = copy.copy(self)
         decoder._use(self.step.models, tree)
         return decoder
@@ -148,13 +137,11 @@ class SequoiaDecoder:
                 is invalid, memory is short, or a model's logits are not finite.
         """
         started = time.perf_counter()
-        max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1)
-        seed = None if seed is None else whole_number("seed", seed, *SEEDS)
+        if max_new_tokens < 1:
+            raise ArgumentError(f"max_new_tokens: found {max_new_tokens}, expected 1 or more")
         model, tokenizer = self.step.target.model, self.tokenizer
         if sampling is None:
             sampling = Sampling(temperature, top_p, verifier=verifier_of(self.step.tree))
-        check_sampling(sampling)
-        check_listeners(streamer, stopping_criteria)
         prompt = read_prompt(input_ids, tokenizer, attention_mask, model).to(self.step.device)
         prompt_ids = prompt.tolist()
         ending = Ending(
@@ -188,8 +175,7 @@ class SequoiaDecoder:
         self, prompts: Iterable[Any], *, seed: int | None = None, **settings: Any
     ) -> list[Generation]:
         """`generate` for each prompt in turn; with a seed, prompt i gets seed + i."""
-        seed = None if seed is None else whole_number("seed", seed, *SEEDS)
-        if not isinstance(prompts, Iterable) or isinstance(prompts, (str, bytes)):
+        if isinstance(prompts, str):  # an iterable of letters
             raise ArgumentError(f"prompts: found {prompts!r:.60}, expected a list of prompts")
         return [
             self.generate(prompt, seed=None if seed is None else seed + number, **settings)

@@ -7,14 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.artifacts.cost import (
-    AcceptanceProbs,
-    Floats,
-    StepTime,
-    expected_tokens,
-    node_values,
-)
+from sequoia_plan.artifacts import Acceptance, TokenTree
+from sequoia_plan.artifacts.counts import Floats
+from sequoia_plan.artifacts.expected_tokens import expected_tokens, node_values
+from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner.solving.baselines import baseline
 from sequoia_plan.planner.solving.frontier import MAX_TABLE_NUMBERS, frontier
 
@@ -64,7 +60,7 @@ def tree_panel(tree: TokenTree, axes: Any) -> None:
 
     points = np.column_stack([_horizontal_places(tree), -tree.position_ids])
     acceptance = tree.plan.acceptance
-    values = node_values(tree, acceptance) if acceptance else np.ones(tree.size)
+    values = node_values(tree, acceptance.rates) if acceptance else np.ones(tree.size)
     scale = min(1.0, 30 / tree.level_widths.max())  # smaller nodes where the levels are wide
     segments: Any = []
     if tree.size > 1:
@@ -121,7 +117,7 @@ def tokens_panel(tree: TokenTree, axes: Any) -> None:
         axes.plot(sizes, never_falling, color=colour, linewidth=1.8, label=label)
     axes.scatter(
         [tree.size],
-        [expected_tokens(tree, acceptance)],
+        [expected_tokens(tree, acceptance.rates)],
         s=70,
         color=GREEN,
         edgecolors="white",
@@ -137,11 +133,11 @@ def tokens_panel(tree: TokenTree, axes: Any) -> None:
 
 
 def _best_baseline_tokens(
-    names: Sequence[str], size: int, depth: int, acceptance: AcceptanceProbs
+    names: Sequence[str], size: int, depth: int, acceptance: Acceptance
 ) -> float:
     """Expected tokens a step of the best of the named baselines within a size and a depth."""
     trees = [baseline(name, size, depth) for name in names]
-    return max(expected_tokens(tree, acceptance) for tree in trees)
+    return max(expected_tokens(tree, acceptance.rates) for tree in trees)
 
 
 def latency_panel(tree: TokenTree, axes: Any) -> None:
