@@ -20,7 +20,7 @@ from sequoia_plan.artifacts.cost import (
 from sequoia_plan.artifacts.plan import CLASS_NAMES
 from sequoia_plan.artifacts.uncertainty import Z95
 from sequoia_plan.planner.solving.baselines import baseline
-from sequoia_plan.planner.solving.frontier import MAX_TABLE_NUMBERS, frontier
+from sequoia_plan.planner.solving.tokens.frontier import MAX_TABLE_NUMBERS, frontier
 
 GREEN, AMBER, BLUE, PURPLE, RED = "#2f9d5f", "#c0803a", "#5b8fc6", "#a86fb8", "#d1495b"
 """Colours that are readable on white and on black."""

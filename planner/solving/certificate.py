@@ -10,7 +10,8 @@ import numpy as np
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.cost import AcceptanceProbs, Floats, acceptance_rows, node_values
 from sequoia_plan.artifacts.plan import check_rows
-from sequoia_plan.planner.solving import best_first
+from sequoia_plan.planner.solving.tokens import best_first
+from sequoia_plan.planner.solving.tokens.frontier import max_rising_budget, most_tokens
 
 ATTAINED_SHARE = 1 - 1e-12
 """A tree attains a bound if it has this share of it; less is missing by rounding."""
@@ -111,17 +112,14 @@ def check(
         max_tokens = math.fsum(highest_values)
         upper_bound = max(tokens, max_tokens)
         return Certificate(tokens, upper_bound, "most valuable nodes", True, next_node)
-    from sequoia_plan.planner.solving import concave_envelope
-
-    relaxed_bound = float(concave_envelope.upper_bounds(rows, tree.size)[-1])  # of tree.size nodes
-    upper_bound = max(tokens, relaxed_bound)
-    if tokens >= upper_bound * ATTAINED_SHARE:  # the tree attains the bound, but for rounding
-        return Certificate(tokens, tokens, "concave hull", True, next_node)
-    if optimum is None and tree.size <= MAX_SOLVED_NODES:
-        optimum = concave_envelope.optimal_tokens(rows, tree.size)
-    if optimum is None:
-        return Certificate(tokens, upper_bound, "concave hull", False, next_node)
-    return Certificate(tokens, max(tokens, optimum), "exact recursion", True, next_node)
+    if optimum is None and tree.size <= max_rising_budget(rows):
+        optimum = float(most_tokens(rows, tree.size)[-1])
+    if optimum is not None:
+        return Certificate(tokens, max(tokens, optimum), "exact recursion", True, next_node)
+    sorted_rows = best_first.sort_by_value(rows)
+    highest_values = best_first.most_valuable_nodes(sorted_rows, tree.size)[1]
+    upper_bound = max(tokens, math.fsum(highest_values))
+    return Certificate(tokens, upper_bound, "most valuable nodes", False, next_node)
 
 
 def best_addition(tree: TokenTree, rows: Floats) -> tuple[int, int, float] | None:

@@ -20,7 +20,7 @@ from sequoia_plan.artifacts.uncertainty import (
     step_time_error,
     trials_for_new_kind,
 )
-from sequoia_plan.planner.solving.frontier import MAX_BUDGET
+from sequoia_plan.planner.solving.tokens.frontier import MAX_RISING_BUDGET
 
 ShareLost = Callable[[Floats], float]
 """The share that a tree loses against the tree that would be chosen for another acceptance."""
@@ -102,7 +102,7 @@ def _interval(solved_tree: SolvedTree, trials: Floats, share_lost: ShareLost) ->
     tree = solved_tree.tree
     low, high = acceptance_at_interval_ends(tree, solved_tree.rows, trials)
     tokens = expected_tokens(tree, low), expected_tokens(tree, high)
-    can_solve_again = tree.size <= MAX_BUDGET["hull"]
+    can_solve_again = tree.size <= MAX_RISING_BUDGET
     return Interval(
         level=0.95,
         expected_tokens=tokens,

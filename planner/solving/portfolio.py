@@ -41,18 +41,19 @@ from sequoia_plan.planner.solving.acceptance import (
     looked_up_as_visited,
     looked_up_probs,
 )
-from sequoia_plan.planner.solving.fastest import (
-    MAX_WORK,
-    FastestTree,
-    OtherSteps,
-    fastest_tree,
-)
-from sequoia_plan.planner.solving.looked_up import fastest_looked_up_tree, quick_bound
+from sequoia_plan.planner.solving.looked_up import fastest_looked_up_tree
 from sequoia_plan.planner.solving.replay import (
     MAX_RUN,
     RecordedText,
     recorded_texts,
     replay,
+)
+from sequoia_plan.planner.solving.speed.costs import OtherSteps
+from sequoia_plan.planner.solving.speed.fastest import (
+    MAX_WORK,
+    FastestTree,
+    fastest_tree,
+    quick_bound,
 )
 
 MAX_REPLAYS = 10

@@ -24,21 +24,15 @@ from sequoia_plan.artifacts.plan import Alternative, Interval, Plan, provenance
 from sequoia_plan.planner.solving.acceptance import level_probs
 from sequoia_plan.planner.solving.baselines import baseline as baseline_tree
 from sequoia_plan.planner.solving.certificate import check
-from sequoia_plan.planner.solving.convolution import isotonic
-from sequoia_plan.planner.solving.fastest import MAX_WORK, fastest_tree, fastest_tree_by_paper
-from sequoia_plan.planner.solving.frontier import (
-    SOLVERS,
-    Frontier,
-    best_tree,
-    check_input,
-    pick_solver,
-)
 from sequoia_plan.planner.solving.kinds import figures_by_kind
 from sequoia_plan.planner.solving.noise import SolvedTree, intervals
 from sequoia_plan.planner.solving.portfolio import Limits, solve_portfolio
 from sequoia_plan.planner.solving.replay import MAX_RUN
+from sequoia_plan.planner.solving.speed.fastest import MAX_WORK, fastest_tree
+from sequoia_plan.planner.solving.speed.isotonic import isotonic
+from sequoia_plan.planner.solving.tokens.frontier import best_tree, check_input, pick_solver
 
-OBJECTIVES = ("speed", "tokens", "paper")
+OBJECTIVES = ("speed", "tokens")
 
 
 @dataclass(frozen=True)
@@ -70,7 +64,6 @@ class Problem:
     depth: int
     branching: int | None
     objective: str
-    solver: str | None
     smooth: bool
     baseline: str | None
 
@@ -81,7 +74,6 @@ def solve(
     depth: int,
     branching: int | None = None,
     objective: str | None = None,
-    solver: str | None = None,
     smooth: bool = False,
     baseline: str | None = None,
     one_vector: bool = False,
@@ -115,8 +107,6 @@ def solve(
             maximises F(T) over the predicted step time, each draft pass at its own width; "paper"
             maximises F / (t(n) + d c) (section 3.3). None: "speed" if latencies are known, else
             "tokens".
-        solver: for the objectives tokens and paper: "best-first", "hull" or "dp"; None picks
-            best-first where it is exact, else hull. For speed it is always "branch and bound".
         smooth: replace each vector by the closest one that never increases with rank. A modelling
             choice.
         baseline: do not solve; take this tree (see baselines.py) and predict its expected tokens
@@ -151,7 +141,6 @@ def solve(
         depth=_depth_limit(depth, first_profile),
         branching=branching,
         objective=_checked_objective(objective, first_profile, baseline),
-        solver=solver,
         smooth=smooth,
         baseline=baseline,
     )
@@ -254,31 +243,23 @@ def _solve_for_verifier(profile: Profile | None, acceptance: Any, problem: Probl
         tree = baseline_tree(problem.baseline, problem.budget, problem.depth)
     else:
         rows = acceptance_rows(acceptance, problem.depth, problem.branching)
-        max_size = problem.budget
-        if times and problem.objective != "tokens":
-            # A larger tree has no known step time.
-            max_size = min(max_size, times.largest_size())
-        solver = pick_solver(problem.solver, rows, max_size)
-        tree, speed_bound = _solve_rows(rows, problem, solver, times)
-        if speed_bound is not None:
-            solver = "branch and bound"  # the search for the objective speed has its own solver
+        tree, speed_bound = _solve_rows(rows, problem, times)
+        solver = "branch and bound"  # the search for the objective speed has its own solver
+        if speed_bound is None:
+            solver = pick_solver(rows, problem.budget)
     prediction = predict(tree, acceptance, times)
     return SolvedTree(tree, acceptance, profile, times, prediction, speed_bound, solver)
 
 
 def _solve_rows(
-    rows: Floats, problem: Problem, solver: str, times: StepTime | None, max_work: int = MAX_WORK
+    rows: Floats, problem: Problem, times: StepTime | None, max_work: int = MAX_WORK
 ) -> tuple[TokenTree, float | None]:
     """The best tree, and for the objective speed a bound on the speed-up of any tree.
 
     `rows` float64 [depth - 1, classes, branching].
     """
     if problem.objective == "tokens" or times is None:
-        return best_tree(rows, problem.budget, solver), None
-    if problem.objective == "paper":
-        size = min(problem.budget, times.largest_size())
-        values = tuple(SOLVERS[solver].frontier(rows, size))
-        return fastest_tree_by_paper(Frontier(values, rows, solver), times), None
+        return best_tree(rows, problem.budget), None
     fastest = fastest_tree(rows, problem.budget, times, max_work)
     # The bound is in tokens a second; plain decoding makes one token in plain_seconds.
     return fastest.tree, fastest.bound * times.plain_seconds()
@@ -358,10 +339,8 @@ def _share_lost(solved_tree: SolvedTree, problem: Problem, acceptance: Floats) -
     `acceptance` float64 [levels, ranks].
     """
     rows = acceptance_rows(acceptance, problem.depth, problem.branching)
-    # The acceptance may rise with rank where the measured one does not: pick the solver anew.
-    solver = pick_solver(None, rows, solved_tree.tree.size)
     # A tenth of the usual work is enough: the share is an estimate, not a proof.
-    best, _ = _solve_rows(rows, problem, solver, solved_tree.times, MAX_WORK // 10)
+    best, _ = _solve_rows(rows, problem, solved_tree.times, MAX_WORK // 10)
     time_ratio = 1.0
     if solved_tree.times and problem.objective != "tokens":
         times = replace_fields(solved_tree.times, acceptance=acceptance)
