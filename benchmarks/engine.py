@@ -29,11 +29,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from sequoia_plan.artifacts.engine_plan import EnginePlan
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load, measuring_half
 from sequoia_plan.engines import planning, vllm
 from sequoia_plan.engines.chain import StepKind
+from sequoia_plan.engines.plan import EnginePlan
 
 BATCHES = [1, 4, 16]
 MAX_LENGTH = 6

@@ -46,8 +46,8 @@ from sequoia_plan.runtime.base.cache import round_up
 from sequoia_plan.runtime.capture import Graphs
 from sequoia_plan.runtime.draft.eagle_model import Eagle3, Eagle3Norms
 from sequoia_plan.runtime.models import attention
-from sequoia_plan.runtime.models.load import dtype_name, resolve_dtype
-from sequoia_plan.runtime.models.tree_attention import split_key_attention
+from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
+from sequoia_plan.runtime.models.split_keys import split_key_attention
 from sequoia_plan.runtime.offload.host_stream import HostStream, pin
 from sequoia_plan.runtime.offload.memory import SLOTS
 from sequoia_plan.runtime.offload.streamed_layers import attach_stream, view_slots
@@ -157,7 +157,7 @@ FULL = Scale(
     long_contexts=(512, 8192),
     vocabulary=128_256,
     test_arguments=tuple(
-        f"tests/test_{name}.py" for name in ("static_step", "fused", "tree_attention", "cuda")
+        f"tests/test_{name}.py" for name in ("static_step", "fused", "split_keys", "cuda")
     ),
     targets={"llama-2-7b": shape(4096, 11008, 32, 32), "llama-2-13b": shape(5120, 13824, 40, 40)},
     draft=shape(768, 3072, 2, 12),

@@ -41,10 +41,10 @@ from sequoia_plan.profiler.latency import timed
 from sequoia_plan.profiler.verification import bushy
 from sequoia_plan.runtime import SequoiaDecoder
 from sequoia_plan.runtime.base.weight_stream import stream_of
-from sequoia_plan.runtime.models.load import local_folder
+from sequoia_plan.runtime.models.pretrained import local_folder
 from sequoia_plan.runtime.offload.disk_stream import DiskStream
-from sequoia_plan.runtime.offload.load import OffloadedTarget
 from sequoia_plan.runtime.offload.memory import cache_bytes, split_memory
+from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 
 CPU = torch.device("cpu")
 SHAPES = {"llama-2-7b": shape(4096, 11008, 32, 32), "small": shape(512, 1376, 12, 8)}

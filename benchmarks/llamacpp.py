@@ -20,12 +20,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from sequoia_plan.artifacts.engine_plan import MeasuredCell
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load, measuring_half
 from sequoia_plan.engines import llamacpp_plan
 from sequoia_plan.engines.drafting import LOOKUP, NONE, Drafting, candidates, defaults
 from sequoia_plan.engines.llamacpp import Build, ServerPool, find_build
+from sequoia_plan.engines.plan import MeasuredCell
 from sequoia_plan.engines.replay import ChainStep
 from sequoia_plan.engines.vllm import Workload, measured_cell
 

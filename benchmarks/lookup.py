@@ -55,7 +55,7 @@ from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.runtime import Sampling, load_pair
 from sequoia_plan.runtime.base.lookup import look_up
 from sequoia_plan.runtime.models.architecture import context_length, text_config
-from sequoia_plan.runtime.models.load import dtype_name
+from sequoia_plan.runtime.models.dtype import dtype_name
 
 COPYING_KINDS = ("proofread", "quote", "edit-code", "shorten")
 """The built-in kinds whose answers repeat text of the prompt."""

@@ -67,10 +67,10 @@ from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
 from sequoia_plan.runtime.base.weight_stream import stream_of
 from sequoia_plan.runtime.draft.self_draft import INT8, copy_bytes, self_draft
 from sequoia_plan.runtime.models.architecture import decoder_layers
-from sequoia_plan.runtime.models.load import resolve_dtype
+from sequoia_plan.runtime.models.dtype import resolve_dtype
 from sequoia_plan.runtime.offload.disk_stream import CHUNK_BYTES, THREADS, DiskStream
-from sequoia_plan.runtime.offload.load import OffloadedTarget
 from sequoia_plan.runtime.offload.memory import SLOTS, cache_bytes
+from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 from sequoia_plan.runtime.offload.weight_file import aligned_memory, bytes_of
 from sequoia_plan.runtime.pair import EMBEDDED_DRAFTS, FUSED, NO_DRAFT
 from sequoia_plan.runtime.pair import RESIDENT as RESIDENT_LAYERS

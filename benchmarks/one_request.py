@@ -35,7 +35,7 @@ from sequoia_plan.engines import llamacpp, vllm
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, load_pair
-from sequoia_plan.runtime.models.load import embedded_gguf
+from sequoia_plan.runtime.models.gguf import embedded_gguf
 
 TokensPerSecond = Callable[[int], float]
 """Decodes the prompt of that number, and returns tokens a second."""

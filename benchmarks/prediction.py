@@ -77,7 +77,7 @@ from sequoia_plan.profiler.latency import CONTEXT, MAX_INTERVAL, LatencyMeter
 from sequoia_plan.profiler.observed import TREE, ObservedAcceptance
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
-from sequoia_plan.runtime.models.load import dtype_name
+from sequoia_plan.runtime.models.dtype import dtype_name
 
 Floats = NDArray[np.float64]
 SIZES = [4, 8, 16, 32, 64]

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sequoia_plan.profiler.latency import timed
 from sequoia_plan.runtime import Pair
-from sequoia_plan.runtime.models.load import dtype_name, resolve_dtype
+from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
 
 Shape = dict[str, int]
 

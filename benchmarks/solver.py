@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from sequoia_plan.artifacts import Latency, VerificationCost
-from sequoia_plan.artifacts.acceptance import Acceptance
+from sequoia_plan.artifacts import Acceptance, Latency, VerificationCost
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner.solving.speed.fastest import fastest_tree
 from sequoia_plan.planner.solving.tokens.frontier import best_tree, pick_solver

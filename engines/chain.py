@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.artifacts.cost import Floats
-from sequoia_plan.artifacts.engine_plan import Cell, ChainAcceptance, ScheduleEntry, StepSeconds
+from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.artifacts.uncertainty import Z95, median_with_error
+from sequoia_plan.engines.plan import Cell, ChainAcceptance, ScheduleEntry, StepSeconds
 
 MAX_AGE = 64
 """The probability to agree is the same at all higher ages. Chains longer than 16 raise this."""

@@ -10,8 +10,8 @@ from http.client import HTTPException, IncompleteRead
 from pathlib import Path
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.artifacts.engine_plan import ChainAcceptance
 from sequoia_plan.artifacts.files import read_bytes
+from sequoia_plan.engines.plan import ChainAcceptance
 
 PREFIX = "vllm:spec_decode_"
 NUM_DRAFTS = f"{PREFIX}num_drafts"

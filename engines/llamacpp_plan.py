@@ -13,13 +13,6 @@ import numpy as np
 from msgspec.structs import replace
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.artifacts.engine_plan import (
-    Cell,
-    ChainAcceptance,
-    ContextChoice,
-    EnginePlan,
-    StepSeconds,
-)
 from sequoia_plan.artifacts.plan import tool_version
 from sequoia_plan.artifacts.uncertainty import Z95, median_with_error
 from sequoia_plan.engines.chain import StepTimes, effective_trials
@@ -36,6 +29,13 @@ from sequoia_plan.engines.drafting import (
     timed_draftings,
 )
 from sequoia_plan.engines.llamacpp import ServerPool
+from sequoia_plan.engines.plan import (
+    Cell,
+    ChainAcceptance,
+    ContextChoice,
+    EnginePlan,
+    StepSeconds,
+)
 from sequoia_plan.engines.replay import (
     ChainStep,
     DraftedText,

@@ -9,14 +9,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
-from sequoia_plan.artifacts.engine_plan import (
-    Cell,
-    ChainAcceptance,
-    ContextChoice,
-    EnginePlan,
-    ScheduleEntry,
-    StepSeconds,
-)
 from sequoia_plan.artifacts.uncertainty import Z95
 from sequoia_plan.engines import vllm
 from sequoia_plan.engines.chain import (
@@ -28,6 +20,14 @@ from sequoia_plan.engines.chain import (
     predict_cells,
     times_by_context,
     tokens_by_length,
+)
+from sequoia_plan.engines.plan import (
+    Cell,
+    ChainAcceptance,
+    ContextChoice,
+    EnginePlan,
+    ScheduleEntry,
+    StepSeconds,
 )
 
 STEPS_PER_ROUND = 12

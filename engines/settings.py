@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.artifacts.engine_plan import EnginePlan, ScheduleEntry
 from sequoia_plan.engines.chain import agreement_by_age, survival_probs
+from sequoia_plan.engines.plan import EnginePlan, ScheduleEntry
 from sequoia_plan.engines.vllm import launch_options, speculative_config
 
 MAX_BATCH = 1 << 16

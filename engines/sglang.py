@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
-from sequoia_plan.artifacts.engine_plan import ChainAcceptance, ScheduleEntry, StepSeconds
 from sequoia_plan.artifacts.files import read_bytes
 from sequoia_plan.artifacts.uncertainty import median_with_error
+from sequoia_plan.engines.plan import ChainAcceptance, ScheduleEntry, StepSeconds
 
 HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")
 DECODE_LINE = re.compile(

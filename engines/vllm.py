@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
-from sequoia_plan.artifacts.engine_plan import ChainAcceptance, MeasuredCell, ScheduleEntry
 from sequoia_plan.engines import counters
 from sequoia_plan.engines.chain import StepKind
+from sequoia_plan.engines.plan import ChainAcceptance, MeasuredCell, ScheduleEntry
 from sequoia_plan.engines.process import WRAPPER_TEXTS, EngineProcess
 
 SCHEDULE_KEY = "num_speculative_tokens_per_batch_size"

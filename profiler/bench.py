@@ -26,11 +26,11 @@ from sequoia_plan.artifacts.bench_result import (
     Spread,
     TreeShape,
 )
-from sequoia_plan.artifacts.cost import prediction_for
+from sequoia_plan.artifacts.prediction import prediction_for
 from sequoia_plan.profiler.hardware import TIME_KEYS, fingerprint
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
-from sequoia_plan.runtime.models.load import dtype_name
+from sequoia_plan.runtime.models.dtype import dtype_name
 from sequoia_plan.runtime.models.vocabulary import vocabulary_size
 from sequoia_plan.runtime.pair import MAKE_LINEAR, with_draft
 

@@ -15,8 +15,8 @@ import transformers
 
 from sequoia_plan.artifacts.processor import processor_name
 from sequoia_plan.runtime.base.kernel_launch import kernels_available
+from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
 from sequoia_plan.runtime.models.layer_operations import silu_mul
-from sequoia_plan.runtime.models.load import dtype_name, resolve_dtype
 from sequoia_plan.runtime.models.prepacked import can_prepack
 
 QUERIED_FIELDS = {

@@ -27,7 +27,6 @@ from sequoia_plan.profiler.verification import (
     ShapeTimer,
     bushy,
     fit,
-    round_order,
     shapes_to_time,
 )
 from sequoia_plan.runtime import Pair, Sampling
@@ -207,7 +206,7 @@ class LatencyMeter:
         _, medians, _ = drift_free_quartiles(samples)
         trees = [timer.step.tree for timer in self.shape_timers]
         seconds = medians[self.samplings.index(sampling)].tolist()
-        return fit(trees, seconds, round_order(self.step, sampling))
+        return fit(trees, seconds)
 
     def _begin_verification(self, vocabulary: int, max_depth: int | None) -> None:
         """Choose the trees whose verification is timed, and verify each once."""

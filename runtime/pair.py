@@ -13,7 +13,7 @@ import torch
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.draft_file import load_draft, save_as_folder
-from sequoia_plan.runtime.draft.load import load_checkpoint, remarks
+from sequoia_plan.runtime.draft.from_checkpoint import load_checkpoint, remarks
 from sequoia_plan.runtime.draft.self_draft import (
     INT8,
     copy_bytes,
@@ -24,21 +24,17 @@ from sequoia_plan.runtime.draft.self_draft import (
 )
 from sequoia_plan.runtime.generation import end_tokens
 from sequoia_plan.runtime.models.architecture import context_length, rope_reason, text_config
+from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
 from sequoia_plan.runtime.models.fuse import fuse, num_fused_layers
 from sequoia_plan.runtime.models.fused_layer import plain_linear
-from sequoia_plan.runtime.models.load import (
-    dtype_name,
-    load_model,
-    model_metadata,
-    name_of,
-    resolve_dtype,
-)
+from sequoia_plan.runtime.models.metadata import model_metadata
 from sequoia_plan.runtime.models.prepacked import PrepackedLinear, can_prepack
+from sequoia_plan.runtime.models.pretrained import load_model, name_of
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary, vocabulary_size
 
 if TYPE_CHECKING:
-    from sequoia_plan.runtime.offload.load import OffloadedTarget
     from sequoia_plan.runtime.offload.memory import MemorySplit
+    from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 
 RESIDENT, FUSED, PREPACKED = "resident", "fused", "repacked"
 """How weights are held in memory: as transformers loads them; in fused layers, where those compute
@@ -280,8 +276,8 @@ def _load_offloaded_pair(
 ) -> Pair:
     """A pair whose target keeps in memory what fits, and streams the other layers."""
     # decoding without offloading does not need this package
-    from sequoia_plan.runtime.offload.load import OffloadedTarget
     from sequoia_plan.runtime.offload.memory import as_bytes
+    from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 
     offloaded = OffloadedTarget(target, device, dtype)
     _require_draft(target, draft)

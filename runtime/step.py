@@ -33,7 +33,7 @@ from sequoia_plan.runtime.capture import (
 from sequoia_plan.runtime.draft.drafter import DraftedTree, Drafter, DraftPass, draft_tree
 from sequoia_plan.runtime.draft.registry import make_drafter
 from sequoia_plan.runtime.draft.unread import catch_up
-from sequoia_plan.runtime.models import tree_attention
+from sequoia_plan.runtime.models import split_keys
 from sequoia_plan.runtime.models.architecture import execution_device, rope_reason, text_config
 from sequoia_plan.runtime.models.forward import TreeModel
 from sequoia_plan.runtime.models.parallel import from_first, is_split, shared_seed
@@ -255,7 +255,7 @@ class TreeStep:
             # a quarter of a power of two in (needed, 2 * needed]: two extents for each doubling
             multiple = max(multiple, (1 << needed.bit_length()) // 4)
             capacity = self.sequence.target.capacity
-            if needed <= capacity >= tree_attention.MIN_EXTENT and self.splits_keys():
+            if needed <= capacity >= split_keys.MIN_EXTENT and self.splits_keys():
                 return capacity
         return round_up(needed, multiple)
 
@@ -263,7 +263,7 @@ class TreeStep:
         """Do all passes of a step read no keys after the tree, whatever the extent?"""
         if self.can_split_keys is None:  # asking walks over all modules: once for a tree
             self.can_split_keys = self._can_split_keys()
-        return self.can_split_keys and not has_failed(tree_attention.KERNELS_NAME)
+        return self.can_split_keys and not has_failed(split_keys.KERNELS_NAME)
 
     def _can_split_keys(self) -> bool:
         """What `splits_keys` says as long as attention's kernels compile."""

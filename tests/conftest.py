@@ -30,7 +30,7 @@ def pair():
 @pytest.fixture(scope="session")
 def plain_target():
     """The same target as transformers loads it, nothing repacked."""
-    from sequoia_plan.runtime.models.load import load_model
+    from sequoia_plan.runtime.models.pretrained import load_model
 
     return load_model(None, "cpu", torch.float32)[0]
 

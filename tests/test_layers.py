@@ -141,7 +141,7 @@ MAY_IMPORT = {
     "planner": {"planner.solving"},
     "planner.solving": {"artifacts"},
     "engines": {"artifacts"},
-    "planner.report": {"artifacts", "planner.solving"},
+    "planner.report": {"artifacts", "planner.solving", "engines"},
     "planner.cli": {
         "artifacts",
         "planner.solving",

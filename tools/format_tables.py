@@ -11,10 +11,11 @@ import re
 import sys
 from pathlib import Path
 
-from sequoia_plan.artifacts import bench_result, engine_plan, latency, lookup, plan, profile
+from sequoia_plan.artifacts import bench_result, latency, lookup, plan, profile
 from sequoia_plan.artifacts.drafting import Drafting
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.schema import Artifact, markdown_table
+from sequoia_plan.engines import plan as engine_plan
 
 TABLES: dict[str, tuple[type[Artifact], str]] = {
     "plan": (plan.Plan, ""),

@@ -13,8 +13,8 @@ from docutils import nodes
 from sphinx.application import Sphinx
 
 from sequoia_plan.artifacts import BenchResult, Profile
-from sequoia_plan.artifacts.engine_plan import EnginePlan
 from sequoia_plan.artifacts.tree_file import CATALOG
+from sequoia_plan.engines.plan import EnginePlan
 from sequoia_plan.planner import solve
 from sequoia_plan.planner.report.engine_page import engine_page
 from sequoia_plan.planner.report.page import page

@@ -21,7 +21,7 @@ from sequoia_plan.planner.cli.options import (
 from sequoia_plan.planner.cli.terminal import print_json, status
 
 if TYPE_CHECKING:
-    from sequoia_plan.artifacts.engine_plan import ChainAcceptance, EnginePlan, StepSeconds
+    from sequoia_plan.engines.plan import ChainAcceptance, EnginePlan, StepSeconds
     from sequoia_plan.engines.planning import LaunchLines
     from sequoia_plan.engines.vllm import Workload
 
@@ -339,7 +339,7 @@ def sglang(
 def settings(plan_path: str, as_json: bool) -> None:
     """Print a plan as the settings of vLLM, SGLang, TensorRT-LLM and AIConfigurator, and as
     synthetic acceptance for load tests."""
-    from sequoia_plan.artifacts.engine_plan import EnginePlan
+    from sequoia_plan.engines.plan import EnginePlan
     from sequoia_plan.engines.settings import settings_of
 
     parts = EnginePlan.load(plan_path).parts()
@@ -401,7 +401,7 @@ def _replan(
 def _load_times(path: str, engine: str) -> EnginePlan:
     """Loads an earlier plan for its step times."""
     from sequoia_plan.artifacts import ArgumentError
-    from sequoia_plan.artifacts.engine_plan import EnginePlan
+    from sequoia_plan.engines.plan import EnginePlan
 
     plan = EnginePlan.load(path)
     if plan.engine != engine:

@@ -27,9 +27,7 @@ MIN_FITTING_ACCEPTANCE = 0.02
 """A draft whose acceptance at the root is below this does not fit its target. Where layer ids are
 off by one, about a quarter is still accepted."""
 
-VERIFIER_DEFAULT = (
-    "sequoia and traversal, for solve to choose from; one at temperature 0, where they are equal"
-)
+VERIFIER_DEFAULT = "traversal"
 ALSO_HELP = "A further setting, as temperature=0.6,top_p=0.9; written beside the output."
 CONTEXT_HELP = (
     "Tokens in the KV cache when latency is measured; of several, as 512,4096, each has a profile "
@@ -91,13 +89,6 @@ PRECISION_HELP = "Stop once predicted tokens a step are known to within this, at
     show_default=True,
     help="Seconds for repeating latency measurements.",
 )
-@click.option(
-    "--merge",
-    metavar="PROFILE",
-    type=click.Path(),
-    multiple=True,
-    help="Measure nothing: add these profiles' counts up.",
-)
 @seed_option
 @click.option(
     "-o",
@@ -124,7 +115,6 @@ def profile(
     tree_file: str | None,
     contexts: str,
     latency_seconds: float,
-    merge: tuple[str, ...],
     seed: int,
     output: str,
     as_json: bool,
@@ -132,27 +122,15 @@ def profile(
 ) -> None:
     """Measure acceptance and latency on this machine. A killed run goes on where it was."""
     from sequoia_plan.artifacts.files import check_writable, refuse_to_replace
-
-    if merge:
-        _merge(merge, output, as_json)
-        return
-
     from sequoia_plan.artifacts.prompts import built_in, load, measuring_half
     from sequoia_plan.profiler import measure
     from sequoia_plan.profiler.journal import discard, exclusive, journal_of
-    from sequoia_plan.profiler.methods import COMPARED
     from sequoia_plan.profiler.prompts import check_lengths
 
     # The first setting is that of the options; each --also changes some of its values.
     values_of_settings = [sampling_values]
     values_of_settings += [sampling_values | _read_setting(text) for text in also]
     samplings = [read_sampling(values) for values in values_of_settings]
-    further_verifiers: list[list[str]] = []
-    for values, sampling in zip(values_of_settings, samplings, strict=True):
-        # `decoding` counts on one level only, where the two verifiers are equal
-        is_alone = bool(values["verifier"]) or method == "decoding"
-        names = [] if is_alone else [name for name in COMPARED if name != sampling.verifier]
-        further_verifiers.append(names)
     relative_precision = _read_percent(precision)
     if tree_file and method != "forced":
         raise click.UsageError(f"--tree {tree_file}: needs --method forced")
@@ -202,7 +180,6 @@ def profile(
             [first_context, *further_contexts],
             on_size=on_size,
             on_prompt=on_prompt,
-            verifiers=further_verifiers,
             tree=tree,
             method=method,
             precision=relative_precision,
@@ -214,7 +191,7 @@ def profile(
     for path, measured_profile in zip(outputs, profiles, strict=True):
         measured_profile.save(path)
     discard(journal)
-    accepted_at_root = sum(profiles[0].acceptance_by_level[0])
+    accepted_at_root = float(profiles[0].acceptance.rates[0, 0].sum())
     if accepted_at_root < MIN_FITTING_ACCEPTANCE:
         click.echo(
             f"Warning: of the draft's proposals for the next token {accepted_at_root:.1%} are "
@@ -234,21 +211,6 @@ def _read_tree(path: str) -> TokenTree:
     if tree.size == 1:
         raise click.UsageError(f"--tree {path}: found a tree of 1 node, expected one that drafts")
     return tree
-
-
-def _merge(paths: tuple[str, ...], output: str, as_json: bool) -> None:
-    """Add up the acceptance counts of profiles, and write and print the profile with the sum.
-
-    Its latency is that of the first profile that has one.
-    """
-    from sequoia_plan.artifacts import Profile
-    from sequoia_plan.artifacts.files import refuse_to_replace
-    from sequoia_plan.artifacts.merge import merge
-
-    profile = merge([Profile.load(path) for path in paths], paths)
-    refuse_to_replace(output, *paths)  # raises if `output` is one of the merged files
-    profile.save(output)
-    _report({output: profile}, as_json)
 
 
 def _report(profiles: Mapping[str, Profile], as_json: bool) -> None:
@@ -273,7 +235,7 @@ def _report(profiles: Mapping[str, Profile], as_json: bool) -> None:
 
 
 def _json_entry(path: str, profile: Profile) -> dict[str, Any]:
-    """The JSON object of a profile: its path, the acceptance of each verifier, and pass times.
+    """The JSON object of a profile: its path, its acceptance, and pass times.
 
     `lookup` has a summary of each class of matches (`ClassSummary`), if they were counted.
     """
@@ -284,46 +246,36 @@ def _json_entry(path: str, profile: Profile) -> dict[str, Any]:
         from sequoia_plan.artifacts.lookup import class_summaries
 
         entry["lookup"] = [summary._asdict() for summary in class_summaries(profile.lookup)]
-    if profile.verifiers:
-        entry["verifiers"] = {
-            name: _acceptance_fields(profile.for_verifier(name)) for name in profile.verifiers
-        }
     return entry
 
 
 def _acceptance_fields(profile: Profile) -> dict[str, Any]:
-    """Acceptance by rank over all levels, by level, and by class: parents on and off the spine."""
+    """Acceptance by rank over all levels, by level, and by node class where the classes differ."""
+    acceptance, rates = profile.acceptance, profile.acceptance.rates
     return {
-        "trials": profile.trials,
-        "acceptance": profile.acceptance,
-        "by_level": profile.acceptance_by_level,
-        "by_class": profile.acceptance_by_class,
+        "effective_trials": profile.effective_trials,
+        "acceptance": acceptance.pooled().tolist(),
+        "by_level": acceptance.with_one_class().rates[:, 0].tolist(),
+        "by_class": rates.tolist() if rates.shape[1] > 1 else [],
     }
 
 
 def _print_acceptance(profile: Profile) -> None:
-    """Print acceptance by rank for each verifier: over all levels, by level, and off the spine.
-
-    Off the spine are the children of nodes whose path from the root has a rank above 1.
-    """
-    for name in profile.all_verifiers:
-        verifier_profile = profile.for_verifier(name)
-        verifier_text = f", {name}" if profile.verifiers else ""
-        click.echo(
-            f"acceptance  {format_probs(verifier_profile.acceptance)}  "
-            f"(effective sample size {verifier_profile.trials}{verifier_text})"
-        )
-        probs_by_level = verifier_profile.acceptance_by_level
-        last_level = len(probs_by_level) - 1
-        for level, probs in enumerate(probs_by_level):
-            counts = verifier_profile.levels[level]
-            is_for_deeper_levels = level and level == last_level
-            sign = "+" if is_for_deeper_levels else " "
-            click.echo(f"  level {level}{sign}  {format_probs(probs)}  ({counts.trials})")
-            off_spine = counts.off_spine
-            if off_spine and off_spine.trials:
-                off_probs = [count / off_spine.trials for count in off_spine.counts]
-                click.echo(f"    off the spine  {format_probs(off_probs)}  ({off_spine.trials})")
+    """Print acceptance by rank: over all levels, by level, and off the spine."""
+    acceptance, counts = profile.acceptance, profile.acceptance.counts
+    assert counts is not None
+    click.echo(
+        f"acceptance  {format_probs(acceptance.pooled())}  "
+        f"(effective sample size {profile.effective_trials})"
+    )
+    for level, rates in enumerate(acceptance.with_one_class().rates[:, 0]):
+        sign = "+" if level and level == counts.num_levels - 1 else " "
+        num_trials = int(counts.trials[level].sum())
+        click.echo(f"  level {level}{sign}  {format_probs(rates)}  ({num_trials})")
+        if counts.num_classes > 1 and counts.trials[level, 1]:
+            off_trials = int(counts.trials[level, 1])
+            off_rates = counts.accepted[level, 1] / off_trials
+            click.echo(f"    off the spine  {format_probs(off_rates)}  ({off_trials})")
 
 
 def _print_lookup(profile: Profile) -> None:

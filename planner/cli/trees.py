@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sequoia_plan.planner.cli.options import json_option, verifier_option
+from sequoia_plan.planner.cli.options import json_option
 from sequoia_plan.planner.cli.terminal import print_json
 
 if TYPE_CHECKING:
@@ -18,9 +18,6 @@ BRANCHING_HELP = "Children a node may have. [default: the acceptance vector's le
 OBJECTIVE_HELP = "What to maximise. [default: speed with a profile, else tokens]"
 ACCEPTANCE_HELP = (
     "Instead of a profile: JSON or YAML list p[1..B], or a list of such rows per level."
-)
-BASELINE_HELP = (
-    "Do not solve: chain, chains:K, k-ary:K, specinfer:K1,K2,..., random:SEED or parents:FILE."
 )
 PLOT_HELP = (
     "Draw the tree, tokens against size, and speed over size and depth into a .png or .svg file; "
@@ -53,7 +50,6 @@ PLAN_KEYS = (
     "interval",
     "interval_new_kind",
     "solver",
-    "alternatives",
 )
 """Keys of the plan that `solve --json` prints beside the tree."""
 
@@ -86,9 +82,7 @@ tree_output_option = click.option(
 @click.option("--branching", type=click.IntRange(min=1), help=BRANCHING_HELP)
 @click.option("--objective", type=click.Choice(["speed", "tokens"]), help=OBJECTIVE_HELP)
 @click.option("--acceptance", type=click.Path(), help=ACCEPTANCE_HELP)
-@click.option("--baseline", metavar="NAME", help=BASELINE_HELP)
-@verifier_option("the one of those in the profile whose tree is the fastest")
-@click.option("--lookup/--no-lookup", default=None, help=LOOKUP_HELP)
+@click.option("--lookup/--no-lookup", default=True, help=LOOKUP_HELP)
 @click.option("--draft/--no-draft", default=True, help=NO_DRAFT_HELP)
 @tree_output_option
 @json_option
@@ -99,9 +93,7 @@ def solve(
     branching: int | None,
     objective: str | None,
     acceptance: str | None,
-    baseline: str | None,
-    verifier: str | None,
-    lookup: bool | None,
+    lookup: bool,
     draft: bool,
     output: str,
     as_json: bool,
@@ -119,18 +111,16 @@ def solve(
     refuse_to_replace(output, source)
     solution = solve_tree(
         profile_or_probs,
-        budget,
-        depth,
-        branching,
-        objective,
-        baseline=baseline,
-        verifier=verifier,
+        budget=budget,
+        depth=depth,
+        branching=branching,
+        objective=objective,
         lookup=lookup,
         draft=draft,
     )
     tree, plan = solution.tree, solution.tree.plan
     save_tree(tree, output)
-    if isinstance(profile_or_probs, Profile) and not baseline:
+    if isinstance(profile_or_probs, Profile):
         _advise_to_count_again(profile_or_probs, tree.size, output)
     if as_json:
         plan_values = plan.to_dict()
@@ -180,7 +170,7 @@ def _advise_to_count_again(profile: Profile, size: int, output: str) -> None:
     tree of more than `LARGE_SIZE` nodes, and more than twice those of the one that wrote, is
     promised too many tokens.
     """
-    if not profile.levels or size <= max(LARGE_SIZE, 2 * (profile.tree_size or 0)):
+    if not profile.acceptance.counts or size <= max(LARGE_SIZE, 2 * (profile.tree_size or 0)):
         return
     counted_with = f"a tree of {profile.tree_size} nodes" if profile.tree_size else "a small tree"
     click.echo(

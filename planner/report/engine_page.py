@@ -6,7 +6,7 @@ from functools import partial
 from html import escape
 from typing import Any
 
-from sequoia_plan.artifacts.engine_plan import EnginePlan
+from sequoia_plan.engines.plan import EnginePlan
 from sequoia_plan.planner.report.engine_table import (
     COLUMNS_NOTE,
     findings,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from sequoia_plan.artifacts.engine_plan import Cell, ChainAcceptance, EnginePlan
+from sequoia_plan.engines.plan import Cell, ChainAcceptance, EnginePlan
 
 COLUMNS = (
     "context",

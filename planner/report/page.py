@@ -7,10 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-import numpy as np
-
 from sequoia_plan.artifacts import BenchResult, TokenTree
-from sequoia_plan.artifacts.cost import acceptance_table
 from sequoia_plan.planner.report import panels
 from sequoia_plan.planner.report.bench_table import (
     TREE_METHODS,
@@ -86,17 +83,16 @@ def _plots(tree: TokenTree, results: Sequence[BenchResult]) -> list[Plot]:
     if acceptance := plan.acceptance:
         caption = "Predicted tokens a step against size, for every shape of tree at its best."
         plots.append((lambda axes: panels.tokens_panel(tree, axes), caption, HEIGHT))
-        trials = plan.trials or 0
+        trials = plan.effective_trials or 0
         caption = "Acceptance by rank"
-        if np.size(acceptance) > 1:
+        if acceptance.rates.size > 1:
             caption += (
                 ", and the power law through it. Ranks that were never accepted are not shown."
             )
         else:
             caption += "."
         # the second axis: 2 if nodes on and off the spine have probabilities of their own, else 1
-        num_classes = acceptance_table(acceptance).shape[1]
-        if num_classes > 1:
+        if acceptance.rates.shape[1] > 1:
             caption += " Dashed: children of nodes off the spine, whose path has a rank above 1."
         plots.append(
             (lambda axes: panels.acceptance_panel(acceptance, axes, trials), caption, HEIGHT)

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.artifacts.cost import acceptance_rows, memory_gain, node_values
-from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, Alternative, Interval, Plan, PlanProbs
+from sequoia_plan.artifacts import Acceptance, TokenTree
+from sequoia_plan.artifacts.expected_tokens import node_values
+from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, Interval, Plan
+from sequoia_plan.artifacts.step_time import memory_gain
 from sequoia_plan.artifacts.uncertainty import MIN_KINDS
 
 if TYPE_CHECKING:
@@ -72,12 +73,7 @@ def _at_least(match_length: int) -> str:
 
 
 def describe_plan(plan: Plan) -> Iterator[str]:
-    """Yields lines with what a plan holds: expected tokens, speed, intervals and bounds.
-
-    The first lines compare it with the best trees for other verifiers that were measured.
-    """
-    for name, alternative in plan.alternatives.items():
-        yield _describe_alternative(plan, name, alternative)
+    """Yields lines with what a plan holds: expected tokens, speed, intervals and bounds."""
     interval = plan.interval or Interval()
     if plan.expected_tokens is not None:
         tokens = f"{plan.expected_tokens:.4f}{_in_parentheses(interval.expected_tokens)}"
@@ -122,17 +118,6 @@ def describe_plan(plan: Plan) -> Iterator[str]:
         yield (f"proven                  by these {basis}, no {trees} within the limits {faster}")
 
 
-def _describe_alternative(plan: Plan, name: str, alternative: Alternative) -> str:
-    """A line that compares a plan's tree with the best tree for another verifier."""
-    by_tokens = plan.objective == "tokens" or alternative.step_seconds is None
-    quantity = "the tokens" if by_tokens else "the speed"
-    shape = f"{alternative.size} nodes, depth {alternative.depth}"
-    return (
-        f"verifier                {plan.settings.get('verifier')}: {alternative.advantage:.3f} "
-        f"times {quantity} of the best tree for {name} ({shape})"
-    )
-
-
 def _describe_interval(interval: Interval) -> str:
     """The intervals of expected tokens and of speed-up, as "3.1 to 3.4 tokens a step, ..."."""
     parts = []
@@ -164,9 +149,7 @@ def _describe_best_addition(tree: TokenTree) -> str:
     plan = tree.plan
     if not plan.acceptance or tree.by_match:
         return ""
-    # float64 [levels, classes, branching]: the probability that, of an accepted node's children,
-    # the one of each rank is accepted, by the node's level and class (on or off the spine)
-    rows = acceptance_rows(plan.acceptance, max(plan.depth or 0, tree.depth), plan.branching)
+    rows = plan.acceptance.at_depth(max(plan.depth or 0, tree.depth), plan.branching)
     addition = best_addition(tree, rows) if rows.shape[2] >= tree.branching else None
     if not addition:
         return ""
@@ -175,15 +158,15 @@ def _describe_best_addition(tree: TokenTree) -> str:
     return f"the next node           child {rank} of node {parent}, on level {level}: +{value:.4f}"
 
 
-def _drawing(tree: TokenTree, acceptance: PlanProbs | None) -> tuple[Tree, int]:
+def _drawing(tree: TokenTree, acceptance: Acceptance | None) -> tuple[Tree, int]:
     """A drawing of the nodes that are most probably accepted, and their number.
 
     A node is drawn as its rank and its value, the probability that it is accepted. Nodes of a
-    looked-up spine say so. Without acceptance, the first nodes are drawn. `acceptance` [rank].
+    looked-up spine say so. Without acceptance, the first nodes are drawn.
     """
     from rich.tree import Tree
 
-    values = node_values(tree, acceptance) if acceptance else np.ones(tree.size)
+    values = node_values(tree, acceptance.rates) if acceptance else np.ones(tree.size)
     drawn_nodes = np.argsort(-values, kind="stable")[:MAX_NODES_DRAWN].tolist()
     branches = {0: Tree("[bold]root 1.000[/bold]")}
     # the end of a spine without other nodes on its levels takes one line

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.files import write_atomically
+from sequoia_plan.runtime.base.errors import first_line
 from sequoia_plan.runtime.draft.dflash_model import DraftBlock
-from sequoia_plan.runtime.models.load import first_line, local_folder, model_config
+from sequoia_plan.runtime.models.pretrained import local_folder
 
 EAGLE1, EAGLE3, DFLASH = "EAGLE-1", "EAGLE-3", "DFlash"
 ALGORITHM_OF_ARCHITECTURE = {
@@ -81,16 +82,14 @@ class Checkpoint:
 
 def find_checkpoint(source: str) -> Checkpoint | None:
     """Read the draft in a folder or under a hub ID if it reads hidden states; None otherwise."""
-    config = model_config(source)
-    if config is None:
-        return None
-    folder = Path(source) if Path(source).is_dir() else None
+    folder = local_folder(source)
     try:
-        names = tensor_names(folder) if folder else ()
-        algorithm = algorithm_of(config, names, source)
-        if algorithm is None:
-            return None
-        return read_checkpoint(folder or local_folder(source), config, algorithm, source)
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):  # transformers says what is wrong with it
+        return None
+    try:
+        algorithm = algorithm_of(config, tensor_names(folder), source)
+        return read_checkpoint(folder, config, algorithm, source) if algorithm else None
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError) as error:
         raise SequoiaPlanError(
             f"{source}: config.json: has values of other types than a draft's "

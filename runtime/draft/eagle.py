@@ -17,7 +17,7 @@ from sequoia_plan.runtime.draft.drafter import DraftPass, distinct_slots, passes
 from sequoia_plan.runtime.draft.eagle_model import EagleModel
 from sequoia_plan.runtime.models.attention import shares_heads
 from sequoia_plan.runtime.models.forward import ForwardOutput, compiling_many_shapes
-from sequoia_plan.runtime.models.tree_attention import splits_keys
+from sequoia_plan.runtime.models.split_keys import splits_keys
 
 RECENT = 2 * (EAGLE_DRAFT.max_depth or 0)
 """Tokens whose features are kept: those that a first pass may read, and as many again, because a

@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from sequoia_plan.runtime.base.kernel_launch import kernel_or_tensors
-from sequoia_plan.runtime.models.tree_attention import (
+from sequoia_plan.runtime.models.split_keys import (
     KERNELS_NAME,
     can_split_keys,
     split_key_attention,

@@ -33,7 +33,7 @@ from sequoia_plan.runtime.models.aux_hidden_states import (
     take_aux_hidden_states,
 )
 from sequoia_plan.runtime.models.flat_forward import flat_forward
-from sequoia_plan.runtime.models.tree_attention import splits_keys
+from sequoia_plan.runtime.models.split_keys import splits_keys
 
 PREFILL_CHUNK = {"cpu": 256, "cuda": 1024}
 """Tokens of a prompt in one pass. On CUDA, shorter passes leave the device waiting for launches."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime.base.cache import CacheLayout, TreeCache
+from sequoia_plan.runtime.base.errors import first_line
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.models.architecture import (
@@ -21,7 +22,6 @@ from sequoia_plan.runtime.models.architecture import (
 )
 from sequoia_plan.runtime.models.attention import attention_implementation
 from sequoia_plan.runtime.models.forward import TreeModel
-from sequoia_plan.runtime.models.load import first_line
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2])
 LEAVES = (3, 4, 5)

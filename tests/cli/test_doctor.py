@@ -17,7 +17,7 @@ from sequoia_plan.planner.cli import main
 from sequoia_plan.profiler import hardware
 from sequoia_plan.profiler.hardware import QUERIED_FIELDS, fingerprint
 from sequoia_plan.runtime import Sampling
-from sequoia_plan.runtime.models.load import dtype_name, resolve_dtype
+from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
 
 doctor_module = importlib.import_module("sequoia_plan.planner.cli.doctor")
 """The module; the package has the command under its name."""

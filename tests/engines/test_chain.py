@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.artifacts.engine_plan import ChainAcceptance, StepSeconds
 from sequoia_plan.engines.chain import (
     StepKind,
     StepTimes,
@@ -24,6 +23,7 @@ from sequoia_plan.engines.chain import (
     survival_probs,
     tokens_by_length,
 )
+from sequoia_plan.engines.plan import ChainAcceptance, StepSeconds
 
 AGREEMENT = np.array([0.45, 0.7, 0.85, 0.6, 0.75])
 

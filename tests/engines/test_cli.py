@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from paths import DATA, STAND_IN
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.artifacts.engine_plan import EnginePlan, ScheduleEntry
 from sequoia_plan.engines import vllm
+from sequoia_plan.engines.plan import EnginePlan, ScheduleEntry
 from sequoia_plan.engines.planning import make_plan
 from sequoia_plan.engines.settings import settings_of
 from sequoia_plan.planner.cli import main

@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from sequoia_plan.artifacts.engine_plan import EnginePlan
 from sequoia_plan.engines.drafting import LOOKUP, NONE, Drafting
 from sequoia_plan.engines.llamacpp import ServerPool, find_build
 from sequoia_plan.engines.llamacpp_plan import record, replay
+from sequoia_plan.engines.plan import EnginePlan
 from sequoia_plan.engines.vllm import Workload
 from sequoia_plan.planner.cli import main
 

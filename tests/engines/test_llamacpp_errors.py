@@ -120,7 +120,7 @@ def test_steps_from_timings():
 
 
 def test_a_cell_names_its_way_of_drafting():
-    from sequoia_plan.artifacts.engine_plan import Cell
+    from sequoia_plan.engines.plan import Cell
 
     for spec_type in (LOOKUP, "draft-simple"):
         for drafting in candidates(spec_type, 8):

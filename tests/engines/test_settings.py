@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.artifacts.engine_plan import ChainAcceptance, EnginePlan, ScheduleEntry
+from sequoia_plan.engines.plan import ChainAcceptance, EnginePlan, ScheduleEntry
 from sequoia_plan.engines.settings import settings_of, tensorrt_llm
 from sequoia_plan.planner.cli import main
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from sequoia_plan.artifacts.engine_plan import EnginePlan
 from sequoia_plan.engines import vllm
+from sequoia_plan.engines.plan import EnginePlan
 from sequoia_plan.engines.process import EngineProcess
 from sequoia_plan.planner.cli import main
 

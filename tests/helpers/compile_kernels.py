@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 VERIFY, DRAWING = "runtime/verify/kernels.py", "runtime/base/drawing_kernels.py"
-ATTENTION, LAYER = "runtime/models/attention_kernels.py", "runtime/models/layer_kernels.py"
+ATTENTION, LAYER = "runtime/models/split_key_kernels.py", "runtime/models/layer_kernels.py"
 KERNELS = {
     "greedy": (VERIFY, False, False),
     "kept_masses": (VERIFY, False, False),

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
-from sequoia_plan.runtime.draft.load import load_checkpoint
+from sequoia_plan.runtime.draft.from_checkpoint import load_checkpoint
 
 VOCABULARY, HIDDEN, LAYERS = 48, 16, 4
 

@@ -10,9 +10,9 @@ import torch
 from architectures import TREE
 
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
-from sequoia_plan.runtime.models.load import load_model
-from sequoia_plan.runtime.offload.load import OffloadedTarget
+from sequoia_plan.runtime.models.pretrained import load_model
 from sequoia_plan.runtime.offload.memory import SLOTS, cache_bytes, own_bytes
+from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 
 PROMPT = torch.arange(3, 20)
 LAYERS = 8

@@ -12,12 +12,12 @@ from strategies import latencies, rates
 
 from sequoia_plan.artifacts import (
     LANGUAGE_MODEL,
+    Acceptance,
     Latency,
     StreamCost,
     TokenTree,
     VerificationCost,
 )
-from sequoia_plan.artifacts.acceptance import Acceptance
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner import frontier

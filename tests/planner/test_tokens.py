@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import rates
 
-from sequoia_plan.artifacts import ArgumentError, TokenTree
-from sequoia_plan.artifacts.acceptance import Acceptance
+from sequoia_plan.artifacts import Acceptance, ArgumentError, TokenTree
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.planner import frontier
 from sequoia_plan.planner.solving.tokens import best_first, dynamic_programming

@@ -15,7 +15,7 @@ import torch
 from drafts import PARTS, dflash_parts, eagle1_parts, eagle3_parts, load, small_target, write
 from sequoia_plan.artifacts import Profile, SequoiaPlanError, TokenTree, load_tree, save_tree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
-from sequoia_plan.runtime.models.load import load_model
+from sequoia_plan.runtime.models.pretrained import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TARGET = small_target()

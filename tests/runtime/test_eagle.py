@@ -19,7 +19,7 @@ from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.draft.checkpoint import EAGLE3, Checkpoint
 from sequoia_plan.runtime.draft.eagle import EagleDrafter
-from sequoia_plan.runtime.draft.load import load_checkpoint
+from sequoia_plan.runtime.draft.from_checkpoint import load_checkpoint
 
 GOLDEN = golden("eagle3")
 DEPTH = 4

@@ -34,10 +34,10 @@ from sequoia_plan.planner.cli import main
 from sequoia_plan.profiler import latency, measure
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.base.weight_stream import stream_of
-from sequoia_plan.runtime.models.load import load_model
-from sequoia_plan.runtime.offload import load
-from sequoia_plan.runtime.offload.load import OffloadedTarget
+from sequoia_plan.runtime.models.pretrained import load_model
+from sequoia_plan.runtime.offload import offloaded_target
 from sequoia_plan.runtime.offload.memory import SLOTS, as_bytes, split_memory
+from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
 
@@ -171,7 +171,7 @@ def test_weights_that_are_more_than_tensors_are_refused(tmp_path, pair, monkeypa
     save_with_bitnet_weights(tmp_path / "m")
     pair.tokenizer.save_pretrained(tmp_path / "m")
     tensors = {"a": torch.zeros(2).as_subclass(Packed)}
-    monkeypatch.setattr(load, "_saved_tensors", lambda model: tensors)
+    monkeypatch.setattr(offloaded_target, "_saved_tensors", lambda model: tensors)
     message = (
         "a is a Packed, expected plain tensors; a model quantised like this cannot be streamed"
     )
@@ -349,7 +349,7 @@ def test_the_runtime_does_without_fcntl():
     """Windows has no fcntl: files of weights are then written without a lock."""
     code = "import sys; sys.modules['fcntl'] = None; import sequoia_plan.runtime; "
     code += "from pathlib import Path; import tempfile; "
-    code += "from sequoia_plan.runtime.offload import load, weight_file\n"
+    code += "from sequoia_plan.runtime.offload import offloaded_target, weight_file\n"
     code += "with tempfile.TemporaryDirectory() as folder:\n"
     code += "    with weight_file.exclusive_lock(Path(folder) / 'w'): print('entered')"
     assert run_python(code) == "entered\n"

@@ -138,16 +138,20 @@ def test_a_draft_with_a_padded_or_shorter_vocabulary_loads_from_a_folder_as_in_p
     assert json.loads(result.stdout)["new_tokens"] == 4
 
 
-def test_a_hub_name_without_a_network_fails_at_once(monkeypatch, tmp_path):
-    """Also with a broken folder: one line that says what to do."""
-    monkeypatch.setattr("sequoia_plan.runtime.models.load._is_reachable", lambda endpoint: False)
+def test_what_cannot_be_loaded_is_one_line(monkeypatch, tmp_path):
+    """A hub name without a network, no name at all, a broken folder: each says what to do."""
+
+    def unreachable(name, **options):
+        raise OSError("no network\nand more")
+
+    monkeypatch.setattr("sequoia_plan.runtime.models.pretrained.snapshot_download", unreachable)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text(
         '{"model_type": "llama", "hidden_size": "many", "num_hidden_layers": [1]}'
     )
     for name, part in (
-        ("some/model", "some/model: no such folder, and huggingface.co cannot be asked for it"),
+        ("some/model", "some/model: no such folder, and it cannot be downloaded (no network);"),
         ("not a name!", "not a name!: no such folder"),
         ("broken", "broken: cannot be loaded as a causal language model"),
     ):

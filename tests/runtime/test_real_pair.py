@@ -148,8 +148,8 @@ def test_embedded_drafts_are_small(pair, language_model):
 
 
 def test_converted_model_is_reused(pair):
-    from sequoia_plan.runtime.models.load import _convert_gguf, embedded_gguf
+    from sequoia_plan.runtime.models.gguf import converted_gguf, embedded_gguf
 
-    folder = _convert_gguf(embedded_gguf())
+    folder = converted_gguf(embedded_gguf())
     assert (folder / "model.safetensors").is_file()
     assert AutoTokenizer.from_pretrained(folder).chat_template

@@ -20,8 +20,8 @@ from sequoia_plan.runtime.draft.language_model import SelfDrafter
 from sequoia_plan.runtime.draft.self_draft import copy_bytes, self_draft, shares_cache
 from sequoia_plan.runtime.models.architecture import decoder_layers
 from sequoia_plan.runtime.models.int8 import Int8Linear
-from sequoia_plan.runtime.offload.load import OffloadedTarget
 from sequoia_plan.runtime.offload.memory import SLOTS, cache_bytes, own_bytes
+from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3, 6])

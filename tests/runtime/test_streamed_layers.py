@@ -15,7 +15,7 @@ from sequoia_plan.runtime.base.cache import round_up
 from sequoia_plan.runtime.base.weight_stream import stream_of
 from sequoia_plan.runtime.models import fuse, fused_layer
 from sequoia_plan.runtime.models.fused_layer import FusedLayer
-from sequoia_plan.runtime.offload import load
+from sequoia_plan.runtime.offload import offloaded_target
 from sequoia_plan.runtime.offload.weight_file import ALIGNMENT
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
@@ -80,7 +80,9 @@ def test_logits_are_bit_by_bit_those_of_fused_layers_in_memory(folder):
 
 def test_weights_in_another_order_are_refused(folder, monkeypatch):
     """They would be copied from a slot once, and stay what the slot held at loading."""
-    monkeypatch.setattr(load, "in_joined_order", lambda names: sorted(names, reverse=True))
+    monkeypatch.setattr(
+        offloaded_target, "in_joined_order", lambda names: sorted(names, reverse=True)
+    )
     message = r"a streamed FusedLayer reads \d+ bytes of its slot, expected \d+; .*'resident'"
     with pytest.raises(SequoiaPlanError, match=message):
         streamed(folder, RESIDENT)
@@ -90,7 +92,7 @@ def test_weights_in_the_wrong_place_are_noticed(folder, monkeypatch):
     """The control: keys in the place of queries fail the trial; without it, tokens differ."""
     expected = tokens(in_memory(folder, "fused"))
     assert torch.equal(tokens(streamed(folder, RESIDENT)), expected)
-    in_order = load.in_joined_order
+    in_order = offloaded_target.in_joined_order
     swapped = {"q_proj": "k_proj", "k_proj": "q_proj"}
 
     def out_of_order(names):
@@ -102,7 +104,7 @@ def test_weights_in_the_wrong_place_are_noticed(folder, monkeypatch):
         }
         return [other_name.get(name, name) for name in in_order(names)]
 
-    monkeypatch.setattr(load, "in_joined_order", out_of_order)
+    monkeypatch.setattr(offloaded_target, "in_joined_order", out_of_order)
     ends_at = fused_layer._ends_at
 
     def ends_somewhere_before(tensor, other):

@@ -21,9 +21,9 @@ from streamed import LAYERS, PROMPT, decoder, streamed, tokens, weights
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime import Sampling
 from sequoia_plan.runtime.base.weight_stream import stream_of
-from sequoia_plan.runtime.models.load import load_model
+from sequoia_plan.runtime.models.pretrained import load_model
 from sequoia_plan.runtime.offload import disk_stream
-from sequoia_plan.runtime.offload.load import OffloadedTarget
+from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 from sequoia_plan.runtime.offload.weight_file import ALIGNMENT, WeightFile
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
@@ -160,7 +160,7 @@ def test_another_model_in_the_same_folder(folder, tmp_path, pair):
 
 CODE = """
 import sys, torch
-from sequoia_plan.runtime.offload.load import OffloadedTarget
+from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 target = OffloadedTarget(sys.argv[1], "cpu", torch.float32)
 print(float(target.layer(1)["mlp.up_proj.weight"].double().sum()), flush=True)
 """

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,48 +20,24 @@ from sequoia_plan.runtime.draft.checkpoint import (
     write_eagle3,
 )
 from sequoia_plan.runtime.draft.eagle_model import Eagle3, Eagle3Norms
-from sequoia_plan.runtime.draft.load import load_checkpoint
+from sequoia_plan.runtime.draft.from_checkpoint import load_checkpoint
 from sequoia_plan.runtime.models.architecture import FULL
-from sequoia_plan_drafts.recipe.training import (
-    EVALUATION_BATCH,
-    TrainingSettings,
-    TrainingText,
-    config_like,
-    count_agreements,
-    decayed_mean,
-    divergence_and_rejection,
-    initialise_fc_norm_and_head,
-    kl_divergence,
-    train,
-    unscaled_weights,
-)
+from sequoia_plan_drafts.recipe.training import Training, TrainingSettings, config_like
+from sequoia_plan_drafts.recipe.training_text import TextBatch, TrainingText
 
+FINAL_NORM_SCALE = 0.3
+"""Factor of the target's final norm in a new draft: with the whole of it, one layer is confident
+and wrong."""
 COPYING_HEADS_LOGIT_SCALE = 1.2
 """Factor of the random projections in heads that pass a token's embedding on."""
 
 
-class ChainBatch(NamedTuple):
-    """b conversations of at most n tokens. Row r pairs token r + 1 with token r's hidden states.
-
-    `tokens` int64 [b, n - 1]; `hidden_states` [b, n - 1, layers * width]; `rows` int64 [a];
-    `top_ids` int64 [a, TOP]; `top_logp` float [a, TOP].
-    """
-
-    tokens: Tensor
-    hidden_states: Tensor
-    rows: Tensor
-    top_ids: Tensor
-    top_logp: Tensor
-
-
 @dataclass(frozen=True)
 class Eagle3Recipe(TrainingSettings):
-    """How an EAGLE-3 draft is made."""
+    """How an EAGLE-3 draft is made: from the folder `start`, or anew."""
 
     steps: int = 3000
     chain: int = 3
-    decay: float = 0.8
-    divergence: float = 0.3
     start: str | None = None
 
 
@@ -76,56 +52,46 @@ def train_eagle3(
     """Train an EAGLE-3 draft for `target` (a Llama in float32) and write it to the folder `out`."""
     torch.manual_seed(recipe.seed)
     target_tokens = target.config.vocab_size
-    # raises an error if the text holds others
-    text.hidden_state_layers(eagle3_default_layers(target.config.num_hidden_layers))
-    scale = 1 / text.hidden_state_rms()  # gives every dimension of the hidden states magnitude 1
+    text.check_hidden_states(eagle3_default_layers(target.config.num_hidden_layers))
+    scale = text.hidden_state_scale
     if recipe.start:
         draft = load_for_training(target, recipe.start, scale)
         assert draft.d2t is not None
-        vocabulary = text.draft_vocabulary(draft.d2t, target_tokens)
         recipe = replace(recipe, draft_vocabulary=draft.d2t.numel())
+        vocabulary = text.draft_vocabulary(target_tokens, recipe.draft_vocabulary, draft.d2t)
     else:
-        vocabulary = text.most_probable_tokens(recipe.draft_vocabulary, target_tokens)
+        vocabulary = text.draft_vocabulary(target_tokens, recipe.draft_vocabulary)
         draft = untrained_draft(target, vocabulary.d2t, text.token_counts(target_tokens))
-    target_to_draft = vocabulary.target_to_draft
-    first_chain_step = 0 if recipe.start else recipe.steps // 2
-    make_batches = partial(chain_batches, text, scale=scale)
-
-    def loss_of(batch: ChainBatch, step: int) -> Tensor:
-        """The KL divergence in the first half of the steps, then the loss along chains."""
-        if step < first_chain_step:
-            return chain_divergences(draft, target_to_draft, batch, 1)[0]
-        return decayed_mean(chain_losses(draft, target_to_draft, batch, recipe), recipe.decay)
-
-    def agreement_on(conversation_indices: Sequence[int]) -> list[float]:
-        """By place in a chain, how often the most probable tokens of draft and target agree."""
-        batches = make_batches(conversation_indices, EVALUATION_BATCH)
-        agreements = top1_agreement(draft, target_to_draft, batches, recipe.chain)
-        return [round(agreement, 4) for agreement in agreements]
 
     def save(metadata: dict[str, Any]) -> None:
-        """Write the draft, with metadata on how it was made."""
+        """Write the draft, which reads unscaled hidden states, with metadata on how it was made."""
+        weights = draft.state_dict()
+        weights["fc.weight"] = weights["fc.weight"] * scale
         write_eagle3(
             out,
             draft.config,
-            unscaled_weights(draft, scale),
+            {name: weight.bfloat16() for name, weight in weights.items()},
             vocabulary.d2t,
             draft.norms.before_residual,
             metadata | {"target": target_name},
         )
 
+    first_chain_step = 0 if recipe.start else recipe.steps // 2
+    logits_of = partial(chain_logits, draft)
     parameters = list(draft.parameters())
-    train(parameters, text, recipe, vocabulary, make_batches, loss_of, agreement_on, save, report)
+    Training(
+        text, recipe, vocabulary, parameters, logits_of, save, recipe.chain, first_chain_step
+    ).run(report)
 
 
-def untrained_draft(target: Any, d2t: Tensor, token_counts: Tensor) -> Eagle3:
+def untrained_draft(target: Any, d2t: Tensor, token_counts: Tensor) -> Any:
     """The draft before training: nearly the target's first layer, over the embedding.
 
     `d2t` int64 [draft vocabulary]; `token_counts` float [vocabulary].
     """
     config = config_like(target, 1)
     config.num_key_value_heads = config.num_attention_heads
-    draft = Eagle3(
+    draft: Any = Eagle3(
         config,
         target,
         aux_hidden_state_layers=eagle3_default_layers(target.config.num_hidden_layers),
@@ -139,7 +105,10 @@ def untrained_draft(target: Any, d2t: Tensor, token_counts: Tensor) -> Eagle3:
     target_layer = target.model.layers[0]
     with torch.no_grad():
         _initialise_heads(layer.self_attn, target, token_counts)
-    initialise_fc_norm_and_head(draft, target, d2t)
+        # the target's last hidden state passes through `fc` as it is
+        draft.fc.weight.zero_()[:, -config.hidden_size :] = torch.eye(config.hidden_size)
+        draft.norm.weight.copy_(FINAL_NORM_SCALE * target.model.norm.weight)
+        draft.get_output_embeddings().weight.copy_(target.get_output_embeddings().weight[d2t])
     for name in ("mlp", "post_attention_layernorm"):
         getattr(layer, name).load_state_dict(getattr(target_layer, name).state_dict())
     return draft.train()
@@ -226,90 +195,23 @@ def _is_trainable(draft: Any, target: Any) -> bool:
     )
 
 
-def chain_batches(
-    text: TrainingText, numbers: Sequence[int], size: int, scale: Tensor
-) -> Iterator[ChainBatch]:
-    """Padded batches of some conversations.
-
-    `scale` float [layers * width].
-    """
-    for i, batch in enumerate(text.batches(numbers, size)):
-        length = batch.tokens.shape[1]
-        batch_indices = numbers[i * size : (i + 1) * size]  # its conversations
-        hidden_states = text.padded_hidden_states(batch_indices, length, scale)
-        # `batch.rows` counts `length` rows a conversation, and row t there reads token t. Here each
-        # conversation has one row fewer, and token t is in row t - 1.
-        rows = batch.rows - 1 - batch.rows // length
-        yield ChainBatch(
-            batch.tokens[:, 1:], hidden_states[:, :-1], rows, batch.top_ids, batch.top_logp
-        )
-
-
-def chain_divergences(
-    draft: Eagle3, target_to_draft: Tensor, batch: ChainBatch, chain: int
-) -> Tensor:
-    """The mean KL divergence of draft from target, by place in a drafted chain.
-
-    Every answer token takes each place in turn: in chains of which it is the first token, the
-    second and so on. The target's distribution is that after the text before the token.
-    `target_to_draft` int64 [target vocabulary]; returns float [chain].
-    """
-    return torch.stack(
-        [
-            kl_divergence(logits, target_to_draft, batch.top_ids, batch.top_logp)
-            for logits in chain_logits(draft, batch, chain)
-        ]
-    )
-
-
-def chain_losses(
-    draft: Eagle3, target_to_draft: Tensor, batch: ChainBatch, recipe: Eagle3Recipe
-) -> Tensor:
-    """float [recipe.chain]: the loss of the second half of the steps, by place in the chain.
-
-    It is the probability that speculative sampling rejects the draft's token, plus
-    `recipe.divergence` times the KL divergence, means over answer tokens. `target_to_draft` int64
-    [target vocabulary].
-    """
-    losses = []
-    for logits in chain_logits(draft, batch, recipe.chain):
-        divergence, rejection = divergence_and_rejection(
-            logits, target_to_draft, batch.top_ids, batch.top_logp
-        )
-        losses.append(rejection + recipe.divergence * divergence)
-    return torch.stack(losses)
-
-
-@torch.no_grad()
-def top1_agreement(
-    draft: Eagle3, target_to_draft: Tensor, batches: Iterable[ChainBatch], chain: int
-) -> list[float]:
-    """Share of answer tokens at which draft and target have the same most probable token.
-
-    `target_to_draft` int64 [target vocabulary].
-    """
-    agreements, answer_tokens = [0] * chain, 0
-    for batch in batches:
-        answer_tokens += batch.rows.numel()
-        for place, logits in enumerate(chain_logits(draft, batch, chain)):
-            agreements[place] += count_agreements(logits, target_to_draft, batch.top_ids)
-    return [count / answer_tokens for count in agreements]
-
-
-def chain_logits(draft: Eagle3, batch: ChainBatch, chain: int) -> Iterator[Tensor]:
+def chain_logits(draft: Eagle3, batch: TextBatch, chain: int) -> Iterator[Tensor]:
     """The draft's logits for the answer tokens, as a chain's first token, as its second, and so on.
 
-    The first pass drafts with every row as the first of a chain, the next pass with every row as
-    the second of the chain that began a row before, and so on. A row attends to the first pass up
-    to where its chain began, and to its own chain in the passes since.
+    An input row pairs a token with the hidden states of the token before it. The first pass drafts
+    with every row as the first of a chain, the next with every row as the second of the chain that
+    began a row before, and so on. A row attends to the first pass up to where its chain began, and
+    to its own chain in the passes since.
     """
-    num_rows = batch.tokens.shape[1]
-    features, cache = draft.fuse(batch.hidden_states), DynamicCache()
-    positions = torch.arange(1, num_rows + 1)[None]
+    num_rows = batch.tokens.shape[1] - 1
+    tokens, features = batch.tokens[:, 1:], draft.fuse(batch.hidden_states[:, :-1])
+    # `batch.rows` counts a row more in each conversation, where row t there is token t
+    rows = batch.rows - 1 - batch.rows // (num_rows + 1)
+    cache, positions = DynamicCache(), torch.arange(1, num_rows + 1)[None]
     for place in range(chain):
         masks = {FULL: chain_mask(num_rows, place)[None, None]}
-        _, outputs = draft(batch.tokens, features, positions, masks, cache, logits_to_keep=1)
-        yield draft.logits(outputs.flatten(0, 1)[batch.rows])
+        _, outputs = draft(tokens, features, positions, masks, cache, logits_to_keep=1)
+        yield draft.logits(outputs.flatten(0, 1)[rows])
         # the feature of a row is the output of the row before; row 0 has none before it
         features = torch.cat([outputs[:, :1], outputs[:, :-1]], 1)
 

@@ -8,7 +8,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from sequoia_plan.artifacts.cost import StepTime
+from sequoia_plan.artifacts.step_time import StepTime
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -48,22 +48,17 @@ def cost_tables(
 ) -> Costs:
     """Return the seconds of a step whose first draft pass is that of a tree of `depth` levels."""
     numbers = np.arange(max_size + 1)
-    target = times.target_seconds(numbers)
+    target = times.target_seconds(numbers) + times.verification_seconds(numbers)
     draft = np.zeros(max_size + 1)
     if times.drafting.drafts_by_level:
         draft[1:] = times.draft_seconds(numbers[1:])
     widest = int(np.flatnonzero(np.isfinite(draft))[-1])  # beyond it nothing was measured: inf
-    target_stair_ends = _stair_ends(target)
     first_pass_width = times.drafting.first_pass_width(depth)
     constant = times.draft_seconds(first_pass_width) + times.latency.overhead
-    verification = times.latency.verification
-    if verification is not None:
-        target = target + verification.by_child * (numbers - 1)
-        constant += verification.base
     # The longer of two times, each with the same seconds added, is the longer one with these added.
     return Costs(
         target,
-        target_stair_ends,
+        _stair_ends(times.target_seconds(numbers)),
         draft,
         _stair_ends(draft[: widest + 1]),
         constant + other_steps.seconds,

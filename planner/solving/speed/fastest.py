@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.artifacts.cost import Floats, StepTime, expected_tokens
+from sequoia_plan.artifacts.counts import Floats
+from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE
+from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner.solving.speed.branch_and_bound import search
 from sequoia_plan.planner.solving.speed.costs import NO_OTHER_STEPS, OtherSteps, cost_tables
 from sequoia_plan.planner.solving.speed.isotonic import isotonic
@@ -17,7 +19,7 @@ from sequoia_plan.planner.solving.speed.relaxation import Problem, candidate_nod
 from sequoia_plan.planner.solving.tokens import best_first
 from sequoia_plan.planner.solving.tokens.frontier import (
     best_tree,
-    max_rising_budget,
+    max_budget,
     most_tokens_by_depth,
 )
 
@@ -217,7 +219,7 @@ def _try_trees_of_most_tokens(
         return best, best.speed
     max_levels, max_size = (int(indices.max()) for indices in np.nonzero(is_possible))
     rows, max_size = rows[:max_levels], max_size + 1
-    if not best_first.is_non_increasing(rows) and max_size > max_rising_budget(rows):
+    if max_size > max_budget(rows):
         return best, np.inf
     shapes, bounds = [], []
     for depth, tokens in enumerate(most_tokens_by_depth(rows, max_size), 1):

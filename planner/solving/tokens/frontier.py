@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from sequoia_plan.artifacts import ArgumentError, TokenTree
-from sequoia_plan.artifacts.cost import AcceptanceProbs, Floats, acceptance_rows
-from sequoia_plan.artifacts.plan import check_rows
+from sequoia_plan.artifacts import Acceptance, ArgumentError, TokenTree
+from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.planner.solving.tokens import best_first, dynamic_programming
 
 MAX_BUDGET = 1_000_000
@@ -46,12 +45,12 @@ class Frontier:
 
 
 def frontier(
-    acceptance: AcceptanceProbs, budget: int, depth: int, branching: int | None = None
+    acceptance: Acceptance | Any, budget: int, depth: int, branching: int | None = None
 ) -> Frontier:
     """Compute the exact optimum for every size <= budget and every depth <= depth, in one call.
 
     Args:
-        acceptance: an acceptance vector, or rows of it, as in `Acceptance`.
+        acceptance: the acceptance, also as `Acceptance.given` takes it.
         budget: the largest size, the root included.
         depth: the most levels, the root's included.
         branching: the most children of a node; the length of the vectors if None.
@@ -59,8 +58,8 @@ def frontier(
     Raises:
         SequoiaPlanError: for impossible input.
     """
-    check_input(acceptance, budget, depth, branching)
-    rows = acceptance_rows(acceptance, depth, branching)
+    check_limits(budget, depth, branching)
+    rows = Acceptance.given(acceptance).at_depth(depth, branching)
     return Frontier(tuple(most_tokens_by_depth(rows, budget)), rows)
 
 
@@ -112,7 +111,7 @@ def pick_solver(rows: Floats, size: int) -> str:
     """
     if best_first.is_non_increasing(rows):
         return "best-first"
-    limit = max_rising_budget(rows)
+    limit = max_budget(rows)
     if size > limit:
         raise ArgumentError(
             f"budget: found {size}, expected at most {limit} where acceptance increases with rank "
@@ -121,17 +120,16 @@ def pick_solver(rows: Floats, size: int) -> str:
     return "dynamic program"
 
 
-def max_rising_budget(rows: Floats) -> int:
-    """Return the largest size that the dynamic program solves for.
-
-    `rows` float64 [levels, classes, ranks].
-    """
+def max_budget(rows: Floats) -> int:
+    """Return the largest size that is solved for. `rows` float64 [levels, classes, ranks]."""
+    if best_first.is_non_increasing(rows):
+        return MAX_BUDGET
     levels, classes, ranks = rows.shape
     return min(MAX_RISING_BUDGET, MAX_TABLE_NUMBERS // ((levels + 1) * classes * (ranks + 1)))
 
 
-def check_input(acceptance: Any, budget: int, depth: int, branching: int | None) -> None:
-    """Refuse limits and probabilities that cannot be solved for."""
+def check_limits(budget: int, depth: int, branching: int | None) -> None:
+    """Refuse limits that cannot be solved for."""
     for name, value, limit in (("budget", budget, MAX_BUDGET), ("depth", depth, MAX_DEPTH)):
         if not 1 <= value <= limit:
             raise ArgumentError(f"{name}: found {value!r}, expected 1 to {limit}")
@@ -142,7 +140,6 @@ def check_input(acceptance: Any, budget: int, depth: int, branching: int | None)
             f"depth 1 is the root alone and cannot hold a budget of {budget}: "
             "allow a depth of 2 or more, or set the budget to 1"
         )
-    check_rows(acceptance, "acceptance")
 
 
 def _largest_tree_size(rows: Floats, limit: int) -> int:

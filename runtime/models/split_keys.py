@@ -106,5 +106,5 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 
 def _kernels() -> ModuleType:
-    """`attention_kernels.py`, which only a machine with Triton can import."""
-    return importlib.import_module("sequoia_plan.runtime.models.attention_kernels")
+    """`split_key_kernels.py`, which only a machine with Triton can import."""
+    return importlib.import_module("sequoia_plan.runtime.models.split_key_kernels")

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.activations import ACT2FN
 
 from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime.base.errors import first_line
 from sequoia_plan.runtime.draft.checkpoint import (
     DFLASH,
     EAGLE1,
@@ -33,7 +34,6 @@ from sequoia_plan.runtime.models.architecture import (
     unwrapped,
 )
 from sequoia_plan.runtime.models.aux_hidden_states import AFTER_FINAL_NORM
-from sequoia_plan.runtime.models.load import first_line
 from sequoia_plan.runtime.models.vocabulary import vocabulary_size
 
 CONFIG_CLASSES = {"llama": LlamaConfig, "qwen3": Qwen3Config}

@@ -20,8 +20,8 @@ from sequoia_plan.runtime import SequoiaDecoder, step
 from sequoia_plan.runtime.base import kernel_launch
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
-from sequoia_plan.runtime.models import attention, tree_attention
-from sequoia_plan.runtime.models.tree_attention import can_split_keys, split_key_attention
+from sequoia_plan.runtime.models import attention, split_keys
+from sequoia_plan.runtime.models.split_keys import can_split_keys, split_key_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="is about a CPU that stands for a GPU")
@@ -150,7 +150,7 @@ def test_only_cuda_takes_the_kernels(monkeypatch):
         return can_split_keys(query, key, key, mask, torch.arange(tokens))
 
     assert not can_take()
-    monkeypatch.setattr(tree_attention, "kernels_available", lambda device: True)
+    monkeypatch.setattr(split_keys, "kernels_available", lambda device: True)
     assert can_take() and can_take(tokens=1)
     assert not can_take(tokens=257) and not can_take(extent=512) and not can_take(head_dim=256)
     assert not can_take(dtype=torch.float32) and not can_take(requires_grad=True)
@@ -169,9 +169,9 @@ def model(seed):
 def use_kernels(patch):
     """Let passes attend with split keys, as on CUDA."""
     patch.setattr(kernel_launch, "_failed_kernels", set())
-    patch.setattr(tree_attention, "kernels_available", lambda device: True)
-    patch.setattr(tree_attention, "DTYPES", (torch.float32,))
-    patch.setattr(tree_attention, "MIN_EXTENT", 1)
+    patch.setattr(split_keys, "kernels_available", lambda device: True)
+    patch.setattr(split_keys, "DTYPES", (torch.float32,))
+    patch.setattr(split_keys, "MIN_EXTENT", 1)
 
 
 @interpreted
@@ -213,5 +213,5 @@ def test_one_graph_serves_all_lengths(splits_keys, monkeypatch):
     if splits_keys:
         assert decoder.step.splits_keys()
         assert not decoder.with_tree(TokenTree.chain(257)).step.splits_keys()
-        kernel_launch._failed_kernels.add(tree_attention.KERNELS_NAME)
+        kernel_launch._failed_kernels.add(split_keys.KERNELS_NAME)
         assert not decoder.step.splits_keys() and decoder.step.extent(3) < 64

@@ -20,18 +20,15 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime.base.errors import first_line
 from sequoia_plan.runtime.base.weight_stream import WeightStream
 from sequoia_plan.runtime.models.architecture import decoder_layers
+from sequoia_plan.runtime.models.dtype import dtype_name
 from sequoia_plan.runtime.models.fuse import fuse, try_kinds
 from sequoia_plan.runtime.models.fused_layer import FUSIBLE_NORMS, in_joined_order, plain_linear
-from sequoia_plan.runtime.models.load import (
-    cache_folder,
-    dtype_name,
-    first_line,
-    local_folder,
-    name_of,
-    sampled_positions,
-)
+from sequoia_plan.runtime.models.gguf import cache_folder
+from sequoia_plan.runtime.models.metadata import sampled_positions
+from sequoia_plan.runtime.models.pretrained import local_folder, name_of
 from sequoia_plan.runtime.offload.disk_stream import DiskStream
 from sequoia_plan.runtime.offload.host_stream import HostStream, pinned_blocks
 from sequoia_plan.runtime.offload.memory import SLOTS, MemorySplit
