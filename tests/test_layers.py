@@ -39,7 +39,7 @@ def modules_after(statement):
             {"torch", "networkx", "yaml"} | OWN - {"sequoia_plan.artifacts"},
         ),
         (
-            "from sequoia_plan.planner import solve; solve([0.5, 0.2], 8, 4)",
+            "from sequoia_plan.planner import solve; solve([0.5, 0.2], budget=8, depth=4)",
             {"torch", "transformers", "sequoia_plan.runtime", "sequoia_plan.profiler"},
         ),
         (
