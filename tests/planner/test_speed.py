@@ -268,6 +268,19 @@ def test_the_search_beats_the_trees_of_most_tokens():
     assert fastest_tree(rows, 32, times).speed > speed_of_optima * 1.001
 
 
+@settings(max_examples=60)
+@given(rates(), latencies(), st.integers(2, 6))
+def test_the_bound_from_the_trees_of_most_tokens_holds(rates, latency, depth):
+    """Even if none of these trees is taken."""
+    rows, times = at_depth(rates, depth), StepTime(latency)
+    plain = fastest.with_speed(TokenTree.chain(1), rows, times)
+    sizes = np.arange(1.0, times.largest_size() + 1)  # no tree of n nodes has more tokens than n
+    _, bound = fastest._try_trees_of_most_tokens(
+        plain, rows, sizes, times, OtherSteps(), lambda tree: plain
+    )
+    assert max_speed(rows, times, times.largest_size()) <= max(bound, plain.speed) * (1 + 1e-12)
+
+
 def test_the_answer_may_be_no_speculation_or_a_chain():
     slow_draft = StepTime(Latency({1: 0.04, 8: 0.05}, {1: 0.04, 8: 0.05}))
     assert fastest_tree(at_depth([0.4, 0.1], 5), 8, slow_draft).tree.size == 1

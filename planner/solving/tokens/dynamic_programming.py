@@ -65,38 +65,30 @@ def parents(rows: Floats, size: int) -> Ints:
         if nodes == 1:
             continue
         if subtree not in shares_of:
-            below = best[level + 1]
-            shares_of[subtree] = _split(
-                rows[level, node_class],
-                below[node_class],
-                below[off_spine],
-                tables[level][node_class],
-                nodes,
-            )
+            row, table = rows[level, node_class], tables[level][node_class]
+            shares_of[subtree] = _split(row, best[level + 1][off_spine], table, nodes)
         for rank, share in enumerate(shares_of[subtree]):
             subtrees.append((level + 1, node_class if rank == 0 else off_spine, share))
             tree_parents.append(node)
     return np.array(tree_parents)
 
 
-def _split(row: Floats, first_child: Floats, below: Floats, table: Floats, nodes: int) -> list[int]:
+def _split(row: Floats, below: Floats, table: Floats, nodes: int) -> list[int]:
     """The nodes of each child's subtree in the best subtree of `nodes` nodes.
 
-    `row` float64 [ranks]; `first_child`, `below` float64 [sizes], best of the first child and of
-    the others; `table` float64 [ranks + 1, sizes].
+    `row` float64 [ranks]; `below` float64 [sizes], best of all children but the first; `table`
+    float64 [ranks + 1, sizes].
     """
-    max_children = min(len(table), nodes) - 1
-    num_children = np.arange(1, max_children + 1)
+    num_children = np.arange(1, min(len(table), nodes))
     rank = 1 + int(np.argmax(table[num_children, nodes - 1 - num_children]))
     shares = []
     left = nodes - 1 - rank  # beyond one node for the root and for each child
-    for b in range(rank, 0, -1):
-        child = first_child if b == 1 else below
-        extra = min(left, len(child) - 1)
-        sums = table[b - 1, left - extra : left + 1][::-1] + row[b - 1] * child[: extra + 1]
+    for b in range(rank, 1, -1):
+        extra = min(left, len(below) - 1)
+        sums = table[b - 1, left - extra : left + 1][::-1] + row[b - 1] * below[: extra + 1]
         shares.append(int(np.argmax(sums)) + 1)
         left -= shares[-1] - 1
-    return shares[::-1]
+    return [left + 1, *shares[::-1]]  # the first child has the rest
 
 
 def _solve(rows: Floats, size: int) -> tuple[list[Floats], list[Floats]]:
