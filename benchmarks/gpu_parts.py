@@ -23,8 +23,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from sequoia_plan.artifacts import Latency, Profile, TokenTree, load_tree
 from sequoia_plan.artifacts.bench_result import Breakdown
-from sequoia_plan.artifacts.cost import StepTime, expected_tokens
+from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.prompts import built_in
+from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.artifacts.tree_file import CATALOG
 from sequoia_plan.planner import solve
 from sequoia_plan.planner.solving.baselines import bench_trees
@@ -734,7 +735,7 @@ def bench_embedded_pair(run: Run, sampling: Sampling) -> dict[str, Any]:
         precision=scale.precision,
         tokens_per_prompt=min(scale.tokens, 64),
     )[0]
-    tree = solve(profile, BUDGET, MAX_DEPTH).tree
+    tree = solve(profile, budget=BUDGET, depth=MAX_DEPTH).tree
     sampling = replace(sampling, verifier=tree.plan.settings["verifier"])
     result = compare(
         pair,
@@ -827,7 +828,7 @@ def time_random_pair(run: Run, name: str) -> dict[str, Any]:
             models=pair.metadata,
             hardware=fingerprint(run.device),
         )
-        tree = solve(profile, BUDGET, MAX_DEPTH).tree
+        tree = solve(profile, budget=BUDGET, depth=MAX_DEPTH).tree
         trees[vector_name] = compare_with_passes(
             run, pair, tree, sampling, paper.acceptance, latency, plain["step"]
         )
@@ -870,7 +871,7 @@ def compare_with_passes(
     times = StepTime(latency, acceptance=acceptance)
     planned_seconds = times.step_seconds(tree)
     pass_seconds = planned_seconds - latency.overhead - times.verification_seconds(tree)
-    tokens = expected_tokens(tree, acceptance)
+    tokens = expected_tokens(tree, acceptance.rates)
     return {
         "parents": tree.parents.tolist(),
         "size": tree.size,

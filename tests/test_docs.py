@@ -25,7 +25,7 @@ from cli_reference import reference
 from click.testing import CliRunner
 from paths import ROOT
 
-from sequoia_plan.artifacts import Latency, Profile, load_tree, save_tree
+from sequoia_plan.artifacts import Acceptance, Latency, Profile, load_tree, save_tree
 from sequoia_plan.planner.cli import main
 
 FOLDERS_OF_PAGES = (ROOT, ROOT / "docs", ROOT / "examples")
@@ -455,7 +455,7 @@ def folder(tmp_path, monkeypatch):
     shutil.copy(profiles / "smollm2-135m-epyc-2-cores-t06.yaml", "t06.yaml")
     vector = Profile.load(profiles / "llama3-70b-8b-cnn.yaml").acceptance
     latency = Latency({1: 5.7, 1024: 5.7}, {1: 0.025, 1024: 0.025}, 0.0, 0)
-    Profile(vector, 0, latency).save("offload.yaml")
+    Profile(Acceptance.given(vector), 0, latency).save("offload.yaml")
     (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / "docs" / "format.md", "docs/format.md")
     return tmp_path

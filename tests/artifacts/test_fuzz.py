@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 from strategies import trees
 
-from sequoia_plan.artifacts import Latency, LevelCounts, Plan, Profile, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import (
+    Acceptance,
+    Latency,
+    LevelCounts,
+    Plan,
+    Profile,
+    SequoiaPlanError,
+    TokenTree,
+)
 from sequoia_plan.artifacts.interchange import (
     from_growmap,
     from_medusa,
@@ -47,7 +55,7 @@ LATENCY = Latency(
 )
 LEVELS = (LevelCounts(6, (3.0, 1.0)), LevelCounts(2, (1.0, 0.0)))
 PROFILE = Profile(
-    (0.5, 0.125),
+    Acceptance.given((0.5, 0.125)),
     8,
     LATENCY,
     {"temperature": 0.6},

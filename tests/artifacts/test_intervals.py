@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from msgspec import structs
 from strategies import acceptance_vectors, trees
 
-from sequoia_plan.artifacts import Latency, LevelCounts, Profile, TokenTree
-from sequoia_plan.artifacts.cost import StepTime, expected_tokens
+from sequoia_plan.artifacts import Acceptance, Latency, LevelCounts, Profile, TokenTree
 from sequoia_plan.artifacts.counts import Counts
+from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.rates import rates
+from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.artifacts.uncertainty import (
     acceptance_at_interval_ends,
     gradient,
@@ -36,7 +37,11 @@ def test_gradient_is_the_derivative(tree, acceptance):
             ahead[place] += 1e-6
             behind[place] -= 1e-6
             assert slopes[place] == pytest.approx(
-                (expected_tokens(tree, ahead) - expected_tokens(tree, behind)) / 2e-6,
+                (
+                    expected_tokens(tree, Acceptance.given(ahead).rates)
+                    - expected_tokens(tree, Acceptance.given(behind).rates)
+                )
+                / 2e-6,
                 rel=1e-4,
                 abs=1e-6,
             )
@@ -45,14 +50,14 @@ def test_gradient_is_the_derivative(tree, acceptance):
 def coverage(z, repeats=600, trials=400):
     """The share of intervals that hold the truth; its binomial standard error is below 0.02."""
     truth = np.array([0.55, 0.15, 0.08, 0.02])
-    tree = solve(truth.tolist(), 24, 8).tree
-    value = expected_tokens(tree, truth)
+    tree = solve(truth.tolist(), budget=24, depth=8).tree
+    value = expected_tokens(tree, Acceptance.given(truth).rates)
     counts = np.random.default_rng(0).multinomial(trials, [*truth, 1 - truth.sum()], repeats)[
         :, :-1
     ]
     bounds = [
         [
-            expected_tokens(tree, end)
+            expected_tokens(tree, Acceptance.given(end).rates)
             for end in acceptance_at_interval_ends(tree, row[None] / trials, [trials], z)
         ]
         for row in counts
@@ -74,8 +79,8 @@ def test_the_interval_covers_the_truth_by_level():
         np.array([[0.4, 0.15, 0.08], [0.5, 0.12, 0.05], [0.6, 0.1, 0.02]]),
         np.array([300, 150, 60]),
     )
-    tree = solve(truth.tolist(), 24, 8).tree
-    rng, value = np.random.default_rng(1), expected_tokens(tree, truth)
+    tree = solve(truth.tolist(), budget=24, depth=8).tree
+    rng, value = np.random.default_rng(1), expected_tokens(tree, Acceptance.given(truth).rates)
     draws = [
         np.array(
             [
@@ -88,7 +93,10 @@ def test_the_interval_covers_the_truth_by_level():
 
     def covered_with(trials):
         bounds = [
-            [expected_tokens(tree, end) for end in acceptance_at_interval_ends(tree, rows, trials)]
+            [
+                expected_tokens(tree, Acceptance.given(end).rates)
+                for end in acceptance_at_interval_ends(tree, rows, trials)
+            ]
             for rows in draws
         ]
         return np.mean([low <= value <= high for low, high in bounds])
@@ -101,13 +109,14 @@ def test_levels_are_solved_for_unless_one_vector_is_asked_for():
     levels = (LevelCounts(600, (240.0, 90.0, 30.0)), LevelCounts(300, (180.0, 30.0, 6.0)))
     profile = Profile((0.466667, 0.133333, 0.04), 500, levels=levels)
     by_level, pooled = (
-        solve(profile, 12, 6, objective="tokens", one_vector=one) for one in (False, True)
+        solve(profile, budget=12, depth=6, objective="tokens", one_vector=one)
+        for one in (False, True)
     )
     assert by_level.plan.acceptance == ((0.4, 0.15, 0.05), (0.6, 0.1, 0.02))
     assert pooled.plan.acceptance == (0.466667, 0.133333, 0.04)
     assert (
         by_level.plan.expected_tokens
-        == solve([[0.4, 0.15, 0.05], [0.6, 0.1, 0.02]], 12, 6).plan.expected_tokens
+        == solve([[0.4, 0.15, 0.05], [0.6, 0.1, 0.02]], budget=12, depth=6).plan.expected_tokens
     )
     for found in (by_level, pooled):
         low, high = found.plan.interval.expected_tokens
@@ -121,7 +130,7 @@ def test_classes_are_solved_for_where_they_were_counted():
     )
     profile = Profile((0.423529, 0.152941), 500, levels=levels)
     by_class, by_level, one = (
-        solve(profile, 12, 6, objective="tokens", **options)
+        solve(profile, budget=12, depth=6, objective="tokens", **options)
         for options in ({}, {"classes": False}, {"one_vector": True})
     )
     assert np.array(by_class.plan.acceptance) == pytest.approx(
@@ -130,7 +139,8 @@ def test_classes_are_solved_for_where_they_were_counted():
     assert by_level.plan.acceptance == ((0.4, 0.2), (0.45, 0.1))
     assert one.plan.acceptance == profile.acceptance
     assert (
-        by_class.plan.expected_tokens == solve(by_class.plan.acceptance, 12, 6).plan.expected_tokens
+        by_class.plan.expected_tokens
+        == solve(by_class.plan.acceptance, budget=12, depth=6).plan.expected_tokens
     )
     assert by_class.tree != by_level.tree
     for found in (by_class, by_level, one):
@@ -143,7 +153,9 @@ def test_classes_are_solved_for_where_they_were_counted():
         )
         for n in (-9, -3, 3, 9)
     }
-    apart = solve(structs.replace(profile, kinds=kinds), 12, 6, objective="tokens").plan
+    apart = solve(
+        structs.replace(profile, kinds=kinds), budget=12, depth=6, objective="tokens"
+    ).plan
     assert np.ptp(apart.interval_new_kind.expected_tokens) > np.ptp(apart.interval.expected_tokens)
 
 
@@ -162,8 +174,8 @@ def test_the_interval_covers_the_truth_by_class(shared):
         ]
     )
     trials = np.array([[3000, 0], [1500, 200 if shared else 700], [600, 80 if shared else 500]])
-    tree = solve(truth.tolist(), 24, 8).tree
-    rng, value = np.random.default_rng(1), expected_tokens(tree, truth)
+    tree = solve(truth.tolist(), budget=24, depth=8).tree
+    rng, value = np.random.default_rng(1), expected_tokens(tree, Acceptance.given(truth).rates)
     assert (
         np.isin([1, 2], np.unique(tree.position_ids[tree.classes == 1])).all()
         and gradient(tree, truth)[1:, 1, 0].min() > 0
@@ -181,7 +193,7 @@ def test_the_interval_covers_the_truth_by_class(shared):
     def covered_with(factor):
         bounds = [
             [
-                expected_tokens(tree, end)
+                expected_tokens(tree, Acceptance.given(end).rates)
                 for end in acceptance_at_interval_ends(tree, rows, behind * factor)
             ]
             for rows, behind in draws
@@ -242,14 +254,19 @@ def test_rates_of_few_observations_are_shared():
 def test_interval_of_a_profile():
     latency = Latency({1: 0.04, 8: 0.05, 32: 0.09}, {1: 0.004, 32: 0.01}, 0.001, 128)
     few, many = (
-        solve(Profile((0.5, 0.2, 0.05), trials, latency), 32, 8).plan.interval
+        solve(
+            Profile(Acceptance.given((0.5, 0.2, 0.05)), trials, latency), budget=32, depth=8
+        ).plan.interval
         for trials in (100, 10_000)
     )
     for ends_of in (few, many):
         assert ends_of.expected_tokens[0] < ends_of.expected_tokens[1]
         assert all(0 <= lost < 0.2 for lost in ends_of.lost)
     assert np.ptp(many.predicted_speedup) < np.ptp(few.predicted_speedup) / 5
-    assert solve(Profile((0.5, 0.2), 0, latency), 8, 4).plan.interval is None
+    assert (
+        solve(Profile(Acceptance.given((0.5, 0.2)), 0, latency), budget=8, depth=4).plan.interval
+        is None
+    )
 
 
 def test_the_error_of_step_times_is_their_spread():
@@ -299,13 +316,17 @@ def test_the_error_of_step_times_is_their_spread():
         for d in (0.0, 0.01)
     )
     wide, narrow = (
-        solve(Profile((0.5, 0.3), 10_000, latency), 7, 4).plan.interval.predicted_speedup
+        solve(
+            Profile(Acceptance.given((0.5, 0.3)), 10_000, latency), budget=7, depth=4
+        ).plan.interval.predicted_speedup
         for latency in (unsure, sure)
     )
     assert np.ptp(wide) > 2 * np.ptp(narrow)
 
 
 def test_an_interval_beyond_what_can_be_solved_again():
-    found = solve(Profile((0.7, 0.15, 0.05, 0.02), 500), 70_000, 64).plan.interval
+    found = solve(
+        Profile(Acceptance.given((0.7, 0.15, 0.05, 0.02)), 500), budget=70_000, depth=64
+    ).plan.interval
     assert found.lost is None
     assert found.expected_tokens[0] < found.expected_tokens[1]

@@ -11,13 +11,20 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from strategies import acceptance_vectors
 
-from sequoia_plan.artifacts import Latency, LevelCounts, Profile, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import (
+    Acceptance,
+    Latency,
+    LevelCounts,
+    Profile,
+    SequoiaPlanError,
+    TokenTree,
+)
 from sequoia_plan.artifacts.counts import Counts
 from sequoia_plan.artifacts.plan import provenance
 from sequoia_plan.artifacts.tree_file import from_bytes, to_bytes
 
 PROFILE = Profile(
-    acceptance=(0.5, 0.125),
+    acceptance=Acceptance.given((0.5, 0.125)),
     trials=800,
     latency=Latency({1: 0.04, 2: 0.041, 8: 0.06}, {1: 0.004, 8: 0.005}, 0.001, 128),
     settings={"temperature": 0.6, "top_p": 1.0, "verifier": "sequoia"},

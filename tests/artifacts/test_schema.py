@@ -12,6 +12,7 @@ from paths import DATA, ROOT
 
 from sequoia_plan.artifacts import (
     LANGUAGE_MODEL,
+    Acceptance,
     BenchResult,
     Drafting,
     Latency,
@@ -23,8 +24,9 @@ from sequoia_plan.artifacts import (
     load_tree,
     save_tree,
 )
-from sequoia_plan.artifacts.cost import StepTime, expected_tokens
+from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.schema import UNDECLARED, field_specs
+from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner import solve
 
 FORMAT = ROOT / "docs" / "format.md"
@@ -47,7 +49,7 @@ def test_every_field_says_what_it_means(cls):
 def test_files_of_earlier_versions_stay_readable():
     tree = load_tree(DATA / "tree-before-typed-plans.safetensors")
     assert tree.size == 3
-    assert tree.plan.expected_tokens == expected_tokens(tree, tree.plan.acceptance)
+    assert tree.plan.expected_tokens == expected_tokens(tree, tree.plan.acceptance.rates)
     assert StepTime.from_measured(tree.plan).step_seconds(tree) == tree.plan.step_seconds
     profile = Profile.load(DATA / "profile-before-typed-plans.yaml")
     assert profile.sha256 == tree.plan.profile_sha256
@@ -56,7 +58,7 @@ def test_files_of_earlier_versions_stay_readable():
     assert profile.latency.verification is None
     assert profile.all_verifiers == ("sequoia",)  # there is no choice
     assert profile.for_verifier("sequoia") == profile
-    again = solve(profile, tree.plan.budget, tree.plan.depth)
+    again = solve(profile, budget=tree.plan.budget, depth=tree.plan.depth)
     assert again.plan.alternatives == {} == tree.plan.alternatives
     assert again.plan.settings == tree.plan.settings
     result = BenchResult.load(DATA / "bench-before-typed-plans.json")
@@ -67,14 +69,14 @@ def test_files_of_earlier_versions_stay_readable():
 def test_what_is_new_survives_and_is_left_out_where_it_says_nothing():
     verification = VerificationCost(0.001, 0.0002, 0.0003, 0.00001, "level")
     profile = Profile(
-        (0.5, 0.2),
+        Acceptance.given((0.5, 0.2)),
         latency=Latency({1: 0.04}, {2: 0.004}, verification=verification),
         drafting=Drafting("block draft", 8, False, 8),
     )
     assert Profile.from_bytes(profile.to_yaml().encode(), "p") == profile
     plain_latency = Latency({1: 0.04}, {2: 0.004})
-    assert "verification" not in Profile((0.5,), latency=plain_latency).to_yaml()
-    assert "drafting" not in Profile((0.5,)).to_yaml()
+    assert "verification" not in Profile(Acceptance.given((0.5,)), latency=plain_latency).to_yaml()
+    assert "drafting" not in Profile(Acceptance.given((0.5,))).to_yaml()
     plan = Plan(latency=profile.latency, drafting=profile.drafting)
     assert Plan.from_dict(plan.to_dict()) == plan
     assert Plan().to_dict() == {}
@@ -106,7 +108,9 @@ def test_what_is_new_is_checked(old, new, message):
         {2: 0.004},
         verification=VerificationCost(0.001, 0.0002, 0.0003, 0.00001, "level"),
     )
-    text = Profile((0.5,), latency=latency, drafting=Drafting("block", 8, False)).to_yaml()
+    text = Profile(
+        Acceptance.given((0.5,)), latency=latency, drafting=Drafting("block", 8, False)
+    ).to_yaml()
     assert old in text
     with pytest.raises(SequoiaPlanError) as error:
         Profile.from_bytes(text.replace(old, new).encode(), "p.yaml")
@@ -114,7 +118,11 @@ def test_what_is_new_is_checked(old, new, message):
 
 
 PREDICTED_TREE = solve(
-    Profile((0.5, 0.25), latency=Latency({1: 0.04, 8: 0.05}, {1: 0.003, 8: 0.004})), 8, 4
+    Profile(
+        Acceptance.given((0.5, 0.25)), latency=Latency({1: 0.04, 8: 0.05}, {1: 0.003, 8: 0.004})
+    ),
+    budget=8,
+    depth=4,
 ).tree
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from sequoia_plan.artifacts import Latency, Profile, processor
+from sequoia_plan.artifacts import Acceptance, Latency, Profile, processor
 from sequoia_plan.planner.cli import main
 from sequoia_plan.profiler import hardware
 from sequoia_plan.profiler.hardware import QUERIED_FIELDS, fingerprint
@@ -55,7 +55,7 @@ def test_all_keys_of_fingerprints_and_settings_are_printed():
 def test_nothing_private_is_printed(tmp_path, as_json):
     secret = "Ada Lovelace"
     profile = Profile(
-        (0.5, 0.2),
+        Acceptance.given((0.5, 0.2)),
         latency=Latency({1: 0.04, 4: 0.05}, {1: 0.003}, 0.0, 0),
         settings={"temperature": 0.5, "prompts": secret, "top_k": [secret]},
         models={"target": {"name": secret, "dtype": "float32", "folder": secret}, secret: {}},

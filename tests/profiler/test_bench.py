@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from sequoia_plan.artifacts import (
+    Acceptance,
     ArgumentError,
     BenchResult,
     Latency,
@@ -26,8 +27,9 @@ from sequoia_plan.artifacts import (
     save_tree,
 )
 from sequoia_plan.artifacts.bench_result import BenchSettings, Prediction, Ratio, TreeShape
-from sequoia_plan.artifacts.cost import expected_tokens, prediction_for
+from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.plan import MatchPlan
+from sequoia_plan.artifacts.prediction import prediction_for
 from sequoia_plan.planner import cli, solve
 from sequoia_plan.planner.report.bench_table import finding, print_table, run_labels
 from sequoia_plan.planner.report.html import INK, LINE
@@ -202,7 +204,7 @@ def test_figures_are_what_they_are_called():
 def test_predictions_are_the_plans():
     trees = bench_trees(TREE, "traversal")
     planned = prediction_for(*trees["sequoia"], TREE.plan)
-    assert planned.tokens_per_step == expected_tokens(TREE, [0.5, 0.25])
+    assert planned.tokens_per_step == expected_tokens(TREE, Acceptance.given([0.5, 0.25]).rates)
     assert prediction_for(*trees["plain"], TREE.plan) == Prediction(1.0, 1.0)
     assert prediction_for(*trees["traversal"], TREE.plan) == planned
     over = replace(TREE.plan, settings={"temperature": 0.6, "verifier": "traversal"})
@@ -212,7 +214,7 @@ def test_predictions_are_the_plans():
     assert prediction_for(*trees["chains"], greedy).tokens_per_step > 1
     assert prediction_for(*trees["chains"], TREE.plan) == Prediction()
     assert prediction_for(*trees["top-k"], TREE.plan) == Prediction()
-    without_latency = Plan(acceptance=(0.5, 0.25))
+    without_latency = Plan(acceptance=Acceptance.given((0.5, 0.25)))
     expected = Prediction(planned.tokens_per_step, None)
     assert prediction_for(*trees["sequoia"], without_latency) == expected
     assert prediction_for(*trees["sequoia"], Plan()).tokens_per_step is None
@@ -404,7 +406,7 @@ def test_the_command(models, tmp_path, monkeypatch):
     key_in_file = {"commit": "keep"}
     assert answer["breakdown"] == {key_in_file.get(part, part): s for part, s in parts.items()}
     assert answer["contenders"]["sequoia"]["predicted"]["tokens_per_step"] == expected_tokens(
-        TREE, [0.5, 0.25]
+        TREE, Acceptance.given([0.5, 0.25]).rates
     )
     text = CliRunner().invoke(cli.main, arguments).stdout
     assert "our tree, Sequoia" in text and "Hugging Face generate" in text and "over plain" in text
@@ -657,8 +659,8 @@ def test_the_tree_under_test_carries_its_plans_interval(models):
             levels=levels,
             kinds=kinds,
         ),
-        8,
-        4,
+        budget=8,
+        depth=4,
     ).tree
     result = compare(
         models,
@@ -799,7 +801,13 @@ def test_only_the_tree_under_test_is_predicted_by_kind(models, tmp_path):
     """Through compare and the file: the tree by match, and not plain decoding or the tree alone."""
     latency = Latency({1: 0.04, 8: 0.05}, {1: 0.002, 8: 0.003})
     classes = tuple(
-        MatchPlan(length, 0.5, (0.5, 0.25), expected_tokens(TREE, [0.5, 0.25]), 0.06)
+        MatchPlan(
+            length,
+            0.5,
+            Acceptance.given((0.5, 0.25)),
+            expected_tokens(TREE, Acceptance.given([0.5, 0.25]).rates),
+            0.06,
+        )
         for length in (0, 2)
     )
     plan = replace(KINDS_PLAN, acceptance=(0.5, 0.25), latency=latency, by_match=classes)

@@ -15,8 +15,9 @@ from msgspec import structs
 from toys import PROMPTS, toy_pair
 
 from sequoia_plan.artifacts import Latency, SequoiaPlanError, TokenTree, VerificationCost
-from sequoia_plan.artifacts.cost import StepTime, max_expected_tokens
+from sequoia_plan.artifacts.expected_tokens import max_expected_tokens
 from sequoia_plan.artifacts.prompts import Prompt
+from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner import solve
 from sequoia_plan.profiler import latency
 from sequoia_plan.profiler.breakdown import PARTS, WARM_UP_ROUNDS, breakdown
@@ -295,10 +296,10 @@ def test_no_tree_has_more_tokens_than_the_bound():
         [[0.4, 0.2], [0.5, 0.2], [0.7, 0.1]],
         [[0.1, 0.5, 0.2], [0.6, 0.0, 0.1]],
     ):
-        best = solve(rows, 40, 20).plan.expected_tokens
+        best = solve(rows, budget=40, depth=20).plan.expected_tokens
         assert best <= max_expected_tokens(rows, 40) + 1e-12
     assert max_expected_tokens([[0.5, 0.2, 0.1]], 40) == pytest.approx(
-        solve([0.5, 0.2, 0.1], 40, 40).plan.expected_tokens
+        solve([0.5, 0.2, 0.1], budget=40, depth=40).plan.expected_tokens
     )
     assert max_expected_tokens([[0.0]], 9) == 1 and max_expected_tokens([[1.0]], 9) == 9
 
