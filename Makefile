@@ -35,7 +35,7 @@ test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 quick: $(VENV)/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not engine and not gpu"
 
 check: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -43,11 +43,15 @@ check: $(VENV)/ready
 	$(BIN)/mypy
 	$(BIN)/codespell
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_docs.py -k links
+	# $(PYTHON) tools/size.py
 
 size:
 	$(PYTHON) tools/size.py
 
 docs: $(VENV)/docs
+	mkdir -p build/reference
+	$(BIN)/python tools/cli_reference.py > build/reference/cli.md
+	$(BIN)/python tools/api_reference.py > build/reference/api.md
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs/site \
 		--doctree-dir $(BUILD)/site-cache . $(BUILD)/site
 	@echo wrote $(BUILD)/site/index.html
@@ -57,7 +61,7 @@ $(VENV)/docs: $(VENV)/ready
 	touch $@
 
 engines: $(VENV)/ready $(ENGINES)/ready
-	SEQUOIA_PLAN_VLLM=$(ENGINES)/bin/python $(BIN)/python -m pytest tests/engines/test_vllm.py
+	SEQUOIA_PLAN_VLLM=$(ENGINES)/bin/python $(BIN)/python -m pytest -m engine tests/engines/test_vllm.py
 
 # the builds of the three packages that go do not match the CPU's torch, and nothing here uses them
 $(ENGINES)/ready:
@@ -67,7 +71,7 @@ $(ENGINES)/ready:
 	touch $@
 
 llamacpp: $(VENV)/ready $(LLAMACPP)/eagle3.gguf
-	SEQUOIA_PLAN_LLAMACPP=$(CURDIR)/$(LLAMACPP) $(BIN)/python -m pytest tests/engines/test_llamacpp.py
+	SEQUOIA_PLAN_LLAMACPP=$(CURDIR)/$(LLAMACPP) $(BIN)/python -m pytest -m engine tests/engines/test_llamacpp.py
 
 # the source distribution has all of llama.cpp's sources
 $(LLAMACPP)/bin/llama-server:

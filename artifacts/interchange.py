@@ -5,13 +5,15 @@ docs/interchange.md says what each engine needs beyond the tree.
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
+from msgspec import ValidationError
 
 from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.files import read_bytes, write_atomically
@@ -20,10 +22,10 @@ from sequoia_plan.artifacts.tree import TokenTree
 MAX_NODES = 4096
 """These formats grow with the square of the size, and engines take some hundred nodes at most."""
 MAX_FILE_BYTES = 1 << 28
-GROWMAP_KEYS = ("roots", "branches", "Successors", "mask", "depth", "size")
-GROWMAP_TENSORS = ("mask", "depth")
-TORCH_SIGNATURES = (b"PK", b"\x80\x02")
-"""First bytes of files by torch.save: a zip archive, or in old versions a pickle of protocol 2."""
+EXPECTED = (
+    'Medusa choices (a list of paths), an NxD token tree (an object with "0") or a growmap (an '
+    'object with "Successors")'
+)
 
 
 def export_tree(tree: TokenTree, path: str | Path, format_name: str) -> None:
@@ -35,52 +37,31 @@ def export_tree(tree: TokenTree, path: str | Path, format_name: str) -> None:
             f"a tree of {tree.size} nodes, expected at most {MAX_NODES} for the format "
             f"{format_name}; solve with a smaller --budget"
         )
-    if format_name == "growmap" and Path(path).suffix.lower() != ".json":
-        write_atomically(path, _growmap_as_torch_file(tree))
-        return
-    content = FORMATS[format_name](tree)
-    text = content if isinstance(content, str) else json.dumps(content) + "\n"
-    write_atomically(path, text.encode())
+    write_atomically(path, (json.dumps(FORMATS[format_name](tree)) + "\n").encode())
 
 
 def import_tree(path: str | Path) -> TokenTree:
-    """Read the tree in a file of another engine.
-
-    The file holds Medusa choices, an NxD token tree, or a growmap as JSON or saved by torch; the
-    content tells which.
-    """
-    expected = "Medusa choices, an NxD token tree or a growmap"
+    """Read the tree in a file of another engine; the content tells the format."""
+    data = read_bytes(path, EXPECTED, MAX_FILE_BYTES)
     try:
-        return parse(read_bytes(path, expected, MAX_FILE_BYTES))
+        return parse(data)
     except SequoiaPlanError as error:
-        if str(error).startswith(f"{path}: "):
-            raise
         raise SequoiaPlanError(f"{path}: {error}") from error
 
 
 def parse(data: bytes) -> TokenTree:
-    """Read the tree in the content of another engine's file; the content tells the format."""
-    if data.startswith(TORCH_SIGNATURES):
-        return from_growmap(_load_torch_file(data))
-    if b'"__metadata__"' in data[:64]:
-        raise SequoiaPlanError("this is a safetensors file; if it is a tree, it needs no import")
+    """Read the tree in the content of another engine's file."""
     try:
-        document = json.loads(data)
+        document = msgspec.json.decode(data)
     except (ValueError, RecursionError) as error:
-        raise SequoiaPlanError(
-            "neither JSON nor a file saved by torch; expected Medusa choices, an NxD token tree or "
-            "a growmap"
-        ) from error
+        raise SequoiaPlanError(f"not JSON ({error}); expected {EXPECTED}") from error
     if isinstance(document, list):
         return from_medusa(document)
     if isinstance(document, dict) and "Successors" in document:
         return from_growmap(document)
     if isinstance(document, dict) and "0" in document:
         return from_nxd(document)
-    raise SequoiaPlanError(
-        'unknown layout; expected a list of paths (Medusa), an object with "0" (NxD) or one with '
-        '"Successors" (growmap)'
-    )
+    raise SequoiaPlanError(f"unknown layout; expected {EXPECTED}")
 
 
 def to_medusa(tree: TokenTree) -> list[list[int]]:
@@ -94,36 +75,32 @@ def to_medusa(tree: TokenTree) -> list[list[int]]:
     return paths[1:]
 
 
-def from_medusa(paths: Any) -> TokenTree:
+def from_medusa(document: Any) -> TokenTree:
     """The tree of Medusa choices: a list of paths, each of the 0-based ranks from the root on.
 
     The paths may be in any order. Inner nodes need no path of their own, because TensorRT-LLM takes
     the paths of leaves alone.
     """
+    paths = _converted(document, list[list[int]], "Medusa choices")
     child_by_rank: list[dict[int, int]] = [{}]  # for each node, in the order of their discovery
-    for index, path in enumerate(paths):
-        if not isinstance(path, list) or not path or not all(_is_index(rank) for rank in path):
-            raise SequoiaPlanError(
-                f"Medusa choices: path {index} is {path!r:.60}, expected a non-empty list of "
-                "0-based ranks"
-            )
+    for path in paths:
         node = 0
         for rank in path:
             if rank not in child_by_rank[node]:
-                new_node = len(child_by_rank)
-                _check_size(new_node + 1)
-                child_by_rank[node][rank] = new_node
+                child_by_rank[node][rank] = len(child_by_rank)
                 child_by_rank.append({})
+                _check_size(len(child_by_rank))
             node = child_by_rank[node][rank]
     for siblings in child_by_rank:
-        missing_ranks = set(range(len(siblings))) - siblings.keys()
-        if missing_ranks:
+        if siblings.keys() != set(range(len(siblings))):
+            ranks = ", ".join(map(str, sorted(siblings)[:8]))
             raise SequoiaPlanError(
-                f"Medusa choices: siblings of the ranks {_shortened(sorted(siblings))}, expected "
-                f"0 to {len(siblings) - 1}: rank {min(missing_ranks)} is missing"
+                f"Medusa choices: found siblings of the ranks {ranks}, expected 0 to "
+                f"{len(siblings) - 1}"
             )
-    children = [[siblings[rank] for rank in range(len(siblings))] for siblings in child_by_rank]
-    return _from_children(children)
+    return _from_children(
+        [[siblings[rank] for rank in range(len(siblings))] for siblings in child_by_rank]
+    )
 
 
 def to_nxd(tree: TokenTree) -> dict[str, list[str]]:
@@ -132,49 +109,37 @@ def to_nxd(tree: TokenTree) -> dict[str, list[str]]:
     Leaves have no entry, except for a root without children.
     """
     return {
-        str(node): [str(child) for child in children]
+        str(node): list(map(str, children))
         for node, children in enumerate(_children(tree))
         if children or node == 0
     }
 
 
-def from_nxd(document: Mapping[str, Any]) -> TokenTree:
+def from_nxd(document: Any) -> TokenTree:
     """The tree of an NxD token tree, a mapping from each node to the list of its children.
 
-    Nodes may be named by any numbers, as text, but the root must be "0". Leaves may be left out.
+    Nodes may be named by any numbers, also as text, but the root must be "0". Leaves may be left
+    out.
     """
-    node_by_name = {"0": 0}
+    by_name = _converted(document, dict[str, list[str | int]], "NxD token tree")
+    names, number_of = ["0"], {"0": 0}
     children: list[list[int]] = [[]]
-    queue = ["0"]
-    for name in queue:  # the loop appends to the queue
-        child_names = document.get(name, [])
-        if not isinstance(child_names, list):
-            raise SequoiaPlanError(
-                f"NxD token tree: the children of {name!r:.60} are {child_names!r:.60}, "
-                "expected a list"
-            )
-        for child in child_names:
-            child_name = str(child) if _is_index(child) else child
-            is_text = isinstance(child_name, str)
-            if not is_text or not (child_name.isascii() and child_name.isdigit()):
+    for node, name in enumerate(names):  # the loop appends to the names
+        for child in map(str, by_name.get(name, ())):
+            if not child.isdecimal() or child in number_of:
                 raise SequoiaPlanError(
-                    f"NxD token tree: {child!r:.60} is a child of {name!r:.60}, expected the "
-                    "number of a node"
+                    f"NxD token tree: found {child!r:.60} below {name!r:.60}, expected the number "
+                    "of a node with no other parent"
                 )
-            if child_name in node_by_name:
-                raise SequoiaPlanError(
-                    f"NxD token tree: {child_name!r:.60} is a child twice or its own ancestor, "
-                    "expected one parent"
-                )
-            new_node = len(node_by_name)
-            _check_size(new_node + 1)
-            children[node_by_name[name]].append(new_node)
-            node_by_name[child_name] = new_node
+            number_of[child] = len(names)
+            children[node].append(len(names))
+            names.append(child)
             children.append([])
-            queue.append(child_name)
-    for name in document:
-        if name not in node_by_name:
-            raise SequoiaPlanError(f'NxD token tree: {name!r:.60} cannot be reached from "0"')
+            _check_size(len(names))
+    if unreachable := by_name.keys() - number_of:
+        raise SequoiaPlanError(
+            f'NxD token tree: {min(unreachable)!r:.60} cannot be reached from "0"'
+        )
     return _from_children(children)
 
 
@@ -197,96 +162,41 @@ def to_growmap(tree: TokenTree) -> dict[str, Any]:
     }
 
 
-def from_growmap(document: Any) -> TokenTree:
+def from_growmap(document: Mapping[str, Any]) -> TokenTree:
     """The tree of a growmap, the mapping that `to_growmap` gives.
 
-    Mask and depth may be torch tensors. The tree is read from Successors, the children of each
-    node, and all other keys must agree with it.
+    The tree is read from Successors, the children of each node, and all other keys must agree.
     """
-    if not isinstance(document, Mapping) or any(key not in document for key in GROWMAP_KEYS):
-        raise SequoiaPlanError(f"growmap: expected the keys {', '.join(GROWMAP_KEYS)}")
-    successors = document["Successors"]
-    if not _is_list_of_index_lists(successors):
-        raise SequoiaPlanError(
-            "growmap: Successors must be a non-empty list of lists of node numbers"
-        )
-    size = len(successors)
-    _check_size(size)
-    if [child for children in successors for child in children] != list(range(1, size)):
+    successors = _converted(document["Successors"], list[list[int]], "growmap: Successors")
+    _check_size(len(successors))
+    if list(chain.from_iterable(successors)) != list(range(1, len(successors))):
         raise SequoiaPlanError(
             "growmap: Successors must name the nodes 1, 2, ... once and in order (breadth-first, "
             "siblings adjacent)"
         )
-    child_counts = [len(children) for children in successors]
+    child_counts = list(map(len, successors))
     # each node is repeated once for each of its children, after -1 for the root's parent
-    tree = TokenTree(np.repeat(np.arange(-1, size), [1, *child_counts]))
-    tensor_shapes = {"mask": [size, size], "depth": [size]}
-    for key, expected in to_growmap(tree).items():
-        value = document[key]
-        # A tensor becomes a list only after its shape is checked: strides of 0 may hide its size.
-        if hasattr(value, "tolist") and list(value.shape) == tensor_shapes.get(key):
-            value = value.tolist()
-        if type(value) is not type(expected) or value != expected:
+    tree = TokenTree(np.repeat(np.arange(-1, len(successors)), [1, *child_counts]))
+    for key, value in to_growmap(tree).items():
+        if document.get(key) != value:
             raise SequoiaPlanError(f"growmap: {key} contradicts Successors")
     return tree
-
-
-def to_dot(tree: TokenTree) -> str:
-    """Graphviz text: a line for each node with its rank, and one for each edge."""
-    nodes = [
-        f'  {node} [label="{rank or "root"}"];' for node, rank in enumerate(tree.ranks.tolist())
-    ]
-    edges = [f"  {parent} -> {node};" for node, parent in enumerate(tree.parents.tolist()) if node]
-    return "\n".join(["digraph tree {", *nodes, *edges, "}", ""])
-
-
-def to_networkx(tree: TokenTree) -> Any:
-    """A networkx.DiGraph with edges from parent to child. Needs networkx.
-
-    Nodes have the attributes `rank` and `depth`.
-    """
-    import networkx
-
-    graph = networkx.DiGraph()
-    ranks, depths = tree.ranks.tolist(), tree.position_ids.tolist()
-    for node, parent in enumerate(tree.parents.tolist()):
-        graph.add_node(node, rank=ranks[node], depth=depths[node])
-        if node:
-            graph.add_edge(parent, node)
-    return graph
 
 
 FORMATS: dict[str, Callable[[TokenTree], Any]] = {
     "medusa": to_medusa,
     "nxd": to_nxd,
     "growmap": to_growmap,
-    "dot": to_dot,
 }
-"""For each format of `export_tree`, the function that gives its JSON document or its text."""
+"""For each format of `export_tree`, the function that gives its JSON document."""
 
 
-def _growmap_as_torch_file(tree: TokenTree) -> bytes:
-    """A growmap as torch.save writes it, with int64 tensors for mask and depth."""
-    import torch  # only here and below: artifacts work without it
-
-    document = to_growmap(tree)
-    for key in GROWMAP_TENSORS:
-        document[key] = torch.tensor(document[key], dtype=torch.int64)
-    buffer = io.BytesIO()
-    torch.save(document, buffer)
-    return buffer.getvalue()
-
-
-def _load_torch_file(data: bytes) -> Any:
-    """The document in a file by torch.save, which must hold only plain values and tensors."""
-    import torch
-
+def _converted(document: Any, expected: Any, name: str) -> Any:
+    """The document of a format, if it has the expected type."""
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # a restricted unpickler may raise anything on a foreign file
-        raise SequoiaPlanError(
-            "not a growmap that torch.load reads with weights_only=True"
-        ) from error
+        return msgspec.convert(document, expected)
+    except ValidationError as error:
+        raise SequoiaPlanError(f"{name}: {error}") from error
 
 
 def _children(tree: TokenTree) -> list[list[int]]:
@@ -307,26 +217,9 @@ def _from_children(children: list[list[int]]) -> TokenTree:
     return TokenTree(np.array(parents))
 
 
-def _is_index(value: Any) -> bool:
-    """Whether `value` is a whole number >= 0. True and False are none."""
-    return type(value) is int and value >= 0
-
-
-def _is_list_of_index_lists(value: Any) -> bool:
-    """Whether `value` is a list, not empty, of lists of whole numbers >= 0."""
-    if not isinstance(value, list) or not value:
-        return False
-    return all(isinstance(row, list) and all(map(_is_index, row)) for row in value)
-
-
 def _check_size(size: int) -> None:
     """Refuse a tree that is too large while it is still being read."""
     if size > MAX_NODES:
         raise SequoiaPlanError(
             f"more than {MAX_NODES} nodes, expected at most that many in an exchange format"
         )
-
-
-def _shortened(ranks: list[int]) -> str:
-    """The first eight ranks, with an ellipsis for the rest."""
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

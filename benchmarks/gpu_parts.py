@@ -29,14 +29,10 @@ from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.artifacts.tree_file import CATALOG
 from sequoia_plan.planner import solve
 from sequoia_plan.planner.solving.baselines import bench_trees
-from sequoia_plan.profiler.bench import (
-    bench,
-    compare,
-    sequoia_method,
-    summary,
-    transformers_method,
-)
+from sequoia_plan.profiler.bench import bench, compare
+from sequoia_plan.profiler.bench_figures import summary
 from sequoia_plan.profiler.breakdown import breakdown
+from sequoia_plan.profiler.decoding_methods import sequoia_method, transformers_method
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.latency import measure_latency, random_prompt, timed
 from sequoia_plan.profiler.measure import measure
@@ -513,13 +509,12 @@ def eagle3_pair(scale: Scale, device: torch.device) -> Pair:
     vocabulary = shape["vocab_size"] // 4
     with torch.device(device):
         draft = Eagle3(
-            config,
-            pair.target,
+            config=config,
+            target=pair.target,
             aux_hidden_state_layers=(min(2, layers), layers // 2, max(layers - 3, 1)),
             d2t=torch.arange(0, 4 * vocabulary, 4),
             has_embeddings=False,
             head_rows=vocabulary,
-            target_width=shape["hidden_size"],
             norms=Eagle3Norms(),
         )
     draft = draft.to(pair.target.dtype).eval()

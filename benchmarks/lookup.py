@@ -48,7 +48,9 @@ from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load, measur
 from sequoia_plan.planner.report.panels import AMBER, BLUE, GREEN, RED, style
 from sequoia_plan.planner.report.plot import PNG_DPI
 from sequoia_plan.planner.solving.baselines import bench_trees
-from sequoia_plan.profiler.bench import PromptRun, bench, make_methods, sequoia_method, summary
+from sequoia_plan.profiler.bench import bench, make_methods
+from sequoia_plan.profiler.bench_figures import summary
+from sequoia_plan.profiler.decoding_methods import PromptRun, sequoia_method
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.journal import Journal, discard, journal_of
 from sequoia_plan.profiler.prompts import encode
@@ -275,10 +277,8 @@ def main() -> None:
         names,
         str(tree.by_match),
     ]
-    with Journal(journal, work) as results:
-        runs = bench(
-            methods, token_ids, lambda done: print(done, end=" ", flush=True), journal=results
-        )
+    results = Journal(journal, work)
+    runs = bench(methods, token_ids, lambda done: print(done, end=" ", flush=True), journal=results)
     print()
     for path in options.add:
         added = json.loads(Path(path).read_text())

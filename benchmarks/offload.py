@@ -51,12 +51,12 @@ from sequoia_plan.artifacts.prediction import prediction_for
 from sequoia_plan.artifacts.prompts import built_in
 from sequoia_plan.planner import solve
 from sequoia_plan.profiler.acceptance import measure_acceptance
-from sequoia_plan.profiler.bench import (
+from sequoia_plan.profiler.bench import bench
+from sequoia_plan.profiler.bench_figures import summary
+from sequoia_plan.profiler.decoding_methods import (
     DecodePrompt,
     PromptRun,
-    bench,
     sequoia_method,
-    summary,
     transformers_method,
 )
 from sequoia_plan.profiler.hardware import fingerprint

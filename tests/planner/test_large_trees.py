@@ -217,7 +217,6 @@ def test_trees_that_cannot_write_are_refused(run):
     for arguments, code, text in (
         (("--tree", "missing.safetensors"), 1, "missing.safetensors"),
         (("--tree", "root.safetensors"), 2, "found a tree of 1 node"),
-        (("--tree", "tree.safetensors", "--method", "decoding"), 2, "needs --method forced"),
         (("--tree", "tree.safetensors", "-o", "tree.safetensors"), 2, "is the input"),
     ):
         result = run("profile", *arguments)

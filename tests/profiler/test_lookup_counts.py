@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from enumeration import without_replacement
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,7 +28,7 @@ from sequoia_plan.artifacts.lookup import (
 )
 from sequoia_plan.artifacts.merge import merge, pooled
 from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load, measuring_half
-from sequoia_plan.planner.cli import main
+from sequoia_plan.planner.report.profile_summary import describe_profile
 from sequoia_plan.profiler import methods
 from sequoia_plan.profiler.acceptance import measure_acceptance, measure_by_prompt
 from sequoia_plan.profiler.children import DrawnChildren
@@ -430,17 +428,14 @@ def test_profiles_are_written_and_merged(tmp_path):
         merge([first, Profile(acceptance=second.acceptance, levels=second.levels, lookup=other)])
 
 
-def test_profile_prints_classes_of_match(tmp_path):
-    for number, prompts in enumerate((PROMPTS[:4], PROMPTS[4:7])):
-        profile_of(*observed_counts(["chat"], prompts)).save(tmp_path / f"{number}.yaml")
-    words = ["profile", "-o", str(tmp_path / "both.yaml")]
-    for number in range(2):
-        words += ["--merge", str(tmp_path / f"{number}.yaml")]
-    summaries = json.loads(CliRunner().invoke(main, [*words, "--json"]).stdout)["lookup"]
+def test_profile_prints_classes_of_match():
+    profile = profile_of(*observed_counts(["chat"], PROMPTS[:7]))
+    summaries = [summary._asdict() for summary in class_summaries(profile.lookup)]
     assert [summary["match_length"] for summary in summaries] == list(MATCH_LENGTHS)
     assert sum(summary["share"] for summary in summaries) == pytest.approx(1)
-    lines = CliRunner().invoke(main, words).stdout.split("lookup")[1].splitlines()
-    rows = [line.split() for line in lines[1 : 1 + len(MATCH_LENGTHS)]]
+    lines = list(describe_profile(profile, verbose=True))
+    start = next(number for number, line in enumerate(lines) if line.startswith("lookup")) + 1
+    rows = [line.split() for line in lines[start : start + len(MATCH_LENGTHS)]]
     assert [row[0] for row in rows] == ["0", "1", "2", "3-4", "5-7", "8-15", "16+"]
     assert [row[1] for row in rows] == [f"{summary['share']:.1%}" for summary in summaries]
     assert rows[1][2:] == [f"{summaries[1]['accepted']:.1%}", f"{summaries[1]['mean_run']:.1f}"]

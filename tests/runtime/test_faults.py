@@ -289,7 +289,7 @@ def test_what_ends_a_text_is_in_the_generation_config():
 
     Without such a list, the tokenizer's end token counts.
     """
-    from sequoia_plan.profiler.bench import sequoia_method
+    from sequoia_plan.profiler.decoding_methods import sequoia_method
     from sequoia_plan.runtime import Pair
 
     target, _ = pair()

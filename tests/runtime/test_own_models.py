@@ -57,11 +57,12 @@ def test_the_page_from_profile_to_bench(folder, monkeypatch):
     """The commands after those that write the folders, made short: two prompts, few sizes."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(latency, "SIZES", (1, 2, 4))
+    monkeypatch.setattr("sequoia_plan.planner.cli.profiling.LATENCY_SECONDS", 0)
     (folder / "p.txt").write_text(
         "What is rain?\n\nName three birds.\n\nWhat is two plus two?\n\nWho wrote Hamlet?\n"
     )
     short = {
-        "profile": ["--prompts", "p.txt", "--tokens", "8", "--latency-seconds", "0"],
+        "profile": ["--prompts", "p.txt", "--tokens", "8"],
         "generate": ["--max-new-tokens", "6"],
         "bench": ["--prompts", "p.txt", "--tokens", "8", "-o", "b.json"],
     }

@@ -1,0 +1,109 @@
+"""Commands that write files for other engines, and read theirs."""
+
+from __future__ import annotations
+
+import shutil
+
+import click
+
+from sequoia_plan.planner.cli.options import output_option, target_option
+from sequoia_plan.planner.cli.pair import load_pair
+
+
+@click.command("export")
+@click.argument("tree_file", metavar="[TREE]", type=click.Path(), required=False)
+@click.option(
+    "--format",
+    "export_format",
+    type=click.Choice(["medusa", "nxd", "growmap", "hf"]),
+    required=True,
+    help="The format; hf is a folder with the draft (or the target) as transformers and vLLM load "
+    "it.",
+)
+@click.option("-o", "--output", type=click.Path(), required=True, help="Write it there.")
+@click.option(
+    "--model",
+    type=click.Choice(["draft", "target"]),
+    help="With hf: which model to write. [default: draft]",
+)
+@target_option
+@click.option(
+    "--draft",
+    metavar="FILE",
+    help="With hf: a draft .safetensors file, or smollm2-135m-draft. [default: "
+    "smollm2-135m-eagle3]",
+)
+def export_command(
+    tree_file: str | None,
+    export_format: str,
+    output: str,
+    model: str | None,
+    target: str | None,
+    draft: str | None,
+) -> None:
+    """Write TREE (a file or a name of the catalog) for another engine, or with hf a model as a
+    folder that other engines load."""
+    from sequoia_plan.artifacts import load_tree
+    from sequoia_plan.artifacts.files import refuse_to_replace
+    from sequoia_plan.artifacts.interchange import export_tree
+
+    if (export_format == "hf") == bool(tree_file):
+        raise click.UsageError("--format hf writes a model and takes no TREE; others need one")
+    if export_format == "hf":
+        _export_model(output, model or "draft", target, draft)
+        return
+    if model or target or draft:
+        raise click.UsageError("--model, --target and --draft are for --format hf")
+    assert tree_file
+    tree = load_tree(tree_file)
+    refuse_to_replace(output, tree_file)
+    export_tree(tree, output, export_format)
+    click.echo(f"wrote {output}: {tree.size} nodes as {export_format}")
+
+
+def _export_model(output: str, role: str, target: str | None, draft: str | None) -> None:
+    """Write the target or the draft as a folder that transformers and vLLM load."""
+    from sequoia_plan.artifacts.files import new_folder
+    from sequoia_plan.runtime.pair import (
+        DEFAULT_DRAFT,
+        EMBEDDED_DRAFTS,
+        embedded_draft,
+        save_model,
+    )
+
+    if role == "target":
+        if draft is not None:
+            raise click.UsageError(f"--draft {draft}: --model target writes the target alone")
+        draft = "none"
+    elif target is None:
+        draft = draft or DEFAULT_DRAFT
+    if role == "draft" and not (draft in EMBEDDED_DRAFTS or str(draft).endswith(".safetensors")):
+        raise click.UsageError(
+            f"--draft {draft}: expected a draft .safetensors file; other engines load a folder as "
+            "it is"
+        )
+    with new_folder(output) as folder:
+        if draft == DEFAULT_DRAFT:
+            shutil.copytree(embedded_draft(draft), folder, dirs_exist_ok=True)
+            name, contents = draft, ", bfloat16"
+        else:
+            pair = load_pair(target, draft, "cpu", "float32", placement="resident")
+            save_model(pair, role, folder)
+            name, contents = pair.metadata[role]["name"], " with its tokenizer, float32"
+    click.echo(f"wrote {output}: the {role} {name}{contents}")
+
+
+@click.command("import")
+@click.argument("file", metavar="FILE", type=click.Path())
+@output_option("tree.safetensors", "tree")
+def import_command(file: str, output: str) -> None:
+    """Read a tree of another engine: Medusa choices, an NxD token tree, a growmap. The content
+    tells which."""
+    from sequoia_plan.artifacts import save_tree
+    from sequoia_plan.artifacts.files import refuse_to_replace
+    from sequoia_plan.artifacts.interchange import import_tree
+
+    tree = import_tree(file)
+    refuse_to_replace(output, file)
+    save_tree(tree, output)
+    click.echo(f"wrote {output}: {tree}")

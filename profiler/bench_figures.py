@@ -1,0 +1,152 @@
+"""What bench reports of its runs: speeds, speed-ups with intervals, and predictions by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from msgspec import structs
+
+from sequoia_plan.artifacts import Plan
+from sequoia_plan.artifacts.bench_result import (
+    KindResult,
+    MethodResult,
+    Prediction,
+    Ratio,
+    Spread,
+)
+from sequoia_plan.profiler.decoding_methods import PromptRun
+
+TITLES = {
+    "plain": "plain decoding",
+    "generate": "Hugging Face generate",
+    "assisted": "Hugging Face assisted",
+    "lookup": "Hugging Face prompt lookup",
+    "chain": "chain",
+    "chains": "independent chains, SpecInfer",
+    "k-ary": "complete binary tree",
+    "top-k": "our tree, top-k",
+    "tree": "our tree without lookup",
+    "sequoia": "our tree, Sequoia",
+    "traversal": "our tree, traversal",
+}
+"""The title of every method; `sequoia_plan.planner.solving.baselines` has the trees."""
+BASELINES = ("plain", "generate", "assisted", "sequoia", "traversal")
+"""Methods over which speed-ups are reported."""
+RESAMPLES = 2_000
+"""Bootstrap resamples of the prompts."""
+
+
+def summary(
+    runs: Mapping[str, list[PromptRun]], over: Sequence[str] = BASELINES
+) -> dict[str, MethodResult]:
+    """Each method's figures, and its speed-up over each method of `over` that took part."""
+    results = {}
+    for name, method_runs in runs.items():
+        steady = [round(_steady_tokens_per_second(run), 3) for run in method_runs]
+        results[name] = MethodResult(
+            title=TITLES.get(name, name),
+            tokens_per_second=_spread([run.tokens / run.seconds for run in method_runs]),
+            first_token_seconds=_spread([run.first_seconds for run in method_runs]),
+            tokens_per_step=_tokens_per_step(method_runs),
+            tokens_per_second_by_prompt=tuple(steady),
+            speedup={
+                baseline: _speedup(method_runs, runs[baseline])
+                for baseline in over
+                if baseline in runs
+            },
+        )
+    return results
+
+
+def predicted_by_kind(
+    result: MethodResult,
+    plan: Plan,
+    kinds: Sequence[str | None],
+    runs: Sequence[PromptRun],
+    plain_runs: Sequence[PromptRun] | None,
+) -> MethodResult:
+    """A method's result with what the plan predicts for exactly these prompts, and kind by kind."""
+    # what is predicted for all profiled prompts together
+    mixture = result.prediction or Prediction()
+
+    def median_speedup(kinds: Sequence[str | None]) -> float:
+        """The median over the profiled texts of these kinds, where the plan has figures of them."""
+        return _median_of_mixture(
+            [
+                plan.text_speedups.get(kind or "")
+                or [plan.speedup_by_kind.get(kind or "", mixture.speedup or 0.0)]
+                for kind in kinds
+            ]
+        )
+
+    by_kind = {}
+    for kind in dict.fromkeys(kinds):
+        if kind not in plan.speedup_by_kind:
+            continue
+        chosen = [i for i, other in enumerate(kinds) if other == kind]
+        kind_runs = [runs[i] for i in chosen]
+        by_kind[kind] = KindResult(
+            prompts=len(chosen),
+            tokens_per_step=_tokens_per_step(kind_runs),
+            speedup=_speedup(kind_runs, [plain_runs[i] for i in chosen]) if plain_runs else None,
+            prediction=Prediction(plan.tokens_by_kind.get(kind), median_speedup([kind])),
+        )
+    if not by_kind:
+        prediction = structs.replace(mixture, prompts_as_mixture=len(kinds))
+        return structs.replace(result, prediction=prediction)
+    tokens = mixture.tokens_per_step
+    if tokens and plan.tokens_by_kind:
+        step_tokens = [plan.tokens_by_kind.get(kind or "", tokens) for kind in kinds]
+        new_tokens = np.array([run.tokens for run in runs])
+        tokens = float(new_tokens.sum() / (new_tokens / step_tokens).sum())
+    # without the mixture's intervals, which do not hold for these prompts
+    prediction = Prediction(
+        tokens,
+        median_speedup(kinds),
+        prompts_as_mixture=sum(kind not in by_kind for kind in kinds),
+    )
+    return structs.replace(result, prediction=prediction, by_kind=by_kind)
+
+
+def _median_of_mixture(groups: Sequence[Sequence[float]]) -> float:
+    """The median of a number of a random group; the mean of the two medians if there are two."""
+    values = np.concatenate([np.asarray(group, float) for group in groups])
+    weights = np.concatenate([np.full(len(group), 1 / len(group)) for group in groups])
+    low = np.quantile(values, 0.5, method="inverted_cdf", weights=weights)
+    high = -np.quantile(-values, 0.5, method="inverted_cdf", weights=weights)
+    return float(low + high) / 2
+
+
+def _tokens_per_step(runs: Sequence[PromptRun]) -> float | None:
+    """New tokens a pass of the target, over all prompts; None if passes were not counted."""
+    passes = [run.passes for run in runs]
+    if None in passes:
+        return None
+    return round(sum(run.tokens for run in runs) / sum(filter(None, passes)), 4)
+
+
+def _speedup(runs: Sequence[PromptRun], baseline_runs: Sequence[PromptRun]) -> Ratio:
+    """The ratios of two methods' speeds over the prompts, with the interval of their median."""
+    ratios = np.array(
+        [
+            _steady_tokens_per_second(run) / _steady_tokens_per_second(baseline_run)
+            for run, baseline_run in zip(runs, baseline_runs, strict=True)
+        ]
+    )
+    resampled = np.random.default_rng(0).choice(ratios, (RESAMPLES, ratios.size))
+    interval = np.quantile(np.median(resampled, 1), [0.025, 0.975]).round(4).tolist()
+    return Ratio(*structs.astuple(_spread(ratios)), *interval)
+
+
+def _steady_tokens_per_second(run: PromptRun) -> float:
+    """Tokens/s after the first tokens came; tokens/s of the whole run if no others followed."""
+    if run.tokens > run.first_tokens:
+        return (run.tokens - run.first_tokens) / (run.seconds - run.first_seconds)
+    return run.tokens / run.seconds
+
+
+def _spread(numbers: Any) -> Spread:
+    """The median and the quartiles, to four digits."""
+    return Spread(*np.quantile(np.asarray(numbers, float), [0.5, 0.25, 0.75]).round(4).tolist())

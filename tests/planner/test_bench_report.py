@@ -1,0 +1,143 @@
+"""What bench measured, in sentences, in a table and on a page."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+from bench_results import TREE, decoded_by_kind, figures_of
+from msgspec.structs import replace
+
+from sequoia_plan.artifacts import Plan, TokenTree
+from sequoia_plan.artifacts.bench_result import Prediction
+from sequoia_plan.planner.report.bench_table import finding, print_table
+from sequoia_plan.planner.report.html import INK, LINE
+from sequoia_plan.planner.report.page import page
+from sequoia_plan.profiler.bench_figures import TITLES
+
+
+def check_page(text, plots):
+    """One file that needs nothing else: own colours, unique ids, every tag closed."""
+    assert text.count("<svg") == text.count("</svg>") == text.count("<figure>") == plots
+    assert INK not in text and LINE not in text
+    assert "currentColor" in text and "prefers-color-scheme:dark" in text
+    links = set(filter(None, sum(re.findall(r'(?:href|src)="([^"]*)"|url\(([^)]*)\)', text), ())))
+    assert all(link.startswith(("#", "data:")) for link in links)
+    ids = re.findall(r' id="([^"]*)"', text)
+    assert {link[1:] for link in links if link.startswith("#")} <= set(ids)
+    clips = re.findall(r'<clipPath id="([^"]*)"', text)
+    assert len(clips) == len(set(clips))
+    for svg in re.findall(r"<svg.*?</svg>", text, re.S):
+        ElementTree.fromstring(svg)
+
+
+@pytest.mark.slow
+def test_a_page_says_what_it_knows():
+    """Without acceptance there is the tree and the speed-ups; text from files is never markup."""
+    result = figures_of(TREE, sequoia=1.5)
+
+    text = page(TokenTree(TREE.parents), result)
+    check_page(text, plots=2)
+    assert "<script" not in text and "&lt;script&gt;" in text
+    assert "1.50x <small>1.40-1.60</small>" in text and finding(result) in text
+    plan = replace(TREE.plan, acceptance=((0.6, 0.2), (0.5, 0.0), (0.3, 0.3)))
+    check_page(page(TokenTree(TREE.parents, plan), result), plots=5)
+    alone = page(TokenTree.from_parents([-1], TREE.plan), figures_of(TokenTree.chain(1)))
+    check_page(alone, plots=3)
+    assert "nothing is speculated" in alone
+
+
+GOOD = figures_of(TREE, sequoia=1.5, traversal=1.6, generate=0.8)
+GOOD.methods["traversal"] = replace(GOOD.methods["traversal"], prediction=Prediction(2.0, 1.55))
+
+
+@pytest.mark.parametrize(
+    ("result", "parts"),
+    [
+        (
+            GOOD,
+            (
+                "Recommended is the tree of 7 nodes and depth 4, verified with traversal: 1.60",
+                "at temperature 0 (95 % interval 1.50 to 1.70; predicted 1.55).",
+            ),
+        ),
+        (
+            figures_of(TREE, sequoia=1.5, lookup=1.7),
+            (
+                "Not the fastest is the tree",
+                "Faster was Hugging Face prompt lookup: 1.13 times our tree (1.03 to 1.23).",
+            ),
+        ),
+        (
+            figures_of(TREE, sequoia=1.5, lookup=1.6),
+            ("Recommended is the tree", "Faster, but not certainly, was Hugging Face prompt"),
+        ),
+        (figures_of(TREE, sequoia=1.05), ("No gain is certain",)),
+        (figures_of(TREE, sequoia=0.8), ("Recommended is plain decoding: the tree",)),
+        (figures_of(TREE, sequoia=0.8, chain=1.2), ("Faster was chain",)),
+        (figures_of(TREE, chain=1.2), ("was not measured",)),
+    ],
+)
+def test_what_bench_found_in_a_sentence(result, parts):
+    """Who wins, and by how much, is said as it was measured."""
+    text = finding(result)
+    assert all(part in text for part in parts), text
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_the_table_fits_the_terminal(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    print_table(figures_of(TREE, **dict.fromkeys(set(TITLES) - {"plain"}, 1.5)))
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    assert max(map(len, lines)) <= columns
+    assert not any("…" in line for line in lines)
+    assert sum("1.50x (1.40-1.60)" in line for line in lines) == len(TITLES) - 1
+    assert any("first token" in line for line in lines) == (columns == 140)
+
+
+@pytest.mark.parametrize(
+    ("interval", "new_kind", "part"),
+    [
+        (None, None, ""),
+        ((1.45, 1.80), None, ""),
+        ((1.10, 1.41), (1.00, 1.60), ""),  # the intervals meet: 1.40 to 1.60 was measured
+        ((1.61, 1.90), None, "17% too high, and its interval (1.61 to 1.90) does not meet"),
+        ((1.05, 1.39), None, "and its interval (1.05 to 1.39)"),
+        ((1.61, 1.90), (1.50, 2.00), "that for prompts of a new kind (1.50 to 2.00) does"),
+        ((1.62, 1.90), (1.61, 2.00), "nor does that for prompts of a new kind (1.61 to 2.00)"),
+    ],
+)
+def test_a_promise_that_was_not_kept_is_said(interval, new_kind, part):
+    result = figures_of(TREE, sequoia=1.5)
+    prediction = Prediction(2.0, 1.75, interval, new_kind)
+    result.methods["sequoia"] = replace(result.methods["sequoia"], prediction=prediction)
+    text = finding(result)
+    assert ("The prediction is" in text) == bool(part) and part in text
+
+
+@pytest.mark.parametrize(
+    ("kinds", "note", "is_listed"),
+    [
+        (["copy", "chat[/b]"], "from the kind of each prompt\n", True),
+        (["copy", "copy"], "from the kind of each prompt\n", False),
+        (["copy", "poem"], "of each prompt, and for 1 of 2 from all profiled prompts", False),
+        ([None, "poem"], "from all profiled prompts together, b", False),
+    ],
+)
+def test_bench_says_for_which_prompts_it_predicts(kinds, note, is_listed, capsys):
+    """And lists kinds if there are several, names as they are; not one line more without kinds."""
+    by_kind = {"copy": 3.0, "chat[/b]": 1.2}
+    plan = Plan(speedup_by_kind=by_kind, tokens_by_kind={"copy": 6.0, "chat[/b]": 2})
+    result = figures_of(TREE, sequoia=1.5)
+    print_table(result)
+    assert "predicted for" not in capsys.readouterr().out
+    result = replace(result, settings=replace(result.settings, prompts=2))
+    result.methods["sequoia"] = decoded_by_kind(kinds, plan)
+    print_table(result)
+    text = capsys.readouterr().out
+    assert note in text
+    rows = [line.split() for line in text.splitlines()]
+    assert (["copy", "1", "3.00x", "3.00x", "6.00", "6.00"] in rows) == is_listed
+    assert (["chat[/b]", "1", "1.20x", "1.20x", "2.00", "2.00"] in rows) == is_listed
