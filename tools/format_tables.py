@@ -39,12 +39,12 @@ TABLES: dict[str, tuple[type[Artifact], str]] = {
     "bench.by_kind": (bench_result.KindResult, "contenders.NAME.by_kind.KIND"),
     "bench.breakdown": (bench_result.Breakdown, "breakdown"),
     "engine": (engine_plan.EnginePlan, ""),
-    "engine.acceptance": (engine_plan.ChainAcceptance, "acceptance"),
-    "engine.steps": (engine_plan.StepSeconds, "steps[]"),
-    "engine.cells": (engine_plan.Cell, "cells[]"),
-    "engine.measured": (engine_plan.MeasuredCell, "cells[].measured"),
-    "engine.schedule": (engine_plan.ScheduleEntry, "schedule[]"),
-    "engine.by_context": (engine_plan.ContextChoice, "by_context[]"),
+    "engine.acceptance": (engine_plan.ChainAcceptance, "contexts[].acceptance"),
+    "engine.contexts": (engine_plan.ContextPlan, "contexts[]"),
+    "engine.steps": (engine_plan.StepSeconds, "contexts[].steps[]"),
+    "engine.cells": (engine_plan.Cell, "contexts[].cells[]"),
+    "engine.measured": (engine_plan.MeasuredCell, "contexts[].cells[].measured"),
+    "engine.schedule": (engine_plan.ScheduleEntry, "contexts[].schedule[]"),
 }
 """For each `<!-- table NAME -->` of the page: the struct to describe, and its keys' prefix."""
 
