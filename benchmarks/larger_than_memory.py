@@ -165,7 +165,7 @@ def project(figures: dict[str, Any]) -> dict[str, Any]:
     free_draft = {1: 1e-6, max(NODES): 1e-6}
     latency = Latency(target, free_draft, stream=stream)
     acceptance = Profile.load(PROFILES / f"{ACCEPTANCE}.yaml").acceptance
-    tree = solve(Profile(acceptance, latency=latency), max(NODES), 20).tree
+    tree = solve(Profile(acceptance, latency=latency), budget=max(NODES), depth=20).tree
     return {
         "acceptance": ACCEPTANCE,
         "size": tree.size,

@@ -45,9 +45,9 @@ import torch
 from accelerate import disk_offload
 
 from sequoia_plan.artifacts import Profile, TokenTree
-from sequoia_plan.artifacts.cost import prediction_for
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.merge import pooled
+from sequoia_plan.artifacts.prediction import prediction_for
 from sequoia_plan.artifacts.prompts import built_in
 from sequoia_plan.planner import solve
 from sequoia_plan.profiler.acceptance import measure_acceptance
@@ -384,7 +384,7 @@ class DecodeBenchmark:
         self.disk.wear_down()
         seconds = self.options.latency_seconds
         profile = measure_profile(pair, draft, self.dtype, self.sampling, seconds)
-        self.trees[draft] = solve(profile, BUDGET, DEPTH).tree
+        self.trees[draft] = solve(profile, budget=BUDGET, depth=DEPTH).tree
         tree_method = sequoia_method(pair, self.trees[draft], self.sampling, self.tokens)
         self.add(draft, tree_method)
         metadata = pair.metadata["target"]

@@ -62,11 +62,12 @@ from ranked_texts import (
 from rich.console import Console
 from rich.table import Table
 
-from sequoia_plan.artifacts import Profile, TokenTree
-from sequoia_plan.artifacts.cost import StepTime, expected_tokens
+from sequoia_plan.artifacts import Acceptance, Profile, TokenTree
+from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.merge import pooled
 from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load, measuring_half
+from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner import solve
 from sequoia_plan.planner.solving.solve import Solution
 from sequoia_plan.profiler.acceptance import measure_acceptance
@@ -192,7 +193,7 @@ def compare(
     prompts = [encode(pair.tokenizer, prompt.text) for prompt in held_out]
     trees = {
         str(size): solve(
-            profile, size, options.depth, objective="tokens", verifier=profile.verifier
+            profile, budget=size, depth=options.depth, objective="tokens", verifier=profile.verifier
         ).tree
         for size in options.sizes
     }
@@ -204,7 +205,10 @@ def compare(
     entries = []
     for name, tree in trees.items():
         figures_of_tree = measured_figures(runs[name], runs.get("plain", runs[name]))
-        tokens = {model: expected_tokens(tree, probs) for model, probs in vectors.items()}
+        tokens = {
+            model: expected_tokens(tree, Acceptance.given(probs).rates)
+            for model, probs in vectors.items()
+        }
         figures_of_tree["tokens_per_step"] |= rounded(tokens)
         if times is None:
             figures_of_tree = {"tokens_per_step": figures_of_tree["tokens_per_step"]}
@@ -400,7 +404,7 @@ class TwicePromised:
             levels=levels,
             kinds=observed.by_kind([self.kinds[i] for i in places]),
         )
-        return solve(profile, self.size, self.depth, objective="tokens")
+        return solve(profile, budget=self.size, depth=self.depth, objective="tokens")
 
 
 def replay_table(report: Mapping[str, Any]) -> Table:
@@ -443,7 +447,7 @@ def count_again(
     entries = []
     for size in options.sizes:
         tree = solve(
-            profile, size, options.depth, objective="tokens", verifier=profile.verifier
+            profile, budget=size, depth=options.depth, objective="tokens", verifier=profile.verifier
         ).tree
         observed = measure_acceptance(
             pair, prompts, [sampling], precision=0.0, tokens_per_prompt=options.tokens, tree=tree
@@ -459,8 +463,8 @@ def count_again(
             "measured": tokens.sum() / steps.sum(),
             "interval_low": np.quantile(resampled, 0.025),
             "interval_high": np.quantile(resampled, 0.975),
-            "by_level": expected_tokens(tree, profile.acceptance_by_level),
-            "again": expected_tokens(tree, again.acceptance_by_level),
+            "by_level": expected_tokens(tree, Acceptance.given(profile.acceptance_by_level).rates),
+            "again": expected_tokens(tree, Acceptance.given(again.acceptance_by_level).rates),
         }
         entries.append({"size": size, "depth": tree.depth, "tokens_per_step": rounded(entry)})
     return {

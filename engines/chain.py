@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sequoia_plan.artifacts.cost import Floats
+from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.engines.plan import ChainAcceptance
 from sequoia_plan.engines.prediction import Expectation, ratio_error
 from sequoia_plan.engines.timing import StepTimes

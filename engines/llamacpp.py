@@ -20,13 +20,14 @@ from sequoia_plan.engines.chain_replay import (
     DraftedText,
     FirstTokens,
     LookupText,
+    ReplayModel,
+    acceptance_of,
     drafted_text,
     replay,
 )
 from sequoia_plan.engines.llama_server import Build, Server
 from sequoia_plan.engines.plan import ContextPlan
 from sequoia_plan.engines.pool import EnginePool
-from sequoia_plan.engines.replay_model import ReplayModel, acceptance_of
 from sequoia_plan.engines.spec_types import (
     HIDDEN_STATE_TYPES,
     LOOKUP,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.artifacts.cost import Floats
+from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.artifacts.uncertainty import median_with_error
 from sequoia_plan.engines.plan import StepSeconds
 from sequoia_plan.engines.workload import EngineRun, RunKind, round_digits

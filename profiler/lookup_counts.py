@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sequoia_plan.artifacts.counts import MAX_KINDS, LevelCounts
+from sequoia_plan.artifacts.counts import MAX_KINDS, Counts
 from sequoia_plan.artifacts.lookup import (
     MATCH_LENGTHS,
     MAX_MATCH,
@@ -218,23 +218,23 @@ def lookup_counts(
 
 def _tables(
     tables: Sequence[Sequence[Sequence[float]]], num_levels: int, num_ranks: int
-) -> list[tuple[LevelCounts, ...]]:
+) -> list[Counts | None]:
     """The sum of tables of trials, for each class of match its counts by level."""
     total = np.zeros((len(MATCH_LENGTHS) * num_levels * 2, 1 + num_ranks))
     for table in tables:
         for number, *row in table:
             total[int(number)] += row
     by_class = total.reshape(len(MATCH_LENGTHS), num_levels, 2, 1 + num_ranks)
-    return [_levels(class_table) for class_table in by_class]
+    return [_counts(class_table) for class_table in by_class]
 
 
-def _levels(table: NDArray[np.float64]) -> tuple[LevelCounts, ...]:
+def _counts(table: NDArray[np.float64]) -> Counts | None:
     """The counts of one class of match, down to the last level with trials.
 
     `table` float64 [levels, 2, 1 + ranks].
     """
     trials, counts = table[..., 0].astype(np.int64), table[..., 1:]
     if not trials.any():
-        return ()
+        return None
     off_spine = ObservedAcceptance(trials[None, :, 1], counts[None, :, 1])
-    return ObservedAcceptance(trials.sum(1)[None], counts.sum(1)[None], off_spine).levels()
+    return ObservedAcceptance(trials.sum(1)[None], counts.sum(1)[None], off_spine).totals()

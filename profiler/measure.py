@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from msgspec import structs
 
-from sequoia_plan.artifacts import Latency, Profile, TokenTree, VerifierAcceptance
-from sequoia_plan.artifacts.cost import max_expected_tokens
-from sequoia_plan.artifacts.counts import counts_by_class
-from sequoia_plan.artifacts.merge import pooled
+from sequoia_plan.artifacts import Acceptance, Latency, Profile, TokenTree
+from sequoia_plan.artifacts.expected_tokens import max_expected_tokens
 from sequoia_plan.artifacts.prompts import Prompt
-from sequoia_plan.artifacts.rates import rates
 from sequoia_plan.profiler.acceptance import in_order, measure_by_prompt
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.latency import CONTEXT, SIZES, LatencyMeter
@@ -39,7 +34,6 @@ def measure(
     on_size: Callable[[int, float], None] = lambda size, median: None,
     on_prompt: Callable[[int, int, ObservedAcceptance], None] = lambda done, total, latest: None,
     max_size: int = SIZES[-1],
-    verifiers: Sequence[Sequence[str]] = (),
     tree: TokenTree | None = None,
     **acceptance_options: Any,
 ) -> list[Profile]:
@@ -50,7 +44,7 @@ def measure(
     changes, and one minute of samples at the end would show the speed of that minute only.
 
     Args:
-        samplings: temperatures and verifier, one entry for each profile of a context.
+        samplings: temperature and verifier, one entry for each profile of a context.
         latency_seconds: about how long latency is sampled at each context, once it is known which
             sizes to time.
         context: number of tokens in the KV cache while passes are timed; with several numbers,
@@ -60,8 +54,6 @@ def measure(
         on_prompt: called after each prompt with the number of prompts so far, the most there may
             be, and what was observed so far with the sampling that is being measured.
         max_size: the most nodes for which passes are timed.
-        verifiers: for each sampling, names of further verifiers to measure along with its own; none
-            if empty, and none at temperature 0, where all accept alike.
         tree: writes the text that acceptance is counted on; None for a small tree of ten nodes.
         acceptance_options: keyword arguments of `measure_by_prompt`, such as its method.
 
@@ -71,13 +63,7 @@ def measure(
     Raises:
         SequoiaPlanError: if the prompts do not fit the models.
     """
-    names_by_setting = verifiers or [()] * len(samplings)
-    further_samplings = [
-        [replace(sampling, verifier=name) for name in names if not sampling.greedy]
-        for sampling, names in zip(samplings, names_by_setting, strict=True)
-    ]
-    with_repeats = [*samplings, *itertools.chain.from_iterable(further_samplings)]
-    all_samplings = list(dict.fromkeys(with_repeats))
+    all_samplings = list(dict.fromkeys(samplings))
     prompt_ids = [encode(pair.tokenizer, prompt.text) for prompt in prompts]
     contexts = [context] if isinstance(context, int) else context
     meters = [
@@ -114,49 +100,32 @@ def measure(
     assert drafter is not None
     drafting = drafter.drafting  # which passes this type of draft takes in a step
 
-    def verifier_acceptance(sampling: Sampling, meter: LatencyMeter) -> VerifierAcceptance:
-        """The measured acceptance and verification cost of one sampling."""
-        acceptance = acceptance_of_sampling[sampling]
-        counts_by_level = acceptance.levels()
-        return VerifierAcceptance(
-            vector=pooled(counts_by_level),
-            trials=acceptance.effective_trials(),
-            levels=counts_by_level,
-            kinds=acceptance.by_kind(kind_of_prompt),
-            verification=meter.verification_cost(sampling),
-        )
-
-    def profile(
-        sampling: Sampling, further: Sequence[Sampling], meter: LatencyMeter, latency: Latency
-    ) -> Profile:
-        """The profile of `sampling`, with the acceptance of its `further` verifiers."""
-        own = verifier_acceptance(sampling, meter)
+    def profile(sampling: Sampling, meter: LatencyMeter, latency: Latency) -> Profile:
+        """The profile of `sampling` at the context of `meter`."""
+        observed = acceptance_of_sampling[sampling]
         return Profile(
-            acceptance=own.vector,
-            trials=own.trials,
-            latency=structs.replace(latency, verification=own.verification),
+            acceptance=Acceptance.counted(observed.totals()),
+            effective_trials=observed.effective_trials(),
+            latency=structs.replace(latency, verification=meter.verification_cost(sampling)),
             settings=sampling.settings(),
             models=pair.metadata,
             hardware=fingerprint(pair.target.device),
-            levels=own.levels,
             tree_size=tree.size if tree else None,
-            kinds=own.kinds,
-            lookup=lookup_counts(acceptance_of_sampling[sampling].lookup, kind_of_prompt),
-            verifiers={other.verifier: verifier_acceptance(other, meter) for other in further},
+            kinds=observed.by_kind(kind_of_prompt),
+            lookup=lookup_counts(observed.lookup, kind_of_prompt),
             drafting=drafting,
         )
 
     return [
-        profile(sampling, further, meter, latency)
+        profile(sampling, meter, latency)
         for meter, latency in zip(meters, latencies, strict=True)
-        for sampling, further in zip(samplings, further_samplings, strict=True)
+        for sampling in samplings
     ]
 
 
-def max_tokens_of_any_tree(acceptance: ObservedAcceptance) -> float:
+def max_tokens_of_any_tree(observed: ObservedAcceptance) -> float:
     """A bound on the expected tokens a step of any tree of at most `SIZES[-1]` nodes."""
-    counts_by_level = acceptance.levels()
-    probs_by_level, _ = rates(*counts_by_class(counts_by_level, num_classes=1))
-    probs_by_class, _ = rates(*counts_by_class(counts_by_level, num_classes=2))
-    estimates = (probs_by_level, probs_by_class, pooled(counts_by_level))
-    return max(max_expected_tokens(probs, SIZES[-1]) for probs in estimates)
+    acceptance = Acceptance.counted(observed.totals())
+    pooled = acceptance.pooled()[None, None]
+    estimates = (acceptance.rates, acceptance.with_one_class().rates, pooled)
+    return max(max_expected_tokens(rates, SIZES[-1]) for rates in estimates)

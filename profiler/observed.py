@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sequoia_plan.artifacts import LevelCounts, TokenTree
-from sequoia_plan.artifacts.counts import MAX_KINDS, Counts
+from sequoia_plan.artifacts import Counts, TokenTree
+from sequoia_plan.artifacts.counts import MAX_KINDS
 from sequoia_plan.artifacts.uncertainty import Z95, gradient, jackknife
 
 LEVELS = 4
@@ -37,7 +37,7 @@ class ObservedAcceptance:
     lookup: Sequence[dict[str, Any] | None] = ()
     tree: TokenTree = TREE
 
-    def levels(self) -> tuple[LevelCounts, ...]:
+    def totals(self) -> Counts:
         """Totals of each level, down to the last one with trials."""
         return self._totals(np.ones(len(self.trials), bool))
 
@@ -46,7 +46,7 @@ class ObservedAcceptance:
         off_spine = self.off_spine and self.off_spine.part(is_chosen)
         return ObservedAcceptance(self.trials[is_chosen], self.counts[is_chosen], off_spine)
 
-    def by_kind(self, kinds: Sequence[str | None]) -> dict[str, tuple[LevelCounts, ...]]:
+    def by_kind(self, kinds: Sequence[str | None]) -> dict[str, Counts]:
         """Totals of trials and counts by level, over the prompts of each kind."""
         kind_of_row = np.array([kinds[i % len(kinds)] or "" for i in range(len(self.trials))])
         distinct_kinds = list(dict.fromkeys(kind_of_row.tolist()))
@@ -70,7 +70,7 @@ class ObservedAcceptance:
         It is smaller than the number of trials, because positions of one text resemble each other.
         """
         p = self.counts.sum((0, 1)) / self.trials.sum()  # by rank, over all levels
-        slope = gradient(self.tree, p[None])[0]  # of the expected tokens of `tree`, by rank
+        slope = gradient(self.tree, p[None, None])[0, 0]  # of F(tree), by rank
         error, _ = self._error()
         if not np.isfinite(error):
             return int(self.trials.sum())
@@ -86,30 +86,26 @@ class ObservedAcceptance:
         """
         if len(self.trials) < MIN_PROMPTS:
             return float("inf"), 1.0
-        all_levels = self.trials.sum(1, keepdims=True), self.counts.sum(1, keepdims=True)
-        return jackknife(self.tree, *all_levels)
+        trials, counts = self.trials.sum(1), self.counts.sum(1)  # of all levels
+        return jackknife(self.tree, trials[:, None, None].astype(float), counts[:, None, None])
 
-    def _totals(self, is_chosen: NDArray[np.bool_]) -> tuple[LevelCounts, ...]:
-        """Trials and counts of each level over some of the prompts, and their part off the spine.
+    def _totals(self, is_chosen: NDArray[np.bool_]) -> Counts:
+        """Trials and counts of each level and node class over some of the prompts.
 
-        They reach down to the last level with trials on any prompt. The spine is the root, its
-        first child, that node's first child, and so on. `is_chosen` bool [prompts].
+        They reach down to the last level with trials on any prompt. `is_chosen` bool [prompts].
         """
-        trials, counts = self.trials[is_chosen].sum(0), self.counts[is_chosen].sum(0)
         num_levels = int(np.flatnonzero(self.trials.sum(0))[-1]) + 1
-        off_spine: list[Counts | None] = [None] * num_levels
-        if self.off_spine is not None:
-            off_trials = self.off_spine.trials[is_chosen].sum(0)
-            off_counts = self.off_spine.counts[is_chosen].sum(0)
-            off_counts = _clipped(off_counts, counts, off_trials, trials - off_trials)
-            for level in range(1, num_levels):  # level 0 has the root alone, which is on the spine
-                row = off_counts[level].round(4).tolist()
-                off_spine[level] = Counts(int(off_trials[level]), tuple(row))
-        return tuple(
-            LevelCounts(
-                int(trials[level]), tuple(counts[level].round(4).tolist()), off_spine[level]
-            )
-            for level in range(num_levels)
+        trials = self.trials[is_chosen].sum(0)[:num_levels]
+        counts = self.counts[is_chosen].sum(0)[:num_levels]
+        if self.off_spine is None:
+            return Counts(trials[:, None], counts.round(4)[:, None])
+        off_trials = self.off_spine.trials[is_chosen].sum(0)[:num_levels]
+        off_counts = self.off_spine.counts[is_chosen].sum(0)[:num_levels]
+        off_counts = _clipped(off_counts, counts, off_trials, trials - off_trials)
+        off_trials[0], off_counts[0] = 0, 0.0  # the root is on the spine
+        return Counts(
+            np.stack([trials - off_trials, off_trials], 1),
+            np.stack([counts.round(4) - off_counts.round(4), off_counts.round(4)], 1),
         )
 
 

@@ -1,8 +1,7 @@
-"""The time of verification for any tree: four terms, fitted to the times of a few shapes."""
+"""The time of verification for any tree: base and slope, fitted to the times of a few shapes."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Hashable, Sequence
 from functools import partial
@@ -13,12 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree, VerificationCost
-from sequoia_plan.artifacts.cost import verification_terms
-from sequoia_plan.artifacts.latency import RoundOrder
 from sequoia_plan.runtime import Sampling
+from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.draft.drafter import DraftedTree
 from sequoia_plan.runtime.models.vocabulary import vocabulary_size
-from sequoia_plan.runtime.step import TreeStep
 
 SPIKE = 100.0
 """A logit so far above the others that no other token is possible."""
@@ -44,8 +41,7 @@ def shapes_to_time(
 ) -> list[TokenTree]:
     """Trees to time verification with: chains, one-level trees and bushy ones of several sizes.
 
-    The terms of the cost (rounds of verification, nodes with children, and children) grow
-    independently of each other from tree to tree, so that a fit can tell them apart.
+    So base and seconds a node hold for trees of any shape.
     """
     chain_sizes = sorted({min(size, max_depth or size) for size in (1, 2, 4, 12)})
     chains = [TokenTree.chain(size) for size in chain_sizes]
@@ -58,16 +54,13 @@ def shapes_to_time(
     ]
 
 
-def round_order(step: TreeStep, sampling: Sampling) -> RoundOrder:
-    """The order in which the step's verifier takes nodes, with this sampling.
+def walks_down(step: CapturedStep, sampling: Sampling) -> bool:
+    """Whether verification looks at the nodes of the accepted path alone, as fused kernels do.
 
-    Only `traversal` verifies a node after its parent, and only fused kernels on the device can look
-    at the nodes of the accepted path alone.
+    `traversal` verifies all nodes in any case.
     """
     is_traversal = sampling.verifier == "traversal" and not sampling.greedy
-    if step.uses_fused_verifier(sampling):
-        return "path" if is_traversal else "walk"
-    return "level" if is_traversal else "tree"
+    return step.verifier.uses_kernels(sampling) and not is_traversal
 
 
 def steered_acceptance(tree: TokenTree) -> list[float]:
@@ -82,7 +75,7 @@ def steered_acceptance(tree: TokenTree) -> list[float]:
 class ShapeTimer:
     """Verifies one tree again and again, with random logits and drawn children, without a model."""
 
-    def __init__(self, step: TreeStep, samplings: Sequence[Sampling]) -> None:
+    def __init__(self, step: CapturedStep, samplings: Sequence[Sampling]) -> None:
         self.step, self.length = step, step.sequence.length.clone()
         self.generator = torch.Generator(step.device).manual_seed(0)
         self.logits = self._random_logits(step.tree.size, vocabulary_size(step.target.model))
@@ -90,7 +83,7 @@ class ShapeTimer:
         self.draft_logits: Tensor | None = None
         if step.drafter and step.passes and not step.drafter.drafting.drafts_by_level:
             vocabulary = step.drafter.vocabulary
-            self.draft_logits = self._random_logits(step.num_inner_nodes, vocabulary)
+            self.draft_logits = self._random_logits(step.num_parents, vocabulary)
         drafted_trees: dict[Hashable, DraftedTree] = {}
         self.inputs: dict[Sampling, tuple[Tensor, DraftedTree]] = {}
         for sampling in samplings:
@@ -100,14 +93,14 @@ class ShapeTimer:
                 drafted = self._draw(sampling) if drafts else DraftedTree(nothing, nothing)
                 drafted_trees[key] = drafted
             drafted, logits = drafted_trees[key], self.logits
-            if round_order(step, sampling) == "walk":
+            if walks_down(step, sampling):
                 logits = self._steered_logits(self._node_tokens(drafted), sampling)
             self.inputs[sampling] = logits, drafted
 
     def prepare(self, sampling: Sampling) -> None:
         """Put the sequence into the state in which verification finds it after drafting."""
         self.restore()
-        if round_order(self.step, sampling) != "walk":
+        if not walks_down(self.step, sampling):
             return  # other verifiers read no tokens
         slots = self.length + self.step.tensors.nodes
         tokens = self._node_tokens(self.inputs[sampling][1])
@@ -142,7 +135,7 @@ class ShapeTimer:
     def _draw(self, sampling: Sampling) -> DraftedTree:
         """Children of all inner nodes, drawn from random logits."""
         assert self.step.drafter is not None
-        logits = self._random_logits(self.step.num_inner_nodes, self.step.drafter.vocabulary)
+        logits = self._random_logits(self.step.num_parents, self.step.drafter.vocabulary)
         probs = sampling.draft_probs(logits)
         drawn = sampling.drawing(probs, self.step.tree.branching, self.generator)
         return DraftedTree(probs, drawn)
@@ -179,42 +172,28 @@ class ShapeTimer:
         return logits
 
 
-def fit(
-    trees: Sequence[TokenTree], seconds: Sequence[float], order: RoundOrder
-) -> VerificationCost:
+def fit(trees: Sequence[TokenTree], seconds: Sequence[float]) -> VerificationCost:
     """Fit the cost of verification to the times of `trees`.
 
-    The cost is linear in four counts of a tree (a constant, rounds, nodes with children, nodes but
-    the root). Its factors are not negative, and minimise the squares of the relative errors.
+    Base and seconds a node are not negative, and minimise the squares of the relative errors.
     """
-    terms = [verification_terms(tree, order, steered_acceptance(tree)) for tree in trees]
-    # dividing a tree's counts by its seconds makes 1 the value to predict, and errors relative
-    relative_terms = np.array(terms) / np.array(seconds)[:, None]
-    costs = non_negative_least_squares(relative_terms, np.ones(len(trees)))
-    degrees_of_freedom = max(1, len(trees) - np.count_nonzero(costs))
-    squared_errors = np.square(relative_terms @ np.array(costs) - 1).sum()
-    error = math.sqrt(squared_errors / degrees_of_freedom)
-    return VerificationCost(*costs, order, round(error, 4))
+    sizes, times = np.array([tree.size for tree in trees], float), np.array(seconds)
+    # dividing by a tree's seconds makes 1 the value to predict, and errors relative
+    relative_terms = np.stack([np.ones_like(sizes), sizes - 1], 1) / times[:, None]
+    candidates = np.zeros((3, 2))  # base alone, seconds a node alone, both
+    candidates[0, 0] = _slope(relative_terms[:, 0])
+    candidates[1, 1] = _slope(relative_terms[:, 1])
+    candidates[2] = np.linalg.lstsq(relative_terms, np.ones(len(trees)), rcond=None)[0]
+    possible = candidates[candidates.min(1) >= 0]
+    squared_errors = np.square(possible @ relative_terms.T - 1).sum(1)
+    best = int(np.argmin(squared_errors))
+    degrees_of_freedom = max(1, len(trees) - np.count_nonzero(possible[best]))
+    base, by_node = map(float, possible[best])
+    return VerificationCost(
+        base, by_node, round(math.sqrt(squared_errors[best] / degrees_of_freedom), 4)
+    )
 
 
-def non_negative_least_squares(
-    a: NDArray[np.float64], b: NDArray[np.float64]
-) -> tuple[float, float, float, float]:
-    """The x >= 0 that minimises |a x - b|.
-
-    It is found by solving without that condition for each subset of the columns, with 0 for the
-    others. The best solution without a negative entry is the answer. `a` float64 [n, 4]; `b`
-    float64 [n].
-    """
-    best, smallest_error = np.zeros(a.shape[1]), float(np.square(b).sum())
-    for columns in itertools.product([False, True], repeat=a.shape[1]):
-        if not any(columns):
-            continue
-        x = np.zeros(a.shape[1])
-        # `columns` says for each column whether it is in the subset
-        x[list(columns)] = np.linalg.lstsq(a[:, columns], b, rcond=None)[0]
-        error = float(np.square(a @ x - b).sum())
-        if x.min() >= 0 and error < smallest_error:
-            best, smallest_error = x, error
-    base, by_round, by_parent, by_child = map(float, best)
-    return base, by_round, by_parent, by_child
+def _slope(x: NDArray[np.float64]) -> float:
+    """The factor that brings `x` [n] closest to 1."""
+    return float(x.sum() / max((x @ x), 1e-300))

@@ -33,7 +33,15 @@ RESPONSES_HELP = "Responses of a server with the largest number of tokens, as JS
 LOG_HELP = "A server's log; one for each number of tokens, one without speculation."
 
 plan_options = options(
-    click.option("--batch", "batches", metavar="N,N,...", help=BATCH_HELP),
+    click.option(
+        "--batch",
+        "batches",
+        metavar="N,N,...",
+        callback=lambda context, parameter, text: parse_sizes(
+            "--batch", text, "batch sizes", MAX_BATCH, "1,4,16"
+        ),
+        help=BATCH_HELP,
+    ),
     click.option(
         "--most",
         "max_length",
@@ -66,14 +74,13 @@ def engine() -> None:
 def sglang(
     responses: str | None,
     logs: tuple[str, ...],
-    batches: str | None,
+    batches: list[int] | None,
     max_length: int,
     times_path: str | None,
     outputs: dict[str, Any],
 ) -> None:
     """Say which --speculative-num-steps is best, from the logs and responses of SGLang servers.
     No SGLang is run."""
-    batch_sizes = parse_batches(batches)
     if not responses and not logs:
         raise click.UsageError(
             "give --responses of a server with speculation, "
@@ -95,12 +102,12 @@ def sglang(
     acceptance = read_responses(responses) if responses else acceptance_from_logs(server_logs)
     max_length = min(max_length, len(acceptance.accepted))
     if times_path:
-        plan = replan(times_path, "sglang", acceptance, batch_sizes, max_length)
+        plan = replan(times_path, "sglang", acceptance, batches, max_length)
     elif logs:
         times = StepTimes(tuple(step for log in server_logs for step in log.steps))
         plan = make_plan(
             [Measurement(ChainModel(acceptance, max_length), times)],
-            batch_sizes or default_batches(times.steps),
+            batches or default_batches(times.steps),
             launch_options,
             engine="sglang",
         )
@@ -174,11 +181,6 @@ def default_batches(steps: Sequence[StepSeconds]) -> list[int]:
     timed = [step.batch for step in steps]
     within = [batch for batch in DEFAULT_BATCHES if min(timed) <= batch <= max(timed)]
     return within or [max(timed)]
-
-
-def parse_batches(text: str | None) -> list[int] | None:
-    """Parse the value of --batch."""
-    return parse_sizes("--batch", text, "batch sizes", MAX_BATCH, "1,4,16")
 
 
 def print_acceptance(acceptance: ChainAcceptance, max_length: int, as_json: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,7 +13,6 @@ import click
 from sequoia_plan.planner.cli.engine import (
     DEFAULT_BATCHES,
     output_options,
-    parse_batches,
     plan_options,
     print_acceptance,
     replan,
@@ -30,7 +30,7 @@ from sequoia_plan.planner.cli.options import (
 from sequoia_plan.planner.cli.terminal import status
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from sequoia_plan.engines.plan import ChainAcceptance, EnginePlan
     from sequoia_plan.engines.pool import EnginePool
@@ -70,8 +70,8 @@ VERIFY_HELP = (
 )
 
 
-workload_options = bundle(
-    "workload",
+run_options = bundle(
+    "run",
     path=file_option("--prompts", "path", text=PROMPTS_HELP),
     limit=count_option("--limit", None, LIMIT_HELP),
     tokens=click.option(
@@ -88,9 +88,15 @@ workload_options = bundle(
         show_default=True,
         help="Temperature of sampling; 0 is greedy.",
     ),
+    contexts=click.option(
+        "--context",
+        "contexts",
+        metavar="N,N,...",
+        callback=lambda context, parameter, text: parse_contexts(text) or [0],
+        help=CONTEXT_HELP,
+    ),
+    should_verify=click.option("--verify", "should_verify", is_flag=True, help=VERIFY_HELP),
 )
-context_option = click.option("--context", "contexts", metavar="N,N,...", help=CONTEXT_HELP)
-verify_option = click.option("--verify", "should_verify", is_flag=True, help=VERIFY_HELP)
 
 
 @click.command()
@@ -102,9 +108,7 @@ verify_option = click.option("--verify", "should_verify", is_flag=True, help=VER
 @click.option("--speculative-args", metavar="JSON", help=SPECULATIVE_ARGS_HELP)
 @click.option("--metrics", metavar="URL|FILE", help=METRICS_HELP)
 @count_option("--together", None, TOGETHER_HELP)
-@workload_options
-@context_option
-@verify_option
+@run_options
 @plan_options
 @output_options
 def vllm(
@@ -116,17 +120,13 @@ def vllm(
     speculative_args: str | None,
     metrics: str | None,
     together: int | None,
-    contexts: str | None,
-    should_verify: bool,
-    batches: str | None,
+    batches: list[int] | None,
     max_length: int,
     times_path: str | None,
-    workload: dict[str, Any],
+    run: dict[str, Any],
     outputs: dict[str, Any],
 ) -> None:
     """Measure a target and a draft in your vLLM, and say which num_speculative_tokens is best."""
-    batch_sizes = parse_batches(batches)
-    context_sizes = parse_contexts(contexts) or [0]
     config_entries = _parse_json_object("--speculative-args", speculative_args)
     engine_options = _parse_json_object("--engine-args", engine_args)
     if not metrics and not target:
@@ -137,12 +137,12 @@ def vllm(
         raise click.UsageError(
             "--times has no acceptance: add --metrics, or leave it out to measure both"
         )
-    if (contexts or should_verify) and (times_path or not target):
+    if (any(run["contexts"]) or run["should_verify"]) and (times_path or not target):
         raise click.UsageError(
             "--context and --verify run an engine: name the models with --target and --draft, "
             "and leave --times out"
         )
-    check_outputs(outputs["output"], outputs["report"], times_path, metrics, workload["path"])
+    check_outputs(outputs["output"], outputs["report"], times_path, metrics, run["path"])
 
     from sequoia_plan.engines.counters import chain_acceptance, fetch
     from sequoia_plan.engines.vllm import (
@@ -151,7 +151,6 @@ def vllm(
         find_python,
         speculative_config,
     )
-    from sequoia_plan.engines.workload import Workload
 
     if target and not times_path and not draft and method not in METHODS_WITHOUT_DRAFT:
         raise click.UsageError(
@@ -162,31 +161,27 @@ def vllm(
     if acceptance:
         max_length = min(max_length, len(acceptance.accepted))
     if acceptance and times_path:
-        plan = replan(times_path, "vllm", acceptance, batch_sizes, max_length)
+        plan = replan(times_path, "vllm", acceptance, batches, max_length)
     elif acceptance and not target:
         print_acceptance(acceptance, max_length, outputs["as_json"])
         return
     else:
-        batch_sizes = batch_sizes or list(DEFAULT_BATCHES)
-        workload["limit"] = workload["limit"] or DEFAULT_LIMIT
-        pool = VllmPool(
-            target=target or "",
-            draft=draft,
-            workload=Workload.load(**workload),
-            max_context=max(context_sizes),
-            max_engines=together,
-            python=find_python(python),
-            speculative=speculative_config(method, draft, config_entries),
-            options={"max_num_seqs": max(batch_sizes)} | engine_options,
-        )
+        batches = batches or list(DEFAULT_BATCHES)
         plan = _measured_plan(
-            pool,
-            batch_sizes,
+            partial(
+                VllmPool,
+                target=target or "",
+                draft=draft,
+                max_engines=together,
+                python=find_python(python),
+                speculative=speculative_config(method, draft, config_entries),
+                options={"max_num_seqs": max(batches)} | engine_options,
+            ),
+            run | {"limit": run["limit"] or DEFAULT_LIMIT},
+            batches,
             max_length,
-            context_sizes,
-            acceptance,
             outputs["output"],
-            should_verify,
+            acceptance,
         )
     write_plan(plan, **outputs)
 
@@ -205,9 +200,7 @@ def vllm(
     help="Further options of llama-server, as '-ngl 99 -t 8'.",
 )
 @click.option("--most", "max_length", type=click.IntRange(1, 64), help=MOST_HELP)
-@workload_options
-@context_option
-@verify_option
+@run_options
 @file_option("-o", "--output", text="Write the plan there, as YAML.")
 @verbose_option
 @json_option
@@ -218,18 +211,15 @@ def llamacpp(
     server: str | None,
     server_args: str,
     max_length: int | None,
-    contexts: str | None,
-    should_verify: bool,
     output: str | None,
     verbose: bool,
     as_json: bool,
-    workload: dict[str, Any],
+    run: dict[str, Any],
 ) -> None:
     """Measure a target and a draft in your llama.cpp, and say which n-max and p-min are best."""
     from sequoia_plan.engines.llama_server import check_model, find_build
     from sequoia_plan.engines.llamacpp import LlamaCppPool
     from sequoia_plan.engines.spec_types import LOOKUP, TYPES, WITHOUT_DRAFT
-    from sequoia_plan.engines.workload import Workload
 
     names = {spec_type, f"draft-{spec_type}"}
     if not names & {*TYPES}:
@@ -247,41 +237,38 @@ def llamacpp(
         raise click.UsageError(
             f"--server-args {server_args}: {error}; expected options as for a shell"
         ) from error
-    context_sizes = parse_contexts(contexts) or [0]
-    check_outputs(output, None, workload["path"], target, draft)
+    check_outputs(output, None, run["path"], target, draft)
     check_model("--target", target)
     if draft:
         check_model("--draft", draft)
     build = find_build(server, spec_type)
     if build.spec_type != LOOKUP:  # a few texts hold most of what lookups are worth
-        workload["limit"] = workload["limit"] or DEFAULT_LIMIT
-    pool = LlamaCppPool(
-        target=target,
-        draft=draft,
-        workload=Workload.load(**workload),
-        max_context=max(context_sizes),
-        build=build,
-        arguments=arguments,
-    )
+        run["limit"] = run["limit"] or DEFAULT_LIMIT
     max_length = max_length or (48 if build.spec_type == LOOKUP else 8)
-    plan = _measured_plan(pool, [1], max_length, context_sizes, None, output, should_verify)
+    new_pool = partial(LlamaCppPool, target=target, draft=draft, build=build, arguments=arguments)
+    plan = _measured_plan(new_pool, run, [1], max_length, output)
     write_plan(plan, output, verbose, as_json)
 
 
 def _measured_plan(
-    pool: EnginePool,
+    new_pool: Callable[..., EnginePool],
+    run: dict[str, Any],
     batches: Sequence[int],
     max_length: int,
-    contexts: Sequence[int],
-    acceptance: ChainAcceptance | None,
     output: str | None,
-    should_verify: bool,
+    acceptance: ChainAcceptance | None = None,
 ) -> EnginePlan:
     """Run engines to make a plan, and to verify it."""
     from sequoia_plan.engines.planning import measure, plan_of, verify_plan
+    from sequoia_plan.engines.workload import Workload
 
-    with status("") as report_status, pool:
-        pool.report_status = report_status
+    contexts, should_verify = run.pop("contexts"), run.pop("should_verify")
+    with (
+        status("") as report_status,
+        new_pool(
+            workload=Workload.load(**run), max_context=max(contexts), report_status=report_status
+        ) as pool,
+    ):
         measurements, seconds = measure(pool, batches, max_length, contexts, acceptance)
         plan = plan_of(pool, measurements, batches, seconds)
         if output:

@@ -70,14 +70,15 @@ def throughput_panel(part: ContextPlan, batch: int, axes: Any) -> None:
     axes.plot(
         *zip(*timed, strict=True), "o", color=GREEN, markersize=4.5, label="step time measured"
     )
-    measured = [(cell.speculative_tokens, cell.measured) for cell in cells if cell.measured]
+    measured = {cell.speculative_tokens: cell.measured for cell in cells if cell.measured}
     if measured:
+        runs = measured.values()
         axes.errorbar(
-            [length for length, _ in measured],
-            [m.throughput for _, m in measured],
+            list(measured),
+            [run.throughput for run in runs],
             yerr=[
-                [m.throughput - m.low for _, m in measured],
-                [m.high - m.throughput for _, m in measured],
+                [run.throughput - run.low for run in runs],
+                [run.high - run.throughput for run in runs],
             ],
             fmt="D",
             color=AMBER,
@@ -110,7 +111,7 @@ def _plots(plan: EnginePlan) -> list[Plot]:
 
 def _cells_table(plan: EnginePlan) -> str:
     """The predictions as an HTML table, with the best ones highlighted."""
-    rows = list(table_rows(plan))
+    rows = table_rows(plan)
     table = "".join(f"<th>{escape(name)}</th>" for name in rows[0][1])
     for is_best, texts in rows:
         columns = "".join(f"<td>{escape(text)}</td>" for text in texts.values())

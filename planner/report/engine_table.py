@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from sequoia_plan.engines.plan import Cell, ChainAcceptance, ContextPlan, EnginePlan
+from sequoia_plan.engines.plan import Cell, ChainAcceptance, ContextPlan, EnginePlan, MeasuredCell
 
 MAX_TABLE_WIDTH = 200
 """Columns of the terminal that a table may take: a wider one is wrapped by it, not cut off."""
@@ -76,38 +76,30 @@ def prediction_errors(plan: EnginePlan) -> list[str]:
     return sentences
 
 
-def table_rows(plan: EnginePlan) -> Iterator[tuple[bool, dict[str, str]]]:
-    """Yields for each cell whether it is the best of its kind of request, and its texts by column.
+def table_rows(plan: EnginePlan) -> list[tuple[bool, dict[str, str]]]:
+    """For each cell whether it is the best of its kind of request, and its texts by column.
 
-    Columns that no cell has a value for are left out.
+    Columns that no cell has a text for are left out.
     """
-    cells = [cell for part in plan.contexts for cell in part.cells]
-    left_out = set()
-    for column, is_there in (
-        ("context", any(part.context for part in plan.contexts)),
-        ("setting", any(cell.variant for cell in cells)),
-        ("measured", any(cell.measured for cell in cells)),
-    ):
-        if not is_there:
-            left_out.add(column)
+    rows = []
     for part, batch in parts_and_batches(plan):
         best = part.best_cell(batch)
         for cell in part.cells_at(batch):
             measured = cell.measured
             texts = {
-                "context": str(part.context),
+                "context": str(part.context or ""),
                 "batch": str(batch),
                 "K": str(cell.speculative_tokens),
                 "setting": cell.variant,
                 "tokens/step": f"{cell.tokens_per_step:.2f}",
                 "step": f"{'' if cell.is_timed else '~'}{cell.seconds * 1000:.1f} ms",
-                "predicted": _with_range(cell.throughput, cell.low, cell.high),
-                "measured": _with_range(measured.throughput, measured.low, measured.high)
-                if measured
-                else "",
+                "predicted": _with_range(cell),
+                "measured": _with_range(measured) if measured else "",
                 "over K=0": f"{cell.speedup:.2f}x",
             }
-            yield cell == best, {c: text for c, text in texts.items() if c not in left_out}
+            rows.append((cell == best, texts))
+    columns = [name for name in rows[0][1] if any(texts[name] for _, texts in rows)]
+    return [(is_best, {name: texts[name] for name in columns}) for is_best, texts in rows]
 
 
 def launch_groups(plan: EnginePlan) -> list[tuple[str, Sequence[str]]]:
@@ -138,9 +130,9 @@ def _speed(cell: Cell) -> str:
     return f"{cell.throughput:.1f} tokens/s{measured}"
 
 
-def _with_range(value: float, low: float, high: float) -> str:
-    """A value and the range around it, as "81.2 (75.0-88.1)"."""
-    return f"{value:.1f} ({low:.1f}-{high:.1f})"
+def _with_range(cell: Cell | MeasuredCell) -> str:
+    """A throughput and the range around it, as "81.2 (75.0-88.1)"."""
+    return f"{cell.throughput:.1f} ({cell.low:.1f}-{cell.high:.1f})"
 
 
 def acceptance_lines(acceptance: ChainAcceptance, mean_tokens: Sequence[float]) -> list[str]:
@@ -177,7 +169,7 @@ def print_plan(plan: EnginePlan, verbose: bool) -> None:
     for purpose, options in launch_groups(plan):
         lines += [purpose, *options] if purpose else options
     if verbose:
-        rows = list(table_rows(plan))
+        rows = table_rows(plan)
         table = Table(*rows[0][1], box=box.SIMPLE, padding=(0, 1, 0, 0))
         for column in table.columns:
             column.no_wrap, column.justify = True, "right"

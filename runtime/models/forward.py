@@ -77,6 +77,8 @@ class TreeModel:
         self.device = self.device_and_dtype[0]
         self.stream = stream_of(plain_model)
         self.layers: int | CacheLayout = layout or int(config.num_hidden_layers)
+        layout = layout or ()
+        self.layer_memories = {memory for pair in layout for memory in pair or ()}
         self.context = context_length(config)
         self.window, self.masks_by_layer_type = attention_window(config)
         embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
@@ -107,9 +109,9 @@ class TreeModel:
         """Do passes over a tree of so many tokens read no keys after the tree, at any extent?"""
         if isinstance(self.layers, int) or self.grouped_query_config is None:
             return False
-        memories = {memory for pair in self.layers for memory in pair or ()}
         return self.compiled is None and all(
-            splits_keys(device, dtype, head_dim, tokens) for device, dtype, _, head_dim in memories
+            splits_keys(device, dtype, head_dim, tokens)
+            for device, dtype, _, head_dim in self.layer_memories
         )
 
     def new_cache(self, capacity: int) -> TreeCache:

@@ -19,9 +19,16 @@ from paths import ROOT
 from scipy.stats import t as student
 from toys import PROMPTS, ToyModel, toy_pair
 
-from sequoia_plan.artifacts import ArgumentError, LevelCounts, Profile, SequoiaPlanError, TokenTree
-from sequoia_plan.artifacts.cost import expected_tokens
+from sequoia_plan.artifacts import (
+    Acceptance,
+    ArgumentError,
+    LevelCounts,
+    Profile,
+    SequoiaPlanError,
+    TokenTree,
+)
 from sequoia_plan.artifacts.counts import MAX_KINDS, Counts, has_classes
+from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.merge import merge, pooled
 from sequoia_plan.artifacts.uncertainty import Z95, student95
 from sequoia_plan.planner import solve
@@ -141,7 +148,7 @@ def test_traversal_is_measured_as_it_accepts_in_a_tree():
         pair, PROMPTS, rules, precision=0, rounds=8, tokens_per_prompt=60
     ):
         profile = Profile(pooled(observed.levels()), levels=observed.levels())
-        predicted.append(expected_tokens(TREE, profile.acceptance_by_level))
+        predicted.append(expected_tokens(TREE, Acceptance.given(profile.acceptance_by_level).rates))
     decoder = SequoiaDecoder(pair.target, pair.draft, TREE)
     yields = [
         len(step.tokens)
@@ -325,7 +332,9 @@ def test_the_precision_holds():
     )[0]
 
     def tokens(part):
-        return expected_tokens(TREE, part.counts.sum((0, 1)) / part.trials.sum())
+        return expected_tokens(
+            TREE, Acceptance.given(part.counts.sum((0, 1)) / part.trials.sum()).rates
+        )
 
     parts = [ObservedAcceptance(long.trials[i::30], long.counts[i::30]) for i in range(30)]
     errors = np.array([(tokens(part) / tokens(long) - 1) / part.precision() for part in parts])
@@ -399,7 +408,7 @@ def test_the_interval_for_a_new_kind_covers_one(kinds):
     is_held = []
     for _ in range(300):
         profile, sample, expectation = profile_of_kinds(rng, kinds, 6)
-        tree = solve(profile, 6, 4).tree
+        tree = solve(profile, budget=6, depth=4).tree
         wide, narrow = (
             tree.plan.interval_new_kind.expected_tokens,
             tree.plan.interval.expected_tokens,
@@ -407,8 +416,8 @@ def test_the_interval_for_a_new_kind_covers_one(kinds):
         middle, factor = tree.plan.expected_tokens, Z95 / student95(kinds - 1)
         normal = [middle + (end - middle) * factor for end in wide]
         of_sample, of_expectation = (
-            expected_tokens(tree, sample),
-            expected_tokens(tree, expectation),
+            expected_tokens(tree, Acceptance.given(sample).rates),
+            expected_tokens(tree, Acceptance.given(expectation).rates),
         )
         within = [
             (interval[0] <= value <= interval[1])
@@ -428,7 +437,7 @@ def test_kinds_that_do_not_differ_widen_the_interval_less():
         [
             np.ptp(
                 solve(
-                    profile_of_kinds(rng, 8, 6, spread)[0], 6, 4
+                    profile_of_kinds(rng, 8, 6, spread)[0], budget=6, depth=4
                 ).plan.interval_new_kind.expected_tokens
             )
             for _ in range(20)
@@ -459,10 +468,10 @@ def test_kinds_are_kept_where_every_prompt_has_one():
     ).tolist()
     profile = Profile(pooled(observed.levels()), 10, levels=observed.levels(), kinds=by_kind)
     assert Profile.from_bytes(profile.to_yaml().encode(), "p") == profile
-    assert solve(profile, 4, 3).plan.interval_new_kind is None  # three kinds
+    assert solve(profile, budget=4, depth=3).plan.interval_new_kind is None  # three kinds
     assert (
         solve(
-            structs.replace(profile, kinds=observed.by_kind(list("abcd"))), 4, 3
+            structs.replace(profile, kinds=observed.by_kind(list("abcd"))), budget=4, depth=3
         ).plan.interval_new_kind
         is not None
     )

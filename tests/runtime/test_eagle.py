@@ -10,7 +10,7 @@ import torch
 
 from drafts import PARTS, eagle1_parts, eagle3_parts, golden, load, small_target, write
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.artifacts.cost import expected_tokens
+from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.profiler.acceptance import measure_acceptance
 from sequoia_plan.profiler.observed import TREE as MEASURED
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
