@@ -23,6 +23,7 @@ from sequoia_plan.runtime.models.architecture import (
     context_length,
     decoder_layers,
     device_and_dtype,
+    model_type,
     text_config,
     unwrapped,
 )
@@ -197,18 +198,17 @@ class TreeModel:
 
     def _check_unchanged(self) -> None:
         """Check that the model is where it was at the start, in its dtype, and in eval mode."""
-        model_type = getattr(self.model.config, "model_type", type(unwrapped(self.model)).__name__)
         if device_and_dtype(self.model) != self.device_and_dtype:
             (old_device, old_dtype) = self.device_and_dtype
             (device, dtype) = device_and_dtype(self.model)
             raise SequoiaPlanError(
-                f"{model_type}: found as {dtype} on {device}, it was {old_dtype} on {old_device} "
-                "when the decoder was made; make it anew"
+                f"{model_type(self.model)}: found as {dtype} on {device}, it was {old_dtype} on "
+                f"{old_device} when the decoder was made; make it anew"
             )
         if getattr(self.model, "training", False):
             raise SequoiaPlanError(
-                f"{model_type}: found in training mode, where dropout changes its logits; call "
-                "eval() on the model"
+                f"{model_type(self.model)}: found in training mode, where dropout changes its "
+                "logits; call eval() on the model"
             )
 
     def _attention_mask(
