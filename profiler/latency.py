@@ -30,8 +30,8 @@ from sequoia_plan.profiler.verification import (
     shapes_to_time,
 )
 from sequoia_plan.runtime import Pair, Sampling
+from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.draft.drafter import draw_children
-from sequoia_plan.runtime.step import TreeStep
 
 T = TypeVar("T")
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -81,7 +81,7 @@ class LatencyMeter:
         texts: Sequence[Sequence[int]] = (),
     ) -> None:
         self.samplings = list(dict.fromkeys([sampling, *further_samplings]))
-        self.step = TreeStep(pair.target, pair.draft, TokenTree.chain(2))
+        self.step = CapturedStep.of(pair.target, pair.draft, TokenTree.chain(2))
         self.sampling, self.on_size = sampling, on_size
         self.prompt = text_prompt(pair, context, texts)
         self.sizes = [size for size in SIZES if size <= max_size]
@@ -98,7 +98,7 @@ class LatencyMeter:
         """Find the sizes to time, and time each a few times."""
         drafter = self.step.drafter
         assert drafter is not None
-        if self.step.graphs and not self.sampling.greedy:
+        if self.step.models.graphs and not self.sampling.greedy:
             # reserve random numbers for all sizes at once: if their memory moved later, every
             # graph would be captured anew
             numbers_per_node = self.sampling.drawing.columns(drafter.vocabulary, 1)
@@ -290,7 +290,7 @@ class SizeTimer:
 
     def __init__(
         self,
-        step: TreeStep,
+        step: CapturedStep,
         size: int,
         sampling: Sampling,
         prompt: Tensor,

@@ -130,10 +130,10 @@ class ForcedMethod:
         """Let the decoder verify with both verifiers of `COMPARED`, if `traversal` is asked for."""
         needed = any(sampling.verifier == "traversal" for sampling in samplings)
         if not needed or samplings[0].greedy:
-            self.decoder.step.verifiers = VERIFIERS
+            self.decoder.step.verifier.verifiers = VERIFIERS
             return None
         compared = ComparedVerifiers(self.tree.depth)
-        self.decoder.step.verifiers = VERIFIERS | compared.verifiers()
+        self.decoder.step.verifier.verifiers = VERIFIERS | compared.verifiers()
         return compared
 
     def _write(

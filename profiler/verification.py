@@ -13,9 +13,9 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree, VerificationCost
 from sequoia_plan.runtime import Sampling
+from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.draft.drafter import DraftedTree
 from sequoia_plan.runtime.models.vocabulary import vocabulary_size
-from sequoia_plan.runtime.step import TreeStep
 
 SPIKE = 100.0
 """A logit so far above the others that no other token is possible."""
@@ -54,13 +54,13 @@ def shapes_to_time(
     ]
 
 
-def walks_down(step: TreeStep, sampling: Sampling) -> bool:
+def walks_down(step: CapturedStep, sampling: Sampling) -> bool:
     """Whether verification looks at the nodes of the accepted path alone, as fused kernels do.
 
     `traversal` verifies all nodes in any case.
     """
     is_traversal = sampling.verifier == "traversal" and not sampling.greedy
-    return step.uses_fused_verifier(sampling) and not is_traversal
+    return step.verifier.uses_kernels(sampling) and not is_traversal
 
 
 def steered_acceptance(tree: TokenTree) -> list[float]:
@@ -75,7 +75,7 @@ def steered_acceptance(tree: TokenTree) -> list[float]:
 class ShapeTimer:
     """Verifies one tree again and again, with random logits and drawn children, without a model."""
 
-    def __init__(self, step: TreeStep, samplings: Sequence[Sampling]) -> None:
+    def __init__(self, step: CapturedStep, samplings: Sequence[Sampling]) -> None:
         self.step, self.length = step, step.sequence.length.clone()
         self.generator = torch.Generator(step.device).manual_seed(0)
         self.logits = self._random_logits(step.tree.size, vocabulary_size(step.target.model))
@@ -83,7 +83,7 @@ class ShapeTimer:
         self.draft_logits: Tensor | None = None
         if step.drafter and step.passes and not step.drafter.drafting.drafts_by_level:
             vocabulary = step.drafter.vocabulary
-            self.draft_logits = self._random_logits(step.num_inner_nodes, vocabulary)
+            self.draft_logits = self._random_logits(step.num_parents, vocabulary)
         drafted_trees: dict[Hashable, DraftedTree] = {}
         self.inputs: dict[Sampling, tuple[Tensor, DraftedTree]] = {}
         for sampling in samplings:
@@ -135,7 +135,7 @@ class ShapeTimer:
     def _draw(self, sampling: Sampling) -> DraftedTree:
         """Children of all inner nodes, drawn from random logits."""
         assert self.step.drafter is not None
-        logits = self._random_logits(self.step.num_inner_nodes, self.step.drafter.vocabulary)
+        logits = self._random_logits(self.step.num_parents, self.step.drafter.vocabulary)
         probs = sampling.draft_probs(logits)
         drawn = sampling.drawing(probs, self.step.tree.branching, self.generator)
         return DraftedTree(probs, drawn)

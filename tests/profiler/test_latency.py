@@ -25,7 +25,7 @@ from sequoia_plan.profiler.hardware import differences, fingerprint
 from sequoia_plan.profiler.measure import measure
 from sequoia_plan.profiler.verification import ShapeTimer, bushy, fit
 from sequoia_plan.runtime import Sampling
-from sequoia_plan.runtime.step import TreeStep
+from sequoia_plan.runtime.captured_step import CapturedStep
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_the_draft_pass_that_is_timed_reads_size_tokens_and_draws_a_child_of_eac
     pair, size, sampling, monkeypatch
 ):
     """It leaves the tokens of the tree as they are: the children are written behind them."""
-    step = TreeStep(pair.target, pair.draft, TokenTree.chain(2))
+    step = CapturedStep.of(pair.target, pair.draft, TokenTree.chain(2))
     timer = latency.SizeTimer(step, size, sampling, torch.arange(20) % 8)
     before, widths = step.sequence.tokens.clone(), []
     run = pair.draft.forward
@@ -107,7 +107,7 @@ def experts_of_timed_passes(texts, monkeypatch):
     pair = SimpleNamespace(target=target, draft=resembling(target, 0.05))
     meter = latency.LatencyMeter(pair, Sampling(1.0), 20, max_size=32, texts=texts)
     counts, reading = {}, []
-    run_target = TreeStep.run_target
+    run_target = CapturedStep.run_target
 
     def running(step, extent):
         reading.append(step.tree.size)
@@ -121,7 +121,7 @@ def experts_of_timed_passes(texts, monkeypatch):
             experts = next(tensor for tensor in output if not tensor.is_floating_point())
             counts.setdefault(reading[-1], []).append(experts.unique().numel())
 
-    monkeypatch.setattr(TreeStep, "run_target", running)
+    monkeypatch.setattr(CapturedStep, "run_target", running)
     for module in target.modules():
         if type(module).__name__.endswith("TopKRouter"):
             module.register_forward_hook(count)
@@ -409,13 +409,13 @@ def test_a_breakdown_leaves_every_step_the_same_step(pair, monkeypatch):
     of the cache."""
     lengths = []
     for name in ("verify", "commit"):
-        run = getattr(TreeStep, name)
+        run = getattr(CapturedStep, name)
 
         def with_length(step, *args, run=run):
             lengths.append(int(step.sequence.length))
             return run(step, *args)
 
-        monkeypatch.setattr(TreeStep, name, with_length)
+        monkeypatch.setattr(CapturedStep, name, with_length)
     breakdown(pair, TokenTree.chain(3), Sampling(), context=20, rounds=5)
     assert len(lengths) == 2 * 2 * (5 + WARM_UP_ROUNDS) and set(lengths) == {19}
 

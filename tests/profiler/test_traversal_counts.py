@@ -18,7 +18,7 @@ from sequoia_plan.profiler.methods import path_probs
 from sequoia_plan.profiler.observed import TREE, max_children_by_level
 from sequoia_plan.profiler.verification import ShapeTimer, bushy, walks_down
 from sequoia_plan.runtime import Sampling
-from sequoia_plan.runtime.step import TreeStep
+from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.verify import VERIFIERS, traversal
 from sequoia_plan.runtime.verify.fused_verifier import FusedVerifier
 
@@ -95,10 +95,10 @@ def test_a_walk_that_is_timed_goes_where_it_should(pair, sampling, covered):
     pytest.importorskip("triton", exc_type=ImportError)
     draft = ToyModel(1, base=pair.target, noise=0.7, covered=covered)
     for tree in (TokenTree.chain(1), TokenTree.chain(4), TokenTree.star(3), bushy(8, 2)):
-        step = TreeStep(pair.target, draft, tree)
+        step = CapturedStep.of(pair.target, draft, tree)
         step.prefill(torch.arange(6), tree.depth, seed=0)
         d2t = step.drafter and step.drafter.d2t
-        step.fused_verifier = FusedVerifier(tree, "cpu", d2t, 8, block=2)
+        step.verifier.fused = FusedVerifier(tree, "cpu", d2t, 8, block=2)
         timer = ShapeTimer(step, [sampling])
         assert walks_down(step, sampling)
         num_visited = tree.depth if tree.branching == 1 else 1
