@@ -53,13 +53,12 @@ class ChainAcceptance(Artifact, frozen=True):
 
     def __post_init__(self) -> None:
         """Refuse counts that rise: the first n + 1 tokens cannot be accepted more often than n."""
-        counts = (self.drafts, *self.accepted)
-        for before, after in zip(counts, self.accepted, strict=False):
-            if after > before:
-                raise SequoiaPlanError(
-                    f"accepted: found {after} after {before}, expected no more at a later "
-                    "position than at the one before"
-                )
+        counts = [self.drafts, *self.accepted]
+        if not self.accepted or counts != sorted(counts, reverse=True):
+            raise SequoiaPlanError(
+                f"accepted: found {self.accepted!s:.60} of {self.drafts} drafts, expected one or "
+                "more counts, none larger than the one before"
+            )
 
     @property
     def survival(self) -> tuple[float, ...]:
