@@ -114,3 +114,33 @@ def work_seconds(costs, use):
             return np.inf
         seconds += costs.draft[use[r]]
     return seconds
+
+
+@numba.njit(cache=True)
+def fastest_prefix(parents, levels, rows, costs):
+    """Find the fastest of the trees that the first 2, 3, ... nodes of a tree form.
+
+    Returns its speed and size. `parents`, `levels` int64 [size]; `rows` float64 [levels, classes,
+    ranks].
+    """
+    size = len(parents)
+    values, classes = np.ones(size), np.zeros(size, np.int64)
+    num_children, widths = np.zeros(size, np.int64), np.zeros(len(rows), np.int64)
+    tokens, draft_seconds = 1.0 + costs.other_tokens, 0.0
+    max_speed, best_size = 0.0, 1
+    for node in range(1, size):
+        parent, parent_level = parents[node], levels[node] - 1
+        rank = num_children[parent]
+        values[node] = values[parent] * rows[parent_level, classes[parent], rank]
+        classes[node] = classes[parent] if rank == 0 else rows.shape[1] - 1
+        tokens += values[node]
+        num_children[parent] += 1
+        if rank == 0 and parent_level > 0:
+            width = widths[parent_level]
+            draft_seconds += costs.draft[width + 1] - costs.draft[width]
+            widths[parent_level] += 1
+        seconds = costs.target[node + 1] + draft_seconds + costs.constant
+        speed = tokens / max(costs.min_step_seconds, seconds)
+        if speed > max_speed:
+            max_speed, best_size = speed, node + 1
+    return max_speed, best_size
