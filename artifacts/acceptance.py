@@ -104,11 +104,11 @@ class Acceptance:
         return cls(rounded(rates), read_only(trials), counts)
 
     @classmethod
-    def from_file(cls, document: Any, name: str) -> Acceptance:
+    def from_file(cls, document: Any) -> Acceptance:
         """Read counts by level, or rates as `given` takes them."""
         if isinstance(document, (list, tuple)) and document and isinstance(document[0], dict):
-            return cls.counted(Counts.from_file(document, name))
-        return cls.given(document, name)
+            return cls.counted(Counts.from_file(document))
+        return cls.given(document)
 
     def to_file(self) -> list[Any]:
         """The counts by level, or the given rates with no more lists than needed."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated
 
-from msgspec import Meta
+import msgspec
 
 from sequoia_plan.artifacts.counts import PromptKind
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.files import read_bytes, write_atomically
-from sequoia_plan.artifacts.profile import Settings
 from sequoia_plan.artifacts.schema import Artifact, Count, Metadata, Number, Size, field
+
+EXPECTED = "figures written by sequoia-plan bench -o"
 
 
 class Spread(Artifact, frozen=True):
@@ -59,7 +59,7 @@ class Prediction(Artifact, frozen=True):
     ] = None
 
 
-class KindResult(Artifact, frozen=True):
+class KindResult(Artifact, frozen=True, rename={"prediction": "predicted"}):
     """The figures of one method of decoding on the prompts of one kind."""
 
     prompts: Annotated[Size, field("number of prompts of the kind")]
@@ -67,24 +67,15 @@ class KindResult(Artifact, frozen=True):
     speedup: Annotated[
         Ratio | None, field("speed-up over plain decoding, with the keys of `speedup.OTHER`")
     ] = None
-    prediction: Annotated[
-        Prediction | None, field("what the plan predicts for the kind", key="predicted")
-    ] = None
+    prediction: Annotated[Prediction | None, field("what the plan predicts for the kind")] = None
 
 
-class MethodResult(Artifact, frozen=True):
+class MethodResult(
+    Artifact,
+    frozen=True,
+    rename={"tokens_per_second_by_prompt": "each_prompt", "prediction": "predicted"},
+):
     """The figures of one method of decoding."""
-
-    ORDER: ClassVar[tuple[str, ...]] = (
-        "title",
-        "tokens_per_second",
-        "first_token_seconds",
-        "tokens_per_step",
-        "tokens_per_second_by_prompt",
-        "speedup",
-        "prediction",
-        "by_kind",
-    )
 
     title: Annotated[str, field("the method's name for people")]
     tokens_per_second: Annotated[
@@ -93,16 +84,16 @@ class MethodResult(Artifact, frozen=True):
     first_token_seconds: Annotated[Spread, field("seconds until the first new tokens")]
     tokens_per_second_by_prompt: Annotated[
         tuple[Number, ...],
-        field("tokens a second after the first tokens, for each prompt", key="each_prompt"),
+        field("tokens a second after the first tokens, for each prompt"),
     ]
     speedup: Annotated[dict[str, Ratio], field("speed-up over other methods, by their name")]
     tokens_per_step: Annotated[
         Number | None,
-        field("new tokens over passes of the target; null where these are unknown", always=True),
+        field("new tokens over passes of the target; missing where these are unknown"),
     ] = None
     prediction: Annotated[
         Prediction | None,
-        field("what the plan predicts; null without a tree", key="predicted", always=True),
+        field("what the plan predicts; missing without a tree"),
     ] = None
     by_kind: Annotated[
         dict[PromptKind, KindResult],
@@ -113,7 +104,7 @@ class MethodResult(Artifact, frozen=True):
 class BenchSettings(Artifact, frozen=True):
     """What was decoded, and how."""
 
-    sampling: Annotated[Metadata, field("every sampling setting by name", keys=Settings)]
+    sampling: Annotated[Metadata, field("every sampling setting by name")]
     dtype: Annotated[str, field("dtype of the target's weights")]
     prompts: Annotated[Size, field("number of prompts")]
     tokens: Annotated[Size, field("largest number of new tokens for each prompt")]
@@ -127,14 +118,14 @@ class TreeShape(Artifact, frozen=True):
     level_widths: Annotated[tuple[Size, ...], field("number of nodes on each level")] = ()
 
 
-class Breakdown(Artifact, frozen=True):
+class Breakdown(Artifact, frozen=True, rename={"commit": "keep"}):
     """Median seconds of a step with the tree, and of its parts, which add up to the step."""
 
     step: Annotated[float, field("a whole step")]
     draft: Annotated[float, field("all draft passes, and the drawing of children")]
     target: Annotated[float, field("the target's pass over the tree")]
     verify: Annotated[float, field("choosing the accepted path and the bonus token")]
-    commit: Annotated[float, field("compaction of the KV cache and of the tokens", key="keep")]
+    commit: Annotated[float, field("compaction of the KV cache and of the tokens")]
     host: Annotated[
         float,
         field(
@@ -146,18 +137,13 @@ class Breakdown(Artifact, frozen=True):
     share_not_model: Annotated[float, field("(verify + keep + host) / step")]
 
 
-MethodResults = Annotated[
-    dict[str, MethodResult], Meta(min_length=1, title="a mapping of contenders")
-]
-
-
-class BenchResult(Artifact, frozen=True):
+class BenchResult(Artifact, frozen=True, rename={"methods": "contenders"}):
     """Settings, machine and the figures of every method."""
 
     settings: Annotated[BenchSettings, field("what was decoded, and how")]
     models: Annotated[dict[str, Metadata], field("as in the profile")]
     hardware: Annotated[Metadata, field("as in the profile")]
-    methods: Annotated[MethodResults, field("figures by method", key="contenders")]
+    methods: Annotated[dict[str, MethodResult], field("figures by method")]
     tree: Annotated[TreeShape, field("the shape of the tree under test")]
     breakdown: Annotated[
         Breakdown | None, field("seconds of the parts of a step with the tree")
@@ -174,14 +160,9 @@ class BenchResult(Artifact, frozen=True):
         Raises:
             SequoiaPlanError: if the file is missing, or not what bench writes.
         """
-        document: Any = None
-        with suppress(ValueError, RecursionError):
-            document = json.loads(read_bytes(path, "figures written by sequoia-plan bench -o"))
-        if not isinstance(document, dict) or "contenders" not in document:
-            raise SequoiaPlanError(
-                f"{path}: not figures of bench; expected what sequoia-plan bench -o wrote"
-            )
+        data = read_bytes(path, EXPECTED)
         try:
-            return cls.from_dict(document, "")
-        except SequoiaPlanError as error:
-            raise SequoiaPlanError(f"{path}: not figures of bench: {error}") from error
+            document = msgspec.json.decode(data)
+        except (ValueError, RecursionError) as error:
+            raise SequoiaPlanError(f"{path}: not JSON ({error}); expected {EXPECTED}") from error
+        return cls.from_dict(document, str(path))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
@@ -23,26 +23,21 @@ MAX_KINDS = 64
 """A file with more kinds than this names its prompts, not their kinds."""
 PromptKind = Annotated[
     str,
-    Meta(
-        pattern=f"^.{{1,{MAX_KIND_LENGTH}}}$",
-        title=f"printable text of 1 to {MAX_KIND_LENGTH} characters",
-    ),
+    Meta(pattern=f"^.{{1,{MAX_KIND_LENGTH}}}$"),
 ]
 
 
 class ClassCounts(Artifact, frozen=True):
     """The counts of one level, or of its nodes off the spine."""
 
-    PREFIX: ClassVar[str] = "acceptance"
-
     trials: Annotated[
-        Annotated[int, Meta(ge=0, lt=2**53, title="a whole number >= 0, < 2^53")],
+        Annotated[int, Meta(ge=0, lt=2**53)],
         field("accepted nodes of the level that were observed"),
     ]
     counts: Annotated[
         Annotated[
-            tuple[Annotated[float, Meta(ge=0, lt=2**53, title="a number >= 0")], ...],
-            Meta(min_length=1, title="numbers >= 0"),
+            tuple[Annotated[float, Meta(ge=0, lt=2**53)], ...],
+            Meta(min_length=1),
         ],
         field(
             "of rank 1, 2, ...: how often that child was accepted, or was expected to be (sums of "
@@ -112,23 +107,19 @@ class Counts:
         return Counts(self.trials.sum(1, keepdims=True), self.accepted.sum(1, keepdims=True))
 
     @classmethod
-    def from_file(cls, document: Any, name: str) -> Counts:
+    def from_file(cls, document: Any) -> Counts:
         """Read a list of levels; node classes count separately if every level says so."""
-        if not isinstance(document, Sequence) or isinstance(document, str) or not document:
-            raise SequoiaPlanError(f"{name}: found {document!r:.60}, expected a list of levels")
-        levels = [LevelCounts.from_dict(level, f"{name}[{i}]") for i, level in enumerate(document)]
+        levels = msgspec.convert(document, Annotated[list[LevelCounts], Meta(min_length=1)])
         parts = [part for level in levels for part in (level, level.off_spine) if part]
         if len({len(part.counts) for part in parts}) > 1:
-            raise SequoiaPlanError(
-                f"{name}: found levels of different lengths, expected equal ones"
-            )
+            raise SequoiaPlanError("found levels of different lengths, expected equal ones")
         trials = np.array([level.trials for level in levels], float)
         accepted = np.array([level.counts for level in levels])
         is_split = any(level.off_spine for level in levels) and all(
             level.off_spine for level in levels[1:] if level.trials
         )
         if not is_split:
-            return cls(trials[:, None], accepted[:, None], name)
+            return cls(trials[:, None], accepted[:, None])
         off_trials, off_accepted = np.zeros_like(trials), np.zeros_like(accepted)
         for i, level in enumerate(levels):
             if level.off_spine:
@@ -136,7 +127,6 @@ class Counts:
         return cls(
             np.stack([trials - off_trials, off_trials], 1),
             np.stack([accepted - off_accepted, off_accepted], 1),
-            name,
         )
 
     def to_file(self) -> list[dict[str, Any]]:

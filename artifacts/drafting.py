@@ -6,7 +6,7 @@ The drafter declares them once. The cost model, the profiler and the runtime ask
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from sequoia_plan.artifacts.schema import Artifact, Size, field
 
@@ -14,43 +14,34 @@ from sequoia_plan.artifacts.schema import Artifact, Size, field
 class Drafting(Artifact, frozen=True):
     """The draft passes of one type of draft model."""
 
-    PREFIX: ClassVar[str] = "drafting"
-
-    draft_type: Annotated[
-        str, field("type of the draft, as profiles and trees record it", key="kind")
-    ]
+    draft_type: Annotated[str, field("type of the draft, as profiles and trees record it")]
     first_width: Annotated[
         Size,
         field(
-            "tokens in the first pass, which gives the root's children; see `first_by_depth`",
-            key="first",
+            "tokens in the first pass, which gives the root's children; see "
+            "`first_width_is_per_level`"
         ),
     ]
     drafts_by_level: Annotated[
         bool,
         field(
             "true if every deeper level that has children takes a pass of its own, over its nodes "
-            "with children; false if the first pass gives the probabilities of all levels",
-            key="by_level",
+            "with children; false if the first pass gives the probabilities of all levels"
         ),
     ]
     max_depth: Annotated[
         Size | None,
         field(
-            "largest number of levels of a tree, including the root's; missing if there is no "
-            "limit",
-            key="deepest",
+            "largest number of levels of a tree, including the root's; missing if there is no limit"
         ),
     ] = None
     first_width_is_per_level: Annotated[
         bool,
         field(
-            "true if the first pass has `first` tokens for each level of the tree: it repeats as "
-            "many tokens as a step may have accepted",
-            key="first_by_depth",
+            "true if the first pass has `first_width` tokens for each level of the tree: it "
+            "repeats as many tokens as a step may have accepted"
         ),
     ] = False
-
     shares_cache: Annotated[
         bool,
         field(

@@ -6,7 +6,7 @@ weights.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from msgspec import Meta
 
@@ -14,7 +14,7 @@ from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.schema import Artifact, Count, Number, Seconds, Size, field
 
 SecondsBySize = dict[Size, Seconds]
-ModelName = Annotated[str, Meta(pattern="^(target|draft)$", title="target or draft")]
+ModelName = Annotated[str, Meta(pattern="^(target|draft)$")]
 Quartiles = dict[ModelName, dict[Size, tuple[Seconds, Seconds]]]
 
 
@@ -24,8 +24,6 @@ class VerificationCost(Artifact, frozen=True):
     They are base + by_node * (size - 1). Where one draft pass serves all levels, they include the
     drawing of the tree.
     """
-
-    PREFIX: ClassVar[str] = "latency.verification"
 
     base: Annotated[Number, field("seconds for any tree")]
     by_node: Annotated[Number, field("seconds for each node but the root")]
@@ -40,8 +38,6 @@ class VerificationCost(Artifact, frozen=True):
 class StreamCost(Artifact, frozen=True):
     """Time to read a streamed target's weights, which every pass of the target waits for."""
 
-    PREFIX: ClassVar[str] = "latency.stream"
-
     seconds: Annotated[
         Seconds,
         field(
@@ -54,19 +50,6 @@ class StreamCost(Artifact, frozen=True):
 
 class Latency(Artifact, frozen=True):
     """Median seconds on this machine."""
-
-    PREFIX: ClassVar[str] = "latency"
-    ORDER: ClassVar[tuple[str, ...]] = (
-        "context",
-        "overhead",
-        "target",
-        "draft",
-        "verification",
-        "stream",
-        "samples",
-        "quartiles",
-        "out_of_memory",
-    )
 
     target: Annotated[
         SecondsBySize,
@@ -89,12 +72,9 @@ class Latency(Artifact, frozen=True):
         field(
             "seconds of a step beyond its passes and verification: the mask and the transfer of "
             "tokens to the host; on CUDA also random numbers and launches",
-            always=True,
         ),
     ] = 0.0
-    context: Annotated[
-        Count, field("tokens in the KV cache while the times were measured", always=True)
-    ] = 0
+    context: Annotated[Count, field("tokens in the KV cache while the times were measured")] = 0
     samples: Annotated[dict[Size, Size], field("how often each size was timed")] = {}
     quartiles: Annotated[
         Quartiles,
@@ -120,7 +100,6 @@ class Latency(Artifact, frozen=True):
 
         A size is the number of tokens in a pass.
         """
-        super().__post_init__()
         for model, curve in (("target", self.target), ("draft", self.draft)):
             if not curve:
                 raise SequoiaPlanError(f"latency.{model}: empty, expected tokens: seconds")

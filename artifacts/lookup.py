@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, NamedTuple
 
 from sequoia_plan.artifacts.counts import Counts, PromptKind
 from sequoia_plan.artifacts.errors import SequoiaPlanError
@@ -20,8 +20,6 @@ MAX_TEXT_CHARACTERS = 1 << 17
 
 class MatchClass(Artifact, frozen=True):
     """What was accepted in steps whose match has a length in one range."""
-
-    PREFIX: ClassVar[str] = "lookup.classes"
 
     match_length: Annotated[Count, field("the shortest match of the class, in tokens; 0 for none")]
     drafted: Annotated[
@@ -41,8 +39,6 @@ class MatchClass(Artifact, frozen=True):
 class LookupCounts(Artifact, frozen=True):
     """Counts by class of match, and the text that they come from."""
 
-    PREFIX: ClassVar[str] = "lookup"
-
     classes: Annotated[
         tuple[MatchClass, ...], field("one for each range of match lengths, the shortest first")
     ]
@@ -57,7 +53,6 @@ class LookupCounts(Artifact, frozen=True):
 
     def __post_init__(self) -> None:
         """Refuse classes that are not in order, and texts that are no such records."""
-        super().__post_init__()
         lengths = [match_class.match_length for match_class in self.classes]
         if not lengths or lengths[0] != 0 or lengths != sorted(set(lengths)):
             raise SequoiaPlanError(

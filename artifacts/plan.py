@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from msgspec import Meta
 from msgspec.structs import replace
@@ -14,17 +13,15 @@ from sequoia_plan.artifacts.counts import PromptKind
 from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.latency import Latency
-from sequoia_plan.artifacts.profile import Profile, Settings
+from sequoia_plan.artifacts.profile import Profile
 from sequoia_plan.artifacts.schema import Artifact, Count, Metadata, Number, Seconds, Size, field
 
-TokensPerStep = Annotated[float, Meta(ge=1, title="a number >= 1")]
-SpeedupFactor = Annotated[float, Meta(gt=0, title="a number > 0")]
-Share = Annotated[float, Meta(ge=0, le=1, title="a number from 0 to 1")]
-ConfidenceLevel = Annotated[float, Meta(gt=0, lt=1, title="a number > 0 and < 1")]
-Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$", title="64 hexadecimal digits")]
-PlanAcceptance = Annotated[
-    Acceptance, Meta(title="a list of numbers, or a list of such lists or of pairs of them")
-]
+TokensPerStep = Annotated[float, Meta(ge=1)]
+SpeedupFactor = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+ConfidenceLevel = Annotated[float, Meta(gt=0, lt=1)]
+Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+PlanAcceptance = Acceptance
 IntervalEnds = tuple[Number, Number]
 OPTIMALITY_TOLERANCE = 1e-9
 """A tree is called the fastest if no other can be faster by more, relative: less is rounding."""
@@ -34,8 +31,6 @@ SHARE_TOLERANCE = 1e-6
 
 class Interval(Artifact, frozen=True):
     """What the noise of the measurements leaves open."""
-
-    PREFIX: ClassVar[str] = "interval"
 
     level: Annotated[ConfidenceLevel | None, field("how often the interval holds the truth")] = None
     expected_tokens: Annotated[IntervalEnds | None, field("expected tokens at its ends")] = None
@@ -53,8 +48,6 @@ class Interval(Artifact, frozen=True):
 
 class MatchPlan(Artifact, frozen=True):
     """The part of a plan for steps whose match has a length in one range (artifacts/lookup.py)."""
-
-    PREFIX: ClassVar[str] = "plan.by_match"
 
     match_length: Annotated[Count, field("the shortest match of the class, in tokens; 0 for none")]
     share: Annotated[Share, field("the share of steps that are in this class")]
@@ -81,8 +74,6 @@ class Plan(Artifact, frozen=True, kw_only=True):
     decodes needs none of it.
     """
 
-    PREFIX: ClassVar[str] = "plan"
-
     acceptance: Annotated[
         PlanAcceptance | None,
         field(
@@ -97,15 +88,15 @@ class Plan(Artifact, frozen=True, kw_only=True):
     effective_trials: Annotated[
         Count | None, field("the effective sample size, as in the profile")
     ] = None
-    settings: Annotated[Metadata, field("as in the profile", keys=Settings)] = {}
+    settings: Annotated[Metadata, field("as in the profile")] = {}
     models: Annotated[dict[str, Metadata], field("as in the profile")] = {}
     hardware: Annotated[Metadata, field("as in the profile")] = {}
     drafting: Annotated[Drafting, field("as in the profile")] = LANGUAGE_MODEL
     latency: Annotated[
         Latency | None,
         field(
-            "the latencies used: `context`, `overhead`, `verification`, `stream` as in the "
-            "profile, `target` and `draft` as lists of [tokens, seconds]"
+            "the latencies used: `context`, `overhead`, `target`, `draft`, `verification`, "
+            "`stream` as in the profile"
         ),
     ] = None
     profile_sha256: Annotated[
@@ -177,13 +168,13 @@ class Plan(Artifact, frozen=True, kw_only=True):
     ] = {}
     tokens_by_kind: Annotated[
         dict[PromptKind, TokensPerStep],
-        field("tokens a step on the same texts; missing in plans of earlier versions"),
+        field("tokens a step on the same texts"),
     ] = {}
     text_speedups: Annotated[
         dict[PromptKind, tuple[SpeedupFactor, ...]],
         field(
             "`speedup_by_kind` of each text alone, in ascending order: a kind's fastest texts can "
-            "be several times as fast as its slowest; missing in plans of earlier versions"
+            "be several times as fast as its slowest"
         ),
     ] = {}
     interval: Annotated[
@@ -200,58 +191,26 @@ class Plan(Artifact, frozen=True, kw_only=True):
             "prompts named too few kinds"
         ),
     ] = None
-    undeclared: Metadata = {}
 
     def __post_init__(self) -> None:
         """Refuse a predicted speed-up without its step time, and classes that are none.
 
         The shares of classes of match must add up to 1, from no match to the longest ones.
         """
-        super().__post_init__()
         lengths = [part.match_length for part in self.by_match]
         total_share = math.fsum(part.share for part in self.by_match)
         if lengths and (lengths[0] != 0 or lengths != sorted(set(lengths))):
             raise SequoiaPlanError(
-                f"plan.by_match: found match lengths {lengths}, expected 0 first, then larger ones"
+                f"by_match: found match lengths {lengths}, expected 0 first, then larger ones"
             )
         if lengths and not math.isclose(total_share, 1, rel_tol=SHARE_TOLERANCE):
             raise SequoiaPlanError(
-                f"plan.by_match: found shares that add up to {total_share:.6g}, expected 1"
+                f"by_match: found shares that add up to {total_share:.6g}, expected 1"
             )
         if self.predicted_speedup is not None and self.step_seconds is None:
             raise SequoiaPlanError(
-                "plan.predicted_speedup: found without step_seconds, expected both or neither"
+                "predicted_speedup: found without step_seconds, expected both or neither"
             )
-
-    @classmethod
-    def from_dict(cls, document: Any, name: str = "plan") -> Plan:
-        """Read and check the plan in a tree file's header.
-
-        There, latencies are lists of [tokens, seconds], because keys in JSON cannot be numbers.
-
-        Args:
-            document: the plan's JSON object.
-            name: what errors call it.
-
-        Raises:
-            SequoiaPlanError: naming the key, what was found and what was expected.
-        """
-        latency = document.get("latency") if isinstance(document, Mapping) else None
-        if isinstance(latency, Mapping):
-            curves = {
-                curve: _curve_from_points(latency.get(curve), f"{name}.latency.{curve}")
-                for curve in ("target", "draft")
-            }
-            document = {**document, "latency": {**latency, **curves}}
-        return super().from_dict(document, name)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The plan as a JSON object, with latencies as lists of [tokens, seconds]."""
-        document = super().to_dict()
-        if self.latency is not None:
-            for name, curve in (("target", self.latency.target), ("draft", self.latency.draft)):
-                document["latency"][name] = [[size, curve[size]] for size in sorted(curve)]
-        return document
 
     @property
     def gap(self) -> float | None:
@@ -291,19 +250,3 @@ def provenance(profile: Profile) -> dict[str, Any]:
         "drafting": profile.drafting,
         "latency": latency and replace(latency, samples={}, quartiles={}, out_of_memory=None),
     }
-
-
-def _curve_from_points(points: Any, name: str) -> Any:
-    """A latency curve as a mapping from tokens to seconds."""
-    if not isinstance(points, list) or not all(map(_is_point, points)):
-        raise SequoiaPlanError(
-            f"{name}: found {points!r:.60}, expected a list of [tokens, seconds]"
-        )
-    if len({size for size, _ in points}) < len(points):
-        raise SequoiaPlanError(f"{name}: found {points!r:.60}, expected each size once")
-    return dict(points)
-
-
-def _is_point(value: Any) -> bool:
-    """Whether `value` is [tokens, seconds], as far as its length and its first item tell."""
-    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], int)

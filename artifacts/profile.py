@@ -3,53 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
-from msgspec import Meta
 from msgspec.structs import replace
 
-from sequoia_plan.artifacts import yaml_text
 from sequoia_plan.artifacts.acceptance import Acceptance
 from sequoia_plan.artifacts.counts import Counts, PromptKind
 from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
 from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
-from sequoia_plan.artifacts.files import read_bytes, write_atomically
 from sequoia_plan.artifacts.latency import Latency
 from sequoia_plan.artifacts.lookup import LookupCounts
-from sequoia_plan.artifacts.schema import Artifact, Count, Metadata, Number, field
-
-FORMAT = yaml_text.Format("sequoia-plan-profile", 1, "a profile", "profile", "profile again")
-EXPECTED = "a profile written by sequoia-plan profile"
-MAX_FILE_BYTES = 1 << 20
-"""A measured profile has two or three thousand bytes, and with counts by class of match about 40
-thousand; of the texts among them it keeps at most `MAX_TEXT_CHARACTERS`."""
-
-TopP = Annotated[float, Meta(gt=0, le=1, title="a number > 0 and <= 1")]
+from sequoia_plan.artifacts.schema import Count, Metadata, YamlArtifact, field
 
 
-class Settings(Artifact, frozen=True):
-    """The keys of `settings` that have a meaning; others may hold any metadata."""
-
-    temperature: Annotated[Number | None, field("of the target's sampling; 0 is greedy")] = None
-    top_p: Annotated[TopP | None, field("the nucleus filter on the target; 1 keeps all")] = None
-    verifier: Annotated[str | None, field("the rule that accepted drafted tokens")] = None
-
-
-class Profile(Artifact, frozen=True):
+class Profile(YamlArtifact, frozen=True):
     """Acceptance and, where measured, latency of a pair of models with one verifier."""
 
-    ORDER: ClassVar[tuple[str, ...]] = (
-        "settings", "models", "hardware", "drafting", "acceptance", "effective_trials", "tree_size",
-        "kinds", "lookup", "latency",
-    )  # fmt: skip
+    FORMAT = "sequoia-plan-profile"
+    MADE_BY = "sequoia-plan profile"
 
     acceptance: Annotated[
-        Annotated[
-            Acceptance,
-            Meta(title="a list of levels with counts, or of numbers, or of lists of numbers"),
-        ],
+        Acceptance,
         field(
             "counts by level, the first for the root's children, the last with all levels below; "
             "or rates as `plan.acceptance` has them"
@@ -61,7 +36,6 @@ class Profile(Artifact, frozen=True):
             "effective sample size: how many independent observations of an accepted node would "
             "leave the same uncertainty; fewer than in `acceptance`, because positions of one text "
             "resemble each other. 0 if it was not measured",
-            always=True,
         ),
     ] = 0
     latency: Annotated[
@@ -71,8 +45,6 @@ class Profile(Artifact, frozen=True):
         Metadata,
         field(
             "what acceptance was measured under: `temperature`, `top_p`, `verifier` and others",
-            keys=Settings,
-            always=True,
         ),
     ] = {}
     models: Annotated[
@@ -80,12 +52,11 @@ class Profile(Artifact, frozen=True):
         field(
             "`target` and `draft`, each with `name`, `digest`, `content`, `dtype`, `parameters`, "
             "`placement`, `fused_layers`",
-            always=True,
         ),
     ] = {}
     hardware: Annotated[
         Metadata,
-        field("the machine: device, processor, threads, library versions", always=True),
+        field("the machine: device, processor, threads, library versions"),
     ] = {}
     tree_size: Annotated[
         Count | None,
@@ -108,7 +79,6 @@ class Profile(Artifact, frozen=True):
 
     def __post_init__(self) -> None:
         """Refuse kinds that are not parts of the counts."""
-        super().__post_init__()
         counts = self.acceptance.counts
         if self.kinds and counts:
             parts = list(self.kinds.values())
@@ -150,36 +120,3 @@ class Profile(Artifact, frozen=True):
     def sha256(self) -> str:
         """Hash of the profile as `save` writes it: comments and layout do not count."""
         return hashlib.sha256(self.to_yaml().encode()).hexdigest()
-
-    def save(self, path: str | Path) -> None:
-        """Write as YAML, atomically; same profile, same bytes."""
-        write_atomically(path, self.to_yaml().encode())
-
-    def to_yaml(self) -> str:
-        """The file's text."""
-        header = {"format": FORMAT.name, "version": FORMAT.version}
-        return yaml_text.dump(header | self.to_dict(), width=100)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Profile:
-        """Read and validate.
-
-        Raises:
-            SequoiaPlanError: if the file is missing, not a profile, of another version, or holds
-                impossible numbers.
-        """
-        return cls.from_bytes(read_bytes(path, EXPECTED, MAX_FILE_BYTES), str(path))
-
-    @classmethod
-    def from_bytes(cls, data: bytes, name: str) -> Profile:
-        """Read and validate the profile in a file's content.
-
-        Args:
-            data: the content.
-            name: the file's name in errors.
-
-        Raises:
-            SequoiaPlanError: if it is not a profile, is of another version, or holds impossible
-                numbers.
-        """
-        return yaml_text.read(cls, data, name, EXPECTED, FORMAT)

@@ -53,7 +53,7 @@ class TokenTree:
         object.__setattr__(self, "by_match", MappingProxyType(dict(sorted(self.by_match.items()))))
         object.__setattr__(self, "parents", _read_only_int32(parents))
         if not isinstance(self.plan, Plan):
-            object.__setattr__(self, "plan", Plan.from_dict(self.plan))
+            object.__setattr__(self, "plan", Plan.from_dict(self.plan, "plan"))
 
     @classmethod
     def from_parents(

@@ -9,9 +9,11 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save as save_tensors
@@ -25,12 +27,14 @@ from sequoia_plan.artifacts.prediction import (
     predict_class,
     predict_portfolio,
 )
+from sequoia_plan.artifacts.schema import Artifact, check_format
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.artifacts.tree import TokenTree
 
 FORMAT, VERSION, PORTFOLIO_VERSION = "sequoia-plan-tree", 1, 2
 """Files of one tree have the first version, and files with trees by match the second."""
 METADATA_KEY = "sequoia_plan"
+MADE_BY = "sequoia-plan solve"
 MAX_NODES_WITH_MASK = 4096
 """Larger trees store no mask, because it grows with the square; readers derive it."""
 MAX_FILE_BYTES = 1 << 28
@@ -38,6 +42,14 @@ MAX_FILE_BYTES = 1 << 28
 ROUNDING_TOLERANCE = 1e-9
 """Relative difference below which two figures are equal: computed on different machines."""
 CATALOG = Path(__file__).parent / "catalog"
+
+
+class Header(Artifact, frozen=True):
+    """What a tree file holds beside its tensors."""
+
+    plan: Plan
+    by_match: tuple[tuple[Annotated[int, Meta(ge=1, lt=2**31)], bool], ...] = ()
+    """The match length of each tree beside the first, and whether its spine is looked up."""
 
 
 def save_tree(tree: TokenTree, path: str | Path) -> None:
@@ -60,7 +72,7 @@ def load_tree(path: str | Path) -> TokenTree:
     """
     if str(path) in catalog() and not os.path.exists(path):
         return from_bytes((CATALOG / f"{path}.safetensors").read_bytes(), str(path))
-    expected = "a tree file written by sequoia-plan solve"
+    expected = f"a tree file written by {MADE_BY}"
     if not os.path.exists(path):
         expected += f", or a tree of the catalog: {', '.join(catalog())}"
     return from_bytes(read_bytes(path, expected, MAX_FILE_BYTES), str(path))
@@ -92,27 +104,17 @@ def from_bytes(data: bytes, name: str) -> TokenTree:
     It needs a few times the memory of `data`, whatever sizes `data` claims.
     """
     header = _header(data, name)
-    version = header.get("version")
-    if version not in (VERSION, PORTFOLIO_VERSION) or isinstance(version, bool):
-        raise SequoiaPlanError(
-            f"{name}: tree file version {version!r:.60}, expected {VERSION} or "
-            f"{PORTFOLIO_VERSION}; solve again with this sequoia-plan"
-        )
     try:
         # deserialize checks every offset and shape against the length of the data
         stored_tensors = dict(deserialize(data))
     except (SafetensorError, OverflowError) as error:
         raise SequoiaPlanError(f"{name}: damaged tree file ({error}); solve again") from error
-    if "plan" not in header or "parents" not in stored_tensors:
-        missing = "parents" if "plan" in header else "plan"
-        raise SequoiaPlanError(f"{name}: tree file without its {missing}; solve again")
     try:
         by_match = {
             length: TokenTree(_parents(stored_tensors, f"by_match.{length}."), looks_up=looks_up)
-            for length, looks_up in _match_lengths(header)
+            for length, looks_up in header.by_match
         }
-        plan = Plan.from_dict(header["plan"])
-        tree = TokenTree(_parents(stored_tensors, ""), plan, by_match=by_match)
+        tree = TokenTree(_parents(stored_tensors, ""), header.plan, by_match=by_match)
         # all other tensors follow from the parents, and what is stored must be equal to that
         for tensor_name, derived in _all_tensors(tree).items():
             _check_tensor(tensor_name, stored_tensors.get(tensor_name), derived)
@@ -122,32 +124,30 @@ def from_bytes(data: bytes, name: str) -> TokenTree:
     return tree
 
 
-def _match_lengths(header: dict[str, Any]) -> list[tuple[int, bool]]:
-    """The match length of each tree beside the first, and whether its spine is looked up."""
-    entries = header.get("by_match", [])
-    is_list = isinstance(entries, list)
-    if not is_list or not all(
-        isinstance(entry, list) and [type(value) for value in entry] == [int, bool]
-        for entry in entries
-    ):
-        raise SequoiaPlanError(
-            f"by_match: found {entries!r:.60}, expected a list of [match length, true or false]; "
-            "solve again"
-        )
-    return [(length, looks_up) for length, looks_up in entries]
+def _header(data: bytes, name: str) -> Header:
+    """The JSON object in the metadata of a tree file. It is read before any tensor.
+
+    A safetensors file begins with the length of its own header in 8 bytes, and the header.
+    """
+    header_length = int.from_bytes(data[:8], "little")
+    try:
+        safetensors_header = msgspec.json.decode(data[8 : 8 + header_length])
+        document = msgspec.json.decode(safetensors_header["__metadata__"][METADATA_KEY])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        document = None
+    has_portfolio = isinstance(document, dict) and "by_match" in document
+    version = PORTFOLIO_VERSION if has_portfolio else VERSION
+    check_format(document, FORMAT, version, name, MADE_BY)
+    return Header.from_dict(document, name)
 
 
 def _parents(stored_tensors: dict[str, Any], prefix: str) -> NDArray[Any]:
     """The parents of one of the file's trees, whose tensors' names begin with `prefix`."""
     name = f"{prefix}parents"
-    if name not in stored_tensors:
-        raise SequoiaPlanError(f"{name} is missing; solve again")
-    parents = stored_tensors[name]
-    if parents["dtype"] != "I32" or len(parents["shape"]) != 1:
-        raise SequoiaPlanError(
-            f"{name} is {parents['dtype']} {parents['shape']}, expected I32 [nodes]; solve again"
-        )
-    return np.frombuffer(parents["data"], "<i4")
+    stored = stored_tensors.get(name)
+    if stored is None or stored["dtype"] != "I32" or len(stored["shape"]) != 1:
+        raise SequoiaPlanError(f"{name}: expected a tensor I32 [nodes]; solve again")
+    return np.frombuffer(stored["data"], "<i4")
 
 
 def _all_tensors(tree: TokenTree) -> dict[str, NDArray[Any]]:
@@ -160,14 +160,8 @@ def _all_tensors(tree: TokenTree) -> dict[str, NDArray[Any]]:
 
 def _tensors(tree: TokenTree) -> dict[str, NDArray[Any]]:
     """The tensors of one tree by name. The parents decide all others."""
-    tensors: dict[str, NDArray[Any]] = {
-        "parents": tree.parents,
-        "ranks": tree.ranks,
-        "position_ids": tree.position_ids,
-        "first_child": tree.first_child,
-        "child_count": tree.child_count,
-        "level_offsets": tree.level_offsets,
-    }
+    names = ["parents", "ranks", "position_ids", "first_child", "child_count", "level_offsets"]
+    tensors: dict[str, NDArray[Any]] = {name: getattr(tree, name) for name in names}
     if tree.size <= MAX_NODES_WITH_MASK:
         tensors["attention_mask"] = np.packbits(tree.attention_mask, axis=1, bitorder="little")
     return tensors
@@ -175,46 +169,12 @@ def _tensors(tree: TokenTree) -> dict[str, NDArray[Any]]:
 
 def _check_tensor(name: str, stored: dict[str, Any] | None, derived: NDArray[Any]) -> None:
     """Refuse a stored tensor that differs from the one derived from the parents."""
-    if stored is None:
-        raise SequoiaPlanError(f"{name} is missing; solve again")
-    dtype = "I32" if derived.dtype == np.int32 else "U8"
-    shape = list(derived.shape)
-    if (stored["dtype"], stored["shape"]) != (dtype, shape):
-        raise SequoiaPlanError(
-            f"{name} is {stored['dtype']} {stored['shape']}, expected {dtype} {shape}; solve again"
-        )
+    dtype, shape = "I32" if derived.dtype == np.int32 else "U8", list(derived.shape)
+    if stored is None or (stored["dtype"], stored["shape"]) != (dtype, shape):
+        raise SequoiaPlanError(f"{name}: expected a tensor {dtype} {shape}; solve again")
     little_endian = derived.astype(derived.dtype.newbyteorder("<"), copy=False)
     if stored["data"] != little_endian.tobytes():
         raise SequoiaPlanError(f"{name} contradicts parents; solve again")
-
-
-def _header(data: bytes, name: str) -> dict[str, Any]:
-    """The JSON object in the metadata of a tree file. It is read before any tensor.
-
-    A safetensors file begins with the length of its own header in 8 bytes, and the header.
-    """
-    header_length = int.from_bytes(data[:8], "little")
-    try:
-        safetensors_header = json.loads(data[8 : 8 + header_length].decode())
-        text = safetensors_header["__metadata__"][METADATA_KEY]
-        header = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _not_a_tree_file(name) from error
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise _not_a_tree_file(name)
-    return header
-
-
-def _not_a_tree_file(name: str) -> SequoiaPlanError:
-    """The error for a file that is no tree file."""
-    return SequoiaPlanError(
-        f"{name}: not a tree file (expected safetensors written by sequoia-plan solve)"
-    )
-
-
-def _refuse_constant(constant: str) -> NoReturn:
-    """Refuse NaN and infinities, which Python's JSON parser takes by default."""
-    raise ValueError(f"{constant} is not JSON")
 
 
 def check_prediction(tree: TokenTree) -> None:

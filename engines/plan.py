@@ -5,32 +5,29 @@ Such a plan holds what was measured, what is predicted from it, and what was mea
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from msgspec import Meta
 
-from sequoia_plan.artifacts import yaml_text
 from sequoia_plan.artifacts.errors import SequoiaPlanError
-from sequoia_plan.artifacts.files import read_bytes, write_atomically
-from sequoia_plan.artifacts.schema import Artifact, Count, Metadata, Number, Seconds, Size, field
-
-FORMAT = yaml_text.Format(
-    "sequoia-plan-engine", 1, "a plan for an engine", "engine plan", "measure again"
+from sequoia_plan.artifacts.schema import (
+    Artifact,
+    Count,
+    Metadata,
+    Number,
+    Seconds,
+    Size,
+    YamlArtifact,
+    field,
 )
-MAX_FILE_BYTES = 1 << 20
 
-CountsByPosition = Annotated[
-    tuple[Count, ...], Meta(min_length=1, title="a non-empty list of counts")
-]
-Share = Annotated[float, Meta(gt=0, le=1, title="a number > 0 and <= 1")]
-AtLeastOne = Annotated[float, Meta(ge=1, title="a number >= 1")]
+CountsByPosition = Annotated[tuple[Count, ...], Meta(min_length=1)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+AtLeastOne = Annotated[float, Meta(ge=1)]
 
 
 class ChainAcceptance(Artifact, frozen=True):
     """How often the first, the first two, ... tokens of a drafted chain were accepted."""
-
-    PREFIX: ClassVar[str] = "acceptance"
 
     drafts: Annotated[Size, field("number of chains that were verified")]
     accepted: Annotated[
@@ -56,14 +53,12 @@ class ChainAcceptance(Artifact, frozen=True):
 
     def __post_init__(self) -> None:
         """Refuse counts that rise: the first n + 1 tokens cannot be accepted more often than n."""
-        super().__post_init__()
-        counts = (self.drafts, *self.accepted)
-        for before, after in zip(counts, self.accepted, strict=False):
-            if after > before:
-                raise SequoiaPlanError(
-                    f"{self.PREFIX}.accepted: found {after} after {before}, expected no more at a "
-                    "later position than at the one before"
-                )
+        counts = [self.drafts, *self.accepted]
+        if not self.accepted or counts != sorted(counts, reverse=True):
+            raise SequoiaPlanError(
+                f"accepted: found {self.accepted!s:.60} of {self.drafts} drafts, expected one or "
+                "more counts, none larger than the one before"
+            )
 
     @property
     def survival(self) -> tuple[float, ...]:
@@ -139,11 +134,6 @@ class ScheduleEntry(Artifact, frozen=True):
     speculative_tokens: Annotated[Count, field("the best number; 0 is no speculation")]
 
 
-StepList = Annotated[tuple[StepSeconds, ...], Meta(title="a list of mappings")]
-CellList = Annotated[tuple[Cell, ...], Meta(title="a list of mappings")]
-Schedule = Annotated[tuple[ScheduleEntry, ...], Meta(title="a list of mappings")]
-
-
 class ContextPlan(Artifact, frozen=True):
     """What was measured, predicted and chosen at one length of the context."""
 
@@ -151,9 +141,9 @@ class ContextPlan(Artifact, frozen=True):
         Count, field("tokens of every prompt that is decoded; 0 if prompts are decoded as they are")
     ]
     acceptance: Annotated[ChainAcceptance, field("how far drafted chains are accepted")]
-    steps: Annotated[StepList, field("measured times of a step")]
-    cells: Annotated[CellList, field("predictions by batch size and number of tokens")]
-    schedule: Annotated[Schedule, field("the best number of tokens by batch size")]
+    steps: Annotated[tuple[StepSeconds, ...], field("measured times of a step")]
+    cells: Annotated[tuple[Cell, ...], field("predictions by batch size and number of tokens")]
+    schedule: Annotated[tuple[ScheduleEntry, ...], field("the best number of tokens by batch size")]
     lines: Annotated[tuple[str, ...], field("options to start the engine with")] = ()
     draft_pass_seconds: Annotated[
         Number, field("seconds of a pass of llama.cpp's draft; 0 if it was not timed")
@@ -179,13 +169,11 @@ class ContextPlan(Artifact, frozen=True):
         )
 
 
-ContextPlans = Annotated[
-    tuple[ContextPlan, ...], Meta(min_length=1, title="a non-empty list of mappings")
-]
-
-
-class EnginePlan(Artifact, frozen=True, kw_only=True):
+class EnginePlan(YamlArtifact, frozen=True, kw_only=True):
     """A plan for an engine that drafts chains."""
+
+    FORMAT = "sequoia-plan-engine"
+    MADE_BY = "sequoia-plan engine"
 
     engine: Annotated[str, field("`vllm`, `sglang` or `llamacpp`")]
     engine_version: Annotated[str, field("the engine's version; empty if it is unknown")] = ""
@@ -196,21 +184,10 @@ class EnginePlan(Artifact, frozen=True, kw_only=True):
         Metadata,
         field("how it was measured: temperature, prompts, tokens, the engine's options"),
     ] = {}
-    contexts: Annotated[ContextPlans, field("the plan at each context, shortest first")]
+    contexts: Annotated[
+        tuple[ContextPlan, ...],
+        Meta(min_length=1),
+        field("the plan at each context, shortest first"),
+    ]
     seconds: Annotated[Number, field("seconds that measuring took")] = 0.0
     tool: Annotated[str, field("name and version of the program that made the plan")] = ""
-
-    def save(self, path: str | Path) -> None:
-        """Write as YAML, atomically."""
-        write_atomically(path, self.to_yaml().encode())
-
-    def to_yaml(self) -> str:
-        """The file's text."""
-        document = {"format": FORMAT.name, "version": FORMAT.version, **self.to_dict()}
-        return yaml_text.dump(document, width=160)
-
-    @classmethod
-    def load(cls, path: str | Path) -> EnginePlan:
-        """Read and check a file."""
-        data = read_bytes(path, "a plan written by sequoia-plan engine", MAX_FILE_BYTES)
-        return yaml_text.read(cls, data, str(path), FORMAT.with_article, FORMAT)

@@ -13,7 +13,9 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from sequoia_plan.artifacts.schema import UNDECLARED, Artifact, field_specs
+import msgspec
+
+from sequoia_plan.artifacts.schema import Artifact, YamlArtifact
 
 WIDTH = 120
 CODE_WIDTH = 100
@@ -60,10 +62,17 @@ def _class_entry(name: str, value: type) -> str:
         parts.append(_signature(name, value))
     parts.append(_markdown(value.__doc__))
     if issubclass(value, Artifact):
-        specs = [spec for spec in field_specs(value) if spec.name != UNDECLARED]
-        items = [f"`{spec.name}`: {spec.meaning}." for spec in specs]
+        meanings = msgspec.json.schema_components([value], schema_hook=lambda _: {"type": "array"})[
+            1
+        ]
+        properties = meanings[name]["properties"]
+        items = [
+            f"`{field.name}`: {properties[field.encode_name].get('description', '')}."
+            for field in msgspec.structs.fields(value)
+        ]
         parts.append("**Fields**\n\n" + _bullets(items))
-    members = {key: member for key, member in vars(value).items() if not key.startswith("_")}
+    all_members = {**(vars(YamlArtifact) if issubclass(value, YamlArtifact) else {}), **vars(value)}
+    members = {key: member for key, member in all_members.items() if not key.startswith("_")}
     properties = {
         key: getattr(member, "fget", None) or member.func  # type: ignore[union-attr]
         for key, member in members.items()
@@ -90,7 +99,7 @@ def _signature(name: str, value: Callable[..., Any]) -> str:
     parameters: list[str] = []
     signature = inspect.signature(value)
     for parameter in signature.parameters.values():
-        if parameter.name in ("self", UNDECLARED):
+        if parameter.name == "self":
             continue
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parameters:
             parameters.append("*")

@@ -9,56 +9,84 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from sequoia_plan.artifacts import bench_result, counts, latency, lookup, plan, profile
-from sequoia_plan.artifacts.drafting import Drafting
+import msgspec
+
+from sequoia_plan.artifacts import BenchResult, Plan, Profile
+from sequoia_plan.artifacts.counts import Counts, LevelCounts
 from sequoia_plan.artifacts.files import write_atomically
-from sequoia_plan.artifacts.schema import Artifact, markdown_table
-from sequoia_plan.engines import plan as engine_plan
+from sequoia_plan.engines.plan import EnginePlan
 
-TABLES: dict[str, tuple[type[Artifact], str]] = {
-    "plan": (plan.Plan, ""),
-    "plan.interval": (plan.Interval, "interval"),
-    "plan.by_match": (plan.MatchPlan, "by_match[]"),
-    "profile": (profile.Profile, ""),
-    "settings": (profile.Settings, "settings"),
-    "acceptance[]": (counts.LevelCounts, "acceptance[]"),
-    "lookup": (lookup.LookupCounts, "lookup"),
-    "lookup.classes": (lookup.MatchClass, "lookup.classes[]"),
-    "latency": (latency.Latency, "latency"),
-    "latency.verification": (latency.VerificationCost, "latency.verification"),
-    "latency.stream": (latency.StreamCost, "latency.stream"),
-    "drafting": (Drafting, "drafting"),
-    "bench": (bench_result.BenchResult, ""),
-    "bench.settings": (bench_result.BenchSettings, "settings"),
-    "bench.tree": (bench_result.TreeShape, "tree"),
-    "bench.contenders": (bench_result.MethodResult, "contenders.NAME"),
-    "bench.speedup": (bench_result.Ratio, "contenders.NAME.speedup.OTHER"),
-    "bench.predicted": (bench_result.Prediction, "contenders.NAME.predicted"),
-    "bench.by_kind": (bench_result.KindResult, "contenders.NAME.by_kind.KIND"),
-    "bench.breakdown": (bench_result.Breakdown, "breakdown"),
-    "engine": (engine_plan.EnginePlan, ""),
-    "engine.acceptance": (engine_plan.ChainAcceptance, "contexts[].acceptance"),
-    "engine.contexts": (engine_plan.ContextPlan, "contexts[]"),
-    "engine.steps": (engine_plan.StepSeconds, "contexts[].steps[]"),
-    "engine.cells": (engine_plan.Cell, "contexts[].cells[]"),
-    "engine.measured": (engine_plan.MeasuredCell, "contexts[].cells[].measured"),
-    "engine.schedule": (engine_plan.ScheduleEntry, "contexts[].schedule[]"),
-}
-"""For each `<!-- table NAME -->` of the page: the struct to describe, and its keys' prefix."""
-
+FILES = {"profile": Profile, "plan": Plan, "bench": BenchResult, "engine": EnginePlan}
+"""For each `<!-- table NAME -->` of the page, the struct that it describes."""
 TABLE = re.compile(r"<!-- table (\S+) -->\n.*?<!-- end -->", flags=re.DOTALL)
+HEADER = "| key | type | meaning |\n|---|---|---|\n"
+LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+NO_LIMIT = 2**53
+"""Whole numbers are limited so that a float can hold them, which the tables do not repeat."""
 
 
 def with_tables(text: str) -> str:
     """The page with every table as its struct declares it."""
+    types = [*FILES.values(), LevelCounts]
+    _, structs = msgspec.json.schema_components(types, schema_hook=_custom_schema)
+    tables = {name: "\n".join(_rows(cls.__name__, structs)) for name, cls in FILES.items()}
+    return TABLE.sub(
+        lambda match: f"<!-- table {match[1]} -->\n{HEADER}{tables[match[1]]}\n<!-- end -->", text
+    )
 
-    def replacement(match: re.Match[str]) -> str:
-        name = match[1]
-        return f"<!-- table {name} -->\n{markdown_table(*TABLES[name])}<!-- end -->"
 
-    return TABLE.sub(replacement, text)
+def _custom_schema(cls: type) -> dict[str, Any]:
+    """The schema of a type that has its own form in files."""
+    return {"type": "array", "items": {"$ref": "/LevelCounts"} if cls is Counts else {}}
+
+
+def _rows(struct: str, structs: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """A row for each field of a struct, and after it those of the struct that the field holds."""
+    schema = structs.pop(struct, {"properties": {}})  # each struct is described once
+    for key, value in schema["properties"].items():
+        name = f"{prefix}{key}"
+        missing = "" if key in schema["required"] else ", optional"
+        yield f"| `{name}` | {_words(value)}{missing} | {value.get('description', '')} |"
+        yield from _inner_rows(value, structs, name)
+
+
+def _inner_rows(value: Any, structs: dict[str, Any], name: str) -> Iterator[str]:
+    """The rows of the structs within a field's type."""
+    if "$ref" in value:
+        yield from _rows(value["$ref"].rpartition("/")[2], structs, f"{name}.")
+    for option in value.get("anyOf", ()):
+        yield from _inner_rows(option, structs, name)
+    if isinstance(value.get("items"), dict):
+        yield from _inner_rows(value["items"], structs, f"{name}[]")
+    if isinstance(value.get("additionalProperties"), dict):
+        yield from _inner_rows(value["additionalProperties"], structs, f"{name}.NAME")
+
+
+def _words(value: Any) -> str:
+    """A JSON schema's type in words."""
+    if "anyOf" in value:
+        options = [_words(option) for option in value["anyOf"] if option.get("type") != "null"]
+        return " or ".join(options)
+    if "enum" in value:
+        return " or ".join(f"`{option}`" for option in value["enum"])
+    kind = value.get("type", "object")
+    if "prefixItems" in value:
+        return f"[{', '.join(map(_words, value['prefixItems']))}]"
+    if kind == "array":
+        return f"list of {_words(value['items'])}" if value["items"] else "list"
+    if kind == "object" and value.get("additionalProperties"):
+        return f"mapping to {_words(value['additionalProperties'])}"
+    words = {"object": "mapping", "string": "text", "boolean": "true or false"}
+    limits = [
+        f"{sign} {value[name]:g}"
+        for name, sign in LIMITS.items()
+        if value.get(name, NO_LIMIT) < NO_LIMIT
+    ]
+    return " ".join([words.get(kind, kind), " and ".join(limits)]).strip()
 
 
 if __name__ == "__main__":

@@ -17,22 +17,13 @@ from strategies import trees
 
 from sequoia_plan.artifacts import (
     Acceptance,
-    Counts,
     Latency,
     Plan,
     Profile,
     SequoiaPlanError,
     TokenTree,
 )
-from sequoia_plan.artifacts.interchange import (
-    from_growmap,
-    from_medusa,
-    from_nxd,
-    parse,
-    to_growmap,
-    to_medusa,
-    to_nxd,
-)
+from sequoia_plan.artifacts.interchange import FORMATS, parse
 from sequoia_plan.artifacts.tree_file import _tensors, from_bytes, to_bytes
 
 PLAN = {
@@ -41,24 +32,24 @@ PLAN = {
     "settings": {"temperature": 0.5},
     "models": {"draft": {"name": "d"}},
 }
+HEADER = {"format": "sequoia-plan-tree", "version": 1, "plan": {}}
 TREE = TokenTree(np.array([-1, 0, 0, 1, 1, 2, 3]), PLAN)
-LATENCY = Latency(
-    {1: 0.04, 8: 0.06},
-    {1: 0.004},
-    0.001,
-    128,
-    {1: 7},
-    {"target": {1: (0.03, 0.05)}, "draft": {1: (0.003, 0.005)}},
-    16,
-)
-COUNTS = Counts([[6, 0], [1, 1]], [[[3, 1], [0, 0]], [[1, 0], [0, 0]]])
+LEVELS = [{"trials": 6, "counts": [3.0, 1.0]}, {"trials": 2, "counts": [1.0, 0.0]}]
 PROFILE = Profile(
-    Acceptance.counted(COUNTS),
+    Acceptance.from_file(LEVELS),
     8,
-    LATENCY,
-    {"temperature": 0.6},
-    {"target": {"name": "t"}},
-    {"threads": 2},
+    latency=Latency(
+        {1: 0.04, 8: 0.06},
+        {1: 0.004},
+        0.001,
+        128,
+        samples={1: 7},
+        quartiles={"target": {1: (0.03, 0.05)}, "draft": {1: (0.003, 0.005)}},
+        out_of_memory=16,
+    ),
+    settings={"temperature": 0.6},
+    models={"target": {"name": "t"}},
+    hardware={"threads": 2},
 )
 
 
@@ -73,7 +64,7 @@ def read_tree(data):
         return False
     tensors, plan = independent_reader.read(data)
     assert tensors["parents"].tolist() == tree.parents.tolist()
-    assert Plan.from_dict(plan) == tree.plan
+    assert Plan.from_dict(plan, "plan") == tree.plan
     again = from_bytes(to_bytes(tree), "f")
     assert again == tree and again.plan == tree.plan
     return True
@@ -85,12 +76,8 @@ def read_foreign(data):
         tree = parse(data)
     except SequoiaPlanError:
         return False
-    assert (
-        tree
-        == from_medusa(to_medusa(tree))
-        == from_nxd(to_nxd(tree))
-        == from_growmap(to_growmap(tree))
-    )
+    copies = [parse(json.dumps(to_format(tree)).encode()) for to_format in FORMATS.values()]
+    assert copies == [tree] * len(FORMATS)
     return True
 
 
@@ -104,6 +91,7 @@ def read_profile(data):
     return True
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_of_a_tree_file():
     """One bit at a time, more than 10,000 cases.
 
@@ -126,11 +114,9 @@ def test_every_flipped_bit_of_a_tree_file():
 
 def test_every_truncation_and_extension_of_a_tree_file():
     whole = to_bytes(TREE)
-    assert read_tree(whole)
-    for length in range(len(whole)):
-        assert not read_tree(whole[:length])
-    for extra in (b"\0", b" ", whole):
-        assert not read_tree(whole + extra)
+    assert read_tree(whole) and read_profile(PROFILE.to_yaml().encode())
+    assert not any(read_tree(whole[:length]) for length in range(len(whole)))
+    assert not any(read_tree(whole + extra) for extra in (b"\0", b" ", whole))
 
 
 json_values = st.recursive(
@@ -156,12 +142,12 @@ arrays = st.builds(
     json_values,
     st.booleans(),
 )
-def test_any_structure(tree, changed, plan, whole_header):
+def test_any_structure(tree, changed, plan, is_whole_header):
     """Tensors are replaced by others, and the plan or the whole metadata by any JSON.
 
     This includes NaN, deep nesting and wrong types.
     """
-    header = plan if whole_header else {"format": "sequoia-plan-tree", "version": 1, "plan": plan}
+    header = plan if is_whole_header else HEADER | {"plan": plan}
     data = save({**_tensors(tree), **changed}, {"sequoia_plan": json.dumps(header)})
     valid = read_tree(data)
     consistent = all(np.array_equal(value, _tensors(tree)[name]) for name, value in changed.items())
@@ -179,7 +165,6 @@ def test_any_header(tail, length, header):
     read_tree(length.to_bytes(8, "little") + tail)
     text = json.dumps(header).encode()
     read_tree(len(text).to_bytes(8, "little") + text + tail)
-    meta = {"sequoia_plan": json.dumps({"format": "sequoia-plan-tree", "version": 1, "plan": {}})}
     for shape, offsets in (
         ([length], [0, len(tail)]),
         ([2**62, 4], [0, len(tail)]),
@@ -187,17 +172,14 @@ def test_any_header(tail, length, header):
         ([-1], [0, 4]),
         (header, header),
     ):
-        text = json.dumps(
-            {
-                "__metadata__": meta,
-                "parents": {"dtype": "I32", "shape": shape, "data_offsets": offsets},
-            }
-        ).encode()
+        parents = {"dtype": "I32", "shape": shape, "data_offsets": offsets}
+        entries = {"__metadata__": {"sequoia_plan": json.dumps(HEADER)}, "parents": parents}
+        text = json.dumps(entries).encode()
         assert not read_tree(len(text).to_bytes(8, "little") + text + tail)
 
 
 def replaced(document, path, value):
-    """`document` with the item at `path` (drawn from its leaves) replaced."""
+    """`document` with the item at `path` replaced."""
     if not path:
         return value
     copy = dict(document) if isinstance(document, dict) else list(document)
@@ -208,14 +190,8 @@ def replaced(document, path, value):
 def places(document, path=()):
     """Every place in a document of lists and mappings."""
     yield path
-    items = (
-        document.items()
-        if isinstance(document, dict)
-        else enumerate(document)
-        if isinstance(document, list)
-        else ()
-    )
-    for key, item in items:
+    items = enumerate(document) if isinstance(document, list) else ()
+    for key, item in document.items() if isinstance(document, dict) else items:
         yield from places(item, (*path, key))
 
 
@@ -238,32 +214,18 @@ def test_any_character_anywhere_in_a_profile():
         read_profile(f"{text[:place]}{inserted}{rest}".encode())
 
 
+@pytest.mark.parametrize("old", ["trials: 8", "name: t"])
 @pytest.mark.parametrize(
-    "text",
-    [
-        "!!python/object/apply:os.system [echo]",
-        "9" * 5000,
-        "2001-99-99",
-        "!!binary x",
-        "? {a: b}\n: c",
-        "[" * 5000,
-        "&a [*a]",
-        "0x",
-        "1:60",
-        "\ud800",
-    ],
+    "text", ["!!binary x", "9" * 5000, "2001-99-99", "? {a: b}\n: c", "[" * 5000, "0x", "\ud800"]
 )
-def test_awkward_yaml(text):
+def test_awkward_yaml(old, text):
     document = PROFILE.to_yaml()
-    for content in (
-        text,
-        document.replace("trials: 8", f"trials: {text}"),
-        document.replace("name: t", f"name: {text}"),
-    ):
-        read_profile(content.encode(errors="surrogatepass"))
+    assert old in document
+    document = document.replace(old, f"{old.split()[0]} {text}")
+    read_profile(document.encode(errors="surrogatepass"))
 
 
-DOCUMENTS = {"medusa": to_medusa(TREE), "nxd": to_nxd(TREE), "growmap": to_growmap(TREE)}
+DOCUMENTS = {name: to_format(TREE) for name, to_format in FORMATS.items()}
 
 
 @settings(max_examples=400)
@@ -275,7 +237,8 @@ DOCUMENTS = {"medusa": to_medusa(TREE), "nxd": to_nxd(TREE), "growmap": to_growm
 )
 def test_any_value_anywhere_in_a_foreign_tree(where, value):
     name, path = where
-    valid = read_foreign(json.dumps(replaced(DOCUMENTS[name], path, value)).encode())
+    document = replaced(DOCUMENTS[name], path, value)
+    valid = read_foreign(json.dumps(document).encode())
     if name == "growmap" and path and valid:
         # A growmap repeats everything, so no other value can stand anywhere.
-        assert replaced(DOCUMENTS[name], path, value) == DOCUMENTS[name]
+        assert document == DOCUMENTS[name]

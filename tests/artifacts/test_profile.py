@@ -52,46 +52,20 @@ def test_profile_round_trip_any_numbers(tmp_path_factory, acceptance, curve):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("version: 1", "version: 9", "profile version 9, expected 1"),
-        ("format: sequoia-plan-profile", "format: x", "not a profile"),
-        (
-            "1: 0.04,",
-            "1: -0.04,",
-            r"latency.target\[1\]: found -0.04, expected seconds from 1e-12 to 1e12",
-        ),
-        ("1: 0.04,", "1: .nan,", r"latency.target\[1\]: found nan"),
-        ("1: 0.04,", "1: fast,", r"latency.target\[1\]: found 'fast'"),
-        ("{1: 0.04,", "{0: 0.04,", "latency.target: found the key 0, expected a whole number >= 1"),
         ("{1: 0.04,", "{3: 0.04,", "no measurement at 1 token"),
-        ("overhead: 0.001", "overhead: -1", "latency.overhead: found -1"),
-        ("[0.5, 0.125]", "[0.9, 0.125]", "sums to 1.025, expected at most 1"),
+        ("overhead: 0.001", "overhead: -1", "latency.overhead: expected `float` >= 0"),
         ("[0.5, 0.125]", "[0.5, -0.125]", r"p\[2\] is -0.125"),
         ("[0.5, 0.125]", "[]", "expected a list of probabilities"),
-        ("[0.5, 0.125]", "0.5", "expected a list of probabilities"),
-        ("[0.5, 0.125]", "[.nan]", r"p\[1\] is nan"),
-        ("trials: 800", "trials: many", "effective_trials: found 'many'"),
-        ("acceptance:", "accepted:", "acceptance: found None"),
-        ("trials: 800", "trials: ]800", "not YAML at line"),
-        ("trials: 800", "trials: 1.5", "effective_trials: found 1.5, expected a whole number"),
-        ("context: 128", "context: -1", "latency.context: found -1, expected a whole number >= 0"),
-        ("settings: {", "settings: 3 # {", "settings: found 3, expected a mapping"),
-        ("threads: 2", "threads: 2001-01-01", "hardware.threads: found a date, expected text"),
-        ("threads: 2", "threads: 2001-99-99", "not YAML"),
-        (
-            "threads: 2",
-            "threads: [[[[[[[[[[[[[[[[[[1",
-            "nested deeper than 16 levels; expected a profile",
-        ),
-        ("threads: 2", "threads: &a 2, b: *a", r"holds the YAML alias \*a; write the value itself"),
+        ("acceptance:", "accepted:", "missing required field `acceptance`"),
+        ("trials: 800", "trials: 1.5", "effective_trials: expected `int`, got `float`"),
     ],
 )
-def test_profile_refuses(tmp_path, old, new, message):
+def test_profile_refuses(old, new, message):
+    """tests/artifacts/test_schema.py has what is refused in any artifact."""
     text = PROFILE.to_yaml()
     assert old in text
-    (tmp_path / "p.yaml").write_text(text.replace(old, new, 1))
-    with pytest.raises(SequoiaPlanError, match=message) as error:
-        Profile.load(tmp_path / "p.yaml")
-    assert "p.yaml" in str(error.value)
+    with pytest.raises(SequoiaPlanError, match=f"^p.yaml: .*{message}"):
+        Profile.from_bytes(text.replace(old, new, 1).encode(), "p.yaml")
 
 
 def test_profile_hash_is_of_the_content(tmp_path):
@@ -143,27 +117,47 @@ def test_rates_are_those_of_the_counts():
 @pytest.mark.parametrize(
     ("counted", "old", "new", "message"),
     [
-        ("by level", "trials: 600", "trials: -1", r"acceptance\[0\].trials: found -1"),
-        ("by level", "trials: 600", "trials: 0", r"acceptance\[0\]: found counts"),
-        ("by level", "trials: 200", "trials: .inf", r"acceptance\[1\].trials: found inf"),
-        ("by level", "trials: 200", "trials: 1" + "0" * 400, r"\[1\].trials: found 100"),
-        ("by level", "trials: 200", "trials: 100", r"acceptance\[1\]: .*sum to 124.75 of 100"),
+        ("by level", "trials: 600", "trials: -1", r"acceptance\[0\].trials: expected `int` >= 0"),
+        ("by level", "trials: 600", "trials: 0", r"acceptance: counts\[0\]: found counts"),
+        ("by level", "trials: 200", "trials: .inf", r"acceptance\[1\].trials: expected `int`"),
+        (
+            "by level",
+            "trials: 200",
+            "trials: 1" + "0" * 400,
+            "Number out of range|expected `int` <|number out of range",
+        ),
+        ("by level", "trials: 200", "trials: 100", "sum to 124.75 of 100"),
         ("by level", "[99.75, 25.0]", "[99.75]", "acceptance: found levels of different lengths"),
-        ("by level", "[99.75, 25.0]", "[99.75, -1]", r"\[1\].counts\[1\]: found -1"),
-        ("by level", "[99.75, 25.0]", "[]", r"acceptance\[1\].counts: found \[\]"),
-        ("by level", "counts: [300.25, 75.0]", "count: 7", r"\[0\].counts: found None"),
+        (
+            "by level",
+            "[99.75, 25.0]",
+            "[99.75, -1]",
+            r"acceptance\[1\].counts\[1\]: expected `float` >= 0",
+        ),
+        (
+            "by level",
+            "[99.75, 25.0]",
+            "[]",
+            r"acceptance\[1\].counts: expected `array` of length >= 1",
+        ),
+        (
+            "by level",
+            "counts: [300.25, 75.0]",
+            "count: 7",
+            r"acceptance\[0\]: object missing required field `counts`",
+        ),
         ("by class", "trials: 790", "trials: 2400", r"\[1\]: .* of -400 trials on the spine"),
         ("by class", "[158.0, 79.0]", "[158.0, 280.0]", r"\[1\]: found counts that sum"),
         ("by class", "trials: 790", "trials: 1200", "1010.5 of 800 trials on the spine"),
         ("by class", "[158.0, 79.0]", "[800.0, 80.0]", "880 of 790 trials off the spine"),
         ("by class", "[158.0, 79.0]", "[158.0]", "levels of different lengths"),
-        ("by class", "trials: 790", "trials: -1", r"off_spine.trials: found -1"),
+        ("by class", "trials: 790", "trials: -1", "off_spine.trials: expected `int` >= 0"),
         ("by kind", "trials: 350", "trials: 340", "kinds: found trials that do not add up"),
         ("by kind", "  - trials: 0\n    counts: [0.0, 0.0]\n", "", "kinds: found trials that"),
-        ("by kind", "[100.0, 25.0]", "[100.0]", "kinds.no: 1: found levels of different lengths"),
-        ("by kind", "[100.0, 25.0]", "[300.0, 25.0]", r"kinds.no: 1\[0\]: .* 325 of 250 trials"),
-        ("by kind", "code:", "7:", "kinds: found the key 7, expected printable text"),
-        ("by kind", "code:", "c" * 61 + ":", "kinds: found the key 'cc"),
+        ("by kind", "[100.0, 25.0]", "[100.0]", "kinds.*: found levels of different lengths"),
+        ("by kind", "[100.0, 25.0]", "[300.0, 25.0]", "kinds.* 325 of 250 trials"),
+        ("by kind", "code:", "7:", "key in kinds: expected `str`"),
+        ("by kind", "code:", "c" * 61 + ":", "key in kinds: expected `str` matching"),
     ],
 )
 def test_counts_are_checked(tmp_path, counted, old, new, message):
@@ -188,15 +182,15 @@ def test_spread_of_times_survives_and_is_checked(tmp_path):
         (
             "{1: 9, 8: 5}",
             "{1: -9, 8: 5}",
-            r"latency.samples\[1\]: found -9, expected a whole number >= 1",
+            "latency.samples.*: expected `int` >= 1",
         ),
         (
             "{1: 9, 8: 5}",
             "{7: 9}",
             "latency.samples: found the size 7, expected sizes that were measured",
         ),
-        ("{1: 9, 8: 5}", "9", "latency.samples: found 9, expected a mapping of"),
-        ("out_of_memory: 64", "out_of_memory: 0", "latency.out_of_memory: found 0"),
+        ("{1: 9, 8: 5}", "9", "latency.samples: expected `object`, got `int`"),
+        ("out_of_memory: 64", "out_of_memory: 0", "latency.out_of_memory: expected `int` >= 1"),
         (
             "[0.039, 0.042]",
             "[0.042, 0.039]",
@@ -210,11 +204,9 @@ def test_spread_of_times_survives_and_is_checked(tmp_path):
         (
             "[0.06, 0.06]",
             "[0.06]",
-            r"latency.quartiles.target\[8\]: found \[0.06\], expected \[seconds from 1e-12 "
-            r"to 1e12, seconds from 1e-12 to 1e12\]",
+            "latency.quartiles.*: expected `array` of length 2",
         ),
-        ("[0.06, 0.06]", "0.06", r"latency.quartiles.target\[8\]: found 0.06, expected \[seconds"),
-        ("quartiles:", "quartiles: 3 #", "not YAML|latency.quartiles: found"),
+        ("[0.06, 0.06]", "0.06", "latency.quartiles.*: expected `array`, got `float`"),
     ):
         assert old in timed.to_yaml()
         (tmp_path / "p.yaml").write_text(timed.to_yaml().replace(old, new, 1))
@@ -225,8 +217,7 @@ def test_spread_of_times_survives_and_is_checked(tmp_path):
 def test_a_large_profile_is_refused(tmp_path):
     (tmp_path / "p.yaml").write_text(PROFILE.to_yaml() + "#" * 1_100_000)
     with pytest.raises(
-        SequoiaPlanError,
-        match="larger than 1048576 bytes; expected a profile written by sequoia-plan profile",
+        SequoiaPlanError, match="larger than 1048576 bytes; expected a file written"
     ):
         Profile.load(tmp_path / "p.yaml")
 
@@ -244,8 +235,8 @@ def test_a_plan_says_where_it_comes_from():
         "latency": {
             "context": 128,
             "overhead": 0.001,
-            "target": [[1, 0.04], [2, 0.041], [8, 0.06]],
-            "draft": [[1, 0.004], [8, 0.005]],
+            "target": {1: 0.04, 2: 0.041, 8: 0.06},
+            "draft": {1: 0.004, 8: 0.005},
         },
     }
     tree = TokenTree(TokenTree.chain(2).parents, plan)

@@ -129,3 +129,16 @@ def test_endless_input_is_refused(tmp_path):
         SequoiaPlanError, match="/dev/zero: larger than 1000 bytes; expected a tree"
     ):
         read_bytes("/dev/zero", "a tree", 1000)
+
+
+def test_permissions_stay(tmp_path):
+    path, mask = tmp_path / "t", os.umask(0o027)
+    try:
+        write_atomically(path, b"1")
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640  # new: as any program would make it
+        for mode in (0o600, 0o664):
+            path.chmod(mode)
+            write_atomically(path, b"2")
+            assert stat.S_IMODE(path.stat().st_mode) == mode
+    finally:
+        os.umask(mask)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import subprocess
 import sys
 
@@ -14,26 +13,20 @@ import torch
 from click.testing import CliRunner
 
 from sequoia_plan.artifacts import (
+    Acceptance,
     Latency,
-    LevelCounts,
     Profile,
     SequoiaPlanError,
     TokenTree,
     save_tree,
 )
-from sequoia_plan.artifacts.files import write_atomically
-from sequoia_plan.artifacts.prompts import Prompt, held_out_half, load, measuring_half
 from sequoia_plan.planner.cli import main
 from sequoia_plan.planner.cli.terminal import printable
-from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.runtime.offload.memory import as_bytes
 
-LEVELS = (LevelCounts(600, (300.25, 75.0)), LevelCounts(200, (99.75, 25.0)))
 PROFILE = Profile(
-    (0.5, 0.125),
-    800,
-    Latency({1: 0.04, 4: 0.042, 16: 0.05}, {1: 0.003, 16: 0.004}, 0.001, 128),
-    levels=LEVELS,
+    Acceptance.given((0.5, 0.125)),
+    latency=Latency({1: 0.04, 4: 0.042, 16: 0.05}, {1: 0.003, 16: 0.004}, 0.001, 128),
 )
 
 
@@ -73,58 +66,9 @@ def test_an_output_never_replaces_what_it_is_made_from(run, tmp_path, arguments,
     (tmp_path / "p.json").write_text("[0.5, 0.2]")
     (tmp_path / "p.txt").write_text("What is rain?")
     (tmp_path / "n.json").write_text('{"0": ["1"]}')
-    (tmp_path / "link.yaml").symlink_to("profile.yaml")
-    Profile(PROFILE.acceptance, 8, levels=LEVELS[:1]).save("other.yaml")
     before = (tmp_path / given).read_bytes()
     refused(run(*arguments), 2, "is the input", given, "which would be lost; name another file")
     assert (tmp_path / given).read_bytes() == before
-
-
-def test_a_key_that_stands_twice_and_numbers_of_base_sixty(run, tmp_path):
-    text = PROFILE.to_yaml()
-    for old, new, message in (
-        ("trials: 800", "trials: 800\n  trials: 900", "the key 'trials' stands twice at line"),
-        ("{1: 0.04,", "{1: 0.04, 1: 0.05,", "the key 1 stands twice"),
-        (
-            "trials: 800",
-            "trials: 13:20",
-            "acceptance.trials: found '13:20', expected a whole number >= 0",
-        ),
-        ("trials: 800", "trials: 1" + 30 * "0", "acceptance.trials: found 1000"),
-        ("{1: 0.04,", "{1: 1" + 400 * "0" + ",", "latency.target[1]: found 1000"),
-        (
-            "settings: {}",
-            "settings: {verifier: [x]}",
-            "settings.verifier: found ['x'], expected text",
-        ),
-    ):
-        assert old in text
-        (tmp_path / "bad.yaml").write_text(text.replace(old, new, 1))
-        refused(run("solve", "bad.yaml", "-o", "t"), 1, "bad.yaml", message)
-    (tmp_path / "good.yaml").write_text(text.replace("0.04,", "4e-2,"))  # what YAML 1.1 calls text
-    assert Profile.load("good.yaml").latency.target[1] == 0.04
-    for written, meant in (("010", 10), ("09", 9), ("-0", None), ("+0800", 800), ("0o17", None)):
-        (tmp_path / "zeros.yaml").write_text(text.replace("trials: 800", f"trials: {written}", 1))
-        if meant is None and written != "-0":
-            with pytest.raises(
-                SequoiaPlanError, match=r"acceptance\.trials: found '0o17', expected"
-            ):
-                Profile.load("zeros.yaml")
-        else:
-            assert Profile.load("zeros.yaml").trials == (meant or 0)
-
-
-def test_permissions_stay(tmp_path):
-    path, mask = tmp_path / "t", os.umask(0o027)
-    try:
-        write_atomically(path, b"1")
-        assert stat.S_IMODE(path.stat().st_mode) == 0o640  # new: as any program would make it
-        for mode in (0o600, 0o664):
-            path.chmod(mode)
-            write_atomically(path, b"2")
-            assert stat.S_IMODE(path.stat().st_mode) == mode
-    finally:
-        os.umask(mask)
 
 
 def test_a_full_disk_behind_stdout(run):
@@ -136,74 +80,6 @@ def test_a_full_disk_behind_stdout(run):
         )
     message = "output: No space left on device; free some space, or name another file"
     assert (result.returncode, result.stderr) == (1, f"Error: {message}\n")
-
-
-class Words:
-    """A tokenizer without a chat template: one token a word."""
-
-    chat_template = None
-
-    def __call__(self, text):
-        return {"input_ids": [len(word) for word in text.split()]}
-
-
-def test_prompt_files(tmp_path):
-    (tmp_path / "p.jsonl").write_text(
-        '{"text": "a line\u2028separator"}\r\n'
-        '{"messages": [{"role": "system", "content": "Be brief."}, '
-        '{"role": "user", "content": [{"type": "text", "text": "Why "}, '
-        '{"type": "text", "text": "rain?"}]}, {"role": "assistant", "content": "Because."}]}\n'
-        "\n"
-        '{"question_id": 81, "category": "writing", "turns": ["Compose a post.", "Rewrite it."]}\n'
-        '{"kind": "numbers", "category": 3, "messages": [{"role": "user", "content": "one"}, '
-        '{"role": "assistant", "content": "two"}, {"role": "user", "content": "three"}]}\n'
-    )
-    conversation = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Why rain?"},
-    ]
-    turns = [
-        {"role": role, "content": text}
-        for role, text in (("user", "one"), ("assistant", "two"), ("user", "three"))
-    ]
-    found = load(tmp_path / "p.jsonl")
-    assert [prompt.text for prompt in found] == [
-        "a line\u2028separator",
-        conversation,
-        "Compose a post.",
-        turns,
-    ]
-    assert [prompt.kind for prompt in found] == [None, None, "writing", "numbers"]
-    for odd in (
-        '""',
-        "7",
-        '["a"]',
-        "null",
-        '"a\\u001b[2J"',
-        f'"{61 * "k"}"',
-    ):  # nothing that a profile could hold: as if it were not there
-        (tmp_path / "odd.jsonl").write_text(f'{{"text": "fine", "kind": {odd}}}\n')
-        assert load(tmp_path / "odd.jsonl") == [Prompt("fine")]
-    assert encode(Words(), conversation) == [2, 6, 3, 5]
-    assert measuring_half(found) == [found[0], found[2]] and held_out_half(found) == [
-        found[1],
-        found[3],
-    ]
-    assert measuring_half(found[:1]) == held_out_half(found[:1]) == found[:1]
-    (tmp_path / "p.txt").write_bytes("\ufeffFirst\r\nprompt.\r\n\r\nSecond.\r\n".encode())
-    assert load(tmp_path / "p.txt") == [Prompt("First\nprompt."), Prompt("Second.")]
-    for line in (
-        '{"messages": []}',
-        '{"messages": [{"role": "assistant", "content": "x"}]}',
-        '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
-        '{"turns": []}',
-        '{"text": 3}',
-        "[" * 5000,
-        "3",
-    ):
-        (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
-        with pytest.raises(SequoiaPlanError, match=r"bad\.jsonl: line 2 is no prompt; expected"):
-            load(tmp_path / "bad.jsonl")
 
 
 @pytest.mark.slow
@@ -219,35 +95,6 @@ def test_a_prompt_that_is_too_long_is_named_before_anything_is_measured(run, tmp
         "expected at most 8191 (the model's context less one new token)",
     )
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "message"),
-    [
-        ("x.json", b'{"text": "a"}\n', "holds JSON and is not named .jsonl"),
-        ("x.JSON", b"not even JSON", "holds JSON and is not named .jsonl"),
-        ("x.txt", b'{"text": "a"}\n{"text": "b"}\n', "holds JSON and is not named .jsonl"),
-        ("x", b'[\n{"text": "a"}\n]', "holds JSON and is not named .jsonl"),
-        ("x.txt", "What is rain?".encode("utf-16-le"), "holds NUL characters, as UTF-16 does"),
-        ("x.jsonl", '{"text": "a"}'.encode("utf-16-be"), "holds NUL characters, as UTF-16 does"),
-        ("x.jsonl", b'{"text": "\\ud800"}', "line 1 is no prompt"),
-        ("x.jsonl", b'{"messages": [{"role": "user", "content": "\\udfff"}]}', "line 1 is no"),
-        ("x.jsonl", b'{"messages": [{"role": "user", "content": ["a"]}]}', "line 1 is no prompt"),
-        ("x.jsonl", b'{"messages": [{"role": 5, "content": "a"}]}', "line 1 is no prompt"),
-    ],
-)
-def test_prompt_files_that_would_be_misread(tmp_path, name, data, message):
-    (tmp_path / name).write_bytes(data)
-    with pytest.raises(SequoiaPlanError, match=message):
-        load(tmp_path / name)
-
-
-def test_prompt_files_by_any_case_of_the_name(tmp_path):
-    for name in ("X.JSONL", "x.ndjson"):
-        (tmp_path / name).write_text('{"text": "What is rain?"}\n')
-        assert load(tmp_path / name) == [Prompt("What is rain?")]
-    (tmp_path / "x.txt").write_text("[1, 2\n\n{curly} braces")  # looks like JSON, and is none
-    assert load(tmp_path / "x.txt") == [Prompt("[1, 2"), Prompt("{curly} braces")]
 
 
 @pytest.mark.parametrize(
@@ -325,14 +172,6 @@ def test_names_that_no_encoding_has(run, tmp_path, command, encoding):
 def test_memory_that_no_machine_has(size):
     with pytest.raises(SequoiaPlanError, match="more than any machine has; expected less than"):
         as_bytes(size, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("seconds", ["1e308", "1e-320"])
-def test_latencies_that_no_machine_has(run, tmp_path, seconds):
-    text = PROFILE.to_yaml()
-    assert "{1: 0.04," in text
-    (tmp_path / "odd.yaml").write_text(text.replace("{1: 0.04,", f"{{1: {seconds},"))
-    refused(run("solve", "odd.yaml"), 1, "odd.yaml: latency.target[1]: found 1e", "1e-12 to 1e12")
 
 
 def test_a_terminal_obeys_no_text_of_a_model():

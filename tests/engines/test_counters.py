@@ -79,7 +79,10 @@ def test_several_engines_add_up_and_labels_may_hold_anything():
         ),
         (PAGE.replace('position="1"', 'position="7"'), "from position 0 on"),
         (PAGE.replace("} 62.0", "} 99.0"), "this version counts otherwise"),
-        (PAGE.replace("} 16.0", "} 41.0").replace("} 62.0", "} 87.0"), "found 41 after 40"),
+        (
+            PAGE.replace("} 16.0", "} 41.0").replace("} 62.0", "} 87.0"),
+            "found .40, 41, 6. of 100 drafts",
+        ),
         (
             PAGE.replace("} 100.0", "} 0.0")
             .replace("} 40.0", "} 0.0")

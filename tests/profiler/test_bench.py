@@ -326,10 +326,14 @@ def test_one_process_at_a_time_measures_for_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"tokens_per_step": 1.3333', '"tokens_per_step": "many"', "plain.tokens_per_step: found"),
-        ('"prompts": 1', '"prompts": 0', "settings.prompts: found 0"),
-        ('"contenders"', '"contestants"', "not figures of bench"),
-        ("{", "", "not figures of bench"),
+        (
+            '"tokens_per_step": 1.3333',
+            '"tokens_per_step": "many"',
+            "contenders.*tokens_per_step: expected `float",
+        ),
+        ('"prompts": 1', '"prompts": 0', "settings.prompts: expected `int` >= 1"),
+        ('"contenders"', '"contestants"', "missing required field `contenders`"),
+        ("{", "", "not JSON .* expected figures written by"),
     ],
 )
 def test_figures_survive_and_are_checked(tmp_path, old, new, message):
