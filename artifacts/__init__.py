@@ -4,8 +4,9 @@ Artifacts are token trees, plans, profiles, and the results of bench. This packa
 safetensors, msgspec and pyyaml.
 """
 
+from sequoia_plan.artifacts.acceptance import Acceptance
 from sequoia_plan.artifacts.bench_result import BenchResult
-from sequoia_plan.artifacts.counts import LevelCounts
+from sequoia_plan.artifacts.counts import Counts
 from sequoia_plan.artifacts.drafting import (
     EAGLE_DRAFT,
     LANGUAGE_MODEL,
@@ -16,7 +17,7 @@ from sequoia_plan.artifacts.drafting import (
 from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.latency import Latency, StreamCost, VerificationCost
 from sequoia_plan.artifacts.plan import Plan
-from sequoia_plan.artifacts.profile import Profile, VerifierAcceptance
+from sequoia_plan.artifacts.profile import Profile
 from sequoia_plan.artifacts.tree import TokenTree
 from sequoia_plan.artifacts.tree_file import load_tree, save_tree
 
@@ -24,18 +25,18 @@ __all__ = [
     "EAGLE_DRAFT",
     "LANGUAGE_MODEL",
     "SELF_DRAFT",
+    "Acceptance",
     "ArgumentError",
     "BenchResult",
+    "Counts",
     "Drafting",
     "Latency",
-    "LevelCounts",
     "Plan",
     "Profile",
     "SequoiaPlanError",
     "StreamCost",
     "TokenTree",
     "VerificationCost",
-    "VerifierAcceptance",
     "dflash_draft",
     "load_tree",
     "save_tree",

@@ -1,9 +1,9 @@
-"""Acceptance as counts: how often the child of each rank was accepted, by level."""
+"""Counts of accepted children, by level and node class, as arrays and as a profile writes them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from msgspec import Meta
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.schema import Artifact, field
 
+Floats = NDArray[np.float64]
 SUM_TOLERANCE = 1e-6
 """Relative; how far a sum of probabilities may exceed 1."""
 COUNT_TOLERANCE = 0.01
@@ -20,72 +21,6 @@ MAX_KIND_LENGTH = 60
 """Characters in the name of a kind of prompts."""
 MAX_KINDS = 64
 """A file with more kinds than this names its prompts, not their kinds."""
-
-
-Trials = Annotated[int, Meta(ge=0, lt=2**53, title="a whole number >= 0, < 2^53")]
-RankCount = Annotated[float, Meta(ge=0, lt=2**53, title="a number >= 0")]
-RankCounts = Annotated[tuple[RankCount, ...], Meta(min_length=1, title="numbers >= 0")]
-
-
-class Counts(Artifact, frozen=True):
-    """Acceptance as counts: they add up over runs, and say how sure a probability is."""
-
-    PREFIX: ClassVar[str] = "acceptance.levels"
-
-    trials: Annotated[Trials, field("accepted nodes of the level that were observed")]
-    counts: Annotated[
-        RankCounts,
-        field(
-            "of rank 1, 2, ...: how often that child was accepted, or was expected to be (sums of "
-            "probabilities, so not whole). Their sum is at most `trials` (1e-6 relative and 0.01 "
-            "absolute tolerance); every level has the same number of ranks"
-        ),
-    ]
-
-
-class LevelCounts(Counts, frozen=True):
-    """The counts of one level."""
-
-    off_spine: Annotated[
-        Counts | None,
-        field(
-            "the part of `trials` and `counts` that belongs to accepted nodes off the spine (a "
-            "rank on their path from the root is above 1). Missing for the root's level, and "
-            "where the two classes were not counted separately",
-        ),
-    ] = None
-
-
-def has_classes(levels: Sequence[LevelCounts]) -> bool:
-    """True if the counts of every level below the root's say which part of them is off the spine.
-
-    A node is on the spine if it and all its ancestors are first children. Levels without trials
-    need not say which part is off it.
-    """
-    if not levels or not levels[0].trials:
-        return False
-    observed_levels = [level for level in levels[1:] if level.trials]
-    is_any_split = any(level.off_spine for level in levels)
-    return is_any_split and all(level.off_spine for level in observed_levels)
-
-
-def counts_by_class(
-    levels: Sequence[LevelCounts], num_classes: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The counts of a profile as arrays, from which `rates` estimates acceptance probabilities."""
-    trials = np.array([level.trials for level in levels], float)
-    counts = np.array([level.counts for level in levels], float)
-    if num_classes == 1:
-        return trials[:, None], counts[:, None]
-    zeros = Counts(0, (0.0,) * counts.shape[1])
-    off_spine = [level.off_spine or zeros for level in levels]
-    off_trials = np.array([part.trials for part in off_spine], float)
-    off_counts = np.array([part.counts for part in off_spine], float)
-    on_counts = np.maximum(counts - off_counts, 0)  # rounding may leave less than 0
-    return np.stack([trials - off_trials, off_trials], 1), np.stack([on_counts, off_counts], 1)
-
-
-Levels = Annotated[tuple[LevelCounts, ...], Meta(title="a list of mappings")]
 PromptKind = Annotated[
     str,
     Meta(
@@ -95,79 +30,149 @@ PromptKind = Annotated[
 ]
 
 
-def check_counts(place: str, levels: Levels, kinds: Mapping[str, Levels]) -> None:
-    """Refuse counts that contradict each other."""
-    num_ranks = len(levels[0].counts) if levels else 0
-    tables = {"levels": levels} | {f"kinds.{kind}": rows for kind, rows in kinds.items()}
-    for table, rows in tables.items():
-        for number, level in enumerate(rows):
-            name = f"{place}.{table}[{number}]"
-            _check_vector(level, num_ranks, name)
-            if level.off_spine is not None:
-                _check_off_spine(level, level.off_spine, num_ranks, f"{name}.off_spine")
-    if kinds:
-        for number in range(len(levels)):
-            _check_sum_of_kinds(place, levels, kinds, number)
+class ClassCounts(Artifact, frozen=True):
+    """The counts of one level, or of its nodes off the spine."""
 
+    PREFIX: ClassVar[str] = "acceptance"
 
-def _check_sum_of_kinds(
-    place: str, levels: Levels, kinds: Mapping[str, Levels], number: int
-) -> None:
-    """Refuse trials of one level that do not add up over kinds, or kinds that lack a level."""
-    level = levels[number]
-    num_trials = sum(rows[number].trials for rows in kinds.values() if number < len(rows))
-    if num_trials != level.trials or {len(rows) for rows in kinds.values()} != {len(levels)}:
-        raise SequoiaPlanError(
-            f"{place}.kinds: found {num_trials} trials on level {number}, expected every level "
-            f"in each kind, and {level.trials} trials as in `levels`; leave `kinds` out, or "
-            "profile again"
-        )
-    if level.off_spine is None:
-        return
-    off_spine = [rows[number].off_spine for rows in kinds.values()]
-    off_trials = [part.trials if part else None for part in off_spine]
-    if None in off_trials or sum(filter(None, off_trials)) != level.off_spine.trials:
-        raise SequoiaPlanError(
-            f"{place}.kinds: found {off_trials} trials off the spine on level {number}, expected "
-            f"{level.off_spine.trials} together, as in `levels`; leave `kinds` out, or profile "
-            "again"
-        )
-
-
-def _check_vector(level: Counts, num_ranks: int, name: str) -> None:
-    """Refuse counts by rank of a wrong number of ranks, or that sum to more than the trials."""
-    if len(level.counts) != num_ranks:
-        raise SequoiaPlanError(
-            f"{name}.counts: found {len(level.counts)} ranks, expected {num_ranks} as on the "
-            "first level"
-        )
-    if _exceeds(sum(level.counts), level.trials):
-        raise SequoiaPlanError(
-            f"{name}.counts: sum to {sum(level.counts):.6g}, expected at most {level.trials} "
-            "trials (at most one child is accepted)"
-        )
-
-
-def _check_off_spine(level: LevelCounts, off_spine: Counts, num_ranks: int, name: str) -> None:
-    """Refuse counts off the spine that cannot be a part of their level's counts.
-
-    What remains is the counts on the spine. They must not be negative, nor sum to more than their
-    trials.
-    """
-    _check_vector(off_spine, num_ranks, name)
-    num_on_spine = level.trials - off_spine.trials
-    counts_on_spine = [
-        total - part for total, part in zip(level.counts, off_spine.counts, strict=True)
+    trials: Annotated[
+        Annotated[int, Meta(ge=0, lt=2**53, title="a whole number >= 0, < 2^53")],
+        field("accepted nodes of the level that were observed"),
     ]
-    is_negative = num_on_spine < 0 or min(counts_on_spine) < -COUNT_TOLERANCE
-    if is_negative or _exceeds(sum(counts_on_spine), num_on_spine):
-        raise SequoiaPlanError(
-            f"{name}: found {off_spine.trials} of {level.trials} trials, with counts that sum to "
-            f"{sum(off_spine.counts):.6g} of {sum(level.counts):.6g}; expected a part of the "
-            "level's, whose rest holds at most one accepted child a trial"
+    counts: Annotated[
+        Annotated[
+            tuple[Annotated[float, Meta(ge=0, lt=2**53, title="a number >= 0")], ...],
+            Meta(min_length=1, title="numbers >= 0"),
+        ],
+        field(
+            "of rank 1, 2, ...: how often that child was accepted, or was expected to be (sums of "
+            "probabilities, so not whole). Their sum is at most `trials` (1e-6 relative and 0.01 "
+            "absolute tolerance); every level has the same number of ranks"
+        ),
+    ]
+
+
+class LevelCounts(ClassCounts, frozen=True):
+    """The counts of one level as a file has them."""
+
+    off_spine: Annotated[
+        ClassCounts | None,
+        field(
+            "the part of `trials` and `counts` that belongs to accepted nodes off the spine (a "
+            "rank on their path from the root is above 1). Missing for the root's level, and "
+            "where the two node classes were not counted separately",
+        ),
+    ] = None
+
+
+class Counts:
+    """How often the children of accepted nodes were accepted.
+
+    Args:
+        trials: float64 [levels, node classes], the accepted nodes that were observed. Levels and
+            node classes are as in `Acceptance`.
+        accepted: float64 [levels, node classes, ranks], how often the child of each rank was
+            accepted, or was expected to be: sums of probabilities, so not whole.
+
+    Raises:
+        SequoiaPlanError: for a negative number, or more accepted children than trials.
+    """
+
+    def __init__(self, trials: Any, accepted: Any, name: str = "counts") -> None:
+        # totals are rounded in a file, so what they leave for a node class may be just below 0
+        self.trials, self.accepted = read_only(trials), read_only(np.maximum(accepted, 0.0))
+        accepted_of_trials = self.accepted.sum(-1)
+        limit = self.trials * (1 + SUM_TOLERANCE) + COUNT_TOLERANCE
+        is_possible = (self.trials >= 0) & (accepted_of_trials <= limit)
+        is_possible &= np.min(accepted, -1) >= -COUNT_TOLERANCE
+        if not is_possible.all():
+            level, node_class = np.argwhere(~is_possible)[0]
+            raise SequoiaPlanError(
+                f"{name}[{level}]: found counts that sum to "
+                f"{accepted_of_trials[level, node_class]:.6g} of "
+                f"{self.trials[level, node_class]:.6g} trials "
+                f"{'off' if node_class else 'on'} the spine, expected no negative number and at "
+                "most one accepted child a trial"
+            )
+
+    @property
+    def num_levels(self) -> int:
+        """Levels that were counted separately, the last one together with all below it."""
+        return len(self.trials)
+
+    @property
+    def num_classes(self) -> int:
+        """Node classes that were counted separately: 1 or 2."""
+        return self.trials.shape[1]
+
+    def with_classes(self, num_classes: int) -> Counts:
+        """The same counts, with both node classes added up if `num_classes` is 1."""
+        if num_classes >= self.num_classes:
+            return self
+        return Counts(self.trials.sum(1, keepdims=True), self.accepted.sum(1, keepdims=True))
+
+    @classmethod
+    def from_file(cls, document: Any, name: str) -> Counts:
+        """Read a list of levels; node classes count separately if every level says so."""
+        if not isinstance(document, Sequence) or isinstance(document, str) or not document:
+            raise SequoiaPlanError(f"{name}: found {document!r:.60}, expected a list of levels")
+        levels = [LevelCounts.from_dict(level, f"{name}[{i}]") for i, level in enumerate(document)]
+        parts = [part for level in levels for part in (level, level.off_spine) if part]
+        if len({len(part.counts) for part in parts}) > 1:
+            raise SequoiaPlanError(
+                f"{name}: found levels of different lengths, expected equal ones"
+            )
+        trials = np.array([level.trials for level in levels], float)
+        accepted = np.array([level.counts for level in levels])
+        is_split = any(level.off_spine for level in levels) and all(
+            level.off_spine for level in levels[1:] if level.trials
+        )
+        if not is_split:
+            return cls(trials[:, None], accepted[:, None], name)
+        off_trials, off_accepted = np.zeros_like(trials), np.zeros_like(accepted)
+        for i, level in enumerate(levels):
+            if level.off_spine:
+                off_trials[i], off_accepted[i] = level.off_spine.trials, level.off_spine.counts
+        return cls(
+            np.stack([trials - off_trials, off_trials], 1),
+            np.stack([accepted - off_accepted, off_accepted], 1),
+            name,
         )
 
+    def to_file(self) -> list[dict[str, Any]]:
+        """A list of levels, with counts to four digits."""
+        totals = self.with_classes(1)
+        document = [
+            _class_counts(trials[0], accepted[0])
+            for trials, accepted in zip(totals.trials, totals.accepted, strict=True)
+        ]
+        if self.num_classes == 2:
+            for level in range(1, self.num_levels):
+                document[level]["off_spine"] = _class_counts(
+                    self.trials[level, 1], self.accepted[level, 1]
+                )
+        return document
 
-def _exceeds(count: float, trials: int) -> bool:
-    """True if more children were accepted than there were trials, by more than rounding gives."""
-    return count > trials * (1 + SUM_TOLERANCE) + COUNT_TOLERANCE
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Counts)
+            and np.array_equal(self.trials, other.trials)
+            and np.array_equal(self.accepted, other.accepted)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Counts({self.to_file()})"
+
+
+def read_only(values: Any) -> Floats:
+    """A C-contiguous float64 copy that cannot be written to."""
+    array = np.array(values, np.float64, order="C")
+    array.flags.writeable = False
+    return array
+
+
+def _class_counts(trials: float, accepted: Floats) -> dict[str, Any]:
+    """The file's mapping of one level and node class."""
+    return {"trials": int(trials), "counts": [round(count, 4) for count in accepted.tolist()]}

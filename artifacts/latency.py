@@ -6,7 +6,7 @@ weights.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
@@ -14,7 +14,6 @@ from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.schema import Artifact, Count, Number, Seconds, Size, field
 
 SecondsBySize = dict[Size, Seconds]
-RoundOrder = Literal["tree", "level", "path", "walk"]
 ModelName = Annotated[str, Meta(pattern="^(target|draft)$", title="target or draft")]
 Quartiles = dict[ModelName, dict[Size, tuple[Seconds, Seconds]]]
 
@@ -22,38 +21,14 @@ Quartiles = dict[ModelName, dict[Size, tuple[Seconds, Seconds]]]
 class VerificationCost(Artifact, frozen=True):
     """Seconds that a step spends on verifying a drafted tree and on committing the accepted path.
 
-    Where one draft pass serves all levels, they include the drawing of the tree. The sum is
-    base + by_round x rounds + by_parent x nodes with children + by_child x (size - 1).
+    They are base + by_node * (size - 1). Where one draft pass serves all levels, they include the
+    drawing of the tree.
     """
 
     PREFIX: ClassVar[str] = "latency.verification"
 
     base: Annotated[Number, field("seconds for any tree")]
-    by_round: Annotated[
-        Number,
-        field("seconds for each round; children that are verified side by side are one round"),
-    ]
-    by_parent: Annotated[
-        Number,
-        field(
-            "seconds for each node that has children; with `walk`, for each node of the "
-            "accepted path"
-        ),
-    ]
-    by_child: Annotated[Number, field("seconds for each node but the root")]
-    round_order: Annotated[
-        RoundOrder,
-        field(
-            "how many rounds a tree takes, which depends on what runs on the device. `tree`: all "
-            "nodes are verified at once (rounds: the largest number of children of a node). "
-            "`level`: levels are verified one after the other (the sum over levels of the largest "
-            "number of children of a node of the level). `path`: the children of a node are "
-            "verified once the node itself is (the largest sum of ranks along a path). `walk`: "
-            "only children of nodes on the accepted path are verified (the expected number of "
-            "children that are rejected on it)",
-            key="rounds",
-        ),
-    ] = "tree"
+    by_node: Annotated[Number, field("seconds for each node but the root")]
     error: Annotated[
         Number,
         field(

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, ClassVar, NamedTuple
 
-from sequoia_plan.artifacts.counts import LevelCounts, PromptKind
+from sequoia_plan.artifacts.counts import Counts, PromptKind
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.schema import Artifact, Count, field
 
@@ -25,17 +25,17 @@ class MatchClass(Artifact, frozen=True):
 
     match_length: Annotated[Count, field("the shortest match of the class, in tokens; 0 for none")]
     drafted: Annotated[
-        tuple[LevelCounts, ...],
-        field("as `acceptance.levels`, of steps in this class: all children are drafted"),
-    ]
+        Counts | None,
+        field("counts by level of steps in this class: all children are drafted"),
+    ] = None
     looked_up: Annotated[
-        tuple[LevelCounts, ...],
+        Counts | None,
         field(
             "the same for trees whose spine is looked up: rank 1 of a node on the spine is the "
             "token of the lookup chain, rank k the draft's (k - 1)th other token. `off_spine` is "
             "for children that are all drafted. Missing for the class without a match"
         ),
-    ] = ()
+    ] = None
 
 
 class LookupCounts(Artifact, frozen=True):
@@ -79,15 +79,12 @@ class LookupCounts(Artifact, frozen=True):
         A rank has no children beside it that could be accepted in its place.
         """
 
-        def on_spine(level: LevelCounts) -> LevelCounts:
+        def looked_up_alone(counts: Counts) -> Counts:
             """Trials and counts of rank 1, of nodes on the spine."""
-            off = level.off_spine
-            trials = level.trials - (off.trials if off else 0)
-            count = level.counts[0] - (off.counts[0] if off else 0.0)
-            return LevelCounts(trials, (max(count, 0.0),))
+            return Counts(counts.trials[:, :1], counts.accepted[:, :1, :1])
 
         classes = tuple(
-            MatchClass(part.match_length, (), tuple(map(on_spine, part.looked_up)))
+            MatchClass(part.match_length, None, part.looked_up and looked_up_alone(part.looked_up))
             for part in self.classes
         )
         return LookupCounts(classes, self.texts)
@@ -137,13 +134,14 @@ def class_summaries(counts: LookupCounts) -> list[ClassSummary]:
     num_positions = sum(map(len, runs))
     summaries = []
     for match_class, class_runs in zip(counts.classes, runs, strict=True):
-        root = match_class.looked_up[0] if match_class.looked_up else None
+        root = match_class.looked_up and match_class.looked_up.with_classes(1)
+        has_root = root is not None and root.trials[0, 0] > 0
         has_runs = bool(class_runs) and match_class.match_length > 0
         summaries.append(
             ClassSummary(
                 match_class.match_length,
                 len(class_runs) / max(num_positions, 1),
-                root.counts[0] / root.trials if root and root.trials else None,
+                float(root.accepted[0, 0, 0] / root.trials[0, 0]) if root and has_root else None,
                 sum(class_runs) / len(class_runs) if has_runs else None,
             )
         )

@@ -9,26 +9,27 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta
 from msgspec.structs import replace
 
+from sequoia_plan.artifacts.acceptance import Acceptance
 from sequoia_plan.artifacts.counts import PromptKind
 from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.latency import Latency
-from sequoia_plan.artifacts.profile import Profile, Settings, VerifierName, check_acceptance
+from sequoia_plan.artifacts.profile import Profile, Settings
 from sequoia_plan.artifacts.schema import Artifact, Count, Metadata, Number, Seconds, Size, field
 
 TokensPerStep = Annotated[float, Meta(ge=1, title="a number >= 1")]
 SpeedupFactor = Annotated[float, Meta(gt=0, title="a number > 0")]
-Advantage = Annotated[float, Meta(ge=1, title="a number >= 1")]
 Share = Annotated[float, Meta(ge=0, le=1, title="a number from 0 to 1")]
 ConfidenceLevel = Annotated[float, Meta(gt=0, lt=1, title="a number > 0 and < 1")]
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$", title="64 hexadecimal digits")]
+PlanAcceptance = Annotated[
+    Acceptance, Meta(title="a list of numbers, or a list of such lists or of pairs of them")
+]
 IntervalEnds = tuple[Number, Number]
 OPTIMALITY_TOLERANCE = 1e-9
 """A tree is called the fastest if no other can be faster by more, relative: less is rounding."""
 SHARE_TOLERANCE = 1e-6
 """How far the sum of shares may be from 1: rounding."""
-CLASS_NAMES = ("on the spine", "off the spine")
-"""The classes of nodes: a node is on the spine if every rank on its path from the root is 1."""
 
 
 class Interval(Artifact, frozen=True):
@@ -50,69 +51,6 @@ class Interval(Artifact, frozen=True):
     ] = None
 
 
-Probs = tuple[float | tuple[float | tuple[float, ...], ...], ...]
-PlanProbs = Annotated[
-    Probs, Meta(title="a list of numbers, or a list of such lists or of pairs of them")
-]
-
-
-def check_rows(acceptance: Any, name: str) -> None:
-    """Refuse what is no acceptance: p[rank], p[level][rank] or p[level][class][rank].
-
-    p is the probability that, of an accepted node's children, the one of that rank is accepted, by
-    the node's level and class: 0 on the spine (it and all its ancestors are first children) and 1
-    off it.
-    """
-    if not _is_list(acceptance) or not acceptance or not _is_list(acceptance[0]):
-        check_acceptance(acceptance, name)
-        return
-    has_classes = bool(acceptance[0]) and _is_list(acceptance[0][0])
-    named_vectors: list[tuple[str, Any]] = []
-    for level, value in enumerate(acceptance):
-        level_name = f"{name}, level {level}"
-        if not has_classes:
-            named_vectors.append((level_name, value))
-            continue
-        if not _is_list(value) or len(value) != len(CLASS_NAMES) or not all(map(_is_list, value)):
-            raise SequoiaPlanError(
-                f"{level_name}: found {value!r:.60}, expected two vectors as on level 0: for "
-                f"parents {' and '.join(CLASS_NAMES)}"
-            )
-        for class_name, vector in zip(CLASS_NAMES, value, strict=True):
-            named_vectors.append((f"{level_name}, {class_name}", vector))
-    num_ranks = len(named_vectors[0][1])
-    for vector_name, vector in named_vectors:
-        check_acceptance(vector, vector_name)
-        if len(vector) != num_ranks:
-            raise SequoiaPlanError(
-                f"{vector_name}: found {len(vector)} ranks, expected equal lengths: {num_ranks} "
-                "(pad with zeros)"
-            )
-
-
-def _is_list(value: Any) -> bool:
-    """Whether `value` is a list or a tuple."""
-    return isinstance(value, (list, tuple))
-
-
-class Alternative(Artifact, frozen=True):
-    """The best tree with a verifier that was measured and not taken."""
-
-    PREFIX: ClassVar[str] = "alternatives"
-
-    size: Annotated[Size, field("its nodes, the root included")]
-    depth: Annotated[Size, field("its levels, the root's included")]
-    expected_tokens: Annotated[TokensPerStep, field("tokens a step yields on average")]
-    advantage: Annotated[
-        Advantage,
-        field(
-            "how many times its predicted speed (expected tokens for the objective `tokens` or "
-            "without latencies) the tree that was taken has"
-        ),
-    ]
-    step_seconds: Annotated[Seconds | None, field("predicted duration of a step")] = None
-
-
 class MatchPlan(Artifact, frozen=True):
     """The part of a plan for steps whose match has a length in one range (artifacts/lookup.py)."""
 
@@ -121,8 +59,7 @@ class MatchPlan(Artifact, frozen=True):
     match_length: Annotated[Count, field("the shortest match of the class, in tokens; 0 for none")]
     share: Annotated[Share, field("the share of steps that are in this class")]
     acceptance: Annotated[
-        PlanProbs,
-        field("as `plan.acceptance`, of this class and of its tree", check=check_rows),
+        PlanAcceptance, field("as `plan.acceptance`, of this class and of its tree")
     ]
     expected_tokens: Annotated[TokensPerStep, field("tokens that such a step yields on average")]
     step_seconds: Annotated[
@@ -147,19 +84,18 @@ class Plan(Artifact, frozen=True, kw_only=True):
     PREFIX: ClassVar[str] = "plan"
 
     acceptance: Annotated[
-        PlanProbs | None,
+        PlanAcceptance | None,
         field(
-            "p[1], p[2], ... of the profile: the probability that, of an accepted node's children, "
-            "the one of that rank is accepted. Each from 0 to 1, sum at most 1 + 1e-6. With lists, "
-            "the first is for the root's children, and so on; the last holds for all deeper "
-            "levels. With pairs of lists, the first of a pair is for children of a node on the "
-            "spine (all ranks on its path from the root are 1; the root is on it, too), the second "
-            "for all others",
-            check=check_rows,
+            "the rates of the profile, p[1], p[2], ...: the probability that, of an accepted "
+            "node's children, the one of that rank is accepted. Each from 0 to 1, sum at most "
+            "1 + 1e-6. With lists, the first is for the root's children, and so on; the last holds "
+            "for all deeper levels. With pairs of lists, the first of a pair is for children of a "
+            "node on the spine (all ranks on its path from the root are 1; the root is on it, "
+            "too), the second for all others"
         ),
     ] = None
-    trials: Annotated[
-        Count | None, field("the effective sample size of the vector, as in the profile")
+    effective_trials: Annotated[
+        Count | None, field("the effective sample size, as in the profile")
     ] = None
     settings: Annotated[Metadata, field("as in the profile", keys=Settings)] = {}
     models: Annotated[dict[str, Metadata], field("as in the profile")] = {}
@@ -182,9 +118,8 @@ class Plan(Artifact, frozen=True, kw_only=True):
     objective: Annotated[
         str | None,
         field(
-            "`tokens` (most expected tokens with exactly `budget` nodes), `speed` (most expected "
-            "tokens a second with at most as many), or `paper` (the same with Sequoia's own step "
-            "time, t(n) + d c)"
+            "`tokens` (most expected tokens with exactly `budget` nodes) or `speed` (most expected "
+            "tokens a second with at most as many)"
         ),
     ] = None
     solver: Annotated[
@@ -249,13 +184,6 @@ class Plan(Artifact, frozen=True, kw_only=True):
         field(
             "`speedup_by_kind` of each text alone, in ascending order: a kind's fastest texts can "
             "be several times as fast as its slowest; missing in plans of earlier versions"
-        ),
-    ] = {}
-    alternatives: Annotated[
-        dict[VerifierName, Alternative],
-        field(
-            "by name: verifiers that were measured as well and whose best tree is not faster; the "
-            "verifier that was taken is in `settings`"
         ),
     ] = {}
     interval: Annotated[
@@ -350,21 +278,19 @@ def tool_version() -> str:
         return "sequoia-plan unknown"
 
 
-def provenance(profile: Profile | None) -> Plan:
-    """The part of a plan that names the tool and the measurements that the tree comes from."""
-    if profile is None:
-        return Plan(tool=tool_version())
-    return Plan(
-        tool=tool_version(),
-        profile_sha256=profile.sha256,
-        trials=profile.trials,
-        settings=profile.settings,
-        models=profile.models,
-        hardware=profile.hardware,
-        drafting=profile.drafting,
-        latency=profile.latency
-        and replace(profile.latency, samples={}, quartiles={}, out_of_memory=None),
-    )
+def provenance(profile: Profile) -> dict[str, Any]:
+    """The fields of a plan that name the tool and the measurements that the tree comes from."""
+    latency = profile.latency
+    return {
+        "tool": tool_version(),
+        "profile_sha256": profile.sha256,
+        "effective_trials": profile.effective_trials,
+        "settings": profile.settings,
+        "models": profile.models,
+        "hardware": profile.hardware,
+        "drafting": profile.drafting,
+        "latency": latency and replace(latency, samples={}, quartiles={}, out_of_memory=None),
+    }
 
 
 def _curve_from_points(points: Any, name: str) -> Any:

@@ -184,6 +184,10 @@ def convert(value: Any, value_type: types.Type, name: str) -> Any:
     if isinstance(inner, types.StructType):
         struct: Any = inner.cls
         return struct.from_dict(value, name) if isinstance(value, Mapping) else value
+    if isinstance(inner, types.CustomType):
+        custom_type: Any = inner.cls
+        is_read = isinstance(value, custom_type)
+        return value if is_read else custom_type.from_file(value, name)
     if isinstance(inner, types.FloatType):
         return float(value)
     if isinstance(inner, types.VarTupleType):
@@ -234,6 +238,7 @@ def describe_type(value_type: types.Type) -> str:
         key, value = describe_type(inner.key_type), describe_type(inner.value_type)
         return f"a mapping of {key} to {value}"
     words: dict[Any, str] = {
+        types.CustomType: "a list",
         types.IntType: "a whole number",
         types.FloatType: "a number",
         types.BoolType: "true or false",
@@ -341,6 +346,8 @@ def _plain(value: Any) -> Any:
     """Tuples as lists, structs as mappings, mappings copied."""
     if isinstance(value, Artifact):
         return value.to_dict()
+    if hasattr(value, "to_file"):
+        return value.to_file()
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

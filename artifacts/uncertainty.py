@@ -7,18 +7,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from sequoia_plan.artifacts.cost import (
-    Floats,
-    StepTime,
-    acceptance_table,
+from sequoia_plan.artifacts.acceptance import Acceptance, estimate
+from sequoia_plan.artifacts.counts import Counts, Floats
+from sequoia_plan.artifacts.expected_tokens import (
     child_probabilities,
     expected_tokens,
     node_values,
     parent_rows,
 )
-from sequoia_plan.artifacts.rates import rates
+from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.artifacts.tree import TokenTree
 
 Z95 = 1.959964
@@ -31,79 +29,73 @@ MIN_KINDS = 4
 """Fewer kinds say too little of how kinds differ: for three, Student's quantile is 4.3 already."""
 
 
-def gradient(tree: TokenTree, rows: Floats) -> Floats:
-    """dF / dp, of the shape of `rows`, from the tree alone.
+def gradient(tree: TokenTree, rates: Floats) -> Floats:
+    """dF / dp, of the shape of `rates` (as in `Acceptance`), from the tree alone.
 
     F is the expected tokens of the tree. By the product rule, the derivative for one node is its
     parent's value (the probability that the parent is accepted) times the expected tokens of the
-    subtree under the node; nodes that share a probability add up. `rows` float64 [levels, ranks].
+    subtree under the node; nodes that share a probability add up.
     """
-    probs = acceptance_table(rows)
-    p, offsets = child_probabilities(tree, probs), tree.level_offsets
+    p, offsets = child_probabilities(tree, rates), tree.level_offsets
     subtree_tokens = np.ones(tree.size)  # F of the subtree under each node
     for level in range(tree.depth - 1, 0, -1):
         nodes = np.arange(offsets[level], offsets[level + 1])
         np.add.at(subtree_tokens, tree.parents[nodes], p[nodes - 1] * subtree_tokens[nodes])
-    levels, classes, num_ranks = probs.shape
+    levels, classes, num_ranks = rates.shape
     slope = np.zeros((levels, classes, max(num_ranks, tree.branching)))
     # Level, class and rank of the probability of each node but the root. The slope has room for the
-    # ranks beyond the rows' end, whose probability is a constant 0; they are cut off in the end.
-    places = (*parent_rows(tree, probs), tree.ranks[1:] - 1)
-    np.add.at(slope, places, node_values(tree, rows)[tree.parents[1:]] * subtree_tokens[1:])
-    return slope[..., :num_ranks].reshape(rows.shape)
+    # ranks beyond the rates' end, whose probability is a constant 0; they are cut off in the end.
+    places = (*parent_rows(tree, rates), tree.ranks[1:] - 1)
+    np.add.at(slope, places, node_values(tree, rates)[tree.parents[1:]] * subtree_tokens[1:])
+    return slope[..., :num_ranks]
 
 
-def acceptance_at_interval_ends(
-    tree: TokenTree, rows: Floats, trials: Sequence[float] | Floats, z: float = Z95
+def rates_at_interval_ends(
+    tree: TokenTree, rates: Floats, trials: Floats, z: float = Z95
 ) -> tuple[Floats, Floats]:
-    """The likeliest acceptance at which F(tree) is z standard errors below, and above.
+    """The likeliest rates at which F(tree) is z standard errors below, and above.
 
-    F(tree) is the expected tokens of the tree. `rows` float64 [levels, ranks].
+    F(tree) is the expected tokens of the tree. `trials` float64 [levels, node classes] are
+    independent observations.
     """
-    spread, variance = _propagated_noise(tree, rows, trials)
-    step = z * spread / math.sqrt(variance) if variance > 0 else np.zeros_like(rows)
-    low, high = (np.clip(rows + sign * step, 0, 1) for sign in (-1, 1))
+    spread, variance = _propagated_noise(tree, rates, trials)
+    step = z * spread / math.sqrt(variance) if variance > 0 else np.zeros_like(rates)
+    low, high = (np.clip(rates + sign * step, 0, 1) for sign in (-1, 1))
     return _with_sums_up_to_1(low), _with_sums_up_to_1(high)
 
 
-def _with_sums_up_to_1(rows: Floats) -> Floats:
+def _with_sums_up_to_1(rates: Floats) -> Floats:
     """Scale each vector of probabilities (the last axis) whose sum is larger than 1 down to 1."""
-    return rows / np.maximum(1.0, rows.sum(-1, keepdims=True))
+    return rates / np.maximum(1.0, rates.sum(-1, keepdims=True))
 
 
-def _propagated_noise(
-    tree: TokenTree, rows: Floats, trials: Sequence[float] | Floats
-) -> tuple[Floats, float]:
-    """S g / n, of the shape of `rows`, and the variance of F(tree), g' S g / n.
+def _propagated_noise(tree: TokenTree, rates: Floats, trials: Floats) -> tuple[Floats, float]:
+    """S g / n, of the shape of `rates`, and the variance of F(tree), g' S g / n.
 
-    Here F is the number of tokens that a step with the tree yields on average, g its gradient by p,
-    n the number of observations, and S = diag(p) - p p' the covariance of a single one. `rows`
-    float64 [levels, ranks]; `trials` [levels].
+    Here g is the gradient of F by p, n the number of observations, and S = diag(p) - p p' the
+    covariance of a single one.
     """
-    slope = gradient(tree, rows)
-    n = np.maximum(np.asarray(trials, float), 1)[..., None]
-    spread = rows * (slope - (rows * slope).sum(-1, keepdims=True)) / n
+    slope = gradient(tree, rates)
+    n = np.maximum(trials, 1)[..., None]
+    spread = rates * (slope - (rates * slope).sum(-1, keepdims=True)) / n
     return spread, max(float((slope * spread).sum()), 0.0)
 
 
-def jackknife(
-    tree: TokenTree, trials: NDArray[np.integer] | Floats, counts: Floats
-) -> tuple[float, float]:
+def jackknife(tree: TokenTree, trials: Floats, accepted: Floats) -> tuple[float, float]:
     """Standard error of F(tree), its expected tokens, by leaving out one group after the other.
 
     For each group, F is computed from the trials of all other groups together. The variance is
     (groups - 1) / groups times the sum of the squared deviations of these values from their mean.
-    `trials` [groups, levels]; `counts` [ranks].
+    `trials` [groups, levels, node classes]; `accepted` [groups, levels, node classes, ranks].
     """
     groups = len(trials)
-    rest_trials, rest_counts = trials.sum(0) - trials, counts.sum(0) - counts
-    rest_root_trials = rest_trials.reshape(*rest_trials.shape[:2], -1)[:, 0, 0]  # level and class 0
-    if rest_root_trials.min() <= 0:
+    rest_trials, rest_accepted = trials.sum(0) - trials, accepted.sum(0) - accepted
+    if rest_trials[:, 0, 0].min() <= 0:
         return math.inf, 1.0
     tokens = np.array(
         [
-            expected_tokens(tree, rates(trials_left, counts_left)[0])
-            for trials_left, counts_left in zip(rest_trials, rest_counts, strict=True)
+            expected_tokens(tree, estimate(trials_left, accepted_left)[0])
+            for trials_left, accepted_left in zip(rest_trials, rest_accepted, strict=True)
         ]
     )
     mean = tokens.mean()
@@ -111,20 +103,24 @@ def jackknife(
 
 
 def trials_for_new_kind(
-    tree: TokenTree, rows: Floats, trials: NDArray[np.integer] | Floats, counts: Floats
+    tree: TokenTree, acceptance: Acceptance, kinds: Sequence[Counts]
 ) -> Floats | None:
     """Independent observations that leave F(tree) as uncertain as a new kind of prompts does.
 
-    `rows` float64 [levels, ranks]; `trials` [kinds, levels]; `counts` [ranks].
+    Returns float64 [levels, node classes] as the rates have; None for too few kinds.
     """
-    num_kinds = len(trials)
-    if num_kinds < MIN_KINDS:
+    num_kinds, observations = len(kinds), acceptance.trials
+    if num_kinds < MIN_KINDS or observations is None:
         return None
-    standard_error, _ = jackknife(tree, trials, counts)
+    kinds = [kind.with_classes(observations.shape[1]) for kind in kinds]
+    standard_error, _ = jackknife(
+        tree,
+        np.stack([kind.trials for kind in kinds]),
+        np.stack([kind.accepted for kind in kinds]),
+    )
     # sqrt(K + 1) = sqrt(K) for s, times sqrt(1 + 1 / K); the interval will use the quantile Z95.
     error = standard_error * math.sqrt(num_kinds + 1) * student95(num_kinds - 1) / Z95
-    _, observations = rates(trials.sum(0), counts.sum(0))
-    _, variance = _propagated_noise(tree, rows, observations)
+    _, variance = _propagated_noise(tree, acceptance.rates, observations)
     return observations * min(1.0, variance / max(error, 1e-9) ** 2)
 
 
@@ -170,8 +166,8 @@ def step_time_error(tree: TokenTree, times: StepTime) -> float:
             # The pass is taken to cost as much as at the next larger measured size; 0 if none is.
             measured_size = min((n for n in quartiles if n >= size), default=0)
             slopes[curve, measured_size] += sign / seconds
-        if times.latency.verification:
-            error_seconds = times.latency.verification.error * times.verification_seconds(step_tree)
+        if cost := times.latency.verification:
+            error_seconds = cost.error * times.verification_seconds(step_tree.size)
             variance += (error_seconds / seconds) ** 2
     for (curve, size), slope in slopes.items():
         low, high = times.latency.quartiles.get(curve, {}).get(size, (0.0, 0.0))

@@ -1,17 +1,16 @@
-"""Compares plans for vLLM with measurements of the whole grid of lengths and batch sizes.
+"""Compares plans for engines with measurements of cells that were fixed beforehand, as JSON.
 
-    python benchmarks/engine.py --python .venv-engines/bin/python --target target --draft draft \\
-        -o engine-vllm.json
+    python benchmarks/engine.py vllm --python .venv-engines/bin/python --target target \\
+        --draft draft -o benchmarks/results/engine-vllm.json
+    python benchmarks/engine.py llamacpp --server llama-server --target T.gguf --draft D.gguf \\
+        --name "q4_1, draft q8_0" -o benchmarks/results/engine-llamacpp.json
 
-A real vLLM runs the embedded target and draft; `sequoia-plan export --format hf` writes their
-folders. The plan is made of every second built-in prompt, and the grid is measured on the others.
-In every repeat the lengths alternate. They are in two groups of engines that both contain plain
-decoding, since seven engines do not fit in memory. The engine with the plan's schedule comes last.
-Each run is saved beside the output, and a benchmark that was stopped continues from there. vLLM's
-environment variables are taken as they are set.
-
-With `--context 256,2048` the grid has the contexts as its third axis, and fewer lengths, batch
-sizes and prompts. Of this grid only the plan is saved before its end.
+A real engine runs the embedded models (docs/engines.md says how to write them). The plan is made of
+every second built-in prompt, and the cells are measured on the others, in rounds in which the ways
+of drafting alternate. `vllm` measures the whole grid of lengths, batch sizes and, with `--context
+256,2048`, contexts, and then vLLM with the plan's schedule. `llamacpp` measures one pair of a
+target and a type, and adds it to the output; `--tokens-only` compares tokens a step alone, which a
+busy machine does not change. vLLM's environment variables are taken as they are set.
 """
 
 from __future__ import annotations
@@ -20,37 +19,35 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
-
 from sequoia_plan.artifacts.files import write_atomically
-from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load, measuring_half
-from sequoia_plan.engines import planning, vllm
-from sequoia_plan.engines.chain import StepKind
-from sequoia_plan.engines.plan import EnginePlan
+from sequoia_plan.engines import planning
+from sequoia_plan.engines.chain_replay import replay
+from sequoia_plan.engines.llama_server import find_build
+from sequoia_plan.engines.llamacpp import LlamaCppPool
+from sequoia_plan.engines.plan import Cell, EnginePlan, MeasuredCell
+from sequoia_plan.engines.pool import EnginePool
+from sequoia_plan.engines.prediction import best_drafting, predict_cells
+from sequoia_plan.engines.spec_types import LOOKUP
+from sequoia_plan.engines.vllm import SCHEDULE_KEY, VllmPool, speculative_config
+from sequoia_plan.engines.workload import (
+    NONE,
+    Drafting,
+    EngineRun,
+    RunKind,
+    Workload,
+    measured_cell,
+)
 
-BATCHES = [1, 4, 16]
-MAX_LENGTH = 6
-"""Maximum number of speculative tokens."""
-REPEATS = 3
-GROUPS = [[0, 1, 2, 3], [0, 4, 5, 6]]
-"""Lengths whose engines are in memory together."""
-NUM_PROMPTS = 48
-"""Prompts to measure on, and as many to verify on."""
-NUM_TOKENS = 32
-"""New tokens of a prompt."""
-CONTEXT_BATCHES = [1, 4]
-CONTEXT_MAX_LENGTH = 1
-CONTEXT_REPEATS = 2
-CONTEXT_NUM_PROMPTS = 24, 8
-"""The grid with contexts: prompts to measure on, and to verify on."""
-ENGINE_OPTIONS = {
+VLLM_BATCHES, VLLM_MAX_LENGTH = [1, 4, 16], 6
+CONTEXT_BATCHES, CONTEXT_MAX_LENGTH = [1, 4], 1
+"""The grid with contexts."""
+VLLM_OPTIONS = {
     "dtype": "float32",
     "enforce_eager": True,
     "max_model_len": 1024,
@@ -63,393 +60,236 @@ ENVIRONMENT_VARIABLES = (
     "OMP_NUM_THREADS",
 )
 """Variables that the output records."""
+LOOKUP_SIZES_AND_LENGTHS = ((2, 2), (2, 8), (3, 8), (4, 16))
+LOOKUP_GRID = [Drafting(length, lookup_size=size) for size, length in LOOKUP_SIZES_AND_LENGTHS]
+DRAFT_GRID = [Drafting(1), Drafting(2, 0.6), Drafting(3, 0.6), Drafting(8), Drafting(8, 0.8)]
+"""Ways of drafting of llama.cpp that are measured besides none, the default and the best."""
 
 
-@dataclass(frozen=True)
-class EngineGroup:
-    """Engines that are measured together.
+def measure_kinds(
+    pool: EnginePool, kinds: Sequence[RunKind], repeats: int
+) -> dict[RunKind, MeasuredCell]:
+    """Measures cells on the prompts that verify."""
 
-    Args:
-        name: "grid", or "schedule" for the engine with the plan's schedule.
-        lengths: numbers of speculative tokens.
-        config: further entries of the speculative config.
-    """
+    def run(kind: RunKind, round_index: int) -> EngineRun:
+        run = pool.run(kind, pool.workload.held_out)
+        print(f"{kind} round {round_index}: {run.tokens / run.seconds:.1f} tokens/s", flush=True)
+        return run
 
-    name: str
-    lengths: list[int]
-    config: dict[str, Any]
-
-
-def engine_options(context: int) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for prompts of that many tokens; 0 for the prompts as they are."""
-    length = {"max_model_len": context + 2 * NUM_TOKENS} if context else {}
-    return {**ENGINE_OPTIONS, **length}
+    runs = pool.run_in_rounds(kinds, run, lambda runs: min(map(len, runs.values())) >= repeats)
+    return {kind: measured_cell(runs[kind], kind.batch) for kind in kinds}
 
 
-class Benchmark:
-    """The benchmark's models and prompts, and the runs so far, which a journal file keeps."""
+def comparison(kind: RunKind, cell: Cell, measured: MeasuredCell) -> dict[str, Any]:
+    """A predicted and a measured cell."""
+    return {
+        "context": kind.context,
+        "batch": kind.batch,
+        "drafting": f"{kind.drafting.length} {kind.drafting.variant}".strip(),
+        "predicted": cell.throughput,
+        "low": cell.low,
+        "high": cell.high,
+        "measured": measured.throughput,
+        "slowest": measured.low,
+        "fastest": measured.high,
+        "error": round(cell.throughput / measured.throughput - 1, 4),
+        "tokens_error": round(cell.tokens_per_step / measured.tokens_per_step - 1, 4),
+        "seconds_error": round(cell.seconds / measured.seconds - 1, 4),
+    }
 
-    def __init__(self, python: str, target: str, draft: str, journal: Path) -> None:
-        prompts = load(BUILT_IN)
-        measuring = measuring_half(prompts)[:NUM_PROMPTS]
-        held_out = held_out_half(prompts)[:NUM_PROMPTS]
-        texts = [prompt.text for prompt in (*measuring, *held_out)]
-        self.python = python
-        self.target = target
-        self.workload = vllm.Workload(texts, NUM_TOKENS)
-        self.held_out = list(range(len(texts) // 2, len(texts)))
-        self.config = vllm.speculative_config("draft_model", draft, {})
-        self.journal = journal
-        self.state: dict[str, Any] = {"plan": None, "starts": {}, "runs": []}
-        if journal.exists():
-            self.state = json.loads(journal.read_text())
 
-    def save(self) -> None:
-        write_atomically(self.journal, json.dumps(self.state).encode())
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The rows, and how many of their predictions are within 10 %."""
+    within = sum(abs(row["error"]) <= 0.1 for row in rows)
+    return {"within_10_percent": within, "cells": len(rows), "rows": rows}
 
-    def pool(self, config: dict[str, Any], context: int = 0) -> vllm.EnginePool:
-        """An empty pool of engines.
 
-        Args:
-            config: further entries of the speculative config.
-            context: the largest number of tokens of a prompt; 0 for the prompts as they are.
-        """
-        return vllm.EnginePool(
-            self.python,
-            self.target,
-            self.workload,
-            {**self.config, **config},
-            engine_options(context),
-            max_engines=4,
+def measure_vllm(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Plans for vLLM, and measures the whole grid."""
+    contexts = [int(text) for text in arguments.context.split(",")] if arguments.context else [0]
+    batches, max_length = VLLM_BATCHES, VLLM_MAX_LENGTH
+    options = dict(VLLM_OPTIONS)
+    if arguments.context:
+        batches, max_length = CONTEXT_BATCHES, CONTEXT_MAX_LENGTH
+        options["max_model_len"] = max(contexts) + 2 * arguments.tokens
+    config = speculative_config("draft_model", arguments.draft, {})
+
+    def new_pool(extra: Mapping[str, Any]) -> VllmPool:
+        return VllmPool(
+            target=arguments.target,
+            draft=arguments.draft,
+            workload=Workload.load(None, arguments.prompts, arguments.tokens, 0.0),
+            max_context=max(contexts),
             report_status=lambda text: print(text, flush=True),
+            python=arguments.python,
+            speculative={**config, **extra},
+            options=options,
         )
 
-    def plan(self) -> EnginePlan:
-        """Returns the plan in the journal; measures and saves it if there is none."""
-        if self.state["plan"] is None:
-            with self.pool({}) as pool:
-                plan = self.new_plan(pool, BATCHES, MAX_LENGTH, NUM_PROMPTS, [0])
-            self.state["plan"] = plan.to_dict()
-            self.save()
-        return EnginePlan.from_dict(self.state["plan"], "plan")
+    with new_pool({}) as pool:
+        measurements, planning_seconds = planning.measure(pool, batches, max_length, contexts)
+        plan = planning.plan_of(pool, measurements, batches, planning_seconds)
+        start_time = time.perf_counter()
+        grid = product(map(Drafting, range(max_length + 1)), batches, contexts)
+        measured = measure_kinds(pool, [RunKind(*kind) for kind in grid], arguments.repeats)
+        grid_seconds = time.perf_counter() - start_time
+    scheduled: dict[RunKind, MeasuredCell] = {}
+    schedule = plan.contexts[0].schedule
+    if len(schedule) > 1 and not arguments.context:
+        longest = Drafting(max(entry.speculative_tokens for entry in schedule))
+        entries = [[entry.first, entry.last, entry.speculative_tokens] for entry in schedule]
+        with new_pool({SCHEDULE_KEY: entries}) as pool:
+            kinds = [RunKind(longest, batch) for batch in batches]
+            scheduled = measure_kinds(pool, kinds, arguments.repeats)
+    rows = [
+        comparison(kind, cell, measured[kind])
+        for part in plan.contexts
+        for cell in part.cells
+        for kind in [RunKind(Drafting.of(cell), cell.batch, part.context)]
+    ]
+    return {
+        "engine": {"version": plan.engine_version, **options},
+        "seconds": {"planning": planning_seconds, "grid": grid_seconds},
+        "chosen": chosen(plan, measured),
+        "schedule": {kind.batch: cell.throughput for kind, cell in scheduled.items()},
+        **summary(rows),
+        "plan": plan.to_dict(),
+    }
 
-    def new_plan(
-        self,
-        pool: vllm.EnginePool,
-        batches: list[int],
-        max_length: int,
-        num_prompts: int,
-        contexts: list[int],
-    ) -> EnginePlan:
-        """Measures a plan."""
-        acceptance, steps, seconds = planning.measure(
-            pool, batches, max_length, range(num_prompts), contexts=contexts
-        )
-        return planning.make_plan(
-            acceptance,
-            steps,
-            batches,
-            max_length,
-            lambda schedule: vllm.launch_options(self.config, schedule, accepts_schedule=True),
-            engine="vllm",
-            version=pool.info["version"],
-            method="draft_model",
-            seconds=seconds,
-        )
 
-    def contexts(self, contexts: list[int]) -> EnginePlan:
-        """Measures a plan by context, and then the whole grid on the other prompts."""
-        num_measuring, num_verifying = CONTEXT_NUM_PROMPTS
-        with self.pool({}, max(contexts)) as pool:
-            if self.state["plan"] is None:
-                plan = self.new_plan(
-                    pool, CONTEXT_BATCHES, CONTEXT_MAX_LENGTH, num_measuring, contexts
-                )
-                self.state["plan"] = plan.to_dict()
-                self.save()
-            plan = EnginePlan.from_dict(self.state["plan"], "plan")
-            kinds = [
-                StepKind(cell.batch, cell.speculative_tokens, cell.context) for cell in plan.cells
-            ]
-            runs = planning.run_cells(pool, kinds, self.held_out[:num_verifying], CONTEXT_REPEATS)
-        return planning.add_measurements(plan, runs)
+def chosen(plan: EnginePlan, measured: Mapping[RunKind, MeasuredCell]) -> list[dict[str, Any]]:
+    """Compares the plan's choice with the best measured one, for each kind of request."""
+    rows = []
+    for part in plan.contexts:
+        for batch in part.batches:
+            throughput = {
+                kind.drafting.length: cell.throughput
+                for kind, cell in measured.items()
+                if (kind.batch, kind.context) == (batch, part.context)
+            }
+            choice = part.best_cell(batch).speculative_tokens
+            row = {
+                "context": part.context,
+                "batch": batch,
+                "chosen": choice,
+                "best": max(throughput, key=lambda length: throughput[length]),
+                "chosen_over_best": throughput[choice] / max(throughput.values()),
+                "chosen_over_none": throughput[choice] / throughput[0],
+            }
+            rows.append(row)
+    return rows
 
-    def measure(self, group: EngineGroup, repeat: int) -> None:
-        """Runs each batch size and length of a group, unless the journal has the run."""
-        lengths = str(group.lengths)
-        saved_runs = {
-            (run["arm"], run["group"], run["repeat"], run["batch"], run["length"])
-            for run in self.state["runs"]
-        }
-        cells = []
-        for batch in BATCHES:
-            ordered = group.lengths if (repeat + batch) % 2 else group.lengths[::-1]
-            cells += [(batch, length) for length in ordered]
-        missing = [cell for cell in cells if (group.name, lengths, repeat, *cell) not in saved_runs]
-        if not missing:
-            return
-        with self.pool(group.config) as pool:
-            start_time = time.perf_counter()
-            pool.ensure_running(group.lengths)
-            start_seconds = time.perf_counter() - start_time
-            self.state["starts"][f"{group.name} {lengths} {repeat}"] = start_seconds
-            for length in group.lengths:  # the first passes of every batch size take longer
-                for batch in BATCHES:
-                    prompts = planning.run_prompts(self.held_out, batch)
-                    pool.run(length, batch, prompts, steps=2)
-            for batch, length in missing:
-                start_time = time.perf_counter()
-                run = pool.run(length, batch, planning.run_prompts(self.held_out, batch))
+
+def measure_llamacpp(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Plans for a pair in llama.cpp, and measures the grid; adds the result to the file."""
+    build = find_build(arguments.server, arguments.spec_type)
+    is_lookup = build.spec_type == LOOKUP
+    max_length = 16 if is_lookup else 8
+    pool = LlamaCppPool(
+        target=arguments.target,
+        draft=arguments.draft,
+        workload=Workload.load(None, arguments.prompts, arguments.tokens, 0.0),
+        report_status=lambda text: print(text, flush=True),
+        build=build,
+        arguments=["-t", str(arguments.threads)],
+    )
+    draftings = [NONE, pool.default_drafting, *(LOOKUP_GRID if is_lookup else DRAFT_GRID)]
+    result: dict[str, Any] = {
+        "name": arguments.name,
+        "version": build.version,
+        "spec_type": build.spec_type,
+        "threads": arguments.threads,
+        "prompts": arguments.prompts,
+        "tokens": arguments.tokens,
+    }
+    with pool:
+        if arguments.tokens_only:
+            texts = pool.record(max_length, 1, 0).texts
+            rows = []
+            for drafting in draftings[1:]:
+                predicted = tokens_per_step([replay(drafting, text) for text in texts])
+                measured_tokens = tokens_per_step(pool.decode(drafting, pool.workload.held_out))
+                own = tokens_per_step(pool.decode(drafting, pool.workload.measuring))
                 row = {
-                    "arm": group.name,
-                    "group": lengths,
-                    "repeat": repeat,
-                    "batch": batch,
-                    "length": length,
-                    "wall": time.perf_counter() - start_time,
-                    "seconds": run.seconds,
-                    "steps": run.steps,
-                    "tokens": run.tokens,
+                    "drafting": f"{drafting.length} {drafting.variant}".strip(),
+                    "predicted": round(predicted, 4),
+                    "measured": round(measured_tokens, 4),
+                    "error": round(predicted / measured_tokens - 1, 4),
+                    "error_on_the_same_prompts": round(predicted / own - 1, 4),
                 }
-                self.state["runs"].append(row)
-                tokens_per_step = run.tokens / run.steps / batch
-                print(
-                    f"repeat {repeat} batch {batch} length {length}: "
-                    f"{run.throughput:.1f} tokens/s, {tokens_per_step:.3f} a step",
-                    flush=True,
-                )
-                self.save()
+                rows.append(row)
+            result["name"] += ": tokens a step"
+        else:
+            ((model, times),), seconds = planning.measure(pool, [1], max_length)
+            best = best_drafting(model, times, 1)
+            cells = {Drafting.of(cell): cell for cell in predict_cells(model, times, 1)}
+            kinds = [RunKind(drafting) for drafting in dict.fromkeys([*draftings, best])]
+            measured = measure_kinds(pool, kinds, arguments.repeats)
+            rows = [
+                {**comparison(kind, cells[kind.drafting], measured[kind]),
+                 "is_best": kind.drafting == best}
+                for kind in kinds
+            ]  # fmt: skip
+            result |= {
+                "planning_seconds": seconds,
+                "steps": [step.to_dict() for step in times.steps],
+                "draft_pass_seconds": times.pass_seconds,
+                "acceptance": model.acceptance.to_dict(),
+            }
+    result |= summary(rows)
+    document: dict[str, Any] = {"pairs": []}
+    if arguments.output.exists():
+        document = json.loads(arguments.output.read_text())
+    pairs = [pair for pair in document["pairs"] if pair["name"] != result["name"]]
+    document["pairs"] = [*pairs, result]
+    for key in ("within_10_percent", "cells"):
+        document[key] = sum(pair[key] for pair in document["pairs"])
+    return document
+
+
+def tokens_per_step(texts: Sequence[Sequence[Any]]) -> float:
+    """Mean number of tokens of the steps of several texts."""
+    steps = [step for text in texts for step in text]
+    return sum(step.tokens for step in steps) / len(steps)
+
+
+def machine() -> dict[str, str]:
+    """The processor, its instructions that matter for small integers, and the environment."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    values = dict(line.split(":", 1) for line in lines if ":" in line)
+    entries = {key.strip(): value.strip() for key, value in values.items()}
+    wanted = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8")
+    flags = entries.get("flags", "").split()
+    return {
+        "processor": entries.get("model name", platform.machine()),
+        "instructions": " ".join(flag for flag in wanted if flag in flags),
+        **{name: os.environ[name] for name in ENVIRONMENT_VARIABLES if name in os.environ},
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--python", required=True, help="the Python that has vLLM")
+    parser.add_argument("engine", choices=["vllm", "llamacpp"])
+    parser.add_argument("--python", help="the Python that has vLLM")
+    parser.add_argument("--server", help="llama-server")
     parser.add_argument("--target", required=True)
-    parser.add_argument("--draft", required=True)
+    parser.add_argument("--draft")
+    parser.add_argument("--spec-type", default="draft-simple")
+    parser.add_argument("--name", help="what a pair of llama.cpp is called in the output")
+    parser.add_argument("--threads", type=int, default=1, help="of llama.cpp")
+    parser.add_argument("--context", help="of vLLM, with commas between, as 256,2048")
+    parser.add_argument("--prompts", type=int, default=24, help="of each half, at most")
+    parser.add_argument("--tokens", type=int, default=32, help="of each prompt, at most")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tokens-only", action="store_true", help="of llama.cpp: no times")
     parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument("--context", help="contexts with commas between, as 256,2048")
     arguments = parser.parse_args()
-    journal = arguments.output.with_suffix(".part.json")
-    benchmark = Benchmark(arguments.python, arguments.target, arguments.draft, journal)
-    if arguments.context:
-        start_time = time.perf_counter()
-        plan = benchmark.contexts([int(context) for context in arguments.context.split(",")])
-        document = context_report(plan, time.perf_counter() - start_time)
-        write_atomically(arguments.output, (json.dumps(document, indent=1) + "\n").encode())
-        journal.unlink()
-        return
-    plan = benchmark.plan()
-    groups = [EngineGroup("grid", lengths, {}) for lengths in GROUPS]
-    max_length = max(entry.speculative_tokens for entry in plan.schedule)
-    if max_length and len(plan.schedule) > 1:
-        schedule = [[entry.first, entry.last, entry.speculative_tokens] for entry in plan.schedule]
-        groups.append(EngineGroup("schedule", [max_length], {vllm.SCHEDULE_KEY: schedule}))
-    for repeat in range(arguments.repeats):
-        for group in groups:
-            benchmark.measure(group, repeat)
-    text = json.dumps(report(plan, benchmark.state), indent=1) + "\n"
-    write_atomically(arguments.output, text.encode())
-    journal.unlink()
-
-
-def context_report(plan: EnginePlan, seconds: float) -> dict[str, Any]:
-    """The plan with measurements in its cells, and how well its predictions hold.
-
-    Args:
-        plan: a plan by context, with all cells measured.
-        seconds: what the benchmark took.
-    """
-    rows = []
-    for cell in plan.cells:
-        if not cell.measured:
-            continue
-        row = {
-            "context": cell.context,
-            "batch": cell.batch,
-            "length": cell.speculative_tokens,
-            "predicted": cell.throughput,
-            "measured": cell.measured.throughput,
-            "slowest": cell.measured.low,
-            "fastest": cell.measured.high,
-            "error": round(cell.throughput / cell.measured.throughput - 1, 4),
-            "tokens_error": round(cell.tokens_per_step / cell.measured.tokens_per_step - 1, 4),
-            "seconds_error": round(cell.seconds / cell.measured.seconds - 1, 4),
-        }
-        rows.append(row)
-        print(row, flush=True)
-    chosen = {
-        f"{part.context}x{batch}": part.best_cell(batch).speculative_tokens
-        for part in plan.parts()
-        for batch in part.batches
-    }
-    return {
-        **_machine(plan, max(cell.context for cell in plan.cells)),
-        "seconds": {"planning": plan.seconds, "all": seconds},
-        "chosen by context and batch": chosen,
-        "within_10_percent": sum(abs(row["error"]) <= 0.1 for row in rows),
-        "cells": len(rows),
-        "rows": rows,
-        "plan": _without_folders(plan).to_dict(),
-    }
-
-
-def _machine(plan: EnginePlan, context: int = 0) -> dict[str, Any]:
-    """The machine, vLLM's environment variables, and its version and options for a context."""
-    return {
-        "machine": {
-            "processor": _processor(),
-            "threads": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count())),
-            "python": platform.python_version(),
-        },
-        "environment": {
-            name: os.environ[name] for name in ENVIRONMENT_VARIABLES if name in os.environ
-        },
-        "engine": {"name": "vllm", "version": plan.version, **engine_options(context)},
-    }
-
-
-def _without_folders(plan: EnginePlan) -> EnginePlan:
-    """The plan with the models' names in place of their folders."""
-    return replace(
-        plan,
-        target="SmolLM2-135M-Instruct",
-        draft="the embedded draft",
-        lines=(),
-        by_context=tuple(replace(choice, lines=()) for choice in plan.by_context),
-    )
-
-
-def report(plan: EnginePlan, state: dict[str, Any]) -> dict[str, Any]:
-    """The plan with measurements in its cells, and how well its predictions hold."""
-    grid_runs = _runs_by_cell(state["runs"], "grid")
-    scheduled_runs = _runs_by_cell(state["runs"], "schedule")
-    plan = planning.add_measurements(_without_folders(plan), grid_runs)
-    measured_cells = [cell for cell in plan.cells if cell.measured]
-    throughput_errors = {
-        _cell_name(cell.batch, cell.speculative_tokens): (
-            cell.throughput / cell.measured.throughput - 1
-        )
-        for cell in measured_cells
-        if cell.measured
-    }
-    measured_speedups = {
-        _cell_name(kind.batch, kind.length): _speedups(state["runs"], kind.batch, kind.length)
-        for kind in grid_runs
-        if kind.length
-    }
-    predicted_speedups = {
-        _cell_name(cell.batch, cell.speculative_tokens): cell.speedup for cell in measured_cells
-    }
-    speedup_errors = {
-        name: predicted_speedups[name] / statistics.median(speedups) - 1
-        for name, speedups in measured_speedups.items()
-    }
-    grid_seconds = _grid_seconds(state)
-    return {
-        **_machine(plan),
-        "seconds": {
-            "planning": plan.seconds,
-            "grid": grid_seconds,
-            "planning_over_grid": plan.seconds / grid_seconds,
-        },
-        "chosen": {batch: _choice(plan, batch, scheduled_runs) for batch in plan.batches},
-        **_error_summary(throughput_errors),
-        "speedup": {
-            "what": "over no speculation, measured in the same group and repeat, "
-            "which a drift of the machine's speed does not reach",
-            **_error_summary(speedup_errors),
-            "measured": {
-                name: [round(speedup, 4) for speedup in speedups]
-                for name, speedups in measured_speedups.items()
-            },
-        },
-        "plan": plan.to_dict(),
-        "runs": state["runs"],
-        "starts": state["starts"],
-    }
-
-
-def _runs_by_cell(rows: list[dict[str, Any]], name: str) -> dict[StepKind, list[vllm.EngineRun]]:
-    """Runs of the groups with a name."""
-    runs: dict[StepKind, list[vllm.EngineRun]] = {}
-    for row in rows:
-        if row["arm"] == name:
-            run = vllm.EngineRun(row["seconds"], row["steps"], row["tokens"], [], {}, {})
-            runs.setdefault(StepKind(row["batch"], row["length"]), []).append(run)
-    return runs
-
-
-def _cell_name(batch: int, length: int) -> str:
-    return f"{batch}x{length}"
-
-
-def _choice(
-    plan: EnginePlan,
-    batch: int,
-    scheduled_runs: dict[StepKind, list[vllm.EngineRun]],
-) -> dict[str, Any]:
-    """Compares the plan's choice for a batch size with the best measured one."""
-    throughput = {
-        cell.speculative_tokens: cell.measured.throughput
-        for cell in plan.cells_at(batch)
-        if cell.measured
-    }
-    best = max(throughput, key=lambda length: throughput[length])
-    chosen = plan.best_cell(batch).speculative_tokens
-    max_length = max(entry.speculative_tokens for entry in plan.schedule)
-    schedule_ratio = None
-    if runs := scheduled_runs.get(StepKind(batch, max_length)):
-        schedule_ratio = vllm.measured_cell(runs, batch).throughput / throughput[chosen]
-    return {
-        "chosen": chosen,
-        "best": best,
-        "chosen_over_best": throughput[chosen] / throughput[best],
-        "chosen_over_none": throughput[chosen] / throughput[0],
-        "schedule_over_chosen": schedule_ratio,
-    }
-
-
-def _error_summary(errors: dict[str, float]) -> dict[str, Any]:
-    """Predictions over measurements, less 1, by cell, and how many are within 10 %."""
-    return {
-        "within_10_percent": sum(abs(error) <= 0.1 for error in errors.values()),
-        "cells": len(errors),
-        "predicted_over_measured_less_1": {name: round(error, 4) for name, error in errors.items()},
-    }
-
-
-def _speedups(rows: Sequence[dict[str, Any]], batch: int, length: int) -> list[float]:
-    """Throughput over that without speculation in the same group and repeat."""
-    throughput = {
-        (row["group"], row["repeat"], row["length"]): row["tokens"] / row["seconds"]
-        for row in rows
-        if row["arm"] == "grid" and row["batch"] == batch
-    }
-    return [
-        value / throughput[group, repeat, 0]
-        for (group, repeat, row_length), value in throughput.items()
-        if row_length == length and (group, repeat, 0) in throughput
-    ]
-
-
-def _grid_seconds(state: dict[str, Any]) -> float:
-    """Seconds of the grid's runs, and of one start of each of its groups."""
-    starts = sum(
-        seconds
-        for name, seconds in state["starts"].items()
-        if name.startswith("grid") and name.endswith(" 0")
-    )
-    return starts + sum(run["wall"] for run in state["runs"] if run["arm"] == "grid")
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    measure = measure_vllm if arguments.engine == "vllm" else measure_llamacpp
+    document = {"machine": machine(), **measure(arguments)}
+    write_atomically(arguments.output, (json.dumps(document, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from sequoia_plan.artifacts import Latency, Profile, StreamCost
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.planner import solve
 from sequoia_plan.profiler.hardware import fingerprint
-from sequoia_plan.profiler.latency import timed
+from sequoia_plan.profiler.timing import timed
 from sequoia_plan.profiler.verification import bushy
 from sequoia_plan.runtime import SequoiaDecoder
 from sequoia_plan.runtime.base.weight_stream import stream_of
@@ -165,7 +165,7 @@ def project(figures: dict[str, Any]) -> dict[str, Any]:
     free_draft = {1: 1e-6, max(NODES): 1e-6}
     latency = Latency(target, free_draft, stream=stream)
     acceptance = Profile.load(PROFILES / f"{ACCEPTANCE}.yaml").acceptance
-    tree = solve(Profile(acceptance, latency=latency), max(NODES), 20).tree
+    tree = solve(Profile(acceptance, latency=latency), budget=max(NODES), depth=20).tree
     return {
         "acceptance": ACCEPTANCE,
         "size": tree.size,

@@ -75,12 +75,12 @@ def measure(vector: str, size: int, depth: int, repeats: int) -> dict[str, Any]:
 
     p = VECTORS[vector]
     started = time.perf_counter()
-    solve(p, 8, 4)
+    solve(p, budget=8, depth=4)
     first_call_seconds = time.perf_counter() - started
     warm_seconds = []
     for _ in range(repeats):
         started = time.perf_counter()
-        solution = solve(p, size, depth)
+        solution = solve(p, budget=size, depth=depth)
         warm_seconds.append(time.perf_counter() - started)
         if sum(warm_seconds) > 20:
             break
@@ -108,7 +108,7 @@ def fastest_trees(budget: int, profiles: int) -> dict[str, Any]:
     rng = np.random.default_rng(budget)
     gaps, seconds = [], []
     for index in range(profiles):
-        solution = solve(random_profile(rng, index, budget), budget, 20)
+        solution = solve(random_profile(rng, index, budget), budget=budget, depth=20)
         gaps.append(solution.plan.gap or 0.0)
         seconds.append(solution.seconds)
     return {
@@ -125,14 +125,14 @@ def fastest_trees(budget: int, profiles: int) -> dict[str, Any]:
 
 def _compile(solve: Any) -> float:
     """Compile the search for the fastest tree; return the seconds of the first call."""
-    from sequoia_plan.artifacts import Latency, Profile
+    from sequoia_plan.artifacts import Acceptance, Latency, Profile
 
     latency = Latency({1: 0.03, 8: 0.04}, {1: 0.001, 2: 0.002, 8: 0.004}, 0.001, 0)
     started = time.perf_counter()
-    solve(Profile((0.5, 0.2), latency=latency), 8, 4)
+    solve(Profile(Acceptance.given((0.5, 0.2)), latency=latency), budget=8, depth=4)
     first_call_seconds = time.perf_counter() - started
     # This call compiles what only rows that increase need.
-    solve(Profile((0.2, 0.05, 0.6), latency=latency), 8, 4)
+    solve(Profile(Acceptance.given((0.2, 0.05, 0.6)), latency=latency), budget=8, depth=4)
     return first_call_seconds
 
 
@@ -141,12 +141,12 @@ def random_profile(rng: np.random.Generator, index: int, budget: int) -> Any:
 
     Half of the profiles have a vector that never increases. Draft passes cost 1 to 10 % of the
     target's and rise with their width, and every pass has 2 % of noise. One profile in three has no
-    costs of verification, one has them by level, one for the whole tree.
+    costs of verification.
 
     Args:
         index: the number of the profile.
     """
-    from sequoia_plan.artifacts import Latency, Profile, VerificationCost
+    from sequoia_plan.artifacts import Acceptance, Latency, Profile, VerificationCost
 
     first, decay, rise = rng.uniform(0.4, 0.85), rng.uniform(0.3, 0.6), rng.uniform(0.1, 2)
     vector = np.r_[first, (1 - first) * 0.8 * (1 - decay) * decay ** np.arange(15)]
@@ -161,12 +161,9 @@ def random_profile(rng: np.random.Generator, index: int, budget: int) -> Any:
         }
         for seconds in (0.03, draft_seconds)
     )
-    round_order = (None, "level", "tree")[index % 3]
-    verification = None
-    if round_order:
-        verification = VerificationCost(0.001, 2e-5, 2e-5, 2e-6, round_order)
+    verification = VerificationCost(0.001, 2e-5) if index % 3 else None
     latency = Latency(target, draft, 0.001, 0, verification=verification)
-    return Profile(tuple(vector.tolist()), latency=latency)
+    return Profile(Acceptance.given(vector), latency=latency)
 
 
 def run_apart(cache: str, *arguments: Any) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def write_line(message: dict[str, Any], fd: int = 1) -> None:
 
 @dataclass
 class Request:
-    """A prompt that the engine decodes."""
+    """A prompt that the engine decodes, by its index."""
 
     prompt: int
     slot: int
@@ -60,8 +60,6 @@ class Driver:
         self.vllm: Any = vllm
         self.llm: Any = vllm.LLM(model=model, **config, **{"disable_log_stats": False, **options})
         self.engine: Any = self.llm.llm_engine
-        self.prompts: list[list[int]] = []
-        self.texts: list[list[int]] = []
         self.num_requests = 0
         config_fields = getattr(SpeculativeConfig, "__dataclass_fields__", {})
         return {
@@ -72,59 +70,62 @@ class Driver:
         }
 
     def encode(self, prompts: list[Any]) -> dict[str, Any]:
-        """Stores prompts as token ids, with the tokenizer's chat template if it has one."""
+        """Token ids of prompts in the tokenizer's chat template if it has one, and without it."""
         tokenizer = self.llm.get_tokenizer()
+        encoded: dict[str, list[list[int]]] = {"prompts": [], "texts": []}
         for prompt in prompts:
             messages = prompt
             if isinstance(prompt, str):
                 messages = [{"role": "user", "content": prompt}]
             text = "\n\n".join(message["content"] for message in messages)
             token_ids = tokenizer.encode(text)
-            self.texts.append(list(token_ids))
+            encoded["texts"].append(list(token_ids))
             if getattr(tokenizer, "chat_template", None):
                 text = tokenizer.apply_chat_template(
                     messages, add_generation_prompt=True, tokenize=False
                 )
                 token_ids = tokenizer.encode(text, add_special_tokens=False)
-            self.prompts.append(list(token_ids))
-        return {"lengths": [len(token_ids) for token_ids in self.prompts]}
+            encoded["prompts"].append(list(token_ids))
+        return encoded
 
     def run(
         self,
-        batch: int,
-        prompts: list[int],
+        prompts: list[list[int]],
+        texts_before: list[list[int]],
         tokens: int,
         steps: int | None = None,
         temperature: float = 0.0,
         drain: bool = False,
-        context: int = 0,
     ) -> dict[str, Any]:
-        """Decodes prompts, `batch` requests at a time, and times the full steps.
+        """Decodes prompts, as many requests at a time as there are slots, and times the full steps.
 
-        The next prompt starts when a request ends. The run ends when fewer than `batch` requests
-        are left, or, with `drain`, when none is left.
+        The next prompt starts when a request ends. The run ends when fewer requests than slots are
+        left, or, with `drain`, when none is left. `texts_before` has for each slot the tokens that
+        fill up its prompts.
         """
         counters_before = self._read_counters()
-        waiting = list(prompts)
+        batch = len(texts_before)
+        waiting = list(enumerate(prompts))
         requests: dict[str, Request] = {}
         free_slots = list(range(batch))
         sampling = self.vllm.SamplingParams(
             temperature=temperature,
             max_tokens=tokens,
             # where only times are wanted: what follows such a context may be the end of the text
-            ignore_eos=context > 0 and steps is not None,
+            ignore_eos=bool(texts_before[0]) and steps is not None,
         )
-        tokens_by_prompt: dict[int, list[int]] = {prompt: [] for prompt in prompts}
+        tokens_by_prompt: list[list[int]] = [[] for _ in prompts]
         step_seconds: list[float] = []
         step_tokens: list[int] = []
-        total_tokens = 0
         last_time = time.perf_counter()
         while waiting or len(requests) == batch or (drain and requests):
             while waiting and len(requests) < batch:
-                request = Request(waiting.pop(0), free_slots.pop(0))
-                token_ids = self.prompts[request.prompt]
-                if context:
-                    token_ids = padded(token_ids, self.texts, request.slot, context)
+                index, token_ids = waiting.pop(0)
+                request = Request(index, free_slots.pop(0))
+                before = texts_before[request.slot]
+                if before:
+                    own = token_ids[-len(before) :]
+                    token_ids = before[: len(before) - len(own)] + own
                 requests[self._add_request(token_ids, sampling)] = request
             is_full = len(requests) == batch
             outputs = self.engine.step()
@@ -146,7 +147,6 @@ class Driver:
             if is_full and len(outputs) == batch:
                 step_seconds.append(end_time - last_time)
                 step_tokens.append(num_new_tokens)
-            total_tokens += num_new_tokens
             last_time = end_time
             if steps is not None and len(step_seconds) >= steps:
                 break
@@ -156,10 +156,11 @@ class Driver:
         return {
             "step_seconds": step_seconds,
             "step_tokens": step_tokens,
-            "tokens_by_prompt": list(tokens_by_prompt.values()),
-            "total_tokens": total_tokens,
-            "counters_before": counters_before,
-            "counters_after": self._read_counters(),
+            "tokens_by_prompt": tokens_by_prompt,
+            "counters": {
+                name: value - counters_before.get(name, 0)
+                for name, value in self._read_counters().items()
+            },
         }
 
     def _add_request(self, token_ids: list[int], sampling: Any) -> str:
@@ -182,22 +183,6 @@ class Driver:
             for name, value in values.items():
                 counters[name] = counters.get(name, 0) + value
         return counters
-
-
-def padded(prompt: list[int], texts: list[list[int]], slot: int, context: int) -> list[int]:
-    """A prompt with texts before it, so that it has `context` tokens.
-
-    The text before it depends on the slot alone. The engine therefore finds most of it in its cache
-    when a slot is used again, and requests that are decoded together share no part of the cache,
-    which would make their steps faster.
-    """
-    own = prompt[-context:]
-    before: list[int] = []
-    for index in range(slot, slot + context):  # at least one token each
-        if len(before) + len(own) >= context:
-            break
-        before += texts[index % len(texts)]
-    return before[: context - len(own)] + own
 
 
 def main() -> None:

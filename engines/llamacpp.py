@@ -1,448 +1,222 @@
-"""Measures in a llama-server of the user's own build of llama.cpp.
+"""llama.cpp in a build of the user's: how its servers are started, run, and are told how to draft.
 
-The server's `timings` after each token give every step's time and how many tokens were drafted and
-accepted in it. Its debug log gives the draft's probabilities, from which `replay` predicts every
-maximum length (n-max) and threshold (p-min).
+The draft's probabilities are recorded along texts, from which `replay` predicts every maximum
+length (n-max) and threshold (p-min).
 """
 
 from __future__ import annotations
 
-import http.client
-import json
-import re
-import shutil
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from itertools import chain, pairwise
-from pathlib import Path
-from typing import Any
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
-from sequoia_plan.engines.drafting import LOOKUP, NEVER, NONE, Drafting
-from sequoia_plan.engines.driver import padded
-from sequoia_plan.engines.process import EngineProcess, Hints
-from sequoia_plan.engines.replay import (
+from sequoia_plan.engines.chain_replay import (
     ChainStep,
     DraftedText,
     FirstTokens,
     LookupText,
+    ReplayModel,
+    acceptance_of,
     drafted_text,
+    replay,
 )
-from sequoia_plan.engines.vllm import ReportStatus, Workload
+from sequoia_plan.engines.llama_server import Build, Server
+from sequoia_plan.engines.plan import ContextPlan
+from sequoia_plan.engines.pool import EnginePool
+from sequoia_plan.engines.spec_types import (
+    HIDDEN_STATE_TYPES,
+    LOOKUP,
+    candidates,
+    default_drafting,
+    flags,
+    timed_draftings,
+)
+from sequoia_plan.engines.timing import NEVER
+from sequoia_plan.engines.workload import (
+    NONE,
+    Drafting,
+    EngineRun,
+    RunKind,
+    text_before,
+    with_text_before,
+)
 
-CONTEXT = 4096
+SERVER_CONTEXT = 4096
 """Size of a server's context, at least, unless --server-args sets it."""
 ROOM = 512
 """Room in a server's context beyond the largest prompt and its tokens: chains that are recorded
 are longer, and a text to time lookups in, too."""
+EXTRA_LENGTH = 4
+"""Tokens of a recorded chain beyond the longest one that is planned."""
+PROMPTS_PER_ROUND = 4
+LOOKUPS_PER_ROUND = 2
+"""Texts of a round that times lookups, each with several drafts."""
 COPIED_DRAFTS = 4
 """Drafts of a lookup that are timed in a text."""
-START_SECONDS = 600
-"""A server must be ready within this time."""
-ANSWER_SECONDS = 600
-"""A request must be answered within this time."""
-CANDIDATE = re.compile(rb"draft candidate\s+0, pos\s+(\d+):\s*(\d+) \(\s*([\d.]+)\)")
-"""The likeliest token of a draft's pass in the debug log: its position in the chain, id and
-probability."""
-HINTS: Hints = (
-    ("vocab", "use a draft that shares the target's tokenizer"),
-    ("memory|alloc", "set a smaller context with --server-args '-c N', or keep fewer servers "
-     "with --together"),
-    ("invalid argument|unknown", "see which options this build has with llama-server --help"),
-    ("No such file|cannot be run", "name the program with --server"),
-    ("", "its options are set by --server-args"),
-)  # fmt: skip
+MIN_PERIOD = 16
+"""Tokens of a text that is repeated to time lookups, at least."""
+PERIOD_MARGIN = 8
+"""Tokens of such a text beyond those that are drafted."""
 
 
-@dataclass(frozen=True)
-class Build:
-    """A llama-server."""
+class Logged(NamedTuple):
+    """Names a server that logs the chains that it drafts."""
 
-    path: str
-    version: str
-    help_text: str
-    has_device: bool
+    drafting: Drafting
 
 
-def find_build(server: str | None, spec_type: str) -> tuple[Build, str]:
-    """Finds a llama-server and checks that it has the options of a type."""
-    path = shutil.which(server or "llama-server")
-    if not path:
-        raise SequoiaPlanError(
-            f"--server {server or 'llama-server'}: no such program; build llama.cpp "
-            "and give the path of its llama-server"
-        )
-    help_text = _output_of(path, "--help")
-    named = set(re.findall(r"[a-z0-9-]+", help_text))
-    names = [name for name in (spec_type, f"draft-{spec_type}") if name in named]
-    if "--spec-type" not in named or not names:
-        option = "--spec-type" + (f" {spec_type}" if "--spec-type" in named else "")
-        raise SequoiaPlanError(
-            f"--server {path}: this build has no {option}; build a later llama.cpp, "
-            "or choose a type that llama-server --help names"
-        )
-    for option in Drafting(names[0], 1, 0.5, 1 if names[0] == LOOKUP else 0).flags("draft"):
-        if option.startswith("--") and option not in named:
-            raise SequoiaPlanError(
-                f"--server {path}: this build has no {option}; build a later llama.cpp"
-            )
-    version_text = _output_of(path, "--version")
-    version = re.search(r"version: (.+)", version_text)
-    devices = re.search(
-        r"Available devices:\s*\n\s*(?!\(none\))\S", _output_of(path, "--list-devices")
-    )
-    build = Build(path, version[1].strip() if version else "", help_text, bool(devices))
-    return build, names[0]
+@dataclass(kw_only=True)
+class LlamaCppPool(EnginePool):
+    """Servers that decode one request at a time."""
 
-
-def _output_of(path: str, option: str) -> str:
-    """What a program prints for an option, on either stream."""
-    try:
-        run = subprocess.run([path, option], capture_output=True, timeout=60, check=False)
-    except (OSError, subprocess.SubprocessError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise SequoiaPlanError(
-            f"--server {path}: cannot be run ({reason}); give the path of a llama-server"
-        ) from error
-    return (run.stdout + run.stderr).decode(errors="replace")
-
-
-def check_model(option: str, path: str) -> None:
-    """Raises if a file is no GGUF. Models are never downloaded, so a name of one is no file."""
-    try:
-        with Path(path).open("rb") as file:
-            magic = file.read(4)
-    except OSError as error:
-        raise SequoiaPlanError(
-            f"{option} {path}: cannot be read ({error.strerror}); name a GGUF file"
-        ) from error
-    if magic != b"GGUF":
-        raise SequoiaPlanError(
-            f"{option} {path}: begins with {magic!r}, expected a GGUF file; "
-            "convert the model with llama.cpp's convert_hf_to_gguf.py"
-        )
-
-
-class Server:
-    """A running llama-server for one request at a time; it ends with the context."""
-
-    def __init__(self, build: Build, arguments: Sequence[str]) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        address = ["--host", "127.0.0.1", "--port", str(port)]
-        self._process = EngineProcess(
-            sys.executable, command=[build.path, *arguments, *address], hints=HINTS
-        )
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_SECONDS)
-
-    def wait(self) -> None:
-        """Waits until the models are loaded."""
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            if self._process.process.poll() is not None:
-                self._process.receive("starting")  # raises, with the cause from the log
-            try:
-                self._connection.request("GET", "/health")
-                response = self._connection.getresponse()
-                response.read()
-                if response.status == 200:
-                    return
-            except (OSError, http.client.HTTPException):
-                self._connection.close()
-            time.sleep(0.05)
-        raise SequoiaPlanError(
-            f"llama-server was not ready within {START_SECONDS} s; start it by hand to see why"
-        )
-
-    def _post(self, path: str, body: Mapping[str, Any]) -> http.client.HTTPResponse:
-        """Sends a request, and returns the answer before it is read."""
-        activity = f"answering {path}"
-        self._connection.close()  # the server may have closed it, too, while it was idle
-        try:
-            headers = {"Content-Type": "application/json"}
-            self._connection.request("POST", path, json.dumps(body), headers)
-            response = self._connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
-            raise self._failure(activity, error) from error
-        if response.status != 200:
-            text = response.read(2000).decode(errors="replace")
-            raise SequoiaPlanError(
-                f"llama-server failed while {activity}: {text:.300}; "
-                "its options are set by --server-args"
-            )
-        return response
-
-    def _failure(self, activity: str, error: Exception) -> SequoiaPlanError:
-        """The error of a connection that broke: why the server died, if it did."""
-        try:
-            self._process.process.wait(timeout=5)
-            self._process.receive(activity)
-        except subprocess.TimeoutExpired:
-            pass
-        except SequoiaPlanError as cause:
-            return cause
-        return SequoiaPlanError(
-            f"llama-server failed while {activity}: {error or type(error).__name__}; "
-            "see what it says when it is started by hand"
-        )
-
-    def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Sends a request, and returns the whole answer."""
-        answer: dict[str, Any] = json.loads(self._post(path, body).read())
-        return answer
-
-    def encode(self, prompt: Any) -> tuple[list[int], list[int]]:
-        """Token ids of a text or a conversation in the target's chat template, and without it."""
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        text = self.ask("/apply-template", {"messages": messages})["prompt"]
-        body = {"content": text, "add_special": True, "parse_special": True}
-        plain = "\n\n".join(message["content"] for message in messages)
-        token_ids: list[int] = self.ask("/tokenize", body)["tokens"]
-        return token_ids, self.ask("/tokenize", {"content": plain})["tokens"]
-
-    def context_size(self) -> int:
-        """Most tokens of a request, new ones included."""
-        self._connection.close()  # the server may have closed it, too, while it was idle
-        try:
-            self._connection.request("GET", "/props")
-            properties = json.loads(self._connection.getresponse().read())
-            return int(properties["default_generation_settings"]["n_ctx"])
-        except (OSError, http.client.HTTPException, LookupError, ValueError) as error:
-            raise self._failure("answering /props", error) from error
-
-    def generate(
-        self,
-        prompt: Sequence[int],
-        tokens: int,
-        temperature: float,
-        ignores_end: bool = False,
-        reuses_cache: bool = False,
-    ) -> list[ChainStep]:
-        """Decodes a prompt, and returns its steps after the pass over the prompt."""
-        body = {
-            "prompt": list(prompt),
-            "n_predict": tokens,
-            "temperature": temperature,
-            "ignore_eos": ignores_end,
-            "stream": True,
-            "timings_per_token": True,
-            "cache_prompt": reuses_cache,
-        }
-        response = self._post("/completion", body)
-        timings = []
-        try:
-            for line in response:
-                if line.startswith(b"data: {"):
-                    timings.append(json.loads(line[6:]).get("timings") or {})
-        except (OSError, http.client.HTTPException) as error:
-            raise self._failure("decoding", error) from error
-        return steps_of_timings(timings)
-
-    def text(
-        self, prompt: Sequence[int], tokens: int, temperature: float, reuses_cache: bool = False
-    ) -> list[int]:
-        """Token ids that follow a prompt, all of them: a stream leaves out parts of characters."""
-        body = {
-            "prompt": list(prompt),
-            "n_predict": tokens,
-            "temperature": temperature,
-            "return_tokens": True,
-            "cache_prompt": reuses_cache,
-        }
-        token_ids: list[int] = self.ask("/completion", body)["tokens"]
-        return token_ids
-
-    def logged_chains(self) -> list[list[tuple[int, float]]]:
-        """The token ids and probabilities of each drafted chain so far, from the debug log."""
-        time.sleep(0.5)  # another thread of the server writes its log
-        self._process.log.seek(0)
-        chains: list[list[tuple[int, float]]] = []
-        for position, token, prob in CANDIDATE.findall(self._process.log.read()):
-            if int(position) == 0:
-                chains.append([])
-            chains[-1].append((int(token), float(prob)))
-        return chains
-
-    def close(self) -> None:
-        """Ends the server."""
-        self._connection.close()
-        self._process.close()
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def steps_of_timings(timings: Iterable[Mapping[str, Any]]) -> list[ChainStep]:
-    """Steps from the server's timings after each token.
-
-    The tokens of one step have the same time. A step whose tokens make no whole character has no
-    event of its own, and is reported together with the next one.
-    """
-    ends: dict[float, tuple[int, int, int]] = {}  # by time, what is counted at the step's end
-    for timing in timings:
-        if timing:
-            counts = (timing["predicted_n"], timing.get("draft_n", 0),
-                      timing.get("draft_n_accepted", 0))  # fmt: skip
-            ends[timing["predicted_ms"]] = counts
-    moments = sorted(ends)
-    steps = []
-    for begin, end in pairwise(moments):
-        tokens, drafted, accepted = np.subtract(ends[end], ends[begin]).tolist()
-        is_single = tokens <= accepted + 1
-        steps.append(
-            ChainStep(drafted, accepted, tokens, 0, (end - begin) / 1000, is_single)
-        )  # fmt: skip
-    return [step for step in steps if step.tokens]
-
-
-@dataclass
-class ServerPool:
-    """Servers of one target and draft that draft in different ways."""
+    min_rounds = max_rounds = 3
+    starts_each_round = True
 
     build: Build
-    target: str
-    draft: str | None
-    workload: Workload
     arguments: Sequence[str] = ()
-    max_servers: int | None = None
-    report_status: ReportStatus = lambda text: None
-    max_context: int = 0
-    prompts: list[list[int]] = field(default_factory=list)
-    """Token ids of the workload's prompts, once the first server runs."""
-    texts: list[list[int]] = field(default_factory=list)
-    """The same without the chat template."""
-    _servers: dict[tuple[Drafting, bool], Server] = field(default_factory=dict)
-    _exit_stack: ExitStack = field(default_factory=ExitStack)
+    """Further options of llama-server."""
+    lookup_texts: dict[int, list[LookupText]] = field(default_factory=dict)
+    """Recorded texts by context."""
 
-    def __enter__(self) -> ServerPool:
-        return self
+    @property
+    def has_device(self) -> bool:
+        """Whether this build lists a device other than the CPU."""
+        return self.build.has_device
 
-    def __exit__(self, *_: object) -> None:
-        self._exit_stack.close()
+    @property
+    def default_drafting(self) -> Drafting:
+        """What llama.cpp does if only the type is named."""
+        return default_drafting(self.build.spec_type)
 
-    def groups(self, draftings: Sequence[Drafting]) -> list[list[Drafting]]:
-        """Splits ways of drafting into groups whose servers fit in memory together."""
-        size = self.max_servers or (1 if self.build.has_device else 4)
-        return [list(draftings[start : start + size]) for start in range(0, len(draftings), size)]
-
-    def ensure_running(self, draftings: Sequence[Drafting], logs_chains: bool = False) -> None:
-        """Starts the servers that do not run yet, and closes those that are not named."""
-        keys = [(drafting, logs_chains) for drafting in draftings]
-        for key in [key for key in self._servers if key not in keys]:
-            self._servers.pop(key).close()
-        missing = [key for key in keys if key not in self._servers]
-        if missing:
-            self.report_status(f"starting {len(missing)} of llama-server")
-        for key in missing:
-            self._servers[key] = self._exit_stack.enter_context(
-                Server(self.build, self._arguments(*key))
+    def start(self, keys: Sequence[Drafting | Logged]) -> None:
+        """Starts servers, which load their models together; the first encodes the prompts."""
+        self.report_status(f"starting {len(keys)} of llama-server")
+        for key in keys:
+            self.running[key] = self.exit_stack.enter_context(
+                Server(self.build, self._arguments(key))
             )
-        for key in missing:
-            self._servers[key].wait()
-        if not self.prompts:
-            server = self._servers[keys[0]]
-            self._check_context(server)
-            for prompt in self.workload.prompts:
-                token_ids, text = server.encode(prompt)
-                self.prompts.append(token_ids)
-                self.texts.append(text)
-
-    def _check_context(self, server: Server) -> None:
-        """Raises if the largest context and the new tokens are more than a server takes."""
-        needed = self.max_context + self.workload.tokens + ROOM
-        if self.max_context and needed > (size := server.context_size()):
+        for key in keys:
+            self.running[key].wait()
+        if self.prompts:
+            return
+        server = self.running[keys[0]]
+        needed = self._needed_context()
+        if needed and needed > (size := server.context_size()):
             raise ArgumentError(
                 f"--context {self.max_context}: needs a server with a context of {needed} tokens, "
                 f"this one has {size}; give a smaller one, or see -c in --server-args and the "
                 "model's own limit"
             )
+        encoded = [server.encode(prompt) for prompt in self.workload.prompts]
+        self.prompts = [token_ids for token_ids, _ in encoded]
+        self.texts = [token_ids for _, token_ids in encoded]
+
+    def _needed_context(self) -> int:
+        """Tokens that a server must take for the largest context; 0 without one."""
+        return self.max_context and self.max_context + self.workload.tokens + ROOM
+
+    def _arguments(self, key: Drafting | Logged) -> list[str]:
+        """All options of a server but its address."""
+        logs_chains = isinstance(key, Logged)
+        drafting = key.drafting if isinstance(key, Logged) else key
+        size = max(SERVER_CONTEXT, self._needed_context())
+        return [
+            *("-m", self.target, "-np", "1", "-c", str(size)),
+            *(["--offline"] if "--offline" in self.build.options else []),
+            *flags(drafting, self.build.spec_type, self.draft),
+            *self.arguments,
+            *(["--verbosity", "5"] if logs_chains else []),
+        ]
 
     def prompt(self, index: int, context: int = 0) -> list[int]:
         """Token ids of a prompt, with texts before it so that it has `context` tokens.
 
-        The texts are those of the other half of the workload's prompts: a prompt that came twice
-        would be looked up. They are the same for all prompts of a half, so a server that has
-        decoded one has the begin of the next in its cache.
+        The texts are those that the prompts to measure on, or to verify on, do not have: a prompt
+        that came twice would be looked up. They are the same for all of these prompts, so a server
+        that has decoded one has the begin of the next in its cache.
         """
-        if not context:
-            return self.prompts[index]
-        half = -(-len(self.texts) // 2)
-        others = self.texts[half:] if index < half else self.texts[:half]
-        return padded(self.prompts[index], others or self.texts, 0, context)
+        middle = self.workload.num_measuring
+        others = self.texts[middle:] if index < middle else self.texts[:middle]
+        return with_text_before(self.prompts[index], text_before(others or self.texts, 0, context))
 
-    def add_prompts(self, prompts: Sequence[Sequence[int]]) -> list[int]:
-        """Adds prompts as token ids, and returns their indices."""
-        self.prompts += map(list, prompts)
-        return list(range(len(self.prompts) - len(prompts), len(self.prompts)))
+    def _completion(self, prompt: Sequence[int], tokens: int, context: int) -> dict[str, Any]:
+        """A request to decode a prompt. With a context, its begin may be in the server's cache."""
+        return {
+            "prompt": list(prompt),
+            "n_predict": tokens,
+            "temperature": self.workload.temperature,
+            "cache_prompt": context > 0,
+        }
 
-    def _arguments(self, drafting: Drafting, logs_chains: bool) -> list[str]:
-        """All options of a server but its address."""
-        offline = ["--offline"] if "--offline" in self.build.help_text else []
-        verbosity = ["--verbosity", "5"] if logs_chains else []
-        size = max(CONTEXT, self.max_context and self.max_context + self.workload.tokens + ROOM)
-        return [
-            *("-m", self.target, "-np", "1", "-c", str(size), *offline),
-            *drafting.flags(self.draft),
-            *self.arguments,
-            *verbosity,
-        ]
-
-    def run(
+    def decode(
         self,
-        drafting: Drafting,
-        prompts: Sequence[int],
+        key: Drafting | Logged,
+        prompts: Iterable[int],
         context: int = 0,
-        logs_chains: bool = False,
+        extra_tokens: int = 0,
     ) -> list[list[ChainStep]]:
-        """Decodes prompts, one at a time, in a server that runs, and returns each one's steps."""
-        server = self._servers[drafting, logs_chains]
-        tokens = self.workload.tokens + (drafting.max_length if logs_chains else 0)
-        temperature = self.workload.temperature
+        """Decodes prompts, one at a time, and returns each one's steps."""
+        self.ensure_running([key])
+        server, tokens = self.running[key], self.workload.tokens + extra_tokens
         return [
-            server.generate(
-                self.prompt(i, context), tokens, temperature, reuses_cache=context > 0
-            )
-            for i in prompts
-        ]  # fmt: skip
-
-    def _run_timed(
-        self, drafting: Drafting, prompts: Sequence[int], context: int
-    ) -> list[ChainStep]:
-        """Decodes prompts to time steps. Lookups copy a text that repeats, for a few drafts."""
-        server, temperature = self._servers[drafting, False], self.workload.temperature
-        copies = drafting.spec_type == LOOKUP
-        tokens = self.workload.tokens
-        if copies:
-            tokens = max(tokens, COPIED_DRAFTS * (drafting.max_length + 1))
-        ignores_end = copies or context > 0  # what follows such a context may be the text's end
-        texts = [
-            server.generate(self.prompt(i, context), tokens, temperature, ignores_end, context > 0)
+            server.generate(self._completion(self.prompt(i, context), tokens, context))
             for i in prompts
         ]
-        return [*chain.from_iterable(texts)]
 
-    def record_draft(
-        self, drafting: Drafting, prompts: Sequence[int], context: int = 0
+    def run(self, kind: RunKind, prompts: Sequence[int]) -> EngineRun:
+        """Decodes prompts."""
+        return engine_run(chain.from_iterable(self.decode(kind.drafting, prompts, kind.context)))
+
+    def record(self, max_length: int, batch: int, context: int) -> ReplayModel:
+        """Records what is replayed, and counts how far the longest chains are accepted."""
+        spec_type = self.build.spec_type
+        texts: Sequence[DraftedText | LookupText]
+        if spec_type == LOOKUP:
+            texts = self.lookup_texts[context] = self._record_lookup(context)
+            longest = Drafting(max_length, lookup_size=min(2, max_length))
+            recorded = [replay(longest, text) for text in texts]
+        else:
+            texts, recorded = self._record_draft(max_length + EXTRA_LENGTH, context)
+        source = f"{self.workload.num_measuring} prompts"
+        source += f" of {context} tokens" if context else ""
+        acceptance = acceptance_of(recorded, source)
+        return ReplayModel(texts, acceptance, candidates(spec_type, max_length))
+
+    def _record_lookup(self, context: int) -> list[LookupText]:
+        """Decodes prompts without speculation, for their tokens."""
+        self.report_status("decoding texts to look tokens up in")
+        self.ensure_running([NONE])
+        limit = self.workload.tokens
+        prompts = [self.prompt(i, context) for i in self.workload.measuring]
+        return [
+            LookupText(tuple(prompt), tuple(self._text(NONE, prompt, context)), limit)
+            for prompt in prompts
+        ]
+
+    def _text(self, key: Drafting | Logged, prompt: Sequence[int], context: int) -> list[int]:
+        """The token ids that a server writes after a prompt."""
+        completion = self._completion(prompt, self.workload.tokens, context)
+        tokens: list[int] = self.running[key].text(completion)
+        return tokens
+
+    def _record_draft(
+        self, length: int, context: int
     ) -> tuple[list[DraftedText], list[list[ChainStep]]]:
         """Decodes prompts and records the draft's probabilities along their texts."""
-        self.report_status(f"recording chains of {drafting.max_length} tokens")
-        self.ensure_running([drafting], logs_chains=True)
-        server = self._servers[drafting, True]
+        self.report_status(f"recording chains of {length} tokens")
+        key = Logged(Drafting(length))
+        self.ensure_running([key])
+        server = self.running[key]
         num_before = len(server.logged_chains())  # of another context
-        steps_by_text = self.run(drafting, prompts, context, logs_chains=True)
+        measuring = self.workload.measuring
+        steps_by_text = self.decode(key, measuring, context, extra_tokens=length)
         logged = server.logged_chains()[num_before:]
-        chains = [[prob for _, prob in candidates] for candidates in logged]
+        chains = [[prob for _, prob in tokens] for tokens in logged]
         texts = []
         for steps in steps_by_text:
             text_chains = []
@@ -457,23 +231,26 @@ class ServerPool:
                     num_missing -= len(chains[0])
                     text_chains.append(chains.pop(0))
             texts.append(drafted_text(steps, text_chains, self.workload.tokens))
+        if self.build.spec_type in HIDDEN_STATE_TYPES:
+            first_tokens = self._record_first_tokens(context)
+            texts = [
+                replace(text, first=first) for text, first in zip(texts, first_tokens, strict=True)
+            ]
         return texts, steps_by_text
 
-    def record_first_tokens(
-        self, spec_type: str, prompts: Sequence[int], context: int = 0
-    ) -> list[FirstTokens]:
+    def _record_first_tokens(self, context: int) -> list[FirstTokens]:
         """Decodes prompts, and records the first token that a draft proposes at each position.
 
         The server's threshold lets no token through, so that every position is the begin of a
         chain, but the log has the token that would have been drafted.
         """
         self.report_status("recording the first token of a chain at each position")
-        drafting = Drafting(spec_type, 1, NEVER)
-        self.ensure_running([drafting], logs_chains=True)
-        server = self._servers[drafting, True]
+        key = Logged(Drafting(1, NEVER))
+        self.ensure_running([key])
+        server = self.running[key]
         recorded, num_before = [], len(server.logged_chains())
-        for i in prompts:
-            tokens = self._text(server, self.prompt(i, context), context)
+        for i in self.workload.measuring:
+            tokens = self._text(key, self.prompt(i, context), context)
             chains = server.logged_chains()
             # the first token of a text is the prompt's, and the last one may not be drafted
             pairs = zip(tokens[1:], chains[num_before:], strict=False)
@@ -482,39 +259,70 @@ class ServerPool:
             num_before = len(chains)
         return recorded
 
-    def record_lookup(self, prompts: Sequence[int], context: int = 0) -> list[LookupText]:
-        """Decodes prompts without speculation, for their tokens."""
-        self.report_status("decoding texts to look tokens up in")
-        self.ensure_running([NONE])
-        server = self._servers[NONE, False]
-        texts = []
-        for i in prompts:
-            prompt = self.prompt(i, context)
-            tokens = self._text(server, prompt, context)
-            texts.append(LookupText(tuple(prompt), tuple(tokens), self.workload.tokens))
-        return texts
+    def timed_draftings(self, max_length: int) -> list[Drafting]:
+        """Every length of a plan: the times are staircases, since kernels change with the batch."""
+        return timed_draftings(self.build.spec_type, max_length)
 
-    def _text(self, server: Server, prompt: Sequence[int], context: int) -> list[int]:
-        """The token ids that a server writes after a prompt of `context` tokens (0: as it is)."""
-        workload = self.workload
-        return server.text(prompt, workload.tokens, workload.temperature, context > 0)
+    def time_round(self, kind: RunKind, round_index: int) -> EngineRun:
+        """Times the steps that draft as many tokens as they may.
 
-    def time_steps(
-        self, prompts: Mapping[tuple[Drafting, int], Sequence[Sequence[int]]], rounds: int
-    ) -> dict[tuple[Drafting, int], list[list[ChainStep]]]:
-        """Decodes some prompts with each way of drafting at each context, in rounds.
-
-        Every second round goes through the ways in the opposite order, so that a drift of the
-        machine's speed affects all of them.
+        Lookups are timed in texts that repeat themselves, about as long as the prompts are: a step
+        takes longer after a longer text. With a context it is one text, which the server then has
+        in its cache.
         """
-        steps: dict[tuple[Drafting, int], list[list[ChainStep]]] = {kind: [] for kind in prompts}
-        draftings = list(dict.fromkeys(drafting for drafting, _ in prompts))
-        for i in range(rounds):
-            self.report_status(f"timing steps, round {i + 1} of {rounds}")
-            for group in self.groups(draftings[:: -1 if i % 2 else 1]):
-                self.ensure_running(group)
-                for (drafting, context), by_round in prompts.items():
-                    if drafting in group:
-                        run = self._run_timed(drafting, by_round[i], context)
-                        steps[drafting, context].append(run)
-        return steps
+        drafting, _, context = kind
+        self.report_status(f"timing steps, round {round_index + 1} of {self.max_rounds}")
+        tokens = self.workload.tokens
+        if drafting.lookup_size:
+            tokens = max(tokens, COPIED_DRAFTS * (drafting.length + 1))
+            prompts = self._repeated_prompts(drafting.length, context)
+        else:
+            first = round_index * PROMPTS_PER_ROUND
+            indices = [(first + i) % self.workload.num_measuring for i in range(PROMPTS_PER_ROUND)]
+            prompts = [self.prompt(i, context) for i in indices]
+        # what follows a long context may be the text's end
+        ignores_end = drafting.lookup_size > 0 or context > 0
+        steps = chain.from_iterable(
+            self.running[drafting].generate(self._completion(prompt, tokens, context), ignores_end)
+            for prompt in prompts
+        )
+        length = 0 if drafting.min_prob == NEVER else drafting.length
+        return engine_run(step for step in steps if step.is_single and step.drafted == length)
+
+    def _repeated_prompts(self, length: int, context: int) -> list[list[int]]:
+        """The texts in which a lookup of some length is timed."""
+        sizes = [len(self.prompts[i]) for i in self.workload.measuring]
+        texts = self.lookup_texts[context][: 1 if context else LOOKUPS_PER_ROUND]
+        prompts = [repeated(text, length, context or int(np.median(sizes))) for text in texts]
+        return [prompts[i % len(prompts)][-context:] for i in range(LOOKUPS_PER_ROUND)]
+
+    def launch_options(self, plan: ContextPlan) -> tuple[str, ...]:
+        """The options of llama-server for the best way of drafting, as one line for a shell."""
+        best = Drafting.of(plan.best_cell(1))
+        words = flags(best, self.build.spec_type, self.draft)
+        return (shlex.join(words),) if words else ()
+
+    def metadata(self) -> dict[str, Any]:
+        """The build's version and options."""
+        return {
+            "engine": "llamacpp",
+            "engine_version": self.build.version,
+            "method": self.build.spec_type,
+            "settings": {"server_args": list(self.arguments)},
+        }
+
+
+def engine_run(steps: Iterable[ChainStep]) -> EngineRun:
+    """The tokens and seconds of several steps."""
+    taken = [*steps]
+    seconds = sum(step.seconds for step in taken)
+    return EngineRun(seconds, len(taken), sum(step.tokens for step in taken))
+
+
+def repeated(text: LookupText, length: int, size: int) -> list[int]:
+    """A prompt that repeats the end of a text, and that a model goes on to repeat."""
+    period = max(length + PERIOD_MARGIN, MIN_PERIOD)
+    tokens = [*text.prompt, *text.tokens]
+    end = (tokens * -(-period // len(tokens)))[-period:]
+    size = max(size, 3 * period)
+    return (end * -(-size // period))[-size:]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from msgspec import Meta
-from msgspec.structs import replace
 
 from sequoia_plan.artifacts import yaml_text
 from sequoia_plan.artifacts.errors import SequoiaPlanError
@@ -24,12 +23,8 @@ MAX_FILE_BYTES = 1 << 20
 CountsByPosition = Annotated[
     tuple[Count, ...], Meta(min_length=1, title="a non-empty list of counts")
 ]
-PositiveShare = Annotated[float, Meta(gt=0, le=1, title="a number > 0 and <= 1")]
+Share = Annotated[float, Meta(gt=0, le=1, title="a number > 0 and <= 1")]
 AtLeastOne = Annotated[float, Meta(ge=1, title="a number >= 1")]
-Context = Annotated[
-    Count,
-    field("tokens of every prompt that is decoded; 0 if prompts are decoded as they are"),
-]
 
 
 class ChainAcceptance(Artifact, frozen=True):
@@ -48,19 +43,16 @@ class ChainAcceptance(Artifact, frozen=True):
             "effective sample size: how many independent chains would leave the same uncertainty. "
             "It is below `drafts` where chains of one text resemble each other, and 0 if only the "
             "counts are known; chains are then taken as independent",
-            always=True,
         ),
     ] = 0.0
     drafting_share: Annotated[
-        PositiveShare,
+        Share,
         field(
             "share of a request's steps in which any token was drafted; below 1 where drafts are "
             "looked up in the text",
-            key="share",
-            always=True,
         ),
     ] = 1.0
-    source: Annotated[str, field("source of the counts", always=True)] = ""
+    source: Annotated[str, field("source of the counts")] = ""
 
     def __post_init__(self) -> None:
         """Refuse counts that rise: the first n + 1 tokens cannot be accepted more often than n."""
@@ -88,10 +80,9 @@ class StepSeconds(Artifact, frozen=True):
     ]
     seconds: Annotated[Seconds, field("seconds of a step; the median over rounds")]
     error: Annotated[
-        Number, field("relative standard error of that, from the spread of rounds", always=True)
+        Number, field("relative standard error of that, from the spread of rounds")
     ] = 0.0
-    steps: Annotated[Count, field("steps that were timed in all rounds", always=True)] = 0
-    context: Context = 0
+    steps: Annotated[Count, field("steps that were timed in all rounds")] = 0
 
 
 class MeasuredCell(Artifact, frozen=True):
@@ -125,8 +116,7 @@ class Cell(Artifact, frozen=True):
         bool,
         field(
             "true if the step was timed at this number of tokens; false if its time is "
-            "interpolated between two numbers that were",
-            key="timed",
+            "interpolated between two numbers that were"
         ),
     ]
     variant: Annotated[
@@ -136,7 +126,6 @@ class Cell(Artifact, frozen=True):
             "`p-min 0.6`; empty if there is none"
         ),
     ] = ""
-    context: Context = 0
     measured: Annotated[MeasuredCell | None, field("what `--verify` measured")] = None
 
 
@@ -155,125 +144,20 @@ CellList = Annotated[tuple[Cell, ...], Meta(title="a list of mappings")]
 Schedule = Annotated[tuple[ScheduleEntry, ...], Meta(title="a list of mappings")]
 
 
-class ContextChoice(Artifact, frozen=True):
-    """What is best at one length of the context."""
+class ContextPlan(Artifact, frozen=True):
+    """What was measured, predicted and chosen at one length of the context."""
 
-    context: Annotated[Size, field("tokens of every prompt that is decoded")]
+    context: Annotated[
+        Count, field("tokens of every prompt that is decoded; 0 if prompts are decoded as they are")
+    ]
+    acceptance: Annotated[ChainAcceptance, field("how far drafted chains are accepted")]
+    steps: Annotated[StepList, field("measured times of a step")]
+    cells: Annotated[CellList, field("predictions by batch size and number of tokens")]
     schedule: Annotated[Schedule, field("the best number of tokens by batch size")]
     lines: Annotated[tuple[str, ...], field("options to start the engine with")] = ()
-    acceptance: Annotated[
-        ChainAcceptance | None,
-        field(
-            "how far chains were accepted at this context; `acceptance` holds where it is missing"
-        ),
-    ] = None
-
-
-ContextChoices = Annotated[tuple[ContextChoice, ...], Meta(title="a list of mappings")]
-
-
-class EnginePlan(Artifact, frozen=True):
-    """A plan for an engine that drafts chains."""
-
-    ORDER: ClassVar[tuple[str, ...]] = (
-        "engine",
-        "version",
-        "method",
-        "target",
-        "draft",
-        "settings",
-        "acceptance",
-        "steps",
-        "cells",
-        "schedule",
-        "lines",
-        "by_context",
-        "seconds",
-        "tool",
-    )
-
-    engine: Annotated[str, field("`vllm`, `sglang` or `llamacpp`", key="engine.name")]
-    acceptance: Annotated[
-        ChainAcceptance,
-        field(
-            "how far drafted chains are accepted; at the shortest context if `by_context` has it "
-            "for each"
-        ),
-    ]
-    version: Annotated[
-        str,
-        field("the engine's version; empty if it is unknown", key="engine.version", always=True),
-    ] = ""
-    method: Annotated[str, field("the engine's name for the type of draft")] = ""
-    target: Annotated[
-        str, field("the target, as it was named to the engine", key="models.target")
-    ] = ""
-    draft: Annotated[str, field("the draft, as it was named to the engine", key="models.draft")] = (
-        ""
-    )
-    settings: Annotated[
-        Metadata,
-        field("how it was measured: temperature, prompts, tokens, the engine's options"),
-    ] = {}
-    steps: Annotated[StepList, field("measured times of a step")] = ()
-    cells: Annotated[CellList, field("predictions by batch size and number of tokens")] = ()
-    schedule: Annotated[Schedule, field("the best number of tokens by batch size")] = ()
-    lines: Annotated[tuple[str, ...], field("options to start the engine with")] = ()
-    by_context: Annotated[
-        ContextChoices,
-        field("`schedule` and `lines` for each context of the cells; these two are empty then"),
-    ] = ()
-    seconds: Annotated[Number, field("seconds that measuring took")] = 0.0
-    tool: Annotated[str, field("name and version of the program that made the plan")] = ""
-
-    def __post_init__(self) -> None:
-        """Refuse two steps or cells of one kind, and cells of a context without its choice."""
-        super().__post_init__()
-        for name, rows in (("steps", self.steps), ("cells", self.cells)):
-            kinds = [
-                (row.batch, row.speculative_tokens, getattr(row, "variant", ""), row.context)
-                for row in rows
-            ]
-            for index, (batch, tokens, variant, context) in enumerate(kinds):
-                if kinds[index] in kinds[:index]:
-                    place = f" at context {context}" if context else ""
-                    raise SequoiaPlanError(
-                        f"{name}: found batch {batch} with {tokens} speculative tokens"
-                        f"{variant and f' and {variant}'}{place} twice, expected it once"
-                    )
-        contexts = [choice.context for choice in self.by_context]
-        cell_contexts = sorted({cell.context for cell in self.cells})
-        expected = cell_contexts if any(cell_contexts) else []
-        if contexts != expected:
-            raise SequoiaPlanError(
-                f"by_context: found the contexts {contexts}, expected those of the cells, "
-                f"{expected}"
-            )
-
-    def parts(self) -> list[EnginePlan]:
-        """The plan's part for each context, as a plan of its own; without contexts, the plan.
-
-        `context`, `schedule`, `lines`, `cells_at` and `best_cell` are meant for a part.
-        """
-        if not self.by_context:
-            return [self]
-        return [
-            replace(
-                self,
-                by_context=(choice,),
-                acceptance=choice.acceptance or self.acceptance,
-                schedule=choice.schedule,
-                lines=choice.lines,
-                steps=tuple(step for step in self.steps if step.context == choice.context),
-                cells=tuple(cell for cell in self.cells if cell.context == choice.context),
-            )
-            for choice in self.by_context
-        ]
-
-    @property
-    def context(self) -> int:
-        """Tokens of every prompt that is decoded; 0 if prompts are decoded as they are."""
-        return self.by_context[0].context if self.by_context else 0
+    draft_pass_seconds: Annotated[
+        Number, field("seconds of a pass of llama.cpp's draft; 0 if it was not timed")
+    ] = 0.0
 
     @property
     def batches(self) -> list[int]:
@@ -293,6 +177,28 @@ class EnginePlan(Artifact, frozen=True):
         return max(
             self.cells_at(batch), key=lambda cell: (cell.throughput, -cell.speculative_tokens)
         )
+
+
+ContextPlans = Annotated[
+    tuple[ContextPlan, ...], Meta(min_length=1, title="a non-empty list of mappings")
+]
+
+
+class EnginePlan(Artifact, frozen=True, kw_only=True):
+    """A plan for an engine that drafts chains."""
+
+    engine: Annotated[str, field("`vllm`, `sglang` or `llamacpp`")]
+    engine_version: Annotated[str, field("the engine's version; empty if it is unknown")] = ""
+    method: Annotated[str, field("the engine's name for the type of draft")] = ""
+    target: Annotated[str, field("the target, as it was named to the engine")] = ""
+    draft: Annotated[str, field("the draft, as it was named to the engine")] = ""
+    settings: Annotated[
+        Metadata,
+        field("how it was measured: temperature, prompts, tokens, the engine's options"),
+    ] = {}
+    contexts: Annotated[ContextPlans, field("the plan at each context, shortest first")]
+    seconds: Annotated[Number, field("seconds that measuring took")] = 0.0
+    tool: Annotated[str, field("name and version of the program that made the plan")] = ""
 
     def save(self, path: str | Path) -> None:
         """Write as YAML, atomically."""

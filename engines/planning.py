@@ -1,257 +1,246 @@
-"""Makes a plan for an engine from measurements, and verifies a plan by further measurements."""
+"""Measures what a plan for an engine needs, makes the plan, and verifies it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, product
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
-from sequoia_plan.artifacts.uncertainty import Z95
-from sequoia_plan.engines import vllm
-from sequoia_plan.engines.chain import (
-    StepKind,
-    best_length,
-    effective_trials,
-    make_schedule,
-    median_step_seconds,
-    predict_cells,
-    times_by_context,
-    tokens_by_length,
-)
+from sequoia_plan.artifacts import ArgumentError
+from sequoia_plan.artifacts.plan import tool_version
+from sequoia_plan.artifacts.uncertainty import Z95, median_with_error
+from sequoia_plan.engines.chain import ChainModel
 from sequoia_plan.engines.plan import (
     Cell,
     ChainAcceptance,
-    ContextChoice,
+    ContextPlan,
     EnginePlan,
     ScheduleEntry,
-    StepSeconds,
+)
+from sequoia_plan.engines.pool import EnginePool
+from sequoia_plan.engines.prediction import StepModel, best_drafting, predict_cells
+from sequoia_plan.engines.timing import StepTimes, seconds_per_step, step_times
+from sequoia_plan.engines.workload import (
+    NONE,
+    Drafting,
+    EngineRun,
+    RunKind,
+    measured_cell,
 )
 
-STEPS_PER_ROUND = 12
-"""Full steps that are timed in one round."""
 MAX_ERROR = 0.05
 """Rounds go on until the half width of every step's 95 % interval is below this fraction."""
-MIN_ROUNDS, MAX_ROUNDS = 4, 8
 VERIFY_REPEATS = 3
-"""How often `verify_plan` runs each batch size and number of tokens."""
-MIN_RUN_PROMPTS = 16
-"""Prompts of a run, at small batch sizes."""
 MAX_EXTRAPOLATION = 2
 """Batch sizes may be so many times as large as the largest timed one, or as small as the smallest
 divided by it."""
-LaunchLines = Callable[[Sequence[ScheduleEntry]], tuple[str, ...]]
-"""Writes the options that an engine starts with, from the best numbers by batch size."""
 
 
-def make_plan(
-    acceptance: ChainAcceptance | Mapping[int, ChainAcceptance],
-    steps: Sequence[StepSeconds],
-    batches: Sequence[int],
-    max_length: int,
-    launch_lines: LaunchLines,
-    **plan_fields: Any,
-) -> EnginePlan:
-    """Computes the plan from acceptance counts and step times. No engine is needed."""
-    counts = acceptance if isinstance(acceptance, Mapping) else {0: acceptance}
-    cells: list[Cell] = []
-    choices: list[ContextChoice] = []
-    schedule: tuple[ScheduleEntry, ...] = ()
-    lines: tuple[str, ...] = ()
-    for times in times_by_context(steps):
-        low, high = min(times.batches), max(times.batches)
-        for batch in batches:
-            if not low <= batch * MAX_EXTRAPOLATION or not batch <= high * MAX_EXTRAPOLATION:
-                raise ArgumentError(
-                    f"--batch {batch}: steps were timed with {low} to {high} requests, expected "
-                    f"{-(-low // MAX_EXTRAPOLATION)} to {high * MAX_EXTRAPOLATION}; "
-                    "time such batches, or leave it out"
-                )
-        # the expected tokens a step and request with 0, 1, ... speculative tokens
-        expected_tokens = tokens_by_length(counts.get(times.context) or counts[0], max_length)
-        cells += predict_cells(expected_tokens, times, batches)
-        # the best number for each range of batch sizes, from 1 to the largest
-        best = make_schedule(expected_tokens, times, max(batches))
-        if times.context:
-            own_counts = counts.get(times.context)
-            choices.append(ContextChoice(times.context, best, launch_lines(best), own_counts))
-        else:
-            schedule, lines = best, launch_lines(best)
-    return EnginePlan(
-        acceptance=counts[min(counts)],
-        steps=tuple(steps),
-        cells=tuple(cells),
-        schedule=schedule,
-        lines=lines,
-        by_context=tuple(choices),
-        **plan_fields,
-    )
+class Measurement(NamedTuple):
+    """What every way of drafting is predicted from, at one context."""
+
+    model: StepModel
+    times: StepTimes
 
 
 def measure(
-    pool: vllm.EnginePool,
+    pool: EnginePool,
     batches: Sequence[int],
     max_length: int,
-    prompts: Sequence[int],
-    acceptance: ChainAcceptance | None = None,
     contexts: Sequence[int] = (0,),
-) -> tuple[dict[int, ChainAcceptance], tuple[StepSeconds, ...], float]:
-    """Measures acceptance, and the step times that choosing the best lengths needs.
+    acceptance: ChainAcceptance | None = None,
+) -> tuple[list[Measurement], float]:
+    """Measures acceptance, and the times of the steps that choosing the best drafting needs.
 
-    A length is a number of speculative tokens. Acceptance is counted with the largest one.
-
-        count acceptance with max_length speculative tokens at each context
-        time steps with 0, 1 and max_length tokens
-        repeat: time the lengths that are best for some batch size and context and were not timed,
-            until there are none
+    Steps of a length that turns out to be the best at some batch size and context are timed, too,
+    if they were not.
 
     Args:
         pool: the engines.
         batches: batch sizes.
-        max_length: maximum number of speculative tokens.
-        prompts: indices of the prompts whose acceptance is counted.
+        max_length: most tokens to draft.
+        contexts: tokens of every prompt; 0 decodes prompts as they are.
         acceptance: counts from elsewhere, such as a server's metrics, which hold for every
             context; None counts them here.
-        contexts: contexts to measure at, as in `StepKind`.
 
     Returns:
-        Acceptance by context, step times, and the seconds that all of it took.
+        What was measured at each context, and the seconds that all of it took.
     """
     start_time = time.perf_counter()
-    if any(contexts):  # an engine that takes no such context ends this before anything is measured
-        pool.ensure_running([max_length])
-        pool.check_context(max(contexts))
-    if acceptance is not None:
-        acceptance_by_context = {0: acceptance}
+    if acceptance is None:
+        models = {context: pool.record(max_length, max(batches), context) for context in contexts}
     else:
-        batch = min(max(batches), len(prompts))
-        acceptance_by_context = {
-            context: _count_acceptance(pool, max_length, batch, prompts, context)
-            for context in contexts
-        }
-    tokens = {
-        context: tokens_by_length(counts, max_length)
-        for context, counts in acceptance_by_context.items()
-    }
-    lengths = sorted({0, 1, max_length})
-    rounds = pool.time_steps(lengths, batches, STEPS_PER_ROUND, _is_precise, contexts)
-    while True:
-        steps = median_step_seconds(rounds)
+        pool.ensure_running([NONE])  # refuses a context that it has no room for
+        models = dict.fromkeys(contexts, ChainModel(acceptance, max_length))
+    rounds: dict[RunKind, list[EngineRun]] = {}
+    untimed = pool.timed_draftings(max_length)
+    while untimed:
+        kinds = [RunKind(*kind) for kind in product(untimed, batches, contexts)]
+        rounds |= pool.run_in_rounds(kinds, pool.time_round, lambda runs: _is_precise(runs, pool))
+        measurements = [
+            Measurement(model, step_times(rounds, context)) for context, model in models.items()
+        ]
         best_lengths = {
-            best_length(tokens.get(times.context) or tokens[0], times, batch)
-            for times in times_by_context(steps)
+            best_drafting(model, times, batch).length
+            for model, times in measurements
             for batch in batches
         }
-        untimed = best_lengths - {step.speculative_tokens for step in steps}
-        if not untimed:
-            return acceptance_by_context, steps, time.perf_counter() - start_time
-        rounds |= pool.time_steps(sorted(untimed), batches, STEPS_PER_ROUND, _is_precise, contexts)
+        timed_lengths = {kind.drafting.length for kind in rounds}
+        untimed = [Drafting(length) for length in sorted(best_lengths - timed_lengths)]
+    return measurements, time.perf_counter() - start_time
 
 
-def _count_acceptance(
-    pool: vllm.EnginePool, length: int, batch: int, prompts: Sequence[int], context: int
-) -> ChainAcceptance:
-    """Counts how far drafted chains are accepted.
+def _is_precise(rounds: Mapping[RunKind, Sequence[EngineRun]], pool: EnginePool) -> bool:
+    """True once every step time is precise enough, or there were as many rounds as may be."""
+    num_rounds = min(map(len, rounds.values()))
+    if num_rounds < pool.min_rounds or num_rounds >= pool.max_rounds:
+        return num_rounds >= pool.min_rounds
+    errors = [median_with_error(seconds_per_step(runs))[1] for runs in rounds.values()]
+    return Z95 * max(errors) <= MAX_ERROR
 
-    The counts get their effective sample size, and the share of steps that drafted any token.
+
+def make_plan(
+    measurements: Iterable[Measurement],
+    batches: Sequence[int],
+    launch_options: Callable[[ContextPlan], tuple[str, ...]],
+    default: Drafting = NONE,
+    **metadata: Any,
+) -> EnginePlan:
+    """Computes the plan from acceptance and step times. No engine is needed.
+
+    Of many settings at each length, the plan holds the best and those that `verify_plan` measures.
+    `default` is what the engine does if it is not told, and `metadata` are fields of `EnginePlan`.
     """
-    pool.ensure_running([length])
-    acceptance, tokens_by_prompt = pool.measure_acceptance(length, batch, prompts, context)
-    num_steps = sum(map(len, tokens_by_prompt))
-    return replace(
-        acceptance,
-        trials=round(effective_trials(acceptance, tokens_by_prompt), 1),
-        drafting_share=round(min(1.0, acceptance.drafts / max(num_steps, 1)), 4),
+    contexts = []
+    for model, times in measurements:
+        _check_batches(batches, times)
+        cells = chain.from_iterable(
+            _worth_showing(predict_cells(model, times, batch), default) for batch in batches
+        )
+        part = ContextPlan(
+            context=times.context,
+            acceptance=model.acceptance,
+            steps=times.steps,
+            cells=tuple(cells),
+            schedule=_make_schedule(model, times, max(batches)),
+            draft_pass_seconds=times.pass_seconds,
+        )
+        contexts.append(replace(part, lines=launch_options(part)))
+    return EnginePlan(contexts=tuple(contexts), tool=tool_version(), **metadata)
+
+
+def plan_of(
+    pool: EnginePool,
+    measurements: Iterable[Measurement],
+    batches: Sequence[int],
+    seconds: float,
+) -> EnginePlan:
+    """The plan from what was measured with these engines."""
+    workload, metadata = pool.workload, pool.metadata()
+    settings = {
+        "temperature": workload.temperature,
+        "tokens": workload.tokens,
+        "prompts": workload.num_measuring,
+        **metadata.pop("settings"),
+    }
+    return make_plan(
+        measurements,
+        batches,
+        pool.launch_options,
+        pool.default_drafting,
+        target=pool.target,
+        draft=pool.draft or "",
+        settings=settings,
+        seconds=round(seconds, 1),
+        **metadata,
     )
 
 
-def _is_precise(rounds: vllm.TimedRounds) -> bool:
-    """True once every step time is precise enough, or MAX_ROUNDS were timed.
-
-    A time is precise enough when half of its relative 95 % interval is at most MAX_ERROR. At least
-    MIN_ROUNDS are timed.
-    """
-    num_rounds = min(map(len, rounds.values()))
-    if num_rounds < MIN_ROUNDS:
-        return False
-    if num_rounds >= MAX_ROUNDS:
-        return True
-    return all(Z95 * step.error <= MAX_ERROR for step in median_step_seconds(rounds))
+def _check_batches(batches: Iterable[int], times: StepTimes) -> None:
+    """Raises if a batch size is too far from those that were timed."""
+    smallest, largest = min(times.batches), max(times.batches)
+    low, high = -(-smallest // MAX_EXTRAPOLATION), largest * MAX_EXTRAPOLATION
+    for batch in batches:
+        if not low <= batch <= high:
+            raise ArgumentError(
+                f"--batch {batch}: steps were timed with {smallest} to {largest} requests, "
+                f"expected {low} to {high}; time such batches, or leave it out"
+            )
 
 
-def verify_plan(pool: vllm.EnginePool, plan: EnginePlan, prompts: Sequence[int]) -> EnginePlan:
-    """Measures throughput with the plan's best number of speculative tokens, on other prompts.
-
-    For comparison, it is also measured with one token fewer, one more, and without speculation.
-    """
-    kinds = []
-    for part in plan.parts():
-        for batch in part.batches:
-            best = part.best_cell(batch).speculative_tokens
-            kinds += [
-                StepKind(batch, cell.speculative_tokens, cell.context)
-                for cell in part.cells_at(batch)
-                if cell.speculative_tokens in (0, best - 1, best, best + 1)
-            ]
-    return add_measurements(plan, run_cells(pool, kinds, prompts, VERIFY_REPEATS))
+def _make_schedule(model: StepModel, times: StepTimes, max_batch: int) -> tuple[ScheduleEntry, ...]:
+    """The best number of speculative tokens for each batch size from 1 to `max_batch`."""
+    schedule: list[ScheduleEntry] = []
+    for batch in range(1, max_batch + 1):
+        length = best_drafting(model, times, batch).length
+        if schedule and schedule[-1].speculative_tokens == length:
+            schedule[-1] = replace(schedule[-1], last=batch)
+        else:
+            schedule.append(ScheduleEntry(batch, batch, length))
+    return tuple(schedule)
 
 
-def run_cells(
-    pool: vllm.EnginePool,
-    kinds: Sequence[StepKind],
-    prompts: Sequence[int],
-    repeats: int,
-) -> dict[StepKind, list[vllm.EngineRun]]:
-    """Runs engines with several kinds of steps, in turn.
-
-    Each repeat runs all of them once, so that a drift of the machine's speed affects all.
-    """
-    runs: dict[StepKind, list[vllm.EngineRun]] = {kind: [] for kind in kinds}
-    lengths = sorted({kind.length for kind in kinds})
-    for group in pool.group_lengths(lengths):  # engines that fit in memory together
-        pool.ensure_running(group)
-        for i in range(repeats):
-            for kind in kinds:
-                if kind.length in group:
-                    pool.report_status(f"verifying batch {kind.batch}, run {i + 1} of {repeats}")
-                    run = pool.run(
-                        kind.length,
-                        kind.batch,
-                        run_prompts(prompts, kind.batch),
-                        context=kind.context,
-                    )
-                    runs[kind].append(run)
-    return runs
+def _worth_showing(cells: Sequence[Cell], default: Drafting) -> list[Cell]:
+    """Of one batch size the cells without a variant, the best of each length, those to verify."""
+    best_by_length: dict[int, Cell] = {}
+    for cell in cells:
+        best = best_by_length.setdefault(cell.speculative_tokens, cell)
+        if cell.throughput > best.throughput:
+            best_by_length[cell.speculative_tokens] = cell
+    shown = {*best_by_length.values(), *cells_to_verify(cells, default)}
+    return [cell for cell in cells if not cell.variant or cell in shown]
 
 
-def run_prompts(prompts: Sequence[int], batch: int) -> list[int]:
-    """Selects prompts so that a run takes about as long at every batch size.
-
-    At least MIN_RUN_PROMPTS are selected if there are as many, and at least twice as many as are
-    decoded together, for which prompts repeat if necessary.
-    """
-    count = max(2 * batch, min(len(prompts), MIN_RUN_PROMPTS))
-    return [prompts[i % len(prompts)] for i in range(count)]
+def cells_to_verify(cells: Sequence[Cell], default: Drafting) -> list[Cell]:
+    """Of one batch size no speculation, the best speculation, its neighbours and the default."""
+    speculative = {Drafting.of(cell): cell for cell in cells if cell.speculative_tokens}
+    best = max(speculative, key=lambda drafting: speculative[drafting].throughput)
+    wanted = {NONE, best, *neighbours(best, speculative), default}
+    return [cell for cell in cells if Drafting.of(cell) in wanted]
 
 
-def add_measurements(
-    plan: EnginePlan, runs: Mapping[StepKind, Sequence[vllm.EngineRun]]
-) -> EnginePlan:
-    """Returns the plan with the measured runs summarized in its cells."""
-    cells = []
-    for cell in plan.cells:
-        cell_runs = runs.get(StepKind(cell.batch, cell.speculative_tokens, cell.context))
-        measured = vllm.measured_cell(cell_runs, cell.batch) if cell_runs else None
-        cells.append(replace(cell, measured=measured))
-    return replace(plan, cells=tuple(cells))
+def neighbours(best: Drafting, draftings: Iterable[Drafting]) -> list[Drafting]:
+    """The next lengths at the same setting, and the next settings at the same length."""
+    near = []
+    for fixed in (lambda drafting: drafting[1:], lambda drafting: drafting[0]):
+        row = sorted(drafting for drafting in draftings if fixed(drafting) == fixed(best))
+        index = row.index(best)
+        near += row[max(index - 1, 0) : index] + row[index + 1 : index + 2]
+    return near
 
 
-def steps_of_plan(plan: EnginePlan, path: str) -> tuple[StepSeconds, ...]:
-    """Returns the step times of an earlier plan from the file `path`."""
-    if not plan.steps:
-        raise SequoiaPlanError(
-            f"--times {path}: holds no step times; expected a plan that an engine was timed for"
-        )
-    return plan.steps
+def verify_plan(pool: EnginePool, plan: EnginePlan) -> EnginePlan:
+    """Measures the cells of `cells_to_verify` on other prompts."""
+    kinds = [
+        RunKind(Drafting.of(cell), batch, part.context)
+        for part in plan.contexts
+        for batch in part.batches
+        for cell in cells_to_verify(part.cells_at(batch), pool.default_drafting)
+    ]
+
+    def run(kind: RunKind, round_index: int) -> EngineRun:
+        """Decodes the prompts that verify."""
+        pool.report_status(f"verifying, run {round_index + 1} of {VERIFY_REPEATS}")
+        return pool.run(kind, pool.workload.held_out)
+
+    def is_enough(runs: Mapping[RunKind, Sequence[EngineRun]]) -> bool:
+        """True after as many rounds as wanted."""
+        return min(map(len, runs.values())) >= VERIFY_REPEATS
+
+    return add_measurements(plan, pool.run_in_rounds(kinds, run, is_enough))
+
+
+def add_measurements(plan: EnginePlan, runs: Mapping[RunKind, Sequence[EngineRun]]) -> EnginePlan:
+    """The plan with the runs summarized in its cells."""
+    contexts = []
+    for part in plan.contexts:
+        cells = []
+        for cell in part.cells:
+            cell_runs = runs.get(RunKind(Drafting.of(cell), cell.batch, part.context))
+            measured = measured_cell(cell_runs, cell.batch) if cell_runs else None
+            cells.append(replace(cell, measured=measured))
+        contexts.append(replace(part, cells=tuple(cells)))
+    return replace(plan, contexts=tuple(contexts))

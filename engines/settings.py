@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.engines.chain import agreement_by_age, survival_probs
-from sequoia_plan.engines.plan import EnginePlan, ScheduleEntry
+from sequoia_plan.engines.plan import ChainAcceptance, ContextPlan, EnginePlan, ScheduleEntry
 from sequoia_plan.engines.vllm import launch_options, speculative_config
 
 MAX_BATCH = 1 << 16
 """Stands for all larger batches where an engine wants a last batch size."""
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """A setting of one engine."""
 
     engine: str
@@ -25,65 +24,53 @@ class Setting:
     text: str
 
 
-def settings_of(plan: EnginePlan) -> list[Setting]:
-    """Writes a plan's best numbers of speculative tokens, and its acceptance, for every engine.
+def settings_of(plan: EnginePlan, part: ContextPlan) -> list[Setting]:
+    """Writes the best numbers of speculative tokens at a context, and acceptance, for every engine.
 
     The best numbers are those of the engine that the plan was measured with. Another engine takes
     other times, so for it they are a start.
     """
-    if not plan.schedule:
+    if plan.engine == "llamacpp":
         raise SequoiaPlanError(
-            f"a plan for {plan.engine} has no schedule by batch size; "
+            "a plan for llama.cpp is for one request and has settings that no other engine takes; "
             "expected one of sequoia-plan engine vllm or sglang"
         )
-    length = max(entry.speculative_tokens for entry in plan.schedule)
-    settings = [
-        Setting("vLLM", "server", option)
-        for option in launch_options(
-            speculative_config(plan.method or "draft_model", plan.draft or None, {}),
-            plan.schedule,
-            accepts_schedule=True,
-        )
-    ]
+    schedule = part.schedule
+    length = max(entry.speculative_tokens for entry in schedule)
     if not length:
-        return settings
-    rates = synthetic_rates(plan, length)
+        return []
+    config = speculative_config(plan.method or "draft_model", plan.draft or None, {})
+    rates = synthetic_rates(part.acceptance, length)
     synthetic = {
         "num_speculative_tokens": length,
         "rejection_sample_method": "synthetic",
         "synthetic_acceptance_rates": rates,
     }
     accepted = sum(rates)
-    return [
-        *settings,
-        Setting("SGLang", "file of --speculative-adaptive-config", sglang_adaptive(plan.schedule)),
-        *(
-            Setting("TensorRT-LLM", "speculative_config", text)
-            for text in tensorrt_llm(plan.schedule)
-        ),
-        Setting(
-            "AIConfigurator", "command", f"--nextn {length} --nextn-accepted {accepted:.4g}"
-        ),
-        Setting(
-            "vLLM", "load test", f"--speculative-config {shlex.quote(json.dumps(synthetic))}"
-        ),
-        Setting(
-            "SGLang", "load test", f"SGLANG_SIMULATE_ACC_LEN={1 + accepted:.4g}"
-        ),
-        Setting(
-            "llama.cpp", "load test",
+    sglang_file, load_test = "file of --speculative-adaptive-config", "load test"
+    settings = [
+        *(("vLLM", "server", option) for option in launch_options(config, schedule)),
+        ("SGLang", sglang_file, sglang_adaptive(schedule)),
+        *(("TensorRT-LLM", "speculative_config", text) for text in tensorrt_llm(schedule)),
+        ("AIConfigurator", "command", f"--nextn {length} --nextn-accepted {accepted:.4g}"),
+        ("vLLM", load_test, f"--speculative-config {shlex.quote(json.dumps(synthetic))}"),
+        ("SGLang", load_test, f"SGLANG_SIMULATE_ACC_LEN={1 + accepted:.4g}"),
+        (
+            "llama.cpp",
+            load_test,
             f"--spec-draft-n-max {length} --spec-synth-rates {','.join(map(str, rates))}",
         ),
-    ]  # fmt: skip
+    ]
+    return [Setting(*setting) for setting in settings]
 
 
-def synthetic_rates(plan: EnginePlan, length: int) -> list[float]:
+def synthetic_rates(acceptance: ChainAcceptance, length: int) -> list[float]:
     """Probabilities that the first 1, 2, ... tokens of a chain of `length` are accepted.
 
-    They include steps that draft nothing, where `acceptance.drafting_share` is below 1.
+    They include steps that draft nothing, where `drafting_share` is below 1.
     """
-    survival = survival_probs(agreement_by_age(plan.acceptance), length)
-    return [round(float(p) * plan.acceptance.drafting_share, 4) for p in survival]
+    survival = survival_probs(agreement_by_age(acceptance), length)
+    return [round(float(p) * acceptance.drafting_share, 4) for p in survival]
 
 
 def sglang_adaptive(schedule: Sequence[ScheduleEntry]) -> str:

@@ -1,8 +1,7 @@
 """A plan for SGLang with chains (--speculative-eagle-topk 1), from its servers' files.
 
-Nothing is run here. Acceptance is from the histogram in the `meta_info` of responses
-(`spec_correct_drafts_histogram`, formerly `spec_accept_histogram`): entry n counts the steps in
-which n drafted tokens were accepted. Step times are from lines of the log,
+Nothing is run here. Acceptance is from the histogram in the `meta_info` of responses, and step
+times are from the lines `Decode batch` of a log.
 """
 
 from __future__ import annotations
@@ -11,15 +10,18 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple
+from contextlib import suppress
+from itertools import pairwise, zip_longest
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.files import read_bytes
 from sequoia_plan.artifacts.uncertainty import median_with_error
-from sequoia_plan.engines.plan import ChainAcceptance, ScheduleEntry, StepSeconds
+from sequoia_plan.engines.plan import ChainAcceptance, ContextPlan, StepSeconds
+from sequoia_plan.engines.workload import round_digits
 
 HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")
 DECODE_LINE = re.compile(
@@ -56,39 +58,32 @@ def read_responses(path: str) -> ChainAcceptance:
             f"{path}: no response has meta_info.{HISTOGRAMS[0]}; "
             "ask a server that runs with --speculative-algorithm for whole responses"
         )
-    for histogram in histograms:
-        if not isinstance(histogram, list) or not all(map(_is_count, histogram)):
-            raise SequoiaPlanError(
-                f"{path}: found the histogram {histogram!r:.60}, expected a list of counts"
-            )
-    num_entries = max(map(len, histograms))
-    padded = [histogram + [0] * (num_entries - len(histogram)) for histogram in histograms]
-    counts = np.sum(padded, axis=0)
-    if num_entries < 2 or counts[1:].sum() == 0:
+    try:
+        rows = msgspec.convert(histograms, list[list[Annotated[int, msgspec.Meta(ge=0)]]])
+    except msgspec.ValidationError as error:
         raise SequoiaPlanError(
-            f"{path}: no drafted token was accepted in {int(counts.sum())} steps; "
-            "the draft does not fit the target, or nothing was drafted"
-        )
-    at_least_n_accepted = counts[::-1].cumsum()[::-1]  # entry 0 counts all steps
+            f"{path}: found a histogram {error}; expected a list of counts"
+        ) from error
+    counts = np.sum([*zip_longest(*rows, fillvalue=0)], axis=1)
+    at_least_n_accepted = counts[::-1].cumsum()[::-1].tolist()  # entry 0 counts all steps
     return ChainAcceptance(
-        drafts=int(at_least_n_accepted[0]),
-        accepted=tuple(map(int, at_least_n_accepted[1:])),
+        drafts=at_least_n_accepted[0],
+        accepted=tuple(at_least_n_accepted[1:]),
         source=f"{len(histograms)} responses of SGLang",
     )
 
 
-def _read_json(path: str) -> list[Any]:
-    """Reads a JSON list, JSON lines, or a single JSON document that spans several lines."""
+def _read_json(path: str) -> Any:
+    """Reads a JSON document, or one a line."""
     text = read_bytes(path, EXPECTED, MAX_FILE_BYTES).decode(errors="replace")
     try:
-        if text.lstrip().startswith("["):
-            return [json.loads(text)]
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
         return [json.loads(line) for line in text.splitlines() if line.strip()]
-    except (ValueError, RecursionError):
-        try:
-            return [json.loads(text)]
-        except (ValueError, RecursionError) as error:
-            raise SequoiaPlanError(f"{path}: not JSON; expected {EXPECTED}") from error
+    except ValueError as error:
+        raise SequoiaPlanError(f"{path}: not JSON; expected {EXPECTED}") from error
 
 
 def _histograms(document: Any) -> Iterator[Any]:
@@ -105,24 +100,22 @@ def _histograms(document: Any) -> Iterator[Any]:
             yield from _histograms(value)
 
 
-def _is_count(value: Any) -> bool:
-    """True for a whole number >= 0. JSON's true and false are no numbers."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
 def read_log(path: str) -> ServerLog:
     """Reads step times and accept lengths from a server's log."""
     text = read_bytes(path, "a log of SGLang", MAX_FILE_BYTES).decode(errors="replace")
-    _check_chains(path, text)
     decode_lines = list(_decode_lines(text))
-    if not decode_lines:
+    num_steps, top_k = NUM_STEPS.search(text), TOP_K.search(text)
+    length = int(num_steps[1].replace("None", "0")) if num_steps else -1
+    if not 0 <= length <= MAX_TOKENS:
         raise SequoiaPlanError(
-            f"{path}: no line 'Decode batch ... gen throughput (token/s)'; "
-            "expected a log of SGLang that decoded for a while"
+            f"{path}: does not say speculative_num_steps, or says more than {MAX_TOKENS}; "
+            "expected a log of SGLang from the server's start on, with its server_args"
         )
-    length = _num_speculative_tokens(path, text)
-    interval_match = LOG_INTERVAL.search(text)
-    log_interval = int(interval_match[1][:9]) if interval_match else DEFAULT_LOG_INTERVAL
+    if top_k and int(top_k[1]) != 1:
+        raise SequoiaPlanError(
+            f"{path}: the server ran with --speculative-eagle-topk {top_k[1]}, a tree; "
+            "expected 1, a chain"
+        )
     if length and not any(accept_length for _, _, accept_length in decode_lines):
         raise SequoiaPlanError(
             f"{path}: ran with {length} speculative tokens, but no line has 'accept len'; "
@@ -136,20 +129,24 @@ def read_log(path: str) -> ServerLog:
             samples.setdefault(batch, []).append((seconds_per_step, tokens_per_step))
     if not samples:
         raise SequoiaPlanError(
-            f"{path}: no two 'Decode batch' lines in a row with the same #running-req; "
-            "expected a steady number of requests for a while"
+            f"{path}: no two 'Decode batch ... gen throughput (token/s)' lines in a row with the "
+            "same #running-req; expected a steady number of requests for a while"
         )
+    log_interval = LOG_INTERVAL.search(text)
     steps = []
     for batch, batch_samples in sorted(samples.items()):
         seconds, error = median_with_error(np.array([seconds for seconds, _ in batch_samples]))
-        step = StepSeconds(
-            batch=batch,
-            speculative_tokens=length,
-            seconds=seconds,
-            error=error,
-            steps=len(batch_samples) * log_interval,  # a line stands for that many steps
+        # a line stands for so many steps
+        num_steps_per_line = int(log_interval[1]) if log_interval else DEFAULT_LOG_INTERVAL
+        steps.append(
+            StepSeconds(
+                batch=batch,
+                speculative_tokens=length,
+                seconds=round_digits(seconds),
+                error=round_digits(error),
+                steps=len(batch_samples) * num_steps_per_line,
+            )
         )
-        steps.append(step)
     accept_lengths = {
         batch: float(np.mean([tokens for _, tokens in batch_samples]))
         for batch, batch_samples in samples.items()
@@ -157,52 +154,21 @@ def read_log(path: str) -> ServerLog:
     return ServerLog(length, tuple(steps), accept_lengths)
 
 
-def _check_chains(path: str, text: str) -> None:
-    """Raises if a server's arguments say that it drafted trees."""
-    top_k = TOP_K.search(text)
-    if top_k and int(top_k[1]) != 1:
-        raise SequoiaPlanError(
-            f"{path}: the server ran with --speculative-eagle-topk {top_k[1]}, a tree; "
-            "expected 1, a chain"
-        )
-
-
-def _num_speculative_tokens(path: str, text: str) -> int:
-    """Reads the length of the server's chains from its arguments; 0 is no speculation."""
-    num_steps = NUM_STEPS.search(text)
-    if not num_steps:
-        raise SequoiaPlanError(
-            f"{path}: does not say speculative_num_steps; "
-            "expected a log from the server's start on, with its server_args"
-        )
-    length = 0 if num_steps[1] == "None" else int(num_steps[1][:9])
-    if length > MAX_TOKENS:
-        raise SequoiaPlanError(
-            f"{path}: speculative_num_steps={num_steps[1]:.20}, expected at most {MAX_TOKENS}"
-        )
-    return length
-
-
 def _decode_lines(text: str) -> Iterator[tuple[int, float, float | None]]:
     """Yields three numbers of each line of the log about decoding.
 
     They are the requests decoded together, the generated tokens a second, and the accept length
-    (the mean number of tokens that a step yields for a request), None if the line has none. Lines
-    with broken numbers are left out.
+    (the mean number of tokens that a step yields for a request), None if the line has none. Two
+    processes may have written into each other's lines, so broken numbers are left out.
     """
     for line in text.splitlines():
-        match = DECODE_LINE.search(line)
-        if not match:
-            continue
-        accept_length = ACCEPT_LENGTH.search(line)
-        try:
-            num_requests, throughput = int(match[1]), float(match[2])
-            tokens_per_step = float(accept_length[1]) if accept_length else None
-        except ValueError:  # two processes may have written into each other's lines
-            continue
-        values = (throughput, 1.0 if tokens_per_step is None else tokens_per_step)
-        if 0 < num_requests <= MAX_REQUESTS and all(0 < value < math.inf for value in values):
-            yield num_requests, throughput, tokens_per_step
+        match, accept_length = DECODE_LINE.search(line), ACCEPT_LENGTH.search(line)
+        if match:
+            with suppress(ValueError):
+                tokens_per_step = float(accept_length[1]) if accept_length else None
+                num_requests, throughput = int(match[1]), float(match[2])
+                if 0 < num_requests <= MAX_REQUESTS and 0 < throughput < math.inf:
+                    yield num_requests, throughput, tokens_per_step
 
 
 def acceptance_from_logs(logs: Sequence[ServerLog]) -> ChainAcceptance:
@@ -234,27 +200,21 @@ def acceptance_from_mean(tokens_per_step: float, length: int, drafts: int) -> Ch
     low, high = 0.0, 1.0
     for _ in range(60):
         rate = (low + high) / 2
-        if sum(rate**n for n in range(length + 1)) < tokens_per_step:
-            low = rate
-        else:
-            high = rate
+        is_below = sum(rate**n for n in range(length + 1)) < tokens_per_step
+        low, high = (rate, high) if is_below else (low, rate)
     # n tokens are accepted with the probability rate^n
     accepted = tuple(round(drafts * low**n) for n in range(1, length + 1))
     source = f"accept len {tokens_per_step:.2f} of a log, one rate for all positions"
     return ChainAcceptance(drafts, accepted, source=source)
 
 
-def launch_flags(schedule: Sequence[ScheduleEntry], batches: Sequence[int] = ()) -> tuple[str, ...]:
-    """SGLang's flags for each best number of speculative tokens, as one text for each number.
+def launch_options(plan: ContextPlan) -> tuple[str, ...]:
+    """SGLang's options for each best number of speculative tokens, as one text for each number.
 
-    No speculation needs no flags, so 0 has no text. A chain has a top-k of 1, and SGLang counts the
-    root among the draft tokens.
+    No speculation needs none. A chain has a top-k of 1, and SGLang counts the root among the draft
+    tokens.
     """
-    lengths = dict.fromkeys(
-        entry.speculative_tokens
-        for entry in schedule
-        if not batches or any(entry.first <= batch <= entry.last for batch in batches)
-    )
+    lengths = dict.fromkeys(plan.best_cell(batch).speculative_tokens for batch in plan.batches)
     return tuple(
         f"--speculative-num-steps {length} --speculative-eagle-topk 1 "
         f"--speculative-num-draft-tokens {length + 1}"

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from sequoia_plan.artifacts import ArgumentError, BenchResult, TokenTree
 from sequoia_plan.artifacts.bench_result import BenchSettings, Prediction, TreeShape
-from sequoia_plan.artifacts.cost import prediction_for
+from sequoia_plan.artifacts.prediction import prediction_for
 from sequoia_plan.profiler.bench_figures import TITLES, predicted_by_kind, summary
 from sequoia_plan.profiler.decoding_methods import (
     DecodePrompt,

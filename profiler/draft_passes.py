@@ -35,7 +35,10 @@ def representative_pass(
         # logits of all levels are computed, but no node gets children
         nothing = tensors.nodes[:0]
         levels = drafter.model.block.levels
-        return drafter.block_pass(tensors, levels, 1, nothing, nothing, None), None
+        draft_pass = drafter.block_pass(
+            tensors, None, num_parents=levels, max_children=1, draw_index=nothing, new_nodes=nothing
+        )
+        return draft_pass, None
     nodes = tensors.nodes
     draft_pass = DraftPass(
         input_slots=nodes,

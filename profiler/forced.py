@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.profiler.children import POSITIONS_AT_ONCE, DrawnChildren
 from sequoia_plan.profiler.draft_passes import logits_over_text
 from sequoia_plan.profiler.lookup_counts import LookupTrials
@@ -25,7 +26,7 @@ from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.verify import LOOKUP_VERIFIERS, VERIFIERS
 
-Ints, Floats = NDArray[np.int64], NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 def uses_traversal(sampling: Sampling) -> bool:
@@ -113,7 +114,8 @@ class ForcedAcceptance:
         text = torch.tensor(
             token_ids[: prompt_length + num_tokens], device=self.decoder.step.device
         )
-        return text, *(np.array(part[: num_tokens + 1]) for part in (levels, node_classes))
+        count = num_tokens + 1
+        return text, np.array(levels[:count]), np.array(node_classes[:count])
 
     def _acceptance_probs(
         self,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sequoia_plan.artifacts import Counts
-from sequoia_plan.artifacts.counts import MAX_KINDS
+from sequoia_plan.artifacts.counts import MAX_KINDS, Floats
 from sequoia_plan.artifacts.lookup import (
     MATCH_LENGTHS,
     MAX_MATCH,
@@ -22,7 +22,7 @@ from sequoia_plan.artifacts.lookup import (
 )
 from sequoia_plan.profiler.observed import LEVELS, ObservedAcceptance
 
-Ints, Floats = NDArray[np.int64], NDArray[np.float64]
+Ints = NDArray[np.int64]
 CHAIN = 24
 """Tokens of a lookup chain that are verified."""
 MAX_RUN = 64

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sequoia_plan.artifacts import Counts, TokenTree
-from sequoia_plan.artifacts.counts import MAX_KINDS
+from sequoia_plan.artifacts.counts import MAX_KINDS, Floats
 from sequoia_plan.artifacts.uncertainty import Z95, gradient, jackknife
 
-Ints, Floats = NDArray[np.int64], NDArray[np.float64]
+Ints = NDArray[np.int64]
 LEVELS = 4
 """Levels that are counted separately with `TREE`, the last one together with all below it."""
 MAX_LEVELS = 12

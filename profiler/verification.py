@@ -54,10 +54,11 @@ class VerificationTimer:
         self.logits = self._random_logits(step.tree.size, vocabulary_size(step.target.model))
         nothing = step.sequence.tokens[:0]  # an empty tensor for trees without drafted nodes
         self.draft_logits: Tensor | None = None
+        self.draws = False
         if step.drafter and step.passes:
             self.draft_logits = self._random_logits(step.num_inner_nodes, step.drafter.vocabulary)
-        # where one draft pass serves all levels, drawing counts as verification
-        self.draws = self.draft_logits is not None and not step.drafter.drafting.drafts_by_level
+            # where one draft pass serves all levels, drawing counts as verification
+            self.draws = not step.drafter.drafting.drafts_by_level
         self.drafted: dict[Sampling, DraftedTree] = {}
         for sampling in samplings:
             if self.draft_logits is None:

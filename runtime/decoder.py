@@ -13,15 +13,7 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
-from sequoia_plan.runtime.arguments import (
-    SEEDS,
-    check_backend,
-    check_listeners,
-    check_models,
-    check_sampling,
-    check_tree,
-    whole_number,
-)
+from sequoia_plan.runtime.arguments import check_loaded
 from sequoia_plan.runtime.base.sampling import Sampling, verifier_of
 from sequoia_plan.runtime.draft.unread import note_count
 from sequoia_plan.runtime.generation import (
@@ -84,10 +76,8 @@ class SequoiaDecoder:
         captured: bool | None = None,
         compile: bool | str | Callable[..., Any] = False,
     ) -> None:
-        check_models(target, draft, tokenizer)
+        check_loaded(target, draft, tree)
         target, draft = without_adapter_wrapper(target), without_adapter_wrapper(draft)
-        check_tree(tree)
-        check_backend(compile)
         self.tokenizer = tokenizer
         self.step = TreeStep(
             target,
@@ -107,7 +97,6 @@ class SequoiaDecoder:
         Raises:
             SequoiaPlanError: see `TreeStep.with_tree`.
         """
-        check_tree(tree)
         decoder = copy.copy(self)
         decoder.step = self.step.with_tree(tree)
         return decoder
@@ -152,13 +141,11 @@ class SequoiaDecoder:
                 is invalid, memory is short, or a model's logits are not finite.
         """
         started = time.perf_counter()
-        max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1)
-        seed = None if seed is None else whole_number("seed", seed, *SEEDS)
+        if max_new_tokens < 1:
+            raise ArgumentError(f"max_new_tokens: found {max_new_tokens}, expected 1 or more")
         model, tokenizer = self.step.target.model, self.tokenizer
         if sampling is None:
             sampling = Sampling(temperature, top_p, verifier=verifier_of(self.step.tree))
-        check_sampling(sampling)
-        check_listeners(streamer, stopping_criteria)
         prompt = read_prompt(input_ids, tokenizer, attention_mask, model).to(self.step.device)
         prompt_ids = prompt.tolist()
         ending = Ending(
@@ -192,8 +179,7 @@ class SequoiaDecoder:
         self, prompts: Iterable[Any], *, seed: int | None = None, **settings: Any
     ) -> list[Generation]:
         """`generate` for each prompt in turn; with a seed, prompt i gets seed + i."""
-        seed = None if seed is None else whole_number("seed", seed, *SEEDS)
-        if not isinstance(prompts, Iterable) or isinstance(prompts, (str, bytes)):
+        if isinstance(prompts, str):  # an iterable of letters
             raise ArgumentError(f"prompts: found {prompts!r:.60}, expected a list of prompts")
         return [
             self.generate(prompt, seed=None if seed is None else seed + number, **settings)

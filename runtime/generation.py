@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +12,7 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
-from sequoia_plan.runtime.arguments import (
-    check_attention_mask,
-    refuse_other_inputs,
-    whole_number,
-)
+from sequoia_plan.runtime.arguments import check_attention_mask, refuse_other_inputs
 
 Criterion = Callable[..., Any]
 """A stopping criterion of transformers."""
@@ -98,7 +95,7 @@ def end_tokens(eos: int | Iterable[int] | None, model: Any, tokenizer: Any = Non
     if eos is None:
         return set()
     tokens = eos if isinstance(eos, (Tensor, np.ndarray)) else np.asarray(eos, dtype=object)
-    return {whole_number("eos_token_id", token, -1) for token in tokens.flatten().tolist()}
+    return {operator.index(token) for token in tokens.flatten().tolist()}
 
 
 def read_prompt(

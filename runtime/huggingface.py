@@ -15,7 +15,7 @@ from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from sequoia_plan.artifacts import ArgumentError, TokenTree
-from sequoia_plan.runtime.arguments import check_models, check_tree, refuse_other_inputs
+from sequoia_plan.runtime.arguments import check_loaded, refuse_other_inputs
 from sequoia_plan.runtime.base.sampling import Sampling, verifier_of
 from sequoia_plan.runtime.decoder import SequoiaDecoder
 from sequoia_plan.runtime.generation import read_prompt
@@ -75,13 +75,8 @@ def sequoia(
         SequoiaPlanError: for what `SequoiaDecoder` refuses, and for settings that would be ignored.
     """
     config = generation_config or model.generation_config
-    if tree is None:
-        raise ArgumentError(
-            "custom_generate=sequoia needs a tree: model.generate(ids, custom_generate=sequoia, "
-            "draft=draft, tree=load_tree(file))"
-        )
-    check_models(model, draft, None)
-    check_tree(tree)
+    check_loaded(model, draft, tree)
+    assert tree is not None
     sampling = Sampling.from_generation_config(config, verifier=verifier_of(tree))
     _refuse_unsupported(config, logits_processor or ())
     read_prompt(input_ids, None, model_kwargs.get("attention_mask"))  # first: it is clearer

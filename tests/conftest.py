@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import time
 
 import pytest
@@ -12,11 +13,22 @@ from hypothesis import settings
 settings.register_profile("no deadline", deadline=None)  # no test asserts a time
 settings.load_profile("no deadline")
 
-if importlib.util.find_spec("torch"):  # tests of planning run without it
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+if HAS_TORCH:
     import torch
 
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # Triton looks when it is first imported
+
+
+def pytest_ignore_collect(collection_path):
+    """Where torch is not installed, the tests of planning run, and those that name it do not."""
+    if HAS_TORCH or collection_path.suffix != ".py":
+        return None
+    needs_torch = re.search(
+        r"import torch|sequoia_plan.(runtime|profiler)", collection_path.read_text()
+    )
+    return True if needs_torch else None
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 from paths import ROOT
 
-from sequoia_plan.artifacts import Latency, Profile, load_tree, save_tree
+from sequoia_plan.artifacts import Acceptance, Latency, Profile, load_tree, save_tree
 from sequoia_plan.planner.cli import main
 
 PAGES = [page for name in (".", "docs", "examples") for page in sorted((ROOT / name).glob("*.md"))]
@@ -194,7 +194,7 @@ def folder(tmp_path, monkeypatch):
     shutil.copy(profiles / "smollm2-135m-epyc-2-cores-t06.yaml", "t06.yaml")
     vector = Profile.load(profiles / "llama3-70b-8b-cnn.yaml").acceptance
     latency = Latency({1: 5.7, 1024: 5.7}, {1: 0.025, 1024: 0.025}, 0.0, 0)
-    Profile(vector, 0, latency).save("offload.yaml")
+    Profile(Acceptance.given(vector), 0, latency).save("offload.yaml")
 
 
 def missing_lines(shown, output):

@@ -36,10 +36,10 @@ def build() -> dict[str, TokenTree]:
     for file in sorted((CATALOG / "profiles").glob("*.yaml")):
         profile = Profile.load(file)
         if profile.latency:
-            trees[file.stem] = solve(profile, MAX_SIZE, MAX_DEPTH, lookup=False).tree
+            trees[file.stem] = solve(profile, budget=MAX_SIZE, depth=MAX_DEPTH, lookup=False).tree
             continue
         for size, depth in PAPER_TOKENS:
-            solution = solve(profile, size, depth, objective="tokens")
+            solution = solve(profile, budget=size, depth=depth, objective="tokens")
             trees[f"{file.stem}-{size}x{depth}"] = solution.tree
     return trees
 

@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from sequoia_plan.artifacts import bench_result, latency, lookup, plan, profile
+from sequoia_plan.artifacts import bench_result, counts, latency, lookup, plan, profile
 from sequoia_plan.artifacts.drafting import Drafting
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.schema import Artifact, markdown_table
@@ -21,13 +21,11 @@ TABLES: dict[str, tuple[type[Artifact], str]] = {
     "plan": (plan.Plan, ""),
     "plan.interval": (plan.Interval, "interval"),
     "plan.by_match": (plan.MatchPlan, "by_match[]"),
-    "plan.alternatives": (plan.Alternative, "alternatives.NAME"),
     "profile": (profile.Profile, ""),
     "settings": (profile.Settings, "settings"),
-    "acceptance.levels[]": (profile.LevelCounts, "acceptance.levels[]"),
+    "acceptance[]": (counts.LevelCounts, "acceptance[]"),
     "lookup": (lookup.LookupCounts, "lookup"),
     "lookup.classes": (lookup.MatchClass, "lookup.classes[]"),
-    "verifiers": (profile.VerifierAcceptance, "verifiers.NAME"),
     "latency": (latency.Latency, "latency"),
     "latency.verification": (latency.VerificationCost, "latency.verification"),
     "latency.stream": (latency.StreamCost, "latency.stream"),
@@ -41,12 +39,12 @@ TABLES: dict[str, tuple[type[Artifact], str]] = {
     "bench.by_kind": (bench_result.KindResult, "contenders.NAME.by_kind.KIND"),
     "bench.breakdown": (bench_result.Breakdown, "breakdown"),
     "engine": (engine_plan.EnginePlan, ""),
-    "engine.acceptance": (engine_plan.ChainAcceptance, "acceptance"),
-    "engine.steps": (engine_plan.StepSeconds, "steps[]"),
-    "engine.cells": (engine_plan.Cell, "cells[]"),
-    "engine.measured": (engine_plan.MeasuredCell, "cells[].measured"),
-    "engine.schedule": (engine_plan.ScheduleEntry, "schedule[]"),
-    "engine.by_context": (engine_plan.ContextChoice, "by_context[]"),
+    "engine.acceptance": (engine_plan.ChainAcceptance, "contexts[].acceptance"),
+    "engine.contexts": (engine_plan.ContextPlan, "contexts[]"),
+    "engine.steps": (engine_plan.StepSeconds, "contexts[].steps[]"),
+    "engine.cells": (engine_plan.Cell, "contexts[].cells[]"),
+    "engine.measured": (engine_plan.MeasuredCell, "contexts[].cells[].measured"),
+    "engine.schedule": (engine_plan.ScheduleEntry, "contexts[].schedule[]"),
 }
 """For each `<!-- table NAME -->` of the page: the struct to describe, and its keys' prefix."""
 

@@ -8,9 +8,9 @@ import click
 from sequoia_plan.planner.cli.decoding import bench, generate
 from sequoia_plan.planner.cli.doctor import doctor
 from sequoia_plan.planner.cli.engine import engine
+from sequoia_plan.planner.cli.engine_measuring import llamacpp, vllm
 from sequoia_plan.planner.cli.errors import CommandGroup
 from sequoia_plan.planner.cli.exchange import export_command, import_command
-from sequoia_plan.planner.cli.llamacpp import llamacpp
 from sequoia_plan.planner.cli.profiling import profile
 from sequoia_plan.planner.cli.trees import show, solve
 
@@ -34,4 +34,5 @@ for _command in (
     doctor,
 ):
     main.add_command(_command)
+engine.add_command(vllm)
 engine.add_command(llamacpp)

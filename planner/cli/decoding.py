@@ -191,7 +191,7 @@ def bench(
     if report:
         from sequoia_plan.planner.report.page import page
 
-        write_atomically(report, page(tree, [result]).encode())
+        write_atomically(report, page(tree, result).encode())
     if as_json:
         print_json(result.to_dict())
         return

@@ -144,7 +144,7 @@ def profile(
     for path, measured in zip(outputs, profiles, strict=True):
         measured.save(path)
     discard(journal)
-    accepted_at_root = sum(profiles[0].acceptance_by_level[0])
+    accepted_at_root = float(profiles[0].acceptance.rates[0, 0].sum())
     if accepted_at_root < MIN_FITTING_ACCEPTANCE:
         warn(
             f"of the draft's proposals for the next token {accepted_at_root:.1%} are accepted; it "
@@ -185,12 +185,13 @@ def _json_entry(path: Path, profile: Profile) -> dict[str, Any]:
 
     Of lookup, it has a summary of each class of matches (`ClassSummary`), if they were counted.
     """
+    rates = profile.acceptance.rates
     entry = {
         "output": str(path),
-        "trials": profile.trials,
-        "acceptance": profile.acceptance,
-        "by_level": profile.acceptance_by_level,
-        "by_class": profile.acceptance_by_class,
+        "effective_trials": profile.effective_trials,
+        "acceptance": profile.acceptance.pooled().tolist(),
+        "by_level": profile.acceptance.with_one_class().rates[:, 0].tolist(),
+        "by_class": rates.tolist() if rates.shape[1] > 1 else [],
         "verifier": profile.verifier,
     }
     if profile.latency:

@@ -12,7 +12,6 @@ from sequoia_plan.planner.cli.options import (
     file_option,
     json_option,
     output_option,
-    verifier_option,
 )
 from sequoia_plan.planner.cli.terminal import print_json
 
@@ -29,7 +28,6 @@ PLAN_KEYS = (
     "interval",
     "interval_new_kind",
     "solver",
-    "alternatives",
     "tree_speedup",
     "speedup_by_kind",
     "tokens_by_kind",
@@ -50,12 +48,11 @@ PLAN_KEYS = (
     "--acceptance",
     text="Instead of a profile: JSON or YAML list p[1..B], or a list of such rows per level.",
 )
-@verifier_option("the one of those in the profile whose tree is the fastest")
 @click.option(
     "--lookup/--no-lookup",
-    default=None,
+    default=True,
     help="Take trees by how much of the text before a step occurs earlier in it, with tokens that "
-    "are looked up there. [default: if the profile has counts for it and the objective is speed]",
+    "are looked up there, if the profile has counts for it and the objective is speed.",
 )
 @click.option(
     "--draft/--no-draft",
@@ -116,7 +113,7 @@ def _advise_to_count_again(profile: Profile, size: int, output: str) -> None:
     tree of more than `LARGE_SIZE` nodes, and more than twice those of the one that wrote, is
     promised too many tokens.
     """
-    if not profile.levels or size <= max(LARGE_SIZE, 2 * (profile.tree_size or 0)):
+    if not profile.acceptance.counts or size <= max(LARGE_SIZE, 2 * (profile.tree_size or 0)):
         return
     counted_with = f"a tree of {profile.tree_size} nodes" if profile.tree_size else "a small tree"
     click.echo(

@@ -18,7 +18,7 @@ NEUTRAL_SETTINGS = {"top_p": 1, "top_k": 0, "min_p": 0}
 """Values that switch a filter off; settings with these values are not printed."""
 
 
-def finding(result: BenchResult, other_results: Sequence[BenchResult] = ()) -> str:
+def finding(result: BenchResult) -> str:
     """Sum a run of bench up in a few sentences.
 
     They give the tree's measured speed-up over plain decoding with its 95 % interval and the
@@ -61,9 +61,8 @@ def finding(result: BenchResult, other_results: Sequence[BenchResult] = ()) -> s
         opening = "Not the fastest is the"
     else:
         opening = "Recommended is the"
-    elsewhere = _speedups_elsewhere(result, other_results, best_method)
     missed = _missed_prediction(speedup, prediction)
-    return f"{opening} {shape}: {speedup_text}{elsewhere}.{missed}{faster_sentence}"
+    return f"{opening} {shape}: {speedup_text}.{missed}{faster_sentence}"
 
 
 def _speedups_over_plain(methods: Mapping[str, MethodResult]) -> dict[str, Ratio]:
@@ -73,28 +72,6 @@ def _speedups_over_plain(methods: Mapping[str, MethodResult]) -> dict[str, Ratio
         for name, method in methods.items()
         if name != "plain" and "plain" in method.speedup
     }
-
-
-def _speedups_elsewhere(
-    result: BenchResult, other_results: Sequence[BenchResult], best_method: str
-) -> str:
-    """The tree's speed-up over plain decoding in other runs, as "; 1.30 at temperature 0.6"."""
-    is_greedy = result.settings.sampling["temperature"] == 0
-    labels_of_others = run_labels([result, *other_results])[1:]
-    text = ""
-    for label, other_result in zip(labels_of_others, other_results, strict=True):
-        tree_speedups = {
-            name: ratio
-            for name, ratio in _speedups_over_plain(other_result.methods).items()
-            if name in TREE_METHODS
-        }
-        speedup: Ratio | None
-        if is_greedy:
-            speedup = max(tree_speedups.values(), key=lambda ratio: ratio.median, default=None)
-        else:
-            speedup = tree_speedups.get(best_method) or tree_speedups.get("sequoia")
-        text += f"; {speedup.median:.2f} at {label}" if speedup else ""
-    return text
 
 
 def _missed_prediction(speedup: Ratio, prediction: Prediction) -> str:
@@ -178,30 +155,15 @@ def step_parts_text(result: BenchResult) -> str:
     breakdown = result.breakdown
     if breakdown is None:
         return ""
-    seconds_by_part = {
-        "draft": breakdown.draft,
-        "target": breakdown.target,
-        "verify": breakdown.verify,
-        "commit": breakdown.commit,
-        "host": breakdown.host,
-    }
     parts = ", ".join(
-        f"{part} {max(seconds, 0) * 1000:.1f}" for part, seconds in seconds_by_part.items()
+        f"{part} {max(getattr(breakdown, part), 0) * 1000:.1f}"
+        for part in ("draft", "target", "verify", "commit", "host")
     )
     share = max(breakdown.share_not_model, 0)
     return (
         f"A step of the tree: {breakdown.step * 1000:.1f} ms ({parts}); "
         f"{share:.1%} of it is not model time."
     )
-
-
-def run_labels(results: Sequence[BenchResult]) -> list[str]:
-    """A short name for each run: its sampling settings, and its tree if that differs among runs."""
-    labels = [sampling_text(result) for result in results]
-    trees = [f"{result.tree.size} nodes, depth {result.tree.depth}" for result in results]
-    if len(set(trees)) == 1:
-        return labels
-    return [f"{label} ({tree})" for label, tree in zip(labels, trees, strict=True)]
 
 
 def table(
@@ -211,14 +173,10 @@ def table(
 
     A predicted figure is to the right of the measured one.
     """
-    columns = [""]
-    for reference in references:
-        columns.append(f"over {reference}")
-        if reference == "plain":
-            columns.append("predicted")
-    columns += ["tokens a step", "predicted", "tokens/s"]
-    if not brief:
-        columns.append("first token")
+    columns = ["", *(f"over {reference}" for reference in references), "tokens a step", "predicted"]
+    if "plain" in references:
+        columns.insert(2, "predicted")
+    columns += ["tokens/s"] if brief else ["tokens/s", "first token"]
     rows = [_row(name, method, references, brief) for name, method in result.methods.items()]
     return columns, rows
 
@@ -226,22 +184,19 @@ def table(
 def _row(name: str, method: MethodResult, references: Sequence[str], brief: bool) -> list[str]:
     """The cells of one method's row."""
     prediction = method.prediction or Prediction()
+    rate = method.tokens_per_second
     cells = [method.title]
     for reference in references:
-        is_itself = name == reference
         ratio = method.speedup[reference]
-        interval = f"{ratio.interval_low:.2f}-{ratio.interval_high:.2f}"
-        cells.append("1" if is_itself else f"{ratio.median:.2f}x ({interval})")
+        spread = f"({ratio.interval_low:.2f}-{ratio.interval_high:.2f})"
+        cells.append("1" if name == reference else f"{ratio.median:.2f}x {spread}")
         if reference == "plain":
-            cells.append(_number_text(None if is_itself else prediction.speedup, "x"))
-    cells.append(_number_text(method.tokens_per_step))
-    cells.append(_number_text(prediction.tokens_per_step))
-    rate = method.tokens_per_second
+            cells.append(_number_text(None if name == "plain" else prediction.speedup, "x"))
+    cells += [_number_text(method.tokens_per_step), _number_text(prediction.tokens_per_step)]
     if brief:
         return [*cells, f"{rate.median:.1f}"]
-    cells.append(f"{rate.median:.1f} ({rate.low:.1f}-{rate.high:.1f})")
-    cells.append(f"{method.first_token_seconds.median * 1000:.0f} ms")
-    return cells
+    first_token = f"{method.first_token_seconds.median * 1000:.0f} ms"
+    return [*cells, f"{rate.median:.1f} ({rate.low:.1f}-{rate.high:.1f})", first_token]
 
 
 def predicted_for_text(result: BenchResult) -> str:

@@ -6,15 +6,15 @@ from functools import partial
 from html import escape
 from typing import Any
 
-from sequoia_plan.engines.plan import EnginePlan
+from sequoia_plan.engines.plan import ContextPlan, EnginePlan
 from sequoia_plan.planner.report.engine_table import (
     COLUMNS_NOTE,
     findings,
     kind_of_request,
     launch_groups,
+    parts_and_batches,
     plan_acceptance_lines,
     prediction_errors,
-    table_columns,
     table_rows,
 )
 from sequoia_plan.planner.report.html import HEIGHT, Plot, document, figures
@@ -27,12 +27,11 @@ MAX_TICKS = 12
 def engine_page(plan: EnginePlan) -> str:
     """Writes the report of a plan as HTML."""
     engine = ENGINE_NAMES.get(plan.engine, plan.engine)
-    title = f"Speculative tokens for {engine} {plan.version}".strip()
+    title = f"Speculative tokens for {engine} {plan.engine_version}".strip()
     finding_sentences = [line[0].upper() + line[1:] for line in findings(plan)]
     launch_lines = "".join(
         (f"<p>{purpose[0].upper()}{purpose[1:]}</p>" if purpose else "")
         + "".join(f"<p><code>{escape(line)}</code></p>" for line in lines)
-        + ("" if lines else "<p>Start the engine without speculation.</p>")
         for purpose, lines in launch_groups(plan)
     )
     sections = (
@@ -54,64 +53,47 @@ def _paragraphs(css_class: str, texts: list[str]) -> str:
     return "".join(f'<p class="{css_class}">{escape(text)}</p>' for text in texts)
 
 
-def throughput_panel(plan: EnginePlan, batch: int, axes: Any) -> None:
+def throughput_panel(part: ContextPlan, batch: int, axes: Any) -> None:
     """Draws throughput at one batch size: predicted, measured, and the chosen number.
 
     The prediction has its 95 % interval, and the measurement the range of its runs.
     """
-    cells = plan.cells_at(batch)
+    cells = part.cells_at(batch)
     lengths = [cell.speculative_tokens for cell in cells]
+    low, high = [cell.low for cell in cells], [cell.high for cell in cells]
+    throughputs = [cell.throughput for cell in cells]
     axes.fill_between(
-        lengths,
-        [cell.low for cell in cells],
-        [cell.high for cell in cells],
-        color=GREEN,
-        alpha=0.18,
-        linewidth=0,
-        label="its 95 % interval",
+        lengths, low, high, color=GREEN, alpha=0.18, linewidth=0, label="its 95 % interval"
     )
-    axes.plot(lengths, [cell.throughput for cell in cells], "-", color=GREEN, label="predicted")
-    timed = [cell for cell in cells if cell.is_timed]
+    axes.plot(lengths, throughputs, "-", color=GREEN, label="predicted")
+    timed = [(cell.speculative_tokens, cell.throughput) for cell in cells if cell.is_timed]
     axes.plot(
-        [cell.speculative_tokens for cell in timed],
-        [cell.throughput for cell in timed],
-        "o",
-        color=GREEN,
-        markersize=4.5,
-        label="step time measured",
+        *zip(*timed, strict=True), "o", color=GREEN, markersize=4.5, label="step time measured"
     )
-    _draw_measured(plan, batch, axes)
-    best = plan.best_cell(batch).speculative_tokens
+    measured = {cell.speculative_tokens: cell.measured for cell in cells if cell.measured}
+    if measured:
+        runs = measured.values()
+        axes.errorbar(
+            list(measured),
+            [run.throughput for run in runs],
+            yerr=[
+                [run.throughput - run.low for run in runs],
+                [run.high - run.throughput for run in runs],
+            ],
+            fmt="D",
+            color=AMBER,
+            markersize=5,
+            elinewidth=1.6,
+            capsize=2.5,
+            label="then measured",
+        )
+    best = part.best_cell(batch).speculative_tokens
     axes.axvline(best, color=BLUE, linewidth=1, linestyle=":", label=f"chosen: {best}")
     lengths_per_tick = -(-len(lengths) // MAX_TICKS)  # rounded up
     axes.set_xticks(lengths[::lengths_per_tick])
-    max_throughput = max(cell.high for cell in cells)
-    axes.set(xlabel="speculative tokens", ylabel="tokens/s", ylim=(0, 1.15 * max_throughput))
+    axes.set(xlabel="speculative tokens", ylabel="tokens/s", ylim=(0, 1.15 * max(high)))
     axes.grid(axis="y", linewidth=0.8)
     axes.legend(loc="best")
-
-
-def _draw_measured(plan: EnginePlan, batch: int, axes: Any) -> None:
-    """Draws the measured throughputs at one batch size, if any, each with its range over runs."""
-    measured_by_tokens = {
-        cell.speculative_tokens: cell.measured for cell in plan.cells_at(batch) if cell.measured
-    }
-    if not measured_by_tokens:
-        return
-    measurements = measured_by_tokens.values()
-    below = [measurement.throughput - measurement.low for measurement in measurements]
-    above = [measurement.high - measurement.throughput for measurement in measurements]
-    axes.errorbar(
-        list(measured_by_tokens),
-        [measurement.throughput for measurement in measurements],
-        yerr=[below, above],
-        fmt="D",
-        color=AMBER,
-        markersize=5,
-        elinewidth=1.6,
-        capsize=2.5,
-        label="then measured",
-    )
 
 
 def _plots(plan: EnginePlan) -> list[Plot]:
@@ -119,34 +101,32 @@ def _plots(plan: EnginePlan) -> list[Plot]:
     return [
         (
             partial(throughput_panel, part, batch),
-            f"{kind_of_request(part.best_cell(batch)).capitalize()}: "
+            f"{kind_of_request(part, batch).capitalize()}: "
             "generated tokens a second of all requests together.",
             HEIGHT,
         )
-        for part in plan.parts()
-        for batch in part.batches
+        for part, batch in parts_and_batches(plan)
     ]
 
 
 def _cells_table(plan: EnginePlan) -> str:
     """The predictions as an HTML table, with the best ones highlighted."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in table_columns(plan))
-    body = ""
-    for is_best, texts in table_rows(plan):
+    rows = table_rows(plan)
+    table = "".join(f"<th>{escape(name)}</th>" for name in rows[0][1])
+    for is_best, texts in rows:
+        columns = "".join(f"<td>{escape(text)}</td>" for text in texts.values())
         highlight = ' class="mine"' if is_best else ""
-        columns = "".join(f"<td>{escape(text)}</td>" for text in texts)
-        body += f"<tr{highlight}>{columns}</tr>"
-    table = f'<table class="figures"><tr>{head}</tr>{body}</table>'
-    note = (
-        f"{COLUMNS_NOTE}. ~: on the line between two measured times. a / b: predicted / measured."
+        table += f"<tr{highlight}>{columns}</tr>"
+    return (
+        f'<div class="wide"><table class="figures">{table}</table></div>'
+        f'<p class="soft">{COLUMNS_NOTE}.</p>'
     )
-    return f'<div class="wide">{table}</div><p class="soft">{note}</p>'
 
 
 def _settings_table(plan: EnginePlan) -> str:
     """Engine, models and settings of the measurement as an HTML table."""
     settings = {
-        "engine": f"{plan.engine} {plan.version}".strip(),
+        "engine": f"{plan.engine} {plan.engine_version}".strip(),
         "target": plan.target,
         "draft": plan.draft,
         "method": plan.method,

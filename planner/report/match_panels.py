@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sequoia_plan.artifacts import Plan, TokenTree
-from sequoia_plan.artifacts.plan import MatchPlan, PlanProbs
+from sequoia_plan.artifacts import Acceptance, Plan, TokenTree
+from sequoia_plan.artifacts.plan import MatchPlan
 from sequoia_plan.planner.report.panels import EDGE_COLOUR, GREEN, tree_panel
 
 MAX_LEVELS_DRAWN = 10
@@ -37,7 +37,7 @@ def trees_by_match_panel(tree: TokenTree, axes: Any) -> None:
         inset.set_title("\n".join(lines), fontsize=10)
 
 
-def _without_end_of_chain(tree: TokenTree, acceptance: PlanProbs) -> TokenTree:
+def _without_end_of_chain(tree: TokenTree, acceptance: Acceptance) -> TokenTree:
     """The first `MAX_LEVELS_DRAWN` levels of a tree, with the acceptance that its nodes have."""
     size = int(tree.level_offsets[min(tree.depth, MAX_LEVELS_DRAWN)])
     return TokenTree(tree.parents[:size], Plan(acceptance=acceptance), tree.looks_up)

@@ -3,14 +3,11 @@ SVG."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-import numpy as np
-
 from sequoia_plan.artifacts import BenchResult, TokenTree
-from sequoia_plan.artifacts.cost import acceptance_table
 from sequoia_plan.planner.report import panels
 from sequoia_plan.planner.report.bench_table import (
     TREE_METHODS,
@@ -32,23 +29,18 @@ TABLE_NOTE = (
 )
 
 
-def page(tree: TokenTree, results: Sequence[BenchResult]) -> str:
+def page(tree: TokenTree, result: BenchResult) -> str:
     """The report of a tree."""
-    main_result, *other_results = results
-    title, heading = _titles(main_result)
-    tables_of_others = ""
-    if other_results:
-        tables_of_others = "<h2>With other settings</h2>" + "".join(map(_table, other_results))
+    title, heading = _titles(result)
     body = (
         f"<h1>{heading}</h1>"
-        f'<p class="finding">{escape(finding(main_result, other_results))}</p>'
-        f"{_table(main_result)}"
-        f'<p class="soft">{escape(step_parts_text(main_result))}</p>'
+        f'<p class="finding">{escape(finding(result))}</p>'
+        f"{_table(result)}"
+        f'<p class="soft">{escape(step_parts_text(result))}</p>'
         f'<p class="soft">{TABLE_NOTE}</p>'
-        f"{figures(_plots(tree, results))}"
-        f"{tables_of_others}"
+        f"{figures(_plots(tree, result))}"
         "<h2>What it was measured with</h2>"
-        f'<div class="wide"><table class="facts">{_metadata_rows(tree, main_result)}</table></div>'
+        f'<div class="wide"><table class="facts">{_metadata_rows(tree, result)}</table></div>'
     )
     return document(title, body)
 
@@ -65,7 +57,7 @@ def _titles(result: BenchResult) -> tuple[str, str]:
     return title, heading
 
 
-def _plots(tree: TokenTree, results: Sequence[BenchResult]) -> list[Plot]:
+def _plots(tree: TokenTree, result: BenchResult) -> list[Plot]:
     """The plots that the plan and the results allow, each with its caption and height.
 
     The first two may be taller than the others: they stand side by side, and the first has a row
@@ -74,34 +66,18 @@ def _plots(tree: TokenTree, results: Sequence[BenchResult]) -> list[Plot]:
     plan = tree.plan
     plots: list[Plot] = []
     first_height = HEIGHT
-    if names := compared_methods(results):
-        row_height = max(0.36, 0.16 * len(results))
-        first_height = max(HEIGHT, 0.9 + len(names) * row_height)
+    if names := compared_methods(result):
+        first_height = max(HEIGHT, 0.9 + len(names) * 0.36)
         caption = "Measured speed-up over plain decoding with its 95 % interval"
-        caption += "; a diamond is the predicted one." if has_predictions(results) else "."
-        plots.append((lambda axes: speedups_panel(results, axes), caption, first_height))
+        caption += "; a diamond is the predicted one." if has_predictions(result) else "."
+        plots.append((lambda axes: speedups_panel(result, axes), caption, first_height))
     if tree.size > 1:
         caption = "The tree. A node's area and shade are its probability of being accepted."
         plots.append((lambda axes: panels.tree_panel(tree, axes), caption, first_height))
-    if acceptance := plan.acceptance:
+    if plan.acceptance:
         caption = "Predicted tokens a step against size, for every shape of tree at its best."
         plots.append((lambda axes: panels.tokens_panel(tree, axes), caption, HEIGHT))
-        trials = plan.trials or 0
-        caption = "Acceptance by rank"
-        if np.size(acceptance) > 1:
-            caption += (
-                ", and the power law through it. Ranks that were never accepted are not shown."
-            )
-        else:
-            caption += "."
-        # the second axis: 2 if nodes on and off the spine have probabilities of their own, else 1
-        num_classes = acceptance_table(acceptance).shape[1]
-        if num_classes > 1:
-            caption += " Dashed: children of nodes off the spine, whose path has a rank above 1."
-        plots.append(
-            (lambda axes: panels.acceptance_panel(acceptance, axes, trials), caption, HEIGHT)
-        )
-    if acceptance and plan.latency:
+    if plan.acceptance and plan.latency:
         caption = (
             "Predicted speed-up of the best tree of each size and depth. The star is this tree."
         )

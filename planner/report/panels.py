@@ -6,19 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.artifacts.cost import (
-    AcceptanceProbs,
-    Floats,
-    StepTime,
-    acceptance_table,
-    expected_tokens,
-    node_values,
-)
-from sequoia_plan.artifacts.plan import CLASS_NAMES
-from sequoia_plan.artifacts.uncertainty import Z95
+from sequoia_plan.artifacts import Acceptance, TokenTree
+from sequoia_plan.artifacts.counts import Floats
+from sequoia_plan.artifacts.expected_tokens import expected_tokens, node_values
+from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner.solving.baselines import baseline
 from sequoia_plan.planner.solving.frontier import MAX_TABLE_NUMBERS, frontier
 
@@ -27,7 +19,6 @@ GREEN, AMBER, BLUE, PURPLE, RED = "#2f9d5f", "#c0803a", "#5b8fc6", "#a86fb8", "#
 EDGE_COLOUR, LABEL_COLOUR = "#8fa297", "#22302a"
 
 MAX_LEVEL_TICKS = 12
-MAX_LEVEL_LABELS = 8
 BASELINES = {
     "complete k-ary, best k": ["k-ary:2", "k-ary:3", "k-ary:4", "k-ary:8"],
     "k chains, best k": ["chains:2", "chains:4", "chains:8", "chains:16"],
@@ -69,7 +60,7 @@ def tree_panel(tree: TokenTree, axes: Any) -> None:
 
     points = np.column_stack([_horizontal_places(tree), -tree.position_ids])
     acceptance = tree.plan.acceptance
-    values = node_values(tree, acceptance) if acceptance else np.ones(tree.size)
+    values = node_values(tree, acceptance.rates) if acceptance else np.ones(tree.size)
     scale = min(1.0, 30 / tree.level_widths.max())  # smaller nodes where the levels are wide
     segments: Any = []
     if tree.size > 1:
@@ -99,108 +90,6 @@ def tree_panel(tree: TokenTree, axes: Any) -> None:
     axes.margins(0.06)
 
 
-def acceptance_panel(acceptance: AcceptanceProbs, axes: Any, trials: int = 0) -> None:
-    """Draw acceptance against rank, log-log: a line for each level of parents.
-
-    `acceptance` [rank].
-    """
-    rows = acceptance_table(acceptance)
-    num_levels, num_classes, _ = rows.shape
-    colours = _level_colours(num_levels)
-    for level, parent_class in np.ndindex(num_levels, num_classes):
-        if parent_class > 0 and level == 0 and num_levels > 1:
-            continue  # the root, the only node on level 0, is on the spine
-        probs = rows[level, parent_class]
-        ranks = np.flatnonzero(probs > 0) + 1
-        axes.plot(
-            ranks,
-            probs[ranks - 1],
-            "o--" if parent_class else "o-",
-            markersize=4 if num_levels == 1 else 2.5,
-            linewidth=1.2,
-            color=colours[level],
-            label=_acceptance_label(level, parent_class, num_levels, num_classes),
-        )
-        if trials and num_levels == num_classes == 1:
-            _draw_wilson_intervals(ranks, probs[ranks - 1], trials, colours[level], axes)
-    _draw_power_law(rows[0, 0], " on level 0" if num_levels > 1 else "", axes)
-    axes.set_yscale("log")
-    _set_log_ticks(axes.yaxis)
-    _set_log2_scale(axes.xaxis)
-    if rows.max() > 0:
-        axes.set_ylim(0.6 * rows[rows > 0].min(), min(1.0, 1.6 * rows.max()))
-    axes.set(xlabel="rank", ylabel="probability to be the one accepted")
-    axes.legend(loc="lower left")
-
-
-def _level_colours(num_levels: int) -> list[Any]:
-    """A colour for each level, from dark at the root to light."""
-    from matplotlib import colormaps
-
-    if num_levels == 1:
-        return [GREEN]
-    shades = [0.15 + 0.75 * level / (num_levels - 1) for level in range(num_levels)]
-    return [colormaps["viridis"](shade) for shade in shades]
-
-
-def _acceptance_label(
-    level: int, parent_class: int, num_levels: int, num_classes: int
-) -> str | None:
-    """The legend's label of a line in `acceptance_panel`; None for levels that it leaves out."""
-    if num_levels == 1:
-        label = "measured"
-    elif level % -(-num_levels // MAX_LEVEL_LABELS):  # at most so many levels have a label
-        return None
-    else:
-        label = f"children of level {level}"
-    is_only_the_root = level == 0 and num_levels > 1
-    if num_classes > 1 and not is_only_the_root:
-        label += f", {CLASS_NAMES[parent_class]}"
-    return label
-
-
-def _draw_wilson_intervals(
-    ranks: NDArray[np.int64], probs: Floats, trials: int, colour: Any, axes: Any
-) -> None:
-    """Draw the 95 % Wilson score interval of each probability.
-
-    `probs` float64 [ranks].
-    """
-    z2_over_n = Z95**2 / trials
-    centres = (probs + z2_over_n / 2) / (1 + z2_over_n)
-    half_widths = np.sqrt(z2_over_n * probs * (1 - probs) + z2_over_n**2 / 4) / (1 + z2_over_n)
-    axes.vlines(
-        ranks,
-        centres - half_widths,
-        centres + half_widths,
-        color=colour,
-        alpha=0.35,
-        linewidth=3,
-        label="95 % interval",
-    )
-
-
-def _draw_power_law(probs_by_rank: Floats, label_suffix: str, axes: Any) -> None:
-    """Fit log p = exponent * log rank + intercept to the ranks with p > 0, and draw it.
-
-    For p measured in n trials, log p has about the variance (1 - p) / (n p). For small p that is
-    proportional to 1 / p, so a rank has the weight sqrt(p) in the fit of least squares.
-    """
-    ranks = np.flatnonzero(probs_by_rank > 0) + 1
-    if ranks.size <= 1:
-        return
-    probs = probs_by_rank[ranks - 1]
-    exponent, intercept = np.polyfit(np.log(ranks), np.log(probs), 1, w=np.sqrt(probs))
-    axes.plot(
-        ranks,
-        np.exp(intercept) * ranks**exponent,
-        ":",
-        color=AMBER,
-        linewidth=1.8,
-        label=f"power law: rank^{exponent:.2f}{label_suffix}",
-    )
-
-
 def tokens_panel(tree: TokenTree, axes: Any) -> None:
     """Draw expected tokens a step against size, for the best trees and for baselines.
 
@@ -228,7 +117,7 @@ def tokens_panel(tree: TokenTree, axes: Any) -> None:
         axes.plot(sizes, never_falling, color=colour, linewidth=1.8, label=label)
     axes.scatter(
         [tree.size],
-        [expected_tokens(tree, acceptance)],
+        [expected_tokens(tree, acceptance.rates)],
         s=70,
         color=GREEN,
         edgecolors="white",
@@ -244,11 +133,11 @@ def tokens_panel(tree: TokenTree, axes: Any) -> None:
 
 
 def _best_baseline_tokens(
-    names: Sequence[str], size: int, depth: int, acceptance: AcceptanceProbs
+    names: Sequence[str], size: int, depth: int, acceptance: Acceptance
 ) -> float:
     """Expected tokens a step of the best of the named baselines within a size and a depth."""
     trees = [baseline(name, size, depth) for name in names]
-    return max(expected_tokens(tree, acceptance) for tree in trees)
+    return max(expected_tokens(tree, acceptance.rates) for tree in trees)
 
 
 def latency_panel(tree: TokenTree, axes: Any) -> None:

@@ -22,11 +22,11 @@ def describe_profile(profile: Profile, verbose: bool = False) -> Iterator[str]:
         dtype = f", {model['dtype']}" if model.get("dtype") else ""
         yield f"{role:<12}{model.get('name')}{dtype}"
     if not verbose:
-        probs = _probs_text(profile.acceptance[:BRIEF_RANKS])
+        probs = _probs_text(profile.acceptance.pooled()[:BRIEF_RANKS])
         yield f"accepted    {probs} ... of the draft's 1st, 2nd, 3rd ... choice {what}"
     else:
-        yield f"acceptance  {_probs_text(profile.acceptance)}  {what}"
-        yield f"            effective sample size {profile.trials}"
+        yield f"acceptance  {_probs_text(profile.acceptance.pooled())}  {what}"
+        yield f"            effective sample size {profile.effective_trials}"
         yield from _by_level(profile)
     if profile.lookup:
         yield from _by_match(profile.lookup) if verbose else _lookup_line(profile.lookup)
@@ -36,15 +36,14 @@ def describe_profile(profile: Profile, verbose: bool = False) -> Iterator[str]:
 
 def _by_level(profile: Profile) -> Iterator[str]:
     """Yields acceptance by rank for each level, and off the spine where it was counted."""
-    last_level = len(profile.acceptance_by_level) - 1
-    for level, probs in enumerate(profile.acceptance_by_level):
-        counts = profile.levels[level]
-        sign = "+" if level and level == last_level else " "  # it holds for deeper ones, too
-        yield f"  level {level}{sign}  {_probs_text(probs)}  ({counts.trials})"
-        off_spine = counts.off_spine
-        if off_spine and off_spine.trials:
-            off_probs = [count / off_spine.trials for count in off_spine.counts]
-            yield f"    off the spine  {_probs_text(off_probs)}  ({off_spine.trials})"
+    counts, rates = profile.acceptance.counts, profile.acceptance.with_one_class().rates
+    if counts is None:
+        return
+    for level, (trials, accepted) in enumerate(zip(counts.trials, counts.accepted, strict=True)):
+        sign = "+" if 0 < level == counts.num_levels - 1 else " "  # it holds for deeper ones, too
+        yield f"  level {level}{sign}  {_probs_text(rates[level, 0])}  ({trials.sum():.0f})"
+        if counts.num_classes > 1 and trials[1]:
+            yield f"    off the spine  {_probs_text(accepted[1] / trials[1])}  ({trials[1]:.0f})"
 
 
 def _lookup_line(lookup: LookupCounts) -> Iterator[str]:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.artifacts.cost import acceptance_rows, memory_gain, node_values
-from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, Interval, Plan, PlanProbs
+from sequoia_plan.artifacts import Acceptance, TokenTree
+from sequoia_plan.artifacts.expected_tokens import node_values
+from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, Interval, Plan
+from sequoia_plan.artifacts.step_time import memory_gain
 from sequoia_plan.artifacts.uncertainty import MIN_KINDS
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def _describe_best_addition(tree: TokenTree) -> Iterator[str]:
     plan = tree.plan
     if not plan.acceptance or tree.by_match:
         return
-    rows = acceptance_rows(plan.acceptance, max(plan.depth or 0, tree.depth), plan.branching)
+    rows = plan.acceptance.at_depth(max(plan.depth or 0, tree.depth), plan.branching)
     addition = best_addition(tree, rows) if rows.shape[2] >= tree.branching else None
     if addition:
         parent, rank, value = addition
@@ -157,7 +158,7 @@ def _describe_best_addition(tree: TokenTree) -> Iterator[str]:
         yield _line("the next node", text)
 
 
-def _drawing(tree: TokenTree, acceptance: PlanProbs | None) -> tuple[Tree, int]:
+def _drawing(tree: TokenTree, acceptance: Acceptance | None) -> tuple[Tree, int]:
     """A drawing of the nodes that are most probably accepted, and their number.
 
     A node is drawn as its rank and its value; of a looked-up chain's end, one line. Without
@@ -165,7 +166,7 @@ def _drawing(tree: TokenTree, acceptance: PlanProbs | None) -> tuple[Tree, int]:
     """
     from rich.tree import Tree
 
-    values = node_values(tree, acceptance) if acceptance else np.ones(tree.size)
+    values = node_values(tree, acceptance.rates) if acceptance else np.ones(tree.size)
     drawn_nodes = np.argsort(-values, kind="stable")[:MAX_NODES_DRAWN].tolist()
     branches = {0: Tree("[bold]root 1.000[/bold]")}
     # the end of a lookup chain without other nodes on its levels takes one line

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
-from sequoia_plan.artifacts.cost import AcceptanceProbs, Floats, acceptance_rows, node_values
-from sequoia_plan.artifacts.plan import check_rows
+from sequoia_plan.artifacts import Acceptance, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts.counts import Floats
+from sequoia_plan.artifacts.expected_tokens import node_values
 from sequoia_plan.planner.solving import best_first
 
 ATTAINED_SHARE = 1 - 1e-12
@@ -54,7 +55,7 @@ class Certificate:
 
 def check(
     tree: TokenTree,
-    acceptance: AcceptanceProbs,
+    acceptance: Acceptance | Any,
     depth: int | None = None,
     branching: int | None = None,
     optimum: float | None = None,
@@ -72,9 +73,7 @@ def check(
 
     Args:
         tree: the token tree.
-        acceptance: p[rank], p[level][rank] or p[level][class][rank], the probability that a node's
-            child of each rank is accepted, by the node's level and class (0: on the spine, that is
-            the root, its first child, that node's first child, ...; 1: off it).
+        acceptance: the acceptance, also as `Acceptance.given` takes it.
         depth: the most levels that the tree was solved for; its own depth if None.
         branching: the most children of a node that it was solved for; the length of the vectors if
             None.
@@ -88,12 +87,11 @@ def check(
     Raises:
         SequoiaPlanError: if a node comes before its parent, or the tree exceeds the limits.
     """
-    check_rows(acceptance, "acceptance")
     parents = tree.parents
     is_in_order = (parents[1:] >= 0).all() and (parents[1:] < np.arange(1, tree.size)).all()
     if parents[0] != -1 or not is_in_order:
         raise SequoiaPlanError("token tree: a node comes before its parent")
-    rows = acceptance_rows(acceptance, depth or tree.depth, branching)
+    rows = Acceptance.given(acceptance).at_depth(depth or tree.depth, branching)
     limits = (("depth", tree.depth, len(rows) + 1), ("branching", tree.branching, rows.shape[2]))
     for name, value, limit in limits:
         if value > limit:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.artifacts.cost import Floats, StepTime, expected_tokens
+from sequoia_plan.artifacts.counts import Floats
+from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE
+from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner.solving import best_first, concave_envelope
 from sequoia_plan.planner.solving.branch_and_bound import search
 from sequoia_plan.planner.solving.convolution import isotonic
-from sequoia_plan.planner.solving.frontier import MAX_BUDGET, Frontier
+from sequoia_plan.planner.solving.frontier import MAX_BUDGET
 from sequoia_plan.planner.solving.relaxation import (
-    LEVEL,
     PATH,
     TREE,
     Costs,
@@ -105,7 +106,6 @@ def fastest_tree(
             of its tokens; the last one holds for more. It never decreases.
     """
     max_size = min(budget, times.largest_size())
-    times = replace(times, acceptance=rows if len(rows) else None)
     # A tree of n nodes has at most n levels.
     max_depth = min(len(rows) + 1, max_size, times.drafting.max_depth or max_size)
 
@@ -270,8 +270,7 @@ def _try_trees_of_most_tokens(
 def cost_tables(times: StepTime, max_size: int, depth: int) -> Costs:
     """Return the seconds of a step, in the tables that the search reads.
 
-    Verification takes its time by round or, if it walks down the accepted path, by visited node and
-    by rejected child (`VerificationCost.round_order`). The ends of a curve's stairs are the largest
+    The ends of a curve's stairs are the largest
     numbers of nodes that cost the same time.
     """
     numbers = np.arange(max_size + 1)
@@ -286,33 +285,20 @@ def cost_tables(times: StepTime, max_size: int, depth: int) -> Costs:
     draft_stair_ends = _stair_ends(draft[: widest + 1])
     first_pass_width = times.drafting.first_pass_width(depth)
     constant = times.draft_seconds(first_pass_width) + times.latency.overhead
-    by_round, round_order, by_visit, by_rejection = 0.0, TREE, 0.0, 0.0
-    verification = times.latency.verification
-    if verification is not None:
-        target = target + verification.by_child * (numbers - 1)
-        constant += verification.base + verification.by_parent
-        if verification.round_order == "walk":
-            by_visit, by_rejection = verification.by_parent, verification.by_round
-        else:
-            by_round = verification.by_round
-            if by_round > 0:
-                round_order = {"tree": TREE, "level": LEVEL, "path": PATH}[verification.round_order]
-            # Each level with children has one round if rounds are by level, else the tree has one.
-            # A draft pass stands for a level below the root's, and `constant` for the root's.
-            first_round = by_round if round_order == LEVEL else 0.0
-            draft[1:] += verification.by_parent * numbers[1:] + first_round
-            constant += by_round
+    if verification := times.latency.verification:
+        target = target + verification.by_node * (numbers - 1)
+        constant += verification.base
     return Costs(
         target,
         target_stair_ends,
         draft,
         draft_stair_ends,
-        by_round,
-        round_order,
-        constant,
-        by_visit,
-        by_rejection,
-        times.stream_seconds,
+        by_round=0.0,
+        round_order=TREE,
+        constant=constant,
+        by_visit=0.0,
+        by_rejection=0.0,
+        min_step_seconds=times.stream_seconds,
         other_tokens=0.0,
     )
 
@@ -332,23 +318,3 @@ def _with_other_steps(costs: Costs, other_steps: OtherSteps) -> Costs:
 def _stair_ends(cost: Floats) -> Ints:
     """Return the numbers of nodes, from 1 on, after which the cost rises, and the last number."""
     return np.append(np.flatnonzero(np.diff(cost[1:]) > 0) + 1, len(cost) - 1)
-
-
-def fastest_tree_by_paper(frontier: Frontier, times: StepTime) -> TokenTree:
-    """Find the tree of the paper's objective (Sequoia, arXiv 2402.12374, section 3.3).
-
-    It maximises F(n, d) / (t(n) + d c) over sizes n and depths d, where F is the expected tokens of
-    the best tree, t(n) the target's pass over n nodes and c a draft pass of one token. If one pass
-    drafts all levels, it maximises F(n, d) / (t(n) + c).
-    """
-    max_rate, best_size, best_depth = -np.inf, 1, 1
-    for depth, tokens in enumerate(frontier.values, 1):
-        if times.drafting.drafts_by_level:
-            draft_seconds = depth * times.draft_seconds(1)
-        else:
-            draft_seconds = times.draft_seconds(times.drafting.first_pass_width(1))
-        sizes = np.arange(1, len(tokens) + 1)
-        rates = tokens / (times.target_seconds(sizes) + draft_seconds)
-        if rates.max() > max_rate:
-            max_rate, best_size, best_depth = rates.max(), int(np.argmax(rates)) + 1, depth
-    return frontier.tree(best_size, best_depth)

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from sequoia_plan.artifacts import ArgumentError, TokenTree
-from sequoia_plan.artifacts.cost import AcceptanceProbs, Floats, acceptance_rows
-from sequoia_plan.artifacts.plan import check_rows
+from sequoia_plan.artifacts import Acceptance, ArgumentError, TokenTree
+from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.planner.solving import best_first, concave_envelope, dynamic_programming
 
 SOLVERS = {"best-first": best_first, "hull": concave_envelope, "dp": dynamic_programming}
@@ -56,7 +55,7 @@ class Frontier:
 
 
 def frontier(
-    acceptance: AcceptanceProbs,
+    acceptance: Acceptance | Any,
     budget: int,
     depth: int,
     branching: int | None = None,
@@ -65,10 +64,7 @@ def frontier(
     """Compute the exact optimum for every size <= budget and every depth <= depth, in one call.
 
     Args:
-        acceptance: p[1..B], the probability that a node's child of each rank is accepted, or one
-            such vector per level of the node (the last one holds for all deeper levels), or per
-            level one for each class: nodes on the spine (the root, its first child, that node's
-            first child, ...), and all others.
+        acceptance: the acceptance, also as `Acceptance.given` takes it.
         budget: the largest size, the root included.
         depth: the most levels, the root's included.
         branching: the most children of a node; the length of the vectors if None.
@@ -78,13 +74,13 @@ def frontier(
     Raises:
         SequoiaPlanError: for impossible input.
     """
-    check_input(acceptance, budget, depth, branching)
-    rows = acceptance_rows(acceptance, depth, branching)
+    check_limits(budget, depth, branching)
+    rows = Acceptance.given(acceptance).at_depth(depth, branching)
     name = pick_solver(solver, rows, budget)
     return Frontier(tuple(SOLVERS[name].frontier(rows, budget)), rows, name)
 
 
-def best_tree(rows: Floats, size: int, solver: str) -> TokenTree:
+def best_tree(rows: Floats, size: int, solver: str | None = None) -> TokenTree:
     """Find the tree of exactly `size` nodes with the most expected tokens.
 
     `rows` float64 [levels, classes, branching].
@@ -95,7 +91,7 @@ def best_tree(rows: Floats, size: int, solver: str) -> TokenTree:
             f"no tree of {size} nodes has depth {len(rows) + 1} and branching {rows.shape[2]}: "
             f"the largest has {largest_size}; lower the budget, or allow more depth or branching"
         )
-    parents = SOLVERS[solver].parents(rows, size)
+    parents = SOLVERS[pick_solver(solver, rows, size)].parents(rows, size)
     # A list is in preorder and has to be numbered anew; an array is breadth-first already.
     return TokenTree.from_parents(parents) if isinstance(parents, list) else TokenTree(parents)
 
@@ -131,11 +127,8 @@ def pick_solver(solver: str | None, rows: Floats, size: int) -> str:
     return name
 
 
-def check_input(acceptance: Any, budget: int, depth: int, branching: int | None) -> None:
-    """Refuse limits and probabilities that cannot be solved for.
-
-    `acceptance` [rank].
-    """
+def check_limits(budget: int, depth: int, branching: int | None) -> None:
+    """Refuse limits that cannot be solved for."""
     for name, value in (("budget", budget), ("depth", depth), ("branching", branching)):
         is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
         if value is not None and (not is_integer or value < 1):
@@ -149,7 +142,6 @@ def check_input(acceptance: Any, budget: int, depth: int, branching: int | None)
             f"depth 1 is the root alone and cannot hold a budget of {budget}: "
             "allow a depth of 2 or more, or set the budget to 1"
         )
-    check_rows(acceptance, "acceptance")
 
 
 def _largest_tree_size(rows: Floats, limit: int) -> int:

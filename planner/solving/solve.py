@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from dataclasses import replace as replace_fields
 from typing import Any
 
-import numpy as np
-from msgspec.structs import replace
-
-from sequoia_plan.artifacts import ArgumentError, Profile, TokenTree
-from sequoia_plan.artifacts.cost import (
-    AcceptanceProbs,
-    Floats,
-    StepTime,
-    acceptance_rows,
-    expected_tokens,
-    predict,
-)
-from sequoia_plan.artifacts.plan import Alternative, Interval, Plan, provenance
-from sequoia_plan.planner.solving.acceptance import level_probs
-from sequoia_plan.planner.solving.baselines import baseline as baseline_tree
+from sequoia_plan.artifacts import Acceptance, ArgumentError, Plan, Profile, TokenTree
+from sequoia_plan.artifacts.counts import Floats
+from sequoia_plan.artifacts.plan import provenance, tool_version
+from sequoia_plan.artifacts.prediction import predict, predict_portfolio
+from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner.solving.certificate import check
-from sequoia_plan.planner.solving.convolution import isotonic
-from sequoia_plan.planner.solving.fastest import MAX_WORK, fastest_tree, fastest_tree_by_paper
-from sequoia_plan.planner.solving.frontier import (
-    SOLVERS,
-    Frontier,
-    best_tree,
-    check_input,
-    pick_solver,
-)
-from sequoia_plan.planner.solving.kinds import figures_by_kind
-from sequoia_plan.planner.solving.noise import SolvedTree, intervals
-from sequoia_plan.planner.solving.portfolio import Limits, solve_portfolio
-from sequoia_plan.planner.solving.replay import MAX_RUN
+from sequoia_plan.planner.solving.fastest import MAX_WORK, fastest_tree
+from sequoia_plan.planner.solving.frontier import best_tree, check_limits, pick_solver
+from sequoia_plan.planner.solving.match.kinds import figures_by_kind
+from sequoia_plan.planner.solving.match.portfolio import Limits, SolvedPortfolio, solve_portfolio
+from sequoia_plan.planner.solving.match.replay import MAX_RUN
+from sequoia_plan.planner.solving.noise import intervals
 
-OBJECTIVES = ("speed", "tokens", "paper")
+OBJECTIVES = ("speed", "tokens")
 
 
 @dataclass(frozen=True)
@@ -62,74 +44,35 @@ class Solution:
         return self.tree.plan
 
 
-@dataclass(frozen=True)
-class Problem:
-    """The arguments of `solve` that hold for every verifier, with defaults filled in."""
-
-    budget: int
-    depth: int
-    branching: int | None
-    objective: str
-    solver: str | None
-    smooth: bool
-    baseline: str | None
-
-
 def solve(
-    profile: Profile | AcceptanceProbs,
+    profile: Profile | Acceptance | Any,
+    *,
     budget: int,
     depth: int,
     branching: int | None = None,
     objective: str | None = None,
-    solver: str | None = None,
-    smooth: bool = False,
-    baseline: str | None = None,
-    one_vector: bool = False,
-    verifier: str | None = None,
-    classes: bool = True,
-    lookup: bool | None = None,
+    lookup: bool = True,
     draft: bool = True,
 ) -> Solution:
     """Find the best token tree for the measurements, with a proof in its plan.
 
+        solve for the tree with the highest objective
+        with prompt lookup: solve for one tree for each class of match
+        record predictions, proofs and intervals in its plan
+
     The proof is `upper_bound`, and for the objective speed `speedup_bound`.
 
-        read acceptance and latencies of each verifier in the profile
-        for each verifier: solve for the tree with the highest objective
-        choose the tree with the most expected tokens a second (or a step)
-        with prompt lookup: solve for one tree for each class of match with that verifier
-        record its predictions, proofs, intervals and alternatives in its plan
-
-    The verifier that was chosen is in the plan's `settings`; the plan's `alternatives` say by how
-    much it is better than the others.
-
     Args:
-        profile: a Profile, or an acceptance vector p[1..B], or one such vector per level, or per
-            level one for parents on the spine (every rank on their path from the root is 1) and
-            one for all others.
-        budget: size, the root included: exactly this many nodes for "tokens", at most for "speed"
-            and "paper".
+        profile: the measurements; or an acceptance alone, also as `Acceptance.given` takes it.
+        budget: size, the root included: exactly this many nodes for "tokens", at most for "speed".
         depth: levels, the root's included, at most.
-        branching: children of a node, at most; the acceptance vector's length if None.
+        branching: children of a node, at most; as many as the acceptance has ranks if None.
         objective: "tokens" maximises F(T) (Sequoia, arXiv 2402.12374, section 3.1); "speed"
-            maximises F(T) over the predicted step time, each draft pass at its own width; "paper"
-            maximises F / (t(n) + d c) (section 3.3). None: "speed" if latencies are known, else
-            "tokens".
-        solver: for the objectives tokens and paper: "best-first", "hull" or "dp"; None picks
-            best-first where it is exact, else hull. For speed it is always "branch and bound".
-        smooth: replace each vector by the closest one that never increases with rank. A modelling
-            choice.
-        baseline: do not solve; take this tree (see baselines.py) and predict its expected tokens
-            and speed.
-        one_vector: take a profile's one vector for all levels, as the paper does, even if it has
-            counts by level.
-        verifier: solve for this verifier alone, one of those that the profile has.
-        classes: take a profile's counts by class of the parent (on the spine or off it) where the
-            classes differ by more than noise.
-        lookup: solve for one tree for each class of match, whose spine (the root, its first child,
-            that node's first child, ...) may be looked up in the text (see portfolio.py). None does
-            so where the profile has counts for it and the objective is speed; True refuses
-            otherwise.
+            maximises F(T) over the predicted step time, each draft pass at its own width. None:
+            "speed" if latencies are known, else "tokens".
+        lookup: where the profile has counts for it and the objective is speed, solve for one tree
+            for each class of match, whose spine (the root, its first child, that node's first
+            child, ...) may be looked up in the text (see match/portfolio.py).
         draft: False plans prompt lookup alone, for decoding without a draft.
 
     Returns:
@@ -140,236 +83,117 @@ def solve(
             branching.
     """
     started = time.perf_counter()
-    if not draft:
-        if not isinstance(profile, Profile):
-            raise ArgumentError("draft none: found an acceptance vector, expected a profile")
-        profile, lookup = profile.without_draft(), True
-    measurements = _read_measurements(profile, verifier, one_vector, classes)
-    first_profile, _ = measurements[0]
-    problem = Problem(
-        budget=budget,
-        depth=_depth_limit(depth, first_profile),
-        branching=branching,
-        objective=_checked_objective(objective, first_profile, baseline),
-        solver=solver,
-        smooth=smooth,
-        baseline=baseline,
-    )
-    with_lookup = _checked_lookup(lookup, first_profile, problem, one_vector)
-    solved_trees = [_solve_for_verifier(*measurement, problem) for measurement in measurements]
-    best, alternatives = _choose(solved_trees, problem.objective)
-    plan = _annotated_plan(best, alternatives, problem, with_lookup)
-    if isinstance(profile, Profile):
-        plan = replace(plan, profile_sha256=profile.sha256)  # of all verifiers
-    if not with_lookup:
-        return Solution(TokenTree(best.tree.parents, plan), time.perf_counter() - started)
-    assert best.profile is not None and best.times is not None
-    limits = Limits(budget, min(depth, MAX_RUN), problem.depth, branching)
-    solved = solve_portfolio(best.profile, best.tree, best.times, limits, plan)
-    by_kind = figures_by_kind(best.profile, solved.tree, best.times)
-    plan = replace(
-        solved.tree.plan,
-        speedup_by_kind={kind: figures.speedup for kind, figures in by_kind.items()},
-        tokens_by_kind={kind: figures.tokens_per_step for kind, figures in by_kind.items()},
-        text_speedups={kind: figures.text_speedups for kind, figures in by_kind.items()},
-    )
-    tree = TokenTree(solved.tree.parents, plan, by_match=solved.tree.by_match)
-    return Solution(tree, time.perf_counter() - started, solved.replayed_speedup)
-
-
-def _read_measurements(
-    profile: Profile | AcceptanceProbs, verifier: str | None, one_vector: bool, classes: bool
-) -> list[tuple[Profile | None, Any]]:
-    """Each verifier's own profile (None for a bare acceptance), and its acceptance.
-
-    The acceptance is p[rank], p[level][rank] or p[level][class][rank], where the class of a node is
-    0 on the spine (the root, its first child, that node's first child, ...) and 1 off it.
-    `one_vector` [rank].
-    """
     if not isinstance(profile, Profile):
-        if verifier:
-            raise ArgumentError(
-                f"verifier: found {verifier!r} with an acceptance vector, which holds for one "
-                "verifier; give a profile to choose by"
-            )
-        return [(None, profile)]
-    names = [verifier] if verifier else profile.all_verifiers
-    profiles = [profile.for_verifier(name) for name in names]
-    by_class = classes and all(view.acceptance_by_class for view in profiles)
-    return [
-        (view, view.acceptance if one_vector or not view.levels else level_probs(view, by_class))
-        for view in profiles
-    ]
-
-
-def _depth_limit(depth: int, profile: Profile | None) -> int:
-    """At most `depth` levels, and no more than the draft can make."""
-    max_depth = profile.drafting.max_depth if profile else None
-    return min(depth, max_depth or depth)
-
-
-def _checked_objective(objective: str | None, profile: Profile | None, baseline: str | None) -> str:
-    """The objective, "speed" or "tokens" by default; refuse one that lacks its latencies."""
-    has_latency = profile is not None and profile.latency is not None
-    objective = objective or ("speed" if has_latency else "tokens")
-    if objective not in OBJECTIVES:
-        raise ArgumentError(f"objective: found {objective!r}, expected {', '.join(OBJECTIVES)}")
-    if objective != "tokens" and not has_latency and not baseline:
+        profile = Profile(Acceptance.given(profile))
+        origin: dict[str, Any] = {"tool": tool_version()}
+    else:
+        profile = profile if draft else profile.without_draft()
+        origin = provenance(profile)
+    objective = _checked_objective(objective, profile)
+    check_limits(budget, depth, branching)
+    max_depth = profile.drafting.max_depth or depth  # what the draft can make
+    limits = Limits(budget, min(depth, MAX_RUN), min(depth, max_depth), branching)
+    times = StepTime.from_measured(profile) if objective == "speed" else None
+    by_match = lookup and times is not None and profile.lookup is not None
+    if not draft and not by_match:
         raise ArgumentError(
-            f"objective {objective} needs latencies: give a profile that has them, or choose the "
+            "draft none: found no lookup, or another objective than speed, expected both: nothing "
+            "else proposes tokens then; give latencies, and leave --no-lookup out"
+        )
+    rows = profile.acceptance.at_depth(limits.drafted_depth, branching)
+    solver = "branch and bound" if times else pick_solver(None, rows, budget)
+    tree, speed_bound = _best_tree(rows, budget, times)
+    replayed_speed = None
+    if by_match and times:
+        portfolio = solve_portfolio(profile, tree, times, limits)
+        tree, replayed_speed = portfolio.tree, portfolio.replayed_speed
+        figures = _portfolio_figures(portfolio, profile, times)
+    else:
+        figures = _tree_figures(tree, speed_bound, profile, times, limits)
+    plan = Plan(
+        **origin,
+        **figures,
+        budget=budget,
+        depth=limits.drafted_depth,
+        branching=branching,
+        objective=objective,
+        solver=solver,
+    )
+    tree = TokenTree(tree.parents, plan, by_match=tree.by_match)
+    replayed_speedup = None
+    if replayed_speed and times:
+        replayed_speedup = replayed_speed * times.plain_seconds()
+    return Solution(tree, time.perf_counter() - started, replayed_speedup)
+
+
+def _checked_objective(objective: str | None, profile: Profile) -> str:
+    """The objective, "speed" or "tokens" by default; refuse one that lacks its latencies."""
+    objective = objective or ("speed" if profile.latency else "tokens")
+    if objective not in OBJECTIVES:
+        raise ArgumentError(f"objective: found {objective!r}, expected {' or '.join(OBJECTIVES)}")
+    if objective == "speed" and not profile.latency:
+        raise ArgumentError(
+            "objective speed needs latencies: give a profile that has them, or choose the "
             "objective tokens"
         )
     return objective
 
 
-def _checked_lookup(
-    lookup: bool | None, profile: Profile | None, problem: Problem, one_vector: bool
-) -> bool:
-    """Whether to solve for trees by match; refuse if that is asked for and cannot be done."""
-    has_counts = profile is not None and profile.lookup is not None
-    is_own_tree = problem.baseline or problem.smooth or one_vector
-    is_possible = has_counts and problem.objective == "speed" and not is_own_tree
-    if lookup and not is_possible:
-        obstacle = "a profile without lookup counts (profile again)"
-        if has_counts:
-            obstacle = "another objective, a baseline or a changed acceptance"
-        raise ArgumentError(
-            f"lookup: found {obstacle}, expected counts by class of match and the objective speed"
-        )
-    return is_possible and lookup is not False
+def _best_tree(
+    rows: Floats, budget: int, times: StepTime | None, max_work: int = MAX_WORK
+) -> tuple[TokenTree, float]:
+    """The fastest tree and a bound on tokens a second; without times the tree of most tokens.
 
-
-def _solve_for_verifier(profile: Profile | None, acceptance: Any, problem: Problem) -> SolvedTree:
-    """The best tree for one verifier (or the named baseline tree), with its prediction.
-
-    `acceptance` [rank].
+    `rows` float64 [depth - 1, node classes, branching].
     """
-    check_input(acceptance, problem.budget, problem.depth, problem.branching)
-    if problem.smooth:
-        acceptance = isotonic(np.asarray(acceptance, float)).tolist()
-    times = StepTime.from_measured(profile) if profile else None
-    speed_bound: float | None = None
-    if problem.baseline:
-        solver = f"baseline {problem.baseline}"
-        tree = baseline_tree(problem.baseline, problem.budget, problem.depth)
-    else:
-        rows = acceptance_rows(acceptance, problem.depth, problem.branching)
-        max_size = problem.budget
-        if times and problem.objective != "tokens":
-            # A larger tree has no known step time.
-            max_size = min(max_size, times.largest_size())
-        solver = pick_solver(problem.solver, rows, max_size)
-        tree, speed_bound = _solve_rows(rows, problem, solver, times)
-        if speed_bound is not None:
-            solver = "branch and bound"  # the search for the objective speed has its own solver
-    prediction = predict(tree, acceptance, times)
-    return SolvedTree(tree, acceptance, profile, times, prediction, speed_bound, solver)
+    if times is None:
+        return best_tree(rows, budget), math.inf
+    fastest = fastest_tree(rows, budget, times, max_work)
+    return fastest.tree, fastest.bound
 
 
-def _solve_rows(
-    rows: Floats, problem: Problem, solver: str, times: StepTime | None, max_work: int = MAX_WORK
-) -> tuple[TokenTree, float | None]:
-    """The best tree, and for the objective speed a bound on the speed-up of any tree.
+def _tree_figures(
+    tree: TokenTree, speed_bound: float, profile: Profile, times: StepTime | None, limits: Limits
+) -> dict[str, Any]:
+    """The plan's predictions, proofs and intervals of a single tree.
 
-    `rows` float64 [depth - 1, classes, branching].
+    `times` is None for the objective tokens.
     """
-    if problem.objective == "tokens" or times is None:
-        return best_tree(rows, problem.budget, solver), None
-    if problem.objective == "paper":
-        size = min(problem.budget, times.largest_size())
-        values = tuple(SOLVERS[solver].frontier(rows, size))
-        return fastest_tree_by_paper(Frontier(values, rows, solver), times), None
-    fastest = fastest_tree(rows, problem.budget, times, max_work)
-    # The bound is in tokens a second; plain decoding makes one token in plain_seconds.
-    return fastest.tree, fastest.bound * times.plain_seconds()
+    acceptance, depth, branching = profile.acceptance, limits.drafted_depth, limits.branching
+    prediction = predict(tree, acceptance, StepTime.from_measured(profile))
+    # For the objective tokens the tree is the optimum of its size, so no solver runs again.
+    optimum = None if times else prediction.expected_tokens
+
+    def solve_again(rates: Floats) -> TokenTree:
+        """The best tree for other rates; a tenth of the work does for an estimate."""
+        rows = Acceptance(rates).at_depth(depth, branching)
+        return _best_tree(rows, limits.budget, times, MAX_WORK // 10)[0]
+
+    interval, interval_new_kind = intervals(tree, profile, times, solve_again)
+    return {
+        **prediction._asdict(),
+        "acceptance": acceptance.without_counts(),
+        "upper_bound": check(tree, acceptance, depth, branching, optimum).upper_bound,
+        "speedup_bound": speed_bound * times.plain_seconds() if times else None,
+        "interval": interval,
+        "interval_new_kind": interval_new_kind,
+    }
 
 
-def _choose(
-    solved_trees: Sequence[SolvedTree], objective: str
-) -> tuple[SolvedTree, dict[str, Alternative]]:
-    """The best tree, and how the trees for the other verifiers compare with it, by verifier.
-
-    The best tree has the most expected tokens a second, or a step if the objective is "tokens" or a
-    step time is unknown.
-    """
-    has_times = all(solved_tree.prediction.step_seconds is not None for solved_tree in solved_trees)
-    by_tokens = objective == "tokens" or not has_times
-    best = max(solved_trees, key=lambda solved_tree: solved_tree.score(by_tokens))
-    alternatives = {}
-    for solved_tree in solved_trees:
-        if solved_tree is best:
-            continue
-        tokens, step_seconds, _ = solved_tree.prediction
-        assert tokens is not None
-        alternatives[solved_tree.verifier] = Alternative(
-            size=solved_tree.tree.size,
-            depth=solved_tree.tree.depth,
-            expected_tokens=tokens,
-            advantage=best.score(by_tokens) / solved_tree.score(by_tokens),
-            step_seconds=step_seconds,
-        )
-    return best, alternatives
-
-
-def _annotated_plan(
-    best: SolvedTree, alternatives: dict[str, Alternative], problem: Problem, with_lookup: bool
-) -> Plan:
-    """The plan of the chosen tree: provenance, limits, prediction, proofs and intervals."""
-    upper_bound: float | None = None
-    if not problem.baseline and not with_lookup:
-        tokens = best.prediction.expected_tokens
-        # For the objective tokens the tree is the optimum of its size, so no solver runs again.
-        optimum = tokens if problem.objective == "tokens" else None
-        certificate = check(best.tree, best.acceptance, problem.depth, problem.branching, optimum)
-        upper_bound = certificate.upper_bound
-    interval = interval_new_kind = None
-    if not with_lookup:
-        interval, interval_new_kind = _intervals_if_known(best, problem)
-    return replace(
-        provenance(best.profile),
-        acceptance=_tuples(best.acceptance),
-        budget=problem.budget,
-        depth=problem.depth,
-        branching=problem.branching,
-        objective=problem.objective,
-        solver=best.solver,
-        upper_bound=upper_bound,
-        speedup_bound=best.speedup_bound,
-        alternatives=alternatives,
-        interval=interval,
-        interval_new_kind=interval_new_kind,
-        **best.prediction._asdict(),
-    )
-
-
-def _intervals_if_known(
-    best: SolvedTree, problem: Problem
-) -> tuple[Interval | None, Interval | None]:
-    """The intervals of `noise.intervals`, where the tree was solved for acceptance as measured."""
-    is_measured = best.profile is not None and best.profile.trials > 0 and not problem.smooth
-    if not is_measured or problem.baseline or best.tree.size == 1:
-        return None, None
-    return intervals(best, lambda acceptance: _share_lost(best, problem, acceptance))
-
-
-def _share_lost(solved_tree: SolvedTree, problem: Problem, acceptance: Floats) -> float:
-    """The share of speed (or of tokens) that a tree loses against the best for `acceptance`.
-
-    `acceptance` float64 [levels, ranks].
-    """
-    rows = acceptance_rows(acceptance, problem.depth, problem.branching)
-    # The acceptance may rise with rank where the measured one does not: pick the solver anew.
-    solver = pick_solver(None, rows, solved_tree.tree.size)
-    # A tenth of the usual work is enough: the share is an estimate, not a proof.
-    best, _ = _solve_rows(rows, problem, solver, solved_tree.times, MAX_WORK // 10)
-    time_ratio = 1.0
-    if solved_tree.times and problem.objective != "tokens":
-        times = replace_fields(solved_tree.times, acceptance=acceptance)
-        time_ratio = times.step_seconds(solved_tree.tree) / times.step_seconds(best)
-    tokens_ratio = expected_tokens(solved_tree.tree, acceptance) / expected_tokens(best, acceptance)
-    return max(0.0, 1 - tokens_ratio / time_ratio)
-
-
-def _tuples(acceptance: Any) -> Any:
-    """Turn nested sequences of probabilities into nested tuples."""
-    return tuple(map(_tuples, acceptance)) if isinstance(acceptance, Sequence) else acceptance
+def _portfolio_figures(
+    portfolio: SolvedPortfolio, profile: Profile, times: StepTime
+) -> dict[str, Any]:
+    """The plan's predictions and proofs of trees by match, and their figures by kind of prompts."""
+    prediction = predict_portfolio(portfolio.tree, portfolio.by_match, times)
+    by_kind = figures_by_kind(profile, portfolio.tree, times)
+    plain_seconds = times.plain_seconds()
+    return {
+        **prediction._asdict(),
+        "acceptance": portfolio.by_match[0].acceptance,
+        "speedup_bound": max(portfolio.bound * plain_seconds, prediction.predicted_speedup or 0),
+        "by_match": portfolio.by_match,
+        "tree_speedup": portfolio.tree_speed * plain_seconds,
+        "speedup_by_kind": {kind: figures.speedup for kind, figures in by_kind.items()},
+        "tokens_by_kind": {kind: figures.tokens_per_step for kind, figures in by_kind.items()},
+        "text_speedups": {kind: figures.text_speedups for kind, figures in by_kind.items()},
+    }

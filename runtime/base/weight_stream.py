@@ -9,7 +9,10 @@ from torch import Tensor
 
 
 class WeightStream(Protocol):
-    """Brings the weights of a model's streamed layers into a ring of slots, in every pass."""
+    """Brings the weights of a model's streamed layers into a ring of slots, in every pass.
+
+    The weights of streamed layer k go to slot k modulo the number of slots.
+    """
 
     memory: list[Tensor]
     bytes: int
@@ -17,6 +20,7 @@ class WeightStream(Protocol):
 
     def begin_step(self) -> None:
         """A decoding step begins; its pass will need the first layers."""
+        return None
 
     def wait_for(self, layer: int) -> None:
         """Wait for the weights of the streamed layer with this number."""
@@ -26,6 +30,7 @@ class WeightStream(Protocol):
 
     def wait_until_full(self) -> None:
         """Wait until all slots are full, as they are after a pause."""
+        return None
 
     def close(self) -> None:
         """Stop streaming."""

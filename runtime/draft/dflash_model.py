@@ -41,25 +41,13 @@ class DraftBlock:
 class DFlashModel(HiddenStateDraft):
     """DFlash's layers, those of Qwen3."""
 
-    def __init__(
-        self,
-        config: Any,
-        target: Any,
-        aux_hidden_state_layers: tuple[int, ...],
-        d2t: Tensor | None,
-        has_embeddings: bool,
-        head_rows: int,
-        target_width: int,
-        block: DraftBlock,
-    ) -> None:
-        """Make the layers; the class explains the arguments, or `HiddenStateDraft` does."""
-        super().__init__(config, target, aux_hidden_state_layers, d2t, has_embeddings, head_rows)
-        self.block, width = block, config.hidden_size
-        self.fc = nn.Linear(len(aux_hidden_state_layers) * target_width, width, bias=False)
+    def __init__(self, block: DraftBlock, **shared: Any) -> None:
+        """See `HiddenStateDraft` for the other arguments."""
+        super().__init__(**shared)
+        self.block, width = block, self.config.hidden_size
+        self.fc = nn.Linear(self.fused_width, width, bias=False)
         self.hidden_norm, self.norm = self.new_norm(width), self.new_norm(width)
-        self.layers = nn.ModuleList(
-            self.layer_class(config, number) for number in range(config.num_hidden_layers)
-        )
+        self.layers = self.new_layers()
 
     def cache_context(self, hidden_states: Tensor, positions: Tensor, cache: Cache) -> None:
         """Write the keys and values of committed tokens to a cache.
@@ -110,7 +98,7 @@ class DFlashModel(HiddenStateDraft):
 
         `tokens` int64 [batch, blocks * size]; `positions` int64 [batch, blocks * size].
         """
-        hidden = self.run_layers(self.layers, self.embed(tokens), positions, masks, cache)
+        hidden = self.run_layers(self.embed(tokens), positions, masks, cache)
         rows_of_block = hidden.unflatten(1, (-1, self.block.size))
         # the root's row is left out if it drafts nothing
         return self.head(self.norm(rows_of_block[:, :, self.block.size - self.block.levels :]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.base.sampling import Sampling
 from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
-from sequoia_plan.runtime.models.forward import ForwardOutput
+from sequoia_plan.runtime.models.forward import ForwardOutput, compiling_many_shapes
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,12 @@ class DraftedTree:
 
 
 class Drafter(Protocol):
-    """Drafts the tokens of a tree.
-
-    `d2t` int64 [vocabulary].
-    """
+    """Drafts the tokens of a tree. `d2t` int64 [vocabulary]."""
 
     drafting: Drafting
     vocabulary: int
     d2t: Tensor | None
-    aux_hidden_state_layers: tuple[int, ...]
+    aux_hidden_state_layers: tuple[int, ...] = ()
 
     def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
         """The passes of a step with `tree`, as wide as `drafting` declares."""
@@ -78,6 +75,7 @@ class Drafter(Protocol):
 
         `tokens`, `slots` int64 [tokens]; `hidden_states` [tokens, width].
         """
+        return None
 
     def forward(
         self,
@@ -86,16 +84,15 @@ class Drafter(Protocol):
         columns: Tensor,
         previous: ForwardOutput | None = None,
     ) -> ForwardOutput:
-        """Run one pass.
-
-        `columns` int64 [extent].
-        """
+        """Run one pass, after the one that gave `previous`. `columns` int64 [extent]."""
 
     def splits_keys(self, tokens: int) -> bool:
         """Do passes of up to so many tokens read no keys after their own, at any extent?"""
+        return False
 
     def num_read_again(self, tree: TokenTree) -> int:
         """How many committed tokens before the root the first pass of a step with `tree` reads."""
+        return 0
 
     def max_unread(self, tree: TokenTree) -> int:
         """How many of the last tokens the draft may not have read after a step with `tree`.
@@ -103,18 +100,37 @@ class Drafter(Protocol):
         The next root does not count. Only trees that look up their spine leave tokens unread that
         the next step's first pass does not read anyway.
         """
+        return 0
 
     def catch_up(self, sequence: SequenceState, slots: Tensor, extent: int) -> None:
-        """Read the committed tokens in `slots`, once more or for the first time.
-
-        `slots` int64 [tokens].
-        """
+        """Read the committed tokens in `slots` (int64 [tokens]), for the first time or again."""
+        return None
 
     def commit(self, sequence: SequenceState, path: Tensor) -> None:
-        """Keep what belongs to accepted nodes, before the sequence's length grows.
+        """Keep what belongs to the nodes in `path` (int64 [depth]), before the length grows."""
 
-        `path` int64 [depth].
+
+class HiddenStateDrafter(Drafter):
+    """What drafters with models of `HiddenStateDraft` have in common."""
+
+    model: Any
+
+    def __init__(
+        self, model: Any, vocabulary: int, d2t: Tensor | None = None, backend: Any = None
+    ) -> None:
+        self.model, self.vocabulary, self.d2t = model, vocabulary, d2t
+        self.aux_hidden_state_layers = model.aux_hidden_state_layers
+        self.compiled: Any = model
+        if backend is not None:
+            self.compiled = torch.compile(model, dynamic=False, backend=backend)
+
+    def run(self, model: Any, slots: Tensor | None, *inputs: Any) -> Any:
+        """Run a pass with the attention kernels of a tree.
+
+        `model` is `self.model`, or that compiled; `slots` as for `attending`.
         """
+        with self.model.attending(slots), compiling_many_shapes(model is not self.model):
+            return model(*inputs)
 
 
 def passes_by_level(tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
@@ -123,32 +139,26 @@ def passes_by_level(tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, .
     Each pass reads the parents of the next level, and gives a row of logits for each parent. Where
     the spine is looked up, its node on a level is the first of them.
     """
-
-    def tensor(values: Any) -> Tensor:
-        """The values as int64, on the tree's device."""
-        return torch.as_tensor(np.asarray(values, np.int64), device=tensors.nodes.device)
-
-    def pass_of_level(level: int) -> DraftPass:
-        """The pass that draws the nodes of level + 1 from those of `level` that have children."""
+    passes: list[DraftPass] = []
+    previous_parents: Any = None
+    for level in range(tree.num_drafted_levels):
         parents = tree.nodes_with_children(level)
-        children = children_to_draw(tree, parents)
-        previous_parents = tree.nodes_with_children(level - 1) if level else None
-        nodes = tensor(parents)
-        return DraftPass(
-            input_slots=nodes,
-            offsets=tensors.offsets[nodes],
-            mask=tensors.mask[nodes],
-            num_parents=len(parents),
-            max_children=children.max_children,
-            draw_index=tensor(children.draw_index),
-            new_nodes=tensor(children.nodes),
-            parent_rows=None
-            if previous_parents is None
-            else tensor(np.searchsorted(previous_parents, tree.parents[parents])),
-            looked_up=children.looked_up,
+        nodes = torch.as_tensor(np.asarray(parents, np.int64), device=tensors.nodes.device)
+        parent_rows: Tensor | None = None
+        if level:
+            rows = np.searchsorted(previous_parents, tree.parents[parents]).astype(np.int64)
+            parent_rows = torch.as_tensor(rows, device=nodes.device)
+        passes.append(
+            DraftPass(
+                input_slots=nodes,
+                offsets=tensors.offsets[nodes],
+                mask=tensors.mask[nodes],
+                parent_rows=parent_rows,
+                **children_to_draw(tree, parents, nodes.device),
+            )
         )
-
-    return tuple(pass_of_level(level) for level in range(tree.num_drafted_levels))
+        previous_parents = parents
+    return tuple(passes)
 
 
 def distinct_slots(length: Tensor, input_slots: Tensor) -> Tensor:
@@ -156,26 +166,15 @@ def distinct_slots(length: Tensor, input_slots: Tensor) -> Tensor:
 
     A pass may read more committed tokens than there are. Rows for tokens before the first one go to
     slots of nodes, which no row of this pass sees and which a later pass writes before it reads.
-    `length` int64 [1]; `input_slots` int64 [tokens].
     """
     slots = length + input_slots
     return slots.where(slots >= 0, length - slots)  # -1 becomes the slot after the root's
 
 
-class ChildrenToDraw(NamedTuple):
-    """The children of some nodes that are drawn in one pass.
-
-    `nodes` int64 [drawn children]; `draw_index` int64 [drawn children].
-    """
-
-    nodes: NDArray[np.int64]
-    draw_index: NDArray[np.int64]
-    max_children: int
-    looked_up: tuple[tuple[int, int], ...]
-
-
-def children_to_draw(tree: TokenTree, parents: NDArray[Any]) -> ChildrenToDraw:
-    """The children that a pass draws for these nodes: all but those that are looked up.
+def children_to_draw(
+    tree: TokenTree, parents: NDArray[Any], device: torch.device
+) -> dict[str, Any]:
+    """The fields of a `DraftPass` on the children that it draws: all but those that are looked up.
 
     `parents` int [parents].
     """
@@ -185,12 +184,17 @@ def children_to_draw(tree: TokenTree, parents: NDArray[Any]) -> ChildrenToDraw:
     looked_up: tuple[tuple[int, int], ...] = ()
     if tree.looks_up:
         is_on_spine = tree.classes[nodes] == 0  # a first child, which is not drawn
-        spine_nodes = zip(rows[is_on_spine].tolist(), nodes[is_on_spine].tolist(), strict=True)
-        looked_up = tuple(spine_nodes)
+        looked_up = tuple(zip(rows[is_on_spine].tolist(), nodes[is_on_spine].tolist(), strict=True))
         ranks = ranks - (tree.classes[tree.parents[nodes]] == 0)  # its siblings begin with rank 0
         nodes, rows, ranks = nodes[~is_on_spine], rows[~is_on_spine], ranks[~is_on_spine]
     max_children = int(ranks.max(initial=-1)) + 1
-    return ChildrenToDraw(nodes, rows * max_children + ranks, max_children, looked_up)
+    return {
+        "num_parents": len(parents),
+        "max_children": max_children,
+        "draw_index": torch.as_tensor(rows * max_children + ranks, device=device),
+        "new_nodes": torch.as_tensor(nodes, device=device),
+        "looked_up": looked_up,
+    }
 
 
 def draft_tree(

@@ -13,10 +13,14 @@ from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
-from sequoia_plan.runtime.draft.drafter import DraftPass, distinct_slots, passes_by_level
-from sequoia_plan.runtime.draft.eagle_model import EagleModel
+from sequoia_plan.runtime.draft.drafter import (
+    DraftPass,
+    HiddenStateDrafter,
+    distinct_slots,
+    passes_by_level,
+)
 from sequoia_plan.runtime.models.attention import shares_heads
-from sequoia_plan.runtime.models.forward import ForwardOutput, compiling_many_shapes
+from sequoia_plan.runtime.models.forward import ForwardOutput
 from sequoia_plan.runtime.models.split_keys import splits_keys
 
 RECENT = 2 * (EAGLE_DRAFT.max_depth or 0)
@@ -33,19 +37,10 @@ class EagleCache(TreeCache):
     recent_features: Tensor
 
 
-class EagleDrafter:
+class EagleDrafter(HiddenStateDrafter):
     """An EAGLE draft as a drafter (see `Drafter`)."""
 
     drafting = EAGLE_DRAFT
-
-    def __init__(
-        self, model: EagleModel, vocabulary: int, d2t: Tensor | None = None, backend: Any = None
-    ) -> None:
-        self.model, self.vocabulary, self.d2t = model, vocabulary, d2t
-        self.aux_hidden_state_layers = model.aux_hidden_state_layers
-        self.compiled: Any = None
-        if backend is not None:
-            self.compiled = torch.compile(model, dynamic=False, backend=backend)
 
     def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
         """One pass for each level that has children, over the nodes that have them.
@@ -80,7 +75,6 @@ class EagleDrafter:
         """Read a part of the prompt, each token with the feature of the token before it.
 
         The feature before the part's first token is the one that was kept from the part before.
-        `tokens`, `slots` int64 [tokens]; `hidden_states` [tokens, width].
         """
         assert isinstance(cache, EagleCache)
         features = self.model.fuse(hidden_states)
@@ -89,7 +83,7 @@ class EagleDrafter:
         mask = mask.clone()
         mask[:, 0] = torch.finfo(mask.dtype).min
         inputs = torch.cat([feature_before, features[:-1]])
-        self._run(self.model, cache, tokens, inputs, slots, slots, mask, logits_to_keep=1)
+        self._read(self.model, cache, tokens, inputs, slots, slots, mask, logits_to_keep=1)
         self.keep_features(cache, slots[-RECENT:], features[-RECENT:])
 
     def forward(
@@ -102,34 +96,32 @@ class EagleDrafter:
         """Each token is read together with the feature of the token before it.
 
         The first pass reads committed tokens, whose features are recorded, and later passes read
-        nodes, whose features are the hidden states of their parents in the previous pass. `columns`
-        int64 [extent].
+        nodes, whose features are the hidden states of their parents in the previous pass.
         """
         cache = sequence.draft
         assert isinstance(cache, EagleCache)
         # short texts have fewer committed tokens than the first pass reads: token 0 stands for them
         read_slots = (sequence.length + draft_pass.input_slots).clamp_(min=0)
         slots = distinct_slots(sequence.length, draft_pass.input_slots)
-        all_slots = torch.arange(columns.numel(), device=columns.device)
-        has_feature = all_slots > 0  # no token is before the one in slot 0
         if previous is None:
             features = cache.recent_features[(read_slots - 1) % RECENT]
-            is_visible = (all_slots <= read_slots[:, None]) & has_feature
-            mask = additive_mask(is_visible, draft_pass.mask.dtype)
+            mask = _mask_of_committed(read_slots, columns.numel(), draft_pass.mask.dtype)
         else:
             assert previous.hidden_states is not None and draft_pass.parent_rows is not None
             features = previous.hidden_states[draft_pass.parent_rows]
+            has_feature = torch.arange(columns.numel(), device=columns.device) > 0
             masked_column = draft_pass.mask.shape[1] - 1  # visible to no node
             mask = draft_pass.mask.index_select(1, columns.where(has_feature, masked_column))
-        model = self.model if self.compiled is None else self.compiled
         tokens, positions = sequence.tokens[read_slots], sequence.length + draft_pass.offsets
         num_logits = draft_pass.num_parents
-        return self._run(model, cache, tokens, features, slots, positions, mask, num_logits)
+        return self._read(
+            self.compiled, cache, tokens, features, slots, positions, mask, num_logits
+        )
 
     def splits_keys(self, tokens: int) -> bool:
-        """Do passes of up to so many tokens read no keys after their own, at any extent?"""
+        """See `Drafter`."""
         model = self.model
-        shares = shares_heads(model, model.config) and self.compiled is None
+        shares = shares_heads(model, model.config) and self.compiled is model
         return shares and splits_keys(model.device, model.dtype, model.config.head_dim, tokens)
 
     def num_read_again(self, tree: TokenTree) -> int:
@@ -144,12 +136,10 @@ class EagleDrafter:
         """Read the committed tokens in `slots` (int64 [tokens]) with their recorded features."""
         cache = sequence.draft
         assert isinstance(cache, EagleCache)
-        all_slots = torch.arange(extent, device=slots.device)
-        is_visible = (all_slots <= slots[:, None]) & (all_slots > 0)
-        mask = additive_mask(is_visible, self.model.dtype)
+        mask = _mask_of_committed(slots, extent, self.model.dtype)
         features = cache.recent_features[(slots - 1) % RECENT]
         tokens = sequence.tokens[slots]
-        self._run(self.model, cache, tokens, features, slots, slots, mask, logits_to_keep=1)
+        self._read(self.model, cache, tokens, features, slots, slots, mask, logits_to_keep=1)
 
     def commit(self, sequence: SequenceState, path: Tensor) -> None:
         """Keep the features of the nodes in `path` (int64 [depth]), made of hidden states.
@@ -166,7 +156,7 @@ class EagleDrafter:
         """Record features [tokens, hidden size] of the committed tokens in `slots`."""
         cache.recent_features.index_copy_(0, slots % RECENT, features)
 
-    def _run(
+    def _read(
         self,
         model: Any,
         cache: EagleCache,
@@ -184,11 +174,18 @@ class EagleDrafter:
         # a row has the position of the token whose feature it takes, as in the engines
         positions = (positions - 1).clamp(min=0)
         masks = self.model.masks_by_layer_type(cache, mask, positions, slots)
-        cache = cache.at(slots, mask.shape[1])
-        with self.model.attending(slots), compiling_many_shapes(model is not self.model):
-            logits, outputs = model(
-                tokens[None], features[None], positions[None], masks, cache, logits_to_keep
-            )
+        rows = (tokens[None], features[None], positions[None], masks)
+        cache.at(slots, mask.shape[1])
+        logits, outputs = self.run(model, slots, *rows, cache, logits_to_keep)
         logits = logits[0, :, : self.vocabulary]  # the model has cut the rows of these
         cache.finite.logical_and_(logits.amax(-1).isfinite().all())
         return ForwardOutput(logits, outputs[0, -logits_to_keep:])
+
+
+def _mask_of_committed(slots: Tensor, extent: int, dtype: torch.dtype) -> Tensor:
+    """The mask of committed tokens in `slots`: they see those before them that have a feature.
+
+    No token is before the one in slot 0, so that one has none.
+    """
+    all_slots = torch.arange(extent, device=slots.device)
+    return additive_mask((all_slots <= slots[:, None]) & (all_slots > 0), dtype)

@@ -46,54 +46,37 @@ class EagleModel(HiddenStateDraft, ABC):
         cache: TreeCache | None = None,
         logits_to_keep: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """One pass over input rows; training uses it, too.
+        """One pass over input rows; training uses it, too. Returns logits, and each row's output.
 
-        `tokens` int64 [batch, rows]; `features` [batch, rows, hidden size]; `positions` int64
-        [batch, rows].
+        `tokens`, `positions` int64 [batch, rows]; `features` [batch, rows, hidden size].
         """
 
 
 class Eagle3(EagleModel):
     """EAGLE-3: one layer that attends to embedding and feature side by side, then plain ones."""
 
-    def __init__(
-        self,
-        config: Any,
-        target: Any,
-        aux_hidden_state_layers: tuple[int, ...],
-        d2t: Tensor | None,
-        has_embeddings: bool,
-        head_rows: int,
-        target_width: int,
-        norms: Eagle3Norms,
-    ) -> None:
-        super().__init__(config, target, aux_hidden_state_layers, d2t, has_embeddings, head_rows)
-        self.norms = norms
-        width, fused_width = config.hidden_size, len(aux_hidden_state_layers) * target_width
-        self.fc = nn.Linear(fused_width, width, bias=False)
-        self.input_norm = self.new_norm(fused_width) if norms.before_fc else None
+    def __init__(self, norms: Eagle3Norms, **shared: Any) -> None:
+        """See `HiddenStateDraft` for the other arguments."""
+        super().__init__(**shared)
+        self.norms, width = norms, self.config.hidden_size
+        self.fc = nn.Linear(self.fused_width, width, bias=False)
+        self.input_norm = self.new_norm(self.fused_width) if norms.before_fc else None
         self.fc_norm: nn.ModuleList | None = None
         if norms.each_before_fc:
-            self.fc_norm = nn.ModuleList(
-                self.new_norm(target_width) for _ in aux_hidden_state_layers
-            )
-        self.layers = nn.ModuleList(
-            self.layer_class(config, number) for number in range(config.num_hidden_layers)
-        )
+            num_states = len(self.aux_hidden_state_layers)
+            state_width = self.fused_width // num_states
+            self.fc_norm = nn.ModuleList(self.new_norm(state_width) for _ in range(num_states))
+        self.layers = self.new_layers()
         first: Any = self.layers[0]
         first.hidden_norm = self.new_norm(width)
         for name in ("q_proj", "k_proj", "v_proj"):
             narrow = getattr(first.self_attn, name)
-            has_bias = narrow.bias is not None
-            wide = nn.Linear(2 * width, narrow.out_features, bias=has_bias)
+            wide = nn.Linear(2 * width, narrow.out_features, bias=narrow.bias is not None)
             setattr(first.self_attn, name, wide)
         self.norm = self.new_norm(width)
 
     def fuse(self, hidden_states: Tensor) -> Tensor:
-        """Features [..., width] from several hidden states of the target, by a linear layer.
-
-        Some checkpoints have norms before that layer.
-        """
+        """Features from several hidden states, by a linear layer; some checkpoints have norms."""
         hidden_states = hidden_states.to(self.dtype)
         if self.input_norm is not None:
             hidden_states = self.input_norm(hidden_states)
@@ -101,8 +84,7 @@ class Eagle3(EagleModel):
             parts = hidden_states.chunk(len(self.fc_norm), -1)
             normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
             hidden_states = torch.cat(normed, -1)
-        features: Tensor = self.fc(hidden_states)
-        return features
+        return self.fc(hidden_states)
 
     def forward(
         self,
@@ -113,12 +95,7 @@ class Eagle3(EagleModel):
         cache: TreeCache | None = None,
         logits_to_keep: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """One pass over input rows, each a token and the feature of the token before it.
-
-        The first layer's attention reads embedding and feature side by side; the residual stream
-        has the feature alone. The layers after it are plain ones. `tokens` int64 [batch, rows];
-        `features` [batch, rows, hidden size]; `positions` int64 [batch, rows].
-        """
+        """The first layer attends to embedding and feature; the residual stream has the feature."""
         first: Any = self.layers[0]
         normed = first.hidden_norm(features)
         embedding_and_feature = torch.cat([first.input_layernorm(self.embed(tokens)), normed], -1)
@@ -130,8 +107,7 @@ class Eagle3(EagleModel):
         )
         hidden = (normed if self.norms.before_residual else features) + attended
         hidden = hidden + first.mlp(first.post_attention_layernorm(hidden))
-        deeper_layers = self.layers[1:]
-        hidden = self.run_layers(deeper_layers, hidden, positions, masks, cache, first_layer=1)
+        hidden = self.run_layers(hidden, positions, masks, cache, first_layer=1)
         output = self.norm(hidden) if self.norms.output else hidden
         return self.logits(output[:, -logits_to_keep:]), output  # [-0:] keeps all rows
 
@@ -147,22 +123,14 @@ class Eagle1(EagleModel):
     norm, so the output goes through the target's head as it is.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        target: Any,
-        aux_hidden_state_layers: tuple[int, ...],
-        d2t: Tensor | None,
-        has_embeddings: bool,
-        head_rows: int,
-        bias: bool,
-    ) -> None:
-        super().__init__(config, target, aux_hidden_state_layers, d2t, has_embeddings, head_rows)
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
-        self.layers = nn.ModuleList(
-            self.layer_class(config, number) for number in range(config.num_hidden_layers)
-        )
-        self.layers[0].input_layernorm = nn.Identity()
+    def __init__(self, bias: bool, **shared: Any) -> None:
+        """See `HiddenStateDraft` for the other arguments."""
+        super().__init__(**shared)
+        width = self.config.hidden_size
+        self.fc = nn.Linear(width + self.fused_width, width, bias=bias)
+        self.layers = self.new_layers()
+        first: Any = self.layers[0]
+        first.input_layernorm = nn.Identity()
 
     def fuse(self, hidden_states: Tensor) -> Tensor:
         """The target's last hidden state is the feature as it is, in the draft's dtype."""
@@ -177,11 +145,7 @@ class Eagle1(EagleModel):
         cache: TreeCache | None = None,
         logits_to_keep: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """One pass over input rows, each a token and the feature of the token before it.
-
-        A linear layer makes one vector of embedding and feature; plain layers follow. `tokens`
-        int64 [batch, rows]; `features` [batch, rows, hidden size]; `positions` int64 [batch, rows].
-        """
+        """A linear layer makes one vector of embedding and feature; plain layers follow."""
         hidden = self.fc(torch.cat([self.embed(tokens), features], -1))
-        hidden = self.run_layers(self.layers, hidden, positions, masks, cache)
+        hidden = self.run_layers(hidden, positions, masks, cache)
         return self.head(hidden[:, -logits_to_keep:]), hidden  # [-0:] keeps all rows

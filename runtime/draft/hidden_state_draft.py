@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, Qwen3Config
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
@@ -22,17 +23,17 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from sequoia_plan.runtime.base.cache import CacheLayout, TreeCache, cache_argument
 from sequoia_plan.runtime.base.masks import mask_as_dtype, windowed_mask
-from sequoia_plan.runtime.models.architecture import FULL, WINDOWED
+from sequoia_plan.runtime.models.architecture import FULL, WINDOWED, text_config
 from sequoia_plan.runtime.models.attention import attending, shares_heads
 
 CACHE_ARGUMENT = cache_argument(LlamaDecoderLayer.forward)
 """The name under which the layers of all drafts take their cache, of transformers and fused."""
 
-LAYER_CLASSES: dict[str, tuple[type, type, type]] = {
-    "llama": (LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding),
-    "qwen3": (Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding),
+LAYER_CLASSES: dict[str, tuple[type, type, type, type]] = {
+    "llama": (LlamaConfig, LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding),
+    "qwen3": (Qwen3Config, Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding),
 }
-"""By `model_type`: transformers' decoder layer, norm and rotary embedding."""
+"""By `model_type`: transformers' configuration, decoder layer, norm and rotary embedding."""
 
 
 class HiddenStateDraft(nn.Module):
@@ -56,14 +57,12 @@ class HiddenStateDraft(nn.Module):
         config._attn_implementation = "sdpa"
         self.config, self._target = config, (target,)
         self.aux_hidden_state_layers = aux_hidden_state_layers
-        self.layer_class, self.norm_class, rotary_class = LAYER_CLASSES[config.model_type]
+        width = config.hidden_size
+        self.fused_width = len(aux_hidden_state_layers) * text_config(target).hidden_size
+        _, self.layer_class, self.norm_class, rotary_class = LAYER_CLASSES[config.model_type]
         self.rotary_emb = rotary_class(config)
-        self.embed_tokens: nn.Embedding | None = None
-        if has_embeddings:
-            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.lm_head: nn.Linear | None = None
-        if head_rows:
-            self.lm_head = nn.Linear(config.hidden_size, head_rows, bias=False)
+        self.embed_tokens = nn.Embedding(config.vocab_size, width) if has_embeddings else None
+        self.lm_head = nn.Linear(width, head_rows, bias=False) if head_rows else None
         layer_types = getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
         self.layer_types = tuple(layer_types)
         self.register_buffer("d2t", d2t, persistent=False)
@@ -82,8 +81,8 @@ class HiddenStateDraft(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of its weights; its norms are always parameters."""
-        return next(self.parameters()).dtype
+        """The dtype of its weights."""
+        return next(self.parameters()).dtype  # a norm's, which is always a parameter
 
     @property
     def window(self) -> int | None:
@@ -92,35 +91,32 @@ class HiddenStateDraft(nn.Module):
 
     def get_input_embeddings(self) -> nn.Module:
         """Its own embeddings, or the target's."""
-        if self.embed_tokens is not None:
-            return self.embed_tokens
-        embeddings: nn.Module = self._target[0].get_input_embeddings()
-        return embeddings
+        return self.embed_tokens or self._target[0].get_input_embeddings()
 
     def get_output_embeddings(self) -> nn.Module:
         """Its own output head, or the target's."""
-        if self.lm_head is not None:
-            return self.lm_head
-        head: nn.Module = self._target[0].get_output_embeddings()
-        return head
+        return self.lm_head or self._target[0].get_output_embeddings()
 
-    def new_norm(self, width: int) -> nn.Module:
+    def new_layers(self) -> nn.ModuleList:
+        """New layers, which have weights of no meaning."""
+        return nn.ModuleList(
+            self.layer_class(self.config, number) for number in range(len(self.layer_types))
+        )
+
+    def new_norm(self, width: int) -> Any:
         """A new norm of the class that its layers have."""
-        norm: nn.Module = self.norm_class(width, eps=self.config.rms_norm_eps)
-        return norm
+        return self.norm_class(width, eps=self.config.rms_norm_eps)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """int64 [..., tokens] -> [..., tokens, hidden size]."""
         table: Any = self.get_input_embeddings()
-        embedded: Tensor = table(tokens.clamp(max=table.num_embeddings - 1))
-        return embedded.to(self.dtype)
+        return table(tokens.clamp(max=table.num_embeddings - 1)).to(self.dtype)
 
     def head(self, hidden_states: Tensor) -> Tensor:
         """[..., hidden size] -> logits [..., draft vocabulary]."""
         if self.lm_head is None:
             hidden_states = hidden_states.to(self._target[0].dtype)
-        logits: Tensor = self.get_output_embeddings()(hidden_states)
-        return logits
+        return self.get_output_embeddings()(hidden_states)
 
     def cache_layout(self) -> CacheLayout:
         """The memory of its layers' keys and values."""
@@ -150,22 +146,19 @@ class HiddenStateDraft(nn.Module):
 
     def run_layers(
         self,
-        layers: Any,
         hidden_states: Tensor,
         positions: Tensor,
         masks: Mapping[str, Tensor],
         cache: Cache | None,
         first_layer: int = 0,
     ) -> Tensor:
-        """Run `layers`, of which the first is layer `first_layer` of the draft.
-
-        `hidden_states` [batch, tokens, hidden size]; `positions` int64 [batch, tokens].
-        """
+        """Run its layers from `first_layer` on. `hidden_states` [batch, tokens, hidden size]."""
         rotary = self.rotary_emb(hidden_states, positions)
-        for number, layer in enumerate(layers, first_layer):
+        layers: Any = self.layers
+        for layer, layer_type in list(zip(layers, self.layer_types, strict=True))[first_layer:]:
             hidden_states = layer(
                 hidden_states,
-                attention_mask=masks[self.layer_types[number]],
+                attention_mask=masks[layer_type],
                 position_embeddings=rotary,
                 use_cache=cache is not None,
                 **{CACHE_ARGUMENT: cache},

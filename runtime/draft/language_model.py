@@ -13,19 +13,20 @@ from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
-from sequoia_plan.runtime.draft.drafter import DraftPass, distinct_slots, passes_by_level
+from sequoia_plan.runtime.draft.drafter import (
+    Drafter,
+    DraftPass,
+    distinct_slots,
+    passes_by_level,
+)
 from sequoia_plan.runtime.models.forward import ForwardOutput, TreeModel
 from sequoia_plan.runtime.models.probe import probe
 
 
-class LanguageModelDrafter:
-    """A transformers causal LM as a drafter (see `Drafter`).
-
-    `d2t` int64 [vocabulary].
-    """
+class LanguageModelDrafter(Drafter):
+    """A transformers causal LM as a drafter (see `Drafter`)."""
 
     drafting: Drafting = LANGUAGE_MODEL
-    aux_hidden_state_layers: tuple[int, ...] = ()
 
     def __init__(
         self, model: Any, vocabulary: int, d2t: Tensor | None = None, backend: Any = None
@@ -34,7 +35,14 @@ class LanguageModelDrafter:
         if backend is not None:
             self.model.compile(backend)
         self.vocabulary, self.d2t = vocabulary, d2t
-        self.new_cache, self.splits_keys = self.model.new_cache, self.model.splits_keys
+
+    def new_cache(self, capacity: int) -> TreeCache:
+        """The model's cache."""
+        return self.model.new_cache(capacity)
+
+    def splits_keys(self, tokens: int) -> bool:
+        """As the model's passes do."""
+        return self.model.splits_keys(tokens)
 
     def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
         """One pass for each level that has children, over the nodes that have them.
@@ -57,11 +65,6 @@ class LanguageModelDrafter:
         """Start a sequence with `tokens` (int64 [n])."""
         self.model.prefill(cache, tokens)
 
-    def prefill_hidden_states(
-        self, cache: TreeCache, tokens: Tensor, slots: Tensor, mask: Tensor, hidden_states: Tensor
-    ) -> None:
-        """A language model reads no hidden states."""
-
     def forward(
         self,
         draft_pass: DraftPass,
@@ -69,10 +72,7 @@ class LanguageModelDrafter:
         columns: Tensor,
         previous: ForwardOutput | None = None,
     ) -> ForwardOutput:
-        """Read the pass's tokens with the language model, and write to its cache.
-
-        `columns` int64 [extent].
-        """
+        """Read the pass's tokens with the language model, and write to its cache."""
         # a prompt of one token has no token before its root: token 0 stands for it
         tokens = sequence.tokens[(sequence.length + draft_pass.input_slots).clamp_(min=0)]
         positions = (sequence.length + draft_pass.offsets).clamp_(min=0)

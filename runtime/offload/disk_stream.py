@@ -1,8 +1,7 @@
 """Layers whose weights are read from a file in every pass, some layers ahead of the computation.
 
-A few slots of memory form a ring: the weights of streamed layer k go to slot k modulo the number of
-slots. Threads read into every free slot, in the order of the layers. After the last layer they go
-on with the first ones, so the slots fill while the next tree is drafted.
+Threads read into every free slot, in the order of the layers. After the last layer they go on with
+the first ones, so the slots fill while the next tree is drafted.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime.base.weight_stream import WeightStream
 from sequoia_plan.runtime.offload.weight_file import (
     WeightBlock,
     WeightFile,
@@ -26,10 +26,10 @@ CHUNK_BYTES = 4 << 20
 """Bytes that a thread reads at once."""
 
 
-class DiskStream:
+class DiskStream(WeightStream):
     """Slots of memory that threads fill with blocks of a file, in order, in every pass.
 
-    It is a `WeightStream`. Blocks have running numbers that continue from pass to pass: with n
+    Blocks have running numbers that continue from pass to pass: with n
     blocks, number k stands for the weights of streamed layer k modulo n.
     """
 
@@ -58,9 +58,6 @@ class DiskStream:
         ]
         for thread in self.threads:
             thread.start()
-
-    def begin_step(self) -> None:
-        """Do nothing: the threads read ahead by themselves."""
 
     def wait_for(self, layer: int) -> None:
         """Wait until the weights of this streamed layer are in their slot."""
@@ -135,21 +132,19 @@ class DiskStream:
     def _read_chunks(self) -> None:
         """Read one chunk after another, until the stream is closed; each thread runs this."""
         while (chunk := self._next_chunk()) is not None:
-            block_number, start = chunk
             error: SequoiaPlanError | None = None
             is_complete = False
             try:
-                is_complete = self._read_chunk(block_number, start)
+                is_complete = self._read_chunk(*chunk)
             except SequoiaPlanError as failure:
                 error = failure
             except Exception as failure:  # the pass that waits for this block must learn of it
                 error = SequoiaPlanError(f"{self.file.path}: cannot be read ({failure})")
             with self.state_changed:
                 self.active_reads -= 1
-                if error:
-                    self.error = error
-                elif is_complete:
-                    self.block_in_slot[self._slot_of(block_number)] = block_number
+                self.error = error or self.error
+                if is_complete:
+                    self.block_in_slot[self._slot_of(chunk[0])] = chunk[0]
                 self.state_changed.notify_all()
 
     def _read_chunk(self, block_number: int, start: int) -> bool:

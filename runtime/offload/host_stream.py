@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime.base.weight_stream import WeightStream
 from sequoia_plan.runtime.offload.weight_file import WeightBlock, WeightFile
 
 
@@ -38,11 +39,8 @@ def pin(memory: Tensor) -> Tensor:
     return memory
 
 
-class HostStream:
-    """Slots of device memory that a CUDA stream of copies fills, in order, in every pass.
-
-    It is a `WeightStream`.
-    """
+class HostStream(WeightStream):
+    """Slots of device memory that a CUDA stream of copies fills, in order, in every pass."""
 
     can_be_captured = True
 
@@ -84,9 +82,6 @@ class HostStream:
             self._copy(layer + len(self.memory))
         elif self.next_layer == len(self.blocks):
             self.has_begun, self.next_layer = False, 0
-
-    def wait_until_full(self) -> None:
-        """Do nothing: no copy starts before a step begins."""
 
     def close(self) -> None:
         """Unpin the host memory."""

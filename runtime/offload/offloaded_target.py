@@ -5,11 +5,11 @@ Some layers stay in memory. The others are streamed in every pass.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import zlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.runtime.base.errors import first_line
 from sequoia_plan.runtime.base.weight_stream import WeightStream
 from sequoia_plan.runtime.models.architecture import decoder_layers
 from sequoia_plan.runtime.models.dtype import dtype_name
@@ -28,17 +27,13 @@ from sequoia_plan.runtime.models.fuse import fuse, try_kinds
 from sequoia_plan.runtime.models.fused_layer import FUSIBLE_NORMS, in_joined_order, plain_linear
 from sequoia_plan.runtime.models.gguf import cache_folder
 from sequoia_plan.runtime.models.metadata import sampled_positions
-from sequoia_plan.runtime.models.pretrained import local_folder, name_of
+from sequoia_plan.runtime.models.pretrained import local_folder, name_of, not_loadable
 from sequoia_plan.runtime.offload.disk_stream import DiskStream
 from sequoia_plan.runtime.offload.host_stream import HostStream, pinned_blocks
 from sequoia_plan.runtime.offload.memory import SLOTS, MemorySplit
 from sequoia_plan.runtime.offload.streamed_layers import attach_stream, set_parameters, view_slots
-from sequoia_plan.runtime.offload.weight_file import (
-    WeightBlock,
-    WeightFile,
-    exclusive_lock,
-    write_weights,
-)
+from sequoia_plan.runtime.offload.weight_file import WeightBlock, WeightFile
+from sequoia_plan.runtime.offload.weight_file_writer import exclusive_lock, write_weights
 
 FILE_SAMPLES, SAMPLE_BYTES = 256, 4096
 """So many samples of so many bytes, spread over a file of weights, tell its content apart."""
@@ -57,9 +52,14 @@ class OffloadedTarget:
         try:
             self.model, self.tokenizer = _load_without_layers(folder, dtype)
         except Exception as error:  # foreign code may do anything with a folder it does not expect
-            raise _load_error(folder, error) from error
+            raise not_loadable(folder, error) from error
         self.model.tie_weights()
-        _require_plain_tensors(folder, self.model)
+        for name, tensor in _saved_tensors(self.model).items():
+            if type(tensor) not in (Tensor, nn.Parameter):  # a file holds plain tensors
+                raise SequoiaPlanError(
+                    f"{folder}: {name} is a {type(tensor).__name__}, expected plain tensors; a "
+                    "model quantised like this cannot be streamed"
+                )
         self.device = torch.device(device)
         self.layers_name, self.layers = decoder_layers(self.model)
         self.file = self._open_weight_file(folder, dtype)
@@ -157,8 +157,8 @@ class OffloadedTarget:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with exclusive_lock(path):
-                if file := _open_if_current(path, source):
-                    return file
+                with contextlib.suppress(SequoiaPlanError):  # none, or not of these weights
+                    return WeightFile(path, source)
                 write_weights(path, layout, _tensor_reader(folder, layout, dtype), source)
                 return WeightFile(path, source)
         except OSError as error:
@@ -189,40 +189,18 @@ def _load_without_layers(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     Only transformers and the library that quantised a model know what its layers are like, so they
     load it.
     """
+    from accelerate import init_empty_weights  # decoding without offloading does not need it
+
     config = AutoConfig.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if getattr(config, "quantization_config", None):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     else:
-        with _on_meta_device():
+        with init_empty_weights(include_buffers=False):  # a model computes its buffers itself
             model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model, tokenizer
-
-
-def _on_meta_device() -> AbstractContextManager[Any]:
-    """A context in which parameters have no memory; a model computes its buffers itself."""
-    from accelerate import init_empty_weights
-
-    return init_empty_weights(include_buffers=False)
-
-
-def _load_error(folder: Path, error: Exception) -> SequoiaPlanError:
-    """The error for a model that transformers fails to load."""
-    return SequoiaPlanError(
-        f"{folder}: cannot be loaded as a causal language model ({first_line(error)})"
-    )
-
-
-def _require_plain_tensors(folder: Path, model: Any) -> None:
-    """Raise SequoiaPlanError if a weight is of a tensor subclass: a file holds plain tensors."""
-    for name, tensor in _saved_tensors(model).items():
-        if type(tensor) not in (Tensor, nn.Parameter):
-            raise SequoiaPlanError(
-                f"{folder}: {name} is a {type(tensor).__name__}, expected plain tensors; a model "
-                "quantised like this cannot be streamed"
-            )
 
 
 def _saved_tensors(model: Any) -> dict[str, Tensor]:
@@ -257,16 +235,6 @@ def _source_fingerprint(folder: Path, layout: list[dict[str, Tensor]]) -> str:
     return hashlib.sha256(json.dumps([files, tensors]).encode()).hexdigest()[:16]
 
 
-def _open_if_current(path: Path, source: str) -> WeightFile | None:
-    """The file of weights at `path`; None if there is none that was made from `source`."""
-    if not path.exists():
-        return None
-    try:
-        return WeightFile(path, source)
-    except SequoiaPlanError:
-        return None
-
-
 def _tensor_reader(
     folder: Path, layout: list[dict[str, Tensor]], dtype: torch.dtype
 ) -> Callable[[str], Tensor]:
@@ -279,35 +247,13 @@ def _tensor_reader(
     tensors = {name: tensor for block in layout for name, tensor in block.items()}
     if not any(tensor.is_meta for tensor in tensors.values()):
         return tensors.__getitem__
-    file_of_tensor = _files_of_tensors(folder)
-    if file_of_tensor.keys() >= tensors.keys():
-        return lambda name: _read_tensor(file_of_tensor[name], name)
     try:
+        files = [safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))]
+        file_of_tensor = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        if file_of_tensor.keys() >= tensors.keys():
+            return lambda name: file_of_tensor[name].get_tensor(name)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     except Exception as error:
-        raise _load_error(folder, error) from error
+        raise not_loadable(folder, error) from error
     whole_model = _saved_tensors(model)
     return lambda name: whole_model[name].detach()
-
-
-def _files_of_tensors(folder: Path) -> dict[str, str]:
-    """The path of the safetensors file that holds each tensor, by the tensor's name."""
-    file_of_tensor: dict[str, str] = {}
-    try:
-        for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                file_of_tensor |= dict.fromkeys(file.keys(), str(path))
-    except Exception as error:
-        raise SequoiaPlanError(
-            f"{folder}: its weights cannot be read ({first_line(error)})"
-        ) from error
-    return file_of_tensor
-
-
-def _read_tensor(path: str, name: str) -> Tensor:
-    """One tensor of a safetensors file, by name; SequoiaPlanError if it cannot be read."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return file.get_tensor(name)
-    except Exception as error:
-        raise SequoiaPlanError(f"{path}: {name} cannot be read ({first_line(error)})") from error

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from paths import ROOT
 
 from sequoia_plan.artifacts import Profile, SequoiaPlanError, TokenTree, load_tree, save_tree
-from sequoia_plan.artifacts.cost import expected_tokens
+from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.tree_file import CATALOG, catalog, to_bytes
 from sequoia_plan.planner.cli import main
 
@@ -32,7 +32,7 @@ def test_every_tree_is_what_the_command_makes():
 def test_shown_by_name(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tree = load_tree(name)
-    assert tree.plan.expected_tokens == expected_tokens(tree, tree.plan.acceptance)
+    assert tree.plan.expected_tokens == expected_tokens(tree, tree.plan.acceptance.rates)
     assert tree.plan.profile_sha256 in {
         Profile.load(file).sha256 for file in (CATALOG / "profiles").glob("*.yaml")
     }

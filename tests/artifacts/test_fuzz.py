@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 from strategies import trees
 
-from sequoia_plan.artifacts import Latency, LevelCounts, Plan, Profile, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import (
+    Acceptance,
+    Counts,
+    Latency,
+    Plan,
+    Profile,
+    SequoiaPlanError,
+    TokenTree,
+)
 from sequoia_plan.artifacts.interchange import (
     from_growmap,
     from_medusa,
@@ -43,15 +51,14 @@ LATENCY = Latency(
     {"target": {1: (0.03, 0.05)}, "draft": {1: (0.003, 0.005)}},
     16,
 )
-LEVELS = (LevelCounts(6, (3.0, 1.0)), LevelCounts(2, (1.0, 0.0)))
+COUNTS = Counts([[6, 0], [1, 1]], [[[3, 1], [0, 0]], [[1, 0], [0, 0]]])
 PROFILE = Profile(
-    (0.5, 0.125),
+    Acceptance.counted(COUNTS),
     8,
     LATENCY,
     {"temperature": 0.6},
     {"target": {"name": "t"}},
     {"threads": 2},
-    LEVELS,
 )
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 import pytest
 from format_tables import TABLES, with_tables
 from msgspec.structs import replace
-from paths import DATA, ROOT
+from paths import ROOT
 
 from sequoia_plan.artifacts import (
-    LANGUAGE_MODEL,
-    BenchResult,
+    Acceptance,
     Drafting,
     Latency,
     Plan,
@@ -23,7 +22,6 @@ from sequoia_plan.artifacts import (
     load_tree,
     save_tree,
 )
-from sequoia_plan.artifacts.cost import StepTime, expected_tokens
 from sequoia_plan.artifacts.schema import UNDECLARED, field_specs
 from sequoia_plan.planner import solve
 
@@ -44,37 +42,17 @@ def test_every_field_says_what_it_means(cls):
     assert all(spec.meaning for spec in field_specs(cls) if spec.name != UNDECLARED)
 
 
-def test_files_of_earlier_versions_stay_readable():
-    tree = load_tree(DATA / "tree-before-typed-plans.safetensors")
-    assert tree.size == 3
-    assert tree.plan.expected_tokens == expected_tokens(tree, tree.plan.acceptance)
-    assert StepTime.from_measured(tree.plan).step_seconds(tree) == tree.plan.step_seconds
-    profile = Profile.load(DATA / "profile-before-typed-plans.yaml")
-    assert profile.sha256 == tree.plan.profile_sha256
-    assert profile.drafting == tree.plan.drafting == LANGUAGE_MODEL
-    assert profile.latency.target == tree.plan.latency.target
-    assert profile.latency.verification is None
-    assert profile.all_verifiers == ("sequoia",)  # there is no choice
-    assert profile.for_verifier("sequoia") == profile
-    again = solve(profile, tree.plan.budget, tree.plan.depth)
-    assert again.plan.alternatives == {} == tree.plan.alternatives
-    assert again.plan.settings == tree.plan.settings
-    result = BenchResult.load(DATA / "bench-before-typed-plans.json")
-    assert list(result.methods) == ["plain", "generate", "traversal"]
-    assert result.methods["traversal"].prediction.speedup == pytest.approx(1.11, abs=0.01)
-
-
 def test_what_is_new_survives_and_is_left_out_where_it_says_nothing():
-    verification = VerificationCost(0.001, 0.0002, 0.0003, 0.00001, "level")
+    verification = VerificationCost(0.001, 0.00001)
     profile = Profile(
-        (0.5, 0.2),
+        Acceptance.given((0.5, 0.2)),
         latency=Latency({1: 0.04}, {2: 0.004}, verification=verification),
         drafting=Drafting("block draft", 8, False, 8),
     )
     assert Profile.from_bytes(profile.to_yaml().encode(), "p") == profile
     plain_latency = Latency({1: 0.04}, {2: 0.004})
-    assert "verification" not in Profile((0.5,), latency=plain_latency).to_yaml()
-    assert "drafting" not in Profile((0.5,)).to_yaml()
+    assert "verification" not in Profile(Acceptance.given((0.5,)), latency=plain_latency).to_yaml()
+    assert "drafting" not in Profile(Acceptance.given((0.5,))).to_yaml()
     plan = Plan(latency=profile.latency, drafting=profile.drafting)
     assert Plan.from_dict(plan.to_dict()) == plan
     assert Plan().to_dict() == {}
@@ -88,11 +66,6 @@ def test_what_is_new_survives_and_is_left_out_where_it_says_nothing():
         ("by_level: false", "by_level: 0", "drafting.by_level: found 0, expected true or false"),
         ("kind: block", "king: block", "drafting.kind: found None, expected text"),
         (
-            "rounds: level",
-            "rounds: nodes",
-            "latency.verification.rounds: found 'nodes', expected level or path or tree or walk",
-        ),
-        (
             "base: 0.001",
             "base: .inf",
             "latency.verification.base: found inf, expected a number >= 0",
@@ -104,9 +77,11 @@ def test_what_is_new_is_checked(old, new, message):
     latency = Latency(
         {1: 0.04},
         {2: 0.004},
-        verification=VerificationCost(0.001, 0.0002, 0.0003, 0.00001, "level"),
+        verification=VerificationCost(0.001, 0.00001),
     )
-    text = Profile((0.5,), latency=latency, drafting=Drafting("block", 8, False)).to_yaml()
+    text = Profile(
+        Acceptance.given((0.5,)), latency=latency, drafting=Drafting("block", 8, False)
+    ).to_yaml()
     assert old in text
     with pytest.raises(SequoiaPlanError) as error:
         Profile.from_bytes(text.replace(old, new).encode(), "p.yaml")
@@ -114,7 +89,11 @@ def test_what_is_new_is_checked(old, new, message):
 
 
 PREDICTED_TREE = solve(
-    Profile((0.5, 0.25), latency=Latency({1: 0.04, 8: 0.05}, {1: 0.003, 8: 0.004})), 8, 4
+    Profile(
+        Acceptance.given((0.5, 0.25)), latency=Latency({1: 0.04, 8: 0.05}, {1: 0.003, 8: 0.004})
+    ),
+    budget=8,
+    depth=4,
 ).tree
 
 

@@ -181,7 +181,7 @@ def test_tree_file_refuses_contradictions(tmp_path, change, message):
         ({1: 2}, "plan: found the key 1, expected printable text"),
         ({"a": [[[[[[[[1]]]]]]]]}, "plan: nested deeper than 8 levels"),
         ({"budget": 0}, "plan.budget: found 0, expected a whole number >= 1"),
-        ({"trials": -1}, "plan.trials: found -1, expected a whole number >= 0"),
+        ({"effective_trials": -1}, "plan.effective_trials: found -1, expected a whole number >= 0"),
         ({"solver": 1}, "plan.solver: found 1, expected text"),
         (
             {"profile_sha256": "ab"},
@@ -222,15 +222,6 @@ def test_tree_file_refuses_contradictions(tmp_path, change, message):
         (
             {"acceptance": [0.9, 0.9]},
             "plan.acceptance: sums to 1.8, expected at most 1 (at most one child is accepted)",
-        ),
-        (
-            {"acceptance": [[0.5], [0.5, 0.1]]},
-            "plan.acceptance, level 1: found 2 ranks, expected equal lengths: 1 (pad with zeros)",
-        ),
-        (
-            {"acceptance": [[0.5], 3]},
-            "plan.acceptance, level 1: found 3, expected a non-empty list of probabilities p[1], "
-            "p[2], ...",
         ),
     ],
 )

@@ -127,23 +127,15 @@ def test_permissions_stay(tmp_path):
         os.umask(mask)
 
 
-def test_a_full_disk_behind_stdout(run, tmp_path):
+def test_a_full_disk_behind_stdout(run):
     """A real process that prints to a device without room."""
-    for arguments in (["show"], ["show", "--json"], ["--help"]):
-        with open("/dev/full", "w") as full:
-            found = subprocess.run(
-                [sys.executable, "-m", "sequoia_plan", *arguments],
-                cwd=tmp_path,
-                stdout=full,
-                stderr=subprocess.PIPE,
-                text=True,
-                check=False,
-            )
-        assert found.returncode == 1
-        assert (
-            found.stderr
-            == "Error: output: No space left on device; free some space, or name another file\n"
+    command = [sys.executable, "-m", "sequoia_plan", "show"]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, check=False
         )
+    message = "output: No space left on device; free some space, or name another file"
+    assert (result.returncode, result.stderr) == (1, f"Error: {message}\n")
 
 
 class Words:
@@ -214,6 +206,7 @@ def test_prompt_files(tmp_path):
             load(tmp_path / "bad.jsonl")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["profile", "bench"])
 def test_a_prompt_that_is_too_long_is_named_before_anything_is_measured(run, tmp_path, command):
     (tmp_path / "p.jsonl").write_text(
@@ -282,6 +275,7 @@ with exclusive(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["profile", "bench"])
 def test_two_that_measure_for_one_file(run, tmp_path, command):
     """The lock is held by a process whose journal is already gone, and is taken over afterwards."""
@@ -312,17 +306,15 @@ def shell(command, cwd, **variables):
     )
 
 
-@pytest.mark.parametrize("command", ["$S show >&-", "$S show --json >&-", "$S --help >&-"])
+@pytest.mark.parametrize("command", ["$S show >&-", "$S --help >&-"])
 def test_a_closed_stdout(run, tmp_path, command):
     """Nobody reads the output, and the command does its work."""
     result = shell(command, tmp_path)
     assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
 
 
-@pytest.mark.parametrize(
-    "command", ["$S show $'a\\xff'", "$S show é", "$S show $'\\e[31m'", "$S solve $'\\u65e5'"]
-)
-@pytest.mark.parametrize("encoding", ["ascii:strict", "latin-1:strict", "utf-8:strict"])
+@pytest.mark.parametrize("command", ["$S show $'a\\xff'", "$S show $'\\e[31m'", "$S solve é"])
+@pytest.mark.parametrize("encoding", ["ascii:strict", "utf-8:strict"])
 def test_names_that_no_encoding_has(run, tmp_path, command, encoding):
     result = shell(command, tmp_path, PYTHONIOENCODING=encoding)
     assert result.returncode == 1 and b"\x1b" not in result.stderr

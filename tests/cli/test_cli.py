@@ -12,7 +12,15 @@ import torch
 from click.testing import CliRunner
 from msgspec.structs import replace
 
-from sequoia_plan.artifacts import Latency, LevelCounts, Profile, TokenTree, load_tree, save_tree
+from sequoia_plan.artifacts import (
+    Acceptance,
+    Latency,
+    LevelCounts,
+    Profile,
+    TokenTree,
+    load_tree,
+    save_tree,
+)
 from sequoia_plan.planner.cli import main, profiling
 from sequoia_plan.planner.cli import pair as cli_pair
 from sequoia_plan.profiler import latency
@@ -20,7 +28,7 @@ from sequoia_plan.profiler.hardware import fingerprint, idle_cores
 from sequoia_plan.runtime import Sampling
 
 PROFILE = Profile(
-    (0.5, 0.125, 0.05),
+    Acceptance.given((0.5, 0.125, 0.05)),
     800,
     Latency({1: 0.04, 4: 0.042, 16: 0.05}, {1: 0.003, 16: 0.004}, 0.001, 128),
 )

@@ -11,19 +11,16 @@ from hypothesis import strategies as st
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.engines.chain import (
-    StepKind,
-    StepTimes,
+    ChainModel,
     TokensByLength,
     agreement_by_age,
-    best_length,
     effective_trials,
-    make_schedule,
-    median_step_seconds,
-    predict_cells,
     survival_probs,
-    tokens_by_length,
 )
 from sequoia_plan.engines.plan import ChainAcceptance, StepSeconds
+from sequoia_plan.engines.planning import Measurement, make_plan
+from sequoia_plan.engines.timing import StepTimes, step_times
+from sequoia_plan.engines.workload import Drafting, EngineRun, RunKind
 
 AGREEMENT = np.array([0.45, 0.7, 0.85, 0.6, 0.75])
 
@@ -84,7 +81,7 @@ def test_counts_of_one_length_tell_every_shorter_one():
     """
     text = random_text(400_000, 0)
     counts = count_acceptance(accepted_per_step(text, 6), 6)
-    tokens = tokens_by_length(counts, 6)
+    tokens = ChainModel(counts, 6).tokens_by_length
     for length in (1, 2, 3, 6):
         steps = accepted_per_step(text, length)
         error = steps.std() / math.sqrt(len(steps))
@@ -107,14 +104,14 @@ def test_agreement_is_what_the_counts_were_made_of(probs):
 
 def test_extreme_counts():
     for accepted, mean in (((0, 0), [1, 1, 1]), ((50, 50), [1, 2, 3]), ((30,), [1, 1.6])):
-        tokens = tokens_by_length(ChainAcceptance(50, accepted), len(mean) - 1)
+        tokens = ChainModel(ChainAcceptance(50, accepted), len(mean) - 1).tokens_by_length
         np.testing.assert_allclose(tokens.mean, mean, atol=1e-9)
     message = "found 60 after 50, expected no more at a later position"
     with pytest.raises(SequoiaPlanError, match=message):
         ChainAcceptance(50, (60,))
 
 
-def step_times(seconds, batches):
+def times_of(seconds, batches):
     """StepTimes of a table of seconds, [batches][lengths]."""
     steps = [
         StepSeconds(batch, length, value)
@@ -124,6 +121,19 @@ def step_times(seconds, batches):
     return StepTimes(tuple(steps))
 
 
+class ModelOfMeans(ChainModel):
+    """A model whose expected tokens are given."""
+
+    def __init__(self, mean):
+        super().__init__(ChainAcceptance(10, (5,)), len(mean) - 1)
+        self.__dict__["tokens_by_length"] = TokensByLength(list(mean), [0.0] * len(mean))
+
+
+def plan_of(model, times, batches):
+    (part,) = make_plan([Measurement(model, times)], batches, lambda _: (), engine="x").contexts
+    return part
+
+
 @settings(max_examples=60)
 @given(
     st.lists(st.lists(st.floats(0.001, 1.0), min_size=5, max_size=5), min_size=1, max_size=3),
@@ -131,65 +141,59 @@ def step_times(seconds, batches):
 )
 def test_the_best_length_is_that_of_every_length_tried(seconds, rates):
     mean = np.concatenate([[1.0], 1 + np.cumsum(np.cumprod(rates))])
-    tokens = TokensByLength(mean, np.zeros(5))
     batches = [1, 4, 16][: len(seconds)]
-    times = step_times(seconds, batches)
-    for batch, row in zip(batches, seconds, strict=True):
-        speeds = [batch * m / second for m, second in zip(mean, row, strict=True)]
-        assert speeds[best_length(tokens, times, batch)] == max(speeds)
-    for cell in predict_cells(tokens, times, batches):
+    times = times_of(seconds, batches)
+    part = plan_of(ModelOfMeans(mean), times, batches)
+    for cell in part.cells:
         cell_seconds = seconds[batches.index(cell.batch)][cell.speculative_tokens]
         throughput = cell.batch * mean[cell.speculative_tokens] / cell_seconds
         assert cell.throughput == pytest.approx(throughput, rel=1e-5)
-    schedule = make_schedule(tokens, times, max(batches))
-    covered = [n for entry in schedule for n in range(entry.first, entry.last + 1)]
-    assert covered == list(range(1, max(batches) + 1))
-    for entry in schedule:
-        assert all(
-            best_length(tokens, times, batch) == entry.speculative_tokens
-            for batch in range(entry.first, entry.last + 1)
-        )
+    assert [entry.first for entry in part.schedule] == [
+        1,
+        *(entry.last + 1 for entry in part.schedule[:-1]),
+    ]
+    assert part.schedule[-1].last == max(batches)
+    for entry in part.schedule:
+        for batch in range(entry.first, entry.last + 1):
+            speeds = [m / times.seconds_and_error(batch, n)[0] for n, m in enumerate(mean)]
+            assert speeds[entry.speculative_tokens] == max(speeds)
 
 
 def test_do_not_speculate_is_an_answer():
-    tokens = tokens_by_length(ChainAcceptance(1000, (400, 100)), 2)
-    times = step_times([[0.1, 0.12, 0.13], [0.1, 0.2, 0.3]], [1, 8])
-    assert (best_length(tokens, times, 1), best_length(tokens, times, 8)) == (1, 0)
-    first, *_, last = make_schedule(tokens, times, 8)
+    model = ChainModel(ChainAcceptance(1000, (400, 100)), 2)
+    part = plan_of(model, times_of([[0.1, 0.12, 0.13], [0.1, 0.2, 0.3]], [1, 8]), [1, 8])
+    assert [part.best_cell(batch).speculative_tokens for batch in (1, 8)] == [1, 0]
+    first, *_, last = part.schedule
     assert first.speculative_tokens == 1 and last.speculative_tokens == 0 and last.last == 8
 
 
 def test_times_between_those_measured_are_on_the_line():
-    times = StepTimes(
-        (
-            StepSeconds(1, 0, 0.05),
-            StepSeconds(1, 1, 0.1),
-            StepSeconds(1, 5, 0.18),
-            StepSeconds(4, 0, 0.11),
-            StepSeconds(4, 1, 0.16),
-        )
-    )
+    rows = [(1, 0, 0.05), (1, 1, 0.1), (1, 5, 0.18), (4, 0, 0.11), (4, 1, 0.16)]
+    times = StepTimes(tuple(StepSeconds(*row) for row in rows))
     assert times.seconds_and_error(1, 3)[0] == pytest.approx(0.14)
     assert times.seconds_and_error(1, 7)[0] == pytest.approx(0.22)
     assert times.seconds_and_error(1, 0)[0] == 0.05  # not on the line of the other lengths
     assert times.seconds_and_error(2, 1)[0] == pytest.approx(0.12)
     assert times.seconds_and_error(4, 3)[0] == 0.16
-    assert times.is_measured(1, 5) and not times.is_measured(1, 3)
-    with pytest.raises(SequoiaPlanError, match="batch 1 has no time with speculation"):
-        StepTimes((StepSeconds(1, 0, 0.05),))
-    with pytest.raises(SequoiaPlanError, match="batch 1 has no time without speculation"):
-        StepTimes((StepSeconds(1, 2, 0.05),)).seconds_and_error(1, 0)
+    assert times.is_timed(1, 5) and not times.is_timed(1, 3)
+
+
+@pytest.mark.parametrize("lengths", [[0], [2, 3], [0, 2, 2]])
+def test_times_that_a_plan_cannot_be_made_of(lengths):
+    with pytest.raises(SequoiaPlanError, match=r"batch 1 was timed with .* expected 0 and others"):
+        StepTimes(tuple(StepSeconds(1, length, 0.05) for length in lengths))
 
 
 def test_the_median_round_is_the_step_time():
-    first, second = median_step_seconds(
-        {
-            StepKind(1, 2, 512): [(2.0, 10), (0.0, 0)],
-            StepKind(4, 0, 256): [(1.0, 10), (1.1, 10), (9.0, 10)],
-        }
-    )
-    assert first.seconds == pytest.approx(0.11) and first.steps == 30 and first.error > 0
-    assert (second.seconds, second.error, second.context) == (0.2, 0, 512)
+    rounds = {
+        RunKind(Drafting(2), 1, 512): [EngineRun(2.0, 10, 10), EngineRun(0.0, 0, 0)],
+        RunKind(Drafting(0), 1, 512): [EngineRun(seconds, 10, 10) for seconds in (1.0, 1.1, 9.0)],
+        RunKind(Drafting(1), 1, 256): [EngineRun(5.0, 10, 10)],
+    }
+    times = step_times(rounds, 512)
+    plain, speculative = times.steps
+    assert plain.seconds == pytest.approx(0.11) and plain.steps == 30 and plain.error > 0
+    assert (speculative.seconds, speculative.error, times.context) == (0.2, 0, 512)
 
 
 def texts_that_differ(seed, texts=40, steps=30):
@@ -210,7 +214,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
         for uses_effective_trials in hits:
             trials = effective_trials(counts, tokens_by_text) if uses_effective_trials else 0.0
             acceptance = ChainAcceptance(counts.drafts, counts.accepted, trials)
-            tokens = tokens_by_length(acceptance, 1)
+            tokens = ChainModel(acceptance, 1).tokens_by_length
             half_width = 1.96 * tokens.error[1] * tokens.mean[1]
             # the survival of the one drafted token is 0.5 on average over texts
             hits[uses_effective_trials] += abs(counts.survival[0] - 0.5) < half_width

@@ -10,25 +10,33 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.engines.plan import ChainAcceptance, EnginePlan, ScheduleEntry
+from sequoia_plan.engines.plan import (
+    Cell,
+    ChainAcceptance,
+    ContextPlan,
+    EnginePlan,
+    ScheduleEntry,
+    StepSeconds,
+)
 from sequoia_plan.engines.settings import settings_of, tensorrt_llm
 from sequoia_plan.planner.cli import main
 
-PLAN = EnginePlan(
-    engine="vllm",
-    method="eagle3",
-    draft="d",
+PART = ContextPlan(
+    context=0,
     acceptance=ChainAcceptance(drafts=1000, accepted=(600, 300, 120)),
+    steps=(StepSeconds(1, 0, 0.1),),
+    cells=(Cell(1, 0, 1.0, 0.1, 10.0, 9.0, 11.0, 1.0, True),),
     schedule=(ScheduleEntry(1, 4, 3), ScheduleEntry(5, 16, 1), ScheduleEntry(17, 64, 0)),
 )
+PLAN = EnginePlan(engine="vllm", method="eagle3", draft="d", contexts=(PART,))
 
 
-def texts(plan):
-    return {(s.engine, s.purpose): s.text for s in settings_of(plan)}
+def texts(part):
+    return {(s.engine, s.purpose): s.text for s in settings_of(PLAN, part)}
 
 
 def test_every_engine_gets_its_own_form():
-    settings = texts(PLAN)
+    settings = texts(PART)
     schedule = json.loads(shlex.split(settings["vLLM", "server"])[1])
     assert schedule["num_speculative_tokens_per_batch_size"] == [[1, 4, 3], [5, 16, 1], [17, 64, 0]]
     adaptive = json.loads(settings["SGLang", "file of --speculative-adaptive-config"])
@@ -43,7 +51,7 @@ def test_every_engine_gets_its_own_form():
 
 
 def test_synthetic_acceptance_is_that_of_the_plan():
-    settings = texts(PLAN)
+    settings = texts(PART)
     config = json.loads(shlex.split(settings["vLLM", "load test"])[1])
     # the counts were made with the same length, so the model gives them back
     assert config["synthetic_acceptance_rates"] == pytest.approx([0.6, 0.3, 0.12], abs=1e-3)
@@ -55,7 +63,7 @@ def test_synthetic_acceptance_is_that_of_the_plan():
 
 
 def test_steps_that_draft_nothing_lower_the_synthetic_acceptance():
-    rare = replace(PLAN, acceptance=replace(PLAN.acceptance, drafting_share=0.5))
+    rare = replace(PART, acceptance=replace(PART.acceptance, drafting_share=0.5))
     assert texts(rare)["AIConfigurator", "command"] == "--nextn 3 --nextn-accepted 0.51"
 
 
@@ -66,24 +74,15 @@ def test_tensorrt_llm_refuses_a_first_range_that_is_not_the_longest():
     assert text == "max_draft_len=2, draft_len_schedule={4: 2, 65536: 1}"
 
 
-def test_no_speculation_has_no_settings(tmp_path):
-    path = tmp_path / "plan.yaml"
-    replace(PLAN, schedule=(ScheduleEntry(1, 8, 0),)).save(path)
-    result = CliRunner().invoke(main, ["engine", "settings", str(path)])
-    assert result.output == "start the engine without speculation\n"
-
-
 def test_the_command_prints_them(tmp_path):
-    path = tmp_path / "plan.yaml"
-    PLAN.save(path)
-    result = CliRunner().invoke(main, ["engine", "settings", str(path)])
-    assert all(setting.text in result.output for setting in settings_of(PLAN))
-    result = CliRunner().invoke(main, ["engine", "settings", "--json", str(path)])
-    assert [row["text"] for row in json.loads(result.output)] == [
-        setting.text for setting in settings_of(PLAN)
-    ]
+    plain = replace(PART, context=512, schedule=(ScheduleEntry(1, 8, 0),))
+    replace(PLAN, contexts=(PART, plain)).save(tmp_path / "plan.yaml")
+    result = CliRunner().invoke(main, ["engine", "settings", str(tmp_path / "plan.yaml")])
+    assert all(setting.text in result.output for setting in settings_of(PLAN, PART))
+    place = "at a context of 512 tokens"
+    assert result.output.endswith(f"start the engine without speculation {place}\n")
 
 
-def test_a_plan_without_a_schedule_is_one_line():
-    with pytest.raises(SequoiaPlanError, match="a plan for llamacpp has no schedule"):
-        settings_of(replace(PLAN, engine="llamacpp", schedule=()))
+def test_a_plan_for_llama_cpp_has_settings_that_no_other_engine_takes():
+    with pytest.raises(SequoiaPlanError, match=r"a plan for llama.cpp"):
+        settings_of(replace(PLAN, engine="llamacpp"), PART)

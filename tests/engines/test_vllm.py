@@ -12,23 +12,26 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from sessions import has_ended, session_pids
 
 from sequoia_plan.engines import vllm
-from sequoia_plan.engines.plan import EnginePlan
-from sequoia_plan.engines.process import EngineProcess
+from sequoia_plan.engines.engine_process import EngineProcess
+from sequoia_plan.engines.plan import EnginePlan, ScheduleEntry
 from sequoia_plan.planner.cli import main
 
 PYTHON = os.environ.get("SEQUOIA_PLAN_VLLM", "")
-pytestmark = pytest.mark.skipif(
-    not PYTHON,
-    reason="needs a real vLLM: run make engines, "
-    "or set SEQUOIA_PLAN_VLLM to the Python that has one",
-)
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(
+        not PYTHON,
+        reason="needs a real vLLM: run make engines, "
+        "or set SEQUOIA_PLAN_VLLM to the Python that has one",
+    ),
+]
 
 CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -94,47 +97,29 @@ def measured_plan(folder):
     return EnginePlan.load(folder / "plan.yaml"), result.stdout
 
 
-def session_states(pid):
-    """The states of the processes of a session."""
-    command = ["ps", "-o", "stat=", "-s", str(pid)]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
-
-
-def is_session_dead(pid):
-    return all(state.startswith("Z") for state in session_states(pid))
-
-
-def has_ended(pid):
-    """True if no process of the session runs, now or within the timeout."""
-    deadline = time.monotonic() + 30
-    while not is_session_dead(pid) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return is_session_dead(pid)
-
-
 def test_the_plan(measured_plan):
     plan, output = measured_plan
-    assert plan.version and 0.1 < plan.acceptance.survival[0] < 0.9
-    assert len(plan.acceptance.accepted) == 3
+    (part,) = plan.contexts
+    assert plan.engine_version and 0.1 < part.acceptance.survival[0] < 0.9
+    assert len(part.acceptance.accepted) == 3
     for batch in (1, 3):
-        plain, *speculative = cells = plan.cells_at(batch)
+        plain, *speculative = cells = part.cells_at(batch)
         assert [cell.speculative_tokens for cell in cells] == [0, 1, 2, 3]
-        best = plan.best_cell(batch)
+        best = part.best_cell(batch)
         assert best.is_timed and best.measured and plain.measured.tokens_per_step == 1
         for cell in speculative:
             max_tokens = cell.speculative_tokens + 1
             assert cell.measured is None or 1 < cell.measured.tokens_per_step < max_tokens
-    assert all(line in output for line in plan.lines)
+    assert all(line in output for line in part.lines)
 
 
 def test_vllm_takes_the_schedule(measured_plan):
     """vLLM's own reader of schedules finds the plan's best number for each batch size."""
     speculative = vllm.speculative_config("draft_model", "d", {})
-    schedule = measured_plan[0].schedule
+    schedule = measured_plan[0].contexts[0].schedule
     if len(schedule) == 1:
-        schedule = (vllm.ScheduleEntry(1, 2, 2), vllm.ScheduleEntry(3, 3, 0))
-    options = vllm.launch_options(speculative, schedule, accepts_schedule=True)
-    config = json.loads(shlex.split(options[-1])[1])
+        schedule = (ScheduleEntry(1, 2, 2), ScheduleEntry(3, 3, 0))
+    config = json.loads(shlex.split(vllm.launch_options(speculative, schedule)[-1])[1])
     script = (
         "import json, sys; from vllm.v1.spec_decode.dynamic.utils "
         "import build_dynamic_sd_schedule_lookup as build; "
@@ -167,13 +152,13 @@ def test_counters_agree_with_the_tokens(folder):
             speculative=speculative,
             options={**OPTIONS, "max_num_seqs": 3},
         )
-        engine.ask("reading", "encode", prompts=PROMPTS)
-        run = engine.ask("running", "run", batch=3, prompts=list(range(6)), tokens=24, drain=True)
+        prompts = engine.ask("reading", "encode", prompts=PROMPTS)["prompts"]
+        run = engine.ask(
+            "running", "run", prompts=prompts, texts_before=[[]] * 3, tokens=24, drain=True
+        )
         steps = [step for steps in run["tokens_by_prompt"] for step in steps]
-        before, after = run["counters_before"], run["counters_after"]
-        increase = {name: value - before.get(name, 0) for name, value in after.items()}
-        assert increase["vllm:spec_decode_num_drafts"] == len(steps)
-        accepted = increase["vllm:spec_decode_num_accepted_tokens"]
+        assert run["counters"]["vllm:spec_decode_num_drafts"] == len(steps)
+        accepted = run["counters"]["vllm:spec_decode_num_accepted_tokens"]
         lost = accepted - (sum(steps) - len(steps))
         assert 0 <= lost <= 2 * 6 and max(steps) == 3
 
@@ -205,7 +190,7 @@ def test_a_draft_of_another_vocabulary_is_one_line(folder):
 
 def test_nothing_of_vllm_outlives_a_killed_program(folder):
     script = (
-        "import sys, time; from sequoia_plan.engines.process import EngineProcess\n"
+        "import sys, time; from sequoia_plan.engines.engine_process import EngineProcess\n"
         f"engine = EngineProcess({PYTHON!r}); print(engine.process.pid, flush=True)\n"
         f"info = engine.ask('starting', 'start', model={str(folder / 'target')!r}, "
         f"speculative=None, options={OPTIONS!r})\n"
@@ -216,7 +201,7 @@ def test_nothing_of_vllm_outlives_a_killed_program(folder):
     try:
         assert "version" in program.stdout.readline()
         # the process that watches, the engine, and vLLM's own
-        assert len(session_states(pid)) >= 3
+        assert len(session_pids(pid)) >= 3
         os.kill(program.pid, signal.SIGKILL)
         program.wait()
         assert has_ended(pid)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from strategies import all_trees
 
 from sequoia_plan.artifacts import Drafting
-from sequoia_plan.artifacts.cost import expected_tokens
+from sequoia_plan.artifacts.expected_tokens import expected_tokens
 
 TREES = [tree for size in range(1, 8) for tree in all_trees(size)]
 DFLASH = Drafting("block", first_width=2, drafts_by_level=False, max_depth=4)
@@ -25,5 +23,4 @@ def max_speed(rows, times, max_size):
         for t in TREES
         if t.size <= max_size and t.depth <= len(rows) + 1 and t.branching <= rows.shape[-1]
     ]
-    times = replace(times, acceptance=rows)
     return max(expected_tokens(t, rows) / times.step_seconds(t) for t in fits)

@@ -6,7 +6,6 @@ import itertools
 
 import numpy as np
 from hypothesis import strategies as st
-from msgspec import structs
 
 from sequoia_plan.artifacts import Latency, StreamCost, TokenTree, VerificationCost
 
@@ -76,30 +75,17 @@ def level_rows(draw, non_increasing):
     return [padded(row, ranks) for row in rows]
 
 
-def has_proof(costs):
-    """Whether the search ends with a proof where verification costs this."""
-    return costs is None or costs.by_round == 0 or costs.round_order in ("tree", "level")
-
-
 @st.composite
-def latencies(draw, proven=False):
+def latencies(draw):
     """Curves that never decrease, for up to seven nodes, with any verification.
 
     The target is in memory or streamed.
-
-    Args:
-        proven: only verification for which the search ends with a proof.
     """
     increments = st.lists(st.floats(0.0005, 0.02), min_size=7, max_size=7)
     target, drafts = (np.cumsum(draw(increments)).tolist() for _ in range(2))
     sizes = {1, *draw(st.lists(st.integers(2, 7)))}
     widths = {2, *draw(st.lists(st.integers(1, 6)))}
-    cost = st.sampled_from([0.0, 0.0001, 0.002])
-    by_round, by_parent, by_child = draw(cost), draw(cost), draw(cost)
-    orders = ["tree", "level", "walk"] if proven else ["tree", "level", "walk", "path"]
-    costs = VerificationCost(0.001, by_round, by_parent, by_child, draw(st.sampled_from(orders)))
-    if proven and costs.round_order == "walk":
-        costs = structs.replace(costs, by_round=0.0)  # greedy decoding: rejections cost nothing
+    costs = VerificationCost(0.001, draw(st.sampled_from([0.0, 0.0001, 0.002])))
     target_seconds = {n: 0.02 + target[n - 1] for n in sorted(sizes)}
     draft_seconds = {n: drafts[n - 1] for n in sorted(widths)}
     streams = [StreamCost(seconds, 1000) for seconds in (0.01, 0.04, 0.06, 0.1, 1.0)]

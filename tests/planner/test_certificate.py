@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import acceptance_vectors, padded, rows_by_class
 
-from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
-from sequoia_plan.artifacts.cost import acceptance_rows, expected_tokens
+from sequoia_plan.artifacts import Acceptance, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.planner import baseline, check, solve
 from sequoia_plan.planner.solving import (
     best_first,
@@ -29,7 +29,7 @@ from sequoia_plan.planner.solving import (
 def test_the_bound_holds_and_is_attained_on_non_increasing_rows(rows, size, depth):
     if not isinstance(rows[0][0], list):
         rows = [padded(row, 4) for row in rows]
-    table = acceptance_rows(rows, depth)
+    table = Acceptance.given(rows).at_depth(depth)
     values = dynamic_programming.frontier(table, size)[-1]
     bounds = concave_envelope.upper_bounds(table, size)
     assert (bounds >= values * (1 - 1e-12)).all()
@@ -40,15 +40,17 @@ def test_the_bound_holds_and_is_attained_on_non_increasing_rows(rows, size, dept
 
 def test_certificate():
     vector = [0.5, 0.2, 0.1]
-    best = solve(vector, 10, 5)
+    rates = Acceptance.given(vector).rates
+    best = solve(vector, budget=10, depth=5)
     proof = check(best.tree, vector, 5)
     assert (proof.argument, proof.gap) == ("best node left out", 0.0)
     parent, rank, value = proof.next_node
     larger = TokenTree.from_parents([*best.tree.parents.tolist(), parent])
     assert best.tree.child_count[parent] + 1 == rank
-    assert expected_tokens(larger, vector) == pytest.approx(best.plan.expected_tokens + value)
-    best_larger = solve(vector, 11, 5)
-    assert expected_tokens(larger, vector) == pytest.approx(best_larger.plan.expected_tokens)
+    tokens = expected_tokens(larger, rates)
+    assert tokens == pytest.approx(best.plan.expected_tokens + value)
+    best_larger = solve(vector, budget=11, depth=5)
+    assert tokens == pytest.approx(best_larger.plan.expected_tokens)
     worse = check(TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 1, 2, 2, 2]), vector, 5)
     assert worse.upper_bound == pytest.approx(best.plan.expected_tokens)
     assert worse.gap > 0.01
@@ -63,37 +65,37 @@ def test_certificate():
 @given(rows_by_class(), st.integers(1, 7), st.integers(2, 5))
 def test_the_certificate_knows_classes(rows, size, depth):
     """The bound is the enumerated optimum, and the next node adds the value that it is said to."""
-    ranks = len(rows[0][0])
+    ranks, rates = len(rows[0][0]), Acceptance.given(rows).rates
     fits = [t for t in TREES if t.size == size and t.depth <= depth and t.branching <= ranks]
     for tree in fits[:: max(1, len(fits) // 5)]:
         proof = check(tree, rows, depth, ranks)
-        optimum = max(expected_tokens(t, rows) for t in fits)
+        optimum = max(expected_tokens(t, rates) for t in fits)
         assert proof.upper_bound == pytest.approx(optimum, rel=1e-12)
         if proof.next_node:
             parent, _, value = proof.next_node
             larger = TokenTree.from_parents([*tree.parents.tolist(), parent])
-            assert expected_tokens(larger, rows) == pytest.approx(proof.expected_tokens + value)
+            assert expected_tokens(larger, rates) == pytest.approx(proof.expected_tokens + value)
 
 
 def test_the_certificate_where_rows_increase(monkeypatch):
     rising = [0.05, 0.1, 0.7]
-    optima = dynamic_programming.frontier(acceptance_rows(rising, 4), 13)[-1]
+    optima = dynamic_programming.frontier(Acceptance.given(rising).at_depth(4), 13)[-1]
     for size, argument in ((13, "concave hull"), (12, "exact recursion")):
-        proof = check(solve(rising, size, 4).tree, rising, 4)
+        proof = check(solve(rising, budget=size, depth=4).tree, rising, 4)
         assert (proof.argument, proof.exact) == (argument, True)
         assert proof.upper_bound == pytest.approx(optima[size - 1], rel=1e-12)
     monkeypatch.setattr(certificate, "MAX_SOLVED_NODES", 11)
-    too_large = check(solve(rising, 12, 4).tree, rising, 4)
+    too_large = check(solve(rising, budget=12, depth=4).tree, rising, 4)
     assert (too_large.argument, too_large.exact) == ("concave hull", False)
     assert too_large.upper_bound > optima[11] * 1.001
 
 
 def test_the_tree_that_envelopes_suggest_is_taken_only_where_it_attains_their_bound():
-    measured = acceptance_rows(
-        [0.77, 0.1, 0.04, 0.02, 0.013, 0.008, 0.0064, 0.0065, 0.003, 0.0035], 9
-    )
+    measured = Acceptance.given(
+        [0.77, 0.1, 0.04, 0.02, 0.013, 0.008, 0.0064, 0.0065, 0.003, 0.0035]
+    ).at_depth(9)
     # The control: the suggested tree falls short of the optimum.
-    rising = acceptance_rows([0.3, 0.05, 0.5], 4)
+    rising = Acceptance.given([0.3, 0.05, 0.5]).at_depth(4)
     for rows, size, is_taken in ((measured, 100, True), (rising, 6, False)):
         suggested, is_attained = concave_envelope._tree_by_envelopes(rows, size)
         optimum = dynamic_programming.frontier(rows, size)[-1][-1]
@@ -104,7 +106,7 @@ def test_the_tree_that_envelopes_suggest_is_taken_only_where_it_attains_their_bo
 
 
 def test_a_million_nodes():
-    solution = solve([0.7, 0.15, 0.05, 0.02], 1_000_000, 64)
+    solution = solve([0.7, 0.15, 0.05, 0.02], budget=1_000_000, depth=64)
     assert solution.tree.size == 1_000_000
     assert check(solution.tree, [0.7, 0.15, 0.05, 0.02], 64).gap == 0
 
@@ -120,8 +122,8 @@ def test_no_baseline_is_worth_more(acceptance, size, depth, name):
     tree = baseline(name, size, depth)
     assert tree.size <= size and tree.depth <= depth
     vector = acceptance + [0.0] * max(0, tree.branching - len(acceptance))
-    optimum = solve(vector, tree.size, depth).plan.expected_tokens
-    assert expected_tokens(tree, vector) <= optimum * (1 + 1e-12)
+    optimum = solve(vector, budget=tree.size, depth=depth).plan.expected_tokens
+    assert expected_tokens(tree, Acceptance.given(vector).rates) <= optimum * (1 + 1e-12)
 
 
 def test_baselines_have_their_shapes(tmp_path):

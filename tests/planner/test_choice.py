@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from brute_force import DFLASH, EAGLE, TREES, max_speed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from strategies import acceptance_vectors, has_proof, latencies, level_rows, rows_by_class
+from strategies import acceptance_vectors, latencies, level_rows, rows_by_class
 
 from sequoia_plan.artifacts import (
     LANGUAGE_MODEL,
+    Acceptance,
     Latency,
     Profile,
     StreamCost,
     TokenTree,
-    VerificationCost,
 )
-from sequoia_plan.artifacts.cost import StepTime, acceptance_rows, expected_tokens
+from sequoia_plan.artifacts.expected_tokens import expected_tokens
+from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner import frontier, solve
 from sequoia_plan.planner.solving import best_first, concave_envelope, fastest, relaxation
 from sequoia_plan.planner.solving.convolution import isotonic
 from sequoia_plan.planner.solving.fastest import fastest_tree
 
 TINY = Profile(
-    (0.5, 0.3, 0.1, 0.05),
+    Acceptance.given((0.5, 0.3, 0.1, 0.05)),
     latency=Latency(
         {n: 0.04 + 0.0005 * n for n in range(1, 8)}, {1: 0.002, 2: 0.012, 5: 0.02}, 0.001, 0
     ),
@@ -36,24 +35,24 @@ TINY = Profile(
 
 
 @settings(max_examples=120)
-@given(
-    level_rows(non_increasing=True), latencies(proven=True), st.integers(2, 7), st.integers(2, 6)
-)
+@given(level_rows(non_increasing=True), latencies(), st.integers(2, 7), st.integers(2, 6))
 def test_the_fastest_tree_is_found_and_proven(rows, latency, budget, depth):
     """Brute force over all trees finds none that is faster, and the plan says so.
 
     This holds for any rows that do not increase, and for any curves.
     """
-    solution = solve(Profile(tuple(rows[0]), latency=latency), budget, depth)
-    times, table = StepTime(latency), acceptance_rows(rows[0], depth)
+    solution = solve(
+        Profile(Acceptance.given(tuple(rows[0])), latency=latency), budget=budget, depth=depth
+    )
+    times, table = StepTime(latency), Acceptance.given(rows[0]).at_depth(depth)
     best = max_speed(table, times, min(budget, times.largest_size()))
     speed = solution.plan.expected_tokens / solution.plan.step_seconds
     assert speed == pytest.approx(best, rel=1e-12)
     assert solution.plan.gap < 1e-9
     for drafting in (LANGUAGE_MODEL, DFLASH, EAGLE):
         times = StepTime(latency, drafting)
-        table = acceptance_rows(rows, min(depth, drafting.max_depth or depth))
-        chosen = fastest_tree(acceptance_rows(rows, depth), budget, times)
+        table = Acceptance.given(rows).at_depth(min(depth, drafting.max_depth or depth))
+        chosen = fastest_tree(Acceptance.given(rows).at_depth(depth), budget, times)
         best = max_speed(table, times, min(budget, times.largest_size()))
         assert chosen.speed == pytest.approx(best, rel=1e-12)
         assert chosen.gap < 1e-9
@@ -67,15 +66,15 @@ def test_the_fastest_tree_is_found_and_proven(rows, latency, budget, depth):
     st.integers(2, 6),
 )
 def test_the_fastest_tree_is_found_and_proven_with_classes(rows, latency, budget, depth):
-    table = acceptance_rows(rows, depth)
+    table = Acceptance.given(rows).at_depth(depth)
     assert best_first.favours_spine(table)
     for drafting in (LANGUAGE_MODEL, DFLASH):
         times = StepTime(latency, drafting)
-        table = acceptance_rows(rows, min(depth, drafting.max_depth or depth))
-        chosen = fastest_tree(acceptance_rows(rows, depth), budget, times)
+        table = Acceptance.given(rows).at_depth(min(depth, drafting.max_depth or depth))
+        chosen = fastest_tree(Acceptance.given(rows).at_depth(depth), budget, times)
         best = max_speed(table, times, min(budget, times.largest_size()))
         assert chosen.speed == pytest.approx(best, rel=1e-12)
-        assert chosen.gap < (1e-9 if has_proof(latency.verification) else 0.1)
+        assert chosen.gap < 1e-9
 
 
 @settings(max_examples=120)
@@ -86,7 +85,7 @@ def test_the_fastest_tree_is_found_and_proven_with_classes(rows, latency, budget
     st.integers(2, 6),
 )
 def test_the_bound_on_speed_holds_with_any_classes(rows, latency, budget, depth):
-    times, table = StepTime(latency), acceptance_rows(rows, depth)
+    times, table = StepTime(latency), Acceptance.given(rows).at_depth(depth)
     best = max_speed(table, times, min(budget, times.largest_size()))
     for max_work in (fastest.MAX_WORK, -1):
         chosen = fastest_tree(table, budget, times, max_work=max_work)
@@ -100,9 +99,9 @@ def test_best_first_is_trusted_only_where_rows_favour_the_spine(monkeypatch):
     Off the spine a child is likelier here, so the most valuable nodes of a level need not have the
     most valuable children.
     """
-    rows = acceptance_rows(
-        [[[0.33, 0.32, 0.3], [0.4, 0.36, 0.1]], [[0.44, 0.23, 0.06], [0.41, 0.39, 0.06]]], 3
-    )
+    rows = Acceptance.given(
+        [[[0.33, 0.32, 0.3], [0.4, 0.36, 0.1]], [[0.44, 0.23, 0.06], [0.41, 0.39, 0.06]]]
+    ).at_depth(3)
     times = StepTime(
         Latency(
             {1: 0.04, 3: 0.041, 5: 0.043, 7: 0.045},
@@ -123,9 +122,9 @@ def test_of_equally_valuable_nodes_the_one_on_the_spine_has_children_first():
 
     The subtree below the one on the spine is worth more.
     """
-    rows = acceptance_rows(
-        [[[0.5, 0.5], [0.5, 0.5]], [[0.5, 0.5], [0.5, 0.5]], [[0.9, 0.1], [0.2, 0.1]]], 4
-    )
+    rows = Acceptance.given(
+        [[[0.5, 0.5], [0.5, 0.5]], [[0.5, 0.5], [0.5, 0.5]], [[0.9, 0.1], [0.2, 0.1]]]
+    ).at_depth(4)
     value = best_first.most_valuable_nodes_within(
         rows, 8, np.array([1, 2, 1]), np.array([2, 2, 2]), 99
     )[1]
@@ -135,7 +134,7 @@ def test_of_equally_valuable_nodes_the_one_on_the_spine_has_children_first():
 @settings(max_examples=120)
 @given(level_rows(non_increasing=False), latencies(), st.integers(2, 7), st.integers(2, 6))
 def test_the_bound_on_speed_holds_where_rows_increase(rows, latency, budget, depth):
-    times, table = StepTime(latency), acceptance_rows(rows, depth)
+    times, table = StepTime(latency), Acceptance.given(rows).at_depth(depth)
     max_size = min(budget, times.largest_size())
     chosen = fastest_tree(table, budget, times)
     assert chosen.speed <= chosen.bound * (1 + 1e-12)
@@ -144,56 +143,10 @@ def test_the_bound_on_speed_holds_where_rows_increase(rows, latency, budget, dep
     for values in concave_envelope.frontier(table, max_size)[1:]:
         for size in range(1, len(values) + 1):
             tree = TokenTree(concave_envelope.parents(table, size))
-            times = replace(times, acceptance=table)
             speed = expected_tokens(tree, table) / times.step_seconds(tree)
             assert chosen.speed >= speed * (1 - 1e-12)
     without_work = fastest_tree(table, budget, times, max_work=-1)
     assert max_speed(table, times, max_size) <= without_work.bound * (1 + 1e-12)
-
-
-@pytest.mark.parametrize("round_order", ["path", "walk"])
-def test_the_fastest_tree_is_found_where_kernels_verify(round_order):
-    """Brute force finds nothing faster in any of a hundred cases, and the bound is nearly attained.
-
-    The search promises no proof for these orders of rounds.
-    """
-    rng, gaps = np.random.default_rng(0), []
-    for _ in range(100):
-        probs = rng.dirichlet(np.full(5, rng.choice([0.5, 1.0, 3.0])), 6)[:, :4]
-        rows = acceptance_rows(-np.sort(-probs, axis=1), 7)
-        target, draft = (np.cumsum(rng.uniform(0.0005, 0.02, 7)) for _ in range(2))
-        terms = rng.choice([0.0, 0.0001, 0.002, 0.01], 3).tolist()
-        costs = VerificationCost(0.001, *terms, round_order)
-        target_seconds = {n: 0.02 + target[n - 1] for n in range(1, 8)}
-        draft_seconds = {n: draft[n - 1] for n in range(1, 7)}
-        times = StepTime(Latency(target_seconds, draft_seconds, 0.001, 0, verification=costs))
-        chosen = fastest_tree(rows, 7, times)
-        assert chosen.speed == pytest.approx(max_speed(rows, times, 7), rel=1e-12)
-        gaps.append(chosen.gap)
-    assert np.mean(np.array(gaps) < 1e-9) > 0.9 and max(gaps) < 0.1
-
-
-def test_a_search_that_forgets_the_rounds_is_noticed(monkeypatch):
-    """The control: a search that does not charge for rounds takes a slower tree.
-
-    The children of a node are verified once the node itself is, so each level takes a round.
-    """
-    rows = acceptance_rows([0.5, 0.3, 0.1], 6)
-    times = StepTime(
-        Latency(
-            {1: 0.05, 7: 0.051},
-            {1: 0.0001, 7: 0.0001},
-            verification=VerificationCost(0.0, 0.02, 0.0, 0.0, "path"),
-        )
-    )
-    best, right = max_speed(rows, times, 7), fastest.cost_tables
-    assert fastest_tree(rows, 7, times).speed == pytest.approx(best, rel=1e-12)
-    monkeypatch.setattr(
-        fastest,
-        "cost_tables",
-        lambda *arguments: right(*arguments)._replace(by_round=0.0, round_order=relaxation.TREE),
-    )
-    assert fastest_tree(rows, 7, times).speed < best * 0.999
 
 
 def test_a_search_that_forgets_the_stream_is_noticed(monkeypatch):
@@ -202,7 +155,11 @@ def test_a_search_that_forgets_the_stream_is_noticed(monkeypatch):
     It is smaller than the fastest one, and its predicted speed-up is too high.
     """
     latency = structs.replace(TINY.latency, stream=StreamCost(0.08, 1000))
-    times, rows, right = StepTime(latency), acceptance_rows(TINY.acceptance, 5), fastest.cost_tables
+    times, rows, right = (
+        StepTime(latency),
+        TINY.acceptance.at_depth(5),
+        fastest.cost_tables,
+    )
     best = max_speed(rows, times, 7)
     assert fastest_tree(rows, 7, times).speed == pytest.approx(best, rel=1e-12)
     monkeypatch.setattr(
@@ -243,7 +200,10 @@ def test_the_fastest_tree_of_twenty_nodes(seed):
     rows = -np.sort(-rng.dirichlet([2, 1, 0.5, 0.3, 0.5], 3)[:, :4], axis=1)
     target = {n: 0.02 + rng.uniform(0.0001, 0.002) * n for n in (1, 3, 6, 8, 12, 16, 20)}
     draft = {n: rng.uniform(0.0002, 0.002) + 0.0001 * n for n in (1, 2, 3, 4, 5, 7)}
-    times, table = StepTime(Latency(target, draft, 0.001, 0)), acceptance_rows(rows.tolist(), 5)
+    times, table = (
+        StepTime(Latency(target, draft, 0.001, 0)),
+        Acceptance.given(rows.tolist()).at_depth(5),
+    )
     chosen = fastest_tree(table, 20, times)
     assert chosen.speed == pytest.approx(fastest_by_widths(table, times, 20, 7), rel=1e-12)
     assert chosen.gap < 1e-9
@@ -255,7 +215,7 @@ def test_a_wrong_price_of_draft_passes_is_noticed(monkeypatch):
     With costs above the real ones, the bound falls below a real tree. With one cost for all widths,
     a slower tree is chosen.
     """
-    times, rows = StepTime(TINY.latency), acceptance_rows(TINY.acceptance, 5)
+    times, rows = StepTime(TINY.latency), TINY.acceptance.at_depth(5)
     best, right = max_speed(rows, times, 7), fastest.cost_tables
     assert fastest_tree(rows, 7, times).speed == pytest.approx(best, rel=1e-12)
     monkeypatch.setattr(
@@ -281,8 +241,8 @@ def test_a_wrong_price_of_draft_passes_is_noticed(monkeypatch):
 )
 def test_no_tree_gains_more_than_its_relaxation(rows, latency, prices, floor, rate):
     """F - rate x step of every tree of two to seven nodes is at most the bound, for any prices."""
-    table = acceptance_rows(rows, 6)
-    times = StepTime(latency, acceptance=table)
+    table = Acceptance.given(rows).at_depth(6)
+    times = StepTime(latency)
     max_size = times.largest_size()
     if max_size < 2:
         return
@@ -324,7 +284,7 @@ def relaxed(rows, times, max_size, prices, floor, rate):
 
 def test_a_node_left_out_must_cost_what_it_may_be_worth():
     """The control: nodes below the floor are left out, which only their price allows."""
-    times, rows = StepTime(TINY.latency), acceptance_rows(TINY.acceptance, 4)
+    times, rows = StepTime(TINY.latency), TINY.acceptance.at_depth(4)
     free = np.zeros(3)
     star = TokenTree.star(4)
     gain = expected_tokens(star, rows) - times.step_seconds(star)
@@ -335,17 +295,19 @@ def test_a_node_left_out_must_cost_what_it_may_be_worth():
 @settings(max_examples=40)
 @given(level_rows(non_increasing=False), latencies(), st.integers(2, 7))
 def test_the_upper_bound_is_the_optimum_of_that_size(rows, latency, depth):
-    chosen = solve(Profile(tuple(rows[0]), latency=latency), 7, depth)
-    optimum = solve(rows[0], chosen.tree.size, depth if chosen.tree.size > 1 else 1)
+    chosen = solve(
+        Profile(Acceptance.given(tuple(rows[0])), latency=latency), budget=7, depth=depth
+    )
+    optimum = solve(rows[0], budget=chosen.tree.size, depth=depth if chosen.tree.size > 1 else 1)
     assert chosen.plan.upper_bound == pytest.approx(optimum.plan.expected_tokens, rel=1e-12)
     assert optimum.plan.upper_bound == optimum.plan.expected_tokens
 
 
 def test_the_fastest_tree_may_have_fewer_tokens_than_its_size_allows():
     """Where width costs, expected tokens of the tree chosen are no bound for its size."""
-    chosen = solve(TINY, 7, 5)
+    chosen = solve(TINY, budget=7, depth=5)
     assert chosen.plan.upper_bound > chosen.plan.expected_tokens * 1.001
-    optimum = solve(TINY, chosen.tree.size, 5, objective="tokens")
+    optimum = solve(TINY, budget=chosen.tree.size, depth=5, objective="tokens")
     assert chosen.plan.upper_bound == pytest.approx(optimum.plan.expected_tokens)
 
 
@@ -360,26 +322,9 @@ def test_the_profile_search_beats_the_trees_of_most_tokens():
         for d, values in enumerate(optima.values, 1)
         for n in range(1, len(values) + 1)
     )
-    solution = solve(Profile(acceptance, latency=latency), 32, 10)
+    solution = solve(Profile(Acceptance.given(acceptance), latency=latency), budget=32, depth=10)
     speed = solution.plan.expected_tokens / solution.plan.step_seconds
     assert speed > speed_of_optima * 1.001
-
-
-def test_the_papers_objective_by_name():
-    profile = Profile(
-        (0.7, 0.2, 0.05),
-        latency=Latency({1: 0.05, 16: 0.06, 64: 0.2}, {1: 0.004, 64: 0.04}, 0.001, 0),
-    )
-    paper, ours = (solve(profile, 64, 12, objective=name) for name in ("paper", "speed"))
-    times = StepTime(profile.latency)
-    rates = [
-        tokens / (times.target_seconds(n) + d * 0.004)
-        for d, values in enumerate(frontier(profile.acceptance, 64, 12).values, 1)
-        for n, tokens in enumerate(values, 1)
-    ]
-    paper_seconds = times.target_seconds(paper.tree.size) + paper.tree.depth * 0.004
-    assert paper.plan.expected_tokens / paper_seconds == pytest.approx(max(rates))
-    assert ours.plan.predicted_speedup >= paper.plan.predicted_speedup
 
 
 @given(acceptance_vectors(longest=6))

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import latencies, level_rows
 
-from sequoia_plan.artifacts import Drafting, Latency, Profile
-from sequoia_plan.artifacts.cost import StepTime, acceptance_rows
+from sequoia_plan.artifacts import Acceptance, Latency, Profile
+from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner import solve
 from sequoia_plan.planner.solving import fastest
 from sequoia_plan.planner.solving.fastest import fastest_tree
@@ -25,9 +25,9 @@ from sequoia_plan.planner.solving.fastest import fastest_tree
 )
 def test_the_bound_on_speed_holds_for_every_type_of_draft(rows, latency, budget, depth, drafting):
     times = StepTime(latency, drafting)
-    table = acceptance_rows(rows, min(depth, drafting.max_depth))
+    table = Acceptance.given(rows).at_depth(min(depth, drafting.max_depth))
     max_size = min(budget, times.largest_size())
-    chosen = fastest_tree(acceptance_rows(rows, depth), budget, times)
+    chosen = fastest_tree(Acceptance.given(rows).at_depth(depth), budget, times)
     assert chosen.tree.depth <= drafting.max_depth and chosen.speed <= chosen.bound * (1 + 1e-12)
     assert max_speed(table, times, max_size) <= chosen.bound * (1 + 1e-12)
 
@@ -37,19 +37,10 @@ def test_the_bound_on_speed_holds_for_every_type_of_draft(rows, latency, budget,
 def test_plans_keep_to_the_levels_that_a_draft_reaches(latency, budget):
     """Whatever the objective, and although the acceptance would pay for more."""
     for drafting in (DFLASH, EAGLE):
-        profile = Profile((0.9, 0.05), latency=latency, drafting=drafting)
-        for objective in ("speed", "tokens", "paper"):
-            assert solve(profile, budget, 7, objective=objective).tree.depth <= drafting.max_depth
-        assert solve(profile, budget, 7, baseline="chain").tree.depth <= drafting.max_depth
-
-
-def test_the_paper_counts_one_pass_of_a_block_draft():
-    """F / (t(n) + d1): with a pass for each level the deepest chain would not pay."""
-    latency = Latency({n: 0.04 + 0.0001 * n for n in range(1, 8)}, {4: 0.03}, 0.0, 0)
-    profile = Profile((0.9,), latency=latency, drafting=Drafting("block", 4, False, 7))
-    chain = solve(profile, 7, 7, objective="paper").tree
-    assert chain.depth == 7
-    assert solve(Profile((0.9,), latency=latency), 7, 7, objective="paper").tree.depth < 7
+        profile = Profile(Acceptance.given((0.9, 0.05)), latency=latency, drafting=drafting)
+        for objective in ("speed", "tokens"):
+            tree = solve(profile, budget=budget, depth=7, objective=objective).tree
+            assert tree.depth <= drafting.max_depth
 
 
 def test_a_first_pass_priced_as_if_it_did_not_widen_is_noticed(monkeypatch):
@@ -57,7 +48,7 @@ def test_a_first_pass_priced_as_if_it_did_not_widen_is_noticed(monkeypatch):
     latency = Latency(
         {n: 0.04 for n in range(1, 8)}, {1: 0.001, 2: 0.002, 3: 0.002, 4: 0.2, 5: 0.2}, 0.001, 0
     )
-    times, rows = StepTime(latency, EAGLE), acceptance_rows([0.9, 0.05], 5)
+    times, rows = StepTime(latency, EAGLE), Acceptance.given([0.9, 0.05]).at_depth(5)
     best = max_speed(rows, times, 7)
     assert fastest_tree(rows, 7, times).speed == pytest.approx(best, rel=1e-12)
     monkeypatch.setattr(fastest, "_depths_to_search", lambda max_depth, *_: [max_depth])

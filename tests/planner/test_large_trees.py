@@ -13,17 +13,15 @@ from msgspec import structs
 from toys import PROMPTS, toy_pair
 
 from sequoia_plan.artifacts import (
-    ArgumentError,
-    LevelCounts,
+    Acceptance,
+    Counts,
     Profile,
-    SequoiaPlanError,
     TokenTree,
     load_tree,
     save_tree,
 )
-from sequoia_plan.artifacts.cost import expected_tokens
-from sequoia_plan.artifacts.merge import merge, pooled
-from sequoia_plan.artifacts.rates import DEEP_TRIALS, FIRST_DEEP_LEVEL, rates
+from sequoia_plan.artifacts.acceptance import DEEP_TRIALS, FIRST_DEEP_LEVEL, estimate
+from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.planner import solve
 from sequoia_plan.planner.cli import main
 from sequoia_plan.profiler.acceptance import measure_acceptance
@@ -38,13 +36,13 @@ from sequoia_plan.profiler.observed import (
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-WIDE = solve([0.5, 0.2, 0.1, 0.05], 24, 8).tree
+WIDE = solve([0.5, 0.2, 0.1, 0.05], budget=24, depth=8).tree
 """24 nodes on seven levels."""
 
 
 def by_level(observed):
-    """p[level][rank] as a profile of the counts has it."""
-    return Profile(pooled(observed.levels()), levels=observed.levels()).acceptance_by_level
+    """The rates of both node classes together, as a profile of the counts has them."""
+    return Acceptance.counted(observed.totals()).with_one_class().rates
 
 
 def decoded_nodes(pair, tree, tokens):
@@ -79,11 +77,8 @@ def test_the_given_tree_writes_the_text():
         for tree in (WIDE, None)
     )
     nodes = decoded_nodes(pair, WIDE, 40)
-    by_class = np.stack(
-        [observed.trials - observed.off_spine.trials, observed.off_spine.trials], -1
-    )
-    assert np.array_equal(by_class.sum(0), nodes) and nodes[LEVELS:].sum() > 0
-    assert not np.array_equal(small.trials.sum(0), nodes.sum(1)[:LEVELS])
+    assert np.array_equal(observed.trials.sum(0), nodes) and nodes[LEVELS:].sum() > 0
+    assert not np.array_equal(small.trials.sum(0), nodes[:LEVELS])
     default = measure_acceptance(pair, PROMPTS, [sampling], tree=TREE, **options)[0]
     assert np.array_equal(default.counts, small.counts)
 
@@ -114,10 +109,10 @@ def test_traversal_is_promised_what_it_yields_in_a_deep_tree():
     tree = TokenTree.from_parents([-1, 0, 0, 1, 1, 3, 5, 6, 7])
     pair = toy_pair(noise=1.5, constant=True)
     rules = [Sampling(1.0, verifier=name) for name in ("sequoia", "traversal")]
-    options = {"precision": 0, "rounds": 2, "tokens_per_prompt": 60}
+    options = {"precision": 0, "tokens_per_prompt": 60}
     plain, promised = (
         expected_tokens(tree, by_level(observed))
-        for observed in measure_acceptance(pair, PROMPTS, rules, tree=tree, **options)
+        for observed in measure_acceptance(pair, PROMPTS * 2, rules, tree=tree, **options)
     )
     decoder = SequoiaDecoder(pair.target, pair.draft, tree)
     yields = [
@@ -143,21 +138,18 @@ def test_ratios_of_deep_levels_are_taken_together():
 
 def test_deep_levels_are_moved_towards_what_they_have_in_common():
     """By as much as their trials are few; the first four levels stay as counted."""
-    trials = np.array([900, 400, 200, 100, 10_000, 20, 0])
-    counts = trials[:, None] * np.array([[0.5], [0.4], [0.6], [0.5], [0.9], [0.0], [0.0]])
-    probs = rates(trials, counts)[0][:, 0]
-    together = counts[FIRST_DEEP_LEVEL:].sum() / trials[FIRST_DEEP_LEVEL:].sum()
-    assert probs[:4].tolist() == [0.5, 0.4, 0.6, 0.5]
-    assert probs[4] == pytest.approx(0.9, abs=0.001)
-    assert probs[5] == pytest.approx(DEEP_TRIALS * together / (20 + DEEP_TRIALS))
-    assert probs[6] == pytest.approx(together)
-    # the classes of parents, too: no count off the spine stays none
-    split = np.stack([trials, 0 * trials], 1), np.stack([counts, 0 * counts], 1)
-    assert np.array_equal(rates(*split)[0][:, 0], rates(*split)[0][:, 1])
-    levels = tuple(
-        LevelCounts(int(n), tuple(row)) for n, row in zip(trials, counts.tolist(), strict=True)
-    )
-    assert [row[0] for row in Profile((0.5,), levels=levels).acceptance_by_level] == probs.tolist()
+    trials = np.array([900.0, 400, 200, 100, 10_000, 20, 0])
+    accepted = trials[:, None] * np.array([[0.5], [0.4], [0.6], [0.5], [0.9], [0.0], [0.0]])
+    rates = estimate(trials[:, None], accepted[:, None])[0][:, 0, 0]
+    together = accepted[FIRST_DEEP_LEVEL:].sum() / trials[FIRST_DEEP_LEVEL:].sum()
+    assert rates[:4].tolist() == [0.5, 0.4, 0.6, 0.5]
+    assert rates[4] == pytest.approx(0.9, abs=0.001)
+    assert rates[5] == pytest.approx(DEEP_TRIALS * together / (20 + DEEP_TRIALS))
+    assert rates[6] == pytest.approx(together)
+    # no count off the spine stays none: both node classes have one vector
+    split = np.stack([trials, 0 * trials], 1), np.stack([accepted, 0 * accepted], 1)
+    assert estimate(*split)[0][:, 0, 0].tolist() == rates.tolist()
+    assert Acceptance.counted(Counts(*split)).rates[:, 0, 0] == pytest.approx(rates, abs=1e-6)
 
 
 def test_smoothed_deep_levels_are_nearer_to_the_truth_than_counts():
@@ -168,20 +160,22 @@ def test_smoothed_deep_levels_are_nearer_to_the_truth_than_counts():
         (np.linspace(0.5, 0.9, 9), np.full(9, 3000)),
     ):
         counts = rng.binomial(trials, probs, (300, 9)).astype(float)
-        smoothed = np.array([rates(trials, drawn[:, None])[0][:, 0] for drawn in counts])
+        one_class = trials[:, None].astype(float)
+        smoothed = np.array(
+            [estimate(one_class, drawn[:, None, None])[0][:, 0, 0] for drawn in counts]
+        )
         deep = slice(FIRST_DEEP_LEVEL + 1, None)
         errors = [
-            np.sqrt(((estimate - probs)[:, deep] ** 2).mean())
-            for estimate in (smoothed, counts / trials)
+            np.sqrt(((estimated - probs)[:, deep] ** 2).mean())
+            for estimated in (smoothed, counts / trials)
         ]
         assert errors[0] < errors[1] * (0.5 if trials[-1] < 100 else 1.5)
 
 
 COUNTED = Profile(
-    (0.5, 0.2, 0.1),
+    Acceptance.counted(Counts([[600], [200]], [[[300, 120, 60]], [[100, 40, 20]]])),
     800,
     settings={"temperature": 0.0},
-    levels=(LevelCounts(600, (300.0, 120.0, 60.0)), LevelCounts(200, (100.0, 40.0, 20.0))),
 )
 
 
@@ -208,7 +202,8 @@ def test_solve_says_when_to_count_again(run):
     structs.replace(COUNTED, tree_size=24).save("profile.yaml")
     assert note(48) == ""
     assert "counted with a tree of 24 nodes" in note(49)
-    Profile(COUNTED.acceptance).save("profile.yaml")  # a vector without counts has no text
+    # rates without counts have no text
+    Profile(COUNTED.acceptance.without_counts()).save("profile.yaml")
     assert note(49) == ""
 
 
@@ -222,19 +217,13 @@ def test_trees_that_cannot_write_are_refused(run):
     ):
         result = run("profile", *arguments)
         assert result.exit_code == code and text in result.stderr, result.output
-    with pytest.raises(ArgumentError, match="tree: found with the method decoding"):
-        measure_acceptance(toy_pair(), PROMPTS, [Sampling()], method="decoding", tree=WIDE)
 
 
-def test_the_size_of_the_tree_is_kept_and_only_like_is_merged(tmp_path):
+def test_the_size_of_the_tree_is_kept(tmp_path):
     profile = structs.replace(COUNTED, tree_size=24)
     profile.save(tmp_path / "profile.yaml")
     assert Profile.load(tmp_path / "profile.yaml") == profile
     assert "tree_size" not in COUNTED.to_yaml()
-    more = structs.replace(profile, levels=(LevelCounts(60, (30.0, 12.0, 6.0)),))
-    assert merge([profile, more]).tree_size == 24
-    with pytest.raises(SequoiaPlanError, match="a tree of 10 nodes, profile 1 with one of 24"):
-        merge([profile, structs.replace(more, tree_size=None)])
 
 
 def test_a_text_that_another_tree_wrote_is_other_work(tmp_path):

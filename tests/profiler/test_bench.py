@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from sequoia_plan.artifacts import (
+    Acceptance,
     ArgumentError,
     BenchResult,
     SequoiaPlanError,
@@ -21,8 +22,9 @@ from sequoia_plan.artifacts import (
     save_tree,
 )
 from sequoia_plan.artifacts.bench_result import Prediction, Ratio
-from sequoia_plan.artifacts.cost import expected_tokens, prediction_for
+from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.plan import Interval, MatchPlan
+from sequoia_plan.artifacts.prediction import prediction_for
 from sequoia_plan.planner import cli
 from sequoia_plan.planner.solving.baselines import bench_trees
 from sequoia_plan.profiler.bench import bench, compare, make_methods
@@ -33,6 +35,7 @@ from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL
 
 TREES = bench_trees(TREE, "traversal")
+TOKENS = expected_tokens(TREE, TREE.plan.acceptance.rates)
 PARTS = ("step", "draft", "target", "verify", "commit", "host", "draw", "share_not_model")
 
 
@@ -203,7 +206,9 @@ def test_predictions_are_the_plans(method, settings, sampling, is_predicted):
     elif method == "chains":
         assert prediction.tokens_per_step > 1
     else:
-        assert prediction.tokens_per_step == expected_tokens(TREE, [0.5, 0.25])
+        assert prediction.tokens_per_step == expected_tokens(
+            TREE, Acceptance.given([0.5, 0.25]).rates
+        )
         assert prediction.speedup > 1
     assert prediction_for(*TREES["plain"], plan, {"temperature": 0.3}) == Prediction(1.0, 1.0)
 
@@ -218,7 +223,9 @@ def test_the_command(run_bench, tmp_path):
     assert json.loads((tmp_path / "out.json").read_text()) == answer
     methods = BenchResult.load(tmp_path / "out.json").methods
     assert list(methods) == ["plain", "generate", "sequoia"]
-    assert methods["sequoia"].prediction.tokens_per_step == expected_tokens(TREE, [0.5, 0.25])
+    assert methods["sequoia"].prediction.tokens_per_step == expected_tokens(
+        TREE, Acceptance.given([0.5, 0.25]).rates
+    )
     assert answer["settings"]["prompts"] == 2 and answer["tree"]["size"] == 7
     text = run_bench(f"{words} --temperature 0.8 --report page.html").stdout
     for part in ("our tree, Sequoia", "over plain", "10.0 ms (draft 10.0", "tree of 7 nodes"):
@@ -418,7 +425,13 @@ def test_the_tree_under_test_carries_its_plans_interval(models):
 def test_only_the_tree_under_test_is_predicted_by_kind(models, tmp_path):
     """Through compare and the file: the tree by match, and not plain decoding or the tree alone."""
     by_match = tuple(
-        MatchPlan(length, 0.5, TREE.plan.acceptance, expected_tokens(TREE, [0.5, 0.25]), 0.06)
+        MatchPlan(
+            length,
+            0.5,
+            TREE.plan.acceptance,
+            TOKENS,
+            0.06,
+        )
         for length in (0, 2)
     )
     measured = {"acceptance": TREE.plan.acceptance, "latency": TREE.plan.latency}

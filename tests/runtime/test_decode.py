@@ -15,6 +15,8 @@ from toys import Ids, ToyModel, run_decoder
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
+from sequoia_plan.runtime.base.sampling import DEFAULT_VERIFIER
+from sequoia_plan.runtime.step import TreeStep
 from sequoia_plan.runtime.verify import VERIFIERS
 
 PROMPT = [3, 1, 4]
@@ -184,3 +186,27 @@ def test_steps_have_fixed_shapes_and_read_back_once(monkeypatch):
                 decoder.step.refill_random_numbers(each)
                 outputs.append(decoder.step(64, each))
     assert {tuple(o.shape) for o in outputs} == {(1 + 2 * TREE.depth,)}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "expected"), [("sequoia", "sequoia"), ("topk", "topk"), (None, DEFAULT_VERIFIER)]
+)
+def test_a_decoder_takes_the_verifier_of_its_tree(recorded, expected, monkeypatch):
+    settings = {"temperature": 0.8} | ({"verifier": recorded} if recorded else {})
+    decoder = SequoiaDecoder(
+        ToyModel(0),
+        ToyModel(1, base=ToyModel(0)),
+        TokenTree.from_parents([-1, 0, 0, 1], {"settings": settings}),
+    )
+    used = []
+    run = TreeStep.run
+    monkeypatch.setattr(
+        TreeStep,
+        "run",
+        lambda self, extent, sampling: (
+            used.append(sampling.verifier) or run(self, extent, sampling)
+        ),
+    )
+    decoder.generate([1, 2, 3], 4, temperature=0.8, seed=0)
+    decoder.generate([1, 2, 3], 4, sampling=Sampling(0.8, verifier="specinfer"), seed=0)
+    assert list(dict.fromkeys(used)) == [expected, "specinfer"]

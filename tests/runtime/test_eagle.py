@@ -10,16 +10,14 @@ import torch
 
 from drafts import PARTS, eagle1_parts, eagle3_parts, golden, load, small_target, write
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.artifacts.cost import expected_tokens
+from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.profiler.acceptance import measure_acceptance
 from sequoia_plan.profiler.observed import TREE as MEASURED
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
-from sequoia_plan.runtime.draft.checkpoint import EAGLE3, Checkpoint
 from sequoia_plan.runtime.draft.eagle import EagleDrafter
-from sequoia_plan.runtime.draft.from_checkpoint import load_checkpoint
 
 GOLDEN = golden("eagle3")
 DEPTH = 4
@@ -228,7 +226,7 @@ def test_which_hidden_states_are_read(tmp_path):
         assert draft.aux_hidden_state_layers == expected
 
 
-def test_a_draft_can_be_trained_and_then_keeps_its_promise():
+def test_a_draft_can_be_trained_and_then_keeps_its_promise(tmp_path):
     """The module computes gradients: after a few seconds of training, acceptance is higher.
 
     What the profiler promises of a tree by counting level by level is what decoding yields.
@@ -238,10 +236,8 @@ def test_a_draft_can_be_trained_and_then_keeps_its_promise():
     text = target.generate(
         torch.randint(48, (64, 1)), max_new_tokens=48, do_sample=True, temperature=0.5, top_k=0
     )
-    draft, before = (
-        load_checkpoint(Checkpoint("", EAGLE3, *eagle3_checkpoint(target)), target, torch.float32)
-        for _ in range(2)
-    )
+    folder = write(tmp_path / "draft", *eagle3_parts(target, d2t=range(48), intermediate=64))
+    draft, before = load(folder, target), load(folder, target)
     with torch.no_grad():
         output = target(text, output_hidden_states=True)
         layers = [output.hidden_states[layer] for layer in draft.aux_hidden_state_layers]
@@ -278,12 +274,3 @@ def test_a_draft_can_be_trained_and_then_keeps_its_promise():
     (estimate,) = measure_acceptance(pair, prompts, [sampling], precision=0.0, tokens_per_prompt=40)
     rows = [[count / level.trials for count in level.counts] for level in estimate.levels()]
     assert expected_tokens(MEASURED, rows) == pytest.approx(tokens["after"], rel=0.05)
-
-
-def eagle3_checkpoint(target):
-    """What `read_checkpoint` makes of a random draft's folder."""
-    config, weights = eagle3_parts(target, d2t=range(48), intermediate=64)
-    offsets = weights.pop("d2t")
-    weights.pop("t2d")
-    renamed = {name.replace("midlayer.", "layers.0."): value for name, value in weights.items()}
-    return config, config, (1, 2, 4), renamed, offsets + torch.arange(len(offsets))

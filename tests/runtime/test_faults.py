@@ -136,7 +136,7 @@ def test_a_draft_with_less_context_than_the_target_goes_on():
         ("text", "prompt: text, but the decoder has no tokenizer"),
         (
             {"input_ids": [[1, 2]], "attention_mask": [[0, 1]]},
-            "attention_mask: hides tokens of the prompt",
+            "attention_mask: .* 1 of them hide tokens",
         ),
     ],
 )
@@ -149,9 +149,7 @@ def test_prompts_that_cannot_be(prompt, message):
 def test_settings_that_cannot_be():
     target, draft = pair()
     decoder = SequoiaDecoder(target, draft, TREE)
-    with pytest.raises(
-        ArgumentError, match="max_new_tokens: found 0, expected a whole number, 1 or more"
-    ):
+    with pytest.raises(ArgumentError, match="max_new_tokens: found 0, expected 1 or more"):
         decoder.generate(PROMPT, 0)
     with pytest.raises(ArgumentError, match="stop_strings: the decoder has no tokenizer"):
         decoder.generate(PROMPT, 4, stop_strings="x")

@@ -347,16 +347,6 @@ def run_python(code):
     ).stdout
 
 
-def test_the_runtime_does_without_fcntl():
-    """Windows has no fcntl: files of weights are then written without a lock."""
-    code = "import sys; sys.modules['fcntl'] = None; import sequoia_plan.runtime; "
-    code += "from pathlib import Path; import tempfile; "
-    code += "from sequoia_plan.runtime.offload import offloaded_target, weight_file\n"
-    code += "with tempfile.TemporaryDirectory() as folder:\n"
-    code += "    with weight_file.exclusive_lock(Path(folder) / 'w'): print('entered')"
-    assert run_python(code) == "entered\n"
-
-
 def test_decoding_without_offloading_does_not_import_offload():
     code = "import sys, sequoia_plan.runtime; print('\\n'.join(sys.modules))"
     modules = run_python(code).split()

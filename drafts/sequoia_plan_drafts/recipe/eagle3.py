@@ -14,13 +14,10 @@ from transformers import DynamicCache
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.masks import additive_mask
-from sequoia_plan.runtime.draft.checkpoint import (
-    eagle3_default_layers,
-    find_checkpoint,
-    write_eagle3,
-)
+from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
+from sequoia_plan.runtime.draft.eagle3_folder import write_eagle3
 from sequoia_plan.runtime.draft.eagle_model import Eagle3, Eagle3Norms
-from sequoia_plan.runtime.draft.from_checkpoint import load_checkpoint
+from sequoia_plan.runtime.draft.from_checkpoint import eagle3_default_layers, load_checkpoint
 from sequoia_plan.runtime.models.architecture import FULL
 from sequoia_plan_drafts.recipe.training import Training, TrainingSettings, config_like
 from sequoia_plan_drafts.recipe.training_text import TextBatch, TrainingText
@@ -92,13 +89,12 @@ def untrained_draft(target: Any, d2t: Tensor, token_counts: Tensor) -> Any:
     config = config_like(target, 1)
     config.num_key_value_heads = config.num_attention_heads
     draft: Any = Eagle3(
-        config,
-        target,
+        config=config,
+        target=target,
         aux_hidden_state_layers=eagle3_default_layers(target.config.num_hidden_layers),
         d2t=d2t,
         has_embeddings=False,
         head_rows=d2t.numel(),
-        target_width=config.hidden_size,
         norms=Eagle3Norms(before_residual=True),
     )
     layer: Any = draft.layers[0]

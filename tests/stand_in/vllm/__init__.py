@@ -101,6 +101,7 @@ class LLM:
         per_position = list(self.num_accepted_per_position)
         return [
             SimpleNamespace(name=f"{prefix}_drafts", value=self.num_drafts),
+            SimpleNamespace(name=f"{prefix}_draft_tokens", value=self.num_drafts * self.length),
             # no counter of vLLM: a test reads it
             SimpleNamespace(name=f"{prefix}_prompt_tokens", value=self.num_prompt_tokens),
             SimpleNamespace(name=f"{prefix}_accepted_tokens", value=sum(per_position)),

@@ -1,4 +1,4 @@
-"""`sequoia-plan engine llamacpp`: bad input, builds that lack something, servers that die."""
+"""`sequoia-plan engine llamacpp` with a stand-in: plans, bad input, servers that die."""
 
 from __future__ import annotations
 
@@ -8,26 +8,21 @@ import pytest
 from click.testing import CliRunner
 from paths import STAND_IN
 
-from sequoia_plan.engines.drafting import (
-    LOOKUP,
-    NONE,
-    Drafting,
-    candidates,
-    defaults,
-    neighbours,
-)
-from sequoia_plan.engines.llamacpp import Build, ServerPool, steps_of_timings
-from sequoia_plan.engines.llamacpp_plan import drafting_of, repeated
-from sequoia_plan.engines.replay import ChainStep, LookupText
-from sequoia_plan.engines.vllm import Workload
+from sequoia_plan.engines.chain_replay import ChainStep, LookupText
+from sequoia_plan.engines.llama_server import Build, steps_of_timings
+from sequoia_plan.engines.llamacpp import LlamaCppPool, repeated
+from sequoia_plan.engines.plan import Cell, EnginePlan
+from sequoia_plan.engines.planning import neighbours
+from sequoia_plan.engines.spec_types import LOOKUP, candidates, default_drafting
+from sequoia_plan.engines.workload import NONE, Drafting, Workload
 from sequoia_plan.planner.cli import main
 
 SERVER = str(STAND_IN / "llama-server")
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    """Runs the command with the stand-in in a folder with GGUF files; returns its one line."""
+def invoke(tmp_path, monkeypatch):
+    """Runs the command with the stand-in in a folder with GGUF files."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for name in ("target", "draft", "dies", "breaks", "silent"):
@@ -35,16 +30,53 @@ def run(tmp_path, monkeypatch):
     Path("folder").mkdir()
     Path("text.gguf").write_text("no model")
 
-    def run(*words, target="target.gguf", draft="draft.gguf", server=SERVER, code=1):
-        words = ["--target", target, *words]
+    def invoke(*words, target="target.gguf", draft="draft.gguf", server=SERVER):
+        words = ["--target", target, "--server", server, *words]
         words += ["--draft", draft] if draft else []
-        words += ["--server", server] if server else []
-        words += ["--tokens", "8", "--limit", "2"]
-        result = CliRunner().invoke(main, ["engine", "llamacpp", *words])
+        return CliRunner().invoke(main, ["engine", "llamacpp", "--limit", "4", *words])
+
+    return invoke
+
+
+@pytest.fixture
+def run(invoke):
+    """Runs the command, which fails; returns its one line."""
+
+    def run(*words, code=1, **files):
+        result = invoke("--tokens", "8", *words, **files)
         assert result.exit_code == code and "Traceback" not in result.output, result.output
         return result.stderr.strip().splitlines()[-1]
 
     return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec_type", ["draft-simple", "eagle3", LOOKUP])
+def test_the_plan_of_a_type(invoke, spec_type):
+    """The stand-in's steps take 5 ms, 1.5 more for each drafted token."""
+    words = ["--spec-type", spec_type, "--most", "4", "--tokens", "90", "--context", "300,100"]
+    result = invoke(*words, "--verify", "-o", "plan.yaml")
+    assert result.exit_code == 0, result.output
+    plan = EnginePlan.load("plan.yaml")
+    assert (plan.engine, plan.engine_version) == ("llamacpp", "1 (stand-in)")
+    assert plan.method.endswith(spec_type) and [part.context for part in plan.contexts] == [
+        100,
+        300,
+    ]
+    for part in plan.contexts:
+        assert f"4 prompts of {part.context} tokens" == part.acceptance.source
+        for step in part.steps:
+            assert step.seconds == pytest.approx(0.005 + 0.0015 * step.speculative_tokens)
+        verified = [cell for cell in part.cells if cell.measured]
+        drafted = {Drafting.of(cell) for cell in verified}
+        best = Drafting.of(part.best_cell(1))
+        assert {NONE, best, default_drafting(plan.method)} <= drafted
+        if spec_type == "draft-simple":
+            assert part.draft_pass_seconds == pytest.approx(0.00025, rel=0.02)
+            assert best.length and part.lines[0] in result.stdout
+            assert f"--spec-draft-n-max {best.length} " in part.lines[0]
+            for cell in verified:  # chains do not depend on where they begin
+                assert cell.throughput == pytest.approx(cell.measured.throughput, rel=0.25)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +84,7 @@ def run(tmp_path, monkeypatch):
     [
         ({"target": "none.gguf"}, [], "--target none.gguf: cannot be read (No such file"),
         ({"target": "folder"}, [], "--target folder: cannot be read (Is a directory"),
-        ({"target": "text.gguf"}, [], "--target text.gguf: begins with b'no m', expected a GGUF"),
+        ({"target": "text.gguf"}, [], "--target text.gguf: begins with b'no m'; expected a GGUF"),
         ({"draft": "text.gguf"}, [], "--draft text.gguf: begins with"),
         ({"draft": ""}, [], "--spec-type draft-simple: needs a draft model"),
         ({}, ["--spec-type", "medusa"], "--spec-type medusa: cannot be planned; expected one of"),
@@ -120,27 +152,18 @@ def test_steps_from_timings():
 
 
 def test_a_cell_names_its_way_of_drafting():
-    from sequoia_plan.engines.plan import Cell
 
     for spec_type in (LOOKUP, "draft-simple"):
         for drafting in candidates(spec_type, 8):
-            cell = Cell(
-                1, drafting.max_length, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, True, drafting.variant
-            )
-            assert drafting_of(cell, spec_type) == drafting
+            figures = (1.0,) * 6
+            cell = Cell(1, drafting.length, *figures, True, drafting.variant)
+            assert Drafting.of(cell) == drafting
 
 
 def test_neighbours_differ_in_one_setting():
-    best = Drafting("draft-simple", 3, 0.5)
-    others = neighbours(best, candidates("draft-simple", 8))
-    assert set(others) == {
-        Drafting("draft-simple", 2, 0.5),
-        Drafting("draft-simple", 4, 0.5),
-        Drafting("draft-simple", 3, 0.4),
-        Drafting("draft-simple", 3, 0.6),
-    }
-    assert defaults("draft-simple") in candidates("draft-simple", 1)
-    assert NONE in candidates(LOOKUP, 4)
+    near = neighbours(Drafting(3, 0.5), candidates("draft-simple", 8))
+    assert set(near) == {Drafting(2, 0.5), Drafting(4, 0.5), Drafting(3, 0.4), Drafting(3, 0.6)}
+    assert Drafting(3) in candidates("draft-simple", 1) and NONE in candidates(LOOKUP, 4)
 
 
 def test_a_text_is_repeated_until_it_is_longer_than_what_a_lookup_drafts():
@@ -154,7 +177,13 @@ def test_a_text_is_repeated_until_it_is_longer_than_what_a_lookup_drafts():
 
 def test_what_comes_before_a_prompt_is_of_the_other_half_and_the_same_for_all():
     """A prompt that came twice would be looked up, and a server has the same begin in its cache."""
-    pool = ServerPool(Build("", "", "", False), "t", None, Workload([]), max_context=10)
+    pool = LlamaCppPool(
+        target="t",
+        draft=None,
+        workload=Workload([""] * 4, 2),
+        max_context=10,
+        build=Build("", "", LOOKUP, frozenset(), False),
+    )
     pool.prompts = [[10, 11], [20, 21, 22], [30], [40, 41]]
     pool.texts = [[10], [20, 21], [30], [40]]
     assert pool.prompt(1) == [20, 21, 22]

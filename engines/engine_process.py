@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,15 +37,11 @@ MAX_LOG_BYTES = 1 << 17
 """The end of the log in which the cause of an error is searched."""
 Hints = Sequence[tuple[str, str]]
 """Patterns of error messages and what to do about each. The last pattern matches all messages."""
-HINTS: Hints = (
-    ("vocab", "use a draft that shares the target's tokenizer"),
-    ("memory", "give the engine less in --engine-args, or keep fewer with --together"),
-    (
-        "No such file|does not exist|not a valid model|find the requested files",
-        "name folders or models that the engine can load",
-    ),
-    ("", "its options are set by --engine-args and --speculative-args"),
-)
+
+
+def names_no_cause(message: str) -> bool:
+    """Whether an error only says that another of vLLM's processes failed."""
+    return any(text in message for text in WRAPPER_TEXTS)
 
 
 class EngineProcess:
@@ -59,11 +54,10 @@ class EngineProcess:
         self,
         python: str,
         driver: str | Path = DRIVER,
-        environment: Mapping[str, str] | None = None,
         command: Sequence[str] = (),
-        hints: Hints = HINTS,
+        hints: Hints = (("", "see the engine's log"),),
     ) -> None:
-        """Starts the driver with the interpreter, its stderr in a temporary file."""
+        """Starts the driver, or a `command` in its place, with stderr in a temporary file."""
         self._hints = hints
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         read_fd, self._lifeline_fd = os.pipe()  # the kernel closes this end when the program ends
@@ -75,7 +69,6 @@ class EngineProcess:
                 stderr=self.log,
                 pass_fds=[read_fd],
                 start_new_session=True,
-                env=os.environ | (environment or {}),
             )
         except OSError as error:
             os.close(self._lifeline_fd)
@@ -102,19 +95,17 @@ class EngineProcess:
         if "answer" in message:
             answer: dict[str, Any] = message["answer"]
             return answer
+        event, reported = "failed", message.get("error", "")
         if "exit_code" in message:
             self.process.wait()
             code = message["exit_code"]
-            how = (
-                f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            )
-            raise SequoiaPlanError(
-                f"the engine died {how} while {activity}: {self._with_hint(self._cause())}"
-                f"{self._kept_log()}"
-            )
-        cause = self._cause(message["error"])
+            event = f"died with exit code {code}"
+            if code < 0:
+                event = f"died by signal {signal.Signals(-code).name}"
+        cause = self._cause(reported)
+        hint = next(text for pattern, text in self._hints if re.search(pattern, cause, re.I))
         raise SequoiaPlanError(
-            f"the engine failed while {activity}: {self._with_hint(cause)}{self._kept_log()}"
+            f"the engine {event} while {activity}: {cause}; {hint}{self._kept_log()}"
         )
 
     def ask(self, activity: str, command: str, **arguments: Any) -> dict[str, Any]:
@@ -125,16 +116,15 @@ class EngineProcess:
     def _kept_log(self) -> str:
         """Copies the log to a file that stays, and says where; "" if it is empty."""
         self.log.seek(0)
+        log = self.log.read()
+        if not log:
+            return ""
         try:
             with tempfile.NamedTemporaryFile(
                 prefix="sequoia-plan-engine-", suffix=".log", delete=False
             ) as file:
-                shutil.copyfileobj(self.log, file)
-                is_empty = not file.tell()
+                file.write(log)
         except OSError:  # a full disk must not hide the engine's error
-            return ""
-        if is_empty:
-            os.unlink(file.name)
             return ""
         return f" (its log: {file.name})"
 
@@ -150,20 +140,13 @@ class EngineProcess:
         errors = [
             f"{error_class}: {message.rstrip('.')}"
             for error_class, message in ERROR_LINE.findall(log_text)
-            if not any(text in message or text in error_class for text in WRAPPER_TEXTS)
+            if not names_no_cause(f"{error_class}: {message}")
         ]
         log_lines = [line.strip() for line in log_text.splitlines() if line.strip()]
         last_line = log_lines[-1] if log_lines else "it printed nothing"
         cause = errors[-1] if errors else reported or last_line
         printable = "".join(char if char.isprintable() else " " for char in cause)
         return printable[:400].strip()
-
-    def _with_hint(self, cause: str) -> str:
-        """An error's cause, and what to do about it."""
-        hint = next(
-            hint for pattern, hint in self._hints if re.search(pattern, cause, re.IGNORECASE)
-        )
-        return f"{cause}; {hint}"
 
     def close(self) -> None:
         """Kills the driver and every process that it has started."""

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.engines.replay import (
+from sequoia_plan.engines.chain_replay import (
     ChainStep,
     LookupText,
     drafted_text,

@@ -14,13 +14,13 @@ are accepted) are known. What is left is a search among trees of J + 1 levels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-from msgspec.structs import replace as replace_fields
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.artifacts.cost import Floats, StepTime
+from sequoia_plan.artifacts.counts import Floats
+from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner.solving import best_first
 from sequoia_plan.planner.solving.fastest import (
     MAX_WORK,
@@ -159,11 +159,9 @@ def fastest_looked_up_tree(
 
     Returns:
         The fastest tree, with a bound on the speed of `start` and of all trees with a looked-up
-        spine. Their step times are exact; where verification takes rounds that a folded tail
-        changes, the bound leaves rounds out and may be too high.
+        spine.
     """
     max_size = min(budget, times.largest_size())
-    times = replace(times, acceptance=rows)
     best = start
 
     def score(tree: TokenTree) -> FastestTree:
@@ -173,7 +171,6 @@ def fastest_looked_up_tree(
     for depth in range(2, min(len(rows) + 1, max_size) + 1):
         chain = TokenTree(TokenTree.chain(depth).parents, looks_up=True)
         best = max(best, score(chain), key=lambda choice: choice.speed)
-    folded_times, seconds_by_tail_node = _times_of_folded_trees(times)
     problems = []
     for num_passes in _numbers_of_passes(len(rows), max_size, times):
         max_tail = min(len(rows) - num_passes + 1, max_size - num_passes)
@@ -185,9 +182,8 @@ def fastest_looked_up_tree(
         least_depth = num_passes + 1 if times.drafting.drafts_by_level else 2
         steps = other_steps._replace(seconds=other_steps.seconds + float(seconds[0]))
         # A tree faster than `start` is charged at least this much for its tail.
-        tail_seconds = seconds - seconds[0] + seconds_by_tail_node * np.arange(max_tail)
-        folded = fold_tail(rows, num_passes, start.speed * tail_seconds)
-        speed_bound = quick_bound(folded.rows, least_depth, max_size, folded_times, steps)
+        folded = fold_tail(rows, num_passes, start.speed * (seconds - seconds[0]))
+        speed_bound = quick_bound(folded.rows, least_depth, max_size, times, steps)
         problems.append((speed_bound, num_passes, folded, steps))
     bound = best.speed
     for speed_bound, num_passes, folded, steps in sorted(problems, key=lambda item: -item[0]):
@@ -198,7 +194,7 @@ def fastest_looked_up_tree(
             num_passes + 1,
             folded.rows,
             max_size,
-            replace(folded_times, acceptance=folded.rows),
+            times,
             best,
             max_work,
             steps,
@@ -220,22 +216,6 @@ def _numbers_of_passes(max_level: int, max_size: int, times: StepTime) -> list[i
         return list(measured)
     # One pass serves all levels: of equally long ones, that for the most levels is enough.
     return sorted({time: J for J, time in measured.items()}.values())
-
-
-def _times_of_folded_trees(times: StepTime) -> tuple[StepTime, float]:
-    """Step times that no folded tree exceeds, and the seconds that they lack by node of a tail."""
-    cost = times.latency.verification
-    if cost is None:
-        return times, 0.0
-    if cost.round_order == "walk":
-        folded_cost = replace_fields(cost, by_round=0.0)
-    elif cost.round_order == "level":
-        folded_cost = cost
-    else:
-        folded_cost = replace_fields(cost, by_round=0.0, base=cost.base + cost.by_round)
-    latency = replace_fields(times.latency, verification=folded_cost)
-    seconds_by_tail_node = 0.0 if cost.round_order == "walk" else cost.by_parent
-    return replace(times, latency=latency), seconds_by_tail_node
 
 
 def quick_bound(

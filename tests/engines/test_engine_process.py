@@ -7,20 +7,26 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from paths import ROOT, STAND_IN
+from sessions import has_ended, session_pids
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.engines.driver import Driver, padded
-from sequoia_plan.engines.process import EngineProcess
-from sequoia_plan.engines.vllm import EnginePool, Workload
+from sequoia_plan.engines.driver import Driver
+from sequoia_plan.engines.engine_process import EngineProcess
+from sequoia_plan.engines.vllm import VllmPool
+from sequoia_plan.engines.workload import (
+    Drafting,
+    RunKind,
+    Workload,
+    text_before,
+    with_text_before,
+)
 
-STAND_IN = {"PYTHONPATH": str(STAND_IN)}
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -29,23 +35,13 @@ def logs_go_with_the_test(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
-def session_pids(pid):
-    """The processes of a session."""
-    command = ["ps", "-o", "pid=", "-s", str(pid)]
-    listing = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    return [int(line) for line in listing.split()]
-
-
-def has_ended(pid, timeout=20.0):
-    """True if the session is empty, now or within the timeout."""
-    deadline = time.monotonic() + timeout
-    while session_pids(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not session_pids(pid)
+@pytest.fixture(autouse=True)
+def this_python_has_the_stand_in(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(STAND_IN))
 
 
 def start_engine(model="works", length=3):
-    engine = EngineProcess(sys.executable, environment=STAND_IN)
+    engine = EngineProcess(sys.executable, hints=[("vocab", "use another draft"), ("", "see")])
     speculative = {"num_speculative_tokens": length} if length else None
     engine.send("start", model=model, speculative=speculative, options={"max_num_seqs": 4})
     return engine
@@ -57,54 +53,54 @@ def test_it_answers_and_ends():
         assert (info["version"], info["device"]) == ("0.0.stand-in", "cpu")
         assert info["accepts_schedule"] is True
         prompts = ["ab", [{"role": "user", "content": "abc"}]]
-        assert engine.ask("reading", "encode", prompts=prompts)["lengths"] == [2, 3]
+        encoded = engine.ask("reading", "encode", prompts=prompts)
+        assert encoded["prompts"] == encoded["texts"] == [[97, 98], [97, 98, 99]]
         # the process that watches, the engine, and the engine's own child
         assert len(session_pids(engine.process.pid)) == 3
     assert has_ended(engine.process.pid)
 
 
+def decode(engine, prompts, texts_before, tokens, drain=False):
+    arguments = {"prompts": prompts, "texts_before": texts_before, "tokens": tokens, "drain": drain}
+    return engine.ask("running", "run", **arguments)
+
+
 def test_a_run_counts_only_full_steps():
     with start_engine() as engine:
         engine.receive("starting")
-        engine.ask("reading", "encode", prompts=["a", "b", "c"])
-        run = engine.ask("running", "run", batch=2, prompts=[0, 1, 2, 0], tokens=20)
+        run = decode(engine, [[1], [2], [3], [1]], [[], []], 20)
     steps = [step for steps in run["tokens_by_prompt"] for step in steps]
-    # the first token of each of the four requests is not in the steps
-    assert sum(steps) + 4 == run["total_tokens"]
-    # the run ends when the last request is alone
-    assert 3 * 20 < run["total_tokens"] < 4 * 20
+    # the first token of each of the four requests is not in the steps, and the run ends when the
+    # last request is alone
+    assert 3 * 20 < sum(steps) + 4 < 4 * 20
     assert len(run["step_seconds"]) == len(run["step_tokens"]) and min(run["step_seconds"]) > 0
     # two requests, one to four tokens each
     assert all(2 <= tokens <= 8 for tokens in run["step_tokens"])
-    before, after = run["counters_before"], run["counters_after"]
-    increase = {name: after[name] - before[name] for name in after}
     prefix = "vllm:spec_decode_num"
-    assert increase[f"{prefix}_drafts"] == len(steps)
+    assert run["counters"][f"{prefix}_drafts"] == len(steps)
     # the last step of a text may accept more tokens than it yields
-    assert increase[f"{prefix}_accepted_tokens"] >= sum(steps) - len(steps)
+    assert run["counters"][f"{prefix}_accepted_tokens"] >= sum(steps) - len(steps)
     per_position = f"{prefix}_accepted_tokens_per_pos"
-    assert increase[f"{per_position}[0]"] > increase[f"{per_position}[2]"] > 0
+    assert run["counters"][f"{per_position}[0]"] > run["counters"][f"{per_position}[2]"] > 0
 
 
 def test_every_prompt_of_a_run_has_the_context():
-    name = "vllm:spec_decode_num_prompt_tokens"
+    prompts = [[1], [2, 3], [4] * 90]
     with start_engine() as engine:
         engine.receive("starting")
-        engine.ask("reading", "encode", prompts=["a", "bc", "d" * 90])
-        for context, expected in ((0, 1 + 2 + 90), (50, 3 * 50)):
-            run = engine.ask(
-                "running", "run", batch=2, prompts=[0, 1, 2], tokens=8, drain=True, context=context
-            )
-            assert run["counters_after"][name] - run["counters_before"][name] == expected
+        for before, expected in (([], 1 + 2 + 90), ([9] * 50, 3 * 50)):
+            run = decode(engine, prompts, [before, before], 8, drain=True)
+            assert run["counters"]["vllm:spec_decode_num_prompt_tokens"] == expected
 
 
-def test_what_is_before_a_prompt_depends_on_its_slot_alone():
+def test_what_is_before_a_prompt():
     texts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
-    assert padded([0, 4], texts, 0, 12) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 0, 4]
-    assert padded([0, 6, 7, 8], texts, 0, 12) == [1, 2, 3, 4, 5, 6, 7, 8, 0, 6, 7, 8]
-    assert padded([0, 6, 7, 8], texts, 1, 12) == [4, 5, 6, 7, 8, 9, 1, 2, 0, 6, 7, 8]
-    assert padded([0, 6, 7, 8], texts, 7, 3) == [6, 7, 8]
-    assert texts == [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    assert text_before(texts, 0, 12) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
+    assert text_before(texts, 1, 7) == [4, 5, 6, 7, 8, 9, 1]
+    assert text_before(texts, 7, 0) == []
+    assert with_text_before([0, 4], [1, 2, 3, 4]) == [1, 2, 0, 4]
+    assert with_text_before([6, 7, 8], [1, 2]) == [7, 8]
+    assert with_text_before([6, 7, 8], []) == [6, 7, 8]
 
 
 class RecordingEngine:
@@ -149,8 +145,8 @@ def test_requests_that_run_together_share_no_begin():
     driver.llm = SimpleNamespace(get_metrics=list)
     driver.num_requests = 0
     driver.vllm = SimpleNamespace(SamplingParams=lambda **settings: settings)
-    driver.prompts = driver.texts = [[number] * 4 for number in range(12)]
-    driver.run(batch=3, prompts=list(range(12)), tokens=5, drain=True, context=8)
+    prompts = [[number] * 4 for number in range(12)]
+    driver.run(prompts, [[slot] * 8 for slot in range(3)], tokens=5, drain=True)
     begins = [[prompt[0] for prompt in prompts] for prompts in driver.engine.running]
     assert all(len(set(together)) == len(together) for together in begins)
     assert {begin for together in begins for begin in together} == {0, 1, 2}
@@ -163,7 +159,7 @@ def test_an_error_of_the_engine_is_one_line():
         engine.receive("starting with 3 speculative tokens")
     cause = (
         "ValidationError: Value error, Target and draft model should have the same vocabulary "
-        "size; use a draft that shares the target's tokenizer"
+        "size; use another draft"
     )
     activity = "starting with 3 speculative tokens"
     message = str(caught.value).split(" (its log: ")[0]
@@ -171,51 +167,68 @@ def test_an_error_of_the_engine_is_one_line():
     assert has_ended(engine.process.pid)
 
 
-def pool(target):
-    return EnginePool(
-        sys.executable, str(target), Workload(["ab", "abc"], 8, 0.0), {}, {}, max_engines=4
+def pool(target, max_engines=4):
+    return VllmPool(
+        target=str(target),
+        draft=None,
+        workload=Workload(["ab", "abc"], 1, tokens=8),
+        python=sys.executable,
+        speculative={},
+        options={},
+        max_engines=max_engines,
     )
 
 
-def test_engines_that_disturb_each_other_are_started_once_more(tmp_path, monkeypatch):
+@pytest.fixture
+def folder(tmp_path):
+    """Where the stand-in counts how often each of its engines was started."""
+    (tmp_path / "starts").mkdir()
+    return tmp_path / "starts"
+
+
+def test_engines_that_disturb_each_other_are_started_once_more(folder):
     """Each fails the first time: the first engine alone, and the others together."""
-    monkeypatch.setenv("PYTHONPATH", STAND_IN["PYTHONPATH"])
-    folder = tmp_path / "starts"
-    folder.mkdir()
     with pool(f"disturbed:{folder}") as engines:
-        engines.ensure_running([0, 1, 3])
-        assert engines.run(3, 1, [0]).tokens > 0
+        engines.ensure_running([Drafting(0), Drafting(1), Drafting(3)])
+        assert engines.run(RunKind(Drafting(3)), [0]).tokens > 0
     assert {file.name: file.read_text() for file in folder.iterdir()} == dict.fromkeys("013", "2")
 
 
-def test_an_engine_that_fails_twice_leaves_its_log(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", STAND_IN["PYTHONPATH"])
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    folder = tmp_path / "starts"
-    folder.mkdir()
+def test_memory_holds_so_many_engines(folder):
+    with pool("works", max_engines=2) as engines:
+        engines.ensure_running([Drafting(0), Drafting(1)])
+        assert engines.groups(map(Drafting, range(4))) == [
+            [Drafting(0), Drafting(1)],
+            [Drafting(2), Drafting(3)],
+        ]
+        first = engines.running[Drafting(0)]
+        engines.ensure_running([Drafting(1), Drafting(2)])
+        assert set(engines.running) == {Drafting(1), Drafting(2)}
+        assert has_ended(first.process.pid)
+
+
+def test_an_engine_that_fails_twice_leaves_its_log(folder):
     with pool(f"broken:{folder}") as engines, pytest.raises(SequoiaPlanError) as caught:
-        engines.ensure_running([0])
+        engines.ensure_running([Drafting(0)])
     [*_, log] = re.findall(r"\(its log: (.*\.log)\)$", str(caught.value))
     assert "the engine's own words" in Path(log).read_text()
     assert (folder / "0").read_text() == "2" and "\n" not in str(caught.value)
 
 
-def test_a_failure_with_a_known_cause_is_not_tried_again(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", STAND_IN["PYTHONPATH"])
+def test_a_failure_with_a_known_cause_is_not_tried_again():
     texts = []
-    engines = replace(pool("wrong vocabulary"), report_status=texts.append)
-    with engines, pytest.raises(SequoiaPlanError, match="same vocabulary size"):
-        engines.ensure_running([0])
+    with pool("wrong vocabulary") as engines:
+        engines.report_status = texts.append
+        with pytest.raises(SequoiaPlanError, match="same vocabulary size"):
+            engines.ensure_running([Drafting(0)])
     assert len(texts) == 1
 
 
 def test_an_engine_that_dies_is_one_line_and_its_child_dies_with_it():
     with start_engine("dies") as engine:
         engine.receive("starting")
-        engine.ask("reading", "encode", prompts=["a"])
-        message = r"the engine died by signal SIGSEGV while running: "
-        with pytest.raises(SequoiaPlanError, match=message):
-            engine.ask("running", "run", batch=1, prompts=[0], tokens=4)
+        with pytest.raises(SequoiaPlanError, match="died by signal SIGSEGV while running: "):
+            decode(engine, [[1]], [[]], 4)
         assert has_ended(engine.process.pid)  # before this program closes it
 
 
@@ -235,10 +248,10 @@ def test_the_engine_never_outlives_the_program(signal_number):
         "import signal, sys, time; sys.path[:0] = ['tests/engines', 'tests/helpers']\n"
         # a shell's background jobs ignore SIGINT, and so would this program
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from test_process import start_engine\n"
+        "from test_engine_process import start_engine\n"
         "engine = start_engine(); engine.receive('starting')\n"
-        "print(engine.process.pid, flush=True); engine.send('encode', prompts=['a'])\n"
-        "engine.send('run', batch=1, prompts=[0], tokens=10**6); time.sleep(600)\n"
+        "print(engine.process.pid, flush=True)\n"
+        "engine.send('run', prompts=[[1]], texts_before=[[]], tokens=10**6); time.sleep(600)\n"
     )
     program = subprocess.Popen(
         [sys.executable, "-c", script],

@@ -19,36 +19,29 @@ that the draft has to catch up with. The recorded texts of a profile, decoded ag
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from dataclasses import replace as replace_fields
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
-from msgspec.structs import replace
 
-from sequoia_plan.artifacts import Profile, TokenTree
-from sequoia_plan.artifacts.cost import (
-    Floats,
-    StepTime,
-    acceptance_rows,
-    expected_tokens,
-    predict_portfolio,
-)
+from sequoia_plan.artifacts import Acceptance, Profile, TokenTree
+from sequoia_plan.artifacts.counts import Floats
+from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.lookup import LookupCounts
-from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, MatchPlan, Plan
-from sequoia_plan.planner.solving.acceptance import (
-    drafted_probs,
-    looked_up_as_visited,
-    looked_up_probs,
-)
+from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, MatchPlan
+from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner.solving.fastest import (
     MAX_WORK,
     FastestTree,
     OtherSteps,
     fastest_tree,
 )
-from sequoia_plan.planner.solving.looked_up import fastest_looked_up_tree, quick_bound
-from sequoia_plan.planner.solving.replay import (
+from sequoia_plan.planner.solving.match.acceptance import (
+    drafted_acceptance,
+    looked_up_acceptance,
+    looked_up_as_visited,
+)
+from sequoia_plan.planner.solving.match.looked_up import fastest_looked_up_tree, quick_bound
+from sequoia_plan.planner.solving.match.replay import (
     MAX_RUN,
     RecordedText,
     recorded_texts,
@@ -79,20 +72,20 @@ class Limits:
 
 @dataclass(frozen=True)
 class MatchProblem:
-    """What is known of steps in one class of match.
-
-    `drafted` [level]; `looked_up` [level].
-    """
+    """What is known of steps in one class of match."""
 
     match_length: int
-    drafted: Any
-    looked_up: Any = None
+    drafted: Acceptance
+    looked_up: Acceptance | None = None
     catch_up: tuple[float, ...] = (0.0,)
     looked_up_catch_up: tuple[float, ...] = (0.0,)
 
-    def acceptance(self, tree: TokenTree) -> Any:
-        """p for a tree, by whether its spine is looked up."""
-        return self.looked_up if tree.looks_up else self.drafted
+    def acceptance(self, tree: TokenTree) -> Acceptance:
+        """The acceptance of a tree, by whether its spine is looked up."""
+        if not tree.looks_up:
+            return self.drafted
+        assert self.looked_up is not None
+        return self.looked_up
 
     def catch_up_seconds(self, tree: TokenTree, times: StepTime) -> float:
         """How long the draft takes, on average, to catch up after a step with a tree."""
@@ -172,10 +165,8 @@ def _step_figures(
     """Expected tokens and seconds of a step in each class of match."""
     tokens, seconds = [], []
     for problem, tree in zip(problems, trees, strict=True):
-        acceptance = problem.acceptance(tree)
-        tokens.append(expected_tokens(tree, acceptance))
-        own_seconds = replace_fields(times, acceptance=acceptance).step_seconds(tree)
-        seconds.append(own_seconds + problem.catch_up_seconds(tree, times))
+        tokens.append(expected_tokens(tree, problem.acceptance(tree).rates))
+        seconds.append(times.step_seconds(tree) + problem.catch_up_seconds(tree, times))
     return tokens, seconds
 
 
@@ -198,7 +189,7 @@ def _fastest_of_class(
     other_steps: OtherSteps,
 ) -> FastestTree:
     """The fastest tree of one class of match together with the other classes' steps."""
-    rows = acceptance_rows(problem.drafted, limits.drafted_depth, limits.branching)
+    rows = problem.drafted.at_depth(limits.drafted_depth, limits.branching)
     best = fastest_tree(
         _promising_levels(rows, limits.budget, times, present, other_steps),
         limits.budget,
@@ -210,7 +201,7 @@ def _fastest_of_class(
     )
     bound = best.bound
     if problem.looked_up is not None and limits.depth > 1:
-        rows = acceptance_rows(problem.looked_up, limits.depth, limits.branching)
+        rows = problem.looked_up.at_depth(limits.depth, limits.branching)
         best = fastest_looked_up_tree(
             rows, limits.budget, times, best, max_work, other_steps, problem.looked_up_catch_up
         )
@@ -237,16 +228,22 @@ def _promising_levels(
 
 @dataclass(frozen=True)
 class SolvedPortfolio:
-    """The trees by match with their plan."""
+    """The trees by match, and what is known of them on the recorded texts.
+
+    Speeds and the bound are in tokens a second; `tree_speed` is that of the base tree alone.
+    """
 
     tree: TokenTree
-    replayed_speedup: float | None
+    by_match: tuple[MatchPlan, ...]
+    bound: float
+    tree_speed: float
+    replayed_speed: float | None
 
 
 def solve_portfolio(
-    profile: Profile, base_tree: TokenTree, times: StepTime, limits: Limits, plan: Plan
+    profile: Profile, base_tree: TokenTree, times: StepTime, limits: Limits
 ) -> SolvedPortfolio:
-    """Find the trees by match for a profile, and write their plan.
+    """Find the trees by match for a profile.
 
         trees = `base_tree` for every class
         repeat until no other trees are faster on the recorded texts:
@@ -258,7 +255,6 @@ def solve_portfolio(
         base_tree: the fastest single tree without lookup.
         times: the step times.
         limits: what trees may be.
-        plan: the base tree's plan, whose provenance and limits the portfolio's plan keeps.
     """
     lookup = profile.lookup
     assert lookup is not None
@@ -266,40 +262,25 @@ def solve_portfolio(
     recording = Recording(recorded_texts(lookup), counted_shares(lookup), problems, times)
     base = recording.decode((base_tree,) * len(problems))
     decoded, bound = _fastest_on_recorded_texts(recording, base, limits)
-    problems, portfolio = decoded.problems, decoded
-    plain_seconds = times.plain_seconds()
-    tree = _with_by_match(problems, portfolio.trees)
-    figures = _step_figures(problems, portfolio.trees, times)
-    plan = replace(
-        plan,
-        acceptance=_tuples(problems[0].acceptance(portfolio.trees[0])),
-        upper_bound=None,
-        interval=None,
-        interval_new_kind=None,
-        by_match=tuple(
-            MatchPlan(
-                match_length=problem.match_length,
-                share=float(share),
-                acceptance=_tuples(problem.acceptance(class_tree)),
-                expected_tokens=class_tokens,
-                step_seconds=class_seconds,
-                catch_up_seconds=problem.catch_up_seconds(class_tree, times),
-            )
-            for problem, share, class_tree, class_tokens, class_seconds in zip(
-                problems, portfolio.shares, portfolio.trees, *figures, strict=True
-            )
-        ),
-        tree_speedup=base.speed * plain_seconds,
+    problems, trees = decoded.problems, decoded.trees
+    tokens, seconds = _step_figures(problems, trees, times)
+    by_match = tuple(
+        MatchPlan(
+            match_length=problem.match_length,
+            share=float(decoded.shares[c]),
+            acceptance=problem.acceptance(trees[c]).without_counts(),
+            expected_tokens=tokens[c],
+            step_seconds=seconds[c],
+            catch_up_seconds=problem.catch_up_seconds(trees[c], times),
+        )
+        for c, problem in enumerate(problems)
     )
-    prediction = predict_portfolio(tree, plan, times)
-    assert prediction.predicted_speedup is not None
-    speedup_bound = max(bound * plain_seconds, prediction.predicted_speedup)
-    plan = replace(plan, speedup_bound=speedup_bound, **prediction._asdict())
-    replayed_speedup = None
+    replayed_speed = None
     if decoded.tokens_per_step is not None:
-        step_seconds = float(decoded.shares @ np.array(figures[1]))
-        replayed_speedup = decoded.tokens_per_step * plain_seconds / step_seconds
-    return SolvedPortfolio(TokenTree(tree.parents, plan, by_match=tree.by_match), replayed_speedup)
+        replayed_speed = decoded.tokens_per_step / float(decoded.shares @ np.array(seconds))
+    return SolvedPortfolio(
+        _with_by_match(problems, trees), by_match, bound, base.speed, replayed_speed
+    )
 
 
 def match_problems(profile: Profile) -> list[MatchProblem]:
@@ -310,10 +291,10 @@ def match_problems(profile: Profile) -> list[MatchProblem]:
     assert profile.lookup is not None
     problems: list[MatchProblem] = []
     for match_class in profile.lookup.classes:
-        drafted = drafted_probs(profile, match_class)
+        drafted = drafted_acceptance(profile, match_class)
         looked_up = None
         if match_class.match_length > 0:
-            looked_up = looked_up_probs(match_class, drafted) or problems[-1].looked_up
+            looked_up = looked_up_acceptance(match_class, drafted) or problems[-1].looked_up
         problems.append(MatchProblem(match_class.match_length, drafted, looked_up))
     return problems
 
@@ -360,7 +341,7 @@ class Recording:
             for c, problem in enumerate(self.problems):
                 visits_by_run = result.visits_by_run[c]
                 catch_up = _catch_up(result.transitions[c], trees, self.times)
-                problems[c] = replace_fields(
+                problems[c] = replace(
                     problem,
                     looked_up=problem.looked_up
                     and looked_up_as_visited(problem.looked_up, visits_by_run),
@@ -377,8 +358,8 @@ class Recording:
 
 def counted_shares(lookup: LookupCounts) -> Floats:
     """The share of the profile's own steps in each class of match, float64 [classes]."""
-    levels = [match_class.drafted[:1] for match_class in lookup.classes]
-    counts = np.array([level[0].trials if level else 0 for level in levels], float)
+    drafted = [match_class.drafted for match_class in lookup.classes]
+    counts = np.array([counts.trials[0].sum() if counts else 0.0 for counts in drafted])
     shares: Floats = counts / max(counts.sum(), 1.0)
     return shares
 
@@ -455,10 +436,10 @@ def _with_rare_classes_solved(
     problems = [
         counted if is_rare[c] else best.problems[c] for c, counted in enumerate(recording.problems)
     ]
-    decoded = replace_fields(best, problems=problems)
+    decoded = replace(best, problems=problems)
     solved = _solve_beside(decoded, recording.times, limits, MAX_WORK // 10)
     trees = tuple(solved.trees[c] if is_rare[c] else tree for c, tree in enumerate(best.trees))
-    return replace_fields(recording.decode(trees), problems=problems)
+    return replace(recording.decode(trees), problems=problems)
 
 
 def _solve_beside(
@@ -508,8 +489,3 @@ def _with_by_match(problems: Sequence[MatchProblem], trees: Sequence[TokenTree])
             by_match[problem.match_length] = TokenTree(tree.parents, looks_up=tree.looks_up)
         last = tree
     return TokenTree(trees[0].parents, by_match=by_match)
-
-
-def _tuples(acceptance: Any) -> Any:
-    """Turn nested sequences of probabilities into nested tuples."""
-    return tuple(map(_tuples, acceptance)) if isinstance(acceptance, Sequence) else acceptance

@@ -20,13 +20,9 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.artifacts.cost import (
-    AcceptanceProbs,
-    Floats,
-    acceptance_table,
-    child_probabilities,
-)
+from sequoia_plan.artifacts import Acceptance, TokenTree
+from sequoia_plan.artifacts.counts import Floats
+from sequoia_plan.artifacts.expected_tokens import child_probabilities
 from sequoia_plan.artifacts.lookup import LookupCounts, class_of, read_positions
 
 MAX_RUN = 64
@@ -73,7 +69,7 @@ def recorded_texts(lookup: LookupCounts) -> list[RecordedText]:
 def replay(
     texts: Sequence[RecordedText],
     trees: Sequence[TokenTree],
-    acceptances: Sequence[AcceptanceProbs],
+    acceptances: Sequence[Acceptance],
 ) -> Replay:
     """Decode recorded texts again with one tree for each class of match.
 
@@ -87,7 +83,7 @@ def replay(
     Args:
         texts: the texts, at least one.
         trees: the tree of each class.
-        acceptances: p of each class and tree, as `child_probabilities` takes it.
+        acceptances: the acceptance of each class and its tree.
     """
     tables = [
         advance_table(tree, acceptance) for tree, acceptance in zip(trees, acceptances, strict=True)
@@ -135,13 +131,13 @@ def _replay_text(classes, runs, rows, advances, transitions, visits_by_run):
     return num_tokens
 
 
-def advance_table(tree: TokenTree, acceptance: AcceptanceProbs) -> Floats:
+def advance_table(tree: TokenTree, acceptance: Acceptance) -> Floats:
     """The probability that a step is 1, 2, ... tokens long, float64 [runs, depth].
 
     Row r is for positions at which the next r tokens are those of the lookup chain, and the last
-    row also for more. A tree that does not look up has one row. `acceptance` [rank].
+    row also for more. A tree that does not look up has one row.
     """
-    probabilities = np.append(1.0, child_probabilities(tree, acceptance_table(acceptance)))
+    probabilities = np.append(1.0, child_probabilities(tree, acceptance.rates))
     if not tree.looks_up:
         return _step_lengths(tree, probabilities)[None]
     spine = np.flatnonzero(tree.classes == 0)

@@ -7,23 +7,24 @@ of a drafted child in a class is that of the class times what the kind has in pl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from sequoia_plan.artifacts import LevelCounts, Profile, TokenTree
-from sequoia_plan.artifacts.cost import Floats, StepTime, acceptance_table
+from sequoia_plan.artifacts import Acceptance, Counts, Profile, TokenTree
+from sequoia_plan.artifacts.acceptance import rounded
+from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.artifacts.lookup import LookupCounts
-from sequoia_plan.planner.solving.acceptance import MIN_TRIALS, rounded_rows
-from sequoia_plan.planner.solving.portfolio import (
+from sequoia_plan.artifacts.step_time import StepTime
+from sequoia_plan.planner.solving.match.acceptance import MIN_TRIALS
+from sequoia_plan.planner.solving.match.portfolio import (
     MatchProblem,
     Recording,
     counted_shares,
     match_problems,
 )
-from sequoia_plan.planner.solving.replay import recorded_texts
+from sequoia_plan.planner.solving.match.replay import recorded_texts
 
 
 class KindFigures(NamedTuple):
@@ -36,8 +37,8 @@ class KindFigures(NamedTuple):
 
 def figures_by_kind(profile: Profile, tree: TokenTree, times: StepTime) -> dict[str, KindFigures]:
     """The speed-up over plain decoding and the tokens a step for each kind of profiled prompts."""
-    lookup = profile.lookup
-    if lookup is None or not profile.kinds:
+    lookup, counts = profile.lookup, profile.acceptance.counts
+    if lookup is None or counts is None:
         return {}
     problems = match_problems(profile)
     trees = tuple(tree.for_match(problem.match_length) for problem in problems)
@@ -45,7 +46,7 @@ def figures_by_kind(profile: Profile, tree: TokenTree, times: StepTime) -> dict[
     for kind, texts in lookup.texts.items():
         kind_texts = recorded_texts(LookupCounts(lookup.classes, {kind: texts}))
         if kind_texts and kind in profile.kinds:
-            ratios = _acceptance_ratios(profile.kinds[kind], profile.levels)
+            ratios = _acceptance_ratios(profile.kinds[kind], counts)
             of_kind = [_for_kind(problem, ratios) for problem in problems]
             all_texts, *single_texts = (
                 Recording(texts, counted_shares(lookup), of_kind, times).decode(trees)
@@ -61,38 +62,32 @@ def figures_by_kind(profile: Profile, tree: TokenTree, times: StepTime) -> dict[
     return figures
 
 
-def _acceptance_ratios(kind: Sequence[LevelCounts], levels: Sequence[LevelCounts]) -> Floats:
+def _acceptance_ratios(kind: Counts, counts: Counts) -> Floats:
     """How many times as often a kind accepts the child of each rank, float64 [ranks].
 
     `MIN_TRIALS` more trials that are as all prompts keep ratios of few counts near 1.
     """
-    kind_counts, counts = (np.sum([level.counts for level in rows], 0) for rows in (kind, levels))
-    kind_trials, trials = (sum(level.trials for level in rows) for rows in (kind, levels))
-    expected = counts / max(trials, 1)
-    kind_probs = (kind_counts + MIN_TRIALS * expected) / (kind_trials + MIN_TRIALS)
-    ratios: Floats = np.where(expected > 0, kind_probs / np.maximum(expected, 1e-300), 1.0)
+    expected = counts.accepted.sum((0, 1)) / counts.trials.sum()
+    kind_counts, kind_trials = kind.accepted.sum((0, 1)), kind.trials.sum()
+    kind_rates = (kind_counts + MIN_TRIALS * expected) / (kind_trials + MIN_TRIALS)
+    ratios: Floats = np.where(expected > 0, kind_rates / np.maximum(expected, 1e-300), 1.0)
     return ratios
 
 
 def _for_kind(problem: MatchProblem, ratios: Floats) -> MatchProblem:
-    """The problem with a kind's drafted children; looked-up tokens come from its texts.
+    """The problem with a kind's drafted children; looked-up tokens come from its texts."""
 
-    `ratios` float64 [ranks].
-    """
+    def scaled(rates: Floats) -> Floats:
+        """The rates [..., ranks] times the ratios, with sums of at most 1."""
+        result = rates * ratios[: rates.shape[-1]]
+        return result / np.maximum(1.0, result.sum(-1, keepdims=True))
 
-    def scaled(rows: Floats, ratios: Floats) -> Floats:
-        """The rows [..., ranks] times the ratios, with sums of at most 1."""
-        result = rows * ratios[: rows.shape[-1]]
-        capped: Floats = result / np.maximum(1.0, result.sum(-1, keepdims=True))
-        return capped
-
-    drafted: Any = rounded_rows(scaled(acceptance_table(problem.drafted), ratios))
+    drafted = Acceptance(rounded(scaled(problem.drafted.rates)))
     looked_up = problem.looked_up
     if looked_up is not None:
-        rows = acceptance_table(looked_up).copy()
-        rows[:, 1] = scaled(rows[:, 1], ratios)
-        left = 1 - rows[:, 0, :1]  # of a node on the spine, after its looked-up child
-        siblings = scaled(rows[:, 0, 1:] / np.maximum(left, 1e-300), ratios)
-        rows[:, 0, 1:] = siblings * left
-        looked_up = rounded_rows(rows)
+        rates = looked_up.rates.copy()
+        rates[:, 1] = scaled(rates[:, 1])
+        left = 1 - rates[:, 0, :1]  # of a node on the spine, after its looked-up child
+        rates[:, 0, 1:] = scaled(rates[:, 0, 1:] / np.maximum(left, 1e-300)) * left
+        looked_up = Acceptance(rounded(rates))
     return replace(problem, drafted=drafted, looked_up=looked_up)

@@ -1,0 +1,76 @@
+"""F(T), the expected tokens of a step with a tree: the sum of its nodes' values.
+
+In this module, `rates` are as in `Acceptance`: float64 [levels, node classes, ranks].
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+import numpy as np
+
+from sequoia_plan.artifacts.counts import Floats
+from sequoia_plan.artifacts.tree import IntArray, TokenTree
+
+
+def child_probabilities(tree: TokenTree, rates: Floats) -> Floats:
+    """Probability that each node but the root is accepted, given that its parent is accepted.
+
+    A rank beyond the end of the rates has the probability 0. Returns float64 [size - 1].
+    """
+    num_ranks = rates.shape[2]
+    level, node_class = parent_rows(tree, rates)
+    rank = tree.ranks[1:] - 1
+    probability = rates[level, node_class, np.minimum(rank, num_ranks - 1)]
+    return np.where(rank < num_ranks, probability, 0.0)
+
+
+def parent_rows(tree: TokenTree, rates: Floats) -> tuple[IntArray, IntArray]:
+    """Level and node class in `rates` of the parent of each node but the root, int [size - 1]."""
+    parents = tree.parents[1:]
+    level = np.minimum(tree.position_ids[parents], len(rates) - 1)
+    return level, np.minimum(tree.classes[parents], rates.shape[1] - 1)
+
+
+def node_values(tree: TokenTree, rates: Floats) -> Floats:
+    """Probability that each node is accepted: the product of the probabilities along its path.
+
+    Returns float64 [size].
+    """
+    parents, offsets = tree.parents, tree.level_offsets.tolist()
+    values = np.append(1.0, child_probabilities(tree, rates))
+    for level in range(2, tree.depth):
+        nodes = slice(offsets[level], offsets[level + 1])
+        values[nodes] *= values[parents[nodes]]
+    return values
+
+
+def expected_tokens(tree: TokenTree, rates: Floats) -> float:
+    """Expected tokens a step (mean acceptance length): the sum of the node values.
+
+    This is F(T) of Sequoia, arXiv 2402.12374, section 3.1.
+    """
+    return math.fsum(node_values(tree, rates))  # exactly rounded: equal on every machine
+
+
+def max_expected_tokens(rates: Floats, size: int) -> float:
+    """Upper bound on the expected tokens of all trees of `size` nodes.
+
+    It is the sum of the `size` largest node values of the infinite tree. A child's value is at most
+    its parent's, so a heap that starts with the root yields the values in decreasing order.
+    """
+    table = rates.tolist()
+    off_spine = len(table[0]) - 1
+    total = 0.0
+    heap = [(-1.0, 0, 0)]  # -value, level and node class of nodes whose parent is counted already
+    for _ in range(size):
+        if not heap:
+            break
+        negative_value, level, node_class = heapq.heappop(heap)
+        total -= negative_value
+        for rank, p in enumerate(table[min(level, len(table) - 1)][node_class]):
+            if p > 0:
+                child_class = node_class if rank == 0 else off_spine
+                heapq.heappush(heap, (negative_value * p, level + 1, child_class))
+    return total

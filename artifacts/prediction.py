@@ -1,0 +1,94 @@
+"""What a plan predicts for a tree: expected tokens, seconds of a step, speed-up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from sequoia_plan.artifacts.acceptance import Acceptance
+from sequoia_plan.artifacts.bench_result import Prediction
+from sequoia_plan.artifacts.expected_tokens import expected_tokens
+from sequoia_plan.artifacts.plan import MatchPlan, Plan
+from sequoia_plan.artifacts.step_time import StepTime
+from sequoia_plan.artifacts.tree import TokenTree
+
+
+class TreePrediction(NamedTuple):
+    """Predictions for a tree, named like the fields of its plan. None: the measurements lack it."""
+
+    expected_tokens: float | None = None
+    step_seconds: float | None = None
+    predicted_speedup: float | None = None
+
+
+def predict(
+    tree: TokenTree, acceptance: Acceptance | None, times: StepTime | None
+) -> TreePrediction:
+    """Predict expected tokens, step time and speed-up."""
+    tokens = expected_tokens(tree, acceptance.rates) if acceptance else None
+    step = times.step_seconds(tree) if times else math.inf
+    if times is None or not math.isfinite(step):
+        return TreePrediction(tokens)
+    speedup = tokens * times.plain_seconds() / step if tokens is not None else None
+    return TreePrediction(tokens, step, speedup)
+
+
+def predict_portfolio(
+    tree: TokenTree, by_match: Sequence[MatchPlan], times: StepTime
+) -> TreePrediction:
+    """Predict the figures of a tree and of the trees that take its place by match.
+
+    A step of match class c is the share w_c of all steps. In the long run a step yields sum of
+    w_c F(T_c) tokens and takes sum of w_c t(T_c) seconds, in which the draft may have to catch up
+    with tokens that it has not read.
+    """
+    tokens, seconds = [], []
+    for match_plan in by_match:
+        class_tree = tree.for_match(match_plan.match_length)
+        class_tokens, class_seconds = predict_class(class_tree, match_plan, times)
+        if class_tokens is None or class_seconds is None:
+            return TreePrediction()
+        tokens.append(match_plan.share * class_tokens)
+        seconds.append(match_plan.share * class_seconds)
+    total_share = math.fsum(match_plan.share for match_plan in by_match)
+    step_tokens, step_seconds = math.fsum(tokens) / total_share, math.fsum(seconds) / total_share
+    speedup = step_tokens * times.plain_seconds() / step_seconds
+    return TreePrediction(step_tokens, step_seconds, speedup)
+
+
+def predict_class(
+    class_tree: TokenTree, match_plan: MatchPlan, times: StepTime | None
+) -> tuple[float | None, float | None]:
+    """Expected tokens and seconds of a step in one match class; None where times lack them."""
+    tokens, seconds, _ = predict(class_tree, match_plan.acceptance, times)
+    if seconds is not None:
+        seconds += match_plan.catch_up_seconds
+    return tokens, seconds
+
+
+def prediction_for(
+    tree: TokenTree, verifier: str, plan: Plan, sampling: Mapping[str, Any] | None = None
+) -> Prediction:
+    """Predict a tree's figures in bench from the measurements in a plan."""
+    settings = dict(plan.settings)
+    measured_verifier = settings.pop("verifier", "sequoia")
+    is_same_acceptance = (
+        settings.get("temperature") == 0
+        or verifier == measured_verifier
+        or (verifier, measured_verifier) == ("traversal", "sequoia")
+    )
+    is_same_sampling = sampling is None or all(
+        sampling.get(name, value) == value for name, value in settings.items()
+    )
+    applies = (is_same_acceptance and is_same_sampling) or tree.size == 1
+    if not plan.acceptance or not applies:
+        return Prediction()
+    times = StepTime.from_measured(plan)
+    if not plan.by_match or times is None or (tree.size == 1 and not tree.by_match):
+        tokens, _, speedup = predict(tree, plan.acceptance, times)
+    elif tree.by_match:
+        tokens, _, speedup = predict_portfolio(tree, plan.by_match, times)
+    else:  # its acceptance is known for texts without a match only
+        return Prediction()
+    return Prediction(tokens, speedup)

@@ -1,0 +1,141 @@
+"""Seconds of one decoding step, and what a step could save with more memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sequoia_plan.artifacts.counts import Floats
+from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
+from sequoia_plan.artifacts.latency import Latency
+from sequoia_plan.artifacts.plan import Plan
+from sequoia_plan.artifacts.profile import Profile
+from sequoia_plan.artifacts.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one decoding step, from measured latencies."""
+
+    latency: Latency
+    drafting: Drafting = LANGUAGE_MODEL
+
+    @classmethod
+    def from_measured(cls, measured: Profile | Plan) -> StepTime | None:
+        """The step time that a profile or plan records; None if it has no latencies."""
+        return cls(measured.latency, measured.drafting) if measured.latency else None
+
+    @cached_property
+    def _target_steps(self) -> tuple[Floats, Floats]:
+        """The measured sizes of the target's pass, and the seconds up to each of them."""
+        return _step_function(self.latency.target)
+
+    @cached_property
+    def _draft_steps(self) -> tuple[Floats, Floats]:
+        """The measured widths of a draft pass, and the seconds up to each of them."""
+        return _step_function(self.latency.draft)
+
+    def target_seconds(self, sizes: int | NDArray[np.integer]) -> Any:
+        """Seconds of the target's pass over each number of nodes."""
+        return _evaluate(self._target_steps, sizes)
+
+    def draft_seconds(self, widths: int | NDArray[np.integer]) -> Any:
+        """Seconds of a draft pass over each number of nodes."""
+        return _evaluate(self._draft_steps, widths)
+
+    def verification_seconds(self, sizes: int | NDArray[np.integer]) -> Any:
+        """Seconds of verifying and committing; 0 where the target's times include them."""
+        cost = self.latency.verification
+        return cost.base + cost.by_node * (sizes - 1) if cost else 0.0
+
+    def largest_size(self) -> int:
+        """Nodes of the largest tree whose step time is known."""
+        return max(self.latency.target)
+
+    @property
+    def stream_seconds(self) -> float:
+        """Seconds in which a streamed target's weights arrive; 0 if all of them are in memory."""
+        return self.latency.stream.seconds if self.latency.stream else 0.0
+
+    def step_seconds(self, tree: TokenTree) -> float:
+        """Seconds of a step with `tree`.
+
+        The weights of a streamed target arrive while the step does its work, so the longer of the
+        two counts.
+        """
+        return max(self.stream_seconds, self.work_seconds(tree))
+
+    def work_seconds(self, tree: TokenTree) -> float:
+        """Seconds of a step's passes, its verification and its overhead."""
+        widths = self.drafting.pass_widths(tree.num_parents_by_level)
+        draft_passes = self.draft_seconds(np.array(widths, int))
+        target_pass = float(self.target_seconds(tree.size))
+        verification = self.verification_seconds(tree.size)
+        return math.fsum([target_pass, *draft_passes, verification, self.latency.overhead])
+
+    def min_step_seconds(self, sizes: NDArray[np.integer], depth: int) -> Floats:
+        """Lower bound on the step times of all trees of these sizes and this depth.
+
+        It assumes the narrowest draft passes that the depth allows. Returns float64 [len(sizes)].
+        """
+        widths = self.drafting.narrowest_widths(depth)
+        draft_passes = self.draft_seconds(np.array(widths, int)).sum()
+        work = self.target_seconds(sizes) + draft_passes + self.verification_seconds(sizes)
+        return np.maximum(self.stream_seconds, work + self.latency.overhead)
+
+    def num_unread(self, tree: TokenTree) -> int:
+        """How many of the last tokens the draft may not have read after a step with `tree`."""
+        return self.drafting.num_unread(tree.depth, tree.num_drafted_levels)
+
+    def catch_up_seconds(self, num_unread: int, tree: TokenTree) -> float:
+        """Seconds in which the draft reads unread tokens before a step with `tree`, if it must."""
+        width = self.drafting.catch_up_width(num_unread, tree.num_drafted_levels)
+        return float(self.draft_seconds(min(width, max(self.latency.draft)))) if width else 0.0
+
+    def plain_seconds(self) -> float:
+        """Seconds a token of decoding without speculation, with the same engine."""
+        return self.step_seconds(TokenTree.chain(1))
+
+
+def _step_function(points: Mapping[int, float]) -> tuple[Floats, Floats]:
+    """The cheapest measured time at each measured size or above, with inf beyond the largest.
+
+    Returns float64 [n] and [n + 1].
+    """
+    sizes = sorted(points)
+    seconds_from_largest = [points[size] for size in sizes][::-1]
+    seconds = np.minimum.accumulate(seconds_from_largest)[::-1]
+    return np.array(sizes, float), np.append(seconds, np.inf)
+
+
+def _evaluate(step_function: tuple[Floats, Floats], sizes: int | NDArray[np.integer]) -> Any:
+    """The seconds of passes over `sizes` nodes, taken from the next measured size."""
+    measured_sizes, seconds = step_function
+    return seconds[np.searchsorted(measured_sizes, sizes)]
+
+
+class MemoryGain(NamedTuple):
+    """By how many seconds a step could be shorter at most if more layers stayed in memory."""
+
+    bytes: float
+    seconds: float
+
+
+def memory_gain(plan: Plan) -> MemoryGain | None:
+    """The gain from a further GB of the target's device, or a tenth of the streamed bytes if less.
+
+    Weights that stay on the device need not be streamed to it in each pass, which is then shorter
+    by the seconds that they take. The gain is smaller if the step then waits for something else.
+    None if nothing is streamed.
+    """
+    stream = plan.latency.stream if plan.latency else None
+    if stream is None:
+        return None
+    more_bytes = min(1e9, stream.bytes / 10)
+    return MemoryGain(more_bytes, stream.seconds * more_bytes / stream.bytes)

@@ -1,0 +1,127 @@
+"""The engines that run: one for each way of drafting, as many at a time as fit in memory."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, ClassVar
+
+from sequoia_plan.engines.plan import ContextPlan
+from sequoia_plan.engines.prediction import StepModel
+from sequoia_plan.engines.workload import NONE, Drafting, EngineRun, RunKind, Workload
+
+MAX_CPU_ENGINES = 4
+
+
+@dataclass(kw_only=True)
+class EnginePool(ABC):
+    """Engines of one target and draft, all of which end with this context."""
+
+    min_rounds: ClassVar[int]
+    max_rounds: ClassVar[int]
+    starts_each_round: ClassVar[bool]
+    """Whether all engines run in each round; else a group of engines has all its rounds at once."""
+
+    target: str
+    draft: str | None
+    workload: Workload
+    max_context: int = 0
+    """The most tokens of a prompt that are asked for."""
+    max_engines: int | None = None
+    report_status: Callable[[str], None] = lambda text: None
+    prompts: list[list[int]] = field(default_factory=list)
+    """Token ids of the workload's prompts, once an engine runs."""
+    texts: list[list[int]] = field(default_factory=list)
+    """The same without the chat template."""
+    exit_stack: ExitStack = field(default_factory=ExitStack)
+    running: dict[Any, Any] = field(default_factory=dict)
+    """The engines that run, by their way of drafting and whatever else differs."""
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.exit_stack.close()
+
+    @property
+    @abstractmethod
+    def has_device(self) -> bool:
+        """Whether engines compute on a GPU, whose memory is taken to hold one of them."""
+
+    @abstractmethod
+    def start(self, keys: Sequence[Any]) -> None:
+        """Starts engines, and the first time reads the prompts."""
+
+    @abstractmethod
+    def record(self, max_length: int, batch: int, context: int) -> StepModel:
+        """Measures how far chains are accepted on the prompts to measure on."""
+
+    @abstractmethod
+    def timed_draftings(self, max_length: int) -> list[Drafting]:
+        """The ways of drafting whose steps are timed first, `NONE` and others."""
+
+    @abstractmethod
+    def time_round(self, kind: RunKind, round_index: int) -> EngineRun:
+        """Decodes a few prompts to measure on. Every round begins with others."""
+
+    @abstractmethod
+    def run(self, kind: RunKind, prompts: Sequence[int]) -> EngineRun:
+        """Decodes prompts."""
+
+    @abstractmethod
+    def launch_options(self, plan: ContextPlan) -> tuple[str, ...]:
+        """The options to start the engine with."""
+
+    @abstractmethod
+    def metadata(self) -> dict[str, Any]:
+        """The plan's fields about the engine and how it was measured."""
+
+    @property
+    def default_drafting(self) -> Drafting:
+        """What the engine does if the method is named alone."""
+        return NONE
+
+    def groups(self, keys: Iterable[Any]) -> list[list[Any]]:
+        """Splits engines into groups that fit in memory together. Those that run come first."""
+        size = self.max_engines or (1 if self.has_device else MAX_CPU_ENGINES)
+        ordered = sorted(dict.fromkeys(keys), key=lambda key: key not in self.running)
+        return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+
+    def ensure_running(self, keys: Sequence[Any]) -> None:
+        """Starts the engines that do not run, and ends others if memory does not hold all."""
+        missing = [key for key in keys if key not in self.running]
+        if missing and len(self.groups([*self.running, *missing])) > 1:
+            for key in [key for key in self.running if key not in keys]:
+                self.running.pop(key).close()
+        if missing:
+            self.start(missing)
+
+    def run_in_rounds(
+        self,
+        kinds: Sequence[RunKind],
+        run: Callable[[RunKind, int], EngineRun],
+        is_enough: Callable[[dict[RunKind, list[EngineRun]]], bool],
+    ) -> dict[RunKind, list[EngineRun]]:
+        """Runs every kind once a round, so that a drift of the machine's speed affects all.
+
+        Every second round goes through them in the opposite order.
+        """
+        runs: dict[RunKind, list[EngineRun]] = {kind: [] for kind in kinds}
+        portions = [list(kinds)]
+        if not self.starts_each_round:
+            groups = self.groups(kind.drafting for kind in kinds)
+            portions = [[kind for kind in kinds if kind.drafting in group] for group in groups]
+        for portion in portions:
+            for round_index in count():
+                ordered = portion[:: -1 if round_index % 2 else 1]
+                for group in self.groups(kind.drafting for kind in ordered):
+                    self.ensure_running(group)
+                    for kind in ordered:
+                        if kind.drafting in group:
+                            runs[kind].append(run(kind, round_index))
+                if is_enough({kind: runs[kind] for kind in portion}):
+                    break
+        return runs

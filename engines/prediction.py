@@ -1,0 +1,87 @@
+"""What a step of an engine is expected to yield and to take, whatever predicts it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from sequoia_plan.artifacts.uncertainty import Z95
+from sequoia_plan.engines.plan import Cell, ChainAcceptance
+from sequoia_plan.engines.timing import StepTimes
+from sequoia_plan.engines.workload import NONE, Drafting, round_digits
+
+
+class Expectation(NamedTuple):
+    """A step of a way of drafting, on average."""
+
+    tokens: float
+    """Tokens a request."""
+    seconds: float
+    error: float
+    """Relative standard error of tokens a second."""
+
+
+class StepModel(Protocol):
+    """Predicts the steps of every way of drafting from one measurement of acceptance."""
+
+    @property
+    def acceptance(self) -> ChainAcceptance:
+        """How far chains were accepted."""
+
+    @property
+    def draftings(self) -> Sequence[Drafting]:
+        """The ways of drafting to choose from, `NONE` first."""
+
+    def expect(self, drafting: Drafting, batch: int, times: StepTimes) -> Expectation:
+        """What a step yields and takes."""
+
+
+def ratio_error(numerators: Iterable[float], denominators: Iterable[float]) -> float:
+    """Standard error of sum(numerators) / sum(denominators), from a jackknife over texts."""
+    above, below = np.array([*numerators], float), np.array([*denominators], float)
+    count = len(above)
+    if count < 2:
+        return 0.0
+    ratios = (above.sum() - above) / (below.sum() - below)  # of all texts but one
+    return math.sqrt((count - 1) / count * ((ratios - ratios.mean()) ** 2).sum())
+
+
+def predict_cells(model: StepModel, times: StepTimes, batch: int) -> list[Cell]:
+    """Predicts throughput and its 95 % interval for every way of drafting at a batch size.
+
+    The logarithm of the throughput is taken as normally distributed.
+    """
+    plain = model.expect(NONE, batch, times)
+    cells = []
+    for drafting in model.draftings:
+        expected = model.expect(drafting, batch, times)
+        speed = expected.tokens / expected.seconds  # of one request
+        factor = math.exp(Z95 * expected.error)
+        cell = Cell(
+            batch=batch,
+            speculative_tokens=drafting.length,
+            tokens_per_step=round_digits(expected.tokens),
+            seconds=round_digits(expected.seconds),
+            throughput=round_digits(batch * speed),
+            low=round_digits(batch * speed / factor),
+            high=round_digits(batch * speed * factor),
+            speedup=round_digits(speed * plain.seconds / plain.tokens),
+            is_timed=times.is_timed(batch, drafting.length),
+            variant=drafting.variant,
+        )
+        cells.append(cell)
+    return cells
+
+
+def best_drafting(model: StepModel, times: StepTimes, batch: int) -> Drafting:
+    """The way of drafting with the highest throughput, and of equal ones the first."""
+
+    def request_speed(drafting: Drafting) -> float:
+        """Tokens a second of one request; all together have `batch` times as many."""
+        expected = model.expect(drafting, batch, times)
+        return expected.tokens / expected.seconds
+
+    return max(model.draftings, key=request_speed)

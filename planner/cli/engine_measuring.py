@@ -1,0 +1,288 @@
+"""Commands that run an engine to plan for it: `sequoia-plan engine vllm` and `llamacpp`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sequoia_plan.planner.cli.engine import (
+    DEFAULT_BATCHES,
+    output_options,
+    plan_options,
+    print_acceptance,
+    replan,
+    write_plan,
+)
+from sequoia_plan.planner.cli.options import (
+    bundle,
+    check_outputs,
+    count_option,
+    file_option,
+    json_option,
+    parse_contexts,
+    verbose_option,
+)
+from sequoia_plan.planner.cli.terminal import status
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sequoia_plan.engines.plan import ChainAcceptance, EnginePlan
+    from sequoia_plan.engines.pool import EnginePool
+
+METHOD_HELP = "vLLM's name of the drafting method: draft_model, eagle3, mtp, ngram, ..."
+PYTHON_HELP = "The Python that has vLLM. [default: this one, else python3]"
+ENGINE_ARGS_HELP = (
+    'Further arguments of vllm.LLM, as {"dtype": "float32", "tensor_parallel_size": 2}.'
+)
+SPECULATIVE_ARGS_HELP = 'Further entries of the speculative config, as {"prompt_lookup_max": 4}.'
+METRICS_HELP = (
+    "Acceptance from a running server's counters: its address, or a file of its /metrics page. "
+    "No acceptance is measured then."
+)
+TOGETHER_HELP = (
+    "Engines kept in memory at a time, to be timed alternately. [default: 4 on a CPU, else 1]"
+)
+TYPE_HELP = (
+    "How tokens are drafted: draft-simple, draft-eagle3, draft-mtp (or eagle3, mtp), ngram-simple."
+)
+MOST_HELP = "Drafted tokens, at most. [default: 8; 48 for ngram-simple]"
+DEFAULT_LIMIT = 48
+PROMPTS_HELP = (
+    "As for profile: every second prompt is measured on, the others verify. [default: built-in]"
+)
+LIMIT_HELP = (
+    f"Prompts to measure on, at most, and as many to verify on. [default: {DEFAULT_LIMIT}; "
+    "all for ngram-simple of llama.cpp]"
+)
+CONTEXT_HELP = (
+    "Tokens of every prompt, to plan for each, as 512,4096; other prompts come before shorter "
+    "ones. [default: prompts as they are]"
+)
+VERIFY_HELP = (
+    "Then measure the best choice, its neighbours, no speculation and the engine's defaults on "
+    "other prompts."
+)
+
+
+run_options = bundle(
+    "run",
+    path=file_option("--prompts", "path", text=PROMPTS_HELP),
+    limit=count_option("--limit", None, LIMIT_HELP),
+    tokens=click.option(
+        "--tokens",
+        type=click.IntRange(min=4),
+        default=64,
+        show_default=True,
+        help="New tokens a prompt, at most.",
+    ),
+    temperature=click.option(
+        "--temperature",
+        type=click.FloatRange(min=0),
+        default=0.0,
+        show_default=True,
+        help="Temperature of sampling; 0 is greedy.",
+    ),
+    contexts=click.option(
+        "--context",
+        "contexts",
+        metavar="N,N,...",
+        callback=lambda context, parameter, text: parse_contexts(text) or [0],
+        help=CONTEXT_HELP,
+    ),
+    should_verify=click.option("--verify", "should_verify", is_flag=True, help=VERIFY_HELP),
+)
+
+
+@click.command()
+@click.option("--target", metavar="ID|DIR", help="Target model, as vLLM is given it.")
+@click.option("--draft", metavar="ID|DIR", help="Draft model, as vLLM is given it.")
+@click.option("--method", default="draft_model", show_default=True, help=METHOD_HELP)
+@click.option("--python", metavar="PATH", help=PYTHON_HELP)
+@click.option("--engine-args", metavar="JSON", help=ENGINE_ARGS_HELP)
+@click.option("--speculative-args", metavar="JSON", help=SPECULATIVE_ARGS_HELP)
+@click.option("--metrics", metavar="URL|FILE", help=METRICS_HELP)
+@count_option("--together", None, TOGETHER_HELP)
+@run_options
+@plan_options
+@output_options
+def vllm(
+    target: str | None,
+    draft: str | None,
+    method: str,
+    python: str | None,
+    engine_args: str | None,
+    speculative_args: str | None,
+    metrics: str | None,
+    together: int | None,
+    batches: list[int] | None,
+    max_length: int,
+    times_path: str | None,
+    run: dict[str, Any],
+    outputs: dict[str, Any],
+) -> None:
+    """Measure a target and a draft in your vLLM, and say which num_speculative_tokens is best."""
+    config_entries = _parse_json_object("--speculative-args", speculative_args)
+    engine_options = _parse_json_object("--engine-args", engine_args)
+    if not metrics and not target:
+        raise click.UsageError(
+            "name the models with --target and --draft, or a server with --metrics"
+        )
+    if times_path and not metrics:
+        raise click.UsageError(
+            "--times has no acceptance: add --metrics, or leave it out to measure both"
+        )
+    if (any(run["contexts"]) or run["should_verify"]) and (times_path or not target):
+        raise click.UsageError(
+            "--context and --verify run an engine: name the models with --target and --draft, "
+            "and leave --times out"
+        )
+    check_outputs(outputs["output"], outputs["report"], times_path, metrics, run["path"])
+
+    from sequoia_plan.engines.counters import chain_acceptance, fetch
+    from sequoia_plan.engines.vllm import (
+        METHODS_WITHOUT_DRAFT,
+        VllmPool,
+        find_python,
+        speculative_config,
+    )
+
+    if target and not times_path and not draft and method not in METHODS_WITHOUT_DRAFT:
+        raise click.UsageError(
+            f"--method {method}: needs a draft model; name it with --draft, "
+            f"or use one of {', '.join(METHODS_WITHOUT_DRAFT)}"
+        )
+    acceptance = chain_acceptance(fetch(metrics), metrics) if metrics else None
+    if acceptance:
+        max_length = min(max_length, len(acceptance.accepted))
+    if acceptance and times_path:
+        plan = replan(times_path, "vllm", acceptance, batches, max_length)
+    elif acceptance and not target:
+        print_acceptance(acceptance, max_length, outputs["as_json"])
+        return
+    else:
+        batches = batches or list(DEFAULT_BATCHES)
+        plan = _measured_plan(
+            partial(
+                VllmPool,
+                target=target or "",
+                draft=draft,
+                max_engines=together,
+                python=find_python(python),
+                speculative=speculative_config(method, draft, config_entries),
+                options={"max_num_seqs": max(batches)} | engine_options,
+            ),
+            run | {"limit": run["limit"] or DEFAULT_LIMIT},
+            batches,
+            max_length,
+            outputs["output"],
+            acceptance,
+        )
+    write_plan(plan, **outputs)
+
+
+@click.command()
+@click.option("--target", metavar="T.gguf", required=True, help="Target model, a GGUF file.")
+@click.option("--draft", metavar="D.gguf", help="Draft model, a GGUF file.")
+@click.option("--spec-type", default="draft-simple", show_default=True, help=TYPE_HELP)
+@click.option(
+    "--server", metavar="PATH", help="The program llama-server. [default: the one on the PATH]"
+)
+@click.option(
+    "--server-args",
+    metavar="OPTIONS",
+    default="",
+    help="Further options of llama-server, as '-ngl 99 -t 8'.",
+)
+@click.option("--most", "max_length", type=click.IntRange(1, 64), help=MOST_HELP)
+@run_options
+@file_option("-o", "--output", text="Write the plan there, as YAML.")
+@verbose_option
+@json_option
+def llamacpp(
+    target: str,
+    draft: str | None,
+    spec_type: str,
+    server: str | None,
+    server_args: str,
+    max_length: int | None,
+    output: str | None,
+    verbose: bool,
+    as_json: bool,
+    run: dict[str, Any],
+) -> None:
+    """Measure a target and a draft in your llama.cpp, and say which n-max and p-min are best."""
+    from sequoia_plan.engines.llama_server import check_model, find_build
+    from sequoia_plan.engines.llamacpp import LlamaCppPool
+    from sequoia_plan.engines.spec_types import LOOKUP, TYPES, WITHOUT_DRAFT
+
+    names = {spec_type, f"draft-{spec_type}"}
+    if not names & {*TYPES}:
+        raise click.UsageError(
+            f"--spec-type {spec_type}: cannot be planned; expected one of {', '.join(TYPES)}"
+        )
+    if not draft and not names & {*WITHOUT_DRAFT}:
+        raise click.UsageError(
+            f"--spec-type {spec_type}: needs a draft model; name its GGUF file with --draft, "
+            f"or use one of {', '.join(WITHOUT_DRAFT)}"
+        )
+    try:
+        arguments = shlex.split(server_args)
+    except ValueError as error:
+        raise click.UsageError(
+            f"--server-args {server_args}: {error}; expected options as for a shell"
+        ) from error
+    check_outputs(output, None, run["path"], target, draft)
+    check_model("--target", target)
+    if draft:
+        check_model("--draft", draft)
+    build = find_build(server, spec_type)
+    if build.spec_type != LOOKUP:  # a few texts hold most of what lookups are worth
+        run["limit"] = run["limit"] or DEFAULT_LIMIT
+    max_length = max_length or (48 if build.spec_type == LOOKUP else 8)
+    new_pool = partial(LlamaCppPool, target=target, draft=draft, build=build, arguments=arguments)
+    plan = _measured_plan(new_pool, run, [1], max_length, output)
+    write_plan(plan, output, verbose, as_json)
+
+
+def _measured_plan(
+    new_pool: Callable[..., EnginePool],
+    run: dict[str, Any],
+    batches: Sequence[int],
+    max_length: int,
+    output: str | None,
+    acceptance: ChainAcceptance | None = None,
+) -> EnginePlan:
+    """Run engines to make a plan, and to verify it."""
+    from sequoia_plan.engines.planning import measure, plan_of, verify_plan
+    from sequoia_plan.engines.workload import Workload
+
+    contexts, should_verify = run.pop("contexts"), run.pop("should_verify")
+    with (
+        status("") as report_status,
+        new_pool(
+            workload=Workload.load(**run), max_context=max(contexts), report_status=report_status
+        ) as pool,
+    ):
+        measurements, seconds = measure(pool, batches, max_length, contexts, acceptance)
+        plan = plan_of(pool, measurements, batches, seconds)
+        if output:
+            plan.save(output)  # the measurements are not lost if the verification fails
+        return verify_plan(pool, plan) if should_verify else plan
+
+
+def _parse_json_object(option: str, text: str | None) -> dict[str, Any]:
+    """Parse an option's JSON object; the object is empty without the option."""
+    value = None
+    with suppress(ValueError):
+        value = json.loads(text) if text else {}
+    if not isinstance(value, dict):
+        raise click.UsageError(
+            f'{option} {text}: not a JSON object; expected one as {{"dtype": "float32"}}'
+        )
+    return value

@@ -1,0 +1,1 @@
+"""One tree for each length of the match between the text and what it said before."""

@@ -1,0 +1,104 @@
+"""Acceptance of steps of one match class, from a profile's counts.
+
+The match of a text is its longest suffix that occurs earlier in it, and the lookup chain is what
+followed there (artifacts/lookup.py). Steps are put into match classes by the length of the match.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sequoia_plan.artifacts import Acceptance, Counts, Profile
+from sequoia_plan.artifacts.acceptance import rounded
+from sequoia_plan.artifacts.counts import Floats
+from sequoia_plan.artifacts.lookup import MatchClass
+
+MIN_TRIALS = 50
+"""Levels with fewer observed nodes have one vector, from all their counts together."""
+
+
+def drafted_acceptance(profile: Profile, match_class: MatchClass) -> Acceptance:
+    """The rates of steps of one match class with all nodes drafted.
+
+    A match class with too few counts has the profile's own.
+    """
+    counts = match_class.drafted
+    if counts is None or counts.trials[0].sum() < MIN_TRIALS:
+        counts = profile.acceptance.counts
+    if counts is None:
+        return profile.acceptance
+    first = _first_pooled_level(counts.trials.sum(1))
+    if first < counts.num_levels - 1:
+        counts = Counts(
+            np.vstack([counts.trials[:first], counts.trials[first:].sum(0)[None]]),
+            np.vstack([counts.accepted[:first], counts.accepted[first:].sum(0)[None]]),
+        )
+    return Acceptance.counted(counts).without_counts()
+
+
+def looked_up_acceptance(match_class: MatchClass, drafted: Acceptance) -> Acceptance | None:
+    """The rates of steps of one match class whose tree has a looked-up spine.
+
+    Rank 1 of a node on the spine is the looked-up token, and its other children are drafted; so are
+    all children of nodes off the spine. The node classes are not moved towards each other: their
+    ranks mean different things. None for too few counts.
+    """
+    counts = match_class.looked_up
+    if counts is None or counts.trials[0].sum() < MIN_TRIALS:
+        return None
+    on_spine = pooled_rates(counts.trials[:, 0], counts.accepted[:, 0])
+    if counts.num_classes == 2 and counts.trials[1:, 1].sum():
+        # no node is off the spine on the root's level
+        below_root = pooled_rates(counts.trials[1:, 1], counts.accepted[1:, 1])
+        off_spine = np.concatenate([below_root[:1], below_root])
+    else:
+        off_spine = np.zeros(on_spine.shape)
+        drafted_rates = drafted.at_depth(len(on_spine) + 1, on_spine.shape[1])[:, -1]
+        off_spine[:, : drafted_rates.shape[1]] = drafted_rates
+    return Acceptance(rounded(np.stack([on_spine, off_spine], 1)))
+
+
+def looked_up_as_visited(looked_up: Acceptance, visits_by_run: Floats) -> Acceptance:
+    """The same as `looked_up_acceptance`, with looked-up tokens as steps come upon them.
+
+    A long run of right tokens has many positions and takes few steps. So a looked-up token is right
+    less often for the average step than for the average position, which is what was counted. The
+    drafted children keep their probabilities given that the looked-up token is wrong.
+    `visits_by_run` float64 [runs].
+    """
+    if visits_by_run.sum() < MIN_TRIALS:
+        return looked_up
+    reached = visits_by_run[::-1].cumsum()[::-1]  # the run has so many tokens or more
+    is_right = pooled_rates(reached[:-1], reached[1:, None])[:, 0]
+    rates = looked_up.at_depth(len(is_right) + 1)
+    wrong_before = 1 - rates[:, 0, 0]
+    share_left = np.where(wrong_before > 0, (1 - is_right) / np.maximum(wrong_before, 1e-300), 0.0)
+    rates[:, 0, 1:] *= share_left[:, None]
+    rates[:, 0, 0] = is_right
+    last = int(np.flatnonzero(np.diff(is_right, prepend=-1.0))[-1])  # the levels after it repeat it
+    return Acceptance(rounded(rates[: max(last, len(looked_up.rates) - 1) + 1]))
+
+
+def pooled_rates(trials: Floats, accepted: Floats) -> Floats:
+    """The share of accepted children in trials, with the sparse levels as one.
+
+    The first level with fewer than `MIN_TRIALS` trials and all deeper ones have one vector, from
+    their counts together, and from those of the level above if they are still too few. `trials`
+    float64 [levels]; `accepted` float64 [levels, ranks], as is the result.
+    """
+    first = _first_pooled_level(trials)
+    trials, accepted = trials.copy(), accepted.copy()
+    trials[first:], accepted[first:] = trials[first:].sum(), accepted[first:].sum(0)
+    rates: Floats = accepted / trials[:, None]
+    return rates
+
+
+def _first_pooled_level(trials: Floats) -> int:
+    """The first of the levels that have one vector together; their number if none have."""
+    is_sparse = trials < MIN_TRIALS
+    if not is_sparse.any():
+        return len(trials)
+    first = int(np.argmax(is_sparse))
+    while first > 0 and trials[first:].sum() < MIN_TRIALS:
+        first -= 1
+    return first

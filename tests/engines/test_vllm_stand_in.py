@@ -1,0 +1,268 @@
+"""`sequoia-plan engine`, with a stand-in for vLLM whose tokens are known, and bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+
+import pytest
+from click.testing import CliRunner
+from msgspec.structs import replace
+from paths import DATA, STAND_IN
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.engines import vllm
+from sequoia_plan.engines.plan import EnginePlan, ScheduleEntry
+from sequoia_plan.planner.cli import main
+from sequoia_plan.planner.report.engine_page import engine_page
+from sequoia_plan.planner.report.engine_table import findings, launch_groups, prediction_errors
+
+pytestmark = pytest.mark.slow
+COUNTERS = str(DATA / "vllm" / "counters-0.27.1.txt")
+
+
+@pytest.fixture(autouse=True)
+def logs_go_with_the_test(tmp_path, monkeypatch):
+    """An engine that fails leaves its log in the folder for temporary files."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs `sequoia-plan engine ...` in an empty folder; this Python has the stand-in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(STAND_IN))
+    return lambda *arguments: CliRunner().invoke(main, ["engine", *arguments])
+
+
+@pytest.fixture(scope="module")
+def measured_plan(tmp_path_factory):
+    """A plan by context, measured and verified, its file, its page, and the output."""
+    words = [
+        *("--target", "works"),
+        *("--draft", "d"),
+        *("--python", sys.executable),
+        *("--batch", "1,2"),
+        *("--most", "3"),
+        *("--limit", "12"),
+        *("--tokens", "24"),
+        *("--context", "900,300"),
+        "--verify",
+        "--verbose",
+        *("-o", "plan.yaml"),
+        *("--report", "page.html"),
+    ]
+    folder = tmp_path_factory.mktemp("engine")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("PYTHONPATH", str(STAND_IN))
+        patch.setattr(vllm, "IDLE_SECONDS", 0.0)  # the stand-in does not poll for work
+        result = CliRunner().invoke(main, ["engine", "vllm", *words])
+    assert result.exit_code == 0, result.output
+    plan = EnginePlan.load(folder / "plan.yaml")
+    assert plan.to_yaml() == (folder / "plan.yaml").read_text()
+    return plan, folder / "plan.yaml", (folder / "page.html").read_text(), result.stdout
+
+
+def test_the_plan_holds_what_the_engine_counted(measured_plan):
+    plan = measured_plan[0]
+    assert (plan.engine, plan.engine_version, plan.method) == (
+        "vllm",
+        "0.0.stand-in",
+        "draft_model",
+    )
+    assert (plan.target, plan.draft) == ("works", "d")
+    assert [part.context for part in plan.contexts] == [300, 900]
+    for part in plan.contexts:
+        # of eight steps the stand-in accepts 0 1 0 2 0 0 3 1
+        assert part.acceptance.survival == pytest.approx((4 / 8, 2 / 8, 1 / 8), abs=0.02)
+        assert 0 < part.acceptance.trials <= part.acceptance.drafts
+        assert part.acceptance.source.endswith(f"12 prompts of {part.context} tokens")
+
+
+def test_it_chooses_the_fastest_numbers_and_verifies_them(measured_plan):
+    for part in measured_plan[0].contexts:
+        timed = {(step.batch, step.speculative_tokens) for step in part.steps}
+        assert timed >= {(batch, length) for batch in (1, 2) for length in (0, 1, 3)}
+        for batch in (1, 2):
+            cells = part.cells_at(batch)
+            assert [cell.speculative_tokens for cell in cells] == [0, 1, 2, 3]
+            best = part.best_cell(batch)
+            assert best.is_timed and best.measured and cells[0].measured
+            assert best.throughput == max(cell.throughput for cell in cells)
+            assert best.measured.low <= best.measured.throughput <= best.measured.high
+            assert best.measured.runs == 3
+
+
+def test_what_is_said_can_be_pasted(measured_plan):
+    plan, _, _, output = measured_plan
+    for part in plan.contexts:
+        assert part.lines and all(line in output for line in part.lines)
+        option, value = shlex.split(part.lines[-1])
+        config = json.loads(value)
+        assert option == "--speculative-config"
+        assert config["method"] == "draft_model" and config["model"] == "d"
+        longest = max(entry.speculative_tokens for entry in part.schedule)
+        assert config["num_speculative_tokens"] == longest > 0
+        assert f"context {part.context}:\nacceptance of the first" in output
+    assert all(line in output for line in findings(plan))
+    assert "over K=0" in output and "…" not in output  # no figure of the table is cut off
+
+
+def test_the_page_shows_every_curve(measured_plan):
+    plan, _, html, _ = measured_plan
+    assert html.count("<svg") == 4 and engine_page(plan) == html
+    without_names = re.sub(r'(xmlns|about|resource)[:\w]*="[^"]*"|<!DOCTYPE[^>]*>', "", html)
+    assert "http://" not in without_names.replace("http://www.w3.org", "")
+    chosen = f"chosen: {plan.contexts[0].best_cell(1).speculative_tokens}"
+    for text in ("predicted", "then measured", "Batch 1, context 300:", chosen):
+        assert text in html
+
+
+def test_a_plan_as_settings(run, measured_plan):
+    output = run("settings", str(measured_plan[1])).stdout
+    assert "vLLM, server at a context of 900 tokens:" in output
+
+
+def test_where_the_best_number_changes_is_said(measured_plan):
+    """Cells of 900 tokens without speculation become the fastest, and the options follow."""
+    plan = measured_plan[0]
+    short, long = plan.contexts
+    cells = [
+        cell if cell.speculative_tokens else replace(cell, throughput=1e6) for cell in long.cells
+    ]
+    changed = replace(plan, contexts=(short, replace(long, cells=tuple(cells), lines=())))
+    best = short.best_cell(1).speculative_tokens
+    sentences = findings(changed)
+    assert sentences[2].startswith("batch 1, context 900: do not speculate (")
+    sentence = f"batch 1: the best number changes with the context: {best} at 300, 0 at 900"
+    assert sentence in sentences
+    assert launch_groups(changed) == [
+        ("for a context of 300 tokens:", short.lines),
+        ("for a context of 900 tokens:", ["start the engine without speculation"]),
+    ]
+    same = replace(plan, contexts=(short, replace(long, lines=short.lines)))
+    assert launch_groups(same) == [("", short.lines)]
+
+
+def test_a_plan_is_made_anew_from_a_servers_counters(run, measured_plan):
+    """The earlier plan's times and the acceptance of production need no engine."""
+    plan, path, _, _ = measured_plan
+    sources = ["--metrics", COUNTERS, "--times", str(path)]
+    result = run("vllm", *sources, "--batch", "1,2", "-o", "new.yaml", "--json")
+    assert result.exit_code == 0, result.output
+    new_plan = EnginePlan.load("new.yaml")
+    assert json.loads(result.stdout) == new_plan.to_dict() and new_plan.draft == "d"
+    for part, earlier in zip(new_plan.contexts, plan.contexts, strict=True):
+        assert part.acceptance.accepted == (40, 16, 6) and part.steps == earlier.steps
+        best = part.best_cell(1)
+        earlier_cell = earlier.cells_at(1)[best.speculative_tokens]
+        assert best.tokens_per_step < earlier_cell.tokens_per_step  # fewer are accepted
+        assert '"model": "d"' in part.lines[0]
+
+
+def test_counters_alone_say_what_they_can(run):
+    result = run("vllm", "--metrics", COUNTERS)
+    assert result.exit_code == 0
+    assert "0.400 0.160 0.060  (100 chains; counters-0.27.1.txt)" in result.stdout
+    answer = json.loads(run("vllm", "--metrics", COUNTERS, "--json").stdout)
+    assert answer["survival"] == [0.4, 0.16, 0.06]
+    assert len(answer["tokens_per_step"]) == 4 and answer["plan"] is None
+
+
+def test_the_lines_of_every_kind_of_schedule():
+    speculative = vllm.speculative_config("draft_model", "it's", {"x": 1})
+    schedule = (ScheduleEntry(1, 2, 3), ScheduleEntry(3, 8, 1), ScheduleEntry(9, 16, 0))
+    with_schedule = vllm.launch_options(speculative, schedule, accepts_schedule=True)
+    assert json.loads(shlex.split(with_schedule[-1])[1]) == {
+        "method": "draft_model",
+        "model": "it's",
+        "x": 1,
+        "num_speculative_tokens": 3,
+        vllm.SCHEDULE_KEY: [[1, 2, 3], [3, 8, 1], [9, 16, 0]],
+    }
+    without_schedule = vllm.launch_options(speculative, schedule, accepts_schedule=False)
+    configs = [json.loads(shlex.split(line)[1]) for line in without_schedule]
+    assert [config["num_speculative_tokens"] for config in configs] == [3, 1]
+    assert vllm.SCHEDULE_KEY not in configs[0]
+    assert with_schedule[:-1] == without_schedule
+    assert len(vllm.launch_options(speculative, (ScheduleEntry(1, 16, 2),), True)) == 1
+    assert vllm.launch_options(speculative, (ScheduleEntry(1, 16, 0),), True) == ()
+
+
+def test_a_prediction_that_is_far_off_is_said(measured_plan):
+    plan = measured_plan[0]
+    part = plan.contexts[0]
+    cell = part.best_cell(1)
+    slow = replace(
+        cell.measured,
+        throughput=cell.throughput / 1.5,
+        tokens_per_step=cell.tokens_per_step,
+        seconds=cell.seconds * 1.5,
+    )
+    one_cell = replace(part, cells=(replace(cell, measured=slow),))
+    assert prediction_errors(replace(plan, contexts=(one_cell,))) == [
+        f"batch 1, context 300 with {cell.speculative_tokens}: predicted +50% off "
+        "(tokens a step +0%, step -33%)"
+    ]
+
+
+MODELS = ["--target", "t", "--draft", "d"]
+HERE = ["--draft", "d", "--python", sys.executable]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ([], 2, "name the models with --target and --draft, or a server with --metrics"),
+        (["--target", "works"], 2, "--method draft_model: needs a draft model"),
+        ([*MODELS, "--batch", "²"], 2, "--batch ²: expected batch sizes from 1 to 4096"),
+        ([*MODELS, "--batch", "1,x"], 2, "--batch 1,x: expected batch sizes from 1 to 4096"),
+        ([*MODELS, "--context", "0"], 2, "--context 0: expected numbers of tokens from 1"),
+        (["--metrics", COUNTERS, "--context", "512"], 2, "--context and --verify run an engine"),
+        (["--target", "t", *HERE, "--context", "9,4090"], 2, "above vLLM's max_model_len of 4096"),
+        ([*MODELS, "--engine-args", "[1]"], 2, "--engine-args [1]: not a JSON object"),
+        ([*MODELS, "--times", "p.yaml"], 2, "--times has no acceptance: add --metrics"),
+        (["--metrics", "none.txt"], 1, "none.txt: cannot be read (No such file"),
+        (["--metrics", COUNTERS, "--times", "none.yaml"], 1, "none.yaml: cannot be read (No such"),
+        (["--metrics", COUNTERS, "--times", COUNTERS], 1, "expected a plan for an engine"),
+        ([*MODELS, "--python", "/none"], 1, "--python /none: cannot be run"),
+        (["--target", "wrong vocabulary", *HERE], 1, "the same vocabulary size; use a draft"),
+        (["--target", "dies", *HERE], 1, "the engine died by signal SIGSEGV while decoding 16"),
+        (["--target", "no counters", *HERE], 1, "vLLM counts no speculation"),
+        ([*MODELS, "-o", "none/p.yaml"], 1, "none/p.yaml: cannot be written"),
+    ],
+)
+def test_bad_input_is_one_line(run, words, code, message):
+    result = run("vllm", *words)
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output and message in result.stderr.strip().splitlines()[-1]
+
+
+def test_an_input_is_never_replaced(run, measured_plan, tmp_path):
+    (tmp_path / "p.yaml").write_text(measured_plan[1].read_text())
+    result = run("vllm", "--metrics", COUNTERS, "--times", "p.yaml", "-o", "p.yaml")
+    assert result.exit_code == 2 and "is the input p.yaml itself" in result.stderr
+
+
+def test_a_python_without_vllm(run, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH")
+    result = run("vllm", "--target", "t", "--draft", "d", "--python", sys.executable)
+    message = r"vLLM is not installed for .*; give the Python of its environment with --python PATH"
+    assert result.exit_code == 1 and re.search(message, result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("version: 1\n", "version: 9\n", "version 9, expected 1"),
+        ("trials:", "trials: x #", "trials"),
+        ("seconds: 0.", "seconds: -0.", "seconds"),
+    ],
+)
+def test_damaged_plans_are_refused(measured_plan, tmp_path, old, new, message):
+    (tmp_path / "bad.yaml").write_text(measured_plan[1].read_text().replace(old, new, 1))
+    with pytest.raises(SequoiaPlanError, match=message):
+        EnginePlan.load(tmp_path / "bad.yaml")
