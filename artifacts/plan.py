@@ -124,7 +124,7 @@ class Plan(Artifact, frozen=True, kw_only=True):
     ] = None
     solver: Annotated[
         str | None,
-        field("`best-first`, `hull`, `dp` or `branch and bound` (for `speed`), or `baseline NAME`"),
+        field("`best-first`, `dynamic program` or `branch and bound` (for `speed`)"),
     ] = None
     expected_tokens: Annotated[
         TokensPerStep | None,

@@ -42,6 +42,7 @@ from sequoia_plan.profiler.verification import bushy
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
 from sequoia_plan.runtime.base.cache import round_up
 from sequoia_plan.runtime.capture import Graphs
+from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.draft.eagle_model import Eagle3, Eagle3Norms
 from sequoia_plan.runtime.models import attention
 from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
@@ -51,7 +52,6 @@ from sequoia_plan.runtime.offload.memory import SLOTS
 from sequoia_plan.runtime.offload.streamed_layers import attach_stream, view_slots
 from sequoia_plan.runtime.offload.weight_file import Place, WeightBlock, aligned_memory
 from sequoia_plan.runtime.pair import LANGUAGE_MODEL
-from sequoia_plan.runtime.step import TreeStep
 
 PAPER_VECTORS = ("sequoia-example", "llama3-70b-8b-cnn")
 """Catalog profiles with the paper's acceptance vectors."""
@@ -422,7 +422,7 @@ def captured_against_eager(
         decode(eager, prompt, temperature) == decode(captured, prompt, temperature)
         for prompt, temperature in itertools.product(prompts, (0.0, 0.7))
     ]
-    graphs = captured.step.graphs
+    graphs = captured.step.models.graphs
     return {"graphs": len(graphs.graphs) if graphs else 0, "equal": are_equal}
 
 
@@ -532,7 +532,7 @@ def kernels_of_a_step(
 
     On the CPU they are PyTorch's operations.
     """
-    step = TreeStep(pair.target, pair.draft, tree)
+    step = CapturedStep.of(pair.target, pair.draft, tree)
     step.prefill(random_prompt(pair, context), 4 * tree.depth, seed=0)
     extent = step.extent(context - 1)
     step.refill_random_numbers(sampling)
@@ -666,7 +666,7 @@ def time_steps(
 
     Args:
         context: tokens in the KV cache.
-        options: of `TreeStep`.
+        options: of `SequoiaDecoder`.
     """
 
     def time_first_and_later() -> dict[str, Any]:
@@ -692,7 +692,7 @@ def first_step_seconds(
     pair: Pair, tree: TokenTree, sampling: Sampling, context: int, **options: Any
 ) -> float:
     """Return the seconds of the first step, in which its passes are compiled and captured."""
-    step = TreeStep(pair.target, pair.draft, tree, **options)
+    step = CapturedStep.of(pair.target, pair.draft, tree, **options)
     step.prefill(random_prompt(pair, context), tree.depth, seed=0)
     step.refill_random_numbers(sampling)
     started = time.perf_counter()

@@ -34,10 +34,10 @@ from sequoia_plan.profiler.latency import CONTEXT
 from sequoia_plan.profiler.size_timer import SizeTimer
 from sequoia_plan.profiler.timing import random_prompt
 from sequoia_plan.runtime import Sampling, load_pair
+from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.models.fuse import fuse, replace_linear_layers
 from sequoia_plan.runtime.models.prepacked import PrepackedLinear
 from sequoia_plan.runtime.pair import EMBEDDED_DRAFTS
-from sequoia_plan.runtime.step import TreeStep
 
 NODES = (1, 6, 16, 64)
 LAYERS = ("transformers", "prepacked", "fused")
@@ -76,7 +76,7 @@ def milliseconds(draft_name: str, dtype: str, rounds: int) -> dict[str, Any]:
     prompt = random_prompt(pair, CONTEXT)
     timers: dict[tuple[str, int], SizeTimer] = {}
     for layers in LAYERS:
-        step = TreeStep(*with_layers(pair.target, pair.draft, layers), TokenTree.chain(2))
+        step = CapturedStep.of(*with_layers(pair.target, pair.draft, layers), TokenTree.chain(2))
         for nodes in NODES:
             timers[layers, nodes] = SizeTimer(step, nodes, Sampling(), prompt)
             timers[layers, nodes].run()
@@ -125,7 +125,7 @@ def peak_megabytes(layers: str, draft_name: str, dtype: str) -> float:
     """The peak memory of this process once it has loaded the pair and run passes."""
     pair = load_pair(draft=draft_name, dtype=dtype, placement="resident")
     replace_layers((pair.target, pair.draft), layers)
-    step = TreeStep(pair.target, pair.draft, TokenTree.chain(2))
+    step = CapturedStep.of(pair.target, pair.draft, TokenTree.chain(2))
     SizeTimer(step, max(NODES), Sampling(), random_prompt(pair, CONTEXT)).run()
     status = Path("/proc/self/status").read_text()  # getrusage counts the parent process, too
     return int(status.split("VmHWM:")[1].split()[0]) / 1000

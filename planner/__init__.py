@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sequoia_plan.planner.solving.baselines import baseline
     from sequoia_plan.planner.solving.certificate import Certificate, check
-    from sequoia_plan.planner.solving.frontier import Frontier, frontier
     from sequoia_plan.planner.solving.solve import Solution, solve
+    from sequoia_plan.planner.solving.tokens.frontier import Frontier, frontier
 
 __all__ = ["Certificate", "Frontier", "Solution", "baseline", "check", "frontier", "solve"]
 
@@ -16,8 +16,8 @@ _MODULES = {
     "baseline": "baselines",
     "Certificate": "certificate",
     "check": "certificate",
-    "Frontier": "frontier",
-    "frontier": "frontier",
+    "Frontier": "tokens.frontier",
+    "frontier": "tokens.frontier",
     "Solution": "solve",
     "solve": "solve",
 }

@@ -13,9 +13,9 @@ from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.profiler.latency import CONTEXT
 from sequoia_plan.profiler.timing import random_prompt, timed
 from sequoia_plan.runtime import Pair, Sampling
+from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.draft.drafter import DraftedTree, draw_children
 from sequoia_plan.runtime.models.forward import ForwardOutput
-from sequoia_plan.runtime.step import TreeStep
 from sequoia_plan.runtime.verify import AcceptedPath
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ def breakdown(
 
     The parts run as the decoder runs them: as CUDA graphs where it captures.
     """
-    step = TreeStep(pair.target, pair.draft, tree, **options)
+    step = CapturedStep.of(pair.target, pair.draft, tree, **options)
     step.prefill(random_prompt(pair, context), tree.depth, seed=0)
     sequence, drafter, extent = step.sequence, step.drafter, step.extent(context - 1)
     # `extent`: number of slots of the KV cache that attention looks at; `columns`: int64 [extent],

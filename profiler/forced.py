@@ -65,10 +65,11 @@ class ForcedAcceptance:
         Each position of the text is a node of the tree that decodes it. The counts of `traversal`
         are those of `sequoia`, with how far both get in the tree. `prompt` int64 [n].
         """
-        self.decoder.step.verifiers, paths = VERIFIERS, None
+        tree_verifier, paths = self.decoder.step.verifier, None
+        tree_verifier.verifiers = VERIFIERS
         if uses_traversal(sampling):
             paths = TraversalPaths(self.tree.depth)
-            self.decoder.step.verifiers = VERIFIERS | {"traversal": paths.verifier()}
+            tree_verifier.verifiers = VERIFIERS | {"traversal": paths.verifier()}
         text, levels, node_classes = self._write(prompt, sampling, max_new_tokens, seed)
         # the row of the tables [levels * node classes, ...] that each position adds to
         rows = 2 * np.minimum(levels, self.num_levels - 1) + node_classes

@@ -21,7 +21,7 @@ from sequoia_plan.profiler.size_timer import MAX_OVERHEAD_SIZE, SizeTimer
 from sequoia_plan.profiler.timing import drift_free_quartiles, text_prompt, timed
 from sequoia_plan.profiler.verification import VerificationTimer, fit, trees_to_time
 from sequoia_plan.runtime import Pair, Sampling
-from sequoia_plan.runtime.step import TreeStep
+from sequoia_plan.runtime.captured_step import CapturedStep
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Numbers of nodes whose passes may be timed."""
@@ -48,7 +48,7 @@ class LatencyMeter:
         texts: Sequence[Sequence[int]] = (),
     ) -> None:
         self.samplings, self.on_size = list(dict.fromkeys(samplings)), on_size
-        self.step = TreeStep(pair.target, pair.draft, TokenTree.chain(2))
+        self.step = CapturedStep.of(pair.target, pair.draft, TokenTree.chain(2))
         self.prompt = text_prompt(pair, context, texts)
         self.sizes = [size for size in SIZES if size <= max_size]
         self.timers: list[SizeTimer] = []
@@ -64,7 +64,7 @@ class LatencyMeter:
         """Time each size a few times, up to one that costs more than `max_tokens` plain passes."""
         drafter, sampling = self.step.drafter, self.samplings[0]
         assert drafter is not None
-        if self.step.graphs and not sampling.greedy:
+        if self.step.models.graphs and not sampling.greedy:
             # reserve random numbers for all sizes at once: if their memory moved later, every
             # graph would be captured anew
             numbers_per_node = sampling.drawing.columns(drafter.vocabulary, 1)

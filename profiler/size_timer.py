@@ -13,8 +13,8 @@ from sequoia_plan.profiler.draft_passes import representative_pass
 from sequoia_plan.profiler.timing import timed
 from sequoia_plan.profiler.verification import bushy
 from sequoia_plan.runtime import Sampling
+from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.draft.drafter import draw_children
-from sequoia_plan.runtime.step import TreeStep
 
 MAX_OVERHEAD_SIZE = 2
 """The overhead of a step is timed with trees of up to so many nodes."""
@@ -31,7 +31,7 @@ class SizeTimer:
 
     def __init__(
         self,
-        step: TreeStep,
+        step: CapturedStep,
         size: int,
         sampling: Sampling,
         prompt: Tensor,

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree, VerificationCost
 from sequoia_plan.runtime import Sampling
+from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.draft.drafter import DraftedTree
 from sequoia_plan.runtime.models.vocabulary import vocabulary_size
-from sequoia_plan.runtime.step import TreeStep
 
 CHAIN_SIZES, WIDE_SIZES = (1, 8), (8, 64, 512)
 """Nodes of the trees that are timed; nodes of wide ones have three children each."""
@@ -48,7 +48,7 @@ def trees_to_time(max_nodes: int, vocabulary: int, max_depth: int | None = None)
 class VerificationTimer:
     """Verifies one tree again and again, with random logits and drawn children, without a model."""
 
-    def __init__(self, step: TreeStep, samplings: Sequence[Sampling]) -> None:
+    def __init__(self, step: CapturedStep, samplings: Sequence[Sampling]) -> None:
         self.step, self.length = step, step.sequence.length.clone()
         self.generator = torch.Generator(step.device).manual_seed(0)
         self.logits = self._random_logits(step.tree.size, vocabulary_size(step.target.model))
@@ -56,7 +56,7 @@ class VerificationTimer:
         self.draft_logits: Tensor | None = None
         self.draws = False
         if step.drafter and step.passes:
-            self.draft_logits = self._random_logits(step.num_inner_nodes, step.drafter.vocabulary)
+            self.draft_logits = self._random_logits(step.num_parents, step.drafter.vocabulary)
             # where one draft pass serves all levels, drawing counts as verification
             self.draws = not step.drafter.drafting.drafts_by_level
         self.drafted: dict[Sampling, DraftedTree] = {}

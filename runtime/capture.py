@@ -6,12 +6,13 @@ import contextlib
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from sequoia_plan.artifacts import ArgumentError
 from sequoia_plan.runtime.base.weight_stream import stream_of
 from sequoia_plan.runtime.models.architecture import rope_changes, text_config
 from sequoia_plan.runtime.models.parallel import is_split
@@ -48,11 +49,33 @@ def weight_addresses(models: Iterable[Any]) -> tuple[int, ...]:
     )
 
 
-class Graphs:
-    """CUDA graphs of functions on one device, one for each key."""
+def step_graphs(
+    target: Any, draft: Any, device: torch.device, captured: bool | None
+) -> Graphs | None:
+    """What captures the parts of a step as CUDA graphs; None if no part is to be captured."""
+    if captured and device.type != "cuda":
+        raise ArgumentError(
+            f"captured: found {captured!r:.60}, and CUDA graphs need a CUDA device; leave it out"
+        )
+    can = {
+        "draft": draft is None or can_capture(draft),
+        "target": can_capture(target),
+        "verify": is_on_one_cuda_device(target),
+    }
+    can["step"] = all(can.values())
+    if captured is None and can["verify"] and (can["draft"] or can["target"]):
+        return Graphs(device, {part for part, is_possible in can.items() if not is_possible})
+    return Graphs(device) if captured else None
 
-    def __init__(self, device: torch.device, max_graphs: int = MAX_GRAPHS) -> None:
-        self.device, self.max_graphs = device, max_graphs
+
+class Graphs:
+    """CUDA graphs of functions on one device, one for each key.
+
+    A key begins with the name of its part; those in `not_captured` run as they are.
+    """
+
+    def __init__(self, device: torch.device, not_captured: Collection[str] = ()) -> None:
+        self.device, self.not_captured, self.max_graphs = device, set(not_captured), MAX_GRAPHS
         self.failed: set[Hashable] = set()
         self.warned: set[str] = set()
         self.new_stream()
@@ -74,9 +97,9 @@ class Graphs:
         inputs: tuple[Tensor, ...] = (),
     ) -> T:
         """`function(*inputs)`, replayed if `key` was called before."""
-        if key not in self.graphs and key not in self.failed:
+        if key not in self.graphs and self.may_capture(key):
             self._try_capture(key, function, get_state, inputs)
-        if key in self.failed:
+        if key not in self.graphs:
             return function(*inputs)
         self.graphs.move_to_end(key)
         replay, result, captured_inputs = self.graphs[key]
@@ -85,6 +108,10 @@ class Graphs:
                 captured_input.copy_(tensor)
         replay()
         return result
+
+    def may_capture(self, key: Hashable) -> bool:
+        """True unless this part is excluded, or a capture of the key has failed."""
+        return _part_of(key) not in self.not_captured and key not in self.failed
 
     def _try_capture(
         self,
@@ -100,10 +127,9 @@ class Graphs:
             raise
         except RuntimeError as error:
             self.failed.add(key)
-            name = key[0] if isinstance(key, tuple) else key
-            reason = str(error).strip().split("\n")[0]
+            part, reason = _part_of(key), str(error).strip().split("\n")[0]
             message = (
-                f"{name}: cannot be captured as a CUDA graph and runs slower, kernel by kernel: "
+                f"{part}: cannot be captured as a CUDA graph and runs slower, kernel by kernel: "
                 f"{reason:.200}"
             )
             if message not in self.warned:
@@ -176,6 +202,11 @@ class Graphs:
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool)
         self.new_pool()
         self.new_stream()
+
+
+def _part_of(key: Hashable) -> Hashable:
+    """The name of the part that a key is of."""
+    return key[0] if isinstance(key, tuple) else key
 
 
 def clear_workspaces() -> None:

@@ -6,16 +6,16 @@ import copy
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import ArgumentError, TokenTree
 from sequoia_plan.runtime.arguments import check_loaded
 from sequoia_plan.runtime.base.sampling import Sampling, verifier_of
-from sequoia_plan.runtime.draft.unread import note_count
+from sequoia_plan.runtime.captured_step import CapturedStep, StepOutput
+from sequoia_plan.runtime.decoding_models import DecodingModels
 from sequoia_plan.runtime.generation import (
     Ending,
     Generation,
@@ -24,16 +24,6 @@ from sequoia_plan.runtime.generation import (
     stop_criteria,
 )
 from sequoia_plan.runtime.models.architecture import without_adapter_wrapper
-from sequoia_plan.runtime.step import TARGET_NOT_FINITE, TreeStep
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """What one step accepted."""
-
-    path: list[int]
-    tokens: list[int]
-    tree: TokenTree
 
 
 class SequoiaDecoder:
@@ -58,7 +48,7 @@ class SequoiaDecoder:
             each shape takes about a minute. A backend, or its name, selects it.
 
     Attributes:
-        step: the decoding step (`TreeStep`).
+        step: the decoding step (`CapturedStep`).
 
     Raises:
         SequoiaPlanError: if the vocabularies do not fit, the tree drafts and there is no draft, or
@@ -79,7 +69,7 @@ class SequoiaDecoder:
         check_loaded(target, draft, tree)
         target, draft = without_adapter_wrapper(target), without_adapter_wrapper(draft)
         self.tokenizer = tokenizer
-        self.step = TreeStep(
+        models = DecodingModels(
             target,
             draft,
             tree,
@@ -88,6 +78,7 @@ class SequoiaDecoder:
             captured=captured,
             compile=compile,
         )
+        self._use(models, tree)
 
     def with_tree(self, tree: TokenTree) -> SequoiaDecoder:
         """A decoder with another tree that shares models, sequence and graphs with this one.
@@ -95,11 +86,16 @@ class SequoiaDecoder:
         Only one of the two can be in the middle of a sequence.
 
         Raises:
-            SequoiaPlanError: see `TreeStep.with_tree`.
+            SequoiaPlanError: if the draft cannot draft the tree.
         """
         decoder = copy.copy(self)
-        decoder.step = self.step.with_tree(tree)
+        decoder._use(self.step.models, tree)
         return decoder
+
+    def _use(self, models: DecodingModels, tree: TokenTree) -> None:
+        """Decode with `tree`, and with the trees that take its place by match."""
+        self.step_of_tree = {t: CapturedStep(models, t, tree) for t in tree.portfolio.values()}
+        self.step = self.step_of_tree[tree]
 
     @torch.inference_mode()
     def generate(
@@ -151,7 +147,7 @@ class SequoiaDecoder:
         ending = Ending(
             prompt_ids,
             max_tokens=max_new_tokens,
-            max_tokens_in_context=self.step.context - len(prompt_ids),
+            max_tokens_in_context=self.step.target.context - len(prompt_ids),
             end_tokens=end_tokens(eos_token_id, model, tokenizer),
             criteria=[*stop_criteria(stop_strings, tokenizer), *stopping_criteria],
         )
@@ -202,39 +198,20 @@ class SequoiaDecoder:
             SequoiaPlanError: if the prompt leaves no room in the context, or a model's logits are
                 not finite.
         """
-        step = self.step
+        step, tree = self.step, self.step.tree
         with step.sequence.lock.hold():
             step.prefill(prompt, max_new_tokens, seed)
-            if step.chain_length:
-                step = self.step.for_match(int(step.look_up()))
+            if step.lookup:
+                step = self.step_of_tree[tree.for_match(int(step.look_up()))]
             length = prompt.numel() - 1
-            end = min(length + max_new_tokens, step.context - 1)
-            next_step: Callable[[], list[int]] | None = None
+            end = min(length + max_new_tokens, step.target.context - 1)
+            launched: Callable[[int], StepOutput] | None = None
             while length < end:
-                read_numbers = next_step or step.launch(length, sampling)
-                depth = step.tree.depth
-                max_length = length + depth
-                next_step = None
+                read_output = launched or step.launch(length, sampling)
+                max_length, launched = length + step.tree.depth, None
                 if step.launches_ahead and max_length < end:
-                    next_step = step.launch(max_length, sampling)
-                # the number of accepted nodes, then `depth` nodes, then `depth` tokens, and the
-                # length of the match if it decides about the next tree
-                count, *numbers = read_numbers()
-                if count < 0:
-                    raise _not_finite(count, length + 1)
-                count = min(count, step.context - 1 - length)
-                path, tokens = numbers[:depth], numbers[depth : 2 * depth]
-                length += count
-                yield StepOutput(path[:count], tokens[:count], step.tree)
-                if step.chain_length:
-                    note_count(step.sequence, step.tree, count)
-                    step = self.step.for_match(numbers[2 * depth])
-
-
-def _not_finite(code: int, token: int) -> SequoiaPlanError:
-    """The error for a step that returned a code of logits that are not finite."""
-    model = "target" if code == TARGET_NOT_FINITE else "draft"
-    return SequoiaPlanError(
-        f"{model}: logits that are not finite after token {token}; the weights are damaged or the "
-        "dtype overflows (float16 does, bfloat16 and float32 do not)"
-    )
+                    launched = step.launch(max_length, sampling)
+                output = read_output(length)
+                length += len(output.tokens)
+                yield output
+                step = self.step_of_tree[tree.for_match(output.match_length)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from architectures import resembling, tiny
 from duplicate_indices import NoDuplicateIndices
-from simulated import Simulated
+from simulated import simulate_capture
 from toys import ToyModel
 
 from drafts import PARTS, load, small_target, write
@@ -70,7 +70,7 @@ def test_no_decoding_path_writes_to_one_place_twice(pair, tmp_path):
             step = decoders[0].step
             if is_padded:
                 step.target.prefill_multiples = forward.PREFILL_MULTIPLES["cuda"]
-                step.graphs, step.not_captured = Simulated(step.device), set()
+                simulate_capture(step)
             decoders[0].generate(PROMPTS[0], 12, sampling=sampling, seed=0)
     assert mode.writes > 100
 

@@ -12,7 +12,7 @@ from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.artifacts.expected_tokens import expected_tokens, node_values
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner.solving.baselines import baseline
-from sequoia_plan.planner.solving.frontier import MAX_TABLE_NUMBERS, frontier
+from sequoia_plan.planner.solving.tokens.frontier import frontier, max_budget, most_tokens
 
 GREEN, AMBER, BLUE, PURPLE, RED = "#2f9d5f", "#c0803a", "#5b8fc6", "#a86fb8", "#d1495b"
 """Colours that are readable on white and on black."""
@@ -99,9 +99,10 @@ def tokens_panel(tree: TokenTree, axes: Any) -> None:
     acceptance = tree.plan.acceptance
     depth = max(tree.plan.depth or tree.depth, tree.depth, 2)
     assert acceptance is not None
-    max_size = int(min(max(64, 2 * tree.size), 4096))
+    rows = acceptance.at_depth(depth, tree.plan.branching)
+    max_size = min(max(64, 2 * tree.size), 4096, max_budget(rows))
     # expected tokens of the best tree of 1, 2, ... nodes and at most `depth` levels
-    best_values = frontier(acceptance, max_size, depth, tree.plan.branching).values[-1]
+    best_values = most_tokens(rows, max_size)
     sizes = np.unique(np.geomspace(1, max_size, 40).astype(int))
     possible_sizes = sizes[sizes <= len(best_values)]
     axes.plot(
@@ -169,9 +170,9 @@ def speed_panel(tree: TokenTree, axes: Any) -> None:
             step_time.largest_size(),
             max(16, 4 * tree.size),
             plan.budget or 64,
-            MAX_TABLE_NUMBERS // max_depth,
         ),
     )
+    max_size = min(max_size, max_budget(plan.acceptance.at_depth(max_depth)))
     # for 1, 2, ... levels: expected tokens of the best tree of 1, 2, ... nodes
     tokens_by_depth = frontier(plan.acceptance, max_size, max_depth, plan.branching).values
     speedups = np.full((max_depth, max_size), np.nan)

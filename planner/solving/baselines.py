@@ -31,22 +31,25 @@ def baseline(name: str, size: int, depth: int) -> TokenTree:
             the limits.
     """
     shape, _, argument = name.partition(":")
-    if shape == "chain" and not argument:
-        return TokenTree.chain(min(size, depth))
     if shape == "parents" and argument:
         return _tree_from_file(argument, size, depth)
-    numbers = [int(text) for text in argument.split(",") if text.strip().isdecimal()]
-    are_all_numbers = len(numbers) == argument.count(",") + 1
-    if not are_all_numbers or (shape != "random" and min(numbers) < 1):
-        raise ArgumentError(f"baseline: found {name!r}, expected {BASELINE_NAMES}")
-    if shape == "chains" and len(numbers) == 1:
-        return _chains(numbers[0], size, depth)
-    if shape == "k-ary" and len(numbers) == 1:
-        return _expand(numbers * (depth - 1), size)
-    if shape == "specinfer":
-        return _expand(numbers[: depth - 1], size)
-    if shape == "random" and len(numbers) == 1:
-        return _random_tree(numbers[0], size, depth)
+    try:
+        numbers = [int(number) for number in argument.split(",")] if argument else []
+    except ValueError:
+        numbers = [-1]
+    smallest = 0 if shape == "random" else 1
+    if min(numbers, default=smallest) >= smallest:
+        match shape, numbers:
+            case "chain", []:
+                return TokenTree.chain(min(size, depth))
+            case "chains", [num_chains]:
+                return _chains(num_chains, size, depth)
+            case "k-ary", [_]:
+                return _expand(numbers * (depth - 1), size)
+            case "specinfer", [_, *_]:
+                return _expand(numbers[: depth - 1], size)
+            case "random", [seed]:
+                return _random_tree(seed, size, depth)
     raise ArgumentError(f"baseline: found {name!r}, expected {BASELINE_NAMES}")
 
 
@@ -93,22 +96,11 @@ def _random_tree(seed: int, size: int, depth: int) -> TokenTree:
 def _tree_from_file(path: str, size: int, depth: int) -> TokenTree:
     """Read a tree from a JSON list of each node's parent, where the root's is -1."""
     try:
-        parents = json.loads(read_bytes(path, "a JSON list of parents"))
-    except (ValueError, RecursionError) as error:
+        tree = TokenTree.from_parents(json.loads(read_bytes(path, "a JSON list of parents")))
+    except (ValueError, TypeError, SequoiaPlanError) as error:
         raise SequoiaPlanError(
-            f"{path}: not JSON; expected a list of parents, the root's is -1"
+            f"{path}: expected a JSON list of parents, the root's is -1 ({error})"
         ) from error
-    is_list_of_integers = isinstance(parents, list) and all(
-        isinstance(parent, int) and not isinstance(parent, bool) for parent in parents
-    )
-    if not is_list_of_integers:
-        raise SequoiaPlanError(
-            f"{path}: found {parents!r:.60}, expected a JSON list of parents, the root's is -1"
-        )
-    try:
-        tree = TokenTree.from_parents(parents)
-    except SequoiaPlanError as error:
-        raise SequoiaPlanError(f"{path}: {error}") from error
     if tree.size > size or tree.depth > depth:
         raise SequoiaPlanError(
             f"{path}: {tree.size} nodes of depth {tree.depth}, "

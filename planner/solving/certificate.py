@@ -11,12 +11,8 @@ import numpy as np
 from sequoia_plan.artifacts import Acceptance, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.artifacts.expected_tokens import node_values
-from sequoia_plan.planner.solving import best_first
-
-ATTAINED_SHARE = 1 - 1e-12
-"""A tree attains a bound if it has this share of it; less is missing by rounding."""
-MAX_SOLVED_NODES = 16_384
-"""Up to this size `check` solves for the optimum where no other proof applies (seconds)."""
+from sequoia_plan.planner.solving.tokens import best_first, dynamic_programming
+from sequoia_plan.planner.solving.tokens.frontier import max_budget
 
 
 @dataclass(frozen=True)
@@ -30,13 +26,11 @@ class Certificate:
         argument: what proves the bound.
             "best node left out": no row of p increases, and no node left out has a higher value
             than a node of the tree, so no exchange gains.
-            "most valuable nodes": no row increases, and the bound is the sum of the highest values
-            that so many nodes can have.
-            "concave hull": the recursion of the optimum with concave envelopes in place of its
-            values, which can only raise them.
-            "exact recursion": the recursion itself.
-        exact: whether some tree attains the bound. False only for "concave hull" where this tree
-            does not attain it.
+            "most valuable nodes": the bound is the sum of the highest values that so many nodes can
+            have. If no row increases, they form a tree.
+            "exact recursion": the recursion of the optimum.
+        exact: whether some tree attains the bound. False only for a tree of more nodes than the
+            dynamic program solves for, where rows increase.
         next_node: the most valuable single node that could be added: (parent, rank, value); None
             if the limits leave no room.
     """
@@ -66,8 +60,7 @@ def check(
             no node that could be added has a higher value than a node of the tree: it is optimal
             else the bound is the sum of the highest values that so many nodes can have
         else:
-            the bound is that of the recursion on concave envelopes
-            if the tree does not attain it: the bound is the optimum, given or solved for
+            the bound is the optimum, given or solved for
 
     A node's value is the probability that it is accepted: the product of p along its path.
 
@@ -78,8 +71,7 @@ def check(
         branching: the most children of a node that it was solved for; the length of the vectors if
             None.
         optimum: the expected tokens that an exact solver found for this size and these limits.
-            If None and no other proof applies, `check` solves for it itself, unless the tree has
-            more than MAX_SOLVED_NODES nodes.
+            If None and no other proof applies, `check` solves for it itself.
 
     Returns:
         The expected tokens, the bound, what proves it, and the best node to add.
@@ -101,24 +93,19 @@ def check(
     values = node_values(tree, rows)
     tokens = math.fsum(values)
     next_node = best_addition(tree, rows)
-    if best_first.is_non_increasing(rows):
+    is_non_increasing = best_first.is_non_increasing(rows)
+    if is_non_increasing:
         value_left_out = next_node[2] if next_node else 0.0  # of (parent, rank, value)
         if value_left_out <= values.min() * (1 + 1e-12):
             return Certificate(tokens, tokens, "best node left out", True, next_node)
-        _, highest_values, _ = best_first.most_valuable_nodes(rows, tree.size)
-        max_tokens = math.fsum(highest_values)
-        upper_bound = max(tokens, max_tokens)
-        return Certificate(tokens, upper_bound, "most valuable nodes", True, next_node)
-    from sequoia_plan.planner.solving import concave_envelope
-
-    relaxed_bound = float(concave_envelope.upper_bounds(rows, tree.size)[-1])  # of tree.size nodes
-    upper_bound = max(tokens, relaxed_bound)
-    if tokens >= upper_bound * ATTAINED_SHARE:  # the tree attains the bound, but for rounding
-        return Certificate(tokens, tokens, "concave hull", True, next_node)
-    if optimum is None and tree.size <= MAX_SOLVED_NODES:
-        optimum = concave_envelope.optimal_tokens(rows, tree.size)
-    if optimum is None:
-        return Certificate(tokens, upper_bound, "concave hull", False, next_node)
+    elif optimum is None and tree.size <= max_budget(rows):
+        optimum = float(dynamic_programming.most_tokens(rows, tree.size)[-1])
+    if is_non_increasing or optimum is None:
+        sorted_rows = best_first.sort_by_value(rows)
+        highest_values = best_first.most_valuable_nodes(sorted_rows, tree.size)[1]
+        upper_bound = max(tokens, math.fsum(highest_values))
+        argument = "most valuable nodes"
+        return Certificate(tokens, upper_bound, argument, is_non_increasing, next_node)
     return Certificate(tokens, max(tokens, optimum), "exact recursion", True, next_node)
 
 

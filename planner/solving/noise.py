@@ -18,9 +18,8 @@ from sequoia_plan.artifacts.uncertainty import (
     step_time_error,
     trials_for_new_kind,
 )
+from sequoia_plan.planner.solving.tokens.frontier import MAX_RISING_BUDGET
 
-MAX_SIZE_LOST = 65_536
-"""Nodes up to which trees are solved for again at the interval's ends."""
 BestTree = Callable[[Floats], TokenTree]
 """The tree that would be chosen for other rates."""
 
@@ -62,7 +61,7 @@ def _interval(
     if profile.latency:
         step_time = StepTime(profile.latency, profile.drafting)
         predicted_speedup = _speedup_interval(tree, rates, step_time, tokens)
-    if tree.size <= MAX_SIZE_LOST:
+    if tree.size <= MAX_RISING_BUDGET:  # the rates there may increase
         low_lost, high_lost = (_share_lost(tree, best_tree(end), end, times) for end in (low, high))
         lost = low_lost, high_lost
     return Interval(0.95, tokens, predicted_speedup, lost)

@@ -13,12 +13,12 @@ from sequoia_plan.artifacts.plan import provenance, tool_version
 from sequoia_plan.artifacts.prediction import predict, predict_portfolio
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner.solving.certificate import check
-from sequoia_plan.planner.solving.fastest import MAX_WORK, fastest_tree
-from sequoia_plan.planner.solving.frontier import best_tree, check_limits, pick_solver
 from sequoia_plan.planner.solving.match.kinds import figures_by_kind
 from sequoia_plan.planner.solving.match.portfolio import Limits, SolvedPortfolio, solve_portfolio
 from sequoia_plan.planner.solving.match.replay import MAX_RUN
 from sequoia_plan.planner.solving.noise import intervals
+from sequoia_plan.planner.solving.speed.fastest import MAX_WORK, fastest_tree
+from sequoia_plan.planner.solving.tokens.frontier import best_tree, check_limits, pick_solver
 
 OBJECTIVES = ("speed", "tokens")
 
@@ -101,7 +101,7 @@ def solve(
             "else proposes tokens then; give latencies, and leave --no-lookup out"
         )
     rows = profile.acceptance.at_depth(limits.drafted_depth, branching)
-    solver = "branch and bound" if times else pick_solver(None, rows, budget)
+    solver = "branch and bound" if times else pick_solver(rows, budget)
     tree, speed_bound = _best_tree(rows, budget, times)
     replayed_speed = None
     if by_match and times:

@@ -7,8 +7,28 @@ device with fixed shapes, and the host reads no tensor for it.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.artifacts.lookup import MAX_MATCH
+
+
+class Lookup(NamedTuple):
+    """The longest match that is told from longer ones, and the longest lookup chain of a tree."""
+
+    max_match: int
+    chain_length: int
+
+    @classmethod
+    def of(cls, tree: TokenTree) -> Lookup | None:
+        """What `tree` and the trees by match in its place need; None for a single tree."""
+        if not tree.by_match:
+            return None
+        spines = [int((t.classes == 0).sum()) - 1 for t in tree.by_match.values() if t.looks_up]
+        return cls(max(MAX_MATCH, *tree.by_match), max([1, *spines]))
 
 
 def look_up(

@@ -37,6 +37,11 @@ def without_adapter_wrapper(model: Any) -> Any:
     return model.get_base_model()
 
 
+def model_type(model: Any) -> str:
+    """What error messages call the model: its configuration's `model_type`, else its class."""
+    return getattr(model.config, "model_type", type(unwrapped(model)).__name__)
+
+
 def text_config(model: Any) -> Any:
     """The configuration of the language model, also inside a multimodal one."""
     if hasattr(model.config, "get_text_config"):
@@ -80,16 +85,13 @@ def context_length(config: Any) -> int:
     length: int = getattr(config, "max_position_embeddings", None) or UNLIMITED
     if not rope_changes(config):
         return length
-    name = "original_max_position_embeddings"
-    trained_length = _rope(config).get(name) or getattr(config, name, length)
-    return min(length, int(trained_length or length))
+    return min(length, int(_rope(config).get("original_max_position_embeddings") or length))
 
 
 def rope_changes(config: Any) -> bool:
     """Do rotary embeddings depend on the sequence's length? transformers then reads the length on
     the host in every pass."""
-    rope = _rope(config)
-    return rope.get("rope_type", rope.get("type")) in CHANGING_ROPE
+    return _rope(config).get("rope_type") in CHANGING_ROPE
 
 
 def rope_reason(config: Any) -> str:
@@ -97,10 +99,9 @@ def rope_reason(config: Any) -> str:
     longest, context = getattr(config, "max_position_embeddings", None), context_length(config)
     if not longest or context >= longest:
         return ""
-    kind = _rope(config).get("rope_type", _rope(config).get("type"))
     return (
-        f"; {kind} rotary embeddings change beyond {context} of {longest} tokens, and the keys in "
-        "the cache with them"
+        f"; {_rope(config)['rope_type']} rotary embeddings change beyond {context} of {longest} "
+        "tokens, and the keys in the cache with them"
     )
 
 
@@ -122,5 +123,5 @@ def attention_window(config: Any) -> tuple[int | None, bool]:
 
 
 def _rope(config: Any) -> dict[str, Any]:
-    """The settings of the rotary embeddings, under either name that transformers gives them."""
-    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    """The settings of the rotary embeddings."""
+    return getattr(config, "rope_parameters", None) or {}

@@ -23,6 +23,7 @@ from sequoia_plan.runtime.models.architecture import (
     context_length,
     decoder_layers,
     device_and_dtype,
+    model_type,
     text_config,
     unwrapped,
 )
@@ -76,6 +77,8 @@ class TreeModel:
         self.device = self.device_and_dtype[0]
         self.stream = stream_of(plain_model)
         self.layers: int | CacheLayout = layout or int(config.num_hidden_layers)
+        layout = layout or ()
+        self.layer_memories = {memory for pair in layout for memory in pair or ()}
         self.context = context_length(config)
         self.window, self.masks_by_layer_type = attention_window(config)
         embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
@@ -106,9 +109,9 @@ class TreeModel:
         """Do passes over a tree of so many tokens read no keys after the tree, at any extent?"""
         if isinstance(self.layers, int) or self.grouped_query_config is None:
             return False
-        memories = {memory for pair in self.layers for memory in pair or ()}
         return self.compiled is None and all(
-            splits_keys(device, dtype, head_dim, tokens) for device, dtype, _, head_dim in memories
+            splits_keys(device, dtype, head_dim, tokens)
+            for device, dtype, _, head_dim in self.layer_memories
         )
 
     def new_cache(self, capacity: int) -> TreeCache:
@@ -195,18 +198,17 @@ class TreeModel:
 
     def _check_unchanged(self) -> None:
         """Check that the model is where it was at the start, in its dtype, and in eval mode."""
-        model_type = getattr(self.model.config, "model_type", type(unwrapped(self.model)).__name__)
         if device_and_dtype(self.model) != self.device_and_dtype:
             (old_device, old_dtype) = self.device_and_dtype
             (device, dtype) = device_and_dtype(self.model)
             raise SequoiaPlanError(
-                f"{model_type}: found as {dtype} on {device}, it was {old_dtype} on {old_device} "
-                "when the decoder was made; make it anew"
+                f"{model_type(self.model)}: found as {dtype} on {device}, it was {old_dtype} on "
+                f"{old_device} when the decoder was made; make it anew"
             )
         if getattr(self.model, "training", False):
             raise SequoiaPlanError(
-                f"{model_type}: found in training mode, where dropout changes its logits; call "
-                "eval() on the model"
+                f"{model_type(self.model)}: found in training mode, where dropout changes its "
+                "logits; call eval() on the model"
             )
 
     def _attention_mask(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,9 +16,8 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from sequoia_plan.runtime.base.cache import cache_among
-from sequoia_plan.runtime.base.kernel_launch import kernel_or_tensors
 from sequoia_plan.runtime.models.attention import attend_on_cpu, attend_shared_heads
-from sequoia_plan.runtime.models.layer_operations import rms_norm, rotate, runs_kernels, silu_mul
+from sequoia_plan.runtime.models.layer_operations import by_kernel, rms_norm, rotate, silu_mul
 
 FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3")
 """transformers' families of models whose layers and norms compute what those of this file do."""
@@ -236,21 +234,15 @@ class FusedMLP(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """float [..., width] -> float [..., width]."""
         gate_up = self.gate_up_proj(hidden_states)
-        output: Tensor = self.down_proj(self._gated(gate_up))
-        return output
+        if not isinstance(self.act_fn, SiLUActivation):
+            return self.down_proj(self._gated(gate_up))
+        gated = by_kernel("gate", gate_up, lambda: silu_mul(gate_up), lambda: self._gated(gate_up))
+        return self.down_proj(gated)
 
     def _gated(self, gate_up: Tensor) -> Tensor:
         """activation(gate) * up: float [..., 2 * width] -> float [..., width]."""
-        if not (isinstance(self.act_fn, SiLUActivation) and runs_kernels(gate_up)):
-            return self._gated_by_tensor_operations(gate_up)
-        by_tensor_operations = partial(self._gated_by_tensor_operations, gate_up)
-        return kernel_or_tensors("gate", partial(silu_mul, gate_up), by_tensor_operations)
-
-    def _gated_by_tensor_operations(self, gate_up: Tensor) -> Tensor:
-        """`_gated` without a kernel."""
         gate, up = gate_up.chunk(2, -1)
-        gated: Tensor = self.act_fn(gate) * up
-        return gated
+        return self.act_fn(gate) * up
 
 
 class RMSNorm(nn.Module):
@@ -274,14 +266,15 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """float [..., width] -> float [..., width], in the same dtype."""
-        if not runs_kernels(hidden_states):
-            return self._normed_by_tensor_operations(hidden_states)
-        by_kernel = partial(rms_norm, hidden_states, self.weight, self.epsilon)
-        by_tensor_operations = partial(self._normed_by_tensor_operations, hidden_states)
-        return kernel_or_tensors("norm", by_kernel, by_tensor_operations)
+        return by_kernel(
+            "norm",
+            hidden_states,
+            lambda: rms_norm(hidden_states, self.weight, self.epsilon),
+            lambda: self._normed(hidden_states),
+        )
 
-    def _normed_by_tensor_operations(self, hidden_states: Tensor) -> Tensor:
-        """`forward` without a kernel."""
+    def _normed(self, hidden_states: Tensor) -> Tensor:
+        """`forward` by tensor operations."""
         x = hidden_states.float()
         root = torch.linalg.vector_norm(x, 2, -1, True).hypot_(self.root_of_epsilon)
         return torch.div(x, root).mul_(self.scale).to(hidden_states.dtype)
@@ -304,21 +297,17 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
 
 def _rotate(heads: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
     """Rotary embeddings applied to heads [batch, tokens, heads, head_dim]."""
-    if not runs_kernels(heads):
-        return _rotate_by_tensor_operations(heads, position_embeddings)
-    by_kernel = partial(rotate, heads, *position_embeddings)
-    by_tensor_operations = partial(_rotate_by_tensor_operations, heads, position_embeddings)
-    return kernel_or_tensors("rotary embedding", by_kernel, by_tensor_operations)
-
-
-def _rotate_by_tensor_operations(
-    heads: Tensor, position_embeddings: tuple[Tensor, Tensor]
-) -> Tensor:
-    """`_rotate` without a kernel."""
     cos, sin = position_embeddings
-    first_half, second_half = heads.chunk(2, -1)
-    rotated_half = torch.cat((-second_half, first_half), -1)
-    return torch.addcmul(heads * cos.unsqueeze(2), rotated_half, sin.unsqueeze(2))
+
+    def rotate_by_tensor_operations() -> Tensor:
+        """What the kernel computes."""
+        first_half, second_half = heads.chunk(2, -1)
+        rotated_half = torch.cat((-second_half, first_half), -1)
+        return torch.addcmul(heads * cos.unsqueeze(2), rotated_half, sin.unsqueeze(2))
+
+    return by_kernel(
+        "rotary embedding", heads, lambda: rotate(heads, cos, sin), rotate_by_tensor_operations
+    )
 
 
 def _joined_linear(

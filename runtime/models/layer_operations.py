@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from sequoia_plan.runtime.base.kernel_launch import kernels_available
+from sequoia_plan.runtime.base.kernel_launch import kernel_or_tensors, kernels_available
+
+T = TypeVar("T")
 
 BLOCK = 1024
 """Numbers that a program of `silu_mul` reads at once."""
@@ -19,6 +23,15 @@ def runs_kernels(x: Tensor) -> bool:
     if not x.is_cuda or torch.compiler.is_compiling():
         return False
     return not x.requires_grad and kernels_available(x.device)
+
+
+def by_kernel(
+    name: str, x: Tensor, run_kernel: Callable[[], T], run_tensor_operations: Callable[[], T]
+) -> T:
+    """What a kernel computes of `x` where it runs; else what tensor operations compute."""
+    if not runs_kernels(x):
+        return run_tensor_operations()
+    return kernel_or_tensors(name, run_kernel, run_tensor_operations)
 
 
 def rms_norm(hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:

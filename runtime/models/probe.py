@@ -17,6 +17,7 @@ from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.models.architecture import (
     device_and_dtype,
     execution_device,
+    model_type,
     text_config,
     unwrapped,
 )
@@ -51,78 +52,69 @@ def probe(model: Any) -> CacheLayout:
 
 def _check_description(model: Any) -> None:
     """Raise SequoiaPlanError if the model's mode, configuration or signature rules out a tree."""
-    model_type = _model_type(model)
-    if getattr(model, "training", False):
-        raise SequoiaPlanError(
-            f"{model_type}: found in training mode, where dropout changes its logits; call eval() "
-            "on the model"
-        )
     implementation = attention_implementation(model.config)
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise SequoiaPlanError(
-            f"{model_type}: an encoder-decoder, expected a decoder-only causal language model"
-        )
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise SequoiaPlanError(
-            f"{model_type}: attention {implementation} takes no tree mask; load the model with "
-            "attn_implementation='sdpa' or 'eager'"
-        )
     parameters = inspect.signature(unwrapped(model).forward).parameters
     takes_no_positions = "input_ids" in parameters and "position_ids" not in parameters
-    if takes_no_positions or getattr(model.config, "alibi", False):
-        raise SequoiaPlanError(
-            f"{model_type}: cannot decode with a token tree, it takes no position_ids (ALiBi or a "
-            "recurrence orders its tokens)"
+    if getattr(model, "training", False):
+        reason = (
+            "found in training mode, where dropout changes its logits; call eval() on the model"
         )
-    if execution_device(model).type == "meta":
-        raise SequoiaPlanError(
-            f"{model_type}: its weights are on the meta device and nothing brings them; load them, "
-            "or offload it with accelerate"
+    elif getattr(model.config, "is_encoder_decoder", False):
+        reason = "an encoder-decoder, expected a decoder-only causal language model"
+    elif implementation is not None and implementation not in IMPLEMENTATIONS:
+        reason = (
+            f"attention {implementation} takes no tree mask; load the model with "
+            "attn_implementation='sdpa' or 'eager'"
         )
+    elif takes_no_positions or getattr(model.config, "alibi", False):
+        reason = (
+            "cannot decode with a token tree, it takes no position_ids (ALiBi or a recurrence "
+            "orders its tokens)"
+        )
+    elif execution_device(model).type == "meta":
+        reason = (
+            "its weights are on the meta device and nothing brings them; load them, or offload it "
+            "with accelerate"
+        )
+    else:
+        return
+    raise SequoiaPlanError(f"{model_type(model)}: {reason}")
 
 
 def _try_tree(model: Any) -> CacheLayout:
     """Forward the tree and its paths; return the layout of the cache that the tree used."""
-    model_type = _model_type(model)
     tree_model = TreeModel(model)
     try:
         with torch.compiler.set_stance("force_eager"):  # these shapes never come again
             error, cache = _tree_error(tree_model)
-    except SequoiaPlanError:
-        raise
-    except Exception as failure:  # foreign code may do anything with a mask it does not expect
+    except Exception as failure:  # a foreign model may fail in any way
         raise SequoiaPlanError(
-            f"{model_type}: cannot decode with a token tree, reading one fails "
+            f"{model_type(model)}: cannot decode with a token tree, reading one fails "
             f"({type(failure).__name__}: {first_line(failure)})"
         ) from failure
-    if error != error:  # NaN
-        raise SequoiaPlanError(
-            f"{model_type}: its logits are not finite; the weights are damaged or the dtype "
-            "overflows"
-        )
     bound = torch.finfo(model.dtype).eps ** 0.5
-    if not error < bound:
-        own_error = _batch_error(tree_model)
-        if not own_error < bound:
-            raise SequoiaPlanError(
-                f"{model_type}: its logits of one text differ by what else is in the batch "
-                f"(relative error {own_error:.2g}, expected less than {bound:.2g}), as where "
-                "activations are quantised while it runs; quantise its weights only"
-            )
-        if quantised := _quantised_by(model):
-            raise SequoiaPlanError(
-                f"{model_type}: its logits in a tree differ from those of the plain sequence "
-                f"(relative error {error:.2g}, expected less than {bound:.2g}); it is quantised "
-                f"({quantised}), and where activations are rounded while it runs, the last digits "
-                "decide: quantise its weights only"
-            )
-        raise SequoiaPlanError(
-            f"{model_type}: cannot decode with a token tree, its logits there differ from those of "
-            f"the plain sequence (relative error {error:.2g}, expected less than {bound:.2g}); "
-            "only attention that follows position_ids and the attention mask can, ALiBi and "
+    if error < bound:
+        return cache.layout
+    if error != error:  # NaN
+        reason = "its logits are not finite; the weights are damaged or the dtype overflows"
+    elif (batch_error := _batch_error(tree_model)) >= bound:
+        reason = (
+            f"its logits of one text differ by what else is in the batch (relative error "
+            f"{batch_error:.2g}), as where activations are quantised while it runs; quantise its "
+            "weights only"
+        )
+    else:
+        quantised_by = _quantised_by(model)
+        reason = (
+            "cannot decode with a token tree, its logits there differ from those of the plain "
+            f"sequence (relative error {error:.2g}, expected less than {bound:.2g}); "
+        ) + (
+            f"it is quantised ({quantised_by}): quantise its weights only"
+            if quantised_by
+            else "only attention that follows position_ids and the attention mask can, ALiBi and "
             "recurrent layers cannot"
         )
-    return cache.layout
+    raise SequoiaPlanError(f"{model_type(model)}: {reason}")
 
 
 def _quantised_by(model: Any) -> str:
@@ -221,8 +213,3 @@ def _relative_error(logits: Tensor, expected: Tensor) -> Tensor:
     logits, expected = logits[is_allowed].double(), expected[is_allowed].double()
     logits, expected = logits - logits.mean(), expected - expected.mean()
     return (logits - expected).norm() / expected.norm().clamp(min=torch.finfo(torch.float64).tiny)
-
-
-def _model_type(model: Any) -> str:
-    """What error messages call the model: its configuration's `model_type`, else its class."""
-    return getattr(model.config, "model_type", type(unwrapped(model)).__name__)

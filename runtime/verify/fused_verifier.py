@@ -81,7 +81,6 @@ class FusedVerifier:
 
     def verify(
         self,
-        verifier_name: str,
         logits: Tensor,
         sampling: Sampling,
         draft_probs: Tensor,
@@ -94,7 +93,7 @@ class FusedVerifier:
         int64 [inner nodes, branching]; `uniforms` float64 [2].
         """
         has_children = bool(self.rounds)
-        if verifier_name == "sequoia" or not has_children:
+        if sampling.verifier == "sequoia" or not has_children:
             launch = self._launch_sequoia
         else:
             launch = self._launch_traversal

@@ -13,7 +13,6 @@ from enumeration import without_replacement
 
 from sequoia_plan.runtime import Sampling
 from sequoia_plan.runtime.verify import VERIFIERS
-from sequoia_plan.runtime.verify.looked_up import looked_up_children, with_rows_of_tail
 from sequoia_plan.runtime.verify.residual import without_looked_up
 
 
@@ -86,8 +85,8 @@ def error_of_a_step(decoder, prompt, sampling):
     """
     step, target, script, known = decoder.step, decoder.step.target.model, sampling.script, {}
     step.prefill(torch.tensor(prompt), 4 * max(t.depth for t in step.tree.portfolio.values()), 0)
-    if step.chain_length:
-        step = step.for_match(int(step.look_up()))
+    if step.lookup:
+        step = decoder.step_of_tree[step.tree.for_match(int(step.look_up()))]
     tree, vocabulary = step.tree, target.config.vocab_size
     length = tree.depth
     step.refill_random_numbers(sampling)
@@ -99,22 +98,19 @@ def error_of_a_step(decoder, prompt, sampling):
         p = sampling.target_probs(logits).double()
         draft_probs, drawn, options, bonus_probs = drafted.draft_probs, drafted.drawn, {}, p
         if tree.looks_up:
-            draft_vocabulary = step.drafter.vocabulary if step.drafter else vocabulary
-            draft_probs, drawn = with_rows_of_tail(
-                draft_probs, drawn, step.num_tail_rows, step.branching, draft_vocabulary
-            )
-            options["looked_up"] = looked_up_children(
-                step.index.parents, step.spine, step.sequence.lookup_chain, sampling.verifier
+            draft_probs, drawn = step.verifier.with_undrafted_rows(draft_probs, drawn, vocabulary)
+            options["looked_up"] = step.verifier.looked_up_children(
+                step.sequence.lookup_chain, sampling.verifier
             )
             bonus_probs = without_looked_up(p.__getitem__, **options)(step.tensors.nodes)
         acceptance = VERIFIERS[sampling.verifier].acceptance(
-            p.__getitem__, draft_probs.double(), drawn, step.index, covered, **options
+            p.__getitem__, draft_probs.double(), drawn, step.verifier.index, covered, **options
         )
         for node, end in enumerate(acceptance.end_probs.tolist()):
             if end > 0:
                 path = tuple(tokens[n] for n in np.flatnonzero(tree.attention_mask[node]))[1:]
                 bonus = acceptance.bonus_probs(
-                    torch.tensor([node]), bonus_probs.__getitem__, step.index, covered
+                    torch.tensor([node]), bonus_probs.__getitem__, step.verifier.index, covered
                 )[0]
                 for token, chance in enumerate((bonus / bonus.sum()).tolist()):
                     total[(*path, token)] += script.chance * end * chance

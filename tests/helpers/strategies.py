@@ -33,66 +33,41 @@ def acceptance_vectors(draw, longest=4, non_increasing=False):
 
 
 @st.composite
-def rows_by_class(draw, longest=3, non_increasing=False, favouring=False):
-    """p[level][class][rank] of one to three levels.
+def rates(draw, longest=4, num_classes=(1, 2), non_increasing=False, favouring=False):
+    """Rates as in `Acceptance`, of one to three levels and up to `longest` ranks.
 
     With `favouring`, for every b one of the first b children is accepted at least as likely if the
     parent is on the spine as if it is off it.
     """
     ranks = draw(st.integers(1, longest))
     vectors = acceptance_vectors(longest=ranks, non_increasing=non_increasing)
-    rows = []
-    for _ in range(draw(st.integers(1, 3))):
-        spine, off_spine = (padded(vector, ranks) for vector in (draw(vectors), draw(vectors)))
-        if favouring and not favours(spine, off_spine):
-            # Off the spine only the first few ranks remain, each at most as likely as on it.
-            ranks_left = draw(st.integers(0, ranks))
-            off_spine = [
-                min(p_spine, p_off) if rank < ranks_left else 0.0
-                for rank, (p_spine, p_off) in enumerate(zip(spine, off_spine, strict=True))
-            ]
-        rows.append([spine, off_spine])
+    num_levels, classes = draw(st.integers(1, 3)), draw(st.sampled_from(num_classes))
+    rows = np.zeros((num_levels, classes, ranks))
+    for row in rows.reshape(-1, ranks):
+        vector = draw(vectors)
+        row[: len(vector)] = vector
+    if favouring and classes > 1:
+        sums = rows.cumsum(-1)
+        is_favoured = (sums[:, 0] >= sums[:, 1]).all(-1)
+        rows[~is_favoured, 1] = rows[~is_favoured].min(1)
     return rows
-
-
-def padded(vector, ranks):
-    """The vector with zeros up to `ranks` entries."""
-    return [*vector, *[0.0] * (ranks - len(vector))]
-
-
-def favours(spine, off_spine):
-    """Whether every sum of the first entries is at least as large on the spine as off it."""
-    sums = zip(itertools.accumulate(spine), itertools.accumulate(off_spine), strict=True)
-    return all(on_spine >= off for on_spine, off in sums)
-
-
-@st.composite
-def level_rows(draw, non_increasing):
-    """One to three rows of up to four ranks."""
-    vectors = acceptance_vectors(longest=4, non_increasing=non_increasing)
-    rows = draw(st.lists(vectors, min_size=1, max_size=3))
-    ranks = max(map(len, rows))
-    return [padded(row, ranks) for row in rows]
 
 
 @st.composite
 def latencies(draw):
-    """Curves that never decrease, for up to seven nodes, with any verification.
-
-    The target is in memory or streamed.
-    """
+    """Curves that never decrease, for up to seven nodes, in memory or streamed."""
     increments = st.lists(st.floats(0.0005, 0.02), min_size=7, max_size=7)
     target, drafts = (np.cumsum(draw(increments)).tolist() for _ in range(2))
     sizes = {1, *draw(st.lists(st.integers(2, 7)))}
     widths = {2, *draw(st.lists(st.integers(1, 6)))}
-    costs = VerificationCost(0.001, draw(st.sampled_from([0.0, 0.0001, 0.002])))
-    target_seconds = {n: 0.02 + target[n - 1] for n in sorted(sizes)}
-    draft_seconds = {n: drafts[n - 1] for n in sorted(widths)}
+    cost = VerificationCost(0.001, draw(st.sampled_from([0.0, 0.0001, 0.002])))
     streams = [StreamCost(seconds, 1000) for seconds in (0.01, 0.04, 0.06, 0.1, 1.0)]
-    stream = draw(st.sampled_from([None, *streams]))
-    verification = draw(st.sampled_from([None, costs]))
     return Latency(
-        target_seconds, draft_seconds, 0.001, 0, verification=verification, stream=stream
+        {n: 0.02 + target[n - 1] for n in sorted(sizes)},
+        {n: drafts[n - 1] for n in sorted(widths)},
+        0.001,
+        verification=draw(st.sampled_from([None, cost])),
+        stream=draw(st.sampled_from([None, *streams])),
     )
 
 

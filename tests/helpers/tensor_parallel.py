@@ -26,7 +26,7 @@ def disturb(step, rank):
     """
     sequence = step.sequence
     refill_random_numbers = sequence.refill_random_numbers
-    verify, verify_locally = step.verify, step._verify_locally
+    verify, verify_locally = step.verify, step.verifier._by_tensors
     overruled, local_choices = [], []
 
     def refill_differently(bits):
@@ -43,13 +43,13 @@ def disturb(step, rank):
         overruled.append(local_choices.pop() != choice(accepted))
         return accepted
 
-    def verify_locally_and_record(logits, drafted, sampling):
-        accepted = verify_locally(logits, drafted, sampling)
+    def verify_locally_and_record(*inputs):
+        accepted = verify_locally(*inputs)
         local_choices.append(choice(accepted))
         return accepted
 
     sequence.refill_random_numbers = refill_differently
-    step.verify, step._verify_locally = verify_and_compare, verify_locally_and_record
+    step.verify, step.verifier._by_tensors = verify_and_compare, verify_locally_and_record
     return overruled
 
 

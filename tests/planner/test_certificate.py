@@ -2,55 +2,30 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from brute_force import TREES
+from brute_force import fitting
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import acceptance_vectors, padded, rows_by_class
+from strategies import acceptance_vectors, rates
 
 from sequoia_plan.artifacts import Acceptance, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.planner import baseline, check, solve
-from sequoia_plan.planner.solving import (
-    best_first,
-    certificate,
-    concave_envelope,
-    dynamic_programming,
-)
-
-
-@settings(max_examples=60)
-@given(
-    st.lists(acceptance_vectors(longest=4), min_size=1, max_size=3) | rows_by_class(longest=4),
-    st.integers(1, 30),
-    st.integers(2, 6),
-)
-def test_the_bound_holds_and_is_attained_on_non_increasing_rows(rows, size, depth):
-    if not isinstance(rows[0][0], list):
-        rows = [padded(row, 4) for row in rows]
-    table = Acceptance.given(rows).at_depth(depth)
-    values = dynamic_programming.frontier(table, size)[-1]
-    bounds = concave_envelope.upper_bounds(table, size)
-    assert (bounds >= values * (1 - 1e-12)).all()
-    assert (np.diff(bounds, 2) <= 1e-12 * bounds[-1]).all()  # concave
-    if best_first.is_non_increasing(table):
-        np.testing.assert_allclose(bounds, values, rtol=1e-12)  # then it is attained
+from sequoia_plan.planner.solving import certificate
+from sequoia_plan.planner.solving.tokens import dynamic_programming
 
 
 def test_certificate():
-    vector = [0.5, 0.2, 0.1]
-    rates = Acceptance.given(vector).rates
+    vector, rows = [0.5, 0.2, 0.1], Acceptance.given([0.5, 0.2, 0.1]).rates
     best = solve(vector, budget=10, depth=5)
     proof = check(best.tree, vector, 5)
     assert (proof.argument, proof.gap) == ("best node left out", 0.0)
     parent, rank, value = proof.next_node
     larger = TokenTree.from_parents([*best.tree.parents.tolist(), parent])
     assert best.tree.child_count[parent] + 1 == rank
-    tokens = expected_tokens(larger, rates)
-    assert tokens == pytest.approx(best.plan.expected_tokens + value)
+    assert expected_tokens(larger, rows) == pytest.approx(best.plan.expected_tokens + value)
     best_larger = solve(vector, budget=11, depth=5)
-    assert tokens == pytest.approx(best_larger.plan.expected_tokens)
+    assert expected_tokens(larger, rows) == pytest.approx(best_larger.plan.expected_tokens)
     worse = check(TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 1, 2, 2, 2]), vector, 5)
     assert worse.upper_bound == pytest.approx(best.plan.expected_tokens)
     assert worse.gap > 0.01
@@ -62,15 +37,18 @@ def test_certificate():
 
 
 @settings(max_examples=60)
-@given(rows_by_class(), st.integers(1, 7), st.integers(2, 5))
-def test_the_certificate_knows_classes(rows, size, depth):
-    """The bound is the enumerated optimum, and the next node adds the value that it is said to."""
-    ranks, rates = len(rows[0][0]), Acceptance.given(rows).rates
-    fits = [t for t in TREES if t.size == size and t.depth <= depth and t.branching <= ranks]
+@given(rates(), st.integers(1, 7), st.integers(2, 5))
+def test_the_bound_is_the_enumerated_optimum(rates, size, depth):
+    """The next node adds the value that it is said to; where no solver runs, the bound holds."""
+    rows = Acceptance.given(rates).at_depth(depth)
+    fits = [tree for tree in fitting(rows, size) if tree.size == size]
+    optimum = max((expected_tokens(tree, rows) for tree in fits), default=None)
     for tree in fits[:: max(1, len(fits) // 5)]:
-        proof = check(tree, rows, depth, ranks)
-        optimum = max(expected_tokens(t, rates) for t in fits)
-        assert proof.upper_bound == pytest.approx(optimum, rel=1e-12)
+        proof = check(tree, rates, depth)
+        assert proof.exact and proof.upper_bound == pytest.approx(optimum, rel=1e-12)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(certificate, "max_budget", lambda rows: 0)
+            assert check(tree, rates, depth).upper_bound >= optimum * (1 - 1e-12)
         if proof.next_node:
             parent, _, value = proof.next_node
             larger = TokenTree.from_parents([*tree.parents.tolist(), parent])
@@ -79,30 +57,15 @@ def test_the_certificate_knows_classes(rows, size, depth):
 
 def test_the_certificate_where_rows_increase(monkeypatch):
     rising = [0.05, 0.1, 0.7]
-    optima = dynamic_programming.frontier(Acceptance.given(rising).at_depth(4), 13)[-1]
-    for size, argument in ((13, "concave hull"), (12, "exact recursion")):
-        proof = check(solve(rising, budget=size, depth=4).tree, rising, 4)
-        assert (proof.argument, proof.exact) == (argument, True)
-        assert proof.upper_bound == pytest.approx(optima[size - 1], rel=1e-12)
-    monkeypatch.setattr(certificate, "MAX_SOLVED_NODES", 11)
-    too_large = check(solve(rising, budget=12, depth=4).tree, rising, 4)
-    assert (too_large.argument, too_large.exact) == ("concave hull", False)
-    assert too_large.upper_bound > optima[11] * 1.001
-
-
-def test_the_tree_that_envelopes_suggest_is_taken_only_where_it_attains_their_bound():
-    measured = Acceptance.given(
-        [0.77, 0.1, 0.04, 0.02, 0.013, 0.008, 0.0064, 0.0065, 0.003, 0.0035]
-    ).at_depth(9)
-    # The control: the suggested tree falls short of the optimum.
-    rising = Acceptance.given([0.3, 0.05, 0.5]).at_depth(4)
-    for rows, size, is_taken in ((measured, 100, True), (rising, 6, False)):
-        suggested, is_attained = concave_envelope._tree_by_envelopes(rows, size)
-        optimum = dynamic_programming.frontier(rows, size)[-1][-1]
-        is_optimal = expected_tokens(TokenTree(suggested), rows) > optimum * (1 - 1e-12)
-        assert is_attained == is_taken == is_optimal
-        tree = TokenTree(concave_envelope.parents(rows, size))
-        assert expected_tokens(tree, rows) == pytest.approx(optimum, rel=1e-12)
+    tree = solve(rising, budget=12, depth=4).tree
+    optimum = dynamic_programming.most_tokens(Acceptance.given(rising).at_depth(4), 12)[-1]
+    proof = check(tree, rising, 4)
+    assert (proof.argument, proof.exact) == ("exact recursion", True)
+    assert proof.upper_bound == pytest.approx(optimum, rel=1e-12)
+    monkeypatch.setattr(certificate, "max_budget", lambda rows: 11)
+    too_large = check(tree, rising, 4)
+    assert (too_large.argument, too_large.exact) == ("most valuable nodes", False)
+    assert too_large.upper_bound > optimum * 1.001
 
 
 def test_a_million_nodes():
@@ -123,7 +86,8 @@ def test_no_baseline_is_worth_more(acceptance, size, depth, name):
     assert tree.size <= size and tree.depth <= depth
     vector = acceptance + [0.0] * max(0, tree.branching - len(acceptance))
     optimum = solve(vector, budget=tree.size, depth=depth).plan.expected_tokens
-    assert expected_tokens(tree, Acceptance.given(vector).rates) <= optimum * (1 + 1e-12)
+    rows = Acceptance.given(vector).rates
+    assert expected_tokens(tree, rows) <= optimum * (1 + 1e-12)
 
 
 def test_baselines_have_their_shapes(tmp_path):

@@ -34,7 +34,6 @@ from sequoia_plan.planner.cli import main
 from sequoia_plan.planner.report.match_panels import speedups_by_kind_panel, trees_by_match_panel
 from sequoia_plan.planner.report.plot import draw
 from sequoia_plan.planner.report.tree_summary import print_summary
-from sequoia_plan.planner.solving.fastest import NO_OTHER_STEPS, OtherSteps, with_speed
 from sequoia_plan.planner.solving.match import kinds, looked_up, portfolio
 from sequoia_plan.planner.solving.match.acceptance import (
     looked_up_acceptance,
@@ -45,6 +44,8 @@ from sequoia_plan.planner.solving.match.looked_up import fastest_looked_up_tree
 from sequoia_plan.planner.solving.match.portfolio import Limits, MatchProblem, fastest_portfolio
 from sequoia_plan.planner.solving.match.replay import advance_table, recorded_texts, replay
 from sequoia_plan.planner.solving.solve import solve
+from sequoia_plan.planner.solving.speed.costs import NO_OTHER_STEPS, OtherSteps
+from sequoia_plan.planner.solving.speed.fastest import with_speed
 
 SMALL_TREES = [tree for size in range(1, 8) for tree in all_trees(size)]
 LEVELS, RANKS = 3, 2

@@ -26,7 +26,7 @@ from sequoia_plan.profiler.size_timer import MAX_OVERHEAD_SIZE, SizeTimer
 from sequoia_plan.profiler.timing import drift_free_quartiles
 from sequoia_plan.profiler.verification import VerificationTimer, fit, trees_to_time
 from sequoia_plan.runtime import Sampling
-from sequoia_plan.runtime.step import TreeStep
+from sequoia_plan.runtime.captured_step import CapturedStep
 
 SIZES = (1, 2, 3, 4)
 WARM = Sampling(1.0)
@@ -334,13 +334,13 @@ def test_a_breakdown_leaves_every_step_the_same_step(pair, monkeypatch):
     """Each part and each whole step starts from the same length, and looks at as much cache."""
     lengths = []
     for name in ("verify", "commit"):
-        run = getattr(TreeStep, name)
+        run = getattr(CapturedStep, name)
 
         def with_length(step, *args, run=run):
             lengths.append(int(step.sequence.length))
             return run(step, *args)
 
-        monkeypatch.setattr(TreeStep, name, with_length)
+        monkeypatch.setattr(CapturedStep, name, with_length)
     breakdown(pair, TokenTree.chain(3), Sampling(), context=20, rounds=5)
     assert len(lengths) == 2 * 2 * (5 + WARM_UP_ROUNDS) and set(lengths) == {19}
 

@@ -19,18 +19,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, TopPLogitsWarper
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.profiler import hardware, latency
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, capture, sequoia
-from sequoia_plan.runtime import step as step_module
+from sequoia_plan.runtime import extent as extent_module
 from sequoia_plan.runtime.base import sampling
 from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.base.weight_stream import register_stream
 from sequoia_plan.runtime.capture import Graphs, is_on_one_cuda_device
+from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.draft.drafter import DraftedTree
 from sequoia_plan.runtime.models import forward, probe
 from sequoia_plan.runtime.models.attention import attending
 from sequoia_plan.runtime.models.forward import TreeModel
 from sequoia_plan.runtime.offload.disk_stream import DiskStream
 from sequoia_plan.runtime.offload.host_stream import HostStream
-from sequoia_plan.runtime.step import TreeStep
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -41,7 +41,7 @@ def simulated(context=1 << 14, tree=TREE, max_graphs=None):
     target = ToyModel(0, context=context)
     decoder = SequoiaDecoder(target, ToyModel(1, base=target, noise=0.5, context=context), tree)
     simulate_capture(decoder.step)
-    decoder.step.graphs.max_graphs = max_graphs or decoder.step.graphs.max_graphs
+    decoder.step.models.graphs.max_graphs = max_graphs or decoder.step.models.graphs.max_graphs
     return decoder
 
 
@@ -56,11 +56,11 @@ def test_alternating_generations_capture_nothing_twice():
     turns = [(decoder, temperature) for decoder in decoders for temperature in (0.0, 1.0, 0.7)]
     for decoder, temperature in turns:
         decoder.generate([3, 1, 4], 40, temperature, seed=0)
-    captured = list(first.step.graphs.captures)
+    captured = list(first.step.models.graphs.captures)
     assert captured == ["step"] * len(turns)
     for decoder, temperature in turns:
         decoder.generate([3, 1, 4], 40, temperature, seed=0)
-    assert first.step.graphs.captures == captured
+    assert first.step.models.graphs.captures == captured
 
 
 def test_a_long_text_takes_few_captures():
@@ -79,7 +79,7 @@ def test_a_long_text_takes_few_captures():
     simulate_capture(decoder.step)
     for _ in range(2):
         assert decoder.generate([3, 1, 4], 2500).new_tokens == 2500
-        assert decoder.step.graphs.captures == ["step"] * 5
+        assert decoder.step.models.graphs.captures == ["step"] * 5
 
 
 def test_longer_prompts_seldom_need_new_memory():
@@ -95,7 +95,7 @@ def test_the_least_recently_used_graph_is_forgotten():
     decoder = simulated(max_graphs=2)
     for temperature in (0.5, 0.6, 0.5, 0.7, 0.5, 0.6):
         decoder.generate([3, 1, 4], 20, temperature, seed=0)
-    graphs = decoder.step.graphs
+    graphs = decoder.step.models.graphs
     assert graphs.captures == ["step"] * 4 and len(graphs.graphs) == 2
 
 
@@ -105,7 +105,7 @@ def test_greedy_drafting_keeps_no_probs(monkeypatch):
     for temperature, rows in ((0.0, 0), (1.0, 4)):
         decoder, drafted_trees = simulated(), []
         step, verify = decoder.step, decoder.step.verify
-        step.graphs = None
+        step.models.graphs = None
 
         def recorded(logits, drafted, sampling, drafted_trees=drafted_trees, verify=verify):
             drafted_trees.append(drafted)
@@ -238,14 +238,14 @@ def test_weights_that_were_moved_make_new_graphs():
     step = decoder.step
     simulate_capture(step)
     first = decoder.generate([5, 6, 7], 20).sequences
-    captures = list(step.graphs.captures)
+    captures = list(step.models.graphs.captures)
     decoder.generate([5, 6, 7], 20)
-    assert step.graphs.captures == captures
+    assert step.models.graphs.captures == captures
     target.lm_head.weight.data = target.lm_head.weight.data.clone()  # as `to` there and back does
     version = step.sequence.version
     assert torch.equal(decoder.generate([5, 6, 7], 20).sequences, first)
-    assert step.sequence.version == version + 1 == step.graphs.version
-    assert step.graphs.captures == captures  # captured anew
+    assert step.sequence.version == version + 1 == step.models.graphs.version
+    assert step.models.graphs.captures == captures  # captured anew
 
 
 def test_a_decoder_of_a_model_that_was_moved_is_refused():
@@ -369,9 +369,10 @@ def test_profiling_captures_each_part_once(sampling_settings, context, monkeypat
     simulate_capture(step)
     step.prefill(meter.prompt, 40, seed=0)
     meter.begin(1e9)
-    captures = list(step.graphs.captures)
+    graphs = step.models.graphs
+    captures = list(graphs.captures)
     meter.finish(0.0)
-    assert step.graphs.captures == captures and len(captures) == len(step.graphs.graphs)
+    assert graphs.captures == captures and len(captures) == len(graphs.graphs)
     assert captures.count("target") == captures.count("draft pass") == 8
 
 
@@ -432,7 +433,7 @@ class Copies(TorchDispatchMode):
 def copies_and_logits(shares_heads, tree=TREE):
     """The copies of keys or values in one pass over a tree, and the logits of that pass."""
     model = gqa()
-    step = TreeStep(model, gqa(), tree)
+    step = CapturedStep.of(model, gqa(), tree)
     assert step.target.grouped_query_config is model.config
     if not shares_heads:
         step.target.grouped_query_config = None
@@ -490,7 +491,7 @@ def test_passes_of_one_model_may_overlap():
     model, cpu = gqa(), torch.device("cpu")
     first, second = attending(cpu, model.config), attending(cpu, model.config)
     first.__enter__()
-    assert TreeStep(model, gqa(), TREE).target.grouped_query_config is model.config
+    assert CapturedStep.of(model, gqa(), TREE).target.grouped_query_config is model.config
     second.__enter__()
     first.__exit__(None, None, None)
     second.__exit__(None, None, None)
@@ -559,7 +560,7 @@ def test_a_prompt_is_read_in_larger_chunks_on_cuda():
 def test_compiled_passes_give_the_same_tokens_and_compile_once_a_shape(tree, widths, monkeypatch):
     """Tokens are those of passes that are not compiled. The target's pass and the draft's three are
     compiled for two extents each, prompts never, and a second text compiles nothing."""
-    monkeypatch.setattr(step_module, "EXTENT_MULTIPLE", {"cpu": 32, "cuda": 32})
+    monkeypatch.setattr(extent_module, "EXTENT_MULTIPLE", {"cpu": 32, "cuda": 32})
     torch.compiler.reset()
     target, draft, graphs = gqa(), gqa(), []
     decoder = SequoiaDecoder(

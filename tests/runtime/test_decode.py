@@ -16,7 +16,7 @@ from toys import Ids, ToyModel, run_decoder
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.sampling import DEFAULT_VERIFIER
-from sequoia_plan.runtime.step import TreeStep
+from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.verify import VERIFIERS
 
 PROMPT = [3, 1, 4]
@@ -199,9 +199,9 @@ def test_a_decoder_takes_the_verifier_of_its_tree(recorded, expected, monkeypatc
         TokenTree.from_parents([-1, 0, 0, 1], {"settings": settings}),
     )
     used = []
-    run = TreeStep.run
+    run = CapturedStep.run
     monkeypatch.setattr(
-        TreeStep,
+        CapturedStep,
         "run",
         lambda self, extent, sampling: (
             used.append(sampling.verifier) or run(self, extent, sampling)

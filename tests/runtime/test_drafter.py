@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from simulated import Simulated
+from simulated import Simulated, simulate_capture
 from toys import ToyModel
 
 from sequoia_plan.artifacts import LANGUAGE_MODEL, ArgumentError, TokenTree
-from sequoia_plan.runtime import Sampling, SequoiaDecoder, load_pair
-from sequoia_plan.runtime import step as step_module
+from sequoia_plan.runtime import Sampling, SequoiaDecoder, extent, load_pair
 from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
 from sequoia_plan.runtime.models import prepacked
 
@@ -112,38 +111,37 @@ def test_random_numbers_of_other_settings_use_the_same_memory():
 def test_only_the_parts_that_cannot_be_captured_run_as_they_are(fails, captured, sampling, recwarn):
     expected = decoder().generate([3, 1, 4], 60, sampling=sampling, seed=1).sequences
     each = decoder()
-    each.step.graphs, each.step.not_captured = Simulated(each.step.device), set()
-    each.step.graphs.fails = frozenset(fails)
+    simulate_capture(each.step)
+    graphs = each.step.models.graphs
+    graphs.fails = frozenset(fails)
     for _ in range(2):
         assert torch.equal(
             each.generate([3, 1, 4], 60, sampling=sampling, seed=1).sequences, expected
         )
-    assert set(each.step.graphs.captures) == captured and len(each.step.graphs.captures) == len(
-        {key for key in each.step.graphs.graphs}
-    )
-    assert {key[0] for key in each.step.graphs.failed} == set(fails)
+    assert set(graphs.captures) == captured and len(graphs.captures) == len(graphs.graphs)
+    assert {key[0] for key in graphs.failed} == set(fails)
     warned = [str(w.message) for w in recwarn if "cannot be captured" in str(w.message)]
-    assert len(warned) == len(each.step.graphs.failed) and all(
-        "and more" not in line for line in warned
-    )
+    assert len(warned) == len(graphs.failed) and all("and more" not in line for line in warned)
 
 
 def test_parts_known_to_be_uncapturable_are_not_tried():
     each = decoder()
-    each.step.graphs, each.step.not_captured = Simulated(each.step.device), {"step", "target"}
+    simulate_capture(each.step, {"step", "target"})
+    graphs = each.step.models.graphs
     expected = decoder().generate([3, 1, 4], 60, 1.0, seed=1).sequences
     assert torch.equal(each.generate([3, 1, 4], 60, 1.0, seed=1).sequences, expected)
-    assert set(each.step.graphs.captures) == {"draft", "verify"} and not each.step.graphs.failed
+    assert set(graphs.captures) == {"draft", "verify"} and not graphs.failed
 
 
 def test_new_memory_makes_new_graphs(monkeypatch):
-    monkeypatch.setattr(step_module, "EXTENT_MULTIPLE", {"cpu": 64, "cuda": 64})
+    monkeypatch.setattr(extent, "EXTENT_MULTIPLE", {"cpu": 64, "cuda": 64})
     each = decoder()
-    each.step.graphs, each.step.not_captured = Simulated(each.step.device), set()
+    simulate_capture(each.step)
+    graphs = each.step.models.graphs
     for prompt, tokens in (([3, 1, 4], 20), ([3, 1, 4], 20), ([3, 1, 4] * 20, 100)):
         expected = decoder().generate(prompt, tokens).sequences
         assert torch.equal(each.generate(prompt, tokens).sequences, expected)
-    assert each.step.graphs.version == each.step.sequence.version == 2
+    assert graphs.version == each.step.sequence.version == 2
 
 
 def test_inputs_elsewhere_are_copied_to_where_the_graph_reads_them():

@@ -83,7 +83,7 @@ def acceptance_of_kernels(tree, verifier, change):
 
         def run(first, second):
             uniforms = torch.tensor([first, second], dtype=torch.float64, device=DEVICE)
-            result = fused.verify(verifier, logits, Sampling(1.0), *draws, uniforms)
+            result = fused.verify(logits, Sampling(1.0, verifier=verifier), *draws, uniforms)
             path, count = result.path.tolist(), int(result.count)
             end = path[count - 1]
             path_of_end = index.paths[end].tolist()
@@ -217,7 +217,7 @@ FILTERS = [
 def test_they_accept_what_the_tensor_versions_accept(verifier, filters, dtype):
     """The same path and bonus token, with every filter, also with a part of the vocabulary."""
     generator = torch.Generator().manual_seed(0)
-    sampling, paths = Sampling(0.7, **filters), set()
+    sampling, paths = Sampling(0.7, verifier=verifier, **filters), set()
     trees = [TREES["both"], WIDE, TokenTree.chain(1)]
     for tree, d2t in itertools.product(trees, [None, torch.tensor([1, 3, 4, 7, 8])]):
         width, inner = 9 if d2t is None else 5, int((tree.child_count > 0).sum())
@@ -227,7 +227,7 @@ def test_they_accept_what_the_tensor_versions_accept(verifier, filters, dtype):
         uniforms = torch.rand(2, generator=generator, dtype=torch.float64)
         inputs = [tensor.to(DEVICE) for tensor in (draft_probs, drawn, uniforms)]
         fused = FusedVerifier(tree, DEVICE, d2t, 9, 16)
-        accepted = fused.verify(verifier, logits.to(DEVICE), sampling, *inputs)
+        accepted = fused.verify(logits.to(DEVICE), sampling, *inputs)
 
         def target_probs(nodes, logits=logits):
             return sampling.target_probs(logits[nodes])
@@ -339,8 +339,8 @@ def test_logits_that_are_not_finite_end_somewhere(verifier, value):
     uniforms = torch.tensor([0.5, 0.5], dtype=torch.float64, device=DEVICE)
     fused = FusedVerifier(SMALL, DEVICE, block=16)
     with np.errstate(all="ignore"):
-        sampling = Sampling(0.7, top_p=0.9)
-        accepted = fused.verify(verifier, logits, sampling, draft_probs, drawn, uniforms)
+        sampling = Sampling(0.7, top_p=0.9, verifier=verifier)
+        accepted = fused.verify(logits, sampling, draft_probs, drawn, uniforms)
         assert 0 <= int(accepted.bonus) < 9 and 1 <= int(accepted.count) <= SMALL.depth
 
 
@@ -419,7 +419,7 @@ def test_a_decoder_generates_the_same_with_kernels(sampling, covered, monkeypatc
     expected = decoder.generate([3, 1, 4], 12, sampling=sampling, seed=3).sequences
     use_kernels(monkeypatch, target)
     decoder = SequoiaDecoder(target, draft, WIDE, captured=False)
-    fused, runs = decoder.step.fused_verifier, []
+    fused, runs = decoder.step.verifier.fused, []
     for name, method in {"greedy": fused.greedy, "verify": fused.verify}.items():
 
         def counted(*args, method=method, name=name):
@@ -484,7 +484,7 @@ def test_tensor_operations_replace_a_kernel_that_cannot_be_compiled(
     uncompiled = Uncompiled()
     monkeypatch.setattr(module(), kernel, uncompiled)
     decoder = SequoiaDecoder(target, draft, WIDE, captured=False)
-    assert decoder.step.uses_fused_verifier(sampling)
+    assert decoder.step.verifier.uses_kernels(sampling)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = decoder.generate([3, 1, 4], 12, sampling=sampling, seed=3)
@@ -496,7 +496,7 @@ def test_tensor_operations_replace_a_kernel_that_cannot_be_compiled(
         "TypeError: Loop-carried variable mass has another type"
     ]
     assert uncompiled.launches == 1
-    assert decoder.step.uses_fused_verifier(sampling) == (name == "drawing")
+    assert decoder.step.verifier.uses_kernels(sampling) == (name == "drawing")
 
 
 @interpreted
@@ -542,7 +542,8 @@ def test_kernels_are_launched_on_the_device_of_their_inputs(verifier, monkeypatc
     elif verifier == "drawing":
         race_on_device(logits, 0.6, 2, torch.zeros(SMALL.size, 9, dtype=torch.int32))
     else:
-        fused.verify(verifier, logits, Sampling(0.7), draft_probs, drawn, torch.rand(2).double())
+        sampling = Sampling(0.7, verifier=verifier)
+        fused.verify(logits, sampling, draft_probs, drawn, torch.rand(2).double())
     assert launches and all(current == [logits.shape] for current in launches)
 
 

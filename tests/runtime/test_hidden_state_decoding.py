@@ -10,7 +10,7 @@ import copy
 import pytest
 import torch
 from scripted import Scripted, error_of_a_step
-from simulated import Simulated
+from simulated import simulate_capture
 from toys import SMALL_TREES
 
 from drafts import PARTS, load, small_target, write
@@ -152,7 +152,7 @@ def test_steps_replayed_in_parts_give_the_same_tokens(algorithm, small):
     for fails in ((), ("step",)):
         decoder = SequoiaDecoder(*small[algorithm], TREE)
         step = decoder.step
-        step.graphs, step.not_captured = Simulated(step.device), set(fails)
+        simulate_capture(step, fails)
         for _ in range(2):
             assert torch.equal(decoder.generate([3, 1, 4], 60, 1.0, seed=1).sequences, expected)
 

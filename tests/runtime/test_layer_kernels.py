@@ -99,7 +99,7 @@ def test_gates(width, dtype):
 
 def use_kernels(patch):
     """Let fused layers run their kernels wherever they are."""
-    patch.setattr(fused_layer, "runs_kernels", lambda x: True)
+    patch.setattr(layer_operations, "runs_kernels", lambda x: True)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])

@@ -199,7 +199,7 @@ def error_of_the_drafts_cache(target, draft, seed):
             errors.append(max(float(part.abs().max()) for part in differences))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sequoia_plan.runtime.step.catch_up", compared_catch_up)
+        patch.setattr("sequoia_plan.runtime.captured_step.catch_up", compared_catch_up)
         for _ in decoder.steps(torch.tensor([5, 3, 9] * 5), 60, Sampling(1.0), seed=seed):
             pass
     return max(errors), len(errors)
@@ -220,7 +220,7 @@ def test_a_draft_that_leaves_one_accepted_token_unread_is_wrong(algorithm, small
     """The control: one token too many counts as rejected."""
     target, draft = small.get(algorithm) or (small_target(), small_target(seed=5))
     monkeypatch.setattr(
-        "sequoia_plan.runtime.decoder.note_count",
+        "sequoia_plan.runtime.captured_step.note_count",
         lambda sequence, tree, count: note_count(sequence, tree, count - 1),
     )
     assert max(error_of_the_drafts_cache(target, draft, seed)[0] for seed in range(3)) > 1e-3

@@ -15,9 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafts import PARTS, load, small_target, write
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.runtime import Sampling, SequoiaDecoder
-from sequoia_plan.runtime import step as step_module
+from sequoia_plan.runtime import Sampling, SequoiaDecoder, decoding_models, extent
 from sequoia_plan.runtime.capture import Graphs, can_capture
+from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.draft import language_model
 from sequoia_plan.runtime.step import TreeStep
 from sequoia_plan.runtime.verify import VERIFIERS
@@ -72,9 +72,9 @@ def traced(monkeypatch):
     if torch.__version__ < (2, 8):
         pytest.skip("torch 2.7 traces no context managers, as that around attention")
     torch._dynamo.reset()
-    monkeypatch.setattr(step_module, "EXTENT_MULTIPLE", {"cpu": 1024})  # one shape, one trace
+    monkeypatch.setattr(extent, "EXTENT_MULTIPLE", {"cpu": 1024})  # one shape, one trace
     compiled = torch.compile(TreeStep.__call__, fullgraph=True, backend="aot_eager", dynamic=False)
-    return lambda: monkeypatch.setattr(TreeStep, "run", compiled)
+    return lambda: monkeypatch.setattr(CapturedStep, "run", compiled)
 
 
 @pytest.mark.parametrize(
@@ -187,19 +187,19 @@ class FromPython(TorchFunctionMode):
 def devices_of_a_step(sampling, covered, monkeypatch, target=None, draft=None):
     """The step on a device that has no values to look at. Only tensors copied from or to the host
     could lie elsewhere."""
-    for module in (step_module, language_model):
+    for module in (decoding_models, language_model):
         monkeypatch.setattr(module, "probe", lambda model: None)
     monkeypatch.setattr(torch, "Generator", lambda device: None)
     target, draft = target or llama(0, 32, 2, "meta"), draft or llama(1, 16, 1, "meta")
     if covered is not None:
         monkeypatch.setattr(
-            step_module,
+            decoding_models,
             "shared_vocabulary",
             lambda *_: (len(covered), torch.empty(len(covered), dtype=torch.long, device="meta")),
         )
     if getattr(draft, "d2t", None) is not None:
         monkeypatch.setattr(
-            step_module,
+            decoding_models,
             "shared_vocabulary",
             lambda target, draft, *_: (draft.d2t.numel(), draft.d2t),
         )
@@ -211,7 +211,7 @@ def devices_of_a_step(sampling, covered, monkeypatch, target=None, draft=None):
         torch.float32,
     )
     each.sequence.bits = torch.empty(
-        each.num_inner_nodes * each.bits_per_node(sampling), dtype=torch.int32, device="meta"
+        each.num_parents * each.bits_per_parent(sampling), dtype=torch.int32, device="meta"
     )
     with torch.inference_mode(), Devices() as devices, FromPython(devices.seen):
         each(64, sampling)
@@ -263,16 +263,17 @@ def test_models_that_read_the_length_on_the_host_are_not_captured():
 def test_steps_launched_ahead_change_nothing(sampling, tokens, context, monkeypatch):
     """The same steps, none launched in vain; while one is read the next one is on its way."""
     launches = []
-    run = TreeStep.run
+    run = CapturedStep.run
     monkeypatch.setattr(
-        TreeStep,
+        CapturedStep,
         "run",
         lambda self, extent, sampling: launches.append(extent) or run(self, extent, sampling),
     )
     found = {}
     for ahead in (False, True):
         each = decoder()
-        each.step.launches_ahead, each.step.context = ahead, context
+        monkeypatch.setattr(CapturedStep, "launches_ahead", ahead)
+        each.step.target.context = context
         launches.clear()
         steps = each.steps(torch.arange(7), tokens, sampling, seed=3)
         first = next(steps)
@@ -289,7 +290,7 @@ def test_steps_launched_ahead_change_nothing(sampling, tokens, context, monkeypa
 @pytest.mark.parametrize("sampling", SETTINGS, ids=repr)
 def test_captured_steps_give_the_same_tokens(sampling):
     eager, captured = decoder("cuda", captured=False), decoder("cuda")
-    assert captured.step.graphs is not None
+    assert captured.step.models.graphs is not None
     expected = accepted(eager, sampling)
     assert accepted(captured, sampling) == expected
     assert accepted(captured, sampling) == expected  # replayed for another sequence

@@ -21,18 +21,15 @@ import numpy as np
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.artifacts.step_time import StepTime
-from sequoia_plan.planner.solving import best_first
-from sequoia_plan.planner.solving.fastest import (
+from sequoia_plan.planner.solving.speed.costs import NO_OTHER_STEPS, Ints, OtherSteps
+from sequoia_plan.planner.solving.speed.fastest import (
     MAX_WORK,
-    NO_OTHER_STEPS,
     FastestTree,
-    OtherSteps,
     fastest_up_to_depth,
     later_steps,
-    sort_by_value,
+    quick_bound,
     with_speed,
 )
-from sequoia_plan.planner.solving.relaxation import Ints
 
 
 @dataclass(frozen=True)
@@ -216,18 +213,3 @@ def _numbers_of_passes(max_level: int, max_size: int, times: StepTime) -> list[i
         return list(measured)
     # One pass serves all levels: of equally long ones, that for the most levels is enough.
     return sorted({time: J for J, time in measured.items()}.values())
-
-
-def quick_bound(
-    rows: Floats, least_depth: int, max_size: int, times: StepTime, other_steps: OtherSteps
-) -> float:
-    """Tokens a second that no tree of `least_depth` to len(rows) + 1 levels exceeds.
-
-    The most valuable nodes, whether or not they form a tree, are divided by the least time. `rows`
-    float64 [levels, classes, ranks].
-    """
-    values = best_first.most_valuable_nodes(sort_by_value(rows), max_size)[1]
-    tokens = np.cumsum(values)
-    sizes = np.arange(1, len(tokens) + 1)
-    seconds = times.min_step_seconds(sizes, least_depth) + other_steps.seconds
-    return float(((tokens + other_steps.tokens) / seconds).max())

@@ -29,23 +29,24 @@ from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.lookup import LookupCounts
 from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, MatchPlan
 from sequoia_plan.artifacts.step_time import StepTime
-from sequoia_plan.planner.solving.fastest import (
-    MAX_WORK,
-    FastestTree,
-    OtherSteps,
-    fastest_tree,
-)
 from sequoia_plan.planner.solving.match.acceptance import (
     drafted_acceptance,
     looked_up_acceptance,
     looked_up_as_visited,
 )
-from sequoia_plan.planner.solving.match.looked_up import fastest_looked_up_tree, quick_bound
+from sequoia_plan.planner.solving.match.looked_up import fastest_looked_up_tree
 from sequoia_plan.planner.solving.match.replay import (
     MAX_RUN,
     RecordedText,
     recorded_texts,
     replay,
+)
+from sequoia_plan.planner.solving.speed.costs import OtherSteps
+from sequoia_plan.planner.solving.speed.fastest import (
+    MAX_WORK,
+    FastestTree,
+    fastest_tree,
+    quick_bound,
 )
 
 MAX_REPLAYS = 10

@@ -1,0 +1,146 @@
+"""The seconds of a step as tables that the search reads."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from sequoia_plan.artifacts.step_time import StepTime
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class OtherSteps(NamedTuple):
+    """Steps with other trees that come with each step of the tree that is solved for.
+
+    The speed of a tree is then (F + tokens) / (step + seconds).
+    """
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+
+NO_OTHER_STEPS = OtherSteps()
+
+
+class Costs(NamedTuple):
+    """Seconds of a step: max(min_step_seconds, target[nodes] + sum of draft[width] + constant).
+
+    A curve is a staircase, or a staircase and a straight line together. Its stair ends are the last
+    numbers of its stairs. `target`, `draft` float64 [max_size + 1].
+    """
+
+    target: Floats
+    target_stair_ends: Ints
+    draft: Floats
+    draft_stair_ends: Ints
+    constant: float
+    min_step_seconds: float
+    other_tokens: float
+
+
+def cost_tables(
+    times: StepTime, max_size: int, depth: int, other_steps: OtherSteps = NO_OTHER_STEPS
+) -> Costs:
+    """Return the seconds of a step whose first draft pass is that of a tree of `depth` levels."""
+    numbers = np.arange(max_size + 1)
+    target = times.target_seconds(numbers) + times.verification_seconds(numbers)
+    draft = np.zeros(max_size + 1)
+    if times.drafting.drafts_by_level:
+        draft[1:] = times.draft_seconds(numbers[1:])
+    widest = int(np.flatnonzero(np.isfinite(draft))[-1])  # beyond it nothing was measured: inf
+    first_pass_width = times.drafting.first_pass_width(depth)
+    constant = times.draft_seconds(first_pass_width) + times.latency.overhead
+    # The longer of two times, each with the same seconds added, is the longer one with these added.
+    return Costs(
+        target,
+        _stair_ends(times.target_seconds(numbers)),
+        draft,
+        _stair_ends(draft[: widest + 1]),
+        constant + other_steps.seconds,
+        times.stream_seconds + other_steps.seconds,
+        other_steps.tokens,
+    )
+
+
+def _stair_ends(cost: Floats) -> Ints:
+    """Return the numbers of nodes, from 1 on, after which the cost rises, and the last number."""
+    return np.append(np.flatnonzero(np.diff(cost[1:]) > 0) + 1, len(cost) - 1)
+
+
+@numba.njit(cache=True)
+def cost_curve(costs, resource):
+    """Return a resource's cost in seconds, float64 by its use, and the stair ends of this curve."""
+    if resource == 0:
+        return costs.target, costs.target_stair_ends
+    return costs.draft, costs.draft_stair_ends
+
+
+@numba.njit(cache=True)
+def max_profit(costs, resource, price, rate, low, high):
+    """Return the largest profit price * n - rate * cost[n] over low <= n <= high, and its n.
+
+    Between two stair ends the cost is a straight line, so only the ends of lines are tried.
+    """
+    cost, stair_ends = cost_curve(costs, resource)
+    profit, best_n = price * low - rate * cost[low], low
+    start = 1
+    for end in stair_ends:
+        if start > high:
+            break
+        if end >= low:
+            for n in (max(start, low), min(end, high)):
+                if price * n - rate * cost[n] > profit:
+                    profit, best_n = price * n - rate * cost[n], n
+        start = end + 1
+    return profit, best_n
+
+
+@numba.njit(cache=True)
+def work_seconds(costs, use):
+    """Return the seconds of a step's own work, by its use of each resource, int64 [resources].
+
+    They are inf if the tree has more nodes, or more parents on a level, than were measured.
+    """
+    if use[0] >= len(costs.target):
+        return np.inf
+    seconds = costs.target[use[0]] + costs.constant
+    for r in range(1, len(use)):
+        if use[r] > costs.draft_stair_ends[-1]:
+            return np.inf
+        seconds += costs.draft[use[r]]
+    return seconds
+
+
+@numba.njit(cache=True)
+def fastest_prefix(parents, levels, rows, costs):
+    """Find the fastest of the trees that the first 2, 3, ... nodes of a tree form.
+
+    Returns its speed and size. `parents`, `levels` int64 [size]; `rows` float64 [levels, classes,
+    ranks].
+    """
+    size = len(parents)
+    values, classes = np.ones(size), np.zeros(size, np.int64)
+    num_children, widths = np.zeros(size, np.int64), np.zeros(len(rows), np.int64)
+    tokens, draft_seconds = 1.0 + costs.other_tokens, 0.0
+    max_speed, best_size = 0.0, 1
+    for node in range(1, size):
+        parent, parent_level = parents[node], levels[node] - 1
+        rank = num_children[parent]
+        values[node] = values[parent] * rows[parent_level, classes[parent], rank]
+        classes[node] = classes[parent] if rank == 0 else rows.shape[1] - 1
+        tokens += values[node]
+        num_children[parent] += 1
+        if rank == 0 and parent_level > 0:
+            width = widths[parent_level]
+            draft_seconds += costs.draft[width + 1] - costs.draft[width]
+            widths[parent_level] += 1
+        seconds = costs.target[node + 1] + draft_seconds + costs.constant
+        speed = tokens / max(costs.min_step_seconds, seconds)
+        if speed > max_speed:
+            max_speed, best_size = speed, node + 1
+    return max_speed, best_size

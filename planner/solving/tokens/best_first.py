@@ -1,0 +1,164 @@
+"""Best-first search: if p never increases with rank, the n most valuable nodes are the best tree.
+
+The value of a node is then at most that of its predecessor (its left sibling, else its parent). So
+the first n nodes in order of value always form a tree, and no other n nodes have a larger sum. One
+heap pop a node gives the best trees of all sizes, each contained in the next. This holds for rows
+by class as well, because siblings have a parent, and so a row, in common.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def is_non_increasing(rows: Floats) -> bool:
+    """Return whether p never increases with rank, so that best-first search is exact.
+
+    Level 0 holds the root alone, so its row for nodes off the spine is ignored. `rows` float64
+    [levels, classes, ranks].
+    """
+    increases = np.diff(rows, axis=2) > 0
+    return not (increases[:, 0].any() or increases[1:, -1].any())
+
+
+def favours_spine(rows: Floats) -> bool:
+    """Return whether parents on the spine have the likeliest first b children, for every b.
+
+    The sums p[1] + ... + p[b] are compared, on every level below the root's. `rows` float64
+    [levels, classes, ranks].
+    """
+    cumulative = rows.cumsum(axis=2)
+    return bool((cumulative[1:, 0] >= cumulative[1:, -1]).all())
+
+
+def sort_by_value(rows: Floats) -> Floats:
+    """Sort each row so that best-first search takes all possible nodes by value.
+
+    Which rank has which probability changes no value below it, except for the first child of a node
+    on the spine, whose class differs from its siblings'. It stays in its place. `rows` float64
+    [levels, classes, ranks].
+    """
+    sorted_rows = -np.sort(-rows, axis=2)
+    if rows.shape[1] > 1:
+        sorted_rows[:, 0, :1] = rows[:, 0, :1]
+        sorted_rows[:, 0, 1:] = -np.sort(-rows[:, 0, 1:], axis=1)
+    return sorted_rows
+
+
+def most_tokens(rows: Floats, size: int) -> Floats:
+    """Compute the expected tokens of the best tree of 1, 2, ... nodes.
+
+    `rows` float64 [levels, classes, ranks]; returns float64, up to `size` or the largest tree.
+    """
+    return np.cumsum(most_valuable_nodes(rows, size)[1])
+
+
+def parents(rows: Floats, size: int) -> Ints:
+    """Find the best tree of exactly `size` nodes, in the order in which it grows.
+
+    `rows` float64 [levels, classes, ranks]; returns int64 [size].
+    """
+    return most_valuable_nodes(rows, size)[0]
+
+
+def most_valuable_nodes(rows: Floats, size: int) -> tuple[Ints, Floats, Ints]:
+    """Take the most valuable nodes, limited by the levels and ranks of `rows` alone.
+
+    `rows` float64 [levels, classes, ranks]; returns parents, values and levels, each [size].
+    """
+    no_limits = np.full(len(rows), size)
+    return most_valuable_nodes_within(np.ascontiguousarray(rows), size, no_limits)
+
+
+@numba.njit(cache=True)
+def heap_push(heap, count, value, parent, rank):
+    """Add an entry to a binary heap, in place; heap[0] is the entry of the largest value.
+
+    `heap` float64 [capacity, 3].
+    """
+    position = count
+    while position > 0:
+        above = (position - 1) >> 1
+        if heap[above, 0] >= value:
+            break
+        heap[position] = heap[above]
+        position = above
+    heap[position, 0], heap[position, 1], heap[position, 2] = value, parent, rank
+
+
+@numba.njit(cache=True)
+def heap_pop(heap, count):
+    """Remove heap[0], the entry of the largest value, in place. `heap` float64 [capacity, 3]."""
+    last = heap[count - 1].copy()
+    position = 0
+    while 2 * position + 1 < count - 1:
+        below = 2 * position + 1
+        if below + 1 < count - 1 and heap[below + 1, 0] > heap[below, 0]:
+            below += 1
+        if heap[below, 0] <= last[0]:
+            break
+        heap[position] = heap[below]
+        position = below
+    heap[position] = last
+
+
+@numba.njit(cache=True)
+def most_valuable_nodes_within(rows, size, max_parents):
+    """Take the most valuable nodes, one after the other, with so many parents a level at most.
+
+        repeat `size` times, starting with the root on the heap:
+            take the most valuable node off the heap and add it to the tree
+            push its first child and its next sibling
+
+    Of equally valuable nodes, the one on the spine is taken first: its subtree is worth more.
+    `rows` float64 [levels, classes, ranks]; `max_parents` int64 [levels].
+    """
+    num_levels, classes, ranks = rows.shape
+    off_spine = classes - 1
+    parents, values, levels = np.empty(size, np.int64), np.empty(size), np.zeros(size, np.int64)
+    node_classes = np.full(size, off_spine)
+    num_parents = np.zeros(num_levels, np.int64)
+    # The heap holds value, parent and rank (from 0) of the next nodes off the spine. Each node that
+    # is taken pushes at most two. The next node on the spine waits beside it.
+    heap, heap_count = np.empty((size + 2, 3)), 0
+    next_spine_value = -1.0  # negative if the spine's last node has no child yet to come
+    spine_end = 0  # the last node taken on the spine
+    parents[0], values[0], node_classes[0] = -1, 1.0, 0
+    node, parent, rank = 0, -1, 0
+    while True:
+        # The siblings of a node on the spine are pushed by its parent.
+        if node != spine_end and rank + 1 < ranks:
+            parent_level = levels[parent]
+            p = rows[parent_level, node_classes[parent], rank + 1]
+            heap_push(heap, heap_count, values[parent] * p, float(parent), rank + 1.0)
+            heap_count += 1
+        level = levels[node]
+        if level < num_levels and num_parents[level] < max_parents[level]:
+            num_parents[level] += 1
+            if node == spine_end:
+                next_spine_value = values[node] * rows[level, 0, 0]
+            first_on_heap = 1 if node == spine_end else 0
+            if first_on_heap < ranks:
+                p = rows[level, node_classes[node], first_on_heap]
+                heap_push(heap, heap_count, values[node] * p, float(node), float(first_on_heap))
+                heap_count += 1
+        node += 1
+        if node == size:
+            break
+        if next_spine_value >= 0 and (heap_count == 0 or next_spine_value >= heap[0, 0]):
+            values[node], parent, rank = next_spine_value, spine_end, 0
+            node_classes[node] = 0
+            spine_end, next_spine_value = node, -1.0
+        elif heap_count > 0:
+            values[node], parent, rank = heap[0, 0], int(heap[0, 1]), int(heap[0, 2])
+            heap_pop(heap, heap_count)
+            heap_count -= 1
+        else:
+            break
+        parents[node], levels[node] = parent, levels[parent] + 1
+    return parents[:node], values[:node], levels[:node]

@@ -1,0 +1,166 @@
+"""The dynamic program, exact for any acceptance (Sequoia, arXiv 2402.12374, 3.1 and App. F.1).
+
+    T[l][c][b][n] = most expected tokens of a subtree of n nodes
+                    whose root lies on level l, is of class c and has exactly b children
+                  = max over m of T[l][c][b-1][n-m] + p[l][c][b] * best[l+1][c'][m]
+    T[l][c][0][1] = 1
+    best[l][c][n] = max over b of T[l][c][b][n]
+
+c' is the class of the child of rank b: on the spine if b is 1 and c is on the spine, else off the
+spine. Rows without classes have a single class. For each b the sizes that a subtree can have are an
+interval from b + 1 on. So T[l][c][b] is stored from that size on, and needs no value for sizes that
+no tree has. The time is O(N^2 B D) for N nodes, B ranks and D levels.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def most_tokens(rows: Floats, size: int) -> Floats:
+    """Compute the expected tokens of the best tree of 1, 2, ... nodes.
+
+    `rows` float64 [levels, classes, ranks]; returns float64, up to `size` or the largest tree.
+    """
+    best: Floats = _solve(rows, size)[0][0][0]
+    return best
+
+
+def frontier(rows: Floats, size: int) -> list[Floats]:
+    """Compute `most_tokens` for each depth limit 1, 2, ..., levels + 1.
+
+    A limit cuts the rows off at the end. So levels that share the last row share one recursion, and
+    only the rows above it need one for each depth. `rows` float64 [levels, classes, ranks].
+    """
+    first_repeated = len(rows)  # all rows are the same from this level on
+    while first_repeated > 0 and np.array_equal(rows[first_repeated - 1], rows[-1]):
+        first_repeated -= 1
+    repeated_best = _solve(rows[first_repeated:], size)[0][::-1]
+    values_by_depth = []
+    for num_levels in range(len(rows) + 1):
+        best = repeated_best[max(num_levels - first_repeated, 0)]
+        for level in range(min(num_levels, first_repeated) - 1, -1, -1):
+            best, _ = _solve_level(rows[level], best, size)
+        values_by_depth.append(best[0])
+    return values_by_depth
+
+
+def parents(rows: Floats, size: int) -> Ints:
+    """Find the best tree of exactly `size` nodes, which must exist, numbered breadth-first.
+
+    `rows` float64 [levels, classes, ranks]; returns int64 [size].
+    """
+    best, tables = _solve(rows, size)
+    off_spine = rows.shape[1] - 1
+    shares_of: dict[tuple[int, int, int], list[int]] = {}
+    subtrees = [(0, 0, size)]  # level, class and nodes of the subtree of each node
+    tree_parents = [-1]
+    for node, subtree in enumerate(subtrees):  # grows in the loop
+        level, node_class, nodes = subtree
+        if nodes == 1:
+            continue
+        if subtree not in shares_of:
+            row, table = rows[level, node_class], tables[level][node_class]
+            shares_of[subtree] = _split(row, best[level + 1][off_spine], table, nodes)
+        for rank, share in enumerate(shares_of[subtree]):
+            subtrees.append((level + 1, node_class if rank == 0 else off_spine, share))
+            tree_parents.append(node)
+    return np.array(tree_parents)
+
+
+def _split(row: Floats, below: Floats, table: Floats, nodes: int) -> list[int]:
+    """The nodes of each child's subtree in the best subtree of `nodes` nodes.
+
+    `row` float64 [ranks]; `below` float64 [sizes], best of all children but the first; `table`
+    float64 [ranks + 1, sizes].
+    """
+    num_children = np.arange(1, min(len(table), nodes))
+    rank = 1 + int(np.argmax(table[num_children, nodes - 1 - num_children]))
+    shares = []
+    left = nodes - 1 - rank  # beyond one node for the root and for each child
+    for b in range(rank, 1, -1):
+        extra = min(left, len(below) - 1)
+        sums = table[b - 1, left - extra : left + 1][::-1] + row[b - 1] * below[: extra + 1]
+        shares.append(int(np.argmax(sums)) + 1)
+        left -= shares[-1] - 1
+    return [left + 1, *shares[::-1]]  # the first child has the rest
+
+
+def _solve(rows: Floats, size: int) -> tuple[list[Floats], list[Floats]]:
+    """Fill in best [classes, sizes] and T [classes, ranks + 1, sizes] of each level.
+
+    If two levels have the same rows and the same best, so have all levels above with these rows.
+    `rows` float64 [levels, classes, ranks].
+    """
+    # The last level first. Its nodes have no children: a subtree is one node.
+    best, tables = [np.ones((rows.shape[1], 1))], [np.empty((rows.shape[1], 1, 1))]
+    for level in range(len(rows) - 1, -1, -1):
+        is_settled = (
+            len(best) > 2
+            and np.array_equal(best[-1], best[-2])
+            and np.array_equal(rows[level], rows[level + 1])
+        )
+        level_best, table = best[-1], tables[-1]
+        if not is_settled:
+            level_best, table = _solve_level(rows[level], level_best, size)
+        best.append(level_best)
+        tables.append(table)
+    return best[::-1], tables[::-1]
+
+
+@numba.njit(cache=True)
+def _solve_level(level_rows, below, size):
+    """Compute best and T of one level from best of the level below.
+
+    `level_rows` float64 [classes, ranks]; `below` float64 [classes, sizes]; returns float64
+    [classes, sizes] and [classes, ranks + 1, sizes].
+    """
+    classes, ranks = level_rows.shape
+    max_children = min(ranks, size - 1)
+    largest_child = below.shape[1]
+    best = np.zeros((classes, min(size, 1 + max_children * largest_child)))
+    table = np.full((classes, max_children + 1, size), -np.inf)
+    best[:, 0] = table[:, 0, 0] = 1.0
+    for node_class in range(classes):
+        num_sizes = 1  # of T[b - 1], from b nodes on
+        for b in range(1, max_children + 1):
+            next_num_sizes = min(size - b, num_sizes + largest_child - 1)
+            child_class = node_class if b == 1 else classes - 1
+            result = table[node_class, b, :next_num_sizes]
+            _convolve(
+                table[node_class, b - 1, :num_sizes],
+                below[child_class],
+                level_rows[node_class, b - 1],
+                result,
+            )
+            for k in range(next_num_sizes):
+                best[node_class, b + k] = max(best[node_class, b + k], result[k])
+            num_sizes = next_num_sizes
+    return best, table
+
+
+@numba.njit(cache=True, fastmath={"nnan", "nsz"})
+def _convolve(a, b, p, result):
+    """Raise result[k] to max over i + j = k of a[i] + p * b[j].
+
+    Four entries of b are taken at a time, so that the compiler uses vector instructions.
+    """
+    # x1, x2 and x3 are `a` shifted by 1, 2 and 3 entries, with -inf where it has none.
+    padded = np.full(len(a) + 6, -np.inf)
+    padded[3 : 3 + len(a)] = a
+    for j in range(0, min(len(b), len(result)), 4):
+        count = min(len(a) + 3, len(result) - j)
+        sums = result[j : j + count]
+        x0, x1 = padded[3 : 3 + count], padded[2 : 2 + count]
+        x2, x3 = padded[1 : 1 + count], padded[:count]
+        t0 = p * b[j]
+        t1 = p * b[j + 1] if j + 1 < len(b) else -np.inf
+        t2 = p * b[j + 2] if j + 2 < len(b) else -np.inf
+        t3 = p * b[j + 3] if j + 3 < len(b) else -np.inf
+        for i in range(count):
+            sums[i] = max(sums[i], max(max(x0[i] + t0, x1[i] + t1), max(x2[i] + t2, x3[i] + t3)))

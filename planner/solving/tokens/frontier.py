@@ -1,0 +1,156 @@
+"""Two exact solvers behind one function: best-first where it is exact, else the dynamic program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sequoia_plan.artifacts import Acceptance, ArgumentError, TokenTree
+from sequoia_plan.artifacts.counts import Floats
+from sequoia_plan.planner.solving.tokens import best_first, dynamic_programming
+
+MAX_BUDGET = 1_000_000
+MAX_RISING_BUDGET = 4_096
+"""The largest budget where p increases with rank. It is the largest tree that is decoded with."""
+MAX_DEPTH = 1_000
+MAX_TABLE_NUMBERS = 2**27
+"""Numbers that the tables of the dynamic program may have."""
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """The optimum of every size and depth.
+
+    Args:
+        values: values[d - 1][n - 1] is F of the best tree of exactly n nodes and at most d levels,
+            float64. A row ends at the largest size that depth and branching allow, or at the
+            budget.
+        rows: float64 [depth - 1, classes, ranks], the acceptance, as in `Acceptance`.
+    """
+
+    values: tuple[Floats, ...]
+    rows: Floats
+
+    def tree(self, size: int, depth: int) -> TokenTree:
+        """Return a tree that attains values[depth - 1][size - 1].
+
+        Raises:
+            ArgumentError: if there is none.
+        """
+        if not 1 <= depth <= len(self.values):
+            raise ArgumentError(f"depth: found {depth}, expected 1 to {len(self.values)}")
+        return best_tree(self.rows[: depth - 1], size)
+
+
+def frontier(
+    acceptance: Acceptance | Any, budget: int, depth: int, branching: int | None = None
+) -> Frontier:
+    """Compute the exact optimum for every size <= budget and every depth <= depth, in one call.
+
+    Args:
+        acceptance: the acceptance, also as `Acceptance.given` takes it.
+        budget: the largest size, the root included.
+        depth: the most levels, the root's included.
+        branching: the most children of a node; the length of the vectors if None.
+
+    Raises:
+        SequoiaPlanError: for impossible input.
+    """
+    check_limits(budget, depth, branching)
+    rows = Acceptance.given(acceptance).at_depth(depth, branching)
+    return Frontier(tuple(most_tokens_by_depth(rows, budget)), rows)
+
+
+def most_tokens_by_depth(rows: Floats, size: int) -> list[Floats]:
+    """Compute the expected tokens of the best trees of 1 to `size` nodes for each depth limit.
+
+    `rows` float64 [levels, classes, ranks]; returns float64 for the limits 1 to levels + 1, each up
+    to `size` or the largest tree that the limit allows.
+    """
+    if pick_solver(rows, size) != "best-first":
+        return dynamic_programming.frontier(rows, size)
+    values: list[Floats] = []
+    for num_levels in range(len(rows) + 1):
+        # If the last level is of no use, deeper ones are not either: their nodes are worth less.
+        is_settled = len(values) > 1 and np.array_equal(values[-1], values[-2])
+        values.append(values[-1] if is_settled else best_first.most_tokens(rows[:num_levels], size))
+    return values
+
+
+def best_tree(rows: Floats, size: int) -> TokenTree:
+    """Find the tree of exactly `size` nodes with the most expected tokens.
+
+    `rows` float64 [levels, classes, ranks].
+    """
+    is_best_first = pick_solver(rows, size) == "best-first"
+    largest_size = _largest_tree_size(rows, size)
+    if largest_size < size:
+        raise ArgumentError(
+            f"no tree of {size} nodes has depth {len(rows) + 1} and branching {rows.shape[2]}: "
+            f"the largest has {largest_size}; lower the budget, or allow more depth or branching"
+        )
+    solver = best_first if is_best_first else dynamic_programming
+    return TokenTree.from_parents(solver.parents(rows, size))
+
+
+def most_tokens(rows: Floats, size: int) -> Floats:
+    """Compute the expected tokens of the best tree of 1, 2, ... nodes.
+
+    `rows` float64 [levels, classes, ranks]; returns float64, up to `size` or the largest tree.
+    """
+    is_best_first = pick_solver(rows, size) == "best-first"
+    return (best_first if is_best_first else dynamic_programming).most_tokens(rows, size)
+
+
+def pick_solver(rows: Floats, size: int) -> str:
+    """Return the name of the solver to use, "best-first" or "dynamic program".
+
+    `rows` float64 [levels, classes, ranks].
+    """
+    if best_first.is_non_increasing(rows):
+        return "best-first"
+    limit = max_budget(rows)
+    if size > limit:
+        raise ArgumentError(
+            f"budget: found {size}, expected at most {limit} where acceptance increases with rank "
+            f"(depth {len(rows) + 1}, branching {rows.shape[2]})"
+        )
+    return "dynamic program"
+
+
+def max_budget(rows: Floats) -> int:
+    """Return the largest size that is solved for. `rows` float64 [levels, classes, ranks]."""
+    if best_first.is_non_increasing(rows):
+        return MAX_BUDGET
+    levels, classes, ranks = rows.shape
+    return min(MAX_RISING_BUDGET, MAX_TABLE_NUMBERS // ((levels + 1) * classes * (ranks + 1)))
+
+
+def check_limits(budget: int, depth: int, branching: int | None) -> None:
+    """Refuse limits that cannot be solved for."""
+    for name, value, limit in (("budget", budget, MAX_BUDGET), ("depth", depth, MAX_DEPTH)):
+        if not 1 <= value <= limit:
+            raise ArgumentError(f"{name}: found {value!r}, expected 1 to {limit}")
+    if branching is not None and branching < 1:
+        raise ArgumentError(f"branching: found {branching!r}, expected 1 or more")
+    if depth == 1 and budget > 1:
+        raise ArgumentError(
+            f"depth 1 is the root alone and cannot hold a budget of {budget}: "
+            "allow a depth of 2 or more, or set the budget to 1"
+        )
+
+
+def _largest_tree_size(rows: Floats, limit: int) -> int:
+    """Count the nodes of the complete tree, in which each node has all children; at most `limit`.
+
+    `rows` float64 [levels, classes, ranks].
+    """
+    nodes = nodes_on_level = 1
+    for _ in range(len(rows)):
+        nodes_on_level *= rows.shape[2]
+        nodes += nodes_on_level
+        if nodes >= limit:
+            return limit
+    return nodes

@@ -1,0 +1,160 @@
+"""A step as decoder and profiler run it: as CUDA graphs where that is possible, read once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.runtime.base.sampling import Sampling
+from sequoia_plan.runtime.capture import read_back
+from sequoia_plan.runtime.decoding_models import DecodingModels
+from sequoia_plan.runtime.draft.drafter import DraftedTree
+from sequoia_plan.runtime.draft.unread import catch_up, note_count
+from sequoia_plan.runtime.extent import attention_extent
+from sequoia_plan.runtime.step import TARGET_NOT_FINITE, TreeStep
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one step accepted: nodes of its tree from the root on, and the token after each.
+
+    `match_length` is that of the text's lookup match after the step; 0 with a single tree.
+    """
+
+    path: list[int]
+    tokens: list[int]
+    tree: TokenTree
+    match_length: int = 0
+
+
+class CapturedStep(TreeStep):
+    """A `TreeStep` that runs as one CUDA graph where that is possible, else part by part."""
+
+    @classmethod
+    def of(cls, target: Any, draft: Any, tree: TokenTree, **options: Any) -> CapturedStep:
+        """A step with models of its own; `options` are those of `SequoiaDecoder`."""
+        return cls(DecodingModels(target, draft, tree, **options), tree)
+
+    def with_tree(self, tree: TokenTree) -> CapturedStep:
+        """A step with another tree that shares models, sequence and graphs with this one."""
+        return CapturedStep(self.models, tree)
+
+    def prefill(self, prompt: Tensor, max_new_tokens: int, seed: int | None = None) -> None:
+        """Start a sequence; it has room for all trees of a portfolio.
+
+        `prompt` int64 [n].
+        """
+        self.models.check_prompt(prompt)
+        max_length = min(prompt.numel() + max_new_tokens, self.target.context)
+        max_size = max(tree.size for tree in self.tree.portfolio.values())
+        self.models.prefill(prompt, self._extent(max_length + max_size), max_size, seed)
+
+    def extent(self, length: int) -> int:
+        """How many slots of the cache attention looks at, with the root in slot `length`."""
+        return self._extent(length + self.tree.size)
+
+    def _extent(self, needed: int) -> int:
+        """The extent that has so many slots."""
+        capacity, captures = self.sequence.target.capacity, self.models.graphs is not None
+        return attention_extent(needed, capacity, self.device.type, captures, self.splits_keys)
+
+    def splits_keys(self) -> bool:
+        """Do all passes of a step read no keys after the tree, whatever the extent?"""
+        tokens = max(self.tree.size, *(p.input_slots.numel() for p in self.passes), 1)
+        if self.drafter and not self.drafter.splits_keys(tokens):
+            return False
+        return self.target.splits_keys(tokens)
+
+    def refill_random_numbers(self, sampling: Sampling) -> None:
+        """Generate the random numbers of the next step, so that the step only reads tensors."""
+        if not sampling.greedy:
+            self.sequence.refill_random_numbers(self.num_parents * self.bits_per_parent(sampling))
+
+    @property
+    def launches_ahead(self) -> bool:
+        """Can the next step be launched before this one, which may choose its tree, is read?"""
+        captures = self.device.type == "cuda" and self.models.graphs is not None
+        return captures and not self.lookup
+
+    def launch(self, length: int, sampling: Sampling) -> Callable[[int], StepOutput]:
+        """Start a step whose root is in slot `length` or before it.
+
+        Call the result with the root's slot to wait for the output; it raises SequoiaPlanError if
+        logits were not finite.
+        """
+        extent = self.extent(length)
+        if self.drafter and self.lookup:
+            catch_up(self.drafter, self.sequence, self.tree, length, extent)
+        self.refill_random_numbers(sampling)
+        return partial(self._output, read_back(self.run(extent, sampling)))
+
+    def _output(self, read_numbers: Callable[[], list[int]], length: int) -> StepOutput:
+        """The output of a step whose root was in slot `length`, once its numbers are there."""
+        count, *numbers = read_numbers()
+        if count < 0:
+            model = "target" if count == TARGET_NOT_FINITE else "draft"
+            raise SequoiaPlanError(
+                f"{model}: logits that are not finite after token {length + 1}; the weights are "
+                "damaged or the dtype overflows (float16 does, bfloat16 and float32 do not)"
+            )
+        count = min(count, self.target.context - 1 - length)  # nodes beyond the context are cut off
+        depth, match_length = self.tree.depth, 0
+        if self.lookup:
+            note_count(self.sequence, self.tree, count)
+            match_length = numbers[-1]
+        path, tokens = numbers[:depth], numbers[depth : 2 * depth]
+        return StepOutput(path[:count], tokens[:count], self.tree, match_length)
+
+    def run(self, extent: int, sampling: Sampling) -> Tensor:
+        """What a call returns; the next run overwrites that tensor."""
+        graphs = self.models.graphs
+        if graphs is None or graphs.may_capture(self._key("step", extent, sampling)):
+            return self.replay("step", partial(self, extent, sampling), extent, sampling)
+        drafted = self.run_draft(extent, sampling)
+        logits = self.run_target(extent)
+        return self.run_verification(logits, drafted, sampling)
+
+    def run_draft(self, extent: int, sampling: Sampling) -> DraftedTree:
+        """`draft`, as a CUDA graph where that is possible."""
+        return self.replay("draft", partial(self.draft, extent, sampling), extent, sampling)
+
+    def run_target(self, extent: int) -> Tensor:
+        """`forward_target`, as a CUDA graph where that is possible."""
+        return self.replay("target", partial(self.forward_target, extent), extent)
+
+    def run_verification(self, logits: Tensor, drafted: DraftedTree, sampling: Sampling) -> Tensor:
+        """`verify` and `commit`, as a CUDA graph where that is possible."""
+
+        def verify_and_commit(logits: Tensor, draft_probs: Tensor, drawn: Tensor) -> Tensor:
+            """The part as a function of tensors alone, as a graph needs it."""
+            return self.commit(self.verify(logits, DraftedTree(draft_probs, drawn), sampling))
+
+        inputs = (logits, drafted.draft_probs, drafted.drawn)
+        return self.replay("verify", verify_and_commit, sampling, inputs=inputs)
+
+    def replay(
+        self,
+        part: str,
+        function: Callable[..., T],
+        *settings: Hashable,
+        inputs: tuple[Tensor, ...] = (),
+    ) -> T:
+        """`function(*inputs)`, as a CUDA graph where that is possible."""
+        graphs, sequence = self.models.graphs, self.sequence
+        if graphs is None:
+            return function(*inputs)
+        if graphs.version != sequence.version:
+            graphs.clear(sequence.version)
+        state = partial(sequence.state_of_step, self.tree.size)
+        return graphs(self._key(part, *settings), function, state, inputs)
+
+    def _key(self, part: str, *settings: Hashable) -> tuple[Hashable, ...]:
+        """The key of a part's graph."""
+        return part, self.tree, *settings

@@ -1,0 +1,153 @@
+"""What all steps of a decoder share: target, drafter, their sequence, and their CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
+from sequoia_plan.runtime.base.sequence import SequenceState
+from sequoia_plan.runtime.capture import step_graphs, weight_addresses
+from sequoia_plan.runtime.draft.drafter import Drafter
+from sequoia_plan.runtime.draft.registry import make_drafter
+from sequoia_plan.runtime.models.architecture import execution_device, rope_reason, text_config
+from sequoia_plan.runtime.models.forward import TreeModel
+from sequoia_plan.runtime.models.parallel import shared_seed
+from sequoia_plan.runtime.models.prepacked import PrepackedLinear
+from sequoia_plan.runtime.models.probe import probe
+from sequoia_plan.runtime.models.vocabulary import shared_vocabulary
+
+MAX_TREE_NODES = 4096
+"""The mask and the paths of a tree grow with the square of its size."""
+
+
+class DecodingModels:
+    """A target and a drafter that decode one sequence with trees like `tree`.
+
+    `options` are those of `SequoiaDecoder`. Without a drafted tree, a draft is not used.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        draft: Any,
+        tree: TokenTree,
+        *,
+        tokenizer: Any = None,
+        draft_tokenizer: Any = None,
+        captured: bool | None = None,
+        compile: bool | str | Callable[..., Any] = False,
+    ) -> None:
+        backend = "inductor" if compile is True else compile or None
+        if backend is not None:
+            _check_not_prepacked(target, draft)
+        self.device = execution_device(target)
+        self.drafter: Drafter | None = None
+        if draft is not None and any(t.num_drafted_levels for t in tree.portfolio.values()):
+            draft_device = execution_device(draft)
+            if draft_device != self.device:
+                raise SequoiaPlanError(
+                    f"draft: on {draft_device}, the target takes its input on {self.device}; move "
+                    "the draft there"
+                )
+            vocabulary, d2t = shared_vocabulary(target, draft, tokenizer, draft_tokenizer)
+            self.drafter = make_drafter(target, draft, vocabulary, d2t, backend)
+        layers = self.drafter.aux_hidden_state_layers if self.drafter else ()
+        self.target = TreeModel(target, probe(target), aux_hidden_state_layers=layers)
+        if backend is not None:
+            self.target.compile(backend)
+        self.with_weights = [model for model in (target, draft) if model is not None]
+        self.sequence = SequenceState(self.device)
+        self.graphs = step_graphs(target, draft, self.device, captured)
+
+    @torch.no_grad()
+    def prefill(self, prompt: Tensor, capacity: int, max_size: int, seed: int | None) -> None:
+        """Start a sequence: both caches hold the prompt without its last token, the first root.
+
+        `prompt` int64 [n].
+        """
+        sequence, drafter = self.sequence, self.drafter
+        sequence.generator.manual_seed(shared_seed(self.target.model) if seed is None else seed)
+        self._reserve(capacity, max_size)
+        sequence.tokens[: prompt.numel()] = prompt
+        sequence.length.fill_(prompt.numel() - 1)
+        sequence.num_unread = 0
+        on_chunk = None
+        if drafter:
+            drafter.prefill(sequence.draft, prompt[:-1])
+            on_chunk = partial(drafter.prefill_hidden_states, sequence.draft)
+        self.target.prefill(sequence.target, prompt[:-1], on_chunk)
+
+    def _reserve(self, capacity: int, max_size: int) -> None:
+        """Reserve `capacity` slots, and memory for the hidden states of `max_size` nodes."""
+        sequence, drafter, model = self.sequence, self.drafter, self.target.model
+        shares_cache = drafter is not None and drafter.drafting.shares_cache
+        new_draft_cache = drafter.new_cache if drafter and not shares_cache else None
+        sequence.reserve(capacity, self.target.new_cache, new_draft_cache)
+        if shares_cache:
+            sequence.draft = sequence.target
+        if drafter and drafter.aux_hidden_state_layers:
+            width = len(drafter.aux_hidden_state_layers) * text_config(model).hidden_size
+            sequence.reserve_aux_hidden_states(max_size, width, model.dtype)
+        if self.graphs:
+            sequence.note_weight_addresses(weight_addresses(self.with_weights))
+
+    def check_prompt(self, prompt: Tensor) -> None:
+        """Check that the target has the prompt's tokens, and room for one more in its context.
+
+        `prompt` int64 [n].
+        """
+        lowest, highest = int(prompt.min()), int(prompt.max())
+        max_token_id, context = self.target.max_token_id, self.target.context
+        if lowest < 0 or highest > max_token_id:
+            wrong = highest if highest > max_token_id else lowest
+            raise ArgumentError(
+                f"prompt: found the token {wrong}, expected 0 to {max_token_id}, the target's "
+                "embeddings; was it made by another tokenizer?"
+            )
+        if prompt.numel() >= context:
+            raise SequoiaPlanError(
+                f"prompt: {prompt.numel()} tokens, expected at most {context - 1} (the model's "
+                f"context less one new token{rope_reason(text_config(self.target.model))}); "
+                "shorten it"
+            )
+
+    def check_tree(self, tree: TokenTree) -> None:
+        """Check that the draft can draft `tree`, and that the decoder can hold it."""
+        drafter = self.drafter
+        if drafter is None and tree.num_drafted_levels:
+            raise SequoiaPlanError(
+                f"a tree of {tree.size} nodes needs a draft model; only a tree of one node decodes "
+                "without"
+            )
+        if drafter and tree.branching > drafter.vocabulary:
+            raise SequoiaPlanError(
+                f"tree: {tree.branching} children of one node, more than the draft's vocabulary "
+                "holds"
+            )
+        max_depth = drafter.drafting.max_depth if drafter else None  # None: any depth
+        if max_depth and tree.num_drafted_levels >= max_depth:
+            raise SequoiaPlanError(
+                f"tree: {tree.depth} levels, the draft reaches {max_depth}; solve with its own "
+                f"profile, or with --depth {max_depth}"
+            )
+        if tree.size > MAX_TREE_NODES:
+            raise SequoiaPlanError(
+                f"tree: {tree.size} nodes, expected at most {MAX_TREE_NODES} to decode with; solve "
+                "with a smaller --budget"
+            )
+
+
+def _check_not_prepacked(*models: Any) -> None:
+    """Refuse prepacked weights, which torch.compile cannot trace."""
+    for model in models:
+        modules = model.modules() if hasattr(model, "modules") else ()
+        if any(isinstance(module, PrepackedLinear) for module in modules):
+            raise SequoiaPlanError(
+                "compile: the linear layers are prepacked for this processor, which torch.compile "
+                'cannot trace; load the models with placement="resident", or do not compile'
+            )

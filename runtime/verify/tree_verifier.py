@@ -1,0 +1,145 @@
+"""Verification of one tree: by kernels that walk on the device where they can, else by tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.runtime.base.kernel_launch import has_failed, kernel_or_tensors
+from sequoia_plan.runtime.base.sampling import Sampling
+from sequoia_plan.runtime.base.sequence import SequenceState
+from sequoia_plan.runtime.verify import (
+    LOOKUP_VERIFIERS,
+    VERIFIERS,
+    AcceptedPath,
+    TreeIndex,
+    Verifier,
+    greedy,
+    verify,
+)
+from sequoia_plan.runtime.verify.fused_verifier import FUSED_VERIFIERS, FusedVerifier
+
+
+class TreeVerifier:
+    """Verifies one tree, whose tokens are in the sequence.
+
+    `d2t` int64 [draft vocabulary].
+    """
+
+    def __init__(
+        self,
+        tree: TokenTree,
+        device: torch.device,
+        d2t: Tensor | None = None,
+        fused: FusedVerifier | None = None,
+    ) -> None:
+        self.index, self.d2t, self.fused = TreeIndex.of(tree, device), d2t, fused
+        self.verifiers: Mapping[str, Verifier] = VERIFIERS
+        self.looks_up = tree.looks_up
+        self.nodes = torch.arange(tree.size, device=device)
+        spine = np.flatnonzero(tree.classes == 0)[1:]  # the nodes on the spine below the root
+        self.spine = torch.as_tensor(spine.tolist(), dtype=torch.long, device=device)
+
+    def __call__(
+        self,
+        sampling: Sampling,
+        sequence: SequenceState,
+        logits: Tensor,
+        drafted: tuple[Tensor, Tensor],
+    ) -> AcceptedPath:
+        """The accepted path and the bonus token, from the target's logits [size, vocabulary].
+
+        `drafted`: float [drafted parents, draft vocabulary], and int64 [drafted parents,
+        branching], the draft's probabilities and what was drawn from them.
+        """
+        inputs = (sampling, sequence, logits, drafted)
+        if not self.uses_kernels(sampling):
+            return self._by_tensors(*inputs)
+        return kernel_or_tensors(
+            kernels_name(sampling),
+            partial(self._by_kernels, *inputs),
+            partial(self._by_tensors, *inputs),
+        )
+
+    def uses_kernels(self, sampling: Sampling) -> bool:
+        """Do kernels that walk on the device verify the tree?"""
+        name = kernels_name(sampling)
+        has_kernels = name in ("greedy", *FUSED_VERIFIERS) and not has_failed(name)
+        # the kernels know no child that is looked up, which only sampling tells from the others
+        knows_children = sampling.greedy or not self.looks_up
+        is_replaced = self.verifiers is not VERIFIERS
+        return self.fused is not None and has_kernels and knows_children and not is_replaced
+
+    def _by_kernels(
+        self,
+        sampling: Sampling,
+        sequence: SequenceState,
+        logits: Tensor,
+        drafted: tuple[Tensor, Tensor],
+    ) -> AcceptedPath:
+        """What `__call__` returns, by kernels."""
+        assert self.fused is not None
+        if sampling.greedy:
+            return self.fused.greedy(logits, self._tokens(sequence))
+        return self.fused.verify(logits, sampling, *drafted, sequence.uniforms)
+
+    def _by_tensors(
+        self,
+        sampling: Sampling,
+        sequence: SequenceState,
+        logits: Tensor,
+        drafted: tuple[Tensor, Tensor],
+    ) -> AcceptedPath:
+        """What `__call__` returns, by tensor operations."""
+        if sampling.greedy:
+            return greedy(logits.argmax(-1), self._tokens(sequence), self.index)
+
+        def target_probs(nodes: Tensor) -> Tensor:
+            """int64 [k] -> float [k, vocabulary]: the target's probabilities after these nodes."""
+            return sampling.target_probs(logits.index_select(0, nodes))
+
+        looked_up = None
+        if self.looks_up:
+            looked_up = self.looked_up_children(sequence.lookup_chain, sampling.verifier)
+            drafted = self.with_undrafted_rows(*drafted, logits.shape[1])
+        verifier, uniforms = self.verifiers[sampling.verifier], sequence.uniforms
+        return verify(verifier, target_probs, *drafted, self.index, uniforms, self.d2t, looked_up)
+
+    def looked_up_children(self, chain: Tensor, verifier: str) -> Tensor:
+        """int64 [size]: the token of each node's first child if that is looked up, else -1."""
+        if verifier not in LOOKUP_VERIFIERS:
+            raise SequoiaPlanError(
+                f"verifier: found {verifier!r} with a tree whose spine is looked up, expected "
+                f"{' or '.join(LOOKUP_VERIFIERS)}"
+            )
+        none_looked_up = self.nodes.new_full((self.index.size,), -1)
+        parents = self.index.parents[self.spine - 1]
+        return none_looked_up.index_copy(0, parents, chain[: len(self.spine)])
+
+    def with_undrafted_rows(
+        self, draft_probs: Tensor, drawn: Tensor, vocabulary: int
+    ) -> tuple[Tensor, Tensor]:
+        """Add the rows of parents below the last draft pass, whose only child is looked up."""
+        num_parents, branching = self.index.together.has_child.shape
+        if draft_probs.ndim == 1:  # nothing is drafted
+            width = vocabulary if self.d2t is None else self.d2t.numel()
+            draft_probs = draft_probs.new_zeros(0, width, dtype=torch.float32)
+            drawn = drawn.new_zeros(0, branching)
+        num_rows = num_parents - len(drawn)
+        zero_probs = draft_probs.new_zeros(1, draft_probs.shape[1]).expand(num_rows, -1)
+        no_draws = drawn.new_zeros(num_rows, branching)
+        return torch.cat([draft_probs, zero_probs]), torch.cat([drawn, no_draws])
+
+    def _tokens(self, sequence: SequenceState) -> Tensor:
+        """int64 [size]: the tokens of the tree's nodes."""
+        return sequence.tokens[sequence.length + self.nodes]
+
+
+def kernels_name(sampling: Sampling) -> str:
+    """The name of the kernels that would verify: the verifier, or greedy."""
+    return "greedy" if sampling.greedy else sampling.verifier

@@ -1,0 +1,176 @@
+"""Both solvers for the most expected tokens are exact."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+from brute_force import fitting, tokens_by_paths
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import rates
+
+from sequoia_plan.artifacts import Acceptance, ArgumentError, TokenTree
+from sequoia_plan.artifacts.expected_tokens import expected_tokens
+from sequoia_plan.planner import frontier
+from sequoia_plan.planner.solving.tokens import best_first, dynamic_programming
+from sequoia_plan.planner.solving.tokens.frontier import (
+    MAX_DEPTH,
+    best_tree,
+    most_tokens,
+    pick_solver,
+)
+
+
+def at_depth(rates, depth):
+    return Acceptance.given(rates).at_depth(depth)
+
+
+def recursion(rows, size):
+    """The optimum of 1, 2, ... nodes by the recursion as the paper writes it; 0 where none is."""
+
+    @functools.cache
+    def with_children(level, node_class, num_children, nodes):
+        if num_children == 0:
+            return 1.0 if nodes == 1 else 0.0
+        child_class = node_class if num_children == 1 else rows.shape[1] - 1
+        p, most = rows[level, node_class, num_children - 1], 0.0
+        for share in range(1, nodes):
+            siblings = with_children(level, node_class, num_children - 1, nodes - share)
+            child = best(level + 1, child_class, share)
+            if siblings and child:
+                most = max(most, siblings + p * child)
+        return most
+
+    @functools.cache
+    def best(level, node_class, nodes):
+        ranks = rows.shape[2] if level < len(rows) else 0
+        return max(with_children(level, node_class, b, nodes) for b in range(ranks + 1))
+
+    return np.array([best(0, 0, nodes) for nodes in range(1, size + 1)])
+
+
+@settings(max_examples=120)
+@given(rates() | rates(non_increasing=True), st.integers(1, 7), st.integers(2, 6))
+def test_both_solvers_equal_exhaustive_enumeration(rates, size, depth):
+    """Values and trees are optimal, by a definition of F of its own."""
+    rows = at_depth(rates, depth)
+    trees = [tree for tree in fitting(rows, size) if tree.size == size]
+    solvers = [dynamic_programming]
+    if best_first.is_non_increasing(rows):
+        solvers.append(best_first)
+    for solver in solvers:
+        values = solver.most_tokens(rows, size)
+        assert len(values) == size or not trees
+        if trees:
+            optimum = max(tokens_by_paths(tree, rows) for tree in trees)
+            assert values[-1] == pytest.approx(optimum, rel=1e-12)
+            tree = TokenTree.from_parents(solver.parents(rows, size))
+            assert tree.size == size and tree.depth <= depth and tree.branching <= rows.shape[2]
+            assert tokens_by_paths(tree, rows) == pytest.approx(optimum, rel=1e-12)
+            assert expected_tokens(tree, rows) == pytest.approx(optimum, rel=1e-12)
+
+
+@settings(max_examples=40)
+@given(rates(), st.integers(8, 40), st.integers(2, 5))
+def test_the_dynamic_program_is_the_recursion(rates, size, depth):
+    same_as_recursion(at_depth(rates, depth), size)
+
+
+@pytest.mark.parametrize(
+    ("rates", "size", "depth"),
+    [
+        ([0.0, 0.0, 1e-4, 0.9], 90, 4),  # only whole families pay
+        ([[[0.0, 1.0], [1.0, 0.0]]], 30, 6),  # a chain below the second child
+        ([[0.2, 0.1], [0.1, 0.6], [0.9, 0.0]], 60, 6),
+    ],
+)
+def test_the_dynamic_program_is_the_recursion_where_rows_rise_steeply(rates, size, depth):
+    same_as_recursion(at_depth(rates, depth), size)
+
+
+def same_as_recursion(rows, size):
+    optima = recursion(rows, size)
+    values = dynamic_programming.most_tokens(rows, size)
+    np.testing.assert_allclose(values, optima[optima > 0], rtol=1e-12)
+    tree = TokenTree.from_parents(dynamic_programming.parents(rows, len(values)))
+    assert tree.size == len(values) and tree.depth <= len(rows) + 1
+    assert expected_tokens(tree, rows) == pytest.approx(values[-1], rel=1e-12)
+
+
+@settings(max_examples=100)
+@given(rates(6, non_increasing=True), st.integers(1, 60), st.integers(1, 9))
+def test_both_solvers_agree_on_rows_that_do_not_increase(rates, size, depth):
+    rows = at_depth(rates, depth)
+    for values, expected in zip(
+        frontier(rates, size, max(depth, 2)).values,
+        dynamic_programming.frontier(at_depth(rates, max(depth, 2)), size),
+        strict=True,
+    ):
+        np.testing.assert_allclose(values, expected, rtol=1e-12)
+    assert pick_solver(rows, size) == "best-first"
+
+
+@given(rates(num_classes=[1]), st.integers(1, 30), st.integers(2, 6))
+def test_equal_classes_are_one(rates, size, depth):
+    one, two = (at_depth(np.repeat(rates, count, axis=1), depth) for count in (1, 2))
+    for values, expected in zip(
+        *(dynamic_programming.frontier(rows, size) for rows in (one, two)), strict=True
+    ):
+        np.testing.assert_array_equal(values, expected)
+
+
+def test_a_solver_that_ignores_the_class_is_noticed():
+    """The control: rows of the spine used for all nodes predict too much and give a worse tree."""
+    rows = at_depth([[[0.5, 0.4], [0.0, 0.0]], [[0.8, 0.1], [0.2, 0.1]]], 5)
+    optimum = max(tokens_by_paths(tree, rows) for tree in fitting(rows, 6) if tree.size == 6)
+    assert most_tokens(rows, 6)[-1] == pytest.approx(optimum)
+    for solver in (best_first, dynamic_programming):
+        blind_rows = np.ascontiguousarray(rows[:, :1])
+        blind = TokenTree.from_parents(solver.parents(blind_rows, 6))
+        promised = solver.most_tokens(blind_rows, 6)[-1]
+        assert tokens_by_paths(blind, rows) < optimum * 0.95 < promised * 0.95
+
+
+def test_best_first_is_wrong_on_a_rising_vector_and_is_not_picked():
+    """The control: 1.44 where 1.85 is optimal."""
+    rows = at_depth([0.3, 0.05, 0.5], 4)
+    assert best_first.most_tokens(rows, 4)[-1] == pytest.approx(1.44)
+    assert pick_solver(rows, 4) == "dynamic program"
+    assert most_tokens(rows, 4)[-1] == pytest.approx(1.85)
+    with pytest.raises(ArgumentError, match="expected at most 4096 where acceptance increases"):
+        best_tree(rows, 5000)
+
+
+@settings(max_examples=40)
+@given(rates(), st.integers(1, 25), st.integers(2, 6), st.sampled_from([None, 1, 2]))
+def test_a_frontiers_trees_attain_its_values_and_more_never_hurts(rates, size, depth, branching):
+    optima, slack = frontier(rates, size, depth, branching), 1 - 1e-12
+    wider = frontier(rates, size, depth)
+    for number, values in enumerate(optima.values):
+        assert (values[1:] >= values[:-1] * slack).all()
+        for more in (*optima.values[number : number + 2], wider.values[number]):
+            assert (more[: len(values)] >= values * slack).all()
+        tree = optima.tree(len(values), number + 1)
+        assert tree.size == len(values) and tree.depth <= number + 1
+        assert tree.branching <= (branching or 4)
+        assert expected_tokens(tree, rates) == pytest.approx(values[-1], rel=1e-12)
+
+
+def test_sizes_that_no_tree_has_are_refused_with_the_largest():
+    rows = at_depth([0.5, 0.2, 0.1], 3)
+    with pytest.raises(ArgumentError, match=r"depth 3 and branching 3: the largest has 13"):
+        best_tree(rows, 14)
+    assert best_tree(rows, 13).size == 13
+    with pytest.raises(ArgumentError, match="depth: found 4, expected 1 to 3"):
+        frontier([0.5], 4, 3).tree(3, 4)
+
+
+@pytest.mark.parametrize("vector", [[0.9], [0.0], [0.1, 0.9]])
+def test_the_deepest_tree_is_built(vector):
+    """A thousand levels are what the limits allow; Python's own stack has fewer."""
+    rows = at_depth(vector, MAX_DEPTH)[..., :1]
+    chain = TokenTree.chain(MAX_DEPTH)
+    assert best_tree(np.ascontiguousarray(rows), MAX_DEPTH) == chain
+    assert TokenTree.from_parents(dynamic_programming.parents(rows, MAX_DEPTH)) == chain
