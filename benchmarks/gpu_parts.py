@@ -21,7 +21,7 @@ from random_models import Shape, bytes_read, copy_bandwidth, random_pair, shape
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from sequoia_plan.artifacts import Latency, Profile, TokenTree, load_tree
+from sequoia_plan.artifacts import Acceptance, Latency, Profile, TokenTree, load_tree
 from sequoia_plan.artifacts.bench_result import Breakdown
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.prompts import built_in
@@ -564,11 +564,13 @@ def steady_seconds(
 ) -> float:
     """Return the median seconds between two steps of a decoder."""
     decoder = SequoiaDecoder(pair.target, pair.draft, tree)
-    decoder.step.launches_ahead = launches_ahead
     num_steps = WARM_UP_STEPS + run.scale.tokens
     prompt = random_prompt(pair, context)
     times = []
-    with closing(decoder.steps(prompt, num_steps * tree.depth, sampling, seed=0)) as steps:
+    with (
+        mock.patch.object(CapturedStep, "launches_ahead", launches_ahead),
+        closing(decoder.steps(prompt, num_steps * tree.depth, sampling, seed=0)) as steps,
+    ):
         for _ in itertools.islice(steps, num_steps):
             times.append(time.perf_counter())
     seconds = [later - earlier for earlier, later in itertools.pairwise(times)]
@@ -847,14 +849,14 @@ def compare_with_passes(
     pair: Pair,
     tree: TokenTree,
     sampling: Sampling,
-    acceptance: Sequence[float],
+    acceptance: Acceptance,
     latency: Latency,
     plain_seconds: float,
 ) -> dict[str, Any]:
     """Compare the measured step of a tree with the sum of its passes, and project its speed.
 
     Args:
-        acceptance: the acceptance vector that the speed is projected with.
+        acceptance: the acceptance that the speed is projected with.
         latency: the passes, timed alone.
         plain_seconds: seconds of a step of plain decoding.
     """
@@ -864,7 +866,7 @@ def compare_with_passes(
     step_seconds = parts["step"]
     times = StepTime(latency)
     planned_seconds = times.step_seconds(tree)
-    pass_seconds = planned_seconds - latency.overhead - times.verification_seconds(tree)
+    pass_seconds = planned_seconds - latency.overhead - times.verification_seconds(tree.size)
     tokens = expected_tokens(tree, acceptance.rates)
     return {
         "parents": tree.parents.tolist(),

@@ -34,7 +34,10 @@ texts = prompts.load(options.prompts) if options.prompts else prompts.built_in()
     max_size=options.max_size,
     tokens_per_prompt=options.tokens,
 )
-print("acceptance by rank:", *(f"{probability:.2f}" for probability in profile.acceptance[:4]))
+print(
+    "acceptance by rank:",
+    *(f"{probability:.2f}" for probability in profile.acceptance.pooled()[:4]),
+)
 
 solution = solve(profile, budget=options.max_size, depth=16)
 save_tree(solution.tree, options.output)

@@ -12,7 +12,7 @@ import gpu_parts
 import pytest
 import torch
 
-from sequoia_plan.artifacts import Latency, TokenTree
+from sequoia_plan.artifacts import Acceptance, Latency, TokenTree
 
 
 def run(monkeypatch, output, parts, *arguments):
@@ -209,7 +209,7 @@ def test_the_figures_of_a_tree_follow_from_known_times(monkeypatch):
     monkeypatch.setattr(gpu_parts, "step_breakdown", lambda *_: {"step": 0.016})
     cpu_run = gpu_parts.Run(torch.device("cpu"), gpu_parts.QUICK, math.inf)
     result = gpu_parts.compare_with_passes(
-        cpu_run, None, tree, None, [0.5, 0.25], latency, plain_seconds=0.0105
+        cpu_run, None, tree, None, Acceptance.given([0.5, 0.25]), latency, 0.0105
     )
     assert result["step_seconds"] == pytest.approx(
         {"measured": 0.016, "planned": 0.015, "sum_of_passes": 0.0145}

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from sequoia_plan.artifacts import (
     Acceptance,
+    Counts,
     Latency,
-    LevelCounts,
     Profile,
     TokenTree,
     load_tree,
@@ -83,10 +83,9 @@ def test_show_says_what_other_prompts_may_give(run):
     accepted = {"a": 30.0, "b": 40.0, "c": 50.0, "d": 60.0}
     replace(
         Profile.load("profile.yaml"),
-        acceptance=(0.45, 0.1),
-        trials=300,
-        levels=(LevelCounts(400, (180.0, 40.0)),),
-        kinds={name: (LevelCounts(100, (count, 10.0)),) for name, count in accepted.items()},
+        acceptance=Acceptance.counted(Counts([[400]], [[[180, 40]]])),
+        effective_trials=300,
+        kinds={name: Counts([[100]], [[[count, 10]]]) for name, count in accepted.items()},
     ).save("kinds.yaml")
     text = run("solve", "kinds.yaml", "--budget", "16", "--depth", "5").stdout
     plan = load_tree("tree.safetensors").plan
@@ -286,7 +285,7 @@ def test_profile_command_on_the_embedded_pair(run, tmp_path, monkeypatch):
         "measured-temperature=0-context=128.yaml",
     ]
     assert profile.latency.context == 40 and Profile.load(outputs[1]).latency.context == 128
-    assert printed["trials"] == profile.trials
+    assert printed["effective_trials"] == profile.effective_trials
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     chosen = Sampling(temperature=0.7, top_k=40, verifier="traversal")
     assert profile.settings == chosen.settings()
@@ -302,11 +301,10 @@ def test_profile_command_on_the_embedded_pair(run, tmp_path, monkeypatch):
 def test_what_profile_prints_fits_a_screen():
     from sequoia_plan.planner.report.profile_summary import describe_profile
 
-    off_spine = LevelCounts(20, (8.0, 2.0))
-    levels = (LevelCounts(100, (50.0, 20.0)), LevelCounts(60, (30.0, 6.0), off_spine))
-    profile = replace(PROFILE, levels=levels, acceptance=(0.5, 0.2))
+    counts = Counts([[100, 0], [40, 20]], [[[50, 20], [0, 0]], [[22, 4], [8, 2]]])
+    profile = replace(PROFILE, acceptance=Acceptance.counted(counts))
     short, long = (list(describe_profile(profile, verbose)) for verbose in (False, True))
-    assert any(line.startswith("accepted    0.500 0.200 ...") for line in short)
+    assert any(line.startswith("accepted    0.500 0.163 ...") for line in short)
     assert len(short) <= 10 and not any("level" in line for line in short)
     assert any(line.startswith("    off the spine  0.400 0.100") for line in long)
 
