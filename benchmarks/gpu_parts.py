@@ -34,9 +34,10 @@ from sequoia_plan.profiler.bench_figures import summary
 from sequoia_plan.profiler.breakdown import breakdown
 from sequoia_plan.profiler.decoding_methods import sequoia_method, transformers_method
 from sequoia_plan.profiler.hardware import fingerprint
-from sequoia_plan.profiler.latency import measure_latency, random_prompt, timed
+from sequoia_plan.profiler.latency import LatencyMeter
 from sequoia_plan.profiler.measure import measure
 from sequoia_plan.profiler.prompts import held_out
+from sequoia_plan.profiler.timing import random_prompt, timed
 from sequoia_plan.profiler.verification import bushy
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
 from sequoia_plan.runtime.base.cache import round_up
@@ -98,7 +99,7 @@ class Scale:
         num_profiled_prompts: prompts that the embedded pair's acceptance is measured on.
         num_decoded_prompts: held-out prompts that every method decodes.
         tokens: new tokens of each prompt.
-        precision: the precision of the acceptance, see `measure_by_prompt`.
+        precision: the precision of the acceptance, see `measure`.
         latency_seconds: seconds of repeated latency measurements.
         rounds: how often each part of a step is timed.
         max_size: nodes of the largest tree that is timed.
@@ -726,7 +727,6 @@ def bench_embedded_pair(run: Run, sampling: Sampling) -> dict[str, Any]:
         [sampling],
         scale.latency_seconds,
         max_size=scale.max_size,
-        verifiers=[["sequoia"]],
         precision=scale.precision,
         tokens_per_prompt=min(scale.tokens, 64),
     )[0]
@@ -749,10 +749,9 @@ def bench_embedded_pair(run: Run, sampling: Sampling) -> dict[str, Any]:
         measure_step = functools.partial(step_breakdown, pair, timed_tree, sampling, scale.rounds)
         breakdowns[name] = with_peak_memory(run.device, measure_step)
     return result.to_dict() | {
-        "acceptance": profile.acceptance,
-        "trials": profile.trials,
+        "acceptance": profile.acceptance.pooled().tolist(),
+        "trials": profile.effective_trials,
         "latency": latency_figures(profile.latency),
-        "alternatives": tree.plan.to_dict().get("alternatives", {}),
         "tree": {
             "parents": tree.parents.tolist(),
             "expected_tokens": tree.plan.expected_tokens,
@@ -805,9 +804,9 @@ def time_random_pair(run: Run, name: str) -> dict[str, Any]:
     """
     scale, sampling = run.scale, Sampling(0.6)
     pair = random_pair(name, scale.targets[name], scale.draft, run.device)
-    latency = measure_latency(
-        pair, sampling, math.inf, scale.latency_seconds, max_size=scale.max_size
-    )
+    meter = LatencyMeter(pair, [sampling], max_size=scale.max_size)
+    meter.begin(math.inf)
+    latency = meter.finish(scale.latency_seconds)
     plain = step_breakdown(pair, TokenTree.chain(1), sampling, scale.rounds)
     weight_bytes = bytes_read(pair.target)
     copy_bytes_per_second = copy_bandwidth(run.device, scale.copy_bytes)
@@ -817,7 +816,7 @@ def time_random_pair(run: Run, name: str) -> dict[str, Any]:
         paper = Profile.load(CATALOG / "profiles" / f"{vector_name}.yaml")
         profile = Profile(
             acceptance=paper.acceptance,
-            trials=paper.trials,
+            effective_trials=paper.effective_trials,
             latency=latency,
             settings=sampling.settings(),
             models=pair.metadata,
@@ -863,7 +862,7 @@ def compare_with_passes(
         run.device, lambda: step_breakdown(pair, tree, sampling, run.scale.rounds)
     )
     step_seconds = parts["step"]
-    times = StepTime(latency, acceptance=acceptance)
+    times = StepTime(latency)
     planned_seconds = times.step_seconds(tree)
     pass_seconds = planned_seconds - latency.overhead - times.verification_seconds(tree)
     tokens = expected_tokens(tree, acceptance.rates)

@@ -37,7 +37,7 @@ from sequoia_plan.artifacts import Latency, Profile, StreamCost
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.planner import solve
 from sequoia_plan.profiler.hardware import fingerprint
-from sequoia_plan.profiler.latency import timed
+from sequoia_plan.profiler.timing import timed
 from sequoia_plan.profiler.verification import bushy
 from sequoia_plan.runtime import SequoiaDecoder
 from sequoia_plan.runtime.base.weight_stream import stream_of

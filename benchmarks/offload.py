@@ -44,9 +44,8 @@ from typing import Any
 import torch
 from accelerate import disk_offload
 
-from sequoia_plan.artifacts import Profile, TokenTree
+from sequoia_plan.artifacts import Acceptance, Profile, TokenTree
 from sequoia_plan.artifacts.files import write_atomically
-from sequoia_plan.artifacts.merge import pooled
 from sequoia_plan.artifacts.prediction import prediction_for
 from sequoia_plan.artifacts.prompts import built_in
 from sequoia_plan.planner import solve
@@ -60,9 +59,10 @@ from sequoia_plan.profiler.decoding_methods import (
     transformers_method,
 )
 from sequoia_plan.profiler.hardware import fingerprint
-from sequoia_plan.profiler.latency import CONTEXT, measure_latency, random_prompt
+from sequoia_plan.profiler.latency import CONTEXT, LatencyMeter
 from sequoia_plan.profiler.measure import max_tokens_of_any_tree
 from sequoia_plan.profiler.prompts import encode, held_out
+from sequoia_plan.profiler.timing import random_prompt
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
 from sequoia_plan.runtime.base.weight_stream import stream_of
 from sequoia_plan.runtime.draft.self_draft import INT8, copy_bytes, self_draft
@@ -453,17 +453,16 @@ def measure_profile(
     """
     resident = pair_in_memory(pair, draft, dtype)
     prompts = [encode(resident.tokenizer, prompt.text) for prompt in built_in()]
-    acceptance = measure_acceptance(resident, prompts, [sampling], precision=PRECISION)[0]
-    latency = measure_latency(pair, sampling, max_tokens_of_any_tree(acceptance), seconds)
-    levels = acceptance.levels()
+    (observed,) = measure_acceptance(resident, prompts, [sampling], precision=PRECISION)
+    meter = LatencyMeter(pair, [sampling])
+    meter.begin(max_tokens_of_any_tree(observed))
     return Profile(
-        acceptance=pooled(levels),
-        trials=acceptance.effective_trials(),
-        latency=latency,
+        acceptance=Acceptance.counted(observed.totals()),
+        effective_trials=observed.effective_trials(),
+        latency=meter.finish(seconds),
         settings=sampling.settings(),
         models=pair.metadata,
         hardware=fingerprint(CPU),
-        levels=levels,
     )
 
 

@@ -30,7 +30,9 @@ from summary import spread
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.profiler.hardware import fingerprint
-from sequoia_plan.profiler.latency import CONTEXT, SizeTimer, random_prompt
+from sequoia_plan.profiler.latency import CONTEXT
+from sequoia_plan.profiler.size_timer import SizeTimer
+from sequoia_plan.profiler.timing import random_prompt
 from sequoia_plan.runtime import Sampling, load_pair
 from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.models.fuse import fuse, replace_linear_layers

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from sequoia_plan.profiler.latency import timed
+from sequoia_plan.profiler.timing import timed
 from sequoia_plan.runtime import Pair
 from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.profiler.latency import CONTEXT, random_prompt, timed
+from sequoia_plan.profiler.latency import CONTEXT
+from sequoia_plan.profiler.timing import random_prompt, timed
 from sequoia_plan.runtime import Pair, Sampling
 from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.draft.drafter import DraftedTree, draw_children

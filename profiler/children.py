@@ -18,8 +18,8 @@ POSITIONS_AT_ONCE = 64
 class DrawnChildren:
     """Children drawn once at each position, and the probabilities that verify them.
 
-    `target_probs` float [positions, vocabulary]; `draft_probs` float [positions, draft vocabulary];
-    `drawn` int64 [positions, ranks]; `d2t` int64 [draft vocabulary].
+    `target_probs` float [positions, vocabulary], logits if greedy; `draft_probs` float [positions,
+    draft vocabulary]; `drawn` int64 [positions, ranks], indices into the draft's vocabulary.
     """
 
     target_probs: Tensor
@@ -102,11 +102,7 @@ class DrawnChildren:
         drawn: Tensor,
         looked_up: Tensor | None = None,
     ) -> Tensor:
-        """float64 [positions, ranks]: the verifier's probability to accept each child.
-
-        `target_probs` float [positions, vocabulary]; `draft_probs` float [positions, draft
-        vocabulary]; `drawn` int64 [positions, ranks]; `looked_up` int64 [positions].
-        """
+        """float64 [positions, ranks]: the verifier's probability to accept each child."""
         verifier = self.sampling.verifier
         # at a root's children, `traversal` accepts as `sequoia` does
         name = "sequoia" if verifier == "traversal" else verifier

@@ -5,7 +5,8 @@ Decoding does not need these, so they are not methods of the drafters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,12 +17,9 @@ from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.draft.dflash import DFlashDrafter
 from sequoia_plan.runtime.draft.drafter import Drafter, DraftPass
-from sequoia_plan.runtime.draft.eagle import EagleCache, EagleDrafter
+from sequoia_plan.runtime.draft.eagle import EagleDrafter
 from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter, SelfDrafter
 from sequoia_plan.runtime.models.forward import ForwardOutput
-
-CommitSteps = Callable[[int, int], None]
-"""Tells the drafter that the tokens of a range of positions are committed."""
 
 
 def representative_pass(
@@ -31,7 +29,7 @@ def representative_pass(
 
     The pass reads as many tokens as the tree has nodes, and draws one child of each into the slots
     after the tree. A DFlash pass is the same for every tree, and draws nothing: its drawing is
-    timed together with the verification of trees (`verification.ShapeTimer`).
+    timed together with the verification of trees.
     """
     if isinstance(drafter, DFlashDrafter):
         # logits of all levels are computed, but no node gets children
@@ -80,31 +78,9 @@ def logits_over_text(
         columns = torch.arange(int(slots[-1]) + 1, device=slots.device)
         mask = additive_mask(columns <= slots[:, None], drafter.model.model.dtype)
         tokens = sequence.tokens[slots]
-        # input tokens, their positions and the slots they are written to
         return drafter.model(sequence.draft, tokens, slots, slots, mask).logits
-    assert aux_hidden_states is not None
-    hidden_states, cache = aux_hidden_states, sequence.draft
-    if isinstance(drafter, DFlashDrafter):
-        dflash_drafter = drafter
-        num_levels = drafter.model.block.levels  # one pass gives the logits of so many levels
-
-        def commit_hidden_states(start: int, end: int) -> None:
-            """Give the draft the target's hidden states at the positions from start to end."""
-            dflash_drafter.keep_hidden_states(cache, slots[start:end], hidden_states[start:end])
-
-        chain = TokenTree.chain(num_levels + 1)  # the last level of a tree has no logits
-        return _logits_by_step(drafter, chain, sequence, slots, levels, commit_hidden_states)
-    assert isinstance(drafter, EagleDrafter) and isinstance(cache, EagleCache)
-    eagle_drafter, eagle_cache = drafter, cache
-    features = drafter.model.fuse(hidden_states)
-
-    def commit_features(start: int, end: int) -> None:
-        """Give the draft the fused hidden states at the positions from start to end."""
-        eagle_drafter.keep_features(eagle_cache, slots[start:end], features[start:end])
-
-    num_levels = max(max(levels), 0) + 1
-    chain = TokenTree.chain(num_levels + 1)  # the last level of a tree has no logits
-    return _logits_by_step(drafter, chain, sequence, slots, levels, commit_features)
+    assert isinstance(drafter, EagleDrafter | DFlashDrafter) and aux_hidden_states is not None
+    return _logits_by_step(drafter, sequence, slots, levels, aux_hidden_states)
 
 
 def _self_draft_logits(
@@ -132,16 +108,19 @@ def _self_draft_logits(
 
 def _logits_by_step(
     drafter: EagleDrafter | DFlashDrafter,
-    chain: TokenTree,
     sequence: SequenceState,
     slots: Tensor,
     levels: Sequence[int],
-    commit_steps: CommitSteps,
+    hidden_states: Tensor,
 ) -> Tensor:
-    """`logits_over_text` step by step: each step is drafted as a chain whose tokens are known.
-
-    `slots`, `levels` int64 [positions].
-    """
+    """`logits_over_text` step by step: each step is drafted as a chain whose tokens are known."""
+    if isinstance(drafter, EagleDrafter):
+        num_levels, features = max(max(levels), 0) + 1, drafter.model.fuse(hidden_states)
+        commit = partial(drafter.keep_features, sequence.draft)
+    else:
+        num_levels, features = drafter.model.block.levels, hidden_states
+        commit = partial(drafter.keep_hidden_states, sequence.draft)
+    chain = TokenTree.chain(num_levels + 1)  # the last level of a tree has no logits
     tensors = TreeTensors.of(chain, slots.device, drafter.model.dtype)
     # while a step is drafted, the sequence is as long as the text before its root
     length, passes = sequence.length.clone(), drafter.passes(chain, tensors)
@@ -155,7 +134,7 @@ def _logits_by_step(
             drafted = _chain_logits(drafter, passes, sequence, columns, end - start)
             logits[: len(drafted)] = drafted
         logits_of_steps.append(logits)
-        commit_steps(start, end)
+        commit(slots[start:end], features[start:end])
     sequence.length.copy_(length)
     return torch.cat(logits_of_steps)
 

@@ -1,4 +1,4 @@
-"""Acceptance as observed, prompt by prompt: totals by level, and their precision."""
+"""Acceptance as observed, prompt by prompt: totals by level and node class, and their precision."""
 
 from __future__ import annotations
 
@@ -10,44 +10,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sequoia_plan.artifacts import Counts, TokenTree
-from sequoia_plan.artifacts.counts import MAX_KINDS
+from sequoia_plan.artifacts.counts import MAX_KINDS, Floats
 from sequoia_plan.artifacts.uncertainty import Z95, gradient, jackknife
 
+Ints = NDArray[np.int64]
 LEVELS = 4
 """Levels that are counted separately with `TREE`, the last one together with all below it."""
 MAX_LEVELS = 12
 """Levels that are counted separately with any tree, at most."""
 TREE = TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7])
-"""The tree that writes the text of the method `forced`, unless another one is given. The precision
-of a measurement is that of the expected tokens of the tree that writes."""
+"""The tree that writes the text, unless another one is given. The precision of a measurement is
+that of the expected tokens of the tree that writes."""
 MIN_PROMPTS = 8
 """Prompts that a standard error needs at least: fewer say nothing about how prompts differ."""
 
 
 @dataclass(frozen=True)
 class ObservedAcceptance:
-    """What was observed with one sampling, prompt by prompt.
+    """What was observed with one sampling; levels and node classes are as in `Acceptance`.
 
-    `trials` int64 [prompts, levels]; `counts` float64 [prompts, levels, ranks].
+    `trials` int64 [prompts, levels, node classes]; `counts` float64 [prompts, levels, node classes,
+    ranks]; `lookup`: tallies of `LookupTrials` by prompt; `tree` writes the text.
     """
 
-    trials: NDArray[np.int64]
-    counts: NDArray[np.float64]
-    off_spine: ObservedAcceptance | None = None
+    trials: Ints
+    counts: Floats
     lookup: Sequence[dict[str, Any] | None] = ()
     tree: TokenTree = TREE
 
     def totals(self) -> Counts:
-        """Totals of each level, down to the last one with trials."""
+        """Counts over all prompts, down to the last level with trials."""
         return self._totals(np.ones(len(self.trials), bool))
 
-    def part(self, is_chosen: NDArray[np.bool_]) -> ObservedAcceptance:
-        """What was observed on some of the prompts, bool [prompts]."""
-        off_spine = self.off_spine and self.off_spine.part(is_chosen)
-        return ObservedAcceptance(self.trials[is_chosen], self.counts[is_chosen], off_spine)
-
     def by_kind(self, kinds: Sequence[str | None]) -> dict[str, Counts]:
-        """Totals of trials and counts by level, over the prompts of each kind."""
+        """Counts over the prompts of each kind; empty if a prompt has none, or there are many."""
         kind_of_row = np.array([kinds[i % len(kinds)] or "" for i in range(len(self.trials))])
         distinct_kinds = list(dict.fromkeys(kind_of_row.tolist()))
         if "" in distinct_kinds or len(distinct_kinds) > MAX_KINDS:
@@ -69,15 +65,16 @@ class ObservedAcceptance:
 
         It is smaller than the number of trials, because positions of one text resemble each other.
         """
-        p = self.counts.sum((0, 1)) / self.trials.sum()  # by rank, over all levels
-        slope = gradient(self.tree, p[None, None])[0, 0]  # of F(tree), by rank
+        num_trials = self.trials.sum()
+        p = self.counts.sum((0, 1, 2)) / num_trials  # by rank, over all levels
+        slope = gradient(self.tree, p[None, None])[0, 0]  # of the expected tokens, by rank
         error, _ = self._error()
         if not np.isfinite(error):
-            return int(self.trials.sum())
+            return int(num_trials)
         # a trial accepts the child of at most one rank: the variance of slope[rank] in one draw
         variance_of_one_trial = p @ slope**2 - (p @ slope) ** 2
         independent_trials = np.ceil(variance_of_one_trial / max(error, 1e-9) ** 2)
-        return int(min(self.trials.sum(), independent_trials))
+        return int(min(num_trials, independent_trials))
 
     def _error(self) -> tuple[float, float]:
         """The standard error of the expected tokens of `tree`, and the expected tokens.
@@ -86,27 +83,33 @@ class ObservedAcceptance:
         """
         if len(self.trials) < MIN_PROMPTS:
             return float("inf"), 1.0
-        trials, counts = self.trials.sum(1), self.counts.sum(1)  # of all levels
+        # all levels and node classes together
+        trials, counts = self.trials.sum((1, 2)), self.counts.sum((1, 2))
         return jackknife(self.tree, trials[:, None, None].astype(float), counts[:, None, None])
 
     def _totals(self, is_chosen: NDArray[np.bool_]) -> Counts:
-        """Trials and counts of each level and node class over some of the prompts.
-
-        They reach down to the last level with trials on any prompt. `is_chosen` bool [prompts].
-        """
-        num_levels = int(np.flatnonzero(self.trials.sum(0))[-1]) + 1
+        """Counts over some of the prompts, down to the last level with trials on any prompt."""
+        num_levels = int(np.flatnonzero(self.trials.sum((0, 2)))[-1]) + 1
         trials = self.trials[is_chosen].sum(0)[:num_levels]
         counts = self.counts[is_chosen].sum(0)[:num_levels]
-        if self.off_spine is None:
-            return Counts(trials[:, None], counts.round(4)[:, None])
-        off_trials = self.off_spine.trials[is_chosen].sum(0)[:num_levels]
-        off_counts = self.off_spine.counts[is_chosen].sum(0)[:num_levels]
-        off_counts = _clipped(off_counts, counts, off_trials, trials - off_trials)
-        off_trials[0], off_counts[0] = 0, 0.0  # the root is on the spine
-        return Counts(
-            np.stack([trials - off_trials, off_trials], 1),
-            np.stack([counts.round(4) - off_counts.round(4), off_counts.round(4)], 1),
-        )
+        if trials.shape[1] == 1:
+            return Counts(trials, counts.round(4))
+        # a file has totals and the part off the spine
+        total, off_spine = counts.sum(1).round(4), _clipped_off_spine(trials, counts).round(4)
+        return Counts(trials, np.stack([total - off_spine, off_spine], 1))
+
+
+def _clipped_off_spine(trials: Ints, counts: Floats) -> Floats:
+    """Counts off the spine, scaled so that neither node class has more counts than trials.
+
+    What is too much for one class goes to the other, so the sum stays.
+    """
+    shares = np.minimum(1, trials / np.maximum(counts.sum(-1), 1e-300))[..., None]
+    total, off_spine = counts.sum(1), counts[:, 1] * shares[:, 1]
+    spine = total - off_spine
+    spine *= np.minimum(1, trials[:, 0] / np.maximum(spine.sum(-1), 1e-300))[:, None]
+    clipped: Floats = total - spine
+    return clipped
 
 
 def num_counted_levels(tree: TokenTree) -> int:
@@ -118,7 +121,7 @@ def num_counted_levels(tree: TokenTree) -> int:
     return min(max(tree.depth - 1, LEVELS), MAX_LEVELS)
 
 
-def max_children_by_level(tree: TokenTree) -> NDArray[np.int64]:
+def max_children_by_level(tree: TokenTree) -> Ints:
     """int64 [counted levels]: the most children of any node; the last one with all below it."""
     max_children = np.zeros(num_counted_levels(tree), np.int64)
     levels = np.minimum(tree.position_ids, len(max_children) - 1)
@@ -126,31 +129,22 @@ def max_children_by_level(tree: TokenTree) -> NDArray[np.int64]:
     return max_children
 
 
-def collect(tallies: Sequence[Any], setting: int, tree: TokenTree = TREE) -> ObservedAcceptance:
-    """Combine the tallies of all prompts with one of the samplings."""
-    sampling_tallies = [tallies_of_prompt[setting] for tallies_of_prompt in tallies]
-    # [prompts, levels, classes] and [prompts, levels, classes, ranks]; class 0 is on the spine (the
-    # node and all its ancestors are first children), class 1 off it
-    trials = np.array([tally["trials"] for tally in sampling_tallies], np.int64)
-    counts = np.array([tally["counts"] for tally in sampling_tallies], np.float64)
-    total_trials, total_counts, off_counts = trials.sum(2), counts.sum(2), counts[:, :, 1]
-    if sampling_tallies[0]["reached"]:  # of `traversal`, whose counts are still those of `sequoia`
-        reached = np.array([tally["reached"] for tally in sampling_tallies])
-        sequoia_counts = total_counts
-        total_counts = as_traversal_accepts(sequoia_counts, total_trials, reached.sum(0), tree)
-        # both classes of a level and rank change by the same factor
-        off_counts = off_counts * total_counts / np.maximum(sequoia_counts, 1e-300)
-    off_spine = ObservedAcceptance(trials[:, :, 1], off_counts)
-    lookup = [tally["lookup"] for tally in sampling_tallies]
-    return ObservedAcceptance(total_trials, total_counts, off_spine, lookup, tree)
+def collect(tallies: Sequence[dict[str, Any]], tree: TokenTree = TREE) -> ObservedAcceptance:
+    """Combine the tallies of `ForcedAcceptance` of all prompts with one sampling."""
+    trials = np.array([tally["trials"] for tally in tallies], np.int64)
+    counts = np.array([tally["counts"] for tally in tallies], np.float64)
+    if tallies[0]["reached"]:  # of `traversal`, whose counts are still those of `sequoia`
+        reached = np.array([tally["reached"] for tally in tallies]).sum(0)
+        totals = counts.sum(2)
+        multiplied = as_traversal_accepts(totals, trials.sum(2), reached, tree)
+        # both node classes of a level and rank change by the same factor
+        counts *= (multiplied / np.maximum(totals, 1e-300))[:, :, None]
+    return ObservedAcceptance(trials, counts, [tally["lookup"] for tally in tallies], tree)
 
 
 def as_traversal_accepts(
-    counts: NDArray[np.float64],
-    trials: NDArray[np.int64],
-    reached: NDArray[np.float64],
-    tree: TokenTree = TREE,
-) -> NDArray[np.float64]:
+    counts: Floats, trials: Ints, reached: Floats, tree: TokenTree = TREE
+) -> Floats:
     """The counts of `sequoia`, changed to what `traversal` accepts of the same draws.
 
     The counts of ranks that `tree` has on a level are multiplied by how many times as often
@@ -169,7 +163,7 @@ def as_traversal_accepts(
     return inside + outside * np.clip(room, 0, 1)[..., None]
 
 
-def acceptance_ratio(reached: NDArray[np.float64], num_levels: int) -> NDArray[np.float64]:
+def acceptance_ratio(reached: Floats, num_levels: int) -> Floats:
     """float64 [num_levels]: how many times as often `traversal` as `sequoia` gets past each level.
 
     The last level is taken together with all below it. The ratio is 1 where there are no children.
@@ -183,23 +177,3 @@ def acceptance_ratio(reached: NDArray[np.float64], num_levels: int) -> NDArray[n
     ratio = np.ones(num_levels)
     ratio[starts] = np.where(sequoia > 0, traversal / np.maximum(sequoia, 1e-9), 1.0)
     return ratio
-
-
-def _clipped(
-    off_counts: NDArray[np.float64],
-    counts: NDArray[np.float64],
-    off_trials: NDArray[np.int64],
-    spine_trials: NDArray[np.int64],
-) -> NDArray[np.float64]:
-    """Counts off the spine, scaled so that neither class has more counts than trials.
-
-    A node is on the spine if it and all its ancestors are first children, else off it.
-    `off_counts`, `counts` float64 [levels, ranks]; `off_trials`, `spine_trials` int64 [levels].
-    """
-    off_share = np.minimum(1, off_trials / np.maximum(off_counts.sum(-1), 1e-300))
-    off_counts = off_counts * off_share[:, None]
-    spine_counts = counts - off_counts
-    spine_share = np.minimum(1, spine_trials / np.maximum(spine_counts.sum(-1), 1e-300))
-    # what is too much on the spine goes to the nodes off it, so the sum stays
-    clipped: NDArray[np.float64] = counts - spine_counts * spine_share[:, None]
-    return clipped

@@ -22,13 +22,15 @@ would keep numbers in memory instead, so that several programs fit in."""
 
 @dataclass(frozen=True)
 class Drawing:
-    """A way to draw a node's children.
-
-    `draw` float [nodes, vocabulary].
-    """
+    """A way to draw a node's children, and the random numbers that it takes."""
 
     draw: Callable[[Tensor, int, Tensor], Tensor]
-    columns: Callable[[int, int], int]
+    bits_per_token: int = 0
+    bits_per_child: int = 0
+
+    def columns(self, vocabulary: int, count: int) -> int:
+        """How many random numbers drawing `count` children of one node takes."""
+        return self.bits_per_token * vocabulary + self.bits_per_child * count
 
     def __call__(self, probs: Tensor, count: int, generator: torch.Generator) -> Tensor:
         """Generate the random numbers, then draw."""
@@ -69,27 +71,9 @@ def most_probable(scores: Tensor, count: int, bits: Tensor | None = None) -> Ten
     return scores.topk(count, -1).indices
 
 
-# functions with names, because pickle takes no lambda: decoders can be pickled
-
-
-def _number_for_each_token(vocabulary: int, count: int) -> int:
-    """One random number for each token of the vocabulary."""
-    return vocabulary
-
-
-def _two_numbers_for_each_child(vocabulary: int, count: int) -> int:
-    """Two random numbers for each of `count` children."""
-    return 2 * count
-
-
-def _no_numbers(vocabulary: int, count: int) -> int:
-    """No random numbers."""
-    return 0
-
-
-WITHOUT_REPLACEMENT = Drawing(without_replacement, _number_for_each_token)
-INDEPENDENT = Drawing(independent, _two_numbers_for_each_child)
-MOST_PROBABLE = Drawing(most_probable, _no_numbers)
+WITHOUT_REPLACEMENT = Drawing(without_replacement, bits_per_token=1)
+INDEPENDENT = Drawing(independent, bits_per_child=2)
+MOST_PROBABLE = Drawing(most_probable)
 
 DRAWING_OF_VERIFIER = {
     "sequoia": WITHOUT_REPLACEMENT,

@@ -18,40 +18,36 @@ from sequoia_plan.runtime.base.drawing import (
 )
 from sequoia_plan.runtime.base.kernel_launch import kernel_or_tensors, kernels_available
 
-CONTEXT_DEPENDENT = {
-    "repetition_penalty": (1.0,),
-    "encoder_repetition_penalty": (1.0,),
-    "no_repeat_ngram_size": (0,),
-    "encoder_no_repeat_ngram_size": (0,),
-    "bad_words_ids": (),
-    "sequence_bias": (),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "exponential_decay_length_penalty": (),
-    "begin_suppress_tokens": (),
-    "watermarking_config": (),
-    "guidance_scale": (1.0,),
+OFF_VALUES = {
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "sequence_bias": None,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "begin_suppress_tokens": None,
+    "watermarking_config": None,
+    "guidance_scale": 1.0,
+    "suppress_tokens": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "top_h": None,
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "num_return_sequences": 1,
+    "penalty_alpha": 0.0,
+    "dola_layers": None,
+    "constraints": None,
+    "force_words_ids": None,
 }
-"""transformers' settings whose effect depends on the text so far; the values that switch each off,
-beside None."""
-
-UNSUPPORTED = {
-    "suppress_tokens": (),
-    "typical_p": (1.0,),
-    "epsilon_cutoff": (0.0,),
-    "eta_cutoff": (0.0,),
-    "top_h": (),
-    "num_beams": (1,),
-    "num_beam_groups": (1,),
-    "num_return_sequences": (1,),
-    "penalty_alpha": (0.0,),
-    "dola_layers": (),
-    "constraints": (),
-    "force_words_ids": (),
-}
-"""transformers' settings that a token tree could support and that are not implemented."""
+"""transformers' settings that decoding with a token tree does not follow, and the value beside None
+that switches each off. The first of them depend on the text so far, which differs by node."""
 
 DEFAULT_VERIFIER = "traversal"
 """It never accepts fewer expected tokens than `sequoia` (tests/runtime/test_verify.py)."""
@@ -99,34 +95,26 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Check every setting; raise ArgumentError for the first that is invalid."""
-        for name in ("temperature", "top_p", "min_p", "draft_temperature"):
+        # logits and probabilities are float32
+        temperatures, masses = (SMALLEST, 1 / SMALLEST), (SMALLEST, 1)
+        for name, (lowest, highest), off_value in (
+            ("temperature", temperatures, 0),
+            ("top_p", masses, 1),
+            ("min_p", (0, 1), 0),
+            ("draft_temperature", temperatures, None),
+        ):
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not is_number and (name, value) != ("draft_temperature", None):
-                raise ArgumentError(f"{name}: found {value!r:.60}, expected a number")
-        if not (self.temperature == 0 or SMALLEST <= self.temperature <= 1 / SMALLEST):
-            raise ArgumentError(
-                f"temperature: found {self.temperature}, expected 0 (greedy), or {SMALLEST} to "
-                f"{1 / SMALLEST:g} (logits are float32)"
-            )
-        if not SMALLEST <= self.top_p <= 1:
-            raise ArgumentError(
-                f"top_p: found {self.top_p}, expected at least {SMALLEST} (probabilities are "
-                "float32) and at most 1"
-            )
+            if value != off_value and not (is_number and lowest <= value <= highest):
+                raise ArgumentError(
+                    f"{name}: found {value!r:.60}, expected a number, {lowest} to {highest:g}; "
+                    f"{off_value} switches it off"
+                )
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
             raise ArgumentError(
                 f"top_k: found {self.top_k!r}, expected a count of tokens, or 0 for all"
             )
-        if not 0 <= self.min_p <= 1:
-            raise ArgumentError(f"min_p: found {self.min_p}, expected 0 to 1")
-        temperature = self.draft_temperature
-        if temperature is not None and not SMALLEST <= temperature <= 1 / SMALLEST:
-            raise ArgumentError(
-                f"draft_temperature: found {temperature}, expected {SMALLEST} to "
-                f"{1 / SMALLEST:g} (logits are float32)"
-            )
-        if not isinstance(self.verifier, str) or self.verifier not in DRAWING_OF_VERIFIER:
+        if self.verifier not in DRAWING_OF_VERIFIER:
             names = ", ".join(DRAWING_OF_VERIFIER)
             raise ArgumentError(f"verifier: found {self.verifier!r}, expected {names}")
 
@@ -139,24 +127,13 @@ class Sampling:
         Raises:
             ArgumentError: naming the first setting that is invalid or not supported.
         """
-        for settings, reason in (
-            (
-                CONTEXT_DEPENDENT,
-                "it depends on the text so far, which differs from node to node of a token tree",
-            ),
-            (
-                UNSUPPORTED,
-                "of transformers' sampling settings, temperature, top_p, top_k and min_p are "
-                "supported",
-            ),
-        ):
-            for name, off_values in settings.items():
-                value = getattr(config, name, None)
-                if value is not None and value not in off_values:
-                    expected = off_values[0] if off_values else None
-                    raise ArgumentError(
-                        f"{name}: found {value!r:.60}, expected {expected}; {reason}"
-                    )
+        for name, off_value in OFF_VALUES.items():
+            value = getattr(config, name, None)
+            if value not in (None, off_value):
+                raise ArgumentError(
+                    f"{name}: found {value!r:.60}, expected {off_value}; with a token tree, "
+                    "temperature, top_p, top_k and min_p are supported"
+                )
         if not config.do_sample:
             return cls(0.0, verifier=verifier)
         if config.temperature is not None and config.temperature <= 0:

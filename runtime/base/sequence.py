@@ -81,31 +81,28 @@ class SequenceState:
         self.tokens = torch.zeros(capacity, dtype=torch.long, device=device)
         self.version += 1
 
-    @torch.inference_mode(False)
     def reserve_aux_hidden_states(self, nodes: int, width: int, dtype: torch.dtype) -> None:
-        """Provide memory for the hidden states of so many nodes; growing at least doubles it."""
-        reserved = self.aux_hidden_states.shape[0]
-        if reserved < nodes:
-            shape = (max(nodes, 2 * reserved), width)
-            self.aux_hidden_states = torch.zeros(shape, dtype=dtype, device=self.tokens.device)
-            self.version += reserved > 0  # no graph has read memory that was not there
+        """Provide memory for the hidden states of so many nodes."""
+        self._reserve_rows("aux_hidden_states", nodes, (width,), dtype)
 
-    @torch.inference_mode(False)
     def reserve_lookup_chain(self, length: int) -> None:
         """Provide memory for a lookup chain of so many tokens."""
-        reserved = self.lookup_chain.numel()
-        if reserved < length:
-            self.lookup_chain = self.lookup_chain.new_zeros(length)
-            self.version += reserved > 0  # no graph has read memory that was not there
+        self._reserve_rows("lookup_chain", length, (), torch.long)
+
+    def reserve_random_bits(self, count: int) -> None:
+        """Provide memory for so many random numbers."""
+        self._reserve_rows("bits", count, (), torch.int32)
 
     @torch.inference_mode(False)
-    def reserve_random_bits(self, count: int) -> None:
-        """Provide memory for so many random numbers; if it grows, it at least doubles."""
-        reserved = self.bits.numel()
-        if reserved < count:
-            size = max(count, 2 * reserved)
-            self.bits = torch.empty(size, dtype=torch.int32, device=self.bits.device)
-            self.version += reserved > 0  # no graph has read memory that was not there
+    def _reserve_rows(
+        self, name: str, count: int, width: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        """Let the tensor of this name have so many rows; if it grows, it at least doubles."""
+        tensor = getattr(self, name)
+        if len(tensor) < count:
+            shape = (max(count, 2 * len(tensor)), *width)
+            setattr(self, name, torch.zeros(shape, dtype=dtype, device=tensor.device))
+            self.version += len(tensor) > 0  # no graph has read memory that was not there
 
     def refill_random_numbers(self, count: int) -> None:
         """Generate the next step's random numbers: `count` of 31 bits, and the two uniforms."""

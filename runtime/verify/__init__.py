@@ -41,13 +41,6 @@ __all__ = [
 
 LOOKUP_VERIFIERS = ("sequoia", "traversal")
 """Verifiers that are exact for trees whose spine is looked up."""
-ACCEPTANCE_OF_VERIFIER = {
-    "sequoia": sequoia.acceptance,
-    "traversal": traversal.acceptance,
-    "specinfer": specinfer.acceptance,
-    "spectr": spectr.acceptance,
-    "topk": topk.acceptance,
-}
 
 
 @dataclass(frozen=True)
@@ -59,8 +52,14 @@ class Verifier:
 
 
 VERIFIERS = {
-    name: Verifier(ACCEPTANCE_OF_VERIFIER[name], drawing)
-    for name, drawing in DRAWING_OF_VERIFIER.items()
+    name: Verifier(acceptance, DRAWING_OF_VERIFIER[name])
+    for name, acceptance in (
+        ("sequoia", sequoia.acceptance),
+        ("traversal", traversal.acceptance),
+        ("specinfer", specinfer.acceptance),
+        ("spectr", spectr.acceptance),
+        ("topk", topk.acceptance),
+    )
 }
 
 

@@ -72,7 +72,7 @@ class TreeVerifier:
         has_kernels = name in ("greedy", *FUSED_VERIFIERS) and not has_failed(name)
         # the kernels know no child that is looked up, which only sampling tells from the others
         knows_children = sampling.greedy or not self.looks_up
-        is_replaced = self.verifiers is not VERIFIERS
+        is_replaced = self.verifiers != VERIFIERS
         return self.fused is not None and has_kernels and knows_children and not is_replaced
 
     def _by_kernels(

@@ -9,7 +9,7 @@ import pytest
 from bench_results import TREE, decoded_by_kind, figures_of
 from msgspec.structs import replace
 
-from sequoia_plan.artifacts import Plan, TokenTree
+from sequoia_plan.artifacts import Acceptance, Plan, TokenTree
 from sequoia_plan.artifacts.bench_result import Prediction
 from sequoia_plan.planner.report.bench_table import finding, print_table
 from sequoia_plan.planner.report.html import INK, LINE
@@ -41,7 +41,8 @@ def test_a_page_says_what_it_knows():
     check_page(text, plots=2)
     assert "<script" not in text and "&lt;script&gt;" in text
     assert "1.50x <small>1.40-1.60</small>" in text and finding(result) in text
-    plan = replace(TREE.plan, acceptance=((0.6, 0.2), (0.5, 0.0), (0.3, 0.3)))
+    acceptance = Acceptance.given(((0.6, 0.2), (0.5, 0.0), (0.3, 0.3)))
+    plan = replace(TREE.plan, acceptance=acceptance)
     check_page(page(TokenTree(TREE.parents, plan), result), plots=5)
     alone = page(TokenTree.from_parents([-1], TREE.plan), figures_of(TokenTree.chain(1)))
     check_page(alone, plots=3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from types import SimpleNamespace
 
@@ -14,24 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import PROMPTS, ToyModel, toy_pair
 
-from sequoia_plan.artifacts import Profile, SequoiaPlanError
 from sequoia_plan.artifacts import lookup as lookup_artifact
 from sequoia_plan.artifacts.lookup import (
     MATCH_LENGTHS,
     MAX_MATCH,
-    LookupCounts,
-    MatchClass,
     class_of,
     class_summaries,
     limited_texts,
     read_positions,
 )
-from sequoia_plan.artifacts.merge import merge, pooled
 from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load, measuring_half
-from sequoia_plan.planner.report.profile_summary import describe_profile
-from sequoia_plan.profiler import methods
-from sequoia_plan.profiler.acceptance import measure_acceptance, measure_by_prompt
+from sequoia_plan.profiler import forced
+from sequoia_plan.profiler.acceptance import measure_acceptance
 from sequoia_plan.profiler.children import DrawnChildren
+from sequoia_plan.profiler.forced import ForcedAcceptance
 from sequoia_plan.profiler.lookup_counts import (
     CHAIN,
     LEVELS_AFTER_CHAIN,
@@ -41,7 +36,6 @@ from sequoia_plan.profiler.lookup_counts import (
     look_up,
     lookup_counts,
 )
-from sequoia_plan.profiler.methods import ForcedMethod
 from sequoia_plan.profiler.observed import LEVELS
 from sequoia_plan.runtime import Pair, Sampling
 from sequoia_plan.runtime.base import lookup as device_lookup
@@ -152,10 +146,7 @@ def test_trials_follow_the_definition(drawn, random):
 
     tally = trials.tally(drafted_probs, looked_up_probs)
     for name, expected in (("drafted", drafted), ("looked_up", looked_up)):
-        table = np.zeros_like(expected).reshape(-1, 1 + ranks)
-        for number, *row in tally[name]:
-            table[number] = row
-        np.testing.assert_allclose(table, expected.reshape(-1, 1 + ranks), atol=1e-5)
+        np.testing.assert_allclose(tally[name], expected.reshape(-1, 1 + ranks), atol=1e-5)
     assert [tuple(position) for position in read_positions(tally["text"])] == [
         by_definition(text, position)[::2] for position in range(first, len(text))
     ]
@@ -177,69 +168,6 @@ class ScriptedModel(ToyModel):
             position_ids = torch.arange(input_ids.shape[1])[None]
         logits = self.script[position_ids].expand(len(input_ids), -1, -1)
         return SimpleNamespace(logits=logits[:, -output.logits.shape[1] :])
-
-
-def test_counts_of_a_scripted_text():
-    """At temperature 0, every count by hand.
-
-    The draft has the right token as its fourth, which is out of reach of the small tree: every
-    step has one token. After token 2 of position 8, the draft's first token is the looked-up 3.
-    """
-    text, vocabulary = [1, 2, 3, 1, 2, 3, 1, 4, 2, 6, 5], 12
-    target = [[token] for token in text[1:]]
-    draft = [[8, 9, 10, token] for token in text[1:]]
-    draft[8] = [3, 8, 9, 6]
-    pair = Pair(
-        ScriptedModel(target, vocabulary),
-        ScriptedModel(draft, vocabulary),
-        SimpleNamespace(eos_token_id=None),
-        {},
-    )
-    method = ForcedMethod(pair, ranks=6, compares=False)
-    (tally,) = method(torch.tensor(text[:5]), [Sampling(0.0)], max_new_tokens=5, seed=0)
-    # the last token, 5, is never written
-    assert tally["lookup"]["text"] == "2:2 3:1 4:0 0:0 1:0 0:0"
-    counts = lookup_counts([tally["lookup"]], ["quote"])
-    assert counts.texts == {"quote": ("2:2 3:1 4:0 0:0 1:0 0:0",)}
-    assert counts.match_lengths == MATCH_LENGTHS
-
-    def accepted(*ranks, off_spine=()):
-        """(trials, count of each rank, those off the spine) where these ranks were accepted."""
-        both = [*ranks, *off_spine]
-        tables = [[float(part.count(rank)) for rank in range(1, 7)] for part in (both, off_spine)]
-        return len(both), tables[0], len(off_spine), tables[1]
-
-    def table(levels):
-        no_counts = [0.0] * 6
-        return [
-            (
-                level.trials,
-                list(level.counts),
-                level.off_spine.trials if level.off_spine else 0,
-                list(level.off_spine.counts) if level.off_spine else no_counts,
-            )
-            for level in levels
-        ]
-
-    none, match1, match2, match3, *longer = counts.classes
-    assert [table(part.drafted) for part in counts.classes] == [
-        [accepted(4, 4)], [accepted(4)], [accepted(4)], [accepted(4, 4)], *[[] for _ in longer]
-    ]  # fmt: skip
-    assert [part.looked_up for part in (none, *longer)] == [()] * 4
-    assert table(match1.looked_up) == [accepted(4), accepted(off_spine=[4])]
-    assert table(match2.looked_up) == [
-        accepted(1), accepted(1), accepted(5), *[accepted(off_spine=[4])] * 3
-    ]  # fmt: skip
-    assert table(match3.looked_up) == [
-        accepted(1, 5), accepted(5, off_spine=[4]), accepted(off_spine=[4, 4]),
-        accepted(off_spine=[4, 4]), accepted(off_spine=[4]),
-    ]  # fmt: skip
-    shares = [summary.share for summary in class_summaries(counts)]
-    assert shares == [2 / 6, 1 / 6, 1 / 6, 2 / 6, 0, 0, 0]
-    runs = [summary.mean_run for summary in class_summaries(counts)]
-    assert runs == [None, 0, 2, 0.5, None, None, None]
-    accepted_shares = [summary.accepted for summary in class_summaries(counts)]
-    assert accepted_shares == [None, 0, 1, 0.5, None, None, None]
 
 
 def exact_after_lookup(p, q, token, count):
@@ -313,134 +241,6 @@ def test_acceptance_after_a_looked_up_token_is_exact(d2t, twin, monkeypatch):
     assert (max(errors) < 1e-6) == (twin is None)
 
 
-@pytest.mark.parametrize("covered", [None, [0, 2, 3, 5, 7]])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_other_tallies_are_the_same_without_lookup(covered, temperature, monkeypatch):
-    """Lookup takes no random numbers from the draws, and it changes no sum."""
-    pair = toy_pair(covered=covered)
-    names = ["traversal", "sequoia"] if temperature else ["sequoia"]
-    samplings = [Sampling(temperature, verifier=name) for name in names]
-
-    def tallies():
-        method = ForcedMethod(pair, ranks=4, compares=bool(temperature))
-        return [method(torch.tensor(prompt), samplings, 24, 5) for prompt in PROMPTS[:3]]
-
-    counted = tallies()
-    monkeypatch.setattr(methods, "counts_lookup", lambda sampling: False)
-    uncounted = tallies()
-    for tally in itertools.chain(*counted):
-        assert tally["lookup"]["looked_up"]
-        tally["lookup"] = None
-    assert counted == uncounted
-
-
-def test_verifiers_that_cannot_look_up_are_not_counted():
-    pair = toy_pair()
-    samplings = [Sampling(1.0, verifier=name) for name in ("specinfer", "sequoia")]
-    options = {"precision": 0, "tokens_per_prompt": 16, "ranks": 3}
-    specinfer, sequoia = measure_acceptance(pair, PROMPTS[:2], samplings, **options)
-    assert lookup_counts(specinfer.lookup, [None]) is None
-    assert lookup_counts(sequoia.lookup, [None]) is not None
-    (decoding,) = measure_acceptance(pair, PROMPTS[:2], samplings[1:], method="decoding", **options)
-    assert lookup_counts(decoding.lookup, [None]) is None
-
-
-def observed_counts(kinds, prompts=PROMPTS[:4], **options):
-    """The counts of toy models on a few prompts."""
-    sampling = Sampling(0.8, verifier="sequoia")
-    options = {"precision": 0, "tokens_per_prompt": 24, "ranks": 4} | options
-    (acceptance,) = measure_acceptance(toy_pair(), prompts, [sampling], **options)
-    return acceptance, lookup_counts(acceptance.lookup, kinds)
-
-
-def test_a_resumed_measurement_has_the_same_counts(tmp_path):
-    _, whole = observed_counts(["chat"])
-    journal = tmp_path / "journal"
-    options = {"precision": 0, "tokens_per_prompt": 24, "ranks": 4, "journal": journal}
-    progress = measure_by_prompt(
-        toy_pair(), PROMPTS[:4], [Sampling(0.8, verifier="sequoia")], **options
-    )
-    next(progress), next(progress)
-    progress.close()
-    _, resumed = observed_counts(["chat"], journal=journal)
-    assert resumed == whole
-
-
-def test_texts_are_kept_by_kind_of_prompt():
-    acceptance, counts = observed_counts(["chat", "code"], rounds=2)
-    texts_of_prompts = [tally["text"] for tally in acceptance.lookup]
-    assert len(texts_of_prompts) == 8
-    assert counts.texts == {
-        "chat": tuple(texts_of_prompts[::2]),
-        "code": tuple(texts_of_prompts[1::2]),
-    }
-    # every position counts once as the root of a step
-    positions = [position for text in texts_of_prompts for position in read_positions(text)]
-    for number, match_class in enumerate(counts.classes[1:], 1):
-        num_roots = sum(
-            class_of(position.match_length, MATCH_LENGTHS) == number for position in positions
-        )
-        assert num_roots == (match_class.looked_up[0].trials if match_class.looked_up else 0)
-    # positions by level and class of parent are those of the profile, split by class of match
-    levels = acceptance.levels()
-    for level, total in enumerate(levels):
-        rows = [part.drafted[level] for part in counts.classes if len(part.drafted) > level]
-        assert sum(row.trials for row in rows) == total.trials
-        for rank, count in enumerate(total.counts):
-            assert sum(row.counts[rank] for row in rows) == pytest.approx(count, abs=1e-3)
-    without_kinds = lookup_counts(acceptance.lookup, ["chat", None])
-    assert without_kinds.texts == {"all": tuple(texts_of_prompts)}
-    too_many = lookup_counts(acceptance.lookup, [str(number) for number in range(65)])
-    assert too_many.texts == without_kinds.texts
-
-
-def profile_of(acceptance, counts):
-    levels = acceptance.levels()
-    return Profile(acceptance=pooled(levels), levels=levels, lookup=counts)
-
-
-def test_profiles_are_written_and_merged(tmp_path):
-    first, second = (
-        profile_of(*observed_counts([kind], prompts))
-        for kind, prompts in (("chat", PROMPTS[:4]), ("code", PROMPTS[4:7]))
-    )
-    for number, profile in enumerate((first, second)):
-        profile.save(tmp_path / f"{number}.yaml")
-        assert Profile.load(tmp_path / f"{number}.yaml") == profile
-    merged = merge([first, second]).lookup
-    assert merged.texts == first.lookup.texts | second.lookup.texts
-    both = zip(merged.classes, first.lookup.classes, second.lookup.classes, strict=True)
-    for total, *parts in both:
-        for name in ("drafted", "looked_up"):
-            for level, row in enumerate(getattr(total, name)):
-                rows = [
-                    getattr(part, name)[level] for part in parts if level < len(getattr(part, name))
-                ]
-                assert row.trials == sum(part.trials for part in rows)
-                assert row.counts[0] == pytest.approx(sum(part.counts[0] for part in rows))
-                if level and name == "looked_up":
-                    off_trials = sum(part.off_spine.trials for part in rows)
-                    assert (row.off_spine.trials if row.off_spine else 0) == off_trials
-    without = Profile(acceptance=second.acceptance, levels=second.levels)
-    assert merge([first, without]).lookup is None
-    other = LookupCounts((MatchClass(0, second.lookup.classes[0].drafted),))
-    with pytest.raises(SequoiaPlanError, match="classes of matches"):
-        merge([first, Profile(acceptance=second.acceptance, levels=second.levels, lookup=other)])
-
-
-def test_profile_prints_classes_of_match():
-    profile = profile_of(*observed_counts(["chat"], PROMPTS[:7]))
-    summaries = [summary._asdict() for summary in class_summaries(profile.lookup)]
-    assert [summary["match_length"] for summary in summaries] == list(MATCH_LENGTHS)
-    assert sum(summary["share"] for summary in summaries) == pytest.approx(1)
-    lines = list(describe_profile(profile, verbose=True))
-    start = next(number for number, line in enumerate(lines) if line.startswith("lookup")) + 1
-    rows = [line.split() for line in lines[start : start + len(MATCH_LENGTHS)]]
-    assert [row[0] for row in rows] == ["0", "1", "2", "3-4", "5-7", "8-15", "16+"]
-    assert [row[1] for row in rows] == [f"{summary['share']:.1%}" for summary in summaries]
-    assert rows[1][2:] == [f"{summaries[1]['accepted']:.1%}", f"{summaries[1]['mean_run']:.1f}"]
-
-
 def test_texts_beyond_the_limit_are_left_out(monkeypatch):
     """Kinds take turns, so none is left without texts."""
     monkeypatch.setattr(lookup_artifact, "MAX_TEXT_CHARACTERS", 10)
@@ -458,11 +258,125 @@ def test_built_in_prompts_that_copy_are_in_both_halves():
         assert all(kinds[kind] == 3 for kind in ("proofread", "quote", "edit-code", "shorten"))
 
 
+def measured(samplings, prompts=PROMPTS[:4], **options):
+    """The acceptance of toy models on a few prompts."""
+    options = {"precision": 0, "tokens_per_prompt": 24, "ranks": 4} | options
+    return measure_acceptance(toy_pair(), prompts, samplings, **options)
+
+
+def table_of(counts):
+    """[(trials, counts of each rank, trials off the spine, their counts)] by level."""
+    if counts is None:
+        return []
+    parts = zip(counts.trials.tolist(), counts.accepted.tolist(), strict=True)
+    return [
+        (sum(trials), np.sum(accepted, 0).tolist(), trials[1], accepted[1])
+        for trials, accepted in parts
+    ]
+
+
+def test_counts_of_a_scripted_text():
+    """At temperature 0, every count by hand.
+
+    The draft has the right token as its fourth, which is out of reach of the small tree: every
+    step has one token. After token 2 of position 8, the draft's first token is the looked-up 3.
+    """
+    text, vocabulary = [1, 2, 3, 1, 2, 3, 1, 4, 2, 6, 5], 12
+    target = [[token] for token in text[1:]]
+    draft = [[8, 9, 10, token] for token in text[1:]]
+    draft[8] = [3, 8, 9, 6]
+    models = (ScriptedModel(script, vocabulary) for script in (target, draft))
+    pair = Pair(*models, SimpleNamespace(eos_token_id=None), {})
+    tally = ForcedAcceptance(pair, 6, False)(torch.tensor(text[:5]), Sampling(), 5, 0)
+    # the last token, 5, is never written
+    assert tally["lookup"]["text"] == "2:2 3:1 4:0 0:0 1:0 0:0"
+    counts = lookup_counts([tally["lookup"]], ["quote"])
+    assert counts.texts == {"quote": ("2:2 3:1 4:0 0:0 1:0 0:0",)}
+    assert counts.match_lengths == MATCH_LENGTHS
+
+    def accepted(*ranks, off_spine=()):
+        """A level of `table_of` where these ranks were accepted."""
+        both = [*ranks, *off_spine]
+        tables = [[float(part.count(rank)) for rank in range(1, 7)] for part in (both, off_spine)]
+        return len(both), tables[0], len(off_spine), tables[1]
+
+    drafted = [table_of(part.drafted) for part in counts.classes]
+    assert drafted[:4] == [[accepted(4, 4)], [accepted(4)], [accepted(4)], [accepted(4, 4)]]
+    assert not any(drafted[4:])
+    none, match1, match2, match3, *longer = [table_of(part.looked_up) for part in counts.classes]
+    assert not any((none, *longer))
+    assert match1 == [accepted(4), accepted(off_spine=[4])]
+    assert match2 == [accepted(1), accepted(1), accepted(5), *[accepted(off_spine=[4])] * 3]
+    assert match3 == [
+        accepted(1, 5),
+        accepted(5, off_spine=[4]),
+        accepted(off_spine=[4, 4]),
+        accepted(off_spine=[4, 4]),
+        accepted(off_spine=[4]),
+    ]
+    shares, accepted_shares, runs = zip(
+        *(
+            (summary.share, summary.accepted, summary.mean_run)
+            for summary in class_summaries(counts)
+        ),
+        strict=True,
+    )
+    assert shares == (2 / 6, 1 / 6, 1 / 6, 2 / 6, 0, 0, 0)
+    assert runs == (None, 0, 2, 0.5, None, None, None)
+    assert accepted_shares == (None, 0, 1, 0.5, None, None, None)
+
+
+@pytest.mark.parametrize("covered", [None, [0, 2, 3, 5, 7]])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, verifier="traversal")], ids=repr)
+def test_other_tallies_are_the_same_without_lookup(covered, sampling, monkeypatch):
+    """Lookup takes no random numbers from the draws, and it changes no sum."""
+    method = ForcedAcceptance(toy_pair(covered=covered), 4, True)
+
+    def tallies():
+        return [method(torch.tensor(prompt), sampling, 24, 5) for prompt in PROMPTS[:3]]
+
+    counted = tallies()
+    monkeypatch.setattr(forced, "counts_lookup", lambda sampling: False)
+    uncounted = tallies()
+    assert all(tally.pop("lookup")["looked_up"] for tally in counted)
+    assert not any(tally.pop("lookup") for tally in uncounted)
+    assert counted == uncounted
+
+
+def test_verifiers_that_cannot_look_up_are_not_counted():
+    samplings = [Sampling(1.0, verifier=name) for name in ("specinfer", "sequoia")]
+    specinfer, sequoia = measured(samplings)
+    assert lookup_counts(specinfer.lookup, [None]) is None
+    assert lookup_counts(sequoia.lookup, [None]) is not None
+
+
+def test_texts_are_kept_by_kind_of_prompt():
+    (observed,) = measured([Sampling(0.8, verifier="sequoia")], PROMPTS[:4] * 2)
+    counts = lookup_counts(observed.lookup, ["chat", "code"])
+    texts_of_prompts = [tally["text"] for tally in observed.lookup]
+    by_kind = {"chat": tuple(texts_of_prompts[::2]), "code": tuple(texts_of_prompts[1::2])}
+    assert counts.texts == by_kind
+    # every position counts once as the root of a step
+    positions = [position for text in texts_of_prompts for position in read_positions(text)]
+    classes = Counter(class_of(position.match_length, MATCH_LENGTHS) for position in positions)
+    for number, part in enumerate(counts.classes[1:], 1):
+        assert classes[number] == (part.looked_up.trials[0].sum() if part.looked_up else 0)
+    # positions by level and class of parent are those of the profile, split by class of match
+    totals = observed.totals()
+    drafted_trials, drafted_accepted = np.zeros_like(totals.trials), np.zeros_like(totals.accepted)
+    for part in counts.classes:
+        if part.drafted:
+            drafted_trials[: part.drafted.num_levels] += part.drafted.trials
+            drafted_accepted[: part.drafted.num_levels] += part.drafted.accepted
+    np.testing.assert_array_equal(drafted_trials, totals.trials)
+    np.testing.assert_allclose(drafted_accepted, totals.accepted, atol=1e-3)
+    for kinds in (["chat", None], [str(number) for number in range(65)]):
+        assert lookup_counts(observed.lookup, kinds).texts == {"all": tuple(texts_of_prompts)}
+
+
 def test_texts_that_repeat_nothing_have_counts_without_a_match():
-    trials = LookupTrials(np.arange(9), [0, 0, 0], [0, 0, 0])
-    probs = np.full((3, 2), 0.25)
-    tally = trials.tally(probs, np.zeros((0, 2)))
+    trials = LookupTrials(np.arange(9), np.zeros(3, int), np.zeros(3, int))
+    tally = trials.tally(np.full((3, 2), 0.25), np.zeros((0, 2)))
     counts = lookup_counts([tally], [None])
-    assert counts.classes[0].drafted[0].trials == 3
+    assert counts.classes[0].drafted.trials[0].sum() == 3
     assert not any(part.looked_up for part in counts.classes)
-    assert lookup_counts([{**tally, "drafted": []}], [None]) is None

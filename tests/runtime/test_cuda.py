@@ -364,7 +364,7 @@ def test_profiling_captures_each_part_once(sampling_settings, context, monkeypat
     """Every size and every shape, over several rounds; memory was taken before the first."""
     pair = toy_pair(context=1024)
     pair.target.get_input_embeddings = lambda: torch.nn.Embedding(8, 2)
-    meter = latency.LatencyMeter(pair, sampling_settings, context, max_size=16)
+    meter = latency.LatencyMeter(pair, [sampling_settings], context, max_size=16)
     step = meter.step
     simulate_capture(step)
     step.prefill(meter.prompt, 40, seed=0)

@@ -10,10 +10,13 @@ import torch
 from simulated import Simulated, simulate_capture
 from toys import ToyModel
 
+from drafts import PARTS, load, small_target, write
 from sequoia_plan.artifacts import LANGUAGE_MODEL, ArgumentError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, extent, load_pair
 from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
+from sequoia_plan.runtime.draft.self_draft import self_draft
 from sequoia_plan.runtime.models import prepacked
+from sequoia_plan.runtime.models.forward import TreeModel
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 TREES = [
@@ -31,30 +34,47 @@ def decoder(tree=TREE, **options):
     return SequoiaDecoder(target, ToyModel(1, base=target, noise=0.5, context=256), tree, **options)
 
 
-def widths_of_a_step(tree, monkeypatch):
-    """Tokens in each pass of the draft model during one step."""
-    each, widths = decoder(tree), []
-    each.step.prefill(torch.arange(5), 40, seed=0)
-    draft = each.step.drafter.model.model
-    monkeypatch.setattr(
-        draft,
-        "forward",
-        lambda *args, run=draft.forward, **kwargs: (
-            widths.append(kwargs["input_ids"].shape[1]) or run(*args, **kwargs)
-        ),
-    )
+def widths_of_a_step(decoder, monkeypatch):
+    """Tokens in each pass of the draft during one step."""
+    step, widths = decoder.step, []
+    model = step.drafter.model
+
+    def counted_pass(self, cache, tokens, *args, run=TreeModel.__call__, **options):
+        if self is model:
+            widths.append(tokens.numel())
+        return run(self, cache, tokens, *args, **options)
+
+    step.prefill(torch.arange(5) % 8, 40, seed=0)
+    if isinstance(model, TreeModel):
+        monkeypatch.setattr(TreeModel, "__call__", counted_pass)
+    else:
+        forward = model.forward
+        monkeypatch.setattr(
+            model, "forward", lambda *args: widths.append(args[0].shape[1]) or forward(*args)
+        )
     with torch.inference_mode():
-        each.step.refill_random_numbers(Sampling(1.0))
-        each.step(64, Sampling(1.0))
+        step.refill_random_numbers(Sampling(1.0))
+        step(64, Sampling(1.0))
     return widths
 
 
+def make_pair(kind, folder):
+    """A target, and a draft of each kind for it."""
+    if kind == "language model":
+        target = ToyModel(0, context=256)
+        return target, ToyModel(1, base=target, noise=0.5, context=256)
+    target = small_target().bfloat16()
+    if kind == "int8":
+        return target, self_draft(target)
+    return target, load(write(folder, *PARTS[kind](target)), target)
+
+
 @pytest.mark.parametrize("tree", TREES, ids=repr)
-def test_declared_widths_are_those_of_the_passes(tree, monkeypatch):
-    assert decoder(tree).step.drafter.drafting is LANGUAGE_MODEL
-    assert widths_of_a_step(tree, monkeypatch) == LANGUAGE_MODEL.pass_widths(
-        tree.num_parents_by_level
-    )
+@pytest.mark.parametrize("kind", ["language model", "int8", *PARTS])
+def test_declared_widths_are_those_of_the_passes(kind, tree, tmp_path, monkeypatch):
+    decoder = SequoiaDecoder(*make_pair(kind, tmp_path / "draft"), tree)
+    declared = decoder.step.drafter.drafting.pass_widths(tree.num_parents_by_level)
+    assert widths_of_a_step(decoder, monkeypatch) == declared
 
 
 def test_another_width_of_a_pass_shows(monkeypatch):
@@ -69,7 +89,7 @@ def test_another_width_of_a_pass_shows(monkeypatch):
         return (narrow_first, *deeper)
 
     monkeypatch.setattr(LanguageModelDrafter, "passes", narrow)
-    assert widths_of_a_step(TREE, monkeypatch) != LANGUAGE_MODEL.pass_widths(
+    assert widths_of_a_step(decoder(), monkeypatch) != LANGUAGE_MODEL.pass_widths(
         TREE.num_parents_by_level
     )
 
@@ -78,9 +98,9 @@ def test_decoders_of_several_trees_share_a_sequence():
     """Whichever decodes, it says what a decoder of its own says; the memory is the same."""
     first = decoder()
     for tree in (TokenTree.chain(4), TokenTree.chain(1), TREE):
-        for sampling in (Sampling(), Sampling(1.0)):
+        for temperature in (0.0, 1.0):
             shared, alone = (
-                each.generate([3, 1, 4], 30, sampling=sampling, seed=2).sequences
+                each.generate([3, 1, 4], 30, temperature, seed=2).sequences
                 for each in (first.with_tree(tree), decoder(tree))
             )
             assert torch.equal(shared, alone)
@@ -165,25 +185,14 @@ def test_placements():
 
 
 def test_where_weights_are_is_recorded(pair):
+    best = "repacked" if prepacked.can_prepack(torch.float32, "cpu") else "fused"
     plain = load_pair(dtype="float32", placement="resident")
-    for each, placement in (
-        (pair, "repacked" if prepacked.can_prepack(torch.float32, "cpu") else "fused"),
-        (load_pair(dtype="float32", placement="fused"), "fused"),
-        (plain, "resident"),
-    ):
+    fused = load_pair(dtype="float32", placement="fused")
+    for each, placement in ((pair, best), (fused, "fused"), (plain, "resident")):
         kinds = {type(module) for model in (each.target, each.draft) for module in model.modules()}
-        assert (
-            each.placement
-            == placement
-            == each.metadata["target"]["placement"]
-            == each.metadata["draft"]["placement"]
-        )
-        assert (prepacked.PrepackedLinear in kinds, torch.nn.Linear in kinds) == (
-            placement == "repacked",
-            placement != "repacked",
-        )
-        assert ("fused_layers" in each.metadata["target"]) == (placement != "resident")
-    assert all(
-        pair.metadata[role]["digest"] == plain.metadata[role]["digest"]
-        for role in ("target", "draft")
-    )
+        target, draft = each.metadata["target"], each.metadata["draft"]
+        assert each.placement == target["placement"] == draft["placement"] == placement
+        assert (prepacked.PrepackedLinear in kinds) == (placement == "repacked")
+        assert ("fused_layers" in target) == (placement != "resident")
+        assert target["digest"] == plain.metadata["target"]["digest"]
+        assert draft["digest"] == plain.metadata["draft"]["digest"]

@@ -1,12 +1,13 @@
-"""Decoding with drafts that read the target's hidden states.
+"""Decoding with drafts that read the target's hidden states or its KV cache.
 
-It is exact, and each step has the hidden states that it should have.
+It is exact, and each step reads what it should read.
 """
 
 from __future__ import annotations
 
 import copy
 
+import architectures
 import pytest
 import torch
 from scripted import Scripted, error_of_a_step
@@ -14,10 +15,11 @@ from simulated import simulate_capture
 from toys import SMALL_TREES
 
 from drafts import PARTS, load, small_target, write
-from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import SELF_DRAFT, SequoiaPlanError, TokenTree
 from sequoia_plan.profiler.draft_passes import logits_over_text
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.draft import self_draft as self_draft_module
 from sequoia_plan.runtime.huggingface import sequoia
 from sequoia_plan.runtime.models.aux_hidden_states import AFTER_FINAL_NORM
 from sequoia_plan.runtime.models.forward import TreeModel
@@ -25,35 +27,49 @@ from sequoia_plan.runtime.step import TreeStep
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 ALGORITHMS = list(PARTS)
+DRAFTS = [*ALGORITHMS, "int8"]
+WINDOWED = "int8, windowed"
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def with_copy(target, spread):
+    """A target and its copy in 8 bits, which shares its cache; `spread` sets the copy apart."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(self_draft_module, "draft_dtype", lambda target: target.dtype)
+        draft = self_draft_module.self_draft(target)
+    for parameter in draft.model.layers.parameters():
+        if parameter.is_floating_point():
+            parameter.data.mul_(spread)
+    assert SequoiaDecoder(target, draft, TREE).step.drafter.drafting == SELF_DRAFT
+    return target, draft
+
+
+def make_pairs(folder, settings, spread, **target_settings):
+    """{kind of draft: (target, draft)}."""
+    pairs = {"int8": with_copy(small_target(**target_settings), spread)}
+    for algorithm, parts in PARTS.items():
+        target = small_target(**target_settings)
+        path = write(folder / algorithm, *parts(target, **settings.get(algorithm, {})))
+        pairs[algorithm] = target, load(path, target)
+    return pairs
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """{algorithm: (target, draft)}, loaded from folders."""
-    models = {}
-    for algorithm, parts in PARTS.items():
-        target = small_target()
-        folder = write(tmp_path_factory.mktemp("draft") / "d", *parts(target))
-        models[algorithm] = target, load(folder, target)
-    return models
+    """{kind of draft: (target, draft)}."""
+    windowed = {WINDOWED: with_copy(architectures.tiny("Mistral"), 1.2)}
+    return windowed | make_pairs(tmp_path_factory.mktemp("small"), {}, spread=1.2)
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """The same with three tokens; the EAGLE-3 draft has two of them."""
     settings = {"EAGLE-3": {"d2t": [0, 2]}, "DFlash": {"mask": 2}}
-    models = {}
-    for algorithm, parts in PARTS.items():
-        target = small_target(vocabulary=3)
-        config_and_weights = parts(target, **settings.get(algorithm, {}))
-        folder = write(tmp_path_factory.mktemp("draft") / "d", *config_and_weights)
-        models[algorithm] = target, load(folder, target)
-    return models
+    return make_pairs(tmp_path_factory.mktemp("tiny"), settings, spread=1.4, vocabulary=3)
 
 
 @pytest.mark.parametrize("verifier", ["sequoia", "traversal"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", DRAFTS)
 def test_the_distribution_of_a_step_is_the_targets(algorithm, verifier, tiny):
     """By enumeration of every draw that the decoder's own code could make."""
     decoder = SequoiaDecoder(*tiny[algorithm], SMALL_TREES["both"])
@@ -82,7 +98,7 @@ def test_a_draw_shared_by_a_level_is_wrong_for_traversal(tiny):
 
 @pytest.mark.parametrize("tree", [TokenTree.chain(4), TREE], ids=repr)
 @pytest.mark.parametrize("prompt", [[3, 1, 4], [7], list(range(45))], ids=len)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", DRAFTS)
 def test_greedy_is_the_targets_own_text(algorithm, prompt, tree, small):
     target, draft = small[algorithm]
     expected = target.generate(torch.tensor([prompt]), max_new_tokens=50, do_sample=False)
@@ -141,7 +157,7 @@ def test_every_step_drafts_as_if_the_text_were_new(algorithm, small, monkeypatch
     assert compared > 20 and len(lengths) > 1
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", DRAFTS)
 def test_steps_replayed_in_parts_give_the_same_tokens(algorithm, small):
     """Draft, target and verification as three graphs.
 
@@ -205,60 +221,34 @@ def test_a_tree_deeper_than_the_block_is_refused(small):
         SequoiaDecoder(*small["DFlash"], TokenTree.chain(9))
 
 
-@pytest.mark.parametrize(
-    "tree", [TokenTree.chain(2), TokenTree.chain(5), TokenTree.star(4), TREE], ids=repr
-)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", [*DRAFTS, WINDOWED])
 @torch.inference_mode()
-def test_declared_widths_are_those_of_the_passes(algorithm, tree, small, monkeypatch):
-    step, widths = SequoiaDecoder(*small[algorithm], tree).step, []
-    step.prefill(torch.arange(5), 40, seed=0)
-    model = step.drafter.model
-    forward = model.forward
-
-    def counted(tokens, *arguments):
-        widths.append(tokens.shape[1])
-        return forward(tokens, *arguments)
-
-    monkeypatch.setattr(model, "forward", counted)
-    step.refill_random_numbers(Sampling(1.0))
-    step(64, Sampling(1.0))
-    assert widths == step.drafter.drafting.pass_widths(tree.num_parents_by_level)
-
-
-def test_passes_read_known_text_as_steps_do(small):
+def test_passes_read_known_text_as_steps_do(algorithm, small):
     """What the profiler asks: logits at known positions, each at its level of the text's steps."""
-    for algorithm in ALGORITHMS:
-        decoder = SequoiaDecoder(*small[algorithm], TokenTree.chain(4))
-        drafter, sequence = decoder.step.drafter, decoder.step.sequence
-        text, levels, on_path = [5, 3, 9, 1], [], []
-        with torch.inference_mode():
-            for step, draft_probs in steps_with_probs(decoder, torch.tensor(text)):
-                levels += range(len(step.tokens))
-                text += step.tokens
-                on_path += draft_probs[: len(step.tokens)]  # the chain has three inner nodes
-            positions = [position for position, level in enumerate(levels) if level < 3]
-            ids = torch.tensor(text)
-            slots = torch.arange(3, 3 + len(levels))
-            visible = torch.arange(int(slots[-1]) + 1) <= slots[:, None]
-            mask = additive_mask(visible, torch.float32)
-            target = decoder.step.target(sequence.target, ids[slots], slots, slots, mask)
-            logits = logits_over_text(drafter, sequence, slots, levels, target.hidden_states)
-            probs = torch.softmax(logits, -1)
-            torch.testing.assert_close(probs[positions], torch.stack(on_path), atol=2e-5, rtol=1e-4)
+    decoder = SequoiaDecoder(*small[algorithm], TokenTree.chain(4))
+    drafter, sequence = decoder.step.drafter, decoder.step.sequence
+    text, levels, on_path, drafted = [5, 3, 9, 1], [], [], []
+    draft = decoder.step.draft
+    decoder.step.draft = lambda *args: drafted.append(draft(*args)) or drafted[-1]
+    for step in decoder.steps(torch.tensor(text), 30, Sampling(1.0), seed=0):
+        levels += range(len(step.tokens))
+        text += step.tokens
+        on_path += drafted[-1].draft_probs[: len(step.tokens)]  # the chain has three inner nodes
+    positions = [position for position, level in enumerate(levels) if level < 3]
+    ids, slots = torch.tensor(text), torch.arange(3, 3 + len(levels))
+    mask = additive_mask(torch.arange(int(slots[-1]) + 1) <= slots[:, None], torch.float32)
+    target = decoder.step.target(sequence.target, ids[slots], slots, slots, mask)
+    before = [block.clone() for block in sequence.target.blocks]
 
+    def error(levels):
+        logits = logits_over_text(drafter, sequence, slots, levels, target.hidden_states)
+        probs = torch.softmax(logits[positions], -1)
+        return float((probs - torch.stack(on_path)).abs().max())
 
-def steps_with_probs(decoder, prompt):
-    """The steps of a text, each with the probabilities that its tree was drawn from."""
-    draft, drafted = decoder.step.draft, []
-
-    def recorded(extent, sampling):
-        drafted.append(draft(extent, sampling))
-        return drafted[-1]
-
-    decoder.step.draft = recorded
-    for step in decoder.steps(prompt, 24, Sampling(1.0), seed=0):
-        yield step, drafted[-1].draft_probs
+    assert max(levels) > 0 and error(levels) < 2e-5
+    assert all(map(torch.equal, before, sequence.target.blocks)), "the target's cache is unchanged"
+    if "int8" in algorithm:  # the control: each token as a root
+        assert error([0] * len(levels)) > 1e-3
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -278,7 +268,7 @@ def test_compiled_and_in_half_precision(algorithm, small):
     assert torch.equal(mixed.generate([3, 1, 4], 20).sequences, greedy)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", DRAFTS)
 def test_inside_transformers_generate(algorithm, small):
     target, draft = small[algorithm]
     ids = torch.tensor([[3, 1, 4]])

@@ -7,14 +7,10 @@ import copy
 import pytest
 import torch
 from architectures import READS_TREES, VOCABULARY, tiny
-from scripted import Scripted, error_of_a_step
 from streamed import LAYERS, PROMPT
-from toys import SMALL_TREES
 
 from sequoia_plan.artifacts import SELF_DRAFT, TokenTree
-from sequoia_plan.profiler.draft_passes import logits_over_text
-from sequoia_plan.runtime import Sampling, SequoiaDecoder, load_pair
-from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.draft import self_draft as module
 from sequoia_plan.runtime.draft.language_model import SelfDrafter
 from sequoia_plan.runtime.draft.self_draft import copy_bytes, self_draft, shares_cache
@@ -50,26 +46,6 @@ def test_greedy_text_is_the_targets(name):
 
 
 @pytest.mark.usefixtures("in_the_targets_dtype")
-@pytest.mark.parametrize("verifier", ["sequoia", "traversal"])
-def test_the_distribution_of_a_step_is_the_targets(verifier):
-    """By enumeration of every draw that the decoder's own code could make."""
-    target = tiny("Llama", vocab_size=3)
-    draft = self_draft(target)
-    for parameter in draft.model.layers.parameters():  # a copy that is far from its target
-        if parameter.is_floating_point():
-            parameter.data.mul_(1.4)
-    decoder = SequoiaDecoder(target, draft, SMALL_TREES["both"])
-    assert isinstance(decoder.step.drafter, SelfDrafter)
-    assert error_of_a_step(decoder, [2, 1, 2, 0], Scripted(1.0, verifier=verifier)) < 1e-6
-    told_another = Scripted(
-        1.0, verifier=verifier, told=lambda probs: torch.softmax(probs.log() / 2, -1)
-    )
-    assert error_of_a_step(decoder, [2, 1, 2, 0], told_another) > 1e-3, (
-        "the control: verified by probabilities that were not drawn from"
-    )
-
-
-@pytest.mark.usefixtures("in_the_targets_dtype")
 def test_a_draft_that_writes_what_is_committed_breaks_the_text(monkeypatch):
     """Negative control: keys and values of committed tokens must be the target's own."""
     target = tiny("Llama")
@@ -91,23 +67,6 @@ def test_a_draft_that_writes_what_is_committed_breaks_the_text(monkeypatch):
     assert not torch.equal(decoder.generate(prompt, 40).sequences, expected)
 
 
-@pytest.mark.parametrize("tree", [TokenTree.chain(2), TokenTree.chain(5), TREE], ids=repr)
-def test_declared_widths_are_those_of_the_passes(tree, monkeypatch):
-    target = tiny("Llama").bfloat16()
-    decoder, widths = SequoiaDecoder(target, self_draft(target), tree), []
-    model = decoder.step.drafter.model
-    monkeypatch.setattr(
-        model,
-        "flat_forward",
-        lambda tokens, *args, run=model.flat_forward: (
-            widths.append(tokens.shape[1]) or run(tokens, *args)
-        ),
-    )
-    decoder.generate([3, 1, 4], 1)
-    assert widths == SELF_DRAFT.pass_widths(tree.num_parents_by_level)
-    assert SELF_DRAFT.num_unread(tree.depth, tree.num_drafted_levels) == 0
-
-
 def test_only_copies_of_the_target_in_its_dtype_share():
     target, other = tiny("Llama").bfloat16(), tiny("Llama").bfloat16()
     draft = self_draft(target)
@@ -127,42 +86,6 @@ def test_a_copied_decoder_shares_its_own_cache():
     sequence = copied.step.sequence
     assert sequence.draft is sequence.target is not decoder.step.sequence.target
     assert torch.equal(copied.generate([3, 1, 4], 30, 1.0, seed=0).sequences, expected)
-
-
-@pytest.mark.usefixtures("in_the_targets_dtype")
-@pytest.mark.parametrize("name", ["Llama", "Mistral"])  # Mistral's attention has a window
-def test_passes_read_known_text_as_steps_do(name):
-    """What the profiler asks: logits at known positions, each at its level of the text's steps."""
-    target = tiny(name)
-    draft = self_draft(target)
-    for layer in draft.model.layers:
-        layer.self_attn.qkv_proj.scales.data.mul_(1.2)  # its keys and values are not the target's
-    decoder = SequoiaDecoder(target, draft, TokenTree.chain(4))
-    drafter, sequence = decoder.step.drafter, decoder.step.sequence
-    prompt, text, levels, on_path = [5, 3, 9, 1], [5, 3, 9, 1], [], []
-    draft_tree = decoder.step.draft
-    drafted = []
-    decoder.step.draft = lambda *args: drafted.append(draft_tree(*args)) or drafted[-1]
-    with torch.inference_mode():
-        for step in decoder.steps(torch.tensor(prompt), 40, Sampling(1.0), seed=0):
-            levels += range(len(step.tokens))
-            text += step.tokens
-            on_path += drafted[-1].draft_probs[: len(step.tokens)]
-        positions = [position for position, level in enumerate(levels) if level < 3]
-        assert max(levels) == 3 and len(positions) > 20
-        ids, slots = torch.tensor(text), torch.arange(3, 3 + len(levels))
-        mask = additive_mask(torch.arange(int(slots[-1]) + 1) <= slots[:, None], torch.float32)
-        decoder.step.target(sequence.target, ids[slots], slots, slots, mask)
-        before = [block.clone() for block in sequence.target.blocks]
-        expected = torch.stack(on_path)
-        probs = torch.softmax(logits_over_text(drafter, sequence, slots, levels, None), -1)
-        torch.testing.assert_close(probs[positions], expected, atol=2e-5, rtol=1e-4)
-        all_roots = [0] * len(levels)  # the control
-        probs = torch.softmax(logits_over_text(drafter, sequence, slots, all_roots, None), -1)
-        assert float((probs[positions] - expected).abs().max()) > 1e-3
-        assert all(map(torch.equal, before, sequence.target.blocks)), (
-            "the target's cache is as before"
-        )
 
 
 @pytest.mark.usefixtures("in_the_targets_dtype")

@@ -1,0 +1,64 @@
+"""How far `traversal` gets in a tree where `sequoia` verifies the same draws."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sequoia_plan.runtime.verify import (
+    VERIFIERS,
+    Acceptance,
+    TargetProbs,
+    TreeIndex,
+    Verifier,
+    traversal,
+)
+
+
+class TraversalPaths:
+    """Adds up how often either verifier's accepted path gets to each level of a tree.
+
+    `reached` float64 [2, depth]: of `sequoia`, and of `traversal`.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.reached = torch.zeros(2, depth, dtype=torch.float64)
+
+    def verifier(self) -> Verifier:
+        """`traversal`, which adds to `reached` whenever it verifies."""
+        return Verifier(self._accept, VERIFIERS["traversal"].drawing)
+
+    def _accept(
+        self,
+        target_probs: TargetProbs,
+        draft_probs: Tensor,
+        drawn: Tensor,
+        index: TreeIndex,
+        d2t: Tensor | None,
+    ) -> Acceptance:
+        inputs = (target_probs, draft_probs, drawn, index, d2t)
+        residual = traversal.residual_after_children(*inputs)
+        subtree_probs = traversal.subtree_probs(residual, index).double().cpu()
+        levels = index.offsets.cpu()  # of each node
+        end_probs = torch.zeros_like(self.reached[0])  # that sequoia's path ends on each level
+        sequoia = VERIFIERS["sequoia"].acceptance(*inputs)
+        end_probs.index_add_(0, levels, sequoia.end_probs.cpu())
+        # the path gets to a level if it ends there or below
+        self.reached[0] += end_probs.flip(0).cumsum(0).flip(0)
+        self.reached[1].index_add_(0, levels, path_probs(subtree_probs, index))
+        return VERIFIERS["traversal"].acceptance(*inputs)
+
+
+def path_probs(subtree_probs: Tensor, index: TreeIndex) -> Tensor:
+    """float64 [size]: the probability that `traversal`'s accepted path goes through each node.
+
+    It is averaged over what is drawn below the node. `subtree_probs` float64 [size].
+    """
+    # for each node, the probability that no earlier sibling's subtree holds the path's end
+    passed_by = torch.ones_like(subtree_probs)
+    parents = index.parents.tolist()
+    # the parent of node n is parents[n - 1]; siblings have consecutive numbers
+    for node in range(2, index.size):
+        if parents[node - 1] == parents[node - 2]:
+            passed_by[node] = passed_by[node - 1] * (1 - subtree_probs[node - 1])
+    return subtree_probs * passed_by[index.paths.cpu()].prod(-1)

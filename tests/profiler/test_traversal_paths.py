@@ -1,0 +1,51 @@
+"""What `traversal` accepts in a tree, beside `sequoia` on the same draws."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from enumeration import CASES, Case, without_replacement
+from toys import PROMPTS, toy_pair
+from toys import SMALL_TREES as TREES
+
+from sequoia_plan.profiler.forced import ForcedAcceptance
+from sequoia_plan.profiler.traversal_paths import path_probs
+from sequoia_plan.runtime import Sampling
+from sequoia_plan.runtime.verify import VERIFIERS, traversal
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("tree", TREES)
+def test_the_way_through_each_node_is_known_before_what_is_below_it_is_drawn(tree, case):
+    """On average over all draws, it is the probability that the path ends in the node's subtree.
+
+    The control: the product of the acceptance along the path is not.
+    """
+    setting = Case(TREES[tree], seed=1, **CASES[case])
+    size, index, d2t = setting.tree.size, setting.index, setting.d2t_tensor()
+    probs, control, expected = np.zeros((3, size))
+    for drawn, tokens, chance in setting.assignments(without_replacement):
+        p, q, children = setting.verifier_inputs(drawn, tokens)
+        inputs = (p.__getitem__, q, children, index, d2t)
+        end_probs = VERIFIERS["traversal"].acceptance(*inputs).end_probs.numpy()
+        expected += chance * end_probs @ setting.tree.attention_mask
+        residual = traversal.residual_after_children(*inputs)
+        subtree_probs = traversal.subtree_probs(residual, index)
+        probs += chance * path_probs(subtree_probs, index).numpy()
+        control += chance * subtree_probs[index.paths].prod(-1).numpy()
+    assert probs == pytest.approx(expected, abs=1e-12)
+    if case == "random":
+        assert np.abs(control - expected).max() > 1e-3 or (tree == "chain" and size == 2)
+
+
+def test_traversal_gets_further_than_sequoia_below_the_root():
+    """Both are at the root once a step, and get past it equally often."""
+    measure_prompt = ForcedAcceptance(toy_pair(noise=1.5), 4, True)
+    sampling = Sampling(1.0, verifier="traversal")
+    tallies = [measure_prompt(torch.tensor(prompt), sampling, 40, 0) for prompt in PROMPTS]
+    sequoia, traversal_reached = np.sum([tally["reached"] for tally in tallies], 0)
+    assert traversal_reached[:2] == pytest.approx(sequoia[:2])
+    assert traversal_reached[2:].sum() > sequoia[2:].sum() * 1.01
