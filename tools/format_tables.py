@@ -25,6 +25,8 @@ FILES = {"profile": Profile, "plan": Plan, "bench": BenchResult, "engine": Engin
 TABLE = re.compile(r"<!-- table (\S+) -->\n.*?<!-- end -->", flags=re.DOTALL)
 HEADER = "| key | type | meaning |\n|---|---|---|\n"
 LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+MAX_FOLDED = 6
+"""Fields of a struct that is described within one row."""
 NO_LIMIT = 2**53
 """Whole numbers are limited so that a float can hold them, which the tables do not repeat."""
 
@@ -46,24 +48,46 @@ def _custom_schema(cls: type) -> dict[str, Any]:
 
 def _rows(struct: str, structs: dict[str, Any], prefix: str = "") -> Iterator[str]:
     """A row for each field of a struct, and after it those of the struct that the field holds."""
-    schema = structs.pop(struct, {"properties": {}})  # each struct is described once
+    schema = structs.pop(struct)  # each struct is described once
     for key, value in schema["properties"].items():
-        name = f"{prefix}{key}"
-        missing = "" if key in schema["required"] else ", optional"
-        yield f"| `{name}` | {_words(value)}{missing} | {value.get('description', '')} |"
-        yield from _inner_rows(value, structs, name)
+        name, text = f"{prefix}{key}", value.get("description", "")
+        inner, place = _struct_within(value)
+        if is_small := inner in structs and _is_small(structs[inner]):
+            text += _folded(structs.pop(inner))
+        yield f"| `{name}` | {_words(value)}{_optional(key, schema)} | {text} |"
+        if inner in structs and not is_small:
+            yield from _rows(inner, structs, f"{name}{place}.")
 
 
-def _inner_rows(value: Any, structs: dict[str, Any], name: str) -> Iterator[str]:
-    """The rows of the structs within a field's type."""
+def _struct_within(value: Any) -> tuple[str, str]:
+    """The struct that a field's type holds, if any, and where: [] for a list, .NAME by name."""
     if "$ref" in value:
-        yield from _rows(value["$ref"].rpartition("/")[2], structs, f"{name}.")
-    for option in value.get("anyOf", ()):
-        yield from _inner_rows(option, structs, name)
-    if isinstance(value.get("items"), dict):
-        yield from _inner_rows(value["items"], structs, f"{name}[]")
-    if isinstance(value.get("additionalProperties"), dict):
-        yield from _inner_rows(value["additionalProperties"], structs, f"{name}.NAME")
+        return value["$ref"].rpartition("/")[2], ""
+    for inner, place in (("items", "[]"), ("additionalProperties", ".NAME")):
+        if isinstance(value.get(inner), dict):
+            struct, further = _struct_within(value[inner])
+            return struct, place + further
+    return max((_struct_within(option) for option in value.get("anyOf", ())), default=("", ""))
+
+
+def _is_small(schema: Any) -> bool:
+    """Whether a struct has so few fields, none of them a struct, that it needs no rows."""
+    values = schema["properties"].values()
+    return len(values) <= MAX_FOLDED and not any(_struct_within(value)[0] for value in values)
+
+
+def _folded(schema: Any) -> str:
+    """The fields of a struct within the row of the field that holds it."""
+    fields = [
+        f"`{key}` ({_words(value)}{_optional(key, schema)}): {value['description']}"
+        for key, value in schema["properties"].items()
+    ]
+    return ". Keys: " + "; ".join(fields)
+
+
+def _optional(key: str, schema: Any) -> str:
+    """What follows a field's type if it may be missing."""
+    return "" if key in schema["required"] else ", optional"
 
 
 def _words(value: Any) -> str:
