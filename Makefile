@@ -43,7 +43,7 @@ check: $(VENV)/ready
 	$(BIN)/mypy
 	$(BIN)/codespell
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_docs.py -k links
-	# $(PYTHON) tools/size.py
+	$(PYTHON) tools/size.py
 
 size:
 	$(PYTHON) tools/size.py
