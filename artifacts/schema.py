@@ -113,10 +113,12 @@ def check_format(document: Any, name: str, version: int, place: str, made_by: st
     """Refuse a document that does not name this format and version."""
     header = document if isinstance(document, Mapping) else {}
     if (header.get("format"), header.get("version")) != (name, version):
+        found = "no format"
+        if "format" in header:
+            found = f"format {header['format']!r:.40}, version {header.get('version')!r:.20}"
         raise SequoiaPlanError(
-            f"{place}: found format {header.get('format')!r:.40}, version "
-            f"{header.get('version')!r:.20}, expected {name}, version {version}; make it with "
-            f"{made_by} of this sequoia-plan"
+            f"{place}: found {found}, expected {name}, version {version}; make it with {made_by} "
+            "of this sequoia-plan"
         )
 
 

@@ -35,6 +35,8 @@ LAYER_IDS = {
     (DFLASH, False): "dflash_config.target_layer_ids",
 }
 """Where config.json has layer numbers, by algorithm and whether the layout is speculators'."""
+MAX_BLOCK_SIZE = 4096
+"""Tokens; published blocks have 8 to 16."""
 DFLASH_SETTINGS = {
     "block_size",
     "mask_token_id",
@@ -242,10 +244,10 @@ def _draft_block(checkpoint: Checkpoint, target: Any) -> DraftBlock:
     settings = {**checkpoint.config, **section}
     size, mask_token = settings.get("block_size"), settings.get("mask_token_id")
     num_embeddings = target.get_input_embeddings().num_embeddings
-    if not (_is_int(size) and size >= 2 and _is_int(mask_token)):
+    if not (_is_int(size) and 2 <= size <= MAX_BLOCK_SIZE and _is_int(mask_token)):
         raise checkpoint.error(
             f"block_size, mask_token_id: found {size!r:.20} and {mask_token!r:.20}, expected whole "
-            "numbers, and 2 tokens or more"
+            f"numbers, and 2 to {MAX_BLOCK_SIZE} tokens"
         )
     if not 0 <= mask_token < num_embeddings:
         raise checkpoint.error(

@@ -106,7 +106,7 @@ def int32(*values):
             "version 1, expected sequoia-plan-tree, version 2",
         ),
         (dict(header=HEADER | {"format": "sequoia-plan-draft"}), "found format 'sequoia-plan-dra"),
-        (dict(header=[]), "found format None"),
+        (dict(header=[]), "found no format"),
         (dict(header={"format": "sequoia-plan-tree", "version": 1}), "missing .* field `plan`"),
         (dict(header=HEADER | {"version": 2, "by_match": [[0, True]]}), r"by_match\[0\]\[0\]: exp"),
         (dict(header=HEADER | {"version": 2, "by_match": [[1, True]]}), "by_match.1.parents: exp"),
@@ -148,7 +148,7 @@ def test_impossible_plans_are_neither_taken_nor_read(tmp_path, plan, message):
     with pytest.raises(SequoiaPlanError, match=f"^plan: .*{message}"):
         TokenTree(TokenTree.chain(4).parents, plan)
     path = tampered(tmp_path, HEADER | {"plan": plan})
-    with pytest.raises(SequoiaPlanError, match=f"^{path}: .*({message}|found format None)"):
+    with pytest.raises(SequoiaPlanError, match=f"^{path}: .*({message}|found no format)"):
         load_tree(path)
 
 
@@ -185,7 +185,7 @@ def test_a_plan_that_promises_what_its_tree_does_not_give_is_refused(changed, me
 )
 @pytest.mark.parametrize("read", [from_bytes, Profile.from_bytes])
 def test_foreign_files_are_refused(read, content):
-    with pytest.raises(SequoiaPlanError, match=r"^t: (found format None|cannot be read as YAML)"):
+    with pytest.raises(SequoiaPlanError, match=r"^t: (found no format|cannot be read as YAML)"):
         read(content, "t")
 
 
