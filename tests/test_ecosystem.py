@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from architectures import VOCABULARY, resembling, tiny
+from architectures import VOCABULARY, plain_text, resembling, tiny
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TextIteratorStreamer
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
@@ -61,9 +61,7 @@ def decoder(target, draft):
 
 @pytest.fixture(scope="module")
 def greedy(target):
-    return target.generate(
-        IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=NEW, do_sample=False
-    )
+    return plain_text(target, IDS, NEW)
 
 
 def test_prompts_as_people_have_them(decoder, greedy):
@@ -79,13 +77,8 @@ def test_prompts_as_people_have_them(decoder, greedy):
         result = decoder.generate(prompt, NEW)
         assert torch.equal(result.sequences, greedy)
         assert result.text == decoder.tokenizer.decode(greedy[0, 4:])
-    assert torch.equal(
-        decoder.generate(
-            **decoder.tokenizer(text, return_tensors="pt", return_token_type_ids=False),
-            max_new_tokens=NEW,
-        ).sequences,
-        greedy,
-    )
+    inputs = decoder.tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+    assert torch.equal(decoder.generate(**inputs, max_new_tokens=NEW).sequences, greedy)
 
 
 def test_several_prompts_one_after_the_other(decoder):
@@ -101,15 +94,9 @@ def test_stop_strings_end_where_transformers_ends(decoder, target, greedy, at):
     """A stop string made of the end of one token and the start of the next: sometimes inside a
     step, sometimes across two."""
     stop = decoder.tokenizer.decode(greedy[0, at : at + 2])[1:3]
-    expected = target.generate(
-        IDS,
-        attention_mask=torch.ones_like(IDS),
-        max_new_tokens=NEW,
-        do_sample=False,
-        stop_strings=[stop, "zzz"],
-        tokenizer=decoder.tokenizer,
-    )
-    result = decoder.generate(IDS, NEW, stop_strings=[stop, "zzz"])
+    stops = [stop, "zzz"]
+    expected = plain_text(target, IDS, NEW, stop_strings=stops, tokenizer=decoder.tokenizer)
+    result = decoder.generate(IDS, NEW, stop_strings=stops)
     assert torch.equal(result.sequences, expected)
     assert result.finish_reason == "stop"
     assert stop in result.text
@@ -132,18 +119,10 @@ def test_text_streams_as_from_transformers(decoder):
 # custom_generate
 
 
-def inside(model, other, **settings):
-    return model.generate(
-        IDS,
-        **{
-            "custom_generate": sequoia,
-            "draft": other,
-            "tree": TREE,
-            "max_new_tokens": NEW,
-            "do_sample": False,
-            **settings,
-        },
-    )
+def inside(model, draft, ids=IDS, **settings):
+    """What transformers' generate returns when it decodes with us; greedy by default."""
+    defaults = {"tree": TREE, "max_new_tokens": NEW, "do_sample": False}
+    return model.generate(ids, custom_generate=sequoia, draft=draft, **(defaults | settings))
 
 
 def test_custom_generate_is_generate(target, draft, greedy):
@@ -151,13 +130,7 @@ def test_custom_generate_is_generate(target, draft, greedy):
     assert torch.equal(inside(target, draft, max_new_tokens=None, max_length=4 + NEW), greedy)
     assert torch.equal(inside(target, draft, return_dict_in_generate=True).sequences, greedy)
     eos = int(greedy[0, 20])
-    expected = target.generate(
-        IDS,
-        attention_mask=torch.ones_like(IDS),
-        max_new_tokens=NEW,
-        do_sample=False,
-        eos_token_id=eos,
-    )
+    expected = plain_text(target, IDS, NEW, eos_token_id=eos)
     assert torch.equal(inside(target, draft, eos_token_id=eos), expected)
 
 
@@ -205,14 +178,7 @@ def test_custom_generate_refuses_what_it_would_ignore(target, draft, settings, m
 
 def test_custom_generate_refuses_batches(target, draft):
     with pytest.raises(SequoiaPlanError, match="a batch of 2, expected one sequence"):
-        target.generate(
-            IDS.repeat(2, 1),
-            custom_generate=sequoia,
-            draft=draft,
-            tree=TREE,
-            max_new_tokens=4,
-            do_sample=False,
-        )
+        inside(target, draft, IDS.repeat(2, 1))
 
 
 def test_custom_generate_keeps_one_decoder_and_leaks_none():
@@ -340,12 +306,9 @@ def test_a_context_that_ends_early_says_why():
 
 def test_tokenizers_are_compared_token_by_token(target, draft):
     assert check_tokenizers(words(), words()) == VOCABULARY
-    with pytest.raises(
-        SequoiaPlanError, match=r"differs from the target's at token 11 \(target 'bb', draft '!!'\)"
-    ):
-        SequoiaDecoder(
-            target, draft, TREE, tokenizer=words(), draft_tokenizer=words({"bb": "!!", "ca": "??"})
-        )
+    other = words({"bb": "!!", "ca": "??"})
+    with pytest.raises(SequoiaPlanError, match=r"at token 11 \(target 'bb', draft '!!'\)"):
+        SequoiaDecoder(target, draft, TREE, tokenizer=words(), draft_tokenizer=other)
 
 
 def resized(model, size):
@@ -361,11 +324,7 @@ def resized(model, size):
 @pytest.mark.parametrize("size", [VOCABULARY + 31, VOCABULARY - 7])
 def test_padded_and_shorter_vocabularies(target, draft, greedy, size):
     other = resized(draft, size)
-    with pytest.raises(
-        SequoiaPlanError,
-        match=rf"a vocabulary of {size} tokens, the target's has {VOCABULARY}; .*give both: "
-        rf"tokenizer= and draft_tokenizer=",
-    ):
+    with pytest.raises(SequoiaPlanError, match=rf"a vocabulary of {size} tokens, .*give both"):
         SequoiaDecoder(target, other, TREE)
     decoder = SequoiaDecoder(
         target, other, TREE, tokenizer=words(), draft_tokenizer=words(count=min(size, VOCABULARY))
@@ -374,9 +333,7 @@ def test_padded_and_shorter_vocabularies(target, draft, greedy, size):
     assert torch.equal(result.sequences, greedy)
     assert result.tokens_per_step > 1.3
     prompt = torch.tensor([[96, 95, 5, 96]])  # tokens the shorter draft cannot even read
-    expected = target.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False
-    )
+    expected = plain_text(target, prompt, 8)
     assert torch.equal(decoder.generate(prompt, 8).sequences, expected)
 
 
@@ -384,9 +341,7 @@ def test_a_padded_target_keeps_its_own_logits(target, draft):
     padded = resized(target, VOCABULARY + 31)
     used, covered = shared_vocabulary(padded, draft, words(), words())
     assert used == VOCABULARY and covered.tolist() == list(range(VOCABULARY))
-    expected = padded.generate(
-        IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=NEW, do_sample=False
-    )
+    expected = plain_text(padded, IDS, NEW)
     decoder = SequoiaDecoder(padded, draft, TREE, tokenizer=words(), draft_tokenizer=words())
     assert torch.equal(decoder.generate(IDS, NEW).sequences, expected)
 
@@ -420,9 +375,7 @@ def test_quantised_models(target, draft):
         quantised = torch.ao.quantization.quantize_dynamic(
             copy.deepcopy(target), {torch.nn.Linear}, dtype=torch.float16
         )
-    expected = quantised.generate(
-        IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=NEW, do_sample=False
-    )
+    expected = plain_text(quantised, IDS, NEW)
     assert torch.equal(
         SequoiaDecoder(quantised, draft, TREE).generate(IDS, NEW).sequences, expected
     )
@@ -447,10 +400,7 @@ def test_models_spread_by_device_map(target, draft, greedy, tmp_path):
 
 
 def test_models_on_different_devices_are_refused(target):
-    with pytest.raises(
-        SequoiaPlanError,
-        match="draft: on meta, the target takes its input on cpu; move the draft there",
-    ):
+    with pytest.raises(SequoiaPlanError, match=r"draft: on meta, .* move the draft there"):
         SequoiaDecoder(target, tiny("Llama").to("meta"), TREE)
 
 
@@ -463,17 +413,9 @@ def test_tensor_parallel_processes_say_what_one_says(target, tmp_path):
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": str(Path(tensor_parallel.__file__).parent),
     }
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        tensor_parallel.__file__,
-    ]
+    launcher = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node 2".split()
     run = subprocess.run(
-        [*command, tmp_path / "model", tmp_path],
+        [*launcher, tensor_parallel.__file__, tmp_path / "model", tmp_path],
         env=environment,
         capture_output=True,
         text=True,

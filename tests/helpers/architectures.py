@@ -170,6 +170,14 @@ def resembling(target, noise=0.02, seed=1):
     return draft
 
 
+def plain_text(model, ids, count, **options):
+    """int64 [1, prompt + count]: transformers' own greedy text, the reference."""
+    mask = torch.ones_like(ids)
+    return model.generate(
+        ids, attention_mask=mask, max_new_tokens=count, do_sample=False, **options
+    )
+
+
 NEW, PROMPT = 64, 30
 TREE = TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, *range(9, 21)])
 """Wide at the top, then a chain that is longer than the window."""

@@ -110,6 +110,13 @@ class ToyModel(torch.nn.Module):
         )
         return torch.softmax(logits.double() / temperature, -1).numpy()
 
+    def greedy_text(self, prompt, count):
+        """The prompt and the `count` most probable tokens after it."""
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(int(self.law(tokens, 1.0).argmax()))
+        return tokens
+
     def joint_law(self, prompt, count, temperature):
         """float64 [vocabulary ** count]: the law of the next `count` tokens, in lexicographic
         order."""
@@ -152,13 +159,17 @@ def toy_pair(noise=0.7, covered=None, constant=False, context=512):
     )
 
 
+def toy_decoder(tree, seed=0, noise=0.5, covered=None, context=1 << 14):
+    """A decoder whose draft resembles its target."""
+    target = ToyModel(seed, context=context)
+    draft = ToyModel(seed + 1, base=target, noise=noise, covered=covered, context=context)
+    return SequoiaDecoder(target, draft, tree)
+
+
 def run_decoder(prompt, parents, seeds, covered=None, broken=False, length=3, verifier="sequoia"):
     """int64 [seeds, length]: the first tokens of one run of a toy decoder for each seed; `broken`
     leaves the residual step out."""
-    target = ToyModel(0)
-    decoder = SequoiaDecoder(
-        target, ToyModel(1, base=target, noise=0.7, covered=covered), TokenTree(np.array(parents))
-    )
+    decoder = toy_decoder(TokenTree(np.array(parents)), noise=0.7, covered=covered)
     return first_tokens(decoder, prompt, seeds, length, Sampling(1.0, verifier=verifier), broken)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
-from toys import Ids, ToyModel, run_decoder
+from toys import Ids, ToyModel, run_decoder, toy_decoder
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
@@ -63,30 +63,15 @@ def test_joint_law_with_a_draft_that_covers_part_of_the_vocabulary(first_tokens)
     assert p_value(*first_tokens(RUNS // 20, covered=[0, 2, 3, 5, 7])) > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("verifier", "runs"),
-    [
-        ("traversal", RUNS // 20),
-        ("specinfer", RUNS // 20),
-        ("spectr", RUNS // 20),
-        ("topk", RUNS // 20),
-    ],
-)
-def test_joint_law_with_other_verifiers(first_tokens, verifier, runs):
-    assert p_value(*first_tokens(runs, verifier=verifier)) > 1e-3
+@pytest.mark.parametrize("verifier", ["traversal", "specinfer", "spectr", "topk"])
+def test_joint_law_with_other_verifiers(first_tokens, verifier):
+    assert p_value(*first_tokens(RUNS // 20, verifier=verifier)) > 1e-3
 
 
 @pytest.mark.parametrize("verifier", ["sequoia", "traversal"])
 def test_a_decoder_without_the_residual_step_fails(first_tokens, verifier):
     """Negative control for the joint law: rejected probability is not moved to the residual."""
     assert p_value(*first_tokens(RUNS // 20, broken=True, verifier=verifier)) < 1e-9
-
-
-def greedy_tokens(target, count):
-    tokens = list(PROMPT)
-    for _ in range(count):
-        tokens.append(int(target.law(tokens, 1.0).argmax()))
-    return tokens
 
 
 @pytest.mark.parametrize(
@@ -97,15 +82,9 @@ def greedy_tokens(target, count):
 def test_greedy_is_the_targets_argmax(tree, covered, prompt):
     """Many steps: every mask, position, slot and compaction must be right, for the draft's cache to
     be worth anything too."""
-    target = ToyModel(2, context=256)
-    decoder = SequoiaDecoder(
-        target, ToyModel(3, base=target, noise=0.5, covered=covered, context=256), tree
-    )
+    decoder = toy_decoder(tree, seed=2, covered=covered)
     result = decoder.generate(prompt, 100)
-    tokens = list(prompt)
-    for _ in range(100):
-        tokens.append(int(target.law(tokens, 1.0).argmax()))
-    assert result.sequences[0].tolist() == tokens
+    assert result.sequences[0].tolist() == ToyModel(2).greedy_text(prompt, 100)
     assert result.finish_reason == "length"
 
 
@@ -122,19 +101,15 @@ def test_a_perfect_draft_is_always_accepted():
 
 
 def test_seed_repeats_and_differs():
-    target = ToyModel(0)
-    decoder = SequoiaDecoder(target, ToyModel(1, base=target, noise=0.7), TREE)
+    decoder = toy_decoder(TREE, noise=0.7)
     runs = [decoder.generate(PROMPT, 20, 1.0, seed=seed).sequences.tolist() for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 7])
 def test_max_new_tokens_is_exact(budget):
-    target = ToyModel(2)
-    assert (
-        SequoiaDecoder(target, target, TokenTree.chain(4)).generate(PROMPT, budget).new_tokens
-        == budget
-    )
+    decoder = toy_decoder(TokenTree.chain(4), noise=0.0)
+    assert decoder.generate(PROMPT, budget).new_tokens == budget
 
 
 def test_streamer_gets_every_token_once():
@@ -165,8 +140,7 @@ def _covering(target, token):
 def test_steps_have_fixed_shapes_and_read_back_once(monkeypatch):
     """Between two read-backs of the accepted tokens nothing looks at a tensor's value: `item` and
     `tolist` are forbidden."""
-    target = ToyModel(0)
-    decoder = SequoiaDecoder(target, ToyModel(1, base=target, noise=0.5), TREE)
+    decoder = toy_decoder(TREE)
     decoder.step.prefill(torch.tensor(PROMPT), 20, seed=0)
 
     def forbidden(*_):

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from toys import ToyModel
+from architectures import CONTEXT, plain_text, resembling, tiny
+from toys import Ids, ToyModel
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
@@ -14,13 +15,6 @@ from sequoia_plan.runtime.verify import VERIFIERS
 
 PROMPT = [3, 1, 4]
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
-
-
-def greedy_tokens(target, count):
-    tokens = list(PROMPT)
-    while len(tokens) < count:
-        tokens.append(int(target.law(tokens, 1.0).argmax()))
-    return tokens
 
 
 def pair(context=64, seed=2):
@@ -58,8 +52,7 @@ def test_logits_that_are_not_finite_are_reported_with_their_place(role, sampling
     healthy = broken.by_position.clone()
     tokens = slice(None) if value < 0 else 4  # -inf for some tokens is no fault
     broken.by_position[0, tokens] = value
-    message = rf"{role}: logits that are not finite after token \d+; .*bfloat16 and float32 do not"
-    with pytest.raises(SequoiaPlanError, match=message):
+    with pytest.raises(SequoiaPlanError, match=rf"{role}: logits .* not finite after token \d+"):
         decoder.generate(PROMPT, 12, sampling=sampling, seed=5)
     broken.by_position.copy_(healthy)
     sequences = decoder.generate(PROMPT, 12, sampling=sampling, seed=5).sequences
@@ -93,21 +86,16 @@ def test_the_context_is_filled_to_its_last_token(tree, context, temperature):
     assert result.finish_reason == "context"
     assert result.sequences.shape[1] == context
     if temperature == 0:
-        assert result.sequences[0].tolist() == greedy_tokens(target, context)
+        assert result.sequences[0].tolist() == target.greedy_text(PROMPT, context - 3)
 
 
 @pytest.mark.parametrize("tree", [TokenTree.chain(1), TokenTree.chain(6), TREE], ids=repr)
 def test_learned_positions_are_never_exceeded(tree):
     """GPT-2 has no embeddings beyond its context, also for nodes of a tree that reaches there."""
-    from architectures import CONTEXT, resembling, tiny
-
     target = tiny("GPT-2")
     prompt = torch.arange(CONTEXT - 10)[None] % 90
     result = SequoiaDecoder(target, resembling(target), tree).generate(prompt, 100)
-    expected = target.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=10, do_sample=False
-    )
-    assert torch.equal(result.sequences, expected)
+    assert torch.equal(result.sequences, plain_text(target, prompt, 10))
     assert result.finish_reason == "context"
 
 
@@ -115,7 +103,7 @@ def test_a_draft_with_less_context_than_the_target_goes_on():
     target = ToyModel(2, context=64)
     draft = ToyModel(3, base=target, noise=0.5, context=16)
     result = SequoiaDecoder(target, draft, TREE).generate(PROMPT, 40)
-    assert result.sequences[0].tolist() == greedy_tokens(target, 43)
+    assert result.sequences[0].tolist() == target.greedy_text(PROMPT, 40)
 
 
 @pytest.mark.parametrize(
@@ -158,8 +146,7 @@ def test_settings_that_cannot_be():
 def test_memory_that_is_not_there():
     target, draft = pair(context=1 << 50)
     decoder = SequoiaDecoder(target, draft, TREE)
-    message = r"KV cache: \d+ tokens need .* GB on cpu, which has less; lower max_new_tokens"
-    with pytest.raises(SequoiaPlanError, match=message):
+    with pytest.raises(SequoiaPlanError, match=r"KV cache: .* GB on cpu.* lower max_new_tokens"):
         decoder.generate(PROMPT, 1 << 45)
     assert decoder.generate(PROMPT, 20).new_tokens == 20
 
@@ -167,7 +154,7 @@ def test_memory_that_is_not_there():
 def test_a_step_beyond_the_prefilled_capacity():
     target, draft = pair()
     step = SequoiaDecoder(target, draft, TREE).step
-    message = "KV cache: 128 slots needed, it has 64; prefill with more max_new_tokens"
+    message = "128 slots needed, it has 64; prefill with more max_new_tokens"
     with torch.inference_mode():
         step.prefill(torch.tensor(PROMPT), 4, seed=0)
         step.refill_random_numbers(Sampling())
@@ -178,10 +165,7 @@ def test_a_step_beyond_the_prefilled_capacity():
 def test_a_tree_that_is_too_large_to_decode_with():
     target, draft = pair()
     tree = TokenTree.from_parents([-1, *(node // 2 for node in range(29_999))])
-    message = (
-        "tree: 30000 nodes, expected at most 4096 to decode with; solve with a smaller --budget"
-    )
-    with pytest.raises(SequoiaPlanError, match=message):
+    with pytest.raises(SequoiaPlanError, match="30000 nodes, expected at most 4096"):
         SequoiaDecoder(target, draft, tree)
 
 
@@ -212,26 +196,13 @@ def test_an_interrupted_stream_leaves_the_decoder_usable(error, temperature):
     assert torch.equal(sequences, expected)
 
 
-class Collector:
-    """A streamer that keeps the tokens it gets."""
-
-    def __init__(self):
-        self.tokens = []
-
-    def put(self, tokens):
-        self.tokens += tokens.flatten().tolist()
-
-    def end(self):
-        pass
-
-
 def test_eos_inside_an_accepted_path():
     """The draft is the target, so whole paths are accepted; text and stream must end at the eos."""
     target, _ = pair()
-    full = greedy_tokens(target, 30)
+    full = target.greedy_text(PROMPT, 27)
     eos = full[9]
     for eos_token_id in (eos, [eos], torch.tensor([eos])):
-        streamer = Collector()
+        streamer = Ids()
         result = SequoiaDecoder(target, target, TokenTree.chain(5)).generate(
             PROMPT, 20, eos_token_id=eos_token_id, streamer=streamer
         )
@@ -256,8 +227,7 @@ def test_tokens_that_the_target_does_not_have_are_refused(tokens):
     decoder.step.target.max_token_id = 7  # toy models have no embeddings to read it from
     expected = decoder.generate(PROMPT, 12).sequences
     wrong = next(token for token in tokens if not 0 <= token < 8)
-    message = rf"prompt: found the token {wrong}, expected 0 to 7, the target's embeddings"
-    with pytest.raises(ArgumentError, match=message):
+    with pytest.raises(ArgumentError, match=rf"prompt: found the token {wrong}, expected 0 to 7"):
         decoder.generate(tokens, 4)
     assert torch.equal(decoder.generate(PROMPT, 12).sequences, expected)
 
@@ -265,18 +235,12 @@ def test_tokens_that_the_target_does_not_have_are_refused(tokens):
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_training_mode_is_noticed(role):
     """`train()` turns dropout on, after the model was probed."""
-    from architectures import resembling, tiny
-
     target = tiny("Llama")
     models = {"target": target, "draft": resembling(target)}
     decoder = SequoiaDecoder(models["target"], models["draft"], TREE)
     assert decoder.generate(PROMPT, 4).new_tokens == 4
     models[role].train()
-    message = (
-        r"llama: found in training mode, where dropout changes its logits; "
-        r"call eval\(\) on the model"
-    )
-    with pytest.raises(SequoiaPlanError, match=message):
+    with pytest.raises(SequoiaPlanError, match=r"found in training mode.* call eval\(\)"):
         decoder.generate(PROMPT, 4)
     models[role].eval()
     assert decoder.generate(PROMPT, 4).new_tokens == 4
@@ -291,7 +255,7 @@ def test_what_ends_a_text_is_in_the_generation_config():
     from sequoia_plan.runtime import Pair
 
     target, _ = pair()
-    full = greedy_tokens(target, 30)
+    full = target.greedy_text(PROMPT, 27)
     end_of_turn, end_of_text = full[9], full[14]
     tokenizer = SimpleNamespace(eos_token_id=end_of_text, decode=lambda tokens, **_: "")
     tree, expected_counts = TokenTree.chain(3), set()
@@ -307,8 +271,6 @@ def test_what_ends_a_text_is_in_the_generation_config():
 
 
 def test_a_bfloat16_target_with_a_float32_draft():
-    from architectures import resembling, tiny
-
     target = tiny("Llama")
     draft = resembling(target)
     plain_decoder = SequoiaDecoder(target.to(torch.bfloat16), None, TokenTree.chain(1))

@@ -15,11 +15,11 @@ import pytest
 import torch
 from enumeration import CASES, Case, independent, without_replacement
 from toys import SMALL_TREES as TREES
-from toys import ToyModel
+from toys import toy_decoder
 from triton_kernels import DEVICE
 
 from sequoia_plan.artifacts import TokenTree, load_tree
-from sequoia_plan.runtime import Sampling, SequoiaDecoder, step
+from sequoia_plan.runtime import Sampling, step
 from sequoia_plan.runtime.base import kernel_launch
 from sequoia_plan.runtime.base import sampling as sampling_module
 from sequoia_plan.runtime.base.drawing import race_on_device
@@ -124,6 +124,21 @@ def error(case, verifier, draws=without_replacement, change=lambda fused: None):
     return case.error(acceptance_of_kernels(case.tree, verifier, change), draws)
 
 
+class Changed:
+    """A kernel whose arguments are changed before it is launched, or its results after."""
+
+    def __init__(self, kernel, before=lambda *args: args, after=lambda *args: None):
+        self.kernel, self.before, self.after = kernel, before, after
+
+    def __getitem__(self, grid):
+        def launch(*args, **constants):
+            args = self.before(*args)
+            self.kernel[grid](*args, **constants)
+            self.after(*args)
+
+        return launch
+
+
 ENUMERATED = {
     "random": SMALL,
     "zeros": TREES["chain"],
@@ -142,31 +157,6 @@ def test_output_has_the_targets_distribution(verifier, case):
     assert error(Case(ENUMERATED[case], **CASES[case]), verifier) < 1e-7
 
 
-ORIGINAL_KERNELS = {}
-
-
-def without_residual(
-    logits,
-    draft_probs,
-    t2d,
-    tokens,
-    inside,
-    draft_vocabulary,
-    max_logit,
-    threshold,
-    c,
-    e,
-    temperature,
-    min_p,
-    HAS_D2T,
-    DTYPE,
-):
-    """Negative control: rejections do not change the target's probabilities."""
-    return ORIGINAL_KERNELS["target_weights"](
-        logits, tokens, inside, max_logit, threshold, temperature, min_p, DTYPE
-    )
-
-
 @interpreted
 @pytest.mark.parametrize("verifier", FUSED_VERIFIERS)
 def test_broken_kernels_fail(verifier, monkeypatch):
@@ -180,7 +170,13 @@ def test_broken_kernels_fail(verifier, monkeypatch):
 
         assert error(case, verifier, change=reverse) > 1e-3
     kernels = fused_verifier.kernels()
-    ORIGINAL_KERNELS["target_weights"] = kernels.target_weights
+    weights = kernels.target_weights
+
+    def without_residual(logits, q, t2d, tokens, inside, size, top, threshold, c, e, *filters):
+        """Rejections do not change the target's probabilities."""
+        temperature, min_p, _, dtype = filters
+        return weights(logits, tokens, inside, top, threshold, temperature, min_p, dtype)
+
     monkeypatch.setattr(kernels, "residual_weights", without_residual)
     assert error(case, verifier) > 1e-3
 
@@ -291,20 +287,14 @@ def test_radix_selection_keeps_what_the_tensor_versions_keep(filters, dtype):
 )
 def test_wrong_selections_fail(name, argument, change, monkeypatch):
     kernels = fused_verifier.kernels()
-    kernel = getattr(kernels, name)
 
-    class Changed:
-        def __getitem__(self, grid):
-            def launch(*args, **constants):
-                args = (*args[:argument], change(args[argument]), *args[argument + 1 :])
-                kernel[grid](*args, **constants)
-
-            return launch
+    def before(*args):
+        return *args[:argument], change(args[argument]), *args[argument + 1 :]
 
     sampling = Sampling(0.8, top_k=40, top_p=0.7)
     logits = logits_to_select_from(torch.bfloat16)
     assert statistics_error(logits, sampling) < 1e-6
-    monkeypatch.setattr(kernels, name, Changed())
+    monkeypatch.setattr(kernels, name, Changed(getattr(kernels, name), before))
     assert statistics_error(logits, sampling) > 1e-3
 
 
@@ -368,30 +358,28 @@ def test_races_are_drawn_as_the_tensor_version_draws(count):
 def test_wrong_races_differ(wrong, monkeypatch):
     """Controls: a block has fewer winners than are drawn; its tokens share random numbers."""
     kernels = drawing_kernels()
-    kernel = kernels.race
 
-    class Changed:
-        def __getitem__(self, grid):
-            def launch(*args, **constants):
-                *before, bits, probs, keys, tokens, vocabulary, count, temperature = args
-                if wrong == "other numbers":
-                    bits = bits[:, :16].repeat(1, 3)[:, :vocabulary].contiguous()
-                args = (*before, bits, probs, keys, tokens, vocabulary, count, temperature)
-                kernel[grid](*args, **constants)
-                if wrong == "fewer winners":
-                    keys[..., -3:] = -torch.inf
+    def other_numbers(*args):
+        *inputs, bits, probs, keys, tokens, vocabulary, count, temperature = args
+        bits = bits[:, :16].repeat(1, 3)[:, :vocabulary].contiguous()
+        return *inputs, bits, probs, keys, tokens, vocabulary, count, temperature
 
-            return launch
+    def fewer_winners(*args):
+        args[-5][..., -3:] = -torch.inf  # the keys
 
-    monkeypatch.setattr(kernels, "race", Changed())
+    controls = {
+        "fewer winners": Changed(kernels.race, after=fewer_winners),
+        "other numbers": Changed(kernels.race, other_numbers),
+    }
+    monkeypatch.setattr(kernels, "race", controls[wrong])
     assert race_difference() > 0
 
 
-def use_kernels(monkeypatch, target):
-    """Let decoders with this target, made from now on, use kernels as on CUDA."""
+def use_kernels(monkeypatch):
+    """Let steps that are made from now on use kernels as on CUDA."""
     for module in (step, sampling_module):
         monkeypatch.setattr(module, "kernels_available", lambda device: True)
-    monkeypatch.setattr(step, "is_on_one_cuda_device", lambda model: model is target)
+    monkeypatch.setattr(step, "is_on_one_cuda_device", lambda model: True)
     monkeypatch.setattr(step, "FusedVerifier", lambda *args: FusedVerifier(*args, block=16))
     monkeypatch.setattr(
         sampling_module, "race_on_device", lambda *args: race_on_device(*args, block=16)
@@ -413,12 +401,10 @@ def use_kernels(monkeypatch, target):
 @pytest.mark.parametrize("covered", [None, [0, 2, 3, 5, 7]])
 def test_a_decoder_generates_the_same_with_kernels(sampling, covered, monkeypatch):
     """Whole texts, as a decoder on CUDA runs; also a verifier without kernels."""
-    target = ToyModel(0, context=256)
-    draft = ToyModel(1, base=target, noise=0.5, covered=covered, context=256)
-    decoder = SequoiaDecoder(target, draft, WIDE)
+    decoder = toy_decoder(WIDE, covered=covered)
     expected = decoder.generate([3, 1, 4], 12, sampling=sampling, seed=3).sequences
-    use_kernels(monkeypatch, target)
-    decoder = SequoiaDecoder(target, draft, WIDE, captured=False)
+    use_kernels(monkeypatch)
+    decoder = decoder.with_tree(WIDE)
     fused, runs = decoder.step.verifier.fused, []
     for name, method in {"greedy": fused.greedy, "verify": fused.verify}.items():
 
@@ -476,14 +462,12 @@ def test_tensor_operations_replace_a_kernel_that_cannot_be_compiled(
     sampling, module, kernel, name, monkeypatch
 ):
     """The same text, with one warning; the kernel is tried once."""
-    target = ToyModel(0, context=256)
-    draft = ToyModel(1, base=target, noise=0.5, context=256)
-    decoder = SequoiaDecoder(target, draft, WIDE)
+    decoder = toy_decoder(WIDE)
     expected = decoder.generate([3, 1, 4], 12, sampling=sampling, seed=3).sequences
-    use_kernels(monkeypatch, target)
+    use_kernels(monkeypatch)
     uncompiled = Uncompiled()
     monkeypatch.setattr(module(), kernel, uncompiled)
-    decoder = SequoiaDecoder(target, draft, WIDE, captured=False)
+    decoder = decoder.with_tree(WIDE)
     assert decoder.step.verifier.uses_kernels(sampling)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -30,6 +30,7 @@ SETTINGS = [
     *(Sampling(0.8, verifier=name) for name in VERIFIERS if name != FILTERED.verifier),
 ]
 STEPS = 200
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def llama(seed, hidden, layers, device):
@@ -69,42 +70,42 @@ def accepted(decoder, sampling):
 @pytest.fixture
 def traced(monkeypatch):
     """Decoders run the trace of their step: one graph, or an error."""
-    if torch.__version__ < (2, 8):
-        pytest.skip("torch 2.7 traces no context managers, as that around attention")
     torch._dynamo.reset()
     monkeypatch.setattr(extent, "EXTENT_MULTIPLE", {"cpu": 1024})  # one shape, one trace
+    # dynamo cannot guard tensors of inference mode
+    monkeypatch.setattr(SequoiaDecoder, "steps", SequoiaDecoder.steps.__wrapped__)
     compiled = torch.compile(TreeStep.__call__, fullgraph=True, backend="aot_eager", dynamic=False)
-    return lambda: monkeypatch.setattr(CapturedStep, "run", compiled)
+    with torch.no_grad():
+        yield lambda: monkeypatch.setattr(CapturedStep, "run", compiled)
 
 
-@pytest.mark.parametrize(
-    "sampling", SETTINGS[:-2], ids=repr
-)  # test_verify.py traces every verifier; here the whole step counts
-def test_the_step_traces_whole_and_the_trace_gives_the_same_tokens(sampling, traced):
-    with torch.no_grad():  # dynamo cannot guard tensors of inference mode
-        eager, traced_decoder = decoder(), decoder()
-        for each in (eager, traced_decoder):
-            each.steps = SequoiaDecoder.steps.__wrapped__.__get__(each)
-        expected = accepted(eager, sampling)
-        traced()
-        assert accepted(traced_decoder, sampling) == expected
+LOOKS_UP = TokenTree(TREE.parents, looks_up=True)
+LOOKUP_CHAIN = TokenTree(TokenTree.chain(6).parents, looks_up=True)
+PORTFOLIO = TokenTree(TREE.parents, by_match={1: LOOKS_UP, 2: LOOKUP_CHAIN})
+SHORT = [Sampling(0.0), Sampling(0.8)]
+KINDS = [
+    *(("language model", sampling) for sampling in SETTINGS[:-2]),  # test_verify.py traces others
+    *(("portfolio", sampling) for sampling in SHORT),
+    *((kind, sampling) for kind in PARTS for sampling in SHORT),  # with hooks in the target's pass
+]
+
+
+@pytest.mark.parametrize(("kind", "sampling"), KINDS, ids=repr)
+def test_the_step_traces_whole_and_the_trace_gives_the_same_tokens(
+    kind, sampling, traced, tmp_path
+):
+    if kind in PARTS:
+        eager, traced_decoder = tapped(kind, tmp_path), tapped(kind, tmp_path)
+    else:
+        tree = PORTFOLIO if kind == "portfolio" else TREE
+        eager, traced_decoder = (decoder().with_tree(tree) for _ in range(2))
+    expected = accepted(eager, sampling)
+    traced()
+    assert accepted(traced_decoder, sampling) == expected
     assert len(expected) == STEPS
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.8)], ids=repr)
-@pytest.mark.parametrize("kind", PARTS)
-def test_steps_with_other_kinds_of_drafts_trace_whole(kind, sampling, traced, tmp_path):
-    """With the hooks that take the target's hidden states out of its pass."""
-    with torch.no_grad():
-        eager, traced_decoder = tapped(kind, tmp_path), tapped(kind, tmp_path)
-        for each in (eager, traced_decoder):
-            each.steps = SequoiaDecoder.steps.__wrapped__.__get__(each)
-        expected = accepted(eager, sampling)
-        traced()
-        assert accepted(traced_decoder, sampling) == expected
-
-
-@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.8)], ids=repr)
+@pytest.mark.parametrize("sampling", SHORT, ids=repr)
 @pytest.mark.parametrize("kind", PARTS)
 def test_no_operation_of_a_step_with_other_kinds_of_drafts_copies_from_the_host(
     kind, sampling, monkeypatch, tmp_path
@@ -116,21 +117,6 @@ def test_no_operation_of_a_step_with_other_kinds_of_drafts_copies_from_the_host(
     }
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.8)], ids=repr)
-def test_steps_whose_spine_is_looked_up_trace_whole(sampling, traced):
-    """The match is searched, and the chain copied, without a value that the host reads."""
-    looks_up = TokenTree(TREE.parents, looks_up=True)
-    chain = TokenTree(TokenTree.chain(6).parents, looks_up=True)
-    portfolio = TokenTree(TREE.parents, by_match={1: looks_up, 2: chain})
-    with torch.no_grad():
-        eager, traced_decoder = (decoder().with_tree(portfolio) for _ in range(2))
-        for each in (eager, traced_decoder):
-            each.steps = SequoiaDecoder.steps.__wrapped__.__get__(each)
-        expected = accepted(eager, sampling)
-        traced()
-        assert accepted(traced_decoder, sampling) == expected
-
-
 def test_a_step_that_reads_a_tensor_does_not_trace(traced, monkeypatch):
     """Negative control: the tracer notices a host read."""
     keep = TreeStep.commit
@@ -139,12 +125,9 @@ def test_a_step_that_reads_a_tensor_does_not_trace(traced, monkeypatch):
         return keep(self, replace(taken, count=taken.count + int(taken.count.item() > 99)))
 
     monkeypatch.setattr(TreeStep, "commit", reading)
-    with torch.no_grad():
-        control = decoder()
-        control.steps = SequoiaDecoder.steps.__wrapped__.__get__(control)
-        traced()
-        with pytest.raises(torch._dynamo.exc.TorchDynamoException):
-            accepted(control, Sampling(0.0))
+    traced()
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+        accepted(decoder(), Sampling(0.0))
 
 
 class Devices(TorchDispatchMode):
@@ -191,18 +174,12 @@ def devices_of_a_step(sampling, covered, monkeypatch, target=None, draft=None):
         monkeypatch.setattr(module, "probe", lambda model: None)
     monkeypatch.setattr(torch, "Generator", lambda device: None)
     target, draft = target or llama(0, 32, 2, "meta"), draft or llama(1, 16, 1, "meta")
+    d2t = getattr(draft, "d2t", None)
     if covered is not None:
-        monkeypatch.setattr(
-            decoding_models,
-            "shared_vocabulary",
-            lambda *_: (len(covered), torch.empty(len(covered), dtype=torch.long, device="meta")),
-        )
-    if getattr(draft, "d2t", None) is not None:
-        monkeypatch.setattr(
-            decoding_models,
-            "shared_vocabulary",
-            lambda target, draft, *_: (draft.d2t.numel(), draft.d2t),
-        )
+        d2t = torch.empty(len(covered), dtype=torch.long, device="meta")
+    if d2t is not None:
+        shared = (d2t.numel(), d2t)
+        monkeypatch.setattr(decoding_models, "shared_vocabulary", lambda *_: shared)
     each = SequoiaDecoder(target, draft, TREE).step
     each.sequence.reserve(64, each.target.new_cache, each.drafter.new_cache)
     each.sequence.reserve_aux_hidden_states(
@@ -286,7 +263,7 @@ def test_steps_launched_ahead_change_nothing(sampling, tokens, context, monkeypa
     assert found[True] == found[False]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("sampling", SETTINGS, ids=repr)
 def test_captured_steps_give_the_same_tokens(sampling):
     eager, captured = decoder("cuda", captured=False), decoder("cuda")
@@ -296,7 +273,7 @@ def test_captured_steps_give_the_same_tokens(sampling):
     assert accepted(captured, sampling) == expected  # replayed for another sequence
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 def test_graphs():
     """What a capture prepares is undone; every call replays; a pool that was cleared can be filled
     again."""
@@ -313,7 +290,7 @@ def test_graphs():
         graphs.clear()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 @pytest.mark.parametrize(
     "waiting",
     [lambda total: total.sum().item(), lambda total: torch.tensor([1.0]).to(total.device)],

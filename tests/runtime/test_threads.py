@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from architectures import resembling, tiny
+from architectures import plain_text, resembling, tiny
 from toys import Ids
 from transformers import TextIteratorStreamer
 
@@ -49,13 +49,9 @@ def request_of(decoder, sampling):
 
     def request(i):
         streamer = Ids()
-        found = (
-            decoder.generate(PROMPTS[i], 24, sampling=sampling, seed=i, streamer=streamer)
-            .sequences[0]
-            .tolist()
-        )
-        assert streamer.ended and streamer.tokens == found
-        return found
+        result = decoder.generate(PROMPTS[i], 24, sampling=sampling, seed=i, streamer=streamer)
+        assert streamer.ended and streamer.tokens == result.sequences[0].tolist()
+        return streamer.tokens
 
     return request
 
@@ -88,29 +84,11 @@ def test_custom_generate_takes_turns_too(models):
     target, draft = models
 
     def request(i):
-        ids = torch.tensor([PROMPTS[i]])
-        options = {
-            "attention_mask": torch.ones_like(ids),
-            "max_new_tokens": 16,
-            "do_sample": False,
-            "pad_token_id": 0,
-        }
-        return target.generate(
-            ids, custom_generate=sequoia, draft=draft, tree=TREE if i % 8 else OTHER, **options
-        )[0].tolist()
+        tree = TREE if i % 8 else OTHER
+        options = {"custom_generate": sequoia, "draft": draft, "tree": tree}
+        return plain_text(target, torch.tensor([PROMPTS[i]]), 16, **options).tolist()
 
-    reference = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        reference.append(
-            target.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=16,
-                do_sample=False,
-                pad_token_id=0,
-            )[0].tolist()
-        )
+    reference = [plain_text(target, torch.tensor([prompt]), 16).tolist() for prompt in PROMPTS]
     assert by_threads(request) == reference
 
 
@@ -138,12 +116,8 @@ def test_a_thread_does_not_wait_for_itself(models):
     decoder = SequoiaDecoder(*models, TREE)
     steps = decoder.steps(torch.tensor([1, 2, 3]), 20, Sampling())
     next(steps)
-    with pytest.raises(
-        SequoiaPlanError,
-        match=r"in the middle of another sequence of this thread; finish or close that one",
-    ):
-        decoder.generate([1, 2], 4)
-    with pytest.raises(SequoiaPlanError, match="in the middle of another sequence"):
-        decoder.with_tree(OTHER).generate([1, 2], 4)
+    for other in (decoder, decoder.with_tree(OTHER)):
+        with pytest.raises(SequoiaPlanError, match="in the middle of another sequence"):
+            other.generate([1, 2], 4)
     steps.close()
     assert decoder.generate([1, 2], 4).new_tokens == 4
