@@ -121,8 +121,8 @@ def test_text_streams_as_from_transformers(decoder):
 
 def inside(model, draft, ids=IDS, **settings):
     """What transformers' generate returns when it decodes with us; greedy by default."""
-    defaults = {"tree": TREE, "max_new_tokens": NEW, "do_sample": False}
-    return model.generate(ids, custom_generate=sequoia, draft=draft, **(defaults | settings))
+    defaults = {"draft": draft, "tree": TREE, "max_new_tokens": NEW, "do_sample": False}
+    return model.generate(ids, custom_generate=sequoia, **(defaults | settings))
 
 
 def test_custom_generate_is_generate(target, draft, greedy):
@@ -173,7 +173,7 @@ def test_custom_generate_streams_and_stops(target, draft, greedy):
 )
 def test_custom_generate_refuses_what_it_would_ignore(target, draft, settings, message):
     with pytest.raises(SequoiaPlanError, match=message):
-        inside(target, draft, **settings)
+        inside(target, **({"draft": draft} | settings))
 
 
 def test_custom_generate_refuses_batches(target, draft):
