@@ -21,7 +21,7 @@ TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 TREES = [TREE, TokenTree.chain(5), TokenTree.star(4), TokenTree.chain(1)]
 PROMPTS = [[3], [3, 1], [3, 1, 4, 1, 5]]
 SETTINGS = [Sampling(), *(Sampling(0.9, 0.8, 5, verifier=name) for name in DRAWING_OF_VERIFIER)]
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 def toys(folder):

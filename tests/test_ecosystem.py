@@ -30,7 +30,7 @@ from sequoia_plan.runtime.pair import _context_remarks
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 IDS = torch.tensor([[5, 6, 7, 8]])
 NEW = 40
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 def words(changes=None, count=VOCABULARY):

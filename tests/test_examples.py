@@ -16,6 +16,8 @@ from paths import ROOT
 
 from sequoia_plan.artifacts import load_tree
 
+pytestmark = pytest.mark.slow
+
 FOLDER = ROOT / "examples"
 NOTEBOOK = FOLDER / "story.ipynb"
 MAX_BYTES = 300_000

@@ -14,6 +14,8 @@ import torch
 
 from sequoia_plan.artifacts import Acceptance, Latency, TokenTree
 
+pytestmark = pytest.mark.slow
+
 
 def run(monkeypatch, output, parts, *arguments):
     """Run the script. Returns its exit code and the contents of the files that it left."""

@@ -17,6 +17,8 @@ from sequoia_plan.engines.spec_types import LOOKUP, candidates, default_drafting
 from sequoia_plan.engines.workload import NONE, Drafting, Workload
 from sequoia_plan.planner.cli import main
 
+pytestmark = pytest.mark.slow
+
 SERVER = str(STAND_IN / "llama-server")
 
 

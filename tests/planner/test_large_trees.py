@@ -35,7 +35,7 @@ from sequoia_plan.profiler.observed import (
 )
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 WIDE = solve([0.5, 0.2, 0.1, 0.05], budget=24, depth=8).tree
 """24 nodes on seven levels."""
 

@@ -24,7 +24,7 @@ from sequoia_plan.profiler.observed import LEVELS, TREE, ObservedAcceptance
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 PLAIN_RULE = Sampling(1.0, verifier="sequoia")
 """Its acceptance is measured without an acceptance ratio."""
 TRAVERSAL = Sampling(1.0, verifier="traversal")

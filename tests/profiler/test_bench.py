@@ -34,6 +34,8 @@ from sequoia_plan.profiler.journal import Journal, discard, exclusive
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL
 
+pytestmark = pytest.mark.slow
+
 TREES = bench_trees(TREE, "traversal")
 TOKENS = expected_tokens(TREE, TREE.plan.acceptance.rates)
 PARTS = ("step", "draft", "target", "verify", "commit", "host", "draw", "share_not_model")

@@ -28,6 +28,8 @@ from sequoia_plan.profiler.verification import VerificationTimer, fit, trees_to_
 from sequoia_plan.runtime import Sampling
 from sequoia_plan.runtime.captured_step import CapturedStep
 
+pytestmark = pytest.mark.slow
+
 SIZES = (1, 2, 3, 4)
 WARM = Sampling(1.0)
 

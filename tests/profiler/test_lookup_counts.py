@@ -40,7 +40,7 @@ from sequoia_plan.profiler.observed import LEVELS
 from sequoia_plan.runtime import Pair, Sampling
 from sequoia_plan.runtime.base import lookup as device_lookup
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 texts = st.tuples(
     st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(0, 40), st.integers(0, 90)
 ).map(lambda drawn: (drawn[0] + [drawn[0][0]] * drawn[2], drawn[1]))

@@ -14,7 +14,7 @@ from sequoia_plan.profiler.traversal_paths import path_probs
 from sequoia_plan.runtime import Sampling
 from sequoia_plan.runtime.verify import VERIFIERS, traversal
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -14,6 +14,8 @@ from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime.base.drawing import draw_tokens
 from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex, greedy, sample_path, verify
 
+pytestmark = pytest.mark.slow
+
 
 def random_case(tree, vocabulary, generator, dtype=torch.float64):
     """(target_probs, draft_probs, distinct drawn tokens, index), independent of each other."""

@@ -29,7 +29,7 @@ from sequoia_plan.runtime.models.probe import probe
 
 DOCS = ROOT / "docs" / "architectures.md"
 WINDOWED = ["Qwen2, some layers windowed", "Mistral", "Mixtral", "Gemma 2", "Gemma 3"]
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")

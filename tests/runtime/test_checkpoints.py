@@ -17,7 +17,7 @@ from sequoia_plan.artifacts import Profile, SequoiaPlanError, TokenTree, load_tr
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.models.pretrained import load_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 TARGET = small_target()
 NESTED = {"speculators_model_type": "eagle3", "draft_vocab_size": 16}
 

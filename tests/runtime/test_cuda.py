@@ -32,7 +32,7 @@ from sequoia_plan.runtime.offload.disk_stream import DiskStream
 from sequoia_plan.runtime.offload.host_stream import HostStream
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 def simulated():

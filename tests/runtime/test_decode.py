@@ -22,7 +22,7 @@ from sequoia_plan.runtime.verify import VERIFIERS
 PROMPT = [3, 1, 4]
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 RUNS = 100_000
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.draft.dflash import DFlashDrafter
 
 GOLDEN = golden("dflash")
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 def flat(config, weights):

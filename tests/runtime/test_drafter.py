@@ -26,7 +26,7 @@ TREES = [
     TREE,
     TokenTree.from_parents([-1, *((node - 1) // 3 for node in range(1, 30))]),
 ]
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 def decoder(tree=TREE, **options):

@@ -24,7 +24,7 @@ DEPTH = 4
 FORK = 12
 """The slot of the root after which the two texts of the golden file differ."""
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 2, 3, 4, 5, 6])
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 def flat(config, weights, layout):

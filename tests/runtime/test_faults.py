@@ -13,6 +13,8 @@ from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.verify import VERIFIERS
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [3, 1, 4]
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 

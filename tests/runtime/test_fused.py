@@ -34,6 +34,7 @@ from sequoia_plan.runtime.verify import (
 from sequoia_plan.runtime.verify.fused_verifier import FUSED_VERIFIERS, FusedVerifier
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("one_thread"),
     # the interpreter computes with NumPy
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),

@@ -21,6 +21,8 @@ from sequoia_plan.runtime.models.fuse import MAX_ERROR, fuse, fused_layer_error,
 from sequoia_plan.runtime.models.fused_layer import can_fuse, plain_linear
 from sequoia_plan.runtime.models.prepacked import PrepackedLinear, can_prepack
 
+pytestmark = pytest.mark.slow
+
 KINDS = [plain_linear]
 if can_prepack(torch.float32, "cpu"):
     KINDS.append(PrepackedLinear)

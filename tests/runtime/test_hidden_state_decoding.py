@@ -29,7 +29,7 @@ TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 ALGORITHMS = list(PARTS)
 DRAFTS = [*ALGORITHMS, "int8"]
 WINDOWED = "int8, windowed"
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 def with_copy(target, spread):

@@ -13,6 +13,8 @@ import torch
 
 from sequoia_plan.runtime.offload.host_stream import HostStream
 
+pytestmark = pytest.mark.slow
+
 LAYERS, SLOTS = 7, 3
 
 

@@ -20,6 +20,8 @@ from paths import ROOT
 
 from sequoia_plan.runtime.base.drawing import BLOCK, WARPS
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip(
     "triton", reason="Triton is not installed, which compiles the kernels", exc_type=ImportError
 )

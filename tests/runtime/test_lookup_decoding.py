@@ -17,7 +17,7 @@ from sequoia_plan.runtime.draft.unread import catch_up, note_count
 from sequoia_plan.runtime.step import TreeStep
 
 ALGORITHMS = list(PARTS)
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 def looking_up(*parents):

@@ -39,7 +39,7 @@ from sequoia_plan.runtime.offload import offloaded_target
 from sequoia_plan.runtime.offload.memory import SLOTS, as_bytes, split_memory
 from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 
-pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "own_cache")]
 
 
 def pair_in_memory(folder):

@@ -31,6 +31,8 @@ from sequoia_plan.runtime.models.fuse import fuse
 from sequoia_plan.runtime.models.prepacked import PrepackedLinear
 from sequoia_plan.runtime.pair import LANGUAGE_MODEL, with_draft
 
+pytestmark = pytest.mark.slow
+
 PAGE = ROOT / "docs" / "own-models.md"
 SNIPPET = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.S)[1]
 COMMANDS = [

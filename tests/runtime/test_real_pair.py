@@ -20,6 +20,8 @@ from sequoia_plan.runtime.pair import (
     with_draft,
 )
 
+pytestmark = pytest.mark.slow
+
 BUSHY = TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 1, 2, 3, 4, 4, 9])
 TREES = [TokenTree.chain(1), TokenTree.chain(4), BUSHY]
 TIE = 1e-4

@@ -23,7 +23,7 @@ from sequoia_plan.runtime.models.fused_layer import FusedLayer
 from sequoia_plan.runtime.models.int8 import Int8Linear, rows_in_8_bits
 from sequoia_plan.runtime.models.prepacked import PrepackedLinear, can_prepack
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3, 6])
 EXPERTS = {"Qwen3-MoE", "Mixtral"}
 FUSED = {"Llama", "Mistral", "Qwen2", "Qwen2, some layers windowed", "Qwen3", "SmolLM3"}

@@ -19,7 +19,7 @@ from sequoia_plan.runtime.models.int8 import Int8Linear
 from sequoia_plan.runtime.offload.memory import SLOTS, cache_bytes, own_bytes
 from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3, 6])
 EXPERTS = {"Qwen3-MoE", "Mixtral"}
 

@@ -23,7 +23,7 @@ from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.models import attention, split_keys
 from sequoia_plan.runtime.models.split_keys import can_split_keys, split_key_attention
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="is about a CPU that stands for a GPU")
 DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16, torch.float32]
 """Triton's interpreter multiplies matrices of bfloat16 wrongly."""

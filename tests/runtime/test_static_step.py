@@ -22,6 +22,8 @@ from sequoia_plan.runtime.draft import language_model
 from sequoia_plan.runtime.step import TreeStep
 from sequoia_plan.runtime.verify import VERIFIERS
 
+pytestmark = pytest.mark.slow
+
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 FILTERED = Sampling(0.8, top_p=0.9, top_k=20, min_p=0.01, draft_temperature=1.1)
 SETTINGS = [

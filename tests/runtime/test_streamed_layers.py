@@ -18,7 +18,7 @@ from sequoia_plan.runtime.models.fused_layer import FusedLayer
 from sequoia_plan.runtime.offload import offloaded_target
 from sequoia_plan.runtime.offload.weight_file import ALIGNMENT
 
-pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "own_cache")]
 
 RESIDENT = 2
 

@@ -20,7 +20,7 @@ from sequoia_plan.runtime.base.sequence import SequenceLock
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 OTHER = TokenTree.chain(4)
 PROMPTS = [[(7 * i + j) % 90 for j in range(3 + i % 5)] for i in range(32)]
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from sequoia_plan.runtime.offload import disk_stream
 from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 from sequoia_plan.runtime.offload.weight_file import ALIGNMENT, WeightFile
 
-pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "own_cache")]
 
 
 def test_the_file_is_a_safetensors_file_in_pass_order(folder):
