@@ -113,11 +113,11 @@ def check_format(document: Any, name: str, version: int, place: str, made_by: st
     """Refuse a document that does not name this format and version."""
     header = document if isinstance(document, Mapping) else {}
     if (header.get("format"), header.get("version")) != (name, version):
-        found = "no format"
+        stated = "no format"
         if "format" in header:
-            found = f"format {header['format']!r:.40}, version {header.get('version')!r:.20}"
+            stated = f"format {header['format']!r:.40}, version {header.get('version')!r:.20}"
         raise SequoiaPlanError(
-            f"{place}: found {found}, expected {name}, version {version}; make it with {made_by} "
+            f"{place}: found {stated}, expected {name}, version {version}; make it with {made_by} "
             "of this sequoia-plan"
         )
 

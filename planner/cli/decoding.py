@@ -55,7 +55,7 @@ def generate(
     tree = load_tree(tree_file)
     settings = read_sampling(sampling, tree.plan.settings)
     if prompt == "-":
-        prompt = sys.stdin.buffer.read().decode()
+        prompt = _read_stdin()
     pair = load_pair(**models)
     warn_if_foreign(tree.plan, pair)
     solved_verifier = tree.plan.settings.get("verifier", settings.verifier)
@@ -198,3 +198,15 @@ def bench(
     print_table(result)
     for path in filter(None, (report, output)):
         click.echo(f"wrote {path}")
+
+
+def _read_stdin() -> str:
+    """Read the prompt from stdin, which must be UTF-8 text."""
+    from sequoia_plan.artifacts import SequoiaPlanError
+
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise SequoiaPlanError(
+            f"--prompt -: stdin is not UTF-8 text (byte {error.start}); expected text"
+        ) from error

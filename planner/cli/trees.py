@@ -160,14 +160,15 @@ def _shape(tree: TokenTree) -> dict[str, Any]:
         {
             "match_length": part.match_length,
             "share": part.share,
-            "looks_up": tree.for_match(part.match_length).looks_up,
+            "looks_up": class_tree.looks_up,
             "expected_tokens": part.expected_tokens,
             "step_seconds": part.step_seconds,
-            "size": tree.for_match(part.match_length).size,
-            "depth": tree.for_match(part.match_length).depth,
-            "parents": tree.for_match(part.match_length).parents.tolist(),
+            "size": class_tree.size,
+            "depth": class_tree.depth,
+            "parents": class_tree.parents.tolist(),
         }
         for part in tree.plan.by_match
+        for class_tree in [tree.for_match(part.match_length)]
     ]
     return {
         "size": tree.size,

@@ -57,14 +57,18 @@ class TreeVerifier:
         `drafted`: float [drafted parents, draft vocabulary], and int64 [drafted parents,
         branching], the draft's probabilities and what was drawn from them.
         """
-        inputs = (sampling, sequence, logits, drafted)
-        if not self.uses_kernels(sampling):
-            return self._by_tensors(*inputs)
-        return kernel_or_tensors(
-            kernels_name(sampling),
-            partial(self._by_kernels, *inputs),
-            partial(self._by_tensors, *inputs),
-        )
+        by_tensors = partial(self._by_tensors, sampling, sequence, logits, drafted)
+        fused = self.fused
+        if fused is None or not self.uses_kernels(sampling):
+            return by_tensors()
+
+        def by_kernels() -> AcceptedPath:
+            """The same by kernels that walk on the device."""
+            if sampling.greedy:
+                return fused.greedy(logits, self._tokens(sequence))
+            return fused.verify(logits, sampling, *drafted, sequence.uniforms)
+
+        return kernel_or_tensors(kernels_name(sampling), by_kernels, by_tensors)
 
     def uses_kernels(self, sampling: Sampling) -> bool:
         """Do kernels that walk on the device verify the tree?"""
@@ -74,19 +78,6 @@ class TreeVerifier:
         knows_children = sampling.greedy or not self.looks_up
         is_replaced = self.verifiers != VERIFIERS
         return self.fused is not None and has_kernels and knows_children and not is_replaced
-
-    def _by_kernels(
-        self,
-        sampling: Sampling,
-        sequence: SequenceState,
-        logits: Tensor,
-        drafted: tuple[Tensor, Tensor],
-    ) -> AcceptedPath:
-        """What `__call__` returns, by kernels."""
-        assert self.fused is not None
-        if sampling.greedy:
-            return self.fused.greedy(logits, self._tokens(sequence))
-        return self.fused.verify(logits, sampling, *drafted, sequence.uniforms)
 
     def _by_tensors(
         self,

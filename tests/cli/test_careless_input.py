@@ -10,17 +10,13 @@ import sys
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from sequoia_plan.artifacts import (
     Acceptance,
     Latency,
     Profile,
     SequoiaPlanError,
-    TokenTree,
-    save_tree,
 )
-from sequoia_plan.planner.cli import main
 from sequoia_plan.planner.cli.terminal import printable
 from sequoia_plan.runtime.offload.memory import as_bytes
 
@@ -28,15 +24,6 @@ PROFILE = Profile(
     Acceptance.given((0.5, 0.125)),
     latency=Latency({1: 0.04, 4: 0.042, 16: 0.05}, {1: 0.003, 16: 0.004}, 0.001, 128),
 )
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """Runs a command in a folder that holds a profile and a tree."""
-    monkeypatch.chdir(tmp_path)
-    PROFILE.save("profile.yaml")
-    save_tree(TokenTree.from_parents([-1, 0, 0, 1], {"acceptance": [0.5, 0.2]}), "tree.safetensors")
-    return lambda *arguments, **options: CliRunner().invoke(main, arguments, **options)
 
 
 def refused(result, code, *parts):

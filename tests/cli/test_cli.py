@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import torch
-from click.testing import CliRunner
 from msgspec.structs import replace
 
 from sequoia_plan.artifacts import (
@@ -21,8 +20,8 @@ from sequoia_plan.artifacts import (
     load_tree,
     save_tree,
 )
-from sequoia_plan.planner.cli import main, profiling
 from sequoia_plan.planner.cli import pair as cli_pair
+from sequoia_plan.planner.cli import profiling
 from sequoia_plan.profiler import latency
 from sequoia_plan.profiler.hardware import fingerprint, idle_cores
 from sequoia_plan.runtime import Sampling
@@ -33,15 +32,6 @@ PROFILE = Profile(
     Latency({1: 0.04, 4: 0.042, 16: 0.05}, {1: 0.003, 16: 0.004}, 0.001, 128),
 )
 SHORT = ("--max-new-tokens", "8", "--dtype", "float32", "--json")
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """A function that runs a command in a folder that holds a profile and a tree."""
-    monkeypatch.chdir(tmp_path)
-    PROFILE.save("profile.yaml")
-    save_tree(TokenTree.from_parents([-1, 0, 0, 1], {"acceptance": [0.5, 0.2]}), "tree.safetensors")
-    return lambda *arguments, **options: CliRunner().invoke(main, arguments, **options)
 
 
 def answer(result):
@@ -177,6 +167,11 @@ def test_a_failed_solve_leaves_the_old_tree(run, tmp_path):
     (tmp_path / "profile.yaml").write_text(PROFILE.to_yaml().replace("0.04,", "-0.04,", 1))
     check_refused(run("solve"), 1, "profile.yaml", "latency.target", ">= 1e-12")
     assert (tmp_path / "tree.safetensors").read_bytes() == before
+
+
+def test_a_prompt_that_is_no_text(run):
+    result = run("generate", "--prompt", "-", input=b"ab\xff")
+    check_refused(result, 1, "--prompt -", "not UTF-8", "byte 2")
 
 
 @pytest.mark.parametrize("form", ["medusa", "nxd", "growmap"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from brute_force import DFLASH, EAGLE, fitting, max_speed
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 from strategies import latencies, rates
@@ -297,9 +297,11 @@ def test_no_tree_leaves_what_was_measured():
 
 @given(rates(6))
 def test_isotonic_rows_never_increase_and_keep_their_sums(rates):
+    # the mean of two subnormal numbers may round to 0
+    assume(not ((rates > 0) & (rates < np.finfo(float).tiny)).any())
     smoothed = isotonic(rates)
     assert (np.diff(smoothed) <= 0).all()
-    np.testing.assert_allclose(smoothed.sum(-1), rates.sum(-1), atol=1e-300)
+    np.testing.assert_allclose(smoothed.sum(-1), rates.sum(-1))
     is_kept = (np.diff(rates) < 0).all(-1)
     np.testing.assert_array_equal(smoothed[is_kept], rates[is_kept])
     assert isotonic(np.array([0.3, 0.05, 0.5])) == pytest.approx([0.3, 0.275, 0.275])

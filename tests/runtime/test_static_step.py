@@ -104,7 +104,8 @@ def test_the_step_traces_whole_and_the_trace_gives_the_same_tokens(
     expected = accepted(eager, sampling)
     traced()
     assert accepted(traced_decoder, sampling) == expected
-    assert len(expected) > STEPS // 2
+    # other kinds may end their text earlier
+    assert expected and (len(expected) == STEPS or kind != "language model")
 
 
 @pytest.mark.parametrize("sampling", SHORT, ids=repr)
