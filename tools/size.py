@@ -48,14 +48,13 @@ def python_size(source: str) -> Counter[str]:
 
 
 def folder_sizes(folders: list[str]) -> dict[str, Counter[str]]:
-    """The sizes of the tracked files under each folder; Markdown counts lines alone."""
+    """The sizes of the files under each folder that git does not ignore; Markdown counts lines alone."""
     sizes: dict[str, Counter[str]] = {}
     for folder in folders:
         total: Counter[str] = Counter()
-        listed = subprocess.run(
-            ["git", "ls-files", "--", folder], capture_output=True, text=True, check=True
-        ).stdout.split()
-        for name in listed:
+        command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", folder]
+        listed = subprocess.run(command, capture_output=True, text=True, check=True)
+        for name in listed.stdout.split():
             path = Path(name)
             if not path.is_file() or path.is_symlink():
                 continue
