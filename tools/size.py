@@ -48,7 +48,7 @@ def python_size(source: str) -> Counter[str]:
 
 
 def folder_sizes(folders: list[str]) -> dict[str, Counter[str]]:
-    """The sizes of the files under each folder that git does not ignore; Markdown counts lines alone."""
+    """The sizes of the files that git does not ignore; Markdown counts lines alone."""
     sizes: dict[str, Counter[str]] = {}
     for folder in folders:
         total: Counter[str] = Counter()
