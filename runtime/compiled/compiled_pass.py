@@ -1,0 +1,126 @@
+"""The compiled pass of one model: it packs the weights, keeps the workers, and runs passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sequoia_plan.runtime.base.cache import round_up
+from sequoia_plan.runtime.compiled.attention import QUERIES
+from sequoia_plan.runtime.compiled.cache import CompiledCache
+from sequoia_plan.runtime.compiled.forward import UNIT, Inputs, Outputs, Scratch, forward
+from sequoia_plan.runtime.compiled.packing import aligned_zeros
+from sequoia_plan.runtime.compiled.products import LANES
+from sequoia_plan.runtime.compiled.weights import Packed
+
+
+class Workers:
+    """Threads that run the parts of a pass. Each set of workers has its own."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.pool = ThreadPoolExecutor(count - 1) if count > 1 else None
+        self.counter = aligned_zeros((8,), np.int64)
+
+    def run(self, *arguments: Any) -> None:
+        """Call `forward` once in each thread."""
+        self.counter[0] = 0
+        address = self.counter.ctypes.data
+        others = [
+            self.pool.submit(forward, worker, self.count, address, *arguments)
+            for worker in range(1, self.count)
+            if self.pool
+        ]
+        forward(0, self.count, address, *arguments)
+        for other in others:
+            other.result()
+
+
+class CompiledPass:
+    """Runs packed layers over rows. It holds scratch memory, so one pass runs at a time."""
+
+    def __init__(
+        self, packed: Packed, width: int, inner_width: int, vocabulary: int, kv_heads: int,
+        rotary: Any, dtype: torch.dtype, workers: int,
+    ) -> None:  # fmt: skip
+        self.packed, self.width, self.vocabulary = packed, width, vocabulary
+        self.padded_width = round_up(width, UNIT)
+        self.inner_width, self.kv_heads = round_up(inner_width, UNIT), kv_heads
+        self.rotary_embedding, self.dtype = rotary, dtype
+        self.workers = Workers(workers)
+        self.rotary = np.zeros((0, 2, packed.model.head_dim // 2), np.float32)
+        self.scratch_rows = self.scratch_slots = 0
+
+    def new_cache(self, capacity: int, *, counts_positions: bool = False) -> CompiledCache:
+        """A cache for a sequence of up to so many slots; positions are below their number."""
+        model = self.packed.model
+        if len(self.rotary) < capacity:
+            positions = torch.arange(capacity)[None]
+            cosines, sines = self.rotary_embedding(torch.zeros(1), positions)
+            half = model.head_dim // 2
+            table = torch.stack([cosines[0, :, :half], sines[0, :, :half]], 1)
+            self.rotary = table.float().contiguous().numpy()
+        return CompiledCache(
+            len(model.matrices), self.kv_heads, model.head_dim, capacity, self.dtype,
+            counts_positions=counts_positions,
+        )  # fmt: skip
+
+    def __call__(
+        self, cache: CompiledCache, x: NDArray[np.float32], positions: Tensor, slots: Tensor,
+        mask: Tensor, logits_to_keep: int = 0, layers: Sequence[int] = (),
+        first: NDArray[np.float32] | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """One pass over rows: their logits, and hidden states after so many `layers` (-1: normed).
+
+        `x` float32 [rows, width]; `mask` [rows, extent], additive; `first`: see `Inputs`. Returns
+        float32 [rows to keep, vocabulary] and [rows, states * width].
+        """
+        rows, extent = mask.shape
+        self._reserve(rows, round_up(extent, LANES))
+        self.x[:, :rows, : self.width] = x
+        visible = np.zeros((rows, round_up(extent, LANES)), np.bool_)
+        np.greater_equal(mask.float().numpy(), 0, out=visible[:, :extent])
+        kept = logits_to_keep or rows
+        logits = np.empty((kept, round_up(self.vocabulary, UNIT)), np.float32)
+        hidden = np.empty((len(layers), rows, self.padded_width), np.float32)
+        inputs = Inputs(
+            self.x, np.zeros((0, 0), np.float32) if first is None else first, positions.numpy(),
+            slots.numpy(), visible, self.rotary, cache.keys, cache.values,
+        )  # fmt: skip
+        outputs = Outputs(logits, hidden, np.array(layers, np.int64))
+        self.workers.run(self.packed.model, inputs, self.scratch, outputs)
+        states = torch.from_numpy(hidden)[:, :, : self.width].transpose(0, 1).flatten(1)
+        return torch.from_numpy(logits)[:, : self.vocabulary], states
+
+    def _reserve(self, rows: int, slots: int) -> None:
+        """Provide scratch memory for so many rows and slots; what is large enough is used again."""
+        if rows <= self.scratch_rows and slots <= self.scratch_slots:
+            return
+        self.scratch_rows = rows = max(rows, self.scratch_rows)
+        self.scratch_slots = slots = max(slots, self.scratch_slots)
+        model, workers = self.packed.model, self.workers.count
+        heads = model.heads * model.head_dim
+        all_heads = heads + 2 * self.kv_heads * model.head_dim
+        widest = max(matrix.encoded_bytes for matrix in self.packed.matrices)
+
+        def floats(*shape: int) -> NDArray[np.float32]:
+            return aligned_zeros(shape, np.float32)
+
+        self.x = floats(workers, rows, self.padded_width)
+        self.scratch = Scratch(
+            normed=floats(workers, rows, self.padded_width),
+            encoded=aligned_zeros((workers, rows, widest)),
+            scores=floats(workers, QUERIES, slots),
+            spans=np.zeros((workers, rows, 2), np.int64),
+            heads=floats(rows, all_heads),
+            attended=floats(rows, heads),
+            added=floats(rows, self.padded_width),
+            gate=floats(rows, self.inner_width),
+            up=floats(rows, self.inner_width),
+        )

@@ -1,0 +1,350 @@
+"""The pass: all layers of a Llama-like model in one function, which each worker thread calls."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from sequoia_plan.runtime.compiled.attention import LOG2_E, QUERIES, gate
+from sequoia_plan.runtime.compiled.products import LANES
+from sequoia_plan.runtime.compiled.vectors import LONG
+
+UNIT = 32
+"""Outputs of a matrix that one worker computes are a multiple of these."""
+SPINS = 2000
+"""How often a worker looks for the others before it yields its processor."""
+ENCODE, MULTIPLY, TILES, TILE_BYTES, OUTPUTS, INPUTS, GROUPS, ROW_BYTES, NUM_TILES = range(9)
+"""The columns of a matrix's description: addresses, sizes in bytes, and counts."""
+QUERY, KEY, VALUE, OUT, GATE, UP, DOWN = range(7)
+"""A layer's matrices."""
+
+
+class Model(NamedTuple):
+    """A model's weights. Matrices are int64 [columns above], of a layer int64 [7, columns].
+
+    `norms` float32 [layers, 2, width]; `head_norms` float32 [layers, 2, head_dim] or [0, 2, 0];
+    `biases` float32 [layers, outputs of query, key and value] or [0, 0].
+    """
+
+    matrices: Any
+    head: Any
+    norms: Any
+    final_norm: Any
+    head_norms: Any
+    biases: Any
+    epsilon: Any
+    attend: Any
+    heads: Any
+    head_dim: Any
+
+
+class Inputs(NamedTuple):
+    """What a pass reads. `x` float32 [workers, rows, width] is the residual stream, changed.
+
+    `first` float32 [rows, n]: what the first layer attends to, [0, 0]: the normed `x`; `rotary`
+    float32 [positions, 2, head_dim / 2]; `visible` bool [rows, extent]; `keys` [layers, heads,
+    slots / 16, head_dim, 16] and `values` [layers, heads, slots, head_dim], uint16 (bfloat16) or
+    uint32 (float32).
+    """
+
+    x: Any
+    first: Any
+    positions: Any
+    slots: Any
+    visible: Any
+    rotary: Any
+    keys: Any
+    values: Any
+
+
+class Scratch(NamedTuple):
+    """Memory of a pass; `normed`, `encoded`, `scores` and `spans` are each worker's own."""
+
+    normed: Any
+    encoded: Any
+    scores: Any
+    spans: Any
+    heads: Any
+    attended: Any
+    added: Any
+    gate: Any
+    up: Any
+
+
+class Outputs(NamedTuple):
+    """`logits` float32 [rows to keep, vocabulary]; `hidden` float32 [states, rows, width].
+
+    `layers` int64 [states]: after how many layers each hidden state is taken.
+    """
+
+    logits: Any
+    hidden: Any
+    layers: Any
+
+
+def _calls(num_values: int) -> Any:
+    """What the intrinsics below return: a call of a function by its address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [LONG] * num_values)
+        builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * (num_values + 1)), codegen
+
+
+@intrinsic
+def call_8(context, function, a, b, c, d, e, f, g, h):  # type: ignore
+    """Call a function of eight int64 by its address."""
+    return _calls(8)
+
+
+@intrinsic
+def call_10(context, function, a, b, c, d, e, f, g, h, i, j):  # type: ignore
+    """Call a function of ten int64 by its address."""
+    return _calls(10)
+
+
+@intrinsic
+def add_and_fetch(context, address, count):  # type: ignore
+    """Add to the int64 at an address, as one step that other threads see; its value before."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        pointer = builder.inttoptr(values[0], LONG.as_pointer())
+        return builder.atomic_rmw("add", pointer, values[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+sched_yield = types.ExternalFunction("sched_yield", types.int32())
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def wait(counter, workers, rounds):  # type: ignore
+    """Wait until all workers have come here `rounds` times; returns `rounds` + 1."""
+    if workers > 1:
+        add_and_fetch(counter, 1)
+        spins = 0
+        while add_and_fetch(counter, 0) < workers * rounds:
+            spins += 1
+            if spins > SPINS:
+                sched_yield()
+    return rounds + 1
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def share(count, worker, workers):  # type: ignore
+    """The part of `count` things that is one worker's: first, end."""
+    return count * worker // workers, count * (worker + 1) // workers
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def encode(matrix, num_rows, rows, encoded):  # type: ignore
+    """Store rows (float32 [rows, inputs]) as the products by `matrix` read them."""
+    call_8(
+        matrix[ENCODE], rows.ctypes.data, rows.strides[0], num_rows, matrix[INPUTS],
+        encoded.ctypes.data, matrix[ROW_BYTES], 0, 0,
+    )  # fmt: skip
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def multiply(matrix, num_rows, encoded, results, column, first, end):  # type: ignore
+    """The outputs from `first` to `end` of encoded rows.
+
+    `results` float32 [rows, n]; the matrix's first output goes to `column`.
+    """
+    per_tile = matrix[OUTPUTS]
+    first_tile, end_tile = first // per_tile, min(end // per_tile, matrix[NUM_TILES])
+    if end_tile > first_tile:
+        call_8(
+            matrix[MULTIPLY], encoded.ctypes.data, matrix[ROW_BYTES],
+            matrix[TILES] + first_tile * matrix[TILE_BYTES], matrix[TILE_BYTES],
+            results.ctypes.data + 4 * (column + first_tile * per_tile), results.strides[0],
+            matrix[GROUPS], (end_tile - first_tile) << 32 | num_rows,
+        )  # fmt: skip
+
+
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=True)
+def normalise(row, weight, epsilon, result):  # type: ignore
+    """RMS norm of one row; all rows go through this function, one at a time."""
+    total = np.float32(0)
+    for column in range(weight.shape[0]):
+        total += row[column] * row[column]
+    factor = np.float32(1) / np.sqrt(total / np.float32(weight.shape[0]) + epsilon)
+    for column in range(weight.shape[0]):
+        result[column] = row[column] * factor * weight[column]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def rotate(row, cosines, sines, factor):  # type: ignore
+    """Rotary embedding of one head, times a factor, in place."""
+    half = cosines.shape[0]
+    for i in range(half):
+        left, right = row[i] * factor, row[i + half] * factor
+        row[i] = left * cosines[i] - right * sines[i]
+        row[i + half] = right * cosines[i] + left * sines[i]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def bits_for_cache(number, entries):  # type: ignore
+    """The bits of a float32 as the cache has them: as they are, or rounded to bfloat16."""
+    if entries.itemsize == 4:
+        return number
+    return (number + np.uint32(0x7FFF) + ((number >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def project_heads(model, layer, inputs, scratch, hidden, encoded, worker, workers):  # type: ignore
+    """Some heads' queries, keys and values; keys and values are then in the cache."""
+    num_rows, head_dim, group = inputs.slots.shape[0], model.head_dim, model.heads
+    kv_heads = inputs.keys.shape[1]
+    first_head, end_head = share(group + 2 * kv_heads, worker, workers)
+    heads, bits = scratch.heads, scratch.heads.view(np.uint32)
+    encoder = 0
+    start = 0
+    for part in range(3):
+        count = group if part == QUERY else kv_heads
+        first, end = max(first_head, start), min(end_head, start + count)
+        if first < end:
+            matrix = model.matrices[layer, part]
+            if matrix[ENCODE] != encoder:
+                encoder = matrix[ENCODE]
+                encode(matrix, num_rows, hidden, encoded)
+            first_output, end_output = (first - start) * head_dim, (end - start) * head_dim
+            multiply(
+                matrix, num_rows, encoded, heads, start * head_dim, first_output, end_output
+            )
+        for row in range(num_rows):
+            cosines, sines = inputs.rotary[inputs.positions[row]]
+            slot = inputs.slots[row]
+            for head in range(first, end):
+                values = heads[row, head * head_dim : (head + 1) * head_dim]
+                if model.biases.shape[0]:
+                    values += model.biases[layer, head * head_dim : (head + 1) * head_dim]
+                if part != VALUE and model.head_norms.shape[0]:
+                    normalise(values, model.head_norms[layer, part], model.epsilon, values)
+                if part == QUERY:  # scores are in units of log 2
+                    factor = np.float32(LOG2_E / np.sqrt(head_dim))
+                    rotate(values, cosines, sines, factor)
+                elif part == KEY:
+                    rotate(values, cosines, sines, np.float32(1))
+                    block = inputs.keys[layer, head - start, slot // LANES]
+                    for i in range(head_dim):
+                        number = bits[row, head * head_dim + i]
+                        block[i, slot % LANES] = bits_for_cache(number, inputs.keys)
+                else:
+                    entry = inputs.values[layer, head - start, slot]
+                    for i in range(head_dim):
+                        number = bits[row, head * head_dim + i]
+                        entry[i] = bits_for_cache(number, inputs.values)
+        start += count
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def attend(model, layer, inputs, scratch, worker, workers):  # type: ignore
+    """Attention of some heads' queries; queries of one cached head go together."""
+    num_rows, head_dim, kv_heads = inputs.slots.shape[0], model.head_dim, inputs.keys.shape[1]
+    group = model.heads // kv_heads
+    queries, results = np.empty(QUERIES, np.int64), np.empty(QUERIES, np.int64)
+    batches = -(-num_rows * group // QUERIES)
+    spans, visible = scratch.spans[worker], inputs.visible
+    by_query = np.empty((QUERIES, visible.shape[1]), np.bool_)
+    for item in range(worker, kv_heads * batches, workers):
+        kv_head, batch = item % kv_heads, item // kv_heads
+        start = batch * QUERIES
+        count = min(num_rows * group - start, QUERIES)
+        first, end = visible.shape[1], 0
+        for query in range(count):
+            row = (start + query) // group
+            first, end = min(first, spans[row, 0]), max(end, spans[row, 1])
+        for query in range(count):
+            row, head = (start + query) // group, kv_head * group + (start + query) % group
+            queries[query] = scratch.heads[row, head * head_dim :].ctypes.data
+            results[query] = scratch.attended[row, head * head_dim :].ctypes.data
+            by_query[query, first:end] = visible[row, first:end]
+        seen, stride = by_query[:, first:], by_query.strides[0]
+        call_10(
+            model.attend, queries.ctypes.data, results.ctypes.data, count,
+            inputs.keys[layer, kv_head, first // LANES :].ctypes.data,
+            inputs.values[layer, kv_head, first:].ctypes.data, head_dim, (end - first) // LANES,
+            seen.ctypes.data, stride, scratch.scores[worker].ctypes.data,
+        )  # fmt: skip
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def find_spans(visible, spans):  # type: ignore
+    """For each row, the slots from its first visible one to its last, in multiples of 16."""
+    for row in range(visible.shape[0]):
+        first, end = 0, visible.shape[1]
+        while first < end and not visible[row, first]:
+            first += 1
+        while end > first and not visible[row, end - 1]:
+            end -= 1
+        spans[row, 0], spans[row, 1] = first // LANES * LANES, -(-end // LANES) * LANES
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def forward(worker, workers, counter, model, inputs, scratch, outputs):  # type: ignore
+    """One worker's part of a pass; `counter`: the address of an int64 that is 0."""
+    x, hidden, encoded = inputs.x[worker], scratch.normed[worker], scratch.encoded[worker]
+    rows, num_layers = inputs.slots.shape[0], model.matrices.shape[0]
+    added, gates, ups = scratch.added, scratch.gate, scratch.up
+    find_spans(inputs.visible, scratch.spans[worker])
+    rounds = 1
+    outer = share(added.shape[1] // UNIT, worker, workers)
+    first_outer, end_outer = outer[0] * UNIT, outer[1] * UNIT
+    inner = share(gates.shape[1] // UNIT, worker, workers)
+    first_inner, end_inner = inner[0] * UNIT, inner[1] * UNIT
+    for layer in range(num_layers):
+        keep_hidden_states(outputs, layer, rows, x, worker)
+        matrices = model.matrices[layer]
+        if layer == 0 and inputs.first.shape[0]:
+            project_heads(model, layer, inputs, scratch, inputs.first, encoded, worker, workers)
+        else:
+            for row in range(rows):
+                normalise(x[row], model.norms[layer, 0], model.epsilon, hidden[row])
+            project_heads(model, layer, inputs, scratch, hidden, encoded, worker, workers)
+        rounds = wait(counter, workers, rounds)
+        attend(model, layer, inputs, scratch, worker, workers)
+        rounds = wait(counter, workers, rounds)
+        encode(matrices[OUT], rows, scratch.attended, encoded)
+        multiply(matrices[OUT], rows, encoded, added, 0, first_outer, end_outer)
+        rounds = wait(counter, workers, rounds)
+        for row in range(rows):
+            x[row] += added[row]
+            normalise(x[row], model.norms[layer, 1], model.epsilon, hidden[row])
+        encode(matrices[GATE], rows, hidden, encoded)
+        multiply(matrices[GATE], rows, encoded, gates, 0, first_inner, end_inner)
+        if matrices[UP, ENCODE] != matrices[GATE, ENCODE]:
+            encode(matrices[UP], rows, hidden, encoded)
+        multiply(matrices[UP], rows, encoded, ups, 0, first_inner, end_inner)
+        for row in range(rows):
+            gates_address, ups_address = gates[row].ctypes.data, ups[row].ctypes.data
+            for offset in range(4 * first_inner, 4 * end_inner, 4 * LANES):
+                gate(gates_address + offset, ups_address + offset, gates_address + offset)
+        rounds = wait(counter, workers, rounds)
+        encode(matrices[DOWN], rows, gates, encoded)
+        multiply(matrices[DOWN], rows, encoded, added, 0, first_outer, end_outer)
+        rounds = wait(counter, workers, rounds)
+        for row in range(rows):
+            x[row] += added[row]
+    keep_hidden_states(outputs, num_layers, rows, x, worker)
+    for row in range(rows):
+        normalise(x[row], model.final_norm, model.epsilon, hidden[row])
+    keep_hidden_states(outputs, -1, rows, hidden, worker)
+    kept = outputs.logits.shape[0]
+    encode(model.head, kept, hidden[rows - kept :], encoded)
+    part = share(outputs.logits.shape[1] // UNIT, worker, workers)
+    multiply(model.head, kept, encoded, outputs.logits, 0, part[0] * UNIT, part[1] * UNIT)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def keep_hidden_states(outputs, layer, rows, x, worker):  # type: ignore
+    """Copy hidden states to the outputs that are taken after so many layers (-1: normed)."""
+    for state in range(outputs.layers.shape[0]):
+        if worker == 0 and outputs.layers[state] == layer:
+            outputs.hidden[state] = x[:rows]

@@ -1,0 +1,118 @@
+"""Matrices as tiles: from the blocks of a GGUF file, or from floating-point weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sequoia_plan.runtime.compiled.products import (
+    ENCODE_BFLOAT16,
+    FORMAT_NAMES,
+    FORMATS,
+    LANES,
+    encoded_bytes,
+)
+
+GROUP = 32
+"""Inputs are padded with zeros to a multiple of these."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The weights of a matrix by rows, in one of `FORMATS`.
+
+    `numbers` [outputs, inputs]: floating point (bfloat16 as uint16), or the integers of w = scale *
+    integer + offset; `scales`, `offsets` [outputs, groups], None where there are none.
+    """
+
+    format: int
+    numbers: NDArray[Any]
+    scales: NDArray[Any] | None = None
+    offsets: NDArray[Any] | None = None
+
+    def rows(self, order: NDArray[np.int64]) -> Blocks:
+        """Some rows, in an order; -1 stands for a row of zeros."""
+        parts = [self.numbers, self.scales, self.offsets]
+        taken = [None if part is None else part[order] for part in parts]
+        for part in taken:
+            if part is not None:
+                part[order < 0] = 0
+        return Blocks(self.format, *taken)
+
+    @classmethod
+    def joined(cls, blocks: list[Blocks]) -> Blocks:
+        """The rows of several matrices of one format, one after the other."""
+        columns = zip(*((b.numbers, b.scales, b.offsets) for b in blocks), strict=True)
+        return cls(
+            blocks[0].format,
+            *(None if part[0] is None else np.concatenate(part) for part in columns),  # type: ignore
+        )
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A packed matrix. `tiles` uint8 [tiles, bytes of one], aligned to 64 bytes."""
+
+    format: int
+    outputs: int
+    inputs: int
+    tiles: NDArray[np.uint8]
+
+    @property
+    def padded_outputs(self) -> int:
+        """Numbers that a product writes: outputs, then zeros."""
+        return len(self.tiles) * FORMATS[self.format].outputs
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Bytes of a row as its products read it."""
+        return encoded_bytes(FORMATS[self.format], self.inputs)
+
+
+def pack(blocks: Blocks) -> Matrix:
+    """Cut a matrix into tiles."""
+    format = FORMATS[blocks.format]
+    outputs, inputs = blocks.numbers.shape
+    num_tiles = -(-outputs // format.outputs)
+    padded_inputs = -(-inputs // GROUP) * GROUP
+    padding = ((0, num_tiles * format.outputs - outputs), (0, padded_inputs - inputs))
+    numbers = np.pad(blocks.numbers, padding) if np.any(padding) else blocks.numbers
+    numbers = numbers.reshape(num_tiles, format.outputs, padded_inputs)
+    tiles = aligned_zeros((num_tiles, format.tile_bytes(padded_inputs)))
+    if not format.group:
+        if format.encoding == ENCODE_BFLOAT16:  # pairs of inputs stay together
+            numbers = numbers.reshape(num_tiles, format.outputs, padded_inputs // 2, 2)
+            numbers = numbers.transpose(0, 2, 1, 3)
+        else:
+            numbers = numbers.transpose(0, 2, 1)
+        tiles[:] = np.ascontiguousarray(numbers).reshape(num_tiles, -1).view(np.uint8)
+        return Matrix(blocks.format, outputs, padded_inputs, tiles)
+    groups = padded_inputs // format.group
+    quads = numbers.reshape(num_tiles, LANES, groups, format.group // 4, 4).transpose(0, 2, 3, 1, 4)
+    if format.bits == 4:
+        half = format.group // 8
+        quads = quads[:, :, :half] | quads[:, :, half:] << 4
+    quads = quads.reshape(num_tiles, -1)
+    parts = [blocks.scales] if format.offset_scales is not None else [blocks.scales, blocks.offsets]
+    scales = np.stack([_scales_of_tiles(part, num_tiles, groups) for part in parts], 2)
+    scales = np.ascontiguousarray(scales.astype(format.scale)).reshape(num_tiles, -1)
+    tiles[:, : quads.shape[1]] = quads
+    tiles[:, quads.shape[1] :][:, : scales.nbytes // num_tiles] = scales.view(np.uint8)
+    return Matrix(blocks.format, outputs, padded_inputs, tiles)
+
+
+def _scales_of_tiles(scales: Any, num_tiles: int, groups: int) -> NDArray[Any]:
+    """[tiles, groups, 16] from [outputs, groups]."""
+    padding = ((0, num_tiles * LANES - len(scales)), (0, groups - scales.shape[1]))
+    return np.pad(scales, padding).reshape(num_tiles, LANES, groups).transpose(0, 2, 1)
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: Any = np.uint8) -> NDArray[Any]:
+    """Zeros whose first byte is at a multiple of 64."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = np.zeros(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size].view(dtype).reshape(shape)

@@ -1,0 +1,374 @@
+"""Products of a few rows by a matrix whose weights stay in the bits of their file.
+
+A matrix is cut into tiles of 16 outputs, and a tile into groups of inputs. For each input, or for
+four neighbouring ones where weights are integers, the tile has the weights of its 16 outputs side by
+side. All rows use a tile while it is in registers, and each sums over its inputs in one order,
+whatever rows stand beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import cfunc, types
+from numba.extending import intrinsic
+
+from sequoia_plan.runtime.compiled.vectors import (
+    BFLOATS,
+    BYTE,
+    FLOAT,
+    FLOATS,
+    HAS_BFLOAT16_PRODUCTS,
+    HAS_INTEGER_PRODUCTS,
+    LANES,
+    LONG,
+    WORD,
+    WORDS,
+    Emitter,
+    emitted,
+)
+
+MAX_ROWS = 8
+"""Rows of one tile's product; more rows take several."""
+FLOAT_TILE = 2
+"""Vectors of outputs in a tile of floating-point weights: each number of a row is loaded once."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """How weights are stored: in floating point, or as scale * integer + offset by group.
+
+    `group` 0 is floating point, of the kind `scale`. `offset_scales`: the offset is the scale times
+    this number; None: each group stores its own.
+    """
+
+    name: str
+    bits: int
+    group: int
+    scale: str
+    offset_scales: int | None = None
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of a tile."""
+        return LANES if self.group else FLOAT_TILE * LANES
+
+    @property
+    def encoding(self) -> int:
+        """How the rows that are multiplied by it are stored: one of the `ENCODE_` numbers."""
+        if self.group:
+            return ENCODE_INTEGERS if HAS_INTEGER_PRODUCTS else ENCODE_WHOLE_FLOATS
+        is_pair = self.scale == "bfloat16" and HAS_BFLOAT16_PRODUCTS
+        return ENCODE_BFLOAT16 if is_pair else ENCODE_FLOATS
+
+    def tile_bytes(self, inputs: int) -> int:
+        """The size of a tile, a multiple of 64: its weights, then its scales and offsets."""
+        size = inputs * self.outputs * self.bits // 8
+        if self.group:
+            size += inputs // self.group * self.group_bytes
+        return -(-size // 64) * 64
+
+    @property
+    def group_bytes(self) -> int:
+        """The size of a group's scales and offsets."""
+        return LANES * np.dtype(self.scale).itemsize * (2 if self.offset_scales is None else 1)
+
+
+ENCODE_FLOATS, ENCODE_BFLOAT16, ENCODE_INTEGERS, ENCODE_WHOLE_FLOATS = range(4)
+FORMATS = (
+    Format("F32", 32, 0, "float32"),
+    Format("F16", 16, 0, "float16"),
+    Format("BF16", 16, 0, "bfloat16"),
+    Format("Q4_0", 4, 32, "float16", -8),
+    Format("Q4_1", 4, 32, "float16"),
+    Format("Q5_0", 8, 32, "float16", -16),
+    Format("Q5_1", 8, 32, "float16"),
+    Format("Q8_0", 8, 32, "float16", -128),
+    Format("Q4_K", 4, 32, "float32"),
+    Format("Q5_K", 8, 32, "float32"),
+    Format("Q6_K", 8, 16, "float32", -32),
+)
+FORMAT_NAMES = tuple(format.name for format in FORMATS)
+NUMBER_BYTES = {ENCODE_FLOATS: 4, ENCODE_BFLOAT16: 2, ENCODE_INTEGERS: 1, ENCODE_WHOLE_FLOATS: 4}
+
+
+def encoded_bytes(format: Format, inputs: int) -> int:
+    """Bytes of one row as `encode` writes it: its numbers, then scales and sums of its groups."""
+    groups = inputs // format.group if format.group else 0
+    return -(-(inputs * NUMBER_BYTES[format.encoding] + 8 * groups) // 64) * 64
+
+
+def _emit_encoded_group(
+    emit: Emitter, source: Any, numbers: Any, scale: Any, total: Any, group: int, as_floats: int
+) -> None:
+    """Store a group of numbers as integers of 8 bits, their scale, and scale times their sum."""
+    builder = emit.builder
+    parts = [emit.load(emit.at(source, 4 * start), FLOATS) for start in range(0, group, LANES)]
+    sizes = [emit.call("llvm.fabs.v16f32", FLOATS, part) for part in parts]
+    size = sizes[0]
+    for other in sizes[1:]:
+        size = emit.call("llvm.maxnum.v16f32", FLOATS, size, other)
+    largest = emit.call("llvm.vector.reduce.fmax.v16f32", FLOAT, size)
+    is_zero = builder.fcmp_ordered("==", largest, FLOAT(0.0))
+    inverse = builder.select(is_zero, FLOAT(0.0), builder.fdiv(FLOAT(127.0), largest))
+    step = builder.fdiv(largest, FLOAT(127.0))
+    factor, sums = emit.splat(inverse), ir.Constant(WORDS, [0] * LANES)
+    for start, part in zip(range(0, group, LANES), parts, strict=True):
+        whole = emit.call("llvm.rint.v16f32", FLOATS, builder.fmul(part, factor))
+        integers = builder.fptosi(whole, WORDS)
+        sums = builder.add(sums, integers)
+        if as_floats:
+            emit.store(whole, emit.at(numbers, 4 * start))
+        else:
+            emit.store(builder.trunc(integers, ir.VectorType(BYTE, LANES)), emit.at(numbers, start))
+    count = builder.sitofp(emit.call("llvm.vector.reduce.add.v16i32", WORD, sums), FLOAT)
+    emit.store(step, scale, align=4)
+    # of the quantised numbers: with the exact sum, a weight's offset would not cancel
+    emit.store(builder.fmul(step, count), total, align=4)
+
+
+@intrinsic(prefer_literal=True)
+def encode_group(context, source, numbers, scale, total, group, as_floats):  # type: ignore
+    """See `_emit_encoded_group`."""
+    return emitted(
+        _emit_encoded_group, (source, numbers, scale, total, group, as_floats), literals=2
+    )
+
+
+def _emit_bfloat16(emit: Emitter, source: Any, numbers: Any) -> None:
+    """Round 16 float32 numbers to bfloat16, ties to even."""
+    builder = emit.builder
+    bits = emit.load(source, WORDS)
+    sixteen = ir.Constant(WORDS, [16] * LANES)
+    odd = builder.and_(builder.lshr(bits, sixteen), ir.Constant(WORDS, [1] * LANES))
+    bits = builder.add(builder.add(bits, odd), ir.Constant(WORDS, [0x7FFF] * LANES))
+    half = builder.trunc(builder.lshr(bits, sixteen), ir.VectorType(ir.IntType(16), LANES))
+    emit.store(half, numbers)
+
+
+def _emit_copy(emit: Emitter, source: Any, target: Any) -> None:
+    """Copy 16 float32 numbers."""
+    emit.store(emit.load(source, FLOATS), target)
+
+
+@intrinsic(prefer_literal=True)
+def copy_vector(context, source, target):  # type: ignore
+    """See `_emit_copy`."""
+    return emitted(_emit_copy, (source, target), literals=0)
+
+
+@intrinsic(prefer_literal=True)
+def round_to_bfloat16(context, source, numbers):  # type: ignore
+    """See `_emit_bfloat16`."""
+    return emitted(_emit_bfloat16, (source, numbers), literals=0)
+
+
+def _emit_tile(
+    emit: Emitter,
+    rows: Any,
+    row_bytes: Any,
+    tile: Any,
+    results: Any,
+    result_bytes: Any,
+    groups: Any,
+    number: int,
+    num_rows: int,
+) -> None:
+    """The products of up to `MAX_ROWS` encoded rows by one tile, written to their results.
+
+    `groups`: groups of inputs, or inputs where weights are in floating point.
+    """
+    format = FORMATS[number]
+    vectors = format.outputs // LANES
+    totals = [emit.variables(vectors, FLOATS) for _ in range(num_rows)]
+    emit_group = _emit_integer_group if format.group else _emit_float_group
+    with emit.loop(groups) as group:
+        starts = [emit.at(rows, (row_bytes, row)) for row in range(num_rows)]
+        emit_group(emit, format, starts, tile, group, groups, totals)
+    for row, variables in enumerate(totals):
+        for vector, variable in enumerate(variables):
+            address = emit.at(results, (result_bytes, row), 4 * LANES * vector)
+            emit.store(emit.builder.load(variable), address)
+
+
+def _emit_float_group(
+    emit: Emitter, format: Format, rows: Any, tile: Any, group: Any, groups: Any, totals: Any
+) -> None:
+    """Add the products of one input, or of two in bfloat16, to the totals."""
+    builder = emit.builder
+    vector_bytes = LANES * format.bits // 8
+    if format.encoding == ENCODE_BFLOAT16:
+        vector_bytes *= 2
+        for vector in range(FLOAT_TILE):
+            weights = emit.load(
+                emit.at(tile, (group, FLOAT_TILE * vector_bytes), vector * vector_bytes), WORDS, 64
+            )
+            for row, variables in zip(rows, totals, strict=True):
+                pair = emit.load_splat(emit.at(row, (group, 4)), WORD)
+                total = emit.call(
+                    "llvm.x86.avx512bf16.dpbf16ps.512",
+                    FLOATS,
+                    builder.load(variables[vector]),
+                    builder.bitcast(weights, BFLOATS),
+                    builder.bitcast(pair, BFLOATS),
+                )
+                builder.store(total, variables[vector])
+        return
+    parts = [
+        emit.floats(
+            emit.at(tile, (group, FLOAT_TILE * vector_bytes), vector * vector_bytes), format.scale
+        )
+        for vector in range(FLOAT_TILE)
+    ]
+    for row, variables in zip(rows, totals, strict=True):
+        value = emit.load_splat(emit.at(row, (group, 4)), FLOAT)
+        for weights, variable in zip(parts, variables, strict=True):
+            emit.add_product(weights, value, variable)
+
+
+def _emit_integer_group(
+    emit: Emitter, format: Format, rows: Any, tile: Any, group: Any, groups: Any, totals: Any
+) -> None:
+    """Add scale * (products of integers) + offset * (sum of the row's group) to the totals."""
+    builder = emit.builder
+    block = LANES * format.group * format.bits // 8
+    weights = emit.at(tile, (group, block))
+    scales = emit.at(tile, (groups, block), (group, format.group_bytes))
+    scale = emit.floats(scales, format.scale)
+    if format.offset_scales is None:
+        offset = emit.floats(emit.at(scales, format.group_bytes // 2), format.scale)
+    else:
+        factor = ir.Constant(FLOATS, [float(format.offset_scales)] * LANES)
+        offset = builder.fmul(scale, factor)
+    number_bytes = NUMBER_BYTES[format.encoding]
+    numbers = [emit.at(row, (group, format.group * number_bytes)) for row in rows]
+    sums = _emit_integer_sums(emit, format, weights, numbers)
+    for row, total, (variable,) in zip(rows, sums, totals, strict=True):
+        row_scales = emit.at(row, (groups, format.group * number_bytes), (group, 4))
+        row_scale = emit.load_splat(row_scales, FLOAT)
+        row_sum = emit.load_splat(emit.at(row_scales, (groups, 4)), FLOAT)
+        emit.add_product(total, builder.fmul(scale, row_scale), variable)
+        emit.add_product(offset, row_sum, variable)
+
+
+def _emit_integer_sums(emit: Emitter, format: Format, weights: Any, rows: Any) -> list[Any]:
+    """For each row, the sums of integer products over one group, as float32."""
+    builder, num_quads = emit.builder, format.group // 4
+    low = ir.Constant(ir.VectorType(BYTE, 4 * LANES), [15] * 4 * LANES)
+    halves = ir.VectorType(ir.IntType(16), 2 * LANES)
+    quads: list[Any] = [None] * num_quads
+    for place in range(num_quads * format.bits // 8):
+        loaded = emit.load(emit.at(weights, 4 * LANES * place), low.type, align=64)
+        if format.bits == 4:  # the low halves of the bytes, then the high ones
+            shifted = builder.lshr(builder.bitcast(loaded, halves), ir.Constant(halves, [4] * 32))
+            high = builder.and_(builder.bitcast(shifted, low.type), low)
+            quads[place + num_quads // 2] = builder.bitcast(high, WORDS)
+            loaded = builder.and_(loaded, low)
+        quads[place] = builder.bitcast(loaded, WORDS)
+    if format.encoding == ENCODE_INTEGERS:
+        sums = [ir.Constant(WORDS, [0] * LANES)] * len(rows)
+        for place, quad in enumerate(quads):
+            for row, numbers in enumerate(rows):
+                four = emit.load_splat(emit.at(numbers, 4 * place), WORD)
+                name = "llvm.x86.avx512.vpdpbusd.512"
+                sums[row] = emit.call(name, WORDS, sums[row], quad, four)
+        return [builder.sitofp(total, FLOATS) for total in sums]
+    # sums of whole numbers below 2^24 are exact in float32, so the bits are the same
+    floats = [ir.Constant(FLOATS, [0.0] * LANES)] * len(rows)
+    for place, quad in enumerate(quads):
+        for byte in range(4):
+            shifted = builder.lshr(quad, ir.Constant(WORDS, [8 * byte] * LANES))
+            whole = builder.and_(shifted, ir.Constant(WORDS, [255] * LANES))
+            weight = builder.uitofp(whole, FLOATS)
+            for row, numbers in enumerate(rows):
+                value = emit.load_splat(emit.at(numbers, 16 * place + 4 * byte), FLOAT)
+                floats[row] = emit.fma(weight, value, floats[row])
+    return floats
+
+
+@intrinsic(prefer_literal=True)
+def multiply_tile(  # type: ignore
+    context, rows, row_bytes, tile, results, result_bytes, groups, number, num_rows
+):
+    """See `_emit_tile`."""
+    arguments = (rows, row_bytes, tile, results, result_bytes, groups, number, num_rows)
+    return emitted(_emit_tile, arguments, literals=2)
+
+
+ADDRESSES = types.void(*[types.int64] * 8)
+"""Of the functions below, which the pass calls by their addresses."""
+
+
+@functools.cache
+def encoder(number: int) -> Any:
+    """A compiled function that stores rows of float32 as the products of a format read them."""
+    format = FORMATS[number]
+    encoding, group = format.encoding, format.group
+    as_floats = int(encoding == ENCODE_WHOLE_FLOATS)
+    number_bytes = NUMBER_BYTES[encoding]
+
+    @cfunc(ADDRESSES, cache=True, error_model="numpy")
+    def encode(rows, source_bytes, count, inputs, encoded, encoded_bytes, unused, unused2):  # type: ignore
+        for row in range(count):
+            source, target = rows + row * source_bytes, encoded + row * encoded_bytes
+            if group:
+                groups = inputs // group
+                scales = target + inputs * number_bytes
+                for part in range(groups):
+                    start, scale = part * group, scales + 4 * part
+                    encode_group(
+                        source + 4 * start,
+                        target + start * number_bytes,
+                        scale,
+                        scale + 4 * groups,
+                        group,
+                        as_floats,
+                    )
+            elif encoding == ENCODE_BFLOAT16:
+                for first in range(0, inputs, LANES):
+                    round_to_bfloat16(source + 4 * first, target + 2 * first)
+            else:
+                for first in range(0, inputs, LANES):
+                    copy_vector(source + 4 * first, target + 4 * first)
+
+    return encode
+
+
+@functools.cache
+def multiplier(number: int) -> Any:
+    """A compiled function that multiplies encoded rows by some tiles of a matrix of a format."""
+    outputs = FORMATS[number].outputs
+
+    @cfunc(ADDRESSES, cache=True, error_model="numpy")
+    def multiply(rows, row_bytes, tile, tile_bytes, results, result_bytes, groups, counts):  # type: ignore
+        tiles, num_rows = counts >> 32, counts & 0xFFFFFFFF
+        for _ in range(tiles):
+            first = 0
+            while first < num_rows:
+                x, y = rows + first * row_bytes, results + first * result_bytes
+                left = min(num_rows - first, MAX_ROWS)
+                if left == 1:
+                    multiply_tile(x, row_bytes, tile, y, result_bytes, groups, number, 1)
+                elif left == 2:
+                    multiply_tile(x, row_bytes, tile, y, result_bytes, groups, number, 2)
+                elif left == 3:
+                    multiply_tile(x, row_bytes, tile, y, result_bytes, groups, number, 3)
+                elif left == 4:
+                    multiply_tile(x, row_bytes, tile, y, result_bytes, groups, number, 4)
+                elif left == 5:
+                    multiply_tile(x, row_bytes, tile, y, result_bytes, groups, number, 5)
+                elif left == 6:
+                    multiply_tile(x, row_bytes, tile, y, result_bytes, groups, number, 6)
+                elif left == 7:
+                    multiply_tile(x, row_bytes, tile, y, result_bytes, groups, number, 7)
+                else:
+                    multiply_tile(x, row_bytes, tile, y, result_bytes, groups, number, 8)
+                first += left
+            tile += tile_bytes
+            results += 4 * outputs
+
+    return multiply

@@ -1,0 +1,132 @@
+"""Vectors of 16 numbers in LLVM's terms, for the intrinsics of products and attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.errors import RequireLiteralValue
+
+LANES = 16
+"""Numbers in a vector: 512 bits in float32. LLVM splits them where the processor's are shorter."""
+FEATURES = llvm.get_host_cpu_features()
+HAS_INTEGER_PRODUCTS = bool(FEATURES.get("avx512vnni"))
+HAS_BFLOAT16_PRODUCTS = bool(FEATURES.get("avx512bf16"))
+
+BYTE, HALF_WORD, WORD, LONG = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+FLOAT, HALF = ir.FloatType(), ir.HalfType()
+FLOATS = ir.VectorType(FLOAT, LANES)
+WORDS = ir.VectorType(WORD, LANES)
+
+
+class _BFloat16(ir.Type):
+    """LLVM's bfloat16, which llvmlite has no type for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat16)
+
+
+BFLOATS = ir.VectorType(_BFloat16(), 2 * LANES)
+
+
+class Emitter:
+    """Emits the instructions of an intrinsic. Addresses are int64 values."""
+
+    def __init__(self, builder: ir.IRBuilder) -> None:
+        self.builder = builder
+
+    def at(self, address: ir.Value, *terms: ir.Value | int | tuple[ir.Value, int]) -> ir.Value:
+        """An address plus bytes; a pair is an index times the bytes of an entry."""
+        for term in terms:
+            if isinstance(term, tuple):
+                term = self.builder.mul(term[0], LONG(term[1]))
+            address = self.builder.add(address, LONG(term) if isinstance(term, int) else term)
+        return address
+
+    def load(self, address: ir.Value, kind: ir.Type, align: int = 1) -> ir.Value:
+        """What is at an address."""
+        return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=align)
+
+    def store(self, value: ir.Value, address: ir.Value, align: int = 1) -> None:
+        """Write a value to an address."""
+        pointer = self.builder.inttoptr(address, value.type.as_pointer())
+        self.builder.store(value, pointer, align=align)
+
+    def splat(self, number: ir.Value) -> ir.Value:
+        """A vector that has one number in all lanes."""
+        empty = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
+        one = self.builder.insert_element(empty, number, WORD(0))
+        return self.builder.shuffle_vector(one, empty, ir.Constant(WORDS, [0] * LANES))
+
+    def load_splat(self, address: ir.Value, kind: ir.Type) -> ir.Value:
+        """The number at an address, in all lanes."""
+        return self.splat(self.load(address, kind, align=kind.width // 8 if kind == WORD else 4))
+
+    def call(self, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
+        """Call an instruction of LLVM by its name."""
+        module = self.builder.module
+        kinds = [value.type for value in values]
+        function = module.globals.get(name)
+        function = function or ir.Function(module, ir.FunctionType(result, kinds), name)
+        return self.builder.call(function, values)
+
+    def fma(self, left: ir.Value, right: ir.Value, total: ir.Value) -> ir.Value:
+        """left * right + total, rounded once."""
+        return self.call("llvm.fma.v16f32", FLOATS, left, right, total)
+
+    def variables(self, count: int, kind: ir.Type) -> list[ir.Value]:
+        """Variables that start as zeros; LLVM keeps them in registers."""
+        variables = [cgutils.alloca_once(self.builder, kind) for _ in range(count)]
+        for variable in variables:  # here, not at the function's start: a loop sets them to 0 again
+            self.builder.store(ir.Constant(kind, [0] * LANES), variable)
+        return variables
+
+    def add_product(self, left: ir.Value, right: ir.Value, variable: ir.Value) -> None:
+        """Add left * right to a variable."""
+        self.builder.store(self.fma(left, right, self.builder.load(variable)), variable)
+
+    @contextmanager
+    def loop(self, count: ir.Value) -> Iterator[ir.Value]:
+        """A loop whose body is what is emitted inside; yields the index."""
+        with cgutils.for_range(self.builder, count) as loop:
+            yield loop.index
+
+    def floats(self, address: ir.Value, kind: str) -> ir.Value:
+        """16 numbers of a kind ("float32", "float16" or "bfloat16") as float32."""
+        if kind == "float32":
+            return self.load(address, FLOATS)
+        if kind == "float16":
+            return self.builder.fpext(self.load(address, ir.VectorType(HALF, LANES)), FLOATS)
+        bits = self.builder.zext(self.load(address, ir.VectorType(HALF_WORD, LANES)), WORDS)
+        bits = self.builder.shl(bits, ir.Constant(WORDS, [16] * LANES))
+        return self.builder.bitcast(bits, FLOATS)
+
+
+def emitted(emit: Callable[..., None], arguments: Sequence[types.Type], literals: int) -> Any:
+    """What an intrinsic returns whose code `emit(emitter, address, ..., literal, ...)` writes.
+
+    The addresses and counts are int64; the last `literals` are known when it is compiled. numba's
+    cache on disk finds functions that call it if both stand at the top of a module.
+    """
+    constants = arguments[len(arguments) - literals :]
+    if not all(isinstance(constant, types.IntegerLiteral) for constant in constants):
+        raise RequireLiteralValue("the last arguments")
+    numbers = [constant.literal_value for constant in constants]
+    num_values = len(arguments) - literals
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Sequence[Any]) -> Any:
+        emit(Emitter(builder), *values[:num_values], *numbers)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * num_values, *constants), codegen

@@ -1,0 +1,155 @@
+"""A Llama-like model's weights, packed for the pass: from its modules, or from its GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sequoia_plan.runtime.compiled.attention import attender
+from sequoia_plan.runtime.compiled.forward import UNIT, Model
+from sequoia_plan.runtime.compiled.gguf_blocks import read_blocks
+from sequoia_plan.runtime.compiled.packing import FORMAT_NAMES, Blocks, Matrix, pack
+from sequoia_plan.runtime.compiled.products import (
+    ENCODE_BFLOAT16,
+    FORMATS,
+    encoder,
+    multiplier,
+)
+
+DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+MATRICES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+"""A layer's matrices in transformers and in GGUF files, in the order of the pass."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """`model` has the addresses of `matrices`; `formats` are the names of those in use."""
+
+    model: Model
+    matrices: list[Matrix]
+    formats: tuple[str, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the matrices."""
+        return sum(matrix.tiles.nbytes for matrix in self.matrices)
+
+
+def blocks_of(weight: Tensor) -> Blocks:
+    """A floating-point matrix as it is."""
+    name, weight = DTYPES[weight.dtype], weight.detach().contiguous()
+    bits = weight.view(torch.int16).numpy().view(np.uint16)
+    numbers = {"F32": weight.view(torch.float32).numpy, "F16": lambda: bits.view(np.float16)}
+    return Blocks(FORMAT_NAMES.index(name), numbers[name]() if name != "BF16" else bits)
+
+
+def describe(matrix: Matrix) -> NDArray[np.int64]:
+    """A matrix as the pass reads it (see `forward.Model`)."""
+    format = FORMATS[matrix.format]
+    group = format.group or (2 if format.encoding == ENCODE_BFLOAT16 else 1)
+    return np.array(
+        [
+            encoder(matrix.format).address,
+            multiplier(matrix.format).address,
+            matrix.tiles.ctypes.data,
+            matrix.tiles.shape[1],
+            format.outputs,
+            matrix.inputs,
+            matrix.inputs // group,
+            matrix.encoded_bytes,
+            len(matrix.tiles),
+        ]
+    )
+
+
+def pack_model(
+    layers: list[Any], final_norm: Any, head: Any, config: Any, head_dim: int, key_bytes: int,
+    blocks: Callable[[int, str], Blocks] | None = None, head_blocks: Blocks | None = None,
+) -> Packed:  # fmt: skip
+    """Pack layers of transformers, the norm after them, and the output head.
+
+    `blocks(layer, name)` gives the weights of a layer's matrix that are used in its module's place.
+    """
+    packed, rows = [], []
+    for number, layer in enumerate(layers):
+        for name in MATRICES:
+            given = blocks(number, name) if blocks else None
+            packed.append(pack(given or blocks_of(layer.get_submodule(name).weight)))
+            rows.append(describe(packed[-1]))
+    packed.append(pack(head_blocks or blocks_of(head.weight)))
+    attention = [layer.self_attn for layer in layers]
+    pairs = [(layer.input_layernorm, layer.post_attention_layernorm) for layer in layers]
+    head_norms, biases = np.zeros((0, 2, 0), np.float32), np.zeros((0, 0), np.float32)
+    if hasattr(attention[0], "q_norm"):
+        head_norms = _stacked([(a.q_norm.weight, a.k_norm.weight) for a in attention])
+    if attention[0].q_proj.bias is not None:
+        parts = [torch.cat([p.bias for p in (a.q_proj, a.k_proj, a.v_proj)]) for a in attention]
+        biases = _stacked([parts])[0]
+    model = Model(
+        matrices=np.array(rows).reshape(len(layers), len(MATRICES), -1),
+        head=describe(packed[-1]),
+        norms=_stacked([(first.weight, second.weight) for first, second in pairs]),
+        final_norm=_stacked([[final_norm.weight]])[0, 0],
+        head_norms=head_norms,
+        biases=biases,
+        epsilon=np.float32(config.rms_norm_eps),
+        attend=attender(key_bytes).address,
+        heads=config.num_attention_heads,
+        head_dim=head_dim,
+    )
+    return Packed(model, packed, tuple(sorted({FORMATS[m.format].name for m in packed})))
+
+
+def _stacked(rows: Any) -> NDArray[np.float32]:
+    """Parameters in two dimensions as one float32 array."""
+    return np.array([[part.detach().float().numpy() for part in row] for row in rows])
+
+
+class GgufWeights:
+    """The matrices of a GGUF file that a model was converted from."""
+
+    def __init__(self, file: Path, config: Any) -> None:
+        from gguf import GGUFReader  # of the extra gguf
+
+        self.reader, self.config = GGUFReader(file), config
+        self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
+        field = self.reader.fields["general.architecture"]
+        self.architecture = bytes(field.parts[field.data[0]]).decode()
+
+    def blocks(self, layer: int, name: str) -> Blocks:
+        """A layer's matrix, its rows in the order of transformers."""
+        blocks = read_blocks(self.tensors[f"blk.{layer}.{MATRICES[name]}.weight"])
+        if self.architecture != "llama" or name not in ("self_attn.q_proj", "self_attn.k_proj"):
+            return blocks
+        # llama.cpp rotates neighbours where transformers rotates the halves of a head
+        order = np.arange(len(blocks.numbers)).reshape(-1, self._head_dim(name) // 2, 2)
+        return blocks.rows(order.transpose(0, 2, 1).reshape(-1))
+
+    def head(self) -> Blocks:
+        """The output head, which may be the embedding."""
+        name = "output.weight" if "output.weight" in self.tensors else "token_embd.weight"
+        return read_blocks(self.tensors[name])
+
+    def embed(self, tokens: Tensor) -> NDArray[np.float32]:
+        """The embeddings of tokens (int64 [n]), float32 [n, width]."""
+        from gguf.quants import dequantize
+
+        table = self.tensors["token_embd.weight"]
+        rows: NDArray[np.float32] = dequantize(table.data[tokens.numpy()], table.tensor_type)
+        return rows
+
+    def _head_dim(self, name: str) -> int:
+        """The numbers of one head."""
+        config = self.config
+        return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
