@@ -17,7 +17,8 @@ UNIT = 32
 """Outputs of a matrix that one worker computes are a multiple of these."""
 SPINS = 2000
 """How often a worker looks for the others before it yields its processor."""
-ENCODE, MULTIPLY, TILES, TILE_BYTES, OUTPUTS, INPUTS, GROUPS, ROW_BYTES, NUM_TILES = range(9)
+ENCODE, MULTIPLY, TILES, SCALES, OUTPUTS, INPUTS, STEPS, TILE_BYTES, SCALE_BYTES = range(9)
+ROW_BYTES, NUM_TILES = 9, 10
 """The columns of a matrix's description: addresses, sizes in bytes, and counts."""
 QUERY, KEY, VALUE, OUT, GATE, UP, DOWN = range(7)
 """A layer's matrices."""
@@ -162,9 +163,10 @@ def multiply(matrix, num_rows, encoded, results, column, first, end):  # type: i
     if end_tile > first_tile:
         call_8(
             matrix[MULTIPLY], encoded.ctypes.data, matrix[ROW_BYTES],
-            matrix[TILES] + first_tile * matrix[TILE_BYTES], matrix[TILE_BYTES],
+            matrix[TILES] + first_tile * matrix[TILE_BYTES],
+            matrix[SCALES] + first_tile * matrix[SCALE_BYTES],
             results.ctypes.data + 4 * (column + first_tile * per_tile), results.strides[0],
-            matrix[GROUPS], (end_tile - first_tile) << 32 | num_rows,
+            matrix[STEPS], (end_tile - first_tile) << 32 | num_rows,
         )  # fmt: skip
 
 

@@ -18,6 +18,8 @@ from sequoia_plan.runtime.compiled.products import (
 
 GROUP = 32
 """Inputs are padded with zeros to a multiple of these."""
+PIECE_BYTES = 1 << 26
+"""Of an arena. In pages of 4 KB, one row's products take twice as long."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,18 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A packed matrix. `tiles` uint8 [tiles, bytes of one], aligned to 64 bytes."""
+    """A packed matrix: uint8 [tiles, bytes of one], aligned to 64 bytes."""
 
     format: int
     outputs: int
     inputs: int
     tiles: NDArray[np.uint8]
+    scales: NDArray[np.uint8]
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in memory."""
+        return self.tiles.nbytes + self.scales.nbytes
 
     @property
     def padded_outputs(self) -> int:
@@ -72,7 +80,22 @@ class Matrix:
         return encoded_bytes(FORMATS[self.format], self.inputs)
 
 
-def pack(blocks: Blocks) -> Matrix:
+class Arena:
+    """Memory for many matrices in a few large pieces, which the system gives large pages."""
+
+    def __init__(self) -> None:
+        self.free = np.empty(0, np.uint8)
+
+    def zeros(self, rows: int, row_bytes: int) -> NDArray[np.uint8]:
+        """uint8 [rows, bytes of one], aligned to 64 bytes."""
+        size = rows * row_bytes
+        if len(self.free) < size:
+            self.free = aligned_zeros((max(size, PIECE_BYTES),))
+        taken, self.free = self.free[:size], self.free[-(-size // 64) * 64 :]
+        return taken.reshape(rows, row_bytes)
+
+
+def pack(blocks: Blocks, arena: Arena) -> Matrix:
     """Cut a matrix into tiles."""
     format = FORMATS[blocks.format]
     outputs, inputs = blocks.numbers.shape
@@ -81,7 +104,9 @@ def pack(blocks: Blocks) -> Matrix:
     padding = ((0, num_tiles * format.outputs - outputs), (0, padded_inputs - inputs))
     numbers = np.pad(blocks.numbers, padding) if np.any(padding) else blocks.numbers
     numbers = numbers.reshape(num_tiles, format.outputs, padded_inputs)
-    tiles = aligned_zeros((num_tiles, format.tile_bytes(padded_inputs)))
+    steps = padded_inputs // format.step
+    tiles = arena.zeros(num_tiles, steps * format.block_bytes)
+    scales = arena.zeros(num_tiles, steps * format.group_bytes)
     if not format.group:
         if format.encoding == ENCODE_BFLOAT16:  # pairs of inputs stay together
             numbers = numbers.reshape(num_tiles, format.outputs, padded_inputs // 2, 2)
@@ -89,19 +114,18 @@ def pack(blocks: Blocks) -> Matrix:
         else:
             numbers = numbers.transpose(0, 2, 1)
         tiles[:] = np.ascontiguousarray(numbers).reshape(num_tiles, -1).view(np.uint8)
-        return Matrix(blocks.format, outputs, padded_inputs, tiles)
+        return Matrix(blocks.format, outputs, padded_inputs, tiles, scales)
     groups = padded_inputs // format.group
     quads = numbers.reshape(num_tiles, LANES, groups, format.group // 4, 4).transpose(0, 2, 3, 1, 4)
     if format.bits == 4:
         half = format.group // 8
         quads = quads[:, :, :half] | quads[:, :, half:] << 4
-    quads = quads.reshape(num_tiles, -1)
+    tiles[:] = quads.reshape(num_tiles, -1)
     parts = [blocks.scales] if format.offset_scales is not None else [blocks.scales, blocks.offsets]
-    scales = np.stack([_scales_of_tiles(part, num_tiles, groups) for part in parts], 2)
-    scales = np.ascontiguousarray(scales.astype(format.scale)).reshape(num_tiles, -1)
-    tiles[:, : quads.shape[1]] = quads
-    tiles[:, quads.shape[1] :][:, : scales.nbytes // num_tiles] = scales.view(np.uint8)
-    return Matrix(blocks.format, outputs, padded_inputs, tiles)
+    stacked = np.stack([_scales_of_tiles(part, num_tiles, groups) for part in parts], 2)
+    stacked = np.ascontiguousarray(stacked.astype(format.scale))
+    scales[:] = stacked.reshape(num_tiles, -1).view(np.uint8)
+    return Matrix(blocks.format, outputs, padded_inputs, tiles, scales)
 
 
 def _scales_of_tiles(scales: Any, num_tiles: int, groups: int) -> NDArray[Any]:

@@ -65,17 +65,20 @@ class Format:
         is_pair = self.scale == "bfloat16" and HAS_BFLOAT16_PRODUCTS
         return ENCODE_BFLOAT16 if is_pair else ENCODE_FLOATS
 
-    def tile_bytes(self, inputs: int) -> int:
-        """The size of a tile, a multiple of 64: its weights, then its scales and offsets."""
-        size = inputs * self.outputs * self.bits // 8
-        if self.group:
-            size += inputs // self.group * self.group_bytes
-        return -(-size // 64) * 64
+    @property
+    def step(self) -> int:
+        """Inputs that the weights of a tile are stored for side by side: its unit of counting."""
+        return self.group or (2 if self.encoding == ENCODE_BFLOAT16 else 1)
+
+    @property
+    def block_bytes(self) -> int:
+        """The size of a tile's weights for the inputs of one step."""
+        return self.step * self.outputs * self.bits // 8
 
     @property
     def group_bytes(self) -> int:
-        """The size of a group's scales and offsets."""
-        return LANES * np.dtype(self.scale).itemsize * (2 if self.offset_scales is None else 1)
+        """The size of a group's scales and offsets, for the 16 outputs of a tile."""
+        return self.group and LANES * np.dtype(self.scale).itemsize * (2 if self.offset_scales is None else 1)
 
 
 ENCODE_FLOATS, ENCODE_BFLOAT16, ENCODE_INTEGERS, ENCODE_WHOLE_FLOATS = range(4)
@@ -172,6 +175,7 @@ def _emit_tile(
     rows: Any,
     row_bytes: Any,
     tile: Any,
+    scales: Any,
     results: Any,
     result_bytes: Any,
     groups: Any,
@@ -188,7 +192,7 @@ def _emit_tile(
     emit_group = _emit_integer_group if format.group else _emit_float_group
     with emit.loop(groups) as group:
         starts = [emit.at(rows, (row_bytes, row)) for row in range(num_rows)]
-        emit_group(emit, format, starts, tile, group, groups, totals)
+        emit_group(emit, format, starts, tile, scales, group, groups, totals)
     for row, variables in enumerate(totals):
         for vector, variable in enumerate(variables):
             address = emit.at(results, (result_bytes, row), 4 * LANES * vector)
@@ -196,13 +200,13 @@ def _emit_tile(
 
 
 def _emit_float_group(
-    emit: Emitter, format: Format, rows: Any, tile: Any, group: Any, groups: Any, totals: Any
-) -> None:
+    emit: Emitter, format: Format, rows: Any, tile: Any, scales: Any, group: Any, groups: Any,
+    totals: Any,
+) -> None:  # fmt: skip
     """Add the products of one input, or of two in bfloat16, to the totals."""
     builder = emit.builder
-    vector_bytes = LANES * format.bits // 8
+    vector_bytes = format.block_bytes // FLOAT_TILE
     if format.encoding == ENCODE_BFLOAT16:
-        vector_bytes *= 2
         for vector in range(FLOAT_TILE):
             weights = emit.load(
                 emit.at(tile, (group, FLOAT_TILE * vector_bytes), vector * vector_bytes), WORDS, 64
@@ -231,13 +235,13 @@ def _emit_float_group(
 
 
 def _emit_integer_group(
-    emit: Emitter, format: Format, rows: Any, tile: Any, group: Any, groups: Any, totals: Any
-) -> None:
+    emit: Emitter, format: Format, rows: Any, tile: Any, scales: Any, group: Any, groups: Any,
+    totals: Any,
+) -> None:  # fmt: skip
     """Add scale * (products of integers) + offset * (sum of the row's group) to the totals."""
     builder = emit.builder
-    block = LANES * format.group * format.bits // 8
-    weights = emit.at(tile, (group, block))
-    scales = emit.at(tile, (groups, block), (group, format.group_bytes))
+    weights = emit.at(tile, (group, format.block_bytes))
+    scales = emit.at(scales, (group, format.group_bytes))
     scale = emit.floats(scales, format.scale)
     if format.offset_scales is None:
         offset = emit.floats(emit.at(scales, format.group_bytes // 2), format.scale)
@@ -292,10 +296,12 @@ def _emit_integer_sums(emit: Emitter, format: Format, weights: Any, rows: Any) -
 
 @intrinsic(prefer_literal=True)
 def multiply_tile(  # type: ignore
-    context, rows, row_bytes, tile, results, result_bytes, groups, number, num_rows
+    context, rows, row_bytes, tile, scales, results, result_bytes, groups, number, num_rows
 ):
     """See `_emit_tile`."""
-    arguments = (rows, row_bytes, tile, results, result_bytes, groups, number, num_rows)
+    arguments = (
+        rows, row_bytes, tile, scales, results, result_bytes, groups, number, num_rows,
+    )  # fmt: skip
     return emitted(_emit_tile, arguments, literals=2)
 
 
@@ -341,34 +347,36 @@ def encoder(number: int) -> Any:
 @functools.cache
 def multiplier(number: int) -> Any:
     """A compiled function that multiplies encoded rows by some tiles of a matrix of a format."""
-    outputs = FORMATS[number].outputs
+    format = FORMATS[number]
+    outputs, block_bytes, group_bytes = format.outputs, format.block_bytes, format.group_bytes
 
     @cfunc(ADDRESSES, cache=True, error_model="numpy")
-    def multiply(rows, row_bytes, tile, tile_bytes, results, result_bytes, groups, counts):  # type: ignore
+    def multiply(rows, row_bytes, tile, scales, results, result_bytes, groups, counts):  # type: ignore
         tiles, num_rows = counts >> 32, counts & 0xFFFFFFFF
         for _ in range(tiles):
-            first = 0
+            first, s = 0, scales
             while first < num_rows:
                 x, y = rows + first * row_bytes, results + first * result_bytes
                 left = min(num_rows - first, MAX_ROWS)
                 if left == 1:
-                    multiply_tile(x, row_bytes, tile, y, result_bytes, groups, number, 1)
+                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, groups, number, 1)
                 elif left == 2:
-                    multiply_tile(x, row_bytes, tile, y, result_bytes, groups, number, 2)
+                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, groups, number, 2)
                 elif left == 3:
-                    multiply_tile(x, row_bytes, tile, y, result_bytes, groups, number, 3)
+                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, groups, number, 3)
                 elif left == 4:
-                    multiply_tile(x, row_bytes, tile, y, result_bytes, groups, number, 4)
+                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, groups, number, 4)
                 elif left == 5:
-                    multiply_tile(x, row_bytes, tile, y, result_bytes, groups, number, 5)
+                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, groups, number, 5)
                 elif left == 6:
-                    multiply_tile(x, row_bytes, tile, y, result_bytes, groups, number, 6)
+                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, groups, number, 6)
                 elif left == 7:
-                    multiply_tile(x, row_bytes, tile, y, result_bytes, groups, number, 7)
+                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, groups, number, 7)
                 else:
-                    multiply_tile(x, row_bytes, tile, y, result_bytes, groups, number, 8)
+                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, groups, number, 8)
                 first += left
-            tile += tile_bytes
+            tile += groups * block_bytes
+            scales += groups * group_bytes
             results += 4 * outputs
 
     return multiply

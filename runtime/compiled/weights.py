@@ -15,9 +15,8 @@ from torch import Tensor
 from sequoia_plan.runtime.compiled.attention import attender
 from sequoia_plan.runtime.compiled.forward import UNIT, Model
 from sequoia_plan.runtime.compiled.gguf_blocks import read_blocks
-from sequoia_plan.runtime.compiled.packing import FORMAT_NAMES, Blocks, Matrix, pack
+from sequoia_plan.runtime.compiled.packing import FORMAT_NAMES, Arena, Blocks, Matrix, pack
 from sequoia_plan.runtime.compiled.products import (
-    ENCODE_BFLOAT16,
     FORMATS,
     encoder,
     multiplier,
@@ -43,7 +42,7 @@ class Packed:
     @property
     def num_bytes(self) -> int:
         """The size of the matrices."""
-        return sum(matrix.tiles.nbytes for matrix in self.matrices)
+        return sum(matrix.num_bytes for matrix in self.matrices)
 
 
 def blocks_of(weight: Tensor) -> Blocks:
@@ -57,16 +56,17 @@ def blocks_of(weight: Tensor) -> Blocks:
 def describe(matrix: Matrix) -> NDArray[np.int64]:
     """A matrix as the pass reads it (see `forward.Model`)."""
     format = FORMATS[matrix.format]
-    group = format.group or (2 if format.encoding == ENCODE_BFLOAT16 else 1)
     return np.array(
         [
             encoder(matrix.format).address,
             multiplier(matrix.format).address,
             matrix.tiles.ctypes.data,
-            matrix.tiles.shape[1],
+            matrix.scales.ctypes.data,
             format.outputs,
             matrix.inputs,
-            matrix.inputs // group,
+            matrix.inputs // format.step,
+            matrix.tiles.shape[1],
+            matrix.scales.shape[1],
             matrix.encoded_bytes,
             len(matrix.tiles),
         ]
@@ -81,13 +81,13 @@ def pack_model(
 
     `blocks(layer, name)` gives the weights of a layer's matrix that are used in its module's place.
     """
-    packed, rows = [], []
+    packed, rows, arena = [], [], Arena()
     for number, layer in enumerate(layers):
         for name in MATRICES:
             given = blocks(number, name) if blocks else None
-            packed.append(pack(given or blocks_of(layer.get_submodule(name).weight)))
+            packed.append(pack(given or blocks_of(layer.get_submodule(name).weight), arena))
             rows.append(describe(packed[-1]))
-    packed.append(pack(head_blocks or blocks_of(head.weight)))
+    packed.append(pack(head_blocks or blocks_of(head.weight), arena))
     attention = [layer.self_attn for layer in layers]
     pairs = [(layer.input_layernorm, layer.post_attention_layernorm) for layer in layers]
     head_norms, biases = np.zeros((0, 2, 0), np.float32), np.zeros((0, 0), np.float32)
