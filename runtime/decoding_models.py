@@ -15,6 +15,7 @@ from sequoia_plan.runtime.capture import step_graphs, weight_addresses
 from sequoia_plan.runtime.draft.drafter import Drafter
 from sequoia_plan.runtime.draft.registry import make_drafter
 from sequoia_plan.runtime.models.architecture import execution_device, rope_reason, text_config
+from sequoia_plan.runtime.models.compiled_passes import compiled_pass
 from sequoia_plan.runtime.models.forward import TreeModel
 from sequoia_plan.runtime.models.parallel import shared_seed
 from sequoia_plan.runtime.models.prepacked import PrepackedLinear
@@ -57,7 +58,8 @@ class DecodingModels:
             vocabulary, d2t = shared_vocabulary(target, draft, tokenizer, draft_tokenizer)
             self.drafter = make_drafter(target, draft, vocabulary, d2t, backend)
         layers = self.drafter.aux_hidden_state_layers if self.drafter else ()
-        self.target = TreeModel(target, probe(target), aux_hidden_state_layers=layers)
+        layout = None if compiled_pass(target) else probe(target)
+        self.target = TreeModel(target, layout, aux_hidden_state_layers=layers)
         if backend is not None:
             self.target.compile(backend)
         self.with_weights = [model for model in (target, draft) if model is not None]

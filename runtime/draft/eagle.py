@@ -20,6 +20,7 @@ from sequoia_plan.runtime.draft.drafter import (
     passes_by_level,
 )
 from sequoia_plan.runtime.models.attention import shares_heads
+from sequoia_plan.runtime.models.compiled_passes import compiled_pass
 from sequoia_plan.runtime.models.forward import ForwardOutput
 from sequoia_plan.runtime.models.split_keys import splits_keys
 
@@ -28,13 +29,11 @@ RECENT = 2 * (EAGLE_DRAFT.max_depth or 0)
 step writes features before it is known how many tokens it accepts."""
 
 
-class EagleCache(TreeCache):
-    """Keys and values, and `recent_features` [RECENT, hidden size].
+EagleCache = Any
+"""A `TreeCache` with `recent_features` [RECENT, hidden size].
 
-    The feature of the token in slot s, made of the target's hidden states, is in row s mod RECENT.
-    """
-
-    recent_features: Tensor
+The feature of the token in slot s, made of the target's hidden states, is in row s mod RECENT.
+"""
 
 
 class EagleDrafter(HiddenStateDrafter):
@@ -58,14 +57,18 @@ class EagleDrafter(HiddenStateDrafter):
         """A cache of so many slots, with memory for the features of the last tokens."""
         window, device = self.model.window, self.model.device
         windowed = window is not None and window < capacity
-        cache = EagleCache(self.model.cache_layout(), capacity, device, counts_positions=windowed)
+        cache: EagleCache
+        if compiled := compiled_pass(self.model):
+            cache = compiled.new_cache(capacity, counts_positions=windowed)
+        else:
+            layout = self.model.cache_layout()
+            cache = TreeCache(layout, capacity, device, counts_positions=windowed)
         shape = (RECENT, self.model.config.hidden_size)
         cache.recent_features = torch.zeros(shape, dtype=self.model.dtype, device=device)
         return cache
 
     def prefill(self, cache: TreeCache, tokens: Tensor) -> None:
         """Forget the last sequence. The draft reads the prompt in `prefill_hidden_states`."""
-        assert isinstance(cache, EagleCache)
         cache.finite.fill_(True)
         cache.recent_features.zero_()
 
@@ -76,7 +79,6 @@ class EagleDrafter(HiddenStateDrafter):
 
         The feature before the part's first token is the one that was kept from the part before.
         """
-        assert isinstance(cache, EagleCache)
         features = self.model.fuse(hidden_states)
         feature_before = cache.recent_features[(slots[:1] - 1) % RECENT]
         # token 0 has no feature before it, so its slot has nothing to attend to and is hidden
@@ -99,7 +101,6 @@ class EagleDrafter(HiddenStateDrafter):
         nodes, whose features are the hidden states of their parents in the previous pass.
         """
         cache = sequence.draft
-        assert isinstance(cache, EagleCache)
         # short texts have fewer committed tokens than the first pass reads: token 0 stands for them
         read_slots = (sequence.length + draft_pass.input_slots).clamp_(min=0)
         slots = distinct_slots(sequence.length, draft_pass.input_slots)
@@ -135,7 +136,6 @@ class EagleDrafter(HiddenStateDrafter):
     def catch_up(self, sequence: SequenceState, slots: Tensor, extent: int) -> None:
         """Read the committed tokens in `slots` (int64 [tokens]) with their recorded features."""
         cache = sequence.draft
-        assert isinstance(cache, EagleCache)
         mask = _mask_of_committed(slots, extent, self.model.dtype)
         features = cache.recent_features[(slots - 1) % RECENT]
         tokens = sequence.tokens[slots]
@@ -147,7 +147,6 @@ class EagleDrafter(HiddenStateDrafter):
         The target's pass over the tree has recorded these hidden states in the sequence. Nothing in
         the cache is moved: the next first pass reads the accepted tokens again.
         """
-        assert isinstance(sequence.draft, EagleCache)
         slots = sequence.length + torch.arange(path.numel(), device=path.device)
         hidden_states = sequence.aux_hidden_states.index_select(0, path)
         self.keep_features(sequence.draft, slots, self.model.fuse(hidden_states))
@@ -173,6 +172,13 @@ class EagleDrafter(HiddenStateDrafter):
         """
         # a row has the position of the token whose feature it takes, as in the engines
         positions = (positions - 1).clamp(min=0)
+        if compiled := compiled_pass(self.model):
+            embedded = self.model.embed(tokens)
+            rows = (embedded, features, positions, slots, mask, logits_to_keep)
+            logits, outputs = compiled(cache, *rows)
+            cache.finite.logical_and_(logits.amax(-1).isfinite().all())
+            outputs = outputs[-logits_to_keep:].to(self.model.dtype)
+            return ForwardOutput(logits[:, : self.vocabulary], outputs)
         masks = self.model.masks_by_layer_type(cache, mask, positions, slots)
         rows = (tokens[None], features[None], positions[None], masks)
         cache.at(slots, mask.shape[1])

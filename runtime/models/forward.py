@@ -33,7 +33,7 @@ from sequoia_plan.runtime.models.aux_hidden_states import (
     register_hooks,
     take_aux_hidden_states,
 )
-from sequoia_plan.runtime.models.flat_forward import flat_forward
+from sequoia_plan.runtime.models.compiled_passes import compiled_pass
 from sequoia_plan.runtime.models.split_keys import splits_keys
 
 PREFILL_CHUNK = {"cpu": 256, "cuda": 1024}
@@ -88,15 +88,15 @@ class TreeModel:
         self.prefill_multiples = PREFILL_MULTIPLES[backend]
         self.grouped_query_config = config if shares_heads(plain_model, config) else None
         self.compiled: Any = None
+        self.compiled_pass = compiled_pass(plain_model)
         self.aux_hidden_state_layers = tuple(aux_hidden_state_layers)
-        if self.aux_hidden_state_layers:
+        if self.aux_hidden_state_layers and not self.compiled_pass:
             needs_layers = bool(set(aux_hidden_state_layers) - {AFTER_FINAL_NORM})
             layers = decoder_layers(plain_model)[1] if needs_layers else None
             register_hooks(plain_model, layers, aux_hidden_state_layers)
         parameters = inspect.signature(plain_model.forward).parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
         self.cache_argument = cache_argument(plain_model.forward)
-        self.flat_forward = None if self.stream else flat_forward(plain_model)
 
     def compile(self, backend: Any = "inductor") -> None:
         """Compile passes over a tree with torch.compile, each shape for itself.
@@ -117,6 +117,9 @@ class TreeModel:
     def new_cache(self, capacity: int) -> TreeCache:
         """A cache for a sequence of up to `capacity` slots."""
         windowed = self.window is not None and self.window < capacity
+        if self.compiled_pass:
+            cache: TreeCache = self.compiled_pass.new_cache(capacity, counts_positions=windowed)
+            return cache
         return TreeCache(self.layers, capacity, self.device, counts_positions=windowed)
 
     def __call__(
@@ -145,25 +148,29 @@ class TreeModel:
         model = self.compiled if compiled and self.compiled is not None else self.model
         cache = cache.at(slots, mask.shape[1])
         masks = self._attention_mask(cache, mask, positions, slots)
+        if self.compiled_pass:
+            logits, hidden_states = self.compiled_pass(
+                cache, tokens, positions, slots, masks[0, 0], logits_to_keep,
+                self.aux_hidden_state_layers,
+            )  # fmt: skip
+            cache.finite.logical_and_(logits.amax(-1).isfinite().all())
+            has_states = bool(self.aux_hidden_state_layers)
+            hidden_states = hidden_states.to(self.model.dtype) if has_states else None
+            return ForwardOutput(logits[:, : self.vocabulary], hidden_states)
         with (
             attending(self.device, self.grouped_query_config, slots),
             compiling_many_shapes(model is not self.model),
         ):
-            if self.flat_forward and model is self.model:
-                all_logits = self.flat_forward(
-                    tokens[None], positions[None], masks, cache, logits_to_keep
-                )
-            else:
-                options: dict[str, Any] = {self.cache_argument: cache}
-                if self.takes_logits_to_keep:
-                    options["logits_to_keep"] = logits_to_keep
-                all_logits = model(
-                    input_ids=tokens[None],
-                    position_ids=positions[None],
-                    attention_mask=masks,
-                    use_cache=True,
-                    **options,
-                ).logits
+            options: dict[str, Any] = {self.cache_argument: cache}
+            if self.takes_logits_to_keep:
+                options["logits_to_keep"] = logits_to_keep
+            all_logits = model(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                attention_mask=masks,
+                use_cache=True,
+                **options,
+            ).logits
         # [-0:] keeps all rows; a model without `logits_to_keep` returns more than were asked for
         logits: Tensor = all_logits[0, -logits_to_keep:, : self.vocabulary]
         cache.finite.logical_and_(logits.amax(-1).isfinite().all())
@@ -198,6 +205,8 @@ class TreeModel:
 
     def _check_unchanged(self) -> None:
         """Check that the model is where it was at the start, in its dtype, and in eval mode."""
+        if self.compiled_pass:
+            self.compiled_pass.check(self.model)
         if device_and_dtype(self.model) != self.device_and_dtype:
             (old_device, old_dtype) = self.device_and_dtype
             (device, dtype) = device_and_dtype(self.model)

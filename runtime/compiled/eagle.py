@@ -1,0 +1,85 @@
+"""The compiled pass of an EAGLE-3 draft."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from sequoia_plan.runtime.compiled.compiled_pass import CompiledPass
+from sequoia_plan.runtime.compiled.cache import CompiledCache
+from sequoia_plan.runtime.compiled.forward import UNIT, normalise
+from sequoia_plan.runtime.compiled.target import weights_state
+from sequoia_plan.runtime.compiled.weights import pack_model
+from sequoia_plan.runtime.models.compiled_passes import passes
+
+
+class CompiledEagle:
+    """Runs the passes of a draft that reads tokens with features (`draft.eagle_model.Eagle3`)."""
+
+    def __init__(self, draft: Any) -> None:
+        config, first = draft.config, draft.layers[0]
+        self.dtype = torch.bfloat16 if draft.dtype == torch.bfloat16 else torch.float32
+        head = draft.get_output_embeddings()
+        packed = pack_model(
+            list(draft.layers), draft.norm, head, config, config.head_dim, self.dtype.itemsize
+        )
+        self.runner = CompiledPass(
+            packed, config.hidden_size, config.intermediate_size, len(head.weight),
+            config.num_key_value_heads, draft.rotary_emb, self.dtype, 1,
+        )  # fmt: skip
+        self.norms = [
+            norm.weight.detach().float().numpy()
+            for norm in (first.input_layernorm, first.hidden_norm)
+        ]
+        self.output_layers = (-1 if draft.norms.output else len(draft.layers),)
+        self.residual_is_normed = draft.norms.before_residual
+        self.weights = weights_state(draft)
+
+    def new_cache(self, capacity: int, *, counts_positions: bool) -> CompiledCache:
+        """A cache for a sequence of up to so many slots."""
+        return self.runner.new_cache(capacity, counts_positions=counts_positions)
+
+    def __call__(
+        self, cache: CompiledCache, embedded: Tensor, features: Tensor, positions: Tensor,
+        slots: Tensor, mask: Tensor, logits_to_keep: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """One pass over rows: the logits of the last ones, and all rows' outputs.
+
+        `embedded`, `features` [rows, width].
+        """
+        rows, width = features.shape
+        x = features.float().numpy()
+        first = np.zeros((rows, -(-2 * width // UNIT) * UNIT), np.float32)
+        epsilon = self.runner.packed.model.epsilon
+        put_side_by_side(embedded.float().numpy(), x, *self.norms, epsilon, first)
+        if self.residual_is_normed:
+            x = first[:, width : 2 * width]
+        return self.runner(
+            cache, x, positions, slots, mask, logits_to_keep, self.output_layers, first
+        )
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def put_side_by_side(  # type: ignore
+    embedded, features, embedding_norm, feature_norm, epsilon, result
+):
+    """What the first layer attends to: each row's normed embedding and its normed feature."""
+    width = embedding_norm.shape[0]
+    for row in range(features.shape[0]):
+        normalise(embedded[row], embedding_norm, epsilon, result[row])
+        normalise(features[row], feature_norm, epsilon, result[row, width:])
+
+
+def compile_eagle(draft: Any) -> str:
+    """Compile the pass of an EAGLE-3 draft; returns "", or why PyTorch runs it."""
+    config = draft.config
+    if type(draft).__name__ != "Eagle3" or config.head_dim % UNIT:
+        return f"{type(draft).__name__} with heads of {config.head_dim} numbers"
+    if draft.window is not None or any(p.ndim == 1 and "bias" in n for n, p in draft.named_parameters()):
+        return "it has a window or biases"
+    passes[draft] = CompiledEagle(draft)
+    return ""
