@@ -26,7 +26,7 @@ from sequoia_plan.profiler.hardware import TIME_KEYS, fingerprint
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.runtime import Pair, Sampling
 from sequoia_plan.runtime.models.dtype import dtype_name
-from sequoia_plan.runtime.pair import MAKE_LINEAR, with_draft
+from sequoia_plan.runtime.pair import FUSED, with_draft
 
 TRANSFORMERS_METHODS = {"generate", "assisted", "lookup"}
 LOOKUP_TOKENS = 10
@@ -96,7 +96,7 @@ def compare(
     """
     chosen, models = set(only or TITLES), pair.metadata
     transformers_pair = pair
-    if pair.placement in MAKE_LINEAR and TRANSFORMERS_METHODS & chosen:
+    if pair.placement == FUSED and TRANSFORMERS_METHODS & chosen:
         transformers_pair = load_transformers_pair()
     if assistant and "assisted" in chosen:
         transformers_pair = with_draft(transformers_pair, assistant)

@@ -17,7 +17,6 @@ from sequoia_plan.artifacts.processor import processor_name
 from sequoia_plan.runtime.base.kernel_launch import kernels_available
 from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
 from sequoia_plan.runtime.models.layer_operations import silu_mul
-from sequoia_plan.runtime.models.prepacked import can_prepack
 
 QUERIED_FIELDS = {
     "driver_version": "driver",
@@ -56,10 +55,9 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def weights_for(device: str) -> dict[str, Any]:
-    """How weights are stored on a device where nothing is asked for."""
-    dtype = resolve_dtype("auto", device)
-    return {"dtype": dtype_name(dtype), "prepacked": can_prepack(dtype, device)}
+def default_dtype(device: str) -> str:
+    """The dtype that `--dtype auto` stands for on a device."""
+    return dtype_name(resolve_dtype("auto", device))
 
 
 def run_small_kernel(device: str) -> bool:

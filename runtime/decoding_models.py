@@ -18,7 +18,6 @@ from sequoia_plan.runtime.models.architecture import execution_device, rope_reas
 from sequoia_plan.runtime.models.compiled_passes import compiled_pass
 from sequoia_plan.runtime.models.forward import TreeModel
 from sequoia_plan.runtime.models.parallel import shared_seed
-from sequoia_plan.runtime.models.prepacked import PrepackedLinear
 from sequoia_plan.runtime.models.probe import probe
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary
 
@@ -44,8 +43,6 @@ class DecodingModels:
         compile: bool | str | Callable[..., Any] = False,
     ) -> None:
         backend = "inductor" if compile is True else compile or None
-        if backend is not None:
-            _check_not_prepacked(target, draft)
         self.device = execution_device(target)
         self.drafter: Drafter | None = None
         if draft is not None and any(t.num_drafted_levels for t in tree.portfolio.values()):
@@ -58,7 +55,8 @@ class DecodingModels:
             vocabulary, d2t = shared_vocabulary(target, draft, tokenizer, draft_tokenizer)
             self.drafter = make_drafter(target, draft, vocabulary, d2t, backend)
         layers = self.drafter.aux_hidden_state_layers if self.drafter else ()
-        layout = None if compiled_pass(target) else probe(target)
+        compiled = backend is None and compiled_pass(target) is not None
+        layout = None if compiled else probe(target)
         self.target = TreeModel(target, layout, aux_hidden_state_layers=layers)
         if backend is not None:
             self.target.compile(backend)
@@ -141,15 +139,4 @@ class DecodingModels:
             raise SequoiaPlanError(
                 f"tree: {tree.size} nodes, expected at most {MAX_TREE_NODES} to decode with; solve "
                 "with a smaller --budget"
-            )
-
-
-def _check_not_prepacked(*models: Any) -> None:
-    """Refuse prepacked weights, which torch.compile cannot trace."""
-    for model in models:
-        modules = model.modules() if hasattr(model, "modules") else ()
-        if any(isinstance(module, PrepackedLinear) for module in modules):
-            raise SequoiaPlanError(
-                "compile: the linear layers are prepacked for this processor, which torch.compile "
-                'cannot trace; load the models with placement="resident", or do not compile'
             )

@@ -14,6 +14,7 @@ from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.draft_file import load_draft, save_as_folder
 from sequoia_plan.runtime.draft.from_checkpoint import load_checkpoint, remarks
+from sequoia_plan.runtime.draft.hidden_state_draft import HiddenStateDraft
 from sequoia_plan.runtime.draft.self_draft import (
     INT8,
     copy_bytes,
@@ -24,11 +25,12 @@ from sequoia_plan.runtime.draft.self_draft import (
 )
 from sequoia_plan.runtime.generation import end_tokens
 from sequoia_plan.runtime.models.architecture import context_length, rope_reason, text_config
-from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
+from sequoia_plan.runtime.models.compiled_passes import compiled_pass
+from sequoia_plan.runtime.models.dtype import resolve_dtype
 from sequoia_plan.runtime.models.fuse import fuse, num_fused_layers
 from sequoia_plan.runtime.models.fused_layer import plain_linear
+from sequoia_plan.runtime.models.gguf import embedded_gguf
 from sequoia_plan.runtime.models.metadata import model_metadata
-from sequoia_plan.runtime.models.prepacked import PrepackedLinear, can_prepack
 from sequoia_plan.runtime.models.pretrained import load_model, name_of
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary, vocabulary_size
 
@@ -36,12 +38,10 @@ if TYPE_CHECKING:
     from sequoia_plan.runtime.offload.memory import MemorySplit
     from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 
-RESIDENT, FUSED, PREPACKED = "resident", "fused", "repacked"
-"""How weights are held in memory: as transformers loads them; in fused layers, where those compute
-the same; or in fused layers whose matrices are prepacked for the processor."""
-MAKE_LINEAR = {FUSED: plain_linear, PREPACKED: PrepackedLinear}
-"""The linear layers that fused layers are made of."""
-PLACEMENTS = (RESIDENT, FUSED, PREPACKED)
+RESIDENT, FUSED, COMPILED = "resident", "fused", "compiled"
+"""How passes run: by the modules that transformers loads; by fused layers, where those compute the
+same; or on a CPU as one compiled function, with the weights packed for it (`runtime.compiled`)."""
+PLACEMENTS = (RESIDENT, FUSED, COMPILED)
 LINKS = ("host", "disk")
 """Where streamed layers come from: the host's memory, to a CUDA device, or a file."""
 
@@ -98,8 +98,9 @@ def load_pair(
         device: "cpu" or "cuda".
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the processor computes in
             it, else float32.
-        placement: one of `PLACEMENTS`, or "auto": prepacked where the processor has kernels for it,
-            else fused. An offloaded target is never prepacked: its layers are fused, or resident.
+        placement: one of `PLACEMENTS`, or "auto": compiled on a CPU, else fused. A model that
+            cannot be compiled, is offloaded, or shares its cache with an int8 draft, is fused. With
+            dtype "auto", a GGUF file is compiled with its own bits, else with weights in `dtype`.
         offload: one of `LINKS`: layers of the target that do not fit into `memory` are streamed
             from there in every pass.
         memory: what the target's weights, both KV caches and the draft may take on the device, as
@@ -111,7 +112,7 @@ def load_pair(
     """
     _check_arguments(device, placement, offload, memory)
     torch_dtype = resolve_dtype(dtype, device)
-    placement = _resolve_placement(placement, torch_dtype, device)
+    placement = _resolve_placement(placement, draft, device)
     if offload:
         return _load_offloaded_pair(target, draft, device, torch_dtype, placement, offload, memory)
     model, tokenizer, target_name = load_model(target, device, torch_dtype)
@@ -122,13 +123,15 @@ def load_pair(
     )
     if draft_model is not None:
         metadata["draft"] = _place_draft(draft, draft_model, draft_name, placement)
-    metadata["target"] |= _place(model, placement)
+    gguf = _gguf_file(target) if dtype == "auto" else None
+    metadata["target"] |= _place(model, placement, gguf)
+    placement = metadata["target"]["placement"]
     remarks = (*_context_remarks(model), *draft_remarks)
     return Pair(model, draft_model, tokenizer, metadata, placement, remarks)
 
 
 def with_draft(pair: Pair, draft: str) -> Pair:
-    """The same target with another draft, not prepacked."""
+    """The same target with another draft, which PyTorch runs."""
     target = pair.target
     draft_model, draft_name, draft_remarks = _load_draft(
         draft, target, pair.tokenizer, str(target.device), target.dtype
@@ -187,21 +190,40 @@ def _check_arguments(
         )
 
 
-def _resolve_placement(placement: str, dtype: torch.dtype, device: str) -> str:
-    """The placement that "auto" stands for; ArgumentError if prepacked layers have no kernels."""
+def _resolve_placement(placement: str, draft: str | None, device: str) -> str:
+    """The placement that "auto" stands for."""
+    can_compile = device == "cpu" and draft != INT8
     if placement == "auto":
-        return PREPACKED if can_prepack(dtype, device) else FUSED
-    if placement == PREPACKED and not can_prepack(dtype, device):
+        return COMPILED if can_compile else FUSED
+    if placement == COMPILED and not can_compile:
         raise ArgumentError(
-            f"placement {PREPACKED}: no kernels for {dtype_name(dtype)} on {device}; use {FUSED}"
+            f"placement {COMPILED}: found device {device} and draft {draft}, expected cpu and a "
+            f"draft other than {INT8}; use {FUSED}"
         )
     return placement
 
 
-def _place(model: Any, placement: str) -> dict[str, Any]:
-    """Bring a model's weights in memory into `placement`; what files record of that."""
-    if placement in MAKE_LINEAR:
-        return {"placement": placement, "fused_layers": fuse(model, MAKE_LINEAR[placement])}
+def _gguf_file(target: str | None) -> Path | None:
+    """The GGUF file that a target is loaded from, if it is one."""
+    if target is None:
+        return embedded_gguf()
+    return Path(target) if target.endswith(".gguf") else None
+
+
+def _place(model: Any, placement: str, gguf: Path | None = None) -> dict[str, Any]:
+    """Let a model's passes run as `placement` says; what files record of that."""
+    if placement == COMPILED:
+        # decoding on a GPU does not need numba
+        from sequoia_plan.runtime.compiled.eagle import compile_eagle
+        from sequoia_plan.runtime.compiled.target import compile_target
+
+        is_draft = isinstance(model, HiddenStateDraft)
+        reason = compile_eagle(model) if is_draft else compile_target(model, gguf)
+        if not reason:
+            return {"placement": COMPILED, "weights": compiled_pass(model).formats}
+        placement = FUSED
+    if placement == FUSED:
+        return {"placement": placement, "fused_layers": fuse(model, plain_linear)}
     num_fused = num_fused_layers(model)  # an int8 draft is made of fused layers
     return {"placement": placement} | ({"fused_layers": num_fused} if num_fused else {})
 

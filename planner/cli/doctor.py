@@ -61,14 +61,12 @@ def _runtime() -> dict[str, str]:
         reason = f"planning only: {' and '.join(missing)} not installed ({install})"
         return {"machine": _joined(planner), "runtime": reason}
     try:
-        from sequoia_plan.profiler.hardware import default_device, fingerprint, weights_for
+        from sequoia_plan.profiler.hardware import default_device, default_dtype, fingerprint
 
         device = default_device()
-        weights = weights_for(device)
-        prepacked = ", prepacked weights" if weights["prepacked"] else ""
         return {
             "machine": _joined(fingerprint(device)),
-            "dtype": f"{weights['dtype']} (what --dtype auto takes){prepacked}",
+            "dtype": f"{default_dtype(device)} (what --dtype auto takes)",
             "kernels": _kernel_state(device),
         }
     except Exception as error:  # a broken installation may raise anything

@@ -94,7 +94,9 @@ def _warn_of_difference(role: str, planned: Any, loaded: Any) -> None:
 
 
 def _placement_text(metadata: Mapping[str, Any]) -> str:
-    """Describe where a model's weights are, as "repacked with 30 fused layers"."""
+    """Describe where a model's weights are, as "compiled with weights in Q4_1+Q8_0"."""
+    if "weights" in metadata:
+        return f"{metadata['placement']} with weights in {metadata['weights']}"
     layers = f"{metadata.get('fused_layers', 0)} fused layers"
     if "resident_layers" in metadata:
         resident, total = metadata["resident_layers"], metadata.get("layers")

@@ -13,7 +13,16 @@ from llvmlite import ir
 from numba import cfunc, types
 from numba.extending import intrinsic
 
-from sequoia_plan.runtime.compiled.vectors import BYTE, FLOAT, FLOATS, LANES, LONG, WORDS, Emitter, emitted
+from sequoia_plan.runtime.compiled.vectors import (
+    BYTE,
+    FLOAT,
+    FLOATS,
+    LANES,
+    LONG,
+    WORDS,
+    Emitter,
+    emitted,
+)
 
 QUERIES = 4
 """Queries that share each load of keys and values: rows of a pass, and heads of a group."""

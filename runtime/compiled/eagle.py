@@ -9,11 +9,18 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from sequoia_plan.runtime.compiled.compiled_pass import CompiledPass
 from sequoia_plan.runtime.compiled.cache import CompiledCache
-from sequoia_plan.runtime.compiled.forward import UNIT, normalise
+from sequoia_plan.runtime.compiled.compiled_pass import CompiledPass
+from sequoia_plan.runtime.compiled.forward import (
+    ROW_BYTES,
+    UNIT,
+    encode,
+    multiply,
+    normalise,
+)
+from sequoia_plan.runtime.compiled.packing import Arena, in_8_bits, pack
 from sequoia_plan.runtime.compiled.target import weights_state
-from sequoia_plan.runtime.compiled.weights import pack_model
+from sequoia_plan.runtime.compiled.weights import blocks_of, describe, pack_model
 from sequoia_plan.runtime.models.compiled_passes import passes
 
 
@@ -25,8 +32,11 @@ class CompiledEagle:
         self.dtype = torch.bfloat16 if draft.dtype == torch.bfloat16 else torch.float32
         head = draft.get_output_embeddings()
         packed = pack_model(
-            list(draft.layers), draft.norm, head, config, config.head_dim, self.dtype.itemsize
-        )
+            list(draft.layers), draft.norm, head, config, config.head_dim, self.dtype.itemsize,
+            convert=in_8_bits,
+        )  # fmt: skip
+        self.fc = pack(in_8_bits(blocks_of(draft.fc.weight)), Arena())
+        self.fc_address = describe(self.fc)
         self.runner = CompiledPass(
             packed, config.hidden_size, config.intermediate_size, len(head.weight),
             config.num_key_value_heads, draft.rotary_emb, self.dtype, 1,
@@ -39,9 +49,22 @@ class CompiledEagle:
         self.residual_is_normed = draft.norms.before_residual
         self.weights = weights_state(draft)
 
+    @property
+    def formats(self) -> str:
+        """The formats of its weights, as files record them."""
+        return "+".join(self.runner.packed.formats)
+
     def new_cache(self, capacity: int, *, counts_positions: bool) -> CompiledCache:
         """A cache for a sequence of up to so many slots."""
         return self.runner.new_cache(capacity, counts_positions=counts_positions)
+
+    def fuse(self, hidden_states: Tensor) -> Tensor:
+        """See `EagleModel.fuse`: [rows, states * width] -> float32 [rows, width]."""
+        rows = np.zeros((len(hidden_states), self.fc.inputs), np.float32)
+        rows[:, : hidden_states.shape[1]] = hidden_states.float().numpy()
+        features = np.empty((len(rows), self.fc.padded_outputs), np.float32)
+        project(self.fc_address, rows, features)
+        return torch.from_numpy(features)[:, : self.fc.outputs]
 
     def __call__(
         self, cache: CompiledCache, embedded: Tensor, features: Tensor, positions: Tensor,
@@ -74,12 +97,22 @@ def put_side_by_side(  # type: ignore
         normalise(features[row], feature_norm, epsilon, result[row, width:])
 
 
+@njit(nogil=True, cache=True, error_model="numpy")
+def project(matrix, rows, results):  # type: ignore
+    """The products of rows by one matrix."""
+    encoded = np.empty(rows.shape[0] * matrix[ROW_BYTES], np.uint8)
+    encode(matrix, rows.shape[0], rows, encoded)
+    multiply(matrix, rows.shape[0], encoded, results, 0, 0, results.shape[1])
+
+
 def compile_eagle(draft: Any) -> str:
     """Compile the pass of an EAGLE-3 draft; returns "", or why PyTorch runs it."""
     config = draft.config
     if type(draft).__name__ != "Eagle3" or config.head_dim % UNIT:
         return f"{type(draft).__name__} with heads of {config.head_dim} numbers"
-    if draft.window is not None or any(p.ndim == 1 and "bias" in n for n, p in draft.named_parameters()):
+    if draft.window is not None or any(
+        p.ndim == 1 and "bias" in n for n, p in draft.named_parameters()
+    ):
         return "it has a window or biases"
     passes[draft] = CompiledEagle(draft)
     return ""

@@ -196,7 +196,9 @@ def bits_for_cache(number, entries):  # type: ignore
     """The bits of a float32 as the cache has them: as they are, or rounded to bfloat16."""
     if entries.itemsize == 4:
         return number
-    return (number + np.uint32(0x7FFF) + ((number >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return (number + np.uint32(0x7FFF) + ((number >> np.uint32(16)) & np.uint32(1))) >> np.uint32(
+        16
+    )
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -217,9 +219,7 @@ def project_heads(model, layer, inputs, scratch, hidden, encoded, worker, worker
                 encoder = matrix[ENCODE]
                 encode(matrix, num_rows, hidden, encoded)
             first_output, end_output = (first - start) * head_dim, (end - start) * head_dim
-            multiply(
-                matrix, num_rows, encoded, heads, start * head_dim, first_output, end_output
-            )
+            multiply(matrix, num_rows, encoded, heads, start * head_dim, first_output, end_output)
         for row in range(num_rows):
             cosines, sines = inputs.rotary[inputs.positions[row]]
             slot = inputs.slots[row]

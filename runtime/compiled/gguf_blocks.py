@@ -13,19 +13,23 @@ Parts = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]
 """Integers [blocks, weights], scales and offsets [blocks, groups] of blocks."""
 
 
-def read_blocks(tensor: Any) -> Blocks:
-    """The weights of a tensor of a `gguf.GGUFReader`; ValueError for a format that is not known."""
+def read_blocks(tensor: Any, rows: NDArray[np.int64] | None = None) -> Blocks:
+    """The weights of a tensor of a `gguf.GGUFReader`, or some of its rows.
+
+    ValueError for a format that is not known.
+    """
     name = tensor.tensor_type.name
     if name not in FORMAT_NAMES:
         raise ValueError(f"found weights in {name}, expected one of {', '.join(FORMAT_NAMES)}")
-    format, (inputs, outputs) = FORMAT_NAMES.index(name), (int(size) for size in tensor.shape)
-    raw = np.asarray(tensor.data).reshape(-1).view(np.uint8)
-    if name in ("F32", "F16", "BF16"):
-        kind = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[name]
-        return Blocks(format, raw.view(kind).reshape(outputs, inputs))
-    blocks = raw.reshape(-1, BLOCK_BYTES[name])
-    numbers, *scales = READERS[name](blocks)
-    numbers = numbers.reshape(outputs, inputs)
+    outputs = int(tensor.shape[1])
+    raw = np.asarray(tensor.data).view(np.ndarray).view(np.uint8).reshape(outputs, -1)
+    if rows is not None:
+        raw, outputs = raw[rows], len(rows)
+    format, numbers_kind = FORMAT_NAMES.index(name), FLOAT_KINDS.get(name)
+    if numbers_kind:
+        return Blocks(format, raw.view(numbers_kind))
+    numbers, *scales = READERS[name](raw.reshape(-1, BLOCK_BYTES[name]))
+    numbers = numbers.reshape(outputs, -1)
     return Blocks(format, numbers, *(s if s is None else s.reshape(outputs, -1) for s in scales))
 
 
@@ -101,6 +105,7 @@ def _q6_k(blocks: NDArray[np.uint8]) -> Parts:
     return (low | high << 4).reshape(-1, 256), scales, None
 
 
+FLOAT_KINDS: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 READERS = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q4_K": _q4_k,
     "Q5_K": _q5_k, "Q6_K": _q6_k,

@@ -44,14 +44,21 @@ class Blocks:
                 part[order < 0] = 0
         return Blocks(self.format, *taken)
 
-    @classmethod
-    def joined(cls, blocks: list[Blocks]) -> Blocks:
-        """The rows of several matrices of one format, one after the other."""
-        columns = zip(*((b.numbers, b.scales, b.offsets) for b in blocks), strict=True)
-        return cls(
-            blocks[0].format,
-            *(None if part[0] is None else np.concatenate(part) for part in columns),  # type: ignore
-        )
+    def dense(self) -> NDArray[np.float32]:
+        """The weights as float32."""
+        format = FORMATS[self.format]
+        if not format.group:
+            if format.scale == "bfloat16":
+                return (self.numbers.astype(np.uint32) << 16).view(np.float32)
+            return self.numbers.astype(np.float32)
+        assert self.scales is not None
+        scales = self.scales.astype(np.float32)[:, :, None]
+        numbers = self.numbers.reshape(*self.scales.shape, format.group) * scales
+        if format.offset_scales is not None:
+            numbers += scales * np.float32(format.offset_scales)
+        elif self.offsets is not None:
+            numbers += self.offsets.astype(np.float32)[:, :, None]
+        return numbers.reshape(self.numbers.shape)
 
 
 @dataclass(frozen=True)
@@ -132,6 +139,18 @@ def _scales_of_tiles(scales: Any, num_tiles: int, groups: int) -> NDArray[Any]:
     """[tiles, groups, 16] from [outputs, groups]."""
     padding = ((0, num_tiles * LANES - len(scales)), (0, groups - scales.shape[1]))
     return np.pad(scales, padding).reshape(num_tiles, LANES, groups).transpose(0, 2, 1)
+
+
+def in_8_bits(blocks: Blocks) -> Blocks:
+    """A floating-point matrix rounded to 8 bits, with one scale for each 32 inputs of a row."""
+    weights = blocks.dense()
+    groups = np.pad(weights, ((0, 0), (0, -weights.shape[1] % GROUP))).reshape(
+        len(weights), -1, GROUP
+    )
+    scales = (np.abs(groups).max(-1) / 127).astype(np.float16)
+    divisors = np.maximum(scales.astype(np.float32), np.finfo(np.float32).tiny)[:, :, None]
+    numbers = np.rint(groups / divisors).clip(-128, 127).astype(np.int8).view(np.uint8) ^ 128
+    return Blocks(FORMAT_NAMES.index("Q8_0"), numbers.reshape(len(weights), -1), scales)
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: Any = np.uint8) -> NDArray[Any]:

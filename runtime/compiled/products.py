@@ -1,8 +1,8 @@
 """Products of a few rows by a matrix whose weights stay in the bits of their file.
 
 A matrix is cut into tiles of 16 outputs, and a tile into groups of inputs. For each input, or for
-four neighbouring ones where weights are integers, the tile has the weights of its 16 outputs side by
-side. All rows use a tile while it is in registers, and each sums over its inputs in one order,
+four neighbouring ones where weights are integers, the tile has the weights of its 16 outputs side
+by side. All rows use a tile while it is in registers, and each sums over its inputs in one order,
 whatever rows stand beside it.
 """
 
@@ -25,7 +25,6 @@ from sequoia_plan.runtime.compiled.vectors import (
     HAS_BFLOAT16_PRODUCTS,
     HAS_INTEGER_PRODUCTS,
     LANES,
-    LONG,
     WORD,
     WORDS,
     Emitter,
@@ -78,7 +77,9 @@ class Format:
     @property
     def group_bytes(self) -> int:
         """The size of a group's scales and offsets, for the 16 outputs of a tile."""
-        return self.group and LANES * np.dtype(self.scale).itemsize * (2 if self.offset_scales is None else 1)
+        return self.group and LANES * np.dtype(self.scale).itemsize * (
+            2 if self.offset_scales is None else 1
+        )
 
 
 ENCODE_FLOATS, ENCODE_BFLOAT16, ENCODE_INTEGERS, ENCODE_WHOLE_FLOATS = range(4)

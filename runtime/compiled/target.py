@@ -116,9 +116,10 @@ class CompiledTarget:
         embedded = self.embed(tokens)
         return self.runner(cache, embedded, positions, slots, mask, logits_to_keep, layers)
 
-    def metadata(self) -> dict[str, Any]:
-        """What files record of it."""
-        return {"weights": "+".join(self.runner.packed.formats)}
+    @property
+    def formats(self) -> str:
+        """The formats of its weights, as files record them."""
+        return "+".join(self.runner.packed.formats)
 
 
 class _Embedding:
@@ -155,7 +156,10 @@ def compile_target(model: Any, gguf: Path | None = None) -> str:
     drawn = torch.randint(1 << 30, (TRIED_TOKENS,), generator=torch.Generator().manual_seed(0))
     tokens = drawn % model.config.vocab_size
     expected = model(input_ids=tokens[None], use_cache=False).logits[0].double()
-    cache, places = target.new_cache(TRIED_TOKENS, counts_positions=False), torch.arange(TRIED_TOKENS)
+    cache, places = (
+        target.new_cache(TRIED_TOKENS, counts_positions=False),
+        torch.arange(TRIED_TOKENS),
+    )
     mask = torch.zeros(TRIED_TOKENS, TRIED_TOKENS).masked_fill(places > places[:, None], -1.0)
     logits = target(cache, tokens, places, places, mask)[0].double()
     expected, logits = (x - x.mean(-1, keepdim=True) for x in (expected, logits))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_plan.runtime.compiled.attention import attender
-from sequoia_plan.runtime.compiled.forward import UNIT, Model
+from sequoia_plan.runtime.compiled.forward import Model
 from sequoia_plan.runtime.compiled.gguf_blocks import read_blocks
 from sequoia_plan.runtime.compiled.packing import FORMAT_NAMES, Arena, Blocks, Matrix, pack
 from sequoia_plan.runtime.compiled.products import (
@@ -76,18 +76,22 @@ def describe(matrix: Matrix) -> NDArray[np.int64]:
 def pack_model(
     layers: list[Any], final_norm: Any, head: Any, config: Any, head_dim: int, key_bytes: int,
     blocks: Callable[[int, str], Blocks] | None = None, head_blocks: Blocks | None = None,
+    convert: Callable[[Blocks], Blocks] = lambda blocks: blocks,
 ) -> Packed:  # fmt: skip
     """Pack layers of transformers, the norm after them, and the output head.
 
-    `blocks(layer, name)` gives the weights of a layer's matrix that are used in its module's place.
+    `blocks(layer, name)` gives the weights of a layer's matrix that are used in its module's place;
+    `convert` changes those that modules have.
     """
     packed, rows, arena = [], [], Arena()
     for number, layer in enumerate(layers):
         for name in MATRICES:
             given = blocks(number, name) if blocks else None
-            packed.append(pack(given or blocks_of(layer.get_submodule(name).weight), arena))
+            packed.append(
+                pack(given or convert(blocks_of(layer.get_submodule(name).weight)), arena)
+            )
             rows.append(describe(packed[-1]))
-    packed.append(pack(head_blocks or blocks_of(head.weight), arena))
+    packed.append(pack(head_blocks or convert(blocks_of(head.weight)), arena))
     attention = [layer.self_attn for layer in layers]
     pairs = [(layer.input_layernorm, layer.post_attention_layernorm) for layer in layers]
     head_norms, biases = np.zeros((0, 2, 0), np.float32), np.zeros((0, 0), np.float32)
@@ -143,13 +147,11 @@ class GgufWeights:
 
     def embed(self, tokens: Tensor) -> NDArray[np.float32]:
         """The embeddings of tokens (int64 [n]), float32 [n, width]."""
-        from gguf.quants import dequantize
-
-        table = self.tensors["token_embd.weight"]
-        rows: NDArray[np.float32] = dequantize(table.data[tokens.numpy()], table.tensor_type)
-        return rows
+        return read_blocks(self.tensors["token_embd.weight"], tokens.numpy()).dense()
 
     def _head_dim(self, name: str) -> int:
         """The numbers of one head."""
         config = self.config
-        return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        return int(
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )

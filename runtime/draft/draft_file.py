@@ -80,8 +80,7 @@ def save_as_folder(draft: LlamaForCausalLM, tokenizer: Any, folder: str | Path) 
     weights = draft.state_dict()
     if "lm_head.weight" not in weights or num_fused_layers(draft):
         raise SequoiaPlanError(
-            "draft: its layers are fused or repacked for this processor; load it with "
-            "placement='resident' to write it"
+            "draft: its layers are fused; load it with placement='resident' to write it"
         )
     head = unlikely_row(draft).repeat(len(weights[EMBEDDINGS_KEY]), 1)
     head[draft.d2t] = weights["lm_head.weight"]

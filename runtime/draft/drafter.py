@@ -118,7 +118,7 @@ class HiddenStateDrafter(Drafter):
     def __init__(
         self, model: Any, vocabulary: int, d2t: Tensor | None = None, backend: Any = None
     ) -> None:
-        self.model, self.vocabulary, self.d2t = model, vocabulary, d2t
+        self.model, self.vocabulary, self.d2t, self.dtype = model, vocabulary, d2t, model.dtype
         self.aux_hidden_state_layers = model.aux_hidden_state_layers
         self.compiled: Any = model
         if backend is not None:

@@ -79,7 +79,7 @@ class EagleDrafter(HiddenStateDrafter):
 
         The feature before the part's first token is the one that was kept from the part before.
         """
-        features = self.model.fuse(hidden_states)
+        features = self._fuse(hidden_states)
         feature_before = cache.recent_features[(slots[:1] - 1) % RECENT]
         # token 0 has no feature before it, so its slot has nothing to attend to and is hidden
         mask = mask.clone()
@@ -149,7 +149,12 @@ class EagleDrafter(HiddenStateDrafter):
         """
         slots = sequence.length + torch.arange(path.numel(), device=path.device)
         hidden_states = sequence.aux_hidden_states.index_select(0, path)
-        self.keep_features(sequence.draft, slots, self.model.fuse(hidden_states))
+        self.keep_features(sequence.draft, slots, self._fuse(hidden_states))
+
+    def _fuse(self, hidden_states: Tensor) -> Tensor:
+        """See `EagleModel.fuse`."""
+        model = compiled_pass(self.model) or self.model
+        return model.fuse(hidden_states).to(self.dtype)
 
     def keep_features(self, cache: EagleCache, slots: Tensor, features: Tensor) -> None:
         """Record features [tokens, hidden size] of the committed tokens in `slots`."""
@@ -177,7 +182,7 @@ class EagleDrafter(HiddenStateDrafter):
             rows = (embedded, features, positions, slots, mask, logits_to_keep)
             logits, outputs = compiled(cache, *rows)
             cache.finite.logical_and_(logits.amax(-1).isfinite().all())
-            outputs = outputs[-logits_to_keep:].to(self.model.dtype)
+            outputs = outputs[-logits_to_keep:].to(self.dtype)
             return ForwardOutput(logits[:, : self.vocabulary], outputs)
         masks = self.model.masks_by_layer_type(cache, mask, positions, slots)
         rows = (tokens[None], features[None], positions[None], masks)

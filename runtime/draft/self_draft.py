@@ -16,7 +16,6 @@ from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.models.architecture import decoder_layers, text_config, unwrapped
 from sequoia_plan.runtime.models.fused_layer import FusedLayer, can_fuse, has_gated_mlp
 from sequoia_plan.runtime.models.int8 import Int8Linear
-from sequoia_plan.runtime.models.prepacked import PrepackedLinear
 
 INT8 = "int8"
 """The value of --draft that asks for such a draft."""
@@ -52,11 +51,6 @@ def self_draft(
 
     The copy shares the target's embeddings, and computes in `draft_dtype`.
     """
-    if any(isinstance(module, PrepackedLinear) for module in target.modules()):
-        raise SequoiaPlanError(
-            f"draft {INT8}: the target's linear layers are repacked for this processor; make the "
-            "draft before, or load it as resident"
-        )
     dtype = draft_dtype(target)
     _, target_layers = decoder_layers(target)
     kept_layers = shared_layers or ()

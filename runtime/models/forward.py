@@ -74,7 +74,7 @@ class TreeModel:
         plain_model, config = unwrapped(model), text_config(model)
         self.model, self.vocabulary = model, vocabulary
         self.device_and_dtype = device_and_dtype(model)
-        self.device = self.device_and_dtype[0]
+        self.device, self.dtype = self.device_and_dtype
         self.stream = stream_of(plain_model)
         self.layers: int | CacheLayout = layout or int(config.num_hidden_layers)
         layout = layout or ()
@@ -103,6 +103,7 @@ class TreeModel:
 
         Prompts, whose shapes vary, run as before.
         """
+        self.compiled_pass = None
         self.compiled = torch.compile(self.model, dynamic=False, backend=backend)
 
     def splits_keys(self, tokens: int) -> bool:
@@ -155,7 +156,7 @@ class TreeModel:
             )  # fmt: skip
             cache.finite.logical_and_(logits.amax(-1).isfinite().all())
             has_states = bool(self.aux_hidden_state_layers)
-            hidden_states = hidden_states.to(self.model.dtype) if has_states else None
+            hidden_states = hidden_states.to(self.dtype) if has_states else None
             return ForwardOutput(logits[:, : self.vocabulary], hidden_states)
         with (
             attending(self.device, self.grouped_query_config, slots),
@@ -198,7 +199,7 @@ class TreeModel:
             chunk = nn.functional.pad(chunk, (0, width - chunk.numel()))
             slots = torch.arange(start, start + width, device=tokens.device)
             columns = torch.arange(extent, device=tokens.device)
-            mask = additive_mask(columns <= slots[:, None], self.model.dtype)
+            mask = additive_mask(columns <= slots[:, None], self.dtype)
             output = self(cache, chunk, slots, slots, mask, logits_to_keep=1, compiled=False)
             if on_chunk is not None and output.hidden_states is not None:
                 on_chunk(chunk, slots, mask, output.hidden_states)
@@ -229,7 +230,7 @@ class TreeModel:
         get a mask that also hides positions outside the window; positions count here, not slots.
         `positions`, `slots` int64 [tokens].
         """
-        mask = mask_as_dtype(mask, self.model.dtype)
+        mask = mask_as_dtype(mask, self.dtype)
         full = mask[None, None]
         if cache.positions is None or self.window is None:
             return full
