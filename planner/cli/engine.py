@@ -13,8 +13,7 @@ from sequoia_plan.planner.cli.options import (
     file_option,
     json_option,
     options,
-    parse_sizes,
-    verbose_option,
+    sizes_option,
 )
 from sequoia_plan.planner.cli.terminal import print_json
 
@@ -26,22 +25,13 @@ BATCH_HELP = (
     "those within what was timed]"
 )
 DEFAULT_BATCHES = (1, 4, 16)
-MAX_BATCH = 4096
 TIMES_HELP = "Step times of an earlier plan; no engine is run then."
 REPORT_HELP = "Write one HTML file with the curves of throughput; it needs no network."
 RESPONSES_HELP = "Responses of a server with the largest number of tokens, as JSON or JSON lines."
 LOG_HELP = "A server's log; one for each number of tokens, one without speculation."
 
 plan_options = options(
-    click.option(
-        "--batch",
-        "batches",
-        metavar="N,N,...",
-        callback=lambda context, parameter, text: parse_sizes(
-            "--batch", text, "batch sizes", MAX_BATCH, "1,4,16"
-        ),
-        help=BATCH_HELP,
-    ),
+    sizes_option("--batch", "batches", 4096, BATCH_HELP),
     click.option(
         "--most",
         "max_length",
@@ -56,7 +46,6 @@ output_options = bundle(
     "outputs",
     output=file_option("-o", "--output", text="Write the plan there, as YAML."),
     report=file_option("--report", text=REPORT_HELP),
-    verbose=verbose_option,
     as_json=json_option,
 )
 
@@ -208,25 +197,20 @@ def print_acceptance(acceptance: ChainAcceptance, max_length: int, as_json: bool
 
 
 def write_plan(
-    plan: EnginePlan,
-    output: str | None,
-    verbose: bool,
-    as_json: bool,
-    report: str | None = None,
+    plan: EnginePlan, output: str | None, as_json: bool, report: str | None = None
 ) -> None:
     """Write the plan to `output` and its HTML page to `report`, if named, and print the plan."""
+    from sequoia_plan.artifacts.files import write_atomically
+    from sequoia_plan.planner.report.engine_page import engine_page
     from sequoia_plan.planner.report.engine_table import print_plan
 
     if output:
         plan.save(output)
     if report:
-        from sequoia_plan.artifacts.files import write_atomically
-        from sequoia_plan.planner.report.engine_page import engine_page
-
         write_atomically(report, engine_page(plan).encode())
     if as_json:
         print_json(plan.to_dict())
         return
-    print_plan(plan, verbose)
+    print_plan(plan)
     for path in filter(None, (output, report)):
         click.echo(f"wrote {path}")

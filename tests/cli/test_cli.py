@@ -132,18 +132,16 @@ def test_show(run, tmp_path):
         ("generate --tree nothing", 1, ["nothing", "No such file"]),
         ("generate --temperature -1", 2, ["temperature", "-1.0"]),
         ("generate --sampling top_k=-3", 2, ["top_k", "-3"]),
-        ("generate --sampling top_p=1", 2, ["--sampling top_p=1", "top_k, min_p"]),
+        ("generate --sampling top_p=1", 2, ["--sampling", "'top_p=1'", "top_k, min_p"]),
         ("generate --sampling top_k=some", 2, ["'top_k=some'", "NAME=VALUE"]),
         ("generate --verifier eagle", 2, ["--verifier", "'eagle' is not one of"]),
         ("generate --target no/such/folder", 1, ["no/such/folder"]),
         ("generate --draft tree.safetensors", 1, ["tree.safetensors", "not a draft"]),
         ("generate --threads 0", 2, ["--threads", "0 is not in the range"]),
         ("profile --prompts nothing.jsonl", 1, ["nothing.jsonl", "No such file"]),
-        ("profile --also heat=1", 2, ["--also heat=1", "a NAME of temperature, top_p"]),
-        ("profile --also top_p=2", 2, ["top_p", "2.0"]),
-        ("profile --also top_k=3 --also top_k=3", 2, ["--also top_k=3: given twice"]),
-        ("profile --precision much", 2, ["--precision much", "a percentage"]),
-        ("profile --context 512;4096", 2, ["--context 512;4096", "numbers of tokens"]),
+        ("profile --top-p 2", 2, ["top_p", "2.0"]),
+        ("profile --precision much", 2, ["--precision", "'much'", "a percentage"]),
+        ("profile --context 512;4096", 2, ["--context", "'512;4096'", "with commas between"]),
         ("profile -o missing/p.yaml", 1, ["missing/p.yaml: cannot be written"]),
         ("bench --tree nothing", 1, ["nothing", "No such file"]),
         ("bench --report .", 1, [".: cannot be written (Is a directory)"]),
@@ -184,12 +182,12 @@ def test_export_and_import(run, form):
 
 
 def test_the_command_line_offers_what_the_runtime_has():
-    from sequoia_plan.planner.cli.options import LINKS, SETTINGS, VERIFIERS
+    from sequoia_plan.planner.cli.options import LINKS, RARE_SETTINGS, VERIFIERS
     from sequoia_plan.runtime.pair import LINKS as OFFLOADS
     from sequoia_plan.runtime.verify import VERIFIERS as RULES
 
     assert list(RULES) == VERIFIERS and list(OFFLOADS) == LINKS
-    assert list(Sampling().settings()) == list(SETTINGS)
+    assert set(RARE_SETTINGS) < set(Sampling().settings())
 
 
 @pytest.mark.slow
@@ -227,16 +225,6 @@ def test_generate_with_the_embedded_pair(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_stop_string_ends_the_text(run):
-    prompt = ("generate", "--prompt", "Count from one to five.", *SHORT, "--max-new-tokens", "24")
-    text = answer(run(*prompt))["text"]
-    word = next(word for word in text.split()[2:] if text.count(word) == 1)
-    stopped = answer(run(*prompt, "--stop", word))
-    assert stopped["finish_reason"] == "stop" and word in stopped["text"] != text
-    assert text.startswith(stopped["text"])
-
-
-@pytest.mark.slow
 def test_a_prompt_longer_than_the_context(run):
     result = run("generate", "--prompt", "-", input="word " * 9000)
     check_refused(result, 1, "prompt: 90", "expected at most 8191")
@@ -268,23 +256,16 @@ def test_profile_command_on_the_embedded_pair(run, tmp_path, monkeypatch):
     texts = ("Write a short story about a robot.", "Held out.", "What is rain?", "Held out, too.")
     (tmp_path / "p.txt").write_text("\n\n".join(texts))
     options = ("--prompts", "p.txt", "--tokens", "12", "--temperature", "0.7")
-    options += ("--sampling", "top_k=40", "--also", "temperature=0", "--context", "128,40")
+    options += ("--sampling", "top_k=40", "--context", "128,40")
     printed = answer(run("profile", *options, "-o", "measured.yaml", "--json"))
-    profile, greedy = (
-        Profile.load(name) for name in ("measured.yaml", "measured-temperature=0.yaml")
-    )
+    profile = Profile.load("measured.yaml")
     outputs = [entry["output"] for entry in printed["also"]]
-    assert outputs == [
-        "measured-temperature=0.yaml",
-        "measured-context=128.yaml",
-        "measured-temperature=0-context=128.yaml",
-    ]
-    assert profile.latency.context == 40 and Profile.load(outputs[1]).latency.context == 128
+    assert outputs == ["measured-context=128.yaml"]
+    assert profile.latency.context == 40 and Profile.load(outputs[0]).latency.context == 128
     assert printed["effective_trials"] == profile.effective_trials
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     chosen = Sampling(temperature=0.7, top_k=40, verifier="traversal")
     assert profile.settings == chosen.settings()
-    assert greedy.settings == chosen.settings() | {"temperature": 0.0, "verifier": "sequoia"}
     assert answer(run("solve", "measured.yaml", "--json"))["predicted_speedup"] >= 1
     plan = load_tree("tree.safetensors").plan
     assert (plan.models, plan.settings) == (profile.models, profile.settings)
@@ -298,10 +279,9 @@ def test_what_profile_prints_fits_a_screen():
 
     counts = Counts([[100, 0], [40, 20]], [[[50, 20], [0, 0]], [[22, 4], [8, 2]]])
     profile = replace(PROFILE, acceptance=Acceptance.counted(counts))
-    short, long = (list(describe_profile(profile, verbose)) for verbose in (False, True))
-    assert any(line.startswith("accepted    0.500 0.163 ...") for line in short)
-    assert len(short) <= 10 and not any("level" in line for line in short)
-    assert any(line.startswith("    off the spine  0.400 0.100") for line in long)
+    lines = list(describe_profile(profile))
+    assert any(line.startswith("accepted    0.500 0.163 ...") for line in lines)
+    assert len(lines) <= 10
 
 
 @pytest.mark.parametrize(("idle", "said"), [(2.0, ""), (1.7, ""), (None, ""), (0.9, "0.9 cores")])

@@ -87,7 +87,6 @@ def measured_plan(folder):
         *("--most", "3"),
         *("--prompts", str(folder / "prompts.txt")),
         *("--tokens", "24"),
-        *("--together", "2"),
         "--verify",
         *("-o", str(folder / "plan.yaml")),
         *("--report", str(folder / "page.html")),

@@ -50,7 +50,6 @@ def measured_plan(tmp_path_factory):
         *("--tokens", "24"),
         *("--context", "900,300"),
         "--verify",
-        "--verbose",
         *("-o", "plan.yaml"),
         *("--report", "page.html"),
     ]
@@ -218,12 +217,16 @@ HERE = ["--draft", "d", "--python", sys.executable]
     [
         ([], 2, "name the models with --target and --draft, or a server with --metrics"),
         (["--target", "works"], 2, "--method draft_model: needs a draft model"),
-        ([*MODELS, "--batch", "²"], 2, "--batch ²: expected batch sizes from 1 to 4096"),
-        ([*MODELS, "--batch", "1,x"], 2, "--batch 1,x: expected batch sizes from 1 to 4096"),
-        ([*MODELS, "--context", "0"], 2, "--context 0: expected numbers of tokens from 1"),
+        ([*MODELS, "--batch", "²"], 2, "found '²', expected numbers from 1 to 4096"),
+        ([*MODELS, "--batch", "1,x"], 2, "'--batch': found '1,x', expected numbers"),
+        ([*MODELS, "--context", "0"], 2, "'--context': found '0', expected numbers from 1"),
         (["--metrics", COUNTERS, "--context", "512"], 2, "--context and --verify run an engine"),
         (["--target", "t", *HERE, "--context", "9,4090"], 2, "above vLLM's max_model_len of 4096"),
-        ([*MODELS, "--engine-args", "[1]"], 2, "--engine-args [1]: not a JSON object"),
+        (
+            [*MODELS, "--engine-args", "[1]"],
+            2,
+            "'--engine-args': found [1], expected a JSON object",
+        ),
         ([*MODELS, "--times", "p.yaml"], 2, "--times has no acceptance: add --metrics"),
         (["--metrics", "none.txt"], 1, "none.txt: cannot be read (No such file"),
         (["--metrics", COUNTERS, "--times", "none.yaml"], 1, "none.yaml: cannot be read (No such"),
