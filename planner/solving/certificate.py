@@ -77,12 +77,8 @@ def check(
         The expected tokens, the bound, what proves it, and the best node to add.
 
     Raises:
-        SequoiaPlanError: if a node comes before its parent, or the tree exceeds the limits.
+        SequoiaPlanError: if the tree exceeds the limits.
     """
-    parents = tree.parents
-    is_in_order = (parents[1:] >= 0).all() and (parents[1:] < np.arange(1, tree.size)).all()
-    if parents[0] != -1 or not is_in_order:
-        raise SequoiaPlanError("token tree: a node comes before its parent")
     rows = Acceptance.given(acceptance).at_depth(depth or tree.depth, branching)
     limits = (("depth", tree.depth, len(rows) + 1), ("branching", tree.branching, rows.shape[2]))
     for name, value, limit in limits:

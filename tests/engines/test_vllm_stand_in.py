@@ -225,7 +225,7 @@ HERE = ["--draft", "d", "--python", sys.executable]
         (
             [*MODELS, "--engine-args", "[1]"],
             2,
-            "'--engine-args': found [1], expected a JSON object",
+            "found [1], expected a JSON object",
         ),
         ([*MODELS, "--times", "p.yaml"], 2, "--times has no acceptance: add --metrics"),
         (["--metrics", "none.txt"], 1, "none.txt: cannot be read (No such file"),

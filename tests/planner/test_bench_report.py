@@ -11,9 +11,10 @@ from msgspec.structs import replace
 
 from sequoia_plan.artifacts import Acceptance, TokenTree
 from sequoia_plan.artifacts.bench_result import Prediction
-from sequoia_plan.planner.report.bench_table import finding, print_result
+from sequoia_plan.planner.report.bench_table import finding, print_result, table
 from sequoia_plan.planner.report.html import INK, LINE
 from sequoia_plan.planner.report.page import page
+from sequoia_plan.planner.report.tables import print_table
 from sequoia_plan.profiler.bench_figures import TITLES
 
 
@@ -90,7 +91,7 @@ def test_what_bench_found_in_a_sentence(result, parts):
 def test_the_table_fits_the_terminal(columns, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("FORCE_COLOR", "1")
-    print_result(figures_of(TREE, **dict.fromkeys(set(TITLES) - {"plain"}, 1.5)))
+    print_table(table(figures_of(TREE, **dict.fromkeys(set(TITLES) - {"plain"}, 1.5))))
     lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
     assert max(map(len, lines)) <= columns
     assert not any("…" in line for line in lines)

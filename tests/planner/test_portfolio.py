@@ -34,7 +34,7 @@ from sequoia_plan.planner.cli import main
 from sequoia_plan.planner.report.match_panels import speedups_by_kind_panel, trees_by_match_panel
 from sequoia_plan.planner.report.plot import draw
 from sequoia_plan.planner.report.tree_summary import print_summary
-from sequoia_plan.planner.solving.match import kinds, looked_up, portfolio
+from sequoia_plan.planner.solving.match import by_match, kinds, looked_up, recorded
 from sequoia_plan.planner.solving.match.acceptance import (
     looked_up_acceptance,
     looked_up_as_visited,
@@ -233,7 +233,6 @@ def test_shares_by_hand():
         recorded_texts(counts), trees, list(map(Acceptance.given, ([0.5], [[[0.9], [0.5]]])))
     )
     assert result.shares.tolist() == pytest.approx([0.6, 0.4])
-    assert result.num_steps == pytest.approx(2.5)
     # from the first step on: 0 to 1, 1 to 2 or 3, 0 to 2
     assert result.transitions.tolist() == [pytest.approx([0.5, 1.0]), pytest.approx([0, 0])]
     assert result.tokens_per_step == pytest.approx(2.0)
@@ -264,7 +263,7 @@ def test_the_draft_catches_up_after_a_step_that_it_had_no_part_in():
 def test_a_draft_catches_up_with_accepted_tokens_only():
     """Of ten steps, nine accept the root alone, and one accepts five looked-up tokens, too."""
     visits = np.array([9.0, 0, 0, 0, 0, 1.0])
-    seconds = portfolio._looked_up_catch_up((0.0, 0.0, 0.001, 0.002, 0.003), visits)
+    seconds = recorded._looked_up_catch_up((0.0, 0.0, 0.001, 0.002, 0.003), visits)
     assert seconds == pytest.approx((0, 0, 0.0001, 0.0002, 0.0003))
 
 
@@ -458,12 +457,12 @@ def test_exchanging_trees_raises_the_speed_on_the_recorded_texts():
     profile = lookup_profile()
     times = StepTime.from_measured(profile)
     texts = recorded_texts(profile.lookup)
-    problems = portfolio.match_problems(profile)
-    recording = portfolio.Recording(texts, np.array([0.5, 0.5]), problems, times)
+    problems = recorded.match_problems(profile)
+    recording = recorded.Recording(texts, np.array([0.5, 0.5]), problems, times)
     start = recording.decode((TokenTree.chain(1),) * 2)
     assert start.speed == pytest.approx(1 / times.plain_seconds())
     drafted = {TokenTree.chain(2), TokenTree.star(2)}
-    better = portfolio._with_trees_exchanged(recording, start, drafted, Limits(16, 10, 10))
+    better = by_match._with_trees_exchanged(recording, start, drafted, Limits(16, 10, 10))
     assert better.speed > 1.2 * start.speed
     assert not better.trees[0].looks_up
     assert better.trees[1].looks_up
@@ -512,7 +511,7 @@ def test_a_class_with_the_tree_of_the_one_before_it_is_left_out():
     drafted, spine = TokenTree.chain(3), TokenTree(TokenTree.chain(5).parents, looks_up=True)
     problems = [SimpleNamespace(match_length=length) for length in (0, 1, 2, 3, 5)]
     trees = [drafted, drafted, spine, spine, drafted]
-    tree = portfolio._with_by_match(problems, trees)
+    tree = by_match._with_by_match(problems, trees)
     assert list(tree.by_match) == [2, 5]
     assert [tree.for_match(problem.match_length) for problem in problems[1:]] == [
         TokenTree(other.parents, looks_up=other.looks_up) if number else tree

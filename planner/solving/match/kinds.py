@@ -8,7 +8,7 @@ of a drafted child in a class is that of the class times what the kind has in pl
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,47 +18,37 @@ from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.artifacts.lookup import LookupCounts
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner.solving.match.acceptance import MIN_TRIALS
-from sequoia_plan.planner.solving.match.portfolio import (
-    MatchProblem,
-    Recording,
-    counted_shares,
-    match_problems,
-)
+from sequoia_plan.planner.solving.match.portfolio import MatchProblem
+from sequoia_plan.planner.solving.match.recorded import Recording, counted_shares, match_problems
 from sequoia_plan.planner.solving.match.replay import recorded_texts
 
 
-class KindFigures(NamedTuple):
-    """What decoding a kind's recorded texts again comes to."""
-
-    speedup: float
-    tokens_per_step: float
-    text_speedups: tuple[float, ...]
-
-
-def figures_by_kind(profile: Profile, tree: TokenTree, times: StepTime) -> dict[str, KindFigures]:
-    """The speed-up over plain decoding and the tokens a step for each kind of profiled prompts."""
+def figures_by_kind(
+    profile: Profile, tree: TokenTree, times: StepTime
+) -> dict[str, dict[str, Any]]:
+    """The plan's speed-ups over plain decoding and tokens a step by kind of profiled prompts."""
     lookup, counts = profile.lookup, profile.acceptance.counts
+    figures: dict[str, dict[str, Any]]
+    figures = {name: {} for name in ("speedup_by_kind", "tokens_by_kind", "text_speedups")}
     if lookup is None or counts is None:
-        return {}
-    problems = match_problems(profile)
+        return figures
+    problems, shares = match_problems(profile), counted_shares(lookup)
     trees = tuple(tree.for_match(problem.match_length) for problem in problems)
-    figures = {}
+    plain_seconds = times.plain_seconds()
     for kind, texts in lookup.texts.items():
         kind_texts = recorded_texts(LookupCounts(lookup.classes, {kind: texts}))
         if kind_texts and kind in profile.kinds:
             ratios = _acceptance_ratios(profile.kinds[kind], counts)
             of_kind = [_for_kind(problem, ratios) for problem in problems]
-            all_texts, *single_texts = (
-                Recording(texts, counted_shares(lookup), of_kind, times).decode(trees)
+            together, *alone = (
+                Recording(texts, shares, of_kind, times).decode(trees)
                 for texts in (kind_texts, *([text] for text in kind_texts))
             )
-            plain_seconds = times.plain_seconds()
-            figures[kind] = KindFigures(
-                all_texts.speed * plain_seconds,
-                # a step yields a token at least, and less is rounding
-                max(1.0, all_texts.tokens_per_step or 1.0),
-                tuple(sorted(text.speed * plain_seconds for text in single_texts)),
-            )
+            figures["speedup_by_kind"][kind] = together.speed * plain_seconds
+            # a step yields a token at least, and less is rounding
+            figures["tokens_by_kind"][kind] = max(1.0, together.tokens_per_step or 1.0)
+            speedups = sorted(text.speed * plain_seconds for text in alone)
+            figures["text_speedups"][kind] = tuple(speedups)
     return figures
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -26,7 +27,6 @@ from sequoia_plan.planner.solving.speed.fastest import (
     MAX_WORK,
     FastestTree,
     fastest_up_to_depth,
-    later_steps,
     quick_bound,
     with_speed,
 )
@@ -160,11 +160,7 @@ def fastest_looked_up_tree(
     """
     max_size = min(budget, times.largest_size())
     best = start
-
-    def score(tree: TokenTree) -> FastestTree:
-        """A tree with a looked-up spine with its speed."""
-        return with_speed(tree, rows, times, later_steps(other_steps, catch_up, tree, times))
-
+    score = partial(with_speed, rows=rows, times=times, other_steps=other_steps, catch_up=catch_up)
     for depth in range(2, min(len(rows) + 1, max_size) + 1):
         chain = TokenTree(TokenTree.chain(depth).parents, looks_up=True)
         best = max(best, score(chain), key=lambda choice: choice.speed)
