@@ -18,7 +18,6 @@ from sequoia_plan.planner.report.bench_table import (
     table,
 )
 from sequoia_plan.planner.report.html import HEIGHT, Plot, document, figures
-from sequoia_plan.planner.report.speedup_panel import speedups_panel
 from sequoia_plan.planner.report.tables import html_facts, html_paragraphs, html_table
 
 TABLE_NOTE = (
@@ -65,7 +64,7 @@ def _plots(tree: TokenTree, result: BenchResult) -> list[Plot]:
     if ratios := speedups_over_plain(result):
         first_height = max(HEIGHT, 0.9 + len(ratios) * 0.36)
         caption = "Speed-up over plain decoding, measured with its 95 % interval, and predicted."
-        plots.append((partial(speedups_panel, result), caption, first_height))
+        plots.append((partial(panels.speedups_panel, result), caption, first_height))
     if tree.size > 1:
         caption = "The tree. A node's area and shade are its probability of being accepted."
         plots.append((partial(panels.tree_panel, tree), caption, first_height))

@@ -1,14 +1,17 @@
-"""The drawings of a tree and its plan; each draws onto given axes in matplotlib's current style."""
+"""The drawings of a tree, its plan and bench's results, each onto axes in the current style."""
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 import numpy as np
 
-from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.artifacts import Acceptance, BenchResult, Plan, TokenTree
 from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.artifacts.expected_tokens import expected_tokens, node_values
+from sequoia_plan.artifacts.plan import MatchPlan
+from sequoia_plan.planner.report.bench_table import TREE_METHODS, speedups_over_plain
 from sequoia_plan.planner.solving.baselines import baseline
 from sequoia_plan.planner.solving.tokens.frontier import max_budget, most_tokens
 
@@ -17,6 +20,10 @@ GREEN, AMBER, BLUE, PURPLE, RED = "#2f9d5f", "#c0803a", "#5b8fc6", "#a86fb8", "#
 EDGE_COLOUR = "#8fa297"
 
 MAX_LEVEL_TICKS = 12
+MAX_LEVELS_DRAWN = 10
+"""The end of a deeper tree by match, which is a looked-up chain, is not drawn."""
+MAX_TITLE_COLUMNS = 20
+"""Characters in a line of a method's title."""
 BASELINES = {
     "complete k-ary, best k": ["k-ary:2", "k-ary:3", "k-ary:4", "k-ary:8"],
     "k chains, best k": ["chains:2", "chains:4", "chains:8", "chains:16"],
@@ -148,6 +155,77 @@ def latency_panel(tree: TokenTree, axes: Any) -> None:
     axes.set(xlabel="tokens in the pass", ylabel="milliseconds")
     axes.grid(axis="y", linewidth=0.8)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
+
+
+def trees_by_match_panel(tree: TokenTree, axes: Any) -> None:
+    """Draw the tree of each class of match, with its share of steps above it.
+
+    Trees that are equal are drawn once, with the shortest matches of all their classes.
+    """
+    axes.set_axis_off()
+    parts_of_tree: dict[TokenTree, list[MatchPlan]] = {}  # classes may share a tree
+    for part in tree.plan.by_match:
+        parts_of_tree.setdefault(tree.for_match(part.match_length), []).append(part)
+    width = 1 / len(parts_of_tree)
+    for number, (class_tree, parts) in enumerate(parts_of_tree.items()):
+        inset = axes.inset_axes((number * width, 0, 0.85 * width, 0.76))
+        tree_panel(_without_end_of_chain(class_tree, parts[0].acceptance), inset)
+        inset.set(ylim=(0.6 - MAX_LEVELS_DRAWN, 0.4), ylabel="", yticks=[])
+        inset.margins(x=0.4)
+        lengths = [f"{part.match_length}+" if part.match_length else "none" for part in parts]
+        lines = [
+            f"match: {' or '.join(lengths)}",
+            f"{sum(part.share for part in parts):.0%} of steps",
+            f"{class_tree.size} nodes",
+            "looked up" if class_tree.looks_up else "drafted",
+        ]
+        inset.set_title("\n".join(lines), fontsize=10)
+
+
+def _without_end_of_chain(tree: TokenTree, acceptance: Acceptance) -> TokenTree:
+    """The first `MAX_LEVELS_DRAWN` levels of a tree, with the acceptance that its nodes have."""
+    size = int(tree.level_offsets[min(tree.depth, MAX_LEVELS_DRAWN)])
+    return TokenTree(tree.parents[:size], Plan(acceptance=acceptance), tree.looks_up)
+
+
+def speedups_by_kind_panel(tree: TokenTree, axes: Any) -> None:
+    """Draw the predicted speed-up of each kind of prompts, the highest at the top."""
+    ratios = sorted(tree.plan.speedup_by_kind.items(), key=lambda item: item[1])
+    kinds, speedups = zip(*ratios, strict=True)
+    bars = axes.barh(kinds, speedups, color=GREEN)
+    axes.bar_label(bars, fmt="%.2fx", padding=3)
+    axes.axvline(1, linewidth=1.2, color=EDGE_COLOUR)
+    axes.set(xlabel="times plain decoding, predicted", xlim=(0, 1.15 * max(speedups)))
+    axes.tick_params(axis="y", length=0)
+
+
+def speedups_panel(result: BenchResult, axes: Any) -> None:
+    """Draw the speed-up over plain decoding of every method, a row for each.
+
+    A dot with a bar is the measured speed-up and its 95 % interval, a diamond the predicted one.
+    """
+    from matplotlib import rcParams
+
+    ratios = speedups_over_plain(result)
+    methods = [result.methods[name] for name in ratios]
+    rows = range(len(ratios))
+    medians = np.array([ratio.median for ratio in ratios.values()])
+    ends = np.array([(ratio.interval_low, ratio.interval_high) for ratio in ratios.values()]).T
+    errors = np.maximum(0, [[-1], [1]] * (ends - medians))
+    axes.errorbar(medians, rows, xerr=errors, fmt="o", color=BLUE, capsize=2.5, label="measured")
+    predictions = [method.prediction and method.prediction.speedup for method in methods]
+    if any(predictions):
+        predicted = [prediction or np.nan for prediction in predictions]
+        axes.plot(predicted, rows, "D", color=BLUE, markerfacecolor="none", label="predicted")
+    axes.axvline(1, color=rcParams["text.color"], linewidth=0.8)
+    titles = [textwrap.fill(method.title, MAX_TITLE_COLUMNS, max_lines=2) for method in methods]
+    axes.set_yticks(rows, titles)
+    for name, text in zip(ratios, axes.get_yticklabels(), strict=True):
+        text.set_fontweight("bold" if name in TREE_METHODS else "normal")
+    axes.set(ylim=(len(ratios) - 0.5, -0.5), xlabel="times plain decoding")
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", linewidth=0.8)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
 
 
 def _set_log2_scale(axis: Any) -> None:

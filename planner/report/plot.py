@@ -10,8 +10,7 @@ import numpy as np
 
 from sequoia_plan.artifacts import ArgumentError, TokenTree
 from sequoia_plan.artifacts.files import write_atomically
-from sequoia_plan.planner.report.match_panels import speedups_by_kind_panel, trees_by_match_panel
-from sequoia_plan.planner.report.panels import style, tokens_panel, tree_panel
+from sequoia_plan.planner.report import panels
 
 PNG_DPI = 160
 
@@ -28,19 +27,19 @@ def draw(tree: TokenTree, path: str | Path) -> None:
 
     plan = tree.plan
     tokens = f": {plan.expected_tokens:.2f} tokens a step" if plan.expected_tokens else ""
-    panels = [(tree_panel, f"{tree.size} nodes, depth {tree.depth}{tokens}")]
+    drawn = [(panels.tree_panel, f"{tree.size} nodes, depth {tree.depth}{tokens}")]
     if plan.by_match:
-        panels = [(trees_by_match_panel, f"Trees by match{tokens}")]
+        drawn = [(panels.trees_by_match_panel, f"Trees by match{tokens}")]
         if plan.speedup_by_kind:
             title = f"Speed by kind of prompts: {plan.predicted_speedup:.2f}x in all"
-            panels.append((speedups_by_kind_panel, title))
+            drawn.append((panels.speedups_by_kind_panel, title))
     elif plan.acceptance:
-        panels.append((tokens_panel, "Tokens a step against size"))
-    style_settings = style("#22302a", "#e4e9e6", "sequoia-plan") | {"font.size": 11}
+        drawn.append((panels.tokens_panel, "Tokens a step against size"))
+    style_settings = panels.style("#22302a", "#e4e9e6", "sequoia-plan") | {"font.size": 11}
     with matplotlib.rc_context(style_settings):
-        figure = Figure(figsize=(1 + 5.4 * len(panels), 4.8), layout="constrained")
-        all_axes = np.atleast_1d(figure.subplots(1, len(panels)))
-        for axes, (panel, title) in zip(all_axes, panels, strict=True):
+        figure = Figure(figsize=(1 + 5.4 * len(drawn), 4.8), layout="constrained")
+        all_axes = np.atleast_1d(figure.subplots(1, len(drawn)))
+        for axes, (panel, title) in zip(all_axes, drawn, strict=True):
             panel(tree, axes)
             axes.set_title(title)
         picture = io.BytesIO()

@@ -206,7 +206,7 @@ def test_generate_takes_settings_from_the_tree_and_warns_of_another_verifier(run
 
 def sequoia_plan(*arguments, cwd, **options):
     """The installed command, in a process of its own."""
-    command = [sys.executable, "-m", "sequoia_plan.planner.cli", *arguments]
+    command = [sys.executable, "-m", "sequoia_plan", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, **options)
 
 

@@ -31,10 +31,10 @@ from sequoia_plan.artifacts.lookup import LookupCounts, MatchClass, Position, wr
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.artifacts.tree_file import check_prediction
 from sequoia_plan.planner.cli import main
-from sequoia_plan.planner.report.match_panels import speedups_by_kind_panel, trees_by_match_panel
+from sequoia_plan.planner.report.panels import speedups_by_kind_panel, trees_by_match_panel
 from sequoia_plan.planner.report.plot import draw
 from sequoia_plan.planner.report.tree_summary import print_summary
-from sequoia_plan.planner.solving.match import by_match, kinds, looked_up, recorded
+from sequoia_plan.planner.solving.match import by_match, looked_up, recorded
 from sequoia_plan.planner.solving.match.acceptance import (
     looked_up_acceptance,
     looked_up_as_visited,
@@ -441,12 +441,12 @@ def test_the_picture_shows_every_tree_and_every_kind(tmp_path):
 def test_drafted_children_of_a_kind_are_accepted_as_often_as_the_kind_says():
     """Half of the acceptance of all prompts, and a looked-up token that only the texts decide."""
     halved = Counts([[10**6]], [[[2.5e5, 0.65e5]]])
-    ratios = kinds._acceptance_ratios(halved, Counts([[10**6]], [[[5e5, 1.3e5]]]))
+    ratios = recorded._acceptance_ratios(halved, Counts([[10**6]], [[[5e5, 1.3e5]]]))
     assert ratios.tolist() == pytest.approx([0.5, 0.5], rel=1e-3)
     problem = MatchProblem(
         2, Acceptance.given([[0.5, 0.1]]), Acceptance.given([[[0.8, 0.1], [0.6, 0.2]]])
     )
-    of_kind = kinds._for_kind(problem, ratios)
+    of_kind = recorded._for_kind(problem, ratios)
     assert np.ravel(of_kind.drafted.rates) == pytest.approx([0.25, 0.05], rel=1e-3)
     assert np.ravel(of_kind.looked_up.rates) == pytest.approx([0.8, 0.05, 0.3, 0.1], rel=1e-3)
 

@@ -10,7 +10,6 @@ from sequoia_plan.artifacts import Profile, TokenTree
 from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, MatchPlan
 from sequoia_plan.artifacts.prediction import predict_portfolio
 from sequoia_plan.artifacts.step_time import StepTime
-from sequoia_plan.planner.solving.match.kinds import figures_by_kind
 from sequoia_plan.planner.solving.match.portfolio import (
     Limits,
     MatchProblem,
@@ -21,6 +20,7 @@ from sequoia_plan.planner.solving.match.recorded import (
     DecodedAgain,
     Recording,
     counted_shares,
+    figures_by_kind,
     match_problems,
 )
 from sequoia_plan.planner.solving.match.replay import MAX_RUN, recorded_texts
