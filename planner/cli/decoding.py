@@ -33,15 +33,9 @@ DEFAULT_PROMPT = "Explain how a refrigerator keeps food cold."
     show_default=True,
     help="The user's message; - reads it from stdin.",
 )
-@count_option("--max-new-tokens", 128, "New tokens, at most.")
+@count_option("--max-new-tokens", default=128, text="New tokens, at most.")
 @sampling_options("what the tree was made for")
-@click.option(
-    "--seed",
-    type=click.IntRange(0, 2**63 - 1),
-    default=0,
-    show_default=True,
-    help="Makes sampling repeatable.",
-)
+@count_option("--seed", default=0, text="Makes sampling repeatable.", least=0, most=2**63 - 1)
 @json_option
 def generate(
     tree_file: str,
@@ -111,8 +105,8 @@ def generate(
     "--prompts",
     text="As for profile, which leaves every second prompt for this. [default: built-in]",
 )
-@count_option("--limit", 12, "Prompts, at most.")
-@count_option("--tokens", 64, "New tokens a prompt, at most.")
+@count_option("--limit", default=12, text="Prompts, at most.")
+@count_option("--tokens", default=64, text="New tokens a prompt, at most.")
 @click.option(
     "--only",
     metavar="NAME",

@@ -10,6 +10,7 @@ import click
 from sequoia_plan.planner.cli.options import (
     bundle,
     check_outputs,
+    count_option,
     file_option,
     json_option,
     options,
@@ -32,14 +33,7 @@ LOG_HELP = "A server's log; one for each number of tokens, one without speculati
 
 plan_options = options(
     sizes_option("--batch", "batches", 4096, BATCH_HELP),
-    click.option(
-        "--most",
-        "max_length",
-        type=click.IntRange(1, 64),
-        default=8,
-        show_default=True,
-        help="Speculative tokens, at most.",
-    ),
+    count_option("--most", "max_length", default=8, text="Speculative tokens, at most.", most=64),
     file_option("--times", "times_path", metavar="PLAN.yaml", text=TIMES_HELP),
 )
 output_options = bundle(

@@ -69,14 +69,8 @@ VERIFY_HELP = (
 run_options = bundle(
     "run",
     path=file_option("--prompts", "path", text=PROMPTS_HELP),
-    limit=count_option("--limit", None, LIMIT_HELP),
-    tokens=click.option(
-        "--tokens",
-        type=click.IntRange(min=4),
-        default=64,
-        show_default=True,
-        help="New tokens a prompt, at most.",
-    ),
+    limit=count_option("--limit", default=None, text=LIMIT_HELP),
+    tokens=count_option("--tokens", default=64, text="New tokens a prompt, at most.", least=4),
     temperature=click.option(
         "--temperature",
         type=click.FloatRange(min=0),
@@ -203,7 +197,7 @@ def split_words(_: click.Context, __: click.Parameter, text: str) -> list[str]:
     callback=split_words,
     help="Further options of llama-server, as '-ngl 99 -t 8'.",
 )
-@click.option("--most", "max_length", type=click.IntRange(1, 64), help=MOST_HELP)
+@count_option("--most", "max_length", default=None, text=MOST_HELP, most=64)
 @run_options
 @file_option("-o", "--output", text="Write the plan there, as YAML.")
 @json_option

@@ -89,11 +89,13 @@ def sizes_option(name: str, parameter: str, maximum: int, text: str, **settings:
     return click.option(name, parameter, metavar="N,N,...", callback=parse, help=text, **settings)
 
 
-def count_option(name: str, default: int | None, text: str) -> Decorator:
-    """An option that takes a whole number from 1 on."""
+def count_option(
+    *names: str, default: int | None, text: str, least: int = 1, most: int | None = None
+) -> Decorator:
+    """An option that takes a whole number."""
     return click.option(
-        name,
-        type=click.IntRange(min=1),
+        *names,
+        type=click.IntRange(least, most),
         default=default,
         show_default=default is not None,
         help=text,

@@ -51,7 +51,7 @@ def read_percent(_: click.Context, __: click.Parameter, text: str) -> float:
     text="JSONL (text, messages or turns; kind) or plain text; every second is left for bench. "
     "[default: built-in]",
 )
-@count_option("--tokens", 64, "New tokens a prompt, at most.")
+@count_option("--tokens", default=64, text="New tokens a prompt, at most.")
 @click.option(
     "--precision",
     metavar="PERCENT",
