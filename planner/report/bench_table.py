@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from sequoia_plan.artifacts import BenchResult
-from sequoia_plan.artifacts.bench_result import MethodResult, Prediction, Ratio
+from sequoia_plan.artifacts.bench_result import Prediction, Ratio
 from sequoia_plan.planner.report.tables import Table, print_lines, print_table
 
 TREE_METHODS = {"sequoia": "sequoia", "traversal": "traversal", "top-k": "topk"}
@@ -23,43 +21,27 @@ def finding(result: BenchResult) -> str:
     """
     tree, methods = result.tree, result.methods
     speedups = speedups_over_plain(result)
-    tree_speedups = {name: speedups[name] for name in TREE_METHODS if name in speedups}
     if tree.size == 1:
         sentence = "Recommended is plain decoding: the tree has one node, so nothing is speculated."
-        return sentence + _faster_method(methods, speedups, "plain")[0]
-    if not tree_speedups:
-        return (
-            f"The tree has {tree.size} nodes and depth {tree.depth}; "
-            "its speed-up over plain decoding was not measured."
-        )
-
-    best_method = max(tree_speedups, key=lambda name: tree_speedups[name].median)
-    speedup = tree_speedups[best_method]
-    prediction = methods[best_method].prediction or Prediction()
-    reference = best_method if speedup.median > 1 else "plain"
-    faster_sentence, is_certain = _faster_method(methods, speedups, reference)
-    shape = (
-        f"tree of {tree.size} nodes and depth {tree.depth}, "
-        f"verified with {TREE_METHODS[best_method]}"
-    )
-    prediction_text = f"; predicted {prediction.speedup:.2f}" if prediction.speedup else ""
-    speedup_text = (
-        f"{speedup.median:.2f} times the speed of plain decoding at {sampling_text(result)} "
-        f"(95 % interval {speedup.interval_low:.2f} to {speedup.interval_high:.2f}"
-        f"{prediction_text})"
+        return sentence + _faster_method(result, "plain")[0]
+    ours = [name for name in TREE_METHODS if name in speedups]
+    best = max(ours, key=lambda name: speedups[name].median, default=None)
+    shape = f"tree of {tree.size} nodes and depth {tree.depth}"
+    if best is None:
+        return f"The {shape}: its speed-up over plain decoding was not measured."
+    speedup, prediction = speedups[best], methods[best].prediction or Prediction()
+    faster_sentence, is_certain = _faster_method(result, best if speedup.median > 1 else "plain")
+    predicted = f"; predicted {prediction.speedup:.2f}" if prediction.speedup else ""
+    text = (
+        f"{shape}, verified with {TREE_METHODS[best]}: {speedup.median:.2f} times the speed of "
+        f"plain decoding at {sampling_text(result)} (95 % interval {_ends(speedup)}{predicted})."
     )
     if speedup.interval_high < 1:
-        return (
-            f"Recommended is plain decoding: the {shape}, reaches {speedup_text}.{faster_sentence}"
-        )
+        return f"Recommended is plain decoding, not the {text}{faster_sentence}"
+    opening = "Not the fastest is the" if is_certain else "Recommended is the"
     if speedup.interval_low <= 1:
         opening = "No gain is certain with the"
-    elif is_certain:
-        opening = "Not the fastest is the"
-    else:
-        opening = "Recommended is the"
-    missed = _missed_prediction(speedup, prediction)
-    return f"{opening} {shape}: {speedup_text}.{missed}{faster_sentence}"
+    return f"{opening} {text}{_missed_prediction(speedup, prediction)}{faster_sentence}"
 
 
 def speedups_over_plain(result: BenchResult) -> dict[str, Ratio]:
@@ -105,20 +87,24 @@ def _interval_text(interval: tuple[float, float]) -> str:
     return f"{interval[0]:.2f} to {interval[1]:.2f}"
 
 
-def _faster_method(
-    methods: Mapping[str, MethodResult], speedups: Mapping[str, Ratio], reference: str
-) -> tuple[str, bool]:
+def _ends(ratio: Ratio) -> str:
+    """The ends of a ratio's interval, as "1.20 to 1.40"."""
+    return _interval_text((ratio.interval_low, ratio.interval_high))
+
+
+def _faster_method(result: BenchResult, reference: str) -> tuple[str, bool]:
     """Name the fastest method, if it does not use the tree and was faster than `reference`."""
-    fastest = max(speedups, key=lambda name: speedups[name].median, default=None)
-    ratio = methods[fastest].speedup.get(reference) if fastest else None
-    if fastest is None or fastest in TREE_METHODS or ratio is None or ratio.median <= 1:
+    speedups, methods = speedups_over_plain(result), result.methods
+    fastest = max(speedups, key=lambda name: speedups[name].median, default="plain")
+    ratio = methods[fastest].speedup.get(reference) if fastest in methods else None
+    if fastest in TREE_METHODS or ratio is None or ratio.median <= 1:
         return "", False
     is_certain = ratio.interval_low > 1
     opening = "Faster" if is_certain else "Faster, but not certainly,"
     reference_title = "plain decoding" if reference == "plain" else "our tree"
     sentence = (
         f" {opening} was {methods[fastest].title}: {ratio.median:.2f} times {reference_title} "
-        f"({ratio.interval_low:.2f} to {ratio.interval_high:.2f})."
+        f"({_ends(ratio)})."
     )
     return sentence, is_certain
 

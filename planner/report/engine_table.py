@@ -26,10 +26,7 @@ def kind_of_request(part: ContextPlan, batch: int) -> str:
 
 
 def findings(plan: EnginePlan) -> list[str]:
-    """Describes the best number of speculative tokens and its gain, for each kind of request.
-
-    If the plan has several contexts, the last sentences say where the best number changes.
-    """
+    """Describes the best number of speculative tokens and its gain, for each kind of request."""
     sentences = []
     for part, batch in parts_and_batches(plan):
         best = part.best_cell(batch)
@@ -44,18 +41,7 @@ def findings(plan: EnginePlan) -> list[str]:
             loss = f"{_name(next_best)} would be {next_best.speedup:.2f} times as fast"
             finding = f"do not speculate ({_speed(plain)}; {loss})"
         sentences.append(f"{kind_of_request(part, batch)}: {finding}")
-    if len(plan.contexts) > 1:
-        sentences += [_change_with_context(plan, batch) for batch in plan.contexts[0].batches]
     return sentences
-
-
-def _change_with_context(plan: EnginePlan, batch: int) -> str:
-    """Describes how the best number of speculative tokens depends on the context."""
-    best = {part.context: _name(part.best_cell(batch)) for part in plan.contexts}
-    if len(set(best.values())) == 1:
-        return f"batch {batch}: the best number is the same at every context"
-    changes = ", ".join(f"{name} at {context}" for context, name in best.items())
-    return f"batch {batch}: the best number changes with the context: {changes}"
 
 
 def prediction_errors(plan: EnginePlan) -> list[str]:

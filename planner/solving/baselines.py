@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice, repeat
 
-import numpy as np
-
 from sequoia_plan.artifacts import ArgumentError, TokenTree
 
-BASELINE_NAMES = "chain, chains:K, k-ary:K, specinfer:K1,K2,... or random:SEED"
+BASELINE_NAMES = "chain, chains:K, k-ary:K or specinfer:K1,K2,..."
 
 
 def baseline(name: str, size: int, depth: int) -> TokenTree:
@@ -21,8 +19,7 @@ def baseline(name: str, size: int, depth: int) -> TokenTree:
             "chains:K": K independent sequences, whose lengths differ by one node at most;
             "k-ary:K": a complete tree, filled breadth-first;
             "specinfer:K1,K2,...": every node of level l has K(l+1) children (SpecInfer,
-            arXiv 2305.09781, section 4.1);
-            "random:SEED": the parent of each node is drawn uniformly.
+            arXiv 2305.09781, section 4.1).
 
     Raises:
         ArgumentError: for an unknown name.
@@ -32,7 +29,7 @@ def baseline(name: str, size: int, depth: int) -> TokenTree:
         numbers = [int(number) for number in argument.split(",")] if argument else []
     except ValueError:
         numbers = [-1]
-    if min(numbers, default=1) >= (shape != "random"):
+    if min(numbers, default=1) > 0:
         match shape, numbers:
             case "chain", []:
                 return _expand(repeat(1, depth - 1), size)
@@ -42,8 +39,6 @@ def baseline(name: str, size: int, depth: int) -> TokenTree:
                 return _expand(repeat(num_children, depth - 1), size)
             case "specinfer", [_, *_]:
                 return _expand(numbers[: depth - 1], size)
-            case "random", [seed]:
-                return _random_tree(seed, size, depth)
     raise ArgumentError(f"baseline: found {name!r}, expected {BASELINE_NAMES}")
 
 
@@ -54,20 +49,6 @@ def _expand(children_per_level: Iterable[int], size: int) -> TokenTree:
         children = (parent for parent in level for _ in range(num_children))
         parents += islice(children, size - len(parents))
         level = range(level.stop, len(parents))
-    return TokenTree.from_parents(parents)
-
-
-def _random_tree(seed: int, size: int, depth: int) -> TokenTree:
-    """Draw the parent of each node uniformly from the earlier nodes above level `depth`."""
-    generator = np.random.default_rng(seed)
-    parents, node_depths = [-1], [1]
-    possible_parents = [0] if depth > 1 else []
-    while len(parents) < size and possible_parents:
-        parent = possible_parents[generator.integers(len(possible_parents))]
-        node_depths.append(node_depths[parent] + 1)
-        if node_depths[-1] < depth:
-            possible_parents.append(len(parents))
-        parents.append(parent)
     return TokenTree.from_parents(parents)
 
 

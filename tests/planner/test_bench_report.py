@@ -76,7 +76,7 @@ GOOD.methods["traversal"] = replace(GOOD.methods["traversal"], prediction=Predic
             ("Recommended is the tree", "Faster, but not certainly, was Hugging Face prompt"),
         ),
         (figures_of(TREE, sequoia=1.05), ("No gain is certain",)),
-        (figures_of(TREE, sequoia=0.8), ("Recommended is plain decoding: the tree",)),
+        (figures_of(TREE, sequoia=0.8), ("Recommended is plain decoding, not the tree",)),
         (figures_of(TREE, sequoia=0.8, chain=1.2), ("Faster was chain",)),
         (figures_of(TREE, chain=1.2), ("was not measured",)),
     ],
