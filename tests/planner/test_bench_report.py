@@ -9,7 +9,7 @@ import pytest
 from bench_results import TREE, decoded_by_kind, figures_of
 from msgspec.structs import replace
 
-from sequoia_plan.artifacts import Acceptance, TokenTree
+from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.bench_result import Prediction
 from sequoia_plan.planner.report.bench_table import finding, print_result, table
 from sequoia_plan.planner.report.html import INK, LINE
@@ -37,14 +37,11 @@ def check_page(text, plots):
 def test_a_page_says_what_it_knows():
     """Without acceptance there is the tree and the speed-ups; text from files is never markup."""
     result = figures_of(TREE, sequoia=1.5)
-
     text = page(TokenTree(TREE.parents), result)
     check_page(text, plots=2)
     assert "<script" not in text and "&lt;script&gt;" in text
     assert "1.50x <small>1.40-1.60</small>" in text and finding(result) in text
-    acceptance = Acceptance.given(((0.6, 0.2), (0.5, 0.0), (0.3, 0.3)))
-    plan = replace(TREE.plan, acceptance=acceptance)
-    check_page(page(TokenTree(TREE.parents, plan), result), plots=4)
+    check_page(page(TREE, result), plots=4)
     alone = page(TokenTree.from_parents([-1], TREE.plan), figures_of(TokenTree.chain(1)))
     check_page(alone, plots=3)
     assert "nothing is speculated" in alone

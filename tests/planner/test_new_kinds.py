@@ -84,11 +84,6 @@ def test_kinds_that_do_not_differ_widen_the_interval_less():
     assert widths[0] < 0.8 * widths[1] < 0.8 * widths[2]
 
 
-def test_three_kinds_are_too_few():
-    profile, *_ = profile_of_kinds(np.random.default_rng(0), 3, 6)
-    assert solve(profile, budget=4, depth=3).tree.plan.interval_new_kind is None
-
-
 def test_student95_is_the_quantile():
     exact = student.ppf(0.975, np.arange(3, 64))
     assert [student95(n) for n in range(3, 64)] == pytest.approx(exact, rel=2e-3)
