@@ -47,8 +47,17 @@ class FoldedTail:
     branching: int
 
     def unfold(self, tree: TokenTree) -> TokenTree:
-        """The tree with a looked-up spine that a tree of the search stands for."""
-        tree = self._without_impossible_ranks(tree)
+        """The tree with a looked-up spine that a tree of the search stands for.
+
+        The rows have as many ranks as the spine's node on level J - 1 has children, which may be
+        more than other nodes can have. Their children of higher ranks have the value 0, so a tree
+        with any is no faster than one of fewer nodes; no speculation stands for it.
+        """
+        may_have_more = np.zeros(tree.size, bool)
+        if tree.depth > len(self.rows):
+            may_have_more[tree.level_offsets[len(self.rows) - 1]] = True
+        if (tree.child_count[~may_have_more] > self.branching).any():
+            return TokenTree.chain(1)
         if tree.depth <= len(self.rows):
             return TokenTree(tree.parents, looks_up=True)
         # the spine's nodes are the first of their levels
@@ -69,27 +78,6 @@ class FoldedTail:
             ]
         )
         return TokenTree(parents, looks_up=True)
-
-    def _without_impossible_ranks(self, tree: TokenTree) -> TokenTree:
-        """The tree without the nodes whose rank is above `branching`: they have the value 0.
-
-        The rows have as many ranks as the spine's node on level J - 1 has children, which may be
-        more than other nodes can have.
-        """
-        is_last_parent = np.zeros(tree.size, bool)
-        if tree.depth > len(self.rows):
-            is_last_parent[tree.level_offsets[len(self.rows) - 1]] = True
-        is_kept = (tree.ranks <= self.branching) | is_last_parent[tree.parents]
-        is_kept[0] = True
-        if is_kept.all():
-            return tree
-        new_numbers, parents = {0: 0}, [-1]
-        for node in range(1, tree.size):
-            parent = int(tree.parents[node])
-            if is_kept[node] and parent in new_numbers:
-                new_numbers[node] = len(parents)
-                parents.append(new_numbers[parent])
-        return TokenTree.from_parents(parents)
 
 
 def fold_tail(rows: Floats, num_passes: int, tail_charges: Floats) -> FoldedTail:
