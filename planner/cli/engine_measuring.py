@@ -44,9 +44,7 @@ METRICS_HELP = (
     "Acceptance from a running server's counters: its address, or a file of its /metrics page. "
     "No acceptance is measured then."
 )
-TYPE_HELP = (
-    "How tokens are drafted: draft-simple, draft-eagle3, draft-mtp (or eagle3, mtp), ngram-simple."
-)
+SPEC_TYPES = ["draft-simple", "draft-eagle3", "draft-mtp", "eagle3", "mtp", "ngram-simple"]
 MOST_HELP = "Drafted tokens, at most. [default: 8; 48 for ngram-simple]"
 DEFAULT_LIMIT = 48
 PROMPTS_HELP = (
@@ -186,7 +184,13 @@ def split_words(_: click.Context, __: click.Parameter, text: str) -> list[str]:
 @click.command()
 @click.option("--target", metavar="T.gguf", required=True, help="Target model, a GGUF file.")
 @click.option("--draft", metavar="D.gguf", help="Draft model, a GGUF file.")
-@click.option("--spec-type", default="draft-simple", show_default=True, help=TYPE_HELP)
+@click.option(
+    "--spec-type",
+    type=click.Choice(SPEC_TYPES),
+    default="draft-simple",
+    show_default=True,
+    help="How tokens are drafted.",
+)
 @click.option(
     "--server", metavar="PATH", help="The program llama-server. [default: the one on the PATH]"
 )
@@ -215,14 +219,9 @@ def llamacpp(
     """Measure a target and a draft in your llama.cpp, and say which n-max and p-min are best."""
     from sequoia_plan.engines.llama_server import check_model, find_build
     from sequoia_plan.engines.llamacpp import LlamaCppPool
-    from sequoia_plan.engines.spec_types import LOOKUP, TYPES, WITHOUT_DRAFT
+    from sequoia_plan.engines.spec_types import LOOKUP, WITHOUT_DRAFT
 
-    names = {spec_type, f"draft-{spec_type}"}
-    if not names & {*TYPES}:
-        raise click.UsageError(
-            f"--spec-type {spec_type}: cannot be planned; expected one of {', '.join(TYPES)}"
-        )
-    if not draft and not names & {*WITHOUT_DRAFT}:
+    if not draft and spec_type not in ("mtp", *WITHOUT_DRAFT):
         raise click.UsageError(
             f"--spec-type {spec_type}: needs a draft model; name its GGUF file with --draft, "
             f"or use one of {', '.join(WITHOUT_DRAFT)}"

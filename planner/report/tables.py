@@ -36,7 +36,7 @@ def print_table(table: Table) -> None:
     drawn = RichTable(box=None, padding=(0, 1, 0, 0))
     for number, column in enumerate(table.columns):
         justify: Any = "right" if number else "left"
-        drawn.add_column(column.replace(" ", "\n"), justify=justify, no_wrap=number > 0)
+        drawn.add_column(column.replace(" ", "\n", 1), justify=justify, no_wrap=number > 0)
     for row, is_marked in zip(table.rows, table.is_marked, strict=True):
         drawn.add_row(*map(escape, row), style="bold" if is_marked else None)
     widths = console.measure(drawn, options=console.options.update(width=MAX_WIDTH))
