@@ -52,6 +52,11 @@ LEVELS, RANKS = 3, 2
 """Levels below the root's, and children of a node, of the trees in brute force."""
 
 
+def spine_of(depth):
+    """A looked-up chain."""
+    return TokenTree(TokenTree.chain(depth).parents, looks_up=True)
+
+
 def random_rows(rng, levels=LEVELS, ranks=RANKS, looks_up=False):
     """p[level][class][rank]; with `looks_up`, rank 1 on the spine may be likelier or less likely
     than the ranks after it."""
@@ -152,7 +157,7 @@ def test_a_search_without_tails_is_slower(monkeypatch):
 
 def test_draft_passes_end_where_only_the_spine_goes_on():
     """A looked-up chain has no draft pass; a drafted child on level 2 needs two."""
-    assert TokenTree(TokenTree.chain(6).parents, looks_up=True).num_drafted_levels == 0
+    assert spine_of(6).num_drafted_levels == 0
     with_sibling = TokenTree(np.array([-1, 0, 1, 1, 2, 4], np.int32), looks_up=True)
     assert with_sibling.num_parents_by_level == [1, 1]
 
@@ -211,7 +216,7 @@ def test_shares_by_hand():
     """
     text = [Position(0, 0), Position(0, 0), Position(2, 2), Position(2, 1), Position(0, 0)]
     text += [Position(0, 0)] * 3  # the last steps do not count
-    trees = [TokenTree.chain(2), TokenTree(TokenTree.chain(3).parents, looks_up=True)]
+    trees = [TokenTree.chain(2), spine_of(3)]
     counts = LookupCounts((MatchClass(0), MatchClass(2)), {"all": (write_positions(text),)})
     result = replay(
         recorded_texts(counts), trees, list(map(Acceptance.given, ([0.5], [[[0.9], [0.5]]])))
@@ -228,7 +233,7 @@ def test_the_draft_catches_up_after_a_step_that_it_had_no_part_in(drafting):
     other steps may have accepted in a pass before it."""
     latency = Latency({1: 0.02}, {n: 0.001 * n for n in (1, 2, 4, 8)})
     times, chains = StepTime(latency, drafting), [TokenTree.chain(n) for n in range(6)[1:]]
-    spine = TokenTree(TokenTree.chain(7).parents, looks_up=True)
+    spine = spine_of(7)
     with_sibling = TokenTree(np.array([-1, 0, 0, 1, 3], np.int32), looks_up=True)
 
     def seconds(last_tree, tree):
@@ -487,7 +492,7 @@ def test_lookup_can_be_left_out():
 
 def test_a_class_with_the_tree_of_the_one_before_it_is_left_out():
     """Equal trees are stored once, and a tree that comes back is stored again."""
-    drafted, spine = TokenTree.chain(3), TokenTree(TokenTree.chain(5).parents, looks_up=True)
+    drafted, spine = TokenTree.chain(3), spine_of(5)
     trees = {0: drafted, 1: drafted, 2: spine, 3: spine, 5: drafted}
     problems = [SimpleNamespace(match_length=length) for length in trees]
     tree = by_match._with_by_match(problems, list(trees.values()))
