@@ -119,10 +119,7 @@ def fastest_portfolio(
         max_work: how many nodes and stairs of cost curves one search may look at.
     """
     trees = list(start)
-    # tokens and seconds of a step, float64 [classes, 2]
-    figures = np.array(
-        [problem.step_figures(tree, times) for problem, tree in zip(problems, trees, strict=True)]
-    )
+    figures = step_figures(problems, trees, times)
     excess = np.full(len(problems), np.inf)  # d_c
     speed = tokens_per_second(shares, figures)
     for _ in range(MAX_ASCENTS):
@@ -143,6 +140,14 @@ def fastest_portfolio(
     other_seconds = seconds.sum() - seconds  # w_c t'
     bound = speed + excess.max() + float(excess @ other_seconds) / times.plain_seconds()
     return Portfolio(tuple(trees), speed, bound)
+
+
+def step_figures(
+    problems: Sequence[MatchProblem], trees: Sequence[TokenTree], times: StepTime
+) -> Floats:
+    """Expected tokens and seconds of a step in each class of match, float64 [classes, 2]."""
+    pairs = zip(problems, trees, strict=True)
+    return np.array([problem.step_figures(tree, times) for problem, tree in pairs])
 
 
 def tokens_per_second(shares: Floats, figures: Floats) -> float:

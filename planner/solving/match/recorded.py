@@ -29,7 +29,11 @@ from sequoia_plan.planner.solving.match.acceptance import (
     looked_up_acceptance,
     looked_up_as_visited,
 )
-from sequoia_plan.planner.solving.match.portfolio import MatchProblem, tokens_per_second
+from sequoia_plan.planner.solving.match.portfolio import (
+    MatchProblem,
+    step_figures,
+    tokens_per_second,
+)
 from sequoia_plan.planner.solving.match.replay import RecordedText, recorded_texts, replay
 
 MIN_SHARE = 1e-4
@@ -87,8 +91,8 @@ class Recording:
         the draft's catching up is left out.
         """
         counts, problems, tokens_per_step = self.shares, list(self.problems), None
-        pairs = list(zip(problems, trees, strict=True))
         if self.texts:
+            pairs = zip(problems, trees, strict=True)
             acceptances = [problem.acceptance(tree) for problem, tree in pairs]
             result = replay(self.texts, trees, acceptances)
             counts, tokens_per_step = result.shares, result.tokens_per_step
@@ -103,12 +107,7 @@ class Recording:
                 )
         shares = np.maximum(counts, MIN_SHARE)
         shares /= shares.sum()
-        figures = np.array(
-            [
-                problem.step_figures(tree, self.times)
-                for problem, tree in zip(problems, trees, strict=True)
-            ]
-        )
+        figures = step_figures(problems, trees, self.times)
         if tokens_per_step is not None:
             figures[:, 0] = tokens_per_step
         speed = tokens_per_second(shares, figures)
