@@ -21,25 +21,31 @@ from sequoia_plan.planner.cli.terminal import print_json
 if TYPE_CHECKING:
     from sequoia_plan.engines.plan import ChainAcceptance, EnginePlan, StepSeconds
 
-BATCH_HELP = (
-    "Requests decoded together, to plan for, as 1,4,16. [default: 1,4,16; with --log or --times, "
-    "those within what was timed]"
-)
 DEFAULT_BATCHES = (1, 4, 16)
-TIMES_HELP = "Step times of an earlier plan; no engine is run then."
-REPORT_HELP = "Write one HTML file with the curves of throughput; it needs no network."
-RESPONSES_HELP = "Responses of a server with the largest number of tokens, as JSON or JSON lines."
-LOG_HELP = "A server's log; one for each number of tokens, one without speculation."
 
 plan_options = options(
-    sizes_option("--batch", "batches", 4096, BATCH_HELP),
+    sizes_option(
+        "--batch",
+        "batches",
+        4096,
+        "Requests decoded together, to plan for, as 1,4,16. [default: 1,4,16; with --log or "
+        "--times, "
+        "those within what was timed]",
+    ),
     count_option("--most", "max_length", default=8, text="Speculative tokens, at most.", most=64),
-    file_option("--times", "times_path", metavar="PLAN.yaml", text=TIMES_HELP),
+    file_option(
+        "--times",
+        "times_path",
+        metavar="PLAN.yaml",
+        text="Step times of an earlier plan; no engine is run then.",
+    ),
 )
 output_options = bundle(
     "outputs",
     output=file_option("-o", "--output", text="Write the plan there, as YAML."),
-    report=file_option("--report", text=REPORT_HELP),
+    report=file_option(
+        "--report", text="Write one HTML file with the curves of throughput; it needs no network."
+    ),
     as_json=json_option,
 )
 
@@ -50,8 +56,16 @@ def engine() -> None:
 
 
 @engine.command()
-@file_option("--responses", text=RESPONSES_HELP)
-@file_option("--log", "logs", multiple=True, text=LOG_HELP)
+@file_option(
+    "--responses",
+    text="Responses of a server with the largest number of tokens, as JSON or JSON lines.",
+)
+@file_option(
+    "--log",
+    "logs",
+    multiple=True,
+    text="A server's log; one for each number of tokens, one without speculation.",
+)
 @plan_options
 @output_options
 def sglang(

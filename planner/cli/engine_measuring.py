@@ -34,40 +34,25 @@ if TYPE_CHECKING:
     from sequoia_plan.engines.plan import ChainAcceptance, EnginePlan
     from sequoia_plan.engines.pool import EnginePool
 
-METHOD_HELP = "vLLM's name of the drafting method: draft_model, eagle3, mtp, ngram, ..."
-PYTHON_HELP = "The Python that has vLLM. [default: this one, else python3]"
-ENGINE_ARGS_HELP = (
-    'Further arguments of vllm.LLM, as {"dtype": "float32", "tensor_parallel_size": 2}.'
-)
-SPECULATIVE_ARGS_HELP = 'Further entries of the speculative config, as {"prompt_lookup_max": 4}.'
-METRICS_HELP = (
-    "Acceptance from a running server's counters: its address, or a file of its /metrics page. "
-    "No acceptance is measured then."
-)
 SPEC_TYPES = ["draft-simple", "draft-eagle3", "draft-mtp", "eagle3", "mtp", "ngram-simple"]
-MOST_HELP = "Drafted tokens, at most. [default: 8; 48 for ngram-simple]"
 DEFAULT_LIMIT = 48
-PROMPTS_HELP = (
-    "As for profile: every second prompt is measured on, the others verify. [default: built-in]"
-)
-LIMIT_HELP = (
-    f"Prompts to measure on, at most, and as many to verify on. [default: {DEFAULT_LIMIT}; "
-    "all for ngram-simple of llama.cpp]"
-)
-CONTEXT_HELP = (
-    "Tokens of every prompt, to plan for each, as 512,4096; other prompts come before shorter "
-    "ones. [default: prompts as they are]"
-)
-VERIFY_HELP = (
-    "Then measure the best choice, its neighbours, no speculation and the engine's defaults on "
-    "other prompts."
-)
 
 
 run_options = bundle(
     "run",
-    path=file_option("--prompts", "path", text=PROMPTS_HELP),
-    limit=count_option("--limit", default=None, text=LIMIT_HELP),
+    path=file_option(
+        "--prompts",
+        "path",
+        text="As for profile: every second prompt is measured on, the others verify. "
+        "[default: built-in]",
+    ),
+    limit=count_option(
+        "--limit",
+        default=None,
+        text=f"Prompts to measure on, at most, and as many to verify on. [default: "
+        f"{DEFAULT_LIMIT}; "
+        "all for ngram-simple of llama.cpp]",
+    ),
     tokens=count_option("--tokens", default=64, text="New tokens a prompt, at most.", least=4),
     temperature=click.option(
         "--temperature",
@@ -76,8 +61,21 @@ run_options = bundle(
         show_default=True,
         help="Temperature of sampling; 0 is greedy.",
     ),
-    contexts=sizes_option("--context", "contexts", 1 << 20, CONTEXT_HELP),
-    should_verify=click.option("--verify", "should_verify", is_flag=True, help=VERIFY_HELP),
+    contexts=sizes_option(
+        "--context",
+        "contexts",
+        1 << 20,
+        "Tokens of every prompt, to plan for each, as 512,4096; other prompts come before shorter "
+        "ones. [default: prompts as they are]",
+    ),
+    should_verify=click.option(
+        "--verify",
+        "should_verify",
+        is_flag=True,
+        help="Then measure the best choice, its neighbours, no speculation and the engine's "
+        "defaults on "
+        "other prompts.",
+    ),
 )
 
 
@@ -94,11 +92,34 @@ def read_json(_: click.Context, __: click.Parameter, text: str | None) -> dict[s
 @click.command()
 @click.option("--target", metavar="ID|DIR", help="Target model, as vLLM is given it.")
 @click.option("--draft", metavar="ID|DIR", help="Draft model, as vLLM is given it.")
-@click.option("--method", default="draft_model", show_default=True, help=METHOD_HELP)
-@click.option("--python", metavar="PATH", help=PYTHON_HELP)
-@click.option("--engine-args", metavar="JSON", callback=read_json, help=ENGINE_ARGS_HELP)
-@click.option("--speculative-args", metavar="JSON", callback=read_json, help=SPECULATIVE_ARGS_HELP)
-@click.option("--metrics", metavar="URL|FILE", help=METRICS_HELP)
+@click.option(
+    "--method",
+    default="draft_model",
+    show_default=True,
+    help="vLLM's name of the drafting method: draft_model, eagle3, mtp, ngram, ...",
+)
+@click.option(
+    "--python", metavar="PATH", help="The Python that has vLLM. [default: this one, else python3]"
+)
+@click.option(
+    "--engine-args",
+    metavar="JSON",
+    callback=read_json,
+    help='Further arguments of vllm.LLM, as {"dtype": "float32", "tensor_parallel_size": 2}.',
+)
+@click.option(
+    "--speculative-args",
+    metavar="JSON",
+    callback=read_json,
+    help='Further entries of the speculative config, as {"prompt_lookup_max": 4}.',
+)
+@click.option(
+    "--metrics",
+    metavar="URL|FILE",
+    help="Acceptance from a running server's counters: its address, or a file of its "
+    "/metrics page. "
+    "No acceptance is measured then.",
+)
 @run_options
 @plan_options
 @output_options
@@ -201,7 +222,13 @@ def split_words(_: click.Context, __: click.Parameter, text: str) -> list[str]:
     callback=split_words,
     help="Further options of llama-server, as '-ngl 99 -t 8'.",
 )
-@count_option("--most", "max_length", default=None, text=MOST_HELP, most=64)
+@count_option(
+    "--most",
+    "max_length",
+    default=None,
+    text="Drafted tokens, at most. [default: 8; 48 for ngram-simple]",
+    most=64,
+)
 @run_options
 @file_option("-o", "--output", text="Write the plan there, as YAML.")
 @json_option

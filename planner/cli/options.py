@@ -135,58 +135,52 @@ target_option = click.option(
     metavar="ID|DIR|FILE.gguf",
     help="Target model. [default: the embedded SmolLM2-135M-Instruct]",
 )
-_draft_option = click.option(
-    "--draft",
-    metavar="ID|DIR|FILE|int8|none",
-    help="Draft model; or a folder of an EAGLE or DFlash draft as published (its config.json says "
-    "which); or a draft .safetensors made for the target; or int8: a copy of the target in 8 bits "
-    "(a folder of that name is ./int8); or none, for trees that only look up; or "
-    "smollm2-135m-draft: the embedded language model of two layers. [default: "
-    "smollm2-135m-eagle3, the embedded draft that reads the target's hidden states]",
-)
-_device_option = click.option(
-    "--device",
-    type=click.Choice(["cpu", "cuda"]),
-    help="Where both models run. [default: cuda if there is one]",
-)
-_dtype_option = click.option(
-    "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-    default="auto",
-    show_default=True,
-    help="Of the weights; auto takes bfloat16 where the processor computes in it, else float32.",
-)
-_threads_option = click.option(
-    "--threads",
-    type=click.IntRange(1, 1024),
-    callback=set_threads,
-    help="Threads that compute on the CPU: no more than there are idle cores. "
-    "[default: one a core]",
-    expose_value=False,
-)
-_offload_option = click.option(
-    "--offload",
-    type=click.Choice(LINKS),
-    help="Stream the target's layers that do not fit, from the host's memory to a CUDA device or "
-    "from a file. [default: all in memory]",
-)
-_memory_option = click.option(
-    "--memory",
-    metavar="SIZE",
-    help="With --offload: what the target's weights, the draft and both KV caches may take, as "
-    "300MB or 24GB. [default: what is free]",
-)
 model_options = options(
     bundle(
         "models",
         target=target_option,
-        draft=_draft_option,
-        device=_device_option,
-        dtype=_dtype_option,
-        offload=_offload_option,
-        memory=_memory_option,
+        draft=click.option(
+            "--draft",
+            metavar="ID|DIR|FILE|int8|none",
+            help="Draft model; or a folder of an EAGLE or DFlash draft as published (its config.json says "
+            "which); or a draft .safetensors made for the target; or int8: a copy of the target in 8 bits "
+            "(a folder of that name is ./int8); or none, for trees that only look up; or "
+            "smollm2-135m-draft: the embedded language model of two layers. [default: "
+            "smollm2-135m-eagle3, the embedded draft that reads the target's hidden states]",
+        ),
+        device=click.option(
+            "--device",
+            type=click.Choice(["cpu", "cuda"]),
+            help="Where both models run. [default: cuda if there is one]",
+        ),
+        dtype=click.option(
+            "--dtype",
+            type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+            default="auto",
+            show_default=True,
+            help="Of the weights; auto takes bfloat16 where the processor computes in it, else float32.",
+        ),
+        offload=click.option(
+            "--offload",
+            type=click.Choice(LINKS),
+            help="Stream the target's layers that do not fit, from the host's memory to a CUDA device or "
+            "from a file. [default: all in memory]",
+        ),
+        memory=click.option(
+            "--memory",
+            metavar="SIZE",
+            help="With --offload: what the target's weights, the draft and both KV caches may take, as "
+            "300MB or 24GB. [default: what is free]",
+        ),
     ),
-    _threads_option,
+    click.option(
+        "--threads",
+        type=click.IntRange(1, 1024),
+        callback=set_threads,
+        help="Threads that compute on the CPU: no more than there are idle cores. "
+        "[default: one a core]",
+        expose_value=False,
+    ),
 )
 
 
