@@ -142,10 +142,10 @@ model_options = options(
         draft=click.option(
             "--draft",
             metavar="ID|DIR|FILE|int8|none",
-            help="Draft model; or a folder of an EAGLE or DFlash draft as published (its config.json says "
-            "which); or a draft .safetensors made for the target; or int8: a copy of the target in 8 bits "
-            "(a folder of that name is ./int8); or none, for trees that only look up; or "
-            "smollm2-135m-draft: the embedded language model of two layers. [default: "
+            help="Draft model; or a folder of an EAGLE or DFlash draft as published (its "
+            "config.json says which); or a draft .safetensors made for the target; or int8: a copy of "
+            "the target in 8 bits (a folder of that name is ./int8); or none, for trees that only "
+            "look up; or smollm2-135m-draft: the embedded language model of two layers. [default: "
             "smollm2-135m-eagle3, the embedded draft that reads the target's hidden states]",
         ),
         device=click.option(
@@ -158,19 +158,20 @@ model_options = options(
             type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
             default="auto",
             show_default=True,
-            help="Of the weights; auto takes bfloat16 where the processor computes in it, else float32.",
+            help="Of the weights; auto takes bfloat16 where the processor computes in it, else "
+            "float32.",
         ),
         offload=click.option(
             "--offload",
             type=click.Choice(LINKS),
-            help="Stream the target's layers that do not fit, from the host's memory to a CUDA device or "
-            "from a file. [default: all in memory]",
+            help="Stream the target's layers that do not fit, from the host's memory to a CUDA "
+            "device or from a file. [default: all in memory]",
         ),
         memory=click.option(
             "--memory",
             metavar="SIZE",
-            help="With --offload: what the target's weights, the draft and both KV caches may take, as "
-            "300MB or 24GB. [default: what is free]",
+            help="With --offload: what the target's weights, the draft and both KV caches may take, "
+            "as 300MB or 24GB. [default: what is free]",
         ),
     ),
     click.option(
