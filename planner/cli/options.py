@@ -143,9 +143,9 @@ model_options = options(
             "--draft",
             metavar="ID|DIR|FILE|int8|none",
             help="Draft model; or a folder of an EAGLE or DFlash draft as published (its "
-            "config.json says which); or a draft .safetensors made for the target; or int8: a copy of "
-            "the target in 8 bits (a folder of that name is ./int8); or none, for trees that only "
-            "look up; or smollm2-135m-draft: the embedded language model of two layers. [default: "
+            "config.json says which); or a draft .safetensors made for the target; or int8: a "
+            "copy of the target in 8 bits (a folder of that name is ./int8); or none, for trees that only look "
+            "up; or smollm2-135m-draft: the embedded language model of two layers. [default: "
             "smollm2-135m-eagle3, the embedded draft that reads the target's hidden states]",
         ),
         device=click.option(
@@ -170,8 +170,8 @@ model_options = options(
         memory=click.option(
             "--memory",
             metavar="SIZE",
-            help="With --offload: what the target's weights, the draft and both KV caches may take, "
-            "as 300MB or 24GB. [default: what is free]",
+            help="With --offload: what the target's weights, the draft and both KV caches may "
+            "take, as 300MB or 24GB. [default: what is free]",
         ),
     ),
     click.option(
