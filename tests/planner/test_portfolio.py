@@ -356,11 +356,10 @@ def test_a_profile_with_lookup_counts_gives_trees_by_match(tmp_path):
     assert shares.tolist() == pytest.approx([part.share for part in plan.by_match])
 
 
-def of_kinds(texts, counts):
+def of_kinds(texts, counts, **changes):
     """The profile with prompts of several kinds: their recorded texts and their counts."""
-    profile = lookup_profile()
-    lookup = structs.replace(profile.lookup, texts=texts)
-    return structs.replace(profile, kinds=dict.fromkeys(texts, counts), lookup=lookup)
+    lookup = structs.replace(lookup_profile().lookup, texts=texts)
+    return lookup_profile(kinds=dict.fromkeys(texts, counts), lookup=lookup, **changes)
 
 
 COPIED = write_positions([Position(2, run) for run in range(60, 0, -1)])
@@ -387,8 +386,8 @@ def test_each_kind_of_prompts_has_a_speedup_of_its_own(tmp_path, capsys):
     """What repeats is faster; without kinds there are no such figures."""
     together = lookup_profile().acceptance.counts.with_classes(1)
     half = Counts(together.trials / 2, together.accepted / 2)
-    profile = of_kinds({"copies": (COPIED,), "others": (DIFFERENT,)}, half)
-    tree = solved(structs.replace(profile, acceptance=Acceptance.counted(together))).tree
+    texts, acceptance = {"copies": (COPIED,), "others": (DIFFERENT,)}, Acceptance.counted(together)
+    tree = solved(of_kinds(texts, half, acceptance=acceptance)).tree
     plan = tree.plan
     speedups, tokens = plan.speedup_by_kind, plan.tokens_by_kind
     assert speedups["others"] < plan.predicted_speedup < speedups["copies"]
