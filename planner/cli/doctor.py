@@ -58,11 +58,9 @@ def _machine() -> str:
 
 def _dtype() -> str:
     """What --dtype auto takes."""
-    from sequoia_plan.profiler.hardware import default_device, weights_for
+    from sequoia_plan.profiler.hardware import default_device, default_dtype
 
-    weights = weights_for(default_device())
-    prepacked = ", prepacked weights" if weights["prepacked"] else ""
-    return f"{weights['dtype']} (what --dtype auto takes){prepacked}"
+    return f"{default_dtype(default_device())} (what --dtype auto takes)"
 
 
 def _kernels() -> str:

@@ -68,7 +68,7 @@ def _emit_scores(
 
 
 @intrinsic(prefer_literal=True)
-def compute_scores(  # type: ignore
+def compute_scores(
     context, queries, keys, head_dim, blocks, scores, score_bytes, key_bytes, num_queries
 ):
     """See `_emit_scores`."""
@@ -121,7 +121,7 @@ def _emit_weighted_sums(
 
 
 @intrinsic(prefer_literal=True)
-def compute_weighted_sums(  # type: ignore
+def compute_weighted_sums(
     context, weights, weight_bytes, values, value_bytes, slots, results, result_offset,
     key_bytes, num_queries, vectors,
 ):  # fmt: skip
@@ -179,7 +179,7 @@ def _emit_softmax(emit: Emitter, scores: Any, visible: Any, blocks: Any) -> None
 
 
 @intrinsic(prefer_literal=True)
-def compute_softmax(context, scores, visible, blocks):  # type: ignore
+def compute_softmax(context, scores, visible, blocks):
     """See `_emit_softmax`."""
     return emitted(_emit_softmax, (scores, visible, blocks), literals=0)
 
@@ -197,7 +197,7 @@ def _emit_gated(emit: Emitter, gate: Any, up: Any, results: Any) -> None:
 
 
 @intrinsic(prefer_literal=True)
-def gate(context, gate, up, results):  # type: ignore
+def gate(context, gate, up, results):
     """See `_emit_gated`."""
     return emitted(_emit_gated, (gate, up, results), literals=0)
 
@@ -212,7 +212,7 @@ def attender(key_bytes: int) -> Any:
     """
 
     @cfunc(types.void(*[types.int64] * 10), cache=True, error_model="numpy")
-    def attend(  # type: ignore
+    def attend(
         queries, results, count, keys, values, head_dim, blocks, visible, visible_bytes, scores
     ):
         stride = blocks * LANES * 4

@@ -12,7 +12,7 @@ from torch import Tensor
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.cache import TreeCache, round_up
 from sequoia_plan.runtime.compiled.packing import aligned_zeros
-from sequoia_plan.runtime.compiled.products import LANES
+from sequoia_plan.runtime.compiled.vectors import LANES
 
 
 class CompiledCache(TreeCache):

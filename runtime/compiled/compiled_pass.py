@@ -16,7 +16,7 @@ from sequoia_plan.runtime.compiled.attention import QUERIES
 from sequoia_plan.runtime.compiled.cache import CompiledCache
 from sequoia_plan.runtime.compiled.forward import UNIT, Inputs, Outputs, Scratch, forward
 from sequoia_plan.runtime.compiled.packing import aligned_zeros
-from sequoia_plan.runtime.compiled.products import LANES
+from sequoia_plan.runtime.compiled.vectors import LANES
 from sequoia_plan.runtime.compiled.weights import Packed
 
 

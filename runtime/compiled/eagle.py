@@ -87,9 +87,7 @@ class CompiledEagle:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def put_side_by_side(  # type: ignore
-    embedded, features, embedding_norm, feature_norm, epsilon, result
-):
+def put_side_by_side(embedded, features, embedding_norm, feature_norm, epsilon, result):
     """What the first layer attends to: each row's normed embedding and its normed feature."""
     width = embedding_norm.shape[0]
     for row in range(features.shape[0]):
@@ -98,7 +96,7 @@ def put_side_by_side(  # type: ignore
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def project(matrix, rows, results):  # type: ignore
+def project(matrix, rows, results):
     """The products of rows by one matrix."""
     encoded = np.empty(rows.shape[0] * matrix[ROW_BYTES], np.uint8)
     encode(matrix, rows.shape[0], rows, encoded)

@@ -10,8 +10,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from sequoia_plan.runtime.compiled.attention import LOG2_E, QUERIES, gate
-from sequoia_plan.runtime.compiled.products import LANES
-from sequoia_plan.runtime.compiled.vectors import LONG
+from sequoia_plan.runtime.compiled.vectors import LANES, LONG
 
 UNIT = 32
 """Outputs of a matrix that one worker computes are a multiple of these."""
@@ -99,19 +98,19 @@ def _calls(num_values: int) -> Any:
 
 
 @intrinsic
-def call_8(context, function, a, b, c, d, e, f, g, h):  # type: ignore
+def call_8(context, function, a, b, c, d, e, f, g, h):
     """Call a function of eight int64 by its address."""
     return _calls(8)
 
 
 @intrinsic
-def call_10(context, function, a, b, c, d, e, f, g, h, i, j):  # type: ignore
+def call_10(context, function, a, b, c, d, e, f, g, h, i, j):
     """Call a function of ten int64 by its address."""
     return _calls(10)
 
 
 @intrinsic
-def add_and_fetch(context, address, count):  # type: ignore
+def add_and_fetch(context, address, count):
     """Add to the int64 at an address, as one step that other threads see; its value before."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -125,7 +124,7 @@ sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def wait(counter, workers, rounds):  # type: ignore
+def wait(counter, workers, rounds):
     """Wait until all workers have come here `rounds` times; returns `rounds` + 1."""
     if workers > 1:
         add_and_fetch(counter, 1)
@@ -138,13 +137,13 @@ def wait(counter, workers, rounds):  # type: ignore
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def share(count, worker, workers):  # type: ignore
+def share(count, worker, workers):
     """The part of `count` things that is one worker's: first, end."""
     return count * worker // workers, count * (worker + 1) // workers
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def encode(matrix, num_rows, rows, encoded):  # type: ignore
+def encode(matrix, num_rows, rows, encoded):
     """Store rows (float32 [rows, inputs]) as the products by `matrix` read them."""
     call_8(
         matrix[ENCODE], rows.ctypes.data, rows.strides[0], num_rows, matrix[INPUTS],
@@ -153,7 +152,7 @@ def encode(matrix, num_rows, rows, encoded):  # type: ignore
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def multiply(matrix, num_rows, encoded, results, column, first, end):  # type: ignore
+def multiply(matrix, num_rows, encoded, results, column, first, end):
     """The outputs from `first` to `end` of encoded rows.
 
     `results` float32 [rows, n]; the matrix's first output goes to `column`.
@@ -171,7 +170,7 @@ def multiply(matrix, num_rows, encoded, results, column, first, end):  # type: i
 
 
 @njit(nogil=True, cache=True, error_model="numpy", fastmath=True)
-def normalise(row, weight, epsilon, result):  # type: ignore
+def normalise(row, weight, epsilon, result):
     """RMS norm of one row; all rows go through this function, one at a time."""
     total = np.float32(0)
     for column in range(weight.shape[0]):
@@ -182,7 +181,7 @@ def normalise(row, weight, epsilon, result):  # type: ignore
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def rotate(row, cosines, sines, factor):  # type: ignore
+def rotate(row, cosines, sines, factor):
     """Rotary embedding of one head, times a factor, in place."""
     half = cosines.shape[0]
     for i in range(half):
@@ -192,7 +191,7 @@ def rotate(row, cosines, sines, factor):  # type: ignore
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def bits_for_cache(number, entries):  # type: ignore
+def bits_for_cache(number, entries):
     """The bits of a float32 as the cache has them: as they are, or rounded to bfloat16."""
     if entries.itemsize == 4:
         return number
@@ -202,7 +201,7 @@ def bits_for_cache(number, entries):  # type: ignore
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def project_heads(model, layer, inputs, scratch, hidden, encoded, worker, workers):  # type: ignore
+def project_heads(model, layer, inputs, scratch, hidden, encoded, worker, workers):
     """Some heads' queries, keys and values; keys and values are then in the cache."""
     num_rows, head_dim, group = inputs.slots.shape[0], model.head_dim, model.heads
     kv_heads = inputs.keys.shape[1]
@@ -247,7 +246,7 @@ def project_heads(model, layer, inputs, scratch, hidden, encoded, worker, worker
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def attend(model, layer, inputs, scratch, worker, workers):  # type: ignore
+def attend(model, layer, inputs, scratch, worker, workers):
     """Attention of some heads' queries; queries of one cached head go together."""
     num_rows, head_dim, kv_heads = inputs.slots.shape[0], model.head_dim, inputs.keys.shape[1]
     group = model.heads // kv_heads
@@ -278,7 +277,7 @@ def attend(model, layer, inputs, scratch, worker, workers):  # type: ignore
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def find_spans(visible, spans):  # type: ignore
+def find_spans(visible, spans):
     """For each row, the slots from its first visible one to its last, in multiples of 16."""
     for row in range(visible.shape[0]):
         first, end = 0, visible.shape[1]
@@ -290,7 +289,7 @@ def find_spans(visible, spans):  # type: ignore
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def forward(worker, workers, counter, model, inputs, scratch, outputs):  # type: ignore
+def forward(worker, workers, counter, model, inputs, scratch, outputs):
     """One worker's part of a pass; `counter`: the address of an int64 that is 0."""
     x, hidden, encoded = inputs.x[worker], scratch.normed[worker], scratch.encoded[worker]
     rows, num_layers = inputs.slots.shape[0], model.matrices.shape[0]
@@ -345,7 +344,7 @@ def forward(worker, workers, counter, model, inputs, scratch, outputs):  # type:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def keep_hidden_states(outputs, layer, rows, x, worker):  # type: ignore
+def keep_hidden_states(outputs, layer, rows, x, worker):
     """Copy hidden states to the outputs that are taken after so many layers (-1: normed)."""
     for state in range(outputs.layers.shape[0]):
         if worker == 0 and outputs.layers[state] == layer:

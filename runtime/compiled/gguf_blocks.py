@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sequoia_plan.runtime.compiled.packing import FORMAT_NAMES, Blocks
+from sequoia_plan.runtime.compiled.packing import Blocks
+from sequoia_plan.runtime.compiled.products import FORMAT_NAMES
 
 Parts = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]
 """Integers [blocks, weights], scales and offsets [blocks, groups] of blocks."""
@@ -40,12 +41,14 @@ def _halves(blocks: NDArray[np.uint8], start: int) -> NDArray[np.float16]:
 
 def _nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """The low halves of the bytes, then the high ones."""
-    return np.concatenate([packed & 15, packed >> 4], 1)
+    halves: NDArray[np.uint8] = np.concatenate([packed & 15, packed >> 4], 1)
+    return halves
 
 
 def _fifth_bits(blocks: NDArray[np.uint8], start: int) -> NDArray[np.uint8]:
     """The highest bits of 32 weights of 5 bits, as 0 or 16."""
-    return np.unpackbits(blocks[:, start : start + 4], axis=1, bitorder="little") << 4
+    bits = np.unpackbits(blocks[:, start : start + 4], axis=1, bitorder="little")
+    return bits << np.uint8(4)
 
 
 def _q4_0(blocks: NDArray[np.uint8]) -> Parts:

@@ -12,9 +12,9 @@ from sequoia_plan.runtime.compiled.products import (
     ENCODE_BFLOAT16,
     FORMAT_NAMES,
     FORMATS,
-    LANES,
     encoded_bytes,
 )
+from sequoia_plan.runtime.compiled.vectors import LANES
 
 GROUP = 32
 """Inputs are padded with zeros to a multiple of these."""
@@ -36,13 +36,9 @@ class Blocks:
     offsets: NDArray[Any] | None = None
 
     def rows(self, order: NDArray[np.int64]) -> Blocks:
-        """Some rows, in an order; -1 stands for a row of zeros."""
-        parts = [self.numbers, self.scales, self.offsets]
-        taken = [None if part is None else part[order] for part in parts]
-        for part in taken:
-            if part is not None:
-                part[order < 0] = 0
-        return Blocks(self.format, *taken)
+        """Some rows, in an order."""
+        scales, offsets = (None if p is None else p[order] for p in (self.scales, self.offsets))
+        return Blocks(self.format, self.numbers[order], scales, offsets)
 
     def dense(self) -> NDArray[np.float32]:
         """The weights as float32."""

@@ -136,7 +136,7 @@ def _emit_encoded_group(
 
 
 @intrinsic(prefer_literal=True)
-def encode_group(context, source, numbers, scale, total, group, as_floats):  # type: ignore
+def encode_group(context, source, numbers, scale, total, group, as_floats):
     """See `_emit_encoded_group`."""
     return emitted(
         _emit_encoded_group, (source, numbers, scale, total, group, as_floats), literals=2
@@ -160,13 +160,13 @@ def _emit_copy(emit: Emitter, source: Any, target: Any) -> None:
 
 
 @intrinsic(prefer_literal=True)
-def copy_vector(context, source, target):  # type: ignore
+def copy_vector(context, source, target):
     """See `_emit_copy`."""
     return emitted(_emit_copy, (source, target), literals=0)
 
 
 @intrinsic(prefer_literal=True)
-def round_to_bfloat16(context, source, numbers):  # type: ignore
+def round_to_bfloat16(context, source, numbers):
     """See `_emit_bfloat16`."""
     return emitted(_emit_bfloat16, (source, numbers), literals=0)
 
@@ -296,7 +296,7 @@ def _emit_integer_sums(emit: Emitter, format: Format, weights: Any, rows: Any) -
 
 
 @intrinsic(prefer_literal=True)
-def multiply_tile(  # type: ignore
+def multiply_tile(
     context, rows, row_bytes, tile, scales, results, result_bytes, groups, number, num_rows
 ):
     """See `_emit_tile`."""
@@ -319,7 +319,7 @@ def encoder(number: int) -> Any:
     number_bytes = NUMBER_BYTES[encoding]
 
     @cfunc(ADDRESSES, cache=True, error_model="numpy")
-    def encode(rows, source_bytes, count, inputs, encoded, encoded_bytes, unused, unused2):  # type: ignore
+    def encode(rows, source_bytes, count, inputs, encoded, encoded_bytes, unused, unused2):
         for row in range(count):
             source, target = rows + row * source_bytes, encoded + row * encoded_bytes
             if group:
@@ -352,7 +352,7 @@ def multiplier(number: int) -> Any:
     outputs, block_bytes, group_bytes = format.outputs, format.block_bytes, format.group_bytes
 
     @cfunc(ADDRESSES, cache=True, error_model="numpy")
-    def multiply(rows, row_bytes, tile, scales, results, result_bytes, groups, counts):  # type: ignore
+    def multiply(rows, row_bytes, tile, scales, results, result_bytes, groups, counts):
         tiles, num_rows = counts >> 32, counts & 0xFFFFFFFF
         for _ in range(tiles):
             first, s = 0, scales

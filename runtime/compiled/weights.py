@@ -15,8 +15,9 @@ from torch import Tensor
 from sequoia_plan.runtime.compiled.attention import attender
 from sequoia_plan.runtime.compiled.forward import Model
 from sequoia_plan.runtime.compiled.gguf_blocks import read_blocks
-from sequoia_plan.runtime.compiled.packing import FORMAT_NAMES, Arena, Blocks, Matrix, pack
+from sequoia_plan.runtime.compiled.packing import Arena, Blocks, Matrix, pack
 from sequoia_plan.runtime.compiled.products import (
+    FORMAT_NAMES,
     FORMATS,
     encoder,
     multiplier,

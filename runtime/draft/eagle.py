@@ -179,8 +179,9 @@ class EagleDrafter(HiddenStateDrafter):
         positions = (positions - 1).clamp(min=0)
         if compiled := compiled_pass(self.model):
             embedded = self.model.embed(tokens)
-            rows = (embedded, features, positions, slots, mask, logits_to_keep)
-            logits, outputs = compiled(cache, *rows)
+            logits, outputs = compiled(
+                cache, embedded, features, positions, slots, mask, logits_to_keep
+            )
             cache.finite.logical_and_(logits.amax(-1).isfinite().all())
             outputs = outputs[-logits_to_keep:].to(self.dtype)
             return ForwardOutput(logits[:, : self.vocabulary], outputs)

@@ -149,7 +149,7 @@ class TreeModel:
         model = self.compiled if compiled and self.compiled is not None else self.model
         cache = cache.at(slots, mask.shape[1])
         masks = self._attention_mask(cache, mask, positions, slots)
-        if self.compiled_pass:
+        if self.compiled_pass and isinstance(masks, Tensor):
             logits, hidden_states = self.compiled_pass(
                 cache, tokens, positions, slots, masks[0, 0], logits_to_keep,
                 self.aux_hidden_state_layers,
@@ -173,7 +173,7 @@ class TreeModel:
                 **options,
             ).logits
         # [-0:] keeps all rows; a model without `logits_to_keep` returns more than were asked for
-        logits: Tensor = all_logits[0, -logits_to_keep:, : self.vocabulary]
+        logits = all_logits[0, -logits_to_keep:, : self.vocabulary]
         cache.finite.logical_and_(logits.amax(-1).isfinite().all())
         layers = self.aux_hidden_state_layers
         hidden_states = take_aux_hidden_states(cache, layers, self.device) if layers else None

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from sequoia_plan.artifacts import processor
 from sequoia_plan.planner.cli import main
-from sequoia_plan.profiler.hardware import default_device, fingerprint, weights_for
+from sequoia_plan.profiler.hardware import default_device, default_dtype, fingerprint
 
 X86 = "processor\t: 0\nmodel name\t: A Xeon\nflags\t\t: fpu avx2 avx512f_not amx_bf16\n"
 ARM = "processor\t: 0\nFeatures\t: fp asimd bf16\n"
@@ -28,7 +28,7 @@ def test_it_says_what_would_be_used_and_nothing_private():
     device = default_device()
     assert f"torch {torch.__version__}" in text
     assert all(f"{name} {value}" in text for name, value in fingerprint(device).items())
-    assert f"dtype              {weights_for(device)['dtype']}" in text
+    assert f"dtype              {default_dtype(device)}" in text
     private = [str(Path.home()), str(Path.cwd()), socket.gethostname()]
     assert not [name for name in private if name in text]
 
