@@ -213,7 +213,7 @@ def test_a_decoder_is_copied_after_use(copied, name):
         )
 
 
-def test_a_decoder_with_prepacked_weights_is_copied_after_use(pair):
+def test_a_decoder_with_compiled_passes_is_copied_after_use(pair):
     decoder = SequoiaDecoder(pair.target, pair.draft, TREE)  # the draft reads hidden states
     expected = decoder.generate(IDS, 12).sequences
     for copied in (copy.deepcopy(decoder), pickle.loads(pickle.dumps(decoder))):
@@ -281,11 +281,6 @@ def test_removed_hooks_come_back(pair):
     with pytest.raises(SequoiaPlanError, match=r"its hooks were removed, or .*; make the decoder"):
         decoder.generate(IDS, 4)
     assert SequoiaDecoder(target, pair.draft, TREE).generate(IDS, 4).sequences.equal(expected)
-
-
-def test_prepacked_layers_are_not_compiled(pair):
-    with pytest.raises(SequoiaPlanError, match="compile: the linear layers are prepacked for this"):
-        SequoiaDecoder(pair.target, pair.draft, TREE, compile=True)
 
 
 def test_a_context_that_ends_early_says_why():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,11 @@ class Workers:
         self.count = count
         self.pool = ThreadPoolExecutor(count - 1) if count > 1 else None
         self.counter = aligned_zeros((8,), np.int64)
+        self.lock = Lock()
+
+    def __reduce__(self) -> Any:
+        """For pickle and copies: threads of their own."""
+        return Workers, (self.count,)
 
     def run(self, *arguments: Any) -> None:
         """Call `forward` once in each thread."""
@@ -43,7 +49,7 @@ class Workers:
 
 
 class CompiledPass:
-    """Runs packed layers over rows. It holds scratch memory, so one pass runs at a time."""
+    """Runs packed layers over rows. Its scratch memory lets one pass run at a time."""
 
     def __init__(
         self, packed: Packed, width: int, inner_width: int, vocabulary: int, kv_heads: int,
@@ -81,6 +87,15 @@ class CompiledPass:
         `x` float32 [rows, width]; `mask` [rows, extent], additive; `first`: see `Inputs`. Returns
         float32 [rows to keep, vocabulary] and [rows, states * width].
         """
+        with self.workers.lock:
+            return self._run(cache, x, positions, slots, mask, logits_to_keep, layers, first)
+
+    def _run(
+        self, cache: CompiledCache, x: NDArray[np.float32], positions: Tensor, slots: Tensor,
+        mask: Tensor, logits_to_keep: int, layers: Sequence[int],
+        first: NDArray[np.float32] | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """See `__call__`."""
         rows, extent = mask.shape
         self._reserve(rows, round_up(extent, LANES))
         self.x[:, :rows, : self.width] = x

@@ -19,7 +19,6 @@ from sequoia_plan.runtime.compiled.forward import (
     normalise,
 )
 from sequoia_plan.runtime.compiled.packing import Arena, in_8_bits, pack
-from sequoia_plan.runtime.compiled.target import weights_state
 from sequoia_plan.runtime.compiled.weights import blocks_of, describe, pack_model
 from sequoia_plan.runtime.models.compiled_passes import passes
 
@@ -36,7 +35,6 @@ class CompiledEagle:
             convert=in_8_bits,
         )  # fmt: skip
         self.fc = pack(in_8_bits(blocks_of(draft.fc.weight)), Arena())
-        self.fc_address = describe(self.fc)
         self.runner = CompiledPass(
             packed, config.hidden_size, config.intermediate_size, len(head.weight),
             config.num_key_value_heads, draft.rotary_emb, self.dtype, 1,
@@ -47,7 +45,6 @@ class CompiledEagle:
         ]
         self.output_layers = (-1 if draft.norms.output else len(draft.layers),)
         self.residual_is_normed = draft.norms.before_residual
-        self.weights = weights_state(draft)
 
     @property
     def formats(self) -> str:
@@ -63,7 +60,7 @@ class CompiledEagle:
         rows = np.zeros((len(hidden_states), self.fc.inputs), np.float32)
         rows[:, : hidden_states.shape[1]] = hidden_states.float().numpy()
         features = np.empty((len(rows), self.fc.padded_outputs), np.float32)
-        project(self.fc_address, rows, features)
+        project(describe(self.fc), rows, features)
         return torch.from_numpy(features)[:, : self.fc.outputs]
 
     def __call__(

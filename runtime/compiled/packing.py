@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -71,6 +71,12 @@ class Matrix:
     def num_bytes(self) -> int:
         """Its size in memory."""
         return self.tiles.nbytes + self.scales.nbytes
+
+    def moved(self, arena: Arena) -> Matrix:
+        """The same matrix in memory of an arena."""
+        tiles, scales = arena.zeros(*self.tiles.shape), arena.zeros(*self.scales.shape)
+        tiles[:], scales[:] = self.tiles, self.scales
+        return replace(self, tiles=tiles, scales=scales)
 
     @property
     def padded_outputs(self) -> int:

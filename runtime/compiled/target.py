@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -68,7 +69,16 @@ class CompiledTarget:
 
     def __init__(self, model: Any, gguf: Path | None, workers: int) -> None:
         self.gguf, self.num_workers = gguf, workers
+        self.states: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()
         self.pack(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for pickle and copies, whose models have the same weights."""
+        return self.__dict__ | {"states": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over another one's state."""
+        self.__dict__.update(state | {"states": WeakKeyDictionary()})
 
     def pack(self, model: Any) -> None:
         """Take over the model's weights."""
@@ -90,11 +100,12 @@ class CompiledTarget:
             packed, config.hidden_size, config.intermediate_size, config.vocab_size,
             config.num_key_value_heads, base.rotary_emb, self.dtype, self.num_workers,
         )  # fmt: skip
-        self.weights = weights_state(model)
+        self.states[model] = weights_state(model)
 
     def check(self, model: Any) -> None:
         """Pack the weights anew if they changed, or raise SequoiaPlanError."""
-        if self.weights == weights_state(model):
+        state = weights_state(model)
+        if self.states.setdefault(model, state) == state:
             return
         reason = "the GGUF file has other weights" if self.gguf else why_not(model)
         if reason:

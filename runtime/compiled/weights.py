@@ -39,6 +39,11 @@ class Packed:
     model: Model
     matrices: list[Matrix]
     formats: tuple[str, ...]
+    key_bytes: int
+
+    def __reduce__(self) -> Any:
+        """For pickle and copies, whose matrices are elsewhere."""
+        return _described_anew, (self.model, self.matrices, self.formats, self.key_bytes)
 
     @property
     def num_bytes(self) -> int:
@@ -113,7 +118,22 @@ def pack_model(
         heads=config.num_attention_heads,
         head_dim=head_dim,
     )
-    return Packed(model, packed, tuple(sorted({FORMATS[m.format].name for m in packed})))
+    return Packed(model, packed, tuple(sorted({FORMATS[m.format].name for m in packed})), key_bytes)
+
+
+def _described_anew(
+    model: Model, matrices: list[Matrix], formats: tuple[str, ...], key_bytes: int
+) -> Packed:
+    """Packed weights whose model has the addresses of `matrices`, which were copied."""
+    arena = Arena()
+    matrices = [matrix.moved(arena) for matrix in matrices]
+    *rows, head = (describe(matrix) for matrix in matrices)
+    model = model._replace(
+        matrices=np.array(rows).reshape(model.matrices.shape),
+        head=head,
+        attend=attender(key_bytes).address,
+    )
+    return Packed(model, matrices, formats, key_bytes)
 
 
 def _stacked(rows: Any) -> NDArray[np.float32]:

@@ -16,6 +16,7 @@ from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.base.sampling import Sampling
 from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
+from sequoia_plan.runtime.models.compiled_passes import compiled_pass
 from sequoia_plan.runtime.models.forward import ForwardOutput, compiling_many_shapes
 
 
@@ -120,6 +121,7 @@ class HiddenStateDrafter(Drafter):
     ) -> None:
         self.model, self.vocabulary, self.d2t, self.dtype = model, vocabulary, d2t, model.dtype
         self.aux_hidden_state_layers = model.aux_hidden_state_layers
+        self.compiled_pass = None if backend else compiled_pass(model)
         self.compiled: Any = model
         if backend is not None:
             self.compiled = torch.compile(model, dynamic=False, backend=backend)

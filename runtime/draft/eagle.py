@@ -20,7 +20,6 @@ from sequoia_plan.runtime.draft.drafter import (
     passes_by_level,
 )
 from sequoia_plan.runtime.models.attention import shares_heads
-from sequoia_plan.runtime.models.compiled_passes import compiled_pass
 from sequoia_plan.runtime.models.forward import ForwardOutput
 from sequoia_plan.runtime.models.split_keys import splits_keys
 
@@ -58,7 +57,7 @@ class EagleDrafter(HiddenStateDrafter):
         window, device = self.model.window, self.model.device
         windowed = window is not None and window < capacity
         cache: EagleCache
-        if compiled := compiled_pass(self.model):
+        if compiled := self.compiled_pass:
             cache = compiled.new_cache(capacity, counts_positions=windowed)
         else:
             layout = self.model.cache_layout()
@@ -153,7 +152,7 @@ class EagleDrafter(HiddenStateDrafter):
 
     def _fuse(self, hidden_states: Tensor) -> Tensor:
         """See `EagleModel.fuse`."""
-        model = compiled_pass(self.model) or self.model
+        model = self.compiled_pass or self.model
         return model.fuse(hidden_states).to(self.dtype)
 
     def keep_features(self, cache: EagleCache, slots: Tensor, features: Tensor) -> None:
@@ -177,7 +176,7 @@ class EagleDrafter(HiddenStateDrafter):
         """
         # a row has the position of the token whose feature it takes, as in the engines
         positions = (positions - 1).clamp(min=0)
-        if compiled := compiled_pass(self.model):
+        if compiled := self.compiled_pass:
             embedded = self.model.embed(tokens)
             logits, outputs = compiled(
                 cache, embedded, features, positions, slots, mask, logits_to_keep

@@ -15,7 +15,6 @@ from sequoia_plan.artifacts import LANGUAGE_MODEL, ArgumentError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, extent, load_pair
 from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
 from sequoia_plan.runtime.draft.self_draft import self_draft
-from sequoia_plan.runtime.models import prepacked
 from sequoia_plan.runtime.models.forward import TreeModel
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
@@ -175,24 +174,20 @@ def test_inputs_elsewhere_are_copied_to_where_the_graph_reads_them():
 
 def test_placements():
     with pytest.raises(
-        ArgumentError, match="placement: found 'attic', expected auto, resident, fused, repacked"
+        ArgumentError, match="placement: found 'attic', expected auto, resident, fused, compiled"
     ):
         load_pair(placement="attic")
-    with pytest.raises(
-        ArgumentError, match="placement repacked: no kernels for float16 on cpu; use fused"
-    ):
-        load_pair(dtype="float16", placement="repacked")
+    with pytest.raises(ArgumentError, match="placement compiled: found device cpu and draft int8"):
+        load_pair(draft="int8", placement="compiled")
 
 
 def test_where_weights_are_is_recorded(pair):
-    best = "repacked" if prepacked.can_prepack(torch.float32, "cpu") else "fused"
     plain = load_pair(dtype="float32", placement="resident")
     fused = load_pair(dtype="float32", placement="fused")
-    for each, placement in ((pair, best), (fused, "fused"), (plain, "resident")):
-        kinds = {type(module) for model in (each.target, each.draft) for module in model.modules()}
+    for each, placement in ((pair, "compiled"), (fused, "fused"), (plain, "resident")):
         target, draft = each.metadata["target"], each.metadata["draft"]
         assert each.placement == target["placement"] == draft["placement"] == placement
-        assert (prepacked.PrepackedLinear in kinds) == (placement == "repacked")
-        assert ("fused_layers" in target) == (placement != "resident")
+        assert ("fused_layers" in target) == (placement == "fused")
+        assert target.get("weights") == ("F32" if placement == "compiled" else None)
         assert target["digest"] == plain.metadata["target"]["digest"]
         assert draft["digest"] == plain.metadata["draft"]["digest"]

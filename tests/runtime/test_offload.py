@@ -289,7 +289,7 @@ def test_from_profile_to_bench(folder, tmp_path, monkeypatch):
     assert "the tree was solved for" not in run("generate", *models, *placed, *generate)
     assert (
         f"was solved for the target streamed from disk with {resident_layers} in memory "
-        f"and {LAYERS} fused layers, this is repacked"
+        f"and {LAYERS} fused layers, this is fused with {LAYERS} fused layers"
     ) in run("generate", *models, *generate)
 
 

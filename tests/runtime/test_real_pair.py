@@ -94,8 +94,7 @@ def test_greedy_with_a_draft_out_of_the_target_equals_transformers(pair, plain_t
 
 @torch.no_grad()
 def test_tree_logits_are_path_logits(pair, plain_target):
-    """Every node of a tree pass, by our cache and mask on repacked weights, sees exactly its
-    path."""
+    """Every node of a compiled pass over a tree, by our cache and mask, sees exactly its path."""
     tree = BUSHY
     decoder = SequoiaDecoder(pair.target, pair.draft, tree)
     prompt = torch.arange(500, 530)

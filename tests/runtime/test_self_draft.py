@@ -18,10 +18,8 @@ from sequoia_plan.runtime.draft import self_draft as module
 from sequoia_plan.runtime.draft.self_draft import self_draft
 from sequoia_plan.runtime.models import int8
 from sequoia_plan.runtime.models.architecture import decoder_layers
-from sequoia_plan.runtime.models.fuse import fuse
 from sequoia_plan.runtime.models.fused_layer import FusedLayer
 from sequoia_plan.runtime.models.int8 import Int8Linear, rows_in_8_bits
-from sequoia_plan.runtime.models.prepacked import PrepackedLinear, can_prepack
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3, 6])
@@ -155,17 +153,6 @@ def test_experts_are_refused(name):
     )
     with pytest.raises(SequoiaPlanError, match=message):
         self_draft(tiny(name))
-
-
-@pytest.mark.skipif(
-    not can_prepack(torch.float32, "cpu"), reason="no kernels for prepacked weights"
-)
-def test_a_prepacked_target_is_refused():
-    target = tiny("Llama")
-    fuse(target, PrepackedLinear)
-    message = "linear layers are repacked for this processor; make the draft before"
-    with pytest.raises(SequoiaPlanError, match=message):
-        self_draft(target)
 
 
 def test_a_model_whose_layers_cannot_be_found_is_refused():
