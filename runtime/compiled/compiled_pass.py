@@ -64,14 +64,8 @@ class CompiledPass:
         self.scratch_rows = self.scratch_slots = 0
 
     def new_cache(self, capacity: int, *, counts_positions: bool = False) -> CompiledCache:
-        """A cache for a sequence of up to so many slots; positions are below their number."""
+        """A cache for a sequence of up to so many slots."""
         model = self.packed.model
-        if len(self.rotary) < capacity:
-            positions = torch.arange(capacity)[None]
-            cosines, sines = self.rotary_embedding(torch.zeros(1), positions)
-            half = model.head_dim // 2
-            table = torch.stack([cosines[0, :, :half], sines[0, :, :half]], 1)
-            self.rotary = table.float().contiguous().numpy()
         return CompiledCache(
             len(model.matrices), self.kv_heads, model.head_dim, capacity, self.dtype,
             counts_positions=counts_positions,
@@ -98,6 +92,7 @@ class CompiledPass:
         """See `__call__`."""
         rows, extent = mask.shape
         self._reserve(rows, round_up(extent, LANES))
+        self._reserve_rotary(cache.capacity)
         self.x[:, :rows, : self.width] = x
         visible = np.zeros((rows, round_up(extent, LANES)), np.bool_)
         np.greater_equal(mask.float().numpy(), 0, out=visible[:, :extent])
@@ -112,6 +107,14 @@ class CompiledPass:
         self.workers.run(self.packed.model, inputs, self.scratch, outputs)
         states = torch.from_numpy(hidden)[:, :, : self.width].transpose(0, 1).flatten(1)
         return torch.from_numpy(logits)[:, : self.vocabulary], states
+
+    def _reserve_rotary(self, positions: int) -> None:
+        """Provide rotary embeddings of so many positions."""
+        if len(self.rotary) < positions:
+            places, half = torch.arange(positions)[None], self.packed.model.head_dim // 2
+            cosines, sines = self.rotary_embedding(torch.zeros(1), places)
+            table = torch.stack([cosines[0, :, :half], sines[0, :, :half]], 1)
+            self.rotary = table.float().contiguous().numpy()
 
     def _reserve(self, rows: int, slots: int) -> None:
         """Provide scratch memory for so many rows and slots; what is large enough is used again."""

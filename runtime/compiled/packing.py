@@ -62,6 +62,7 @@ class Matrix:
     """A packed matrix: uint8 [tiles, bytes of one], aligned to 64 bytes."""
 
     format: int
+    encoding: int
     outputs: int
     inputs: int
     tiles: NDArray[np.uint8]
@@ -86,7 +87,7 @@ class Matrix:
     @property
     def encoded_bytes(self) -> int:
         """Bytes of a row as its products read it."""
-        return encoded_bytes(FORMATS[self.format], self.inputs)
+        return encoded_bytes(FORMATS[self.format], self.encoding, self.inputs)
 
 
 class Arena:
@@ -104,26 +105,27 @@ class Arena:
         return taken.reshape(rows, row_bytes)
 
 
-def pack(blocks: Blocks, arena: Arena) -> Matrix:
-    """Cut a matrix into tiles."""
+def pack(blocks: Blocks, arena: Arena, encoding: int | None = None) -> Matrix:
+    """Cut a matrix into tiles, for rows in an encoding; None: the processor's own."""
     format = FORMATS[blocks.format]
+    encoding = format.encoding if encoding is None else encoding
     outputs, inputs = blocks.numbers.shape
     num_tiles = -(-outputs // format.outputs)
     padded_inputs = -(-inputs // GROUP) * GROUP
     padding = ((0, num_tiles * format.outputs - outputs), (0, padded_inputs - inputs))
     numbers = np.pad(blocks.numbers, padding) if np.any(padding) else blocks.numbers
     numbers = numbers.reshape(num_tiles, format.outputs, padded_inputs)
-    steps = padded_inputs // format.step
-    tiles = arena.zeros(num_tiles, steps * format.block_bytes)
+    steps = padded_inputs // format.step(encoding)
+    tiles = arena.zeros(num_tiles, steps * format.block_bytes(encoding))
     scales = arena.zeros(num_tiles, steps * format.group_bytes)
     if not format.group:
-        if format.encoding == ENCODE_BFLOAT16:  # pairs of inputs stay together
+        if encoding == ENCODE_BFLOAT16:  # pairs of inputs stay together
             numbers = numbers.reshape(num_tiles, format.outputs, padded_inputs // 2, 2)
             numbers = numbers.transpose(0, 2, 1, 3)
         else:
             numbers = numbers.transpose(0, 2, 1)
         tiles[:] = np.ascontiguousarray(numbers).reshape(num_tiles, -1).view(np.uint8)
-        return Matrix(blocks.format, outputs, padded_inputs, tiles, scales)
+        return Matrix(blocks.format, encoding, outputs, padded_inputs, tiles, scales)
     groups = padded_inputs // format.group
     quads = numbers.reshape(num_tiles, LANES, groups, format.group // 4, 4).transpose(0, 2, 3, 1, 4)
     if format.bits == 4:
@@ -134,7 +136,7 @@ def pack(blocks: Blocks, arena: Arena) -> Matrix:
     stacked = np.stack([_scales_of_tiles(part, num_tiles, groups) for part in parts], 2)
     stacked = np.ascontiguousarray(stacked.astype(format.scale))
     scales[:] = stacked.reshape(num_tiles, -1).view(np.uint8)
-    return Matrix(blocks.format, outputs, padded_inputs, tiles, scales)
+    return Matrix(blocks.format, encoding, outputs, padded_inputs, tiles, scales)
 
 
 def _scales_of_tiles(scales: Any, num_tiles: int, groups: int) -> NDArray[Any]:

@@ -58,21 +58,19 @@ class Format:
 
     @property
     def encoding(self) -> int:
-        """How the rows that are multiplied by it are stored: one of the `ENCODE_` numbers."""
+        """How this processor stores the rows that are multiplied by it (an `ENCODE_` number)."""
         if self.group:
             return ENCODE_INTEGERS if HAS_INTEGER_PRODUCTS else ENCODE_WHOLE_FLOATS
         is_pair = self.scale == "bfloat16" and HAS_BFLOAT16_PRODUCTS
         return ENCODE_BFLOAT16 if is_pair else ENCODE_FLOATS
 
-    @property
-    def step(self) -> int:
-        """Inputs that the weights of a tile are stored for side by side: its unit of counting."""
-        return self.group or (2 if self.encoding == ENCODE_BFLOAT16 else 1)
+    def step(self, encoding: int) -> int:
+        """Inputs that the weights of a tile are stored for side by side."""
+        return self.group or (2 if encoding == ENCODE_BFLOAT16 else 1)
 
-    @property
-    def block_bytes(self) -> int:
+    def block_bytes(self, encoding: int) -> int:
         """The size of a tile's weights for the inputs of one step."""
-        return self.step * self.outputs * self.bits // 8
+        return self.step(encoding) * self.outputs * self.bits // 8
 
     @property
     def group_bytes(self) -> int:
@@ -100,10 +98,10 @@ FORMAT_NAMES = tuple(format.name for format in FORMATS)
 NUMBER_BYTES = {ENCODE_FLOATS: 4, ENCODE_BFLOAT16: 2, ENCODE_INTEGERS: 1, ENCODE_WHOLE_FLOATS: 4}
 
 
-def encoded_bytes(format: Format, inputs: int) -> int:
-    """Bytes of one row as `encode` writes it: its numbers, then scales and sums of its groups."""
+def encoded_bytes(format: Format, encoding: int, inputs: int) -> int:
+    """Bytes of one row as an encoder writes it: its numbers, then scales and sums of its groups."""
     groups = inputs // format.group if format.group else 0
-    return -(-(inputs * NUMBER_BYTES[format.encoding] + 8 * groups) // 64) * 64
+    return -(-(inputs * NUMBER_BYTES[encoding] + 8 * groups) // 64) * 64
 
 
 def _emit_encoded_group(
@@ -180,20 +178,22 @@ def _emit_tile(
     results: Any,
     result_bytes: Any,
     groups: Any,
-    number: int,
+    kind: int,
     num_rows: int,
 ) -> None:
     """The products of up to `MAX_ROWS` encoded rows by one tile, written to their results.
 
-    `groups`: groups of inputs, or inputs where weights are in floating point.
+    `groups`: groups of inputs, or inputs where weights are in floating point; `kind`: a format's
+    number * 4 + an encoding.
     """
+    number, encoding = divmod(kind, 4)
     format = FORMATS[number]
     vectors = format.outputs // LANES
     totals = [emit.variables(vectors, FLOATS) for _ in range(num_rows)]
     emit_group = _emit_integer_group if format.group else _emit_float_group
     with emit.loop(groups) as group:
         starts = [emit.at(rows, (row_bytes, row)) for row in range(num_rows)]
-        emit_group(emit, format, starts, tile, scales, group, groups, totals)
+        emit_group(emit, format, encoding, starts, tile, scales, group, groups, totals)
     for row, variables in enumerate(totals):
         for vector, variable in enumerate(variables):
             address = emit.at(results, (result_bytes, row), 4 * LANES * vector)
@@ -201,13 +201,13 @@ def _emit_tile(
 
 
 def _emit_float_group(
-    emit: Emitter, format: Format, rows: Any, tile: Any, scales: Any, group: Any, groups: Any,
-    totals: Any,
+    emit: Emitter, format: Format, encoding: int, rows: Any, tile: Any, scales: Any, group: Any,
+    groups: Any, totals: Any,
 ) -> None:  # fmt: skip
     """Add the products of one input, or of two in bfloat16, to the totals."""
     builder = emit.builder
-    vector_bytes = format.block_bytes // FLOAT_TILE
-    if format.encoding == ENCODE_BFLOAT16:
+    vector_bytes = format.block_bytes(encoding) // FLOAT_TILE
+    if encoding == ENCODE_BFLOAT16:
         for vector in range(FLOAT_TILE):
             weights = emit.load(
                 emit.at(tile, (group, FLOAT_TILE * vector_bytes), vector * vector_bytes), WORDS, 64
@@ -236,12 +236,12 @@ def _emit_float_group(
 
 
 def _emit_integer_group(
-    emit: Emitter, format: Format, rows: Any, tile: Any, scales: Any, group: Any, groups: Any,
-    totals: Any,
+    emit: Emitter, format: Format, encoding: int, rows: Any, tile: Any, scales: Any, group: Any,
+    groups: Any, totals: Any,
 ) -> None:  # fmt: skip
     """Add scale * (products of integers) + offset * (sum of the row's group) to the totals."""
     builder = emit.builder
-    weights = emit.at(tile, (group, format.block_bytes))
+    weights = emit.at(tile, (group, format.block_bytes(encoding)))
     scales = emit.at(scales, (group, format.group_bytes))
     scale = emit.floats(scales, format.scale)
     if format.offset_scales is None:
@@ -249,9 +249,9 @@ def _emit_integer_group(
     else:
         factor = ir.Constant(FLOATS, [float(format.offset_scales)] * LANES)
         offset = builder.fmul(scale, factor)
-    number_bytes = NUMBER_BYTES[format.encoding]
+    number_bytes = NUMBER_BYTES[encoding]
     numbers = [emit.at(row, (group, format.group * number_bytes)) for row in rows]
-    sums = _emit_integer_sums(emit, format, weights, numbers)
+    sums = _emit_integer_sums(emit, format, encoding, weights, numbers)
     for row, total, (variable,) in zip(rows, sums, totals, strict=True):
         row_scales = emit.at(row, (groups, format.group * number_bytes), (group, 4))
         row_scale = emit.load_splat(row_scales, FLOAT)
@@ -260,7 +260,9 @@ def _emit_integer_group(
         emit.add_product(offset, row_sum, variable)
 
 
-def _emit_integer_sums(emit: Emitter, format: Format, weights: Any, rows: Any) -> list[Any]:
+def _emit_integer_sums(
+    emit: Emitter, format: Format, encoding: int, weights: Any, rows: Any
+) -> list[Any]:
     """For each row, the sums of integer products over one group, as float32."""
     builder, num_quads = emit.builder, format.group // 4
     low = ir.Constant(ir.VectorType(BYTE, 4 * LANES), [15] * 4 * LANES)
@@ -274,7 +276,7 @@ def _emit_integer_sums(emit: Emitter, format: Format, weights: Any, rows: Any) -
             quads[place + num_quads // 2] = builder.bitcast(high, WORDS)
             loaded = builder.and_(loaded, low)
         quads[place] = builder.bitcast(loaded, WORDS)
-    if format.encoding == ENCODE_INTEGERS:
+    if encoding == ENCODE_INTEGERS:
         sums = [ir.Constant(WORDS, [0] * LANES)] * len(rows)
         for place, quad in enumerate(quads):
             for row, numbers in enumerate(rows):
@@ -297,11 +299,20 @@ def _emit_integer_sums(emit: Emitter, format: Format, weights: Any, rows: Any) -
 
 @intrinsic(prefer_literal=True)
 def multiply_tile(
-    context, rows, row_bytes, tile, scales, results, result_bytes, groups, number, num_rows
+    context,
+    rows,
+    row_bytes,
+    tile,
+    scales,
+    results,
+    result_bytes,
+    groups,
+    kind,
+    num_rows,
 ):
     """See `_emit_tile`."""
     arguments = (
-        rows, row_bytes, tile, scales, results, result_bytes, groups, number, num_rows,
+        rows, row_bytes, tile, scales, results, result_bytes, groups, kind, num_rows,
     )  # fmt: skip
     return emitted(_emit_tile, arguments, literals=2)
 
@@ -311,10 +322,9 @@ ADDRESSES = types.void(*[types.int64] * 8)
 
 
 @functools.cache
-def encoder(number: int) -> Any:
+def encoder(number: int, encoding: int) -> Any:
     """A compiled function that stores rows of float32 as the products of a format read them."""
-    format = FORMATS[number]
-    encoding, group = format.encoding, format.group
+    group = FORMATS[number].group
     as_floats = int(encoding == ENCODE_WHOLE_FLOATS)
     number_bytes = NUMBER_BYTES[encoding]
 
@@ -346,13 +356,14 @@ def encoder(number: int) -> Any:
 
 
 @functools.cache
-def multiplier(number: int) -> Any:
+def multiplier(number: int, encoding: int) -> Any:
     """A compiled function that multiplies encoded rows by some tiles of a matrix of a format."""
     format = FORMATS[number]
-    outputs, block_bytes, group_bytes = format.outputs, format.block_bytes, format.group_bytes
+    kind, outputs, group_bytes = number * 4 + encoding, format.outputs, format.group_bytes
+    block_bytes = format.block_bytes(encoding)
 
     @cfunc(ADDRESSES, cache=True, error_model="numpy")
-    def multiply(rows, row_bytes, tile, scales, results, result_bytes, groups, counts):
+    def multiply(rows, row_bytes, tile, scales, results, result_bytes, steps, counts):
         tiles, num_rows = counts >> 32, counts & 0xFFFFFFFF
         for _ in range(tiles):
             first, s = 0, scales
@@ -360,24 +371,24 @@ def multiplier(number: int) -> Any:
                 x, y = rows + first * row_bytes, results + first * result_bytes
                 left = min(num_rows - first, MAX_ROWS)
                 if left == 1:
-                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, groups, number, 1)
+                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, steps, kind, 1)
                 elif left == 2:
-                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, groups, number, 2)
+                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, steps, kind, 2)
                 elif left == 3:
-                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, groups, number, 3)
+                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, steps, kind, 3)
                 elif left == 4:
-                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, groups, number, 4)
+                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, steps, kind, 4)
                 elif left == 5:
-                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, groups, number, 5)
+                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, steps, kind, 5)
                 elif left == 6:
-                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, groups, number, 6)
+                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, steps, kind, 6)
                 elif left == 7:
-                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, groups, number, 7)
+                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, steps, kind, 7)
                 else:
-                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, groups, number, 8)
+                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, steps, kind, 8)
                 first += left
-            tile += groups * block_bytes
-            scales += groups * group_bytes
+            tile += steps * block_bytes
+            scales += steps * group_bytes
             results += 4 * outputs
 
     return multiply

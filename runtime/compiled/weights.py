@@ -64,13 +64,13 @@ def describe(matrix: Matrix) -> NDArray[np.int64]:
     format = FORMATS[matrix.format]
     return np.array(
         [
-            encoder(matrix.format).address,
-            multiplier(matrix.format).address,
+            encoder(matrix.format, matrix.encoding).address,
+            multiplier(matrix.format, matrix.encoding).address,
             matrix.tiles.ctypes.data,
             matrix.scales.ctypes.data,
             format.outputs,
             matrix.inputs,
-            matrix.inputs // format.step,
+            matrix.inputs // format.step(matrix.encoding),
             matrix.tiles.shape[1],
             matrix.scales.shape[1],
             matrix.encoded_bytes,

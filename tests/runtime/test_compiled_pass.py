@@ -1,0 +1,287 @@
+"""The compiled pass against transformers, and its rows against each other, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from architectures import VOCABULARY, plain_text, resembling, tiny
+
+from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.runtime import SequoiaDecoder, load_pair
+from sequoia_plan.runtime.base.tree_tensors import TreeTensors
+from sequoia_plan.runtime.compiled import target as compiled
+from sequoia_plan.runtime.compiled.eagle import compile_eagle
+from sequoia_plan.runtime.compiled.target import CompiledTarget, compile_target, why_not
+from sequoia_plan.runtime.compiled.weights import MATRICES, GgufWeights
+from sequoia_plan.runtime.models.compiled_passes import compiled_pass, passes
+from sequoia_plan.runtime.models.gguf import embedded_gguf
+
+pytestmark = pytest.mark.slow
+
+LARGER = dict(head_dim=32, hidden_size=64, intermediate_size=80)
+MODELS = {
+    "Llama": {},
+    "Llama, tied": dict(tie_word_embeddings=True, num_key_value_heads=4),
+    "Mistral": dict(sliding_window=12),
+    "Qwen2": {},
+    "Qwen3": dict(num_key_value_heads=1, num_attention_heads=5),
+}
+TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3, 3, 6])
+LENGTH = 21
+"""Committed tokens before the tree."""
+
+
+def model_of(name, dtype=torch.float32, **changes):
+    return tiny(name.partition(",")[0], **{**LARGER, **MODELS[name], **changes}).to(dtype)
+
+
+def tokens_of(count, seed=0):
+    return torch.randint(VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def causal(count, extent):
+    """The mask of `count` last tokens of a text."""
+    places = torch.arange(extent)
+    return torch.zeros(count, extent).masked_fill(places > places[-count:, None], -1e30)
+
+
+def read(target, cache, tokens, start, mask=None, offsets=None):
+    """The logits of tokens in the slots from `start` on."""
+    slots = torch.arange(start, start + len(tokens))
+    positions = slots if offsets is None else start + offsets
+    mask = causal(len(tokens), start + len(tokens)) if mask is None else mask
+    return target(cache, tokens, positions, slots, mask)[0]
+
+
+def tree_and_paths(target, tokens, tree=TREE):
+    """The logits of a tree's nodes as read at once, and as each is read alone after its path."""
+    prefix, nodes = tokens[:LENGTH], tokens[LENGTH:]
+    tensors = TreeTensors.of(tree, "cpu", torch.float32)
+    cache = target.new_cache(64, counts_positions=False)
+    read(target, cache, prefix, 0)
+    mask = tensors.mask[:, tensors.columns(torch.tensor([LENGTH]), 64)]
+    at_once = read(target, cache, nodes, LENGTH, mask, tensors.offsets)
+    alone = []
+    for node in range(tree.size):
+        cache = target.new_cache(64, counts_positions=False)
+        for place, token in enumerate(
+            torch.cat([prefix, nodes[tree.attention_mask[node].nonzero()[0]]])
+        ):
+            logits = read(target, cache, token[None], place)
+        alone.append(logits[0])
+    return at_once, torch.stack(alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(name, dtype):
+    model = model_of(name, dtype)
+    assert compile_target(model) == ""
+    target, tokens = compiled_pass(model), tokens_of(10)
+    exact = copy.deepcopy(model).float()
+    with torch.inference_mode():
+        expected = exact(tokens[None]).logits[0]
+        theirs = float((model(tokens[None]).logits[0].float() - expected).norm() / expected.norm())
+    cache = target.new_cache(64, counts_positions=False)
+    ours = float((read(target, cache, tokens, 0) - expected).norm() / expected.norm())
+    assert ours < (1e-5 if dtype == torch.float32 else theirs)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_decoding_equals_transformers(name):
+    """With a draft of the same architecture, a window, rejections, and a text beyond the window."""
+    target = model_of(name)
+    draft = resembling(target)
+    prompt = tokens_of(9)[None]
+    expected = plain_text(target, prompt, 60)
+    for model in (target, draft):
+        assert compile_target(model) == ""
+    result = SequoiaDecoder(target, draft, TREE).generate(prompt, 60)
+    assert result.sequences.equal(expected)
+    assert 60 / 9 < result.steps < 60  # some nodes were accepted, and some rejected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_tree_gives_the_bits_of_its_paths(dtype):
+    """Whatever stands beside a row, and with any number of threads."""
+    model, tokens = model_of("Llama", dtype), tokens_of(LENGTH + TREE.size)
+    by_workers = []
+    for workers in (1, 2, 3):
+        at_once, alone = tree_and_paths(CompiledTarget(model, None, workers), tokens)
+        assert at_once.equal(alone)
+        by_workers.append(at_once)
+    assert by_workers[0].equal(by_workers[1]) and by_workers[0].equal(by_workers[2])
+
+
+def test_the_embedded_file_gives_the_bits_of_its_paths():
+    """In its own bits, 4 and 8, where a last bit that differs grows by rounding."""
+    model = load_pair(draft="none", placement="resident").target
+    tokens = torch.arange(1000, 1000 + LENGTH + TREE.size)
+    at_once, alone = tree_and_paths(CompiledTarget(model, embedded_gguf(), 2), tokens)
+    assert at_once.equal(alone)
+
+
+def test_transformers_does_not_give_the_bits_of_the_paths():
+    """The control: attention that adds up in another order beside other rows."""
+    model, tokens = model_of("Llama"), tokens_of(LENGTH + TREE.size)
+
+    class Transformers(CompiledTarget):
+        def __call__(self, cache, tokens, positions, slots, mask, *_):
+            start = int(slots[0])
+            cache.tokens = torch.cat([cache.tokens[:start], tokens])
+            every = torch.zeros(len(cache.tokens), len(cache.tokens)) + causal(
+                len(cache.tokens), len(cache.tokens)
+            )
+            every[start:] = mask[:, : len(cache.tokens)].clamp(min=-1e30)
+            places = torch.cat([torch.arange(start), positions])
+            logits = model(
+                cache.tokens[None], position_ids=places[None], attention_mask=every[None, None]
+            ).logits[0]
+            return logits[start:], None
+
+        def new_cache(self, capacity, **options):
+            cache = super().new_cache(capacity, **options)
+            cache.tokens = torch.zeros(0, dtype=torch.long)
+            return cache
+
+    with torch.inference_mode():
+        at_once, alone = tree_and_paths(Transformers(model, None, 1), tokens)
+    torch.testing.assert_close(at_once, alone, atol=1e-3, rtol=1e-3)
+    assert not at_once.equal(alone)
+
+
+def test_the_embedded_pair_decodes_as_without_a_tree():
+    """Greedy text is the same bit for bit, in the file's own bits and in bfloat16."""
+    for dtype, formats in (("auto", "Q4_1+Q8_0"), ("bfloat16", "BF16")):
+        pair = load_pair(dtype=dtype)
+        assert pair.placement == "compiled"
+        assert pair.metadata["target"]["weights"] == formats
+        plain = SequoiaDecoder(pair.target, None, TokenTree.chain(1), tokenizer=pair.tokenizer)
+        decoder = SequoiaDecoder(pair.target, pair.draft, TREE, tokenizer=pair.tokenizer)
+        for prompt in ("The capital of France is", "def fibonacci(n):"):
+            expected, result = plain.generate(prompt, 64), decoder.generate(prompt, 64)
+            assert result.sequences.equal(expected.sequences)
+            assert result.steps < 50
+
+
+def test_the_pass_is_near_the_model_in_float32():
+    """KL of the file's bits with 8-bit activations, to the same weights in float32."""
+    pair = load_pair(draft="none")
+    target = compiled_pass(pair.target)
+    file = GgufWeights(embedded_gguf(), pair.target.config)
+    exact = copy.deepcopy(pair.target).float()
+    for number, layer in enumerate(exact.model.layers):
+        for name in MATRICES:
+            dense = torch.from_numpy(file.blocks(number, name).dense())
+            layer.get_submodule(name).weight.data = dense
+    exact.lm_head.weight.data = torch.from_numpy(file.head().dense())
+    exact.model.embed_tokens.weight = exact.lm_head.weight
+    text = (
+        "Speculative decoding drafts several tokens with a small model and verifies them with a "
+        "large one in a single pass. The river was wide and slow, and the old ferryman knew every "
+        "stone in it. def add(a, b):\n    return a + b\n"
+    )
+    tokens = torch.tensor(pair.tokenizer.encode(text))
+    with torch.inference_mode():
+        expected = exact(tokens[None]).logits[0].log_softmax(-1)
+    cache = target.new_cache(len(tokens), counts_positions=False)
+    ours = read(target, cache, tokens, 0).log_softmax(-1)
+    divergence = (expected.exp() * (expected - ours)).sum(-1).mean()
+    print(divergence)
+    assert 0 < divergence < 0.006
+
+
+def test_changed_weights_are_packed_anew():
+    model, prompt = model_of("Qwen3"), tokens_of(9)[None]
+    assert compile_target(model) == ""
+    decoder = SequoiaDecoder(model, None, TokenTree.chain(1))
+    before = decoder.generate(prompt, 20).sequences
+    with torch.no_grad():
+        model.model.layers[1].post_attention_layernorm.weight.mul_(3)
+        model.model.layers[0].self_attn.q_proj.weight.neg_()
+    after = decoder.generate(prompt, 20).sequences
+    assert after.equal(plain_text(model, prompt, 20)) and not after.equal(before)
+    model.load_state_dict(model_of("Qwen3").state_dict())
+    assert decoder.generate(prompt, 20).sequences.equal(before)
+    model.lm_head.weight.data = model.lm_head.weight.data.roll(1, 0)
+    assert decoder.generate(prompt, 20).sequences.equal(plain_text(model, prompt, 20))
+
+
+def test_changes_that_cannot_be_packed_are_refused():
+    model, prompt = model_of("Llama"), tokens_of(9)[None]
+    assert compile_target(model) == ""
+    decoder = SequoiaDecoder(model, None, TokenTree.chain(1))
+    handle = model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    with pytest.raises(SequoiaPlanError, match='a module has hooks; load it with placement="resi'):
+        decoder.generate(prompt, 4)
+    handle.remove()
+    decoder.generate(prompt, 4)
+    target = load_pair(draft="none").target
+    decoder = SequoiaDecoder(target, None, TokenTree.chain(1))
+    with torch.no_grad():
+        target.model.norm.weight.mul_(2)
+    with pytest.raises(SequoiaPlanError, match="the GGUF file has other weights"):
+        decoder.generate(prompt, 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: tiny("Gemma 2"), "Gemma2ForCausalLM is none of LlamaForCausalLM"),
+        (lambda: tiny("Llama"), "heads of 8 numbers"),
+        (lambda: model_of("Llama", mlp_bias=True), "other than q, k and v has a bias"),
+        (lambda: model_of("Llama", hidden_act="gelu"), "activation gelu"),
+    ],
+)
+def test_what_is_not_compiled_says_why(model, reason):
+    model = model()
+    assert reason in why_not(model) and reason in compile_target(model)
+    assert model not in passes
+
+
+def test_a_model_with_other_logits_is_not_compiled(monkeypatch):
+    """Found by comparing both passes: the modules alone do not show it."""
+    model = model_of("Llama")
+    right = compiled.CompiledTarget.__call__
+    monkeypatch.setattr(
+        compiled.CompiledTarget,
+        "__call__",
+        lambda self, cache, tokens, positions, *rest: right(
+            self, cache, tokens, positions.flip(0), *rest
+        ),
+    )
+    assert "a compiled pass gave other logits" in compile_target(model)
+    assert model not in passes
+
+
+def test_passes_end_with_their_models():
+    model = model_of("Llama")
+    assert compile_target(model) == ""
+    count = len(passes)
+    del model
+    gc.collect()
+    assert len(passes) == count - 1
+
+
+@torch.no_grad()
+def test_an_eagle_draft_gives_the_logits_of_its_modules():
+    pair = load_pair(dtype="float32", placement="resident")
+    draft = pair.draft
+    tokens, width = torch.arange(300, 312), draft.config.hidden_size
+    features = draft.fuse(torch.randn(12, 3 * width, generator=torch.Generator().manual_seed(0)))
+    places, mask = torch.arange(12), causal(12, 12)
+    with torch.inference_mode():
+        expected, outputs = draft(
+            tokens[None], features[None], places[None], {"full_attention": mask[None, None]}
+        )
+    assert compile_eagle(draft) == ""
+    eagle = compiled_pass(draft)
+    cache = eagle.new_cache(16, counts_positions=False)
+    logits, ours = eagle(cache, draft.embed(tokens), features, places, places, mask, 5)
+    for found, right in ((logits, expected[0, -5:]), (ours, outputs[0])):
+        assert float((found - right).norm() / right.norm()) < 0.02  # its weights are in 8 bits
+    agrees = logits.argmax(-1) == expected[0, -5:].argmax(-1)
+    assert agrees.all()
