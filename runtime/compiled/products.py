@@ -99,45 +99,43 @@ NUMBER_BYTES = {ENCODE_FLOATS: 4, ENCODE_BFLOAT16: 2, ENCODE_INTEGERS: 1, ENCODE
 
 
 def encoded_bytes(format: Format, encoding: int, inputs: int) -> int:
-    """Bytes of one row as an encoder writes it: its numbers, then scales and sums of its groups."""
-    groups = inputs // format.group if format.group else 0
-    return -(-(inputs * NUMBER_BYTES[encoding] + 8 * groups) // 64) * 64
+    """Bytes of one row as an encoder writes it: its numbers, the scale of each 16, group totals."""
+    scales = inputs // LANES + inputs // format.group if format.group else 0
+    return -(-(inputs * NUMBER_BYTES[encoding] + 4 * scales) // 64) * 64
 
 
 def _emit_encoded_group(
-    emit: Emitter, source: Any, numbers: Any, scale: Any, total: Any, group: int, as_floats: int
+    emit: Emitter, source: Any, numbers: Any, scales: Any, total: Any, group: int, as_floats: int
 ) -> None:
-    """Store a group of numbers as integers of 8 bits, their scale, and scale times their sum."""
-    builder = emit.builder
-    parts = [emit.load(emit.at(source, 4 * start), FLOATS) for start in range(0, group, LANES)]
-    sizes = [emit.call("llvm.fabs.v16f32", FLOATS, part) for part in parts]
-    size = sizes[0]
-    for other in sizes[1:]:
-        size = emit.call("llvm.maxnum.v16f32", FLOATS, size, other)
-    largest = emit.call("llvm.vector.reduce.fmax.v16f32", FLOAT, size)
-    is_zero = builder.fcmp_ordered("==", largest, FLOAT(0.0))
-    inverse = builder.select(is_zero, FLOAT(0.0), builder.fdiv(FLOAT(127.0), largest))
-    step = builder.fdiv(largest, FLOAT(127.0))
-    factor, sums = emit.splat(inverse), ir.Constant(WORDS, [0] * LANES)
-    for start, part in zip(range(0, group, LANES), parts, strict=True):
-        whole = emit.call("llvm.rint.v16f32", FLOATS, builder.fmul(part, factor))
+    """Store a group of numbers as integers of 8 bits with a scale for each 16, and its total."""
+    builder, totals = emit.builder, []
+    for start in range(0, group, LANES):
+        part = emit.load(emit.at(source, 4 * start), FLOATS)
+        sizes = emit.call("llvm.fabs.v16f32", FLOATS, part)
+        largest = emit.call("llvm.vector.reduce.fmax.v16f32", FLOAT, sizes)
+        is_zero = builder.fcmp_ordered("==", largest, FLOAT(0.0))
+        inverse = builder.select(is_zero, FLOAT(0.0), builder.fdiv(FLOAT(127.0), largest))
+        scale = builder.fdiv(largest, FLOAT(127.0))
+        whole = builder.fmul(part, emit.splat(inverse))
+        whole = emit.call("llvm.rint.v16f32", FLOATS, whole)
         integers = builder.fptosi(whole, WORDS)
-        sums = builder.add(sums, integers)
         if as_floats:
             emit.store(whole, emit.at(numbers, 4 * start))
         else:
-            emit.store(builder.trunc(integers, ir.VectorType(BYTE, LANES)), emit.at(numbers, start))
-    count = builder.sitofp(emit.call("llvm.vector.reduce.add.v16i32", WORD, sums), FLOAT)
-    emit.store(step, scale, align=4)
-    # of the quantised numbers: with the exact sum, a weight's offset would not cancel
-    emit.store(builder.fmul(step, count), total, align=4)
+            packed = builder.trunc(integers, ir.VectorType(BYTE, LANES))
+            emit.store(packed, emit.at(numbers, start))
+        emit.store(scale, emit.at(scales, 4 * start // LANES), align=4)
+        # of the rounded numbers: with the exact sum, a weight's offset would not cancel
+        count = emit.call("llvm.vector.reduce.add.v16i32", WORD, integers)
+        totals.append(builder.fmul(scale, builder.sitofp(count, FLOAT)))
+    emit.store(functools.reduce(builder.fadd, totals), total, align=4)
 
 
 @intrinsic(prefer_literal=True)
-def encode_group(context, source, numbers, scale, total, group, as_floats):
+def encode_group(context, source, numbers, scales, total, group, as_floats):
     """See `_emit_encoded_group`."""
     return emitted(
-        _emit_encoded_group, (source, numbers, scale, total, group, as_floats), literals=2
+        _emit_encoded_group, (source, numbers, scales, total, group, as_floats), literals=2
     )
 
 
@@ -251,19 +249,22 @@ def _emit_integer_group(
         offset = builder.fmul(scale, factor)
     number_bytes = NUMBER_BYTES[encoding]
     numbers = [emit.at(row, (group, format.group * number_bytes)) for row in rows]
-    sums = _emit_integer_sums(emit, format, encoding, weights, numbers)
-    for row, total, (variable,) in zip(rows, sums, totals, strict=True):
-        row_scales = emit.at(row, (groups, format.group * number_bytes), (group, 4))
-        row_scale = emit.load_splat(row_scales, FLOAT)
-        row_sum = emit.load_splat(emit.at(row_scales, (groups, 4)), FLOAT)
-        emit.add_product(total, builder.fmul(scale, row_scale), variable)
-        emit.add_product(offset, row_sum, variable)
+    parts = format.group // LANES
+    quads = _emit_quads(emit, format, weights)
+    for row, row_numbers, (variable,) in zip(rows, numbers, totals, strict=True):
+        row_scales = emit.at(row, (groups, format.group * number_bytes))
+        for part in range(parts):
+            part_quads = quads[4 * part : 4 * part + 4]
+            start = emit.at(row_numbers, LANES * number_bytes * part)
+            total = _emit_integer_sum(emit, encoding, part_quads, start)
+            row_scale = emit.load_splat(emit.at(row_scales, (group, 4 * parts), 4 * part), FLOAT)
+            emit.add_product(total, builder.fmul(scale, row_scale), variable)
+        row_total = emit.at(row_scales, (groups, 4 * parts), (group, 4))
+        emit.add_product(offset, emit.load_splat(row_total, FLOAT), variable)
 
 
-def _emit_integer_sums(
-    emit: Emitter, format: Format, encoding: int, weights: Any, rows: Any
-) -> list[Any]:
-    """For each row, the sums of integer products over one group, as float32."""
+def _emit_quads(emit: Emitter, format: Format, weights: Any) -> list[Any]:
+    """The weights of one group: for each four inputs, a vector of 16 outputs with four bytes."""
     builder, num_quads = emit.builder, format.group // 4
     low = ir.Constant(ir.VectorType(BYTE, 4 * LANES), [15] * 4 * LANES)
     halves = ir.VectorType(ir.IntType(16), 2 * LANES)
@@ -276,25 +277,29 @@ def _emit_integer_sums(
             quads[place + num_quads // 2] = builder.bitcast(high, WORDS)
             loaded = builder.and_(loaded, low)
         quads[place] = builder.bitcast(loaded, WORDS)
+    return quads
+
+
+def _emit_integer_sum(emit: Emitter, encoding: int, quads: list[Any], numbers: Any) -> Any:
+    """The sums of integer products of one row over 16 inputs, as float32."""
+    builder = emit.builder
     if encoding == ENCODE_INTEGERS:
-        sums = [ir.Constant(WORDS, [0] * LANES)] * len(rows)
+        total = ir.Constant(WORDS, [0] * LANES)
         for place, quad in enumerate(quads):
-            for row, numbers in enumerate(rows):
-                four = emit.load_splat(emit.at(numbers, 4 * place), WORD)
-                name = "llvm.x86.avx512.vpdpbusd.512"
-                sums[row] = emit.call(name, WORDS, sums[row], quad, four)
-        return [builder.sitofp(total, FLOATS) for total in sums]
+            four = emit.load_splat(emit.at(numbers, 4 * place), WORD)
+            total = emit.call("llvm.x86.avx512.vpdpbusd.512", WORDS, total, quad, four)
+        return builder.sitofp(total, FLOATS)
     # sums of whole numbers below 2^24 are exact in float32, so the bits are the same
-    floats = [ir.Constant(FLOATS, [0.0] * LANES)] * len(rows)
+    exact = ir.Constant(FLOATS, [0.0] * LANES)
     for place, quad in enumerate(quads):
         for byte in range(4):
             shifted = builder.lshr(quad, ir.Constant(WORDS, [8 * byte] * LANES))
-            whole = builder.and_(shifted, ir.Constant(WORDS, [255] * LANES))
-            weight = builder.uitofp(whole, FLOATS)
-            for row, numbers in enumerate(rows):
-                value = emit.load_splat(emit.at(numbers, 16 * place + 4 * byte), FLOAT)
-                floats[row] = emit.fma(weight, value, floats[row])
-    return floats
+            weight = builder.uitofp(
+                builder.and_(shifted, ir.Constant(WORDS, [255] * LANES)), FLOATS
+            )
+            value = emit.load_splat(emit.at(numbers, 16 * place + 4 * byte), FLOAT)
+            exact = emit.fma(weight, value, exact)
+    return exact
 
 
 @intrinsic(prefer_literal=True)
@@ -333,15 +338,15 @@ def encoder(number: int, encoding: int) -> Any:
         for row in range(count):
             source, target = rows + row * source_bytes, encoded + row * encoded_bytes
             if group:
-                groups = inputs // group
                 scales = target + inputs * number_bytes
-                for part in range(groups):
-                    start, scale = part * group, scales + 4 * part
+                totals = scales + inputs // LANES * 4
+                for part in range(inputs // group):
+                    first = part * group
                     encode_group(
-                        source + 4 * start,
-                        target + start * number_bytes,
-                        scale,
-                        scale + 4 * groups,
+                        source + 4 * first,
+                        target + first * number_bytes,
+                        scales + first // LANES * 4,
+                        totals + 4 * part,
                         group,
                         as_floats,
                     )
