@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -73,11 +73,10 @@ class Matrix:
         """Its size in memory."""
         return self.tiles.nbytes + self.scales.nbytes
 
-    def moved(self, arena: Arena) -> Matrix:
-        """The same matrix in memory of an arena."""
-        tiles, scales = arena.zeros(*self.tiles.shape), arena.zeros(*self.scales.shape)
-        tiles[:], scales[:] = self.tiles, self.scales
-        return replace(self, tiles=tiles, scales=scales)
+    def __reduce__(self) -> Any:
+        """For pickle and copies, whose memory is aligned again."""
+        fields = self.format, self.encoding, self.outputs, self.inputs, self.tiles, self.scales
+        return _aligned_matrix, fields
 
     @property
     def padded_outputs(self) -> int:
@@ -88,6 +87,14 @@ class Matrix:
     def encoded_bytes(self) -> int:
         """Bytes of a row as its products read it."""
         return encoded_bytes(FORMATS[self.format], self.encoding, self.inputs)
+
+
+def _aligned_matrix(*fields: Any) -> Matrix:
+    """A matrix whose arrays, the last two fields, are copied to aligned memory."""
+    *numbers, tiles, scales = fields
+    aligned = aligned_zeros(tiles.shape), aligned_zeros(scales.shape)
+    aligned[0][:], aligned[1][:] = tiles, scales
+    return Matrix(*numbers, tiles=aligned[0], scales=aligned[1])
 
 
 class Arena:

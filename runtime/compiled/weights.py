@@ -125,8 +125,6 @@ def _described_anew(
     model: Model, matrices: list[Matrix], formats: tuple[str, ...], key_bytes: int
 ) -> Packed:
     """Packed weights whose model has the addresses of `matrices`, which were copied."""
-    arena = Arena()
-    matrices = [matrix.moved(arena) for matrix in matrices]
     *rows, head = (describe(matrix) for matrix in matrices)
     model = model._replace(
         matrices=np.array(rows).reshape(model.matrices.shape),
