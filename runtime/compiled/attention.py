@@ -26,10 +26,6 @@ from sequoia_plan.runtime.compiled.vectors import (
 
 QUERIES = 4
 """Queries that share each load of keys and values: rows of a pass, and heads of a group."""
-BLOCKS = 2
-"""Blocks of keys whose scores are computed at once, so that additions need not wait."""
-SLOTS = BLOCKS * LANES
-"""What a pass attends to begins and ends at a multiple of so many slots."""
 VALUE_VECTORS = 4
 """Vectors of a value that are summed at once."""
 KINDS = {2: "bfloat16", 4: "float32"}
@@ -51,27 +47,24 @@ def _emit_scores(
     key_bytes: int,
     num_queries: int,
 ) -> None:
-    """scores[query, slot] = queries[query] * keys[slot], for `BLOCKS` blocks of 16 slots at once.
+    """scores[query, slot] = queries[query] * keys[slot], for blocks of 16 slots.
 
     `queries`: addresses, one int64 each, of float32 [head_dim]; `keys` [blocks, head_dim, 16].
     """
     addresses = [emit.load(emit.at(queries, 8 * query), LONG) for query in range(num_queries)]
-    block_bytes = emit.builder.mul(head_dim, LONG(LANES * key_bytes))
-    with emit.loop(emit.builder.udiv(blocks, LONG(BLOCKS))) as step:
-        first = emit.at(keys, emit.builder.mul(step, emit.at(LONG(0), (block_bytes, BLOCKS))))
-        totals = [emit.variables(BLOCKS, FLOATS) for _ in addresses]
+    with emit.loop(blocks) as block:
+        totals = emit.variables(num_queries, FLOATS)
+        block_keys = emit.at(keys, (emit.builder.mul(block, head_dim), LANES * key_bytes))
         with emit.loop(head_dim) as dimension:
-            start = emit.at(first, (dimension, LANES * key_bytes))
-            starts = [emit.at(start, (block_bytes, block)) for block in range(BLOCKS)]
-            vectors = [emit.floats(start, KINDS[key_bytes]) for start in starts]
-            for address, variables in zip(addresses, totals, strict=True):
+            vector = emit.floats(
+                emit.at(block_keys, (dimension, LANES * key_bytes)), KINDS[key_bytes]
+            )
+            for address, variable in zip(addresses, totals, strict=True):
                 number = emit.load_splat(emit.at(address, (dimension, 4)), FLOAT)
-                for vector, variable in zip(vectors, variables, strict=True):
-                    emit.add_product(number, vector, variable)
-        for query, variables in enumerate(totals):
-            target = emit.at(scores, (score_bytes, query), (step, 4 * LANES * BLOCKS))
-            for block, variable in enumerate(variables):
-                emit.store(emit.builder.load(variable), emit.at(target, 4 * LANES * block))
+                emit.add_product(number, vector, variable)
+        for query, variable in enumerate(totals):
+            target = emit.at(scores, (score_bytes, query), (block, 4 * LANES))
+            emit.store(emit.builder.load(variable), target)
 
 
 @intrinsic(prefer_literal=True)

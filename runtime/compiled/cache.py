@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.cache import TreeCache, round_up
-from sequoia_plan.runtime.compiled.attention import SLOTS
 from sequoia_plan.runtime.compiled.packing import aligned_zeros
 from sequoia_plan.runtime.compiled.vectors import LANES
 
@@ -24,7 +23,7 @@ class CompiledCache(TreeCache):
         *, counts_positions: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(0, capacity, counts_positions=counts_positions)
-        slots = round_up(capacity, SLOTS)
+        slots = round_up(capacity, LANES)
         bits = np.uint16 if dtype == torch.bfloat16 else np.uint32
         shape = (layers, heads, slots // LANES, head_dim, LANES)
         try:

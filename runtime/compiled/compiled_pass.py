@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_plan.runtime.base.cache import round_up
-from sequoia_plan.runtime.compiled.attention import QUERIES, SLOTS
+from sequoia_plan.runtime.compiled.attention import QUERIES
 from sequoia_plan.runtime.compiled.cache import CompiledCache
 from sequoia_plan.runtime.compiled.forward import UNIT, Inputs, Outputs, Scratch, forward
 from sequoia_plan.runtime.compiled.packing import aligned_zeros
+from sequoia_plan.runtime.compiled.vectors import LANES
 from sequoia_plan.runtime.compiled.weights import Packed
 
 
@@ -90,10 +91,10 @@ class CompiledPass:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """See `__call__`."""
         rows, extent = mask.shape
-        self._reserve(rows, round_up(extent, SLOTS))
+        self._reserve(rows, round_up(extent, LANES))
         self._reserve_rotary(cache.capacity)
         self.x[:, :rows, : self.width] = x
-        visible = np.zeros((rows, round_up(extent, SLOTS)), np.bool_)
+        visible = np.zeros((rows, round_up(extent, LANES)), np.bool_)
         np.greater_equal(mask.float().numpy(), 0, out=visible[:, :extent])
         kept = logits_to_keep or rows
         logits = np.empty((kept, round_up(self.vocabulary, UNIT)), np.float32)

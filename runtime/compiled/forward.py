@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from sequoia_plan.runtime.compiled.attention import LOG2_E, QUERIES, SLOTS, gate
+from sequoia_plan.runtime.compiled.attention import LOG2_E, QUERIES, gate
 from sequoia_plan.runtime.compiled.vectors import LANES, LONG
 
 UNIT = 32
@@ -278,14 +278,14 @@ def attend(model, layer, inputs, scratch, worker, workers):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def find_spans(visible, spans):
-    """For each row, the slots from its first visible one to its last, in multiples of `SLOTS`."""
+    """For each row, the slots from its first visible one to its last, in multiples of 16."""
     for row in range(visible.shape[0]):
         first, end = 0, visible.shape[1]
         while first < end and not visible[row, first]:
             first += 1
         while end > first and not visible[row, end - 1]:
             end -= 1
-        spans[row, 0], spans[row, 1] = first // SLOTS * SLOTS, -(-end // SLOTS) * SLOTS
+        spans[row, 0], spans[row, 1] = first // LANES * LANES, -(-end // LANES) * LANES
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
