@@ -151,9 +151,10 @@ def _emit_exp2(emit: Emitter, exponent: Any) -> Any:
 def _emit_softmax(emit: Emitter, scores: Any, visible: Any, blocks: Any) -> None:
     """Replace scores, in units of log 2, by 2^(score - largest); those of hidden slots by 0.
 
-    `visible` bool [slots].
+    `visible`: of the address of bool [slots].
     """
     builder = emit.builder
+    visible = emit.load(visible, LONG)
     lowest = ir.Constant(FLOATS, [-3e38] * LANES)
     hidden = ir.Constant(ir.VectorType(BYTE, LANES), [0] * LANES)
     (largest,) = emit.variables(1, FLOATS)
@@ -206,15 +207,12 @@ def gate(context, gate, up, results):
 def attender(key_bytes: int) -> Any:
     """A compiled function: attention of up to `QUERIES` queries of one head of the cache.
 
-    `queries`, `results`: of int64 [count], addresses of float32 [head_dim]; `keys`, `values`,
-    `visible`: addresses of the first slot that a query may see, of which there are `blocks` * 16;
-    `scores`: of float32 [QUERIES, slots], a scratch.
+    `queries`, `results`, `visible`: of int64 [count], addresses of float32 [head_dim] and of bool
+    [slots]; `keys`, `values`: of the first of `blocks` * 16 slots; `scores`: of a scratch.
     """
 
     @cfunc(types.void(*[types.int64] * 10), cache=True, error_model="numpy")
-    def attend(
-        queries, results, count, keys, values, head_dim, blocks, visible, visible_bytes, scores
-    ):
+    def attend(queries, results, visible, count, keys, values, head_dim, blocks, scores, unused):
         stride = blocks * LANES * 4
         k, d, n = keys, head_dim, blocks
         if count == 1:
@@ -226,7 +224,7 @@ def attender(key_bytes: int) -> Any:
         else:
             compute_scores(queries, k, d, n, scores, stride, key_bytes, 4)
         for query in range(count):
-            compute_softmax(scores + query * stride, visible + query * visible_bytes, blocks)
+            compute_softmax(scores + query * stride, visible + 8 * query, blocks)
         slots, value_bytes = blocks * LANES, head_dim * key_bytes
         s, v, y = scores, values, results
         for first in range(0, head_dim, VALUE_VECTORS * LANES):

@@ -251,28 +251,26 @@ def attend(model, layer, inputs, scratch, worker, workers):
     num_rows, head_dim, kv_heads = inputs.slots.shape[0], model.head_dim, inputs.keys.shape[1]
     group = model.heads // kv_heads
     queries, results = np.empty(QUERIES, np.int64), np.empty(QUERIES, np.int64)
+    seen = np.empty(QUERIES, np.int64)
     batches = -(-num_rows * group // QUERIES)
     spans, visible = scratch.spans[worker], inputs.visible
-    by_query = np.empty((QUERIES, visible.shape[1]), np.bool_)
     for item in range(worker, kv_heads * batches, workers):
         kv_head, batch = item % kv_heads, item // kv_heads
         start = batch * QUERIES
         count = min(num_rows * group - start, QUERIES)
         first, end = visible.shape[1], 0
         for query in range(count):
-            row = (start + query) // group
-            first, end = min(first, spans[row, 0]), max(end, spans[row, 1])
-        for query in range(count):
             row, head = (start + query) // group, kv_head * group + (start + query) % group
+            first, end = min(first, spans[row, 0]), max(end, spans[row, 1])
             queries[query] = scratch.heads[row, head * head_dim :].ctypes.data
             results[query] = scratch.attended[row, head * head_dim :].ctypes.data
-            by_query[query, first:end] = visible[row, first:end]
-        seen, stride = by_query[:, first:], by_query.strides[0]
+            seen[query] = visible[row].ctypes.data
+        seen += first
         call_10(
-            model.attend, queries.ctypes.data, results.ctypes.data, count,
+            model.attend, queries.ctypes.data, results.ctypes.data, seen.ctypes.data, count,
             inputs.keys[layer, kv_head, first // LANES :].ctypes.data,
             inputs.values[layer, kv_head, first:].ctypes.data, head_dim, (end - first) // LANES,
-            seen.ctypes.data, stride, scratch.scores[worker].ctypes.data,
+            scratch.scores[worker].ctypes.data, 0,
         )  # fmt: skip
 
 

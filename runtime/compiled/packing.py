@@ -75,8 +75,7 @@ class Matrix:
 
     def __reduce__(self) -> Any:
         """For pickle and copies, whose memory is aligned again."""
-        fields = self.format, self.encoding, self.outputs, self.inputs, self.tiles, self.scales
-        return _aligned_matrix, fields
+        return _aligned_matrix, (vars(self),)
 
     @property
     def padded_outputs(self) -> int:
@@ -89,12 +88,13 @@ class Matrix:
         return encoded_bytes(FORMATS[self.format], self.encoding, self.inputs)
 
 
-def _aligned_matrix(*fields: Any) -> Matrix:
-    """A matrix whose arrays, the last two fields, are copied to aligned memory."""
-    *numbers, tiles, scales = fields
-    aligned = aligned_zeros(tiles.shape), aligned_zeros(scales.shape)
-    aligned[0][:], aligned[1][:] = tiles, scales
-    return Matrix(*numbers, tiles=aligned[0], scales=aligned[1])
+def _aligned_matrix(matrix: dict[str, Any]) -> Matrix:
+    """A matrix whose arrays are copied to aligned memory."""
+    for name in ("tiles", "scales"):
+        aligned = aligned_zeros(matrix[name].shape)
+        aligned[:] = matrix[name]
+        matrix = matrix | {name: aligned}
+    return Matrix(**matrix)
 
 
 class Arena:
