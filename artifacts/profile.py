@@ -51,7 +51,7 @@ class Profile(YamlArtifact, frozen=True):
         dict[str, Any],
         field(
             "`target` and `draft`, each with `name`, `digest`, `content`, `dtype`, `parameters`, "
-            "`placement`, `fused_layers`",
+            "`placement`, `weights`, `fused_layers`",
         ),
     ] = {}
     hardware: Annotated[

@@ -1,23 +1,21 @@
-"""How long the passes of the embedded target and of its drafts take, by the layers that run.
+"""How long passes of the embedded target take: compiled, as PyTorch runs them, and llama.cpp's.
 
-    python benchmarks/passes.py --threads 2 --threads 1 -o benchmarks/results/passes.json
-    python benchmarks/passes.py --rounds 2 --draft smollm2-135m-eagle3 -o build/passes.json
+    python benchmarks/passes.py --llama-bench .llamacpp/bin/llama-bench \\
+        -o benchmarks/results/passes.json
+    python benchmarks/passes.py --rounds 3 --threads 1 --context 128 -o build/passes.json
 
-Passes run with transformers' layers, with transformers' layers whose linear layers are prepacked
-(as before fused layers came), and with fused layers. The matrix products of the fused target are
-also timed alone. A round times each of them once, so ratios of times are free of drift. On Linux,
-the peak memory of a process that loads both models and runs passes is measured once for each.
+A pass reads some rows after a context. The compiled pass runs with the bits of the embedded file,
+in bfloat16 and in float32; PyTorch with transformers' layers and with fused ones, in bfloat16.
+llama.cpp runs the same file. A round times each of them once, so ratios of times are free of drift.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
-import multiprocessing
+import subprocess
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,162 +25,112 @@ from rich.console import Console
 from rich.table import Table
 from summary import spread
 
-from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.profiler.hardware import fingerprint
-from sequoia_plan.profiler.latency import CONTEXT
-from sequoia_plan.profiler.size_timer import SizeTimer
-from sequoia_plan.profiler.timing import random_prompt
-from sequoia_plan.runtime import Sampling, load_pair
-from sequoia_plan.runtime.captured_step import CapturedStep
-from sequoia_plan.runtime.models.fuse import fuse, replace_linear_layers
-from sequoia_plan.runtime.models.prepacked import PrepackedLinear
-from sequoia_plan.runtime.pair import EMBEDDED_DRAFTS
+from sequoia_plan.runtime import load_pair
+from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.models.forward import TreeModel
+from sequoia_plan.runtime.models.gguf import embedded_gguf
+from sequoia_plan.runtime.models.probe import probe
 
-NODES = (1, 6, 16, 64)
-LAYERS = ("transformers", "prepacked", "fused")
-PARTS = ("target", "draft")
-
-
-def with_layers(target: Any, draft: Any, layers: str) -> tuple[Any, Any]:
-    """Copies of both models with one of `LAYERS`."""
-    target = copy.deepcopy(target)
-    draft = copy.deepcopy(draft)
-    if hasattr(draft, "_target"):  # a draft that reads the target's hidden states
-        draft._target = (target,)
-    replace_layers((target, draft), layers)
-    return target, draft
+ROWS = (1, 2, 4, 6, 8, 16)
+OWN_BITS, LLAMACPP = "compiled, the file's bits", "llama.cpp, the same file"
+MODELS = {
+    OWN_BITS: {"dtype": "auto"},
+    "compiled, bfloat16": {"dtype": "bfloat16"},
+    "compiled, float32": {"dtype": "float32"},
+    "PyTorch, fused layers, bfloat16": {"dtype": "bfloat16", "placement": "fused"},
+    "PyTorch, transformers' layers, bfloat16": {"dtype": "bfloat16", "placement": "resident"},
+}
 
 
-def replace_layers(models: Iterable[Any], layers: str) -> None:
-    """Give the models, which have transformers' layers, one of `LAYERS`."""
-    for model in models:
-        if layers == "prepacked":
-            replace_linear_layers(model, PrepackedLinear)
-        elif layers == "fused":
-            fuse(model, PrepackedLinear)
+def timed_pass(model: TreeModel, rows: int, context: int) -> Callable[[], float]:
+    """A function that runs one pass and returns its seconds."""
+    extent = context + rows
+    cache = model.new_cache(extent)
+    slots = torch.arange(context, extent)
+    tokens = torch.arange(1000, 1000 + rows)
+    mask = additive_mask(torch.arange(extent) <= slots[:, None], model.dtype)
+
+    def run() -> float:
+        start = time.perf_counter()
+        model(cache, tokens, slots, slots, mask)
+        return time.perf_counter() - start
+
+    run()
+    return run
+
+
+def llamacpp_seconds(program: str, threads: int, context: int) -> dict[int, float]:
+    """Seconds of llama.cpp's pass over each number of rows, by its own benchmark."""
+    sizes = ",".join(map(str, ROWS))
+    options = ["-p", sizes, "-n", "0", "-d", str(context), "-t", str(threads), "-r", "5"]
+    command = [program, "-m", str(embedded_gguf()), *options, "-o", "json"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {test["n_prompt"]: test["avg_ns"] / 1e9 for test in json.loads(result.stdout)}
 
 
 @torch.inference_mode()
-def milliseconds(draft_name: str, dtype: str, rounds: int) -> dict[str, Any]:
-    """Times of passes, and their ratios to those with fused layers.
-
-    Returns:
-        By part ("target", "draft"), each of `LAYERS` and number of nodes in `NODES`: median, first
-        and third quartile in milliseconds; and the same three of the ratio to the fused pass of
-        the same round. Under "products", the same of the fused target's products alone.
-    """
-    pair = load_pair(draft=draft_name, dtype=dtype, placement="resident")
-    prompt = random_prompt(pair, CONTEXT)
-    timers: dict[tuple[str, int], SizeTimer] = {}
-    for layers in LAYERS:
-        step = CapturedStep.of(*with_layers(pair.target, pair.draft, layers), TokenTree.chain(2))
-        for nodes in NODES:
-            timers[layers, nodes] = SizeTimer(step, nodes, Sampling(), prompt)
-            timers[layers, nodes].run()
-            timers[layers, nodes].clear()
-    target = timers["fused", 1].step.target.model
-    products: dict[int, list[float]] = {nodes: [] for nodes in NODES}
+def milliseconds(
+    models: dict[str, TreeModel], context: int, threads: int, rounds: int, llama_bench: str | None
+) -> dict[str, Any]:
+    """By way and number of rows: the pass's milliseconds, and its ratio to ours with one row."""
+    passes = {
+        (name, rows): timed_pass(model, rows, context)
+        for name, model in models.items()
+        for rows in ROWS
+    }
+    seconds: dict[tuple[str, int], list[float]] = {}
     for _ in range(rounds):
-        for nodes in NODES:
-            for layers in LAYERS:
-                timers[layers, nodes].run()
-            products[nodes].append(seconds_of_products(target, nodes))
-    figures: dict[str, Any] = {part: {} for part in PARTS}
-    for part in PARTS:
-        for layers in LAYERS:
-            samples = {n: 1000 * np.array(timers[layers, n].samples[part]) for n in NODES}
-            fused = {n: 1000 * np.array(timers["fused", n].samples[part]) for n in NODES}
-            figures[part][layers] = {
-                str(n): {"ms": spread(samples[n]), "over_fused": spread(samples[n] / fused[n])}
-                for n in NODES
-            }
-    for nodes in NODES:
-        fused_ms = 1000 * np.array(timers["fused", nodes].samples["target"])
-        products_ms = 1000 * np.array(products[nodes])
-        figures["target"].setdefault("products", {})[str(nodes)] = {
-            "ms": spread(products_ms),
-            "over_fused": spread(products_ms / fused_ms),
+        for key, run in passes.items():
+            seconds.setdefault(key, []).append(run())
+        if llama_bench:
+            for rows, taken in llamacpp_seconds(llama_bench, threads, context).items():
+                seconds.setdefault((LLAMACPP, rows), []).append(taken)
+    figures: dict[str, Any] = {}
+    for (name, rows), taken in seconds.items():
+        ms, ours = 1000 * np.array(taken), 1000 * np.array(seconds[OWN_BITS, rows])
+        figures.setdefault(name, {})[str(rows)] = {
+            "ms": spread(ms),
+            "lowest_ms": float(ms.min()),
+            "over_ours": spread(ms / ours),
         }
     return figures
 
 
-def seconds_of_products(model: Any, nodes: int) -> float:
-    """How long all prepacked products of `model` take, one after the other."""
-    layers = [module for module in model.modules() if isinstance(module, PrepackedLinear)]
-    inputs = {
-        width: torch.randn(1, nodes, width, dtype=model.dtype)
-        for width in {layer.in_features for layer in layers}
-    }
-    start = time.perf_counter()
-    for layer in layers:
-        layer(inputs[layer.in_features])
-    return time.perf_counter() - start
-
-
-@torch.inference_mode()
-def peak_megabytes(layers: str, draft_name: str, dtype: str) -> float:
-    """The peak memory of this process once it has loaded the pair and run passes."""
-    pair = load_pair(draft=draft_name, dtype=dtype, placement="resident")
-    replace_layers((pair.target, pair.draft), layers)
-    step = CapturedStep.of(pair.target, pair.draft, TokenTree.chain(2))
-    SizeTimer(step, max(NODES), Sampling(), random_prompt(pair, CONTEXT)).run()
-    status = Path("/proc/self/status").read_text()  # getrusage counts the parent process, too
-    return int(status.split("VmHWM:")[1].split()[0]) / 1000
-
-
-def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a function in a process of its own, started anew."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
-        return executor.submit(function, *arguments).result()
-
-
-def show(figures: dict[str, Any]) -> None:
-    """Print the figures as tables."""
-    for setting, by_part in figures.items():
-        for part, by_layers in by_part.items():
-            table = Table("layers", *(f"{n} nodes" for n in NODES), title=f"{setting}: {part}")
-            for layers, by_nodes in by_layers.items():
-                cells = [
-                    f"{cell['ms'][0]:.1f} ms  {cell['over_fused'][0]:.2f}x"
-                    for cell in by_nodes.values()
-                ]
-                table.add_row(layers, *cells)
-            Console().print(table)
+def show(title: str, figures: dict[str, Any]) -> None:
+    """Print one table."""
+    table = Table("pass", *(f"{rows} rows" for rows in ROWS), title=title)
+    for name, by_rows in figures.items():
+        cells = [f"{c['ms'][0]:.1f} ms  {c['over_ours'][0]:.2f}x" for c in by_rows.values()]
+        table.add_row(name, *cells)
+    Console(width=150).print(table)
 
 
 def main() -> None:
     """Measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, action="append", help="of PyTorch, repeatable")
-    parser.add_argument("--draft", action="append", choices=EMBEDDED_DRAFTS, help="repeatable")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--threads", type=int, action="append", help="repeatable")
+    parser.add_argument("--context", type=int, action="append", help="slots, repeatable")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--llama-bench", help="llama.cpp's program (make llamacpp builds it)")
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
-    drafts = options.draft or EMBEDDED_DRAFTS
     figures = {}
-    for threads in options.threads or [torch.get_num_threads()]:
+    for threads in options.threads or [1, 2]:
         torch.set_num_threads(threads)
-        for draft in drafts:
-            setting = f"{threads} threads, {draft}"
-            figures[setting] = milliseconds(draft, options.dtype, options.rounds)
-            show({setting: figures[setting]})
-    peaks = {
-        draft: {
-            layers: in_new_process(peak_megabytes, layers, draft, options.dtype)
-            for layers in LAYERS
-        }
-        for draft in drafts
-    }
-    for draft, by_layers in peaks.items():
-        print(f"{draft}: peak memory in MB", *(f"{key} {mb:.0f}" for key, mb in by_layers.items()))
-    report = {
-        "hardware": fingerprint("cpu"),
-        "dtype": options.dtype,
-        "figures": figures,
-        "peak_mb": peaks,
-    }
+        models = {}
+        for name, settings in MODELS.items():
+            target = load_pair(draft="none", **settings).target
+            layout = None if name.startswith("compiled") else probe(target)
+            models[name] = TreeModel(target, layout)
+        for context in options.context or [128, 2048]:
+            setting = f"{threads} threads, {context} slots of context"
+            figures[setting] = milliseconds(
+                models, context, threads, options.rounds, options.llama_bench
+            )
+            show(setting, figures[setting])
+    report = {"hardware": fingerprint("cpu"), "figures": figures}
     options.output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(options.output, json.dumps(report, indent=1).encode() + b"\n")
 

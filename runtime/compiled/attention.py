@@ -211,8 +211,8 @@ def attender(key_bytes: int) -> Any:
     [slots]; `keys`, `values`: of the first of `blocks` * 16 slots; `scores`: of a scratch.
     """
 
-    @cfunc(types.void(*[types.int64] * 10), cache=True, error_model="numpy")
-    def attend(queries, results, visible, count, keys, values, head_dim, blocks, scores, unused):
+    @cfunc(types.void(*[types.int64] * 9), cache=True, error_model="numpy")
+    def attend(queries, results, visible, count, keys, values, head_dim, blocks, scores):
         stride = blocks * LANES * 4
         k, d, n = keys, head_dim, blocks
         if count == 1:

@@ -6,18 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from sequoia_plan.runtime.compiled.cache import CompiledCache
 from sequoia_plan.runtime.compiled.compiled_pass import CompiledPass
-from sequoia_plan.runtime.compiled.forward import (
-    ROW_BYTES,
-    UNIT,
-    encode,
-    multiply,
-    normalise,
-)
+from sequoia_plan.runtime.compiled.forward import UNIT, project, put_side_by_side
 from sequoia_plan.runtime.compiled.packing import Arena, in_8_bits, pack
 from sequoia_plan.runtime.compiled.weights import blocks_of, describe, pack_model
 from sequoia_plan.runtime.models.compiled_passes import passes
@@ -81,23 +74,6 @@ class CompiledEagle:
         return self.runner(
             cache, x, positions, slots, mask, logits_to_keep, self.output_layers, first
         )
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def put_side_by_side(embedded, features, embedding_norm, feature_norm, epsilon, result):
-    """What the first layer attends to: each row's normed embedding and its normed feature."""
-    width = embedding_norm.shape[0]
-    for row in range(features.shape[0]):
-        normalise(embedded[row], embedding_norm, epsilon, result[row])
-        normalise(features[row], feature_norm, epsilon, result[row, width:])
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def project(matrix, rows, results):
-    """The products of rows by one matrix."""
-    encoded = np.empty(rows.shape[0] * matrix[ROW_BYTES], np.uint8)
-    encode(matrix, rows.shape[0], rows, encoded)
-    multiply(matrix, rows.shape[0], encoded, results, 0, 0, results.shape[1])
 
 
 def compile_eagle(draft: Any) -> str:

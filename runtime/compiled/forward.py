@@ -98,15 +98,21 @@ def _calls(num_values: int) -> Any:
 
 
 @intrinsic
+def call_6(context, function, a, b, c, d, e, f):
+    """Call a function of six int64 by its address."""
+    return _calls(6)
+
+
+@intrinsic
 def call_8(context, function, a, b, c, d, e, f, g, h):
     """Call a function of eight int64 by its address."""
     return _calls(8)
 
 
 @intrinsic
-def call_10(context, function, a, b, c, d, e, f, g, h, i, j):
-    """Call a function of ten int64 by its address."""
-    return _calls(10)
+def call_9(context, function, a, b, c, d, e, f, g, h, i):
+    """Call a function of nine int64 by its address."""
+    return _calls(9)
 
 
 @intrinsic
@@ -145,9 +151,9 @@ def share(count, worker, workers):
 @njit(nogil=True, cache=True, error_model="numpy")
 def encode(matrix, num_rows, rows, encoded):
     """Store rows (float32 [rows, inputs]) as the products by `matrix` read them."""
-    call_8(
+    call_6(
         matrix[ENCODE], rows.ctypes.data, rows.strides[0], num_rows, matrix[INPUTS],
-        encoded.ctypes.data, matrix[ROW_BYTES], 0, 0,
+        encoded.ctypes.data, matrix[ROW_BYTES],
     )  # fmt: skip
 
 
@@ -266,11 +272,11 @@ def attend(model, layer, inputs, scratch, worker, workers):
             results[query] = scratch.attended[row, head * head_dim :].ctypes.data
             seen[query] = visible[row].ctypes.data
         seen += first
-        call_10(
+        call_9(
             model.attend, queries.ctypes.data, results.ctypes.data, seen.ctypes.data, count,
             inputs.keys[layer, kv_head, first // LANES :].ctypes.data,
             inputs.values[layer, kv_head, first:].ctypes.data, head_dim, (end - first) // LANES,
-            scratch.scores[worker].ctypes.data, 0,
+            scratch.scores[worker].ctypes.data,
         )  # fmt: skip
 
 
@@ -347,3 +353,20 @@ def keep_hidden_states(outputs, layer, rows, x, worker):
     for state in range(outputs.layers.shape[0]):
         if worker == 0 and outputs.layers[state] == layer:
             outputs.hidden[state] = x[:rows]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def put_side_by_side(embedded, features, embedding_norm, feature_norm, epsilon, result):
+    """What the first layer attends to: each row's normed embedding and its normed feature."""
+    width = embedding_norm.shape[0]
+    for row in range(features.shape[0]):
+        normalise(embedded[row], embedding_norm, epsilon, result[row])
+        normalise(features[row], feature_norm, epsilon, result[row, width:])
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def project(matrix, rows, results):
+    """The products of rows by one matrix."""
+    encoded = np.empty(rows.shape[0] * matrix[ROW_BYTES], np.uint8)
+    encode(matrix, rows.shape[0], rows, encoded)
+    multiply(matrix, rows.shape[0], encoded, results, 0, 0, results.shape[1])

@@ -322,10 +322,6 @@ def multiply_tile(
     return emitted(_emit_tile, arguments, literals=2)
 
 
-ADDRESSES = types.void(*[types.int64] * 8)
-"""Of the functions below, which the pass calls by their addresses."""
-
-
 @functools.cache
 def encoder(number: int, encoding: int) -> Any:
     """A compiled function that stores rows of float32 as the products of a format read them."""
@@ -333,8 +329,8 @@ def encoder(number: int, encoding: int) -> Any:
     as_floats = int(encoding == ENCODE_WHOLE_FLOATS)
     number_bytes = NUMBER_BYTES[encoding]
 
-    @cfunc(ADDRESSES, cache=True, error_model="numpy")
-    def encode(rows, source_bytes, count, inputs, encoded, encoded_bytes, unused, unused2):
+    @cfunc(types.void(*[types.int64] * 6), cache=True, error_model="numpy")
+    def encode(rows, source_bytes, count, inputs, encoded, encoded_bytes):
         for row in range(count):
             source, target = rows + row * source_bytes, encoded + row * encoded_bytes
             if group:
@@ -367,7 +363,7 @@ def multiplier(number: int, encoding: int) -> Any:
     kind, outputs, group_bytes = number * 4 + encoding, format.outputs, format.group_bytes
     block_bytes = format.block_bytes(encoding)
 
-    @cfunc(ADDRESSES, cache=True, error_model="numpy")
+    @cfunc(types.void(*[types.int64] * 8), cache=True, error_model="numpy")
     def multiply(rows, row_bytes, tile, scales, results, result_bytes, steps, counts):
         tiles, num_rows = counts >> 32, counts & 0xFFFFFFFF
         for _ in range(tiles):

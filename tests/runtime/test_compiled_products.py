@@ -57,7 +57,7 @@ def products(matrix, rows):
     _, _, tiles, scales, _, inputs, steps, *_ = (int(number) for number in describe(matrix))
     encoder(matrix.format, matrix.encoding).ctypes(
         rows.ctypes.data, rows.strides[0], len(rows), inputs, encoded.ctypes.data,
-        matrix.encoded_bytes, 0, 0,
+        matrix.encoded_bytes,
     )  # fmt: skip
     multiplier(matrix.format, matrix.encoding).ctypes(
         encoded.ctypes.data, matrix.encoded_bytes, tiles, scales, results.ctypes.data,
