@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -91,33 +90,28 @@ class ChainModel:
         return [Drafting(length) for length in range(self.max_length + 1)]
 
     @cached_property
-    def tokens_by_length(self) -> TokensByLength:
-        """Expected tokens a step: a step that drafts yields its accepted tokens and one more."""
+    def tokens_and_error(self) -> list[tuple[float, float]]:
+        """Expected tokens a step by length, and their relative standard error.
+
+        A step that drafts yields its accepted tokens and one more.
+        """
         agreement = agreement_by_age(self.acceptance)
         share = self.acceptance.drafting_share
         # where the effective number of chains is unknown, all of them are taken as independent
         trials = self.acceptance.trials or self.acceptance.drafts
-        mean, error = [1.0], [0.0]
+        by_length = [(1.0, 0.0)]
         for length in range(1, self.max_length + 1):
             survival = survival_probs(agreement, length)
-            mean.append(1 + share * float(survival.sum()))
+            mean = 1 + share * float(survival.sum())
             standard_error = math.sqrt(max(_accepted_variance(survival), 0) / trials)
-            error.append(share * standard_error / mean[-1])
-        return TokensByLength(mean, error)
+            by_length.append((mean, share * standard_error / mean))
+        return by_length
 
     def expect(self, drafting: Drafting, batch: int, times: StepTimes) -> Expectation:
         """The errors of tokens a step and of the step's time are taken as independent."""
         seconds, time_error = times.seconds_and_error(batch, drafting.length)
-        tokens = self.tokens_by_length
-        error = math.hypot(time_error, tokens.error[drafting.length])
-        return Expectation(tokens.mean[drafting.length], seconds, error)
-
-
-class TokensByLength(NamedTuple):
-    """Expected tokens a step and request, and their relative standard error, by length."""
-
-    mean: list[float]
-    error: list[float]
+        tokens, tokens_error = self.tokens_and_error[drafting.length]
+        return Expectation(tokens, seconds, math.hypot(time_error, tokens_error))
 
 
 def effective_trials(acceptance: ChainAcceptance, tokens_by_text: Sequence[Sequence[int]]) -> float:

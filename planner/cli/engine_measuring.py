@@ -14,7 +14,6 @@ from sequoia_plan.planner.cli.engine import (
     DEFAULT_BATCHES,
     output_options,
     plan_options,
-    print_acceptance,
     replan,
     write_plan,
 )
@@ -48,9 +47,9 @@ METRICS_HELP = (
 TOGETHER_HELP = (
     "Engines kept in memory at a time, to be timed alternately. [default: 4 on a CPU, else 1]"
 )
-TYPE_HELP = (
-    "How tokens are drafted: draft-simple, draft-eagle3, draft-mtp (or eagle3, mtp), ngram-simple."
-)
+LOOKUP = "ngram-simple"
+SPEC_TYPES = ["draft-simple", "draft-eagle3", "draft-mtp", LOOKUP]
+TYPES_WITHOUT_DRAFT = ("draft-mtp", LOOKUP)
 MOST_HELP = "Drafted tokens, at most. [default: 8; 48 for ngram-simple]"
 DEFAULT_LIMIT = 48
 PROMPTS_HELP = (
@@ -129,42 +128,23 @@ def vllm(
     """Measure a target and a draft in your vLLM, and say which num_speculative_tokens is best."""
     config_entries = _parse_json_object("--speculative-args", speculative_args)
     engine_options = _parse_json_object("--engine-args", engine_args)
-    if not metrics and not target:
+    if not (metrics if times_path else target):
         raise click.UsageError(
-            "name the models with --target and --draft, or a server with --metrics"
+            "name the models with --target and --draft, "
+            "or a server with --metrics and an earlier plan with --times"
         )
-    if times_path and not metrics:
-        raise click.UsageError(
-            "--times has no acceptance: add --metrics, or leave it out to measure both"
-        )
-    if (any(run["contexts"]) or run["should_verify"]) and (times_path or not target):
-        raise click.UsageError(
-            "--context and --verify run an engine: name the models with --target and --draft, "
-            "and leave --times out"
-        )
+    if times_path and (any(run["contexts"]) or run["should_verify"]):
+        raise click.UsageError("--context and --verify run an engine; leave --times out")
     check_outputs(outputs["output"], outputs["report"], times_path, metrics, run["path"])
 
     from sequoia_plan.engines.counters import chain_acceptance, fetch
-    from sequoia_plan.engines.vllm import (
-        METHODS_WITHOUT_DRAFT,
-        VllmPool,
-        find_python,
-        speculative_config,
-    )
+    from sequoia_plan.engines.vllm import VllmPool, find_python, speculative_config
 
-    if target and not times_path and not draft and method not in METHODS_WITHOUT_DRAFT:
-        raise click.UsageError(
-            f"--method {method}: needs a draft model; name it with --draft, "
-            f"or use one of {', '.join(METHODS_WITHOUT_DRAFT)}"
-        )
     acceptance = chain_acceptance(fetch(metrics), metrics) if metrics else None
     if acceptance:
         max_length = min(max_length, len(acceptance.accepted))
     if acceptance and times_path:
         plan = replan(times_path, "vllm", acceptance, batches, max_length)
-    elif acceptance and not target:
-        print_acceptance(acceptance, max_length, outputs["as_json"])
-        return
     else:
         batches = batches or list(DEFAULT_BATCHES)
         plan = _measured_plan(
@@ -189,9 +169,15 @@ def vllm(
 @click.command()
 @click.option("--target", metavar="T.gguf", required=True, help="Target model, a GGUF file.")
 @click.option("--draft", metavar="D.gguf", help="Draft model, a GGUF file.")
-@click.option("--spec-type", default="draft-simple", show_default=True, help=TYPE_HELP)
 @click.option(
-    "--server", metavar="PATH", help="The program llama-server. [default: the one on the PATH]"
+    "--spec-type",
+    type=click.Choice(SPEC_TYPES),
+    default=SPEC_TYPES[0],
+    show_default=True,
+    help="How tokens are drafted.",
+)
+@click.option(
+    "--server", metavar="PATH", default="llama-server", show_default=True, help="The program."
 )
 @click.option(
     "--server-args",
@@ -208,7 +194,7 @@ def llamacpp(
     target: str,
     draft: str | None,
     spec_type: str,
-    server: str | None,
+    server: str,
     server_args: str,
     max_length: int | None,
     output: str | None,
@@ -217,35 +203,26 @@ def llamacpp(
     run: dict[str, Any],
 ) -> None:
     """Measure a target and a draft in your llama.cpp, and say which n-max and p-min are best."""
-    from sequoia_plan.engines.llama_server import check_model, find_build
-    from sequoia_plan.engines.llamacpp import LlamaCppPool
-    from sequoia_plan.engines.spec_types import LOOKUP, TYPES, WITHOUT_DRAFT
-
-    names = {spec_type, f"draft-{spec_type}"}
-    if not names & {*TYPES}:
+    if not draft and spec_type not in TYPES_WITHOUT_DRAFT:
         raise click.UsageError(
-            f"--spec-type {spec_type}: cannot be planned; expected one of {', '.join(TYPES)}"
+            f"--spec-type {spec_type}: needs a draft model; name its GGUF file with --draft"
         )
-    if not draft and not names & {*WITHOUT_DRAFT}:
-        raise click.UsageError(
-            f"--spec-type {spec_type}: needs a draft model; name its GGUF file with --draft, "
-            f"or use one of {', '.join(WITHOUT_DRAFT)}"
-        )
-    try:
-        arguments = shlex.split(server_args)
-    except ValueError as error:
-        raise click.UsageError(
-            f"--server-args {server_args}: {error}; expected options as for a shell"
-        ) from error
     check_outputs(output, None, run["path"], target, draft)
-    check_model("--target", target)
-    if draft:
-        check_model("--draft", draft)
-    build = find_build(server, spec_type)
-    if build.spec_type != LOOKUP:  # a few texts hold most of what lookups are worth
+
+    from sequoia_plan.engines.llama_server import find_build
+    from sequoia_plan.engines.llamacpp import LlamaCppPool
+
+    if spec_type != LOOKUP:  # a few texts hold most of what lookups are worth
         run["limit"] = run["limit"] or DEFAULT_LIMIT
-    max_length = max_length or (48 if build.spec_type == LOOKUP else 8)
-    new_pool = partial(LlamaCppPool, target=target, draft=draft, build=build, arguments=arguments)
+    max_length = max_length or (48 if spec_type == LOOKUP else 8)
+    new_pool = partial(
+        LlamaCppPool,
+        target=target,
+        draft=draft,
+        build=find_build(server),
+        spec_type=spec_type,
+        arguments=shlex.split(server_args),
+    )
     plan = _measured_plan(new_pool, run, [1], max_length, output)
     write_plan(plan, output, verbose, as_json)
 
@@ -280,7 +257,7 @@ def _parse_json_object(option: str, text: str | None) -> dict[str, Any]:
     """Parse an option's JSON object; the object is empty without the option."""
     value = None
     with suppress(ValueError):
-        value = json.loads(text) if text else {}
+        value = json.loads(text or "{}")
     if not isinstance(value, dict):
         raise click.UsageError(
             f'{option} {text}: not a JSON object; expected one as {{"dtype": "float32"}}'
