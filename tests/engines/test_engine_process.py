@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
 import sys
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from paths import ROOT, STAND_IN
-from sessions import has_ended, session_pids
+from paths import STAND_IN
+from sessions import check_that_it_ends_with, has_ended, session_pids
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.engines.driver import Driver, fill_up
@@ -199,17 +197,4 @@ def test_the_engine_never_outlives_the_program(signal_number):
         "engine = EngineProcess(sys.executable); start(engine)\n"
         "print(engine.process.pid, flush=True); decode(engine, [[1]], [[]], 10**6)\n"
     )
-    program = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    pid = int(program.stdout.readline())
-    try:
-        assert len(session_pids(pid)) == 3
-        os.kill(program.pid, signal_number)
-        program.wait()
-        assert has_ended(pid)
-    finally:
-        program.kill()
-        program.stdout.close()
-        for session_pid in session_pids(pid):
-            os.kill(session_pid, signal.SIGKILL)
+    check_that_it_ends_with(script, 3, signal_number)
