@@ -13,25 +13,25 @@ whose weights have 4 bits; the others have `--dtype`.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from reports import new_parser, spread, write_report
 from rich.console import Console
 from rich.table import Table
-from summary import spread
 
 from sequoia_plan.artifacts import TokenTree, load_tree
-from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load
-from sequoia_plan.engines import llamacpp, vllm
+from sequoia_plan.engines.llama_server import find_build
+from sequoia_plan.engines.llamacpp import LlamaCppPool
+from sequoia_plan.engines.pool import EnginePool
+from sequoia_plan.engines.vllm import VllmPool, speculative_config
+from sequoia_plan.engines.workload import Drafting, RunKind, Workload
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, load_pair
@@ -83,24 +83,19 @@ def of_transformers(model: Any, prompts: list[list[int]], tokens: int) -> Tokens
     return run
 
 
-def of_vllm(pool: vllm.EnginePool, length: int) -> TokensPerSecond:
-    """vLLM with a chain of `length` tokens; 0 is plain decoding."""
-    return lambda number: pool.run(length, 1, [number]).throughput
-
-
-def of_llamacpp(server: llamacpp.Server, prompts: list[list[int]], tokens: int) -> TokensPerSecond:
-    """llama.cpp's own decoding, by the server's timings."""
+def of_engine(pool: EnginePool, length: int) -> TokensPerSecond:
+    """An engine with chains of `length` tokens; 0 is plain decoding."""
 
     def run(number: int) -> float:
-        steps = server.generate(prompts[number], tokens, 0.0)
-        return sum(step.tokens for step in steps) / sum(step.seconds for step in steps)
+        result = pool.run(RunKind(Drafting(length)), [number])
+        return result.tokens / result.seconds
 
     return run
 
 
 def main() -> None:
     """Measure, print and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("--tree", required=True)
     parser.add_argument("--target", required=True, help="folder for vLLM")
     parser.add_argument("--draft", required=True, help="EAGLE-3 folder for vLLM")
@@ -111,7 +106,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--limit", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
@@ -121,6 +115,7 @@ def main() -> None:
     plain_target = load_pair(dtype=options.dtype, placement="resident").target
     texts = [prompt.text for prompt in held_out_half(load(BUILT_IN))[: options.limit]]
     prompts = [encode(pair.tokenizer, text) for text in texts]
+    workload = Workload(texts, 0, options.tokens)
     tree = load_tree(options.tree)
     decoders = {"ours, plain": TokenTree.chain(1), "ours, tree": tree}
     methods: dict[str, TokensPerSecond] = {
@@ -130,29 +125,35 @@ def main() -> None:
     methods["transformers generate"] = of_transformers(plain_target, prompts, options.tokens)
     with ExitStack() as stack:
         if options.vllm:
-            speculative = vllm.speculative_config("eagle3", options.draft, {})
-            engine_options = {
-                "dtype": options.dtype,
-                "enforce_eager": True,
-                "max_model_len": 1024,
-                "max_num_seqs": 1,
-            }
-            workload = vllm.Workload(texts, options.tokens)
-            pool = stack.enter_context(
-                vllm.EnginePool(
-                    options.vllm, options.target, workload, speculative, engine_options, 8
-                )
+            vllm = VllmPool(
+                target=options.target,
+                draft=options.draft,
+                workload=workload,
+                max_engines=8,
+                python=options.vllm,
+                speculative=speculative_config("eagle3", options.draft, {}),
+                options={
+                    "dtype": options.dtype,
+                    "enforce_eager": True,
+                    "max_model_len": 1024,
+                    "max_num_seqs": 1,
+                },
             )
+            stack.enter_context(vllm)
             for length in (0, *(options.length or [4])):
                 name = f"vLLM, chain of {length}" if length else "vLLM, plain"
-                methods[name] = of_vllm(pool, length)
+                methods[name] = of_engine(vllm, length)
         if options.llama_server:
-            build, _ = llamacpp.find_build(options.llama_server, "draft-simple")
             threads = str(options.threads)
-            arguments = ["-m", str(embedded_gguf()), "-t", threads, "-tb", threads, "-c", "1024"]
-            server = stack.enter_context(llamacpp.Server(build, arguments))
-            server.wait()
-            methods["llama.cpp, 4 bits"] = of_llamacpp(server, prompts, options.tokens)
+            llama = LlamaCppPool(
+                target=str(embedded_gguf()),
+                draft=None,
+                workload=workload,
+                build=find_build(options.llama_server),
+                spec_type="draft-simple",
+                arguments=["-t", threads, "-tb", threads],
+            )
+            methods["llama.cpp, 4 bits"] = of_engine(stack.enter_context(llama), 0)
         rates: dict[str, list[float]] = {name: [] for name in methods}
         for run in methods.values():
             run(0)
@@ -163,14 +164,13 @@ def main() -> None:
     report = {
         "hardware": fingerprint("cpu"),
         "settings": {"dtype": options.dtype, "threads": options.threads, "tokens": options.tokens},
-        "tokens_per_second": {name: spread(np.array(values)) for name, values in rates.items()},
+        "tokens_per_second": {name: spread(values) for name, values in rates.items()},
         "tree_over": {
             name: spread(np.array(rates["ours, tree"]) / np.array(values))
             for name, values in rates.items()
         },
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(options.output, json.dumps(report, indent=1).encode() + b"\n")
+    write_report(options.output, report)
     table = Table("", "tokens/s", "our tree over it")
     for name in rates:
         speed, ratio = report["tokens_per_second"][name], report["tree_over"][name]

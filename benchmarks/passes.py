@@ -11,9 +11,7 @@ the peak memory of a process that loads both models and runs passes is measured 
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable
@@ -23,12 +21,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from reports import new_parser, spread, write_report
 from rich.console import Console
 from rich.table import Table
-from summary import spread
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.latency import CONTEXT
 from sequoia_plan.profiler.size_timer import SizeTimer
@@ -153,12 +150,11 @@ def show(figures: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure, print and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("--threads", type=int, action="append", help="of PyTorch, repeatable")
     parser.add_argument("--draft", action="append", choices=EMBEDDED_DRAFTS, help="repeatable")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
     drafts = options.draft or EMBEDDED_DRAFTS
     figures = {}
@@ -183,8 +179,7 @@ def main() -> None:
         "figures": figures,
         "peak_mb": peaks,
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(options.output, json.dumps(report, indent=1).encode() + b"\n")
+    write_report(options.output, report)
 
 
 if __name__ == "__main__":

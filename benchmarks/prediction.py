@@ -2,7 +2,7 @@
 
     sequoia-plan profile --tokens 48 --precision 0% --also temperature=0.6 -o build/t.yaml
     python benchmarks/prediction.py build/t.yaml build/t-temperature=0.6.yaml -o build/errors.json
-    python benchmarks/prediction.py build/t.yaml --quick -o build/quick.json   # to see that it runs
+    python benchmarks/prediction.py build/t.yaml --sizes 4 --limit 2 --tokens 8 -o build/few.json
 
 For each profile and size, the tree of most expected tokens is solved from the profile and decodes
 the held-out half of the prompts beside plain decoding. Its measured figures are put next to the
@@ -19,7 +19,6 @@ shared machine changes by the minute.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -30,12 +29,12 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 from numpy.typing import NDArray
+from reports import new_parser, write_report
 from rich.console import Console
 from rich.table import Table
 
 from sequoia_plan.artifacts import Acceptance, Profile, TokenTree
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
-from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner import solve
@@ -240,7 +239,7 @@ def main() -> None:
         results.append(
             {"settings": settings, "models": pair.metadata, "hardware": hardware} | result
         )
-        write_atomically(options.output, (json.dumps(results, indent=1) + "\n").encode())
+        write_report(options.output, results)
         for entry in result["trees"]:
             table.add_row(str(sampling.temperature), str(entry["size"]), *cells(entry))
     Console(width=180).print(table)
@@ -248,9 +247,7 @@ def main() -> None:
 
 def read_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("profiles", type=Path, nargs="+")
     parser.add_argument("--draft", help="as for sequoia-plan profile")
     parser.add_argument("--dtype", default="auto")
@@ -260,12 +257,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, help="a file, whose held-out half is decoded")
     parser.add_argument("--limit", type=int, default=80, help="prompts, at most")
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("-o", "--output", type=Path, required=True)
-    options = parser.parse_args()
-    if options.quick:
-        options.sizes, options.limit, options.tokens = [4, 8], 2, 8
-    return options
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

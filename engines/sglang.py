@@ -18,7 +18,7 @@ from sequoia_plan.artifacts.files import read_bytes
 from sequoia_plan.engines.plan import ChainAcceptance, ContextPlan, StepSeconds
 from sequoia_plan.engines.timing import step_seconds
 
-HISTOGRAM = re.compile(r'"spec_correct_drafts_histogram":\s*\[(\d[\d,\s]*)\]')
+HISTOGRAM = re.compile(r'"spec_correct_drafts_histogram":\s*\[\s*(\d[\d,\s]*)\]')
 DECODE_LINE = re.compile(
     r"Decode batch.*?#running-req: ([1-9]\d{0,5})(?!\d)"  # requests decoded together
     r"(?:.*?accept len: (\d{1,4}(?:\.\d+)?)(?![\d.]))?"  # mean tokens of a step and request

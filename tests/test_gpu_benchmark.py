@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import replace
 
 import gpu
-import gpu_parts
+import gpu_scale
+import gpu_texts
 import pytest
 import torch
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 def run(monkeypatch, output, parts, *arguments):
     """Run the script. Returns its exit code and the contents of the files that it left."""
     monkeypatch.setattr(gpu, "PARTS", parts)
-    monkeypatch.setattr(gpu, "QUICK", replace(gpu.QUICK, max_size=4, copy_bytes=1 << 16))
+    monkeypatch.setattr(gpu, "QUICK", gpu.QUICK._replace(max_size=4, copy_bytes=1 << 16))
     code = gpu.main(["--device", "cpu", "--quick", "--here", "-o", str(output), *arguments])
     return code, {file.stem: json.loads(file.read_text()) for file in output.glob("*.json")}
 
@@ -34,7 +34,6 @@ def test_a_part_that_fails_and_one_that_does_not(tmp_path, monkeypatch):
     assert "error" not in result, result
     assert result["hardware"]["device"] == "cpu"
     assert result["quick"] is True
-    assert result["peak_memory_bytes"] is None
     latency = result["latency"]
     assert [*latency["target"]] == [*latency["draft"]] == ["1", "2", "3", "4"]
     assert result["plain"]["draft"] == 0 < result["bandwidth"]["share_of_copy"]
@@ -82,7 +81,7 @@ def test_what_was_measured_before_an_error_is_kept(tmp_path, monkeypatch):
             measured.append(setting["number"])
             return {"figure": 10 * setting["number"]}
 
-        return gpu_parts.measure_each(run, "figures", map(numbered, range(4)), measure_setting)
+        return gpu_scale.measure_each(run, "figures", map(numbered, range(4)), measure_setting)
 
     def numbered(number):
         return {"number": number}
@@ -98,29 +97,15 @@ def test_what_was_measured_before_an_error_is_kept(tmp_path, monkeypatch):
     assert [figure["figure"] for figure in files["checks"]["figures"]] == [0, 10, 20, 30]
 
 
-def test_settings_that_would_start_too_late_are_left_for_the_next_run():
-    saved = []
-    late = gpu_parts.Run(torch.device("cpu"), gpu_parts.QUICK, 0.0, {}, saved.append)
-    settings = [{"number": 0}]
-    result = gpu_parts.measure_each(late, "figures", settings, pytest.fail)
-    assert result == {"figures": [], "unfinished": True} and saved == []
-
-
-def test_a_device_that_has_failed_loses_no_file(tmp_path, monkeypatch):
-    """After an error of the device, even freeing its memory raises."""
-
-    def raise_error(*args):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(gpu, "fingerprint", lambda device: {})
-    for name in ("max_memory_allocated", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, raise_error)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    options = gpu.parse_options(["--quick", "-o", str(tmp_path)])
-    file = tmp_path / "sdpa.json"
-    result = gpu.run_part(raise_error, file, options, math.inf)
-    assert result["error"].startswith("RuntimeError: CUDA error: an illegal memory access")
-    assert json.loads(file.read_text()) == result
+def test_what_would_start_too_late_is_left_for_the_next_run(tmp_path, monkeypatch):
+    late = gpu_scale.Run(torch.device("cpu"), gpu_scale.QUICK, 0.0, {}, pytest.fail)
+    result = gpu_scale.measure_each(late, "figures", [{"number": 0}], pytest.fail)
+    assert result == {"figures": [], "unfinished": True}
+    shown = []
+    monkeypatch.setattr(gpu, "show", lambda results, device: shown.append(results))
+    code, files = run(monkeypatch, tmp_path, gpu.PARTS, "--minutes", "0")
+    assert code == 0 and files == {}
+    assert shown == [{name: {"skipped": "out of time"} for name in gpu.PARTS}]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +143,7 @@ def test_the_checks_of_a_device_run_without_one(tmp_path, monkeypatch):
         return torch_compile(model, **options | {"backend": "eager"})
 
     monkeypatch.setattr(torch, "compile", compile_eagerly)
-    monkeypatch.setattr(gpu, "QUICK", replace(gpu.QUICK, tokens=2))
+    monkeypatch.setattr(gpu, "QUICK", gpu.QUICK._replace(tokens=2))
     code, results = run(monkeypatch, tmp_path / "gpu", parts)
     assert code == 0, results
     tests = results["checks"]["tests"]
@@ -208,9 +193,9 @@ def test_the_figures_of_a_tree_follow_from_known_times(monkeypatch):
     """
     tree = TokenTree.from_parents([-1, 0, 0, 1])
     latency = Latency({1: 0.010, 4: 0.012}, {1: 0.001, 2: 0.0015}, overhead=0.0005)
-    monkeypatch.setattr(gpu_parts, "step_breakdown", lambda *_: {"step": 0.016})
-    cpu_run = gpu_parts.Run(torch.device("cpu"), gpu_parts.QUICK, math.inf)
-    result = gpu_parts.compare_with_passes(
+    monkeypatch.setattr(gpu_texts, "step_breakdown", lambda *_: {"step": 0.016})
+    cpu_run = gpu_scale.Run(torch.device("cpu"), gpu_scale.QUICK, math.inf)
+    result = gpu_texts.compare_with_passes(
         cpu_run, None, tree, None, Acceptance.given([0.5, 0.25]), latency, 0.0105
     )
     assert result["step_seconds"] == pytest.approx(
@@ -225,15 +210,6 @@ def test_the_figures_of_a_tree_follow_from_known_times(monkeypatch):
     }
     assert result["projected"] == pytest.approx(projected, rel=1e-4)
     assert (result["size"], result["depth"], result["parents"]) == (4, 3, [-1, 0, 0, 1])
-
-
-def test_parts_that_would_start_too_late_are_skipped(tmp_path, monkeypatch):
-    parts = dict.fromkeys(gpu.PARTS, (1.0, lambda run: pytest.fail("started")))
-    shown = []
-    monkeypatch.setattr(gpu, "show", lambda results, device: shown.append(results))
-    code, files = run(monkeypatch, tmp_path / "gpu", parts, "--minutes", "0")
-    assert code == 0 and files == {}
-    assert shown == [{name: {"skipped": "out of time"} for name in gpu.PARTS}]
 
 
 def test_shapes_have_the_parameters_that_are_published():
