@@ -190,25 +190,27 @@ def neighbours(best: Drafting, draftings: Iterable[Drafting]) -> list[Drafting]:
 
 def verify_plan(pool: EnginePool, plan: EnginePlan) -> EnginePlan:
     """Measures the cells of `cells_to_verify` on other prompts."""
+
+    def kind_of(cell: Cell, part: ContextPlan) -> RunKind:
+        return RunKind(Drafting.of(cell), cell.batch, part.context)
+
+    def run(kind: RunKind, round_index: int) -> EngineRun:
+        pool.report_status(f"verifying, run {round_index + 1} of {VERIFY_REPEATS}")
+        return pool.run(kind, pool.workload.held_out)
+
     kinds = [
-        RunKind(Drafting.of(cell), batch, part.context)
+        kind_of(cell, part)
         for part in plan.contexts
         for batch in part.batches
         for cell in cells_to_verify(part.cells_at(batch), pool.default_drafting)
     ]
-
-    def run(kind: RunKind, round_index: int) -> EngineRun:
-        """Decodes the prompts that verify."""
-        pool.report_status(f"verifying, run {round_index + 1} of {VERIFY_REPEATS}")
-        return pool.run(kind, pool.workload.held_out)
-
     runs = pool.run_in_rounds(kinds, run, VERIFY_REPEATS, VERIFY_REPEATS)
     contexts = []
     for part in plan.contexts:
         cells = []
         for cell in part.cells:
-            cell_runs = runs.get(RunKind(Drafting.of(cell), cell.batch, part.context))
-            measured = measured_cell(cell_runs, cell.batch) if cell_runs else None
+            kind = kind_of(cell, part)
+            measured = measured_cell(runs[kind], cell.batch) if kind in runs else None
             cells.append(replace(cell, measured=measured))
         contexts.append(replace(part, cells=tuple(cells)))
     return replace(plan, contexts=tuple(contexts))

@@ -142,17 +142,6 @@ def test_llama_server_takes_the_line(measured_plan):
     assert sum(step.drafted for step in steps) > 0
 
 
-def test_a_prompt_in_the_cache_has_the_same_text():
-    """Where prompts begin alike, a server computes only the rest, in batches of other sizes."""
-    drafting, prompts = Drafting(3), range(len(PROMPTS))
-    with pool(DRAFT, max_context=300) as servers:
-        cached = servers.decode(drafting, prompts, 300)
-        requests = [servers._completion(servers.prompt(i, 300), 32, 0) for i in prompts]
-        new = [servers.running[drafting].generate(request) for request in requests]
-    pairs = zip(map(counts, cached), map(counts, new), strict=True)
-    assert sum(text == other for text, other in pairs) >= 0.7 * len(prompts)
-
-
 def test_the_server_ends_with_a_killed_program():
     script = (
         "import time; from sequoia_plan.engines.llama_server import Server, find_build\n"

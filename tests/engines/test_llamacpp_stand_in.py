@@ -116,10 +116,8 @@ def test_neighbours_differ_in_one_setting():
 
 def test_a_text_is_repeated_until_it_is_longer_than_what_a_lookup_drafts():
     text = LookupText(range(60), range(60, 200), 2)
-    tokens = repeated(text, 24, 40)
-    assert tokens == [*range(168, 200)] * 3
-    longer = repeated(text, 2, 1000)
-    assert len(longer) == 1000 and longer[-16:] == longer[-32:-16] == [*range(184, 200)]
+    assert repeated(text, 24, 40) == [*range(168, 200)] * 3
+    assert repeated(text, 2, 100) == ([*range(184, 200)] * 7)[-100:]
     assert repeated(LookupText((1, 2, 3), (4, 5), 2), 2, 0) == [5, *[1, 2, 3, 4, 5] * 3] * 3
 
 
@@ -135,8 +133,6 @@ def test_what_comes_before_a_prompt_is_of_the_other_half_and_the_same_for_all():
     )
     pool.prompts = [[10, 11], [20, 21, 22], [30], [40, 41]]
     pool.texts = [[10], [20, 21], [30], [40]]
-    assert pool.prompt(1) == [20, 21, 22]
+    assert [pool.prompt(1), pool.prompt(1, 2)] == [[20, 21, 22], [21, 22]]
     assert pool.prompt(0, 6) == [30, 40, 30, 40, 10, 11]
-    assert pool.prompt(1, 6) == [30, 40, 30, 20, 21, 22]
     assert pool.prompt(2, 6) == [10, 20, 21, 10, 20, 30]
-    assert pool.prompt(1, 2) == [21, 22]

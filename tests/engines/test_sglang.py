@@ -60,33 +60,23 @@ def test_responses_that_tell_nothing(tmp_path, histogram, message):
         sglang.read_responses(str(tmp_path / "r.json"))
 
 
-def test_lines_of_a_log_with_broken_numbers_are_left_out(tmp_path):
-    """Processes write into each other's lines."""
-    broken = [
-        decode_line(4, "1.2.3"),
-        decode_line(4, "9" * 400),
-        decode_line("9" * 5000, 3),
-        decode_line(4, 9.0, "1.5.0"),
-    ]
-    text = SERVER_ARGS.format("None", "None") + "".join(broken) + decode_line(2, 30.0) * 3
-    (tmp_path / "s.log").write_text(text)
-    (step,) = sglang.read_log(str(tmp_path / "s.log")).steps
-    assert (step.batch, step.seconds) == (2, pytest.approx(2 / 30))
-
-
 def test_a_log_gives_step_times(tmp_path):
+    """Also where processes write into each other's lines."""
     lines = [
-        decode_line(1, 3.1, 1.9),
+        decode_line(1, 3.1, 1.9),  # the first line after a change of the number of requests
         decode_line(1, 40.0, 2.0),
         decode_line(4, 9.9, 1.5),
         decode_line(4, 120.0, 1.5),
+        decode_line(4, "1.2.3", 1.5),
+        decode_line("9" * 5000, 3, 1.5),
+        decode_line(4, "9" * 400, 1.5),
         decode_line(4, 125.0, 1.5),
+        decode_line(4, 9.0, "1.5.0"),
     ]
     (tmp_path / "s.log").write_text(SERVER_ARGS.format(3, 1) + "".join(lines) + "INFO: x\n")
     log = sglang.read_log(str(tmp_path / "s.log"))
     assert log.speculative_tokens == 3 and log.accept_lengths == {1: 2.0, 4: 1.5}
     first, second = log.steps
-    # the first line after a change of the number of requests is a mix
     assert (first.batch, first.speculative_tokens, first.steps) == (1, 3, 40)
     assert (second.batch, second.speculative_tokens, second.steps) == (4, 3, 80)
     assert first.seconds == pytest.approx(1 * 2.0 / 40)

@@ -42,7 +42,6 @@ class LLM:
         self.child.start()
         print("this line is no answer", self.child.pid, flush=True)
         self.llm_engine = self
-        self.num_prompt_tokens = 0
         self.requests = {}
         self.accepted_per_step = itertools.cycle(ACCEPTED_PER_STEP)
         self.num_drafts = 0
@@ -52,7 +51,6 @@ class LLM:
         return SimpleNamespace(chat_template=None, encode=lambda text: list(text.encode()))
 
     def add_request(self, request_id, prompt, max_tokens):
-        self.num_prompt_tokens += len(prompt["prompt_token_ids"])
         self.requests[request_id] = SimpleNamespace(num_tokens=0, max_tokens=max_tokens)
 
     def abort_request(self, request_ids):
@@ -93,8 +91,6 @@ class LLM:
         return [
             SimpleNamespace(name=f"{prefix}_drafts", value=self.num_drafts),
             SimpleNamespace(name=f"{prefix}_draft_tokens", value=self.num_drafts * self.length),
-            # no counter of vLLM: a test reads it
-            SimpleNamespace(name=f"{prefix}_prompt_tokens", value=self.num_prompt_tokens),
             SimpleNamespace(name=f"{prefix}_accepted_tokens", value=sum(per_position)),
             SimpleNamespace(name=f"{prefix}_accepted_tokens_per_pos", values=per_position),
         ]
