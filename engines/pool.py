@@ -32,7 +32,6 @@ class EnginePool(ABC):
     workload: Workload
     max_context: int = 0
     """The most tokens of a prompt that are asked for."""
-    max_engines: int | None = None
     report_status: Callable[[str], None] = lambda text: None
     prompts: list[list[int]] = field(default_factory=list)
     """Token ids of the workload's prompts, once an engine runs."""
@@ -97,7 +96,7 @@ class EnginePool(ABC):
 
     def groups(self, keys: Iterable[Any]) -> list[list[Any]]:
         """Splits engines into groups that fit in memory together. Those that run come first."""
-        size = self.max_engines or (1 if self.has_device else MAX_CPU_ENGINES)
+        size = 1 if self.has_device else MAX_CPU_ENGINES
         ordered = sorted(dict.fromkeys(keys), key=lambda key: key not in self.running)
         return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 

@@ -157,7 +157,8 @@ def test_a_failure_is_one_line_and_leaves_its_log(engine, model, message):
     assert "the engine's own words" in Path(log).read_text()
 
 
-def test_memory_holds_so_many_engines():
+def test_memory_holds_so_many_engines(monkeypatch):
+    monkeypatch.setattr("sequoia_plan.engines.pool.MAX_CPU_ENGINES", 2)
     engines = VllmPool(
         target="works",
         draft=None,
@@ -165,9 +166,9 @@ def test_memory_holds_so_many_engines():
         python=sys.executable,
         speculative={},
         options={},
-        max_engines=2,
     )
     with engines:
+        engines.ensure_running([Drafting(0)])  # says that it has no device
         engines.ensure_running([Drafting(0), Drafting(1)])
         assert engines.groups(map(Drafting, range(4))) == [
             [Drafting(0), Drafting(1)],

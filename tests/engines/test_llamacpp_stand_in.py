@@ -70,7 +70,7 @@ def test_the_plan_of_a_type(invoke, spec_type):
         ),
         (["--target", "breaks.gguf"], 1, "the engine died with exit code 3 while answering /comp"),
         (["--target", "silent.gguf"], 1, "log has fewer drafted tokens than its timings"),
-        (["--server-args", "'"], 1, "No closing quotation"),
+        (["--server-args", "'"], 2, "'--server-args': No closing quotation"),
     ],
 )
 def test_a_failure_is_one_line(invoke, words, code, message):

@@ -63,9 +63,9 @@ def environment():
 def folder(tmp_path_factory):
     """A folder with the embedded target and language model as vLLM loads them."""
     folder = tmp_path_factory.mktemp("models")
-    models = {"target": ["--model", "target"], "draft": ["--draft", "smollm2-135m-draft"]}
+    models = {"target": [], "draft": ["--draft", "smollm2-135m-draft"]}
     for name, words in models.items():
-        command = ["export", "--format", "hf", *words, "-o", str(folder / name)]
+        command = ["export", "--format", name, *words, "-o", str(folder / name)]
         result = CliRunner().invoke(main, command)
         assert result.exit_code == 0, result.output
     return folder
@@ -76,7 +76,7 @@ def measured_plan(folder):
     """A plan of few steps, verified, and the output of the command."""
     (folder / "prompts.txt").write_text("\n\n".join(text for text in PROMPTS for _ in range(2)))
     words = f"--target {folder}/target --draft {folder}/draft --python {PYTHON} --batch 1,3 "
-    words += f"--most 3 --prompts {folder}/prompts.txt --tokens 24 --together 2 --verify "
+    words += f"--most 3 --prompts {folder}/prompts.txt --tokens 24 --verify "
     words += f"-o {folder}/plan.yaml"
     command = ["engine", "vllm", *words.split(), "--engine-args", json.dumps(OPTIONS)]
     result = CliRunner().invoke(main, command)
