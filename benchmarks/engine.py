@@ -9,8 +9,7 @@ A real engine runs the embedded models (docs/engines.md says how to write them).
 every second built-in prompt, and the cells are measured on the others, in rounds in which the ways
 of drafting alternate. `vllm` measures the whole grid of lengths, batch sizes and, with `--context
 256,2048`, contexts, and then vLLM with the plan's schedule. `llamacpp` measures one pair of a
-target and a type, and adds it to the output; `--tokens-only` compares tokens a step alone, which a
-busy machine does not change. vLLM's environment variables are taken as they are set.
+target and a type, and adds it to the output. vLLM's environment variables are taken as they are.
 """
 
 from __future__ import annotations
@@ -172,39 +171,22 @@ def measure_llamacpp(arguments: argparse.Namespace) -> dict[str, Any]:
     names = ("name", "spec_type", "threads", "prompts", "tokens")
     result = {name: getattr(arguments, name) for name in names} | {"version": pool.build.version}
     with pool:
-        if arguments.tokens_only:
-            replays = pool.record(max_length, 1, 0).replays
-            rows = []
-            for drafting in draftings[1:]:
-                predicted = tokens_per_step(replays[drafting])
-                measured_tokens = tokens_per_step(pool.decode(drafting, pool.workload.held_out))
-                own = tokens_per_step(pool.decode(drafting, pool.workload.measuring))
-                row = {
-                    "drafting": named(drafting),
-                    "predicted": round(predicted, 4),
-                    "measured": round(measured_tokens, 4),
-                    "error": round(predicted / measured_tokens - 1, 4),
-                    "error_on_the_same_prompts": round(predicted / own - 1, 4),
-                }
-                rows.append(row)
-            result["name"] += ": tokens a step"
-        else:
-            ((model, times),), seconds = planning.measure(pool, [1], max_length)
-            best = best_drafting(model, times, 1)
-            cells = {Drafting.of(cell): cell for cell in predict_cells(model, times, 1)}
-            kinds = [RunKind(drafting) for drafting in dict.fromkeys([*draftings, best])]
-            measured = measure_kinds(pool, kinds, arguments.repeats)
-            rows = [
-                comparison(kind, cells[kind.drafting], measured[kind])
-                | {"is_best": kind.drafting == best}
-                for kind in kinds
-            ]
-            result |= {
-                "planning_seconds": seconds,
-                "steps": [step.to_dict() for step in times.steps],
-                "draft_pass_seconds": times.pass_seconds,
-                "acceptance": model.acceptance.to_dict(),
-            }
+        ((model, times),), seconds = planning.measure(pool, [1], max_length)
+        best = best_drafting(model, times, 1)
+        cells = {Drafting.of(cell): cell for cell in predict_cells(model, times, 1)}
+        kinds = [RunKind(drafting) for drafting in dict.fromkeys([*draftings, best])]
+        measured = measure_kinds(pool, kinds, arguments.repeats)
+        rows = [
+            comparison(kind, cells[kind.drafting], measured[kind])
+            | {"is_best": kind.drafting == best}
+            for kind in kinds
+        ]
+        result |= {
+            "planning_seconds": seconds,
+            "steps": [step.to_dict() for step in times.steps],
+            "draft_pass_seconds": times.pass_seconds,
+            "acceptance": model.acceptance.to_dict(),
+        }
     result |= summary(rows)
     pairs = []
     if arguments.output.exists():
@@ -212,12 +194,6 @@ def measure_llamacpp(arguments: argparse.Namespace) -> dict[str, Any]:
     pairs = [*(pair for pair in pairs if pair["name"] != result["name"]), result]
     totals = {key: sum(pair[key] for pair in pairs) for key in ("within_10_percent", "cells")}
     return {"pairs": pairs, **totals}
-
-
-def tokens_per_step(texts: Sequence[Sequence[Any]]) -> float:
-    """Mean number of tokens of the steps of several texts."""
-    steps = [step for text in texts for step in text]
-    return sum(step.tokens for step in steps) / len(steps)
 
 
 def main() -> None:
@@ -234,7 +210,6 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=24, help="of each half, at most")
     parser.add_argument("--tokens", type=int, default=32, help="of each prompt, at most")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--tokens-only", action="store_true", help="of llama.cpp: no times")
     arguments = parser.parse_args()
     measure = measure_vllm if arguments.engine == "vllm" else measure_llamacpp
     environment = {name: os.environ[name] for name in ENVIRONMENT_VARIABLES if name in os.environ}

@@ -45,7 +45,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,6 @@ from gpu_scale import FULL, QUICK, Run
 from gpu_steps import compare_compiled, time_host_stream, time_settings, time_shared_heads
 from gpu_texts import bench_embedded_pair, bench_transformers, time_random_pair
 from reports import new_parser, write_report
-from rich.console import Console
-from rich.table import Table
 
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.runtime import Sampling
@@ -65,8 +63,6 @@ Result = dict[str, Any]
 """What one part measured, as in its JSON file."""
 GRACE_SECONDS = 120
 """How long a part may go on after its time, to finish what it measures."""
-TEXT_COLUMNS = ("part", "what", "note")
-COLUMNS = ("part", "what", "tokens/s", "tokens/step", "ms/step", "not model", "note")
 PARTS: dict[str, tuple[float, Callable[[Run], Result]]] = {
     "checks": (240.0, run_checks),
     "captured": (120.0, compare_captured),
@@ -86,7 +82,7 @@ then what matters most."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the parts and print their main figures. Returns 1 if a part failed, else 0."""
+    """Run the parts and print how they ended. Returns 1 if a part failed, else 0."""
     parser = new_parser(__doc__)
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--minutes", type=float, default=28.0, help="for everything [default: 28]")
@@ -109,7 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{passed:6.0f} s  {name}", file=sys.stderr, flush=True)
         run = run_part if options.here else run_in_own_process
         results[name] = run(name, file, options, seconds)
-    show(results, options.device)
+    for name, result in results.items():
+        outcome = result.get("skipped") or result.get("error") or f"{result.get('seconds')} s"
+        print(f"{name}: {outcome}")
     return int(any("error" in result for result in results.values()))
 
 
@@ -172,84 +170,6 @@ def run_part(name: str, file: Path, options: argparse.Namespace, seconds: float)
     result = circumstances | result | {"seconds": round(time.perf_counter() - started, 1)}
     write_report(file, result)
     return result
-
-
-def show(results: Mapping[str, Result], device: str) -> None:
-    """Print the main figures of each part as a table."""
-    table = Table(title="GPU" if device == "cuda" else "CPU, a trial run", box=None)
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column in TEXT_COLUMNS else "right")
-    for part, result in results.items():
-        for row in table_rows(part, result):
-            table.add_row(part, *row)
-    Console(width=150).print(table)
-
-
-def table_rows(part: str, result: Result) -> Iterator[list[str]]:
-    """Yield the rows of one part, without the first column."""
-    if note := result.get("skipped") or result.get("error"):
-        yield table_row(note=note)
-        return
-    yield from method_rows(part, result)
-    for figures in result.get("steps", []):
-        setting = (
-            f"{figures['tree']}, context {figures['context']}, T {figures['temperature']}, "
-            f"top-p {figures['top_p']}, {figures['verifier'] or 'greedy'}"
-        )
-        verify_note = f"verify {1000 * figures['verify']:.2f} ms"
-        yield table_row(setting, breakdown=figures, note=verify_note)
-    for figures in result.get("compiled", []):
-        what = f"{figures['tree']}, {'compiled' if figures['compile'] else 'as it is'}"
-        first_step_note = f"first {figures['first_step_seconds']:.1f} s"
-        yield table_row(what, breakdown=figures, note=first_step_note)
-    for name, breakdown in result.get("breakdown", {}).items():
-        yield table_row(f"step: {name}", breakdown=breakdown)
-    if "bandwidth" in result:
-        bandwidth_note = f"{result['bandwidth']['share_of_copy']:.1%} of copy bandwidth"
-        yield table_row("step: plain", breakdown=result["plain"], note=bandwidth_note)
-    for name, tree in result.get("trees", {}).items():
-        projected = tree["projected"]
-        yield table_row(
-            f"{tree['size']} nodes, {name}",
-            f"{projected['tokens_per_second']:.1f}",
-            f"{projected['expected_tokens']:.2f}",
-            tree["breakdown"],
-            f"projected, {projected['speedup']:.2f} x plain; overhead {tree['overhead_share']:.1%}",
-        )
-
-
-def method_rows(part: str, result: Result) -> Iterator[list[str]]:
-    """Yield a row for each method of decoding of one part."""
-    groups = {"": result.get("contenders", {})}
-    if part == "variants":
-        groups = result["contenders"]
-    for title, methods in groups.items():
-        for figures in methods.values():
-            speedup, tokens_per_step = figures["speedup"].get("plain"), figures["tokens_per_step"]
-            yield table_row(
-                figures["title"],
-                f"{figures['tokens_per_second']['median']:.1f}",
-                f"{tokens_per_step:.2f}" if tokens_per_step else "",
-                note=f"{title} {speedup['median']:.2f} x plain".strip() if speedup else title,
-            )
-
-
-def table_row(
-    what: str = "",
-    tokens_per_second: str = "",
-    tokens_per_step: str = "",
-    breakdown: Mapping[str, Any] | None = None,
-    note: str = "",
-) -> list[str]:
-    """Return the cells of a row, without the first column.
-
-    Args:
-        breakdown: the parts of a step; None leaves the cells of the step empty.
-    """
-    step_cells = ["", ""]
-    if breakdown:
-        step_cells = [f"{1000 * breakdown['step']:.2f}", f"{breakdown['share_not_model']:.1%}"]
-    return [what, tokens_per_second, tokens_per_step, *step_cells, note]
 
 
 if __name__ == "__main__":

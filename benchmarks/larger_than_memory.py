@@ -200,7 +200,6 @@ def main() -> None:
     CGROUP.rmdir()
     figures |= {"projected": project(figures), "hardware": fingerprint(CPU)}
     write_report(options.output, figures)
-    print(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":

@@ -30,8 +30,6 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from reports import new_parser, write_report
-from rich.console import Console
-from rich.table import Table
 
 from sequoia_plan.artifacts import TokenTree, load_tree
 from sequoia_plan.artifacts.lookup import MAX_MATCH
@@ -113,41 +111,24 @@ def total_speedup(runs: dict[str, list[PromptRun]], method: str) -> float:
     return speeds[0] / speeds[1]
 
 
-def print_result(result: dict[str, Any]) -> None:
-    """Print for each kind our speed over that of each other method, with its 95 % interval."""
-    speedups = {
-        kind: part["methods"][result["method"]]["speedup"] for kind, part in result["kinds"].items()
-    }
-    others = [*next(iter(speedups.values()))]
-    table = Table("kind", "prompts", *(f"over {name}" for name in others), "in total", "promised")
-    for kind, part in result["kinds"].items():
-        ratios = ["{median:.2f} ({low:.2f}-{high:.2f})".format(**speedups[kind][o]) for o in others]
-        numbers = (part["over_plain_in_total"], result["promised"].get(kind))
-        totals = [f"{number:.2f}" if number else "" for number in numbers]
-        table.add_row(kind, str(part["prompts"]), *ratios, *totals)
-    Console(width=170).print(table)
-
-
 def draw(result: dict[str, Any], path: str) -> None:
     """Draw the speed over plain decoding by kind: lookup alone, the tree alone, trees by match."""
-    ours = result["method"]
-    methods = {"lookup": "prompt lookup", "tree": "tree alone", ours: "trees by match"}
+    methods = {"lookup": "prompt lookup", "tree": "tree alone", result["method"]: "trees by match"}
     parts = {kind: p["methods"] for kind, p in result["kinds"].items() if "all" not in kind}
-    settings = style("#22302a", "#e4e9e6", "sequoia-plan") | {"font.size": 11}
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context(style("#22302a", "#e4e9e6", "sequoia-plan") | {"font.size": 11}):
         figure = Figure(figsize=(11, 4.2), layout="constrained")
         axes = figure.subplots()
         for number, (name, title) in enumerate(methods.items()):
             ratios = [part[name]["speedup"]["plain"] for part in parts.values()]
-            medians = np.array([ratio["median"] for ratio in ratios])
-            lows, highs = (np.array([ratio[end] for ratio in ratios]) for end in ("low", "high"))
+            rows = [(ratio["median"], ratio["low"], ratio["high"]) for ratio in ratios]
+            medians, lows, highs = np.array(rows).T
             axes.bar(
                 np.arange(len(parts)) + 0.27 * (number - 1),
                 medians,
                 width=0.25,
                 color=(BLUE, AMBER, GREEN)[number],
                 label=title,
-                yerr=[np.maximum(medians - lows, 0), np.maximum(highs - medians, 0)],
+                yerr=np.maximum([medians - lows, highs - medians], 0),
                 error_kw={"elinewidth": 1.0, "ecolor": "#22302a"},
             )
         axes.axhline(1.0, color=RED, linewidth=1.2, linestyle=":")
@@ -239,7 +220,6 @@ def main() -> None:
         "runs": {name: [asdict(run) for run in method_runs] for name, method_runs in runs.items()},
     }
     write_report(options.output, result)
-    print_result(result)
     if options.plot:
         draw(result, options.plot)
 

@@ -338,7 +338,6 @@ def main() -> None:
         if name not in results:
             results[name] = PARTS[name](options) | {"hardware": fingerprint(CPU)}
             write_report(options.output, results)
-            print(json.dumps(results[name], indent=1)[:4000], flush=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ the peak memory of a process that loads both models and runs passes is measured 
 from __future__ import annotations
 
 import copy
+import json
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable
@@ -22,8 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 from reports import new_parser, spread, write_report
-from rich.console import Console
-from rich.table import Table
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.profiler.hardware import fingerprint
@@ -134,20 +133,6 @@ def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
         return executor.submit(function, *arguments).result()
 
 
-def show(figures: dict[str, Any]) -> None:
-    """Print the figures as tables."""
-    for setting, by_part in figures.items():
-        for part, by_layers in by_part.items():
-            table = Table("layers", *(f"{n} nodes" for n in NODES), title=f"{setting}: {part}")
-            for layers, by_nodes in by_layers.items():
-                cells = [
-                    f"{cell['ms'][0]:.1f} ms  {cell['over_fused'][0]:.2f}x"
-                    for cell in by_nodes.values()
-                ]
-                table.add_row(layers, *cells)
-            Console().print(table)
-
-
 def main() -> None:
     """Measure, print and write the figures."""
     parser = new_parser(__doc__)
@@ -163,7 +148,7 @@ def main() -> None:
         for draft in drafts:
             setting = f"{threads} threads, {draft}"
             figures[setting] = milliseconds(draft, options.dtype, options.rounds)
-            show({setting: figures[setting]})
+            print(setting, json.dumps(figures[setting]), flush=True)
     peaks = {
         draft: {
             layers: in_new_process(peak_megabytes, layers, draft, options.dtype)
@@ -171,8 +156,6 @@ def main() -> None:
         }
         for draft in drafts
     }
-    for draft, by_layers in peaks.items():
-        print(f"{draft}: peak memory in MB", *(f"{key} {mb:.0f}" for key, mb in by_layers.items()))
     report = {
         "hardware": fingerprint("cpu"),
         "dtype": options.dtype,

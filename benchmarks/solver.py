@@ -8,7 +8,6 @@ the fastest one is proven, on random profiles. Compilation is not timed.
 
 from __future__ import annotations
 
-import json
 import time
 from itertools import product
 from typing import Any
@@ -110,7 +109,6 @@ def main() -> None:
         "speed": [speed_case(budget, options.repeats) for budget in BUDGETS],
     }
     write_report(options.output, report)
-    print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

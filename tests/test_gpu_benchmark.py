@@ -47,7 +47,6 @@ def test_a_part_that_fails_and_one_that_does_not(tmp_path, monkeypatch):
 def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
     """A finished part stays; one that failed, or has another scale, is measured again."""
     calls = []
-    monkeypatch.setattr(gpu, "show", lambda results, device: None)
 
     def part(name):
         def measure(run):
@@ -86,7 +85,6 @@ def test_what_was_measured_before_an_error_is_kept(tmp_path, monkeypatch):
     def numbered(number):
         return {"number": number}
 
-    monkeypatch.setattr(gpu, "show", lambda results, device: None)
     parts = {"checks": (1.0, measure)}
     code, files = run(monkeypatch, tmp_path / "gpu", parts)
     assert code == 1 and measured == [0, 1]
@@ -101,11 +99,8 @@ def test_what_would_start_too_late_is_left_for_the_next_run(tmp_path, monkeypatc
     late = gpu_scale.Run(torch.device("cpu"), gpu_scale.QUICK, 0.0, {}, pytest.fail)
     result = gpu_scale.measure_each(late, "figures", [{"number": 0}], pytest.fail)
     assert result == {"figures": [], "unfinished": True}
-    shown = []
-    monkeypatch.setattr(gpu, "show", lambda results, device: shown.append(results))
     code, files = run(monkeypatch, tmp_path, gpu.PARTS, "--minutes", "0")
     assert code == 0 and files == {}
-    assert shown == [{name: {"skipped": "out of time"} for name in gpu.PARTS}]
 
 
 @pytest.mark.parametrize(
