@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -201,17 +198,4 @@ def launch_options(
     return tuple(
         f"--speculative-config {shlex.quote(json.dumps({**speculative, **config}))}"
         for config in configs
-    )
-
-
-def find_python(python: str | None) -> str:
-    """Finds a Python that can import vLLM."""
-    names = [python] if python else [sys.executable, "python3"]
-    script = "import sys, importlib.util as u; sys.exit(u.find_spec('vllm') is None)"
-    for path in filter(None, map(shutil.which, names)):
-        if subprocess.run([path, "-c", script], capture_output=True, check=False).returncode == 0:
-            return path
-    raise SequoiaPlanError(
-        f"vLLM is not installed for {' or '.join(names)}; "
-        "give the Python of its environment with --python PATH"
     )

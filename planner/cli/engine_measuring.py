@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -98,9 +99,7 @@ def read_json(_: click.Context, __: click.Parameter, text: str | None) -> dict[s
     show_default=True,
     help="vLLM's name of the drafting method: draft_model, eagle3, mtp, ngram, ...",
 )
-@click.option(
-    "--python", metavar="PATH", help="The Python that has vLLM. [default: this one, else python3]"
-)
+@click.option("--python", metavar="PATH", help="The Python that has vLLM. [default: this one]")
 @click.option(
     "--engine-args",
     metavar="JSON",
@@ -148,7 +147,7 @@ def vllm(
     check_outputs(outputs["output"], outputs["report"], times_path, metrics, run["path"])
 
     from sequoia_plan.engines.counters import chain_acceptance, fetch
-    from sequoia_plan.engines.vllm import VllmPool, find_python, speculative_config
+    from sequoia_plan.engines.vllm import VllmPool, speculative_config
 
     acceptance = chain_acceptance(fetch(metrics), metrics) if metrics else None
     if acceptance:
@@ -162,7 +161,7 @@ def vllm(
                 VllmPool,
                 target=target or "",
                 draft=draft,
-                python=find_python(python),
+                python=python or sys.executable,
                 speculative=speculative_config(method, draft, speculative_args),
                 options={"max_num_seqs": max(batches)} | engine_args,
             ),

@@ -170,11 +170,14 @@ def test_do_not_speculate_is_an_answer():
 def test_times_between_those_measured_are_on_the_line():
     rows = [(1, 0, 0.05), (1, 1, 0.1), (1, 5, 0.18), (4, 0, 0.11), (4, 1, 0.16)]
     times = StepTimes(tuple(StepSeconds(*row) for row in rows))
-    assert times.seconds_and_error(1, 3)[0] == pytest.approx(0.14)
-    assert times.seconds_and_error(1, 7)[0] == pytest.approx(0.22)
-    assert times.seconds_and_error(1, 0)[0] == 0.05  # not on the line of the other lengths
-    assert times.seconds_and_error(2, 1)[0] == pytest.approx(0.12)
-    assert times.seconds_and_error(4, 3)[0] == 0.16
+    for (batch, length), seconds in {
+        (1, 3): 0.14,
+        (1, 7): 0.22,
+        (1, 0): 0.05,  # not on the line of the other lengths
+        (2, 1): 0.12,
+        (4, 3): 0.16,
+    }.items():
+        assert times.seconds_and_error(batch, length)[0] == pytest.approx(seconds)
     assert times.is_timed(1, 5) and not times.is_timed(1, 3)
 
 

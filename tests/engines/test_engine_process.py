@@ -79,12 +79,10 @@ def test_a_run_counts_only_full_steps(engine):
 
 def test_what_is_before_a_prompt():
     texts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
-    assert text_before(texts, 0, 12) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
-    assert text_before(texts, 1, 7) == [4, 5, 6, 7, 8, 9, 1]
+    assert text_before(texts, 1, 12) == [4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6]
     assert text_before(texts, 7, 0) == []
     assert fill_up([0, 4], [1, 2, 3, 4]) == [1, 2, 0, 4]
     assert fill_up([6, 7, 8], [1, 2]) == [7, 8]
-    assert fill_up([6, 7, 8], []) == [6, 7, 8]
 
 
 class RecordingEngine:
