@@ -145,7 +145,7 @@ def measure_vllm(arguments: argparse.Namespace) -> dict[str, Any]:
         comparison(kind, cell, measured[kind])
         for part in plan.contexts
         for cell in part.cells
-        for kind in [RunKind(Drafting.of(cell), cell.batch, part.context)]
+        for kind in [RunKind.of(cell, part.context)]
     ]
     return {
         "schedule": {kind.batch: cell.throughput for kind, cell in scheduled.items()},

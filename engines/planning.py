@@ -191,26 +191,24 @@ def neighbours(best: Drafting, draftings: Iterable[Drafting]) -> list[Drafting]:
 def verify_plan(pool: EnginePool, plan: EnginePlan) -> EnginePlan:
     """Measures the cells of `cells_to_verify` on other prompts."""
 
-    def kind_of(cell: Cell, part: ContextPlan) -> RunKind:
-        return RunKind(Drafting.of(cell), cell.batch, part.context)
-
     def run(kind: RunKind, round_index: int) -> EngineRun:
         pool.report_status(f"verifying, run {round_index + 1} of {VERIFY_REPEATS}")
         return pool.run(kind, pool.workload.held_out)
 
     kinds = [
-        kind_of(cell, part)
+        RunKind.of(cell, part.context)
         for part in plan.contexts
         for batch in part.batches
         for cell in cells_to_verify(part.cells_at(batch), pool.default_drafting)
     ]
     runs = pool.run_in_rounds(kinds, run, VERIFY_REPEATS, VERIFY_REPEATS)
-    contexts = []
-    for part in plan.contexts:
-        cells = []
-        for cell in part.cells:
-            kind = kind_of(cell, part)
-            measured = measured_cell(runs[kind], cell.batch) if kind in runs else None
-            cells.append(replace(cell, measured=measured))
-        contexts.append(replace(part, cells=tuple(cells)))
+
+    def with_measurement(cell: Cell, context: int) -> Cell:
+        cell_runs = runs.get(RunKind.of(cell, context))
+        return replace(cell, measured=measured_cell(cell_runs, cell.batch)) if cell_runs else cell
+
+    contexts = [
+        replace(part, cells=tuple(with_measurement(cell, part.context) for cell in part.cells))
+        for part in plan.contexts
+    ]
     return replace(plan, contexts=tuple(contexts))

@@ -51,6 +51,11 @@ class RunKind(NamedTuple):
     context: int = 0
     """Tokens of every prompt; 0 decodes prompts as they are."""
 
+    @classmethod
+    def of(cls, cell: Cell, context: int) -> RunKind:
+        """The runs that a cell predicts."""
+        return cls(Drafting.of(cell), cell.batch, context)
+
 
 @dataclass(frozen=True)
 class Workload:
