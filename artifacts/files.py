@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -60,23 +59,17 @@ def new_folder(path: str | Path) -> Iterator[Path]:
     if target.exists() and not is_empty_folder:
         raise SequoiaPlanError(f"{path}: exists already; name a new folder, or remove it")
     try:
-        temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
+        with tempfile.TemporaryDirectory(
+            dir=target.parent, prefix=f".{target.name}.", ignore_cleanup_errors=True
+        ) as temporary:
+            yield Path(temporary)
+            os.chmod(temporary, 0o777 & ~_umask())  # a temporary folder is private
+            os.replace(temporary, target)
     except OSError as error:
         raise SequoiaPlanError(
-            f"{path}: cannot be made ({error.strerror or error}); name a folder within one that "
-            "exists and is writable"
+            f"{path}: cannot be written ({error.strerror or error}); name a folder within one that "
+            "exists and is writable, with room"
         ) from error
-    try:
-        yield temporary
-        os.chmod(temporary, 0o777 & ~_umask())  # a temporary folder is private
-        os.replace(temporary, target)
-    except OSError as error:
-        raise SequoiaPlanError(
-            f"{path}: cannot be written ({error.strerror or error}); free some space, or name "
-            "another folder"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def refuse_to_replace(output: str | Path, *inputs: str | Path | None) -> None:

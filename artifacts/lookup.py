@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, NamedTuple
 
+from msgspec import Meta
+
 from sequoia_plan.artifacts.counts import Counts, PromptKind
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.schema import Artifact, Count, field
@@ -16,6 +18,8 @@ MAX_MATCH = MATCH_LENGTHS[-1]
 """Longer matches need not be told apart."""
 MAX_TEXT_CHARACTERS = 1 << 17
 """Characters of `LookupCounts.texts` that a profile keeps: about 30 thousand positions."""
+
+TextRecord = Annotated[str, Meta(pattern=r"^(\d+:\d+( |$))*$")]
 
 
 class MatchClass(Artifact, frozen=True):
@@ -43,7 +47,7 @@ class LookupCounts(Artifact, frozen=True):
         tuple[MatchClass, ...], field("one for each range of match lengths, the shortest first")
     ]
     texts: Annotated[
-        dict[PromptKind, tuple[str, ...]],
+        dict[PromptKind, tuple[TextRecord, ...]],
         field(
             "by kind of prompts (`all` where prompts name none): for each text that the target "
             "wrote, one word for each token: `m:r` says that before this token the match had m "
@@ -52,21 +56,8 @@ class LookupCounts(Artifact, frozen=True):
     ] = {}
 
     def __post_init__(self) -> None:
-        """Refuse classes that are not in order, and texts that are no such records."""
-        lengths = [match_class.match_length for match_class in self.classes]
-        if not lengths or lengths[0] != 0 or lengths != sorted(set(lengths)):
-            raise SequoiaPlanError(
-                f"lookup.classes: found match lengths {lengths}, expected 0 first, then larger ones"
-            )
-        for kind, texts in self.texts.items():
-            for number, text in enumerate(texts):
-                try:
-                    list(read_positions(text))
-                except ValueError:
-                    raise SequoiaPlanError(
-                        f"lookup.texts.{kind}[{number}]: found {text!r:.60}, expected words m:r of "
-                        "two whole numbers"
-                    ) from None
+        """Refuse classes that are not in order."""
+        check_match_lengths(self.match_lengths, "lookup.classes")
 
     def without_draft(self) -> LookupCounts:
         """The counts for trees that draft nothing: of nodes on the spine and their first children.
@@ -100,10 +91,7 @@ class Position(NamedTuple):
 def read_positions(text: str) -> Iterator[Position]:
     """The positions of a text as `LookupCounts.texts` records it."""
     for word in text.split():
-        match_length, run = word.split(":")
-        if not (match_length + run).isdecimal():
-            raise ValueError(word)
-        yield Position(int(match_length), int(run))
+        yield Position(*map(int, word.split(":")))
 
 
 def write_positions(positions: Sequence[Position]) -> str:
@@ -161,3 +149,11 @@ def limited_texts(texts: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ..
 def class_of(match_length: int, match_lengths: Sequence[int]) -> int:
     """The index of the class of a match: the last whose shortest match is not longer."""
     return sum(match_length >= shortest for shortest in match_lengths) - 1
+
+
+def check_match_lengths(match_lengths: Sequence[int], name: str) -> None:
+    """Refuse the shortest matches of classes that are not in order."""
+    if match_lengths[:1] != (0,) or list(match_lengths) != sorted(set(match_lengths)):
+        raise SequoiaPlanError(
+            f"{name}: found match lengths {list(match_lengths)}, expected 0 first, then larger ones"
+        )

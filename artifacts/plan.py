@@ -13,6 +13,7 @@ from sequoia_plan.artifacts.counts import PromptKind
 from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.latency import Latency
+from sequoia_plan.artifacts.lookup import check_match_lengths
 from sequoia_plan.artifacts.profile import Profile
 from sequoia_plan.artifacts.schema import Artifact, Count, Metadata, Number, Seconds, Size, field
 
@@ -197,16 +198,13 @@ class Plan(Artifact, frozen=True, kw_only=True):
 
         The shares of classes of match must add up to 1, from no match to the longest ones.
         """
-        lengths = [part.match_length for part in self.by_match]
-        total_share = math.fsum(part.share for part in self.by_match)
-        if lengths and (lengths[0] != 0 or lengths != sorted(set(lengths))):
-            raise SequoiaPlanError(
-                f"by_match: found match lengths {lengths}, expected 0 first, then larger ones"
-            )
-        if lengths and not math.isclose(total_share, 1, rel_tol=SHARE_TOLERANCE):
-            raise SequoiaPlanError(
-                f"by_match: found shares that add up to {total_share:.6g}, expected 1"
-            )
+        if self.by_match:
+            check_match_lengths(tuple(part.match_length for part in self.by_match), "by_match")
+            total_share = math.fsum(part.share for part in self.by_match)
+            if not math.isclose(total_share, 1, rel_tol=SHARE_TOLERANCE):
+                raise SequoiaPlanError(
+                    f"by_match: found shares that add up to {total_share:.6g}, expected 1"
+                )
         if self.predicted_speedup is not None and self.step_seconds is None:
             raise SequoiaPlanError(
                 "predicted_speedup: found without step_seconds, expected both or neither"

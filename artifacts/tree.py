@@ -48,7 +48,7 @@ class TokenTree:
     def __post_init__(self) -> None:
         """Check the parents and copy them, and read the plan if it is a mapping."""
         parents = np.asarray(self.parents)
-        _check_parents(parents)
+        _check_parents(parents, is_breadth_first=True)
         _check_by_match(self)
         object.__setattr__(self, "by_match", MappingProxyType(dict(sorted(self.by_match.items()))))
         object.__setattr__(self, "parents", _read_only_int32(parents))
@@ -72,20 +72,7 @@ class TokenTree:
         """
         if not isinstance(parents, np.ndarray):
             parents = np.array([int(parent) for parent in parents], np.int64)
-        size = parents.size
-        if not size or parents[0] != -1:
-            root_parent = parents[0] if size else "no node"
-            raise SequoiaPlanError(
-                f"token tree: parents[0] must be -1 (the root), found {root_parent}"
-            )
-        is_wrong = (parents[1:] < 0) | (parents[1:] >= np.arange(1, size))
-        wrong_nodes = np.flatnonzero(is_wrong) + 1
-        if wrong_nodes.size:
-            node = wrong_nodes[0]
-            raise SequoiaPlanError(
-                f"token tree: parents[{node}] is {parents[node]}, "
-                f"expected a node from 0 to {node - 1}"
-            )
+        _check_parents(parents)
         return cls(_renumber_breadth_first(parents), plan)  # type: ignore[arg-type]
 
     @classmethod
@@ -244,8 +231,8 @@ class TokenTree:
         return f"TokenTree(size={self.size}, depth={self.depth}, level_widths={widths})"
 
 
-def _check_parents(parents: NDArray[Any]) -> None:
-    """Refuse an array that is not the parents of a tree in breadth-first order."""
+def _check_parents(parents: NDArray[Any], is_breadth_first: bool = False) -> None:
+    """Refuse an array that is not the parents of a tree, or not in breadth-first order."""
     if parents.ndim != 1 or parents.size == 0 or parents.dtype.kind not in "iu":
         raise SequoiaPlanError(
             "token tree: parents must be a non-empty list of integers, "
@@ -253,14 +240,15 @@ def _check_parents(parents: NDArray[Any]) -> None:
         )
     if parents[0] != -1:
         raise SequoiaPlanError(f"token tree: parents[0] must be -1 (the root), found {parents[0]}")
-    is_late = parents[1:] >= np.arange(1, parents.size)  # the parent does not precede its child
-    is_decreasing = parents[1:] < parents[:-1]
-    wrong_nodes = np.flatnonzero((parents[1:] < 0) | is_late | is_decreasing) + 1
-    if wrong_nodes.size:
-        node = int(wrong_nodes[0])
+    lowest = np.maximum(parents[:-1] if is_breadth_first else np.zeros_like(parents[1:]), 0)
+    is_wrong = (parents[1:] < lowest) | (parents[1:] >= np.arange(1, parents.size))
+    if is_wrong.any():
+        node = int(is_wrong.argmax()) + 1
         raise SequoiaPlanError(
             f"token tree: parents[{node}] is {parents[node]}, expected a node from "
-            f"{max(parents[node - 1], 0)} to {node - 1} (breadth-first order, siblings adjacent)"
+            f"{lowest[node - 1]} to {node - 1}"
+            + is_breadth_first
+            * " (breadth-first order, siblings adjacent)"
         )
 
 

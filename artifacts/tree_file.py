@@ -6,7 +6,6 @@ docs/format.md specifies the format.
 from __future__ import annotations
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,15 +19,8 @@ from safetensors.numpy import save as save_tensors
 
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.files import read_bytes, write_atomically
-from sequoia_plan.artifacts.plan import MatchPlan, Plan
-from sequoia_plan.artifacts.prediction import (
-    TreePrediction,
-    predict,
-    predict_class,
-    predict_portfolio,
-)
+from sequoia_plan.artifacts.plan import Plan
 from sequoia_plan.artifacts.schema import Artifact, check_format
-from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.artifacts.tree import TokenTree
 
 FORMAT, VERSION, PORTFOLIO_VERSION = "sequoia-plan-tree", 1, 2
@@ -39,8 +31,6 @@ MAX_NODES_WITH_MASK = 4096
 """Larger trees store no mask, because it grows with the square; readers derive it."""
 MAX_FILE_BYTES = 1 << 28
 """A tree of ten million nodes."""
-ROUNDING_TOLERANCE = 1e-9
-"""Relative difference below which two figures are equal: computed on different machines."""
 CATALOG = Path(__file__).parent / "catalog"
 
 
@@ -118,7 +108,6 @@ def from_bytes(data: bytes, name: str) -> TokenTree:
         # all other tensors follow from the parents, and what is stored must be equal to that
         for tensor_name, derived in _all_tensors(tree).items():
             _check_tensor(tensor_name, stored_tensors.get(tensor_name), derived)
-        check_prediction(tree)
     except SequoiaPlanError as error:
         raise SequoiaPlanError(f"{name}: {error}") from error
     return tree
@@ -175,57 +164,3 @@ def _check_tensor(name: str, stored: dict[str, Any] | None, derived: NDArray[Any
     little_endian = derived.astype(derived.dtype.newbyteorder("<"), copy=False)
     if stored["data"] != little_endian.tobytes():
         raise SequoiaPlanError(f"{name} contradicts parents; solve again")
-
-
-def check_prediction(tree: TokenTree) -> None:
-    """Refuse a tree whose plan contradicts its own acceptance and latencies."""
-    plan = tree.plan
-    times = StepTime.from_measured(plan)
-    if plan.by_match and times:
-        prediction = predict_portfolio(tree, plan.by_match, times)
-    else:
-        prediction = predict(tree, plan.acceptance, times)
-    _check_figures("plan", plan, prediction)
-    _check_by_match(tree, times)
-    _check_bound("upper_bound", plan.upper_bound, prediction.expected_tokens)
-    _check_bound("speedup_bound", plan.speedup_bound, prediction.predicted_speedup)
-
-
-def _check_figures(place: str, recorded_in: Plan | MatchPlan, prediction: TreePrediction) -> None:
-    """Refuse recorded figures that differ from those predicted."""
-    for name, predicted in prediction._asdict().items():
-        recorded = getattr(recorded_in, name, None)
-        if recorded is None:
-            continue
-        if predicted is None or not math.isclose(recorded, predicted, rel_tol=ROUNDING_TOLERANCE):
-            consequence = "nothing in the plan gives one"
-            if predicted:
-                consequence = f"its tree, acceptance and latencies give {predicted:.6g}"
-            raise SequoiaPlanError(
-                f"{place}.{name}: found {recorded:.6g}, {consequence}; solve again"
-            )
-
-
-def _check_by_match(tree: TokenTree, times: StepTime | None) -> None:
-    """Refuse classes of match whose figures do not follow from their trees, and trees of none."""
-    parts = tree.plan.by_match
-    unknown_lengths = set(tree.by_match) - {part.match_length for part in parts}
-    if parts and unknown_lengths:
-        raise SequoiaPlanError(
-            f"plan.by_match: found no entry for matches of {min(unknown_lengths)} tokens, which "
-            "have a tree of their own; solve again"
-        )
-    for number, part in enumerate(parts):
-        class_tree = tree.for_match(part.match_length)
-        prediction = TreePrediction(*predict_class(class_tree, part, times))
-        _check_figures(f"plan.by_match[{number}]", part, prediction)
-
-
-def _check_bound(name: str, bound: float | None, predicted: float | None) -> None:
-    """Refuse an upper bound that the tree itself exceeds."""
-    if bound is None or predicted is None:
-        return
-    if bound < predicted * (1 - ROUNDING_TOLERANCE):
-        raise SequoiaPlanError(
-            f"plan.{name}: found {bound:.6g}, the tree itself has {predicted:.6g}; solve again"
-        )

@@ -71,11 +71,10 @@ def warn_if_foreign(plan: Plan, pair: Pair) -> None:
 
     Decoding stays exact with any pair; only the tree's predictions do not apply.
     """
-    from sequoia_plan.artifacts.metadata import is_same_model
-
     for role, planned in plan.models.items():
         loaded = pair.metadata.get(role, {})
-        if not is_same_model(planned, loaded):
+        contents = {planned.get("content"), loaded.get("content")} - {None}
+        if len(contents) > 1 or planned.get("digest") != loaded.get("digest"):
             _warn_of_difference(role, planned.get("name"), loaded.get("name"))
         elif planned.get("dtype") != loaded.get("dtype"):
             _warn_of_difference(f"{role} in", planned.get("dtype"), loaded.get("dtype"))

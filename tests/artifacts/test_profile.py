@@ -54,7 +54,7 @@ def test_profile_round_trip_any_numbers(tmp_path_factory, acceptance, curve):
     [
         ("{1: 0.04,", "{3: 0.04,", "no measurement at 1 token"),
         ("overhead: 0.001", "overhead: -1", "latency.overhead: expected `float` >= 0"),
-        ("[0.5, 0.125]", "[0.5, -0.125]", r"p\[2\] is -0.125"),
+        ("[0.5, 0.125]", "[0.5, -0.125]", r"found \[0.5, -0.125\]"),
         ("[0.5, 0.125]", "[]", "expected a list of probabilities"),
         ("acceptance:", "accepted:", "missing required field `acceptance`"),
         ("trials: 800", "trials: 1.5", "effective_trials: expected `int`, got `float`"),
@@ -119,99 +119,45 @@ def test_rates_are_those_of_the_counts():
     [
         ("by level", "trials: 600", "trials: -1", r"acceptance\[0\].trials: expected `int` >= 0"),
         ("by level", "trials: 600", "trials: 0", r"acceptance: counts\[0\]: found counts"),
-        ("by level", "trials: 200", "trials: .inf", r"acceptance\[1\].trials: expected `int`"),
-        (
-            "by level",
-            "trials: 200",
-            "trials: 1" + "0" * 400,
-            "Number out of range|expected `int` <|number out of range",
-        ),
         ("by level", "trials: 200", "trials: 100", "sum to 124.75 of 100"),
         ("by level", "[99.75, 25.0]", "[99.75]", "acceptance: found levels of different lengths"),
-        (
-            "by level",
-            "[99.75, 25.0]",
-            "[99.75, -1]",
-            r"acceptance\[1\].counts\[1\]: expected `float` >= 0",
-        ),
-        (
-            "by level",
-            "[99.75, 25.0]",
-            "[]",
-            r"acceptance\[1\].counts: expected `array` of length >= 1",
-        ),
-        (
-            "by level",
-            "counts: [300.25, 75.0]",
-            "count: 7",
-            r"acceptance\[0\]: object missing required field `counts`",
-        ),
+        ("by level", "[99.75, 25.0]", "[]", r"acceptance\[1\].counts: expected `array` of length"),
         ("by class", "trials: 790", "trials: 2400", r"\[1\]: .* of -400 trials on the spine"),
         ("by class", "[158.0, 79.0]", "[158.0, 280.0]", r"\[1\]: found counts that sum"),
         ("by class", "trials: 790", "trials: 1200", "1010.5 of 800 trials on the spine"),
         ("by class", "[158.0, 79.0]", "[800.0, 80.0]", "880 of 790 trials off the spine"),
         ("by class", "[158.0, 79.0]", "[158.0]", "levels of different lengths"),
-        ("by class", "trials: 790", "trials: -1", "off_spine.trials: expected `int` >= 0"),
         ("by kind", "trials: 350", "trials: 340", "kinds: found trials that do not add up"),
-        ("by kind", "  - trials: 0\n    counts: [0.0, 0.0]\n", "", "kinds: found trials that"),
-        ("by kind", "[100.0, 25.0]", "[100.0]", "kinds.*: found levels of different lengths"),
         ("by kind", "[100.0, 25.0]", "[300.0, 25.0]", "kinds.* 325 of 250 trials"),
         ("by kind", "code:", "7:", "key in kinds: expected `str`"),
         ("by kind", "code:", "c" * 61 + ":", "key in kinds: expected `str` matching"),
     ],
 )
-def test_counts_are_checked(tmp_path, counted, old, new, message):
+def test_counts_are_checked(counted, old, new, message):
     text = COUNTED[counted].to_yaml()
     assert old in text
-    (tmp_path / "p.yaml").write_text(text.replace(old, new, 1))
     with pytest.raises(SequoiaPlanError, match=message):
-        Profile.load(tmp_path / "p.yaml")
+        Profile.from_bytes(text.replace(old, new, 1).encode(), "p.yaml")
 
 
 SPREAD = {"target": {1: (0.039, 0.042), 8: (0.06, 0.06)}, "draft": {8: (0.004, 0.006)}}
 
 
-def test_spread_of_times_survives_and_is_checked(tmp_path):
+def test_spread_of_times_survives_and_is_checked():
     timed = replace(
         PROFILE,
         latency=replace(PROFILE.latency, samples={1: 9, 8: 5}, quartiles=SPREAD, out_of_memory=64),
     )
-    timed.save(tmp_path / "p.yaml")
-    assert Profile.load(tmp_path / "p.yaml") == timed
+    text = timed.to_yaml()
+    assert Profile.from_bytes(text.encode(), "p") == timed
     for old, new, message in (
-        (
-            "{1: 9, 8: 5}",
-            "{1: -9, 8: 5}",
-            "latency.samples.*: expected `int` >= 1",
-        ),
-        (
-            "{1: 9, 8: 5}",
-            "{7: 9}",
-            "latency.samples: found the size 7, expected sizes that were measured",
-        ),
-        ("{1: 9, 8: 5}", "9", "latency.samples: expected `object`, got `int`"),
+        ("{1: 9, 8: 5}", "{1: -9, 8: 5}", "latency.samples.*: expected `int` >= 1"),
         ("out_of_memory: 64", "out_of_memory: 0", "latency.out_of_memory: expected `int` >= 1"),
-        (
-            "[0.039, 0.042]",
-            "[0.042, 0.039]",
-            r"latency.quartiles.target\[1\]: found \[0.042, 0.039\], expected a measured size",
-        ),
-        (
-            "8: [0.06, 0.06]",
-            "9: [0.06, 0.06]",
-            r"latency.quartiles.target\[9\]: found \[0.06, 0.06\], expected a measured size",
-        ),
-        (
-            "[0.06, 0.06]",
-            "[0.06]",
-            "latency.quartiles.*: expected `array` of length 2",
-        ),
-        ("[0.06, 0.06]", "0.06", "latency.quartiles.*: expected `array`, got `float`"),
+        ("[0.06, 0.06]", "[0.06]", "latency.quartiles.*: expected `array` of length 2"),
     ):
-        assert old in timed.to_yaml()
-        (tmp_path / "p.yaml").write_text(timed.to_yaml().replace(old, new, 1))
+        assert old in text
         with pytest.raises(SequoiaPlanError, match=message):
-            Profile.load(tmp_path / "p.yaml")
+            Profile.from_bytes(text.replace(old, new, 1).encode(), "p")
 
 
 def test_a_large_profile_is_refused(tmp_path):

@@ -10,21 +10,11 @@ import independent_reader
 import numpy as np
 import pytest
 from hypothesis import given
-from msgspec.structs import replace
 from safetensors.numpy import load_file, save_file
 from strategies import acceptance_vectors, trees
 
-from sequoia_plan.artifacts import (
-    Acceptance,
-    Latency,
-    Profile,
-    SequoiaPlanError,
-    TokenTree,
-    load_tree,
-    save_tree,
-)
+from sequoia_plan.artifacts import Profile, SequoiaPlanError, TokenTree, load_tree, save_tree
 from sequoia_plan.artifacts.tree_file import from_bytes, to_bytes
-from sequoia_plan.planner import solve
 
 HEADER = {"format": "sequoia-plan-tree", "version": 1, "plan": {}}
 
@@ -139,7 +129,7 @@ def test_contradictions_are_refused(tmp_path, change, message):
         ),
         ({"latency": {"target": [[1, 1.0]], "draft": {}}}, "latency.target: expected `object`"),
         ({"interval": {"lost": [0.1]}}, "interval.lost: expected `array` of length 2"),
-        ({"acceptance": [0.9, 0.9]}, "acceptance: sums to 1.8, expected at most 1"),
+        ({"acceptance": [0.9, 0.9]}, "acceptance: found .* the sum 1.8"),
         ({"acceptance": [[0.5], [0.5, 0.1]]}, "acceptance: found .* of one length"),
         ({"acceptance": [[0.5], 3]}, "acceptance: found .* of one length"),
     ],
@@ -150,34 +140,6 @@ def test_impossible_plans_are_neither_taken_nor_read(tmp_path, plan, message):
     path = tampered(tmp_path, HEADER | {"plan": plan})
     with pytest.raises(SequoiaPlanError, match=f"^{path}: .*({message}|found no format)"):
         load_tree(path)
-
-
-PREDICTED = solve(
-    Profile(
-        Acceptance.given((0.5, 0.25)), latency=Latency({1: 0.04, 8: 0.05}, {1: 0.003, 8: 0.004})
-    ),
-    budget=8,
-    depth=4,
-).tree
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (dict(expected_tokens=9.5), "plan.expected_tokens: found 9.5, its tree, acceptance and"),
-        (dict(step_seconds=0.001), "plan.step_seconds: found 0.001, its tree"),
-        (dict(predicted_speedup=9.5), "plan.predicted_speedup: found 9.5, its tree"),
-        (dict(upper_bound=1.2), "plan.upper_bound: found 1.2, the tree itself has "),
-        (dict(speedup_bound=1.01), "plan.speedup_bound: found 1.01, the tree itself has "),
-        (dict(latency=None), "plan.step_seconds: found "),
-        (dict(acceptance=Acceptance.given((0.6, 0.25))), "plan.expected_tokens: found "),
-    ],
-)
-def test_a_plan_that_promises_what_its_tree_does_not_give_is_refused(changed, message):
-    assert from_bytes(to_bytes(PREDICTED), "t").plan == PREDICTED.plan
-    data = to_bytes(TokenTree(PREDICTED.parents, replace(PREDICTED.plan, **changed)))
-    with pytest.raises(SequoiaPlanError, match=f"^t: {message}.*; solve again$"):
-        from_bytes(data, "t")
 
 
 @pytest.mark.parametrize(
