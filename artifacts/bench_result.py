@@ -118,14 +118,15 @@ class TreeShape(Artifact, frozen=True):
     level_widths: Annotated[tuple[Size, ...], field("number of nodes on each level")] = ()
 
 
-class Breakdown(Artifact, frozen=True, rename={"commit": "keep"}):
+class Breakdown(Artifact, frozen=True):
     """Median seconds of a step with the tree, and of its parts, which add up to the step."""
 
     step: Annotated[float, field("a whole step")]
     draft: Annotated[float, field("all draft passes, and the drawing of children")]
     target: Annotated[float, field("the target's pass over the tree")]
-    verify: Annotated[float, field("choosing the accepted path and the bonus token")]
-    commit: Annotated[float, field("compaction of the KV cache and of the tokens")]
+    verify: Annotated[
+        float, field("choosing the accepted path and the bonus token, and committing them")
+    ]
     host: Annotated[
         float,
         field(
@@ -133,8 +134,7 @@ class Breakdown(Artifact, frozen=True, rename={"commit": "keep"}):
             "negative"
         ),
     ]
-    draw: Annotated[float, field("the drawing of children, which is a part of `draft`")]
-    share_not_model: Annotated[float, field("(verify + keep + host) / step")]
+    share_not_model: Annotated[float, field("(verify + host) / step")]
 
 
 class BenchResult(Artifact, frozen=True, rename={"methods": "contenders"}):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -49,14 +50,10 @@ def measure_acceptance(
     for number, sampling in enumerate(samplings):
         tallies = []
         for use, prompt in enumerate(prompts):
-            name = f"{number}.{use}"
-            tally = results.get(name)
-            if tally is None:
-                tally = measure_prompt(
-                    torch.tensor(prompt), sampling, tokens_per_prompt, seed + use
-                )
-                results.add(name, tally)
-            tallies.append(tally)
+            measure = partial(
+                measure_prompt, torch.tensor(prompt), sampling, tokens_per_prompt, seed + use
+            )
+            tallies.append(results.result(f"{number}.{use}", measure))
             num_prompts += 1
             observed = collect(tallies, measure_prompt.tree)
             on_prompt(num_prompts, len(prompts) * len(samplings), observed)

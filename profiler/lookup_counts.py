@@ -105,28 +105,22 @@ class LookupTrials:
             (classes[roots] * 2 * LEVELS + drafted_rows)[is_trial],
             positions[is_trial],
         )
-        # a token of a lookup chain on the spine, at position and level
-        has_match, runs = classes > 0, lookups.runs
+        # a token of a lookup chain on the spine, by the chain's first position and its level
+        classes, runs, levels = classes[:, None], lookups.runs[:, None], np.arange(CHAIN)
+        has_match = classes > 0
+        places = positions[:, None] + levels
+        chosen = has_match & (runs >= levels) & is_trial[np.minimum(places, count - 1)]
         num_tokens = int(token_ids.max()) + 1
-        spine_rows, position_tokens = [], []
-        for level in range(CHAIN):
-            chosen = np.flatnonzero(has_match & (runs >= level))
-            chosen = chosen[is_trial[chosen + level]]
-            spine_rows.append(_rows(classes[chosen], level, 0))
-            position_tokens.append((chosen + level) * num_tokens + lookups.chains[chosen, level])
-        distinct, places = np.unique(np.concatenate(position_tokens), return_inverse=True)
+        tokens = (places * num_tokens + lookups.chains)[chosen]
+        distinct, token_numbers = np.unique(tokens, return_inverse=True)
         self.token_positions, self.tokens = distinct // num_tokens, distinct % num_tokens
-        self.on_spine = np.concatenate(spine_rows), places
+        self.on_spine = _rows(classes, levels, 0)[chosen], token_numbers
         # a run that is cut at `MAX_RUN` may go on, so what comes after it is not known to be off
-        has_ended = has_match & (runs < MAX_RUN)
-        off_spine_rows, off_spine_positions = [], []
-        for level in range(1, LEVELS_AFTER_CHAIN + 1):
-            chosen = np.flatnonzero(has_ended & (positions + runs + level < count))
-            after = (positions + runs + level)[chosen]
-            chosen, after = chosen[is_trial[after]], after[is_trial[after]]
-            off_spine_rows.append(_rows(classes[chosen], runs[chosen] + level, 1))
-            off_spine_positions.append(after)
-        self.off_spine = np.concatenate(off_spine_rows), np.concatenate(off_spine_positions)
+        levels = runs + np.arange(1, LEVELS_AFTER_CHAIN + 1)
+        places = positions[:, None] + levels
+        chosen = has_match & (runs < MAX_RUN) & (places < count)
+        chosen &= is_trial[np.minimum(places, count - 1)]
+        self.off_spine = _rows(classes, levels, 1)[chosen], places[chosen]
         self.text = write_positions(
             list(map(Position, lookups.match_lengths.tolist(), lookups.runs.tolist()))
         )
@@ -154,7 +148,7 @@ class LookupTrials:
         }
 
 
-def _rows(classes: Ints, levels: Ints | int, node_class: int) -> Ints:
+def _rows(classes: Ints, levels: Ints, node_class: int) -> Ints:
     """Rows of the table `looked_up`."""
     rows: Ints = classes * LOOKUP_LEVELS + np.minimum(levels, LOOKUP_LEVELS - 1)
     return 2 * rows + node_class

@@ -12,10 +12,11 @@ from sequoia_plan.artifacts.expected_tokens import max_expected_tokens
 from sequoia_plan.artifacts.prompts import Prompt
 from sequoia_plan.profiler.acceptance import OnPrompt, measure_acceptance
 from sequoia_plan.profiler.hardware import fingerprint
-from sequoia_plan.profiler.latency import CONTEXT, SIZES, LatencyMeter
+from sequoia_plan.profiler.latency import SIZES, LatencyMeter
 from sequoia_plan.profiler.lookup_counts import lookup_counts
 from sequoia_plan.profiler.observed import MIN_PROMPTS, ObservedAcceptance
 from sequoia_plan.profiler.prompts import encode
+from sequoia_plan.profiler.timing import CONTEXT
 from sequoia_plan.runtime import Pair, Sampling
 
 PROMPTS_PER_ROUND = 2

@@ -52,7 +52,7 @@ def test_profile_round_trip_any_numbers(tmp_path_factory, acceptance, curve):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("{1: 0.04,", "{3: 0.04,", "no measurement at 1 token"),
+        ("{1: 0.04,", "{3: 0.04,", "no measurement of the target at 1 token"),
         ("overhead: 0.001", "overhead: -1", "latency.overhead: expected `float` >= 0"),
         ("[0.5, 0.125]", "[0.5, -0.125]", r"found \[0.5, -0.125\]"),
         ("[0.5, 0.125]", "[]", "expected a list of probabilities"),

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
 
 TREES = bench_trees(TREE, "traversal")
 TOKENS = expected_tokens(TREE, TREE.plan.acceptance.rates)
-PARTS = ("step", "draft", "target", "verify", "commit", "host", "draw", "share_not_model")
+PARTS = ("step", "draft", "target", "verify", "host", "share_not_model")
 
 
 @pytest.fixture(scope="module")
@@ -149,8 +149,6 @@ def test_only_and_unknown_names(models):
 
     assert names(TREE, ["traversal", "plain"]) == ["plain", "traversal"]
     assert names(TokenTree.chain(1)) == ["plain", "generate", "assisted", "lookup"]
-    with pytest.raises(ArgumentError, match="'medusa', expected plain, generate"):
-        names(TREE, ["medusa"])
     reads_hidden_states = Pair(models.target, object(), models.tokenizer, {})
     with pytest.raises(ArgumentError, match="transformers cannot use this draft"):
         names(TREE, ["assisted"], reads_hidden_states)
@@ -305,9 +303,9 @@ def test_times_of_another_number_of_threads_are_not_pooled(models, monkeypatch, 
 
 def test_a_journal_is_of_its_own_work(tmp_path):
     path = tmp_path / ".profile.yaml.journal"
-    Journal(path, "work").add("a", 1)
-    assert Journal(path, "work").get("a") == 1
-    assert Journal(path, "other work").get("a") is None
+    assert Journal(path, "work").result("a", lambda: 1) == 1
+    assert Journal(path, "work").result("a", lambda: 2) == 1
+    assert Journal(path, "other work").result("a", lambda: 3) == 3
     discard(path)
     assert list(tmp_path.iterdir()) == []
 
