@@ -86,19 +86,11 @@ def refuse_to_replace(output: str | Path, *inputs: str | Path | None) -> None:
 def check_writable(path: str | Path) -> None:
     """Check, before any work is done for it, whether `write_atomically` could write to `path`."""
     folder = Path(os.path.realpath(path)).parent
-    try:
-        if os.path.isdir(path):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if not os.path.exists(path):
-            with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{Path(path).name}."):
-                pass
-        elif not os.access(path, os.W_OK) or not os.access(folder, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
+    places = [folder, path] if os.path.exists(path) else [folder]
+    if os.path.isdir(path) or not all(os.access(place, os.W_OK) for place in places):
         raise SequoiaPlanError(
-            f"{path}: cannot be written ({error.strerror or error}); name a file in a folder that "
-            "exists and is writable"
-        ) from error
+            f"{path}: cannot be written; name a file in a folder that exists and is writable"
+        )
 
 
 def _umask() -> int:

@@ -79,24 +79,20 @@ def from_medusa(document: Any) -> TokenTree:
     the paths of leaves alone.
     """
     paths = _converted(document, list[list[int]], "Medusa choices")
-    child_by_rank: list[dict[int, int]] = [{}]  # for each node, in the order of their discovery
-    for path in paths:
+    parents, child_by_rank = [-1], dict[tuple[int, int], int]()  # by parent and rank
+    for path in sorted(paths):  # siblings are then found in their order
         node = 0
         for rank in path:
-            if rank not in child_by_rank[node]:
-                child_by_rank[node][rank] = len(child_by_rank)
-                child_by_rank.append({})
-            node = child_by_rank[node][rank]
-    for siblings in child_by_rank:
-        if siblings.keys() != set(range(len(siblings))):
-            ranks = ", ".join(map(str, sorted(siblings)[:8]))
-            raise SequoiaPlanError(
-                f"Medusa choices: found siblings of the ranks {ranks}, expected 0 to "
-                f"{len(siblings) - 1}"
-            )
-    return _from_children(
-        [[siblings[rank] for rank in range(len(siblings))] for siblings in child_by_rank]
-    )
+            if (node, rank) not in child_by_rank:
+                if rank and (node, rank - 1) not in child_by_rank:
+                    raise SequoiaPlanError(
+                        f"Medusa choices: found the rank {rank} in {path!r:.60} without a sibling "
+                        f"of rank {rank - 1}, expected ranks from 0 without a gap"
+                    )
+                child_by_rank[node, rank] = len(parents)
+                parents.append(node)
+            node = child_by_rank[node, rank]
+    return TokenTree.from_parents(parents)
 
 
 def to_nxd(tree: TokenTree) -> dict[str, list[str]]:
@@ -118,24 +114,22 @@ def from_nxd(document: Any) -> TokenTree:
     out.
     """
     by_name = _converted(document, dict[str, list[str | int]], "NxD token tree")
-    names, number_of = ["0"], {"0": 0}
-    children: list[list[int]] = [[]]
-    for node, name in enumerate(names):  # the loop appends to the names
+    queue, names, parents = ["0"], {"0"}, [-1]
+    for node, name in enumerate(queue):  # breadth-first: the loop appends to the queue
         for child in map(str, by_name.get(name, ())):
-            if not child.isdecimal() or child in number_of:
+            if not child.isdecimal() or child in names:
                 raise SequoiaPlanError(
                     f"NxD token tree: found {child!r:.60} below {name!r:.60}, expected the number "
                     "of a node with no other parent"
                 )
-            number_of[child] = len(names)
-            children[node].append(len(names))
-            names.append(child)
-            children.append([])
-    if unreachable := by_name.keys() - number_of:
+            names.add(child)
+            queue.append(child)
+            parents.append(node)
+    if unreachable := by_name.keys() - names:
         raise SequoiaPlanError(
             f'NxD token tree: {min(unreachable)!r:.60} cannot be reached from "0"'
         )
-    return _from_children(children)
+    return TokenTree(np.array(parents))
 
 
 def to_growmap(tree: TokenTree) -> dict[str, Any]:
@@ -198,12 +192,3 @@ def _children(tree: TokenTree) -> list[list[int]]:
         list(range(first, first + count))
         for first, count in zip(first_child, child_count, strict=True)
     ]
-
-
-def _from_children(children: list[list[int]]) -> TokenTree:
-    """The tree whose node n has the children `children[n]`, renumbered breadth-first."""
-    queue, parents = [0], [-1]
-    for position, node in enumerate(queue):  # breadth-first: the loop appends to the queue
-        queue.extend(children[node])
-        parents.extend([position] * len(children[node]))
-    return TokenTree(np.array(parents))

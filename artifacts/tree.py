@@ -273,20 +273,14 @@ def _renumber_breadth_first(parents: NDArray[Any]) -> NDArray[Any]:
 
     `parents` int [size]; returns int [size].
     """
-    children = np.argsort(parents[1:], kind="stable") + 1  # grouped by parent, siblings in order
-    child_count = np.bincount(parents[1:], minlength=parents.size)
-    group_start = np.cumsum(child_count) - child_count  # of each node's group within `children`
-    renumbered = [np.array([-1])]
-    level = np.array([0])  # the old numbers of the nodes of one level, in the new order
-    level_start = 0  # the new number of the level's first node
-    while (counts := child_count[level]).any():
-        new_numbers = np.arange(level_start, level_start + level.size)
-        renumbered.append(np.repeat(new_numbers, counts))
-        level_start += level.size
-        next_level_start = np.cumsum(counts) - counts  # of each group within the next level
-        offset = np.repeat(group_start[level] - next_level_start, counts)
-        level = children[offset + np.arange(counts.sum())]
-    return np.concatenate(renumbered)
+    children: list[list[int]] = [[] for _ in parents]
+    for node, parent in enumerate(parents[1:].tolist(), 1):
+        children[parent].append(node)
+    order, renumbered = [0], [-1]
+    for number, node in enumerate(order):  # the loop appends to the order
+        order += children[node]
+        renumbered += [number] * len(children[node])
+    return np.array(renumbered)
 
 
 def _read_only_int32(array: NDArray[Any]) -> IntArray:

@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
-from safetensors import SafetensorError, deserialize
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
 from sequoia_plan.artifacts.errors import SequoiaPlanError
@@ -95,19 +96,20 @@ def from_bytes(data: bytes, name: str) -> TokenTree:
     """
     header = _header(data, name)
     try:
-        # deserialize checks every offset and shape against the length of the data
-        stored_tensors = dict(deserialize(data))
-    except (SafetensorError, OverflowError) as error:
+        tensors = load_tensors(data)  # checks every offset and shape against the length of the data
+    except (SafetensorError, OverflowError, KeyError) as error:
         raise SequoiaPlanError(f"{name}: damaged tree file ({error}); solve again") from error
     try:
         by_match = {
-            length: TokenTree(_parents(stored_tensors, f"by_match.{length}."), looks_up=looks_up)
+            length: TokenTree(_parents(tensors, f"by_match.{length}."), looks_up=looks_up)
             for length, looks_up in header.by_match
         }
-        tree = TokenTree(_parents(stored_tensors, ""), header.plan, by_match=by_match)
-        # all other tensors follow from the parents, and what is stored must be equal to that
-        for tensor_name, derived in _all_tensors(tree).items():
-            _check_tensor(tensor_name, stored_tensors.get(tensor_name), derived)
+        tree = TokenTree(_parents(tensors, ""), header.plan, by_match=by_match)
+        # all other tensors follow from the parents
+        for key, derived in _all_tensors(tree).items():
+            stored = tensors.get(key, derived[:0])
+            if stored.dtype != derived.dtype or not np.array_equal(stored, derived):
+                raise SequoiaPlanError(f"{key} contradicts parents; solve again")
     except SequoiaPlanError as error:
         raise SequoiaPlanError(f"{name}: {error}") from error
     return tree
@@ -130,13 +132,12 @@ def _header(data: bytes, name: str) -> Header:
     return Header.from_dict(document, name)
 
 
-def _parents(stored_tensors: dict[str, Any], prefix: str) -> NDArray[Any]:
+def _parents(tensors: dict[str, NDArray[Any]], prefix: str) -> NDArray[Any]:
     """The parents of one of the file's trees, whose tensors' names begin with `prefix`."""
-    name = f"{prefix}parents"
-    stored = stored_tensors.get(name)
-    if stored is None or stored["dtype"] != "I32" or len(stored["shape"]) != 1:
-        raise SequoiaPlanError(f"{name}: expected a tensor I32 [nodes]; solve again")
-    return np.frombuffer(stored["data"], "<i4")
+    parents = tensors.get(f"{prefix}parents", np.zeros(()))
+    if parents.dtype != np.int32 or parents.ndim != 1:
+        raise SequoiaPlanError(f"{prefix}parents: expected a tensor I32 [nodes]; solve again")
+    return parents
 
 
 def _all_tensors(tree: TokenTree) -> dict[str, NDArray[Any]]:
@@ -154,13 +155,3 @@ def _tensors(tree: TokenTree) -> dict[str, NDArray[Any]]:
     if tree.size <= MAX_NODES_WITH_MASK:
         tensors["attention_mask"] = np.packbits(tree.attention_mask, axis=1, bitorder="little")
     return tensors
-
-
-def _check_tensor(name: str, stored: dict[str, Any] | None, derived: NDArray[Any]) -> None:
-    """Refuse a stored tensor that differs from the one derived from the parents."""
-    dtype, shape = "I32" if derived.dtype == np.int32 else "U8", list(derived.shape)
-    if stored is None or (stored["dtype"], stored["shape"]) != (dtype, shape):
-        raise SequoiaPlanError(f"{name}: expected a tensor {dtype} {shape}; solve again")
-    little_endian = derived.astype(derived.dtype.newbyteorder("<"), copy=False)
-    if stored["data"] != little_endian.tobytes():
-        raise SequoiaPlanError(f"{name} contradicts parents; solve again")

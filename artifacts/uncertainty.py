@@ -60,13 +60,9 @@ def rates_at_interval_ends(
     """
     spread, variance = _propagated_noise(tree, rates, trials)
     step = z * spread / math.sqrt(variance) if variance > 0 else np.zeros_like(rates)
-    low, high = (np.clip(rates + sign * step, 0, 1) for sign in (-1, 1))
-    return _with_sums_up_to_1(low), _with_sums_up_to_1(high)
-
-
-def _with_sums_up_to_1(rates: Floats) -> Floats:
-    """Scale each vector of probabilities (the last axis) whose sum is larger than 1 down to 1."""
-    return rates / np.maximum(1.0, rates.sum(-1, keepdims=True))
+    ends = np.clip(np.stack([rates - step, rates + step]), 0, 1)
+    low, high = ends / np.maximum(1.0, ends.sum(-1, keepdims=True))  # sums are at most 1
+    return low, high
 
 
 def _propagated_noise(tree: TokenTree, rates: Floats, trials: Floats) -> tuple[Floats, float]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from sequoia_plan.artifacts import Counts
@@ -21,6 +22,7 @@ from sequoia_plan.artifacts.lookup import (
     write_positions,
 )
 from sequoia_plan.profiler.observed import LEVELS, ObservedAcceptance
+from sequoia_plan.runtime.base.lookup import look_up as decoders_look_up
 
 Ints = NDArray[np.int64]
 CHAIN = 24
@@ -50,40 +52,21 @@ class Lookups:
 def look_up(token_ids: Ints, first: int) -> Lookups:
     """Match and lookup chain at each position of a text from `first` on, and how far it holds.
 
-    The match at position t is the longest suffix of tokens 0 to t that also ends at an earlier
-    position, at most `MAX_MATCH` tokens. Among the earlier positions with the longest one, the last
-    counts. The chain is what follows it, and where that reaches beyond t it goes on in itself.
-    `token_ids` int64 [n].
+    They are those that the decoder would find there. `token_ids` int64 [n].
     """
-    count = len(token_ids)
-    match_lengths, sources = np.zeros(count, np.int64), np.full(count, -1)
-    # number the suffixes of 1, 2, ... tokens at each position: equal suffixes, equal numbers
-    _, suffixes = np.unique(token_ids, return_inverse=True)
-    tokens = suffixes
-    for length in range(1, MAX_MATCH + 1):
-        if length > 1:
-            # a longer suffix is the shorter one of the position before and the position's token
-            pairs = suffixes[:-1].astype(np.int64) * count + tokens[length - 1 :]
-            _, suffixes = np.unique(pairs, return_inverse=True)
-        if not len(suffixes):
-            break
-        # in a stable order by suffix, the entry before is the last earlier one with this suffix
-        order = np.argsort(suffixes, kind="stable")
-        is_repeated = suffixes[order[1:]] == suffixes[order[:-1]]
-        ends = order[1:][is_repeated] + length - 1  # suffix k ends at position k + length - 1
-        match_lengths[ends] = length
-        sources[ends] = order[:-1][is_repeated] + length - 1
-    positions = np.arange(first, count)
-    match_lengths, sources = match_lengths[first:], sources[first:]
-    has_match = (match_lengths > 0)[:, None]
-    offsets = np.arange(MAX_RUN)
-    distances = np.where(has_match, (positions - sources)[:, None], 1)
-    chains = np.where(has_match, token_ids[sources[:, None] + 1 + offsets % distances], NO_TOKEN)
-    targets = positions[:, None] + 1 + offsets  # what the tokens of the chain guess
-    is_in_text = targets < count
-    is_equal = is_in_text & (chains == token_ids[np.where(is_in_text, targets, 0)])
-    runs = np.cumprod(is_equal & has_match, axis=1).sum(1)
-    return Lookups(match_lengths, chains[:, :CHAIN], runs)
+    text, count = torch.from_numpy(np.append(token_ids, NO_TOKEN)), len(token_ids)
+    lengths, chains = zip(
+        *(
+            decoders_look_up(text, torch.tensor([position]), MAX_MATCH, MAX_RUN)
+            for position in range(first, count)
+        ),
+        strict=True,
+    )
+    match_lengths = torch.cat(lengths).numpy()
+    chain_tokens = np.where(match_lengths[:, None] > 0, torch.stack(chains).numpy(), NO_TOKEN)
+    guessed = np.arange(first, count)[:, None] + 1 + np.arange(MAX_RUN)  # positions in the text
+    is_right = (guessed < count) & (chain_tokens == token_ids[np.minimum(guessed, count - 1)])
+    return Lookups(match_lengths, chain_tokens[:, :CHAIN], np.cumprod(is_right, axis=1).sum(1))
 
 
 class LookupTrials:

@@ -167,28 +167,17 @@ def load_for_training(target: Any, folder: str, scale: Tensor) -> Eagle3:
     """
     checkpoint = find_checkpoint(folder)
     draft: Any = load_checkpoint(checkpoint, target, torch.float32) if checkpoint else None
-    if not _is_trainable(draft, target):
-        raise SequoiaPlanError(
-            f"--start {folder}: expected a draft as `eagle3` writes it: EAGLE-3's layout, one "
-            "layer, a head of its own, no embeddings"
-        )
+    layers = eagle3_default_layers(target.config.num_hidden_layers)
+    norms = (Eagle3Norms(), Eagle3Norms(before_residual=True))  # what `write_eagle3` can write
+    if (
+        not isinstance(draft, Eagle3)
+        or (draft.d2t is None or draft.embed_tokens is not None)
+        or (draft.norms not in norms or draft.aux_hidden_state_layers != layers)
+    ):
+        raise SequoiaPlanError(f"--start {folder}: expected a draft as `eagle3` writes it")
     with torch.no_grad():
         draft.fc.weight /= scale
-    trainable: Eagle3 = draft.requires_grad_(True).train()
-    return trainable
-
-
-def _is_trainable(draft: Any, target: Any) -> bool:
-    """Whether `write_eagle3` can write the draft without losing anything."""
-    return (
-        isinstance(draft, Eagle3)
-        and draft.norms in (Eagle3Norms(), Eagle3Norms(before_residual=True))
-        and draft.aux_hidden_state_layers == eagle3_default_layers(target.config.num_hidden_layers)
-        and draft.config.num_hidden_layers == 1
-        and draft.lm_head is not None
-        and draft.embed_tokens is None
-        and draft.d2t is not None
-    )
+    return draft.requires_grad_(True).train()
 
 
 def chain_logits(draft: Eagle3, batch: TextBatch, chain: int) -> Iterator[Tensor]:

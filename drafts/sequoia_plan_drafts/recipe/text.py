@@ -192,10 +192,9 @@ def _template_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     opening_tokens, closing_tokens = (
         tokenizer.encode(part, add_special_tokens=False) for part in (opening, closing)
     )
-    count = len(opening_tokens) + len(closing_tokens)
-    if not opening_tokens or not closing_tokens or count > CONTEXT // 2:
+    if not opening_tokens or not closing_tokens:
         raise SequoiaPlanError(
             f"target: its chat template puts {len(opening_tokens)} tokens before a question and "
-            f"{len(closing_tokens)} after it; expected some of each, and at most {CONTEXT // 2}"
+            f"{len(closing_tokens)} after it; expected some of each"
         )
     return opening_tokens, closing_tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, get_cosine_schedule_with_warmup
 
 from sequoia_plan_drafts.recipe.training_text import DraftVocabulary, TextBatch, TrainingText
 
@@ -77,7 +76,8 @@ class Training:
         optimiser = torch.optim.AdamW(
             self.parameters, settings.learning_rate, (0.9, 0.95), weight_decay=WEIGHT_DECAY
         )
-        schedule = _warmed_up_cosine(optimiser, settings.steps)
+        warm_up = min(100, settings.steps // 10 + 1)
+        schedule = get_cosine_schedule_with_warmup(optimiser, warm_up, settings.steps)
         products = partial(torch.autocast, "cpu", torch.bfloat16, settings.dtype == "bfloat16")
         report(
             f"{len(training_indices)} conversations, head of {self.vocabulary.d2t.numel()} covers "
@@ -170,16 +170,3 @@ def config_like(target: Any, num_layers: int) -> LlamaConfig:
     """The configuration of a draft of layers like the target's, with a head of its own."""
     changes = {"num_hidden_layers": num_layers, "layer_types": None, "tie_word_embeddings": False}
     return LlamaConfig(**target.config.to_dict() | changes)
-
-
-def _warmed_up_cosine(
-    optimiser: torch.optim.Optimizer, steps: int
-) -> torch.optim.lr_scheduler.LRScheduler:
-    """A learning rate that rises over the first steps, and falls along a cosine to zero."""
-    warm_up = min(100, steps // 10 + 1)
-
-    def factor(step: int) -> float:
-        rise = min(1.0, (step + 1) / warm_up)
-        return rise * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
-
-    return torch.optim.lr_scheduler.LambdaLR(optimiser, factor)

@@ -18,8 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan_drafts.recipe.text import Conversation
 
-SORTED_BATCHES = 32
-"""Conversations are sorted by length within so many batches."""
+LENGTH_NOISE = 16.0
+"""Standard deviation of the noise by which conversations are sorted besides their length."""
 RMS_CONVERSATIONS = 100
 """The magnitudes of hidden states are measured on so many conversations."""
 
@@ -127,18 +127,12 @@ class TrainingText:
         return indices[:-held_out], indices[-held_out:]
 
     def shuffled(self, indices: Sequence[int], batch: int, rng: np.random.Generator) -> list[int]:
-        """Conversations in random order, those of a batch of similar length: little padding.
-
-        The order is sorted by length within each `SORTED_BATCHES` batches, then batches shuffled.
-        """
-        order = rng.permutation(indices)
-        batches = []
-        for start in range(0, len(order), SORTED_BATCHES * batch):
-            pool = order[start : start + SORTED_BATCHES * batch].tolist()
-            pool.sort(key=lambda index: len(self.conversations[index].tokens))
-            batches += [pool[i : i + batch] for i in range(0, len(pool), batch)]
+        """Conversations in random order, those of a batch of similar length: little padding."""
+        lengths = np.array([len(self.conversations[index].tokens) for index in indices])
+        order = np.argsort(lengths + rng.normal(scale=LENGTH_NOISE, size=lengths.shape))
+        batches = [order[i : i + batch] for i in range(0, len(order), batch)]
         rng.shuffle(batches)
-        return [index for indices in batches for index in indices]
+        return [indices[number] for number in np.concatenate(batches)]
 
     def batches(self, indices: Sequence[int], size: int) -> Iterator[TextBatch]:
         """Padded batches of some conversations, in order."""
