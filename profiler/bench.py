@@ -24,7 +24,7 @@ from sequoia_plan.profiler.decoding_methods import (
     transformers_method,
     with_full_vocabulary,
 )
-from sequoia_plan.profiler.hardware import TIME_KEYS, fingerprint
+from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.runtime import Pair, Sampling
 from sequoia_plan.runtime.models.dtype import dtype_name
@@ -111,7 +111,6 @@ def compare(
         for name, (other, verifier) in trees.items()
     }
     hardware = fingerprint(pair.target.device)
-    machine = {key: hardware[key] for key in TIME_KEYS if key in hardware}
     work = [
         models,
         list(map(list, prompts)),
@@ -119,7 +118,7 @@ def compare(
         tokens,
         list(methods),
         shapes,
-        machine,
+        hardware,
     ]
     runs = bench(methods, prompts, on_prompt, deadline, Journal(journal, work))
     figures = summary(runs)

@@ -17,7 +17,7 @@ from toys import ToyModel, toy_decoder, toy_pair
 from transformers import LlamaConfig, LlamaForCausalLM, TopPLogitsWarper
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
-from sequoia_plan.profiler import hardware, latency
+from sequoia_plan.profiler import latency
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, capture, sequoia
 from sequoia_plan.runtime import extent as extent_module
 from sequoia_plan.runtime.base import sampling
@@ -325,19 +325,6 @@ def test_whole_numbers_add_up_alike_in_any_order():
 
 
 # The machine
-
-
-def test_the_card_is_asked_for_by_its_uuid(monkeypatch):
-    asked = []
-    card = SimpleNamespace(uuid="0af3", stdout="555.1, 1980, 2619, 700.00\n")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    monkeypatch.setattr(
-        hardware.subprocess, "run", lambda command, **_: asked.append(command) or card
-    )
-    driver = hardware._nvidia_driver(torch.device("cuda", 1))
-    assert asked[0][:2] == ["nvidia-smi", "--id=GPU-0af3"]
-    assert list(driver) == ["driver", "sm_mhz", "memory_mhz", "watts"]
-    assert list(driver.values()) == ["555.1", "1980", "2619", "700.00"]
 
 
 @pytest.mark.parametrize("context", [20, 600])
