@@ -10,7 +10,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from sequoia_plan.artifacts.errors import SequoiaPlanError
-from sequoia_plan.artifacts.schema import Artifact, field
+from sequoia_plan.artifacts.schema import Artifact, Count, Number
 
 Floats = NDArray[np.float64]
 SUM_TOLERANCE = 1e-6
@@ -30,20 +30,13 @@ PromptKind = Annotated[
 class ClassCounts(Artifact, frozen=True):
     """The counts of one level, or of its nodes off the spine."""
 
-    trials: Annotated[
-        Annotated[int, Meta(ge=0, lt=2**53)],
-        field("accepted nodes of the level that were observed"),
-    ]
+    trials: Annotated[Count, "accepted nodes of the level that were observed"]
     counts: Annotated[
-        Annotated[
-            tuple[Annotated[float, Meta(ge=0, lt=2**53)], ...],
-            Meta(min_length=1),
-        ],
-        field(
-            "of rank 1, 2, ...: how often that child was accepted, or was expected to be (sums of "
-            "probabilities, so not whole). Their sum is at most `trials` (1e-6 relative and 0.01 "
-            "absolute tolerance); every level has the same number of ranks"
-        ),
+        tuple[Number, ...],
+        Meta(min_length=1),
+        "of rank 1, 2, ...: how often that child was accepted, or was expected to be (sums of "
+        "probabilities, so not whole). Their sum is at most `trials` (1e-6 relative and 0.01 "
+        "absolute tolerance); every level has the same number of ranks",
     ]
 
 
@@ -52,11 +45,9 @@ class LevelCounts(ClassCounts, frozen=True):
 
     off_spine: Annotated[
         ClassCounts | None,
-        field(
-            "the part of `trials` and `counts` that belongs to accepted nodes off the spine (a "
-            "rank on their path from the root is above 1). Missing for the root's level, and "
-            "where the two node classes were not counted separately",
-        ),
+        "the part of `trials` and `counts` that belongs to accepted nodes off the spine (a "
+        "rank on their path from the root is above 1). Missing for the root's level, and "
+        "where the two node classes were not counted separately",
     ] = None
 
 

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from sequoia_plan.artifacts.counts import Counts, PromptKind
 from sequoia_plan.artifacts.errors import SequoiaPlanError
-from sequoia_plan.artifacts.schema import Artifact, Count, field
+from sequoia_plan.artifacts.schema import Artifact, Count
 
 MATCH_LENGTHS = (0, 1, 2, 3, 5, 8, 16)
 """The shortest match of each class, in tokens; the first class is that of texts without a match."""
@@ -25,18 +25,16 @@ TextRecord = Annotated[str, Meta(pattern=r"^(\d+:\d+( |$))*$")]
 class MatchClass(Artifact, frozen=True):
     """What was accepted in steps whose match has a length in one range."""
 
-    match_length: Annotated[Count, field("the shortest match of the class, in tokens; 0 for none")]
+    match_length: Annotated[Count, "the shortest match of the class, in tokens; 0 for none"]
     drafted: Annotated[
         Counts | None,
-        field("counts by level of steps in this class: all children are drafted"),
+        "counts by level of steps in this class: all children are drafted",
     ] = None
     looked_up: Annotated[
         Counts | None,
-        field(
-            "the same for trees whose spine is looked up: rank 1 of a node on the spine is the "
-            "token of the lookup chain, rank k the draft's (k - 1)th other token. `off_spine` is "
-            "for children that are all drafted. Missing for the class without a match"
-        ),
+        "the same for trees whose spine is looked up: rank 1 of a node on the spine is the "
+        "token of the lookup chain, rank k the draft's (k - 1)th other token. `off_spine` is "
+        "for children that are all drafted. Missing for the class without a match",
     ] = None
 
 
@@ -44,15 +42,13 @@ class LookupCounts(Artifact, frozen=True):
     """Counts by class of match, and the text that they come from."""
 
     classes: Annotated[
-        tuple[MatchClass, ...], field("one for each range of match lengths, the shortest first")
+        tuple[MatchClass, ...], "one for each range of match lengths, the shortest first"
     ]
     texts: Annotated[
         dict[PromptKind, tuple[TextRecord, ...]],
-        field(
-            "by kind of prompts (`all` where prompts name none): for each text that the target "
-            "wrote, one word for each token: `m:r` says that before this token the match had m "
-            "tokens, and that the next r tokens were those of the lookup chain"
-        ),
+        "by kind of prompts (`all` where prompts name none): for each text that the target "
+        "wrote, one word for each token: `m:r` says that before this token the match had m "
+        "tokens, and that the next r tokens were those of the lookup chain",
     ] = {}
 
     def __post_init__(self) -> None:

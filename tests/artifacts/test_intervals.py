@@ -177,20 +177,14 @@ def test_verification_that_is_not_sure_widens_the_interval():
 
 def test_interval_of_a_profile():
     latency = Latency({1: 0.04, 8: 0.05, 32: 0.09}, {1: 0.004, 32: 0.01}, 0.001, 128)
-    few, many = (
-        solve(
-            Profile(Acceptance.given((0.5, 0.2, 0.05)), trials, latency), budget=32, depth=8
-        ).plan.interval
-        for trials in (100, 10_000)
+    few, many, unknown = (
+        solve(Profile(Acceptance.given((0.5, 0.2, 0.05)), trials, latency), budget=32, depth=8)
+        for trials in (100, 10_000, 0)
     )
-    for ends_of in (few, many):
-        assert ends_of.expected_tokens[0] < ends_of.expected_tokens[1]
-        assert all(0 <= lost < 0.2 for lost in ends_of.lost)
-    assert np.ptp(many.predicted_speedup) < np.ptp(few.predicted_speedup) / 5
-    assert (
-        solve(Profile(Acceptance.given((0.5, 0.2)), 0, latency), budget=8, depth=4).plan.interval
-        is None
-    )
+    assert all(0 <= lost < 0.2 for plan in (few.plan, many.plan) for lost in plan.interval.lost)
+    few_ends, many_ends = few.plan.interval.predicted_speedup, many.plan.interval.predicted_speedup
+    assert np.ptp(many_ends) < np.ptp(few_ends) / 5
+    assert unknown.plan.interval is None
 
 
 def test_the_error_of_step_times_is_their_spread():
@@ -206,46 +200,18 @@ def test_the_error_of_step_times_is_their_spread():
             name: {n: rng.normal(t, 0.05 * t, rounds) for n, t in curve.items()}
             for name, curve in truth.items()
         }
-        medians = {
-            name: {n: float(np.median(x)) for n, x in curve.items()}
-            for name, curve in samples.items()
-        }
-        quartiles = {
-            name: {n: tuple(np.quantile(x, [0.25, 0.75])) for n, x in curve.items()}
-            for name, curve in samples.items()
-        }
-        latency = Latency(
-            **medians,
-            overhead=0.0,
-            context=0,
-            samples=dict.fromkeys((1, 2, 7), rounds),
-            quartiles=quartiles,
+        medians, quartiles = (
+            {name: {n: of(x) for n, x in curve.items()} for name, curve in samples.items()}
+            for of in (lambda x: float(np.median(x)), lambda x: tuple(np.quantile(x, [0.25, 0.75])))
         )
-        times = StepTime(latency)
-        return np.log(times.step_seconds(tree) / times.plain_seconds()), step_time_error(
-            tree, times
-        )
+        counts = dict.fromkeys((1, 2, 7), rounds)
+        times = StepTime(Latency(**medians, samples=counts, quartiles=quartiles))
+        ratio = np.log(times.step_seconds(tree) / times.plain_seconds())
+        return ratio, step_time_error(tree, times)
 
     ratios, errors = np.array([measured() for _ in range(1_000)]).T
     assert np.mean(errors) == pytest.approx(np.std(ratios), rel=0.1)
-    assert step_time_error(tree, StepTime(Latency(**truth, overhead=0.0, context=0))) == 0
-    sure, unsure = (
-        Latency(
-            **truth,
-            overhead=0.0,
-            context=0,
-            samples={7: 5},
-            quartiles={"target": {7: (0.05 - d, 0.05 + d)}},
-        )
-        for d in (0.0, 0.01)
-    )
-    wide, narrow = (
-        solve(
-            Profile(Acceptance.given((0.5, 0.3)), 10_000, latency), budget=7, depth=4
-        ).plan.interval.predicted_speedup
-        for latency in (unsure, sure)
-    )
-    assert np.ptp(wide) > 2 * np.ptp(narrow)
+    assert step_time_error(tree, StepTime(Latency(**truth))) == 0
 
 
 def test_an_interval_beyond_what_can_be_solved_again():
