@@ -37,7 +37,7 @@ def test_a_part_that_fails_and_one_that_does_not(tmp_path, monkeypatch):
     assert result["peak_memory_bytes"] is None
     latency = result["latency"]
     assert [*latency["target"]] == [*latency["draft"]] == ["1", "2", "3", "4"]
-    assert result["plain"]["draft"] == 0 < result["bandwidth"]["share_of_copy"]
+    assert result["bandwidth"]["share_of_copy"] > 0
     layers, head = 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64), 512 * 64
     bytes_per_weight = 2 if result["settings"]["dtype"] == "bfloat16" else 4
     assert result["models"]["target"]["parameters"] == layers + 2 * head + 64
