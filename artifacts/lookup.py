@@ -106,22 +106,20 @@ class ClassSummary(NamedTuple):
 
 def class_summaries(counts: LookupCounts) -> list[ClassSummary]:
     """A summary of each class of match, the shortest match first."""
-    runs: list[list[int]] = [[] for _ in counts.classes]
-    for text in itertools.chain.from_iterable(counts.texts.values()):
-        for position in read_positions(text):
-            runs[class_of(position.match_length, counts.match_lengths)].append(position.run)
-    num_positions = sum(map(len, runs))
+    texts = itertools.chain.from_iterable(counts.texts.values())
+    positions = list(itertools.chain.from_iterable(map(read_positions, texts)))
     summaries = []
-    for match_class, class_runs in zip(counts.classes, runs, strict=True):
-        root = match_class.looked_up and match_class.looked_up.with_classes(1)
-        has_root = root is not None and root.trials[0, 0] > 0
-        has_runs = bool(class_runs) and match_class.match_length > 0
+    for number, part in enumerate(counts.classes):
+        runs = [run for m, run in positions if class_of(m, counts.match_lengths) == number]
+        root = part.looked_up and part.looked_up.with_classes(1)
         summaries.append(
             ClassSummary(
-                match_class.match_length,
-                len(class_runs) / max(num_positions, 1),
-                float(root.accepted[0, 0, 0] / root.trials[0, 0]) if root and has_root else None,
-                sum(class_runs) / len(class_runs) if has_runs else None,
+                part.match_length,
+                len(runs) / max(len(positions), 1),
+                float(root.accepted[0, 0, 0] / root.trials[0, 0])
+                if root and root.trials[0, 0]
+                else None,
+                sum(runs) / len(runs) if runs and part.match_length else None,
             )
         )
     return summaries
@@ -133,13 +131,13 @@ def limited_texts(texts: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ..
     Texts are taken in turns, one of each kind, until they have `MAX_TEXT_CHARACTERS` together.
     """
     room = MAX_TEXT_CHARACTERS
-    kept: dict[str, list[str]] = {kind: [] for kind in texts}
-    for number in range(max(map(len, texts.values()), default=0)):
-        for kind, kind_texts in texts.items():
-            if number < len(kind_texts) and room > 0:
-                kept[kind].append(kind_texts[number])
-                room -= len(kind_texts[number])
-    return {kind: tuple(kind_texts) for kind, kind_texts in kept.items()}
+    kept: dict[str, tuple[str, ...]] = dict.fromkeys(texts, ())
+    for turn in itertools.zip_longest(*texts.values()):
+        for kind, text in zip(texts, turn, strict=True):
+            if text is not None and room > 0:
+                kept[kind] += (text,)
+                room -= len(text)
+    return kept
 
 
 def class_of(match_length: int, match_lengths: Sequence[int]) -> int:

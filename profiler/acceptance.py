@@ -28,7 +28,6 @@ def measure_acceptance(
     *,
     precision: float = 0.07,
     tokens_per_prompt: int = 32,
-    seed: int = 0,
     ranks: int = RANKS,
     tree: TokenTree | None = None,
     journal: Path | None = None,
@@ -40,7 +39,6 @@ def measure_acceptance(
         [list(map(int, prompt)) for prompt in prompts],
         [sampling.settings() for sampling in samplings],
         tokens_per_prompt,
-        seed,
         ranks,
         None if tree is None else tree.parents.tolist(),
     ]
@@ -51,7 +49,7 @@ def measure_acceptance(
         tallies = []
         for use, prompt in enumerate(prompts):
             measure = partial(
-                measure_prompt, torch.tensor(prompt), sampling, tokens_per_prompt, seed + use
+                measure_prompt, torch.tensor(prompt), sampling, tokens_per_prompt, use
             )
             tallies.append(results.result(f"{number}.{use}", measure))
             num_prompts += 1

@@ -132,13 +132,12 @@ def _logits_by_step(
             sequence.length.copy_(slots[start : start + 1])
             extent = sequence.tokens.numel()  # attention looks at all slots
             columns = tensors.columns(sequence.length, extent)
-            output, first = None, 0
-            for draft_pass in passes:
-                if first < len(logits):
-                    output = drafter.forward(draft_pass, sequence, columns, output)
-                    rows = output.logits[: len(logits) - first].float()
-                    logits[first : first + len(rows)] = rows
-                    first += len(rows)
+            output, rows = None, []
+            for draft_pass in passes[: end - start]:
+                output = drafter.forward(draft_pass, sequence, columns, output)
+                rows.append(output.logits.float())
+            known = torch.cat(rows)[: end - start]
+            logits[: len(known)] = known
         logits_of_steps.append(logits)
         commit(slots[start:end], features[start:end])
     sequence.length.copy_(length)

@@ -35,7 +35,6 @@ def measure(
     *,
     precision: float = 0.07,
     tokens_per_prompt: int = 32,
-    seed: int = 0,
     max_size: int = SIZES[-1],
     tree: TokenTree | None = None,
     journal: Path | None = None,
@@ -57,7 +56,6 @@ def measure(
         precision: acceptance is measured until half of the 95 % interval of the expected tokens a
             step is at most this share of them.
         tokens_per_prompt: new tokens that the target writes after each prompt, at most.
-        seed: of the first prompt; the next prompt has the next seed.
         max_size: the most nodes for which passes are timed.
         tree: writes the text that acceptance is counted on; None for a small tree of ten nodes.
         journal: a file from which an interrupted measurement of acceptance goes on.
@@ -99,7 +97,6 @@ def measure(
         samplings,
         precision=precision,
         tokens_per_prompt=tokens_per_prompt,
-        seed=seed,
         tree=tree,
         journal=journal,
         on_prompt=time_between_prompts,

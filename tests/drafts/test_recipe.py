@@ -139,19 +139,11 @@ def test_options_that_cannot_be(text_folder, tmp_path, monkeypatch, capsys, word
     assert [file.read_bytes() for file in text_folder.iterdir()] == before
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (None, "no chat template"),
-        ("{{ messages[0].content }}", "puts 0 tokens before a question"),
-    ],
-)
-def test_a_tokenizer_without_a_usable_chat_template(
-    pair, plain_target, tmp_path, template, message
-):
+@pytest.mark.parametrize("template", [None, "{{ messages[0].content }}"])
+def test_a_tokenizer_without_a_usable_chat_template(pair, plain_target, tmp_path, template):
     tokenizer = copy.copy(pair.tokenizer)
     tokenizer.chat_template = template
-    with pytest.raises(SequoiaPlanError, match=message):
+    with pytest.raises(SequoiaPlanError, match="no chat template"):
         write_text(plain_target, tokenizer, 40, 3, tmp_path, rows=2)
 
 

@@ -118,46 +118,36 @@ def _initialise_heads(attention: Any, target: Any, token_counts: Tensor) -> None
     output projection turns them back into an embedding. `token_counts` float [vocabulary].
     """
     config, target_layer = target.config, target.model.layers[0]
-    target_attention = target_layer.self_attn
     width, head_dim = config.hidden_size, attention.head_dim
-    num_heads = config.num_attention_heads
-    heads_per_key = num_heads // config.num_key_value_heads
     # each has principal components of its own, of which there are `width`
-    num_copying_heads = min(2 * num_heads // 3, width // head_dim)
-    input_norm = target_layer.input_layernorm.weight
-    queries, keys, values = (
-        attention.q_proj.weight,
-        attention.k_proj.weight,
-        attention.v_proj.weight,
-    )
+    num_copying_heads = min(2 * config.num_attention_heads // 3, width // head_dim)
+    copying, others = slice(num_copying_heads), slice(num_copying_heads, None)
+    columns = slice(num_copying_heads * head_dim)  # of the output projection
 
     embeddings = target.get_input_embeddings().weight
     normed = torch.nn.functional.rms_norm(embeddings, (width,))
     frequency = (token_counts / token_counts.sum())[:, None]
     mean = (frequency * normed).sum(0)
     # columns are principal components, the largest first: eigh's eigenvalues ascend
-    components = torch.linalg.eigh((frequency * normed).T @ normed)[1].flip(1)
+    components = torch.linalg.eigh((frequency * normed).T @ normed)[1].flip(1)[:, columns]
     # takes the mean's direction out
     centring = torch.eye(width) - torch.outer(mean, mean) / mean.dot(mean)
     embedding_rms = (frequency[:, 0] * embeddings.square().mean(-1).sqrt()).sum()
+    projections = torch.linalg.qr(torch.randn(num_copying_heads, width, head_dim))[0].mT
 
-    for weight in (queries, keys, values):
-        weight.zero_()
-    attention.o_proj.load_state_dict(target_attention.o_proj.state_dict())
-    for head in range(num_heads):
-        rows = slice(head * head_dim, (head + 1) * head_dim)  # of a projection
-        key_head = head // heads_per_key
-        key_rows = slice(key_head * head_dim, (key_head + 1) * head_dim)
-        if head < num_copying_heads:
-            projection = torch.linalg.qr(torch.randn(width, head_dim))[0].T
-            queries[rows, :width] = COPYING_HEADS_LOGIT_SCALE * projection @ centring
-            keys[rows, :width] = queries[rows, :width]
-            values[rows, :width] = components[:, rows].T
-            attention.o_proj.weight[:, rows] = embedding_rms * components[:, rows]
-        else:
-            queries[rows, :width] = target_attention.q_proj.weight[rows] * input_norm
-            keys[rows, :width] = target_attention.k_proj.weight[key_rows] * input_norm
-            values[rows, :width] = target_attention.v_proj.weight[key_rows] * input_norm
+    copied = {
+        "q_proj": COPYING_HEADS_LOGIT_SCALE * projections @ centring,
+        "k_proj": COPYING_HEADS_LOGIT_SCALE * projections @ centring,
+        "v_proj": components.T.unflatten(0, (num_copying_heads, head_dim)),
+    }
+    for name, weight in copied.items():
+        own = getattr(attention, name).weight.zero_().unflatten(0, (-1, head_dim))
+        targets = getattr(target_layer.self_attn, name).weight.unflatten(0, (-1, head_dim))
+        targets = targets.repeat_interleave(len(own) // len(targets), 0)
+        own[copying, :, :width] = weight
+        own[others, :, :width] = targets[others] * target_layer.input_layernorm.weight
+    attention.o_proj.load_state_dict(target_layer.self_attn.o_proj.state_dict())
+    attention.o_proj.weight[:, columns] = embedding_rms * components
 
 
 def load_for_training(target: Any, folder: str, scale: Tensor) -> Eagle3:

@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.files import write_atomically
+from sequoia_plan.profiler.prompts import encode
 from sequoia_plan_drafts.recipe.questions import make_questions, passage_of
 
 TOP = 64
@@ -38,7 +39,7 @@ FORWARD_ROWS = 8
 MAX_HIDDEN_STATE = 60_000.0
 """Hidden states are clamped to this magnitude: float16 ends at 65,504."""
 QUESTION_MARKER = "QUESTION-5b1f"
-"""Stands for a question in a chat template, to find what is before and after it."""
+"""Stands for a question in a chat template, to find what is before it."""
 
 
 class Conversation(NamedTuple):
@@ -78,7 +79,7 @@ def write_text(
     out.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    opening, closing = _template_tokens(tokenizer)
+    opening = _opening(tokenizer)
     passages: deque[str] = deque(maxlen=MAX_PASSAGES)
     num_answer_tokens, started = 0, time.perf_counter()
     for batch, temperature in enumerate(itertools.cycle(TEMPERATURES)):
@@ -89,10 +90,8 @@ def write_text(
         prompts = []
         for question in questions:
             if question is None:
-                question_tokens = [t for t in next(own_questions) if t != tokenizer.eos_token_id]
-            else:
-                question_tokens = tokenizer.encode(question, add_special_tokens=False)
-            prompts.append([*opening, *question_tokens, *closing][: CONTEXT - 1])
+                question = tokenizer.decode(next(own_questions), skip_special_tokens=True)
+            prompts.append(encode(tokenizer, question)[: CONTEXT - 1])
         answers = generate(model, tokenizer, prompts, CONTEXT, temperature)
         conversations = list(label(model, prompts, answers, hidden_state_layers))
         num_answer_tokens += sum(len(answer) for answer in answers)
@@ -178,23 +177,15 @@ def write_conversations(
     write_atomically(path, save(tensors, {"text": json.dumps(metadata)}))
 
 
-def _template_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The chat template's tokens before and after a question."""
-    if not getattr(tokenizer, "chat_template", None):
+def _opening(tokenizer: Any) -> list[int]:
+    """The chat template's tokens before a question."""
+    messages, opening = [{"role": "user", "content": QUESTION_MARKER}], ""
+    if getattr(tokenizer, "chat_template", None):
+        template = tokenizer.apply_chat_template(messages, tokenize=False)
+        opening = template.partition(QUESTION_MARKER)[0]
+    if not opening:
         raise SequoiaPlanError(
-            "target: its tokenizer has no chat template, in which training text is written; name a "
-            "model that is made for conversations"
+            "target: its tokenizer has no chat template with a begin of a user's turn, in which "
+            "training text is written; name a model that is made for conversations"
         )
-    template = tokenizer.apply_chat_template(
-        [{"role": "user", "content": QUESTION_MARKER}], add_generation_prompt=True, tokenize=False
-    )
-    opening, _, closing = template.partition(QUESTION_MARKER)
-    opening_tokens, closing_tokens = (
-        tokenizer.encode(part, add_special_tokens=False) for part in (opening, closing)
-    )
-    if not opening_tokens or not closing_tokens:
-        raise SequoiaPlanError(
-            f"target: its chat template puts {len(opening_tokens)} tokens before a question and "
-            f"{len(closing_tokens)} after it; expected some of each"
-        )
-    return opening_tokens, closing_tokens
+    return list(tokenizer.encode(opening, add_special_tokens=False))
