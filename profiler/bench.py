@@ -103,13 +103,8 @@ def compare(
         transformers_pair = with_draft(transformers_pair, assistant)
         models = models | {"assistant": transformers_pair.metadata["draft"]}
     methods = make_methods(pair, transformers_pair, trees, sampling, tokens, only)
-    shapes = {
-        name: [
-            [[length, t.parents.tolist(), t.looks_up] for length, t in other.portfolio.items()],
-            verifier,
-        ]
-        for name, (other, verifier) in trees.items()
-    }
+    # the trees of the other methods follow from this one
+    shapes = [[length, t.parents.tolist(), t.looks_up] for length, t in tree.portfolio.items()]
     hardware = fingerprint(pair.target.device)
     work = [
         models,

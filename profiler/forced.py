@@ -21,7 +21,7 @@ from sequoia_plan.profiler.children import DrawnChildren
 from sequoia_plan.profiler.draft_passes import logits_over_text, steps_of
 from sequoia_plan.profiler.lookup_counts import LookupTrials
 from sequoia_plan.profiler.observed import TREE, num_counted_levels
-from sequoia_plan.profiler.traversal_paths import TraversalPaths
+from sequoia_plan.profiler.traversal_paths import recording_traversal
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.verify import LOOKUP_VERIFIERS, VERIFIERS
@@ -69,11 +69,10 @@ class ForcedAcceptance:
         Each position of the text is a node of the tree that decodes it. The counts of `traversal`
         are those of `sequoia`, with how far both get in the tree. `prompt` int64 [n].
         """
-        tree_verifier, paths = self.decoder.step.verifier, None
-        tree_verifier.verifiers = VERIFIERS
-        if uses_traversal(sampling):
-            paths = TraversalPaths(self.tree.depth)
-            tree_verifier.verifiers = VERIFIERS | {"traversal": paths.verifier()}
+        reached = torch.zeros(2, self.tree.depth, dtype=torch.float64)
+        self.decoder.step.verifier.verifiers = VERIFIERS | {
+            "traversal": recording_traversal(reached)
+        }
         text, levels, node_classes = self._write(prompt, sampling, max_new_tokens, seed)
         # the row of the tables [levels * node classes, ...] that each position adds to
         rows = 2 * np.minimum(levels, self.num_levels - 1) + node_classes
@@ -90,7 +89,7 @@ class ForcedAcceptance:
         return {
             "trials": trials.reshape(-1, 2).tolist(),
             "counts": counts.reshape(self.num_levels, 2, -1).tolist(),
-            "reached": paths and paths.reached.tolist(),
+            "reached": reached.tolist() if uses_traversal(sampling) else None,
             "lookup": lookup and lookup.tally(drafted_probs, looked_up_probs),
         }
 

@@ -62,21 +62,21 @@ def write_text(
     tokenizer: Any,
     tokens: int,
     seed: int,
-    out: Path,
+    output: Path,
     rows: int = 224,
-    hidden_state_layers: Sequence[int] = (),
+    hidden_states: Sequence[int] = (),
 ) -> None:
-    """Let the target write at least `tokens` answer tokens, and save them in the folder `out`.
+    """Let the target write at least `tokens` answer tokens, and save them in the folder `output`.
 
     Each batch of `rows` conversations is one file, so that the text so far can always be used.
     """
     num_layers = model.config.num_hidden_layers
-    if wrong := [layer for layer in hidden_state_layers if not 0 <= layer < num_layers]:
+    if wrong := [layer for layer in hidden_states if not 0 <= layer < num_layers]:
         raise ArgumentError(
             f"--hidden-states {wrong[0]}: the target has 0 (the embedding) to {num_layers - 1}"
         )
-    check_empty(out)
-    out.mkdir(parents=True, exist_ok=True)
+    check_empty(output)
+    output.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     torch.manual_seed(seed)
     opening = _opening(tokenizer)
@@ -93,11 +93,11 @@ def write_text(
                 question = tokenizer.decode(next(own_questions), skip_special_tokens=True)
             prompts.append(encode(tokenizer, question)[: CONTEXT - 1])
         answers = generate(model, tokenizer, prompts, CONTEXT, temperature)
-        conversations = list(label(model, prompts, answers, hidden_state_layers))
+        conversations = list(label(model, prompts, answers, hidden_states))
         num_answer_tokens += sum(len(answer) for answer in answers)
         passages += [passage_of(tokenizer, a) for a in answers if len(a) >= MIN_PASSAGE_TOKENS]
-        metadata = {"seed": seed, "hidden_states": list(hidden_state_layers)}
-        write_conversations(out / f"text-{batch:05d}.safetensors", conversations, metadata)
+        metadata = {"seed": seed, "hidden_states": list(hidden_states)}
+        write_conversations(output / f"text-{batch:05d}.safetensors", conversations, metadata)
         elapsed = time.perf_counter() - started
         print(
             f"{num_answer_tokens} answer tokens, {rows * (batch + 1)} conversations, "
