@@ -53,7 +53,11 @@ class LookupCounts(Artifact, frozen=True):
 
     def __post_init__(self) -> None:
         """Refuse classes that are not in order."""
-        check_match_lengths(self.match_lengths, "lookup.classes")
+        lengths = list(self.match_lengths)
+        if lengths[:1] != [0] or lengths != sorted(set(lengths)):
+            raise SequoiaPlanError(
+                f"lookup.classes: found match lengths {lengths}, expected 0 first, then larger ones"
+            )
 
     def without_draft(self) -> LookupCounts:
         """The counts for trees that draft nothing: of nodes on the spine and their first children.
@@ -143,11 +147,3 @@ def limited_texts(texts: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ..
 def class_of(match_length: int, match_lengths: Sequence[int]) -> int:
     """The index of the class of a match: the last whose shortest match is not longer."""
     return sum(match_length >= shortest for shortest in match_lengths) - 1
-
-
-def check_match_lengths(match_lengths: Sequence[int], name: str) -> None:
-    """Refuse the shortest matches of classes that are not in order."""
-    if match_lengths[:1] != (0,) or list(match_lengths) != sorted(set(match_lengths)):
-        raise SequoiaPlanError(
-            f"{name}: found match lengths {list(match_lengths)}, expected 0 first, then larger ones"
-        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -11,9 +10,7 @@ from msgspec.structs import replace
 from sequoia_plan.artifacts.acceptance import Acceptance
 from sequoia_plan.artifacts.counts import PromptKind
 from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
-from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.latency import Latency
-from sequoia_plan.artifacts.lookup import check_match_lengths
 from sequoia_plan.artifacts.profile import Profile
 from sequoia_plan.artifacts.schema import Artifact, Count, Metadata, Number, Seconds, Size
 
@@ -26,8 +23,6 @@ PlanAcceptance = Acceptance
 IntervalEnds = tuple[Number, Number]
 OPTIMALITY_TOLERANCE = 1e-9
 """A tree is called the fastest if no other can be faster by more, relative: less is rounding."""
-SHARE_TOLERANCE = 1e-6
-"""How far the sum of shares may be from 1: rounding."""
 
 
 class Interval(Artifact, frozen=True):
@@ -158,23 +153,6 @@ class Plan(Artifact, frozen=True, kw_only=True):
         "the same for prompts of a kind that the profile did not measure; missing where its "
         "prompts named too few kinds",
     ] = None
-
-    def __post_init__(self) -> None:
-        """Refuse a predicted speed-up without its step time, and classes that are none.
-
-        The shares of classes of match must add up to 1, from no match to the longest ones.
-        """
-        if self.by_match:
-            check_match_lengths(tuple(part.match_length for part in self.by_match), "by_match")
-            total_share = math.fsum(part.share for part in self.by_match)
-            if not math.isclose(total_share, 1, rel_tol=SHARE_TOLERANCE):
-                raise SequoiaPlanError(
-                    f"by_match: found shares that add up to {total_share:.6g}, expected 1"
-                )
-        if self.predicted_speedup is not None and self.step_seconds is None:
-            raise SequoiaPlanError(
-                "predicted_speedup: found without step_seconds, expected both or neither"
-            )
 
     @property
     def gap(self) -> float | None:

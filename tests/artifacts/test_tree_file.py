@@ -112,7 +112,6 @@ def test_contradictions_are_refused(tmp_path, change, message):
         ({"hardware": {"a": "\x1b[2J"}}, "printable text"),
         ({"hardware": [[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]}, "at most 16 levels deep"),
         ({"profile_sha256": "ab"}, "profile_sha256: expected `str` matching regex"),
-        ({"predicted_speedup": 2.0}, "predicted_speedup: found without step_seconds"),
         ({"models": {"draft": "d"}}, r"models\[...\]: expected `object`"),
         (
             {"latency": {"target": {"0": 1.0}, "draft": {"1": 1.0}}},
