@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree, VerificationCost
@@ -15,7 +14,6 @@ from sequoia_plan.profiler.timing import timed
 from sequoia_plan.runtime import Sampling
 from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.draft.drafter import DraftedTree
-from sequoia_plan.runtime.models.vocabulary import vocabulary_size
 
 CHAIN_SIZES, WIDE_SIZES = (1, 8), (8, 64, 512)
 """Nodes of the trees that are timed; nodes of wide ones have three children each."""
@@ -43,21 +41,23 @@ def trees_to_time(max_nodes: int, vocabulary: int, max_depth: int | None = None)
 
 
 class VerificationTimer:
-    """Verifies one tree again and again, with drafted children and random logits."""
+    """Verifies one drafted tree again and again."""
 
     def __init__(self, step: CapturedStep, samplings: Sequence[Sampling], prompt: Tensor) -> None:
         step.prefill(prompt, step.tree.depth, seed=0)
         self.step, self.length = step, step.sequence.length.clone()
-        self.logits = self._random_logits(step.tree.size, vocabulary_size(step.target.model))
         self.drafted: dict[Sampling, DraftedTree] = {}
         extent = step.extent(prompt.numel() - 1)
         for sampling in samplings:
             step.refill_random_numbers(sampling)
             self.drafted[sampling] = step.draft(extent, sampling)
+        self.logits = step.forward_target(extent)
         # where one draft pass serves all levels, drawing counts as verification
         self.draft_logits: Tensor | None = None
         if step.drafter and step.passes and not step.drafter.drafting.drafts_by_level:
-            self.draft_logits = self._random_logits(step.num_parents, step.drafter.vocabulary)
+            columns = step.tensors.columns(self.length, extent)
+            output = step.drafter.forward(step.passes[0], step.sequence, columns)
+            self.draft_logits = output.logits
 
     def run(self, sampling: Sampling) -> float:
         """Seconds to verify the tree, and to commit a path, which is undone."""
@@ -73,12 +73,6 @@ class VerificationTimer:
             draw = partial(sampling.draw_children, self.draft_logits, branching, bits)
             self.step.replay("drawing", draw, sampling)
         self.step.run_verification(self.logits, self.drafted[sampling], sampling)
-
-    def _random_logits(self, num_nodes: int, vocabulary: int) -> Tensor:
-        """Normally distributed logits [num_nodes, vocabulary] in the target's dtype."""
-        generator = torch.Generator(self.step.device).manual_seed(0)
-        logits = torch.randn((num_nodes, vocabulary), generator=generator, device=self.step.device)
-        return logits.to(self.step.target.model.dtype)
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> VerificationCost:
