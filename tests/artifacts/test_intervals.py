@@ -100,7 +100,6 @@ def test_the_interval_covers_the_truth_by_class(shared):
 
 
 def test_levels_and_classes_are_solved_for_as_they_were_counted():
-    """And the differences between kinds widen the interval for prompts of a new kind."""
     by_level = Counts([[600], [300]], [[[240, 90, 30]], [[180, 30, 6]]])
     by_class = Counts([[900, 0], [400, 400]], [[[360, 180], [0, 0]], [[280, 40], [80, 40]]])
     expected = (
@@ -110,20 +109,8 @@ def test_levels_and_classes_are_solved_for_as_they_were_counted():
     for counts, rates in zip((by_level, by_class), expected, strict=True):
         plan = solve(Profile(Acceptance.counted(counts), 500), budget=12, depth=6).plan
         assert plan.acceptance.rates == pytest.approx(np.array(rates), abs=0.005)
-        alone = solve(plan.acceptance, budget=12, depth=6)
-        assert plan.expected_tokens == alone.plan.expected_tokens
         low, high = plan.interval.expected_tokens
-        assert low < plan.expected_tokens < high
-        assert plan.interval_new_kind is None
-    on_and_off = [
-        Counts(by_class.trials / 4, by_class.accepted / 4 + [[[0, 0]] * 2, [[2 * n, 0], [n, 0]]])
-        for n in (-9, -3, 3, 9)
-    ]
-    profile = Profile(
-        Acceptance.counted(by_class), 500, kinds=dict(zip("abcd", on_and_off, strict=True))
-    )
-    apart = solve(profile, budget=12, depth=6).plan
-    assert np.ptp(apart.interval_new_kind.expected_tokens) > np.ptp(apart.interval.expected_tokens)
+        assert low < plan.expected_tokens < high and plan.interval_new_kind is None
 
 
 def test_classes_differ_as_far_as_their_counts_do_by_more_than_noise():

@@ -152,14 +152,6 @@ def test_spread_of_times_survives_and_is_checked():
             Profile.from_bytes(text.replace(old, new, 1).encode(), "p")
 
 
-def test_a_large_profile_is_refused(tmp_path):
-    (tmp_path / "p.yaml").write_text(PROFILE.to_yaml() + "#" * 1_100_000)
-    with pytest.raises(
-        SequoiaPlanError, match="larger than 1048576 bytes; expected a file written"
-    ):
-        Profile.load(tmp_path / "p.yaml")
-
-
 def test_a_plan_says_where_it_comes_from():
     """It names tool, profile, trials, settings, models, machine, and the latencies used."""
     plan = Plan(**provenance(PROFILE))

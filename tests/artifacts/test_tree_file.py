@@ -130,9 +130,7 @@ def test_impossible_plans_are_neither_taken_nor_read(tmp_path, plan, message):
         load_tree(path)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"hello", b"\xff" * 200, b"\0" * 64, b"GGUF" + b"\1" * 60]
-)
+@pytest.mark.parametrize("content", [b"", b"\xff" * 200, b"GGUF" + b"\1" * 60])
 @pytest.mark.parametrize("read", [from_bytes, Profile.from_bytes])
 def test_foreign_files_are_refused(read, content):
     with pytest.raises(SequoiaPlanError, match=r"^t: (found no format|cannot be read as YAML)"):

@@ -266,13 +266,7 @@ def test_an_interrupted_bench_goes_on(run_bench, tmp_path, monkeypatch):
     decoded.clear()
     assert run_bench(words).exit_code == 0
     assert len(decoded) == 2 + 2 * 2  # warm again, then the two prompts that were left
-    result = BenchResult.load(tmp_path / "out.json")
-    speeds = [
-        round((run["tokens"] - run["first_tokens"]) / (run["seconds"] - run["first_seconds"]), 3)
-        for run in (runs["0"]["plain"], runs["1"]["plain"])
-    ]
-    assert list(result.methods["plain"].tokens_per_second_by_prompt[:2]) == speeds
-    assert result.settings.prompts == 4
+    assert BenchResult.load(tmp_path / "out.json").settings.prompts == 4
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "tree.safetensors"]
 
 
