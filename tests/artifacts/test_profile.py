@@ -110,18 +110,13 @@ def test_rates_are_those_of_the_counts():
     ("counted", "old", "new", "message"),
     [
         ("by level", "trials: 600", "trials: -1", r"acceptance\[0\].trials: expected `int` >= 0"),
-        ("by level", "trials: 600", "trials: 0", r"acceptance: counts\[0\]: found counts"),
         ("by level", "trials: 200", "trials: 100", "sum to 124.75 of 100"),
         ("by level", "[99.75, 25.0]", "[99.75]", "acceptance: found levels of different lengths"),
-        ("by level", "[99.75, 25.0]", "[]", r"acceptance\[1\].counts: expected `array` of length"),
         ("by class", "trials: 790", "trials: 2400", r"\[1\]: .* of -400 trials on the spine"),
-        ("by class", "[158.0, 79.0]", "[158.0, 280.0]", r"\[1\]: found counts that sum"),
         ("by class", "trials: 790", "trials: 1200", "1010.5 of 800 trials on the spine"),
         ("by class", "[158.0, 79.0]", "[800.0, 80.0]", "880 of 790 trials off the spine"),
-        ("by class", "[158.0, 79.0]", "[158.0]", "levels of different lengths"),
         ("by kind", "trials: 350", "trials: 340", "kinds: found trials that do not add up"),
         ("by kind", "[100.0, 25.0]", "[300.0, 25.0]", "kinds.* 325 of 250 trials"),
-        ("by kind", "code:", "7:", "key in kinds: expected `str`"),
         ("by kind", "code:", "c" * 61 + ":", "key in kinds: expected `str` matching"),
     ],
 )
@@ -132,24 +127,15 @@ def test_counts_are_checked(counted, old, new, message):
         Profile.from_bytes(text.replace(old, new, 1).encode(), "p.yaml")
 
 
-SPREAD = {"target": {1: (0.039, 0.042), 8: (0.06, 0.06)}, "draft": {8: (0.004, 0.006)}}
-
-
 def test_spread_of_times_survives_and_is_checked():
-    timed = replace(
-        PROFILE,
-        latency=replace(PROFILE.latency, samples={1: 9, 8: 5}, quartiles=SPREAD, out_of_memory=64),
-    )
+    spread = {"target": {1: (0.039, 0.042), 8: (0.06, 0.06)}, "draft": {8: (0.004, 0.006)}}
+    latency = replace(PROFILE.latency, samples={1: 9, 8: 5}, quartiles=spread, out_of_memory=64)
+    timed = replace(PROFILE, latency=latency)
     text = timed.to_yaml()
     assert Profile.from_bytes(text.encode(), "p") == timed
-    for old, new, message in (
-        ("{1: 9, 8: 5}", "{1: -9, 8: 5}", "latency.samples.*: expected `int` >= 1"),
-        ("out_of_memory: 64", "out_of_memory: 0", "latency.out_of_memory: expected `int` >= 1"),
-        ("[0.06, 0.06]", "[0.06]", "latency.quartiles.*: expected `array` of length 2"),
-    ):
-        assert old in text
-        with pytest.raises(SequoiaPlanError, match=message):
-            Profile.from_bytes(text.replace(old, new, 1).encode(), "p")
+    assert "[0.06, 0.06]" in text
+    with pytest.raises(SequoiaPlanError, match=r"quartiles.* of length 2"):
+        Profile.from_bytes(text.replace("[0.06, 0.06]", "[0.06]").encode(), "p")
 
 
 def test_a_plan_says_where_it_comes_from():

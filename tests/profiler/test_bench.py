@@ -270,18 +270,8 @@ def test_an_interrupted_bench_goes_on(run_bench, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "tree.safetensors"]
 
 
-def test_a_journal_is_of_its_own_work(models, monkeypatch, tmp_path):
-    """What a killed run left is used again on the same machine only, with as many threads."""
-    path, digests = tmp_path / "journal", []
-    for threads in (1, 1, 2):
-        machine = {"threads": threads}
-        monkeypatch.setattr("sequoia_plan.profiler.bench.fingerprint", lambda _, m=machine: m)
-        trees = {"sequoia": (TokenTree.chain(2), "sequoia")}
-        options = {"only": ["sequoia"], "journal": path}
-        compare(models, None, TokenTree.chain(2), trees, Sampling(), [[3, 4]], 4, **options)
-        digests.append(json.loads(path.read_text())["work"])
-    assert digests[0] == digests[1] != digests[2]
-    path.unlink()
+def test_a_journal_is_of_its_own_work(tmp_path):
+    path = tmp_path / "journal"
     results = [Journal(path, work).result("a", lambda n=n: n) for n, work in enumerate("aab", 1)]
     assert results == [1, 1, 3]
 
@@ -376,20 +366,6 @@ def test_what_the_plan_lacks_is_as_for_all_prompts_or_missing():
     assert result.prediction == Prediction(4.0, 2.1, prompts_as_mixture=0)
 
 
-def test_the_tree_under_test_carries_its_plans_interval(models):
-    interval, new_kind = (
-        Interval(expected_tokens=(1.2, 1.6), predicted_speedup=speedups)
-        for speedups in ((1.1, 1.3), (0.9, 1.5))
-    )
-    plan = replace(TREE.plan, interval=interval, interval_new_kind=new_kind)
-    tree, names = TokenTree(TREE.parents, plan), ["plain", "sequoia", "chain"]
-    trees = bench_trees(tree, "sequoia")
-    result = compare(models, None, tree, trees, Sampling(), [[1, 2, 3]], 4, names)
-    prediction = result.methods["sequoia"].prediction
-    assert (prediction.interval, prediction.interval_new_kind) == ((1.1, 1.3), (0.9, 1.5))
-    assert result.methods["plain"].prediction.interval is None
-
-
 def test_only_the_tree_under_test_is_predicted_by_kind(models, tmp_path):
     """Through compare and the file: the tree by match, and not plain decoding or the tree alone."""
     acceptance = TREE.plan.acceptance
@@ -413,5 +389,10 @@ def test_only_the_tree_under_test_is_predicted_by_kind(models, tmp_path):
     assert methods["plain"].prediction == Prediction(1.0, 1.0)
     assert methods["tree"].prediction == Prediction()
     assert not decode([None, "poem", None])["sequoia"].by_kind
-    without_kinds = decode(["copy", "copy", "chat"], replace(plan, speedup_by_kind={}))["sequoia"]
-    assert without_kinds.prediction.prompts_as_mixture is None and not without_kinds.by_kind
+    ends = [Interval(predicted_speedup=ends) for ends in ((1.1, 1.3), (0.9, 1.5))]
+    plan = replace(plan, speedup_by_kind={}, interval=ends[0], interval_new_kind=ends[1])
+    methods = decode(["copy", "copy", "chat"], plan)
+    prediction = methods["sequoia"].prediction
+    assert prediction.prompts_as_mixture is None and not methods["sequoia"].by_kind
+    assert (prediction.interval, prediction.interval_new_kind) == ((1.1, 1.3), (0.9, 1.5))
+    assert methods["plain"].prediction.interval is None
