@@ -226,7 +226,7 @@ def test_what_is_trained_is_what_is_loaded(plain_target, text, tmp_path, dtype):
     assert torch.equal(loaded.draft.d2t, vocabulary.d2t)
     losses = []
     with torch.no_grad():
-        new = untrained_draft(plain_target, vocabulary.d2t, text.token_counts(vocabulary_size))
+        new = untrained_draft(plain_target, vocabulary)
         for draft, scaled in ((new, True), (loaded.draft, False)):
             batch = held_out_batch(text, scaled)
             logits = list(chain_logits(draft, batch, 2))

@@ -20,7 +20,7 @@ from sequoia_plan.runtime.draft.eagle_model import Eagle3, Eagle3Norms
 from sequoia_plan.runtime.draft.from_checkpoint import eagle3_default_layers, load_checkpoint
 from sequoia_plan.runtime.models.architecture import FULL
 from sequoia_plan_drafts.recipe.training import Training, TrainingSettings, config_like
-from sequoia_plan_drafts.recipe.training_text import TextBatch, TrainingText
+from sequoia_plan_drafts.recipe.training_text import DraftVocabulary, TextBatch, TrainingText
 
 FINAL_NORM_SCALE = 0.3
 """Factor of the target's final norm in a new draft: with the whole of it, one layer is confident
@@ -58,7 +58,7 @@ def train_eagle3(
         vocabulary = text.draft_vocabulary(target_tokens, recipe.draft_vocabulary, draft.d2t)
     else:
         vocabulary = text.draft_vocabulary(target_tokens, recipe.draft_vocabulary)
-        draft = untrained_draft(target, vocabulary.d2t, text.token_counts(target_tokens))
+        draft = untrained_draft(target, vocabulary)
 
     def save(metadata: dict[str, Any]) -> None:
         """Write the draft, which reads unscaled hidden states, with metadata on how it was made."""
@@ -81,11 +81,9 @@ def train_eagle3(
     ).run(report)
 
 
-def untrained_draft(target: Any, d2t: Tensor, token_counts: Tensor) -> Any:
-    """The draft before training: nearly the target's first layer, over the embedding.
-
-    `d2t` int64 [draft vocabulary]; `token_counts` float [vocabulary].
-    """
+def untrained_draft(target: Any, vocabulary: DraftVocabulary) -> Any:
+    """The draft before training: nearly the target's first layer, over the embedding."""
+    d2t = vocabulary.d2t
     config = config_like(target, 1)
     config.num_key_value_heads = config.num_attention_heads
     draft: Any = Eagle3(
@@ -100,7 +98,7 @@ def untrained_draft(target: Any, d2t: Tensor, token_counts: Tensor) -> Any:
     layer: Any = draft.layers[0]
     target_layer = target.model.layers[0]
     with torch.no_grad():
-        _initialise_heads(layer.self_attn, target, token_counts)
+        _initialise_heads(layer.self_attn, target, vocabulary.token_probs)
         # the target's last hidden state passes through `fc` as it is
         draft.fc.weight.zero_()[:, -config.hidden_size :] = torch.eye(config.hidden_size)
         draft.norm.weight.copy_(FINAL_NORM_SCALE * target.model.norm.weight)
@@ -110,12 +108,12 @@ def untrained_draft(target: Any, d2t: Tensor, token_counts: Tensor) -> Any:
     return draft.train()
 
 
-def _initialise_heads(attention: Any, target: Any, token_counts: Tensor) -> None:
+def _initialise_heads(attention: Any, target: Any, token_probs: Tensor) -> None:
     """Give a new draft's attention its copying heads, and the heads of the target's first layer.
 
     In a copying head, queries and keys are one random projection of the centred embedding, by which
     a token attends to itself. Values are a few principal components of the embeddings, and the
-    output projection turns them back into an embedding. `token_counts` float [vocabulary].
+    output projection turns them back into an embedding. `token_probs` float [vocabulary].
     """
     config, target_layer = target.config, target.model.layers[0]
     width, head_dim = config.hidden_size, attention.head_dim
@@ -126,7 +124,7 @@ def _initialise_heads(attention: Any, target: Any, token_counts: Tensor) -> None
 
     embeddings = target.get_input_embeddings().weight
     normed = torch.nn.functional.rms_norm(embeddings, (width,))
-    frequency = (token_counts / token_counts.sum())[:, None]
+    frequency = token_probs[:, None]
     mean = (frequency * normed).sum(0)
     # columns are principal components, the largest first: eigh's eigenvalues ascend
     components = torch.linalg.eigh((frequency * normed).T @ normed)[1].flip(1)[:, columns]

@@ -29,12 +29,18 @@ class DraftVocabulary:
     """The part of the target's vocabulary that a draft can propose.
 
     `d2t` int64 [draft vocabulary], ascending; `target_to_draft` int64 [target vocabulary], -1 for
-    tokens that the draft lacks; `probability`: the target's for these tokens, over the text.
+    tokens that the draft lacks; `token_probs` float [target vocabulary]: the target's mean
+    probability of each token over the text.
     """
 
     d2t: Tensor
     target_to_draft: Tensor
-    probability: float
+    token_probs: Tensor
+
+    @property
+    def probability(self) -> float:
+        """The target's mean probability of the tokens that the draft has."""
+        return float(self.token_probs[self.d2t].sum())
 
 
 class TextBatch(NamedTuple):
@@ -99,12 +105,7 @@ class TrainingText:
             d2t = mass.argsort(descending=True, stable=True)[:size].sort().values
         target_to_draft = torch.full((vocabulary,), -1)
         target_to_draft[d2t] = torch.arange(d2t.numel())
-        return DraftVocabulary(d2t, target_to_draft, float(mass[d2t].sum() / mass.sum()))
-
-    def token_counts(self, vocabulary: int) -> Tensor:
-        """float [vocabulary]: how often the text has each token."""
-        tokens = torch.cat([conversation.tokens for conversation in self.conversations])
-        return tokens.bincount(minlength=vocabulary).float()
+        return DraftVocabulary(d2t, target_to_draft, (mass / mass.sum()).float())
 
     @cached_property
     def hidden_state_scale(self) -> Tensor:
