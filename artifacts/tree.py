@@ -36,8 +36,7 @@ class TokenTree:
             the match of the text reaches.
 
     Raises:
-        SequoiaPlanError: if `parents` is not such an array, `plan` holds what a plan cannot, or
-            `by_match` has a tree for no match, or a tree that has such trees itself.
+        SequoiaPlanError: if `parents` is not such an array, or `plan` holds what a plan cannot.
     """
 
     parents: IntArray
@@ -49,7 +48,6 @@ class TokenTree:
         """Check the parents and copy them, and read the plan if it is a mapping."""
         parents = np.asarray(self.parents)
         _check_parents(parents, is_breadth_first=True)
-        _check_by_match(self)
         object.__setattr__(self, "by_match", MappingProxyType(dict(sorted(self.by_match.items()))))
         object.__setattr__(self, "parents", _read_only_int32(parents))
         if not isinstance(self.plan, Plan):
@@ -227,8 +225,7 @@ class TokenTree:
         return f"{self.size} nodes, depth {self.depth}, level widths {widths}"
 
     def __repr__(self) -> str:
-        widths = self.level_widths.tolist()
-        return f"TokenTree(size={self.size}, depth={self.depth}, level_widths={widths})"
+        return f"TokenTree({self})"
 
 
 def _check_parents(parents: NDArray[Any], is_breadth_first: bool = False) -> None:
@@ -249,22 +246,6 @@ def _check_parents(parents: NDArray[Any], is_breadth_first: bool = False) -> Non
             f"{lowest[node - 1]} to {node - 1}"
             + is_breadth_first
             * " (breadth-first order, siblings adjacent)"
-        )
-
-
-def _check_by_match(tree: TokenTree) -> None:
-    """Refuse trees for texts that repeat themselves under a number that is no match length."""
-    for shortest, other in tree.by_match.items():
-        is_length = isinstance(shortest, int) and shortest >= 1
-        if not is_length or not isinstance(other, TokenTree) or other.by_match:
-            raise SequoiaPlanError(
-                f"token tree: by_match[{shortest!r:.20}] is {other!r:.60}, expected a tree without "
-                "`by_match` under a match length of 1 or more"
-            )
-    if tree.by_match and tree.looks_up:
-        raise SequoiaPlanError(
-            "token tree: found a looked-up spine beside `by_match`, expected a drafted one; "
-            "without a match there is nothing to look up"
         )
 
 
