@@ -12,6 +12,9 @@ from pathlib import Path
 
 from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
 
+MAX_FILE_BYTES = 1 << 28
+"""A tree of ten million nodes."""
+
 
 def write_atomically(path: str | Path, data: bytes) -> None:
     """Replace a file by `data`, or leave it as it was.
@@ -54,10 +57,8 @@ def new_folder(path: str | Path) -> Iterator[Path]:
 
     The folder is removed if anything fails.
     """
+    check_new_folder(path)
     target = Path(os.path.realpath(path))
-    is_empty_folder = target.is_dir() and not any(target.iterdir())
-    if target.exists() and not is_empty_folder:
-        raise SequoiaPlanError(f"{path}: exists already; name a new folder, or remove it")
     try:
         with tempfile.TemporaryDirectory(
             dir=target.parent, prefix=f".{target.name}.", ignore_cleanup_errors=True
@@ -70,6 +71,12 @@ def new_folder(path: str | Path) -> Iterator[Path]:
             f"{path}: cannot be written ({error.strerror or error}); name a folder within one that "
             "exists and is writable, with room"
         ) from error
+
+
+def check_new_folder(path: str | Path) -> None:
+    """Refuse a folder that holds something: it would be replaced."""
+    if os.path.exists(path) and not (os.path.isdir(path) and not os.listdir(path)):
+        raise SequoiaPlanError(f"{path}: exists already; name a new folder, or remove it")
 
 
 def refuse_to_replace(output: str | Path, *inputs: str | Path | None) -> None:
@@ -100,7 +107,7 @@ def _umask() -> int:
     return mask
 
 
-def read_bytes(path: str | Path, expected: str, max_bytes: int = 1 << 26) -> bytes:
+def read_bytes(path: str | Path, expected: str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
     """Read a file, or an endless device, up to a limit."""
     chunks = []
     bytes_left = max_bytes

@@ -20,7 +20,6 @@ from sequoia_plan.artifacts.tree import TokenTree
 
 MAX_NODES = 4096
 """These formats grow with the square of the size, and engines take some hundred nodes at most."""
-MAX_FILE_BYTES = 1 << 28
 EXPECTED = (
     'Medusa choices (a list of paths), an NxD token tree (an object with "0") or a growmap (an '
     'object with "Successors")'
@@ -39,7 +38,7 @@ def export_tree(tree: TokenTree, path: str | Path, format_name: str) -> None:
 
 def import_tree(path: str | Path) -> TokenTree:
     """Read the tree in a file of another engine; the content tells the format."""
-    data = read_bytes(path, EXPECTED, MAX_FILE_BYTES)
+    data = read_bytes(path, EXPECTED)
     try:
         return parse(data)
     except SequoiaPlanError as error:

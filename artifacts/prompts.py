@@ -18,7 +18,6 @@ from sequoia_plan.artifacts.files import read_bytes
 JSON_LINES = (".jsonl", ".ndjson")
 """How the names of files with one JSON object a line end, in lower case."""
 BUILT_IN = Path(__file__).parent / "prompts.jsonl"
-MAX_FILE_BYTES = 1 << 28
 EXPECTED_LINE = (
     '{"text": "..."}, {"messages": [...]} with a user message, or {"turns": ["...", ...]}'
 )
@@ -80,7 +79,7 @@ class _Line(Struct):
 def load(path: str | Path) -> list[Prompt]:
     """Read prompts from a file: .jsonl with a prompt a line, or text with a prompt a paragraph."""
     try:
-        data = read_bytes(path, "prompts, .jsonl or plain text", MAX_FILE_BYTES)
+        data = read_bytes(path, "prompts, .jsonl or plain text")
         text = data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise SequoiaPlanError(

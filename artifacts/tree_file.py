@@ -30,8 +30,6 @@ METADATA_KEY = "sequoia_plan"
 MADE_BY = "sequoia-plan solve"
 MAX_NODES_WITH_MASK = 4096
 """Larger trees store no mask, because it grows with the square; readers derive it."""
-MAX_FILE_BYTES = 1 << 28
-"""A tree of ten million nodes."""
 CATALOG = Path(__file__).parent / "catalog"
 
 
@@ -66,7 +64,7 @@ def load_tree(path: str | Path) -> TokenTree:
     expected = f"a tree file written by {MADE_BY}"
     if not os.path.exists(path):
         expected += f", or a tree of the catalog: {', '.join(catalog())}"
-    return from_bytes(read_bytes(path, expected, MAX_FILE_BYTES), str(path))
+    return from_bytes(read_bytes(path, expected), str(path))
 
 
 def catalog() -> list[str]:

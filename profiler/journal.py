@@ -15,8 +15,6 @@ from filelock import FileLock, Timeout
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.files import read_bytes, write_atomically
 
-MAX_FILE_BYTES = 1 << 28
-
 
 def journal_of(output: str | Path) -> Path:
     """The path of the journal for `output`, beside it."""
@@ -37,7 +35,7 @@ class Journal:
         self.results: dict[str, Any] = {}
         if path is not None and path.exists():
             with suppress(SequoiaPlanError, ValueError, KeyError, TypeError):
-                document = json.loads(read_bytes(path, "a journal", MAX_FILE_BYTES))
+                document = json.loads(read_bytes(path, "a journal"))
                 if document["work"] == self.work_digest:
                     self.results = dict(document["done"])
 

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.artifacts.files import refuse_to_replace
+from sequoia_plan.artifacts.files import check_new_folder, refuse_to_replace
 from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
 from sequoia_plan.runtime.models.pretrained import load_model
 from sequoia_plan_drafts.recipe.eagle3 import Eagle3Recipe, train_eagle3
 from sequoia_plan_drafts.recipe.language_model import LanguageModelRecipe, train_language_model
-from sequoia_plan_drafts.recipe.text import check_empty, write_text
+from sequoia_plan_drafts.recipe.text import write_text
 from sequoia_plan_drafts.recipe.training_text import TrainingText
 
 
@@ -75,7 +75,7 @@ def main() -> None:
     options = make_parser().parse_args()
     # what is cheap to refuse is refused before the target is loaded
     if options.command == "text":
-        check_empty(options.output)
+        check_new_folder(options.output)
     else:
         refuse_to_replace(options.output, *options.text, options.target)
         text = TrainingText(options.text)

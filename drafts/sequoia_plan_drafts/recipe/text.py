@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
-from sequoia_plan.artifacts.files import write_atomically
+from sequoia_plan.artifacts.files import check_new_folder, write_atomically
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan_drafts.recipe.questions import make_questions, passage_of
 
@@ -75,7 +75,7 @@ def write_text(
         raise ArgumentError(
             f"--hidden-states {wrong[0]}: the target has 0 (the embedding) to {num_layers - 1}"
         )
-    check_empty(output)
+    check_new_folder(output)
     output.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -106,12 +106,6 @@ def write_text(
         )
         if num_answer_tokens >= tokens:
             return
-
-
-def check_empty(out: Path) -> None:
-    """Refuse a folder that holds something: earlier text would be replaced."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ArgumentError(f"-o {out}: exists already; name a new folder, or remove it")
 
 
 def generate(
