@@ -65,12 +65,13 @@ class LookupCounts(Artifact, frozen=True):
         A rank has no children beside it that could be accepted in its place.
         """
 
-        def looked_up_alone(counts: Counts) -> Counts:
-            """Trials and counts of rank 1, of nodes on the spine."""
-            return Counts(counts.trials[:, :1], counts.accepted[:, :1, :1])
-
         classes = tuple(
-            MatchClass(part.match_length, None, part.looked_up and looked_up_alone(part.looked_up))
+            MatchClass(
+                part.match_length,
+                None,
+                part.looked_up
+                and Counts(part.looked_up.trials[:, :1], part.looked_up.accepted[:, :1, :1]),
+            )
             for part in self.classes
         )
         return LookupCounts(classes, self.texts)
