@@ -54,26 +54,27 @@ def make_methods(
     If `only` is empty, these are all methods that the draft and `trees` (tree and verifier by name)
     allow. If greedy, all verifiers accept alike, so one of those with our tree is then taken.
     """
-    make_transformers = partial(transformers_method, transformers_pair, sampling, tokens)
-    draft = transformers_pair.draft
-    makers: dict[str, Callable[[], DecodePrompt]] = {
-        "generate": make_transformers,
-        "assisted": lambda: make_transformers(assistant_model=with_full_vocabulary(draft)),
-        "lookup": lambda: make_transformers(prompt_lookup_num_tokens=LOOKUP_TOKENS),
-    }
-    if not hasattr(draft, "generate"):  # the draft reads the target's hidden states
-        del makers["assisted"]
-        if "assisted" in only:
-            raise ArgumentError(
-                "only: found 'assisted', and transformers cannot use this draft; leave it out, or "
-                "name a language model with --draft"
-            )
-    for name, (tree, verifier) in trees.items():
-        tree_sampling = replace(sampling, verifier=verifier)
-        makers[name] = partial(sequoia_method, pair, tree, tree_sampling, tokens)
     redundant = {"top-k", "traversal"} if sampling.greedy else set()
-    chosen = set(only) or TITLES.keys() - redundant
-    return {name: makers[name]() for name in TITLES if name in makers and name in chosen}
+    chosen, draft = set(only) or TITLES.keys() - redundant, transformers_pair.draft
+    options: dict[str, dict[str, Any]] = {
+        "generate": {},
+        "lookup": {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
+    }
+    if hasattr(draft, "generate"):
+        options["assisted"] = {"assistant_model": with_full_vocabulary(draft)}
+    elif "assisted" in only:  # the draft reads the target's hidden states
+        raise ArgumentError(
+            "only: found 'assisted', and transformers cannot use this draft; leave it out, or "
+            "name a language model with --draft"
+        )
+    methods = {
+        name: transformers_method(transformers_pair, sampling, tokens, **options[name])
+        for name in options.keys() & chosen
+    }
+    for name in trees.keys() & chosen:
+        tree, verifier = trees[name]
+        methods[name] = sequoia_method(pair, tree, replace(sampling, verifier=verifier), tokens)
+    return {name: methods[name] for name in TITLES if name in methods}
 
 
 def compare(
