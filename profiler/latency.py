@@ -143,25 +143,23 @@ class LatencyMeter:
         """The cost of verification with one of the samplings."""
         # drift is taken out of all samplings together, which keeps their ratios
         quartiles = self._quartiles(*self.samplings)
-        seconds = [
-            quartiles[sampling, number][1] for number in range(len(self.verification_timers))
-        ]
-        return fit([timer.step.tree.size for timer in self.verification_timers], seconds)
+        medians = {tree: times[1] for (name, tree), times in quartiles.items() if name == sampling}
+        return fit([tree.size for tree in medians], list(medians.values()))
 
     def _time(self, timers: Iterable[SizeTimer]) -> dict[Any, float]:
         """Run some timers of sizes and all others once.
 
         Returns seconds by the part's name and its size, and of verification by the sampling and the
-        number of the tree.
+        tree.
         """
         seconds: dict[Any, float] = {}
         for timer in timers:
             seconds |= timer.run()
-        for number, tree_timer in enumerate(self.verification_timers):
+        for tree_timer in self.verification_timers:
             for sampling in self.samplings:
                 # as in a step: a model's weights have just replaced what the processor's cache held
                 self.timers[0].draft_pass()
-                seconds[sampling, number] = tree_timer.run(sampling)
+                seconds[sampling, tree_timer.step.tree] = tree_timer.run(sampling)
         seconds["stream", 1] = self._stream_seconds()
         return seconds
 
