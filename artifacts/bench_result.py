@@ -6,11 +6,8 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
-
 from sequoia_plan.artifacts.counts import PromptKind
-from sequoia_plan.artifacts.errors import SequoiaPlanError
-from sequoia_plan.artifacts.files import read_bytes, write_atomically
+from sequoia_plan.artifacts.files import read_json, write_atomically
 from sequoia_plan.artifacts.schema import Artifact, Count, Metadata, Number, Size
 
 EXPECTED = "figures written by sequoia-plan bench -o"
@@ -148,9 +145,4 @@ class BenchResult(Artifact, frozen=True, rename={"methods": "contenders"}):
         Raises:
             SequoiaPlanError: if the file is missing, or not what bench writes.
         """
-        data = read_bytes(path, EXPECTED)
-        try:
-            document = msgspec.json.decode(data)
-        except (ValueError, RecursionError) as error:
-            raise SequoiaPlanError(f"{path}: not JSON ({error}); expected {EXPECTED}") from error
-        return cls.from_dict(document, str(path))
+        return cls.from_dict(read_json(path, EXPECTED), str(path))

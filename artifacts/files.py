@@ -9,6 +9,9 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
 
@@ -123,3 +126,11 @@ def read_bytes(path: str | Path, expected: str, max_bytes: int = MAX_FILE_BYTES)
     if bytes_left < 0:
         raise SequoiaPlanError(f"{path}: larger than {max_bytes} bytes; expected {expected}")
     return b"".join(chunks)
+
+
+def read_json(path: str | Path, expected: str) -> Any:
+    """Read the document in a JSON file."""
+    try:
+        return msgspec.json.decode(read_bytes(path, expected))
+    except (ValueError, RecursionError) as error:
+        raise SequoiaPlanError(f"{path}: not JSON ({error}); expected {expected}") from error

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import ValidationError
 
 from sequoia_plan.artifacts.errors import SequoiaPlanError
-from sequoia_plan.artifacts.files import read_bytes, write_atomically
+from sequoia_plan.artifacts.files import read_json, write_atomically
 from sequoia_plan.artifacts.tree import TokenTree
 
 MAX_NODES = 4096
@@ -38,19 +38,15 @@ def export_tree(tree: TokenTree, path: str | Path, format_name: str) -> None:
 
 def import_tree(path: str | Path) -> TokenTree:
     """Read the tree in a file of another engine; the content tells the format."""
-    data = read_bytes(path, EXPECTED)
+    document = read_json(path, EXPECTED)
     try:
-        return parse(data)
+        return parse(document)
     except SequoiaPlanError as error:
         raise SequoiaPlanError(f"{path}: {error}") from error
 
 
-def parse(data: bytes) -> TokenTree:
-    """Read the tree in the content of another engine's file."""
-    try:
-        document = msgspec.json.decode(data)
-    except (ValueError, RecursionError) as error:
-        raise SequoiaPlanError(f"not JSON ({error}); expected {EXPECTED}") from error
+def parse(document: Any) -> TokenTree:
+    """Read the tree in the JSON document of another engine."""
     if isinstance(document, list):
         return from_medusa(document)
     if isinstance(document, dict) and "Successors" in document:
