@@ -75,10 +75,10 @@ def train_eagle3(
 
     first_chain_step = 0 if recipe.start else recipe.steps // 2
     logits_of = partial(chain_logits, draft)
-    parameters = list(draft.parameters())
-    Training(
-        text, recipe, vocabulary, parameters, logits_of, save, recipe.chain, first_chain_step
-    ).run(report)
+    training = Training(
+        text, recipe, vocabulary, draft, logits_of, save, recipe.chain, first_chain_step
+    )
+    training.run(report)
 
 
 def untrained_draft(target: Any, vocabulary: DraftVocabulary) -> Any:

@@ -52,7 +52,7 @@ class Training:
     text: TrainingText
     settings: TrainingSettings
     vocabulary: DraftVocabulary
-    parameters: list[nn.Parameter]
+    draft: nn.Module
     logits: Callable[[TextBatch, int], Iterator[Tensor]]
     save: Callable[[dict[str, Any]], None]
     chain: int
@@ -73,8 +73,9 @@ class Training:
         """Train for all steps; the draft is evaluated and saved on the way, and at the end."""
         settings, started = self.settings, time.perf_counter()
         training_indices, held_out_indices = self.text.split(settings.held_out)
+        parameters = [weight for weight in self.draft.parameters() if weight.requires_grad]
         optimiser = torch.optim.AdamW(
-            self.parameters, settings.learning_rate, (0.9, 0.95), weight_decay=WEIGHT_DECAY
+            parameters, settings.learning_rate, (0.9, 0.95), weight_decay=WEIGHT_DECAY
         )
         warm_up = min(100, settings.steps // 10 + 1)
         schedule = get_cosine_schedule_with_warmup(optimiser, warm_up, settings.steps)
@@ -82,7 +83,7 @@ class Training:
         report(
             f"{len(training_indices)} conversations, head of {self.vocabulary.d2t.numel()} covers "
             f"{self.vocabulary.probability:.3f} of the target's mass, "
-            f"{sum(parameter.numel() for parameter in self.parameters)} parameters"
+            f"{sum(parameter.numel() for parameter in parameters)} parameters"
         )
         batches = self._endless_batches(training_indices)
         mean_loss = None
@@ -90,7 +91,7 @@ class Training:
             with products():
                 loss = self.loss(next(batches), step)
             loss.backward()
-            nn.utils.clip_grad_norm_(self.parameters, 1.0)
+            nn.utils.clip_grad_norm_(parameters, 1.0)
             optimiser.step()
             schedule.step()
             optimiser.zero_grad()
