@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,22 +36,12 @@ NO_TOKEN = -1
 """In place of the tokens of a chain, where the text has no match."""
 
 
-@dataclass(frozen=True)
-class Lookups:
-    """What lookup gives at consecutive positions of a text.
-
-    `match_lengths` int64 [positions]; `chains` int64 [positions, CHAIN]; `runs` int64 [positions].
-    """
-
-    match_lengths: Ints
-    chains: Ints
-    runs: Ints
-
-
-def look_up(token_ids: Ints, first: int) -> Lookups:
+def look_up(token_ids: Ints, first: int) -> tuple[Ints, Ints, Ints]:
     """Match and lookup chain at each position of a text from `first` on, and how far it holds.
 
-    They are those that the decoder would find there. `token_ids` int64 [n].
+    They are those that the decoder would find there. `token_ids` int64 [n]; returns the match
+    lengths, int64 [positions], the chains, int64 [positions, CHAIN], and the runs, int64
+    [positions].
     """
     text, count = torch.from_numpy(np.append(token_ids, NO_TOKEN)), len(token_ids)
     lengths, chains = zip(
@@ -66,7 +55,7 @@ def look_up(token_ids: Ints, first: int) -> Lookups:
     chain_tokens = np.where(match_lengths[:, None] > 0, torch.stack(chains).numpy(), NO_TOKEN)
     guessed = np.arange(first, count)[:, None] + 1 + np.arange(MAX_RUN)  # positions in the text
     is_right = (guessed < count) & (chain_tokens == token_ids[np.minimum(guessed, count - 1)])
-    return Lookups(match_lengths, chain_tokens[:, :CHAIN], np.cumprod(is_right, axis=1).sum(1))
+    return match_lengths, chain_tokens[:, :CHAIN], np.cumprod(is_right, axis=1).sum(1)
 
 
 class LookupTrials:
@@ -79,8 +68,8 @@ class LookupTrials:
     def __init__(self, token_ids: Ints, levels: Ints, rows: Ints) -> None:
         """Find the trials; `levels` and `rows` are of the positions as in `ForcedAcceptance`."""
         count, levels, rows = len(levels), np.asarray(levels), np.asarray(rows)
-        lookups = look_up(token_ids, len(token_ids) - count)
-        classes = np.searchsorted(MATCH_LENGTHS, lookups.match_lengths, side="right") - 1
+        match_lengths, chains, run_lengths = look_up(token_ids, len(token_ids) - count)
+        classes = np.searchsorted(MATCH_LENGTHS, match_lengths, side="right") - 1
         positions, is_trial = np.arange(count), rows >= 0
         roots = positions - levels
         drafted_rows = 2 * np.minimum(rows // 2, LEVELS - 1) + rows % 2
@@ -89,12 +78,12 @@ class LookupTrials:
             positions[is_trial],
         )
         # a token of a lookup chain on the spine, by the chain's first position and its level
-        classes, runs, levels = classes[:, None], lookups.runs[:, None], np.arange(CHAIN)
+        classes, runs, levels = classes[:, None], run_lengths[:, None], np.arange(CHAIN)
         has_match = classes > 0
         places = positions[:, None] + levels
         chosen = has_match & (runs >= levels) & is_trial[np.minimum(places, count - 1)]
         num_tokens = int(token_ids.max()) + 1
-        tokens = (places * num_tokens + lookups.chains)[chosen]
+        tokens = (places * num_tokens + chains)[chosen]
         distinct, token_numbers = np.unique(tokens, return_inverse=True)
         self.token_positions, self.tokens = distinct // num_tokens, distinct % num_tokens
         self.on_spine = _rows(classes, levels, 0)[chosen], token_numbers
@@ -105,7 +94,7 @@ class LookupTrials:
         chosen &= is_trial[np.minimum(places, count - 1)]
         self.off_spine = _rows(classes, levels, 1)[chosen], places[chosen]
         self.text = write_positions(
-            list(map(Position, lookups.match_lengths.tolist(), lookups.runs.tolist()))
+            list(map(Position, match_lengths.tolist(), run_lengths.tolist()))
         )
 
     def tally(self, drafted_probs: Floats, looked_up_probs: Floats) -> dict[str, Any]:

@@ -77,13 +77,13 @@ def by_definition(text, position):
 def test_look_up_follows_the_definition(drawn):
     text, first = drawn
     first = min(first, len(text) - 1)
-    lookups = look_up(np.array(text), first)
-    assert len(lookups.runs) == len(text) - first
+    match_lengths, chains, runs = look_up(np.array(text), first)
+    assert len(runs) == len(text) - first
     for at, position in enumerate(range(first, len(text))):
         length, chain, run = by_definition(text, position)
-        assert (lookups.match_lengths[at], lookups.runs[at]) == (length, run)
+        assert (match_lengths[at], runs[at]) == (length, run)
         if length:
-            assert lookups.chains[at].tolist() == chain
+            assert chains[at].tolist() == chain
 
 
 @settings(max_examples=60)
