@@ -34,8 +34,6 @@ MIN_PASSAGE_TOKENS = 24
 """Shorter answers are not used as passages."""
 MAX_PASSAGES = 1000
 """Of the last answers. Each may be copied several times."""
-FORWARD_ROWS = 8
-"""Conversations in one teacher-forced pass: all logits of a pass are in memory."""
 MAX_HIDDEN_STATE = 60_000.0
 """Hidden states are clamped to this magnitude: float16 ends at 65,504."""
 QUESTION_MARKER = "QUESTION-5b1f"
@@ -144,20 +142,15 @@ def label(
     model: Any, prompts: list[list[int]], answers: list[list[int]], layers: Sequence[int]
 ) -> Iterator[Conversation]:
     """Yield the conversations with the target's probabilities, from one pass over each."""
-    for first in range(0, len(prompts), FORWARD_ROWS):
-        pairs = list(zip(prompts, answers, strict=True))[first : first + FORWARD_ROWS]
-        texts = [torch.tensor(prompt + answer) for prompt, answer in pairs]
-        # no row attends to the padding after it
-        output = model(
-            pad_sequence(texts, True), output_hidden_states=bool(layers), use_cache=False
-        )
-        for row, (text, (prompt, _)) in enumerate(zip(texts, pairs, strict=True)):
-            answer_logits = output.logits[row, len(prompt) - 1 : len(text) - 1].float()
-            top_logp, top_ids = answer_logits.log_softmax(-1).topk(TOP)
-            states = [output.hidden_states[layer][row, : len(text)] for layer in layers]
-            hidden_states = torch.cat(states, -1) if states else torch.zeros(len(text), 0)
-            clamped = hidden_states.float().clamp(-MAX_HIDDEN_STATE, MAX_HIDDEN_STATE)
-            yield Conversation(text.int(), top_ids.int(), top_logp.half(), clamped.half())
+    for prompt, answer in zip(prompts, answers, strict=True):
+        text = torch.tensor(prompt + answer)
+        output = model(text[None], output_hidden_states=bool(layers), use_cache=False)
+        answer_logits = output.logits[0, len(prompt) - 1 : -1].float()
+        top_logp, top_ids = answer_logits.log_softmax(-1).topk(TOP)
+        states = [output.hidden_states[layer][0] for layer in layers]
+        hidden_states = torch.cat(states, -1) if states else torch.zeros(len(text), 0)
+        clamped = hidden_states.float().clamp(-MAX_HIDDEN_STATE, MAX_HIDDEN_STATE)
+        yield Conversation(text.int(), top_ids.int(), top_logp.half(), clamped.half())
 
 
 def write_conversations(
