@@ -117,7 +117,7 @@ def test_the_embedded_feature_draft_is_written_as_it_is(tmp_path):
         ("--format medusa -o new", 2, "others need one"),
         ("a --format nxd --model draft -o new", 2, "are for --format hf"),
         ("--format hf -o full", 1, "full: exists already"),
-        ("--format hf -o none/new", 1, "none/new: cannot be made"),
+        ("--format hf -o none/new", 1, "none/new: cannot be written"),
         ("--format hf --draft folder -o new", 2, "--draft folder: expected a draft .safetensors"),
         ("--format hf --model target --draft a -o new", 2, "--draft a: --model target"),
         ("--format hf --draft none.safetensors -o new", 1, "none.safetensors: no such file"),
