@@ -16,8 +16,9 @@ from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder
 
 VOCABULARY, CONTEXT, WINDOW = 97, 160, 12
+SMALL = dict(vocab_size=VOCABULARY)
 SIZES = dict(
-    vocab_size=VOCABULARY,
+    SMALL,
     hidden_size=32,
     intermediate_size=48,
     num_hidden_layers=3,
@@ -36,69 +37,44 @@ WINDOWED_LAYERS = dict(
 NO_SPECIAL = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
 
 READS_TREES = {
-    "Llama": (hf.LlamaForCausalLM, hf.LlamaConfig, GROUPED),
-    "Qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config, GROUPED),
+    "Llama": (hf.LlamaForCausalLM, GROUPED),
+    "Qwen2": (hf.Qwen2ForCausalLM, GROUPED),
     "Qwen2, some layers windowed": (
         hf.Qwen2ForCausalLM,
-        hf.Qwen2Config,
         dict(GROUPED, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
     ),
-    "Qwen3": (hf.Qwen3ForCausalLM, hf.Qwen3Config, GROUPED),
+    "Qwen3": (hf.Qwen3ForCausalLM, GROUPED),
     "Qwen3-MoE": (
         hf.Qwen3MoeForCausalLM,
-        hf.Qwen3MoeConfig,
         dict(EXPERTS, num_experts=4, moe_intermediate_size=24),
     ),
-    "SmolLM3": (hf.SmolLM3ForCausalLM, hf.SmolLM3Config, dict(GROUPED, no_rope_layer_interval=2)),
-    "Phi-3": (hf.Phi3ForCausalLM, hf.Phi3Config, dict(GROUPED, sliding_window=None)),
-    "GPT-NeoX": (
-        hf.GPTNeoXForCausalLM,
-        hf.GPTNeoXConfig,
-        dict(SIZES, use_parallel_residual=False),
-    ),
+    "SmolLM3": (hf.SmolLM3ForCausalLM, dict(GROUPED, no_rope_layer_interval=2)),
+    "Phi-3": (hf.Phi3ForCausalLM, dict(GROUPED, sliding_window=None)),
+    "GPT-NeoX": (hf.GPTNeoXForCausalLM, dict(SIZES, use_parallel_residual=False)),
     "GPT-2": (
         hf.GPT2LMHeadModel,
-        hf.GPT2Config,
-        dict(
-            vocab_size=VOCABULARY,
-            n_embd=32,
-            n_layer=3,
-            n_head=4,
-            n_positions=CONTEXT,
-            tie_word_embeddings=False,
-        ),
+        dict(SMALL, n_embd=32, n_layer=3, n_head=4, n_positions=CONTEXT, tie_word_embeddings=False),
     ),
     "OPT": (
         hf.OPTForCausalLM,
-        hf.OPTConfig,
         dict(SIZES, ffn_dim=48, word_embed_proj_dim=32, do_layer_norm_before=True),
     ),
-    "Mistral": (hf.MistralForCausalLM, hf.MistralConfig, dict(GROUPED, sliding_window=WINDOW)),
+    "Mistral": (hf.MistralForCausalLM, dict(GROUPED, sliding_window=WINDOW)),
     "Mixtral": (
         hf.MixtralForCausalLM,
-        hf.MixtralConfig,
         dict(EXPERTS, num_local_experts=4, sliding_window=WINDOW),
     ),
-    "Gemma 2": (hf.Gemma2ForCausalLM, hf.Gemma2Config, WINDOWED_LAYERS),
-    "Gemma 3": (hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, WINDOWED_LAYERS),
+    "Gemma 2": (hf.Gemma2ForCausalLM, WINDOWED_LAYERS),
+    "Gemma 3": (hf.Gemma3ForCausalLM, WINDOWED_LAYERS),
 }
 
 REFUSED = {
-    "MPT": (
-        hf.MptForCausalLM,
-        hf.MptConfig,
-        dict(vocab_size=VOCABULARY, d_model=32, n_heads=4, n_layers=2, max_seq_len=CONTEXT),
-    ),
-    "BLOOM": (
-        hf.BloomForCausalLM,
-        hf.BloomConfig,
-        dict(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4),
-    ),
+    "MPT": (hf.MptForCausalLM, dict(SMALL, d_model=32, n_heads=4, n_layers=2)),
+    "BLOOM": (hf.BloomForCausalLM, dict(SMALL, hidden_size=32, n_layer=2, n_head=4)),
     "GPT-Neo": (
         hf.GPTNeoForCausalLM,
-        hf.GPTNeoConfig,
         dict(
-            vocab_size=VOCABULARY,
+            SMALL,
             hidden_size=32,
             num_layers=2,
             num_heads=4,
@@ -106,14 +82,9 @@ REFUSED = {
             max_position_embeddings=CONTEXT,
         ),
     ),
-    "Mamba": (
-        hf.MambaForCausalLM,
-        hf.MambaConfig,
-        dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4),
-    ),
+    "Mamba": (hf.MambaForCausalLM, dict(SMALL, hidden_size=32, num_hidden_layers=2, state_size=4)),
     "Jamba": (
         hf.JambaForCausalLM,
-        hf.JambaConfig,
         dict(
             GROUPED,
             num_experts=2,
@@ -126,8 +97,7 @@ REFUSED = {
     ),
     "T5": (
         hf.T5ForConditionalGeneration,
-        hf.T5Config,
-        dict(vocab_size=VOCABULARY, d_model=32, d_ff=48, num_layers=1, num_heads=4, d_kv=8),
+        dict(SMALL, d_model=32, d_ff=48, num_layers=1, num_heads=4, d_kv=8),
     ),
 }
 
@@ -150,9 +120,9 @@ def is_embedding(parameter):
 
 def tiny(name, seed=0, **changes):
     """A random model whose attention matters: weights are larger than transformers draws them."""
-    model_class, config_class, sizes = (READS_TREES | REFUSED)[name]
+    model_class, sizes = (READS_TREES | REFUSED)[name]
     torch.manual_seed(seed)
-    config = config_class(**{**NO_SPECIAL, **sizes, **changes})
+    config = model_class.config_class(**{**NO_SPECIAL, **sizes, **changes})
     model = model_class(config).eval()
     for parameter_name, parameter in model.named_parameters():
         if parameter.ndim > 1:
@@ -216,12 +186,7 @@ def examine(name):
     prompt = torch.randint(VOCABULARY, (PROMPT,), generator=torch.Generator().manual_seed(0))
     tree_error, committed_error = logits_errors(decoder, prompt)
     result = decoder.generate(prompt, NEW)
-    expected = target.generate(
-        prompt[None],
-        attention_mask=torch.ones(1, PROMPT, dtype=torch.long),
-        max_new_tokens=NEW,
-        do_sample=False,
-    )
+    expected = plain_text(target, prompt[None], NEW)
     return Examination(
         tree_error,
         committed_error,

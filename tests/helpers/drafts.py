@@ -184,6 +184,8 @@ def small_pair(kind, vocabulary=VOCABULARY, **settings):
         return target, small_target(seed=5, vocabulary=vocabulary)
     if kind == "int8":
         return target, copy_with_its_cache(target, spread=1.3)
+    if kind == "int8, own cache":
+        return target, self_draft.self_draft(target)
     if vocabulary == 3:
         settings |= {"EAGLE-3": {"d2t": [0, 2]}, "DFlash": {"mask": 2}}.get(kind, {})
     with tempfile.TemporaryDirectory() as folder:

@@ -14,6 +14,7 @@ import itertools
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 
 from sequoia_plan.artifacts import TokenTree
@@ -42,18 +43,13 @@ class ToyModel(torch.nn.Module):
         def table(*shape):
             return torch.randn(*shape, generator=generator)
 
+        n = vocabulary
         if base is None:
-            self.by_token, self.by_position, self.by_past = (
-                table(vocabulary, vocabulary),
-                0.5 * table(3, vocabulary),
-                0.4 * table(vocabulary, vocabulary),
-            )
+            self.by_token, self.by_position = table(n, n), 0.5 * table(3, n)
+            self.by_past = 0.4 * table(n, n)
         else:  # a draft that resembles its target
-            self.by_token, self.by_position = (
-                base.by_token + noise * table(vocabulary, vocabulary),
-                base.by_position,
-            )
-            self.by_past = base.by_past + noise * 0.3 * table(vocabulary, vocabulary)
+            self.by_token, self.by_position = base.by_token + noise * table(n, n), base.by_position
+            self.by_past = base.by_past + noise * 0.3 * table(n, n)
         if covered is not None:
             self.d2t = torch.tensor(covered)
         self.config = SimpleNamespace(
@@ -169,15 +165,9 @@ def toy_decoder(tree, seed=0, noise=0.5, covered=None, context=1 << 14):
 def run_decoder(prompt, parents, seeds, covered=None, broken=False, length=3, verifier="sequoia"):
     """int64 [seeds, length]: the first tokens of one run of a toy decoder for each seed; `broken`
     leaves the residual step out."""
-    decoder = toy_decoder(TokenTree(np.array(parents)), noise=0.7, covered=covered)
-    return first_tokens(decoder, prompt, seeds, length, Sampling(1.0, verifier=verifier), broken)
-
-
-def first_tokens(decoder, prompt, seeds, length, sampling, broken=False):
-    """int64 [seeds, length]: the first tokens of one run of `decoder` for each seed; `broken`
-    leaves the residual step out."""
     torch.set_num_threads(1)
-    law = Acceptance.bonus_probs
+    decoder = toy_decoder(TokenTree(np.array(parents)), noise=0.7, covered=covered)
+    prompt, sampling = torch.tensor(prompt), Sampling(1.0, verifier=verifier)
 
     def again(prompt, max_new_tokens, seed):
         """In place of prefill: the caches still hold the prompt, and what lies beyond it is
@@ -187,16 +177,13 @@ def first_tokens(decoder, prompt, seeds, length, sampling, broken=False):
 
     def first(seed):
         with torch.inference_mode():
-            steps = decoder.steps(torch.tensor(prompt), length, sampling, seed)
+            steps = decoder.steps(prompt, length, sampling, seed)
             return list(itertools.chain.from_iterable(step.tokens for step in steps))[:length]
 
     first(0)
     decoder.step.prefill = again
-    try:
+    with pytest.MonkeyPatch.context() as patch:
         if broken:
-            Acceptance.bonus_probs = lambda acceptance, end, target_probs, index, d2t=None: (
-                target_probs(end)
-            )
+            of_the_target = lambda acceptance, end, target_probs, *_: target_probs(end)  # noqa: E731
+            patch.setattr(Acceptance, "bonus_probs", of_the_target)
         return np.array([first(seed) for seed in seeds])
-    finally:
-        Acceptance.bonus_probs = law

@@ -21,10 +21,11 @@ from architectures import (
 from paths import ROOT
 from toys import ToyModel
 
-from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder
 from sequoia_plan.runtime.base.cache import TreeCache
-from sequoia_plan.runtime.models.architecture import attention_window, context_length
+from sequoia_plan.runtime.models import probe as probe_module
+from sequoia_plan.runtime.models.architecture import context_length
 from sequoia_plan.runtime.models.probe import probe
 
 DOCS = ROOT / "docs" / "architectures.md"
@@ -125,26 +126,44 @@ def test_the_check_at_load_finds_what_no_name_tells(broken):
         SequoiaDecoder(model, model, TREE)
 
 
-def test_foreign_failures_are_told_in_one_line():
+def failing(model):
     def fails(input_ids, position_ids=None, **_):
         raise ValueError("odd mask\nand more")
 
-    model = tiny("Llama")
     model.forward = fails
-    message = r"llama: cannot decode with a token tree, reading one fails \(ValueError: odd mask\)$"
-    with pytest.raises(SequoiaPlanError, match=message):
-        probe(model)
 
 
-def test_attention_without_masks_is_refused():
-    model = tiny("Llama")
+def with_flash_attention(model):
     model.config._attn_implementation_internal = "flash_attention_2"
-    message = (
-        "attention flash_attention_2 takes no tree mask; "
-        "load the model with attn_implementation='sdpa'"
-    )
+
+
+def not_finite(model):
+    model.lm_head.weight.data[0] = torch.nan
+
+
+def on_meta(model):
+    model.to("meta")
+
+
+def chunked(model):
+    model.config.layer_types = ["chunked_attention", "full_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (failing, r"cannot decode with a token tree, reading one fails \(ValueError: odd mask\)$"),
+        (with_flash_attention, "load the model with attn_implementation='sdpa'"),
+        (not_finite, "its logits are not finite"),
+        (on_meta, "its weights are on the meta device and nothing brings them"),
+        (chunked, "llama: layers of kind chunked_attention cannot branch"),
+    ],
+)
+def test_what_cannot_be_computed_is_told_in_one_line(change, message):
+    model = tiny("Llama")
+    change(model)
     with pytest.raises(SequoiaPlanError, match=message):
-        probe(model)
+        SequoiaDecoder(model, None, TokenTree.chain(1))
 
 
 def test_eager_and_sdpa_agree():
@@ -162,16 +181,15 @@ def test_the_check_passes_in_low_precision(name, dtype):
 
 
 def test_a_model_is_tried_once(monkeypatch):
-    from sequoia_plan.runtime.models import probe as module
-
-    target, calls = tiny("Llama"), []
-    tree_error = module._tree_error
+    """And again after it was moved."""
+    probed, error = [], probe_module._tree_error
     monkeypatch.setattr(
-        module, "_tree_error", lambda model: calls.append(model) or tree_error(model)
+        probe_module, "_tree_error", lambda trial: probed.append(trial.model.dtype) or error(trial)
     )
-    for _ in range(3):
-        SequoiaDecoder(target, target, TREE)
-    assert len(calls) == 1
+    target = tiny("Llama")
+    for dtype in (torch.float32, torch.float32, torch.float64, torch.float32):
+        SequoiaDecoder(target.to(dtype), None, TokenTree.chain(1))
+    assert probed == [torch.float32, torch.float64, torch.float32]
 
 
 def test_layers_of_different_shapes_get_their_own_memory():
@@ -199,40 +217,12 @@ def test_layers_of_different_shapes_get_their_own_memory():
                 assert part[0, 0, :3, 0].tolist() == [number, number + 2, number + 4]
 
 
-@pytest.mark.parametrize(
-    ("config", "context"),
-    [
-        (dict(max_position_embeddings=4096), 4096),
-        (
-            dict(
-                max_position_embeddings=131072,
-                rope_parameters={"rope_type": "longrope", "original_max_position_embeddings": 4096},
-            ),
-            4096,
-        ),
-        (
-            dict(
-                max_position_embeddings=131072,
-                rope_parameters={"rope_type": "yarn", "original_max_position_embeddings": 4096},
-            ),
-            131072,
-        ),
-        ({}, 1 << 30),
-    ],
-)
-def test_context_ends_where_rotary_embeddings_would_change(config, context):
-    assert context_length(SimpleNamespace(**config)) == context
-
-
-def test_layers_that_cannot_branch_are_named():
-    config = SimpleNamespace(
-        model_type="llama4_text",
-        layer_types=["chunked_attention", "full_attention"],
-        sliding_window=None,
-    )
-    message = "llama4_text: layers of kind chunked_attention cannot branch"
-    with pytest.raises(SequoiaPlanError, match=message):
-        attention_window(config)
+@pytest.mark.parametrize(("rope_type", "context"), [("longrope", 4096), ("yarn", 131072)])
+def test_context_ends_where_rotary_embeddings_would_change(rope_type, context):
+    rope = {"rope_type": rope_type, "original_max_position_embeddings": 4096}
+    config = SimpleNamespace(max_position_embeddings=131072, rope_parameters=rope)
+    assert context_length(config) == context
+    assert context_length(SimpleNamespace(max_position_embeddings=4096)) == 4096
 
 
 def test_a_small_model_with_a_small_vocabulary_is_tried_too():

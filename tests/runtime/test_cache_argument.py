@@ -13,7 +13,6 @@ from transformers import DynamicCache
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import SequoiaDecoder
-from sequoia_plan.runtime.base.cache import cache_among, cache_argument
 from sequoia_plan.runtime.models.fuse import fuse
 from sequoia_plan.runtime.models.fused_layer import plain_linear
 
@@ -35,13 +34,6 @@ class RenamedModel(ToyModel):
         return super().forward(
             input_ids, position_ids, attention_mask, cache, use_cache, logits_to_keep
         )
-
-
-def test_the_argument_has_the_name_that_the_model_takes():
-    assert cache_argument(ToyModel(0).forward) == "past_key_values"
-    assert cache_argument(RenamedModel(0).forward) == "cache"
-    assert cache_among({"cache": 1}) == cache_among({"past_key_values": 1}) == 1
-    assert cache_among({"use_cache": True}) is None
 
 
 def test_decoding_with_models_of_both_names_is_the_same():

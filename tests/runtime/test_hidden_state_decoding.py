@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.mark.parametrize("verifier", ["sequoia", "traversal"])
-@pytest.mark.parametrize("algorithm", DRAFTS)
+@pytest.mark.parametrize("algorithm", [*DRAFTS, "int8, own cache"])
 def test_the_distribution_of_a_step_is_the_targets(algorithm, verifier):
     """By enumeration of every draw that the decoder's own code could make."""
     decoder = SequoiaDecoder(*small_pair(algorithm, 3), SMALL_TREES["both"])

@@ -10,9 +10,9 @@ from functools import partial
 
 import pytest
 import torch
+from architectures import tiny
 from simulated import simulate_capture
 from toys import SMALL_TREES
-from transformers import LlamaConfig, LlamaForCausalLM
 from triton_kernels import DEVICE
 
 from sequoia_plan.artifacts import TokenTree
@@ -21,7 +21,7 @@ from sequoia_plan.runtime.base import kernel_launch
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.models import attention, split_keys
-from sequoia_plan.runtime.models.split_keys import can_split_keys, split_key_attention
+from sequoia_plan.runtime.models.split_keys import split_key_attention
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="is about a CPU that stands for a GPU")
@@ -69,7 +69,7 @@ def tolerance(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("tree", "length"),
-    [*itertools.product(TREES, [0, 1, 31, 300]), ("root", 4096), ("both", 4096)],
+    [*itertools.product(TREES, [0, 31, 300]), ("both", 1), ("root", 4096)],
 )
 def test_trees_of_any_length(tree, length, dtype):
     """Four heads share keys; the slots after the tree, up to the extent, are hidden."""
@@ -87,8 +87,9 @@ def test_trees_of_any_length(tree, length, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("heads", "shared_heads"), [(1, 1), (2, 2), (6, 2), (8, 1)])
-@pytest.mark.parametrize("window", [1, 20, 300])
+@pytest.mark.parametrize(
+    ("heads", "shared_heads", "window"), [(1, 1, 300), (2, 2, 20), (6, 2, 1), (8, 1, 20)]
+)
 def test_windows_and_shared_heads(heads, shared_heads, window, dtype):
     """Each token sees the keys at most `window` before it; whole blocks of keys are hidden."""
     tokens, extent = 9, 203
@@ -139,33 +140,6 @@ def test_a_token_that_sees_nothing_gets_zeros():
     assert error(query[:, :, 1:], key, value, mask[:, :, 1:], attended[:, 1:]) < 2e-6
 
 
-@interpreted
-def test_only_cuda_takes_the_kernels(monkeypatch):
-    """And only what they are made for: 16 bits, many keys, few tokens, no gradients."""
-
-    def can_take(tokens=3, extent=2048, dtype=torch.bfloat16, head_dim=64, requires_grad=False):
-        query = torch.zeros(1, 4, tokens, head_dim, dtype=dtype, requires_grad=requires_grad)
-        key = torch.zeros(1, 2, extent, head_dim, dtype=dtype)
-        mask = torch.zeros(1, 1, tokens, extent, dtype=dtype)
-        return can_split_keys(query, key, key, mask, torch.arange(tokens))
-
-    assert not can_take()
-    monkeypatch.setattr(split_keys, "kernels_available", lambda device: True)
-    assert can_take() and can_take(tokens=1)
-    assert not can_take(tokens=257) and not can_take(extent=512) and not can_take(head_dim=256)
-    assert not can_take(dtype=torch.float32) and not can_take(requires_grad=True)
-
-
-def model(seed):
-    """A model whose heads share keys."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, vocab_size=90, head_dim=8,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
-
-
 def use_kernels(patch):
     """Let passes attend with split keys, as on CUDA."""
     patch.setattr(kernel_launch, "_failed_kernels", set())
@@ -177,19 +151,19 @@ def use_kernels(patch):
 @interpreted
 def test_a_decoder_generates_the_same_with_split_keys(monkeypatch):
     """A model whose heads share keys, from the first token on, in the tree's and plain passes."""
-    target, draft, launches = model(0), model(1), []
+    launches = []
 
     def counted(*args):
         launches.append(args[0].shape[2])
         return split_key_attention(*args, 3)
 
     for tree in (TREES["both"], TREES["root"]):
-        decoder = SequoiaDecoder(target, draft, tree)
-        expected = decoder.generate([5, 6, 7], 12).sequences
+        decoder = SequoiaDecoder(tiny("Llama"), tiny("Llama", seed=1), tree)
+        expected = decoder.generate([5, 6, 7], 8).sequences
         with monkeypatch.context() as patch:
             use_kernels(patch)
             patch.setattr(attention, "split_key_attention", counted)
-            assert torch.equal(decoder.generate([5, 6, 7], 12).sequences, expected)
+            assert torch.equal(decoder.generate([5, 6, 7], 8).sequences, expected)
         assert tree.size in launches
 
 
@@ -197,8 +171,7 @@ def test_a_decoder_generates_the_same_with_split_keys(monkeypatch):
 @pytest.mark.parametrize("splits_keys", [True, False])
 def test_one_graph_serves_all_lengths(splits_keys, monkeypatch):
     """Where attention finds the end of the text on the device; else each extent has a graph."""
-    target, draft = model(0), model(1)
-    decoder = SequoiaDecoder(target, draft, TokenTree.chain(3))
+    decoder = SequoiaDecoder(tiny("Llama"), tiny("Llama", seed=1), TokenTree.chain(3))
     expected = decoder.generate([5, 6, 7], 16).sequences
     simulate_capture(decoder.step)
     monkeypatch.setattr(extent, "EXTENT_MULTIPLE", {"cpu": 64, "cuda": 8})

@@ -30,7 +30,7 @@ def models():
 
 
 @pytest.fixture(autouse=True)
-def switching(monkeypatch):
+def switching():
     """Threads give way often, so that what can go wrong does."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
@@ -44,21 +44,17 @@ def by_threads(request):
         return list(pool.map(request, range(len(PROMPTS))))
 
 
-def request_of(decoder, sampling):
-    """A request for the text after a prompt; the streamed tokens must be those of the result."""
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_decoders_requests_take_turns(models, temperature):
+    """The streamed tokens are those of the result, and of a request that is alone."""
+    decoder = SequoiaDecoder(*models, TREE)
 
     def request(i):
         streamer = Ids()
-        result = decoder.generate(PROMPTS[i], 24, sampling=sampling, seed=i, streamer=streamer)
+        result = decoder.generate(PROMPTS[i], 24, temperature, seed=i, streamer=streamer)
         assert streamer.ended and streamer.tokens == result.sequences[0].tolist()
         return streamer.tokens
 
-    return request
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8)], ids=["greedy", "sampled"])
-def test_a_decoders_requests_take_turns(models, sampling):
-    request = request_of(SequoiaDecoder(*models, TREE), sampling)
     alone = [request(i) for i in range(len(PROMPTS))]
     assert by_threads(request) == alone
 
