@@ -6,17 +6,13 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.runtime.base.kernel_launch import kernels_available
 from sequoia_plan.runtime.base.lookup import Lookup, look_up
 from sequoia_plan.runtime.base.sampling import Sampling
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
-from sequoia_plan.runtime.capture import is_on_one_cuda_device
 from sequoia_plan.runtime.decoding_models import DecodingModels
 from sequoia_plan.runtime.draft.drafter import DraftedTree, DraftPass, draft_tree
 from sequoia_plan.runtime.models.parallel import from_first, is_split
-from sequoia_plan.runtime.models.vocabulary import vocabulary_size
 from sequoia_plan.runtime.verify import AcceptedPath
-from sequoia_plan.runtime.verify.fused_verifier import FusedVerifier
 from sequoia_plan.runtime.verify.tree_verifier import TreeVerifier
 
 TARGET_NOT_FINITE, DRAFT_NOT_FINITE = -1, -2
@@ -46,12 +42,7 @@ class TreeStep:
         self.lookup = Lookup.of(portfolio or tree)
         if self.lookup:
             self.sequence.reserve_lookup_chain(self.lookup.chain_length)
-        d2t, fused = drafter.d2t if drafter else None, None
-        if kernels_available(self.device) and is_on_one_cuda_device(self.target.model):
-            # the target's vocabulary is read only where the draft's is another
-            vocabulary = vocabulary_size(self.target.model) if d2t is not None else 0
-            fused = FusedVerifier(tree, self.device, d2t, vocabulary)
-        self.verifier = TreeVerifier(tree, self.device, d2t, fused)
+        self.verifier = TreeVerifier(tree, self.device, drafter.d2t if drafter else None)
 
     @torch.no_grad()
     def __call__(self, extent: int, sampling: Sampling) -> Tensor:

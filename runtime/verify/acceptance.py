@@ -79,9 +79,7 @@ def sample_path(
 ) -> AcceptedPath:
     """Sample the end of the path and the bonus token by inversion.
 
-    The ends are laid out in post-order. A walk from the root down that gives each child its
-    interval, as in `kernels.py`, then finds the same end for the same uniform number. `uniforms`
-    float64 [2].
+    `uniforms` float64 [2].
     """
     ordered_end_probs = acceptance.end_probs[index.post_order]
     end = index.post_order[draw_tokens(ordered_end_probs, uniforms[:1])]

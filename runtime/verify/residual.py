@@ -14,11 +14,15 @@ R, and one pass over the vocabulary gives its mass.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from sequoia_plan.runtime.base.drawing import BLOCK, LAUNCH
+from sequoia_plan.runtime.base.kernel_launch import kernel_or_tensors, kernels_available
 from sequoia_plan.runtime.verify.acceptance import (
     Acceptance,
     TargetProbs,
@@ -135,25 +139,42 @@ class Residual:
         Args:
             group: for each rank, the places of the nodes that have a child of that rank.
         """
-        tiny, largest = torch.finfo(self.p.dtype).tiny, torch.finfo(self.p.dtype).max
+        has_kernel = kernels_available(self.p.device)
         for rank, places in enumerate(group):
-            if rank == 0 or places != group[rank - 1]:
-                p, q = self.p[places], self.q[places]
-                uncovered_mass = self.uncovered_mass[places]
-                child_terms = self.child_terms[:, :, places].unbind()
-                c, e, a, scale = self.state[:, places].unbind()  # views: updated in place
-            p_child, q_child, inverse_d, q_factor, uniform_factor = child_terms[rank].unbind()
-            r_child = _residual(p_child, q_child, c, e)
-            accept_probs = r_child.mul_(scale).mul_(inverse_d).clamp_(max=1)
-            self.accept_probs[rank, places] = accept_probs
-            divisor = scale.clamp(min=tiny)
-            c.addcdiv_(q_factor, divisor).clamp_(max=largest)  # infinity times 0 is NaN
-            e.addcdiv_(uniform_factor, divisor)
-            mass = _residual(p, q, c[:, None], e[:, None]).sum(-1)
-            mass.add_(uncovered_mass).mul_(scale)
-            total = (1 - a).add_(mass).clamp_(min=tiny)
-            a.copy_(mass / total)
-            scale.div_(total).clamp_(max=largest)
+            by_tensors = partial(self._reject_by_tensors, rank, places)
+            if has_kernel:
+                by_kernel = partial(self._reject_by_kernel, rank, places)
+                kernel_or_tensors("verification", by_kernel, by_tensors)
+            else:
+                by_tensors()
+
+    def _reject_by_tensors(self, rank: int, places: slice) -> None:
+        """Reject the children of this rank by tensor operations."""
+        tiny, largest = torch.finfo(self.p.dtype).tiny, torch.finfo(self.p.dtype).max
+        terms = self.child_terms[rank, :, places]
+        p_child, q_child, inverse_d, q_factor, uniform_factor = terms.unbind()
+        c, e, a, scale = self.state[:, places].unbind()  # views: updated in place
+        r_child = _residual(p_child, q_child, c, e)
+        self.accept_probs[rank, places] = r_child.mul_(scale).mul_(inverse_d).clamp_(max=1)
+        divisor = scale.clamp(min=tiny)
+        c.addcdiv_(q_factor, divisor).clamp_(max=largest)  # infinity times 0 is NaN
+        e.addcdiv_(uniform_factor, divisor)
+        mass = _residual(self.p[places], self.q[places], c[:, None], e[:, None]).sum(-1)
+        mass.add_(self.uncovered_mass[places]).mul_(scale)
+        total = (1 - a).add_(mass).clamp_(min=tiny)
+        a.copy_(mass / total)
+        scale.div_(total).clamp_(max=largest)
+
+    def _reject_by_kernel(self, rank: int, places: slice) -> None:
+        """The same in one pass over the vocabulary, by a Triton kernel."""
+        kernels = importlib.import_module("sequoia_plan.runtime.verify.residual_kernels")
+        num_nodes, vocabulary = self.p.shape
+        with torch.cuda.device_of(self.p):  # Triton launches on the current device
+            kernels.reject_child[(places.stop - places.start,)](
+                self.p, self.q, self.uncovered_mass, self.child_terms, self.state,
+                self.accept_probs, places.start, rank, num_nodes, vocabulary,
+                BLOCK=BLOCK, **LAUNCH,
+            )  # fmt: skip
 
     def residual_probs(self, places: Tensor) -> Tensor:
         """float [k, draft vocabulary]: R at `places` (int64 [k])."""

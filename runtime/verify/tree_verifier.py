@@ -1,16 +1,14 @@
-"""Verification of one tree: by kernels that walk on the device where they can, else by tensors."""
+"""Verification of one tree whose tokens are in the sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
-from sequoia_plan.runtime.base.kernel_launch import has_failed, kernel_or_tensors
 from sequoia_plan.runtime.base.sampling import Sampling
 from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.verify import (
@@ -22,23 +20,13 @@ from sequoia_plan.runtime.verify import (
     greedy,
     verify,
 )
-from sequoia_plan.runtime.verify.fused_verifier import FUSED_VERIFIERS, FusedVerifier
 
 
 class TreeVerifier:
-    """Verifies one tree, whose tokens are in the sequence.
+    """Verifies one tree. `d2t` int64 [draft vocabulary]."""
 
-    `d2t` int64 [draft vocabulary].
-    """
-
-    def __init__(
-        self,
-        tree: TokenTree,
-        device: torch.device,
-        d2t: Tensor | None = None,
-        fused: FusedVerifier | None = None,
-    ) -> None:
-        self.index, self.d2t, self.fused = TreeIndex.of(tree, device), d2t, fused
+    def __init__(self, tree: TokenTree, device: torch.device, d2t: Tensor | None = None) -> None:
+        self.index, self.d2t = TreeIndex.of(tree, device), d2t
         self.verifiers: Mapping[str, Verifier] = VERIFIERS
         self.looks_up = tree.looks_up
         self.nodes = torch.arange(tree.size, device=device)
@@ -57,38 +45,9 @@ class TreeVerifier:
         `drafted`: float [drafted parents, draft vocabulary], and int64 [drafted parents,
         branching], the draft's probabilities and what was drawn from them.
         """
-        by_tensors = partial(self._by_tensors, sampling, sequence, logits, drafted)
-        fused = self.fused
-        if fused is None or not self.uses_kernels(sampling):
-            return by_tensors()
-
-        def by_kernels() -> AcceptedPath:
-            """The same by kernels that walk on the device."""
-            if sampling.greedy:
-                return fused.greedy(logits, self._tokens(sequence))
-            return fused.verify(logits, sampling, *drafted, sequence.uniforms)
-
-        return kernel_or_tensors(kernels_name(sampling), by_kernels, by_tensors)
-
-    def uses_kernels(self, sampling: Sampling) -> bool:
-        """Do kernels that walk on the device verify the tree?"""
-        name = kernels_name(sampling)
-        has_kernels = name in ("greedy", *FUSED_VERIFIERS) and not has_failed(name)
-        # the kernels know no child that is looked up, which only sampling tells from the others
-        knows_children = sampling.greedy or not self.looks_up
-        is_replaced = self.verifiers != VERIFIERS
-        return self.fused is not None and has_kernels and knows_children and not is_replaced
-
-    def _by_tensors(
-        self,
-        sampling: Sampling,
-        sequence: SequenceState,
-        logits: Tensor,
-        drafted: tuple[Tensor, Tensor],
-    ) -> AcceptedPath:
-        """What `__call__` returns, by tensor operations."""
         if sampling.greedy:
-            return greedy(logits.argmax(-1), self._tokens(sequence), self.index)
+            tokens = sequence.tokens[sequence.length + self.nodes]
+            return greedy(logits.argmax(-1), tokens, self.index)
 
         def target_probs(nodes: Tensor) -> Tensor:
             """int64 [k] -> float [k, vocabulary]: the target's probabilities after these nodes."""
@@ -125,12 +84,3 @@ class TreeVerifier:
         zero_probs = draft_probs.new_zeros(1, draft_probs.shape[1]).expand(num_rows, -1)
         no_draws = drawn.new_zeros(num_rows, branching)
         return torch.cat([draft_probs, zero_probs]), torch.cat([drawn, no_draws])
-
-    def _tokens(self, sequence: SequenceState) -> Tensor:
-        """int64 [size]: the tokens of the tree's nodes."""
-        return sequence.tokens[sequence.length + self.nodes]
-
-
-def kernels_name(sampling: Sampling) -> str:
-    """The name of the kernels that would verify: the verifier, or greedy."""
-    return "greedy" if sampling.greedy else sampling.verifier

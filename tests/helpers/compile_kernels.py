@@ -21,39 +21,35 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-VERIFY, DRAWING = "runtime/verify/kernels.py", "runtime/base/drawing_kernels.py"
+VERIFY, DRAWING = "runtime/verify/residual_kernels.py", "runtime/base/drawing_kernels.py"
 ATTENTION, LAYER = "runtime/models/split_key_kernels.py", "runtime/models/layer_kernels.py"
 KERNELS = {
-    "greedy": (VERIFY, False, False),
-    "kept_masses": (VERIFY, False, False),
-    "digit_masses": (VERIFY, True, False),
-    "select_digit": (VERIFY, False, False),
-    "sequoia": (VERIFY, False, True),
-    "traversal_start": (VERIFY, False, False),
-    "traversal_round": (VERIFY, False, True),
-    "traversal_finish": (VERIFY, False, True),
-    "race_totals": (DRAWING, False, False),
-    "race": (DRAWING, False, False),
-    "attend_to_part": (ATTENTION, False, False),
-    "merge_parts": (ATTENTION, False, False),
-    "rms_norm": (LAYER, False, False),
-    "rotate": (LAYER, False, False),
-    "silu_mul": (LAYER, False, False),
+    "reject_child": VERIFY,
+    "race_totals": DRAWING,
+    "race": DRAWING,
+    "attend_to_part": ATTENTION,
+    "merge_parts": ATTENTION,
+    "rms_norm": LAYER,
+    "rotate": LAYER,
+    "silu_mul": LAYER,
 }
-"""The file of each kernel that is launched, and whether it has COUNTS and HAS_D2T."""
-SIZES = ("branching", "depth", "size", "num_tokens", "group", "num_parts", "num_blocks", "count")
+"""The file of each kernel that is launched."""
+SIZES = ("first", "rank", "num_nodes", "num_tokens", "group", "num_parts", "count")
 LAUNCHES = {
     **dict.fromkeys(("attend_to_part", "merge_parts"), (None, 8)),
     **{"rms_norm": (4096, 8), "rotate": (64, 1), "silu_mul": (1024, 4)},
 }
 """BLOCK and the warps of kernels that are not launched with those of verification and drawing."""
 ALIGNED_SIZES = (
-    *("vocabulary", "draft_vocabulary", "extent", "query_head_stride"),
+    *("vocabulary", "extent", "query_head_stride"),
     *("query_token_stride", "key_head_stride", "key_slot_stride", "value_head_stride"),
     *("value_slot_stride", "mask_token_stride", "token_stride", "head_stride", "width"),
 )
 """Sizes that are multiples of 16 in practice, which Triton makes use of."""
-ARITHMETIC = ("state", "max_logits", "totals", "masses", "goals")
+ARITHMETIC = (
+    *("p", "q", "uncovered_mass", "child_terms", "state", "accept_probs"),
+    *("max_logits", "totals"),
+)
 """Pointers in the dtype of the arithmetic."""
 LOGITS = (
     *("logits", "query", "key", "value", "mask", "attended"),
@@ -61,11 +57,10 @@ LOGITS = (
 )
 """Arguments in the models' dtype."""
 TYPES = {
-    **dict.fromkeys(("temperature", "min_p", "scale", "epsilon"), "fp32"),
-    **dict.fromkeys((*SIZES, *ALIGNED_SIZES, "shift", "num_heads"), "i32"),
-    **dict.fromkeys(("draft_probs", "probs", "best_keys"), "*fp32"),
+    **dict.fromkeys(("temperature", "scale", "epsilon"), "fp32"),
+    **dict.fromkeys((*SIZES, *ALIGNED_SIZES, "num_heads"), "i32"),
+    **dict.fromkeys(("probs", "best_keys"), "*fp32"),
     **dict.fromkeys(("part_sums", "part_totals", "part_max"), "*fp32"),
-    **dict.fromkeys(("uniforms", "accept_probs"), "*fp64"),
     "bits": "*i32",
 }
 """Triton's types of the arguments; others are pointers to int64."""
@@ -80,7 +75,6 @@ class Variant(NamedTuple):
         architecture: of the GPU, 90 for compute capability 9.0.
         block, warps: the constant BLOCK, and the warps of a program.
         sizes: "any", or "1" where `SIZES` are 1: Triton makes constants of such arguments.
-        counts, d2t: the constants COUNTS and HAS_D2T.
     """
 
     name: str
@@ -89,24 +83,16 @@ class Variant(NamedTuple):
     block: int = 4096
     warps: int = 16
     sizes: str = "any"
-    counts: bool = False
-    d2t: bool = False
 
 
 def all_variants(
     dtypes=("bf16", "fp16", "fp32"), architectures=(80, 89, 90), sizes=("any", "1"), **settings
 ):
-    """Every kernel for each of these, by counts and by weights, with and without d2t."""
+    """Every kernel for each of these."""
     return [
-        Variant(name, dtype, architecture, sizes=size, counts=counts, d2t=d2t, **settings)
-        for name, (file, has_counts, has_d2t) in KERNELS.items()
-        for dtype, architecture, size, counts, d2t in itertools.product(
-            dtypes,
-            architectures,
-            sizes,
-            [False, True] if has_counts else [False],
-            [False, True] if has_d2t else [False],
-        )
+        Variant(name, dtype, architecture, sizes=size, **settings)
+        for name, file in KERNELS.items()
+        for dtype, architecture, size in itertools.product(dtypes, architectures, sizes)
         if file != ATTENTION or dtype in ("bf16", "fp16")  # PyTorch attends with others
     ]
 
@@ -118,17 +104,14 @@ def compile_variant(root, variant):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = getattr(load(root / KERNELS[variant.name][0]), variant.name)
+    kernel = getattr(load(root / KERNELS[variant.name]), variant.name)
     dtype, is_of_a_pass = variant.dtype, variant.name in LAUNCHES
     block, warps = LAUNCHES.get(variant.name, (variant.block, variant.warps))
     constants = {
         "DTYPE": tl.float64 if dtype == "fp64" else tl.float32,
-        "COUNTS": variant.counts,
-        "HAS_D2T": variant.d2t,
         "BLOCK": block,
-        **{"MAX_CHILDREN": 8, "MAX_LEVELS": 16, "MAX_NODES": 128},
         **{"HEAD_DIM": 128, "BLOCK_DIM": 128, "MAX_PARTS": 64, "BLOCK_KEYS": 32},
-        **{"MAX_BLOCKS": 64, "MAX_TOKENS": 64},
+        "MAX_TOKENS": 64,
         "BLOCK_ROWS": 16 if variant.sizes == "1" else 32,
         "HIDDEN": -6e4 if dtype == "fp16" else -1e30,
     }
