@@ -114,14 +114,3 @@ def test_no_decoding_path_writes_to_one_place_twice(pair):
 def test_a_place_that_is_written_twice_is_seen(write):
     with NoDuplicateIndices(), pytest.raises(AssertionError, match="writes twice"):
         write(torch.zeros(3))
-
-
-def test_other_writes_are_no_conflict():
-    x = torch.zeros(3, 3)
-    with NoDuplicateIndices() as mode:
-        x[torch.tensor([0, 1]), torch.tensor([1, 1])] = torch.tensor([1.0, 2.0])
-        x[torch.tensor([0, 0])] = 1.0
-        x[x > 2] = torch.tensor([5.0])
-        x.index_put_((torch.tensor([0, 0]),), torch.ones(2, 3), accumulate=True)
-        x.scatter_(1, torch.tensor([[0, 1], [1, 0]]), torch.ones(2, 2))
-    assert mode.writes in (3, 4)  # torch 2.15 writes a single value by another operation

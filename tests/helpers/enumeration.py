@@ -147,24 +147,24 @@ class Case:
                         prefixes[(*context, token)] += chance * end_prob * bonus_prob
                     num_tokens = int(self.tree.position_ids[node]) + 1
                     expected_tokens += chance * end_prob * num_tokens
-        probs = np.zeros([self.vocabulary] * self.length)
-        for prefix, probability in prefixes.items():
-            missing = self.length + 1 - len(prefix)
-            for rest in itertools.product(range(self.vocabulary), repeat=missing):
-                probs[(*prefix[1:], *rest)] += probability * self.continuation(prefix, rest)
+        probs, token_probs = np.zeros([self.vocabulary] * self.length), self.token_probs()
+        for (_, *said), probability in prefixes.items():
+            rest = token_probs[tuple(said)][..., len(said) :].prod(-1)
+            probs[tuple(said)] += probability * rest
         return probs, expected_tokens
 
-    def continuation(self, prefix, rest):
-        """The target's probability of the tokens `rest` after `prefix`."""
-        steps = [self.target[(*prefix, *rest[:i])][token] for i, token in enumerate(rest)]
-        return np.prod(steps)
+    def token_probs(self):
+        """The target's probability of each token of every text that follows the root."""
+        probs = np.empty([*[self.vocabulary] * self.length, self.length])
+        for text in itertools.product(range(self.vocabulary), repeat=self.length):
+            contexts = [(0, *text[:i]) for i in range(self.length)]
+            probs[text] = [self.target[contexts[i]][token] for i, token in enumerate(text)]
+        return probs
 
     def error(self, accept, draws):
         """The largest difference of the output distribution from the target's."""
         probs, _ = self.output(accept, draws)
-        outputs = itertools.product(range(self.vocabulary), repeat=self.length)
-        expected = [self.continuation((0,), tokens) for tokens in outputs]
-        return np.abs(probs.reshape(-1) - expected).max()
+        return np.abs(probs - self.token_probs().prod(-1)).max()
 
 
 CASES = {

@@ -96,33 +96,12 @@ class ToyModel(torch.nn.Module):
         covered = getattr(self, "d2t", None)
         return logits if covered is None else logits[..., covered]
 
-    def law(self, tokens, temperature):
-        """float64 [vocabulary]: the next token's law after `tokens`, without any cache."""
-        past = self.eye[torch.tensor(tokens)].sum(0)
-        logits = (
-            self.by_token[tokens[-1]]
-            + self.by_position[(len(tokens) - 1) % 3]
-            + past @ self.by_past
-        )
-        return torch.softmax(logits.double() / temperature, -1).numpy()
-
     def greedy_text(self, prompt, count):
         """The prompt and the `count` most probable tokens after it."""
         tokens = list(prompt)
         for _ in range(count):
-            tokens.append(int(self.law(tokens, 1.0).argmax()))
+            tokens.append(int(self(torch.tensor([tokens])).logits[0, -1].argmax()))
         return tokens
-
-    def joint_law(self, prompt, count, temperature):
-        """float64 [vocabulary ** count]: the law of the next `count` tokens, in lexicographic
-        order."""
-        law = np.empty([self.vocabulary] * count)
-        for tokens in itertools.product(range(self.vocabulary), repeat=count):
-            p = 1.0
-            for i, token in enumerate(tokens):
-                p *= self.law([*prompt, *tokens[:i]], temperature)[token]
-            law[tokens] = p
-        return law.reshape(-1)
 
 
 class Ids:

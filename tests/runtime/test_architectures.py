@@ -193,28 +193,19 @@ def test_a_model_is_tried_once(monkeypatch):
 
 
 def test_layers_of_different_shapes_get_their_own_memory():
-    """Keys and values of different widths, layers on different devices: a block for each memory."""
-
-    def states(layer, width):
-        return torch.arange(5.0)[None, None, :, None] * torch.ones(1, 2, 5, width) + layer
-
-    def fill(cache):
+    """Keys and values of different widths: a block for each shape, also where it is known."""
+    cache = TreeCache(3, 8)
+    for _ in range(2):
         cache.at(torch.arange(5), 8)
-        return [
-            cache.update(states(layer, 3), states(layer, 2 + layer), layer) for layer in range(3)
-        ]
-
-    learned = TreeCache(3, 8)
-    fill(learned)
-    assert len(learned.blocks) == 6
-    cache = TreeCache(learned.layout, 8)
-    assert sorted(block.shape[0] for block in cache.blocks) == [1, 1, 4]
-    fill(cache)
-    for filled in (learned, cache):
-        filled.commit(torch.tensor([2, 4]), torch.tensor([1]))
-        for number, layer in enumerate(filled.layers):
+        for layer in range(3):
+            states = torch.arange(5.0)[None, None, :, None].expand(1, 2, 5, 3) + layer
+            cache.update(states, states[..., :2] if layer else states, layer)
+        cache.commit(torch.tensor([2, 4]), torch.tensor([1]))
+        for number, layer in enumerate(cache.layers):
             for part in (layer.keys, layer.values):
                 assert part[0, 0, :3, 0].tolist() == [number, number + 2, number + 4]
+        cache = TreeCache(cache.layout, 8)
+        assert sorted(block.shape[0] for block in cache.blocks) == [2, 4]
 
 
 @pytest.mark.parametrize(("rope_type", "context"), [("longrope", 4096), ("yarn", 131072)])

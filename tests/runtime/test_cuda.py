@@ -53,15 +53,6 @@ def test_alternating_generations_capture_nothing_twice():
     assert first.step.models.graphs.captures == captured
 
 
-def test_longer_prompts_seldom_need_new_memory():
-    """Prompts that grow token by token: memory is reserved ahead, so graphs are forgotten at most
-    twice while the length doubles."""
-    step = simulated().step
-    for length in range(10, 2000, 10):
-        step.prefill(torch.arange(length) % 8, 16, seed=0)
-    assert step.sequence.version == 4
-
-
 def test_the_least_recently_used_graph_is_forgotten():
     decoder = simulated()
     decoder.step.models.graphs.max_graphs = 2
@@ -139,16 +130,6 @@ def test_other_threads_may_wait_for_the_device_during_a_capture(monkeypatch):
     assert checked == [0, "warn", 0] and cuda.modes == ["warn", 0]
 
 
-def test_graphs_stay_on_one_stream(monkeypatch):
-    """PyTorch has 32 and hands them out in turn, so one of many new ones may be in use."""
-    cuda = Cuda(monkeypatch)
-    graphs = Graphs(torch.device("cuda", 0))
-    streams = cuda.streams
-    for version in range(40):
-        graphs.clear(version)
-    assert cuda.streams == streams and cuda.pools == 41
-
-
 # Models that were moved
 
 
@@ -190,25 +171,18 @@ def test_custom_generate_makes_a_new_decoder_for_a_model_that_was_moved(models):
 
 
 def test_whole_numbers_add_up_alike_in_any_order():
-    """And floats, the control, do not."""
+    """And floats, the control, do not. Only on a device, whose sums have no fixed order."""
     p = torch.softmax(torch.randn(200_000, generator=torch.Generator().manual_seed(0)), -1)
-    orders = [
-        torch.randperm(p.numel(), generator=torch.Generator().manual_seed(seed))
-        for seed in range(5)
-    ]
-    assert (
-        sampling.summands(p, 0.9)[0] is p
-        and sampling.summands(p.to("meta"), 0.9)[0].dtype == torch.int64
-    )
-    bins = torch.zeros(p.numel(), dtype=torch.long)
+    assert sampling.summands(p, 0.9)[0] is p
+    assert sampling.summands(p.to("meta"), 0.9)[0].dtype == torch.int64
+    order = torch.randperm(p.numel(), generator=torch.Generator().manual_seed(0))
 
-    def sums(weights):
-        return {
-            float(torch.zeros(1, dtype=weights.dtype).scatter_add_(0, bins, weights[order]))
-            for order in orders
-        }
+    def last_sum(weights):
+        return float(weights.cumsum(0)[-1])
 
-    assert len(sums(sampling.whole_numbers(p, 0.9)[0])) == 1 < len(sums(p))
+    whole, _ = sampling.whole_numbers(p, 0.9)
+    assert last_sum(whole) == last_sum(whole[order])
+    assert last_sum(p) != last_sum(p[order])
 
 
 @pytest.mark.parametrize("context", [20, 600])

@@ -6,6 +6,8 @@ import copy
 
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from drafts import PARTS, eagle1_parts, eagle3_parts, golden, load, small_pair, small_target, write
 from sequoia_plan.artifacts import TokenTree
@@ -130,59 +132,42 @@ def test_logits_of_dflash_are_those_of_speculators(variant, layout, tmp_path):
         assert_close(logits, expected["logits"][row, 1:])
 
 
-def eagle1_by_hand(weights, config, embeddings, head, tokens, features, root, deeper):
+def eagle1_by_description(weights, config, target, tokens, features, root, deeper):
     """Logits along a chain after `root`, from the description of EAGLE alone.
 
-    Every row is computed anew, without a cache, in plain operations.
+    A layer of transformers without its first norm reads embedding and feature by a linear layer;
+    every row is computed anew, without a cache.
     """
-    heads, shared = config["num_attention_heads"], config["num_key_value_heads"]
-    width, eps = config["head_dim"], config["rms_norm_eps"]
-    w = {name.removeprefix("layers.0."): value for name, value in weights.items()}
+    config = LlamaConfig(**config, attn_implementation="eager")
+    layer, rotary = LlamaDecoderLayer(config, 0), LlamaRotaryEmbedding(config)
+    layer.input_layernorm = torch.nn.Identity()
+    layer.load_state_dict(
+        {name.removeprefix("layers.0."): w for name, w in weights.items() if "layers.0." in name}
+    )
+    embeddings = target.model.embed_tokens.weight
     rows = [torch.cat([embeddings[tokens[i + 1]], features[i]]) for i in range(root)]
     logits = []
     for level in range(deeper + 1):
-        x = torch.stack(rows) @ w["fc.weight"].T + w["fc.bias"]
-        wavelengths = config["rope_theta"] ** (torch.arange(0, width, 2) / width)
-        angles = torch.arange(len(rows))[:, None] / wavelengths
-        rotation = torch.polar(torch.ones_like(angles), angles)[:, None]
-
-        def rotated(states, rotation=rotation):
-            first, second = states.chunk(2, -1)
-            states = torch.complex(first, second) * rotation
-            return torch.cat([states.real, states.imag], -1)
-
-        q = rotated((x @ w["self_attn.q_proj.weight"].T).view(len(rows), heads, width))
-        k = rotated((x @ w["self_attn.k_proj.weight"].T).view(len(rows), shared, width))
-        v = (x @ w["self_attn.v_proj.weight"].T).view(len(rows), shared, width)
-        k, v = (states.repeat_interleave(heads // shared, 1) for states in (k, v))
-        scores = torch.einsum("ihd,jhd->hij", q, k) / width**0.5
-        scores = scores.masked_fill(torch.ones(len(rows), len(rows)).triu(1).bool(), -torch.inf)
-        attended = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).reshape(len(rows), -1)
-        x = x + attended @ w["self_attn.o_proj.weight"].T
-        inverse_rms = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-        normed = x * inverse_rms * w["post_attention_layernorm.weight"]
-        gate, up = (normed @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        x = x + (torch.nn.functional.silu(gate) * up) @ w["mlp.down_proj.weight"].T
-        logits.append(x[-1] @ head.T)
-        if level < deeper:
-            rows.append(torch.cat([embeddings[tokens[root + 1 + level]], x[-1]]))
+        x = (torch.stack(rows) @ weights["fc.weight"].T + weights["fc.bias"])[None]
+        slots = torch.arange(len(rows))
+        mask = additive_mask(slots <= slots[:, None], torch.float32)[None, None]
+        x = layer(x, attention_mask=mask, position_embeddings=rotary(x, slots[None]))[0]
+        logits.append(target.lm_head(x[-1]))
+        rows.append(torch.cat([embeddings[tokens[root + 1 + level]], x[-1]]))
     return logits
 
 
 @torch.no_grad()
 def test_eagle1_is_what_its_paper_describes(tmp_path):
-    """Against a computation of the test's own: no library on the package index has this model."""
+    """No library on the package index has this model."""
     target = small_target()
     config, weights = eagle1_parts(target)
     draft = load(write(tmp_path / "draft", config, weights), target)
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(48, (20,), generator=generator)
     features = torch.randn(20, 16, generator=generator)
-    embeddings, head = target.model.embed_tokens.weight, target.lm_head.weight
     for root in (1, 2, 5, 11):
-        expected = eagle1_by_hand(
-            weights, config, embeddings, head, tokens, features, root, deeper=3
-        )
+        expected = eagle1_by_description(weights, config, target, tokens, features, root, deeper=3)
         text = started(EagleDrafter, draft, tokens, features, root)
         for level, logits in enumerate(logits_of_tree(*text, TokenTree.chain(5))):
             assert_close(logits[0], expected[level])

@@ -56,7 +56,7 @@ def assert_is(result, expected, *wrong):
     assert all(error(result, each) > 2 * TOLERANCE[result.dtype] for each in wrong)
 
 
-@pytest.mark.parametrize(("dtype", "width"), zip(TOLERANCE, (1030, 8, 48), strict=True), ids=str)
+@pytest.mark.parametrize(("dtype", "width"), [*zip(TOLERANCE, (1030, 8, 48), strict=True)], ids=str)
 def test_norms_of_hidden_states_and_of_heads(width, dtype):
     """Rows of hidden states; heads are a part of a wider tensor."""
     weight = 1 + random(width, dtype=dtype, seed=1) / 4
@@ -65,7 +65,9 @@ def test_norms_of_hidden_states_and_of_heads(width, dtype):
         assert_is(result, normed(x, weight), normed(x, weight.roll(1)))
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), zip(TOLERANCE, (24, 128, 8), strict=True), ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [*zip(TOLERANCE, (24, 128, 8), strict=True)], ids=str
+)
 def test_rotary_embeddings(head_dim, dtype):
     """Heads are a part of the matrix product that made them; each token has its own angles."""
     heads = random(1, 5, 9, head_dim, dtype=dtype)[:, :, :6]
@@ -76,7 +78,7 @@ def test_rotary_embeddings(head_dim, dtype):
     assert_is(layer_operations.rotate(heads, cos, sin), rotated(heads, cos, sin), *wrong)
 
 
-@pytest.mark.parametrize(("dtype", "width"), zip(TOLERANCE, (1500, 3, 96), strict=True), ids=str)
+@pytest.mark.parametrize(("dtype", "width"), [*zip(TOLERANCE, (1500, 3, 96), strict=True)], ids=str)
 def test_gates(width, dtype):
     """One block and more; the control has gate and up the other way round."""
     gate_up = random(1, 4, 2 * width, dtype=dtype)

@@ -292,3 +292,12 @@ def test_a_target_that_accelerate_has_offloaded(offload, tmp_path):
     assert any(parameter.device.type == "meta" for parameter in offloaded.parameters())
     sequences = SequoiaDecoder(offloaded, draft, TREE).generate(PROMPT, 24).sequences
     assert torch.equal(sequences, expected)
+
+
+def test_the_embedded_pair(monkeypatch):
+    """SmolLM2 with a fifth of its layers in memory writes the tokens of SmolLM2 in memory."""
+    monkeypatch.delenv("SEQUOIA_PLAN_CACHE")
+    in_memory = load_pair(dtype="float32", placement="resident")
+    offloaded = load_pair(dtype="float32", offload="disk", memory="450MB")
+    assert 0 < offloaded.metadata["target"]["resident_layers"] <= 10
+    assert torch.equal(tokens(offloaded), tokens(in_memory))

@@ -156,13 +156,6 @@ def test_a_draft_made_from_the_target_needs_no_other_model(folder, tmp_path, mon
     assert names == ["target int8", "int8"]
     models = (*from_target.metadata.values(), *from_folder.metadata.values())
     assert len({model["digest"] for model in models}) == 3
-    tree = TokenTree.chain(4)
-    prompt = from_target.tokenizer("What is rain?", return_tensors="pt").input_ids
-    first, second = (
-        SequoiaDecoder(pair.target, pair.draft, tree).generate(prompt, 24).sequences
-        for pair in (from_target, from_folder)
-    )
-    assert torch.equal(first, second)
 
 
 def test_a_target_without_a_draft_is_told_of_the_one_it_always_has(folder):

@@ -69,24 +69,6 @@ def test_greedy_equals_transformers(name, tree, num_prompts, least, pair, plain_
     assert tokens_per_step(pair, draft, tree, plain_target, cases) > least
 
 
-@torch.no_grad()
-def test_tree_logits_are_path_logits(pair, plain_target):
-    """Every node of a tree pass, by our cache and mask on repacked weights, sees exactly its
-    path."""
-    tree = BUSHY
-    decoder = SequoiaDecoder(pair.target, pair.draft, tree)
-    prompt = torch.arange(500, 530)
-    decoder.step.prefill(prompt, 32, seed=0)
-    tokens = torch.arange(1000, 1000 + tree.size)
-    tokens[0] = prompt[-1]
-    decoder.step.sequence.tokens[29 : 29 + tree.size] = tokens
-    logits = decoder.step.forward_target(decoder.step.extent(29))
-    for node in range(tree.size):
-        path = tree.attention_mask[node].nonzero()[0]
-        expected = plain_target(torch.cat([prompt[:-1], tokens[path]])[None]).logits[0, -1]
-        torch.testing.assert_close(logits[node], expected, atol=2e-3, rtol=1e-4)
-
-
 def test_hidden_states_that_were_mixed_up_save_fewer_passes(pair, plain_target, greedy):
     """The control of what the default draft saves: the text stays the target's, and drafted tokens
     are accepted less often."""

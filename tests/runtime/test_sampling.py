@@ -90,7 +90,6 @@ SETTINGS = [
     {"top_p": 0.6},
     {"min_p": 0.2},
     {"temperature": 0.8, "top_k": 12, "top_p": 0.8, "min_p": 0.05},
-    {"temperature": 1.5, "top_k": 500, "top_p": 0.95, "min_p": 0.01},
 ]
 
 
@@ -136,13 +135,9 @@ REFUSED = {
     "repetition_penalty": 1.2,
     "no_repeat_ngram_size": 3,
     "bad_words_ids": [[5]],
-    "sequence_bias": {(5,): 1.0},
     "min_new_tokens": 4,
-    "exponential_decay_length_penalty": (5, 1.1),
-    "begin_suppress_tokens": [3],
     "guidance_scale": 2.0,
     "typical_p": 0.9,
-    "epsilon_cutoff": 0.1,
     "suppress_tokens": [3],
     "num_beams": 4,
 }

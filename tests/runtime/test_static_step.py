@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from architectures import tiny
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafts import PARTS, small_pair
 from sequoia_plan.artifacts import TokenTree
@@ -38,20 +38,12 @@ STEPS = 60
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def llama(seed, hidden, layers, device="cpu"):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        vocab_size=64,
-    )
-    return LlamaForCausalLM(config).eval().to(device)
+def models(device="cpu"):
+    return [tiny("Llama", seed, num_hidden_layers=2 - seed).to(device) for seed in (0, 1)]
 
 
 def decoder(device="cpu", **options):
-    return SequoiaDecoder(llama(0, 32, 2, device), llama(1, 16, 1, device), TREE, **options)
+    return SequoiaDecoder(*models(device), TREE, **options)
 
 
 def accepted(decoder, sampling):
@@ -157,11 +149,11 @@ class FromPython(TorchFunctionMode):
 def devices_of_a_step(kind, sampling, monkeypatch):
     """The step on a device that has no values to look at. Only tensors copied from or to the host
     could lie elsewhere."""
-    models = small_pair(kind) if kind in PARTS else (llama(0, 32, 2), llama(1, 16, 1))
+    pair = small_pair(kind) if kind in PARTS else models()
     for module in (decoding_models, language_model):
         monkeypatch.setattr(module, "probe", lambda model: None)
     monkeypatch.setattr(torch, "Generator", lambda device: None)
-    target, draft = (model.to("meta") for model in models)
+    target, draft = (model.to("meta") for model in pair)
     d2t = getattr(draft, "d2t", None)
     if kind == "part of the vocabulary":
         d2t = torch.empty(5, dtype=torch.long, device="meta")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import json
 import os
 import signal
 import subprocess
@@ -32,22 +31,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "own_cache
 def test_the_file_is_a_safetensors_file_in_pass_order(folder):
     offloaded = OffloadedTarget(str(folder / "target"), "cpu", torch.float32)
     model = load_model(str(folder / "target"), "cpu", torch.float32)[0]
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())  # the head is tied to the embeddings
     with safe_open(weights(folder), framework="pt") as file:
-        names = [name for name in file.keys() if not name.startswith("padding.")]  # noqa: SIM118
-        assert sorted(names) == sorted(parameters)
-        assert "lm_head.weight" not in names  # it is tied to the embeddings
+        names = {name for name in file.keys() if not name.startswith("padding.")}  # noqa: SIM118
+        assert names == parameters.keys()
         assert all(torch.equal(file.get_tensor(name), parameters[name]) for name in names)
-        assert json.loads(file.metadata()["sequoia_plan"])["format"].startswith(
-            "sequoia-plan-weights"
-        )
+        assert "sequoia-plan-weights" in file.metadata()["sequoia_plan"]
     assert len(offloaded.file.blocks) == 1 + LAYERS
     for number, block in enumerate(offloaded.file.blocks):
         assert block.offset % ALIGNMENT == block.size % ALIGNMENT == 0
         assert all((f"layers.{number - 1}." in name) == (number > 0) for name in block.tensors)
-    assert set(offloaded.file.blocks[0].tensors) >= {name for name in parameters if "norm" in name}
-    names = [name for name in parameters if "layers.3." in name]
-    assert set(offloaded.layer(3)) == {name.removeprefix("model.layers.3.") for name in names}
 
 
 def test_a_pass_that_was_given_up_does_not_spoil_the_next(folder, slow_disk):
@@ -77,25 +70,24 @@ def test_a_read_error_in_mid_decode(folder, monkeypatch):
         return preadv(*arguments)
 
     monkeypatch.setattr(os, "preadv", fails_once)
-    message = (
-        r"target-.*\.weights: cannot be read \(Input/output error\); "
-        "delete it, and it will be made again"
-    )
+    message = r"target-.*\.weights: cannot be read \(Input/output error\); delete it"
     with pytest.raises(SequoiaPlanError, match=message):
         tokens(offloaded)
     assert torch.equal(tokens(offloaded), expected)
 
 
-def test_a_file_that_shrinks_or_changes_in_mid_decode(folder):
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: os.utime(path, ns=(1, 1)), "was written to while it was in use"),
+        (lambda path: os.truncate(path, ALIGNMENT * 4), "was cut off|was written to"),
+    ],
+)
+def test_a_file_that_shrinks_or_changes_in_mid_decode(folder, damage, message):
     decoding = decoder(streamed(folder)).steps(PROMPT, 40, sampling=Sampling())
     next(decoding)
-    os.utime(weights(folder), ns=(1, 1))
-    with pytest.raises(SequoiaPlanError, match="was written to while it was in use"):
-        list(decoding)
-    decoding = decoder(streamed(folder)).steps(PROMPT, 40, sampling=Sampling())
-    next(decoding)
-    os.truncate(weights(folder), ALIGNMENT * 4)
-    with pytest.raises(SequoiaPlanError, match=r"was cut off|was written to"):
+    damage(weights(folder))
+    with pytest.raises(SequoiaPlanError, match=message):
         list(decoding)
 
 
@@ -114,8 +106,7 @@ def test_damaged_weights_are_not_computed_with(folder):
     path = weights(folder)
     block = WeightFile(path).blocks[4]
     flip_bits(path, block.offset + 100)
-    message = rf"the block at {block.offset} has the checksum .* it was damaged; delete it"
-    with pytest.raises(SequoiaPlanError, match=message):
+    with pytest.raises(SequoiaPlanError, match=r"checksum .* it was damaged; delete it"):
         tokens(streamed(folder))
     damages = (
         lambda: flip_bits(path, 200),
@@ -126,8 +117,7 @@ def test_damaged_weights_are_not_computed_with(folder):
         damage()
         with pytest.raises(SequoiaPlanError, match="it will be made again"):
             WeightFile(path)
-        if not path.stat().st_size:
-            assert torch.equal(tokens(streamed(folder)), expected)
+    assert torch.equal(tokens(streamed(folder)), expected)
 
 
 def test_every_flipped_bit_of_the_header_is_noticed(folder):
@@ -203,28 +193,19 @@ def test_a_full_disk_while_the_file_is_written(folder):
     process = start_python(limit + CODE, folder / "target")
     error = process.communicate(timeout=60)[1]
     assert process.returncode == 1
-    assert (
-        "cannot be written (File too large); it takes as much room as the weights: free some, "
-        "or set SEQUOIA_PLAN_CACHE"
-    ) in error
+    assert "cannot be written (File too large)" in error and "or set SEQUOIA_PLAN_CACHE" in error
     files = Path(os.environ["SEQUOIA_PLAN_CACHE"]).iterdir()
     assert all(file.name.endswith(".lock") for file in files)
 
 
 def test_threads_end_with_the_model(folder):
     threads_before = set(threading.enumerate())
-    offloaded = streamed(folder)
-    offloaded_decoder = decoder(offloaded)
+    offloaded_decoder = decoder(streamed(folder))
     offloaded_decoder.generate(PROMPT, 4)
     assert len(set(threading.enumerate()) - threads_before) == disk_stream.THREADS
-    del offloaded, offloaded_decoder
-    gc.collect()
-    assert set(threading.enumerate()) == threads_before
-
-
-def test_after_close_a_pass_is_refused(folder):
-    offloaded = streamed(folder)
-    offloaded_decoder = decoder(offloaded)
-    stream_of(offloaded.target).close()
+    stream_of(offloaded_decoder.step.target.model).close()
     with pytest.raises(SequoiaPlanError, match="is closed; load the models again"):
         offloaded_decoder.generate(PROMPT, 4)
+    del offloaded_decoder
+    gc.collect()
+    assert set(threading.enumerate()) == threads_before
