@@ -20,12 +20,15 @@ from architectures import (
 )
 from paths import ROOT
 from toys import ToyModel
+from transformers import DynamicCache
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder
 from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.models import probe as probe_module
 from sequoia_plan.runtime.models.architecture import context_length
+from sequoia_plan.runtime.models.fuse import fuse
+from sequoia_plan.runtime.models.fused_layer import plain_linear
 from sequoia_plan.runtime.models.probe import probe
 
 DOCS = ROOT / "docs" / "architectures.md"
@@ -218,3 +221,43 @@ def test_context_ends_where_rotary_embeddings_would_change(rope_type, context):
 
 def test_a_small_model_with_a_small_vocabulary_is_tried_too():
     assert len(probe(ToyModel(0, vocabulary=3))) == 1
+
+
+# transformers 5.24 renamed the argument `past_key_values` of models and layers to `cache`
+
+
+class RenamedModel(ToyModel):
+    """A toy with the argument's new name, and no other."""
+
+    def forward(
+        self,
+        input_ids,
+        position_ids=None,
+        attention_mask=None,
+        cache=None,
+        use_cache=None,
+        logits_to_keep=0,
+    ):
+        return super().forward(
+            input_ids, position_ids, attention_mask, cache, use_cache, logits_to_keep
+        )
+
+
+def test_decoding_with_models_of_both_names_is_the_same():
+    old, new = (
+        SequoiaDecoder(model_class(0), model_class(1), TREE).generate([1, 2, 3], 20).sequences
+        for model_class in (ToyModel, RenamedModel)
+    )
+    assert torch.equal(old, new) and len(old.unique()) > 3
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_fused_layer_keeps_keys_under_both_names(name):
+    model = tiny("Llama")
+    assert fuse(model, plain_linear) == len(model.model.layers)
+    states = torch.randn(1, 3, model.config.hidden_size)
+    angles = model.model.rotary_emb(states, torch.arange(3)[None])
+    cache = DynamicCache()
+    with torch.inference_mode():
+        model.model.layers[0](states, None, angles, **{name: cache})
+    assert cache.get_seq_length() == 3

@@ -3,7 +3,6 @@ anew, and which attention kernels are allowed."""
 
 from __future__ import annotations
 
-import threading
 import warnings
 from contextlib import nullcontext
 
@@ -12,11 +11,10 @@ import torch
 from architectures import plain_text, resembling, tiny
 from simulated import Cuda, simulate_capture
 from torch.utils._python_dispatch import TorchDispatchMode
-from toys import ToyModel, toy_decoder, toy_pair
+from toys import ToyModel, toy_decoder
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
-from sequoia_plan.profiler import latency
-from sequoia_plan.runtime import Sampling, SequoiaDecoder, sequoia
+from sequoia_plan.runtime import SequoiaDecoder, sequoia
 from sequoia_plan.runtime import extent as extent_module
 from sequoia_plan.runtime.base import sampling
 from sequoia_plan.runtime.capture import Graphs
@@ -106,30 +104,6 @@ def test_a_function_that_waits_for_the_device_is_not_captured(monkeypatch):
     assert graphs.graphs == {} and cuda.sync == 0
 
 
-def test_other_threads_may_wait_for_the_device_during_a_capture(monkeypatch):
-    """PyTorch's check of operations that wait holds for all threads."""
-    cuda = Cuda(monkeypatch)
-    graphs, errors, checked = Graphs(torch.device("cuda", 0)), [], []
-
-    def wait():
-        try:
-            cuda.wait()
-        except RuntimeError as error:
-            errors.append(error)
-
-    def run():
-        checked.append(cuda.sync)
-        other = threading.Thread(target=wait)
-        other.start()
-        other.join()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        graphs("sum", run)
-    assert errors == [] and [*graphs.graphs] == ["sum"]
-    assert checked == [0, "warn", 0] and cuda.modes == ["warn", 0]
-
-
 # Models that were moved
 
 
@@ -183,24 +157,6 @@ def test_whole_numbers_add_up_alike_in_any_order():
     whole, _ = sampling.whole_numbers(p, 0.9)
     assert last_sum(whole) == last_sum(whole[order])
     assert last_sum(p) != last_sum(p[order])
-
-
-@pytest.mark.parametrize("context", [20, 600])
-@pytest.mark.parametrize("sampling_settings", [Sampling(), Sampling(1.0)], ids=repr)
-def test_profiling_captures_each_part_once(sampling_settings, context, monkeypatch):
-    """Every size and every shape, over several rounds; memory was taken before the first."""
-    pair = toy_pair(context=1024)
-    pair.target.get_input_embeddings = lambda: torch.nn.Embedding(8, 2)
-    meter = latency.LatencyMeter(pair, [sampling_settings], context, max_size=16)
-    step = meter.step
-    simulate_capture(step)
-    step.prefill(meter.prompt, 40, seed=0)
-    meter.begin(1e9)
-    graphs = step.models.graphs
-    captures = list(graphs.captures)
-    meter.finish(0.0)
-    assert graphs.captures == captures and len(captures) == len(graphs.graphs)
-    assert captures.count("target") == captures.count("draft pass") == 8
 
 
 # Passes of a model

@@ -1,20 +1,185 @@
-"""A layer's kernels for CUDA against float64.
+"""A layer's kernels against float64: attention with split keys, norms, rotary embeddings, gates.
 
-They run on a CUDA device, or without one on the CPU, by Triton's interpreter.
+The kernels run on a CUDA device, or without one on the CPU, by Triton's interpreter.
 """
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
+
 import pytest
 import torch
 from architectures import tiny
+from simulated import simulate_capture
+from toys import SMALL_TREES
 from triton_kernels import DEVICE
 
-from sequoia_plan.runtime.models import fused_layer, layer_operations
+from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.runtime import SequoiaDecoder, extent
+from sequoia_plan.runtime.base import kernel_launch
+from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.base.tree_tensors import TreeTensors
+from sequoia_plan.runtime.models import attention, fused_layer, layer_operations, split_keys
 from sequoia_plan.runtime.models.fuse import fuse
 from sequoia_plan.runtime.models.fused_layer import plain_linear
+from sequoia_plan.runtime.models.split_keys import split_key_attention
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="is about a CPU that stands for a GPU")
+DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16, torch.float32]
+"""Triton's interpreter multiplies matrices of bfloat16 wrongly."""
+TREES = {
+    "root": TokenTree.chain(1),
+    "chain": TokenTree.chain(5),
+    "both": SMALL_TREES["both"],
+    "wide": TokenTree.star(40),
+}
+
+
+def inputs(heads, shared_heads, tokens, extent, dtype, head_dim=16):
+    """Random queries, keys and values; keys and values are part of a longer cache."""
+    generator = torch.Generator().manual_seed(extent)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+    query = random(1, tokens, heads, head_dim).transpose(1, 2)  # as models make them
+    caches = [random(1, shared_heads, extent + 7, head_dim) for _ in range(2)]
+    return query, *(cache[:, :, :extent] for cache in caches)
+
+
+def attention_error(query, key, value, mask, attended):
+    """The largest difference from PyTorch's attention in float64."""
+    group = query.shape[1] // key.shape[1]
+    keys, values = (states.double().repeat_interleave(group, 1) for states in (key, value))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    mask = torch.zeros_like(mask, dtype=torch.float64).masked_fill(mask < -1, -torch.inf)
+    expected = attend(query.double(), keys, values, mask).transpose(1, 2)
+    return float((attended.double() - expected).abs().max())
+
+
+def last_slots(tokens, last):
+    """The slots of a pass, of which one is the last; they are in any order."""
+    return torch.arange(last, last - tokens, -1, device=DEVICE)
+
+
+def tolerance(dtype):
+    return {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("tree", "length"),
+    [*itertools.product(TREES, [0, 31, 300]), ("both", 1), ("root", 4096)],
+)
+def test_trees_of_any_length(tree, length, dtype):
+    """Four heads share keys; the slots after the tree, up to the extent, are hidden."""
+    tensors = TreeTensors.of(TREES[tree], DEVICE, dtype)
+    size = TREES[tree].size
+    extent = -(-(length + size) // 64) * 64
+    columns = tensors.columns(torch.tensor([length], device=DEVICE), extent)
+    mask = tensors.mask.index_select(1, columns)[None, None]
+    query, key, value = inputs(4, 1, size, extent, dtype)
+    slots = length + tensors.nodes
+    for num_parts in (1, 64) if length < 64 else (3,):
+        attended = split_key_attention(query, key, value, mask, slots, 0.25, num_parts)
+        assert attended.shape == (1, size, 4, 16)
+        assert attention_error(query, key, value, mask, attended) < tolerance(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "shared_heads", "window"), [(1, 1, 300), (2, 2, 20), (6, 2, 1), (8, 1, 20)]
+)
+def test_windows_and_shared_heads(heads, shared_heads, window, dtype):
+    """Each token sees the keys at most `window` before it; whole blocks of keys are hidden."""
+    tokens, extent = 9, 203
+    slots = torch.arange(extent, device=DEVICE)
+    rows = torch.arange(extent - tokens, extent, device=DEVICE)[:, None]
+    visible = (slots <= rows) & (slots > rows - window)
+    mask = additive_mask(visible, dtype)[None, None]
+    tensors = inputs(heads, shared_heads, tokens, extent, dtype, head_dim=24)
+    attended = split_key_attention(*tensors, mask, rows[:, 0], 24**-0.5, 4)
+    assert attention_error(*tensors, mask, attended) < tolerance(dtype)
+
+
+def test_a_mask_that_is_not_the_kernels_is_noticed():
+    """The control: one more key changes the result by more than the tolerance."""
+    tensors = inputs(4, 1, 3, 70, torch.float32)
+    visible = torch.ones(3, 70, dtype=torch.bool, device=DEVICE).tril(60)
+    mask = additive_mask(visible, torch.float32)[None, None]
+    attended = split_key_attention(*tensors, mask, last_slots(3, 69), 0.25, 2)
+    assert attention_error(*tensors, mask, attended) < 2e-6
+    mask[0, 0, 1, 69] = 0.0
+    assert attention_error(*tensors, mask, attended) > 1e-3
+
+
+@pytest.mark.parametrize("length", [0, 5, 64, 130])
+def test_keys_after_the_pass_are_not_read(length):
+    """One launch for all lengths: the mask is as wide as the cache, and here hides nothing. A pass
+    that ends one slot too early, the control, misses a key."""
+    tokens, extent = 5, 256
+    tensors = inputs(4, 2, tokens, extent, torch.float32)
+    mask = torch.zeros(1, 1, tokens, extent, device=DEVICE)
+    query, *caches = tensors
+    keys, values = (cache[:, :, : length + tokens] for cache in caches)
+    for last, is_right in ((length + tokens - 1, True), (length + tokens - 2, False)):
+        attended = split_key_attention(*tensors, mask, last_slots(tokens, last), 0.25, 3)
+        wrong = attention_error(query, keys, values, mask[..., : length + tokens], attended)
+        assert wrong < 2e-6 if is_right else wrong > 1e-3
+
+
+def use_kernels(patch):
+    """Let passes attend with split keys, as on CUDA."""
+    patch.setattr(kernel_launch, "_failed_kernels", set())
+    patch.setattr(split_keys, "kernels_available", lambda device: True)
+    patch.setattr(split_keys, "DTYPES", (torch.float32,))
+    patch.setattr(split_keys, "MIN_EXTENT", 1)
+
+
+@interpreted
+def test_a_decoder_generates_the_same_with_split_keys(monkeypatch):
+    """A model whose heads share keys, from the first token on, in the tree's and plain passes."""
+    launches = []
+
+    def counted(*args):
+        launches.append(args[0].shape[2])
+        return split_key_attention(*args, 3)
+
+    for tree in (TREES["both"], TREES["root"]):
+        decoder = SequoiaDecoder(tiny("Llama"), tiny("Llama", seed=1), tree)
+        expected = decoder.generate([5, 6, 7], 8).sequences
+        with monkeypatch.context() as patch:
+            use_kernels(patch)
+            patch.setattr(attention, "split_key_attention", counted)
+            assert torch.equal(decoder.generate([5, 6, 7], 8).sequences, expected)
+        assert tree.size in launches
+
+
+@interpreted
+@pytest.mark.parametrize("splits_keys", [True, False])
+def test_one_graph_serves_all_lengths(splits_keys, monkeypatch):
+    """Where attention finds the end of the text on the device; else each extent has a graph."""
+    decoder = SequoiaDecoder(tiny("Llama"), tiny("Llama", seed=1), TokenTree.chain(3))
+    expected = decoder.generate([5, 6, 7], 16).sequences
+    simulate_capture(decoder.step)
+    monkeypatch.setattr(extent, "EXTENT_MULTIPLE", {"cpu": 64, "cuda": 8})
+    if splits_keys:
+        use_kernels(monkeypatch)
+        split = partial(split_key_attention, num_parts=3)
+        monkeypatch.setattr(attention, "split_key_attention", split)
+    assert torch.equal(decoder.generate([5, 6, 7], 16).sequences, expected)
+    captures = decoder.step.models.graphs.captures
+    assert captures == ["step"] if splits_keys else len(captures) > 2
+    # a kernel that cannot be compiled, a tree that is too large, another attention
+    if splits_keys:
+        assert decoder.step.splits_keys()
+        assert not decoder.with_tree(TokenTree.chain(257)).step.splits_keys()
+        kernel_launch._failed_kernels.add(split_keys.KERNELS_NAME)
+        assert not decoder.step.splits_keys() and decoder.step.extent(3) < 64
+
+
 EPSILON = 1e-5
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Relative to the largest number of the result; two roundings of the dtype."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from architectures import plain_text, resembling, tiny
 from toys import Ids
-from transformers import TextIteratorStreamer
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, sequoia
@@ -86,26 +84,6 @@ def test_custom_generate_takes_turns_too(models):
 
     reference = [plain_text(target, torch.tensor([prompt]), 16).tolist() for prompt in PROMPTS]
     assert by_threads(request) == reference
-
-
-def test_transformers_own_streamer_in_a_thread_each(pair):
-    """The real pair: two threads write, two listeners read, and each reads its own text."""
-    decoder = SequoiaDecoder(pair.target, pair.draft, TREE, tokenizer=pair.tokenizer)
-    prompts = ["The capital of France is", "Two plus two is"]
-    alone = [decoder.generate(prompt, 12).text for prompt in prompts]
-    streamers = [
-        TextIteratorStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        for _ in prompts
-    ]
-    threads = [
-        threading.Thread(target=decoder.generate, args=(prompt, 12), kwargs={"streamer": s})
-        for prompt, s in zip(prompts, streamers, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    assert ["".join(streamer) for streamer in streamers] == alone
-    for thread in threads:
-        thread.join()
 
 
 def test_a_thread_does_not_wait_for_itself(models):
