@@ -21,22 +21,6 @@ def run(monkeypatch, output, parts, *arguments):
     return code, {file.stem: json.loads(file.read_text()) for file in output.glob("*.json")}
 
 
-def test_a_part_that_fails_and_one_that_does_not(tmp_path, monkeypatch):
-    parts = {"broken": (1.0, lambda run: 1 / 0), "llama-2-7b": gpu.PARTS["llama-2-7b"]}
-    code, results = run(monkeypatch, tmp_path / "out/gpu", parts)
-    assert code == 1
-    assert results["broken"]["error"] == "ZeroDivisionError: division by zero"
-    result = results["llama-2-7b"]
-    assert "error" not in result, result
-    assert result["quick"] is True
-    assert [*result["latency"]["target"]] == [*result["latency"]["draft"]] == ["1", "2", "3", "4"]
-    assert result["plain"]["draft"] == 0 < result["bandwidth"]["share_of_copy"]
-    layers, head = 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64), 512 * 64
-    bytes_per_weight = 2 if result["settings"]["dtype"] == "bfloat16" else 4
-    assert result["bandwidth"]["bytes_read_a_pass"] == (layers + head + 64) * bytes_per_weight
-    assert {*result["trees"]} == {"sequoia-example", "llama3-70b-8b-cnn"}
-
-
 def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
     """A finished part stays; one that failed goes on after the last setting that was measured."""
     measured = []
@@ -65,9 +49,9 @@ def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
     assert [figure["figure"] for figure in files["sdpa"]["figures"]] == [0, 10, 20]
 
 
-def test_the_checks_of_a_device_run_without_one(tmp_path, monkeypatch):
-    names = ("checks", "captured", "shared-heads", "sdpa", "host-stream", "compiled", "breakdown")
-    parts = {name: gpu.PARTS[name] for name in names}
+def test_the_parts_of_a_device_run_without_one(tmp_path, monkeypatch):
+    names = {*gpu.PARTS} - {"llama-2-13b", "pair-t0", "pair-t06", "variants"}
+    parts = {name: gpu.PARTS[name] for name in gpu.PARTS if name in names}
     torch_compile = torch.compile
 
     def compile_eagerly(model, **options):
@@ -77,24 +61,16 @@ def test_the_checks_of_a_device_run_without_one(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", compile_eagerly)
     monkeypatch.setattr(gpu, "QUICK", replace(gpu.QUICK, tokens=2))
     code, results = run(monkeypatch, tmp_path / "gpu", parts)
-    assert code == 0, results
+    assert code == 0 and results.keys() == names, results
     tests = results["checks"]["tests"]
     assert tests["exit"] == 0 and "6 skipped" in tests["says"][0]
-
-    figures = results["sdpa"]["attention"]
-    shapes = [(figure["nodes"], figure["shared_heads"]) for figure in figures]
-    assert shapes == [(1, 32), (1, 8), (5, 32), (5, 8)]
     comparisons = [*results["captured"]["against_eager"].values()]
     assert comparisons == [{"graphs": 0, "equal": [True] * 4}] * 4
     not_finite = results["captured"]["not_finite"]
     assert not_finite["exit"] == 1
     assert "logits that are not finite" in not_finite["says"][0]
-    steps = results["breakdown"]["steps"]
-    assert {(step["temperature"], step["top_p"], step["verifier"]) for step in steps} == {
-        (0.0, 1.0, None),
-        *((0.6, top_p, verifier) for top_p in (1.0, 0.9) for verifier in ("sequoia", "traversal")),
-    }
-    steady = results["shared-heads"]["steady"]
-    assert len(steady) == 8 and all(figure["seconds"] > 0 for figure in steady)
-    assert {*results["host-stream"]["breakdown"]} == {"plain, resident", "tree, resident"}
-    assert len(results["compiled"]["compiled"]) == 4
+    plain = results["llama-2-7b"]
+    layers, head = 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64), 512 * 64
+    bytes_per_weight = 2 if plain["settings"]["dtype"] == "bfloat16" else 4
+    assert plain["bandwidth"]["bytes_read_a_pass"] == (layers + head + 64) * bytes_per_weight
+    assert {*plain["trees"]} == {"sequoia-example", "llama3-70b-8b-cnn"}

@@ -1,19 +1,14 @@
 """Tiny random models of transformers' own classes.
 
 There is one of each architecture that people use, and some that cannot decode with a tree.
-`python tests/helpers/architectures.py` prints docs/architectures.md; a test compares the two.
 """
 
 from __future__ import annotations
 
-import textwrap
-from dataclasses import dataclass
-
 import torch
 import transformers as hf
 
-from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
-from sequoia_plan.runtime import SequoiaDecoder
+from sequoia_plan.artifacts import TokenTree
 
 VOCABULARY, CONTEXT, WINDOW = 97, 160, 12
 SMALL = dict(vocab_size=VOCABULARY)
@@ -153,51 +148,6 @@ TREE = TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, *range(9, 21)])
 """Wide at the top, then a chain that is longer than the window."""
 
 
-@dataclass(frozen=True)
-class Examination:
-    """How a model reads a tree.
-
-    Args:
-        tree_error: the largest relative error of a node's logits against its path's.
-        committed_error: the same after a path was committed.
-        greedy_equal: whether 64 greedy tokens are those of transformers' generate.
-        distinct_tokens: how many of these tokens differ from each other.
-        window: positions that windowed layers attend to.
-    """
-
-    tree_error: float
-    committed_error: float
-    greedy_equal: bool
-    distinct_tokens: int
-    tokens_per_step: float
-    attention: str
-    window: int | None
-
-
-@torch.inference_mode()
-def examine(name):
-    """The `Examination` of a model, or the reason for which it is refused."""
-    target = tiny(name)
-    draft = resembling(target) if name in READS_TREES else target
-    try:
-        decoder = SequoiaDecoder(target, draft, TREE)
-    except SequoiaPlanError as error:
-        return str(error)
-    prompt = torch.randint(VOCABULARY, (PROMPT,), generator=torch.Generator().manual_seed(0))
-    tree_error, committed_error = logits_errors(decoder, prompt)
-    result = decoder.generate(prompt, NEW)
-    expected = plain_text(target, prompt[None], NEW)
-    return Examination(
-        tree_error,
-        committed_error,
-        torch.equal(result.sequences, expected),
-        len(set(expected[0, PROMPT:].tolist())),
-        result.tokens_per_step,
-        target.config._attn_implementation,
-        decoder.step.target.window,
-    )
-
-
 def logits_errors(decoder, prompt):
     """`max_tree_error` after a prompt, and again after a path was committed."""
     step = decoder.step
@@ -225,54 +175,3 @@ def max_tree_error(step, committed, tokens):
         errors = (logits[path] - expected).norm(dim=-1) / expected.norm(dim=-1)
         max_error = max(max_error, float(errors.max()))
     return max_error
-
-
-BOUND = 1e-4
-
-HEADER = f"""# Architectures
-
-`tests/runtime/test_architectures.py` examines tiny random models of transformers' own classes,
-in float32:
-
-- *tree* compares the logits of every node of a {TREE.size}-node tree with those that the model
-  gives for the node's path alone. The largest relative error must be below {BOUND:g}.
-- *committed* does so again after an accepted path was committed to the cache.
-- *greedy* compares {NEW} tokens with transformers' `generate`.
-
-Windows have {WINDOW} positions, prompts {PROMPT} tokens, and the tree {TREE.depth} levels, so every
-windowed model is examined beyond its window. `python tests/helpers/architectures.py` makes
-this page; a test compares the two.
-
-Any other model is tried on a small tree when a decoder is made with it. It is refused if the logits
-of tree and path differ.
-"""
-
-
-def table(results):
-    """docs/architectures.md.
-
-    Args:
-        results: what `examine` returned, by name.
-    """
-    rows = [
-        "| architecture | class | attention | window | tree | committed | greedy |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    refused = []
-    for name, result in results.items():
-        if isinstance(result, str):
-            refused.append(f"{name} (`{REFUSED[name][0].__name__}`)")
-            continue
-        cells = [name, f"`{READS_TREES[name][0].__name__}`", result.attention]
-        cells.append("yes" if result.window else "")
-        passed = (result.tree_error < BOUND, result.committed_error < BOUND, result.greedy_equal)
-        cells += ["yes" if check else "**no**" for check in passed]
-        rows.append(f"| {' | '.join(cells)} |")
-    sentence = "Refused, as ALiBi, recurrent, hybrid or encoder-decoder models: "
-    sentence += f"{', '.join(refused)}."
-    lines = textwrap.wrap(sentence, 100, break_on_hyphens=False)
-    return "\n".join([HEADER, *rows, "", *lines, ""])
-
-
-if __name__ == "__main__":
-    print(table({name: examine(name) for name in READS_TREES | REFUSED}), end="")

@@ -7,15 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from architectures import (
-    BOUND,
+    NEW,
     PROMPT,
     READS_TREES,
     REFUSED,
     TREE,
-    examine,
+    VOCABULARY,
     logits_errors,
+    plain_text,
     resembling,
-    table,
     tiny,
 )
 from paths import ROOT
@@ -31,40 +31,35 @@ from sequoia_plan.runtime.models.fuse import fuse
 from sequoia_plan.runtime.models.fused_layer import plain_linear
 from sequoia_plan.runtime.models.probe import probe
 
-DOCS = ROOT / "docs" / "architectures.md"
+PAGE = (ROOT / "docs" / "architectures.md").read_text()
 WINDOWED = ["Qwen2, some layers windowed", "Mistral", "Mixtral", "Gemma 2", "Gemma 3"]
+BOUND = 1e-4
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
-@pytest.fixture(scope="module")
-def results():
-    """What `examine` returned, by name: the first two tests fill it."""
-    return {}
-
-
 @pytest.mark.parametrize("name", READS_TREES)
-def test_tree_logits_are_path_logits_and_greedy_is_transformers(results, name):
-    result = results[name] = examine(name)
-    assert not isinstance(result, str), result
-    assert max(result.tree_error, result.committed_error) < BOUND
-    assert result.greedy_equal
-    assert result.distinct_tokens >= 8, "a text that repeats itself shows little"
+@torch.inference_mode()
+def test_tree_logits_are_path_logits_and_greedy_is_transformers(name):
+    target = tiny(name)
+    decoder = SequoiaDecoder(target, resembling(target), TREE)
+    prompt = torch.randint(VOCABULARY, (PROMPT,), generator=torch.Generator().manual_seed(0))
+    assert max(logits_errors(decoder, prompt)) < BOUND
+    result, expected = decoder.generate(prompt, NEW), plain_text(target, prompt[None], NEW)
+    assert result.sequences.equal(expected)
+    assert len(expected[0, PROMPT:].unique()) >= 8, "a text that repeats itself shows little"
     assert result.tokens_per_step > 2, "the draft's cache must be worth something"
-    assert (result.window is not None) == (name in WINDOWED)
+    has_window = decoder.step.target.window is not None
+    assert has_window == (name in WINDOWED)
+    attention, window = target.config._attn_implementation, "yes" if has_window else ""
+    assert f"| {name} | `{type(target).__name__}` | {attention} | {window} |" in PAGE
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_read_a_tree_is_refused(results, name):
-    result = results[name] = examine(name)
-    assert isinstance(result, str)
-    assert "tree" in result or "decoder-only" in result
-
-
-def test_the_table_in_the_docs_is_what_was_found(results):
-    if len(results) < len(READS_TREES | REFUSED):
-        pytest.skip("needs the tests above")
-    remedy = "run: python tests/helpers/architectures.py > docs/architectures.md"
-    assert DOCS.read_text() == table(results), remedy
+def test_what_cannot_read_a_tree_is_refused(name):
+    target = tiny(name)
+    with pytest.raises(SequoiaPlanError, match=r"tree|decoder-only"):
+        SequoiaDecoder(target, target, TREE)
+    assert f"{name} (`{type(target).__name__}`)" in PAGE.replace("\n", " ")
 
 
 @pytest.mark.parametrize("name", WINDOWED)
@@ -229,18 +224,8 @@ def test_a_small_model_with_a_small_vocabulary_is_tried_too():
 class RenamedModel(ToyModel):
     """A toy with the argument's new name, and no other."""
 
-    def forward(
-        self,
-        input_ids,
-        position_ids=None,
-        attention_mask=None,
-        cache=None,
-        use_cache=None,
-        logits_to_keep=0,
-    ):
-        return super().forward(
-            input_ids, position_ids, attention_mask, cache, use_cache, logits_to_keep
-        )
+    def forward(self, input_ids, position_ids=None, cache=None, **options):
+        return super().forward(input_ids, position_ids, past_key_values=cache, **options)
 
 
 def test_decoding_with_models_of_both_names_is_the_same():

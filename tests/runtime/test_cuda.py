@@ -13,6 +13,7 @@ from simulated import Cuda, simulate_capture
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import ToyModel, toy_decoder
 
+from drafts import KINDS, small_pair
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, sequoia
 from sequoia_plan.runtime import extent as extent_module
@@ -69,6 +70,45 @@ def test_a_long_text_takes_few_captures():
     for _ in range(2):
         assert decoder.generate([3, 1, 4], 2500).new_tokens == 2500
         assert decoder.step.models.graphs.captures == ["step"] * 5
+
+
+def test_new_memory_makes_new_graphs(monkeypatch):
+    monkeypatch.setattr(extent_module, "EXTENT_MULTIPLE", {"cpu": 64, "cuda": 64})
+    decoder, eager = simulated(), toy_decoder(TREE)
+    for prompt, tokens in (([3, 1, 4], 20), ([3, 1, 4], 20), ([3, 1, 4] * 20, 100)):
+        expected = eager.generate(prompt, tokens).sequences
+        assert torch.equal(decoder.generate(prompt, tokens).sequences, expected)
+    assert decoder.step.models.graphs.version == decoder.step.sequence.version == 2
+
+
+@pytest.mark.parametrize(
+    ("excluded", "fails", "captured"),
+    [
+        ((), (), {"step"}),
+        ((), ("step", "target"), {"draft", "verify"}),
+        (("step", "target"), (), {"draft", "verify"}),  # known before, so not tried
+        ((), ("step", "draft"), {"target", "verify"}),
+        ((), ("step", "draft", "target", "verify"), set()),
+    ],
+)
+@pytest.mark.parametrize(
+    ("kind", "temperature"), [("language model", 0.0), *((kind, 1.0) for kind in KINDS)]
+)
+def test_only_the_parts_that_cannot_be_captured_run_as_they_are(
+    kind, temperature, excluded, fails, captured, recwarn
+):
+    """Hidden states reach the next graph through memory that stays."""
+    each = SequoiaDecoder(*small_pair(kind), TREE)
+    expected = each.generate([3, 1, 4], 30, temperature, seed=1).sequences
+    simulate_capture(each.step, excluded)
+    graphs = each.step.models.graphs
+    graphs.fails = frozenset(fails)
+    for _ in range(2):
+        assert each.generate([3, 1, 4], 30, temperature, seed=1).sequences.equal(expected)
+    assert set(graphs.captures) == captured and len(graphs.captures) == len(graphs.graphs)
+    assert {key[0] for key in graphs.failed} == set(fails)
+    warned = [str(w.message) for w in recwarn if "cannot be captured" in str(w.message)]
+    assert len(warned) == len(graphs.failed) and all("and more" not in line for line in warned)
 
 
 # A capture that fails

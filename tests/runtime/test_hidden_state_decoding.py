@@ -1,11 +1,9 @@
-"""Decoding with drafts that read the target's hidden states or its KV cache.
-
-It is exact, and each step reads what it should read.
-"""
+"""Decoding with each kind of draft is exact, and each step reads what it should read."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import architectures
 import pytest
@@ -13,11 +11,12 @@ import torch
 from scripted import Scripted, error_of_a_step
 from toys import SMALL_TREES
 
-from drafts import PARTS, copy_with_its_cache, load, small_pair, small_target, write
-from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from drafts import KINDS, PARTS, copy_with_its_cache, load, small_pair, small_target, write
+from sequoia_plan.artifacts import LANGUAGE_MODEL, SequoiaPlanError, TokenTree
 from sequoia_plan.profiler.draft_passes import logits_over_text
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
 from sequoia_plan.runtime.huggingface import sequoia
 from sequoia_plan.runtime.models.aux_hidden_states import AFTER_FINAL_NORM
 from sequoia_plan.runtime.models.forward import TreeModel
@@ -26,6 +25,13 @@ from sequoia_plan.runtime.step import TreeStep
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 ALGORITHMS = list(PARTS)
 DRAFTS = [*ALGORITHMS, "int8"]
+TREES = [
+    TokenTree.chain(2),
+    TokenTree.chain(5),
+    TokenTree.star(4),
+    TREE,
+    TokenTree.from_parents([-1, *((node - 1) // 3 for node in range(1, 30))]),
+]
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
@@ -213,3 +219,64 @@ def test_compiled_and_in_half_precision(algorithm):
     mixed = SequoiaDecoder(target, copy.deepcopy(draft).bfloat16(), TREE)
     greedy = target.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=20, do_sample=False)
     assert torch.equal(mixed.generate([3, 1, 4], 20).sequences, greedy)
+
+
+def widths_of_a_step(decoder, monkeypatch):
+    """Tokens in each pass of the draft during one step."""
+    step, widths = decoder.step, []
+    model = step.drafter.model
+
+    def counted_pass(self, cache, tokens, *args, run=TreeModel.__call__, **options):
+        if self is model:
+            widths.append(tokens.numel())
+        return run(self, cache, tokens, *args, **options)
+
+    step.prefill(torch.arange(5) % 8, 40, seed=0)
+    if isinstance(model, TreeModel):
+        monkeypatch.setattr(TreeModel, "__call__", counted_pass)
+    else:
+        forward = model.forward
+        monkeypatch.setattr(
+            model, "forward", lambda *args: widths.append(args[0].shape[1]) or forward(*args)
+        )
+    with torch.inference_mode():
+        step.refill_random_numbers(Sampling(1.0))
+        step(64, Sampling(1.0))
+    return widths
+
+
+@pytest.mark.parametrize("tree", TREES, ids=repr)
+@pytest.mark.parametrize("kind", KINDS)
+def test_declared_widths_are_those_of_the_passes(kind, tree, monkeypatch):
+    decoder = SequoiaDecoder(*small_pair(kind), tree)
+    declared = decoder.step.drafter.drafting.pass_widths(tree.num_parents_by_level)
+    assert widths_of_a_step(decoder, monkeypatch) == declared
+
+
+def test_another_width_of_a_pass_shows(monkeypatch):
+    """Negative control: a drafter that reads its first level without the token before the root."""
+    passes = LanguageModelDrafter.passes
+
+    def narrow(self, tree, tensors):
+        first, *deeper = passes(self, tree, tensors)
+        names = ("input_slots", "offsets", "mask")
+        return (replace(first, **{name: getattr(first, name)[1:] for name in names}), *deeper)
+
+    monkeypatch.setattr(LanguageModelDrafter, "passes", narrow)
+    decoder = SequoiaDecoder(*small_pair("language model"), TREE)
+    declared = LANGUAGE_MODEL.pass_widths(TREE.num_parents_by_level)
+    assert widths_of_a_step(decoder, monkeypatch) != declared
+
+
+@pytest.mark.parametrize("tree", [TokenTree.chain(4), TokenTree.chain(1), TREE], ids=repr)
+def test_decoders_of_several_trees_share_a_sequence(tree):
+    """Whichever decodes, it says what a decoder of its own says; the memory is the same."""
+    models = small_pair("language model")
+    first = SequoiaDecoder(*models, TREE)
+    for temperature in (0.0, 1.0):
+        shared, alone = (
+            each.generate([3, 1, 4], 30, temperature, seed=2).sequences
+            for each in (first.with_tree(tree), SequoiaDecoder(*models, tree))
+        )
+        assert torch.equal(shared, alone)
+    assert first.with_tree(tree).step.sequence is first.step.sequence

@@ -8,10 +8,11 @@ import pytest
 import torch
 from architectures import plain_text
 
-from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.artifacts import ArgumentError, TokenTree
 from sequoia_plan.profiler.prompts import held_out
-from sequoia_plan.runtime import SequoiaDecoder
+from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.draft.self_draft import self_draft
+from sequoia_plan.runtime.models import prepacked
 from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL, with_draft
 
 pytestmark = pytest.mark.slow
@@ -80,3 +81,24 @@ def test_hidden_states_that_were_mixed_up_save_fewer_passes(pair, plain_target, 
         tokens_per_step(pair, each, BUSHY, plain_target, greedy[:2]) for each in (draft, misled)
     )
     assert told > mistold + 0.2
+
+
+def test_placements_that_cannot_be_are_refused():
+    with pytest.raises(ArgumentError, match="'attic', expected auto, resident, fused, repacked"):
+        load_pair(placement="attic")
+    with pytest.raises(ArgumentError, match="no kernels for float16 on cpu; use fused"):
+        load_pair(dtype="float16", placement="repacked")
+
+
+def test_where_weights_are_is_recorded(pair):
+    best = "repacked" if prepacked.can_prepack(torch.float32, "cpu") else "fused"
+    plain = load_pair(dtype="float32", placement="resident")
+    fused = load_pair(dtype="float32", placement="fused")
+    for each, placement in ((pair, best), (fused, "fused"), (plain, "resident")):
+        kinds = {type(module) for model in (each.target, each.draft) for module in model.modules()}
+        target, draft = each.metadata["target"], each.metadata["draft"]
+        assert each.placement == target["placement"] == draft["placement"] == placement
+        assert (prepacked.PrepackedLinear in kinds) == (placement == "repacked")
+        assert ("fused_layers" in target) == (placement != "resident")
+        assert target["digest"] == plain.metadata["target"]["digest"]
+        assert draft["digest"] == plain.metadata["draft"]["digest"]
