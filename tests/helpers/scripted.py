@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from enumeration import without_replacement
+from enumeration import continued, outcomes, without_replacement
 
 from sequoia_plan.runtime import Sampling
 from sequoia_plan.runtime.verify import VERIFIERS
@@ -92,7 +92,7 @@ def error_of_a_step(decoder, prompt, sampling):
         step = decoder.step_of_tree[step.tree.for_match(int(step.look_up()))]
     tree, vocabulary = step.tree, step.target.model.config.vocab_size
     step.refill_random_numbers(sampling)
-    covered, total = step.drafter.d2t if step.drafter else None, Counter()
+    covered, chances = step.drafter.d2t if step.drafter else None, Counter()
     for _ in script.runs():
         drafted = step.draft(64, sampling)
         logits = step.forward_target(64)
@@ -108,18 +108,9 @@ def error_of_a_step(decoder, prompt, sampling):
         acceptance = VERIFIERS[sampling.verifier].acceptance(
             p.__getitem__, draft_probs.double(), drawn, step.verifier.index, covered, **options
         )
-        for node, end in enumerate(acceptance.end_probs.tolist()):
-            if end > 0:
-                path = tuple(tokens[n] for n in np.flatnonzero(tree.attention_mask[node]))[1:]
-                bonus = acceptance.bonus_probs(
-                    torch.tensor([node]), bonus_probs.__getitem__, step.verifier.index, covered
-                )[0]
-                for token, chance in enumerate((bonus / bonus.sum()).tolist()):
-                    total[(*path, token)] += script.chance * end * chance
-
+        verified = tree, tokens, bonus_probs.__getitem__, step.verifier.index, covered
+        for said, probability in outcomes(acceptance, *verified):
+            chances[said] += script.chance * probability
+    assert abs(sum(chances.values()) - 1) < 1e-5
     token_probs = token_probs_of_texts(step.target.model, prompt, tree.depth, sampling.temperature)
-    law = np.zeros([vocabulary] * tree.depth)
-    for said, probability in total.items():
-        law[said] += probability * token_probs[said][..., len(said) :].prod(-1)
-    assert abs(sum(total.values()) - 1) < 1e-5
-    return float(np.abs(law - token_probs.prod(-1)).max())
+    return float(np.abs(continued(chances, token_probs) - token_probs.prod(-1)).max())

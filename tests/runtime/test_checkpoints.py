@@ -195,14 +195,6 @@ def test_profile_solve_generate_with_no_option_but_the_draft(algorithm, folders,
         assert done.exit_code == 0 and json.loads(done.stdout)["new_tokens"] <= 12, done.output
 
 
-def test_a_foreign_draft_is_one_line_and_exit_code_1(folders, run, tmp_path):
-    models = ("--target", folders["target"], "--draft", write(tmp_path / "foreign", *eagle3()))
-    done = run("generate", *models, "--tree", "sequoia-example-64x6")
-    assert done.exit_code == 1 and done.stdout == ""
-    assert "foreign: vocab_size: made for a target of 48 tokens" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-
-
 def test_remarks(folders, tmp_path):
     """What loads although something is to be said of it."""
     target = small_target(vocabulary=49152, hidden=32)
