@@ -28,7 +28,7 @@ from sequoia_plan.artifacts import (
     load_tree,
 )
 from sequoia_plan.planner.cli import main
-from sequoia_plan.profiler import latency, measure
+from sequoia_plan.profiler import measure
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.base.weight_stream import stream_of
 from sequoia_plan.runtime.models.pretrained import load_model
@@ -232,11 +232,9 @@ def test_refused_options(folder, options, message):
     assert result.exit_code in (1, 2) and message in result.output
 
 
-def test_from_profile_to_bench(folder, tmp_path, monkeypatch):
+def test_from_profile_to_generate(folder, tmp_path, monkeypatch, run_briefly):
     """The profile says what a step waits for, the tree where the weights were; others warn."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(latency, "SIZES", (1, 2, 4))
-    monkeypatch.setattr("sequoia_plan.planner.cli.profiling.LATENCY_SECONDS", 0)
     Path("p.txt").write_text("What is rain?\n\nName three birds.\n")
     for module in (measure.__module__, "sequoia_plan.profiler.prompts"):
         monkeypatch.setattr(sys.modules[module], "encode", lambda *_: PROMPT.tolist())
@@ -244,29 +242,24 @@ def test_from_profile_to_bench(folder, tmp_path, monkeypatch):
     models += ["--dtype", "float32"]
     placed = ["--offload", "disk", "--memory", str(streamed(folder).metadata["target"]["memory"])]
 
-    def run(*arguments):
-        result = CliRunner().invoke(main, list(arguments))
-        assert result.exit_code == 0, result.output
-        return result.output
-
     brief = ["--prompts", "p.txt", "--tokens", "8"]
-    output = run("profile", *models, *placed, *brief, "-o", "p.yaml")
+    output = run_briefly("profile", *models, *placed, *brief, "-o", "p.yaml")
     profile = Profile.load("p.yaml")
     metadata = profile.models["target"]
     assert profile.latency.stream.bytes == metadata["streamed_bytes"] > 0
     assert profile.latency.stream.seconds > 0
     resident_layers = f"{metadata['resident_layers']} of {LAYERS} layers"
     assert resident_layers in output
-    run("solve", "p.yaml", "-o", "t.safetensors")
-    assert "more memory" in run("show", "t.safetensors")
+    run_briefly("solve", "p.yaml", "-o", "t.safetensors")
+    assert "more memory" in run_briefly("show", "t.safetensors")
     assert load_tree("t.safetensors").plan.latency.stream == profile.latency.stream
     generate = ["--tree", "t.safetensors", "--max-new-tokens", "4"]
     # a busy machine may be warned of; the tree must fit
-    assert "the tree was solved for" not in run("generate", *models, *placed, *generate)
+    assert "the tree was solved for" not in run_briefly("generate", *models, *placed, *generate)
     assert (
         f"was solved for the target streamed from disk with {resident_layers} in memory "
         f"and {LAYERS} fused layers, this is repacked"
-    ) in run("generate", *models, *generate)
+    ) in run_briefly("generate", *models, *generate)
 
 
 DEVICE_MAP = {f"model.layers.{layer}": "disk" for layer in range(1, LAYERS)}

@@ -24,7 +24,6 @@ from sequoia_plan.artifacts import (
     load_tree,
 )
 from sequoia_plan.planner.cli import main
-from sequoia_plan.profiler import latency
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.draft.draft_file import save_as_folder
 from sequoia_plan.runtime.models.fuse import fuse
@@ -55,11 +54,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_the_page_from_profile_to_bench(folder, monkeypatch):
+def test_the_page_from_profile_to_bench(folder, monkeypatch, run_briefly):
     """The commands after those that write the folders, made short: two prompts, few sizes."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(latency, "SIZES", (1, 2, 4))
-    monkeypatch.setattr("sequoia_plan.planner.cli.profiling.LATENCY_SECONDS", 0)
     (folder / "p.txt").write_text(
         "What is rain?\n\nName three birds.\n\nWhat is two plus two?\n\nWho wrote Hamlet?\n"
     )
@@ -70,8 +67,7 @@ def test_the_page_from_profile_to_bench(folder, monkeypatch):
     }
     assert [words[0] for words in COMMANDS[2:]] == ["profile", "solve", "generate", "bench"]
     for words in COMMANDS[2:]:
-        result = CliRunner().invoke(main, [*words, *short.get(words[0], [])])
-        assert result.exit_code == 0, result.output
+        run_briefly(*words, *short.get(words[0], []))
     profile, result = Profile.load("own.yaml"), BenchResult.load("b.json")
     names = {role: profile.models[role]["name"] for role in ("target", "draft")}
     assert names == {"target": "target", "draft": "draft"}
