@@ -52,15 +52,6 @@ def test_alternating_generations_capture_nothing_twice():
     assert first.step.models.graphs.captures == captured
 
 
-def test_the_least_recently_used_graph_is_forgotten():
-    decoder = simulated()
-    decoder.step.models.graphs.max_graphs = 2
-    for temperature in (0.5, 0.6, 0.5, 0.7, 0.5, 0.6):
-        decoder.generate([3, 1, 4], 20, temperature, seed=0)
-    graphs = decoder.step.models.graphs
-    assert graphs.captures == ["step"] * 4 and len(graphs.graphs) == 2
-
-
 def test_a_long_text_takes_few_captures():
     """An extent of 512 and of 1024, then two for each doubling. A second text takes none."""
     target = ToyModel(0, context=1 << 14)
@@ -247,17 +238,6 @@ def test_attention_is_replaced_in_our_passes_only():
     assert model.config._attn_implementation == "sdpa"
     assert torch.equal(decoder.generate(ids, 20).sequences, expected)
     assert torch.equal(plain_text(model, ids, 20), expected)
-
-
-def test_a_mask_is_not_attended_to_by_cudnn():
-    """It would build a plan for every new shape."""
-    is_enabled = torch.backends.cuda.cudnn_sdp_enabled
-    before = is_enabled()
-    with attending(torch.device("cuda")):
-        assert not is_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()
-    with attending(torch.device("cpu")):
-        assert is_enabled() == before
-    assert is_enabled() == before
 
 
 @pytest.mark.parametrize("length", [2, 64, 65, 1500])

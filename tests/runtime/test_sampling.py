@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 
+import numpy as np
 import pytest
 import torch
+from enumeration import independent, without_replacement
 from scipy.stats import chisquare
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, TopPLogitsWarper
 
@@ -14,20 +15,6 @@ from sequoia_plan.artifacts import ArgumentError
 from sequoia_plan.runtime.base import sampling
 from sequoia_plan.runtime.base.drawing import INDEPENDENT, WITHOUT_REPLACEMENT
 from sequoia_plan.runtime.base.sampling import Sampling, top_p_filter
-
-
-def ordered_draws(q, count):
-    """Exact probabilities of ordered draws without replacement, uniform once q is exhausted."""
-    probs = {}
-    for order in itertools.permutations(range(len(q)), count):
-        p, remaining, undrawn = 1.0, list(q), [1.0] * len(q)
-        for token in order:
-            weights = remaining if sum(remaining) > 0 else undrawn
-            p *= weights[token] / sum(weights)
-            remaining[token] = undrawn[token] = 0.0
-        if p > 0:
-            probs[order] = p
-    return probs
 
 
 def chi_square(drawn, probs):
@@ -40,27 +27,27 @@ def chi_square(drawn, probs):
     return chisquare([*counts.values()], [p * len(drawn) for p in probs.values()]).pvalue
 
 
-@pytest.mark.parametrize("q", [[0.5, 0.3, 0.15, 0.05], [0.7, 0.3, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
+Q = [0.5, 0.3, 0.15, 0.05]
+
+
+def draw(drawing, q, count):
+    return drawing(torch.tensor([q]).repeat(60_000, 1), count, torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("q", [Q, [0.7, 0.3, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
 def test_draws_have_the_distribution_without_replacement(q):
-    generator = torch.Generator().manual_seed(0)
-    drawn = WITHOUT_REPLACEMENT(torch.tensor([q]).repeat(60_000, 1), 3, generator)
-    assert chi_square(drawn, ordered_draws(q, 3)) > 1e-3
-
-
-def test_top_k_in_order_of_probability_fails_the_same_test():
-    """Negative control: deterministic top-k is not a draw."""
-    q = [0.5, 0.3, 0.15, 0.05]
-    drawn = torch.tensor([q]).repeat(60_000, 1).topk(3).indices
-    assert chi_square(drawn, ordered_draws(q, 3)) < 1e-9
+    probs = dict(without_replacement(np.array(q), 3))
+    assert chi_square(draw(WITHOUT_REPLACEMENT, q, 3), probs) > 1e-3
+    if q == Q:  # the control: top-k in order of probability is not a draw
+        assert chi_square(torch.tensor([[0, 1, 2]] * 60_000), probs) < 1e-9
 
 
 def test_independent_draws_have_their_distribution():
     """With replacement, the joint probability of two draws is the product."""
     q = [0.5, 0.3, 0.2, 0.0]
-    drawn = INDEPENDENT(torch.tensor([q]).repeat(60_000, 1), 2, torch.Generator().manual_seed(0))
-    pair_probs = {(a, b): q[a] * q[b] for a in range(3) for b in range(3)}
-    assert chi_square(drawn, pair_probs) > 1e-3
-    assert chi_square(drawn, ordered_draws(q, 2)) == 0
+    drawn = draw(INDEPENDENT, q, 2)
+    assert chi_square(drawn, dict(independent(np.array(q), 2))) > 1e-3
+    assert chi_square(drawn, dict(without_replacement(np.array(q), 2))) == 0
 
 
 @pytest.mark.parametrize("summands", [sampling.summands, sampling.whole_numbers])
