@@ -14,12 +14,10 @@ import itertools
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
-from sequoia_plan.runtime.verify import Acceptance
 
 SMALL_TREES = {
     "chain": TokenTree.chain(3),
@@ -141,11 +139,9 @@ def toy_decoder(tree, seed=0, noise=0.5, covered=None, context=1 << 14):
     return SequoiaDecoder(target, draft, tree)
 
 
-def run_decoder(prompt, parents, seeds, covered=None, broken=False, length=3, verifier="sequoia"):
-    """int64 [seeds, length]: the first tokens of one run of a toy decoder for each seed; `broken`
-    leaves the residual step out."""
-    torch.set_num_threads(1)
-    decoder = toy_decoder(TokenTree(np.array(parents)), noise=0.7, covered=covered)
+def first_tokens(prompt, tree, seeds, covered=None, length=3, verifier="sequoia"):
+    """int64 [seeds, length]: the first tokens of one run of a toy decoder for each seed."""
+    decoder = toy_decoder(tree, noise=0.7, covered=covered)
     prompt, sampling = torch.tensor(prompt), Sampling(1.0, verifier=verifier)
 
     def again(prompt, max_new_tokens, seed):
@@ -154,15 +150,11 @@ def run_decoder(prompt, parents, seeds, covered=None, broken=False, length=3, ve
         decoder.step.sequence.generator.manual_seed(seed)
         decoder.step.sequence.length.fill_(prompt.numel() - 1)
 
+    @torch.inference_mode()
     def first(seed):
-        with torch.inference_mode():
-            steps = decoder.steps(prompt, length, sampling, seed)
-            return list(itertools.chain.from_iterable(step.tokens for step in steps))[:length]
+        steps = decoder.steps(prompt, length, sampling, seed)
+        return list(itertools.chain.from_iterable(step.tokens for step in steps))[:length]
 
     first(0)
     decoder.step.prefill = again
-    with pytest.MonkeyPatch.context() as patch:
-        if broken:
-            of_the_target = lambda acceptance, end, target_probs, *_: target_probs(end)  # noqa: E731
-            patch.setattr(Acceptance, "bonus_probs", of_the_target)
-        return np.array([first(seed) for seed in seeds])
+    return np.array([first(seed) for seed in seeds])
