@@ -104,7 +104,7 @@ def test_folders_links_and_pipes(tmp_path):
 
 
 def test_endless_input_is_refused():
-    with pytest.raises(SequoiaPlanError, match="/dev/zero: larger than 1000 bytes; expected a tre"):
+    with pytest.raises(SequoiaPlanError, match="/dev/zero: larger than 1000 bytes; expected"):
         read_bytes("/dev/zero", "a tree", 1000)
 
 
