@@ -57,7 +57,8 @@ class Scale(NamedTuple):
     long_contexts: tuple[int, ...] = (512, 8192)
     vocabulary: int = 128_256
     test_arguments: tuple[str, ...] = tuple(
-        f"tests/runtime/test_{name}.py" for name in ("static_step", "fused", "split_keys", "cuda")
+        f"tests/runtime/test_{name}.py"
+        for name in ("static_step", "fused", "layer_kernels", "cuda")
     )
     targets: Mapping[str, Shape] = {
         "llama-2-7b": shape(4096, 11008, 32, 32),
