@@ -11,21 +11,16 @@ llama.cpp runs the same file. A round times each of them once, so ratios of time
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
-from summary import spread
+from reports import new_parser, spread, write_report
 
-from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.runtime import load_pair
 from sequoia_plan.runtime.base.masks import additive_mask
@@ -98,23 +93,13 @@ def milliseconds(
     return figures
 
 
-def show(title: str, figures: dict[str, Any]) -> None:
-    """Print one table."""
-    table = Table("pass", *(f"{rows} rows" for rows in ROWS), title=title)
-    for name, by_rows in figures.items():
-        cells = [f"{c['ms'][0]:.1f} ms  {c['over_ours'][0]:.2f}x" for c in by_rows.values()]
-        table.add_row(name, *cells)
-    Console(width=150).print(table)
-
-
 def main() -> None:
     """Measure, print and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("--threads", type=int, action="append", help="repeatable")
     parser.add_argument("--context", type=int, action="append", help="slots, repeatable")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--llama-bench", help="llama.cpp's program (make llamacpp builds it)")
-    parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
     figures = {}
     for threads in options.threads or [1, 2]:
@@ -129,10 +114,8 @@ def main() -> None:
             figures[setting] = milliseconds(
                 models, context, threads, options.rounds, options.llama_bench
             )
-            show(setting, figures[setting])
-    report = {"hardware": fingerprint("cpu"), "figures": figures}
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(options.output, json.dumps(report, indent=1).encode() + b"\n")
+            print(setting, json.dumps(figures[setting]), flush=True)
+    write_report(options.output, {"hardware": fingerprint("cpu"), "figures": figures})
 
 
 if __name__ == "__main__":
