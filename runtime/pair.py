@@ -124,9 +124,11 @@ def load_pair(
     if draft_model is not None:
         metadata["draft"] = _place_draft(draft, draft_model, draft_name, placement)
     gguf = _gguf_file(target) if dtype == "auto" else None
-    metadata["target"] |= _place(model, placement, gguf)
-    placement = metadata["target"]["placement"]
-    remarks = (*_context_remarks(model), *draft_remarks)
+    placed, reason = _place(model, placement, gguf)
+    metadata["target"] |= placed
+    placement = placed["placement"]
+    not_compiled = (f"target: PyTorch runs it, its pass is not compiled: {reason}",)
+    remarks = (*_context_remarks(model), *draft_remarks, *(not_compiled if reason else ()))
     return Pair(model, draft_model, tokenizer, metadata, placement, remarks)
 
 
@@ -210,8 +212,12 @@ def _gguf_file(target: str | None) -> Path | None:
     return Path(target) if target.endswith(".gguf") else None
 
 
-def _place(model: Any, placement: str, gguf: Path | None = None) -> dict[str, Any]:
-    """Let a model's passes run as `placement` says; what files record of that."""
+def _place(model: Any, placement: str, gguf: Path | None = None) -> tuple[dict[str, Any], str]:
+    """Let a model's passes run as `placement` says.
+
+    Returns what files record of that, and why the model was not compiled, or "".
+    """
+    reason = ""
     if placement == COMPILED:
         # decoding on a GPU does not need numba
         from sequoia_plan.runtime.compiled.eagle import compile_eagle
@@ -220,19 +226,18 @@ def _place(model: Any, placement: str, gguf: Path | None = None) -> dict[str, An
         is_draft = isinstance(model, HiddenStateDraft)
         reason = compile_eagle(model) if is_draft else compile_target(model, gguf)
         if not reason:
-            return {"placement": COMPILED, "weights": compiled_pass(model).formats}
+            return {"placement": COMPILED, "weights": compiled_pass(model).formats}, ""
         placement = FUSED
     if placement == FUSED:
-        return {"placement": placement, "fused_layers": fuse(model, plain_linear)}
+        return {"placement": placement, "fused_layers": fuse(model, plain_linear)}, reason
     num_fused = num_fused_layers(model)  # an int8 draft is made of fused layers
-    return {"placement": placement} | ({"fused_layers": num_fused} if num_fused else {})
+    return {"placement": placement} | ({"fused_layers": num_fused} if num_fused else {}), reason
 
 
 def _place_draft(draft: str | None, model: Any, model_name: str, placement: str) -> dict[str, Any]:
     """Bring a draft's weights into `placement`, and return its metadata. An int8 copy stays."""
-    return model_metadata(model_name, model) | _place(
-        model, RESIDENT if draft == INT8 else placement
-    )
+    placed, _ = _place(model, RESIDENT if draft == INT8 else placement)
+    return model_metadata(model_name, model) | placed
 
 
 def _context_remarks(target: Any) -> tuple[str, ...]:
@@ -317,8 +322,8 @@ def _load_offloaded_pair(
     )
     split = split or _split_beside(offloaded, draft_model, budget)
     target_metadata = model_metadata(offloaded.name, model, offloaded.weight_samples())
-    metadata = {"target": target_metadata | {"placement": placement}}
     fused = placement != RESIDENT
+    metadata = {"target": target_metadata | {"placement": FUSED if fused else RESIDENT}}
     num_fused = offloaded.place(split, link, fused)
     metadata["target"] |= split.to_metadata(link, len(offloaded.layers))
     metadata["target"] |= {"fused_layers": num_fused} if fused else {}

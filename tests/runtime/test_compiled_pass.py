@@ -285,3 +285,10 @@ def test_an_eagle_draft_gives_the_logits_of_its_modules():
         assert float((found - right).norm() / right.norm()) < 0.02  # its weights are in 8 bits
     agrees = logits.argmax(-1) == expected[0, -5:].argmax(-1)
     assert agrees.all()
+
+
+def test_a_target_that_is_not_compiled_says_so(folder):
+    """Of heads that are too small, as those of the tests' other models."""
+    pair = load_pair(str(folder / "target"), "none", dtype="float32")
+    [remark] = pair.remarks
+    assert pair.placement == "fused" and "its pass is not compiled: heads of 8 numbers" in remark
