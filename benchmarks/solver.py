@@ -47,7 +47,12 @@ def tokens_cases(repeats: int) -> list[dict[str, Any]]:
         for name, vector in VECTORS.items():
             rows = Acceptance.given(vector).at_depth(depth)
             best_tree(rows, size)
-            case = {"vector": name, "size": size, "depth": depth, "solver": pick_solver(rows, size)}
+            case = {
+                "vector": name,
+                "size": size,
+                "depth": depth,
+                "solver": pick_solver(rows, size).NAME,
+            }
             cases.append((case, rows, []))
     for _ in range(repeats):
         for case, rows, seconds in cases:

@@ -110,17 +110,16 @@ def _faster_method(result: BenchResult, reference: str) -> tuple[str, bool]:
 
 
 def sampling_text(result: BenchResult) -> str:
-    """The temperature and every filter that is on, as "temperature 0.6, top-p 0.9".
+    """The temperature and every filter that is on, as "temperature 0.6, top_p 0.9".
 
     The verifier is left out, because every method has its own.
     """
-    texts = []
-    for name, value in result.settings.sampling.items():
-        if name == "verifier" or value in (None, NEUTRAL_SETTINGS.get(name)):
-            continue
-        separator = "-" if name.startswith(("top", "min")) else " "
-        texts.append(f"{name.replace('_', separator)} {value:g}")
-    return ", ".join(texts)
+    settings = result.settings.sampling.items()
+    return ", ".join(
+        f"{name} {value:g}"
+        for name, value in settings
+        if name != "verifier" and value not in (None, NEUTRAL_SETTINGS.get(name))
+    )
 
 
 def settings_text(result: BenchResult) -> str:
@@ -128,9 +127,7 @@ def settings_text(result: BenchResult) -> str:
     settings, tree = result.settings, result.tree
     shape = f"tree of {tree.size} nodes, depth {tree.depth}" if tree.size > 1 else "no tree"
     prompts = f"{settings.prompts} held-out prompts, {settings.tokens} new tokens each"
-    text = f"{sampling_text(result)}; {settings.dtype}; {prompts}; {shape}"
-    num_fused = result.models.get("target", {}).get("fused_layers")
-    return text if num_fused is None else f"{text}; {num_fused} fused layers in the target"
+    return f"{sampling_text(result)}; {settings.dtype}; {prompts}; {shape}"
 
 
 def step_parts_text(result: BenchResult) -> str:
@@ -191,13 +188,13 @@ def predicted_for_text(result: BenchResult) -> str:
     num_others = next((number for number in mixed if number is not None), None)
     if num_others is None:
         return ""
-    num_prompts = result.settings.prompts
-    if num_others == 0:
-        return "predicted for our tree: from the kind of each prompt"
-    source = "from all profiled prompts together"
-    if num_others < num_prompts:
-        source = f"from the kind of each prompt, and for {num_others} of {num_prompts} {source}"
-    return f"predicted for our tree: {source}, because the plan lacks the kind"
+    text = "predicted for our tree: from the kind of each prompt"
+    if num_others:
+        text += (
+            f", and for {num_others} of {result.settings.prompts} from all profiled prompts "
+            "together, because the plan lacks the kind"
+        )
+    return text
 
 
 def print_result(result: BenchResult) -> None:

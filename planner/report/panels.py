@@ -13,7 +13,7 @@ from sequoia_plan.artifacts.expected_tokens import expected_tokens, node_values
 from sequoia_plan.artifacts.plan import MatchPlan
 from sequoia_plan.planner.report.bench_table import TREE_METHODS, speedups_over_plain
 from sequoia_plan.planner.solving.baselines import baseline
-from sequoia_plan.planner.solving.tokens.frontier import max_budget, most_tokens
+from sequoia_plan.planner.solving.tokens.frontier import max_budget, pick_solver
 
 GREEN, AMBER, BLUE, PURPLE, RED = "#2f9d5f", "#c0803a", "#5b8fc6", "#a86fb8", "#d1495b"
 """Colours that are readable on white and on black."""
@@ -103,7 +103,7 @@ def tokens_panel(tree: TokenTree, axes: Any) -> None:
     rows = acceptance.at_depth(depth, tree.plan.branching)
     max_size = min(max(64, 2 * tree.size), 4096, max_budget(rows))
     # expected tokens of the best tree of 1, 2, ... nodes and at most `depth` levels
-    best_values = most_tokens(rows, max_size)
+    best_values = pick_solver(rows, max_size).most_tokens(rows, max_size)
     sizes = np.unique(np.geomspace(1, max_size, 40).astype(int))
     possible_sizes = sizes[sizes <= len(best_values)]
     axes.plot(

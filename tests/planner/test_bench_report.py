@@ -120,7 +120,7 @@ def test_a_promise_that_was_not_kept_is_said(interval, new_kind, part):
     [
         (["copy", "chat"], "from the kind of each prompt\n"),
         (["copy", "poem"], "of each prompt, and for 1 of 2 from all profiled prompts"),
-        ([None, "poem"], "from all profiled prompts together, b"),
+        ([None, "poem"], "and for 2 of 2 from all profiled prompts together, b"),
     ],
 )
 def test_bench_says_for_which_prompts_it_predicts(kinds, note, capsys):

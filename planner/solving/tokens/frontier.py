@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from sequoia_plan.artifacts import Acceptance, ArgumentError, TokenTree
@@ -15,8 +16,6 @@ MAX_RISING_BUDGET = 4_096
 MAX_DEPTH = 1_000
 MAX_TABLE_NUMBERS = 2**27
 """Numbers that the tables of the dynamic program may have."""
-SOLVERS: dict[str, Any] = {"best-first": best_first, "dynamic program": dynamic_programming}
-"""Modules with the functions `most_tokens`, `parents` and `frontier`."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +59,7 @@ def frontier(
     """
     check_limits(budget, depth, branching)
     rows = Acceptance.given(acceptance).at_depth(depth, branching)
-    return Frontier(tuple(most_tokens_by_depth(rows, budget)), rows)
-
-
-def most_tokens_by_depth(rows: Floats, size: int) -> list[Floats]:
-    """Compute the expected tokens of the best trees of 1 to `size` nodes for each depth limit.
-
-    `rows` float64 [levels, classes, ranks]; returns float64 for the limits 1 to levels + 1, each up
-    to `size` or the largest tree that the limit allows.
-    """
-    values: list[Floats] = SOLVERS[pick_solver(rows, size)].frontier(rows, size)
-    return values
+    return Frontier(tuple(pick_solver(rows, budget).frontier(rows, budget)), rows)
 
 
 def best_tree(rows: Floats, size: int) -> TokenTree:
@@ -78,7 +67,7 @@ def best_tree(rows: Floats, size: int) -> TokenTree:
 
     `rows` float64 [levels, classes, ranks].
     """
-    solver = SOLVERS[pick_solver(rows, size)]
+    solver = pick_solver(rows, size)
     ranks = rows.shape[2]
     largest_size = sum(ranks**level for level in range(len(rows) + 1))
     if largest_size < size:
@@ -89,29 +78,20 @@ def best_tree(rows: Floats, size: int) -> TokenTree:
     return TokenTree.from_parents(solver.parents(rows, size))
 
 
-def most_tokens(rows: Floats, size: int) -> Floats:
-    """Compute the expected tokens of the best tree of 1, 2, ... nodes.
-
-    `rows` float64 [levels, classes, ranks]; returns float64, up to `size` or the largest tree.
-    """
-    values: Floats = SOLVERS[pick_solver(rows, size)].most_tokens(rows, size)
-    return values
-
-
-def pick_solver(rows: Floats, size: int) -> str:
-    """Return the name of the solver to use.
+def pick_solver(rows: Floats, size: int) -> ModuleType:
+    """Return the module of the solver to use, `best_first` or `dynamic_programming`.
 
     `rows` float64 [levels, classes, ranks].
     """
     if best_first.is_non_increasing(rows):
-        return "best-first"
+        return best_first
     limit = max_budget(rows)
     if size > limit:
         raise ArgumentError(
             f"budget: found {size}, expected at most {limit} where acceptance increases with rank "
             f"(depth {len(rows) + 1}, branching {rows.shape[2]})"
         )
-    return "dynamic program"
+    return dynamic_programming
 
 
 def max_budget(rows: Floats) -> int:
