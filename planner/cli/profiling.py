@@ -45,7 +45,7 @@ def read_percent(_: click.Context, __: click.Parameter, text: str) -> float:
 
 @click.command()
 @model_options
-@sampling_options(verifier_default="traversal; at temperature 0, where both are equal, sequoia")
+@sampling_options
 @file_option(
     "--prompts",
     text="JSONL (text, messages or turns; kind) or plain text; every second is left for bench. "
