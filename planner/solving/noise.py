@@ -64,12 +64,15 @@ def _interval(
         predicted_speedup = _speedup_interval(tree, rates, step_time, tokens)
     if tree.size <= MAX_RISING_BUDGET:  # the rates there may increase
 
-        def score(tree: TokenTree, rates: Floats) -> float:
-            """Tokens a step, or for each second of it."""
-            return expected_tokens(tree, rates) / (times.step_seconds(tree) if times else 1.0)
+        def lost_at(rates: Floats) -> float:
+            """The share of speed (or of tokens) that the tree loses against the best one."""
+            best = best_tree(rates)
+            time_ratio = times.step_seconds(tree) / times.step_seconds(best) if times else 1.0
+            return max(
+                0.0, 1 - expected_tokens(tree, rates) / expected_tokens(best, rates) / time_ratio
+            )
 
-        ratios = [score(tree, end) / score(best_tree(end), end) for end in (low, high)]
-        lost = max(0.0, 1 - ratios[0]), max(0.0, 1 - ratios[1])
+        lost = lost_at(low), lost_at(high)
     return Interval(0.95, tokens, predicted_speedup, lost)
 
 
