@@ -119,11 +119,11 @@ def profile(
     with progress("acceptance", len(measured_prompts)) as update:
 
         def on_size(size: int, seconds: float) -> None:
-            update(text=f"latency: {size} nodes {seconds * 1000:.1f} ms")
+            update(description=f"latency: {size} nodes {seconds * 1000:.1f} ms")
 
         def on_prompt(completed: int, total: int, acceptance: Any) -> None:
             text = f"acceptance: known to within {acceptance.precision():.1%}"
-            update(completed, total, text)
+            update(completed, total=total, description=text)
 
         profiles = measure(
             pair,

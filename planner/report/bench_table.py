@@ -54,42 +54,24 @@ def speedups_over_plain(result: BenchResult) -> dict[str, Ratio]:
 
 
 def _missed_prediction(speedup: Ratio, prediction: Prediction) -> str:
-    """A sentence if the intervals of the measured and the predicted speed-up do not overlap.
-
-    It says by how much the prediction is off, and what to do. Else the text is empty.
-    """
+    """A sentence if the intervals of the measured and the predicted speed-up do not overlap."""
     if prediction.interval is None or prediction.speedup is None:
         return ""
-
-    def meets_measured(low: float, high: float) -> bool:
-        """Whether the interval from low to high overlaps the measured one."""
-        return low <= speedup.interval_high and speedup.interval_low <= high
-
-    if meets_measured(*prediction.interval):
+    low, high = prediction.interval
+    if low <= speedup.interval_high and speedup.interval_low <= high:
         return ""
-    relative_error = (prediction.speedup - speedup.median) / speedup.median
+    relative_error = prediction.speedup / speedup.median - 1
     direction = "high" if relative_error > 0 else "low"
-    sentence = (
+    return (
         f" The prediction is {abs(relative_error):.0%} too {direction}, and its interval "
-        f"({_interval_text(prediction.interval)}) does not meet the measured one"
+        f"({low:.2f} to {high:.2f}) does not meet the measured one: profile again with --prompts "
+        "of the kind decoded here, on a machine with nothing else to do."
     )
-    advice = "profile again with --prompts of the kind decoded here"
-    if prediction.interval_new_kind is not None:
-        new_kind = f"for prompts of a new kind ({_interval_text(prediction.interval_new_kind)})"
-        if meets_measured(*prediction.interval_new_kind):
-            return f"{sentence}; that {new_kind} does: for a closer prediction {advice}."
-        sentence += f", nor does that {new_kind}"
-    return f"{sentence}: {advice}, on a machine with nothing else to do."
-
-
-def _interval_text(interval: tuple[float, float]) -> str:
-    """The ends of an interval, as "1.20 to 1.40"."""
-    return f"{interval[0]:.2f} to {interval[1]:.2f}"
 
 
 def _ends(ratio: Ratio) -> str:
     """The ends of a ratio's interval, as "1.20 to 1.40"."""
-    return _interval_text((ratio.interval_low, ratio.interval_high))
+    return f"{ratio.interval_low:.2f} to {ratio.interval_high:.2f}"
 
 
 def _faster_method(result: BenchResult, reference: str) -> tuple[str, bool]:
