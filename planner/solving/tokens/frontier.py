@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -18,34 +17,9 @@ MAX_TABLE_NUMBERS = 2**27
 """Numbers that the tables of the dynamic program may have."""
 
 
-@dataclass(frozen=True)
-class Frontier:
-    """The optimum of every size and depth.
-
-    Args:
-        values: values[d - 1][n - 1] is F of the best tree of exactly n nodes and at most d levels,
-            float64. A row ends at the largest size that depth and branching allow, or at the
-            budget.
-        rows: float64 [depth - 1, classes, ranks], the acceptance, as in `Acceptance`.
-    """
-
-    values: tuple[Floats, ...]
-    rows: Floats
-
-    def tree(self, size: int, depth: int) -> TokenTree:
-        """Return a tree that attains values[depth - 1][size - 1].
-
-        Raises:
-            ArgumentError: if there is none.
-        """
-        if not 1 <= depth <= len(self.values):
-            raise ArgumentError(f"depth: found {depth}, expected 1 to {len(self.values)}")
-        return best_tree(self.rows[: depth - 1], size)
-
-
 def frontier(
     acceptance: Acceptance | Any, budget: int, depth: int, branching: int | None = None
-) -> Frontier:
+) -> list[Floats]:
     """Compute the exact optimum for every size <= budget and every depth <= depth, in one call.
 
     Args:
@@ -54,12 +28,17 @@ def frontier(
         depth: the most levels, the root's included.
         branching: the most children of a node; the length of the vectors if None.
 
+    Returns:
+        values[d - 1][n - 1] is F of the best tree of exactly n nodes and at most d levels, float64.
+        A row ends at the largest size that depth and branching allow, or at the budget.
+
     Raises:
         SequoiaPlanError: for impossible input.
     """
     check_limits(budget, depth, branching)
     rows = Acceptance.given(acceptance).at_depth(depth, branching)
-    return Frontier(tuple(pick_solver(rows, budget).frontier(rows, budget)), rows)
+    values: list[Floats] = pick_solver(rows, budget).frontier(rows, budget)
+    return values
 
 
 def best_tree(rows: Floats, size: int) -> TokenTree:
