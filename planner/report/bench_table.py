@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sequoia_plan.artifacts import BenchResult
 from sequoia_plan.artifacts.bench_result import Prediction, Ratio
-from sequoia_plan.planner.report.tables import Table, print_lines, print_table
+from sequoia_plan.planner.report.tables import Table, print_table
 
 TREE_METHODS = {"sequoia": "sequoia", "traversal": "traversal", "top-k": "topk"}
 """Methods that decode with the tree under test -> the verifier of each."""
@@ -181,12 +181,12 @@ def predicted_for_text(result: BenchResult) -> str:
 
 def print_result(result: BenchResult) -> None:
     """Print the settings, the table, the finding, and how the time of a step divides into parts."""
-    print_lines([settings_text(result)])
+    print(settings_text(result))
     print_table(table(result))
-    notes = [
+    print(
         "over plain: median of ratios prompt by prompt and its 95 % interval; tokens/s: median "
-        "over prompts",
-        predicted_for_text(result),
-        f"{finding(result)} {step_parts_text(result)}",
-    ]
-    print_lines(filter(None, notes))
+        "over prompts"
+    )
+    if note := predicted_for_text(result):
+        print(note)
+    print(finding(result), step_parts_text(result))
