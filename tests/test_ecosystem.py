@@ -25,7 +25,7 @@ from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, sequoia
 from sequoia_plan.runtime.models.vocabulary import check_tokenizers, shared_vocabulary
-from sequoia_plan.runtime.pair import _context_remarks
+from sequoia_plan.runtime.pair import context_remarks
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 IDS = torch.tensor([[5, 6, 7, 8]])
@@ -296,9 +296,9 @@ def test_a_context_that_ends_early_says_why():
     decoder = SequoiaDecoder(target, None, TokenTree.chain(1))
     with pytest.raises(SequoiaPlanError, match=r"at most 39 .*; dynamic rotary embeddings change"):
         decoder.generate(torch.ones(1, 60, dtype=torch.long), 4)
-    [remark] = _context_remarks(target)
+    [remark] = context_remarks(target)
     assert remark.startswith("target: texts end at 40 tokens; dynamic rotary embeddings change")
-    assert _context_remarks(tiny("Llama")) == ()
+    assert context_remarks(tiny("Llama")) == ()
 
 
 # Vocabularies

@@ -89,10 +89,8 @@ def self_draft(
 
 def share_layers(draft: Any, target: Any, numbers: Iterable[int]) -> None:
     """Let a copy compute with these layers of its target, after they were loaded or replaced."""
-    _, draft_layers = decoder_layers(draft)
-    _, target_layers = decoder_layers(target)
     for number in numbers:
-        draft_layers[number] = target_layers[number]
+        decoder_layers(draft)[1][number] = decoder_layers(target)[1][number]
 
 
 def copy_bytes(tensors: Iterable[Tensor], dtype: torch.dtype) -> int:
