@@ -13,7 +13,7 @@ import torch
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.draft_file import load_draft, save_as_folder
-from sequoia_plan.runtime.draft.from_checkpoint import load_checkpoint, remarks
+from sequoia_plan.runtime.draft.from_checkpoint import length_remarks, load_checkpoint
 from sequoia_plan.runtime.draft.self_draft import INT8, self_draft
 from sequoia_plan.runtime.generation import end_tokens
 from sequoia_plan.runtime.models.architecture import context_length, rope_reason, text_config
@@ -236,7 +236,7 @@ def _load_draft(draft: str, target: Any, tokenizer: Any) -> tuple[Any, str, tupl
         return load_draft(source, target), Path(source).stem, ()
     if checkpoint := find_checkpoint(source):
         model = load_checkpoint(checkpoint, target, target.dtype)
-        return model, name_of(source), tuple(remarks(checkpoint, model, target))
+        return model, name_of(source), length_remarks(checkpoint, model, target)
     model, draft_tokenizer, name = load_model(source, str(target.device), target.dtype)
     vocabulary, d2t = shared_vocabulary(target, model, tokenizer, draft_tokenizer)
     if vocabulary_size(model) != vocabulary_size(target):  # the decoder compares no tokenizers

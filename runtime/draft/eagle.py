@@ -28,15 +28,6 @@ RECENT = 2 * (EAGLE_DRAFT.max_depth or 0)
 step writes features before it is known how many tokens it accepts."""
 
 
-class EagleCache(TreeCache):
-    """Keys and values, and `recent_features` [RECENT, hidden size].
-
-    The feature of the token in slot s, made of the target's hidden states, is in row s mod RECENT.
-    """
-
-    recent_features: Tensor
-
-
 class EagleDrafter(HiddenStateDrafter):
     """An EAGLE draft as a drafter (see `Drafter`)."""
 
@@ -54,29 +45,32 @@ class EagleDrafter(HiddenStateDrafter):
         slots = torch.arange(-tree.num_drafted_levels, 1, device=tensors.nodes.device)
         return (replace(first, input_slots=slots, offsets=slots), *deeper)
 
-    def new_cache(self, capacity: int) -> EagleCache:
-        """A cache of so many slots, with memory for the features of the last tokens."""
+    def new_cache(self, capacity: int) -> TreeCache:
+        """A cache of so many slots, with memory for the features of the last tokens.
+
+        `recent_features` [RECENT, hidden size], which are made of the target's hidden states: that
+        of the token in slot s is in row s mod RECENT.
+        """
         window, device = self.model.window, self.model.device
         windowed = window is not None and window < capacity
-        cache = EagleCache(self.model.cache_layout(), capacity, device, counts_positions=windowed)
+        layout = self.model.cache_layout()
+        cache: Any = TreeCache(layout, capacity, device, counts_positions=windowed)
         shape = (RECENT, self.model.config.hidden_size)
         cache.recent_features = torch.zeros(shape, dtype=self.model.dtype, device=device)
         return cache
 
-    def prefill(self, cache: TreeCache, tokens: Tensor) -> None:
+    def prefill(self, cache: Any, tokens: Tensor) -> None:
         """Forget the last sequence. The draft reads the prompt in `prefill_hidden_states`."""
-        assert isinstance(cache, EagleCache)
         cache.finite.fill_(True)
         cache.recent_features.zero_()
 
     def prefill_hidden_states(
-        self, cache: TreeCache, tokens: Tensor, slots: Tensor, mask: Tensor, hidden_states: Tensor
+        self, cache: Any, tokens: Tensor, slots: Tensor, mask: Tensor, hidden_states: Tensor
     ) -> None:
         """Read a part of the prompt, each token with the feature of the token before it.
 
         The feature before the part's first token is the one that was kept from the part before.
         """
-        assert isinstance(cache, EagleCache)
         features = self.model.fuse(hidden_states)
         feature_before = cache.recent_features[(slots[:1] - 1) % RECENT]
         # token 0 has no feature before it, so its slot has nothing to attend to and is hidden
@@ -98,8 +92,7 @@ class EagleDrafter(HiddenStateDrafter):
         The first pass reads committed tokens, whose features are recorded, and later passes read
         nodes, whose features are the hidden states of their parents in the previous pass.
         """
-        cache = sequence.draft
-        assert isinstance(cache, EagleCache)
+        cache: Any = sequence.draft
         # short texts have fewer committed tokens than the first pass reads: token 0 stands for them
         read_slots = (sequence.length + draft_pass.input_slots).clamp_(min=0)
         slots = distinct_slots(sequence.length, draft_pass.input_slots)
@@ -134,8 +127,7 @@ class EagleDrafter(HiddenStateDrafter):
 
     def catch_up(self, sequence: SequenceState, slots: Tensor, extent: int) -> None:
         """Read the committed tokens in `slots` (int64 [tokens]) with their recorded features."""
-        cache = sequence.draft
-        assert isinstance(cache, EagleCache)
+        cache: Any = sequence.draft
         mask = _mask_of_committed(slots, extent, self.model.dtype)
         features = cache.recent_features[(slots - 1) % RECENT]
         tokens = sequence.tokens[slots]
@@ -147,19 +139,18 @@ class EagleDrafter(HiddenStateDrafter):
         The target's pass over the tree has recorded these hidden states in the sequence. Nothing in
         the cache is moved: the next first pass reads the accepted tokens again.
         """
-        assert isinstance(sequence.draft, EagleCache)
         slots = sequence.length + torch.arange(path.numel(), device=path.device)
         hidden_states = sequence.aux_hidden_states.index_select(0, path)
         self.keep_features(sequence.draft, slots, self.model.fuse(hidden_states))
 
-    def keep_features(self, cache: EagleCache, slots: Tensor, features: Tensor) -> None:
+    def keep_features(self, cache: Any, slots: Tensor, features: Tensor) -> None:
         """Record features [tokens, hidden size] of the committed tokens in `slots`."""
         cache.recent_features.index_copy_(0, slots % RECENT, features)
 
     def _read(
         self,
         model: Any,
-        cache: EagleCache,
+        cache: TreeCache,
         tokens: Tensor,
         features: Tensor,
         slots: Tensor,

@@ -19,10 +19,11 @@ def make_drafter(
     target: Any, draft: Any, vocabulary: int, d2t: Tensor | None = None, backend: Any = None
 ) -> Drafter:
     """The drafter for a draft of `target`; further arguments as for `LanguageModelDrafter`."""
+    drafter: Any = LanguageModelDrafter
     if isinstance(draft, EagleModel):
-        return EagleDrafter(draft, vocabulary, d2t, backend)
-    if isinstance(draft, DFlashModel):
-        return DFlashDrafter(draft, vocabulary, d2t, backend)
-    if shares_cache(draft, target):
-        return SelfDrafter(draft, vocabulary, d2t, backend)
-    return LanguageModelDrafter(draft, vocabulary, d2t, backend)
+        drafter = EagleDrafter
+    elif isinstance(draft, DFlashModel):
+        drafter = DFlashDrafter
+    elif shares_cache(draft, target):
+        drafter = SelfDrafter
+    return drafter(draft, vocabulary, d2t, backend)

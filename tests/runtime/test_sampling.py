@@ -115,7 +115,9 @@ def test_filters_are_those_of_transformers_generate(settings):
     output = model.generate(
         ids, attention_mask=torch.ones_like(ids), generation_config=config, pad_token_id=0
     )
-    sampling = Sampling.from_generation_config(config)
+    sampling = Sampling.from_generation_config(
+        GenerationConfig(do_sample=True, **({"top_k": 0} | settings))
+    )
     expected = torch.softmax(output.scores[0], -1)
     torch.testing.assert_close(sampling.target_probs(output.logits[0]), expected)
     assert sampling == Sampling(**({"temperature": 1.0} | settings))

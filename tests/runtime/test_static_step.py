@@ -185,11 +185,8 @@ def devices_of_a_step(sampling, covered, monkeypatch, target=None, draft=None):
         monkeypatch.setattr(decoding_models, "shared_vocabulary", lambda *_: shared)
     each = SequoiaDecoder(target, draft, TREE).step
     each.sequence.reserve(64, each.target.new_cache, each.drafter.new_cache)
-    each.sequence.reserve_aux_hidden_states(
-        TREE.size,
-        len(each.drafter.aux_hidden_state_layers) * target.config.hidden_size,
-        torch.float32,
-    )
+    width = len(each.drafter.aux_hidden_state_layers) * target.config.hidden_size
+    each.sequence.reserve_rows("aux_hidden_states", TREE.size, (width,), torch.float32)
     each.sequence.bits = torch.empty(
         each.num_parents * each.bits_per_parent(sampling), dtype=torch.int32, device="meta"
     )
