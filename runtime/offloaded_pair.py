@@ -39,19 +39,18 @@ def load_offloaded_pair(
     model, num_layers = offloaded.model, len(offloaded.layers)
     budget = as_bytes(memory, offloaded.device)
     split = _split_with_copy(offloaded, budget) if draft == INT8 else None
-    shared_layers = split.resident_layers if split else ()
-    copied_layers = (offloaded.layer(n) for n in range(num_layers) if n not in shared_layers)
+    shared_layers = split.resident_layers if split else None
     metadata = {"target": model_metadata(offloaded.name, model, offloaded.weight_samples())}
     remarks = context_remarks(model)
     pair = Pair(model, None, offloaded.tokenizer, metadata, f"streamed from {link}", remarks)
-    pair = add_draft(pair, draft, copied_layers, shared_layers if split else None)
+    pair = add_draft(pair, draft, offloaded.layer, shared_layers)
     split = split or _split_beside(offloaded, pair.draft, budget)
     is_fused = placement != RESIDENT
     num_fused = offloaded.place(split, link, is_fused)
     metadata["target"].update(split.to_metadata(link, num_layers))
     if is_fused:
         metadata["target"]["fused_layers"] = num_fused
-    share_layers(pair.draft, model, shared_layers)
+    share_layers(pair.draft, model, shared_layers or ())
     return pair
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -127,15 +127,15 @@ def with_draft(pair: Pair, draft: str) -> Pair:
 def add_draft(
     pair: Pair,
     draft: str | None,
-    layers: Iterable[Any] | None = None,
+    load_layer: Callable[[int], Any] | None = None,
     shared_layers: Collection[int] | None = None,
 ) -> Pair:
-    """Load the draft of a pair, which is still to be placed; the layers are for `self_draft`."""
+    """Load the draft of a pair, which is still to be placed; the rest is for `self_draft`."""
     if draft == NO_DRAFT:
         return pair
     remarks: tuple[str, ...] = ()
     if draft == INT8:
-        model = self_draft(pair.target, layers, shared_layers)
+        model = self_draft(pair.target, load_layer, shared_layers)
         name = f"{pair.metadata['target']['name']} {INT8}"
     else:
         model, name, remarks = _load_draft(draft or DEFAULT_DRAFT, pair.target, pair.tokenizer)

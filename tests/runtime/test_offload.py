@@ -226,9 +226,7 @@ def test_sizes():
     sizes = [300_000_000, 1_500_000_000, 2 << 30, 7, 12, 3000]
     assert [as_bytes(text, cpu) for text in texts] == sizes
     assert 1e8 < as_bytes(None, cpu) < 1e14
-    with pytest.raises(ArgumentError, match="found '1e400GB', more than any machine has"):
-        as_bytes("1e400GB", cpu)
-    for wrong in ("", "much", "-3MB", "0", "nan", "3 XB"):
+    for wrong in ("", "1" * 400 + "GB", "much", "-3MB", "0", "nan", "3 XB"):
         with pytest.raises(ArgumentError, match="expected a size, as 300MB or 24GB"):
             as_bytes(wrong, cpu)
 
