@@ -111,9 +111,9 @@ class DrawnChildren:
         stars = TreeIndex.stars(count, ranks, target_probs.device)
         inputs = (lambda nodes: target_probs[nodes], draft_probs, drawn, stars, self.d2t)
         if looked_up is None:
-            acceptance = VERIFIERS[name].acceptance(*inputs)
+            acceptance = VERIFIERS[name](*inputs)
         else:
             none_below = torch.full_like(drawn, -1).flatten()
             looked_up_children = torch.cat([looked_up, none_below])
-            acceptance = VERIFIERS[name].acceptance(*inputs, looked_up=looked_up_children)
+            acceptance = VERIFIERS[name](*inputs, looked_up=looked_up_children)
         return acceptance.end_probs[count:].reshape(count, ranks)

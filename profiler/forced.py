@@ -69,7 +69,7 @@ class ForcedAcceptance:
         tree_verifier.verifiers = VERIFIERS
         if uses_traversal(sampling):
             paths = TraversalPaths(self.tree.depth)
-            tree_verifier.verifiers = VERIFIERS | {"traversal": paths.verifier()}
+            tree_verifier.verifiers = VERIFIERS | {"traversal": paths.accept}
         text, levels, node_classes = self._write(prompt, sampling, max_new_tokens, seed)
         # the row of the tables [levels * node classes, ...] that each position adds to
         rows = 2 * np.minimum(levels, self.num_levels - 1) + node_classes

@@ -10,7 +10,6 @@ from sequoia_plan.runtime.verify import (
     Acceptance,
     TargetProbs,
     TreeIndex,
-    Verifier,
     traversal,
 )
 
@@ -24,11 +23,7 @@ class TraversalPaths:
     def __init__(self, depth: int) -> None:
         self.reached = torch.zeros(2, depth, dtype=torch.float64)
 
-    def verifier(self) -> Verifier:
-        """`traversal`, which adds to `reached` whenever it verifies."""
-        return Verifier(self._accept, VERIFIERS["traversal"].drawing)
-
-    def _accept(
+    def accept(
         self,
         target_probs: TargetProbs,
         draft_probs: Tensor,
@@ -36,17 +31,18 @@ class TraversalPaths:
         index: TreeIndex,
         d2t: Tensor | None,
     ) -> Acceptance:
+        """The acceptance by `traversal`; adds to `reached`."""
         inputs = (target_probs, draft_probs, drawn, index, d2t)
         residual = traversal.residual_after_children(*inputs)
         subtree_probs = traversal.subtree_probs(residual, index).double().cpu()
         levels = index.offsets.cpu()  # of each node
         end_probs = torch.zeros_like(self.reached[0])  # that sequoia's path ends on each level
-        sequoia = VERIFIERS["sequoia"].acceptance(*inputs)
+        sequoia = VERIFIERS["sequoia"](*inputs)
         end_probs.index_add_(0, levels, sequoia.end_probs.cpu())
         # the path gets to a level if it ends there or below
         self.reached[0] += end_probs.flip(0).cumsum(0).flip(0)
         self.reached[1].index_add_(0, levels, path_probs(subtree_probs, index))
-        return VERIFIERS["traversal"].acceptance(*inputs)
+        return VERIFIERS["traversal"](*inputs)
 
 
 def path_probs(subtree_probs: Tensor, index: TreeIndex) -> Tensor:

@@ -92,10 +92,10 @@ def end_tokens(eos: int | Iterable[int] | None, model: Any, tokenizer: Any = Non
         eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if eos is None:
         eos = getattr(tokenizer, "eos_token_id", None)
-    if eos is None:
-        return set()
-    tokens = eos if isinstance(eos, (Tensor, np.ndarray)) else np.asarray(eos, dtype=object)
-    return {operator.index(token) for token in tokens.flatten().tolist()}
+    if isinstance(eos, (Tensor, np.ndarray)):
+        eos = eos.tolist()
+    tokens = eos if isinstance(eos, Iterable) else () if eos is None else (eos,)
+    return {operator.index(token) for token in tokens}
 
 
 def read_prompt(prompt: Any, tokenizer: Any, attention_mask: Tensor | None, model: Any) -> Tensor:

@@ -15,6 +15,7 @@ from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from sequoia_plan.artifacts import ArgumentError, TokenTree
+from sequoia_plan.runtime.arguments import check_loaded
 from sequoia_plan.runtime.base.sampling import Sampling, verifier_of
 from sequoia_plan.runtime.decoder import SequoiaDecoder
 from sequoia_plan.runtime.models.architecture import device_and_dtype
@@ -90,6 +91,7 @@ def sequoia(
 
 def _decoder_of(model: Any, draft: Any, tree: Any) -> SequoiaDecoder:
     """The decoder that the model keeps, if it fits the arguments; else a new one."""
+    check_loaded(model, draft, tree)
     with _decoder_lock:
         devices = [device_and_dtype(each) for each in (model, draft) if each is not None]
         kept = model.__dict__.get("_sequoia_decoder")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from drafts import PARTS, eagle1_parts, eagle3_parts, golden, load, small_target, write
+from drafts import eagle1_parts, eagle3_parts, golden, load, small_target, write
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.profiler.acceptance import measure_acceptance
@@ -161,34 +160,6 @@ def test_eagle1_is_what_its_paper_describes(tmp_path):
         )
         for level, logits in enumerate(logits_of_tree(drafter, sequence, TokenTree.chain(5))):
             torch.testing.assert_close(logits[0], expected[level], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("kind", PARTS)
-def test_a_copy_of_a_draft_is_for_the_same_target(kind, tmp_path):
-    """Its own weights are copied; those of the target are not."""
-    target = small_target()
-    draft = load(write(tmp_path / "draft", *PARTS[kind](target)), target)
-    copied = copy.deepcopy(draft)
-    assert copied._target[0] is target and not copied.training
-    names = [name for name, _ in draft.named_parameters()]
-    assert [name for name, _ in copied.named_parameters()] == names
-    addresses, copied_addresses = (
-        {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-        for model in (draft, copied)
-    )
-    assert not addresses & copied_addresses
-    assert all(
-        torch.equal(value, draft.state_dict()[name]) for name, value in copied.state_dict().items()
-    )
-    assert copied.get_output_embeddings() is (
-        copied.lm_head if draft.lm_head is not None else target.lm_head
-    )
-    chain = TokenTree.chain(3)
-    first, second = (
-        SequoiaDecoder(target, model, chain).generate([3, 1, 4], 12, 1.0, seed=1).sequences
-        for model in (draft, copied)
-    )
-    assert torch.equal(first, second)
 
 
 def test_torch_checkpoints_are_read_as_well(tmp_path):
