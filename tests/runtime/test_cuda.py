@@ -18,8 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TopPLogitsWarper
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.profiler import hardware, latency
-from sequoia_plan.runtime import Sampling, SequoiaDecoder, capture, sequoia
-from sequoia_plan.runtime import extent as extent_module
+from sequoia_plan.runtime import Sampling, SequoiaDecoder, capture, captured_step, sequoia
 from sequoia_plan.runtime.base import sampling
 from sequoia_plan.runtime.base.weight_stream import register_stream
 from sequoia_plan.runtime.capture import Graphs, is_on_one_cuda_device
@@ -519,7 +518,7 @@ def test_a_prompt_is_read_in_larger_chunks_on_cuda():
 def test_compiled_passes_give_the_same_tokens_and_compile_once_a_shape(tree, widths, monkeypatch):
     """Tokens are those of passes that are not compiled. The target's pass and the draft's three are
     compiled for two extents each, prompts never, and a second text compiles nothing."""
-    monkeypatch.setattr(extent_module, "EXTENT_MULTIPLE", {"cpu": 32, "cuda": 32})
+    monkeypatch.setattr(captured_step, "EXTENT_MULTIPLE", {"cpu": 32, "cuda": 32})
     torch.compiler.reset()
     target, draft, graphs = gqa(), gqa(), []
     decoder = SequoiaDecoder(

@@ -12,7 +12,7 @@ from toys import ToyModel
 
 from drafts import PARTS, load, small_target, write
 from sequoia_plan.artifacts import LANGUAGE_MODEL, ArgumentError, TokenTree
-from sequoia_plan.runtime import Sampling, SequoiaDecoder, extent, load_pair
+from sequoia_plan.runtime import Sampling, SequoiaDecoder, captured_step, load_pair
 from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
 from sequoia_plan.runtime.draft.self_draft import self_draft
 from sequoia_plan.runtime.models import prepacked
@@ -154,7 +154,7 @@ def test_parts_known_to_be_uncapturable_are_not_tried():
 
 
 def test_new_memory_makes_new_graphs(monkeypatch):
-    monkeypatch.setattr(extent, "EXTENT_MULTIPLE", {"cpu": 64, "cuda": 64})
+    monkeypatch.setattr(captured_step, "EXTENT_MULTIPLE", {"cpu": 64, "cuda": 64})
     each = decoder()
     simulate_capture(each.step)
     graphs = each.step.models.graphs

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafts import PARTS, load, small_target, write
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.runtime import Sampling, SequoiaDecoder, decoding_models, extent
+from sequoia_plan.runtime import Sampling, SequoiaDecoder, captured_step, decoding_models
 from sequoia_plan.runtime.capture import Graphs, can_capture
 from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.draft import language_model
@@ -73,7 +73,7 @@ def accepted(decoder, sampling):
 def traced(monkeypatch):
     """Decoders run the trace of their step: one graph, or an error."""
     torch._dynamo.reset()
-    monkeypatch.setattr(extent, "EXTENT_MULTIPLE", {"cpu": 1024})  # one shape, one trace
+    monkeypatch.setattr(captured_step, "EXTENT_MULTIPLE", {"cpu": 1024})  # one shape, one trace
     # dynamo cannot guard tensors of inference mode
     monkeypatch.setattr(SequoiaDecoder, "steps", SequoiaDecoder.steps.__wrapped__)
     compiled = torch.compile(TreeStep.__call__, fullgraph=True, backend="aot_eager", dynamic=False)
