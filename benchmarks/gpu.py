@@ -18,7 +18,6 @@ sdpa: attention alone, of one token and of trees, with each of PyTorch's kernels
     and with ours: the first call, a later call, and the replay of a graph.
 host-stream: eight layers of that target, streamed from pinned host memory, against the same layers
     on the device and against the link.
-compiled: passes that torch.compile compiles and that are then captured, against captured ones.
 breakdown: the parts of a step with a 7B target and a vocabulary of 128k, for several trees,
     verifiers, settings and lengths of text.
 llama-2-7b, llama-2-13b: random weights in bfloat16, with a draft of 68M parameters. The time of a
@@ -261,10 +260,6 @@ def table_rows(part: str, result: Result) -> Iterator[list[str]]:
         )
         verify_note = f"verify {1000 * figures['verify']:.2f} ms"
         yield table_row(setting, breakdown=figures, note=verify_note)
-    for figures in result.get("compiled", []):
-        what = f"{figures['tree']}, {'compiled' if figures['compile'] else 'as it is'}"
-        first_step_note = f"first {figures['first_step_seconds']:.1f} s"
-        yield table_row(what, breakdown=figures, note=first_step_note)
     for name, breakdown in result.get("breakdown", {}).items():
         yield table_row(f"step: {name}", breakdown=breakdown)
     if "bandwidth" in result:

@@ -644,36 +644,18 @@ def trees_to_time(max_size: int) -> dict[str, TokenTree]:
     return trees
 
 
-def compare_compiled(run: Run) -> dict[str, Any]:
-    """Compare passes that are compiled and captured with passes that are only captured.
-
-    The models have the shape of a 7B target and its draft; a plain step and a tree's are timed.
-    """
-    scale, sampling = run.scale, Sampling(0.6)
-    pair = random_pair("llama-2-7b", scale.targets["llama-2-7b"], scale.draft, run.device)
-    trees = {"plain": TokenTree.chain(1), "tree": bushy(min(64, scale.max_size), 3)}
-    context = scale.contexts[0]
-    figures = []
-    for (title, tree), is_compiled in itertools.product(trees.items(), (False, True)):
-        torch.compiler.reset()
-        steps = time_steps(run, pair, tree, sampling, context, compile=is_compiled)
-        figures.append({"tree": title, "compile": is_compiled, **steps})
-    return {"compiled": figures}
-
-
 def time_steps(
-    run: Run, pair: Pair, tree: TokenTree, sampling: Sampling, context: int, **options: Any
+    run: Run, pair: Pair, tree: TokenTree, sampling: Sampling, context: int
 ) -> dict[str, Any]:
     """Time the first step and the parts of later ones, and add the peak memory.
 
     Args:
         context: tokens in the KV cache.
-        options: of `SequoiaDecoder`.
     """
 
     def time_first_and_later() -> dict[str, Any]:
-        first = first_step_seconds(pair, tree, sampling, context, **options)
-        later = step_breakdown(pair, tree, sampling, run.scale.rounds, context=context, **options)
+        first = first_step_seconds(pair, tree, sampling, context)
+        later = step_breakdown(pair, tree, sampling, run.scale.rounds, context=context)
         return {"first_step_seconds": first, **later}
 
     return with_peak_memory(run.device, time_first_and_later)
@@ -690,11 +672,9 @@ def with_peak_memory(device: torch.device, measure: Callable[[], dict[str, Any]]
 
 
 @torch.inference_mode()
-def first_step_seconds(
-    pair: Pair, tree: TokenTree, sampling: Sampling, context: int, **options: Any
-) -> float:
-    """Return the seconds of the first step, in which its passes are compiled and captured."""
-    step = CapturedStep.of(pair.target, pair.draft, tree, **options)
+def first_step_seconds(pair: Pair, tree: TokenTree, sampling: Sampling, context: int) -> float:
+    """Return the seconds of the first step, in which its passes are captured."""
+    step = CapturedStep.of(pair.target, pair.draft, tree)
     step.prefill(random_prompt(pair, context), tree.depth, seed=0)
     step.refill_random_numbers(sampling)
     started = time.perf_counter()
@@ -916,7 +896,6 @@ PARTS: dict[str, Part] = {
     "shared-heads": (240.0, time_shared_heads),
     "sdpa": (90.0, time_attention),
     "host-stream": (120.0, time_host_stream),
-    "compiled": (180.0, compare_compiled),
     "breakdown": (420.0, time_settings),
     "llama-2-7b": (150.0, lambda run: time_random_pair(run, "llama-2-7b")),
     "llama-2-13b": (150.0, lambda run: time_random_pair(run, "llama-2-13b")),

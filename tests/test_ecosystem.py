@@ -283,11 +283,6 @@ def test_removed_hooks_come_back(pair):
     assert SequoiaDecoder(target, pair.draft, TREE).generate(IDS, 4).sequences.equal(expected)
 
 
-def test_prepacked_layers_are_not_compiled(pair):
-    with pytest.raises(SequoiaPlanError, match="compile: the linear layers are prepacked for this"):
-        SequoiaDecoder(pair.target, pair.draft, TREE, compile=True)
-
-
 def test_a_context_that_ends_early_says_why():
     """Keys in the cache would be wrong once such rotary embeddings change."""
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}

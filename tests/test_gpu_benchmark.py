@@ -149,15 +149,8 @@ def test_a_process_that_dies_takes_no_other_part_with_it(code, error, tmp_path, 
 
 
 def test_the_checks_of_a_device_run_without_one(tmp_path, monkeypatch):
-    names = ("checks", "captured", "shared-heads", "sdpa", "host-stream", "compiled", "breakdown")
+    names = ("checks", "captured", "shared-heads", "sdpa", "host-stream", "breakdown")
     parts = {name: gpu.PARTS[name] for name in names}
-    torch_compile = torch.compile
-
-    def compile_eagerly(model, **options):
-        """Needs no C++ compiler."""
-        return torch_compile(model, **options | {"backend": "eager"})
-
-    monkeypatch.setattr(torch, "compile", compile_eagerly)
     monkeypatch.setattr(gpu, "QUICK", replace(gpu.QUICK, tokens=2))
     code, results = run(monkeypatch, tmp_path / "gpu", parts)
     assert code == 0, results
@@ -194,11 +187,6 @@ def test_the_checks_of_a_device_run_without_one(tmp_path, monkeypatch):
     assert len(shared_heads["steady"]) == 8
     assert all(figure["seconds"] > 0 for figure in shared_heads["steady"])
     assert {*results["host-stream"]["breakdown"]} == {"plain, resident", "tree, resident"}
-
-    compiled = results["compiled"]["compiled"]
-    assert [(figure["tree"], figure["compile"]) for figure in compiled] == [
-        (tree, is_compiled) for tree in ("plain", "tree") for is_compiled in (False, True)
-    ]
 
 
 def test_the_figures_of_a_tree_follow_from_known_times(monkeypatch):

@@ -77,7 +77,7 @@ class EagleDrafter(HiddenStateDrafter):
         mask = mask.clone()
         mask[:, 0] = torch.finfo(mask.dtype).min
         inputs = torch.cat([feature_before, features[:-1]])
-        self._read(self.model, cache, tokens, inputs, slots, slots, mask, logits_to_keep=1)
+        self._read(cache, tokens, inputs, slots, slots, mask, logits_to_keep=1)
         self.keep_features(cache, slots[-RECENT:], features[-RECENT:])
 
     def forward(
@@ -107,15 +107,14 @@ class EagleDrafter(HiddenStateDrafter):
             mask = draft_pass.mask.index_select(1, columns.where(has_feature, masked_column))
         tokens, positions = sequence.tokens[read_slots], sequence.length + draft_pass.offsets
         num_logits = draft_pass.num_parents
-        return self._read(
-            self.compiled, cache, tokens, features, slots, positions, mask, num_logits
-        )
+        return self._read(cache, tokens, features, slots, positions, mask, num_logits)
 
     def splits_keys(self, tokens: int) -> bool:
         """See `Drafter`."""
         model = self.model
-        shares = shares_heads(model, model.config) and self.compiled is model
-        return shares and splits_keys(model.device, model.dtype, model.config.head_dim, tokens)
+        return shares_heads(model, model.config) and splits_keys(
+            model.device, model.dtype, model.config.head_dim, tokens
+        )
 
     def num_read_again(self, tree: TokenTree) -> int:
         """As many tokens as the step has draft passes."""
@@ -131,7 +130,7 @@ class EagleDrafter(HiddenStateDrafter):
         mask = _mask_of_committed(slots, extent, self.model.dtype)
         features = cache.recent_features[(slots - 1) % RECENT]
         tokens = sequence.tokens[slots]
-        self._read(self.model, cache, tokens, features, slots, slots, mask, logits_to_keep=1)
+        self._read(cache, tokens, features, slots, slots, mask, logits_to_keep=1)
 
     def commit(self, sequence: SequenceState, path: Tensor) -> None:
         """Keep the features of the nodes in `path` (int64 [depth]), made of hidden states.
@@ -149,7 +148,6 @@ class EagleDrafter(HiddenStateDrafter):
 
     def _read(
         self,
-        model: Any,
         cache: TreeCache,
         tokens: Tensor,
         features: Tensor,
@@ -167,7 +165,8 @@ class EagleDrafter(HiddenStateDrafter):
         masks = self.model.masks_by_layer_type(cache, mask, positions, slots)
         rows = (tokens[None], features[None], positions[None], masks)
         cache.at(slots, mask.shape[1])
-        logits, outputs = self.run(model, slots, *rows, cache, logits_to_keep)
+        with self.model.attending(slots):
+            logits, outputs = self.model(*rows, cache, logits_to_keep)
         logits = logits[0, :, : self.vocabulary]  # the model has cut the rows of these
         cache.finite.logical_and_(logits.amax(-1).isfinite().all())
         return ForwardOutput(logits, outputs[0, -logits_to_keep:])

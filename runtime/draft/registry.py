@@ -15,10 +15,8 @@ from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter, Self
 from sequoia_plan.runtime.draft.self_draft import shares_cache
 
 
-def make_drafter(
-    target: Any, draft: Any, vocabulary: int, d2t: Tensor | None = None, backend: Any = None
-) -> Drafter:
-    """The drafter for a draft of `target`; further arguments as for `LanguageModelDrafter`."""
+def make_drafter(target: Any, draft: Any, vocabulary: int, d2t: Tensor | None) -> Drafter:
+    """The drafter for a draft of `target`. `d2t` int64 [vocabulary]."""
     drafter: Any = LanguageModelDrafter
     if isinstance(draft, EagleModel):
         drafter = EagleDrafter
@@ -26,4 +24,4 @@ def make_drafter(
         drafter = DFlashDrafter
     elif shares_cache(draft, target):
         drafter = SelfDrafter
-    return drafter(draft, vocabulary, d2t, backend)
+    return drafter(draft, vocabulary, d2t)

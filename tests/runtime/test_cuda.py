@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TopPLogitsWarper
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.profiler import hardware, latency
-from sequoia_plan.runtime import Sampling, SequoiaDecoder, capture, captured_step, sequoia
+from sequoia_plan.runtime import Sampling, SequoiaDecoder, capture, sequoia
 from sequoia_plan.runtime.base import sampling
 from sequoia_plan.runtime.base.weight_stream import register_stream
 from sequoia_plan.runtime.capture import Graphs, is_on_one_cuda_device
@@ -510,22 +510,3 @@ def test_a_prompt_is_read_in_larger_chunks_on_cuda():
     model.to("meta")
     model.__class__ = type("OnCuda", (type(model),), {"device": torch.device("cuda")})
     assert TreeModel(model).prefill_chunk >= 1024
-
-
-@pytest.mark.parametrize(
-    ("tree", "widths"), [(TokenTree.chain(1), 1), (TREE, 4)], ids=["plain", "tree"]
-)
-def test_compiled_passes_give_the_same_tokens_and_compile_once_a_shape(tree, widths, monkeypatch):
-    """Tokens are those of passes that are not compiled. The target's pass and the draft's three are
-    compiled for two extents each, prompts never, and a second text compiles nothing."""
-    monkeypatch.setattr(captured_step, "EXTENT_MULTIPLE", {"cpu": 32, "cuda": 32})
-    torch.compiler.reset()
-    target, draft, graphs = gqa(), gqa(), []
-    decoder = SequoiaDecoder(
-        target, draft, tree, compile=lambda graph, inputs: graphs.append(graph) or graph.forward
-    )
-    for prompt in ([5, 6, 7, 8], [9, 8, 7]):
-        uncompiled = SequoiaDecoder(target, draft, tree)
-        expected = uncompiled.generate(prompt, 40, 0.8, 0.9, seed=1).sequences
-        assert torch.equal(decoder.generate(prompt, 40, 0.8, 0.9, seed=1).sequences, expected)
-        assert len(graphs) == 2 * widths

@@ -252,15 +252,9 @@ def test_passes_read_known_text_as_steps_do(algorithm, small):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_compiled_and_in_half_precision(algorithm, small):
-    """Passes of a draft are compiled like a target's.
-
-    bfloat16 weights meet a float32 head where that is the target's.
-    """
+def test_half_precision(algorithm, small):
+    """bfloat16 weights meet a float32 head where that is the target's."""
     target, draft = small[algorithm]
-    expected = SequoiaDecoder(target, draft, TREE).generate([3, 1, 4], 20, 1.0, seed=1).sequences
-    compiled = SequoiaDecoder(target, draft, TREE, compile="eager")
-    assert torch.equal(compiled.generate([3, 1, 4], 20, 1.0, seed=1).sequences, expected)
     half = SequoiaDecoder(copy.deepcopy(target).bfloat16(), copy.deepcopy(draft).bfloat16(), TREE)
     assert half.generate([3, 1, 4], 20, 1.0, seed=1).new_tokens == 20
     mixed = SequoiaDecoder(target, copy.deepcopy(draft).bfloat16(), TREE)
