@@ -57,6 +57,8 @@ class CapturedStep(TreeStep):
         self.models.check_prompt(prompt)
         max_length = min(prompt.numel() + max_new_tokens, self.target.context)
         max_size = max(tree.size for tree in self.tree.portfolio.values())
+        if self.lookup:
+            self.sequence.reserve_rows("lookup_chain", self.lookup.chain_length)
         self.models.prefill(prompt, self._extent(max_length + max_size), max_size, seed)
 
     def extent(self, length: int) -> int:

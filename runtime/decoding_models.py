@@ -75,12 +75,11 @@ class DecodingModels:
         self.target.prefill(sequence.target, prompt[:-1], on_chunk)
 
     def _reserve(self, capacity: int, max_size: int) -> None:
-        """Reserve `capacity` slots, and memory for a tree of `max_size` nodes."""
+        """Reserve `capacity` slots, and memory for the hidden states of `max_size` nodes."""
         sequence, drafter, model = self.sequence, self.drafter, self.target.model
         shares_cache = drafter is not None and drafter.drafting.shares_cache
         new_draft_cache = drafter.new_cache if drafter and not shares_cache else None
         sequence.reserve(capacity, self.target.new_cache, new_draft_cache)
-        sequence.reserve_rows("lookup_chain", max_size)
         if shares_cache:
             sequence.draft = sequence.target
         if drafter and drafter.aux_hidden_state_layers:
