@@ -227,8 +227,7 @@ def test_layers_are_read_one_at_a_time(name):
 
     for layer in layers_of(target):
         layer.to("meta")
-    reader = read_layers()
-    draft = self_draft(target, lambda number: next(reader))
+    draft = self_draft(target, lambda number, layers=read_layers(): next(layers))
     assert alive_counts == [0, 0, 0] and not alive
     assert torch.equal(logits(draft, tokens), expected)
     assert all(parameter.device.type == "meta" for parameter in layers_of(target).parameters())
