@@ -85,9 +85,9 @@ $(LLAMACPP)/bin/llama-server:
 # llama.cpp's converter makes GGUF files of the embedded models; the last one made stands for all
 $(LLAMACPP)/eagle3.gguf: $(LLAMACPP)/bin/llama-server | $(VENV)/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --target $(LLAMACPP)/python sentencepiece==0.2.3
-	$(BIN)/sequoia-plan export --format hf --model target -o $(LLAMACPP)/target
-	$(BIN)/sequoia-plan export --format hf --draft smollm2-135m-draft -o $(LLAMACPP)/draft
-	$(BIN)/sequoia-plan export --format hf -o $(LLAMACPP)/eagle3
+	$(BIN)/sequoia-plan export --format target -o $(LLAMACPP)/target
+	$(BIN)/sequoia-plan export --format draft --draft smollm2-135m-draft -o $(LLAMACPP)/draft
+	$(BIN)/sequoia-plan export --format draft -o $(LLAMACPP)/eagle3
 	$(CONVERT) $(LLAMACPP)/target --outtype q8_0 --outfile $(LLAMACPP)/target.gguf
 	$(CONVERT) $(LLAMACPP)/draft --outtype q8_0 --outfile $(LLAMACPP)/draft.gguf
 	$(CONVERT) $(LLAMACPP)/eagle3 --target-model-dir $(LLAMACPP)/target --outtype q8_0 --outfile $@

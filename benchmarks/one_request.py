@@ -1,7 +1,7 @@
 """Who decodes one request fastest on this processor: ours, vLLM, llama.cpp, transformers.
 
-    sequoia-plan export --format hf --model target -o target
-    sequoia-plan export --format hf -o eagle3
+    sequoia-plan export --format target -o target
+    sequoia-plan export --format draft -o eagle3
     python benchmarks/one_request.py --tree tree.safetensors --vllm .venv-engines/bin/python \\
         --target target --draft eagle3 --length 4 -o benchmarks/results/one-request.json
 

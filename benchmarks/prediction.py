@@ -1,7 +1,8 @@
 """Predictions against measurements on held-out prompts: tokens a step and speed-up.
 
-    sequoia-plan profile --tokens 48 --precision 0% --also temperature=0.6 -o build/t.yaml
-    python benchmarks/prediction.py build/t.yaml build/t-temperature=0.6.yaml -o build/errors.json
+    sequoia-plan profile --tokens 48 --precision 0% -o build/t.yaml
+    sequoia-plan profile --tokens 48 --precision 0% --temperature 0.6 -o build/t06.yaml
+    python benchmarks/prediction.py build/t.yaml build/t06.yaml -o build/errors.json
     python benchmarks/prediction.py build/t.yaml --quick -o build/quick.json   # to see that it runs
 
 For each profile and size, the tree of most expected tokens is solved from the profile and decodes

@@ -6,8 +6,6 @@ from sequoia_plan.engines.timing import NEVER
 from sequoia_plan.engines.workload import NONE, Drafting
 
 LOOKUP = "ngram-simple"
-TYPES = ("draft-simple", "draft-eagle3", "draft-mtp", LOOKUP)
-"""Types of `--spec-type` that are planned."""
 HIDDEN_STATE_TYPES = ("draft-eagle3", "draft-mtp", "eagle3", "mtp")
 """Types whose draft reads the target's hidden states, by their earlier names as well."""
 WITHOUT_DRAFT = ("draft-mtp", LOOKUP)

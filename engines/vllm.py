@@ -40,7 +40,7 @@ MIN_RUN_PROMPTS = 16
 """Prompts that verify at small batch sizes."""
 HINTS: Hints = (
     ("vocab", "use a draft that shares the target's tokenizer"),
-    ("memory", "give the engine less in --engine-args, or keep fewer with --together"),
+    ("memory", "give the engine less in --engine-args"),
     (
         "No such file|does not exist|not a valid model|find the requested files",
         "name folders or models that the engine can load",

@@ -22,7 +22,7 @@ from sequoia_plan.planner.cli import main
 PAGES = [page for name in (".", "docs", "examples") for page in sorted((ROOT / name).glob("*.md"))]
 COMMANDS = ("sequoia-plan ", "python -m ", "python benchmarks/", "python tools/", "make ")
 """How the commands in code blocks begin."""
-MODELS = "--target|--draft|--offload|--metrics|--format hf"
+MODELS = "--target|--draft|--offload|--metrics|--format (draft|target)"
 NOT_RUN = re.compile(
     rf"sequoia-plan (profile|bench|engine|doctor|solve (own|streamed)\.yaml|.*({MODELS}))"
 )

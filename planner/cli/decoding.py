@@ -16,7 +16,6 @@ from sequoia_plan.planner.cli.options import (
     model_options,
     read_sampling,
     sampling_options,
-    seed_option,
     tree_option,
 )
 from sequoia_plan.planner.cli.pair import load_pair, warn, warn_if_foreign
@@ -34,16 +33,14 @@ DEFAULT_PROMPT = "Explain how a refrigerator keeps food cold."
     show_default=True,
     help="The user's message; - reads it from stdin.",
 )
-@click.option("--stop", metavar="TEXT", multiple=True, help="End once this text was generated.")
-@count_option("--max-new-tokens", 128, "New tokens, at most.")
+@count_option("--max-new-tokens", default=128, text="New tokens, at most.")
 @sampling_options("what the tree was made for")
-@seed_option
+@count_option("--seed", default=0, text="Makes sampling repeatable.", least=0, most=2**63 - 1)
 @json_option
 def generate(
     tree_file: str,
     models: dict[str, Any],
     prompt: str,
-    stop: tuple[str, ...],
     max_new_tokens: int,
     sampling: dict[str, Any],
     seed: int,
@@ -84,7 +81,6 @@ def generate(
         seed=seed,
         streamer=None if as_json else printer,
         sampling=settings,
-        stop_strings=list(stop),
     )
     if as_json:
         new_tokens = generation.sequences[0, -generation.new_tokens :].tolist()
@@ -109,15 +105,14 @@ def generate(
     "--prompts",
     text="As for profile, which leaves every second prompt for this. [default: built-in]",
 )
-@count_option("--limit", 12, "Prompts, at most.")
-@count_option("--tokens", 64, "New tokens a prompt, at most.")
+@count_option("--limit", default=12, text="Prompts, at most.")
+@count_option("--tokens", default=64, text="New tokens a prompt, at most.")
 @click.option(
     "--only",
     metavar="NAME",
     multiple=True,
     help="Only this method; docs/profiling.md has the names. [default: all]",
 )
-@sampling_options("what the tree was made for")
 @click.option("-o", "--output", type=click.Path(), help="Write the figures there, as JSON.")
 @file_option("--report", text="Write one HTML file with figures and plots; it needs no network.")
 @json_option
@@ -128,20 +123,19 @@ def bench(
     limit: int,
     tokens: int,
     only: tuple[str, ...],
-    sampling: dict[str, Any],
     output: str | None,
     report: str | None,
     as_json: bool,
 ) -> None:
-    """Decode held-out prompts with a compiled tree and other methods in turn. With -o, a killed
-    run goes on where it was."""
+    """Decode held-out prompts with a compiled tree and other methods in turn, as the tree was made
+    for. With -o, a killed run goes on where it was."""
     from msgspec.structs import replace
 
     from sequoia_plan.artifacts import load_tree
     from sequoia_plan.artifacts.bench_result import Breakdown
     from sequoia_plan.artifacts.files import write_atomically
     from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load
-    from sequoia_plan.planner.report.bench_table import print_table
+    from sequoia_plan.planner.report.bench_table import print_result
     from sequoia_plan.planner.solving.baselines import bench_trees
     from sequoia_plan.profiler.bench import check_names, compare
     from sequoia_plan.profiler.breakdown import breakdown
@@ -155,7 +149,7 @@ def bench(
     check_names(only)
     all_prompts = load(prompts or BUILT_IN)
     tree = load_tree(tree_file)
-    settings = read_sampling(sampling, tree.plan.settings)
+    settings = read_sampling({}, tree.plan.settings)
     # transformers' assisted generation takes language models only
     is_embedded = models["target"] is None and models["draft"] in (None, DEFAULT_DRAFT)
     pair = load_pair(**models)
@@ -195,7 +189,7 @@ def bench(
     if as_json:
         print_json(result.to_dict())
         return
-    print_table(result)
+    print_result(result)
     for path in filter(None, (report, output)):
         click.echo(f"wrote {path}")
 

@@ -5,11 +5,8 @@ No folder, host, user or model is named. It works where only the planner is inst
 
 from __future__ import annotations
 
-import importlib.util
 import platform
-from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from importlib.metadata import distributions
 
 import click
 
@@ -27,65 +24,50 @@ def doctor() -> None:
 
     No folder, host, user or model is named.
     """
-    from sequoia_plan.artifacts.processor import instruction_sets, usable_cores
-
-    versions = {name: _version(name) for name in DISTRIBUTIONS}
-    lines = {
-        "versions": _joined({name: text for name, text in versions.items() if text}),
-        "not installed": ", ".join(name for name, text in versions.items() if not text),
-        "system": f"{platform.system()} {platform.machine()}, {usable_cores()} cores",
-        "instruction sets": " ".join(instruction_sets() or ["not known"]),
-        **_runtime(),
-    }
-    for title, text in lines.items():
-        if text:
-            click.echo(f"{title:<18} {text}")
-
-
-def _version(name: str) -> str | None:
-    """The installed version of a distribution; None if there is none."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    versions = {found.metadata["Name"]: found.version for found in distributions()}
+    installed = [f"{name} {versions[name]}" for name in DISTRIBUTIONS if name in versions]
+    missing = [name for name in DISTRIBUTIONS if name not in versions]
+    click.echo(f"{'versions':<18} {', '.join(installed)}")
+    click.echo(f"{'not installed':<18} {', '.join(missing)}")
+    rows = {"system": _system, "machine": _machine, "dtype": _dtype, "kernels": _kernels}
+    for title, describe in rows.items():
+        try:
+            text = describe()
+        except Exception as error:  # a broken installation may raise anything
+            text = f"cannot be used: {type(error).__name__}"
+        click.echo(f"{title:<18} {text}")
 
 
-def _runtime() -> dict[str, str]:
-    """What decoding would use: the machine's fingerprint, the dtype of --dtype auto, kernels."""
-    from sequoia_plan.artifacts.processor import processor_name
+def _system() -> str:
+    """The system, Python, and the processor with its instruction sets."""
+    from sequoia_plan.artifacts.processor import instruction_sets, processor_name, usable_cores
 
-    planner = {"processor": processor_name(), "python": platform.python_version()}
-    missing = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
-    if missing:
-        install = "pip install 'sequoia-plan[runtime]'"
-        reason = f"planning only: {' and '.join(missing)} not installed ({install})"
-        return {"machine": _joined(planner), "runtime": reason}
-    try:
-        from sequoia_plan.profiler.hardware import default_device, fingerprint, weights_for
-
-        device = default_device()
-        weights = weights_for(device)
-        prepacked = ", prepacked weights" if weights["prepacked"] else ""
-        return {
-            "machine": _joined(fingerprint(device)),
-            "dtype": f"{weights['dtype']} (what --dtype auto takes){prepacked}",
-            "kernels": _kernel_state(device),
-        }
-    except Exception as error:  # a broken installation may raise anything
-        reason = f"torch cannot be used: {type(error).__name__}"
-        return {"machine": _joined(planner), "runtime": reason}
+    return (
+        f"{platform.system()} {platform.machine()}, python {platform.python_version()}, "
+        f"{usable_cores()} cores, {processor_name()} {' '.join(instruction_sets() or ())}"
+    )
 
 
-def _kernel_state(device: str) -> str:
-    """Whether Triton kernels run on a device, tried with a small one."""
-    from sequoia_plan.profiler.hardware import run_small_kernel
+def _machine() -> str:
+    """The fingerprint of the machine, as profiles have it."""
+    from sequoia_plan.profiler.hardware import default_device, fingerprint
 
-    try:
-        return "compiled" if run_small_kernel(device) else "not used: no CUDA device or no Triton"
-    except Exception as error:  # compilers raise many types
-        return f"cannot be compiled: {type(error).__name__}"
-
-
-def _joined(values: Mapping[str, Any]) -> str:
-    """Values with their names before them, as "device cpu, threads 2"."""
+    values = fingerprint(default_device())
     return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def _dtype() -> str:
+    """What --dtype auto takes."""
+    from sequoia_plan.profiler.hardware import default_device, weights_for
+
+    weights = weights_for(default_device())
+    prepacked = ", prepacked weights" if weights["prepacked"] else ""
+    return f"{weights['dtype']} (what --dtype auto takes){prepacked}"
+
+
+def _kernels() -> str:
+    """Whether Triton kernels run, tried with a small one."""
+    from sequoia_plan.profiler.hardware import default_device, run_small_kernel
+
+    runs = run_small_kernel(default_device())
+    return "compiled" if runs else "not used: no CUDA device or no Triton"

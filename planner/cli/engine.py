@@ -10,53 +10,42 @@ import click
 from sequoia_plan.planner.cli.options import (
     bundle,
     check_outputs,
+    count_option,
     file_option,
     json_option,
     options,
-    parse_sizes,
-    verbose_option,
+    sizes_option,
 )
 from sequoia_plan.planner.cli.terminal import print_json
 
 if TYPE_CHECKING:
     from sequoia_plan.engines.plan import ChainAcceptance, EnginePlan, StepSeconds
 
-BATCH_HELP = (
-    "Requests decoded together, to plan for, as 1,4,16. [default: 1,4,16; with --log or --times, "
-    "those within what was timed]"
-)
 DEFAULT_BATCHES = (1, 4, 16)
-MAX_BATCH = 4096
-TIMES_HELP = "Step times of an earlier plan; no engine is run then."
-REPORT_HELP = "Write one HTML file with the curves of throughput; it needs no network."
-RESPONSES_HELP = "Responses of a server with the largest number of tokens, as JSON or JSON lines."
-LOG_HELP = "A server's log; one for each number of tokens, one without speculation."
 
 plan_options = options(
-    click.option(
+    sizes_option(
         "--batch",
         "batches",
-        metavar="N,N,...",
-        callback=lambda context, parameter, text: parse_sizes(
-            "--batch", text, "batch sizes", MAX_BATCH, "1,4,16"
-        ),
-        help=BATCH_HELP,
+        4096,
+        "Requests decoded together, to plan for, as 1,4,16. [default: 1,4,16; with --log or "
+        "--times, "
+        "those within what was timed]",
     ),
-    click.option(
-        "--most",
-        "max_length",
-        type=click.IntRange(1, 64),
-        default=8,
-        show_default=True,
-        help="Speculative tokens, at most.",
+    count_option("--most", "max_length", default=8, text="Speculative tokens, at most.", most=64),
+    file_option(
+        "--times",
+        "times_path",
+        metavar="PLAN.yaml",
+        text="Step times of an earlier plan; no engine is run then.",
     ),
-    file_option("--times", "times_path", metavar="PLAN.yaml", text=TIMES_HELP),
 )
 output_options = bundle(
     "outputs",
     output=file_option("-o", "--output", text="Write the plan there, as YAML."),
-    report=file_option("--report", text=REPORT_HELP),
-    verbose=verbose_option,
+    report=file_option(
+        "--report", text="Write one HTML file with the curves of throughput; it needs no network."
+    ),
     as_json=json_option,
 )
 
@@ -67,8 +56,16 @@ def engine() -> None:
 
 
 @engine.command()
-@file_option("--responses", text=RESPONSES_HELP)
-@file_option("--log", "logs", multiple=True, text=LOG_HELP)
+@file_option(
+    "--responses",
+    text="Responses of a server with the largest number of tokens, as JSON or JSON lines.",
+)
+@file_option(
+    "--log",
+    "logs",
+    multiple=True,
+    text="A server's log; one for each number of tokens, one without speculation.",
+)
 @plan_options
 @output_options
 def sglang(
@@ -208,25 +205,20 @@ def print_acceptance(acceptance: ChainAcceptance, max_length: int, as_json: bool
 
 
 def write_plan(
-    plan: EnginePlan,
-    output: str | None,
-    verbose: bool,
-    as_json: bool,
-    report: str | None = None,
+    plan: EnginePlan, output: str | None, as_json: bool, report: str | None = None
 ) -> None:
     """Write the plan to `output` and its HTML page to `report`, if named, and print the plan."""
+    from sequoia_plan.artifacts.files import write_atomically
+    from sequoia_plan.planner.report.engine_page import engine_page
     from sequoia_plan.planner.report.engine_table import print_plan
 
     if output:
         plan.save(output)
     if report:
-        from sequoia_plan.artifacts.files import write_atomically
-        from sequoia_plan.planner.report.engine_page import engine_page
-
         write_atomically(report, engine_page(plan).encode())
     if as_json:
         print_json(plan.to_dict())
         return
-    print_plan(plan, verbose)
+    print_plan(plan)
     for path in filter(None, (output, report)):
         click.echo(f"wrote {path}")

@@ -24,8 +24,7 @@ from sequoia_plan.planner.cli.options import (
     count_option,
     file_option,
     json_option,
-    parse_contexts,
-    verbose_option,
+    sizes_option,
 )
 from sequoia_plan.planner.cli.terminal import status
 
@@ -35,52 +34,26 @@ if TYPE_CHECKING:
     from sequoia_plan.engines.plan import ChainAcceptance, EnginePlan
     from sequoia_plan.engines.pool import EnginePool
 
-METHOD_HELP = "vLLM's name of the drafting method: draft_model, eagle3, mtp, ngram, ..."
-PYTHON_HELP = "The Python that has vLLM. [default: this one, else python3]"
-ENGINE_ARGS_HELP = (
-    'Further arguments of vllm.LLM, as {"dtype": "float32", "tensor_parallel_size": 2}.'
-)
-SPECULATIVE_ARGS_HELP = 'Further entries of the speculative config, as {"prompt_lookup_max": 4}.'
-METRICS_HELP = (
-    "Acceptance from a running server's counters: its address, or a file of its /metrics page. "
-    "No acceptance is measured then."
-)
-TOGETHER_HELP = (
-    "Engines kept in memory at a time, to be timed alternately. [default: 4 on a CPU, else 1]"
-)
-TYPE_HELP = (
-    "How tokens are drafted: draft-simple, draft-eagle3, draft-mtp (or eagle3, mtp), ngram-simple."
-)
-MOST_HELP = "Drafted tokens, at most. [default: 8; 48 for ngram-simple]"
+SPEC_TYPES = ["draft-simple", "draft-eagle3", "draft-mtp", "eagle3", "mtp", "ngram-simple"]
 DEFAULT_LIMIT = 48
-PROMPTS_HELP = (
-    "As for profile: every second prompt is measured on, the others verify. [default: built-in]"
-)
-LIMIT_HELP = (
-    f"Prompts to measure on, at most, and as many to verify on. [default: {DEFAULT_LIMIT}; "
-    "all for ngram-simple of llama.cpp]"
-)
-CONTEXT_HELP = (
-    "Tokens of every prompt, to plan for each, as 512,4096; other prompts come before shorter "
-    "ones. [default: prompts as they are]"
-)
-VERIFY_HELP = (
-    "Then measure the best choice, its neighbours, no speculation and the engine's defaults on "
-    "other prompts."
-)
 
 
 run_options = bundle(
     "run",
-    path=file_option("--prompts", "path", text=PROMPTS_HELP),
-    limit=count_option("--limit", None, LIMIT_HELP),
-    tokens=click.option(
-        "--tokens",
-        type=click.IntRange(min=4),
-        default=64,
-        show_default=True,
-        help="New tokens a prompt, at most.",
+    path=file_option(
+        "--prompts",
+        "path",
+        text="As for profile: every second prompt is measured on, the others verify. "
+        "[default: built-in]",
     ),
+    limit=count_option(
+        "--limit",
+        default=None,
+        text=f"Prompts to measure on, at most, and as many to verify on. [default: "
+        f"{DEFAULT_LIMIT}; "
+        "all for ngram-simple of llama.cpp]",
+    ),
+    tokens=count_option("--tokens", default=64, text="New tokens a prompt, at most.", least=4),
     temperature=click.option(
         "--temperature",
         type=click.FloatRange(min=0),
@@ -88,26 +61,65 @@ run_options = bundle(
         show_default=True,
         help="Temperature of sampling; 0 is greedy.",
     ),
-    contexts=click.option(
+    contexts=sizes_option(
         "--context",
         "contexts",
-        metavar="N,N,...",
-        callback=lambda context, parameter, text: parse_contexts(text) or [0],
-        help=CONTEXT_HELP,
+        1 << 20,
+        "Tokens of every prompt, to plan for each, as 512,4096; other prompts come before shorter "
+        "ones. [default: prompts as they are]",
     ),
-    should_verify=click.option("--verify", "should_verify", is_flag=True, help=VERIFY_HELP),
+    should_verify=click.option(
+        "--verify",
+        "should_verify",
+        is_flag=True,
+        help="Then measure the best choice, its neighbours, no speculation and the engine's "
+        "defaults on "
+        "other prompts.",
+    ),
 )
+
+
+def read_json(_: click.Context, __: click.Parameter, text: str | None) -> dict[str, Any]:
+    """A callback that parses a JSON object; the object is empty without the option."""
+    value = None
+    with suppress(ValueError):
+        value = json.loads(text or "{}")
+    if not isinstance(value, dict):
+        raise click.BadParameter(f'found {text}, expected a JSON object, as {{"dtype": "float32"}}')
+    return value
 
 
 @click.command()
 @click.option("--target", metavar="ID|DIR", help="Target model, as vLLM is given it.")
 @click.option("--draft", metavar="ID|DIR", help="Draft model, as vLLM is given it.")
-@click.option("--method", default="draft_model", show_default=True, help=METHOD_HELP)
-@click.option("--python", metavar="PATH", help=PYTHON_HELP)
-@click.option("--engine-args", metavar="JSON", help=ENGINE_ARGS_HELP)
-@click.option("--speculative-args", metavar="JSON", help=SPECULATIVE_ARGS_HELP)
-@click.option("--metrics", metavar="URL|FILE", help=METRICS_HELP)
-@count_option("--together", None, TOGETHER_HELP)
+@click.option(
+    "--method",
+    default="draft_model",
+    show_default=True,
+    help="vLLM's name of the drafting method: draft_model, eagle3, mtp, ngram, ...",
+)
+@click.option(
+    "--python", metavar="PATH", help="The Python that has vLLM. [default: this one, else python3]"
+)
+@click.option(
+    "--engine-args",
+    metavar="JSON",
+    callback=read_json,
+    help='Further arguments of vllm.LLM, as {"dtype": "float32", "tensor_parallel_size": 2}.',
+)
+@click.option(
+    "--speculative-args",
+    metavar="JSON",
+    callback=read_json,
+    help='Further entries of the speculative config, as {"prompt_lookup_max": 4}.',
+)
+@click.option(
+    "--metrics",
+    metavar="URL|FILE",
+    help="Acceptance from a running server's counters: its address, or a file of its "
+    "/metrics page. "
+    "No acceptance is measured then.",
+)
 @run_options
 @plan_options
 @output_options
@@ -116,10 +128,9 @@ def vllm(
     draft: str | None,
     method: str,
     python: str | None,
-    engine_args: str | None,
-    speculative_args: str | None,
+    engine_args: dict[str, Any],
+    speculative_args: dict[str, Any],
     metrics: str | None,
-    together: int | None,
     batches: list[int] | None,
     max_length: int,
     times_path: str | None,
@@ -127,8 +138,6 @@ def vllm(
     outputs: dict[str, Any],
 ) -> None:
     """Measure a target and a draft in your vLLM, and say which num_speculative_tokens is best."""
-    config_entries = _parse_json_object("--speculative-args", speculative_args)
-    engine_options = _parse_json_object("--engine-args", engine_args)
     if not metrics and not target:
         raise click.UsageError(
             "name the models with --target and --draft, or a server with --metrics"
@@ -137,7 +146,7 @@ def vllm(
         raise click.UsageError(
             "--times has no acceptance: add --metrics, or leave it out to measure both"
         )
-    if (any(run["contexts"]) or run["should_verify"]) and (times_path or not target):
+    if (run["contexts"] or run["should_verify"]) and (times_path or not target):
         raise click.UsageError(
             "--context and --verify run an engine: name the models with --target and --draft, "
             "and leave --times out"
@@ -172,10 +181,9 @@ def vllm(
                 VllmPool,
                 target=target or "",
                 draft=draft,
-                max_engines=together,
                 python=find_python(python),
-                speculative=speculative_config(method, draft, config_entries),
-                options={"max_num_seqs": max(batches)} | engine_options,
+                speculative=speculative_config(method, draft, speculative_args),
+                options={"max_num_seqs": max(batches)} | engine_args,
             ),
             run | {"limit": run["limit"] or DEFAULT_LIMIT},
             batches,
@@ -186,10 +194,24 @@ def vllm(
     write_plan(plan, **outputs)
 
 
+def split_words(_: click.Context, __: click.Parameter, text: str) -> list[str]:
+    """A callback that splits words as a shell does."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{error} in {text!r}, expected options as for a shell") from error
+
+
 @click.command()
 @click.option("--target", metavar="T.gguf", required=True, help="Target model, a GGUF file.")
 @click.option("--draft", metavar="D.gguf", help="Draft model, a GGUF file.")
-@click.option("--spec-type", default="draft-simple", show_default=True, help=TYPE_HELP)
+@click.option(
+    "--spec-type",
+    type=click.Choice(SPEC_TYPES),
+    default="draft-simple",
+    show_default=True,
+    help="How tokens are drafted.",
+)
 @click.option(
     "--server", metavar="PATH", help="The program llama-server. [default: the one on the PATH]"
 )
@@ -197,46 +219,40 @@ def vllm(
     "--server-args",
     metavar="OPTIONS",
     default="",
+    callback=split_words,
     help="Further options of llama-server, as '-ngl 99 -t 8'.",
 )
-@click.option("--most", "max_length", type=click.IntRange(1, 64), help=MOST_HELP)
+@count_option(
+    "--most",
+    "max_length",
+    default=None,
+    text="Drafted tokens, at most. [default: 8; 48 for ngram-simple]",
+    most=64,
+)
 @run_options
 @file_option("-o", "--output", text="Write the plan there, as YAML.")
-@verbose_option
 @json_option
 def llamacpp(
     target: str,
     draft: str | None,
     spec_type: str,
     server: str | None,
-    server_args: str,
+    server_args: list[str],
     max_length: int | None,
     output: str | None,
-    verbose: bool,
     as_json: bool,
     run: dict[str, Any],
 ) -> None:
     """Measure a target and a draft in your llama.cpp, and say which n-max and p-min are best."""
     from sequoia_plan.engines.llama_server import check_model, find_build
     from sequoia_plan.engines.llamacpp import LlamaCppPool
-    from sequoia_plan.engines.spec_types import LOOKUP, TYPES, WITHOUT_DRAFT
+    from sequoia_plan.engines.spec_types import LOOKUP, WITHOUT_DRAFT
 
-    names = {spec_type, f"draft-{spec_type}"}
-    if not names & {*TYPES}:
-        raise click.UsageError(
-            f"--spec-type {spec_type}: cannot be planned; expected one of {', '.join(TYPES)}"
-        )
-    if not draft and not names & {*WITHOUT_DRAFT}:
+    if not draft and spec_type not in ("mtp", *WITHOUT_DRAFT):
         raise click.UsageError(
             f"--spec-type {spec_type}: needs a draft model; name its GGUF file with --draft, "
             f"or use one of {', '.join(WITHOUT_DRAFT)}"
         )
-    try:
-        arguments = shlex.split(server_args)
-    except ValueError as error:
-        raise click.UsageError(
-            f"--server-args {server_args}: {error}; expected options as for a shell"
-        ) from error
     check_outputs(output, None, run["path"], target, draft)
     check_model("--target", target)
     if draft:
@@ -245,9 +261,9 @@ def llamacpp(
     if build.spec_type != LOOKUP:  # a few texts hold most of what lookups are worth
         run["limit"] = run["limit"] or DEFAULT_LIMIT
     max_length = max_length or (48 if build.spec_type == LOOKUP else 8)
-    new_pool = partial(LlamaCppPool, target=target, draft=draft, build=build, arguments=arguments)
+    new_pool = partial(LlamaCppPool, target=target, draft=draft, build=build, arguments=server_args)
     plan = _measured_plan(new_pool, run, [1], max_length, output)
-    write_plan(plan, output, verbose, as_json)
+    write_plan(plan, output, as_json)
 
 
 def _measured_plan(
@@ -262,7 +278,7 @@ def _measured_plan(
     from sequoia_plan.engines.planning import measure, plan_of, verify_plan
     from sequoia_plan.engines.workload import Workload
 
-    contexts, should_verify = run.pop("contexts"), run.pop("should_verify")
+    contexts, should_verify = run.pop("contexts") or [0], run.pop("should_verify")
     with (
         status("") as report_status,
         new_pool(
@@ -274,15 +290,3 @@ def _measured_plan(
         if output:
             plan.save(output)  # the measurements are not lost if the verification fails
         return verify_plan(pool, plan) if should_verify else plan
-
-
-def _parse_json_object(option: str, text: str | None) -> dict[str, Any]:
-    """Parse an option's JSON object; the object is empty without the option."""
-    value = None
-    with suppress(ValueError):
-        value = json.loads(text) if text else {}
-    if not isinstance(value, dict):
-        raise click.UsageError(
-            f'{option} {text}: not a JSON object; expected one as {{"dtype": "float32"}}'
-        )
-    return value

@@ -15,45 +15,36 @@ from sequoia_plan.planner.cli.pair import load_pair
 @click.option(
     "--format",
     "export_format",
-    type=click.Choice(["medusa", "nxd", "growmap", "hf"]),
+    type=click.Choice(["medusa", "nxd", "growmap", "draft", "target"]),
     required=True,
-    help="The format; hf is a folder with the draft (or the target) as transformers and vLLM load "
+    help="The format; draft and target are folders with that model as transformers and vLLM load "
     "it.",
 )
 @click.option("-o", "--output", type=click.Path(), required=True, help="Write it there.")
-@click.option(
-    "--model",
-    type=click.Choice(["draft", "target"]),
-    help="With hf: which model to write. [default: draft]",
-)
 @target_option
 @click.option(
     "--draft",
     metavar="FILE",
-    help="With hf: a draft .safetensors file, or smollm2-135m-draft. [default: "
+    help="With --format draft: a draft .safetensors file, or smollm2-135m-draft. [default: "
     "smollm2-135m-eagle3]",
 )
 def export_command(
-    tree_file: str | None,
-    export_format: str,
-    output: str,
-    model: str | None,
-    target: str | None,
-    draft: str | None,
+    tree_file: str | None, export_format: str, output: str, target: str | None, draft: str | None
 ) -> None:
-    """Write TREE (a file or a name of the catalog) for another engine, or with hf a model as a
-    folder that other engines load."""
+    """Write TREE (a file or a name of the catalog) for another engine, or a model as a folder that
+    other engines load."""
     from sequoia_plan.artifacts import load_tree
     from sequoia_plan.artifacts.files import refuse_to_replace
     from sequoia_plan.artifacts.interchange import export_tree
 
-    if (export_format == "hf") == bool(tree_file):
-        raise click.UsageError("--format hf writes a model and takes no TREE; others need one")
-    if export_format == "hf":
-        _export_model(output, model or "draft", target, draft)
+    is_model = export_format in ("draft", "target")
+    if is_model == bool(tree_file):
+        raise click.UsageError("--format draft and target take no TREE; others need one")
+    if (target and not is_model) or (draft and export_format != "draft"):
+        raise click.UsageError("--target and --draft name models; a tree or a target has no draft")
+    if is_model:
+        _export_model(output, export_format, target, draft)
         return
-    if model or target or draft:
-        raise click.UsageError("--model, --target and --draft are for --format hf")
     assert tree_file
     tree = load_tree(tree_file)
     refuse_to_replace(output, tree_file)
@@ -72,16 +63,14 @@ def _export_model(output: str, role: str, target: str | None, draft: str | None)
     )
 
     if role == "target":
-        if draft is not None:
-            raise click.UsageError(f"--draft {draft}: --model target writes the target alone")
         draft = "none"
-    elif target is None:
-        draft = draft or DEFAULT_DRAFT
-    if role == "draft" and not (draft in EMBEDDED_DRAFTS or str(draft).endswith(".safetensors")):
-        raise click.UsageError(
-            f"--draft {draft}: expected a draft .safetensors file; other engines load a folder as "
-            "it is"
-        )
+    else:
+        draft = draft or ("" if target else DEFAULT_DRAFT)
+        if draft not in EMBEDDED_DRAFTS and not draft.endswith(".safetensors"):
+            raise click.UsageError(
+                f"--draft {draft}: expected a draft .safetensors file; other engines load a folder "
+                "as it is"
+            )
     with new_folder(output) as folder:
         if draft == DEFAULT_DRAFT:
             shutil.copytree(embedded_draft(draft), folder, dirs_exist_ok=True)

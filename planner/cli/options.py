@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,17 +15,8 @@ if TYPE_CHECKING:
 # The runtime imports torch, so its names are repeated here; a test compares the two.
 VERIFIERS = ["sequoia", "traversal", "specinfer", "spectr", "topk"]
 LINKS = ["host", "disk"]
-SETTINGS = {
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "draft_temperature": float,
-    "verifier": str,
-}
-"""The fields of `Sampling` -> what reads them."""
-RARE_SETTINGS = ("top_k", "min_p", "draft_temperature")
-"""Settings without an option of their own, which --sampling takes."""
+RARE_SETTINGS = {"top_k": int, "min_p": float, "draft_temperature": float}
+"""Fields of `Sampling` that --sampling takes -> what reads them."""
 
 Decorator = Callable[[Any], Any]
 
@@ -63,56 +54,48 @@ def set_threads(context: click.Context, parameter: click.Parameter, value: int |
         torch.set_num_threads(value)
 
 
-def parse_settings(
-    option: str, text: str, names: Collection[str] = tuple(SETTINGS)
+def read_rare_settings(
+    context: click.Context, parameter: click.Parameter, text: str | None
 ) -> dict[str, Any]:
-    """Parse "top_k=40,min_p=0.1"; "top-k" is read as "top_k"."""
+    """A callback that parses "top_k=40,min_p=0.1"; "top-k" is read as "top_k"."""
     values: dict[str, Any] = {}
-    for part in text.split(","):
+    for part in text.split(",") if text else ():
         name, _, value = part.strip().replace("-", "_").partition("=")
         try:
-            values[name] = {key: SETTINGS[key] for key in names}[name](value)
+            values[name] = RARE_SETTINGS[name](value)
         except (KeyError, ValueError):
-            raise click.UsageError(
-                f"{option} {text}: found {part.strip()!r}, "
-                f"expected NAME=VALUE with a NAME of {', '.join(names)}"
+            names = ", ".join(RARE_SETTINGS)
+            raise click.BadParameter(
+                f"found {part.strip()!r}, expected NAME=VALUE with a NAME of {names}"
             ) from None
     return values
 
 
-def read_rare_settings(
-    context: click.Context, parameter: click.Parameter, value: str | None
-) -> dict[str, Any]:
-    """A callback that reads --sampling."""
-    return parse_settings("--sampling", value, RARE_SETTINGS) if value else {}
+def sizes_option(name: str, parameter: str, maximum: int, text: str, **settings: Any) -> Decorator:
+    """An option that takes whole numbers with commas between: "4,1,16" gives [1, 4, 16]."""
+
+    def parse(_: click.Context, __: click.Parameter, value: str | None) -> list[int] | None:
+        """The numbers, each once; None where the option is not given."""
+        try:
+            sizes = sorted({int(part) for part in value.split(",")}) if value else None
+        except ValueError:
+            sizes = [0]
+        if sizes and not 0 < sizes[0] <= sizes[-1] <= maximum:
+            raise click.BadParameter(
+                f"found {value!r}, expected numbers from 1 to {maximum} with commas between"
+            )
+        return sizes
+
+    return click.option(name, parameter, metavar="N,N,...", callback=parse, help=text, **settings)
 
 
-def parse_contexts(text: str | None) -> list[int] | None:
-    """Parse the value of --context."""
-    return parse_sizes("--context", text, "numbers of tokens", 1 << 20, "512,4096")
-
-
-def parse_sizes(
-    option: str, text: str | None, what: str, maximum: int, example: str
-) -> list[int] | None:
-    """Parse an option's whole numbers: "4,1,16" gives [1, 4, 16], and None gives None."""
-    if text is None:
-        return None
-    parts = [part.strip() for part in text.split(",")]
-    # isdecimal: isdigit also takes superscripts, which int does not
-    if not all(part.isdecimal() and len(part) < 9 and 0 < int(part) <= maximum for part in parts):
-        raise click.UsageError(
-            f"{option} {text}: expected {what} from 1 to {maximum} with commas between, "
-            f"as {example}"
-        )
-    return sorted({int(part) for part in parts})
-
-
-def count_option(name: str, default: int | None, text: str) -> Decorator:
-    """An option that takes a whole number from 1 on."""
+def count_option(
+    *names: str, default: int | None, text: str, least: int = 1, most: int | None = None
+) -> Decorator:
+    """An option that takes a whole number."""
     return click.option(
-        name,
-        type=click.IntRange(min=1),
+        *names,
+        type=click.IntRange(least, most),
         default=default,
         show_default=default is not None,
         help=text,
@@ -136,18 +119,8 @@ def output_option(default: str, what: str) -> Decorator:
     )
 
 
-seed_option = click.option(
-    "--seed",
-    type=click.IntRange(0, 2**63 - 1),
-    default=0,
-    show_default=True,
-    help="Makes sampling repeatable.",
-)
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else there."
-)
-verbose_option = click.option(
-    "-v", "--verbose", is_flag=True, help="Print all that was measured or predicted."
 )
 tree_option = file_option(
     "--tree",
@@ -162,67 +135,55 @@ target_option = click.option(
     metavar="ID|DIR|FILE.gguf",
     help="Target model. [default: the embedded SmolLM2-135M-Instruct]",
 )
-_draft_option = click.option(
-    "--draft",
-    metavar="ID|DIR|FILE|int8|none",
-    help="Draft model; or a folder of an EAGLE or DFlash draft as published (its config.json says "
-    "which); or a draft .safetensors made for the target; or int8: a copy of the target in 8 bits "
-    "(a folder of that name is ./int8); or none, for trees that only look up; or "
-    "smollm2-135m-draft: the embedded language model of two layers. [default: "
-    "smollm2-135m-eagle3, the embedded draft that reads the target's hidden states]",
-)
-_device_option = click.option(
-    "--device",
-    type=click.Choice(["cpu", "cuda"]),
-    help="Where both models run. [default: cuda if there is one]",
-)
-_dtype_option = click.option(
-    "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-    default="auto",
-    show_default=True,
-    help="Of the weights; auto takes bfloat16 where the processor computes in it, else float32.",
-)
-_threads_option = click.option(
-    "--threads",
-    type=click.IntRange(1, 1024),
-    callback=set_threads,
-    help="Threads that compute on the CPU: no more than there are idle cores. "
-    "[default: one a core]",
-    expose_value=False,
-)
-_offload_option = click.option(
-    "--offload",
-    type=click.Choice(LINKS),
-    help="Stream the target's layers that do not fit, from the host's memory to a CUDA device or "
-    "from a file. [default: all in memory]",
-)
-_memory_option = click.option(
-    "--memory",
-    metavar="SIZE",
-    help="With --offload: what the target's weights, the draft and both KV caches may take, as "
-    "300MB or 24GB. [default: what is free]",
-)
 model_options = options(
     bundle(
         "models",
         target=target_option,
-        draft=_draft_option,
-        device=_device_option,
-        dtype=_dtype_option,
-        offload=_offload_option,
-        memory=_memory_option,
+        draft=click.option(
+            "--draft",
+            metavar="ID|DIR|FILE|int8|none",
+            help="Draft model; or a folder of an EAGLE or DFlash draft as published (its "
+            "config.json says which); or a draft .safetensors made for the target; or int8: a "
+            "copy of the target in 8 bits (a folder of that name is ./int8); or none, for trees "
+            "that only look up; or smollm2-135m-draft: the embedded language model of two layers. "
+            "[default: smollm2-135m-eagle3, the embedded draft that reads the target's hidden "
+            "states]",
+        ),
+        device=click.option(
+            "--device",
+            type=click.Choice(["cpu", "cuda"]),
+            help="Where both models run. [default: cuda if there is one]",
+        ),
+        dtype=click.option(
+            "--dtype",
+            type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+            default="auto",
+            show_default=True,
+            help="Of the weights; auto takes bfloat16 where the processor computes in it, else "
+            "float32.",
+        ),
+        offload=click.option(
+            "--offload",
+            type=click.Choice(LINKS),
+            help="Stream the target's layers that do not fit, from the host's memory to a CUDA "
+            "device or from a file. [default: all in memory]",
+        ),
+        memory=click.option(
+            "--memory",
+            metavar="SIZE",
+            help="With --offload: what the target's weights, the draft and both KV caches may "
+            "take, as 300MB or 24GB. [default: what is free]",
+        ),
     ),
-    _threads_option,
+    click.option(
+        "--threads",
+        type=click.IntRange(1, 1024),
+        callback=set_threads,
+        help="Threads that compute on the CPU: no more than there are idle cores. "
+        "[default: one a core]",
+        expose_value=False,
+    ),
 )
-
-
-def verifier_option(default: str) -> Decorator:
-    """`--verifier`, None where it is not given; the help says that `default` holds then."""
-    text = "The rule that accepts drafted tokens; see docs/verifiers.md."
-    return click.option(
-        "--verifier", type=click.Choice(VERIFIERS), help=f"{text} [default: {default}]"
-    )
 
 
 def sampling_options(default: str = "", verifier_default: str = "") -> Decorator:
@@ -246,7 +207,12 @@ def sampling_options(default: str = "", verifier_default: str = "") -> Decorator
         top_p=number(
             "--top-p", "1", "Sample from the most probable tokens that add up to this probability."
         ),
-        verifier=verifier_option(default or verifier_default),
+        verifier=click.option(
+            "--verifier",
+            type=click.Choice(VERIFIERS),
+            help="The rule that accepts drafted tokens; see docs/verifiers.md. "
+            f"[default: {default or verifier_default}]",
+        ),
         rare_settings=rare_settings,
     )
 
@@ -257,10 +223,10 @@ def read_sampling(
     """Sampling settings: those on the command line, else the tree's, else the defaults."""
     from sequoia_plan.runtime import Sampling
 
+    names = Sampling.__dataclass_fields__
+    settings = {name: value for name, value in (tree_settings or {}).items() if name in names}
     given = {name: value for name, value in values.items() if value is not None}
-    given |= given.pop("rare_settings", {})
-    of_tree = {name: value for name, value in (tree_settings or {}).items() if name in SETTINGS}
-    return Sampling(**(of_tree | given))
+    return Sampling(**(settings | given.pop("rare_settings", {}) | given))
 
 
 def check_outputs(output: str | None, report: str | None, *inputs: str | None) -> None:

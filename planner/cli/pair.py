@@ -75,22 +75,21 @@ def warn_if_foreign(plan: Plan, pair: Pair) -> None:
 
     for role, planned in plan.models.items():
         loaded = pair.metadata.get(role, {})
+        difference = None
         if not is_same_model(planned, loaded):
-            _warn_of_difference(role, planned.get("name"), loaded.get("name"))
+            difference = f"{role} {planned.get('name')}", loaded.get("name")
         elif planned.get("dtype") != loaded.get("dtype"):
-            _warn_of_difference(f"{role} in", planned.get("dtype"), loaded.get("dtype"))
+            difference = f"{role} in {planned.get('dtype')}", loaded.get("dtype")
         elif any(planned.get(key) != loaded.get(key) for key in PLACEMENT_KEYS):
-            _warn_of_difference(role, _placement_text(planned), _placement_text(loaded))
+            difference = f"{role} {_placement_text(planned)}", _placement_text(loaded)
+        if difference:
+            was, now = difference
+            warn(f"the tree was solved for the {was}, this is {now}; {NOT_PREDICTED}")
     if plan.latency:
         from sequoia_plan.profiler.hardware import differences, fingerprint
 
-        for difference in differences(plan.hardware, fingerprint(pair.target.device)):
-            warn(f"the tree was solved for another machine ({difference}); {NOT_PREDICTED}")
-
-
-def _warn_of_difference(role: str, planned: Any, loaded: Any) -> None:
-    """Warn of something that a tree was solved for and that is different now."""
-    warn(f"the tree was solved for the {role} {planned}, this is {loaded}; {NOT_PREDICTED}")
+        for hardware in differences(plan.hardware, fingerprint(pair.target.device)):
+            warn(f"the tree was solved for another machine ({hardware}); {NOT_PREDICTED}")
 
 
 def _placement_text(metadata: Mapping[str, Any]) -> str:

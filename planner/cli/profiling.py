@@ -13,18 +13,15 @@ from sequoia_plan.planner.cli.options import (
     json_option,
     model_options,
     output_option,
-    parse_contexts,
-    parse_settings,
     read_sampling,
     sampling_options,
-    verbose_option,
+    sizes_option,
 )
 from sequoia_plan.planner.cli.pair import load_pair, warn
 from sequoia_plan.planner.cli.terminal import print_json, progress
 
 if TYPE_CHECKING:
     from sequoia_plan.artifacts import Profile, TokenTree
-    from sequoia_plan.runtime import Sampling
 
 LATENCY_SECONDS = 45.0
 """Seconds for repeating latency measurements, at each context."""
@@ -33,25 +30,33 @@ MIN_FITTING_ACCEPTANCE = 0.02
 off by one, about a quarter is still accepted."""
 
 
+def read_percent(_: click.Context, __: click.Parameter, text: str) -> float:
+    """A callback that reads "2.5%" or "0.025" as 0.025."""
+    try:
+        fraction = float(text.rstrip("% ")) / (100 if text.rstrip().endswith("%") else 1)
+    except ValueError:
+        fraction = -1.0
+    if not 0 <= fraction < 1:
+        raise click.BadParameter(
+            f"found {text!r}, expected a percentage, as 2%, from 0% to below 100%"
+        )
+    return fraction
+
+
 @click.command()
 @model_options
 @sampling_options(verifier_default="traversal; at temperature 0, where both are equal, sequoia")
-@click.option(
-    "--also",
-    metavar="NAME=VALUE,...",
-    multiple=True,
-    help="A further setting, as temperature=0.6,top_p=0.9; written beside the output.",
-)
 @file_option(
     "--prompts",
     text="JSONL (text, messages or turns; kind) or plain text; every second is left for bench. "
     "[default: built-in]",
 )
-@count_option("--tokens", 64, "New tokens a prompt, at most.")
+@count_option("--tokens", default=64, text="New tokens a prompt, at most.")
 @click.option(
     "--precision",
     metavar="PERCENT",
     default="7%",
+    callback=read_percent,
     show_default=True,
     help="Stop once predicted tokens a step are known to within this, at 95 %.",
 )
@@ -62,32 +67,31 @@ off by one, about a quarter is still accepted."""
     "nodes, once solve has made one. [default: a tree of 10 nodes]",
     metavar="TREE",
 )
-@click.option(
+@sizes_option(
     "--context",
     "contexts",
-    metavar="N,N,...",
+    1 << 20,
     default="128",
     show_default=True,
-    help="Tokens in the KV cache when latency is measured; of several, as 512,4096, each has a "
+    text="Tokens in the KV cache when latency is measured; of several, as 512,4096, each has a "
     "profile of its own, written beside the output.",
 )
 @output_option("profile.yaml", "profile")
-@verbose_option
 @json_option
 def profile(
     models: dict[str, Any],
     sampling: dict[str, Any],
-    also: tuple[str, ...],
     prompts: str | None,
     tokens: int,
-    precision: str,
+    precision: float,
     tree_file: str | None,
-    contexts: str,
+    contexts: list[int],
     output: str,
-    verbose: bool,
     as_json: bool,
 ) -> None:
     """Measure acceptance and latency on this machine. A killed run goes on where it was."""
+    from dataclasses import replace
+
     from sequoia_plan.artifacts.files import check_writable, refuse_to_replace
     from sequoia_plan.artifacts.prompts import built_in, load, measuring_half
     from sequoia_plan.planner.report.profile_summary import describe_profile
@@ -95,19 +99,12 @@ def profile(
     from sequoia_plan.profiler.journal import discard, exclusive, journal_of
     from sequoia_plan.profiler.prompts import check_lengths
 
-    # The first setting is that of the options; each --also changes some of its values.
-    further = [parse_settings("--also", text) for text in also]
-    samplings = [_sampling(sampling | values) for values in ({}, *further)]
-    relative_precision = _read_percent(precision)
+    settings = read_sampling(sampling)
+    if sampling["verifier"] is None:  # the best one, or the simplest where all agree
+        settings = replace(settings, verifier="sequoia" if settings.greedy else "traversal")
     tree = _read_tree(tree_file) if tree_file else None
-    context_sizes = parse_contexts(contexts) or []
-    outputs = [
-        Path(output).with_stem("-".join([Path(output).stem, *setting, *context]))
-        for context in ([], *([f"context={size}"] for size in context_sizes[1:]))
-        for setting in ([], *([text] for text in also))
-    ]
-    if len(set(outputs)) < len(outputs):
-        raise click.UsageError(f"--also {also[-1]}: given twice")
+    further = [f"{Path(output).stem}-context={size}" for size in contexts[1:]]
+    outputs = [Path(output), *map(Path(output).with_stem, further)]
     for path in outputs:
         refuse_to_replace(path, prompts, tree_file)
         check_writable(path)
@@ -131,13 +128,13 @@ def profile(
         profiles = measure(
             pair,
             measured_prompts,
-            samplings,
+            [settings],
             LATENCY_SECONDS,
-            context_sizes,
+            contexts,
             on_size=on_size,
             on_prompt=on_prompt,
             tree=tree,
-            precision=relative_precision,
+            precision=precision,
             tokens_per_prompt=tokens,
             journal=journal,
         )
@@ -156,18 +153,9 @@ def profile(
         print_json(main_entry | ({"also": entries} if entries else {}))
         return
     for path, measured in zip(outputs, profiles, strict=True):
-        for line in describe_profile(measured, verbose):
+        for line in describe_profile(measured):
             click.echo(line)
         click.echo(f"wrote {path}; next: sequoia-plan solve {path}")
-
-
-def _sampling(values: dict[str, Any]) -> Sampling:
-    """Sampling settings; where no verifier is named, the best one, or the simplest if all agree."""
-    from dataclasses import replace
-
-    sampling = read_sampling(values)
-    default = "sequoia" if sampling.greedy else "traversal"
-    return replace(sampling, verifier=values.get("verifier") or default)
 
 
 def _read_tree(path: str) -> TokenTree:
@@ -201,16 +189,3 @@ def _json_entry(path: Path, profile: Profile) -> dict[str, Any]:
 
         entry["lookup"] = [summary._asdict() for summary in class_summaries(profile.lookup)]
     return entry
-
-
-def _read_percent(text: str) -> float:
-    """Parse the value of --precision: "2.5%" or "0.025" is 0.025."""
-    try:
-        fraction = float(text.rstrip("% ")) / (100 if text.rstrip().endswith("%") else 1)
-    except ValueError:
-        fraction = -1.0
-    if not 0 <= fraction < 1:
-        raise click.UsageError(
-            f"--precision {text}: expected a percentage, as 2%, from 0% to below 100%"
-        )
-    return fraction

@@ -37,8 +37,8 @@ PLAN_KEYS = (
 
 @click.command()
 @click.argument("profile_file", metavar="[PROFILE]", type=click.Path(), required=False)
-@count_option("--budget", 768, "Nodes, the root included.")
-@count_option("--depth", 20, "Levels, the root's included.")
+@count_option("--budget", default=768, text="Nodes, the root included.")
+@count_option("--depth", default=20, text="Levels, the root's included.")
 @click.option(
     "--objective",
     type=click.Choice(["speed", "tokens"]),

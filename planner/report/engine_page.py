@@ -15,10 +15,11 @@ from sequoia_plan.planner.report.engine_table import (
     parts_and_batches,
     plan_acceptance_lines,
     prediction_errors,
-    table_rows,
+    table,
 )
 from sequoia_plan.planner.report.html import HEIGHT, Plot, document, figures
 from sequoia_plan.planner.report.panels import AMBER, BLUE, GREEN
+from sequoia_plan.planner.report.tables import html_facts, html_paragraphs, html_table
 
 ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 MAX_TICKS = 12
@@ -34,23 +35,27 @@ def engine_page(plan: EnginePlan) -> str:
         + "".join(f"<p><code>{escape(line)}</code></p>" for line in lines)
         for purpose, lines in launch_groups(plan)
     )
-    sections = (
-        f"<h1>{escape(title)}</h1>",
-        _paragraphs("finding", finding_sentences),
-        launch_lines,
-        figures(_plots(plan)),
-        _paragraphs("soft", prediction_errors(plan)),
-        _cells_table(plan),
-        _paragraphs("soft", plan_acceptance_lines(plan)),
-        "<h2>What it was measured with</h2>",
-        _settings_table(plan),
+    body = (
+        f"<h1>{escape(title)}</h1>"
+        + html_paragraphs("finding", *finding_sentences)
+        + launch_lines
+        + figures(_plots(plan))
+        + html_paragraphs("soft", *prediction_errors(plan))
+        + html_table(table(plan))
+        + html_paragraphs("soft", f"{COLUMNS_NOTE}.", *plan_acceptance_lines(plan))
+        + html_facts(
+            {
+                "engine": f"{plan.engine} {plan.engine_version}",
+                "target": plan.target,
+                "draft": plan.draft,
+                "method": plan.method,
+                "made by": plan.tool,
+                **plan.settings,
+                "measured in": plan.seconds and f"{plan.seconds:.0f} s",
+            }
+        )
     )
-    return document(title, "".join(sections))
-
-
-def _paragraphs(css_class: str, texts: list[str]) -> str:
-    """Each text as an HTML paragraph of a class of the style sheet."""
-    return "".join(f'<p class="{css_class}">{escape(text)}</p>' for text in texts)
+    return document(title, body)
 
 
 def throughput_panel(part: ContextPlan, batch: int, axes: Any) -> None:
@@ -107,37 +112,3 @@ def _plots(plan: EnginePlan) -> list[Plot]:
         )
         for part, batch in parts_and_batches(plan)
     ]
-
-
-def _cells_table(plan: EnginePlan) -> str:
-    """The predictions as an HTML table, with the best ones highlighted."""
-    rows = table_rows(plan)
-    table = "".join(f"<th>{escape(name)}</th>" for name in rows[0][1])
-    for is_best, texts in rows:
-        columns = "".join(f"<td>{escape(text)}</td>" for text in texts.values())
-        highlight = ' class="mine"' if is_best else ""
-        table += f"<tr{highlight}>{columns}</tr>"
-    return (
-        f'<div class="wide"><table class="figures">{table}</table></div>'
-        f'<p class="soft">{COLUMNS_NOTE}.</p>'
-    )
-
-
-def _settings_table(plan: EnginePlan) -> str:
-    """Engine, models and settings of the measurement as an HTML table."""
-    settings = {
-        "engine": f"{plan.engine} {plan.engine_version}".strip(),
-        "target": plan.target,
-        "draft": plan.draft,
-        "method": plan.method,
-        "made by": plan.tool,
-    }
-    settings |= {name: str(value) for name, value in plan.settings.items()}
-    if plan.seconds:
-        settings["measured in"] = f"{plan.seconds:.0f} s"
-    rows = "".join(
-        f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>"
-        for name, text in settings.items()
-        if text
-    )
-    return f'<div class="wide"><table class="facts">{rows}</table></div>'

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sequoia_plan.engines.plan import Cell, ChainAcceptance, ContextPlan, EnginePlan, MeasuredCell
+from sequoia_plan.planner.report.tables import Table, print_lines, print_table
 
-MAX_TABLE_WIDTH = 200
-"""Columns of the terminal that a table may take: a wider one is wrapped by it, not cut off."""
 COLUMNS_NOTE = (
     "K: speculative tokens; predicted, measured: generated tokens a second; "
     "~: on the line through two timed steps"
@@ -27,10 +26,7 @@ def kind_of_request(part: ContextPlan, batch: int) -> str:
 
 
 def findings(plan: EnginePlan) -> list[str]:
-    """Describes the best number of speculative tokens and its gain, for each kind of request.
-
-    If the plan has several contexts, the last sentences say where the best number changes.
-    """
+    """Describes the best number of speculative tokens and its gain, for each kind of request."""
     sentences = []
     for part, batch in parts_and_batches(plan):
         best = part.best_cell(batch)
@@ -45,18 +41,7 @@ def findings(plan: EnginePlan) -> list[str]:
             loss = f"{_name(next_best)} would be {next_best.speedup:.2f} times as fast"
             finding = f"do not speculate ({_speed(plain)}; {loss})"
         sentences.append(f"{kind_of_request(part, batch)}: {finding}")
-    if len(plan.contexts) > 1:
-        sentences += [_change_with_context(plan, batch) for batch in plan.contexts[0].batches]
     return sentences
-
-
-def _change_with_context(plan: EnginePlan, batch: int) -> str:
-    """Describes how the best number of speculative tokens depends on the context."""
-    best = {part.context: _name(part.best_cell(batch)) for part in plan.contexts}
-    if len(set(best.values())) == 1:
-        return f"batch {batch}: the best number is the same at every context"
-    changes = ", ".join(f"{name} at {context}" for context, name in best.items())
-    return f"batch {batch}: the best number changes with the context: {changes}"
 
 
 def prediction_errors(plan: EnginePlan) -> list[str]:
@@ -76,30 +61,28 @@ def prediction_errors(plan: EnginePlan) -> list[str]:
     return sentences
 
 
-def table_rows(plan: EnginePlan) -> list[tuple[bool, dict[str, str]]]:
-    """For each cell whether it is the best of its kind of request, and its texts by column.
-
-    Columns that no cell has a text for are left out.
-    """
-    rows = []
+def table(plan: EnginePlan) -> Table:
+    """A row for each cell, the best of each kind of request marked; empty columns are left out."""
+    rows, is_best = [], []
     for part, batch in parts_and_batches(plan):
         best = part.best_cell(batch)
         for cell in part.cells_at(batch):
-            measured = cell.measured
-            texts = {
-                "context": str(part.context or ""),
-                "batch": str(batch),
-                "K": str(cell.speculative_tokens),
-                "setting": cell.variant,
-                "tokens/step": f"{cell.tokens_per_step:.2f}",
-                "step": f"{'' if cell.is_timed else '~'}{cell.seconds * 1000:.1f} ms",
-                "predicted": _with_range(cell),
-                "measured": _with_range(measured) if measured else "",
-                "over K=0": f"{cell.speedup:.2f}x",
-            }
-            rows.append((cell == best, texts))
-    columns = [name for name in rows[0][1] if any(texts[name] for _, texts in rows)]
-    return [(is_best, {name: texts[name] for name in columns}) for is_best, texts in rows]
+            rows.append(
+                {
+                    "context": str(part.context or ""),
+                    "batch": str(batch),
+                    "K": str(cell.speculative_tokens),
+                    "setting": cell.variant,
+                    "tokens/step": f"{cell.tokens_per_step:.2f}",
+                    "step": f"{'' if cell.is_timed else '~'}{cell.seconds * 1000:.1f} ms",
+                    "predicted": _with_range(cell),
+                    "measured": _with_range(cell.measured) if cell.measured else "",
+                    "over K=0": f"{cell.speedup:.2f}x",
+                }
+            )
+            is_best.append(cell == best)
+    columns = [name for name in rows[0] if any(row[name] for row in rows)]
+    return Table(columns, [[row[name] for name in columns] for row in rows], is_best)
 
 
 def launch_groups(plan: EnginePlan) -> list[tuple[str, Sequence[str]]]:
@@ -156,27 +139,12 @@ def plan_acceptance_lines(plan: EnginePlan) -> list[str]:
     return lines
 
 
-def print_plan(plan: EnginePlan, verbose: bool) -> None:
-    """Prints the findings and the options to start the engine with; verbose, the table as well."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    lines = [*findings(plan), *prediction_errors(plan)]
+def print_plan(plan: EnginePlan) -> None:
+    """Prints the predictions, the findings and the options to start the engine with."""
+    print_table(table(plan))
+    print_lines([COLUMNS_NOTE, *plan_acceptance_lines(plan), *findings(plan)])
+    print_lines(prediction_errors(plan))
     if plan.engine == "sglang":
-        lines.append("from logs and responses: no SGLang was run")
+        print_lines(["from logs and responses: no SGLang was run"])
     for purpose, options in launch_groups(plan):
-        lines += [purpose, *options] if purpose else options
-    if verbose:
-        rows = table_rows(plan)
-        table = Table(*rows[0][1], box=box.SIMPLE, padding=(0, 1, 0, 0))
-        for column in table.columns:
-            column.no_wrap, column.justify = True, "right"
-        for is_best, texts in rows:
-            table.add_row(*texts.values(), style="bold" if is_best else None)
-        full_width = console.measure(table, options=console.options.update(width=MAX_TABLE_WIDTH))
-        Console(highlight=False, width=max(console.width, full_width.maximum)).print(table)
-        lines = [COLUMNS_NOTE, *plan_acceptance_lines(plan), *lines]
-    for line in lines:
-        console.print(line, soft_wrap=True, markup=False)
+        print_lines(filter(None, [purpose, *options]))

@@ -1,24 +1,29 @@
-"""The drawings of a tree and its plan; each draws onto given axes in matplotlib's current style."""
+"""The drawings of a tree, its plan and bench's results, each onto axes in the current style."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
 from typing import Any
 
 import numpy as np
 
-from sequoia_plan.artifacts import Acceptance, TokenTree
+from sequoia_plan.artifacts import Acceptance, BenchResult, Plan, TokenTree
 from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.artifacts.expected_tokens import expected_tokens, node_values
-from sequoia_plan.artifacts.step_time import StepTime
+from sequoia_plan.artifacts.plan import MatchPlan
+from sequoia_plan.planner.report.bench_table import TREE_METHODS, speedups_over_plain
 from sequoia_plan.planner.solving.baselines import baseline
-from sequoia_plan.planner.solving.tokens.frontier import frontier, max_budget, most_tokens
+from sequoia_plan.planner.solving.tokens.frontier import max_budget, most_tokens
 
 GREEN, AMBER, BLUE, PURPLE, RED = "#2f9d5f", "#c0803a", "#5b8fc6", "#a86fb8", "#d1495b"
 """Colours that are readable on white and on black."""
-EDGE_COLOUR, LABEL_COLOUR = "#8fa297", "#22302a"
+EDGE_COLOUR = "#8fa297"
 
 MAX_LEVEL_TICKS = 12
+MAX_LEVELS_DRAWN = 10
+"""The end of a deeper tree by match, which is a looked-up chain, is not drawn."""
+MAX_TITLE_COLUMNS = 20
+"""Characters in a line of a method's title."""
 BASELINES = {
     "complete k-ary, best k": ["k-ary:2", "k-ary:3", "k-ary:4", "k-ary:8"],
     "k chains, best k": ["chains:2", "chains:4", "chains:8", "chains:16"],
@@ -62,12 +67,8 @@ def tree_panel(tree: TokenTree, axes: Any) -> None:
     acceptance = tree.plan.acceptance
     values = node_values(tree, acceptance.rates) if acceptance else np.ones(tree.size)
     scale = min(1.0, 30 / tree.level_widths.max())  # smaller nodes where the levels are wide
-    segments: Any = []
-    if tree.size > 1:
-        parent_points = points[tree.parents[1:]]
-        segments = np.stack([points[1:], parent_points], axis=1)
-    edge_width = 0.3 + 0.6 * scale
-    edges = LineCollection(segments, colors=EDGE_COLOUR, linewidths=edge_width, zorder=1)
+    segments: Any = np.stack([points[1:], points[tree.parents[1:]]], axis=1)
+    edges = LineCollection(segments, colors=EDGE_COLOUR, linewidths=0.3 + 0.6 * scale, zorder=1)
     axes.add_collection(edges)
     axes.scatter(
         *points.T,
@@ -113,7 +114,13 @@ def tokens_panel(tree: TokenTree, axes: Any) -> None:
         label="this acceptance's best tree",
     )
     for (label, names), colour in zip(BASELINES.items(), (AMBER, BLUE, PURPLE), strict=True):
-        tokens = [_best_baseline_tokens(names, int(size), depth, acceptance) for size in sizes]
+        tokens = [
+            max(
+                expected_tokens(baseline(name, int(size), depth), acceptance.rates)
+                for name in names
+            )
+            for size in sizes
+        ]
         never_falling = np.maximum.accumulate(tokens)  # nodes that do not help can be left out
         axes.plot(sizes, never_falling, color=colour, linewidth=1.8, label=label)
     axes.scatter(
@@ -133,14 +140,6 @@ def tokens_panel(tree: TokenTree, axes: Any) -> None:
     axes.legend(loc="upper left")
 
 
-def _best_baseline_tokens(
-    names: Sequence[str], size: int, depth: int, acceptance: Acceptance
-) -> float:
-    """Expected tokens a step of the best of the named baselines within a size and a depth."""
-    trees = [baseline(name, size, depth) for name in names]
-    return max(expected_tokens(tree, acceptance.rates) for tree in trees)
-
-
 def latency_panel(tree: TokenTree, axes: Any) -> None:
     """Draw milliseconds of the target's and the draft's pass against the tokens in it, log-log."""
     latency = tree.plan.latency
@@ -151,99 +150,89 @@ def latency_panel(tree: TokenTree, axes: Any) -> None:
         sizes, milliseconds = points[:, 0], 1000 * points[:, 1]
         axes.plot(sizes, milliseconds, "o-", markersize=4, color=colour, label=role)
     axes.axvline(tree.size, color=RED, linewidth=1.5, linestyle=":", label="this tree's size")
-    axes.set_yscale("log")
-    _set_log_ticks(axes.yaxis)
+    _set_log2_scale(axes.yaxis)
     _set_log2_scale(axes.xaxis)
     axes.set(xlabel="tokens in the pass", ylabel="milliseconds")
     axes.grid(axis="y", linewidth=0.8)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
 
 
-def speed_panel(tree: TokenTree, axes: Any) -> None:
-    """Draw the highest speed-up that a tree of each size and depth can have, and mark this tree."""
-    plan, step_time = tree.plan, StepTime.from_measured(tree.plan)
-    assert step_time is not None and plan.acceptance is not None
-    max_depth = min(max(plan.depth or 0, tree.depth, 2), 2 * tree.depth + 2)
-    max_size = max(
-        tree.size,
-        min(
-            step_time.largest_size(),
-            max(16, 4 * tree.size),
-            plan.budget or 64,
-        ),
-    )
-    max_size = min(max_size, max_budget(plan.acceptance.at_depth(max_depth)))
-    # for 1, 2, ... levels: expected tokens of the best tree of 1, 2, ... nodes
-    tokens_by_depth = frontier(plan.acceptance, max_size, max_depth, plan.branching).values
-    speedups = np.full((max_depth, max_size), np.nan)
-    for depth, tokens in enumerate(tokens_by_depth, 1):
-        sizes = np.arange(depth, len(tokens) + 1)  # `depth` levels have at least as many nodes
-        plain_seconds = tokens[depth - 1 :] * step_time.plain_seconds()  # for as many tokens
-        step_seconds = step_time.min_step_seconds(sizes, depth)
-        speedups[depth - 1, depth - 1 : len(tokens)] = plain_seconds / step_seconds
-    # 0.71 is as far below 1 as 1.5 (about 1 / 0.71) is above it on the logarithmic axis.
-    size_edges = np.append(0.71, np.arange(1, max_size + 1) + 0.5)
-    depth_edges = np.arange(max_depth + 1) + 0.5
-    image = axes.pcolormesh(
-        size_edges, depth_edges, np.ma.masked_invalid(speedups), cmap="YlGn", rasterized=True
-    )
-    colour_bar = axes.figure.colorbar(image, ax=axes, label="speed-up over plain decoding, at most")
-    colour_bar.outline.set_visible(False)
-    axes.scatter(
-        [tree.size],
-        [tree.depth],
-        marker="*",
-        s=260,
-        color=RED,
-        edgecolors="white",
-        linewidths=1.2,
-        zorder=3,
-        clip_on=False,
-    )
-    if plan.predicted_speedup:
-        _label_speedup(tree, plan.predicted_speedup, max_size, max_depth, axes)
-    _set_log2_scale(axes.xaxis)
-    axes.yaxis.get_major_locator().set_params(integer=True)
-    axes.set(xlabel="nodes", ylabel="depth (levels)")
+def trees_by_match_panel(tree: TokenTree, axes: Any) -> None:
+    """Draw the tree of each class of match, with its share of steps above it.
+
+    Trees that are equal are drawn once, with the shortest matches of all their classes.
+    """
+    axes.set_axis_off()
+    parts_of_tree: dict[TokenTree, list[MatchPlan]] = {}  # classes may share a tree
+    for part in tree.plan.by_match:
+        parts_of_tree.setdefault(tree.for_match(part.match_length), []).append(part)
+    width = 1 / len(parts_of_tree)
+    for number, (class_tree, parts) in enumerate(parts_of_tree.items()):
+        inset = axes.inset_axes((number * width, 0, 0.85 * width, 0.76))
+        tree_panel(_without_end_of_chain(class_tree, parts[0].acceptance), inset)
+        inset.set(ylim=(0.6 - MAX_LEVELS_DRAWN, 0.4), ylabel="", yticks=[])
+        inset.margins(x=0.4)
+        lengths = [f"{part.match_length}+" if part.match_length else "none" for part in parts]
+        lines = [
+            f"match: {' or '.join(lengths)}",
+            f"{sum(part.share for part in parts):.0%} of steps",
+            f"{class_tree.size} nodes",
+            "looked up" if class_tree.looks_up else "drafted",
+        ]
+        inset.set_title("\n".join(lines), fontsize=10)
 
 
-def _label_speedup(
-    tree: TokenTree, speedup: float, max_size: int, max_depth: int, axes: Any
-) -> None:
-    """Write the predicted speed-up beside the tree's mark, on the side that has room."""
-    is_on_the_right = tree.size > max_size**0.5  # the middle of the logarithmic axis
-    is_at_the_top = tree.depth > 0.8 * max_depth
-    axes.annotate(
-        f"{speedup:.2f}x",
-        (tree.size, tree.depth),
-        (-12 if is_on_the_right else 12, -8 if is_at_the_top else 8),
-        textcoords="offset points",
-        ha="right" if is_on_the_right else "left",
-        va="top" if is_at_the_top else "bottom",
-        color=LABEL_COLOUR,
-        weight="bold",
-        bbox={
-            "facecolor": "white",
-            "edgecolor": "none",
-            "alpha": 0.85,
-            "boxstyle": "round,pad=0.2",
-        },
-    )
+def _without_end_of_chain(tree: TokenTree, acceptance: Acceptance) -> TokenTree:
+    """The first `MAX_LEVELS_DRAWN` levels of a tree, with the acceptance that its nodes have."""
+    size = int(tree.level_offsets[min(tree.depth, MAX_LEVELS_DRAWN)])
+    return TokenTree(tree.parents[:size], Plan(acceptance=acceptance), tree.looks_up)
+
+
+def speedups_by_kind_panel(tree: TokenTree, axes: Any) -> None:
+    """Draw the predicted speed-up of each kind of prompts, the highest at the top."""
+    ratios = sorted(tree.plan.speedup_by_kind.items(), key=lambda item: item[1])
+    kinds, speedups = zip(*ratios, strict=True)
+    bars = axes.barh(kinds, speedups, color=GREEN)
+    axes.bar_label(bars, fmt="%.2fx", padding=3)
+    axes.axvline(1, linewidth=1.2, color=EDGE_COLOUR)
+    axes.set(xlabel="times plain decoding, predicted", xlim=(0, 1.15 * max(speedups)))
+    axes.tick_params(axis="y", length=0)
+
+
+def speedups_panel(result: BenchResult, axes: Any) -> None:
+    """Draw the speed-up over plain decoding of every method, a row for each.
+
+    A dot with a bar is the measured speed-up and its 95 % interval, a diamond the predicted one.
+    """
+    from matplotlib import rcParams
+
+    ratios = speedups_over_plain(result)
+    methods = [result.methods[name] for name in ratios]
+    rows = range(len(ratios))
+    medians = np.array([ratio.median for ratio in ratios.values()])
+    ends = np.array([(ratio.interval_low, ratio.interval_high) for ratio in ratios.values()]).T
+    errors = np.maximum(0, [[-1], [1]] * (ends - medians))
+    axes.errorbar(medians, rows, xerr=errors, fmt="o", color=BLUE, capsize=2.5, label="measured")
+    predictions = [method.prediction and method.prediction.speedup for method in methods]
+    if any(predictions):
+        predicted = [prediction or np.nan for prediction in predictions]
+        axes.plot(predicted, rows, "D", color=BLUE, markerfacecolor="none", label="predicted")
+    axes.axvline(1, color=rcParams["text.color"], linewidth=0.8)
+    titles = [textwrap.fill(method.title, MAX_TITLE_COLUMNS, max_lines=2) for method in methods]
+    axes.set_yticks(rows, titles)
+    for name, text in zip(ratios, axes.get_yticklabels(), strict=True):
+        text.set_fontweight("bold" if name in TREE_METHODS else "normal")
+    axes.set(ylim=(len(ratios) - 0.5, -0.5), xlabel="times plain decoding")
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", linewidth=0.8)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
 
 
 def _set_log2_scale(axis: Any) -> None:
-    """Make the x axis logarithmic with ticks at 1, 2, 4, ..., written as plain numbers."""
-    axis.axes.set_xscale("log", base=2)
-    axis.set_major_formatter(lambda x, _: f"{x:g}")
-
-
-def _set_log_ticks(axis: Any) -> None:
-    """Give a logarithmic axis ticks at 1, 2, 5, 10, ..., written as plain numbers."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    axis.set_major_locator(LogLocator(10, (1.0, 2.0, 5.0), numticks=12))
-    axis.set_major_formatter(lambda y, _: f"{y:g}")
-    axis.set_minor_formatter(NullFormatter())
+    """Make an axis logarithmic with ticks at 1, 2, 4, ..., written as plain numbers."""
+    set_scale = axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale
+    set_scale("log", base=2)
+    axis.set_major_formatter(lambda number, _: f"{number:g}")
 
 
 def _horizontal_places(tree: TokenTree) -> Floats:
@@ -252,25 +241,16 @@ def _horizontal_places(tree: TokenTree) -> Floats:
 
     Returns float64 [size].
     """
-    num_leaves = np.where(tree.child_count == 0, 1, 0)  # of each node's subtree
-    for node in range(tree.size - 1, 0, -1):
-        num_leaves[tree.parents[node]] += num_leaves[node]
-
-    leftmost = np.zeros(tree.size)  # x of the first leaf of each node's subtree
-    for node in range(1, tree.size):
-        before = node - 1
-        is_sibling = before > 0 and tree.parents[before] == tree.parents[node]
-        if is_sibling:
-            leftmost[node] = leftmost[before] + num_leaves[before]
-        else:
-            leftmost[node] = leftmost[tree.parents[node]]
-
     places = np.zeros(tree.size)
-    for node in range(tree.size - 1, -1, -1):
-        first_child, num_children = int(tree.first_child[node]), int(tree.child_count[node])
-        if num_children:
-            last_child = first_child + num_children - 1
-            places[node] = (places[first_child] + places[last_child]) / 2
-        else:
-            places[node] = leftmost[node]
+    num_leaves = 0
+    waiting = [0]
+    while waiting:  # in preorder: a node's children wait before what waited already
+        node = waiting.pop()
+        first, count = int(tree.first_child[node]), int(tree.child_count[node])
+        waiting.extend(range(first + count - 1, first - 1, -1))
+        if not count:
+            places[node], num_leaves = num_leaves, num_leaves + 1
+    for node in np.flatnonzero(tree.child_count)[::-1]:
+        first = tree.first_child[node]
+        places[node] = (places[first] + places[first + tree.child_count[node] - 1]) / 2
     return places

@@ -12,6 +12,7 @@ from sequoia_plan.artifacts.expected_tokens import node_values
 from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, Interval, Plan
 from sequoia_plan.artifacts.step_time import memory_gain
 from sequoia_plan.artifacts.uncertainty import MIN_KINDS
+from sequoia_plan.planner.report.tables import print_lines
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -35,8 +36,7 @@ def print_summary(tree: TokenTree) -> None:
     for role, model in plan.models.items():
         dtype = f" ({model['dtype']})" if model.get("dtype") else ""
         lines.append(_line(role, f"{model.get('name')}{dtype}"))
-    for line in lines:
-        console.print(line, soft_wrap=True, markup=False)
+    print_lines(lines)
     acceptance_by_length = {0: plan.acceptance}
     acceptance_by_length |= {part.match_length: part.acceptance for part in plan.by_match}
     for match_length, class_tree in tree.portfolio.items():
@@ -64,12 +64,13 @@ def describe_prediction(plan: Plan) -> Iterator[str]:
         text = f"{plan.tree_speedup:.3f}x with the fastest single tree on the same texts"
         yield _line("without prompt lookup", text)
     if plan.gap is not None:
-        what = "other trees by match" if plan.by_match else "other tree"
-        faster = "is faster" if what == "other tree" else "are faster"
-        if plan.gap >= OPTIMALITY_TOLERANCE:  # a smaller gap is rounding
-            # the gap is relative to the bound, and the text is relative to this tree
-            faster = faster.replace("faster", f"more than {plan.gap / (1 - plan.gap):.2%} faster")
-        yield _line("proven", f"by these measurements, no {what} within the limits {faster}")
+        what = "other trees by match within the limits are"
+        if not plan.by_match:
+            what = "other tree within the limits is"
+        # the gap is relative to the bound, the text to this tree; a smaller gap is rounding
+        is_gap = plan.gap >= OPTIMALITY_TOLERANCE
+        more = f"more than {plan.gap / (1 - plan.gap):.2%} " if is_gap else ""
+        yield _line("proven", f"by these measurements, no {what} {more}faster")
 
 
 def _describe_details(plan: Plan) -> Iterator[str]:
@@ -124,12 +125,8 @@ def _at_least(match_length: int) -> str:
 
 def _describe_interval(interval: Interval) -> str:
     """The intervals of expected tokens and of speed-up, as "3.1 to 3.4 tokens a step, ..."."""
-    parts = []
-    if interval.expected_tokens:
-        parts.append(f"{_low_to_high(interval.expected_tokens)} tokens a step")
-    if interval.predicted_speedup:
-        parts.append(f"{_low_to_high(interval.predicted_speedup)}x")
-    return f"{', '.join(parts)} (95 %)"
+    ends = (interval.expected_tokens, " tokens a step"), (interval.predicted_speedup, "x")
+    return ", ".join(_low_to_high(pair) + unit for pair, unit in ends if pair) + " (95 %)"
 
 
 def _in_parentheses(ends: tuple[float, float] | None) -> str:

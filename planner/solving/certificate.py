@@ -77,19 +77,13 @@ def check(
         The expected tokens, the bound, what proves it, and the best node to add.
 
     Raises:
-        SequoiaPlanError: if a node comes before its parent, or the tree exceeds the limits.
+        SequoiaPlanError: if the tree exceeds the limits.
     """
-    parents = tree.parents
-    is_in_order = (parents[1:] >= 0).all() and (parents[1:] < np.arange(1, tree.size)).all()
-    if parents[0] != -1 or not is_in_order:
-        raise SequoiaPlanError("token tree: a node comes before its parent")
     rows = Acceptance.given(acceptance).at_depth(depth or tree.depth, branching)
     limits = (("depth", tree.depth, len(rows) + 1), ("branching", tree.branching, rows.shape[2]))
     for name, value, limit in limits:
         if value > limit:
             raise SequoiaPlanError(f"token tree: {name} {value}, expected at most {limit}")
-    if len(rows) == 0:  # the limits allow no tree but the root alone
-        return Certificate(1.0, 1.0, "best node left out", True, None)
     values = node_values(tree, rows)
     tokens = math.fsum(values)
     next_node = best_addition(tree, rows)

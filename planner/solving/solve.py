@@ -10,11 +10,11 @@ from typing import Any
 from sequoia_plan.artifacts import Acceptance, ArgumentError, Plan, Profile, TokenTree
 from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.artifacts.plan import provenance, tool_version
-from sequoia_plan.artifacts.prediction import predict, predict_portfolio
+from sequoia_plan.artifacts.prediction import predict
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner.solving.certificate import check
-from sequoia_plan.planner.solving.match.kinds import figures_by_kind
-from sequoia_plan.planner.solving.match.portfolio import Limits, SolvedPortfolio, solve_portfolio
+from sequoia_plan.planner.solving.match.by_match import trees_by_match
+from sequoia_plan.planner.solving.match.portfolio import Limits
 from sequoia_plan.planner.solving.match.replay import MAX_RUN
 from sequoia_plan.planner.solving.noise import intervals
 from sequoia_plan.planner.solving.speed.fastest import MAX_WORK, fastest_tree
@@ -103,11 +103,9 @@ def solve(
     rows = profile.acceptance.at_depth(limits.drafted_depth, branching)
     solver = "branch and bound" if times else pick_solver(rows, budget)
     tree, speed_bound = _best_tree(rows, budget, times)
-    replayed_speed = None
+    replayed_speedup = None
     if by_match and times:
-        portfolio = solve_portfolio(profile, tree, times, limits)
-        tree, replayed_speed = portfolio.tree, portfolio.replayed_speed
-        figures = _portfolio_figures(portfolio, profile, times)
+        tree, figures, replayed_speedup = trees_by_match(profile, tree, times, limits)
     else:
         figures = _tree_figures(tree, speed_bound, profile, times, limits)
     plan = Plan(
@@ -120,9 +118,6 @@ def solve(
         solver=solver,
     )
     tree = TokenTree(tree.parents, plan, by_match=tree.by_match)
-    replayed_speedup = None
-    if replayed_speed and times:
-        replayed_speedup = replayed_speed * times.plain_seconds()
     return Solution(tree, time.perf_counter() - started, replayed_speedup)
 
 
@@ -177,23 +172,4 @@ def _tree_figures(
         "speedup_bound": speed_bound * times.plain_seconds() if times else None,
         "interval": interval,
         "interval_new_kind": interval_new_kind,
-    }
-
-
-def _portfolio_figures(
-    portfolio: SolvedPortfolio, profile: Profile, times: StepTime
-) -> dict[str, Any]:
-    """The plan's predictions and proofs of trees by match, and their figures by kind of prompts."""
-    prediction = predict_portfolio(portfolio.tree, portfolio.by_match, times)
-    by_kind = figures_by_kind(profile, portfolio.tree, times)
-    plain_seconds = times.plain_seconds()
-    return {
-        **prediction._asdict(),
-        "acceptance": portfolio.by_match[0].acceptance,
-        "speedup_bound": max(portfolio.bound * plain_seconds, prediction.predicted_speedup or 0),
-        "by_match": portfolio.by_match,
-        "tree_speedup": portfolio.tree_speed * plain_seconds,
-        "speedup_by_kind": {kind: figures.speedup for kind, figures in by_kind.items()},
-        "tokens_by_kind": {kind: figures.tokens_per_step for kind, figures in by_kind.items()},
-        "text_speedups": {kind: figures.text_speedups for kind, figures in by_kind.items()},
     }

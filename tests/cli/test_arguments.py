@@ -29,7 +29,6 @@ def decoder(models):
     ("changes", "message"),
     [
         (dict(target="gpt2"), "target: found 'gpt2', expected a loaded model"),
-        (dict(target=None), "target: found None, expected a loaded model"),
         (dict(draft="gpt2"), "draft: found 'gpt2', expected a loaded model"),
         (dict(tree="tree.safetensors"), "tree: found 'tree.safetensors', expected a TokenTree"),
         (dict(captured=True), "captured: found True, and CUDA graphs need a CUDA device"),
@@ -46,23 +45,16 @@ def test_what_a_decoder_is_made_of(models, changes, message):
     [
         (dict(max_new_tokens=0), ArgumentError, "max_new_tokens: found 0, expected 1 or more"),
         (dict(eos_token_id="</s>"), TypeError, "'str' object cannot be interpreted"),
-        (dict(eos_token_id=torch.tensor([1.5])), TypeError, "'float' object cannot be"),
         (dict(stop_strings=[5]), ArgumentError, "stop_strings: found .5., expected text, or"),
         (dict(input_ids=None), ArgumentError, "input_ids: found None, expected text or token ids"),
         (dict(input_ids=[2**70]), ArgumentError, "input_ids: found .118.*, expected text or token"),
         (dict(input_ids=IDS[None]), ArgumentError, "input_ids: found int64 .1, 1, 4., expected"),
         (dict(input_ids=IDS.float()), ArgumentError, "input_ids: found float32 .1, 4., expected"),
-        (dict(input_ids=IDS > 5), ArgumentError, "input_ids: found bool .1, 4., expected whole"),
         (dict(attention_mask=torch.ones(1, 6)), SequoiaPlanError, "found 6 entries, .* expected 4"),
         (
             dict(input_ids={"input_ids": IDS}, attention_mask=torch.zeros(1, 4)),
             SequoiaPlanError,
             "attention_mask: found 4 entries, 4 of them hide tokens",
-        ),
-        (
-            dict(input_ids={"input_ids": IDS, "attention_mask": [1, 1, 1]}),
-            SequoiaPlanError,
-            "attention_mask: found 3 entries, .* expected 4",
         ),
     ],
 )

@@ -3,7 +3,6 @@ disks. Each ends in one clear line, and nothing is lost."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,12 +10,7 @@ import sys
 import pytest
 import torch
 
-from sequoia_plan.artifacts import (
-    Acceptance,
-    Latency,
-    Profile,
-    SequoiaPlanError,
-)
+from sequoia_plan.artifacts import Acceptance, Latency, Profile, SequoiaPlanError
 from sequoia_plan.planner.cli.terminal import printable
 from sequoia_plan.runtime.offload.memory import as_bytes
 
@@ -28,9 +22,8 @@ PROFILE = Profile(
 
 def refused(result, code, *parts):
     """The command failed with `code`, and its last line holds all `parts`."""
-    assert result.exit_code == code, result.output
-    assert "Traceback" not in result.output
     line = result.stderr.strip().splitlines()[-1]
+    assert result.exit_code == code and "Traceback" not in result.output
     assert all(part in line for part in parts), line
 
 
@@ -47,57 +40,43 @@ def refused(result, code, *parts):
         (("profile", "--prompts", "p.txt", "-o", "p.txt"), "p.txt"),
         (("bench", "--prompts", "p.txt", "-o", "p.txt"), "p.txt"),
         (("bench", "-o", "tree.safetensors"), "tree.safetensors"),
+        (("show", "--plot", "link.png"), "tree.safetensors"),
     ],
 )
 def test_an_output_never_replaces_what_it_is_made_from(run, tmp_path, arguments, given):
     (tmp_path / "p.json").write_text("[0.5, 0.2]")
     (tmp_path / "p.txt").write_text("What is rain?")
     (tmp_path / "n.json").write_text('{"0": ["1"]}')
+    (tmp_path / "link.png").symlink_to("tree.safetensors")
     before = (tmp_path / given).read_bytes()
     refused(run(*arguments), 2, "is the input", given, "which would be lost; name another file")
     assert (tmp_path / given).read_bytes() == before
 
 
-def test_a_full_disk_behind_stdout(run):
+def test_a_full_disk_behind_stdout(run, tmp_path):
     """A real process that prints to a device without room."""
-    command = [sys.executable, "-m", "sequoia_plan", "show"]
-    with open("/dev/full", "w") as full:
-        result = subprocess.run(
-            command, stdout=full, stderr=subprocess.PIPE, text=True, check=False
-        )
-    message = "output: No space left on device; free some space, or name another file"
-    assert (result.returncode, result.stderr) == (1, f"Error: {message}\n")
+    result = shell("$S show > /dev/full", tmp_path)
+    message = b"output: No space left on device; free some space, or name another file"
+    assert (result.returncode, result.stderr) == (1, b"Error: " + message + b"\n")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["profile", "bench"])
 def test_a_prompt_that_is_too_long_is_named_before_anything_is_measured(run, tmp_path, command):
-    (tmp_path / "p.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in ("short", "fine", "word " * 9000))
-    )
+    (tmp_path / "p.txt").write_text("\n\n".join(["short", "fine", "word " * 9000]))
     refused(
-        run(command, "--prompts", "p.jsonl", "-o", "out"),
+        run(command, "--prompts", "p.txt", "-o", "out"),
         1,
-        "p.jsonl: prompt 3 has 90",
+        "p.txt: prompt 3 has 90",
         "expected at most 8191 (the model's context less one new token)",
     )
-    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+    assert not list(tmp_path.glob("*out*"))
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [("bench",), ("engine", "vllm", "--metrics", "m"), ("engine", "sglang", "--responses", "m")],
-)
+@pytest.mark.parametrize("arguments", [("bench",), ("engine", "sglang", "--responses", "m")])
 def test_two_outputs_are_two_files(run, arguments):
     result = run(*arguments, "-o", "same.html", "--report", "./same.html")
     refused(result, 2, "--report ./same.html: is the file of -o as well; name another one")
-
-
-def test_a_plot_does_not_replace_its_tree(run, tmp_path):
-    before = (tmp_path / "tree.safetensors").read_bytes()
-    (tmp_path / "tree.png").symlink_to("tree.safetensors")
-    refused(run("show", "--plot", "tree.png"), 2, "is the input tree.safetensors itself")
-    assert (tmp_path / "tree.safetensors").read_bytes() == before
 
 
 MEASURING = """

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from architectures import tiny
 from msgspec.structs import replace
 
 from sequoia_plan.artifacts import (
@@ -23,7 +23,7 @@ from sequoia_plan.artifacts import (
 from sequoia_plan.planner.cli import pair as cli_pair
 from sequoia_plan.planner.cli import profiling
 from sequoia_plan.profiler import latency
-from sequoia_plan.profiler.hardware import fingerprint, idle_cores
+from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.runtime import Sampling
 
 PROFILE = Profile(
@@ -48,8 +48,11 @@ def check_refused(result, code, *parts):
     assert all(part in lines[0] for part in parts), lines[0]
 
 
+LIMITS = ("--budget", "16", "--depth", "5")
+
+
 def test_solve_json_is_the_contract(run):
-    solved = answer(run("solve", "--budget", "16", "--depth", "5", "--json"))
+    solved = answer(run("solve", *LIMITS, "--json"))
     contract = {"size", "depth", "branching", "expected_tokens", "predicted_speedup", "parents"}
     assert contract | {"solver", "seconds", "by_match", "interval"} <= set(solved)
     tree = load_tree("tree.safetensors")
@@ -59,7 +62,7 @@ def test_solve_json_is_the_contract(run):
 
 
 def test_what_solve_prints_fits_a_screen(run):
-    lines = run("solve", "--budget", "16", "--depth", "5").stdout.splitlines()
+    lines = run("solve", *LIMITS).stdout.splitlines()
     titles = {line[:24].strip() for line in lines}
     assert {"expected tokens a step", "predicted speed-up", "proven"} <= titles
     assert len(lines) <= 12 and lines[-1].startswith("wrote tree.safetensors")
@@ -67,17 +70,16 @@ def test_what_solve_prints_fits_a_screen(run):
 
 def test_show_says_what_other_prompts_may_give(run):
     """From kinds that differ a wider interval; from a profile without kinds that it is unknown."""
-    run("solve", "--budget", "16", "--depth", "5")
+    run("solve", *LIMITS)
     unknown = "prompts of a new kind   not known: the profiled prompts name fewer than 4 kinds\n"
     assert unknown in run("show").stdout
-    accepted = {"a": 30.0, "b": 40.0, "c": 50.0, "d": 60.0}
     replace(
         Profile.load("profile.yaml"),
         acceptance=Acceptance.counted(Counts([[400]], [[[180, 40]]])),
         effective_trials=300,
-        kinds={name: Counts([[100]], [[[count, 10]]]) for name, count in accepted.items()},
-    ).save("kinds.yaml")
-    text = run("solve", "kinds.yaml", "--budget", "16", "--depth", "5").stdout
+        kinds={name: Counts([[100]], [[[10 * int(name), 10]]]) for name in "3456"},
+    ).save("profile.yaml")
+    text = run("solve", *LIMITS).stdout
     plan = load_tree("tree.safetensors").plan
     low, high = plan.interval_new_kind.expected_tokens
     inner_low, inner_high = plan.interval.expected_tokens
@@ -85,9 +87,26 @@ def test_show_says_what_other_prompts_may_give(run):
     assert f"prompts of a new kind   {low:.3f} to {high:.3f} tokens a step, " in text
 
 
+def test_solve_says_when_to_count_again(run):
+    """For trees of more than 16 nodes, unless a tree of at least half their size wrote the text."""
+    counts = Counts([[600], [200]], [[[300, 120, 60]], [[100, 40, 20]]])
+    counted = Profile(Acceptance.counted(counts), 800)
+    for profile, size, note in (
+        (counted, 16, ""),
+        (counted, 17, "counted with a small tree, which"),
+        (replace(counted, tree_size=24), 48, ""),
+        (replace(counted, tree_size=24), 49, "counted with a tree of 24 nodes, which"),
+        (Profile(counted.acceptance.without_counts()), 49, ""),  # rates have no text
+    ):
+        profile.save("profile.yaml")
+        result = run("solve", "--budget", str(size), "--json")
+        assert answer(result)["size"] == size
+        assert bool(result.stderr) == bool(note) and note in result.stderr
+
+
 def test_solve_same_input_same_bytes(run, tmp_path):
     for name in ("a", "b"):
-        run("solve", "--budget", "12", "--depth", "4", "--objective", "tokens", "-o", name)
+        run("solve", *LIMITS, "-o", name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
@@ -105,9 +124,8 @@ def test_show(run, tmp_path):
     text = run("show").stdout
     assert "4 nodes, depth 3, level widths 1 2 1, branching 2" in text and "0.250" in text
     for name, start in (("t.png", b"\x89PNG"), ("t.svg", b"<?xml")):
-        assert run("show", "tree.safetensors", "--plot", name).exit_code == 0
+        assert answer(run("show", "--plot", name, "--json"))["parents"] == [-1, 0, 0, 1]
         assert (tmp_path / name).read_bytes().startswith(start)
-    assert answer(run("show", "--json"))["parents"] == [-1, 0, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -115,42 +133,33 @@ def test_show(run, tmp_path):
     [
         ("solve --budget 0", 2, ["--budget", "0 is not in the range"]),
         ("solve --depth 1", 2, ["depth 1"]),
-        ("solve --budget 1000000000000 --objective tokens", 2, ["budget", "1000000"]),
         ("solve --budget 100 --depth 3 --objective tokens", 2, ["no tree of 100 nodes"]),
-        ("solve nothing.yaml", 1, ["nothing.yaml", "No such file"]),
         ("solve tree.safetensors", 1, ["tree.safetensors"]),
         ("solve profile.yaml --acceptance x.json", 2, ["not both"]),
-        ("solve --acceptance x.json", 1, ["x.json", "No such file"]),
         ("solve -o missing/t.safetensors", 1, ["missing/t.safetensors", "cannot be written"]),
         ("show nothing", 1, ["nothing", "No such file", "catalog"]),
         ("show profile.yaml", 1, ["profile.yaml", "found no format", "sequoia-plan solve"]),
         ("show --plot t.pdf", 2, ["t.pdf", "expected .png or .svg"]),
         ("export tree.safetensors --format onnx -o n.json", 2, ["--format", "onnx", "medusa"]),
         ("export tree.safetensors --format nxd", 2, ["--output"]),
-        ("import profile.yaml", 1, ["profile.yaml"]),
         ("import tree.safetensors", 1, ["tree.safetensors", "safetensors"]),
-        ("generate --tree nothing", 1, ["nothing", "No such file"]),
         ("generate --temperature -1", 2, ["temperature", "-1.0"]),
-        ("generate --sampling top_k=-3", 2, ["top_k", "-3"]),
-        ("generate --sampling top_p=1", 2, ["--sampling top_p=1", "top_k, min_p"]),
+        ("generate --sampling top_p=1", 2, ["--sampling", "'top_p=1'", "top_k, min_p"]),
         ("generate --sampling top_k=some", 2, ["'top_k=some'", "NAME=VALUE"]),
         ("generate --verifier eagle", 2, ["--verifier", "'eagle' is not one of"]),
-        ("generate --target no/such/folder", 1, ["no/such/folder"]),
         ("generate --draft tree.safetensors", 1, ["tree.safetensors", "not a draft"]),
         ("generate --threads 0", 2, ["--threads", "0 is not in the range"]),
         ("profile --prompts nothing.jsonl", 1, ["nothing.jsonl", "No such file"]),
-        ("profile --also heat=1", 2, ["--also heat=1", "a NAME of temperature, top_p"]),
-        ("profile --also top_p=2", 2, ["top_p", "2.0"]),
-        ("profile --also top_k=3 --also top_k=3", 2, ["--also top_k=3: given twice"]),
-        ("profile --precision much", 2, ["--precision much", "a percentage"]),
-        ("profile --context 512;4096", 2, ["--context 512;4096", "numbers of tokens"]),
-        ("profile -o missing/p.yaml", 1, ["missing/p.yaml: cannot be written"]),
-        ("bench --tree nothing", 1, ["nothing", "No such file"]),
+        ("profile --precision much", 2, ["--precision", "'much'", "a percentage"]),
+        ("profile --context 512;4096", 2, ["--context", "'512;4096'", "with commas between"]),
+        ("profile --tree root.safetensors", 2, ["found a tree of 1 node"]),
+        ("profile --tree tree.safetensors -o tree.safetensors", 2, ["is the input"]),
         ("bench --report .", 1, [".: cannot be written (Is a directory)"]),
         ("bench --only nope --target none", 2, ["'nope'", "plain"]),
     ],
 )
 def test_bad_input(run, command, code, parts):
+    save_tree(TokenTree.chain(1), "root.safetensors")
     check_refused(run(*command.split()), code, *parts)
 
 
@@ -184,12 +193,12 @@ def test_export_and_import(run, form):
 
 
 def test_the_command_line_offers_what_the_runtime_has():
-    from sequoia_plan.planner.cli.options import LINKS, SETTINGS, VERIFIERS
+    from sequoia_plan.planner.cli.options import LINKS, RARE_SETTINGS, VERIFIERS
     from sequoia_plan.runtime.pair import LINKS as OFFLOADS
     from sequoia_plan.runtime.verify import VERIFIERS as RULES
 
     assert list(RULES) == VERIFIERS and list(OFFLOADS) == LINKS
-    assert list(Sampling().settings()) == list(SETTINGS)
+    assert set(RARE_SETTINGS) < set(Sampling().settings())
 
 
 @pytest.mark.slow
@@ -206,34 +215,20 @@ def test_generate_takes_settings_from_the_tree_and_warns_of_another_verifier(run
     assert "Warning: the tree" not in as_made.stderr and warning in other.stderr
 
 
-def sequoia_plan(*arguments, cwd, **options):
-    """The installed command, in a process of its own."""
-    command = [sys.executable, "-m", "sequoia_plan.planner.cli", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, **options)
-
-
 @pytest.mark.slow
 def test_generate_with_the_embedded_pair(run, tmp_path):
-    question = "What is two plus two?"
-    piped = sequoia_plan("generate", "--prompt", "-", *SHORT, cwd=tmp_path, input=question)
-    assert piped.returncode == 0, piped.stderr
+    """The installed command, in a process of its own."""
+    command = [sys.executable, "-m", "sequoia_plan", "generate", "--prompt", "-", *SHORT]
+    piped, streamed = (
+        subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True, input="Hi!")
+        for words in (command, command[:-1])
+    )
     generated = json.loads(piped.stdout)
     names = {"text", "tokens", "new_tokens", "steps", "tokens_per_step", "seconds", "finish_reason"}
     assert set(generated) == names
     assert 0 < generated["new_tokens"] == len(generated["tokens"]) <= 8
-    streamed = sequoia_plan("generate", "--prompt", question, *SHORT[:-1], cwd=tmp_path)
     assert streamed.stdout.strip() == generated["text"].strip()
     assert "tokens a step" in streamed.stderr
-
-
-@pytest.mark.slow
-def test_a_stop_string_ends_the_text(run):
-    prompt = ("generate", "--prompt", "Count from one to five.", *SHORT, "--max-new-tokens", "24")
-    text = answer(run(*prompt))["text"]
-    word = next(word for word in text.split()[2:] if text.count(word) == 1)
-    stopped = answer(run(*prompt, "--stop", word))
-    assert stopped["finish_reason"] == "stop" and word in stopped["text"] != text
-    assert text.startswith(stopped["text"])
 
 
 @pytest.mark.slow
@@ -244,20 +239,16 @@ def test_a_prompt_longer_than_the_context(run):
 
 @pytest.mark.slow
 def test_a_draft_with_another_vocabulary(run, tmp_path, pair):
-    """A real folder with a real tokenizer that knows one token fewer under the same number."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path / "other"
-    layers = {"num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 49152}
-    config = LlamaConfig(hidden_size=16, intermediate_size=16, **layers)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    pair.tokenizer.save_pretrained(folder)
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    """A folder with a real tokenizer that knows one token fewer under the same number."""
+    tiny("Llama", vocab_size=49152).save_pretrained(tmp_path / "other")
+    pair.tokenizer.save_pretrained(tmp_path / "other")
+    path = tmp_path / "other" / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
     vocabulary = tokenizer["model"]["vocab"]
     a, b = list(vocabulary)[1000:1002]
     vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    check_refused(run("generate", "--draft", str(folder)), 1, "draft: its tokenizer differs")
+    path.write_text(json.dumps(tokenizer))
+    check_refused(run("generate", "--draft", "other"), 1, "draft: its tokenizer differs")
 
 
 @pytest.mark.slow
@@ -268,40 +259,22 @@ def test_profile_command_on_the_embedded_pair(run, tmp_path, monkeypatch):
     texts = ("Write a short story about a robot.", "Held out.", "What is rain?", "Held out, too.")
     (tmp_path / "p.txt").write_text("\n\n".join(texts))
     options = ("--prompts", "p.txt", "--tokens", "12", "--temperature", "0.7")
-    options += ("--sampling", "top_k=40", "--also", "temperature=0", "--context", "128,40")
+    options += ("--sampling", "top_k=40", "--context", "128,40")
     printed = answer(run("profile", *options, "-o", "measured.yaml", "--json"))
-    profile, greedy = (
-        Profile.load(name) for name in ("measured.yaml", "measured-temperature=0.yaml")
-    )
+    profile = Profile.load("measured.yaml")
     outputs = [entry["output"] for entry in printed["also"]]
-    assert outputs == [
-        "measured-temperature=0.yaml",
-        "measured-context=128.yaml",
-        "measured-temperature=0-context=128.yaml",
-    ]
-    assert profile.latency.context == 40 and Profile.load(outputs[1]).latency.context == 128
+    assert outputs == ["measured-context=128.yaml"]
+    assert profile.latency.context == 40 and Profile.load(outputs[0]).latency.context == 128
     assert printed["effective_trials"] == profile.effective_trials
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     chosen = Sampling(temperature=0.7, top_k=40, verifier="traversal")
     assert profile.settings == chosen.settings()
-    assert greedy.settings == chosen.settings() | {"temperature": 0.0, "verifier": "sequoia"}
     assert answer(run("solve", "measured.yaml", "--json"))["predicted_speedup"] >= 1
     plan = load_tree("tree.safetensors").plan
     assert (plan.models, plan.settings) == (profile.models, profile.settings)
     short = ("--prompts", "p.txt", "--limit", "1", "--tokens", "4", "--only", "plain", "--json")
     measured = answer(run("bench", *short))["settings"]["sampling"]
     assert measured["verifier"] == "traversal" and measured["top_k"] == 40
-
-
-def test_what_profile_prints_fits_a_screen():
-    from sequoia_plan.planner.report.profile_summary import describe_profile
-
-    counts = Counts([[100, 0], [40, 20]], [[[50, 20], [0, 0]], [[22, 4], [8, 2]]])
-    profile = replace(PROFILE, acceptance=Acceptance.counted(counts))
-    short, long = (list(describe_profile(profile, verbose)) for verbose in (False, True))
-    assert any(line.startswith("accepted    0.500 0.163 ...") for line in short)
-    assert len(short) <= 10 and not any("level" in line for line in short)
-    assert any(line.startswith("    off the spine  0.400 0.100") for line in long)
 
 
 @pytest.mark.parametrize(("idle", "said"), [(2.0, ""), (1.7, ""), (None, ""), (0.9, "0.9 cores")])
@@ -313,15 +286,7 @@ def test_a_busy_machine_is_told(monkeypatch, idle, said):
     assert not said or "or use --threads 1" in warning
 
 
-def test_idle_cores_are_counted():
-    assert 0 <= idle_cores(0.05) <= os.cpu_count() + 1
-
-
-def test_threads(run):
+def test_threads(run, one_thread):
     """The number is torch's own, and so it is in profiles."""
-    threads = torch.get_num_threads()
-    try:
-        assert run("generate", "--threads", "1", "--tree", "missing").exit_code == 1
-        assert fingerprint("cpu")["threads"] == torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(threads)
+    run("generate", "--threads", "2", "--tree", "missing")
+    assert fingerprint("cpu")["threads"] == torch.get_num_threads() == 2

@@ -23,14 +23,14 @@ pytestmark = pytest.mark.slow
 
 
 def export(*words):
-    return CliRunner().invoke(main, ["export", "--format", "hf", *map(str, words)])
+    return CliRunner().invoke(main, ["export", *map(str, words)])
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The folder of the embedded language model, as the command writes it."""
     path = tmp_path_factory.mktemp("export") / "draft"
-    result = export("--draft", LANGUAGE_MODEL, "-o", path)
+    result = export("--format", "draft", "--draft", LANGUAGE_MODEL, "-o", path)
     assert f"wrote {path}: the draft {LANGUAGE_MODEL} with its tokenizer" in result.output
     assert [entry.name for entry in path.parent.iterdir()] == ["draft"]  # nothing is beside it
     return path
@@ -54,17 +54,14 @@ def test_tokens_of_the_draft_have_the_drafts_logits(logits):
     torch.testing.assert_close(whole[:, d2t], draft, atol=5e-4, rtol=1e-4)
 
 
-def logits_of_the_rest(whole, d2t):
-    return whole[:, torch.ones(whole.shape[1], dtype=torch.bool).index_fill(0, d2t, False)]
-
-
 def test_tokens_that_the_draft_lacks_are_not_proposed(logits):
     """Never by a greedy draft, and hardly by one that samples.
 
     With a row of zeros both happen: the control.
     """
     whole, draft, d2t = logits
-    rest = logits_of_the_rest(whole, d2t)
+    is_rest = torch.ones(whole.shape[1], dtype=torch.bool).index_fill(0, d2t, False)
+    rest = whole[:, is_rest]
     highest = draft.amax(1, keepdim=True)
     assert (rest < highest - 1).all()
     mass = (whole.softmax(1).sum(1) - whole.softmax(1)[:, d2t].sum(1)).mean()
@@ -94,7 +91,7 @@ def test_a_draft_that_is_from_no_file_of_ours_is_refused(kind, tmp_path):
 
 
 def test_the_target_is_written_as_well(tmp_path, plain_target):
-    result = export("--model", "target", "-o", tmp_path / "target")
+    result = export("--format", "target", "-o", tmp_path / "target")
     assert "the target SmolLM2-135M-Instruct" in result.output
     ids = torch.tensor([[1, 5, 300, 17]])
     written = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32)
@@ -104,7 +101,7 @@ def test_the_target_is_written_as_well(tmp_path, plain_target):
 
 def test_the_embedded_feature_draft_is_written_as_it_is(tmp_path):
     """It is the default."""
-    result = export("-o", tmp_path / "out")
+    result = export("--format", "draft", "-o", tmp_path / "out")
     assert f": the draft {DEFAULT_DRAFT}, bfloat16" in result.output
     for file in embedded_draft(DEFAULT_DRAFT).iterdir():
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
@@ -113,20 +110,18 @@ def test_the_embedded_feature_draft_is_written_as_it_is(tmp_path):
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ("tree.safetensors --format hf -o new", 2, "--format hf writes a model"),
-        ("--format medusa -o new", 2, "others need one"),
-        ("a --format nxd --model draft -o new", 2, "are for --format hf"),
-        ("--format hf -o full", 1, "full: exists already"),
-        ("--format hf -o none/new", 1, "none/new: cannot be made"),
-        ("--format hf --draft folder -o new", 2, "--draft folder: expected a draft .safetensors"),
-        ("--format hf --model target --draft a -o new", 2, "--draft a: --model target"),
-        ("--format hf --draft none.safetensors -o new", 1, "none.safetensors: no such file"),
+        ("tree.safetensors --format draft -o new", 2, "--format draft and target take no TREE"),
+        ("a --format nxd --draft a -o new", 2, "--target and --draft name models"),
+        ("--format target --draft a -o new", 2, "a tree or a target has no draft"),
+        ("--format draft -o full", 1, "full: exists already"),
+        ("--format draft --draft folder -o new", 2, "--draft folder: expected a draft .safeten"),
+        ("--format draft --draft none.safetensors -o new", 1, "none.safetensors: no such file"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, words, code, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
-    result = CliRunner().invoke(main, ["export", *words.split()])
+    result = export(*words.split())
     assert result.exit_code == code and message in result.stderr.strip().splitlines()[-1]
     assert [path.name for path in tmp_path.iterdir()] == ["full"]  # nothing was written

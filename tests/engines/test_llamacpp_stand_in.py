@@ -89,8 +89,8 @@ def test_the_plan_of_a_type(invoke, spec_type):
         ({"target": "text.gguf"}, [], "--target text.gguf: begins with b'no m'; expected a GGUF"),
         ({"draft": "text.gguf"}, [], "--draft text.gguf: begins with"),
         ({"draft": ""}, [], "--spec-type draft-simple: needs a draft model"),
-        ({}, ["--spec-type", "medusa"], "--spec-type medusa: cannot be planned; expected one of"),
-        ({}, ["--server-args", "'"], "--server-args ': No closing quotation"),
+        ({}, ["--spec-type", "medusa"], "'--spec-type': 'medusa' is not one of"),
+        ({}, ["--server-args", "'"], "'--server-args': No closing quotation"),
     ],
 )
 def test_bad_input_is_one_line(run, options, words, message):

@@ -66,9 +66,9 @@ def environment():
 def folder(tmp_path_factory):
     """A folder with the embedded target and language model as vLLM loads them."""
     folder = tmp_path_factory.mktemp("models")
-    models = {"target": ["--model", "target"], "draft": ["--draft", "smollm2-135m-draft"]}
+    models = {"target": [], "draft": ["--draft", "smollm2-135m-draft"]}
     for name, words in models.items():
-        command = ["export", "--format", "hf", *words, "-o", str(folder / name)]
+        command = ["export", "--format", name, *words, "-o", str(folder / name)]
         result = CliRunner().invoke(main, command)
         assert result.exit_code == 0, result.output
     return folder
@@ -87,7 +87,6 @@ def measured_plan(folder):
         *("--most", "3"),
         *("--prompts", str(folder / "prompts.txt")),
         *("--tokens", "24"),
-        *("--together", "2"),
         "--verify",
         *("-o", str(folder / "plan.yaml")),
         *("--report", str(folder / "page.html")),

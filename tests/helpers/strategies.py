@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 from hypothesis import strategies as st
 
-from sequoia_plan.artifacts import Latency, StreamCost, TokenTree, VerificationCost
+from sequoia_plan.artifacts import Acceptance, Latency, StreamCost, TokenTree, VerificationCost
 
 probabilities = st.one_of(
     st.just(0.0), st.just(1.0), st.sampled_from([0.1, 0.25, 0.5]), st.floats(0, 1)
@@ -76,3 +76,8 @@ def all_trees(size):
     for choice in itertools.product(*(range(node) for node in range(1, size))):
         if all(a <= b for a, b in itertools.pairwise(choice)):
             yield TokenTree.from_parents([-1, *choice])
+
+
+def at_depth(rates, depth):
+    """Rates, as `Acceptance.given` takes them, for trees of this depth."""
+    return Acceptance.given(rates).at_depth(depth)

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
-from msgspec import structs
 from toys import PROMPTS, toy_pair
 
-from sequoia_plan.artifacts import (
-    Acceptance,
-    Counts,
-    Profile,
-    TokenTree,
-    load_tree,
-    save_tree,
-)
+from sequoia_plan.artifacts import Acceptance, TokenTree
 from sequoia_plan.artifacts.acceptance import DEEP_TRIALS, FIRST_DEEP_LEVEL, estimate
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.planner import solve
-from sequoia_plan.planner.cli import main
 from sequoia_plan.profiler.acceptance import measure_acceptance
 from sequoia_plan.profiler.observed import (
     LEVELS,
@@ -40,62 +29,32 @@ WIDE = solve([0.5, 0.2, 0.1, 0.05], budget=24, depth=8).tree
 """24 nodes on seven levels."""
 
 
+def observe(pair, tree, tokens, *samplings, prompts=PROMPTS, **options):
+    """What is counted on texts that a tree writes, for one sampling or for each of several."""
+    chosen = samplings or [Sampling(1.0, verifier="sequoia")]
+    options |= {"precision": 0, "tokens_per_prompt": tokens}
+    observed = measure_acceptance(pair, prompts, list(chosen), tree=tree, **options)
+    return observed if len(samplings) > 1 else observed[0]
+
+
 def by_level(observed):
     """The rates of both node classes together, as a profile of the counts has them."""
     return Acceptance.counted(observed.totals()).with_one_class().rates
 
 
-def decoded_nodes(pair, tree, tokens):
-    """int [levels, 2]: the nodes that decoding with a tree accepts, by level and class."""
-    num_levels = num_counted_levels(tree)
-    nodes = np.zeros((num_levels, 2), int)
-    for number, prompt in enumerate(PROMPTS):
-        num_tokens = 0
-        sampling = Sampling(1.0, verifier="sequoia")
-        for step in SequoiaDecoder(pair.target, pair.draft, tree).steps(
-            torch.tensor(prompt), tokens, sampling, number
-        ):
-            for level, node in enumerate(step.path):
-                nodes[min(level, num_levels - 1), tree.classes[node]] += 1
-            num_tokens += len(step.tokens)
-            if num_tokens >= tokens:
-                break
-        nodes[0, 0] += 1  # the next step's root, on which the text ends
-    return nodes
-
-
-def test_the_given_tree_writes_the_text():
-    """Trials are the nodes that decoding with it accepts; the small tree's (the control) are not.
-
-    Its levels are counted separately down to the last one with children.
-    """
-    pair, sampling = toy_pair(noise=0.4), Sampling(1.0, verifier="sequoia")
-    options = {"precision": 0, "tokens_per_prompt": 40}
-    assert num_counted_levels(WIDE) == WIDE.depth - 1 > LEVELS
-    observed, small = (
-        measure_acceptance(pair, PROMPTS, [sampling], tree=tree, **options)[0]
-        for tree in (WIDE, None)
-    )
-    nodes = decoded_nodes(pair, WIDE, 40)
-    assert np.array_equal(observed.trials.sum(0), nodes) and nodes[LEVELS:].sum() > 0
-    assert not np.array_equal(small.trials.sum(0), nodes[:LEVELS])
-    default = measure_acceptance(pair, PROMPTS, [sampling], tree=TREE, **options)[0]
-    assert np.array_equal(default.counts, small.counts)
-
-
 @pytest.mark.parametrize(
-    "tree", [TokenTree.chain(5), TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 2])], ids=repr
+    "tree", [TokenTree.chain(7), TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 2])], ids=repr
 )
 def test_the_promise_for_the_tree_that_wrote_is_what_it_yielded(tree):
     """Where all nodes of a level have as many children, this is an identity at temperature 0.
 
     The counts of the small tree (the control), whose steps begin elsewhere, promise something else.
     """
-    options = {"precision": 0, "tokens_per_prompt": 200}
-    own, small = (
-        measure_acceptance(toy_pair(noise=1.5), PROMPTS, [Sampling()], tree=writer, **options)[0]
-        for writer in (tree, None)
+    own, small, default = (
+        observe(toy_pair(noise=1.5), writer, 200, Sampling()) for writer in (tree, None, TREE)
     )
+    assert np.array_equal(default.counts, small.counts)
+    assert own.trials.shape[1] == num_counted_levels(tree) == max(LEVELS, tree.depth - 1)
     # each text ends on the root of a further step, whose tokens were not decoded
     num_steps = own.trials[:, 0].sum()
     tokens_per_step = own.trials.sum() / num_steps
@@ -109,10 +68,9 @@ def test_traversal_is_promised_what_it_yields_in_a_deep_tree():
     tree = TokenTree.from_parents([-1, 0, 0, 1, 1, 3, 5, 6, 7])
     pair = toy_pair(noise=1.5, constant=True)
     rules = [Sampling(1.0, verifier=name) for name in ("sequoia", "traversal")]
-    options = {"precision": 0, "tokens_per_prompt": 60}
     plain, promised = (
         expected_tokens(tree, by_level(observed))
-        for observed in measure_acceptance(pair, PROMPTS * 2, rules, tree=tree, **options)
+        for observed in observe(pair, tree, 60, *rules, prompts=PROMPTS * 2)
     )
     decoder = SequoiaDecoder(pair.target, pair.draft, tree)
     yields = [
@@ -143,96 +101,17 @@ def test_deep_levels_are_moved_towards_what_they_have_in_common():
     rates = estimate(trials[:, None], accepted[:, None])[0][:, 0, 0]
     together = accepted[FIRST_DEEP_LEVEL:].sum() / trials[FIRST_DEEP_LEVEL:].sum()
     assert rates[:4].tolist() == [0.5, 0.4, 0.6, 0.5]
-    assert rates[4] == pytest.approx(0.9, abs=0.001)
-    assert rates[5] == pytest.approx(DEEP_TRIALS * together / (20 + DEEP_TRIALS))
-    assert rates[6] == pytest.approx(together)
+    moved = DEEP_TRIALS * together / (20 + DEEP_TRIALS)
+    assert rates[4:] == pytest.approx([0.9, moved, together], abs=0.001)
     # no count off the spine stays none: both node classes have one vector
-    split = np.stack([trials, 0 * trials], 1), np.stack([accepted, 0 * accepted], 1)
+    split = [np.stack([counts, 0 * counts], 1) for counts in (trials, accepted)]
     assert estimate(*split)[0][:, 0, 0].tolist() == rates.tolist()
-    assert Acceptance.counted(Counts(*split)).rates[:, 0, 0] == pytest.approx(rates, abs=1e-6)
-
-
-def test_smoothed_deep_levels_are_nearer_to_the_truth_than_counts():
-    """Where levels differ little and have few trials, and where they differ much and have many."""
-    rng = np.random.default_rng(0)
-    for probs, trials in (
-        (np.linspace(0.5, 0.6, 9), np.array([900, 500, 300, 160, 90, 50, 28, 15, 8])),
-        (np.linspace(0.5, 0.9, 9), np.full(9, 3000)),
-    ):
-        counts = rng.binomial(trials, probs, (300, 9)).astype(float)
-        one_class = trials[:, None].astype(float)
-        smoothed = np.array(
-            [estimate(one_class, drawn[:, None, None])[0][:, 0, 0] for drawn in counts]
-        )
-        deep = slice(FIRST_DEEP_LEVEL + 1, None)
-        errors = [
-            np.sqrt(((estimated - probs)[:, deep] ** 2).mean())
-            for estimated in (smoothed, counts / trials)
-        ]
-        assert errors[0] < errors[1] * (0.5 if trials[-1] < 100 else 1.5)
-
-
-COUNTED = Profile(
-    Acceptance.counted(Counts([[600], [200]], [[[300, 120, 60]], [[100, 40, 20]]])),
-    800,
-    settings={"temperature": 0.0},
-)
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """Runs a command in a folder that holds a profile."""
-    monkeypatch.chdir(tmp_path)
-    COUNTED.save("profile.yaml")
-    return lambda *arguments: CliRunner().invoke(main, arguments)
-
-
-def test_solve_says_when_to_count_again(run):
-    """For trees of more than 16 nodes, unless a tree of at least half their size wrote the text."""
-
-    def note(size, *arguments):
-        result = run("solve", "profile.yaml", "--budget", str(size), *arguments)
-        assert result.exit_code == 0 and load_tree("tree.safetensors").size == size
-        assert "Note" not in result.stdout
-        return result.stderr
-
-    assert note(16) == ""
-    assert "counted with a small tree" in note(17)
-    assert "profile --tree tree.safetensors, then solve again" in note(17, "--json")
-    structs.replace(COUNTED, tree_size=24).save("profile.yaml")
-    assert note(48) == ""
-    assert "counted with a tree of 24 nodes" in note(49)
-    # rates without counts have no text
-    Profile(COUNTED.acceptance.without_counts()).save("profile.yaml")
-    assert note(49) == ""
-
-
-def test_trees_that_cannot_write_are_refused(run):
-    save_tree(TokenTree.chain(1), "root.safetensors")
-    save_tree(TokenTree.chain(3), "tree.safetensors")
-    for arguments, code, text in (
-        (("--tree", "missing.safetensors"), 1, "missing.safetensors"),
-        (("--tree", "root.safetensors"), 2, "found a tree of 1 node"),
-        (("--tree", "tree.safetensors", "-o", "tree.safetensors"), 2, "is the input"),
-    ):
-        result = run("profile", *arguments)
-        assert result.exit_code == code and text in result.stderr, result.output
-
-
-def test_the_size_of_the_tree_is_kept(tmp_path):
-    profile = structs.replace(COUNTED, tree_size=24)
-    profile.save(tmp_path / "profile.yaml")
-    assert Profile.load(tmp_path / "profile.yaml") == profile
-    assert "tree_size" not in COUNTED.to_yaml()
 
 
 def test_a_text_that_another_tree_wrote_is_other_work(tmp_path):
     """An interrupted measurement goes on with the same tree only."""
-    journal = tmp_path / "journal"
-    options = {"precision": 0, "tokens_per_prompt": 12, "journal": journal}
-    sampling = replace(Sampling(1.0), verifier="sequoia")
     trials = [
-        measure_acceptance(toy_pair(), PROMPTS[:2], [sampling], tree=tree, **options)[0].trials
+        observe(toy_pair(), tree, 12, prompts=PROMPTS[:2], journal=tmp_path / "journal").trials
         for tree in (WIDE, WIDE, TREE, None)
     ]
     assert np.array_equal(trials[0], trials[1]) and np.array_equal(trials[2], trials[3])

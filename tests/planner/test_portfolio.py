@@ -31,10 +31,10 @@ from sequoia_plan.artifacts.lookup import LookupCounts, MatchClass, Position, wr
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.artifacts.tree_file import check_prediction
 from sequoia_plan.planner.cli import main
-from sequoia_plan.planner.report.match_panels import speedups_by_kind_panel, trees_by_match_panel
+from sequoia_plan.planner.report.panels import speedups_by_kind_panel, trees_by_match_panel
 from sequoia_plan.planner.report.plot import draw
 from sequoia_plan.planner.report.tree_summary import print_summary
-from sequoia_plan.planner.solving.match import kinds, looked_up, portfolio
+from sequoia_plan.planner.solving.match import by_match, looked_up, recorded
 from sequoia_plan.planner.solving.match.acceptance import (
     looked_up_acceptance,
     looked_up_as_visited,
@@ -50,6 +50,11 @@ from sequoia_plan.planner.solving.speed.fastest import with_speed
 SMALL_TREES = [tree for size in range(1, 8) for tree in all_trees(size)]
 LEVELS, RANKS = 3, 2
 """Levels below the root's, and children of a node, of the trees in brute force."""
+
+
+def spine_of(depth):
+    """A looked-up chain."""
+    return TokenTree(TokenTree.chain(depth).parents, looks_up=True)
 
 
 def random_rows(rng, levels=LEVELS, ranks=RANKS, looks_up=False):
@@ -152,8 +157,7 @@ def test_a_search_without_tails_is_slower(monkeypatch):
 
 def test_draft_passes_end_where_only_the_spine_goes_on():
     """A looked-up chain has no draft pass; a drafted child on level 2 needs two."""
-    chain = TokenTree(TokenTree.chain(6).parents, looks_up=True)
-    assert chain.num_drafted_levels == 0
+    assert spine_of(6).num_drafted_levels == 0
     with_sibling = TokenTree(np.array([-1, 0, 1, 1, 2, 4], np.int32), looks_up=True)
     assert with_sibling.num_parents_by_level == [1, 1]
 
@@ -165,20 +169,11 @@ def test_no_portfolio_is_faster_than_the_solved_one(seed):
     rng = np.random.default_rng(100 + seed)
     times = random_times(rng)
     catch_ups = [(0.0,), (0.0, 0.0, 0.001, 0.004, 0.006), (0.001, 0.002, 0.002, 0.003)]
-    problems = [MatchProblem(0, Acceptance.given(random_rows(rng).tolist()))]
+    problems = [MatchProblem(0, Acceptance(random_rows(rng)))]
     for match_length in (1, 3)[: 1 + seed % 2]:
-        rows = random_rows(rng, looks_up=True).tolist()
-        catch_up, looked_up_catch_up = (catch_ups[i] for i in rng.integers(3, size=2))
-        drafted = random_rows(rng).tolist()
-        problems.append(
-            MatchProblem(
-                match_length,
-                Acceptance.given(drafted),
-                Acceptance.given(rows),
-                catch_up,
-                looked_up_catch_up,
-            )
-        )
+        rows = Acceptance(random_rows(rng, looks_up=True))
+        seconds = [catch_ups[i] for i in rng.integers(3, size=2)]
+        problems.append(MatchProblem(match_length, Acceptance(random_rows(rng)), rows, *seconds))
     shares = rng.dirichlet([1.0] * len(problems)) * 0.999 + 0.001 / len(problems)
     deepest = min(LEVELS + 1, times.drafting.max_depth or LEVELS + 1)
     limits = Limits(6, LEVELS + 1, deepest, RANKS)
@@ -189,19 +184,15 @@ def test_no_portfolio_is_faster_than_the_solved_one(seed):
     assert result.speed == pytest.approx(best, rel=1e-9)
 
 
-def copying_problems(size=40):
-    """Steps without a match, and steps whose looked-up tokens are nearly all right."""
-    nothing = [[[0.3], [0.3]]]
-    return [
-        MatchProblem(0, Acceptance.given(nothing)),
-        MatchProblem(2, Acceptance.given(nothing), Acceptance.given([[[0.93], [0.3]]])),
-    ]
+NOTHING = Acceptance.given([[[0.3], [0.3]]])
+COPYING = [MatchProblem(0, NOTHING), MatchProblem(2, NOTHING, Acceptance.given([[[0.93], [0.3]]]))]
+"""Steps without a match, and steps whose looked-up tokens are nearly all right."""
 
 
 def test_solving_each_class_by_its_own_speed_loses():
     """Control: the tree with the most tokens a second of its own class is not the one for the
     common price of a second: where text repeats itself, it is too short."""
-    problems, shares = copying_problems(), np.array([0.8, 0.2])
+    problems, shares = COPYING, np.array([0.8, 0.2])
     latency = Latency({n: 0.02 + 0.001 * n for n in range(1, 41)}, {1: 0.005, 40: 0.01})
     times, limits = StepTime(latency), Limits(40, 40, 40)
     plain = [TokenTree.chain(1)]
@@ -210,10 +201,8 @@ def test_solving_each_class_by_its_own_speed_loses():
         fastest_portfolio([problem], np.ones(1), times, limits, plain).trees[0]
         for problem in problems
     ]
-    tokens, seconds = 0.0, 0.0
-    for problem, share, tree in zip(problems, shares, apart, strict=True):
-        tokens += share * expected_tokens(tree, problem.acceptance(tree).rates)
-        seconds += share * times.step_seconds(tree)
+    figures = [problems[c].step_figures(apart[c], times) for c in range(2)]
+    tokens, seconds = shares @ np.array(figures)
     assert tokens / seconds < together.speed * 0.99
     assert apart[1].depth < together.trees[1].depth
     assert together.bound == pytest.approx(together.speed, rel=1e-9)
@@ -227,44 +216,40 @@ def test_shares_by_hand():
     """
     text = [Position(0, 0), Position(0, 0), Position(2, 2), Position(2, 1), Position(0, 0)]
     text += [Position(0, 0)] * 3  # the last steps do not count
-    trees = [TokenTree.chain(2), TokenTree(TokenTree.chain(3).parents, looks_up=True)]
+    trees = [TokenTree.chain(2), spine_of(3)]
     counts = LookupCounts((MatchClass(0), MatchClass(2)), {"all": (write_positions(text),)})
     result = replay(
         recorded_texts(counts), trees, list(map(Acceptance.given, ([0.5], [[[0.9], [0.5]]])))
     )
     assert result.shares.tolist() == pytest.approx([0.6, 0.4])
-    assert result.num_steps == pytest.approx(2.5)
     # from the first step on: 0 to 1, 1 to 2 or 3, 0 to 2
     assert result.transitions.tolist() == [pytest.approx([0.5, 1.0]), pytest.approx([0, 0])]
     assert result.tokens_per_step == pytest.approx(2.0)
 
 
-def test_the_draft_catches_up_after_a_step_that_it_had_no_part_in():
+@pytest.mark.parametrize("drafting", [LANGUAGE_MODEL, EAGLE])
+def test_the_draft_catches_up_after_a_step_that_it_had_no_part_in(drafting):
     """A draft reads in its first pass what a step with the same tree may have accepted, and what
     other steps may have accepted in a pass before it."""
-    spine = TokenTree(TokenTree.chain(7).parents, looks_up=True)
-    with_sibling = TokenTree(np.array([-1, 0, 0, 1, 3], np.int32), looks_up=True)
     latency = Latency({1: 0.02}, {n: 0.001 * n for n in (1, 2, 4, 8)})
-    for drafting in (LANGUAGE_MODEL, EAGLE):
-        times = StepTime(latency, drafting)
+    times, chains = StepTime(latency, drafting), [TokenTree.chain(n) for n in range(6)[1:]]
+    spine = spine_of(7)
+    with_sibling = TokenTree(np.array([-1, 0, 0, 1, 3], np.int32), looks_up=True)
 
-        def seconds(last_tree, tree, times=times):
-            return times.catch_up_seconds(times.num_unread(last_tree), tree)
+    def seconds(last_tree, tree):
+        return times.catch_up_seconds(times.num_unread(last_tree), tree)
 
-        for tree in SMALL_TREES:
-            assert seconds(tree, tree) == 0
-            assert seconds(tree, spine) == 0
-        assert seconds(spine, TokenTree.chain(3)) == 0.008
-        assert seconds(with_sibling, TokenTree.chain(2)) == 0.004
-        # the feature draft's deeper passes are read once more; those of a language model are not
-        assert seconds(TokenTree.chain(5), TokenTree.chain(2)) == 0.004 * (drafting is EAGLE)
-    assert StepTime(latency, DFLASH).num_unread(spine) == 0
+    assert all(seconds(tree, tree) == seconds(tree, spine) == 0 for tree in SMALL_TREES)
+    assert seconds(spine, chains[2]) == 0.008
+    assert seconds(with_sibling, chains[1]) == 0.004
+    # the feature draft's deeper passes are read once more; those of a language model are not
+    assert seconds(chains[4], chains[1]) == 0.004 * (drafting is EAGLE)
 
 
 def test_a_draft_catches_up_with_accepted_tokens_only():
     """Of ten steps, nine accept the root alone, and one accepts five looked-up tokens, too."""
     visits = np.array([9.0, 0, 0, 0, 0, 1.0])
-    seconds = portfolio._looked_up_catch_up((0.0, 0.0, 0.001, 0.002, 0.003), visits)
+    seconds = recorded._looked_up_catch_up((0.0, 0.0, 0.001, 0.002, 0.003), visits)
     assert seconds == pytest.approx((0, 0, 0.0001, 0.0002, 0.0003))
 
 
@@ -297,12 +282,16 @@ def test_a_long_run_counts_as_the_steps_that_it_takes():
     assert looked_up_as_visited(probs, visits / 10) == probs
 
 
-def test_sparse_levels_have_one_vector():
-    """Levels from the first with few trials on share their counts; too few take the level above."""
-    trials, counts = np.array([200.0, 40.0, 20.0]), np.array([[100.0], [30.0], [15.0]])
-    assert pooled_rates(trials, counts)[:, 0].tolist() == [0.5, 0.75, 0.75]
-    trials, counts = np.array([200.0, 40.0, 0.0]), np.array([[100.0], [20.0], [0.0]])
-    assert pooled_rates(trials, counts)[:, 0].tolist() == [0.5, 0.5, 0.5]
+@pytest.mark.parametrize(
+    ("trials", "accepted", "rates"),
+    [
+        ([200, 40, 20], [100, 30, 15], [0.5, 0.75, 0.75]),
+        ([200, 40, 0], [100, 20, 0], [0.5, 0.5, 0.5]),  # too few take the level above
+    ],
+)
+def test_sparse_levels_have_one_vector(trials, accepted, rates):
+    counts = np.array(trials, float), np.array(accepted, float)[:, None]
+    assert pooled_rates(*counts)[:, 0].tolist() == rates
 
 
 def test_classes_of_a_looked_up_tree_are_not_mixed():
@@ -336,80 +325,79 @@ def lookup_profile(**changes):
     return structs.replace(profile, **changes)
 
 
+def solved(profile=None, **limits):
+    """The solution of a profile with lookup, of `lookup_profile()` if none is given."""
+    return solve(profile or lookup_profile(), **{"budget": 16, "depth": 10} | limits)
+
+
+def saved(tree, folder):
+    """The tree as its file has it."""
+    save_tree(tree, folder / "tree")
+    return load_tree(folder / "tree")
+
+
 def test_a_profile_with_lookup_counts_gives_trees_by_match(tmp_path):
     """Through both files: the plan promises what its classes come to, and more than one tree."""
     lookup_profile().save(tmp_path / "profile.yaml")
     profile = Profile.load(tmp_path / "profile.yaml")
     assert profile == lookup_profile()
-    solution = solve(profile, budget=16, depth=10)
-    tree, plan = solution.tree, solution.plan
-    assert not tree.looks_up
-    assert tree.by_match[2].looks_up
+    tree = solved(profile).tree
+    plan = tree.plan
+    assert not tree.looks_up and tree.by_match[2].looks_up
     assert [part.match_length for part in plan.by_match] == [0, 2]
     assert plan.predicted_speedup > plan.tree_speedup
-    assert plan.by_match[0].catch_up_seconds == 0
-    assert plan.by_match[1].catch_up_seconds > 0  # before a step that drafts
-    save_tree(tree, tmp_path / "tree")
-    assert load_tree(tmp_path / "tree") == tree
-    assert load_tree(tmp_path / "tree").plan == plan
+    no_match, match = (part.catch_up_seconds for part in plan.by_match)
+    assert no_match == 0 < match  # before a step that drafts
+    assert saved(tree, tmp_path) == tree and saved(tree, tmp_path).plan == plan
     # the recorded texts, decoded again with these trees, have the plan's shares
-    texts = recorded_texts(profile.lookup)
     trees = [tree.for_match(part.match_length) for part in plan.by_match]
-    shares = replay(texts, trees, [part.acceptance for part in plan.by_match]).shares
+    acceptances = [part.acceptance for part in plan.by_match]
+    shares = replay(recorded_texts(profile.lookup), trees, acceptances).shares
     assert shares.tolist() == pytest.approx([part.share for part in plan.by_match])
 
 
-def test_each_kind_of_prompts_has_a_speedup_of_its_own(tmp_path, capsys):
-    """A kind that is all prompts has the profile's own figure; otherwise what repeats is faster."""
+def of_kinds(texts, counts, **changes):
+    """The profile with prompts of several kinds: their recorded texts and their counts."""
+    lookup = structs.replace(lookup_profile().lookup, texts=texts)
+    return lookup_profile(kinds=dict.fromkeys(texts, counts), lookup=lookup, **changes)
+
+
+COPIED = write_positions([Position(2, run) for run in range(60, 0, -1)])
+DIFFERENT = write_positions([Position(0, 0)] * 60)
+
+
+def test_a_kind_that_is_all_prompts_has_their_figures():
+    """Of three equal texts each has the same, and of two texts one is slower and one is faster."""
     profile = lookup_profile()
     (text,) = set(profile.lookup.texts["all"])
-    lookup = structs.replace(profile.lookup, texts={"only": (text,) * 3})
-    alone = solve(
-        structs.replace(profile, kinds={"only": profile.acceptance.counts}, lookup=lookup),
-        budget=16,
-        depth=10,
-    )
-    assert alone.plan.speedup_by_kind == {"only": pytest.approx(alone.replayed_speedup, rel=1e-4)}
+    alone = solved(of_kinds({"only": (text,) * 3}, profile.acceptance.counts))
+    plan, speedup = alone.plan, pytest.approx(alone.replayed_speedup, rel=1e-4)
+    assert plan.speedup_by_kind == {"only": speedup}
+    assert plan.text_speedups["only"] == (speedup,) * 3
     # a step of the texts takes as long as the plan says, so tokens differ as the speeds do
-    replayed_tokens = alone.plan.expected_tokens * alone.replayed_speedup
-    replayed_tokens /= alone.plan.predicted_speedup
-    assert alone.plan.tokens_by_kind == {"only": pytest.approx(replayed_tokens, rel=1e-4)}
-    # three equal texts
-    assert alone.plan.text_speedups["only"] == pytest.approx([alone.replayed_speedup] * 3, rel=1e-4)
-    copied = write_positions([Position(2, run) for run in range(60, 0, -1)])
-    different = write_positions([Position(0, 0)] * 60)
-    together = profile.acceptance.counts.with_classes(1)
-    half = Counts(together.trials / 2, together.accepted / 2)
-    by_kind, texts = {"copies": half, "others": half}, {"copies": (copied,), "others": (different,)}
-    acceptance = Acceptance.counted(together)
-    lookup = structs.replace(profile.lookup, texts=texts)
-    tree = solve(
-        structs.replace(profile, acceptance=acceptance, kinds=by_kind, lookup=lookup),
-        budget=16,
-        depth=10,
-    ).tree
-    by_kind = tree.plan.speedup_by_kind
-    assert by_kind["others"] < tree.plan.predicted_speedup < by_kind["copies"]
-    tokens = tree.plan.tokens_by_kind
-    assert 1 <= tokens["others"] < tree.plan.expected_tokens < tokens["copies"]
-    assert {kind: pytest.approx(by_kind[kind], rel=1e-4) for kind in by_kind} == {
-        kind: speedups[0] for kind, speedups in tree.plan.text_speedups.items()
-    }
-    both = {"only": (*texts["copies"], *texts["others"])}
-    lookup = structs.replace(profile.lookup, texts=both)
-    mixed = solve(
-        structs.replace(profile, kinds={"only": profile.acceptance.counts}, lookup=lookup),
-        budget=16,
-        depth=10,
-    ).tree.plan
+    tokens = plan.expected_tokens * alone.replayed_speedup / plan.predicted_speedup
+    assert plan.tokens_by_kind == {"only": pytest.approx(tokens, rel=1e-4)}
+    mixed = solved(of_kinds({"only": (COPIED, DIFFERENT)}, profile.acceptance.counts)).plan
     slow, fast = mixed.text_speedups["only"]
     assert slow < mixed.speedup_by_kind["only"] < fast
-    save_tree(tree, tmp_path / "tree")
-    assert load_tree(tmp_path / "tree").plan == tree.plan
+
+
+def test_each_kind_of_prompts_has_a_speedup_of_its_own(tmp_path, capsys):
+    """What repeats is faster; without kinds there are no such figures."""
+    together = lookup_profile().acceptance.counts.with_classes(1)
+    half = Counts(together.trials / 2, together.accepted / 2)
+    texts, acceptance = {"copies": (COPIED,), "others": (DIFFERENT,)}, Acceptance.counted(together)
+    tree = solved(of_kinds(texts, half, acceptance=acceptance)).tree
+    plan = tree.plan
+    speedups, tokens = plan.speedup_by_kind, plan.tokens_by_kind
+    assert speedups["others"] < plan.predicted_speedup < speedups["copies"]
+    assert 1 <= tokens["others"] < plan.expected_tokens < tokens["copies"]
+    for kind, (speedup,) in plan.text_speedups.items():
+        assert speedup == pytest.approx(speedups[kind], rel=1e-4)
+    assert saved(tree, tmp_path).plan == plan
     print_summary(tree)
     assert "\nby kind of prompts      copies " in capsys.readouterr().out
-    # its prompts name no kinds
-    assert solve(profile, budget=16, depth=10).plan.speedup_by_kind == {}
+    assert solved().plan.speedup_by_kind == {}
 
 
 def test_the_picture_shows_every_tree_and_every_kind(tmp_path):
@@ -417,24 +405,20 @@ def test_the_picture_shows_every_tree_and_every_kind(tmp_path):
     speed-up."""
     from matplotlib.figure import Figure
 
-    kinds = {"story": 1.4, "quote": 3.5}
-    solved = solve(lookup_profile(), budget=16, depth=10).tree
-    plan = structs.replace(solved.plan, speedup_by_kind=kinds)
-    tree = TokenTree(solved.parents, plan, by_match=solved.by_match)
+    tree = solved().tree
+    plan = structs.replace(tree.plan, speedup_by_kind={"story": 1.4, "quote": 3.5})
+    with_kinds = TokenTree(tree.parents, plan, by_match=tree.by_match)
     left, right = Figure().subplots(1, 2)
-    trees_by_match_panel(tree, left)
-    titles = [inset.get_title() for inset in left.child_axes]
-    parts = [(part.share, tree.for_match(part.match_length)) for part in plan.by_match]
-    assert titles == [
-        f"match: none\n{parts[0][0]:.0%} of steps\n{parts[0][1].size} nodes\ndrafted",
-        f"match: 2+\n{parts[1][0]:.0%} of steps\n{parts[1][1].size} nodes\nlooked up",
-    ]
-    drawn_nodes = [len(inset.collections[-1].get_offsets()) for inset in left.child_axes]
-    assert drawn_nodes == [class_tree.size for _, class_tree in parts]
-    speedups_by_kind_panel(tree, right)
-    bars = [bar.get_width() for bar in right.patches]
-    assert bars == [1.4, 3.5]
-    for drawn in (tree, solved):  # without speed-ups by kind there is one panel
+    trees_by_match_panel(with_kinds, left)
+    speedups_by_kind_panel(with_kinds, right)
+    for inset, part, match, what in zip(
+        left.child_axes, plan.by_match, ("none", "2+"), ("drafted", "looked up"), strict=True
+    ):
+        size = tree.for_match(part.match_length).size
+        title = f"match: {match}\n{part.share:.0%} of steps\n{size} nodes\n{what}"
+        assert inset.get_title() == title and len(inset.collections[-1].get_offsets()) == size
+    assert [bar.get_width() for bar in right.patches] == [1.4, 3.5]
+    for drawn in (tree, with_kinds):  # without speed-ups by kind there is one panel
         draw(drawn, tmp_path / "trees.png")
         assert (tmp_path / "trees.png").read_bytes().startswith(b"\x89PNG")
 
@@ -442,12 +426,12 @@ def test_the_picture_shows_every_tree_and_every_kind(tmp_path):
 def test_drafted_children_of_a_kind_are_accepted_as_often_as_the_kind_says():
     """Half of the acceptance of all prompts, and a looked-up token that only the texts decide."""
     halved = Counts([[10**6]], [[[2.5e5, 0.65e5]]])
-    ratios = kinds._acceptance_ratios(halved, Counts([[10**6]], [[[5e5, 1.3e5]]]))
+    ratios = recorded._acceptance_ratios(halved, Counts([[10**6]], [[[5e5, 1.3e5]]]))
     assert ratios.tolist() == pytest.approx([0.5, 0.5], rel=1e-3)
     problem = MatchProblem(
         2, Acceptance.given([[0.5, 0.1]]), Acceptance.given([[[0.8, 0.1], [0.6, 0.2]]])
     )
-    of_kind = kinds._for_kind(problem, ratios)
+    of_kind = recorded._for_kind(problem, ratios)
     assert np.ravel(of_kind.drafted.rates) == pytest.approx([0.25, 0.05], rel=1e-3)
     assert np.ravel(of_kind.looked_up.rates) == pytest.approx([0.8, 0.05, 0.3, 0.1], rel=1e-3)
 
@@ -458,12 +442,12 @@ def test_exchanging_trees_raises_the_speed_on_the_recorded_texts():
     profile = lookup_profile()
     times = StepTime.from_measured(profile)
     texts = recorded_texts(profile.lookup)
-    problems = portfolio.match_problems(profile)
-    recording = portfolio.Recording(texts, np.array([0.5, 0.5]), problems, times)
+    problems = recorded.match_problems(profile)
+    recording = recorded.Recording(texts, np.array([0.5, 0.5]), problems, times)
     start = recording.decode((TokenTree.chain(1),) * 2)
     assert start.speed == pytest.approx(1 / times.plain_seconds())
     drafted = {TokenTree.chain(2), TokenTree.star(2)}
-    better = portfolio._with_trees_exchanged(recording, start, drafted, Limits(16, 10, 10))
+    better = by_match._with_trees_exchanged(recording, start, drafted, Limits(16, 10, 10))
     assert better.speed > 1.2 * start.speed
     assert not better.trees[0].looks_up
     assert better.trees[1].looks_up
@@ -472,94 +456,80 @@ def test_exchanging_trees_raises_the_speed_on_the_recorded_texts():
 
 def test_a_plan_that_contradicts_its_trees_is_refused(tmp_path):
     """Each figure of each class follows from its tree, and shares add up to 1."""
-    tree = solve(lookup_profile(), budget=16, depth=10).tree
+    tree = solved().tree
     no_match, match = tree.plan.by_match
 
     def plan_with(**changes):
         return structs.replace(tree.plan, by_match=(no_match, structs.replace(match, **changes)))
 
-    wrong_figures = {"expected_tokens": 2.0, "step_seconds": 0.5, "catch_up_seconds": 0.1}
-    for changes in ({name: figure} for name, figure in wrong_figures.items()):
-        wrong = TokenTree(tree.parents, plan_with(**changes), by_match=tree.by_match)
-        with pytest.raises(SequoiaPlanError, match=r"plan\.(by_match\[1\]|step_seconds)"):
-            check_prediction(wrong)
-        save_tree(wrong, tmp_path / "tree")
-        with pytest.raises(SequoiaPlanError, match=r"; solve again"):
-            load_tree(tmp_path / "tree")
+    for wrong_figure in (
+        {"expected_tokens": 2.0},
+        {"step_seconds": 0.5},
+        {"catch_up_seconds": 0.1},
+    ):
+        wrong = TokenTree(tree.parents, plan_with(**wrong_figure), by_match=tree.by_match)
+        with pytest.raises(SequoiaPlanError, match=r"plan\.(by_match\[1\]|step_seconds).*again"):
+            saved(wrong, tmp_path)
     with pytest.raises(SequoiaPlanError, match="add up to"):
         plan_with(share=match.share / 2)
     with pytest.raises(SequoiaPlanError, match="0 first"):
         structs.replace(tree.plan, by_match=(match,))
-    drafted = TokenTree(tree.parents, tree.plan, by_match={2: TokenTree.chain(4)})
-    with pytest.raises(SequoiaPlanError, match="solve again"):
-        check_prediction(drafted)
-    unnamed = TokenTree(tree.parents, tree.plan, by_match={**tree.by_match, 4: TokenTree.chain(4)})
-    with pytest.raises(SequoiaPlanError, match="matches of 4 tokens"):
-        check_prediction(unnamed)
+    chain = TokenTree.chain(4)
+    for trees, message in (
+        ({2: chain}, "solve again"),
+        ({**tree.by_match, 4: chain}, "matches of 4 tokens"),
+    ):
+        with pytest.raises(SequoiaPlanError, match=message):
+            check_prediction(TokenTree(tree.parents, tree.plan, by_match=trees))
 
 
 def test_lookup_can_be_left_out():
-    profile = lookup_profile()
-    alone = solve(profile, budget=16, depth=10, lookup=False)
-    assert not alone.tree.by_match
-    assert not alone.plan.by_match
-    assert alone.tree == solve(lookup_profile(lookup=None), budget=16, depth=10).tree
-    assert not solve(profile, budget=16, depth=10, objective="tokens").plan.by_match
+    alone = solved(lookup=False).tree
+    assert alone == solved(lookup_profile(lookup=None)).tree
+    assert not alone.by_match and not solved(objective="tokens").plan.by_match
 
 
 def test_a_class_with_the_tree_of_the_one_before_it_is_left_out():
     """Equal trees are stored once, and a tree that comes back is stored again."""
-    drafted, spine = TokenTree.chain(3), TokenTree(TokenTree.chain(5).parents, looks_up=True)
-    problems = [SimpleNamespace(match_length=length) for length in (0, 1, 2, 3, 5)]
-    trees = [drafted, drafted, spine, spine, drafted]
-    tree = portfolio._with_by_match(problems, trees)
+    drafted, spine = TokenTree.chain(3), spine_of(5)
+    trees = {0: drafted, 1: drafted, 2: spine, 3: spine, 5: drafted}
+    problems = [SimpleNamespace(match_length=length) for length in trees]
+    tree = by_match._with_by_match(problems, list(trees.values()))
     assert list(tree.by_match) == [2, 5]
-    assert [tree.for_match(problem.match_length) for problem in problems[1:]] == [
-        TokenTree(other.parents, looks_up=other.looks_up) if number else tree
-        for number, other in enumerate(trees[1:])
-    ]
+    for length, expected in trees.items():
+        found = tree.for_match(length)
+        assert (found.size, found.looks_up) == (expected.size, expected.looks_up)
 
 
-def test_the_terminal_tells_classes_and_spines_apart(tmp_path):
+def test_the_terminal_tells_classes_and_spines_apart(tmp_path, monkeypatch):
     """`solve` and `show` print a line for each class, and draw looked-up nodes as such."""
-    profile, tree = str(tmp_path / "profile.yaml"), str(tmp_path / "tree")
-    lookup_profile().save(profile)
+    monkeypatch.chdir(tmp_path)
+    lookup_profile().save("profile.yaml")
 
     def output(*arguments):
         result = CliRunner().invoke(main, arguments)
         assert result.exit_code == 0, result.output
         return result.output
 
-    limits = ("--budget", "16", "--depth", "10", "-o", tree)
-    text = output("solve", profile, *limits)
-    assert "match of 2+ tokens" in text
-    drawing = output("show", tree)
-    depth = load_tree(tree).by_match[2].depth
+    limits = ("--budget", "16", "--depth", "10")
+    assert "match of 2+ tokens" in output("solve", *limits)
+    drawing = output("show")
     assert drawing.count("  looked up\n") == 2  # the first one, and the others on one line
+    depth = load_tree("tree.safetensors").by_match[2].depth
     assert f"... {depth - 2} more, one after the other" in drawing
     assert "without prompt lookup" in drawing
-    by_match = json.loads(output("solve", profile, *limits, "--json"))["by_match"]
-    assert [part["looks_up"] for part in by_match] == [False, True]
-    assert sum(part["share"] for part in by_match) == pytest.approx(1)
-    keys = {"match_length", "share", "size", "depth", "looks_up", "expected_tokens"}
-    assert all(keys | {"step_seconds"} <= set(part) for part in by_match)
-    assert json.loads(output("solve", profile, *limits, "--no-lookup", "--json"))["by_match"] == []
+    parts = json.loads(output("solve", *limits, "--json"))["by_match"]
+    assert [part["looks_up"] for part in parts] == [False, True]
+    assert sum(part["share"] for part in parts) == pytest.approx(1)
+    assert json.loads(output("solve", *limits, "--no-lookup", "--json"))["by_match"] == []
 
 
 def test_without_a_draft_the_spines_alone_are_planned(tmp_path):
-    profile = lookup_profile()
-    solution = solve(profile, budget=16, depth=8, draft=False)
-    tree, plan = solution.tree, solution.plan
-    assert tree.size == 1 and tree.by_match
-    assert all(t.num_drafted_levels == 0 for t in tree.by_match.values())
-    assert "draft" not in plan.models
-    assert plan.predicted_speedup <= solve(profile, budget=16, depth=8).plan.predicted_speedup
-    save_tree(tree, tmp_path / "t.safetensors")
-    assert load_tree(tmp_path / "t.safetensors") == tree
-    for changed, options in (
-        ({"lookup": None}, {}),
-        ({}, {"lookup": False}),
-        ({"latency": None}, {}),
-    ):
+    tree = solved(draft=False).tree
+    assert tree.size == 1 and saved(tree, tmp_path) == tree
+    assert [spine.num_drafted_levels for spine in tree.by_match.values()] == [0]
+    assert "draft" not in tree.plan.models
+    assert tree.plan.predicted_speedup <= solved().plan.predicted_speedup
+    for changes, options in (({"lookup": None}, {}), ({}, {"lookup": False})):
         with pytest.raises(ArgumentError, match="draft none: found"):
-            solve(structs.replace(profile, **changed), budget=16, depth=8, draft=False, **options)
+            solved(lookup_profile(**changes), draft=False, **options)

@@ -42,14 +42,6 @@ def test_plans_say_what_is_proven_and_keep_to_the_drafts_levels(rates, latency, 
         assert fastest.plan.upper_bound == pytest.approx(best.plan.expected_tokens, rel=1e-12)
 
 
-def test_the_fastest_tree_may_have_fewer_tokens_than_its_size_allows():
-    """Draft passes of two nodes cost six times those of one."""
-    target = {n: 0.04 + 0.0005 * n for n in range(1, 8)}
-    latency = Latency(target, {1: 0.002, 2: 0.012, 5: 0.02}, 0.001)
-    plan = solve(profile([0.5, 0.3, 0.1, 0.05], latency=latency), budget=7, depth=5).plan
-    assert plan.upper_bound > plan.expected_tokens * 1.001
-
-
 def test_the_predicted_speed_is_tokens_over_time():
     solution = solve(profile(LLAMA3, latency=STEEP), budget=64, depth=10)
     assert solution.plan.predicted_speedup == pytest.approx(
@@ -73,9 +65,9 @@ def test_the_objective_tokens_takes_exactly_the_budget_even_where_no_latency_is_
 
 
 def test_the_plan_is_json_and_complete():
-    measured = profile([0.5, 0.3], latency=STEEP, settings={"temperature": 0.6})
-    document = json.loads(json.dumps(solve(measured, budget=16, depth=5).plan.to_dict()))
-    assert document["settings"] == {"temperature": 0.6}
+    plan = solve(profile([0.5, 0.3], latency=STEEP, settings={"a": 1}), budget=16, depth=5).plan
+    document = json.loads(json.dumps(plan.to_dict()))
+    assert document["settings"] == {"a": 1}
     names = {"acceptance", "budget", "depth", "objective", "solver", "expected_tokens"}
     assert names | {"step_seconds", "predicted_speedup", "speedup_bound"} <= document.keys()
 
@@ -86,16 +78,13 @@ def test_the_plan_is_json_and_complete():
         ([0.5], {"budget": 0}, "budget: found 0"),
         ([0.5], {"budget": 10**12}, "expected 1 to 1000000"),
         ([0.5], {"depth": 0}, "depth: found 0"),
-        ([0.5], {"depth": 10**6}, "depth: found 1000000"),
         ([0.5], {"depth": 1}, "depth 1 is the root alone"),
         ([0.5], {"branching": 0}, "branching: found 0"),
         ([0.5, 0.2, 0.1], {"budget": 14}, "the largest has 13"),
         ([], {}, "a list of probabilities"),
-        ("0.5", {}, "a list of probabilities"),
         ([[0.5, 0.1], [0.5]], {}, "all of one length"),
         ([[[[0.5]], [[0.1]]]], {}, "a list of probabilities"),
         ([0.6, 0.6], {}, "sums to 1.2"),
-        ([-0.1], {}, r"p\[1\] is -0.1"),
         ([float("nan")], {}, r"p\[1\] is nan"),
         ([[0.5, 0.1], [0.5, 0.9]], {}, "level 1: sums to 1.4"),
         ([[[0.5], [1.1]]], {}, r"off the spine: p\[1\] is 1.1"),

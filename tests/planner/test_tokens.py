@@ -7,11 +7,11 @@ import functools
 import numpy as np
 import pytest
 from brute_force import fitting, tokens_by_paths
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from strategies import rates
+from strategies import at_depth, rates
 
-from sequoia_plan.artifacts import Acceptance, ArgumentError, TokenTree
+from sequoia_plan.artifacts import ArgumentError, TokenTree
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.planner import frontier
 from sequoia_plan.planner.solving.tokens import best_first, dynamic_programming
@@ -21,10 +21,6 @@ from sequoia_plan.planner.solving.tokens.frontier import (
     most_tokens,
     pick_solver,
 )
-
-
-def at_depth(rates, depth):
-    return Acceptance.given(rates).at_depth(depth)
 
 
 def recursion(rows, size):
@@ -74,23 +70,11 @@ def test_both_solvers_equal_exhaustive_enumeration(rates, size, depth):
 
 @settings(max_examples=40)
 @given(rates(), st.integers(8, 40), st.integers(2, 5))
+@example([0.0, 0.0, 1e-4, 0.9], 90, 4)  # only whole families pay
+@example([[[0.0, 1.0], [1.0, 0.0]]], 30, 6)  # a chain below the second child
+@example([[0.2, 0.1], [0.1, 0.6], [0.9, 0.0]], 60, 6)
 def test_the_dynamic_program_is_the_recursion(rates, size, depth):
-    same_as_recursion(at_depth(rates, depth), size)
-
-
-@pytest.mark.parametrize(
-    ("rates", "size", "depth"),
-    [
-        ([0.0, 0.0, 1e-4, 0.9], 90, 4),  # only whole families pay
-        ([[[0.0, 1.0], [1.0, 0.0]]], 30, 6),  # a chain below the second child
-        ([[0.2, 0.1], [0.1, 0.6], [0.9, 0.0]], 60, 6),
-    ],
-)
-def test_the_dynamic_program_is_the_recursion_where_rows_rise_steeply(rates, size, depth):
-    same_as_recursion(at_depth(rates, depth), size)
-
-
-def same_as_recursion(rows, size):
+    rows = at_depth(rates, depth)
     optima = recursion(rows, size)
     values = dynamic_programming.most_tokens(rows, size)
     np.testing.assert_allclose(values, optima[optima > 0], rtol=1e-12)

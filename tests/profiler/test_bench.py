@@ -229,7 +229,7 @@ def test_the_command(run_bench, tmp_path):
         TREE, Acceptance.given([0.5, 0.25]).rates
     )
     assert answer["settings"]["prompts"] == 2 and answer["tree"]["size"] == 7
-    text = run_bench(f"{words} --temperature 0.8 --report page.html").stdout
+    text = run_bench(f"{words} --report page.html").stdout
     for part in ("our tree, Sequoia", "over plain", "10.0 ms (draft 10.0", "tree of 7 nodes"):
         assert part in " ".join(text.split())
     assert "<svg" in (tmp_path / "page.html").read_text()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -26,7 +27,6 @@ from sequoia_plan.planner.solving.speed.fastest import (
     MAX_WORK,
     FastestTree,
     fastest_up_to_depth,
-    later_steps,
     quick_bound,
     with_speed,
 )
@@ -47,8 +47,17 @@ class FoldedTail:
     branching: int
 
     def unfold(self, tree: TokenTree) -> TokenTree:
-        """The tree with a looked-up spine that a tree of the search stands for."""
-        tree = self._without_impossible_ranks(tree)
+        """The tree with a looked-up spine that a tree of the search stands for.
+
+        The rows have as many ranks as the spine's node on level J - 1 has children, which may be
+        more than other nodes can have. Their children of higher ranks have the value 0, so a tree
+        with any is no faster than one of fewer nodes; no speculation stands for it.
+        """
+        may_have_more = np.zeros(tree.size, bool)
+        if tree.depth > len(self.rows):
+            may_have_more[tree.level_offsets[len(self.rows) - 1]] = True
+        if (tree.child_count[~may_have_more] > self.branching).any():
+            return TokenTree.chain(1)
         if tree.depth <= len(self.rows):
             return TokenTree(tree.parents, looks_up=True)
         # the spine's nodes are the first of their levels
@@ -69,27 +78,6 @@ class FoldedTail:
             ]
         )
         return TokenTree(parents, looks_up=True)
-
-    def _without_impossible_ranks(self, tree: TokenTree) -> TokenTree:
-        """The tree without the nodes whose rank is above `branching`: they have the value 0.
-
-        The rows have as many ranks as the spine's node on level J - 1 has children, which may be
-        more than other nodes can have.
-        """
-        is_last_parent = np.zeros(tree.size, bool)
-        if tree.depth > len(self.rows):
-            is_last_parent[tree.level_offsets[len(self.rows) - 1]] = True
-        is_kept = (tree.ranks <= self.branching) | is_last_parent[tree.parents]
-        is_kept[0] = True
-        if is_kept.all():
-            return tree
-        new_numbers, parents = {0: 0}, [-1]
-        for node in range(1, tree.size):
-            parent = int(tree.parents[node])
-            if is_kept[node] and parent in new_numbers:
-                new_numbers[node] = len(parents)
-                parents.append(new_numbers[parent])
-        return TokenTree.from_parents(parents)
 
 
 def fold_tail(rows: Floats, num_passes: int, tail_charges: Floats) -> FoldedTail:
@@ -160,11 +148,7 @@ def fastest_looked_up_tree(
     """
     max_size = min(budget, times.largest_size())
     best = start
-
-    def score(tree: TokenTree) -> FastestTree:
-        """A tree with a looked-up spine with its speed."""
-        return with_speed(tree, rows, times, later_steps(other_steps, catch_up, tree, times))
-
+    score = partial(with_speed, rows=rows, times=times, other_steps=other_steps, catch_up=catch_up)
     for depth in range(2, min(len(rows) + 1, max_size) + 1):
         chain = TokenTree(TokenTree.chain(depth).parents, looks_up=True)
         best = max(best, score(chain), key=lambda choice: choice.speed)

@@ -37,7 +37,6 @@ class Replay(NamedTuple):
 
     shares: Floats
     tokens_per_step: float
-    num_steps: float
     transitions: Floats
     visits_by_run: Floats
 
@@ -58,9 +57,8 @@ def recorded_texts(lookup: LookupCounts) -> list[RecordedText]:
     for text in itertools.chain.from_iterable(lookup.texts.values()):
         positions = list(read_positions(text))
         if positions:
-            classes = [
-                class_of(position.match_length, lookup.match_lengths) for position in positions
-            ]
+            lengths = lookup.match_lengths
+            classes = [class_of(position.match_length, lengths) for position in positions]
             runs = [position.run for position in positions]
             texts.append(RecordedText(np.array(classes), np.array(runs)))
     return texts
@@ -99,7 +97,7 @@ def replay(
         num_tokens += _replay_text(classes, runs, rows, advances, transitions, visits_by_run)
     num_steps = float(transitions.sum())
     shares = transitions.sum(0) / num_steps
-    return Replay(shares, num_tokens / num_steps, num_steps, transitions[:-1], visits_by_run)
+    return Replay(shares, num_tokens / num_steps, transitions[:-1], visits_by_run)
 
 
 @numba.njit(cache=True)
@@ -142,11 +140,11 @@ def advance_table(tree: TokenTree, acceptance: Acceptance) -> Floats:
         return _step_lengths(tree, probabilities)[None]
     spine = np.flatnonzero(tree.classes == 0)
     rows = []
+    on_spine = tree.classes[tree.parents] == 0  # whether the parent is
+    on_spine[0] = False
     for run in range(len(spine)):
         given_run = probabilities.copy()
         # The looked-up tokens of the run are accepted, and the next one is rejected.
-        on_spine = tree.classes[tree.parents] == 0
-        on_spine[0] = False
         rejected = 1 - probabilities[spine[run + 1]] if run + 1 < len(spine) else 0.0
         siblings = on_spine & (tree.parents == spine[run])
         given_run[on_spine] = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -90,11 +91,7 @@ def fastest_tree(
     max_size = min(budget, times.largest_size())
     # A tree of n nodes has at most n levels.
     max_depth = min(len(rows) + 1, max_size, times.drafting.max_depth or max_size)
-
-    def score(tree: TokenTree) -> FastestTree:
-        """The tree with its speed."""
-        return with_speed(tree, rows, times, later_steps(other_steps, catch_up, tree, times))
-
+    score = partial(with_speed, rows=rows, times=times, other_steps=other_steps, catch_up=catch_up)
     best = max(filter(None, (start, score(TokenTree.chain(1)))), key=_speed)
     bound = best.bound
     for depth in _depths_to_search(max_depth, times, catch_up):
@@ -124,14 +121,13 @@ def _depths_to_search(max_depth: int, times: StepTime, catch_up: Sequence[float]
     The width of the first draft pass may depend on the depth that the draft is run for, and so may
     what the draft leaves unread: both times count.
     """
-    depth_of_seconds: dict[tuple[float, float], int] = {}
+    depths = {}
     for depth in range(2, max_depth + 1):
-        first_pass_seconds = times.draft_seconds(times.drafting.first_pass_width(depth))
-        num_unread = times.drafting.num_unread(depth, depth - 1)
-        later_seconds = catch_up[min(num_unread, len(catch_up) - 1)]
-        if np.isfinite(first_pass_seconds):
-            depth_of_seconds[first_pass_seconds, later_seconds] = depth
-    return sorted(depth_of_seconds.values(), reverse=True)
+        seconds = float(times.draft_seconds(times.drafting.first_pass_width(depth)))
+        steps = later_steps(NO_OTHER_STEPS, catch_up, TokenTree.chain(depth), times)
+        if np.isfinite(seconds):
+            depths[seconds, steps] = depth
+    return sorted(depths.values(), reverse=True)
 
 
 def fastest_up_to_depth(
@@ -183,14 +179,18 @@ def later_steps(
 
 
 def with_speed(
-    tree: TokenTree, rows: Floats, times: StepTime, other_steps: OtherSteps = NO_OTHER_STEPS
+    tree: TokenTree,
+    rows: Floats,
+    times: StepTime,
+    other_steps: OtherSteps = NO_OTHER_STEPS,
+    catch_up: Sequence[float] = (0.0,),
 ) -> FastestTree:
     """Return a tree with its predicted speed, which is also its bound.
 
     `rows` float64 [levels, classes, ranks].
     """
     tokens = expected_tokens(tree, rows) if tree.size > 1 else 1.0
-    seconds = times.step_seconds(tree) + other_steps.seconds
+    seconds = times.step_seconds(tree) + later_steps(other_steps, catch_up, tree, times).seconds
     speed = (tokens + other_steps.tokens) / seconds
     return FastestTree(tree, speed, speed)
 

@@ -58,6 +58,19 @@ def most_tokens(rows: Floats, size: int) -> Floats:
     return np.cumsum(most_valuable_nodes(rows, size)[1])
 
 
+def frontier(rows: Floats, size: int) -> list[Floats]:
+    """Compute `most_tokens` for each depth limit 1, 2, ..., levels + 1.
+
+    `rows` float64 [levels, classes, ranks].
+    """
+    values: list[Floats] = []
+    for num_levels in range(len(rows) + 1):
+        # If the last level is of no use, deeper ones are not either: their nodes are worth less.
+        is_settled = len(values) > 1 and np.array_equal(values[-1], values[-2])
+        values.append(values[-1] if is_settled else most_tokens(rows[:num_levels], size))
+    return values
+
+
 def parents(rows: Floats, size: int) -> Ints:
     """Find the best tree of exactly `size` nodes, in the order in which it grows.
 

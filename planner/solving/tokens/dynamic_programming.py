@@ -34,20 +34,21 @@ def most_tokens(rows: Floats, size: int) -> Floats:
 def frontier(rows: Floats, size: int) -> list[Floats]:
     """Compute `most_tokens` for each depth limit 1, 2, ..., levels + 1.
 
-    A limit cuts the rows off at the end. So levels that share the last row share one recursion, and
-    only the rows above it need one for each depth. `rows` float64 [levels, classes, ranks].
+    A limit cuts the rows off at the end. Levels with the same row and the same best below them have
+    the same best, so levels that share a row are solved once. `rows` float64 [levels, classes,
+    ranks].
     """
-    first_repeated = len(rows)  # all rows are the same from this level on
-    while first_repeated > 0 and np.array_equal(rows[first_repeated - 1], rows[-1]):
-        first_repeated -= 1
-    repeated_best = _solve(rows[first_repeated:], size)[0][::-1]
-    values_by_depth = []
+    best_above: dict[tuple[bytes, bytes], Floats] = {}
+    values = []
     for num_levels in range(len(rows) + 1):
-        best = repeated_best[max(num_levels - first_repeated, 0)]
-        for level in range(min(num_levels, first_repeated) - 1, -1, -1):
-            best, _ = _solve_level(rows[level], best, size)
-        values_by_depth.append(best[0])
-    return values_by_depth
+        best = np.ones((rows.shape[1], 1))
+        for level_rows in rows[:num_levels][::-1]:
+            key = level_rows.tobytes(), best.tobytes()
+            if key not in best_above:
+                best_above[key] = _solve_level(level_rows, best, size)[0]
+            best = best_above[key]
+        values.append(best[0])
+    return values
 
 
 def parents(rows: Floats, size: int) -> Ints:
@@ -94,22 +95,19 @@ def _split(row: Floats, below: Floats, table: Floats, nodes: int) -> list[int]:
 def _solve(rows: Floats, size: int) -> tuple[list[Floats], list[Floats]]:
     """Fill in best [classes, sizes] and T [classes, ranks + 1, sizes] of each level.
 
-    If two levels have the same rows and the same best, so have all levels above with these rows.
     `rows` float64 [levels, classes, ranks].
     """
     # The last level first. Its nodes have no children: a subtree is one node.
     best, tables = [np.ones((rows.shape[1], 1))], [np.empty((rows.shape[1], 1, 1))]
     for level in range(len(rows) - 1, -1, -1):
-        is_settled = (
-            len(best) > 2
-            and np.array_equal(best[-1], best[-2])
-            and np.array_equal(rows[level], rows[level + 1])
-        )
-        level_best, table = best[-1], tables[-1]
-        if not is_settled:
-            level_best, table = _solve_level(rows[level], level_best, size)
-        best.append(level_best)
-        tables.append(table)
+        # two levels with the same rows and the same best: so have all levels above with these rows
+        is_settled = len(best) > 2 and np.array_equal(best[-1], best[-2])
+        if is_settled and np.array_equal(rows[level], rows[level + 1]):
+            solved = best[-1], tables[-1]
+        else:
+            solved = _solve_level(rows[level], best[-1], size)
+        best.append(solved[0])
+        tables.append(solved[1])
     return best[::-1], tables[::-1]
 
 
@@ -132,35 +130,19 @@ def _solve_level(level_rows, below, size):
             next_num_sizes = min(size - b, num_sizes + largest_child - 1)
             child_class = node_class if b == 1 else classes - 1
             result = table[node_class, b, :next_num_sizes]
-            _convolve(
-                table[node_class, b - 1, :num_sizes],
-                below[child_class],
-                level_rows[node_class, b - 1],
-                result,
-            )
-            for k in range(next_num_sizes):
-                best[node_class, b + k] = max(best[node_class, b + k], result[k])
+            fewer_children = table[node_class, b - 1, :num_sizes]
+            _convolve(fewer_children, below[child_class], level_rows[node_class, b - 1], result)
+            most = best[node_class, b : b + next_num_sizes]
+            most[:] = np.maximum(most, result)
             num_sizes = next_num_sizes
     return best, table
 
 
 @numba.njit(cache=True, fastmath={"nnan", "nsz"})
 def _convolve(a, b, p, result):
-    """Raise result[k] to max over i + j = k of a[i] + p * b[j].
-
-    Four entries of b are taken at a time, so that the compiler uses vector instructions.
-    """
-    # x1, x2 and x3 are `a` shifted by 1, 2 and 3 entries, with -inf where it has none.
-    padded = np.full(len(a) + 6, -np.inf)
-    padded[3 : 3 + len(a)] = a
-    for j in range(0, min(len(b), len(result)), 4):
-        count = min(len(a) + 3, len(result) - j)
-        sums = result[j : j + count]
-        x0, x1 = padded[3 : 3 + count], padded[2 : 2 + count]
-        x2, x3 = padded[1 : 1 + count], padded[:count]
-        t0 = p * b[j]
-        t1 = p * b[j + 1] if j + 1 < len(b) else -np.inf
-        t2 = p * b[j + 2] if j + 2 < len(b) else -np.inf
-        t3 = p * b[j + 3] if j + 3 < len(b) else -np.inf
-        for i in range(count):
-            sums[i] = max(sums[i], max(max(x0[i] + t0, x1[i] + t1), max(x2[i] + t2, x3[i] + t3)))
+    """Raise result[k] to max over i + j = k of a[i] + p * b[j]."""
+    for j in range(min(len(b), len(result))):
+        value = p * b[j]
+        sums = result[j : j + len(a)]
+        for i in range(len(sums)):
+            sums[i] = max(sums[i], a[i] + value)

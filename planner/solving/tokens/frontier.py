@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from sequoia_plan.artifacts import Acceptance, ArgumentError, TokenTree
 from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.planner.solving.tokens import best_first, dynamic_programming
@@ -17,6 +15,8 @@ MAX_RISING_BUDGET = 4_096
 MAX_DEPTH = 1_000
 MAX_TABLE_NUMBERS = 2**27
 """Numbers that the tables of the dynamic program may have."""
+SOLVERS: dict[str, Any] = {"best-first": best_first, "dynamic program": dynamic_programming}
+"""Modules with the functions `most_tokens`, `parents` and `frontier`."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,7 @@ def most_tokens_by_depth(rows: Floats, size: int) -> list[Floats]:
     `rows` float64 [levels, classes, ranks]; returns float64 for the limits 1 to levels + 1, each up
     to `size` or the largest tree that the limit allows.
     """
-    if pick_solver(rows, size) != "best-first":
-        return dynamic_programming.frontier(rows, size)
-    values: list[Floats] = []
-    for num_levels in range(len(rows) + 1):
-        # If the last level is of no use, deeper ones are not either: their nodes are worth less.
-        is_settled = len(values) > 1 and np.array_equal(values[-1], values[-2])
-        values.append(values[-1] if is_settled else best_first.most_tokens(rows[:num_levels], size))
+    values: list[Floats] = SOLVERS[pick_solver(rows, size)].frontier(rows, size)
     return values
 
 
@@ -84,14 +78,14 @@ def best_tree(rows: Floats, size: int) -> TokenTree:
 
     `rows` float64 [levels, classes, ranks].
     """
-    is_best_first = pick_solver(rows, size) == "best-first"
-    largest_size = _largest_tree_size(rows, size)
+    solver = SOLVERS[pick_solver(rows, size)]
+    ranks = rows.shape[2]
+    largest_size = sum(ranks**level for level in range(len(rows) + 1))
     if largest_size < size:
         raise ArgumentError(
-            f"no tree of {size} nodes has depth {len(rows) + 1} and branching {rows.shape[2]}: "
+            f"no tree of {size} nodes has depth {len(rows) + 1} and branching {ranks}: "
             f"the largest has {largest_size}; lower the budget, or allow more depth or branching"
         )
-    solver = best_first if is_best_first else dynamic_programming
     return TokenTree.from_parents(solver.parents(rows, size))
 
 
@@ -100,12 +94,12 @@ def most_tokens(rows: Floats, size: int) -> Floats:
 
     `rows` float64 [levels, classes, ranks]; returns float64, up to `size` or the largest tree.
     """
-    is_best_first = pick_solver(rows, size) == "best-first"
-    return (best_first if is_best_first else dynamic_programming).most_tokens(rows, size)
+    values: Floats = SOLVERS[pick_solver(rows, size)].most_tokens(rows, size)
+    return values
 
 
 def pick_solver(rows: Floats, size: int) -> str:
-    """Return the name of the solver to use, "best-first" or "dynamic program".
+    """Return the name of the solver to use.
 
     `rows` float64 [levels, classes, ranks].
     """
@@ -140,17 +134,3 @@ def check_limits(budget: int, depth: int, branching: int | None) -> None:
             f"depth 1 is the root alone and cannot hold a budget of {budget}: "
             "allow a depth of 2 or more, or set the budget to 1"
         )
-
-
-def _largest_tree_size(rows: Floats, limit: int) -> int:
-    """Count the nodes of the complete tree, in which each node has all children; at most `limit`.
-
-    `rows` float64 [levels, classes, ranks].
-    """
-    nodes = nodes_on_level = 1
-    for _ in range(len(rows)):
-        nodes_on_level *= rows.shape[2]
-        nodes += nodes_on_level
-        if nodes >= limit:
-            return limit
-    return nodes

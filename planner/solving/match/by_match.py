@@ -1,0 +1,185 @@
+"""The trees by match of a profile: the fastest ones on its recorded texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from sequoia_plan.artifacts import Profile, TokenTree
+from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, MatchPlan
+from sequoia_plan.artifacts.prediction import predict_portfolio
+from sequoia_plan.artifacts.step_time import StepTime
+from sequoia_plan.planner.solving.match.portfolio import (
+    Limits,
+    MatchProblem,
+    Portfolio,
+    fastest_portfolio,
+)
+from sequoia_plan.planner.solving.match.recorded import (
+    DecodedAgain,
+    Recording,
+    counted_shares,
+    figures_by_kind,
+    match_problems,
+)
+from sequoia_plan.planner.solving.match.replay import MAX_RUN, recorded_texts
+from sequoia_plan.planner.solving.speed.fastest import MAX_WORK
+
+MAX_REPLAYS = 10
+"""Rounds of solving and of counting the shares of classes anew."""
+MIN_REPLAYED_SHARE = 0.01
+"""The recorded texts decide about the tree of a class with this share of their steps or more."""
+
+
+def trees_by_match(
+    profile: Profile, base_tree: TokenTree, times: StepTime, limits: Limits
+) -> tuple[TokenTree, dict[str, Any], float | None]:
+    """Find the trees by match for a profile.
+
+        trees = `base_tree` for every class
+        repeat until no other trees are faster on the recorded texts:
+            shares, catching up = those of the recorded texts, decoded again with these trees
+            trees = the fastest portfolio with these
+
+    Args:
+        profile: the measurements, with counts by class of match.
+        base_tree: the fastest single tree without lookup.
+        times: the step times.
+        limits: what trees may be.
+
+    Returns:
+        The trees, what their plan says of them, and their speed-up on the recorded texts, decoded
+        again; None if there are none.
+    """
+    lookup = profile.lookup
+    assert lookup is not None
+    problems = match_problems(profile)
+    recording = Recording(recorded_texts(lookup), counted_shares(lookup), problems, times)
+    base = recording.decode((base_tree,) * len(problems))
+    decoded, bound = _fastest_on_recorded_texts(recording, base, limits)
+    by_match, step_seconds = [], 0.0
+    for problem, tree, share in zip(
+        decoded.problems, decoded.trees, decoded.shares.tolist(), strict=True
+    ):
+        tokens, seconds = problem.step_figures(tree, times)
+        by_match.append(
+            MatchPlan(
+                match_length=problem.match_length,
+                share=share,
+                acceptance=problem.acceptance(tree).without_counts(),
+                expected_tokens=tokens,
+                step_seconds=seconds,
+                catch_up_seconds=problem.catch_up_seconds(tree, times),
+            )
+        )
+        step_seconds += share * seconds
+    tree = _with_by_match(decoded.problems, decoded.trees)
+    prediction = predict_portfolio(tree, tuple(by_match), times)
+    plain_seconds = times.plain_seconds()
+    figures = {
+        **prediction._asdict(),
+        "acceptance": by_match[0].acceptance,
+        "speedup_bound": max(bound * plain_seconds, prediction.predicted_speedup or 0),
+        "by_match": tuple(by_match),
+        "tree_speedup": base.speed * plain_seconds,
+        **figures_by_kind(profile, tree, times),
+    }
+    replayed_speedup = None
+    if decoded.tokens_per_step is not None:
+        replayed_speedup = decoded.tokens_per_step / step_seconds * plain_seconds
+    return tree, figures, replayed_speedup
+
+
+def _fastest_on_recorded_texts(
+    recording: Recording, base: DecodedAgain, limits: Limits
+) -> tuple[DecodedAgain, float]:
+    """The fastest trees by match, with the shares that the recorded texts give for themselves.
+
+    Shares, catching up and the looked-up tokens that steps come upon depend on the trees, so the
+    recorded texts decide whether new trees are faster, all together or one at a time. A tenth of
+    the usual work is enough until none are.
+    """
+    best, trees_so_far = base, set(base.trees)
+    for _ in range(MAX_REPLAYS):
+        trees = _solve_beside(best, recording.times, limits, MAX_WORK // 10).trees
+        trees_so_far |= set(trees)
+        candidates = [trees, *(_exchanged(best.trees, c, tree) for c, tree in enumerate(trees))]
+        fastest = max(map(recording.decode, candidates), key=lambda decoded: decoded.speed)
+        if fastest.speed <= best.speed * (1 + OPTIMALITY_TOLERANCE):
+            break
+        best = fastest
+    if recording.texts:
+        best = _with_trees_exchanged(recording, best, trees_so_far, limits)
+        best = _with_rare_classes_solved(recording, best, limits)
+    return best, _solve_beside(best, recording.times, limits, MAX_WORK).bound
+
+
+def _exchanged(trees: tuple[TokenTree, ...], c: int, tree: TokenTree) -> tuple[TokenTree, ...]:
+    """The trees by class with another one for class `c`."""
+    return (*trees[:c], tree, *trees[c + 1 :])
+
+
+def _with_trees_exchanged(
+    recording: Recording, best: DecodedAgain, trees: set[TokenTree], limits: Limits
+) -> DecodedAgain:
+    """Trees by match that no exchange of one class's tree makes faster on the recorded texts.
+
+    A tree changes the shares of other classes: after a short lookup chain that was right, the next
+    match is a longer one. So trees that are not the fastest with given shares are tried as well.
+    """
+    longest = min(limits.depth, limits.budget, recording.times.largest_size(), MAX_RUN)
+    chains = [TokenTree(TokenTree.chain(n).parents, looks_up=True) for n in range(2, longest + 1)]
+    # in an order that does not depend on hashes
+    sorted_trees = sorted(trees, key=lambda tree: (tree.looks_up, tree.size, tree.parents.tolist()))
+    is_improved = True
+    while is_improved:
+        is_improved = False
+        for c, problem in enumerate(recording.problems):
+            if best.shares[c] < MIN_REPLAYED_SHARE:
+                continue
+            for tree in (*sorted_trees, *chains):
+                if tree == best.trees[c] or (tree.looks_up and problem.looked_up is None):
+                    continue
+                decoded = recording.decode(_exchanged(best.trees, c, tree))
+                if decoded.speed > best.speed * (1 + OPTIMALITY_TOLERANCE):
+                    best, is_improved = decoded, True
+    return best
+
+
+def _with_rare_classes_solved(
+    recording: Recording, best: DecodedAgain, limits: Limits
+) -> DecodedAgain:
+    """Trees by match in which a class that the texts hardly come upon is solved for its own counts.
+
+    Recorded texts are short, and a long match is rare in them; a longer text has it often. So such
+    a class takes the tree that the price of time and all of its counted positions give.
+    """
+    is_rare = best.shares < MIN_REPLAYED_SHARE
+    problems = [
+        counted if is_rare[c] else best.problems[c] for c, counted in enumerate(recording.problems)
+    ]
+    decoded = replace(best, problems=problems)
+    solved = _solve_beside(decoded, recording.times, limits, MAX_WORK // 10)
+    trees = tuple(solved.trees[c] if is_rare[c] else tree for c, tree in enumerate(best.trees))
+    return replace(recording.decode(trees), problems=problems)
+
+
+def _solve_beside(
+    decoded: DecodedAgain, times: StepTime, limits: Limits, max_work: int
+) -> Portfolio:
+    """The fastest portfolio with the shares and the seconds to catch up of these trees."""
+    return fastest_portfolio(
+        decoded.problems, decoded.shares, times, limits, decoded.trees, max_work
+    )
+
+
+def _with_by_match(problems: Sequence[MatchProblem], trees: Sequence[TokenTree]) -> TokenTree:
+    """The first tree, with the others in `by_match` where they differ from the one before."""
+    by_match: dict[int, TokenTree] = {}
+    last = trees[0]
+    for problem, tree in zip(problems[1:], trees[1:], strict=True):
+        if tree != last:
+            by_match[problem.match_length] = TokenTree(tree.parents, looks_up=tree.looks_up)
+        last = tree
+    return TokenTree(trees[0].parents, by_match=by_match)
