@@ -69,24 +69,15 @@ class Acceptance:
             raise SequoiaPlanError(f"{name}: found {value!r:.60}, expected {expected}")
         if rates.ndim < 3:
             rates = np.atleast_2d(rates)[:, None]
-        num_levels, num_classes, _ = rates.shape
-        for level, node_class in np.ndindex(num_levels, num_classes):
-            vector, where = rates[level, node_class], name
-            if num_levels > 1:
-                where += f", level {level}"
-            if num_classes > 1:
-                where += f", {CLASS_NAMES[node_class]}"
-            is_probability = (vector >= 0) & (vector <= 1)
-            if not is_probability.all():
-                rank = int(np.argmin(is_probability))
-                raise SequoiaPlanError(
-                    f"{where}: p[{rank + 1}] is {vector[rank]}, expected a probability from 0 to 1"
-                )
-            if vector.sum() > 1 + SUM_TOLERANCE:
-                raise SequoiaPlanError(
-                    f"{where}: sums to {vector.sum():.6g}, expected at most 1 "
-                    "(at most one child is accepted)"
-                )
+        is_possible = ((rates >= 0) & (rates <= 1)).all(-1) & (rates.sum(-1) <= 1 + SUM_TOLERANCE)
+        if not is_possible.all():
+            level, node_class = np.argwhere(~is_possible)[0]
+            vector = rates[level, node_class]
+            raise SequoiaPlanError(
+                f"{name}: found {vector.tolist()!r:.60} at level {level}, {CLASS_NAMES[node_class]}"
+                f", with the sum {vector.sum():.6g}; expected probabilities from 0 to 1 that sum "
+                "to at most 1 (at most one child is accepted)"
+            )
         return cls(rates)
 
     @classmethod

@@ -6,12 +6,9 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
-
 from sequoia_plan.artifacts.counts import PromptKind
-from sequoia_plan.artifacts.errors import SequoiaPlanError
-from sequoia_plan.artifacts.files import read_bytes, write_atomically
-from sequoia_plan.artifacts.schema import Artifact, Count, Metadata, Number, Size, field
+from sequoia_plan.artifacts.files import read_json, write_atomically
+from sequoia_plan.artifacts.schema import Artifact, Count, Metadata, Number, Size
 
 EXPECTED = "figures written by sequoia-plan bench -o"
 
@@ -19,55 +16,51 @@ EXPECTED = "figures written by sequoia-plan bench -o"
 class Spread(Artifact, frozen=True):
     """Median and quartiles of a figure over prompts."""
 
-    median: Annotated[Number, field("the median over prompts")]
-    low: Annotated[Number, field("the first quartile")]
-    high: Annotated[Number, field("the third quartile")]
+    median: Annotated[Number, "the median over prompts"]
+    low: Annotated[Number, "the first quartile"]
+    high: Annotated[Number, "the third quartile"]
 
 
 class Ratio(Spread, frozen=True):
     """Ratio of two methods' speeds, taken for each prompt, so that drift of the machine cancels."""
 
     interval_low: Annotated[
-        Number, field("the lower end of the median's 95 % bootstrap interval over prompts")
+        Number, "the lower end of the median's 95 % bootstrap interval over prompts"
     ]
-    interval_high: Annotated[Number, field("the upper end of that interval")]
+    interval_high: Annotated[Number, "the upper end of that interval"]
 
 
 class Prediction(Artifact, frozen=True):
     """What a tree's plan predicts; None where the plan does not apply."""
 
-    tokens_per_step: Annotated[Number | None, field("expected tokens a step")] = None
+    tokens_per_step: Annotated[Number | None, "expected tokens a step"] = None
     speedup: Annotated[
-        Number | None, field("predicted speed-up over plain decoding with the same engine")
+        Number | None, "predicted speed-up over plain decoding with the same engine"
     ] = None
     interval: Annotated[
         tuple[Number, Number] | None,
-        field(
-            "95 % interval of `speedup` on prompts like the profiled ones, for the tree under test"
-        ),
+        "95 % interval of `speedup` on prompts like the profiled ones, for the tree under test",
     ] = None
     interval_new_kind: Annotated[
         tuple[Number, Number] | None,
-        field("the same for prompts of a kind that was not profiled"),
+        "the same for prompts of a kind that was not profiled",
     ] = None
     prompts_as_mixture: Annotated[
         Count | None,
-        field(
-            "how many of the prompts have no kind that the plan has figures for, and so count as "
-            "all profiled prompts together; missing if the plan has no figures by kind"
-        ),
+        "how many of the prompts have no kind that the plan has figures for, and so count as "
+        "all profiled prompts together; missing if the plan has no figures by kind",
     ] = None
 
 
 class KindResult(Artifact, frozen=True, rename={"prediction": "predicted"}):
     """The figures of one method of decoding on the prompts of one kind."""
 
-    prompts: Annotated[Size, field("number of prompts of the kind")]
-    tokens_per_step: Annotated[Number | None, field("new tokens over passes of the target")] = None
+    prompts: Annotated[Size, "number of prompts of the kind"]
+    tokens_per_step: Annotated[Number | None, "new tokens over passes of the target"] = None
     speedup: Annotated[
-        Ratio | None, field("speed-up over plain decoding, with the keys of `speedup.OTHER`")
+        Ratio | None, "speed-up over plain decoding, with the keys of `speedup.OTHER`"
     ] = None
-    prediction: Annotated[Prediction | None, field("what the plan predicts for the kind")] = None
+    prediction: Annotated[Prediction | None, "what the plan predicts for the kind"] = None
 
 
 class MethodResult(
@@ -77,77 +70,69 @@ class MethodResult(
 ):
     """The figures of one method of decoding."""
 
-    title: Annotated[str, field("the method's name for people")]
-    tokens_per_second: Annotated[
-        Spread, field("new tokens over wall time, the prompt's prefill included")
-    ]
-    first_token_seconds: Annotated[Spread, field("seconds until the first new tokens")]
+    title: Annotated[str, "the method's name for people"]
+    tokens_per_second: Annotated[Spread, "new tokens over wall time, the prompt's prefill included"]
+    first_token_seconds: Annotated[Spread, "seconds until the first new tokens"]
     tokens_per_second_by_prompt: Annotated[
         tuple[Number, ...],
-        field("tokens a second after the first tokens, for each prompt"),
+        "tokens a second after the first tokens, for each prompt",
     ]
-    speedup: Annotated[dict[str, Ratio], field("speed-up over other methods, by their name")]
+    speedup: Annotated[dict[str, Ratio], "speed-up over other methods, by their name"]
     tokens_per_step: Annotated[
         Number | None,
-        field("new tokens over passes of the target; missing where these are unknown"),
+        "new tokens over passes of the target; missing where these are unknown",
     ] = None
     prediction: Annotated[
         Prediction | None,
-        field("what the plan predicts; missing without a tree"),
+        "what the plan predicts; missing without a tree",
     ] = None
     by_kind: Annotated[
         dict[PromptKind, KindResult],
-        field("figures by kind of prompts, for the kinds that the plan has figures for"),
+        "figures by kind of prompts, for the kinds that the plan has figures for",
     ] = {}
 
 
 class BenchSettings(Artifact, frozen=True):
     """What was decoded, and how."""
 
-    sampling: Annotated[Metadata, field("every sampling setting by name")]
-    dtype: Annotated[str, field("dtype of the target's weights")]
-    prompts: Annotated[Size, field("number of prompts")]
-    tokens: Annotated[Size, field("largest number of new tokens for each prompt")]
+    sampling: Annotated[Metadata, "every sampling setting by name"]
+    dtype: Annotated[str, "dtype of the target's weights"]
+    prompts: Annotated[Size, "number of prompts"]
+    tokens: Annotated[Size, "largest number of new tokens for each prompt"]
 
 
 class TreeShape(Artifact, frozen=True):
     """The shape of the tree under test."""
 
-    size: Annotated[Size, field("number of nodes, including the root")]
-    depth: Annotated[Size, field("number of levels, including the root's")]
-    level_widths: Annotated[tuple[Size, ...], field("number of nodes on each level")] = ()
+    size: Annotated[Size, "number of nodes, including the root"]
+    depth: Annotated[Size, "number of levels, including the root's"]
+    level_widths: Annotated[tuple[Size, ...], "number of nodes on each level"] = ()
 
 
-class Breakdown(Artifact, frozen=True, rename={"commit": "keep"}):
+class Breakdown(Artifact, frozen=True):
     """Median seconds of a step with the tree, and of its parts, which add up to the step."""
 
-    step: Annotated[float, field("a whole step")]
-    draft: Annotated[float, field("all draft passes, and the drawing of children")]
-    target: Annotated[float, field("the target's pass over the tree")]
-    verify: Annotated[float, field("choosing the accepted path and the bonus token")]
-    commit: Annotated[float, field("compaction of the KV cache and of the tokens")]
+    step: Annotated[float, "a whole step"]
+    draft: Annotated[float, "all draft passes, and the drawing of children"]
+    target: Annotated[float, "the target's pass over the tree"]
+    verify: Annotated[float, "choosing the accepted path and the bonus token, and committing them"]
     host: Annotated[
         float,
-        field(
-            "the rest: mask, random numbers, launches, transfer to the host; noise can make it "
-            "negative"
-        ),
+        "the rest: mask, random numbers, launches, transfer to the host; noise can make it "
+        "negative",
     ]
-    draw: Annotated[float, field("the drawing of children, which is a part of `draft`")]
-    share_not_model: Annotated[float, field("(verify + keep + host) / step")]
+    share_not_model: Annotated[float, "(verify + host) / step"]
 
 
 class BenchResult(Artifact, frozen=True, rename={"methods": "contenders"}):
     """Settings, machine and the figures of every method."""
 
-    settings: Annotated[BenchSettings, field("what was decoded, and how")]
-    models: Annotated[dict[str, Metadata], field("as in the profile")]
-    hardware: Annotated[Metadata, field("as in the profile")]
-    methods: Annotated[dict[str, MethodResult], field("figures by method")]
-    tree: Annotated[TreeShape, field("the shape of the tree under test")]
-    breakdown: Annotated[
-        Breakdown | None, field("seconds of the parts of a step with the tree")
-    ] = None
+    settings: Annotated[BenchSettings, "what was decoded, and how"]
+    models: Annotated[dict[str, Metadata], "as in the profile"]
+    hardware: Annotated[Metadata, "as in the profile"]
+    methods: Annotated[dict[str, MethodResult], "figures by method"]
+    tree: Annotated[TreeShape, "the shape of the tree under test"]
+    breakdown: Annotated[Breakdown | None, "seconds of the parts of a step with the tree"] = None
 
     def save(self, path: str | Path) -> None:
         """Write as JSON, atomically."""
@@ -160,9 +145,4 @@ class BenchResult(Artifact, frozen=True, rename={"methods": "contenders"}):
         Raises:
             SequoiaPlanError: if the file is missing, or not what bench writes.
         """
-        data = read_bytes(path, EXPECTED)
-        try:
-            document = msgspec.json.decode(data)
-        except (ValueError, RecursionError) as error:
-            raise SequoiaPlanError(f"{path}: not JSON ({error}); expected {EXPECTED}") from error
-        return cls.from_dict(document, str(path))
+        return cls.from_dict(read_json(path, EXPECTED), str(path))

@@ -10,7 +10,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from sequoia_plan.artifacts.errors import SequoiaPlanError
-from sequoia_plan.artifacts.schema import Artifact, field
+from sequoia_plan.artifacts.schema import Artifact, Count, Number
 
 Floats = NDArray[np.float64]
 SUM_TOLERANCE = 1e-6
@@ -30,20 +30,13 @@ PromptKind = Annotated[
 class ClassCounts(Artifact, frozen=True):
     """The counts of one level, or of its nodes off the spine."""
 
-    trials: Annotated[
-        Annotated[int, Meta(ge=0, lt=2**53)],
-        field("accepted nodes of the level that were observed"),
-    ]
+    trials: Annotated[Count, "accepted nodes of the level that were observed"]
     counts: Annotated[
-        Annotated[
-            tuple[Annotated[float, Meta(ge=0, lt=2**53)], ...],
-            Meta(min_length=1),
-        ],
-        field(
-            "of rank 1, 2, ...: how often that child was accepted, or was expected to be (sums of "
-            "probabilities, so not whole). Their sum is at most `trials` (1e-6 relative and 0.01 "
-            "absolute tolerance); every level has the same number of ranks"
-        ),
+        tuple[Number, ...],
+        Meta(min_length=1),
+        "of rank 1, 2, ...: how often that child was accepted, or was expected to be (sums of "
+        "probabilities, so not whole). Their sum is at most `trials` (1e-6 relative and 0.01 "
+        "absolute tolerance); every level has the same number of ranks",
     ]
 
 
@@ -52,11 +45,9 @@ class LevelCounts(ClassCounts, frozen=True):
 
     off_spine: Annotated[
         ClassCounts | None,
-        field(
-            "the part of `trials` and `counts` that belongs to accepted nodes off the spine (a "
-            "rank on their path from the root is above 1). Missing for the root's level, and "
-            "where the two node classes were not counted separately",
-        ),
+        "the part of `trials` and `counts` that belongs to accepted nodes off the spine (a "
+        "rank on their path from the root is above 1). Missing for the root's level, and "
+        "where the two node classes were not counted separately",
     ] = None
 
 
@@ -110,37 +101,30 @@ class Counts:
     def from_file(cls, document: Any) -> Counts:
         """Read a list of levels; node classes count separately if every level says so."""
         levels = msgspec.convert(document, Annotated[list[LevelCounts], Meta(min_length=1)])
-        parts = [part for level in levels for part in (level, level.off_spine) if part]
-        if len({len(part.counts) for part in parts}) > 1:
+        none = ClassCounts(0, (0.0,) * len(levels[0].counts))
+        parts = [(level, level.off_spine or none) for level in levels]
+        if len({len(part.counts) for both in parts for part in both}) > 1:
             raise SequoiaPlanError("found levels of different lengths, expected equal ones")
-        trials = np.array([level.trials for level in levels], float)
-        accepted = np.array([level.counts for level in levels])
+        # of both classes together, and off the spine
+        trials = np.array([[part.trials for part in both] for both in parts], float)
+        accepted = np.array([[part.counts for part in both] for both in parts])
         is_split = any(level.off_spine for level in levels) and all(
             level.off_spine for level in levels[1:] if level.trials
         )
         if not is_split:
-            return cls(trials[:, None], accepted[:, None])
-        off_trials, off_accepted = np.zeros_like(trials), np.zeros_like(accepted)
-        for i, level in enumerate(levels):
-            if level.off_spine:
-                off_trials[i], off_accepted[i] = level.off_spine.trials, level.off_spine.counts
-        return cls(
-            np.stack([trials - off_trials, off_trials], 1),
-            np.stack([accepted - off_accepted, off_accepted], 1),
-        )
+            return cls(trials[:, :1], accepted[:, :1])
+        trials[:, 0] -= trials[:, 1]
+        accepted[:, 0] -= accepted[:, 1]
+        return cls(trials, accepted)
 
     def to_file(self) -> list[dict[str, Any]]:
         """A list of levels, with counts to four digits."""
-        totals = self.with_classes(1)
-        document = [
-            _class_counts(trials[0], accepted[0])
-            for trials, accepted in zip(totals.trials, totals.accepted, strict=True)
-        ]
-        if self.num_classes == 2:
-            for level in range(1, self.num_levels):
-                document[level]["off_spine"] = _class_counts(
-                    self.trials[level, 1], self.accepted[level, 1]
-                )
+        totals, document = self.with_classes(1), []
+        for level in range(self.num_levels):
+            entry = _class_counts(totals.trials[level, 0], totals.accepted[level, 0])
+            if self.num_classes == 2 and level:
+                entry["off_spine"] = _class_counts(self.trials[level, 1], self.accepted[level, 1])
+            document.append(entry)
         return document
 
     def __eq__(self, other: object) -> bool:

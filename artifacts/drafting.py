@@ -8,46 +8,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated
 
-from sequoia_plan.artifacts.schema import Artifact, Size, field
+from sequoia_plan.artifacts.schema import Artifact, Size
 
 
 class Drafting(Artifact, frozen=True):
     """The draft passes of one type of draft model."""
 
-    draft_type: Annotated[str, field("type of the draft, as profiles and trees record it")]
+    draft_type: Annotated[str, "type of the draft, as profiles and trees record it"]
     first_width: Annotated[
         Size,
-        field(
-            "tokens in the first pass, which gives the root's children; see "
-            "`first_width_is_per_level`"
-        ),
+        "tokens in the first pass, which gives the root's children; see `first_width_is_per_level`",
     ]
     drafts_by_level: Annotated[
         bool,
-        field(
-            "true if every deeper level that has children takes a pass of its own, over its nodes "
-            "with children; false if the first pass gives the probabilities of all levels"
-        ),
+        "true if every deeper level that has children takes a pass of its own, over its nodes "
+        "with children; false if the first pass gives the probabilities of all levels",
     ]
     max_depth: Annotated[
         Size | None,
-        field(
-            "largest number of levels of a tree, including the root's; missing if there is no limit"
-        ),
+        "largest number of levels of a tree, including the root's; missing if there is no limit",
     ] = None
     first_width_is_per_level: Annotated[
         bool,
-        field(
-            "true if the first pass has `first_width` tokens for each level of the tree: it "
-            "repeats as many tokens as a step may have accepted"
-        ),
+        "true if the first pass has `first_width` tokens for each level of the tree: it "
+        "repeats as many tokens as a step may have accepted",
     ] = False
     shares_cache: Annotated[
         bool,
-        field(
-            "true if the draft reads the target's KV cache and writes only the tree's nodes there: "
-            "it has read every committed token, because the target has"
-        ),
+        "true if the draft reads the target's KV cache and writes only the tree's nodes there: "
+        "it has read every committed token, because the target has",
     ] = False
 
     def first_pass_width(self, depth: int) -> int:

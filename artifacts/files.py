@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
+
+MAX_FILE_BYTES = 1 << 28
+"""A tree of ten million nodes."""
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:
@@ -55,28 +60,26 @@ def new_folder(path: str | Path) -> Iterator[Path]:
 
     The folder is removed if anything fails.
     """
+    check_new_folder(path)
     target = Path(os.path.realpath(path))
-    is_empty_folder = target.is_dir() and not any(target.iterdir())
-    if target.exists() and not is_empty_folder:
+    try:
+        with tempfile.TemporaryDirectory(
+            dir=target.parent, prefix=f".{target.name}.", ignore_cleanup_errors=True
+        ) as temporary:
+            yield Path(temporary)
+            os.chmod(temporary, 0o777 & ~_umask())  # a temporary folder is private
+            os.replace(temporary, target)
+    except OSError as error:
+        raise SequoiaPlanError(
+            f"{path}: cannot be written ({error.strerror or error}); name a folder within one that "
+            "exists and is writable, with room"
+        ) from error
+
+
+def check_new_folder(path: str | Path) -> None:
+    """Refuse a folder that holds something: it would be replaced."""
+    if os.path.exists(path) and not (os.path.isdir(path) and not os.listdir(path)):
         raise SequoiaPlanError(f"{path}: exists already; name a new folder, or remove it")
-    try:
-        temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-    except OSError as error:
-        raise SequoiaPlanError(
-            f"{path}: cannot be made ({error.strerror or error}); name a folder within one that "
-            "exists and is writable"
-        ) from error
-    try:
-        yield temporary
-        os.chmod(temporary, 0o777 & ~_umask())  # a temporary folder is private
-        os.replace(temporary, target)
-    except OSError as error:
-        raise SequoiaPlanError(
-            f"{path}: cannot be written ({error.strerror or error}); free some space, or name "
-            "another folder"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def refuse_to_replace(output: str | Path, *inputs: str | Path | None) -> None:
@@ -93,19 +96,11 @@ def refuse_to_replace(output: str | Path, *inputs: str | Path | None) -> None:
 def check_writable(path: str | Path) -> None:
     """Check, before any work is done for it, whether `write_atomically` could write to `path`."""
     folder = Path(os.path.realpath(path)).parent
-    try:
-        if os.path.isdir(path):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if not os.path.exists(path):
-            with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{Path(path).name}."):
-                pass
-        elif not os.access(path, os.W_OK) or not os.access(folder, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
+    places = [folder, path] if os.path.exists(path) else [folder]
+    if os.path.isdir(path) or not all(os.access(place, os.W_OK) for place in places):
         raise SequoiaPlanError(
-            f"{path}: cannot be written ({error.strerror or error}); name a file in a folder that "
-            "exists and is writable"
-        ) from error
+            f"{path}: cannot be written; name a file in a folder that exists and is writable"
+        )
 
 
 def _umask() -> int:
@@ -115,7 +110,7 @@ def _umask() -> int:
     return mask
 
 
-def read_bytes(path: str | Path, expected: str, max_bytes: int = 1 << 26) -> bytes:
+def read_bytes(path: str | Path, expected: str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
     """Read a file, or an endless device, up to a limit."""
     chunks = []
     bytes_left = max_bytes
@@ -131,3 +126,11 @@ def read_bytes(path: str | Path, expected: str, max_bytes: int = 1 << 26) -> byt
     if bytes_left < 0:
         raise SequoiaPlanError(f"{path}: larger than {max_bytes} bytes; expected {expected}")
     return b"".join(chunks)
+
+
+def read_json(path: str | Path, expected: str) -> Any:
+    """Read the document in a JSON file."""
+    try:
+        return msgspec.json.decode(read_bytes(path, expected))
+    except (ValueError, RecursionError) as error:
+        raise SequoiaPlanError(f"{path}: not JSON ({error}); expected {expected}") from error

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,12 @@ import msgspec
 import numpy as np
 from msgspec import ValidationError
 
-from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
-from sequoia_plan.artifacts.files import read_bytes, write_atomically
+from sequoia_plan.artifacts.errors import SequoiaPlanError
+from sequoia_plan.artifacts.files import read_json, write_atomically
 from sequoia_plan.artifacts.tree import TokenTree
 
 MAX_NODES = 4096
 """These formats grow with the square of the size, and engines take some hundred nodes at most."""
-MAX_FILE_BYTES = 1 << 28
 EXPECTED = (
     'Medusa choices (a list of paths), an NxD token tree (an object with "0") or a growmap (an '
     'object with "Successors")'
@@ -30,8 +28,6 @@ EXPECTED = (
 
 def export_tree(tree: TokenTree, path: str | Path, format_name: str) -> None:
     """Write a tree for another engine."""
-    if format_name not in FORMATS:
-        raise ArgumentError(f"format: found {format_name!r}, expected one of {', '.join(FORMATS)}")
     if tree.size > MAX_NODES:
         raise SequoiaPlanError(
             f"a tree of {tree.size} nodes, expected at most {MAX_NODES} for the format "
@@ -42,19 +38,15 @@ def export_tree(tree: TokenTree, path: str | Path, format_name: str) -> None:
 
 def import_tree(path: str | Path) -> TokenTree:
     """Read the tree in a file of another engine; the content tells the format."""
-    data = read_bytes(path, EXPECTED, MAX_FILE_BYTES)
+    document = read_json(path, EXPECTED)
     try:
-        return parse(data)
+        return parse(document)
     except SequoiaPlanError as error:
         raise SequoiaPlanError(f"{path}: {error}") from error
 
 
-def parse(data: bytes) -> TokenTree:
-    """Read the tree in the content of another engine's file."""
-    try:
-        document = msgspec.json.decode(data)
-    except (ValueError, RecursionError) as error:
-        raise SequoiaPlanError(f"not JSON ({error}); expected {EXPECTED}") from error
+def parse(document: Any) -> TokenTree:
+    """Read the tree in the JSON document of another engine."""
     if isinstance(document, list):
         return from_medusa(document)
     if isinstance(document, dict) and "Successors" in document:
@@ -82,25 +74,20 @@ def from_medusa(document: Any) -> TokenTree:
     the paths of leaves alone.
     """
     paths = _converted(document, list[list[int]], "Medusa choices")
-    child_by_rank: list[dict[int, int]] = [{}]  # for each node, in the order of their discovery
-    for path in paths:
+    parents, child_by_rank = [-1], dict[tuple[int, int], int]()  # by parent and rank
+    for path in sorted(paths):  # siblings are then found in their order
         node = 0
         for rank in path:
-            if rank not in child_by_rank[node]:
-                child_by_rank[node][rank] = len(child_by_rank)
-                child_by_rank.append({})
-                _check_size(len(child_by_rank))
-            node = child_by_rank[node][rank]
-    for siblings in child_by_rank:
-        if siblings.keys() != set(range(len(siblings))):
-            ranks = ", ".join(map(str, sorted(siblings)[:8]))
-            raise SequoiaPlanError(
-                f"Medusa choices: found siblings of the ranks {ranks}, expected 0 to "
-                f"{len(siblings) - 1}"
-            )
-    return _from_children(
-        [[siblings[rank] for rank in range(len(siblings))] for siblings in child_by_rank]
-    )
+            if (node, rank) not in child_by_rank:
+                if rank and (node, rank - 1) not in child_by_rank:
+                    raise SequoiaPlanError(
+                        f"Medusa choices: found the rank {rank} in {path!r:.60} without a sibling "
+                        f"of rank {rank - 1}, expected ranks from 0 without a gap"
+                    )
+                child_by_rank[node, rank] = len(parents)
+                parents.append(node)
+            node = child_by_rank[node, rank]
+    return TokenTree.from_parents(parents)
 
 
 def to_nxd(tree: TokenTree) -> dict[str, list[str]]:
@@ -122,25 +109,22 @@ def from_nxd(document: Any) -> TokenTree:
     out.
     """
     by_name = _converted(document, dict[str, list[str | int]], "NxD token tree")
-    names, number_of = ["0"], {"0": 0}
-    children: list[list[int]] = [[]]
-    for node, name in enumerate(names):  # the loop appends to the names
+    queue, names, parents = ["0"], {"0"}, [-1]
+    for node, name in enumerate(queue):  # breadth-first: the loop appends to the queue
         for child in map(str, by_name.get(name, ())):
-            if not child.isdecimal() or child in number_of:
+            if not child.isdecimal() or child in names:
                 raise SequoiaPlanError(
                     f"NxD token tree: found {child!r:.60} below {name!r:.60}, expected the number "
                     "of a node with no other parent"
                 )
-            number_of[child] = len(names)
-            children[node].append(len(names))
-            names.append(child)
-            children.append([])
-            _check_size(len(names))
-    if unreachable := by_name.keys() - number_of:
+            names.add(child)
+            queue.append(child)
+            parents.append(node)
+    if unreachable := by_name.keys() - names:
         raise SequoiaPlanError(
             f'NxD token tree: {min(unreachable)!r:.60} cannot be reached from "0"'
         )
-    return _from_children(children)
+    return TokenTree(np.array(parents))
 
 
 def to_growmap(tree: TokenTree) -> dict[str, Any]:
@@ -168,18 +152,15 @@ def from_growmap(document: Mapping[str, Any]) -> TokenTree:
     The tree is read from Successors, the children of each node, and all other keys must agree.
     """
     successors = _converted(document["Successors"], list[list[int]], "growmap: Successors")
-    _check_size(len(successors))
-    if list(chain.from_iterable(successors)) != list(range(1, len(successors))):
-        raise SequoiaPlanError(
-            "growmap: Successors must name the nodes 1, 2, ... once and in order (breadth-first, "
-            "siblings adjacent)"
-        )
     child_counts = list(map(len, successors))
     # each node is repeated once for each of its children, after -1 for the root's parent
     tree = TokenTree(np.repeat(np.arange(-1, len(successors)), [1, *child_counts]))
     for key, value in to_growmap(tree).items():
         if document.get(key) != value:
-            raise SequoiaPlanError(f"growmap: {key} contradicts Successors")
+            raise SequoiaPlanError(
+                f"growmap: {key} is not as Successors says, with the nodes 1, 2, ... once and in "
+                "order (breadth-first, siblings adjacent)"
+            )
     return tree
 
 
@@ -206,20 +187,3 @@ def _children(tree: TokenTree) -> list[list[int]]:
         list(range(first, first + count))
         for first, count in zip(first_child, child_count, strict=True)
     ]
-
-
-def _from_children(children: list[list[int]]) -> TokenTree:
-    """The tree whose node n has the children `children[n]`, renumbered breadth-first."""
-    queue, parents = [0], [-1]
-    for position, node in enumerate(queue):  # breadth-first: the loop appends to the queue
-        queue.extend(children[node])
-        parents.extend([position] * len(children[node]))
-    return TokenTree(np.array(parents))
-
-
-def _check_size(size: int) -> None:
-    """Refuse a tree that is too large while it is still being read."""
-    if size > MAX_NODES:
-        raise SequoiaPlanError(
-            f"more than {MAX_NODES} nodes, expected at most that many in an exchange format"
-        )

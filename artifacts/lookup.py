@@ -6,9 +6,11 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, NamedTuple
 
+from msgspec import Meta
+
 from sequoia_plan.artifacts.counts import Counts, PromptKind
 from sequoia_plan.artifacts.errors import SequoiaPlanError
-from sequoia_plan.artifacts.schema import Artifact, Count, field
+from sequoia_plan.artifacts.schema import Artifact, Count
 
 MATCH_LENGTHS = (0, 1, 2, 3, 5, 8, 16)
 """The shortest match of each class, in tokens; the first class is that of texts without a match."""
@@ -17,22 +19,22 @@ MAX_MATCH = MATCH_LENGTHS[-1]
 MAX_TEXT_CHARACTERS = 1 << 17
 """Characters of `LookupCounts.texts` that a profile keeps: about 30 thousand positions."""
 
+TextRecord = Annotated[str, Meta(pattern=r"^(\d+:\d+( |$))*$")]
+
 
 class MatchClass(Artifact, frozen=True):
     """What was accepted in steps whose match has a length in one range."""
 
-    match_length: Annotated[Count, field("the shortest match of the class, in tokens; 0 for none")]
+    match_length: Annotated[Count, "the shortest match of the class, in tokens; 0 for none"]
     drafted: Annotated[
         Counts | None,
-        field("counts by level of steps in this class: all children are drafted"),
+        "counts by level of steps in this class: all children are drafted",
     ] = None
     looked_up: Annotated[
         Counts | None,
-        field(
-            "the same for trees whose spine is looked up: rank 1 of a node on the spine is the "
-            "token of the lookup chain, rank k the draft's (k - 1)th other token. `off_spine` is "
-            "for children that are all drafted. Missing for the class without a match"
-        ),
+        "the same for trees whose spine is looked up: rank 1 of a node on the spine is the "
+        "token of the lookup chain, rank k the draft's (k - 1)th other token. `off_spine` is "
+        "for children that are all drafted. Missing for the class without a match",
     ] = None
 
 
@@ -40,33 +42,22 @@ class LookupCounts(Artifact, frozen=True):
     """Counts by class of match, and the text that they come from."""
 
     classes: Annotated[
-        tuple[MatchClass, ...], field("one for each range of match lengths, the shortest first")
+        tuple[MatchClass, ...], "one for each range of match lengths, the shortest first"
     ]
     texts: Annotated[
-        dict[PromptKind, tuple[str, ...]],
-        field(
-            "by kind of prompts (`all` where prompts name none): for each text that the target "
-            "wrote, one word for each token: `m:r` says that before this token the match had m "
-            "tokens, and that the next r tokens were those of the lookup chain"
-        ),
+        dict[PromptKind, tuple[TextRecord, ...]],
+        "by kind of prompts (`all` where prompts name none): for each text that the target "
+        "wrote, one word for each token: `m:r` says that before this token the match had m "
+        "tokens, and that the next r tokens were those of the lookup chain",
     ] = {}
 
     def __post_init__(self) -> None:
-        """Refuse classes that are not in order, and texts that are no such records."""
-        lengths = [match_class.match_length for match_class in self.classes]
-        if not lengths or lengths[0] != 0 or lengths != sorted(set(lengths)):
+        """Refuse classes that are not in order."""
+        lengths = list(self.match_lengths)
+        if lengths[:1] != [0] or lengths != sorted(set(lengths)):
             raise SequoiaPlanError(
                 f"lookup.classes: found match lengths {lengths}, expected 0 first, then larger ones"
             )
-        for kind, texts in self.texts.items():
-            for number, text in enumerate(texts):
-                try:
-                    list(read_positions(text))
-                except ValueError:
-                    raise SequoiaPlanError(
-                        f"lookup.texts.{kind}[{number}]: found {text!r:.60}, expected words m:r of "
-                        "two whole numbers"
-                    ) from None
 
     def without_draft(self) -> LookupCounts:
         """The counts for trees that draft nothing: of nodes on the spine and their first children.
@@ -74,12 +65,13 @@ class LookupCounts(Artifact, frozen=True):
         A rank has no children beside it that could be accepted in its place.
         """
 
-        def looked_up_alone(counts: Counts) -> Counts:
-            """Trials and counts of rank 1, of nodes on the spine."""
-            return Counts(counts.trials[:, :1], counts.accepted[:, :1, :1])
-
         classes = tuple(
-            MatchClass(part.match_length, None, part.looked_up and looked_up_alone(part.looked_up))
+            MatchClass(
+                part.match_length,
+                None,
+                part.looked_up
+                and Counts(part.looked_up.trials[:, :1], part.looked_up.accepted[:, :1, :1]),
+            )
             for part in self.classes
         )
         return LookupCounts(classes, self.texts)
@@ -100,10 +92,7 @@ class Position(NamedTuple):
 def read_positions(text: str) -> Iterator[Position]:
     """The positions of a text as `LookupCounts.texts` records it."""
     for word in text.split():
-        match_length, run = word.split(":")
-        if not (match_length + run).isdecimal():
-            raise ValueError(word)
-        yield Position(int(match_length), int(run))
+        yield Position(*map(int, word.split(":")))
 
 
 def write_positions(positions: Sequence[Position]) -> str:
@@ -122,22 +111,20 @@ class ClassSummary(NamedTuple):
 
 def class_summaries(counts: LookupCounts) -> list[ClassSummary]:
     """A summary of each class of match, the shortest match first."""
-    runs: list[list[int]] = [[] for _ in counts.classes]
-    for text in itertools.chain.from_iterable(counts.texts.values()):
-        for position in read_positions(text):
-            runs[class_of(position.match_length, counts.match_lengths)].append(position.run)
-    num_positions = sum(map(len, runs))
+    texts = itertools.chain.from_iterable(counts.texts.values())
+    positions = list(itertools.chain.from_iterable(map(read_positions, texts)))
     summaries = []
-    for match_class, class_runs in zip(counts.classes, runs, strict=True):
-        root = match_class.looked_up and match_class.looked_up.with_classes(1)
-        has_root = root is not None and root.trials[0, 0] > 0
-        has_runs = bool(class_runs) and match_class.match_length > 0
+    for number, part in enumerate(counts.classes):
+        runs = [run for m, run in positions if class_of(m, counts.match_lengths) == number]
+        root = part.looked_up and part.looked_up.with_classes(1)
         summaries.append(
             ClassSummary(
-                match_class.match_length,
-                len(class_runs) / max(num_positions, 1),
-                float(root.accepted[0, 0, 0] / root.trials[0, 0]) if root and has_root else None,
-                sum(class_runs) / len(class_runs) if has_runs else None,
+                part.match_length,
+                len(runs) / max(len(positions), 1),
+                float(root.accepted[0, 0, 0] / root.trials[0, 0])
+                if root and root.trials[0, 0]
+                else None,
+                sum(runs) / len(runs) if runs and part.match_length else None,
             )
         )
     return summaries
@@ -149,13 +136,13 @@ def limited_texts(texts: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ..
     Texts are taken in turns, one of each kind, until they have `MAX_TEXT_CHARACTERS` together.
     """
     room = MAX_TEXT_CHARACTERS
-    kept: dict[str, list[str]] = {kind: [] for kind in texts}
-    for number in range(max(map(len, texts.values()), default=0)):
-        for kind, kind_texts in texts.items():
-            if number < len(kind_texts) and room > 0:
-                kept[kind].append(kind_texts[number])
-                room -= len(kind_texts[number])
-    return {kind: tuple(kind_texts) for kind, kind_texts in kept.items()}
+    kept: dict[str, tuple[str, ...]] = dict.fromkeys(texts, ())
+    for turn in itertools.zip_longest(*texts.values()):
+        for kind, text in zip(texts, turn, strict=True):
+            if text is not None and room > 0:
+                kept[kind] += (text,)
+                room -= len(text)
+    return kept
 
 
 def class_of(match_length: int, match_lengths: Sequence[int]) -> int:

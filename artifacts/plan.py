@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -11,10 +10,9 @@ from msgspec.structs import replace
 from sequoia_plan.artifacts.acceptance import Acceptance
 from sequoia_plan.artifacts.counts import PromptKind
 from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
-from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.latency import Latency
 from sequoia_plan.artifacts.profile import Profile
-from sequoia_plan.artifacts.schema import Artifact, Count, Metadata, Number, Seconds, Size, field
+from sequoia_plan.artifacts.schema import Artifact, Count, Metadata, Number, Seconds, Size
 
 TokensPerStep = Annotated[float, Meta(ge=1)]
 SpeedupFactor = Annotated[float, Meta(gt=0)]
@@ -25,45 +23,35 @@ PlanAcceptance = Acceptance
 IntervalEnds = tuple[Number, Number]
 OPTIMALITY_TOLERANCE = 1e-9
 """A tree is called the fastest if no other can be faster by more, relative: less is rounding."""
-SHARE_TOLERANCE = 1e-6
-"""How far the sum of shares may be from 1: rounding."""
 
 
 class Interval(Artifact, frozen=True):
     """What the noise of the measurements leaves open."""
 
-    level: Annotated[ConfidenceLevel | None, field("how often the interval holds the truth")] = None
-    expected_tokens: Annotated[IntervalEnds | None, field("expected tokens at its ends")] = None
-    predicted_speedup: Annotated[IntervalEnds | None, field("predicted speed-up at its ends")] = (
-        None
-    )
+    level: Annotated[ConfidenceLevel | None, "how often the interval holds the truth"] = None
+    expected_tokens: Annotated[IntervalEnds | None, "expected tokens at its ends"] = None
+    predicted_speedup: Annotated[IntervalEnds | None, "predicted speed-up at its ends"] = None
     lost: Annotated[
         IntervalEnds | None,
-        field(
-            "the share of speed (or of tokens) this tree loses at either end against the one that "
-            "would be chosen there"
-        ),
+        "the share of speed (or of tokens) this tree loses at either end against the one that "
+        "would be chosen there",
     ] = None
 
 
 class MatchPlan(Artifact, frozen=True):
     """The part of a plan for steps whose match has a length in one range (artifacts/lookup.py)."""
 
-    match_length: Annotated[Count, field("the shortest match of the class, in tokens; 0 for none")]
-    share: Annotated[Share, field("the share of steps that are in this class")]
-    acceptance: Annotated[
-        PlanAcceptance, field("as `plan.acceptance`, of this class and of its tree")
-    ]
-    expected_tokens: Annotated[TokensPerStep, field("tokens that such a step yields on average")]
+    match_length: Annotated[Count, "the shortest match of the class, in tokens; 0 for none"]
+    share: Annotated[Share, "the share of steps that are in this class"]
+    acceptance: Annotated[PlanAcceptance, "as `plan.acceptance`, of this class and of its tree"]
+    expected_tokens: Annotated[TokensPerStep, "tokens that such a step yields on average"]
     step_seconds: Annotated[
-        Seconds, field("predicted duration of such a step, `catch_up_seconds` included")
+        Seconds, "predicted duration of such a step, `catch_up_seconds` included"
     ]
     catch_up_seconds: Annotated[
         Number,
-        field(
-            "seconds that the draft then takes, on average, to read tokens that such a step left "
-            "unread, because their spine was looked up or the next step has another tree"
-        ),
+        "seconds that the draft then takes, on average, to read tokens that such a step left "
+        "unread, because their spine was looked up or the next step has another tree",
     ] = 0.0
 
 
@@ -76,141 +64,95 @@ class Plan(Artifact, frozen=True, kw_only=True):
 
     acceptance: Annotated[
         PlanAcceptance | None,
-        field(
-            "the rates of the profile, p[1], p[2], ...: the probability that, of an accepted "
-            "node's children, the one of that rank is accepted. Each from 0 to 1, sum at most "
-            "1 + 1e-6. With lists, the first is for the root's children, and so on; the last holds "
-            "for all deeper levels. With pairs of lists, the first of a pair is for children of a "
-            "node on the spine (all ranks on its path from the root are 1; the root is on it, "
-            "too), the second for all others"
-        ),
+        "the rates of the profile, p[1], p[2], ...: the probability that, of an accepted "
+        "node's children, the one of that rank is accepted. Each from 0 to 1, sum at most "
+        "1 + 1e-6. With lists, the first is for the root's children, and so on; the last holds "
+        "for all deeper levels. With pairs of lists, the first of a pair is for children of a "
+        "node on the spine (all ranks on its path from the root are 1; the root is on it, "
+        "too), the second for all others",
     ] = None
-    effective_trials: Annotated[
-        Count | None, field("the effective sample size, as in the profile")
-    ] = None
-    settings: Annotated[Metadata, field("as in the profile")] = {}
-    models: Annotated[dict[str, Metadata], field("as in the profile")] = {}
-    hardware: Annotated[Metadata, field("as in the profile")] = {}
-    drafting: Annotated[Drafting, field("as in the profile")] = LANGUAGE_MODEL
+    effective_trials: Annotated[Count | None, "the effective sample size, as in the profile"] = None
+    settings: Annotated[Metadata, "as in the profile"] = {}
+    models: Annotated[dict[str, Metadata], "as in the profile"] = {}
+    hardware: Annotated[Metadata, "as in the profile"] = {}
+    drafting: Annotated[Drafting, "as in the profile"] = LANGUAGE_MODEL
     latency: Annotated[
         Latency | None,
-        field(
-            "the latencies used: `context`, `overhead`, `target`, `draft`, `verification`, "
-            "`stream` as in the profile"
-        ),
+        "the latencies used: `context`, `overhead`, `target`, `draft`, `verification`, "
+        "`stream` as in the profile",
     ] = None
     profile_sha256: Annotated[
-        Sha256 | None, field("SHA-256 of the profile's text as `sequoia-plan` writes it")
+        Sha256 | None, "SHA-256 of the profile's text as `sequoia-plan` writes it"
     ] = None
-    tool: Annotated[str | None, field("the program that solved, as `sequoia-plan 0.1.0`")] = None
-    budget: Annotated[Size | None, field("the requested limit: nodes")] = None
-    depth: Annotated[Size | None, field("the requested limit: levels")] = None
-    branching: Annotated[Size | None, field("the requested limit: children of a node")] = None
+    tool: Annotated[str | None, "the program that solved, as `sequoia-plan 0.1.0`"] = None
+    budget: Annotated[Size | None, "the requested limit: nodes"] = None
+    depth: Annotated[Size | None, "the requested limit: levels"] = None
+    branching: Annotated[Size | None, "the requested limit: children of a node"] = None
     objective: Annotated[
         str | None,
-        field(
-            "`tokens` (most expected tokens with exactly `budget` nodes) or `speed` (most expected "
-            "tokens a second with at most as many)"
-        ),
+        "`tokens` (most expected tokens with exactly `budget` nodes) or `speed` (most expected "
+        "tokens a second with at most as many)",
     ] = None
     solver: Annotated[
         str | None,
-        field("`best-first`, `dynamic program` or `branch and bound` (for `speed`)"),
+        "`best-first`, `dynamic program` or `branch and bound` (for `speed`)",
     ] = None
     expected_tokens: Annotated[
         TokensPerStep | None,
-        field(
-            "tokens a step yields on average: the sum over all nodes of the product of p along "
-            "their path"
-        ),
+        "tokens a step yields on average: the sum over all nodes of the product of p along "
+        "their path",
     ] = None
     upper_bound: Annotated[
         TokensPerStep | None,
-        field(
-            "proven: no tree of this size within the limits `depth` and `branching` has more "
-            "expected tokens"
-        ),
+        "proven: no tree of this size within the limits `depth` and `branching` has more "
+        "expected tokens",
     ] = None
-    step_seconds: Annotated[Seconds | None, field("predicted duration of a step")] = None
+    step_seconds: Annotated[Seconds | None, "predicted duration of a step"] = None
     predicted_speedup: Annotated[
         SpeedupFactor | None,
-        field("over plain decoding on the same engine; only with `step_seconds`"),
+        "over plain decoding on the same engine; only with `step_seconds`",
     ] = None
     speedup_bound: Annotated[
         SpeedupFactor | None,
-        field(
-            "proven for these measurements: no tree within the limits has a higher predicted "
-            "speed-up; only for the objective `speed`"
-        ),
+        "proven for these measurements: no tree within the limits has a higher predicted "
+        "speed-up; only for the objective `speed`",
     ] = None
     by_match: Annotated[
         tuple[MatchPlan, ...],
-        field(
-            "for a plan with prompt lookup, one entry for each class of match. The plan's "
-            "`expected_tokens`, `step_seconds`, `predicted_speedup` and `speedup_bound` are then "
-            "those of all classes together, each with its share of steps; the bound holds for "
-            "these shares"
-        ),
+        "for a plan with prompt lookup, one entry for each class of match. The plan's "
+        "`expected_tokens`, `step_seconds`, `predicted_speedup` and `speedup_bound` are then "
+        "those of all classes together, each with its share of steps; the bound holds for "
+        "these shares",
     ] = ()
     tree_speedup: Annotated[
         SpeedupFactor | None,
-        field(
-            "with `by_match`: the predicted speed-up, on the same texts, of the fastest single "
-            "tree without prompt lookup"
-        ),
+        "with `by_match`: the predicted speed-up, on the same texts, of the fastest single "
+        "tree without prompt lookup",
     ] = None
     speedup_by_kind: Annotated[
         dict[PromptKind, SpeedupFactor],
-        field(
-            "with `by_match`, by kind of prompts: the speed-up when the texts that the profile "
-            "recorded of the kind are decoded again on paper"
-        ),
+        "with `by_match`, by kind of prompts: the speed-up when the texts that the profile "
+        "recorded of the kind are decoded again on paper",
     ] = {}
     tokens_by_kind: Annotated[
         dict[PromptKind, TokensPerStep],
-        field("tokens a step on the same texts"),
+        "tokens a step on the same texts",
     ] = {}
     text_speedups: Annotated[
         dict[PromptKind, tuple[SpeedupFactor, ...]],
-        field(
-            "`speedup_by_kind` of each text alone, in ascending order: a kind's fastest texts can "
-            "be several times as fast as its slowest"
-        ),
+        "`speedup_by_kind` of each text alone, in ascending order: a kind's fastest texts can "
+        "be several times as fast as its slowest",
     ] = {}
     interval: Annotated[
         Interval | None,
-        field(
-            "for prompts like the profiled ones: what the noise of the measurements leaves open at "
-            "`level`: `expected_tokens`, `predicted_speedup`, `lost`, each [low, high]"
-        ),
+        "for prompts like the profiled ones: what the noise of the measurements leaves open at "
+        "`level`: `expected_tokens`, `predicted_speedup`, `lost`, each [low, high]",
     ] = None
     interval_new_kind: Annotated[
         Interval | None,
-        field(
-            "the same for prompts of a kind that the profile did not measure; missing where its "
-            "prompts named too few kinds"
-        ),
+        "the same for prompts of a kind that the profile did not measure; missing where its "
+        "prompts named too few kinds",
     ] = None
-
-    def __post_init__(self) -> None:
-        """Refuse a predicted speed-up without its step time, and classes that are none.
-
-        The shares of classes of match must add up to 1, from no match to the longest ones.
-        """
-        lengths = [part.match_length for part in self.by_match]
-        total_share = math.fsum(part.share for part in self.by_match)
-        if lengths and (lengths[0] != 0 or lengths != sorted(set(lengths))):
-            raise SequoiaPlanError(
-                f"by_match: found match lengths {lengths}, expected 0 first, then larger ones"
-            )
-        if lengths and not math.isclose(total_share, 1, rel_tol=SHARE_TOLERANCE):
-            raise SequoiaPlanError(
-                f"by_match: found shares that add up to {total_share:.6g}, expected 1"
-            )
-        if self.predicted_speedup is not None and self.step_seconds is None:
-            raise SequoiaPlanError(
-                "predicted_speedup: found without step_seconds, expected both or neither"
-            )
 
     @property
     def gap(self) -> float | None:

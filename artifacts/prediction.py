@@ -44,27 +44,16 @@ def predict_portfolio(
     with tokens that it has not read.
     """
     tokens, seconds = [], []
-    for match_plan in by_match:
-        class_tree = tree.for_match(match_plan.match_length)
-        class_tokens, class_seconds = predict_class(class_tree, match_plan, times)
-        if class_tokens is None or class_seconds is None:
+    for part in by_match:
+        prediction = predict(tree.for_match(part.match_length), part.acceptance, times)
+        if prediction.expected_tokens is None or prediction.step_seconds is None:
             return TreePrediction()
-        tokens.append(match_plan.share * class_tokens)
-        seconds.append(match_plan.share * class_seconds)
-    total_share = math.fsum(match_plan.share for match_plan in by_match)
+        tokens.append(part.share * prediction.expected_tokens)
+        seconds.append(part.share * (prediction.step_seconds + part.catch_up_seconds))
+    total_share = math.fsum(part.share for part in by_match)
     step_tokens, step_seconds = math.fsum(tokens) / total_share, math.fsum(seconds) / total_share
     speedup = step_tokens * times.plain_seconds() / step_seconds
     return TreePrediction(step_tokens, step_seconds, speedup)
-
-
-def predict_class(
-    class_tree: TokenTree, match_plan: MatchPlan, times: StepTime | None
-) -> tuple[float | None, float | None]:
-    """Expected tokens and seconds of a step in one match class; None where times lack them."""
-    tokens, seconds, _ = predict(class_tree, match_plan.acceptance, times)
-    if seconds is not None:
-        seconds += match_plan.catch_up_seconds
-    return tokens, seconds
 
 
 def prediction_for(

@@ -14,7 +14,7 @@ from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
 from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.latency import Latency
 from sequoia_plan.artifacts.lookup import LookupCounts
-from sequoia_plan.artifacts.schema import Count, Metadata, YamlArtifact, field
+from sequoia_plan.artifacts.schema import Count, Metadata, YamlArtifact
 
 
 class Profile(YamlArtifact, frozen=True):
@@ -25,56 +25,46 @@ class Profile(YamlArtifact, frozen=True):
 
     acceptance: Annotated[
         Acceptance,
-        field(
-            "counts by level, the first for the root's children, the last with all levels below; "
-            "or rates as `plan.acceptance` has them"
-        ),
+        "counts by level, the first for the root's children, the last with all levels below; "
+        "or rates as `plan.acceptance` has them",
     ]
     effective_trials: Annotated[
         Count,
-        field(
-            "effective sample size: how many independent observations of an accepted node would "
-            "leave the same uncertainty; fewer than in `acceptance`, because positions of one text "
-            "resemble each other. 0 if it was not measured",
-        ),
+        "effective sample size: how many independent observations of an accepted node would "
+        "leave the same uncertainty; fewer than in `acceptance`, because positions of one text "
+        "resemble each other. 0 if it was not measured",
     ] = 0
-    latency: Annotated[
-        Latency | None, field("without it, trees are solved for tokens, not for speed")
-    ] = None
+    latency: Annotated[Latency | None, "without it, trees are solved for tokens, not for speed"] = (
+        None
+    )
     settings: Annotated[
         Metadata,
-        field(
-            "what acceptance was measured under: `temperature`, `top_p`, `verifier` and others",
-        ),
+        "what acceptance was measured under: `temperature`, `top_p`, `verifier` and others",
     ] = {}
     models: Annotated[
         dict[str, Any],
-        field(
-            "`target` and `draft`, each with `name`, `digest`, `content`, `dtype`, `parameters`, "
-            "`placement`, `fused_layers`",
-        ),
+        "`target` and `draft`, each with `name`, `digest`, `content`, `dtype`, `parameters`, "
+        "`placement`, `fused_layers`",
     ] = {}
     hardware: Annotated[
         Metadata,
-        field("the machine: device, processor, threads, library versions"),
+        "the machine: device, processor, threads, library versions",
     ] = {}
     tree_size: Annotated[
         Count | None,
-        field("nodes of the tree that wrote the text, where one was given (`profile --tree`)"),
+        "nodes of the tree that wrote the text, where one was given (`profile --tree`)",
     ] = None
-    drafting: Annotated[
-        Drafting, field("which passes the draft makes; missing for a language model")
-    ] = LANGUAGE_MODEL
+    drafting: Annotated[Drafting, "which passes the draft makes; missing for a language model"] = (
+        LANGUAGE_MODEL
+    )
     kinds: Annotated[
         dict[PromptKind, Counts],
-        field(
-            "the counts of `acceptance` by kind of prompts, where every prompt names its kind: the "
-            "differences between kinds set the interval for prompts of a new kind"
-        ),
+        "the counts of `acceptance` by kind of prompts, where every prompt names its kind: the "
+        "differences between kinds set the interval for prompts of a new kind",
     ] = {}
     lookup: Annotated[
         LookupCounts | None,
-        field("counts by how much of the text before a step occurs earlier in it (prompt lookup)"),
+        "counts by how much of the text before a step occurs earlier in it (prompt lookup)",
     ] = None
 
     def __post_init__(self) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
 
 from sequoia_plan.artifacts.counts import MAX_KIND_LENGTH
 from sequoia_plan.artifacts.errors import SequoiaPlanError
@@ -16,7 +18,6 @@ from sequoia_plan.artifacts.files import read_bytes
 JSON_LINES = (".jsonl", ".ndjson")
 """How the names of files with one JSON object a line end, in lower case."""
 BUILT_IN = Path(__file__).parent / "prompts.jsonl"
-MAX_FILE_BYTES = 1 << 28
 EXPECTED_LINE = (
     '{"text": "..."}, {"messages": [...]} with a user message, or {"turns": ["...", ...]}'
 )
@@ -52,24 +53,52 @@ def held_out_half(prompts: Sequence[Prompt]) -> list[Prompt]:
     return list(prompts[1::2] or prompts)
 
 
-def load(path: str | Path) -> list[Prompt]:
-    """Read prompts from a file: .jsonl with a prompt a line, or text with a prompt a paragraph.
+class _TextPart(Struct, tag_field="type", tag="text"):
+    """A part of a message as OpenAI writes it; other parts than text are refused."""
 
-    A line of .jsonl has one of these keys:
-    """
+    text: str
+
+
+class _Message(Struct):
+    """A message of a chat."""
+
+    role: str
+    content: str | list[_TextPart]
+
+
+class _Line(Struct):
+    """A line of .jsonl: a text, a chat, or MT-bench's turns, of which the first is used."""
+
+    text: Annotated[str, Meta(min_length=1)] | None = None
+    messages: list[_Message] | None = None
+    turns: Annotated[list[str], Meta(min_length=1)] | None = None
+    kind: Any = None
+    category: Any = None
+
+
+def load(path: str | Path) -> list[Prompt]:
+    """Read prompts from a file: .jsonl with a prompt a line, or text with a prompt a paragraph."""
     try:
-        data = read_bytes(path, "prompts, .jsonl or plain text", MAX_FILE_BYTES)
-        text = data.decode("utf-8-sig")
+        data = read_bytes(path, "prompts, .jsonl or plain text")
+        text = data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise SequoiaPlanError(
             f"{path}: not UTF-8 text; expected prompts, .jsonl or plain text"
         ) from error
-    _check_encoding_and_name(path, text)
-    text = text.replace("\r\n", "\n")
+    if "\0" in text:
+        raise SequoiaPlanError(
+            f"{path}: holds NUL characters, as UTF-16 does; expected UTF-8, .jsonl or plain text"
+        )
     prompts: list[Prompt]
-    if str(path).lower().endswith(JSON_LINES):
+    name = str(path).lower()
+    if name.endswith(JSON_LINES):
         lines = enumerate(text.split("\n"), 1)  # splitlines would split at U+2028 within JSON text
         prompts = [_parse_line(path, number, line) for number, line in lines if line.strip()]
+    elif name.endswith(".json") or _is_json(text):
+        raise SequoiaPlanError(
+            f"{path}: holds JSON and is not named .jsonl; expected plain text, or a file named "
+            f".jsonl with a prompt a line, as {EXPECTED_LINE}"
+        )
     else:
         paragraphs = [paragraph.strip() for paragraph in text.split("\n\n")]
         prompts = [Prompt(paragraph) for paragraph in paragraphs if paragraph]
@@ -78,80 +107,40 @@ def load(path: str | Path) -> list[Prompt]:
     return prompts
 
 
-def is_text(value: Any) -> bool:
-    """Whether `value` is text of whole characters: half of one (a lone surrogate) is none."""
-    try:
-        return isinstance(value, str) and bool(value.encode() or True)
-    except UnicodeEncodeError:
-        return False
-
-
-def _check_encoding_and_name(path: str | Path, text: str) -> None:
-    """Refuse a file that would be read as plain text but is UTF-16, or JSON by another name."""
-    if "\0" in text:
-        raise SequoiaPlanError(
-            f"{path}: holds NUL characters, as UTF-16 does; expected UTF-8, .jsonl or plain text"
-        )
-    if str(path).lower().endswith(JSON_LINES):
-        return
-    is_json = str(path).lower().endswith(".json")
-    if not is_json and text.lstrip()[:1] in ("{", "["):
-        first_line = text.lstrip().split("\n")[0]
-        for part in (first_line, text):
-            with suppress(ValueError, RecursionError):
-                is_json |= isinstance(json.loads(part), (dict, list))
-    if is_json:
-        raise SequoiaPlanError(
-            f"{path}: holds JSON and is not named .jsonl; expected plain text, or a file named "
-            f".jsonl with a prompt a line, as {EXPECTED_LINE}"
-        )
-
-
-def read_messages(entries: Any) -> list[Message]:
-    """Convert a chat to messages of plain text, up to the last user message."""
-    if not isinstance(entries, list):
-        raise ValueError
-    messages = [
-        {"role": _content_text(entry["role"]), "content": _content_text(entry["content"])}
-        for entry in entries
-    ]
-    while messages and messages[-1]["role"] != "user":
-        messages.pop()
-    if not messages or not messages[-1]["content"]:
-        raise ValueError
-    return messages
+def _is_json(text: str) -> bool:
+    """Whether the first line or the whole text is a JSON object or list."""
+    for part in (text.lstrip().split("\n")[0], text):
+        with suppress(msgspec.DecodeError, RecursionError):
+            return isinstance(msgspec.json.decode(part), dict | list)
+    return False
 
 
 def _parse_line(path: str | Path, number: int, line: str) -> Prompt:
     """The prompt in a line of a .jsonl file."""
     try:
-        entry = json.loads(line)
-        if "messages" in entry:
-            return Prompt(read_messages(entry["messages"]), _prompt_kind(entry))
-        text = entry["text"] if "text" in entry else entry["turns"][0]
-        if is_text(text) and text:
-            return Prompt(text, _prompt_kind(entry))
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
-        pass
-    raise SequoiaPlanError(f"{path}: line {number} is no prompt; expected {EXPECTED_LINE}")
+        entry = msgspec.json.decode(line, type=_Line)
+    except (msgspec.DecodeError, RecursionError):
+        entry = _Line()
+    text = _chat(entry.messages) if entry.messages else entry.text or (entry.turns or [""])[0]
+    if not text:
+        raise SequoiaPlanError(f"{path}: line {number} is no prompt; expected {EXPECTED_LINE}")
+    kind = entry.category if entry.kind is None else entry.kind
+    # a profile can hold no other kinds
+    has_kind = isinstance(kind, str) and kind.isprintable() and 0 < len(kind) <= MAX_KIND_LENGTH
+    return Prompt(text, kind if has_kind else None)
 
 
-def _prompt_kind(entry: Any) -> str | None:
-    """The kind that a prompt's JSON object names; None if it names none that a profile can hold."""
-    kind = entry.get("kind", entry.get("category"))
-    if not isinstance(kind, str) or not kind.isprintable():
-        return None
-    return kind if 0 < len(kind) <= MAX_KIND_LENGTH else None
-
-
-def _content_text(content: Any) -> str:
-    """A message's text. OpenAI writes it as a list of parts, all of which must be text."""
-    if isinstance(content, str):
-        if not is_text(content):
-            raise ValueError
-        return content
-    if not isinstance(content, list):
-        raise ValueError
-    if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
-        raise ValueError
-    return _content_text("".join(str(part["text"]) for part in content))
+def _chat(messages: Sequence[_Message]) -> list[Message]:
+    """The messages as plain text, up to the last user message; empty if there is none."""
+    chat = [
+        {
+            "role": message.role,
+            "content": message.content
+            if isinstance(message.content, str)
+            else "".join(part.text for part in message.content),
+        }
+        for message in messages
+    ]
+    while chat and chat[-1]["role"] != "user":
+        chat.pop()
+    return chat if chat and chat[-1]["content"] else []

@@ -29,13 +29,12 @@ MAX_NESTING = 16
 """Levels of lists and mappings within each other."""
 
 
-def field(meaning: str) -> Meta:
-    """Describe a field: tools/format_tables.py writes it into docs/format.md."""
-    return Meta(description=meaning)
-
-
 class Artifact(Struct, frozen=True, repr_omit_defaults=True):
-    """A struct that a file holds."""
+    """A struct that a file holds.
+
+    Text in the annotation of a field says what it means; tools/format_tables.py writes it into
+    docs/format.md.
+    """
 
     @classmethod
     def from_dict(cls, document: Any, name: str) -> Self:

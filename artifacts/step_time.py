@@ -1,4 +1,4 @@
-"""Seconds of one decoding step, and what a step could save with more memory."""
+"""Seconds of one decoding step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,24 +118,3 @@ def _evaluate(step_function: tuple[Floats, Floats], sizes: int | NDArray[np.inte
     """The seconds of passes over `sizes` nodes, taken from the next measured size."""
     measured_sizes, seconds = step_function
     return seconds[np.searchsorted(measured_sizes, sizes)]
-
-
-class MemoryGain(NamedTuple):
-    """By how many seconds a step could be shorter at most if more layers stayed in memory."""
-
-    bytes: float
-    seconds: float
-
-
-def memory_gain(plan: Plan) -> MemoryGain | None:
-    """The gain from a further GB of the target's device, or a tenth of the streamed bytes if less.
-
-    Weights that stay on the device need not be streamed to it in each pass, which is then shorter
-    by the seconds that they take. The gain is smaller if the step then waits for something else.
-    None if nothing is streamed.
-    """
-    stream = plan.latency.stream if plan.latency else None
-    if stream is None:
-        return None
-    more_bytes = min(1e9, stream.bytes / 10)
-    return MemoryGain(more_bytes, stream.seconds * more_bytes / stream.bytes)

@@ -36,8 +36,7 @@ class TokenTree:
             the match of the text reaches.
 
     Raises:
-        SequoiaPlanError: if `parents` is not such an array, `plan` holds what a plan cannot, or
-            `by_match` has a tree for no match, or a tree that has such trees itself.
+        SequoiaPlanError: if `parents` is not such an array, or `plan` holds what a plan cannot.
     """
 
     parents: IntArray
@@ -48,8 +47,7 @@ class TokenTree:
     def __post_init__(self) -> None:
         """Check the parents and copy them, and read the plan if it is a mapping."""
         parents = np.asarray(self.parents)
-        _check_parents(parents)
-        _check_by_match(self)
+        _check_parents(parents, is_breadth_first=True)
         object.__setattr__(self, "by_match", MappingProxyType(dict(sorted(self.by_match.items()))))
         object.__setattr__(self, "parents", _read_only_int32(parents))
         if not isinstance(self.plan, Plan):
@@ -72,20 +70,7 @@ class TokenTree:
         """
         if not isinstance(parents, np.ndarray):
             parents = np.array([int(parent) for parent in parents], np.int64)
-        size = parents.size
-        if not size or parents[0] != -1:
-            root_parent = parents[0] if size else "no node"
-            raise SequoiaPlanError(
-                f"token tree: parents[0] must be -1 (the root), found {root_parent}"
-            )
-        is_wrong = (parents[1:] < 0) | (parents[1:] >= np.arange(1, size))
-        wrong_nodes = np.flatnonzero(is_wrong) + 1
-        if wrong_nodes.size:
-            node = wrong_nodes[0]
-            raise SequoiaPlanError(
-                f"token tree: parents[{node}] is {parents[node]}, "
-                f"expected a node from 0 to {node - 1}"
-            )
+        _check_parents(parents)
         return cls(_renumber_breadth_first(parents), plan)  # type: ignore[arg-type]
 
     @classmethod
@@ -240,12 +225,11 @@ class TokenTree:
         return f"{self.size} nodes, depth {self.depth}, level widths {widths}"
 
     def __repr__(self) -> str:
-        widths = self.level_widths.tolist()
-        return f"TokenTree(size={self.size}, depth={self.depth}, level_widths={widths})"
+        return f"TokenTree({self})"
 
 
-def _check_parents(parents: NDArray[Any]) -> None:
-    """Refuse an array that is not the parents of a tree in breadth-first order."""
+def _check_parents(parents: NDArray[Any], is_breadth_first: bool = False) -> None:
+    """Refuse an array that is not the parents of a tree, or not in breadth-first order."""
     if parents.ndim != 1 or parents.size == 0 or parents.dtype.kind not in "iu":
         raise SequoiaPlanError(
             "token tree: parents must be a non-empty list of integers, "
@@ -253,30 +237,15 @@ def _check_parents(parents: NDArray[Any]) -> None:
         )
     if parents[0] != -1:
         raise SequoiaPlanError(f"token tree: parents[0] must be -1 (the root), found {parents[0]}")
-    is_late = parents[1:] >= np.arange(1, parents.size)  # the parent does not precede its child
-    is_decreasing = parents[1:] < parents[:-1]
-    wrong_nodes = np.flatnonzero((parents[1:] < 0) | is_late | is_decreasing) + 1
-    if wrong_nodes.size:
-        node = int(wrong_nodes[0])
+    lowest = np.maximum(parents[:-1] if is_breadth_first else np.zeros_like(parents[1:]), 0)
+    is_wrong = (parents[1:] < lowest) | (parents[1:] >= np.arange(1, parents.size))
+    if is_wrong.any():
+        node = int(is_wrong.argmax()) + 1
         raise SequoiaPlanError(
             f"token tree: parents[{node}] is {parents[node]}, expected a node from "
-            f"{max(parents[node - 1], 0)} to {node - 1} (breadth-first order, siblings adjacent)"
-        )
-
-
-def _check_by_match(tree: TokenTree) -> None:
-    """Refuse trees for texts that repeat themselves under a number that is no match length."""
-    for shortest, other in tree.by_match.items():
-        is_length = isinstance(shortest, int) and shortest >= 1
-        if not is_length or not isinstance(other, TokenTree) or other.by_match:
-            raise SequoiaPlanError(
-                f"token tree: by_match[{shortest!r:.20}] is {other!r:.60}, expected a tree without "
-                "`by_match` under a match length of 1 or more"
-            )
-    if tree.by_match and tree.looks_up:
-        raise SequoiaPlanError(
-            "token tree: found a looked-up spine beside `by_match`, expected a drafted one; "
-            "without a match there is nothing to look up"
+            f"{lowest[node - 1]} to {node - 1}"
+            + is_breadth_first
+            * " (breadth-first order, siblings adjacent)"
         )
 
 
@@ -285,20 +254,14 @@ def _renumber_breadth_first(parents: NDArray[Any]) -> NDArray[Any]:
 
     `parents` int [size]; returns int [size].
     """
-    children = np.argsort(parents[1:], kind="stable") + 1  # grouped by parent, siblings in order
-    child_count = np.bincount(parents[1:], minlength=parents.size)
-    group_start = np.cumsum(child_count) - child_count  # of each node's group within `children`
-    renumbered = [np.array([-1])]
-    level = np.array([0])  # the old numbers of the nodes of one level, in the new order
-    level_start = 0  # the new number of the level's first node
-    while (counts := child_count[level]).any():
-        new_numbers = np.arange(level_start, level_start + level.size)
-        renumbered.append(np.repeat(new_numbers, counts))
-        level_start += level.size
-        next_level_start = np.cumsum(counts) - counts  # of each group within the next level
-        offset = np.repeat(group_start[level] - next_level_start, counts)
-        level = children[offset + np.arange(counts.sum())]
-    return np.concatenate(renumbered)
+    children: list[list[int]] = [[] for _ in parents]
+    for node, parent in enumerate(parents[1:].tolist(), 1):
+        children[parent].append(node)
+    order, renumbered = [0], [-1]
+    for number, node in enumerate(order):  # the loop appends to the order
+        order += children[node]
+        renumbered += [number] * len(children[node])
+    return np.array(renumbered)
 
 
 def _read_only_int32(array: NDArray[Any]) -> IntArray:

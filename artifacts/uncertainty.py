@@ -60,13 +60,9 @@ def rates_at_interval_ends(
     """
     spread, variance = _propagated_noise(tree, rates, trials)
     step = z * spread / math.sqrt(variance) if variance > 0 else np.zeros_like(rates)
-    low, high = (np.clip(rates + sign * step, 0, 1) for sign in (-1, 1))
-    return _with_sums_up_to_1(low), _with_sums_up_to_1(high)
-
-
-def _with_sums_up_to_1(rates: Floats) -> Floats:
-    """Scale each vector of probabilities (the last axis) whose sum is larger than 1 down to 1."""
-    return rates / np.maximum(1.0, rates.sum(-1, keepdims=True))
+    ends = np.clip(np.stack([rates - step, rates + step]), 0, 1)
+    low, high = ends / np.maximum(1.0, ends.sum(-1, keepdims=True))  # sums are at most 1
+    return low, high
 
 
 def _propagated_noise(tree: TokenTree, rates: Floats, trials: Floats) -> tuple[Floats, float]:
@@ -155,24 +151,24 @@ def step_time_error(tree: TokenTree, times: StepTime) -> float:
     the verification time; it is 0 if the latencies have neither. A pass that both steps make
     cancels.
     """
-    # Derivative of the logarithm by each measured time: its curve, its size.
+    latency, variance = times.latency, 0.0
+    # derivative of the logarithm by each measured time: its curve, its size
     slopes: defaultdict[tuple[str, int], float] = defaultdict(float)
-    variance = 0.0
     plain_tree = TokenTree.chain(1)  # a plain step verifies no drafted node
     for sign, step_tree in ((1, tree), (-1, plain_tree)):
         seconds = times.step_seconds(step_tree)
         for curve, size in _passes(step_tree, times):
-            quartiles = times.latency.quartiles.get(curve, ())
-            # The pass is taken to cost as much as at the next larger measured size; 0 if none is.
-            measured_size = min((n for n in quartiles if n >= size), default=0)
-            slopes[curve, measured_size] += sign / seconds
-        if cost := times.latency.verification:
+            # a pass is taken to cost as much as at the next larger measured size; 0 if none is
+            sizes = [n for n in latency.quartiles.get(curve, ()) if n >= size]
+            slopes[curve, min(sizes, default=0)] += sign / seconds
+        if cost := latency.verification:
             error_seconds = cost.error * times.verification_seconds(step_tree.size)
             variance += (error_seconds / seconds) ** 2
     for (curve, size), slope in slopes.items():
-        low, high = times.latency.quartiles.get(curve, {}).get(size, (0.0, 0.0))
-        median_deviation = MEDIAN_ERROR_FACTOR * (high - low) / QUARTILE_DISTANCE
-        variance += slope**2 * median_deviation**2 / times.latency.samples.get(size, 1)
+        if size:
+            low, high = latency.quartiles[curve][size]
+            median_deviation = MEDIAN_ERROR_FACTOR * (high - low) / QUARTILE_DISTANCE
+            variance += (slope * median_deviation) ** 2 / latency.samples.get(size, 1)
     return math.sqrt(variance)
 
 

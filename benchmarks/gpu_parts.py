@@ -155,7 +155,8 @@ FULL = Scale(
     long_contexts=(512, 8192),
     vocabulary=128_256,
     test_arguments=tuple(
-        f"tests/test_{name}.py" for name in ("static_step", "fused", "split_keys", "cuda")
+        f"tests/runtime/test_{name}.py"
+        for name in ("static_step", "fused", "layer_kernels", "cuda")
     ),
     targets={"llama-2-7b": shape(4096, 11008, 32, 32), "llama-2-13b": shape(5120, 13824, 40, 40)},
     draft=shape(768, 3072, 2, 12),

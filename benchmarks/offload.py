@@ -54,9 +54,8 @@ from sequoia_plan.profiler.decoding_methods import (
     transformers_method,
 )
 from sequoia_plan.profiler.hardware import fingerprint
-from sequoia_plan.profiler.latency import CONTEXT
 from sequoia_plan.profiler.prompts import held_out
-from sequoia_plan.profiler.timing import random_prompt
+from sequoia_plan.profiler.timing import CONTEXT, random_prompt
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
 from sequoia_plan.runtime.base.weight_stream import stream_of
 from sequoia_plan.runtime.draft.self_draft import INT8, copy_bytes

@@ -16,6 +16,7 @@ import copy
 import json
 import multiprocessing
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -30,9 +31,8 @@ from summary import spread
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.profiler.hardware import fingerprint
-from sequoia_plan.profiler.latency import CONTEXT
 from sequoia_plan.profiler.size_timer import SizeTimer
-from sequoia_plan.profiler.timing import random_prompt
+from sequoia_plan.profiler.timing import CONTEXT, random_prompt
 from sequoia_plan.runtime import Sampling, load_pair
 from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.models.fuse import fuse, replace_linear_layers
@@ -79,26 +79,27 @@ def milliseconds(draft_name: str, dtype: str, rounds: int) -> dict[str, Any]:
         step = CapturedStep.of(*with_layers(pair.target, pair.draft, layers), TokenTree.chain(2))
         for nodes in NODES:
             timers[layers, nodes] = SizeTimer(step, nodes, Sampling(), prompt)
-            timers[layers, nodes].run()
-            timers[layers, nodes].clear()
+            timers[layers, nodes].run()  # warms up
     target = timers["fused", 1].step.target.model
     products: dict[int, list[float]] = {nodes: [] for nodes in NODES}
+    seconds: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     for _ in range(rounds):
         for nodes in NODES:
             for layers in LAYERS:
-                timers[layers, nodes].run()
+                for (part, _), sample in timers[layers, nodes].run().items():
+                    seconds[layers, part, nodes].append(sample)
             products[nodes].append(seconds_of_products(target, nodes))
     figures: dict[str, Any] = {part: {} for part in PARTS}
     for part in PARTS:
         for layers in LAYERS:
-            samples = {n: 1000 * np.array(timers[layers, n].samples[part]) for n in NODES}
-            fused = {n: 1000 * np.array(timers["fused", n].samples[part]) for n in NODES}
+            samples = {n: 1000 * np.array(seconds[layers, part, n]) for n in NODES}
+            fused = {n: 1000 * np.array(seconds["fused", part, n]) for n in NODES}
             figures[part][layers] = {
                 str(n): {"ms": spread(samples[n]), "over_fused": spread(samples[n] / fused[n])}
                 for n in NODES
             }
     for nodes in NODES:
-        fused_ms = 1000 * np.array(timers["fused", nodes].samples["target"])
+        fused_ms = 1000 * np.array(seconds["fused", "target", nodes])
         products_ms = 1000 * np.array(products[nodes])
         figures["target"].setdefault("products", {})[str(nodes)] = {
             "ms": spread(products_ms),

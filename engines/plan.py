@@ -18,7 +18,6 @@ from sequoia_plan.artifacts.schema import (
     Seconds,
     Size,
     YamlArtifact,
-    field,
 )
 
 CountsByPosition = Annotated[tuple[Count, ...], Meta(min_length=1)]
@@ -29,27 +28,23 @@ AtLeastOne = Annotated[float, Meta(ge=1)]
 class ChainAcceptance(Artifact, frozen=True):
     """How often the first, the first two, ... tokens of a drafted chain were accepted."""
 
-    drafts: Annotated[Size, field("number of chains that were verified")]
+    drafts: Annotated[Size, "number of chains that were verified"]
     accepted: Annotated[
         CountsByPosition,
-        field("number of these whose first token was accepted, whose first two were, and so on"),
+        "number of these whose first token was accepted, whose first two were, and so on",
     ]
     trials: Annotated[
         Number,
-        field(
-            "effective sample size: how many independent chains would leave the same uncertainty. "
-            "It is below `drafts` where chains of one text resemble each other, and 0 if only the "
-            "counts are known; chains are then taken as independent",
-        ),
+        "effective sample size: how many independent chains would leave the same uncertainty. "
+        "It is below `drafts` where chains of one text resemble each other, and 0 if only the "
+        "counts are known; chains are then taken as independent",
     ] = 0.0
     drafting_share: Annotated[
         Share,
-        field(
-            "share of a request's steps in which any token was drafted; below 1 where drafts are "
-            "looked up in the text",
-        ),
+        "share of a request's steps in which any token was drafted; below 1 where drafts are "
+        "looked up in the text",
     ] = 1.0
-    source: Annotated[str, field("source of the counts")] = ""
+    source: Annotated[str, "source of the counts"] = ""
 
     def __post_init__(self) -> None:
         """Refuse counts that rise: the first n + 1 tokens cannot be accepted more often than n."""
@@ -69,15 +64,11 @@ class ChainAcceptance(Artifact, frozen=True):
 class StepSeconds(Artifact, frozen=True):
     """The measured time of a decoding step."""
 
-    batch: Annotated[Size, field("requests that are decoded together")]
-    speculative_tokens: Annotated[
-        Count, field("tokens drafted a step and request; 0 without speculation")
-    ]
-    seconds: Annotated[Seconds, field("seconds of a step; the median over rounds")]
-    error: Annotated[
-        Number, field("relative standard error of that, from the spread of rounds")
-    ] = 0.0
-    steps: Annotated[Count, field("steps that were timed in all rounds")] = 0
+    batch: Annotated[Size, "requests that are decoded together"]
+    speculative_tokens: Annotated[Count, "tokens drafted a step and request; 0 without speculation"]
+    seconds: Annotated[Seconds, "seconds of a step; the median over rounds"]
+    error: Annotated[Number, "relative standard error of that, from the spread of rounds"] = 0.0
+    steps: Annotated[Count, "steps that were timed in all rounds"] = 0
 
 
 class MeasuredCell(Artifact, frozen=True):
@@ -85,68 +76,60 @@ class MeasuredCell(Artifact, frozen=True):
 
     throughput: Annotated[
         Number,
-        field("generated tokens a second while `batch` requests are decoded; the median over runs"),
+        "generated tokens a second while `batch` requests are decoded; the median over runs",
     ]
-    low: Annotated[Number, field("throughput of the slowest run")]
-    high: Annotated[Number, field("throughput of the fastest run")]
-    tokens_per_step: Annotated[Number, field("generated tokens a step and request")]
-    seconds: Annotated[Seconds, field("seconds of a step")]
-    runs: Annotated[Size, field("number of runs")]
+    low: Annotated[Number, "throughput of the slowest run"]
+    high: Annotated[Number, "throughput of the fastest run"]
+    tokens_per_step: Annotated[Number, "generated tokens a step and request"]
+    seconds: Annotated[Seconds, "seconds of a step"]
+    runs: Annotated[Size, "number of runs"]
 
 
 class Cell(Artifact, frozen=True):
     """The prediction for one batch size and one number of speculative tokens."""
 
-    batch: Annotated[Size, field("requests that are decoded together")]
-    speculative_tokens: Annotated[
-        Count, field("tokens drafted a step and request; 0 without speculation")
-    ]
-    tokens_per_step: Annotated[AtLeastOne, field("expected tokens a step and request")]
-    seconds: Annotated[Seconds, field("seconds of a step")]
-    throughput: Annotated[Number, field("generated tokens a second of all requests together")]
-    low: Annotated[Number, field("lower end of the throughput's 95 % interval")]
-    high: Annotated[Number, field("upper end of the throughput's 95 % interval")]
-    speedup: Annotated[Number, field("speed-up over no speculation at this batch size")]
+    batch: Annotated[Size, "requests that are decoded together"]
+    speculative_tokens: Annotated[Count, "tokens drafted a step and request; 0 without speculation"]
+    tokens_per_step: Annotated[AtLeastOne, "expected tokens a step and request"]
+    seconds: Annotated[Seconds, "seconds of a step"]
+    throughput: Annotated[Number, "generated tokens a second of all requests together"]
+    low: Annotated[Number, "lower end of the throughput's 95 % interval"]
+    high: Annotated[Number, "upper end of the throughput's 95 % interval"]
+    speedup: Annotated[Number, "speed-up over no speculation at this batch size"]
     is_timed: Annotated[
         bool,
-        field(
-            "true if the step was timed at this number of tokens; false if its time is "
-            "interpolated between two numbers that were"
-        ),
+        "true if the step was timed at this number of tokens; false if its time is "
+        "interpolated between two numbers that were",
     ]
     variant: Annotated[
         str,
-        field(
-            "a setting besides the number of tokens, as the engine's option and value, such as "
-            "`p-min 0.6`; empty if there is none"
-        ),
+        "a setting besides the number of tokens, as the engine's option and value, such as "
+        "`p-min 0.6`; empty if there is none",
     ] = ""
-    measured: Annotated[MeasuredCell | None, field("what `--verify` measured")] = None
+    measured: Annotated[MeasuredCell | None, "what `--verify` measured"] = None
 
 
 class ScheduleEntry(Artifact, frozen=True):
     """The best number of speculative tokens for a range of batch sizes."""
 
-    first: Annotated[Size, field("smallest batch size of the range")]
-    last: Annotated[
-        Size, field("largest batch size of the range; the last entry holds beyond it, too")
-    ]
-    speculative_tokens: Annotated[Count, field("the best number; 0 is no speculation")]
+    first: Annotated[Size, "smallest batch size of the range"]
+    last: Annotated[Size, "largest batch size of the range; the last entry holds beyond it, too"]
+    speculative_tokens: Annotated[Count, "the best number; 0 is no speculation"]
 
 
 class ContextPlan(Artifact, frozen=True):
     """What was measured, predicted and chosen at one length of the context."""
 
     context: Annotated[
-        Count, field("tokens of every prompt that is decoded; 0 if prompts are decoded as they are")
+        Count, "tokens of every prompt that is decoded; 0 if prompts are decoded as they are"
     ]
-    acceptance: Annotated[ChainAcceptance, field("how far drafted chains are accepted")]
-    steps: Annotated[tuple[StepSeconds, ...], field("measured times of a step")]
-    cells: Annotated[tuple[Cell, ...], field("predictions by batch size and number of tokens")]
-    schedule: Annotated[tuple[ScheduleEntry, ...], field("the best number of tokens by batch size")]
-    lines: Annotated[tuple[str, ...], field("options to start the engine with")] = ()
+    acceptance: Annotated[ChainAcceptance, "how far drafted chains are accepted"]
+    steps: Annotated[tuple[StepSeconds, ...], "measured times of a step"]
+    cells: Annotated[tuple[Cell, ...], "predictions by batch size and number of tokens"]
+    schedule: Annotated[tuple[ScheduleEntry, ...], "the best number of tokens by batch size"]
+    lines: Annotated[tuple[str, ...], "options to start the engine with"] = ()
     draft_pass_seconds: Annotated[
-        Number, field("seconds of a pass of llama.cpp's draft; 0 if it was not timed")
+        Number, "seconds of a pass of llama.cpp's draft; 0 if it was not timed"
     ] = 0.0
 
     @property
@@ -175,19 +158,19 @@ class EnginePlan(YamlArtifact, frozen=True, kw_only=True):
     FORMAT = "sequoia-plan-engine"
     MADE_BY = "sequoia-plan engine"
 
-    engine: Annotated[str, field("`vllm`, `sglang` or `llamacpp`")]
-    engine_version: Annotated[str, field("the engine's version; empty if it is unknown")] = ""
-    method: Annotated[str, field("the engine's name for the type of draft")] = ""
-    target: Annotated[str, field("the target, as it was named to the engine")] = ""
-    draft: Annotated[str, field("the draft, as it was named to the engine")] = ""
+    engine: Annotated[str, "`vllm`, `sglang` or `llamacpp`"]
+    engine_version: Annotated[str, "the engine's version; empty if it is unknown"] = ""
+    method: Annotated[str, "the engine's name for the type of draft"] = ""
+    target: Annotated[str, "the target, as it was named to the engine"] = ""
+    draft: Annotated[str, "the draft, as it was named to the engine"] = ""
     settings: Annotated[
         Metadata,
-        field("how it was measured: temperature, prompts, tokens, the engine's options"),
+        "how it was measured: temperature, prompts, tokens, the engine's options",
     ] = {}
     contexts: Annotated[
         tuple[ContextPlan, ...],
         Meta(min_length=1),
-        field("the plan at each context, shortest first"),
+        "the plan at each context, shortest first",
     ]
-    seconds: Annotated[Number, field("seconds that measuring took")] = 0.0
-    tool: Annotated[str, field("name and version of the program that made the plan")] = ""
+    seconds: Annotated[Number, "seconds that measuring took"] = 0.0
+    tool: Annotated[str, "name and version of the program that made the plan"] = ""

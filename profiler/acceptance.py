@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +28,6 @@ def measure_acceptance(
     *,
     precision: float = 0.07,
     tokens_per_prompt: int = 32,
-    seed: int = 0,
     ranks: int = RANKS,
     tree: TokenTree | None = None,
     journal: Path | None = None,
@@ -39,7 +39,6 @@ def measure_acceptance(
         [list(map(int, prompt)) for prompt in prompts],
         [sampling.settings() for sampling in samplings],
         tokens_per_prompt,
-        seed,
         ranks,
         None if tree is None else tree.parents.tolist(),
     ]
@@ -49,14 +48,10 @@ def measure_acceptance(
     for number, sampling in enumerate(samplings):
         tallies = []
         for use, prompt in enumerate(prompts):
-            name = f"{number}.{use}"
-            tally = results.get(name)
-            if tally is None:
-                tally = measure_prompt(
-                    torch.tensor(prompt), sampling, tokens_per_prompt, seed + use
-                )
-                results.add(name, tally)
-            tallies.append(tally)
+            measure = partial(
+                measure_prompt, torch.tensor(prompt), sampling, tokens_per_prompt, use
+            )
+            tallies.append(results.result(f"{number}.{use}", measure))
             num_prompts += 1
             observed = collect(tallies, measure_prompt.tree)
             on_prompt(num_prompts, len(prompts) * len(samplings), observed)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from msgspec import structs
 
 from sequoia_plan.artifacts import ArgumentError, BenchResult, TokenTree
-from sequoia_plan.artifacts.bench_result import BenchSettings, Prediction, TreeShape
+from sequoia_plan.artifacts.bench_result import BenchSettings, TreeShape
 from sequoia_plan.artifacts.prediction import prediction_for
 from sequoia_plan.profiler.bench_figures import TITLES, predicted_by_kind, summary
 from sequoia_plan.profiler.decoding_methods import (
@@ -22,7 +24,7 @@ from sequoia_plan.profiler.decoding_methods import (
     transformers_method,
     with_full_vocabulary,
 )
-from sequoia_plan.profiler.hardware import TIME_KEYS, fingerprint
+from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.runtime import Pair, Sampling
 from sequoia_plan.runtime.models.dtype import dtype_name
@@ -52,27 +54,27 @@ def make_methods(
     If `only` is empty, these are all methods that the draft and `trees` (tree and verifier by name)
     allow. If greedy, all verifiers accept alike, so one of those with our tree is then taken.
     """
-    check_names(only)
-    make_transformers = partial(transformers_method, transformers_pair, sampling, tokens)
-    draft = transformers_pair.draft
-    makers: dict[str, Callable[[], DecodePrompt]] = {
-        "generate": make_transformers,
-        "assisted": lambda: make_transformers(assistant_model=with_full_vocabulary(draft)),
-        "lookup": lambda: make_transformers(prompt_lookup_num_tokens=LOOKUP_TOKENS),
-    }
-    if not hasattr(draft, "generate"):  # the draft reads the target's hidden states
-        del makers["assisted"]
-        if "assisted" in only:
-            raise ArgumentError(
-                "only: found 'assisted', and transformers cannot use this draft; leave it out, or "
-                "name a language model with --draft"
-            )
-    for name, (tree, verifier) in trees.items():
-        tree_sampling = replace(sampling, verifier=verifier)
-        makers[name] = partial(sequoia_method, pair, tree, tree_sampling, tokens)
     redundant = {"top-k", "traversal"} if sampling.greedy else set()
-    chosen = set(only) or TITLES.keys() - redundant
-    return {name: makers[name]() for name in TITLES if name in makers and name in chosen}
+    chosen, draft = set(only) or TITLES.keys() - redundant, transformers_pair.draft
+    options: dict[str, dict[str, Any]] = {
+        "generate": {},
+        "lookup": {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
+    }
+    if hasattr(draft, "generate"):
+        options["assisted"] = {"assistant_model": with_full_vocabulary(draft)}
+    elif "assisted" in only:  # the draft reads the target's hidden states
+        raise ArgumentError(
+            "only: found 'assisted', and transformers cannot use this draft; leave it out, or "
+            "name a language model with --draft"
+        )
+    methods = {
+        name: transformers_method(transformers_pair, sampling, tokens, **options[name])
+        for name in options.keys() & chosen
+    }
+    for name in trees.keys() & chosen:
+        tree, verifier = trees[name]
+        methods[name] = sequoia_method(pair, tree, replace(sampling, verifier=verifier), tokens)
+    return {name: methods[name] for name in TITLES if name in methods}
 
 
 def compare(
@@ -94,7 +96,7 @@ def compare(
 
     `assistant` names the draft of transformers' assisted generation, if it is another one.
     """
-    chosen, models = set(only or TITLES), pair.metadata
+    chosen, models, plan = set(only or TITLES), pair.metadata, tree.plan
     transformers_pair = pair
     if pair.placement in MAKE_LINEAR and TRANSFORMERS_METHODS & chosen:
         transformers_pair = load_transformers_pair()
@@ -102,15 +104,9 @@ def compare(
         transformers_pair = with_draft(transformers_pair, assistant)
         models = models | {"assistant": transformers_pair.metadata["draft"]}
     methods = make_methods(pair, transformers_pair, trees, sampling, tokens, only)
-    shapes = {
-        name: [
-            [[length, t.parents.tolist(), t.looks_up] for length, t in other.portfolio.items()],
-            verifier,
-        ]
-        for name, (other, verifier) in trees.items()
-    }
+    # the trees of the other methods follow from this one
+    shapes = [[length, t.parents.tolist(), t.looks_up] for length, t in tree.portfolio.items()]
     hardware = fingerprint(pair.target.device)
-    machine = {key: hardware[key] for key in TIME_KEYS if key in hardware}
     work = [
         models,
         list(map(list, prompts)),
@@ -118,21 +114,26 @@ def compare(
         tokens,
         list(methods),
         shapes,
-        machine,
+        hardware,
     ]
     runs = bench(methods, prompts, on_prompt, deadline, Journal(journal, work))
     figures = summary(runs)
     for name in figures.keys() & trees.keys():
         method_tree, verifier = trees[name]
-        prediction = prediction_for(method_tree, verifier, tree.plan, sampling.settings())
+        prediction = prediction_for(method_tree, verifier, plan, sampling.settings())
         is_predicted = bool(prediction.speedup) and method_tree == tree
         if is_predicted and tree.size > 1:
-            prediction = _with_intervals(prediction, tree)
+            prediction = structs.replace(
+                prediction,
+                interval=plan.interval and plan.interval.predicted_speedup,
+                interval_new_kind=plan.interval_new_kind
+                and plan.interval_new_kind.predicted_speedup,
+            )
         figures[name] = structs.replace(figures[name], prediction=prediction)
-        if is_predicted and tree.plan.speedup_by_kind:
+        if is_predicted and plan.speedup_by_kind:
             kinds_decoded = list(kinds or [None] * len(prompts))[: len(runs[name])]
             figures[name] = predicted_by_kind(
-                figures[name], tree.plan, kinds_decoded, runs[name], runs.get("plain")
+                figures[name], plan, kinds_decoded, runs[name], runs.get("plain")
             )
     num_prompts = len(next(iter(runs.values())))
     dtype = dtype_name(pair.target.dtype)
@@ -143,16 +144,6 @@ def compare(
         methods=figures,
         tree=TreeShape(tree.size, tree.depth, tuple(tree.level_widths.tolist())),
     )
-
-
-def _with_intervals(prediction: Prediction, tree: TokenTree) -> Prediction:
-    """The prediction with the intervals of the predicted speed-up that the tree's plan has."""
-    intervals = {
-        name: interval.predicted_speedup
-        for name in ("interval", "interval_new_kind")
-        if (interval := getattr(tree.plan, name))
-    }
-    return structs.replace(prediction, **intervals)
 
 
 def bench(
@@ -175,18 +166,22 @@ def bench(
         )
     for decode in methods.values():
         decode(prompts[0], 0)  # warms up
-    results = journal or Journal(None, None)
-    names = list(methods)
-    runs: dict[str, list[PromptRun]] = {name: [] for name in names}
+    results, order = journal or Journal(None, None), deque(methods)
+    runs: dict[str, list[PromptRun]] = {name: [] for name in methods}
     for number, prompt in enumerate(prompts):
         if number and time.perf_counter() > deadline:
             break
-        if (runs_of_prompt := results.get(str(number))) is None:
-            first = number % len(names)
-            order = names[first:] + names[:first]
-            runs_of_prompt = {name: asdict(methods[name](prompt, number)) for name in order}
-            results.add(str(number), runs_of_prompt)
-        for name in names:
-            runs[name].append(PromptRun(**runs_of_prompt[name]))
+        in_order = {name: methods[name] for name in order}
+        measured = results.result(str(number), partial(_decode, in_order, prompt, number))
+        for name, run in measured.items():
+            runs[name].append(PromptRun(**run))
+        order.rotate(-1)
         on_prompt(number + 1)
     return runs
+
+
+def _decode(
+    methods: Mapping[str, DecodePrompt], prompt: list[int], seed: int
+) -> dict[str, dict[str, Any]]:
+    """What each method's run on a prompt gives, as a journal holds it."""
+    return {name: asdict(decode(prompt, seed)) for name, decode in methods.items()}

@@ -69,54 +69,49 @@ def predicted_by_kind(
 ) -> MethodResult:
     """A method's result with what the plan predicts for exactly these prompts, and kind by kind."""
     # what is predicted for all profiled prompts together
-    mixture = result.prediction or Prediction()
+    mixture, names = result.prediction or Prediction(), [kind or "" for kind in kinds]
 
-    def median_speedup(kinds: Sequence[str | None]) -> float:
-        """The median over the profiled texts of these kinds, where the plan has figures of them."""
-        return _median_of_mixture(
-            [
-                plan.text_speedups.get(kind or "")
-                or [plan.speedup_by_kind.get(kind or "", mixture.speedup or 0.0)]
-                for kind in kinds
-            ]
-        )
+    def median_speedup(names: Sequence[str]) -> float:
+        """The median over the profiled texts of these kinds, each of which has the same weight.
+
+        It is the mean of the two medians if there are two.
+        """
+        groups = [
+            plan.text_speedups.get(name) or [plan.speedup_by_kind.get(name, mixture.speedup or 0.0)]
+            for name in names
+        ]
+        values = np.concatenate([np.asarray(group, float) for group in groups])
+        weights = np.concatenate([np.full(len(group), 1 / len(group)) for group in groups])
+        low = np.quantile(values, 0.5, method="inverted_cdf", weights=weights)
+        high = -np.quantile(-values, 0.5, method="inverted_cdf", weights=weights)
+        return float(low + high) / 2
 
     by_kind = {}
-    for kind in dict.fromkeys(kinds):
-        if kind not in plan.speedup_by_kind:
-            continue
-        chosen = [i for i, other in enumerate(kinds) if other == kind]
-        kind_runs = [runs[i] for i in chosen]
-        by_kind[kind] = KindResult(
-            prompts=len(chosen),
-            tokens_per_step=_tokens_per_step(kind_runs),
-            speedup=_speedup(kind_runs, [plain_runs[i] for i in chosen]) if plain_runs else None,
-            prediction=Prediction(plan.tokens_by_kind.get(kind), median_speedup([kind])),
-        )
+    for name in dict.fromkeys(names):
+        if name in plan.speedup_by_kind:
+            chosen = [i for i, other in enumerate(names) if other == name]
+            kind_runs = [runs[i] for i in chosen]
+            by_kind[name] = KindResult(
+                len(chosen),
+                _tokens_per_step(kind_runs),
+                _speedup(kind_runs, [plain_runs[i] for i in chosen]) if plain_runs else None,
+                Prediction(plan.tokens_by_kind.get(name), median_speedup([name])),
+            )
     if not by_kind:
         prediction = structs.replace(mixture, prompts_as_mixture=len(kinds))
         return structs.replace(result, prediction=prediction)
     tokens = mixture.tokens_per_step
     if tokens and plan.tokens_by_kind:
-        step_tokens = [plan.tokens_by_kind.get(kind or "", tokens) for kind in kinds]
+        step_tokens = [plan.tokens_by_kind.get(name, tokens) for name in names]
         new_tokens = np.array([run.tokens for run in runs])
         tokens = float(new_tokens.sum() / (new_tokens / step_tokens).sum())
     # without the mixture's intervals, which do not hold for these prompts
     prediction = Prediction(
         tokens,
-        median_speedup(kinds),
-        prompts_as_mixture=sum(kind not in by_kind for kind in kinds),
+        median_speedup(names),
+        prompts_as_mixture=sum(name not in by_kind for name in names),
     )
     return structs.replace(result, prediction=prediction, by_kind=by_kind)
-
-
-def _median_of_mixture(groups: Sequence[Sequence[float]]) -> float:
-    """The median of a number of a random group; the mean of the two medians if there are two."""
-    values = np.concatenate([np.asarray(group, float) for group in groups])
-    weights = np.concatenate([np.full(len(group), 1 / len(group)) for group in groups])
-    low = np.quantile(values, 0.5, method="inverted_cdf", weights=weights)
-    high = -np.quantile(-values, 0.5, method="inverted_cdf", weights=weights)
-    return float(low + high) / 2
 
 
 def _tokens_per_step(runs: Sequence[PromptRun]) -> float | None:

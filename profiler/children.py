@@ -10,9 +10,6 @@ from torch import Tensor
 from sequoia_plan.runtime import Sampling
 from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex
 
-POSITIONS_AT_ONCE = 64
-"""Positions that are read or verified together: limits the memory for probabilities."""
-
 
 @dataclass(frozen=True)
 class DrawnChildren:
@@ -63,16 +60,6 @@ class DrawnChildren:
         `positions` int64 [looked-up tokens]; `tokens` int64 [looked-up tokens]; returns float64
         [looked-up tokens, ranks].
         """
-        parts = [
-            self._looked_up_acceptance(*part)
-            for part in zip(
-                positions.split(POSITIONS_AT_ONCE), tokens.split(POSITIONS_AT_ONCE), strict=True
-            )
-        ]
-        return torch.cat(parts)
-
-    def _looked_up_acceptance(self, positions: Tensor, tokens: Tensor) -> Tensor:
-        """`looked_up_acceptance` of a few tokens, whose probabilities are in memory at once."""
         drawn, looked_up = self.drawn[positions], tokens[:, None]
         is_looked_up = self._target_tokens(drawn) == looked_up
         # the looked-up token goes to the end, where one child too many is cut off
@@ -109,11 +96,11 @@ class DrawnChildren:
         count, ranks = drawn.shape
         # each position is the root of a one-level tree; the roots come first, then their children
         stars = TreeIndex.stars(count, ranks, target_probs.device)
-        inputs = (lambda nodes: target_probs[nodes], draft_probs, drawn, stars, self.d2t)
-        if looked_up is None:
-            acceptance = VERIFIERS[name](*inputs)
-        else:
+        options = {}
+        if looked_up is not None:
             none_below = torch.full_like(drawn, -1).flatten()
-            looked_up_children = torch.cat([looked_up, none_below])
-            acceptance = VERIFIERS[name](*inputs, looked_up=looked_up_children)
+            options["looked_up"] = torch.cat([looked_up, none_below])
+        acceptance = VERIFIERS[name](
+            lambda nodes: target_probs[nodes], draft_probs, drawn, stars, self.d2t, **options
+        )
         return acceptance.end_probs[count:].reshape(count, ranks)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
@@ -117,21 +117,15 @@ def with_full_vocabulary(draft: Any) -> Any:
     d2t = getattr(draft, "d2t", None)  # the target's token for each of the draft's tokens
     if d2t is None:
         return draft
+    modules = {name: module for name, module in draft._modules.items() if name != "lm_head"}
     twin = copy.copy(draft)  # the same weights with another head
-    twin._modules = dict(draft._modules)
-    twin.lm_head = _FullVocabularyHead(draft.lm_head, d2t, draft.config.vocab_size)
+    twin._modules = modules
+
+    def logits_of_all_tokens(hidden_states: Tensor) -> Tensor:
+        """Logits [..., vocabulary] of hidden states [..., width]; -inf for tokens it lacks."""
+        logits = draft.lm_head(hidden_states)
+        full = logits.new_full((*logits.shape[:-1], draft.config.vocab_size), -torch.inf)
+        return full.index_copy_(-1, d2t, logits)
+
+    twin.lm_head = logits_of_all_tokens
     return twin
-
-
-class _FullVocabularyHead(nn.Module):
-    """A head with a draft's logits for the target's whole vocabulary; -inf for tokens it lacks."""
-
-    def __init__(self, head: nn.Module, d2t: Tensor, vocabulary: int) -> None:
-        super().__init__()
-        self.head, self.d2t, self.vocabulary = head, d2t, vocabulary
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Logits [..., vocabulary] of hidden states [..., width]."""
-        logits = self.head(hidden_states)
-        full = logits.new_full((*logits.shape[:-1], self.vocabulary), -torch.inf)
-        return full.index_copy_(-1, self.d2t, logits)

@@ -5,6 +5,7 @@ Decoding does not need these, so they are not methods of the drafters.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -125,47 +126,25 @@ def _logits_by_step(
     # while a step is drafted, the sequence is as long as the text before its root
     length, passes = sequence.length.clone(), drafter.passes(chain, tensors)
     logits_of_steps = []
-    for start, end in _steps(levels):
+    for start, end in steps_of(levels):
         logits = torch.zeros(end - start, drafter.vocabulary, device=slots.device)
         if levels[start] == 0:
             sequence.length.copy_(slots[start : start + 1])
             extent = sequence.tokens.numel()  # attention looks at all slots
             columns = tensors.columns(sequence.length, extent)
-            drafted = _chain_logits(drafter, passes, sequence, columns, end - start)
-            logits[: len(drafted)] = drafted
+            output, rows = None, []
+            for draft_pass in passes[: end - start]:
+                output = drafter.forward(draft_pass, sequence, columns, output)
+                rows.append(output.logits.float())
+            known = torch.cat(rows)[: end - start]
+            logits[: len(known)] = known
         logits_of_steps.append(logits)
         commit(slots[start:end], features[start:end])
     sequence.length.copy_(length)
     return torch.cat(logits_of_steps)
 
 
-def _chain_logits(
-    drafter: Drafter,
-    passes: Sequence[DraftPass],
-    sequence: SequenceState,
-    columns: Tensor,
-    count: int,
-) -> Tensor:
-    """The draft's logits at the first positions of a chain, from the root on.
-
-    `columns` int64 [slots].
-    """
-    logits_by_pass: list[Tensor] = []
-    output: ForwardOutput | None = None
-    for draft_pass in passes:
-        if sum(map(len, logits_by_pass)) >= count:
-            break
-        output = drafter.forward(draft_pass, sequence, columns, output)
-        logits_by_pass.append(output.logits.float())
-    return torch.cat(logits_by_pass)[:count]
-
-
-def _steps(levels: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Cut positions into steps: ranges whose levels are 0, 1, 2, ... in turn."""
-    start = 0
-    while start < len(levels):
-        end = start + 1
-        while end < len(levels) and levels[end] == levels[end - 1] + 1 > 0:
-            end += 1
-        yield start, end
-        start = end
+def steps_of(levels: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Cut positions into steps: ranges whose levels are 0, 1, 2, ..., or a position of level -1."""
+    starts = [position for position, level in enumerate(levels) if level <= 0]
+    return itertools.pairwise([*starts, len(levels)])

@@ -6,8 +6,8 @@ accepting each is computed: less noisy than counting which one is accepted.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,16 +17,18 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.counts import Floats
-from sequoia_plan.profiler.children import POSITIONS_AT_ONCE, DrawnChildren
-from sequoia_plan.profiler.draft_passes import logits_over_text
+from sequoia_plan.profiler.children import DrawnChildren
+from sequoia_plan.profiler.draft_passes import logits_over_text, steps_of
 from sequoia_plan.profiler.lookup_counts import LookupTrials
 from sequoia_plan.profiler.observed import TREE, num_counted_levels
-from sequoia_plan.profiler.traversal_paths import TraversalPaths
+from sequoia_plan.profiler.traversal_paths import recording_traversal
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.verify import LOOKUP_VERIFIERS, VERIFIERS
 
 Ints = NDArray[np.int64]
+POSITIONS_AT_ONCE = 64
+"""Positions that are read together: limits the memory for probabilities."""
 
 
 def uses_traversal(sampling: Sampling) -> bool:
@@ -50,7 +52,9 @@ class ForcedAcceptance:
         drafter = decoder.step.drafter
         assert drafter is not None
         self.drafter, self.max_depth = drafter, drafter.drafting.max_depth
-        self.tree = tree or limited_to_depth(TREE, self.max_depth)
+        # the small tree, without levels that the draft cannot draft
+        num_nodes = int(TREE.level_offsets[: (self.max_depth or TREE.depth) + 1][-1])
+        self.tree = tree or TokenTree(TREE.parents[:num_nodes])
         self.num_levels = num_counted_levels(self.tree)
         self.decoder = decoder.with_tree(self.tree)
         self.ranks = min(ranks, drafter.vocabulary)
@@ -65,11 +69,10 @@ class ForcedAcceptance:
         Each position of the text is a node of the tree that decodes it. The counts of `traversal`
         are those of `sequoia`, with how far both get in the tree. `prompt` int64 [n].
         """
-        tree_verifier, paths = self.decoder.step.verifier, None
-        tree_verifier.verifiers = VERIFIERS
-        if uses_traversal(sampling):
-            paths = TraversalPaths(self.tree.depth)
-            tree_verifier.verifiers = VERIFIERS | {"traversal": paths.accept}
+        reached = torch.zeros(2, self.tree.depth, dtype=torch.float64)
+        self.decoder.step.verifier.verifiers = VERIFIERS | {
+            "traversal": recording_traversal(reached)
+        }
         text, levels, node_classes = self._write(prompt, sampling, max_new_tokens, seed)
         # the row of the tables [levels * node classes, ...] that each position adds to
         rows = 2 * np.minimum(levels, self.num_levels - 1) + node_classes
@@ -86,7 +89,7 @@ class ForcedAcceptance:
         return {
             "trials": trials.reshape(-1, 2).tolist(),
             "counts": counts.reshape(self.num_levels, 2, -1).tolist(),
-            "reached": paths and paths.reached.tolist(),
+            "reached": reached.tolist() if uses_traversal(sampling) else None,
             "lookup": lookup and lookup.tally(drafted_probs, looked_up_probs),
         }
 
@@ -109,13 +112,9 @@ class ForcedAcceptance:
             if is_ended or len(token_ids) - prompt_length >= max_new_tokens:
                 break
         new_tokens = token_ids[prompt_length:]
-        num_tokens = next(
-            (i for i, token in enumerate(new_tokens) if token in self.end_tokens), len(new_tokens)
-        )
-        text = torch.tensor(
-            token_ids[: prompt_length + num_tokens], device=self.decoder.step.device
-        )
-        count = num_tokens + 1
+        written = list(itertools.takewhile(lambda token: token not in self.end_tokens, new_tokens))
+        text = torch.tensor(prompt.tolist() + written, device=self.decoder.step.device)
+        count = len(written) + 1
         return text, np.array(levels[:count]), np.array(node_classes[:count])
 
     def _acceptance_probs(
@@ -133,9 +132,6 @@ class ForcedAcceptance:
         token with drafted children after it. Target and draft read the text piece by piece.
         """
         step, count = self.decoder.step, len(levels)
-        # `traversal` accepts a root's children as `sequoia` does
-        verifier = "sequoia" if sampling.verifier == "traversal" else sampling.verifier
-        sampling = replace(sampling, verifier=verifier)
         drafted_probs = np.zeros((count, self.ranks))
         looked_up_probs = np.zeros((len(lookup.tokens) if lookup else 0, self.ranks))
         generator = torch.Generator(step.device).manual_seed(seed)
@@ -145,7 +141,7 @@ class ForcedAcceptance:
         # so the target reads them again; they are not counted and have no level
         num_repeated = min(first, self.tree.depth) if self.drafter.aux_hidden_state_layers else 0
         levels_read = [-1] * num_repeated + levels.tolist()
-        for start, end in pieces(levels_read, POSITIONS_AT_ONCE):
+        for start, end in pieces(levels_read):
             positions = np.arange(start, end) - num_repeated  # 0 is the prompt's last token
             slots = all_slots[first + positions]
             mask = additive_mask(all_slots <= slots[:, None], step.target.model.dtype)
@@ -164,35 +160,19 @@ class ForcedAcceptance:
                 self.drafter.d2t,
             )
             drafted_probs[positions] = children.expected_acceptance().cpu().numpy()
-            if not lookup or not len(positions):
-                continue
-            begin, stop = np.searchsorted(
-                lookup.token_positions, [positions[0], positions[-1] + 1]
-            ).tolist()
-            if begin < stop:
-                rows = np.searchsorted(positions, lookup.token_positions[begin:stop])
-                looked_up = (torch.from_numpy(rows), torch.from_numpy(lookup.tokens[begin:stop]))
+            if lookup and (is_here := np.isin(lookup.token_positions, positions)).any():
+                rows = np.searchsorted(positions, lookup.token_positions[is_here])
+                looked_up = torch.from_numpy(rows), torch.from_numpy(lookup.tokens[is_here])
                 probs = children.looked_up_acceptance(*(part.to(step.device) for part in looked_up))
-                looked_up_probs[begin:stop] = probs.cpu().numpy()
+                looked_up_probs[is_here] = probs.cpu().numpy()
         return drafted_probs, looked_up_probs
 
 
-def limited_to_depth(tree: TokenTree, max_depth: int | None) -> TokenTree:
-    """The tree without its levels beyond `max_depth`; None is no limit."""
-    if max_depth is None or tree.depth <= max_depth:
-        return tree
-    return TokenTree(tree.parents[: int(tree.level_offsets[max_depth])])
-
-
-def pieces(levels: Sequence[int], max_positions: int) -> Iterator[tuple[int, int]]:
-    """Cut a text into ranges of at most `max_positions`, where a step begins if possible."""
+def pieces(levels: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Cut a text between steps into ranges of at most `POSITIONS_AT_ONCE`, or of one step."""
     start = 0
-    while start < len(levels):
-        end = min(start + max_positions, len(levels))
-        step_start = end
-        while start < step_start < len(levels) and levels[step_start] > 0:
-            step_start -= 1
-        if step_start > start:
-            end = step_start
-        yield start, end
-        start = end
+    for begin, end in steps_of(levels):
+        if end - start > POSITIONS_AT_ONCE and begin > start:
+            yield start, begin
+            start = begin
+    yield start, len(levels)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,21 +18,12 @@ from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
 from sequoia_plan.runtime.models.layer_operations import silu_mul
 from sequoia_plan.runtime.models.prepacked import can_prepack
 
-QUERIED_FIELDS = {
-    "driver_version": "driver",
-    "clocks.sm": "sm_mhz",
-    "clocks.mem": "memory_mhz",
-    "power.limit": "watts",
-}
-"""Fields of nvidia-smi that are queried, and the key of each in a profile."""
-
-
 TIME_KEYS = ("device", "processor", "threads", "gpu", "torch")
-"""Keys of a fingerprint that change step times; clocks are not among them, because they vary."""
+"""Keys of a fingerprint that change step times."""
 
 
 def fingerprint(device: torch.device | str) -> dict[str, Any]:
-    """Device, driver, clocks, threads and library versions; no names of persons or paths."""
+    """Device, processor, threads and library versions; no names of persons or paths."""
     device = torch.device(device)
     metadata: dict[str, Any] = {
         "device": device.type,
@@ -43,7 +33,6 @@ def fingerprint(device: torch.device | str) -> dict[str, Any]:
     if device.type == "cuda":
         metadata["gpu"] = torch.cuda.get_device_name(device)
         metadata["cuda"] = torch.version.cuda
-        metadata |= _nvidia_driver(device)
     return metadata | {
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,
@@ -97,20 +86,3 @@ def differences(measured: Mapping[str, Any], current: Mapping[str, Any]) -> list
         for name in TIME_KEYS
         if name in measured and name in current and measured[name] != current[name]
     ]
-
-
-def _nvidia_driver(device: torch.device) -> dict[str, Any]:
-    """Driver, clocks and power limit of a GPU; empty if nvidia-smi is missing or fails.
-
-    nvidia-smi is given the GPU's UUID: with CUDA_VISIBLE_DEVICES, it counts GPUs differently than
-    torch does.
-    """
-    uuid = torch.cuda.get_device_properties(device).uuid
-    fields = ",".join(QUERIED_FIELDS)
-    output_format = "--format=csv,noheader,nounits"
-    command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={fields}", output_format]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return dict(zip(QUERIED_FIELDS.values(), result.stdout.strip().split(", "), strict=False))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,6 @@ from filelock import FileLock, Timeout
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.files import read_bytes, write_atomically
-
-MAX_FILE_BYTES = 1 << 28
 
 
 def journal_of(output: str | Path) -> Path:
@@ -36,20 +35,18 @@ class Journal:
         self.results: dict[str, Any] = {}
         if path is not None and path.exists():
             with suppress(SequoiaPlanError, ValueError, KeyError, TypeError):
-                document = json.loads(read_bytes(path, "a journal", MAX_FILE_BYTES))
+                document = json.loads(read_bytes(path, "a journal"))
                 if document["work"] == self.work_digest:
                     self.results = dict(document["done"])
 
-    def get(self, name: str) -> Any:
-        """The result called `name`, or None."""
-        return self.results.get(name)
-
-    def add(self, name: str, result: Any) -> None:
-        """Remember a result."""
-        self.results[name] = result
-        if self.path is not None:
-            document = {"work": self.work_digest, "done": self.results}
-            write_atomically(self.path, json.dumps(document).encode())
+    def result(self, name: str, measure: Callable[[], Any]) -> Any:
+        """The result called `name`; if there is none yet, it is measured and remembered."""
+        if self.results.get(name) is None:
+            self.results[name] = measure()
+            if self.path is not None:
+                document = {"work": self.work_digest, "done": self.results}
+                write_atomically(self.path, json.dumps(document).encode())
+        return self.results[name]
 
 
 def discard(path: Path | None) -> None:
@@ -63,24 +60,15 @@ def exclusive(*outputs: str | Path) -> Iterator[None]:
     """Let no other process measure for one of these files until the context ends."""
     with ExitStack() as stack:
         for output in map(Path, outputs):
-            stack.enter_context(_locked(output))
+            path = output.with_name(f".{output.name}.lock")
+            lock = FileLock(path, timeout=0)
+            try:
+                stack.enter_context(lock)
+            except Timeout as error:
+                raise SequoiaPlanError(
+                    f"{output}: another sequoia-plan is measuring for this file; wait for it, or "
+                    "name another file with -o"
+                ) from error
+            if os.name == "posix":  # Windows removes the file when the lock is released
+                stack.callback(path.unlink, missing_ok=True)
         yield
-
-
-@contextmanager
-def _locked(output: Path) -> Iterator[None]:
-    path = output.with_name(f".{output.name}.lock")
-    lock = FileLock(path, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise SequoiaPlanError(
-            f"{output}: another sequoia-plan is measuring for this file; wait for it, or name "
-            "another file with -o"
-        ) from error
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # Windows removes the file when the lock is released
-            path.unlink()
-        lock.release()

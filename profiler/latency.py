@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,16 +18,14 @@ from sequoia_plan.artifacts import (
     TokenTree,
     VerificationCost,
 )
-from sequoia_plan.profiler.size_timer import MAX_OVERHEAD_SIZE, SizeTimer
-from sequoia_plan.profiler.timing import drift_free_quartiles, text_prompt, timed
+from sequoia_plan.profiler.size_timer import SizeTimer
+from sequoia_plan.profiler.timing import CONTEXT, drift_free_quartiles, text_prompt, timed
 from sequoia_plan.profiler.verification import VerificationTimer, fit, trees_to_time
 from sequoia_plan.runtime import Pair, Sampling
 from sequoia_plan.runtime.captured_step import CapturedStep
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Numbers of nodes whose passes may be timed."""
-CONTEXT = 128
-"""Tokens in the KV cache while passes are timed, unless told otherwise."""
 MIN_ROUNDS, MAX_ROUNDS = 5, 100
 MAX_INTERVAL = 4
 """Even the largest sizes take part in one round of so many."""
@@ -53,11 +52,10 @@ class LatencyMeter:
         self.sizes = [size for size in SIZES if size <= max_size]
         self.timers: list[SizeTimer] = []
         self.verification_timers: list[VerificationTimer] = []
-        self.verification_samples: list[list[list[float]]] = []
-        """Seconds by round, sampling and tree."""
-        self.stream_samples: list[float] = []
+        self.samples: list[dict[Any, float]] = []
+        """Seconds by round; see `_time`."""
         self.out_of_memory_size: int | None = None
-        self.rounds, self.seconds = 0, 0.0
+        self.seconds = 0.0
 
     @torch.inference_mode()
     def begin(self, max_tokens: float) -> None:
@@ -73,50 +71,38 @@ class LatencyMeter:
         for size in self.sizes:
             try:
                 timer = SizeTimer(self.step, size, sampling, self.prompt, times_draft)
-                for _ in range(3):  # the median is not that of a slow first run
-                    timer.run()
+                # three runs: the median is not that of a slow first one
+                runs = [timer.run() for _ in range(3)]
             except (RuntimeError, SequoiaPlanError) as error:
                 if not self.timers or not _is_out_of_memory(error):
                     raise
                 self.out_of_memory_size = size
                 break
             self.timers.append(timer)
-            self.on_size(size, timer.target_seconds())
-            if size == 1:
-                self._time_stream()
-            # in plain decoding, each pass of a streamed target waits for weights: `_time_stream`
-            plain_seconds = max([self.timers[0].target_seconds(), *self.stream_samples])
+            seconds = {part: statistics.median(run[part, n] for run in runs) for part, n in runs[0]}
+            self.on_size(size, seconds["target"])
+            # in plain decoding, each pass of a streamed target waits for weights
+            plain_seconds = plain_seconds or max(seconds["target"], self._stream_seconds())
             max_seconds = max_tokens * plain_seconds
-            if timer.target_seconds() > max_seconds:
+            draft_seconds = seconds.get("draft", 0.0)
+            # a size whose pass takes as long as k plain passes takes part in every k-th round
+            ratio = int(max(seconds["target"], draft_seconds) / plain_seconds)
+            timer.interval = min(MAX_INTERVAL, max(1, ratio))
+            if seconds["target"] > max_seconds:
                 break
-            times_draft = (
-                times_draft
-                and drafter.drafting.drafts_by_level
-                and timer.draft_seconds() <= max_seconds
-            )
-        for timer in self.timers:
-            timer.take_part_every(plain_seconds, MAX_INTERVAL)
-        for tree in trees_to_time(
-            self.timers[-1].size, drafter.vocabulary, drafter.drafting.max_depth
-        ):
+            times_draft &= drafter.drafting.drafts_by_level and draft_seconds <= max_seconds
+        max_depth = drafter.drafting.max_depth
+        for tree in trees_to_time(self.timers[-1].size, drafter.vocabulary, max_depth):
             step = self.step.with_tree(tree)
-            step.prefill(self.prompt, tree.depth, seed=0)
-            self.verification_timers.append(VerificationTimer(step, self.samplings))
-        self._time_verification()  # warms up
-        self.verification_samples, self.stream_samples = [], []
+            self.verification_timers.append(VerificationTimer(step, self.samplings, self.prompt))
+        self._time([])  # warms up
 
     @torch.inference_mode()
     def round(self) -> None:
         """Time the passes of each size that is due in this round, and verify each tree once."""
-        started = time.perf_counter()
-        for timer in self.timers:
-            if self.rounds % timer.interval == 0:
-                timer.run()
-            else:
-                timer.skip()
-        self._time_verification()
-        self._time_stream()
-        self.rounds += 1
+        started, number = time.perf_counter(), len(self.samples)
+        due = [timer for timer in self.timers if number % timer.interval == 0]
+        self.samples.append(self._time(due))
         self.seconds += time.perf_counter() - started
 
     def finish(self, seconds: float) -> Latency:
@@ -124,32 +110,29 @@ class LatencyMeter:
 
         There are at least `MIN_ROUNDS` rounds, and at most `MAX_ROUNDS`.
         """
-        while self.rounds < MIN_ROUNDS or (self.rounds < MAX_ROUNDS and self.seconds < seconds):
+        while (rounds := len(self.samples)) < MIN_ROUNDS or (
+            rounds < MAX_ROUNDS and self.seconds < seconds
+        ):
             self.round()
-        passes = [("target", timer.size, timer) for timer in self.timers]
-        passes += [("draft", timer.width, timer) for timer in self.timers if timer.times_draft]
-        samples = np.array([timer.samples[model] for model, _, timer in passes])
         medians: dict[str, dict[int, float]] = {"target": {}, "draft": {}}
         quartiles: dict[str, dict[int, tuple[float, float]]] = {"target": {}, "draft": {}}
-        for (model, size, _), (low, median, high) in zip(
-            passes, drift_free_quartiles(samples).T, strict=True
-        ):
-            medians[model][size] = _rounded(median)
-            quartiles[model][size] = _rounded(low), _rounded(high)
-        overheads = [
-            timer.overhead_seconds() for timer in self.timers if timer.size <= MAX_OVERHEAD_SIZE
-        ]
+        for (part, size), (low, median, high) in self._quartiles("target", "draft").items():
+            medians[part][size] = _rounded(median)
+            quartiles[part][size] = _rounded(low), _rounded(high)
+        overheads = [max(0.0, seconds) for _, seconds, _ in self._quartiles("overhead").values()]
         stream, stream_cost = self.step.target.stream, None
         if stream:
-            pass_seconds = _rounded(statistics.median(self.stream_samples))
-            stream_cost = StreamCost(pass_seconds, stream.bytes)
+            pass_seconds = statistics.median(sample["stream", 1] for sample in self.samples)
+            stream_cost = StreamCost(_rounded(pass_seconds), stream.bytes)
         return Latency(
             target=medians["target"],
             draft=medians["draft"],
             overhead=round(statistics.median(overheads), 6),
             context=self.prompt.numel(),
-            # rounds divided by the interval, rounded up
-            samples={timer.size: -(-self.rounds // timer.interval) for timer in self.timers},
+            samples={
+                timer.size: sum(("target", timer.size) in sample for sample in self.samples)
+                for timer in self.timers
+            },
             quartiles=quartiles,
             out_of_memory=self.out_of_memory_size,
             stream=stream_cost,
@@ -159,33 +142,44 @@ class LatencyMeter:
     def verification_cost(self, sampling: Sampling) -> VerificationCost:
         """The cost of verification with one of the samplings."""
         # drift is taken out of all samplings together, which keeps their ratios
-        samples = np.moveaxis(np.array(self.verification_samples), 0, -1)
-        _, medians, _ = drift_free_quartiles(samples)
-        sizes = [timer.step.tree.size for timer in self.verification_timers]
-        return fit(sizes, medians[self.samplings.index(sampling)].tolist())
+        quartiles = self._quartiles(*self.samplings)
+        medians = {tree: times[1] for (name, tree), times in quartiles.items() if name == sampling}
+        return fit([tree.size for tree in medians], list(medians.values()))
 
-    def _time_stream(self) -> None:
-        """Time a pass of a streamed target right after another one, as in plain decoding.
+    def _time(self, timers: Iterable[SizeTimer]) -> dict[Any, float]:
+        """Run some timers of sizes and all others once.
+
+        Returns seconds by the part's name and its size, and of verification by the sampling and the
+        tree.
+        """
+        seconds: dict[Any, float] = {}
+        for timer in timers:
+            seconds |= timer.run()
+        for tree_timer in self.verification_timers:
+            for sampling in self.samplings:
+                # as in a step: a model's weights have just replaced what the processor's cache held
+                self.timers[0].draft_pass()
+                seconds[sampling, tree_timer.step.tree] = tree_timer.run(sampling)
+        seconds["stream", 1] = self._stream_seconds()
+        return seconds
+
+    def _stream_seconds(self) -> float:
+        """Seconds of a pass of a streamed target right after another one, as in plain decoding.
 
         A streamed target's weights come from the host or the disk; the second pass waits for them.
         """
-        if self.step.target.stream:
-            timer = self.timers[0]
-            run_target = partial(timer.step.run_target, timer.extent)
-            run_target()
-            self.stream_samples.append(timed(self.step.device, run_target)[1])
+        if not self.step.target.stream:
+            return 0.0
+        timer = self.timers[0]
+        run_target = partial(timer.step.run_target, timer.extent)
+        run_target()
+        return timed(self.step.device, run_target)[1]
 
-    def _time_verification(self) -> None:
-        """Time the verification of each tree with each sampling once."""
-        seconds: list[list[float]] = [[] for _ in self.samplings]
-        for timer in self.verification_timers:
-            for sampling, sampling_seconds in zip(self.samplings, seconds, strict=True):
-                # as in a step: a model's weights have just replaced what the processor's cache held
-                self.timers[0].draft_pass()
-                timer.restore()
-                sampling_seconds.append(timed(self.step.device, partial(timer.run, sampling))[1])
-                timer.restore()
-        self.verification_samples.append(seconds)
+    def _quartiles(self, *parts: Any) -> dict[Any, tuple[float, float, float]]:
+        """First quartile, median and third quartile of these parts, by the keys of `_time`."""
+        keys = dict.fromkeys(key for sample in self.samples for key in sample if key[0] in parts)
+        samples = np.array([[sample.get(key, np.nan) for sample in self.samples] for key in keys])
+        return dict(zip(keys, drift_free_quartiles(samples).T.tolist(), strict=True))
 
 
 def _is_out_of_memory(error: Exception) -> bool:

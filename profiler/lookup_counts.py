@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from sequoia_plan.artifacts import Counts
@@ -21,6 +21,7 @@ from sequoia_plan.artifacts.lookup import (
     write_positions,
 )
 from sequoia_plan.profiler.observed import LEVELS, ObservedAcceptance
+from sequoia_plan.runtime.base.lookup import look_up as decoders_look_up
 
 Ints = NDArray[np.int64]
 CHAIN = 24
@@ -35,55 +36,26 @@ NO_TOKEN = -1
 """In place of the tokens of a chain, where the text has no match."""
 
 
-@dataclass(frozen=True)
-class Lookups:
-    """What lookup gives at consecutive positions of a text.
-
-    `match_lengths` int64 [positions]; `chains` int64 [positions, CHAIN]; `runs` int64 [positions].
-    """
-
-    match_lengths: Ints
-    chains: Ints
-    runs: Ints
-
-
-def look_up(token_ids: Ints, first: int) -> Lookups:
+def look_up(token_ids: Ints, first: int) -> tuple[Ints, Ints, Ints]:
     """Match and lookup chain at each position of a text from `first` on, and how far it holds.
 
-    The match at position t is the longest suffix of tokens 0 to t that also ends at an earlier
-    position, at most `MAX_MATCH` tokens. Among the earlier positions with the longest one, the last
-    counts. The chain is what follows it, and where that reaches beyond t it goes on in itself.
-    `token_ids` int64 [n].
+    They are those that the decoder would find there. `token_ids` int64 [n]; returns the match
+    lengths, int64 [positions], the chains, int64 [positions, CHAIN], and the runs, int64
+    [positions].
     """
-    count = len(token_ids)
-    match_lengths, sources = np.zeros(count, np.int64), np.full(count, -1)
-    # number the suffixes of 1, 2, ... tokens at each position: equal suffixes, equal numbers
-    _, suffixes = np.unique(token_ids, return_inverse=True)
-    tokens = suffixes
-    for length in range(1, MAX_MATCH + 1):
-        if length > 1:
-            # a longer suffix is the shorter one of the position before and the position's token
-            pairs = suffixes[:-1].astype(np.int64) * count + tokens[length - 1 :]
-            _, suffixes = np.unique(pairs, return_inverse=True)
-        if not len(suffixes):
-            break
-        # in a stable order by suffix, the entry before is the last earlier one with this suffix
-        order = np.argsort(suffixes, kind="stable")
-        is_repeated = suffixes[order[1:]] == suffixes[order[:-1]]
-        ends = order[1:][is_repeated] + length - 1  # suffix k ends at position k + length - 1
-        match_lengths[ends] = length
-        sources[ends] = order[:-1][is_repeated] + length - 1
-    positions = np.arange(first, count)
-    match_lengths, sources = match_lengths[first:], sources[first:]
-    has_match = (match_lengths > 0)[:, None]
-    offsets = np.arange(MAX_RUN)
-    distances = np.where(has_match, (positions - sources)[:, None], 1)
-    chains = np.where(has_match, token_ids[sources[:, None] + 1 + offsets % distances], NO_TOKEN)
-    targets = positions[:, None] + 1 + offsets  # what the tokens of the chain guess
-    is_in_text = targets < count
-    is_equal = is_in_text & (chains == token_ids[np.where(is_in_text, targets, 0)])
-    runs = np.cumprod(is_equal & has_match, axis=1).sum(1)
-    return Lookups(match_lengths, chains[:, :CHAIN], runs)
+    text, count = torch.from_numpy(np.append(token_ids, NO_TOKEN)), len(token_ids)
+    lengths, chains = zip(
+        *(
+            decoders_look_up(text, torch.tensor([position]), MAX_MATCH, MAX_RUN)
+            for position in range(first, count)
+        ),
+        strict=True,
+    )
+    match_lengths = torch.cat(lengths).numpy()
+    chain_tokens = np.where(match_lengths[:, None] > 0, torch.stack(chains).numpy(), NO_TOKEN)
+    guessed = np.arange(first, count)[:, None] + 1 + np.arange(MAX_RUN)  # positions in the text
+    is_right = (guessed < count) & (chain_tokens == token_ids[np.minimum(guessed, count - 1)])
+    return match_lengths, chain_tokens[:, :CHAIN], np.cumprod(is_right, axis=1).sum(1)
 
 
 class LookupTrials:
@@ -96,8 +68,8 @@ class LookupTrials:
     def __init__(self, token_ids: Ints, levels: Ints, rows: Ints) -> None:
         """Find the trials; `levels` and `rows` are of the positions as in `ForcedAcceptance`."""
         count, levels, rows = len(levels), np.asarray(levels), np.asarray(rows)
-        lookups = look_up(token_ids, len(token_ids) - count)
-        classes = np.searchsorted(MATCH_LENGTHS, lookups.match_lengths, side="right") - 1
+        match_lengths, chains, run_lengths = look_up(token_ids, len(token_ids) - count)
+        classes = np.searchsorted(MATCH_LENGTHS, match_lengths, side="right") - 1
         positions, is_trial = np.arange(count), rows >= 0
         roots = positions - levels
         drafted_rows = 2 * np.minimum(rows // 2, LEVELS - 1) + rows % 2
@@ -105,30 +77,24 @@ class LookupTrials:
             (classes[roots] * 2 * LEVELS + drafted_rows)[is_trial],
             positions[is_trial],
         )
-        # a token of a lookup chain on the spine, at position and level
-        has_match, runs = classes > 0, lookups.runs
+        # a token of a lookup chain on the spine, by the chain's first position and its level
+        classes, runs, levels = classes[:, None], run_lengths[:, None], np.arange(CHAIN)
+        has_match = classes > 0
+        places = positions[:, None] + levels
+        chosen = has_match & (runs >= levels) & is_trial[np.minimum(places, count - 1)]
         num_tokens = int(token_ids.max()) + 1
-        spine_rows, position_tokens = [], []
-        for level in range(CHAIN):
-            chosen = np.flatnonzero(has_match & (runs >= level))
-            chosen = chosen[is_trial[chosen + level]]
-            spine_rows.append(_rows(classes[chosen], level, 0))
-            position_tokens.append((chosen + level) * num_tokens + lookups.chains[chosen, level])
-        distinct, places = np.unique(np.concatenate(position_tokens), return_inverse=True)
+        tokens = (places * num_tokens + chains)[chosen]
+        distinct, token_numbers = np.unique(tokens, return_inverse=True)
         self.token_positions, self.tokens = distinct // num_tokens, distinct % num_tokens
-        self.on_spine = np.concatenate(spine_rows), places
+        self.on_spine = _rows(classes, levels, 0)[chosen], token_numbers
         # a run that is cut at `MAX_RUN` may go on, so what comes after it is not known to be off
-        has_ended = has_match & (runs < MAX_RUN)
-        off_spine_rows, off_spine_positions = [], []
-        for level in range(1, LEVELS_AFTER_CHAIN + 1):
-            chosen = np.flatnonzero(has_ended & (positions + runs + level < count))
-            after = (positions + runs + level)[chosen]
-            chosen, after = chosen[is_trial[after]], after[is_trial[after]]
-            off_spine_rows.append(_rows(classes[chosen], runs[chosen] + level, 1))
-            off_spine_positions.append(after)
-        self.off_spine = np.concatenate(off_spine_rows), np.concatenate(off_spine_positions)
+        levels = runs + np.arange(1, LEVELS_AFTER_CHAIN + 1)
+        places = positions[:, None] + levels
+        chosen = has_match & (runs < MAX_RUN) & (places < count)
+        chosen &= is_trial[np.minimum(places, count - 1)]
+        self.off_spine = _rows(classes, levels, 1)[chosen], places[chosen]
         self.text = write_positions(
-            list(map(Position, lookups.match_lengths.tolist(), lookups.runs.tolist()))
+            list(map(Position, match_lengths.tolist(), run_lengths.tolist()))
         )
 
     def tally(self, drafted_probs: Floats, looked_up_probs: Floats) -> dict[str, Any]:
@@ -154,7 +120,7 @@ class LookupTrials:
         }
 
 
-def _rows(classes: Ints, levels: Ints | int, node_class: int) -> Ints:
+def _rows(classes: Ints, levels: Ints, node_class: int) -> Ints:
     """Rows of the table `looked_up`."""
     rows: Ints = classes * LOOKUP_LEVELS + np.minimum(levels, LOOKUP_LEVELS - 1)
     return 2 * rows + node_class

@@ -12,10 +12,11 @@ from sequoia_plan.artifacts.expected_tokens import max_expected_tokens
 from sequoia_plan.artifacts.prompts import Prompt
 from sequoia_plan.profiler.acceptance import OnPrompt, measure_acceptance
 from sequoia_plan.profiler.hardware import fingerprint
-from sequoia_plan.profiler.latency import CONTEXT, SIZES, LatencyMeter
+from sequoia_plan.profiler.latency import SIZES, LatencyMeter
 from sequoia_plan.profiler.lookup_counts import lookup_counts
 from sequoia_plan.profiler.observed import MIN_PROMPTS, ObservedAcceptance
 from sequoia_plan.profiler.prompts import encode
+from sequoia_plan.profiler.timing import CONTEXT
 from sequoia_plan.runtime import Pair, Sampling
 
 PROMPTS_PER_ROUND = 2
@@ -34,7 +35,6 @@ def measure(
     *,
     precision: float = 0.07,
     tokens_per_prompt: int = 32,
-    seed: int = 0,
     max_size: int = SIZES[-1],
     tree: TokenTree | None = None,
     journal: Path | None = None,
@@ -56,7 +56,6 @@ def measure(
         precision: acceptance is measured until half of the 95 % interval of the expected tokens a
             step is at most this share of them.
         tokens_per_prompt: new tokens that the target writes after each prompt, at most.
-        seed: of the first prompt; the next prompt has the next seed.
         max_size: the most nodes for which passes are timed.
         tree: writes the text that acceptance is counted on; None for a small tree of ten nodes.
         journal: a file from which an interrupted measurement of acceptance goes on.
@@ -98,7 +97,6 @@ def measure(
         samplings,
         precision=precision,
         tokens_per_prompt=tokens_per_prompt,
-        seed=seed,
         tree=tree,
         journal=journal,
         on_prompt=time_between_prompts,

@@ -38,9 +38,16 @@ class ObservedAcceptance:
     lookup: Sequence[dict[str, Any] | None] = ()
     tree: TokenTree = TREE
 
-    def totals(self) -> Counts:
-        """Counts over all prompts, down to the last level with trials."""
-        return self._totals(np.ones(len(self.trials), bool))
+    def totals(self, prompts: Any = slice(None)) -> Counts:
+        """Counts over all or some prompts, down to the last level with trials on any prompt."""
+        num_levels = int(np.flatnonzero(self.trials.sum((0, 2)))[-1]) + 1
+        trials = self.trials[prompts].sum(0)[:num_levels]
+        counts = self.counts[prompts].sum(0)[:num_levels]
+        if trials.shape[1] == 1:
+            return Counts(trials, counts.round(4))
+        # a file has totals and the part off the spine
+        total, off_spine = counts.sum(1).round(4), _clipped_off_spine(trials, counts).round(4)
+        return Counts(trials, np.stack([total - off_spine, off_spine], 1))
 
     def by_kind(self, kinds: Sequence[str | None]) -> dict[str, Counts]:
         """Counts over the prompts of each kind; empty if a prompt has none, or there are many."""
@@ -48,7 +55,7 @@ class ObservedAcceptance:
         distinct_kinds = list(dict.fromkeys(kind_of_row.tolist()))
         if "" in distinct_kinds or len(distinct_kinds) > MAX_KINDS:
             return {}
-        return {kind: self._totals(kind_of_row == kind) for kind in distinct_kinds}
+        return {kind: self.totals(kind_of_row == kind) for kind in distinct_kinds}
 
     def precision(self) -> float:
         """Half of the 95 % interval of the expected tokens of `tree`, as a share of them.
@@ -86,17 +93,6 @@ class ObservedAcceptance:
         # all levels and node classes together
         trials, counts = self.trials.sum((1, 2)), self.counts.sum((1, 2))
         return jackknife(self.tree, trials[:, None, None].astype(float), counts[:, None, None])
-
-    def _totals(self, is_chosen: NDArray[np.bool_]) -> Counts:
-        """Counts over some of the prompts, down to the last level with trials on any prompt."""
-        num_levels = int(np.flatnonzero(self.trials.sum((0, 2)))[-1]) + 1
-        trials = self.trials[is_chosen].sum(0)[:num_levels]
-        counts = self.counts[is_chosen].sum(0)[:num_levels]
-        if trials.shape[1] == 1:
-            return Counts(trials, counts.round(4))
-        # a file has totals and the part off the spine
-        total, off_spine = counts.sum(1).round(4), _clipped_off_spine(trials, counts).round(4)
-        return Counts(trials, np.stack([total - off_spine, off_spine], 1))
 
 
 def _clipped_off_spine(trials: Ints, counts: Floats) -> Floats:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from sequoia_plan.profiler.breakdown import time_parts
 from sequoia_plan.profiler.draft_passes import representative_pass
 from sequoia_plan.profiler.timing import timed
 from sequoia_plan.profiler.verification import bushy
@@ -47,8 +46,6 @@ class SizeTimer:
         self.tokens = self._draft_tokens()
         self.columns = self.step.tensors.columns(self.length, self.extent)
         self.draft_input, self.previous = representative_pass(step.drafter, self.step.tensors)
-        self.width = self.draft_input.input_slots.numel()
-        self.samples: dict[str, list[float]] = {"target": [], "draft": [], "rest": []}
 
     @torch.no_grad()
     def _draft_tokens(self) -> Tensor:
@@ -61,23 +58,9 @@ class SizeTimer:
         slots = self.length + self.step.tensors.nodes
         return self.step.sequence.tokens[slots]
 
-    def take_part_every(self, plain_seconds: float, max_interval: int) -> None:
-        """Choose the interval by the samples so far, and forget them.
-
-        A size whose pass takes as long as k plain passes takes part in every k-th round.
-        """
-        draft_seconds = self.draft_seconds() if self.times_draft else 0.0
-        slowest = max(self.target_seconds(), draft_seconds)
-        self.interval = min(max_interval, max(1, int(slowest / plain_seconds)))
-        self.samples = {name: [] for name in self.samples}
-
-    def skip(self) -> None:
-        """Take no sample in this round."""
-        for seconds in self.samples.values():
-            seconds.append(math.nan)
-
-    def run(self) -> None:
-        """Time each part once."""
+    def run(self) -> dict[tuple[str, int], float]:
+        """Time each part once; returns its seconds, by its name and number of nodes."""
+        device = self.step.device
         if stream := self.step.target.stream:
             # as in a step, where the target's weights are loaded ahead while the draft runs
             stream.wait_until_full()
@@ -85,11 +68,13 @@ class SizeTimer:
         slots = self.length + self.step.tensors.nodes
         self.step.sequence.tokens.index_copy_(0, slots, self.tokens)
         run_target = partial(self.step.run_target, self.extent)
-        self.samples["target"].append(timed(self.step.device, run_target)[1])
+        seconds = {("target", self.size): timed(device, run_target)[1]}
         if self.times_draft:
-            self.samples["draft"].append(timed(self.step.device, self.draft_pass)[1])
+            width = self.draft_input.input_slots.numel()
+            seconds["draft", width] = timed(device, self.draft_pass)[1]
         if self.size <= MAX_OVERHEAD_SIZE:
-            self.samples["rest"].append(self._time_overhead())
+            seconds["overhead", self.size] = self._time_overhead()
+        return seconds
 
     def draft_pass(self) -> tuple[Tensor, Tensor]:
         """One draft pass over as many tokens as are timed: random numbers, forward, drawing.
@@ -113,18 +98,6 @@ class SizeTimer:
 
         return self.step.replay("draft pass", forward_and_draw, sampling)
 
-    def target_seconds(self) -> float:
-        """Median seconds of the target's pass."""
-        return float(np.nanmedian(self.samples["target"]))
-
-    def draft_seconds(self) -> float:
-        """Median seconds of a draft pass; inf if it is not timed."""
-        return float(np.nanmedian(self.samples["draft"])) if self.times_draft else math.inf
-
-    def overhead_seconds(self) -> float:
-        """Median seconds of a step beyond its parts."""
-        return max(0.0, float(np.nanmedian(self.samples["rest"])))
-
     def _time_overhead(self) -> float:
         """Seconds of a step beyond drafting, the target's pass and verification.
 
@@ -132,24 +105,13 @@ class SizeTimer:
         would be all noise, so what a step does besides (setting up the attention mask, reading the
         result) is timed by itself.
         """
-        step, sampling, extent, device = self.step, self.sampling, self.extent, self.step.device
+        step = self.step
 
         def run_host_part() -> None:
             """What a step on the CPU does besides its parts."""
-            step.tensors.columns(step.sequence.length, extent)
+            step.tensors.columns(step.sequence.length, self.extent)
             step.sequence.length.tolist()
 
-        def run_step() -> None:
-            """A whole step, from its random numbers to reading its tokens back."""
-            step.refill_random_numbers(sampling)
-            step.run(extent, sampling).tolist()
-
-        if device.type == "cpu":
-            return timed(device, run_host_part)[1]
-        drafted, draft_seconds = timed(device, lambda: step.run_draft(extent, sampling))
-        logits, target_seconds = timed(device, lambda: step.run_target(extent))
-        _, verify_seconds = timed(device, lambda: step.run_verification(logits, drafted, sampling))
-        step.sequence.length.copy_(self.length)  # undoes the tokens that were committed
-        step_seconds = timed(device, run_step)[1]
-        step.sequence.length.copy_(self.length)
-        return step_seconds - draft_seconds - target_seconds - verify_seconds
+        if step.device.type == "cpu":
+            return timed(step.device, run_host_part)[1]
+        return time_parts(step, self.extent, self.sampling)["host"]

@@ -15,6 +15,8 @@ from torch import Tensor
 from sequoia_plan.runtime import Pair
 
 T = TypeVar("T")
+CONTEXT = 128
+"""Tokens in the KV cache while passes are timed, unless told otherwise."""
 BUSY_CYCLES = 200_000
 """GPU cycles, about 0.1 ms: as long as launching a graph takes, and much less than launching the
 kernels of a pass one by one."""

@@ -2,47 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from sequoia_plan.runtime.verify import (
-    VERIFIERS,
-    Acceptance,
-    TargetProbs,
-    TreeIndex,
-    traversal,
-)
+from sequoia_plan.runtime.verify import VERIFIERS, Acceptance, TreeIndex, Verifier, traversal
 
 
-class TraversalPaths:
-    """Adds up how often either verifier's accepted path gets to each level of a tree.
+def recording_traversal(reached: Tensor) -> Verifier:
+    """`traversal`, which adds up how often accepted paths get to each level of a tree.
 
-    `reached` float64 [2, depth]: of `sequoia`, and of `traversal`.
+    `reached` float64 [2, depth]: of `sequoia`, and of `traversal`, on the same draws.
     """
 
-    def __init__(self, depth: int) -> None:
-        self.reached = torch.zeros(2, depth, dtype=torch.float64)
-
-    def accept(
-        self,
-        target_probs: TargetProbs,
-        draft_probs: Tensor,
-        drawn: Tensor,
-        index: TreeIndex,
-        d2t: Tensor | None,
-    ) -> Acceptance:
-        """The acceptance by `traversal`; adds to `reached`."""
-        inputs = (target_probs, draft_probs, drawn, index, d2t)
+    def accept(*inputs: Any) -> Acceptance:
+        """Verify as `traversal`, and as `sequoia` beside it."""
+        index: TreeIndex = inputs[3]
         residual = traversal.residual_after_children(*inputs)
         subtree_probs = traversal.subtree_probs(residual, index).double().cpu()
         levels = index.offsets.cpu()  # of each node
-        end_probs = torch.zeros_like(self.reached[0])  # that sequoia's path ends on each level
+        end_probs = torch.zeros_like(reached[0])  # that sequoia's path ends on each level
         sequoia = VERIFIERS["sequoia"](*inputs)
         end_probs.index_add_(0, levels, sequoia.end_probs.cpu())
         # the path gets to a level if it ends there or below
-        self.reached[0] += end_probs.flip(0).cumsum(0).flip(0)
-        self.reached[1].index_add_(0, levels, path_probs(subtree_probs, index))
+        reached[0] += end_probs.flip(0).cumsum(0).flip(0)
+        reached[1].index_add_(0, levels, path_probs(subtree_probs, index))
         return VERIFIERS["traversal"](*inputs)
+
+    return accept
 
 
 def path_probs(subtree_probs: Tensor, index: TreeIndex) -> Tensor:

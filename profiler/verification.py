@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree, VerificationCost
+from sequoia_plan.profiler.timing import timed
 from sequoia_plan.runtime import Sampling
 from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.draft.drafter import DraftedTree
-from sequoia_plan.runtime.models.vocabulary import vocabulary_size
 
 CHAIN_SIZES, WIDE_SIZES = (1, 8), (8, 64, 512)
 """Nodes of the trees that are timed; nodes of wide ones have three children each."""
@@ -36,63 +35,44 @@ def bushy(size: int, children: int, max_depth: int | None = None) -> TokenTree:
 
 def trees_to_time(max_nodes: int, vocabulary: int, max_depth: int | None = None) -> list[TokenTree]:
     """Chains and wide trees."""
-    chains = {size: TokenTree.chain(min(size, max_depth or size)) for size in CHAIN_SIZES}
+    chains = [TokenTree.chain(min(size, max_depth or size)) for size in CHAIN_SIZES]
     wide = [bushy(size, 3, max_depth) for size in WIDE_SIZES]
-    return [
-        tree
-        for tree in (*chains.values(), *wide)
-        if tree.size <= max_nodes and tree.branching <= vocabulary
-    ]
+    return [t for t in chains + wide if t.size <= max_nodes and t.branching <= vocabulary]
 
 
 class VerificationTimer:
-    """Verifies one tree again and again, with random logits and drawn children, without a model."""
+    """Verifies one drafted tree again and again."""
 
-    def __init__(self, step: CapturedStep, samplings: Sequence[Sampling]) -> None:
+    def __init__(self, step: CapturedStep, samplings: Sequence[Sampling], prompt: Tensor) -> None:
+        step.prefill(prompt, step.tree.depth, seed=0)
         self.step, self.length = step, step.sequence.length.clone()
-        self.generator = torch.Generator(step.device).manual_seed(0)
-        self.logits = self._random_logits(step.tree.size, vocabulary_size(step.target.model))
-        nothing = step.sequence.tokens[:0]  # an empty tensor for trees without drafted nodes
-        self.draft_logits: Tensor | None = None
-        self.draws = False
-        if step.drafter and step.passes:
-            self.draft_logits = self._random_logits(step.num_parents, step.drafter.vocabulary)
-            # where one draft pass serves all levels, drawing counts as verification
-            self.draws = not step.drafter.drafting.drafts_by_level
         self.drafted: dict[Sampling, DraftedTree] = {}
+        extent = step.extent(prompt.numel() - 1)
         for sampling in samplings:
-            if self.draft_logits is None:
-                self.drafted[sampling] = DraftedTree(nothing, nothing)
-                continue
-            probs = sampling.draft_probs(self.draft_logits)
-            drawn = sampling.drawing(probs, step.tree.branching, self.generator)
-            self.drafted[sampling] = DraftedTree(probs, drawn)
+            step.refill_random_numbers(sampling)
+            self.drafted[sampling] = step.draft(extent, sampling)
+        self.logits = step.forward_target(extent)
+        # where one draft pass serves all levels, drawing counts as verification
+        self.draft_logits: Tensor | None = None
+        if step.drafter and step.passes and not step.drafter.drafting.drafts_by_level:
+            columns = step.tensors.columns(self.length, extent)
+            output = step.drafter.forward(step.passes[0], step.sequence, columns)
+            self.draft_logits = output.logits
 
-    def run(self, sampling: Sampling) -> Tensor:
-        """Verify the tree and commit the accepted path; returns what a decoding step returns.
-
-        The sequence must be as long as before: call `restore` afterwards.
-        """
-        if self.draws:
-            self.step.refill_random_numbers(sampling)
-            self.step.replay("drawing", partial(self._draw, sampling), sampling)
-        return self.step.run_verification(self.logits, self.drafted[sampling], sampling)
-
-    def restore(self) -> None:
-        """Reset the sequence's length, which undoes what `run` committed."""
+    def run(self, sampling: Sampling) -> float:
+        """Seconds to verify the tree, and to commit a path, which is undone."""
+        seconds = timed(self.step.device, partial(self._verify, sampling))[1]
         self.step.sequence.length.copy_(self.length)
+        return seconds
 
-    def _draw(self, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """Draw children as a step does; only the time matters."""
-        assert self.draft_logits is not None
-        branching, bits = self.step.tree.branching, self.step.random_bits(sampling)
-        return sampling.draw_children(self.draft_logits, branching, bits)
-
-    def _random_logits(self, num_nodes: int, vocabulary: int) -> Tensor:
-        """Normally distributed logits [num_nodes, vocabulary] in the target's dtype."""
-        shape = (num_nodes, vocabulary)
-        logits = torch.randn(shape, generator=self.generator, device=self.step.device)
-        return logits.to(self.step.target.model.dtype)
+    def _verify(self, sampling: Sampling) -> None:
+        """Draw the children if drawing counts, verify and commit."""
+        if self.draft_logits is not None:
+            self.step.refill_random_numbers(sampling)
+            branching, bits = self.step.tree.branching, self.step.random_bits(sampling)
+            draw = partial(sampling.draw_children, self.draft_logits, branching, bits)
+            self.step.replay("drawing", draw, sampling)
+        self.step.run_verification(self.logits, self.drafted[sampling], sampling)
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> VerificationCost:

@@ -89,3 +89,21 @@ def slow_disk(monkeypatch):
         right(self, offset, memory)
 
     monkeypatch.setattr(WeightFile, "read", read)
+
+
+@pytest.fixture
+def run_briefly(monkeypatch):
+    """A function that runs a command with brief measurements, and returns its output."""
+    from click.testing import CliRunner
+
+    from sequoia_plan.planner.cli import main
+
+    monkeypatch.setattr("sequoia_plan.profiler.latency.SIZES", (1, 2, 4))
+    monkeypatch.setattr("sequoia_plan.planner.cli.profiling.LATENCY_SECONDS", 0)
+
+    def run(*words):
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    return run

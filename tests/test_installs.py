@@ -61,7 +61,7 @@ def weights_wheel(tmp_path_factory):
     return build_wheel(WEIGHTS, {"build"}, tmp_path_factory)
 
 
-def names_in(wheel):
+def contents(wheel):
     """The paths of all files in a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         return set(archive.namelist())
@@ -70,7 +70,7 @@ def names_in(wheel):
 def files(folder, *patterns):
     """The files below a folder that match one of the patterns, relative to the folder."""
     paths = [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
-    return [path.relative_to(folder) for path in paths if "__pycache__" not in path.parts]
+    return {str(path.relative_to(folder)) for path in paths if "__pycache__" not in path.parts}
 
 
 def environment(folder, wheel, packages):
@@ -94,28 +94,17 @@ def run(python, *arguments, cwd):
     )
 
 
-def test_the_wheel_has_every_file_that_is_loaded_by_name(wheel):
-    """Prompts and catalog."""
+def test_wheels_have_every_file_that_is_loaded_by_name(wheel, weights_wheel):
+    """Prompts and catalog, and the drafts; the main wheel has neither weights nor scripts."""
     loaded = files(ROOT, "artifacts/*.jsonl", "artifacts/catalog/**/*.*")
-    expected = {f"sequoia_plan/{path}" for path in loaded}
-    assert len(expected) > 5 and expected <= names_in(wheel)
-
-
-def test_the_weights_wheel_has_every_file_that_is_loaded_by_name(weights_wheel):
-    """The draft, and the EAGLE-3 draft in its folder."""
+    names = contents(wheel)
+    assert len(loaded) > 5 and {f"sequoia_plan/{path}" for path in loaded} <= names
     package = "sequoia_plan_drafts"
-    loaded = files(WEIGHTS, f"{package}/*.safetensors", f"{package}/smollm2-135m-eagle3/*")
-    assert len(loaded) == 3 and {str(path) for path in loaded} <= names_in(weights_wheel)
-
-
-def test_the_wheel_has_no_weights_and_no_maintainers_scripts(wheel):
-    names = names_in(wheel)
+    drafts = files(WEIGHTS, f"{package}/*.safetensors", f"{package}/smollm2-135m-eagle3/*")
+    assert len(drafts) == 3 and drafts <= contents(weights_wheel)
     assert wheel.stat().st_size < MAX_WHEEL_BYTES
-    parts = {part for name in names for part in Path(name).parts}
-    assert not parts & {"tools", "drafts", "sequoia_plan_drafts", "smollm2-135m-eagle3"}
-    basenames = {Path(name).name for name in names}
-    outside = {path.name for path in files(ROOT, "tools/*.py", "drafts/**/*.safetensors")}
-    assert len(outside) >= 5 and not basenames & outside
+    outside = {Path(name).name for name in drafts | files(ROOT, "tools/*.py")}
+    assert len(outside) >= 5 and not outside & {Path(name).name for name in names}
 
 
 def test_planning_needs_no_torch_and_other_commands_say_what_they_need(wheel, tmp_path):

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+from format_tables import field_meanings
 
 from sequoia_plan.artifacts.schema import Artifact, YamlArtifact
 
@@ -62,12 +63,9 @@ def _class_entry(name: str, value: type) -> str:
         parts.append(_signature(name, value))
     parts.append(_markdown(value.__doc__))
     if issubclass(value, Artifact):
-        meanings = msgspec.json.schema_components([value], schema_hook=lambda _: {"type": "array"})[
-            1
-        ]
-        properties = meanings[name]["properties"]
+        meanings = field_meanings(value)
         items = [
-            f"`{field.name}`: {properties[field.encode_name].get('description', '')}."
+            f"`{field.name}`: {meanings[field.encode_name]}."
             for field in msgspec.structs.fields(value)
         ]
         parts.append("**Fields**\n\n" + _bullets(items))

@@ -11,13 +11,14 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 
 from sequoia_plan.artifacts import BenchResult, Plan, Profile
 from sequoia_plan.artifacts.counts import Counts, LevelCounts
 from sequoia_plan.artifacts.files import write_atomically
+from sequoia_plan.artifacts.schema import Artifact
 from sequoia_plan.engines.plan import EnginePlan
 
 FILES = {"profile": Profile, "plan": Plan, "bench": BenchResult, "engine": EnginePlan}
@@ -35,10 +36,30 @@ def with_tables(text: str) -> str:
     """The page with every table as its struct declares it."""
     types = [*FILES.values(), LevelCounts]
     _, structs = msgspec.json.schema_components(types, schema_hook=_custom_schema)
+    for cls in _subclasses(Artifact):
+        structs.get(cls.__name__, {})["meanings"] = field_meanings(cls)
     tables = {name: "\n".join(_rows(cls.__name__, structs)) for name, cls in FILES.items()}
     return TABLE.sub(
         lambda match: f"<!-- table {match[1]} -->\n{HEADER}{tables[match[1]]}\n<!-- end -->", text
     )
+
+
+def field_meanings(cls: type) -> dict[str, str]:
+    """What the fields of a struct mean, by their key in files: the text in their annotations."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {
+        field.encode_name: next(
+            (text for text in get_args(hints[field.name]) if isinstance(text, str)), ""
+        )
+        for field in msgspec.structs.fields(cls)
+    }
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    """All classes that are derived from a class."""
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
 
 
 def _custom_schema(cls: type) -> dict[str, Any]:
@@ -50,7 +71,7 @@ def _rows(struct: str, structs: dict[str, Any], prefix: str = "") -> Iterator[st
     """A row for each field of a struct, and after it those of the struct that the field holds."""
     schema = structs.pop(struct)  # each struct is described once
     for key, value in schema["properties"].items():
-        name, text = f"{prefix}{key}", value.get("description", "")
+        name, text = f"{prefix}{key}", schema["meanings"][key]
         inner, place = _struct_within(value)
         if is_small := inner in structs and _is_small(structs[inner]):
             text += _folded(structs.pop(inner))
@@ -79,7 +100,7 @@ def _is_small(schema: Any) -> bool:
 def _folded(schema: Any) -> str:
     """The fields of a struct within the row of the field that holds it."""
     fields = [
-        f"`{key}` ({_words(value)}{_optional(key, schema)}): {value['description']}"
+        f"`{key}` ({_words(value)}{_optional(key, schema)}): {schema['meanings'][key]}"
         for key, value in schema["properties"].items()
     ]
     return ". Keys: " + "; ".join(fields)

@@ -71,12 +71,11 @@ def warn_if_foreign(plan: Plan, pair: Pair) -> None:
 
     Decoding stays exact with any pair; only the tree's predictions do not apply.
     """
-    from sequoia_plan.artifacts.metadata import is_same_model
-
     for role, planned in plan.models.items():
         loaded = pair.metadata.get(role, {})
+        contents = {planned.get("content"), loaded.get("content")} - {None}
         difference = None
-        if not is_same_model(planned, loaded):
+        if len(contents) > 1 or planned.get("digest") != loaded.get("digest"):
             difference = f"{role} {planned.get('name')}", loaded.get("name")
         elif planned.get("dtype") != loaded.get("dtype"):
             difference = f"{role} in {planned.get('dtype')}", loaded.get("dtype")

@@ -140,7 +140,7 @@ def step_parts_text(result: BenchResult) -> str:
         return ""
     parts = ", ".join(
         f"{part} {max(getattr(breakdown, part), 0) * 1000:.1f}"
-        for part in ("draft", "target", "verify", "commit", "host")
+        for part in ("draft", "target", "verify", "host")
     )
     share = max(breakdown.share_not_model, 0)
     return (

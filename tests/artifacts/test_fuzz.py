@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-import string
 
 import independent_reader
 import numpy as np
@@ -70,13 +68,13 @@ def read_tree(data):
     return True
 
 
-def read_foreign(data):
-    """Whether `data` is accepted as another engine's tree; if so, it survives every format."""
+def read_foreign(document):
+    """Whether a document is accepted as another engine's tree; if so, it survives every format."""
     try:
-        tree = parse(data)
+        tree = parse(document)
     except SequoiaPlanError:
         return False
-    copies = [parse(json.dumps(to_format(tree)).encode()) for to_format in FORMATS.values()]
+    copies = [parse(to_format(tree)) for to_format in FORMATS.values()]
     assert copies == [tree] * len(FORMATS)
     return True
 
@@ -204,16 +202,6 @@ def test_any_value_anywhere_in_a_profile(path, value):
     read_profile(yaml.safe_dump(replaced(PROFILE_DOCUMENT, path, value)).encode())
 
 
-def test_any_character_anywhere_in_a_profile():
-    text = PROFILE.to_yaml()
-    pick = random.Random(0)
-    for _ in range(1000):
-        place = pick.randrange(len(text))
-        inserted = pick.choice(string.printable + "\x00\u2028é")
-        rest = text[place + pick.randrange(3) :]
-        read_profile(f"{text[:place]}{inserted}{rest}".encode())
-
-
 @pytest.mark.parametrize("old", ["trials: 8", "name: t"])
 @pytest.mark.parametrize(
     "text", ["!!binary x", "9" * 5000, "2001-99-99", "? {a: b}\n: c", "[" * 5000, "0x", "\ud800"]
@@ -238,7 +226,7 @@ DOCUMENTS = {name: to_format(TREE) for name, to_format in FORMATS.items()}
 def test_any_value_anywhere_in_a_foreign_tree(where, value):
     name, path = where
     document = replaced(DOCUMENTS[name], path, value)
-    valid = read_foreign(json.dumps(document).encode())
+    valid = read_foreign(document)
     if name == "growmap" and path and valid:
         # A growmap repeats everything, so no other value can stand anywhere.
         assert document == DOCUMENTS[name]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from strategies import trees
 
-from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.interchange import (
     FORMATS,
     export_tree,
@@ -17,7 +17,6 @@ from sequoia_plan.artifacts.interchange import (
     from_nxd,
     import_tree,
     parse,
-    to_growmap,
 )
 
 TREE = TokenTree(np.array([-1, 0, 0, 1, 1, 2, 3]))
@@ -49,7 +48,7 @@ LAYOUTS = {
 @given(trees())
 def test_round_trips(tree):
     for to_format in FORMATS.values():
-        assert parse(json.dumps(to_format(tree)).encode()) == tree
+        assert parse(to_format(tree)) == tree
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -57,13 +56,6 @@ def test_layouts(tmp_path, name):
     export_tree(TREE, tmp_path / "t.json", name)
     assert json.loads((tmp_path / "t.json").read_text()) == LAYOUTS[name]
     assert import_tree(tmp_path / "t.json") == TREE
-
-
-def test_growmap_of_a_real_shape():
-    """The published tree A100-CNN-68m-13b-stochastic-S8 of Infini-AI-Lab/Sequoia, as its file."""
-    tree = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3, 6])
-    assert tree.level_widths.tolist() == [1, 2, 3, 1, 1]
-    assert to_growmap(tree)["branches"] == [[2], [2, 1], [1, 0, 0], [1], [0]]
 
 
 def test_looser_inputs_that_other_engines_take():
@@ -76,32 +68,23 @@ def test_looser_inputs_that_other_engines_take():
     ("document", "message"),
     [
         ([[0], 3], r"Medusa choices: Expected `array`, got `int` - at `\$\[1\]`"),
-        ([[0], [0, True]], r"Medusa choices: .*got `bool` - at `\$\[1\]\[1\]`"),
-        ([[0], [0, -1]], "Medusa choices: found siblings of the ranks -1, expected 0 to 0"),
-        ([[0], [2]], "Medusa choices: found siblings of the ranks 0, 2, expected 0 to 1"),
-        ([[0] * 5000], "more than 4096 nodes"),
-        ({"0": "1"}, "NxD token tree: Expected `array`"),
+        ([[0], [0, -1]], "Medusa choices: found the rank -1 in"),
+        ([[0], [2]], r"Medusa choices: found the rank 2 in \[2\] without"),
         ({"0": ["a"]}, "NxD token tree: found 'a' below '0', expected the number of a node"),
         ({"0": ["1", "1"]}, "found '1' below '0', expected the number of a node with no other"),
-        ({"0": ["1"], "1": ["0"]}, "found '0' below '1'"),
         ({"0": ["1"], "2": ["3"]}, "NxD token tree: '2' cannot be reached from \"0\""),
-        ({"0": [str(n) for n in range(1, 5000)]}, "more than 4096 nodes"),
-        ({"Successors": [[1], []]}, "growmap: roots contradicts Successors"),
+        ({"Successors": [[1], []]}, "growmap: roots is not as Successors says"),
         (GROWMAP | {"Successors": 3}, "growmap: Successors: Expected `array`"),
-        (GROWMAP | {"Successors": []}, "growmap: .* contradicts Successors"),
-        (GROWMAP | {"Successors": [[2, 1], [], []]}, "growmap: Successors must name the nodes"),
+        (GROWMAP | {"Successors": []}, "growmap: .* is not as Successors says"),
+        (GROWMAP | {"Successors": [[2, 1], [], []]}, "growmap: roots is not as"),
         (GROWMAP | {"Successors": [[], [1]]}, r"parents\[1\] is 1, expected a node from 0 to 0"),
-        (GROWMAP | {"size": 8}, "growmap: size contradicts Successors"),
-        (GROWMAP | {"depth": [0, 1, 1, 2, 2, 2, 2]}, "growmap: depth contradicts Successors"),
-        (GROWMAP | {"mask": GROWMAP["mask"][::-1]}, "growmap: mask contradicts Successors"),
-        (GROWMAP | {"branches": [[2]]}, "growmap: branches contradicts Successors"),
+        (GROWMAP | {"mask": GROWMAP["mask"][::-1]}, "growmap: mask is not as Successors says"),
         ({"1": ["2"]}, "unknown layout; expected Medusa choices"),
-        (5, "unknown layout"),
     ],
 )
 def test_refuses(document, message):
     with pytest.raises(SequoiaPlanError, match=message):
-        parse(json.dumps(document).encode())
+        parse(document)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"[" * 100_000, b"PK\3\4" + bytes(99)])
@@ -114,6 +97,4 @@ def test_refuses_what_is_no_json(tmp_path, content):
 def test_refuses_exports(tmp_path):
     with pytest.raises(SequoiaPlanError, match=r"5000 nodes, .* with a smaller --budget"):
         export_tree(TokenTree.chain(5000), tmp_path / "t", "nxd")
-    with pytest.raises(ArgumentError, match="'onnx', expected one of medusa, nxd, growmap"):
-        export_tree(TREE, tmp_path / "t", "onnx")
     assert not (tmp_path / "t").exists()

@@ -100,7 +100,6 @@ def test_the_interval_covers_the_truth_by_class(shared):
 
 
 def test_levels_and_classes_are_solved_for_as_they_were_counted():
-    """And the differences between kinds widen the interval for prompts of a new kind."""
     by_level = Counts([[600], [300]], [[[240, 90, 30]], [[180, 30, 6]]])
     by_class = Counts([[900, 0], [400, 400]], [[[360, 180], [0, 0]], [[280, 40], [80, 40]]])
     expected = (
@@ -110,20 +109,8 @@ def test_levels_and_classes_are_solved_for_as_they_were_counted():
     for counts, rates in zip((by_level, by_class), expected, strict=True):
         plan = solve(Profile(Acceptance.counted(counts), 500), budget=12, depth=6).plan
         assert plan.acceptance.rates == pytest.approx(np.array(rates), abs=0.005)
-        alone = solve(plan.acceptance, budget=12, depth=6)
-        assert plan.expected_tokens == alone.plan.expected_tokens
         low, high = plan.interval.expected_tokens
-        assert low < plan.expected_tokens < high
-        assert plan.interval_new_kind is None
-    on_and_off = [
-        Counts(by_class.trials / 4, by_class.accepted / 4 + [[[0, 0]] * 2, [[2 * n, 0], [n, 0]]])
-        for n in (-9, -3, 3, 9)
-    ]
-    profile = Profile(
-        Acceptance.counted(by_class), 500, kinds=dict(zip("abcd", on_and_off, strict=True))
-    )
-    apart = solve(profile, budget=12, depth=6).plan
-    assert np.ptp(apart.interval_new_kind.expected_tokens) > np.ptp(apart.interval.expected_tokens)
+        assert low < plan.expected_tokens < high and plan.interval_new_kind is None
 
 
 def test_classes_differ_as_far_as_their_counts_do_by_more_than_noise():
@@ -177,20 +164,14 @@ def test_verification_that_is_not_sure_widens_the_interval():
 
 def test_interval_of_a_profile():
     latency = Latency({1: 0.04, 8: 0.05, 32: 0.09}, {1: 0.004, 32: 0.01}, 0.001, 128)
-    few, many = (
-        solve(
-            Profile(Acceptance.given((0.5, 0.2, 0.05)), trials, latency), budget=32, depth=8
-        ).plan.interval
-        for trials in (100, 10_000)
+    few, many, unknown = (
+        solve(Profile(Acceptance.given((0.5, 0.2, 0.05)), trials, latency), budget=32, depth=8)
+        for trials in (100, 10_000, 0)
     )
-    for ends_of in (few, many):
-        assert ends_of.expected_tokens[0] < ends_of.expected_tokens[1]
-        assert all(0 <= lost < 0.2 for lost in ends_of.lost)
-    assert np.ptp(many.predicted_speedup) < np.ptp(few.predicted_speedup) / 5
-    assert (
-        solve(Profile(Acceptance.given((0.5, 0.2)), 0, latency), budget=8, depth=4).plan.interval
-        is None
-    )
+    assert all(0 <= lost < 0.2 for plan in (few.plan, many.plan) for lost in plan.interval.lost)
+    few_ends, many_ends = few.plan.interval.predicted_speedup, many.plan.interval.predicted_speedup
+    assert np.ptp(many_ends) < np.ptp(few_ends) / 5
+    assert unknown.plan.interval is None
 
 
 def test_the_error_of_step_times_is_their_spread():
@@ -206,51 +187,15 @@ def test_the_error_of_step_times_is_their_spread():
             name: {n: rng.normal(t, 0.05 * t, rounds) for n, t in curve.items()}
             for name, curve in truth.items()
         }
-        medians = {
-            name: {n: float(np.median(x)) for n, x in curve.items()}
-            for name, curve in samples.items()
-        }
-        quartiles = {
-            name: {n: tuple(np.quantile(x, [0.25, 0.75])) for n, x in curve.items()}
-            for name, curve in samples.items()
-        }
-        latency = Latency(
-            **medians,
-            overhead=0.0,
-            context=0,
-            samples=dict.fromkeys((1, 2, 7), rounds),
-            quartiles=quartiles,
+        medians, quartiles = (
+            {name: {n: of(x) for n, x in curve.items()} for name, curve in samples.items()}
+            for of in (lambda x: float(np.median(x)), lambda x: tuple(np.quantile(x, [0.25, 0.75])))
         )
-        times = StepTime(latency)
-        return np.log(times.step_seconds(tree) / times.plain_seconds()), step_time_error(
-            tree, times
-        )
+        counts = dict.fromkeys((1, 2, 7), rounds)
+        times = StepTime(Latency(**medians, samples=counts, quartiles=quartiles))
+        ratio = np.log(times.step_seconds(tree) / times.plain_seconds())
+        return ratio, step_time_error(tree, times)
 
     ratios, errors = np.array([measured() for _ in range(1_000)]).T
     assert np.mean(errors) == pytest.approx(np.std(ratios), rel=0.1)
-    assert step_time_error(tree, StepTime(Latency(**truth, overhead=0.0, context=0))) == 0
-    sure, unsure = (
-        Latency(
-            **truth,
-            overhead=0.0,
-            context=0,
-            samples={7: 5},
-            quartiles={"target": {7: (0.05 - d, 0.05 + d)}},
-        )
-        for d in (0.0, 0.01)
-    )
-    wide, narrow = (
-        solve(
-            Profile(Acceptance.given((0.5, 0.3)), 10_000, latency), budget=7, depth=4
-        ).plan.interval.predicted_speedup
-        for latency in (unsure, sure)
-    )
-    assert np.ptp(wide) > 2 * np.ptp(narrow)
-
-
-def test_an_interval_beyond_what_can_be_solved_again():
-    found = solve(
-        Profile(Acceptance.given((0.7, 0.15, 0.05, 0.02)), 500), budget=70_000, depth=64
-    ).plan.interval
-    assert found.lost is None
-    assert found.expected_tokens[0] < found.expected_tokens[1]
+    assert step_time_error(tree, StepTime(Latency(**truth))) == 0

@@ -41,22 +41,18 @@ def test_profile_round_trip_and_byte_stability(tmp_path):
 
 
 @given(acceptance_vectors(), st.dictionaries(st.integers(1, 9), st.floats(1e-6, 10), max_size=5))
-def test_profile_round_trip_any_numbers(tmp_path_factory, acceptance, curve):
-    path = tmp_path_factory.mktemp("profile") / "p.yaml"
+def test_profile_round_trip_any_numbers(acceptance, curve):
     given = Acceptance.given(acceptance)
     profile = Profile(given, 3, Latency({1: 0.5} | curve, {2: 0.1} | curve, 0.0, 7))
-    profile.save(path)
-    assert Profile.load(path) == profile
+    assert Profile.from_bytes(profile.to_yaml().encode(), "p") == profile
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("{1: 0.04,", "{3: 0.04,", "no measurement at 1 token"),
-        ("overhead: 0.001", "overhead: -1", "latency.overhead: expected `float` >= 0"),
-        ("[0.5, 0.125]", "[0.5, -0.125]", r"p\[2\] is -0.125"),
+        ("{1: 0.04,", "{3: 0.04,", "no measurement of the target at 1 token"),
+        ("[0.5, 0.125]", "[0.5, -0.125]", r"found \[0.5, -0.125\]"),
         ("[0.5, 0.125]", "[]", "expected a list of probabilities"),
-        ("acceptance:", "accepted:", "missing required field `acceptance`"),
         ("trials: 800", "trials: 1.5", "effective_trials: expected `int`, got `float`"),
     ],
 )
@@ -68,14 +64,11 @@ def test_profile_refuses(old, new, message):
         Profile.from_bytes(text.replace(old, new, 1).encode(), "p.yaml")
 
 
-def test_profile_hash_is_of_the_content(tmp_path):
+def test_profile_hash_is_of_the_content():
     """Comments and layout do not change it; every number does."""
-    (tmp_path / "p.yaml").write_text(
-        "# comment\n" + PROFILE.to_yaml().replace("trials: 800", "trials:   800")
-    )
-    assert Profile.load(tmp_path / "p.yaml").sha256 == PROFILE.sha256
-    (tmp_path / "p.yaml").write_text(PROFILE.to_yaml().replace("trials: 800", "trials: 801"))
-    assert Profile.load(tmp_path / "p.yaml").sha256 != PROFILE.sha256
+    for trials, is_same in (("  800", True), (" 801", False)):
+        text = "# comment\n" + PROFILE.to_yaml().replace("trials: 800", f"trials:{trials}")
+        assert (Profile.from_bytes(text.encode(), "p").sha256 == PROFILE.sha256) == is_same
 
 
 def with_counts(counts, **kinds):
@@ -98,9 +91,8 @@ COUNTED = {"by level": BY_LEVEL, "by class": BY_CLASS, "by kind": BY_KIND}
 
 
 @pytest.mark.parametrize("profile", COUNTED.values(), ids=COUNTED)
-def test_counts_survive(tmp_path, profile):
-    profile.save(tmp_path / "p.yaml")
-    loaded = Profile.load(tmp_path / "p.yaml")
+def test_counts_survive(profile):
+    loaded = Profile.from_bytes(profile.to_yaml().encode(), "p")
     assert loaded == profile and loaded.to_yaml() == profile.to_yaml()
 
 
@@ -118,108 +110,32 @@ def test_rates_are_those_of_the_counts():
     ("counted", "old", "new", "message"),
     [
         ("by level", "trials: 600", "trials: -1", r"acceptance\[0\].trials: expected `int` >= 0"),
-        ("by level", "trials: 600", "trials: 0", r"acceptance: counts\[0\]: found counts"),
-        ("by level", "trials: 200", "trials: .inf", r"acceptance\[1\].trials: expected `int`"),
-        (
-            "by level",
-            "trials: 200",
-            "trials: 1" + "0" * 400,
-            "Number out of range|expected `int` <|number out of range",
-        ),
         ("by level", "trials: 200", "trials: 100", "sum to 124.75 of 100"),
         ("by level", "[99.75, 25.0]", "[99.75]", "acceptance: found levels of different lengths"),
-        (
-            "by level",
-            "[99.75, 25.0]",
-            "[99.75, -1]",
-            r"acceptance\[1\].counts\[1\]: expected `float` >= 0",
-        ),
-        (
-            "by level",
-            "[99.75, 25.0]",
-            "[]",
-            r"acceptance\[1\].counts: expected `array` of length >= 1",
-        ),
-        (
-            "by level",
-            "counts: [300.25, 75.0]",
-            "count: 7",
-            r"acceptance\[0\]: object missing required field `counts`",
-        ),
         ("by class", "trials: 790", "trials: 2400", r"\[1\]: .* of -400 trials on the spine"),
-        ("by class", "[158.0, 79.0]", "[158.0, 280.0]", r"\[1\]: found counts that sum"),
         ("by class", "trials: 790", "trials: 1200", "1010.5 of 800 trials on the spine"),
         ("by class", "[158.0, 79.0]", "[800.0, 80.0]", "880 of 790 trials off the spine"),
-        ("by class", "[158.0, 79.0]", "[158.0]", "levels of different lengths"),
-        ("by class", "trials: 790", "trials: -1", "off_spine.trials: expected `int` >= 0"),
         ("by kind", "trials: 350", "trials: 340", "kinds: found trials that do not add up"),
-        ("by kind", "  - trials: 0\n    counts: [0.0, 0.0]\n", "", "kinds: found trials that"),
-        ("by kind", "[100.0, 25.0]", "[100.0]", "kinds.*: found levels of different lengths"),
         ("by kind", "[100.0, 25.0]", "[300.0, 25.0]", "kinds.* 325 of 250 trials"),
-        ("by kind", "code:", "7:", "key in kinds: expected `str`"),
         ("by kind", "code:", "c" * 61 + ":", "key in kinds: expected `str` matching"),
     ],
 )
-def test_counts_are_checked(tmp_path, counted, old, new, message):
+def test_counts_are_checked(counted, old, new, message):
     text = COUNTED[counted].to_yaml()
     assert old in text
-    (tmp_path / "p.yaml").write_text(text.replace(old, new, 1))
     with pytest.raises(SequoiaPlanError, match=message):
-        Profile.load(tmp_path / "p.yaml")
+        Profile.from_bytes(text.replace(old, new, 1).encode(), "p.yaml")
 
 
-SPREAD = {"target": {1: (0.039, 0.042), 8: (0.06, 0.06)}, "draft": {8: (0.004, 0.006)}}
-
-
-def test_spread_of_times_survives_and_is_checked(tmp_path):
-    timed = replace(
-        PROFILE,
-        latency=replace(PROFILE.latency, samples={1: 9, 8: 5}, quartiles=SPREAD, out_of_memory=64),
-    )
-    timed.save(tmp_path / "p.yaml")
-    assert Profile.load(tmp_path / "p.yaml") == timed
-    for old, new, message in (
-        (
-            "{1: 9, 8: 5}",
-            "{1: -9, 8: 5}",
-            "latency.samples.*: expected `int` >= 1",
-        ),
-        (
-            "{1: 9, 8: 5}",
-            "{7: 9}",
-            "latency.samples: found the size 7, expected sizes that were measured",
-        ),
-        ("{1: 9, 8: 5}", "9", "latency.samples: expected `object`, got `int`"),
-        ("out_of_memory: 64", "out_of_memory: 0", "latency.out_of_memory: expected `int` >= 1"),
-        (
-            "[0.039, 0.042]",
-            "[0.042, 0.039]",
-            r"latency.quartiles.target\[1\]: found \[0.042, 0.039\], expected a measured size",
-        ),
-        (
-            "8: [0.06, 0.06]",
-            "9: [0.06, 0.06]",
-            r"latency.quartiles.target\[9\]: found \[0.06, 0.06\], expected a measured size",
-        ),
-        (
-            "[0.06, 0.06]",
-            "[0.06]",
-            "latency.quartiles.*: expected `array` of length 2",
-        ),
-        ("[0.06, 0.06]", "0.06", "latency.quartiles.*: expected `array`, got `float`"),
-    ):
-        assert old in timed.to_yaml()
-        (tmp_path / "p.yaml").write_text(timed.to_yaml().replace(old, new, 1))
-        with pytest.raises(SequoiaPlanError, match=message):
-            Profile.load(tmp_path / "p.yaml")
-
-
-def test_a_large_profile_is_refused(tmp_path):
-    (tmp_path / "p.yaml").write_text(PROFILE.to_yaml() + "#" * 1_100_000)
-    with pytest.raises(
-        SequoiaPlanError, match="larger than 1048576 bytes; expected a file written"
-    ):
-        Profile.load(tmp_path / "p.yaml")
+def test_spread_of_times_survives_and_is_checked():
+    spread = {"target": {1: (0.039, 0.042), 8: (0.06, 0.06)}, "draft": {8: (0.004, 0.006)}}
+    latency = replace(PROFILE.latency, samples={1: 9, 8: 5}, quartiles=spread, out_of_memory=64)
+    timed = replace(PROFILE, latency=latency)
+    text = timed.to_yaml()
+    assert Profile.from_bytes(text.encode(), "p") == timed
+    assert "[0.06, 0.06]" in text
+    with pytest.raises(SequoiaPlanError, match=r"quartiles.* of length 2"):
+        Profile.from_bytes(text.replace("[0.06, 0.06]", "[0.06]").encode(), "p")
 
 
 def test_a_plan_says_where_it_comes_from():

@@ -70,14 +70,10 @@ def test_halves_and_encoding():
         '{"messages": []}',
         '{"messages": [{"role": "assistant", "content": "x"}]}',
         '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
-        '{"messages": [{"role": "user", "content": ["a"]}]}',
         '{"messages": [{"role": "user", "content": "\\udfff"}]}',
-        '{"messages": [{"role": 5, "content": "a"}]}',
         '{"turns": []}',
         '{"text": 3}',
-        '{"text": "\\ud800"}',
         "[" * 5000,
-        "3",
     ],
 )
 def test_lines_that_are_no_prompt(tmp_path, line):

@@ -7,7 +7,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -70,26 +69,6 @@ def test_a_kill_before_the_rename_leaves_the_old_file(tmp_path):
     assert load_tree(tmp_path / "t") == TokenTree.chain(3)
 
 
-@pytest.mark.parametrize("milliseconds", [0, 5, 11, 23])
-def test_a_kill_at_any_time_leaves_a_whole_file(tmp_path, milliseconds):
-    """A process that replaces the file as fast as it can, killed at some moment."""
-    save_tree(OLD, tmp_path / "t")
-    process = python(
-        "import sys\n"
-        "from sequoia_plan.artifacts import TokenTree, save_tree\n"
-        "trees = [TokenTree.star(n) for n in (4000, 3000)]\n"
-        "print('ready', flush=True)\n"
-        "while True:\n"
-        "    for tree in trees: save_tree(tree, sys.argv[1])",
-        tmp_path / "t",
-    )
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(0.3 + milliseconds / 1000)
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
-    assert load_tree(tmp_path / "t") in (OLD, TokenTree.star(4000), TokenTree.star(3000))
-
-
 def test_an_error_while_writing_is_one_line_and_cleans_up(tmp_path, monkeypatch):
     save_tree(OLD, tmp_path / "t")
 
@@ -124,10 +103,8 @@ def test_folders_links_and_pipes(tmp_path):
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)  # a device is written to, not replaced
 
 
-def test_endless_input_is_refused(tmp_path):
-    with pytest.raises(
-        SequoiaPlanError, match="/dev/zero: larger than 1000 bytes; expected a tree"
-    ):
+def test_endless_input_is_refused():
+    with pytest.raises(SequoiaPlanError, match="/dev/zero: larger than 1000 bytes; expected"):
         read_bytes("/dev/zero", "a tree", 1000)
 
 

@@ -119,13 +119,11 @@ def run_recipe(monkeypatch, *words):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("text --rows 0", "--rows: invalid"),
         ("text --hidden-states 99", "--hidden-states 99: the target has 0"),
         ("train --text T --steps 0", "--steps: invalid"),
         ("train --text T --layers 99 --held-out 2", "--layers 99: the target has"),
         ("text -o T", "exists already; name a new folder"),
         ("train --text T -o T", "is the input"),
-        ("train --text T/.. --held-out 2", "holds no training text; write some"),
         ("train --text T", "--held-out 100: the text has"),
     ],
 )
@@ -139,20 +137,11 @@ def test_options_that_cannot_be(text_folder, tmp_path, monkeypatch, capsys, word
     assert [file.read_bytes() for file in text_folder.iterdir()] == before
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (None, "no chat template"),
-        ("{{ messages[0].content }}", "puts 0 tokens before a question"),
-        ("{{ 'word ' * 300 + messages[0].content + '!' }}", "puts 30. tokens before a question"),
-    ],
-)
-def test_a_tokenizer_without_a_usable_chat_template(
-    pair, plain_target, tmp_path, template, message
-):
+@pytest.mark.parametrize("template", [None, "{{ messages[0].content }}"])
+def test_a_tokenizer_without_a_usable_chat_template(pair, plain_target, tmp_path, template):
     tokenizer = copy.copy(pair.tokenizer)
     tokenizer.chat_template = template
-    with pytest.raises(SequoiaPlanError, match=message):
+    with pytest.raises(SequoiaPlanError, match="no chat template"):
         write_text(plain_target, tokenizer, 40, 3, tmp_path, rows=2)
 
 
@@ -237,7 +226,7 @@ def test_what_is_trained_is_what_is_loaded(plain_target, text, tmp_path, dtype):
     assert torch.equal(loaded.draft.d2t, vocabulary.d2t)
     losses = []
     with torch.no_grad():
-        new = untrained_draft(plain_target, vocabulary.d2t, text.token_counts(vocabulary_size))
+        new = untrained_draft(plain_target, vocabulary)
         for draft, scaled in ((new, True), (loaded.draft, False)):
             batch = held_out_batch(text, scaled)
             logits = list(chain_logits(draft, batch, 2))

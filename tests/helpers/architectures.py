@@ -1,23 +1,19 @@
 """Tiny random models of transformers' own classes.
 
 There is one of each architecture that people use, and some that cannot decode with a tree.
-`python tests/helpers/architectures.py` prints docs/architectures.md; a test compares the two.
 """
 
 from __future__ import annotations
 
-import textwrap
-from dataclasses import dataclass
-
 import torch
 import transformers as hf
 
-from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
-from sequoia_plan.runtime import SequoiaDecoder
+from sequoia_plan.artifacts import TokenTree
 
 VOCABULARY, CONTEXT, WINDOW = 97, 160, 12
+SMALL = dict(vocab_size=VOCABULARY)
 SIZES = dict(
-    vocab_size=VOCABULARY,
+    SMALL,
     hidden_size=32,
     intermediate_size=48,
     num_hidden_layers=3,
@@ -36,69 +32,44 @@ WINDOWED_LAYERS = dict(
 NO_SPECIAL = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
 
 READS_TREES = {
-    "Llama": (hf.LlamaForCausalLM, hf.LlamaConfig, GROUPED),
-    "Qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config, GROUPED),
+    "Llama": (hf.LlamaForCausalLM, GROUPED),
+    "Qwen2": (hf.Qwen2ForCausalLM, GROUPED),
     "Qwen2, some layers windowed": (
         hf.Qwen2ForCausalLM,
-        hf.Qwen2Config,
         dict(GROUPED, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
     ),
-    "Qwen3": (hf.Qwen3ForCausalLM, hf.Qwen3Config, GROUPED),
+    "Qwen3": (hf.Qwen3ForCausalLM, GROUPED),
     "Qwen3-MoE": (
         hf.Qwen3MoeForCausalLM,
-        hf.Qwen3MoeConfig,
         dict(EXPERTS, num_experts=4, moe_intermediate_size=24),
     ),
-    "SmolLM3": (hf.SmolLM3ForCausalLM, hf.SmolLM3Config, dict(GROUPED, no_rope_layer_interval=2)),
-    "Phi-3": (hf.Phi3ForCausalLM, hf.Phi3Config, dict(GROUPED, sliding_window=None)),
-    "GPT-NeoX": (
-        hf.GPTNeoXForCausalLM,
-        hf.GPTNeoXConfig,
-        dict(SIZES, use_parallel_residual=False),
-    ),
+    "SmolLM3": (hf.SmolLM3ForCausalLM, dict(GROUPED, no_rope_layer_interval=2)),
+    "Phi-3": (hf.Phi3ForCausalLM, dict(GROUPED, sliding_window=None)),
+    "GPT-NeoX": (hf.GPTNeoXForCausalLM, dict(SIZES, use_parallel_residual=False)),
     "GPT-2": (
         hf.GPT2LMHeadModel,
-        hf.GPT2Config,
-        dict(
-            vocab_size=VOCABULARY,
-            n_embd=32,
-            n_layer=3,
-            n_head=4,
-            n_positions=CONTEXT,
-            tie_word_embeddings=False,
-        ),
+        dict(SMALL, n_embd=32, n_layer=3, n_head=4, n_positions=CONTEXT, tie_word_embeddings=False),
     ),
     "OPT": (
         hf.OPTForCausalLM,
-        hf.OPTConfig,
         dict(SIZES, ffn_dim=48, word_embed_proj_dim=32, do_layer_norm_before=True),
     ),
-    "Mistral": (hf.MistralForCausalLM, hf.MistralConfig, dict(GROUPED, sliding_window=WINDOW)),
+    "Mistral": (hf.MistralForCausalLM, dict(GROUPED, sliding_window=WINDOW)),
     "Mixtral": (
         hf.MixtralForCausalLM,
-        hf.MixtralConfig,
         dict(EXPERTS, num_local_experts=4, sliding_window=WINDOW),
     ),
-    "Gemma 2": (hf.Gemma2ForCausalLM, hf.Gemma2Config, WINDOWED_LAYERS),
-    "Gemma 3": (hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, WINDOWED_LAYERS),
+    "Gemma 2": (hf.Gemma2ForCausalLM, WINDOWED_LAYERS),
+    "Gemma 3": (hf.Gemma3ForCausalLM, WINDOWED_LAYERS),
 }
 
 REFUSED = {
-    "MPT": (
-        hf.MptForCausalLM,
-        hf.MptConfig,
-        dict(vocab_size=VOCABULARY, d_model=32, n_heads=4, n_layers=2, max_seq_len=CONTEXT),
-    ),
-    "BLOOM": (
-        hf.BloomForCausalLM,
-        hf.BloomConfig,
-        dict(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4),
-    ),
+    "MPT": (hf.MptForCausalLM, dict(SMALL, d_model=32, n_heads=4, n_layers=2)),
+    "BLOOM": (hf.BloomForCausalLM, dict(SMALL, hidden_size=32, n_layer=2, n_head=4)),
     "GPT-Neo": (
         hf.GPTNeoForCausalLM,
-        hf.GPTNeoConfig,
         dict(
-            vocab_size=VOCABULARY,
+            SMALL,
             hidden_size=32,
             num_layers=2,
             num_heads=4,
@@ -106,14 +77,9 @@ REFUSED = {
             max_position_embeddings=CONTEXT,
         ),
     ),
-    "Mamba": (
-        hf.MambaForCausalLM,
-        hf.MambaConfig,
-        dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4),
-    ),
+    "Mamba": (hf.MambaForCausalLM, dict(SMALL, hidden_size=32, num_hidden_layers=2, state_size=4)),
     "Jamba": (
         hf.JambaForCausalLM,
-        hf.JambaConfig,
         dict(
             GROUPED,
             num_experts=2,
@@ -126,8 +92,7 @@ REFUSED = {
     ),
     "T5": (
         hf.T5ForConditionalGeneration,
-        hf.T5Config,
-        dict(vocab_size=VOCABULARY, d_model=32, d_ff=48, num_layers=1, num_heads=4, d_kv=8),
+        dict(SMALL, d_model=32, d_ff=48, num_layers=1, num_heads=4, d_kv=8),
     ),
 }
 
@@ -150,9 +115,9 @@ def is_embedding(parameter):
 
 def tiny(name, seed=0, **changes):
     """A random model whose attention matters: weights are larger than transformers draws them."""
-    model_class, config_class, sizes = (READS_TREES | REFUSED)[name]
+    model_class, sizes = (READS_TREES | REFUSED)[name]
     torch.manual_seed(seed)
-    config = config_class(**{**NO_SPECIAL, **sizes, **changes})
+    config = model_class.config_class(**{**NO_SPECIAL, **sizes, **changes})
     model = model_class(config).eval()
     for parameter_name, parameter in model.named_parameters():
         if parameter.ndim > 1:
@@ -183,56 +148,6 @@ TREE = TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, *range(9, 21)])
 """Wide at the top, then a chain that is longer than the window."""
 
 
-@dataclass(frozen=True)
-class Examination:
-    """How a model reads a tree.
-
-    Args:
-        tree_error: the largest relative error of a node's logits against its path's.
-        committed_error: the same after a path was committed.
-        greedy_equal: whether 64 greedy tokens are those of transformers' generate.
-        distinct_tokens: how many of these tokens differ from each other.
-        window: positions that windowed layers attend to.
-    """
-
-    tree_error: float
-    committed_error: float
-    greedy_equal: bool
-    distinct_tokens: int
-    tokens_per_step: float
-    attention: str
-    window: int | None
-
-
-@torch.inference_mode()
-def examine(name):
-    """The `Examination` of a model, or the reason for which it is refused."""
-    target = tiny(name)
-    draft = resembling(target) if name in READS_TREES else target
-    try:
-        decoder = SequoiaDecoder(target, draft, TREE)
-    except SequoiaPlanError as error:
-        return str(error)
-    prompt = torch.randint(VOCABULARY, (PROMPT,), generator=torch.Generator().manual_seed(0))
-    tree_error, committed_error = logits_errors(decoder, prompt)
-    result = decoder.generate(prompt, NEW)
-    expected = target.generate(
-        prompt[None],
-        attention_mask=torch.ones(1, PROMPT, dtype=torch.long),
-        max_new_tokens=NEW,
-        do_sample=False,
-    )
-    return Examination(
-        tree_error,
-        committed_error,
-        torch.equal(result.sequences, expected),
-        len(set(expected[0, PROMPT:].tolist())),
-        result.tokens_per_step,
-        target.config._attn_implementation,
-        decoder.step.target.window,
-    )
-
-
 def logits_errors(decoder, prompt):
     """`max_tree_error` after a prompt, and again after a path was committed."""
     step = decoder.step
@@ -260,54 +175,3 @@ def max_tree_error(step, committed, tokens):
         errors = (logits[path] - expected).norm(dim=-1) / expected.norm(dim=-1)
         max_error = max(max_error, float(errors.max()))
     return max_error
-
-
-BOUND = 1e-4
-
-HEADER = f"""# Architectures
-
-`tests/runtime/test_architectures.py` examines tiny random models of transformers' own classes,
-in float32:
-
-- *tree* compares the logits of every node of a {TREE.size}-node tree with those that the model
-  gives for the node's path alone. The largest relative error must be below {BOUND:g}.
-- *committed* does so again after an accepted path was committed to the cache.
-- *greedy* compares {NEW} tokens with transformers' `generate`.
-
-Windows have {WINDOW} positions, prompts {PROMPT} tokens, and the tree {TREE.depth} levels, so every
-windowed model is examined beyond its window. `python tests/helpers/architectures.py` makes
-this page; a test compares the two.
-
-Any other model is tried on a small tree when a decoder is made with it. It is refused if the logits
-of tree and path differ.
-"""
-
-
-def table(results):
-    """docs/architectures.md.
-
-    Args:
-        results: what `examine` returned, by name.
-    """
-    rows = [
-        "| architecture | class | attention | window | tree | committed | greedy |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    refused = []
-    for name, result in results.items():
-        if isinstance(result, str):
-            refused.append(f"{name} (`{REFUSED[name][0].__name__}`)")
-            continue
-        cells = [name, f"`{READS_TREES[name][0].__name__}`", result.attention]
-        cells.append("yes" if result.window else "")
-        passed = (result.tree_error < BOUND, result.committed_error < BOUND, result.greedy_equal)
-        cells += ["yes" if check else "**no**" for check in passed]
-        rows.append(f"| {' | '.join(cells)} |")
-    sentence = "Refused, as ALiBi, recurrent, hybrid or encoder-decoder models: "
-    sentence += f"{', '.join(refused)}."
-    lines = textwrap.wrap(sentence, 100, break_on_hyphens=False)
-    return "\n".join([HEADER, *rows, "", *lines, ""])
-
-
-if __name__ == "__main__":
-    print(table({name: examine(name) for name in READS_TREES | REFUSED}), end="")

@@ -108,7 +108,7 @@ def compile_variant(root, variant):
     dtype, is_of_a_pass = variant.dtype, variant.name in LAUNCHES
     block, warps = LAUNCHES.get(variant.name, (variant.block, variant.warps))
     constants = {
-        "DTYPE": tl.float64 if dtype == "fp64" else tl.float32,
+        "DTYPE": tl.float32,
         "BLOCK": block,
         **{"HEAD_DIM": 128, "BLOCK_DIM": 128, "MAX_PARTS": 64, "BLOCK_KEYS": 32},
         "MAX_TOKENS": 64,
@@ -117,9 +117,8 @@ def compile_variant(root, variant):
     }
     if variant.sizes == "1":
         constants |= dict.fromkeys(SIZES, 1)
-    arithmetic = "*fp64" if dtype == "fp64" else "*fp32"
     in_dtype = (*LOGITS, "out") if is_of_a_pass else LOGITS
-    types = TYPES | dict.fromkeys(ARITHMETIC, arithmetic) | dict.fromkeys(in_dtype, f"*{dtype}")
+    types = TYPES | dict.fromkeys(ARITHMETIC, "*fp32") | dict.fromkeys(in_dtype, f"*{dtype}")
     arguments = kernel.arg_names
     signature = {
         argument: "constexpr" if argument in constants else types.get(argument, "*i64")

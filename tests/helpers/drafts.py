@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from pathlib import Path
 
+import pytest
 import torch
 from paths import DATA
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
+from sequoia_plan.runtime.draft import self_draft
 from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.dflash_model import DFlashModel, DraftBlock
 from sequoia_plan.runtime.draft.eagle_model import Eagle1, Eagle3, Eagle3Norms
@@ -154,3 +158,35 @@ def dflash_parts(target, block=5, mask=1, layers=2, seed=1, ids=(0, 2), **shape)
 
 
 PARTS = {"EAGLE-3": eagle3_parts, "EAGLE-1": eagle1_parts, "DFlash": dflash_parts}
+
+
+def copy_with_its_cache(target, spread):
+    """A target's copy in 8 bits that shares its KV cache; `spread` sets the copy apart."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(self_draft, "draft_dtype", lambda target: target.dtype)
+        draft = self_draft.self_draft(target)
+    for parameter in draft.model.layers.parameters():
+        if parameter.is_floating_point():
+            parameter.data.mul_(spread)
+    return draft
+
+
+KINDS = ["language model", "int8", *PARTS]
+
+
+def small_pair(kind, vocabulary=VOCABULARY, **settings):
+    """(target, draft) with a draft of one of `KINDS`.
+
+    With three tokens, the EAGLE-3 draft has two of them. `settings` are those of an entry of PARTS.
+    """
+    target = small_target(vocabulary=vocabulary)
+    if kind == "language model":
+        return target, small_target(seed=5, vocabulary=vocabulary)
+    if kind == "int8":
+        return target, copy_with_its_cache(target, spread=1.3)
+    if kind == "int8, own cache":
+        return target, self_draft.self_draft(target)
+    if vocabulary == 3:
+        settings |= {"EAGLE-3": {"d2t": [0, 2]}, "DFlash": {"mask": 2}}.get(kind, {})
+    with tempfile.TemporaryDirectory() as folder:
+        return target, load(write(Path(folder) / kind, *PARTS[kind](target, **settings)), target)

@@ -41,6 +41,26 @@ def most_probable(q, count):
     yield tuple(torch.tensor(q).topk(count).indices.tolist()), 1.0
 
 
+def outcomes(acceptance, tree, tokens, target_probs, index, d2t):
+    """Every (tokens that a step says, probability), by the nodes' `tokens`: the accepted ones after
+    the root, and the bonus token."""
+    for node, end_prob in enumerate(acceptance.end_probs.tolist()):
+        if end_prob > 1e-15:
+            accepted = [tokens[n] for n in np.flatnonzero(tree.attention_mask[node])[1:]]
+            bonus = acceptance.bonus_probs(torch.tensor([node]), target_probs, index, d2t)[0]
+            for token, bonus_prob in enumerate((bonus / bonus.sum()).tolist()):
+                yield (*accepted, token), end_prob * bonus_prob
+
+
+def continued(chances, token_probs):
+    """The distribution of texts that begin with one of the outcomes in `chances` and then are the
+    target's own, of which `token_probs` [vocabulary, ..., length] has each token's probability."""
+    probs = np.zeros(token_probs.shape[:-1])
+    for said, chance in chances.items():
+        probs[said] += chance * token_probs[said][..., len(said) :].prod(-1)
+    return probs
+
+
 class Case:
     """A target's and a draft's probabilities after every context.
 
@@ -133,38 +153,28 @@ class Case:
             accept: a verifier's `acceptance`.
             draws: one of the enumerations above.
         """
-        prefixes, expected_tokens = Counter(), 0.0
-        d2t = self.d2t_tensor()
+        chances, d2t = Counter(), self.d2t_tensor()
         for drawn, tokens, chance in self.assignments(draws):
             p, q, children = self.verifier_inputs(drawn, tokens)
             acceptance = accept(p.__getitem__, q, children, self.index, d2t)
-            for node, end_prob in enumerate(acceptance.end_probs.tolist()):
-                if end_prob > 1e-15:
-                    end = torch.tensor([node])
-                    bonus = acceptance.bonus_probs(end, p.__getitem__, self.index, d2t)[0]
-                    context = self.context(node, tokens)
-                    for token, bonus_prob in enumerate((bonus / bonus.sum()).tolist()):
-                        prefixes[(*context, token)] += chance * end_prob * bonus_prob
-                    num_tokens = int(self.tree.position_ids[node]) + 1
-                    expected_tokens += chance * end_prob * num_tokens
-        probs = np.zeros([self.vocabulary] * self.length)
-        for prefix, probability in prefixes.items():
-            missing = self.length + 1 - len(prefix)
-            for rest in itertools.product(range(self.vocabulary), repeat=missing):
-                probs[(*prefix[1:], *rest)] += probability * self.continuation(prefix, rest)
-        return probs, expected_tokens
+            step = self.tree, tokens, p.__getitem__, self.index, d2t
+            for said, probability in outcomes(acceptance, *step):
+                chances[said] += chance * probability
+        expected_tokens = sum(chance * len(said) for said, chance in chances.items())
+        return continued(chances, self.token_probs()), expected_tokens
 
-    def continuation(self, prefix, rest):
-        """The target's probability of the tokens `rest` after `prefix`."""
-        steps = [self.target[(*prefix, *rest[:i])][token] for i, token in enumerate(rest)]
-        return np.prod(steps)
+    def token_probs(self):
+        """The target's probability of each token of every text that follows the root."""
+        probs = np.empty([*[self.vocabulary] * self.length, self.length])
+        for text in itertools.product(range(self.vocabulary), repeat=self.length):
+            contexts = [(0, *text[:i]) for i in range(self.length)]
+            probs[text] = [self.target[contexts[i]][token] for i, token in enumerate(text)]
+        return probs
 
     def error(self, accept, draws):
         """The largest difference of the output distribution from the target's."""
         probs, _ = self.output(accept, draws)
-        outputs = itertools.product(range(self.vocabulary), repeat=self.length)
-        expected = [self.continuation((0,), tokens) for tokens in outputs]
-        return np.abs(probs.reshape(-1) - expected).max()
+        return np.abs(probs - self.token_probs().prod(-1)).max()
 
 
 CASES = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from enumeration import without_replacement
+from enumeration import continued, outcomes, without_replacement
 
 from sequoia_plan.runtime import Sampling
 from sequoia_plan.runtime.verify import VERIFIERS
@@ -68,12 +68,15 @@ class Scripted(Sampling):
         return (laws if self.told is None else self.told(laws)), torch.tensor(drawn)
 
 
-def target_law(target, tokens, temperature, known):
-    """float64 [vocabulary]: the target's own law after `tokens`, read whole."""
-    if tokens not in known:
-        logits = target(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
-        known[tokens] = torch.softmax(logits.double() / temperature, -1).numpy()
-    return known[tokens]
+def token_probs_of_texts(target, prompt, length, temperature):
+    """float64 [vocabulary, ... `length` times, length]: the target's own probability of each token
+    of every text after the prompt, read whole."""
+    vocabulary = target.config.vocab_size
+    texts = itertools.product(range(vocabulary), repeat=length)
+    ids = torch.tensor([[*prompt, *text] for text in texts])
+    logits = target(input_ids=ids, use_cache=False).logits[:, -length - 1 : -1].double()
+    probs = torch.softmax(logits / temperature, -1).gather(-1, ids[:, -length:, None])
+    return probs.reshape(*[vocabulary] * length, length).numpy()
 
 
 @torch.inference_mode()
@@ -83,14 +86,13 @@ def error_of_a_step(decoder, prompt, sampling):
     There are as many tokens as the tree has levels. With trees by match, the prompt decides which
     tree the step has.
     """
-    step, target, script, known = decoder.step, decoder.step.target.model, sampling.script, {}
+    step, script = decoder.step, sampling.script
     step.prefill(torch.tensor(prompt), 4 * max(t.depth for t in step.tree.portfolio.values()), 0)
     if step.lookup:
         step = decoder.step_of_tree[step.tree.for_match(int(step.look_up()))]
-    tree, vocabulary = step.tree, target.config.vocab_size
-    length = tree.depth
+    tree, vocabulary = step.tree, step.target.model.config.vocab_size
     step.refill_random_numbers(sampling)
-    covered, total = step.drafter.d2t if step.drafter else None, Counter()
+    covered, chances = step.drafter.d2t if step.drafter else None, Counter()
     for _ in script.runs():
         drafted = step.draft(64, sampling)
         logits = step.forward_target(64)
@@ -106,31 +108,9 @@ def error_of_a_step(decoder, prompt, sampling):
         acceptance = VERIFIERS[sampling.verifier](
             p.__getitem__, draft_probs.double(), drawn, step.verifier.index, covered, **options
         )
-        for node, end in enumerate(acceptance.end_probs.tolist()):
-            if end > 0:
-                path = tuple(tokens[n] for n in np.flatnonzero(tree.attention_mask[node]))[1:]
-                bonus = acceptance.bonus_probs(
-                    torch.tensor([node]), bonus_probs.__getitem__, step.verifier.index, covered
-                )[0]
-                for token, chance in enumerate((bonus / bonus.sum()).tolist()):
-                    total[(*path, token)] += script.chance * end * chance
-
-    def following(said, tokens):
-        return np.prod(
-            [
-                target_law(target, (*prompt, *said, *tokens[:i]), sampling.temperature, known)[
-                    token
-                ]
-                for i, token in enumerate(tokens)
-            ]
-        )
-
-    law = np.zeros([vocabulary] * length)
-    for said, probability in total.items():
-        for rest in itertools.product(range(vocabulary), repeat=length - len(said)):
-            law[(*said, *rest)] += probability * following(said, rest)
-    expected = np.array(
-        [following((), tokens) for tokens in itertools.product(range(vocabulary), repeat=length)]
-    )
-    assert abs(sum(total.values()) - 1) < 1e-5
-    return float(np.abs(law.reshape(-1) - expected).max())
+        verified = tree, tokens, bonus_probs.__getitem__, step.verifier.index, covered
+        for said, probability in outcomes(acceptance, *verified):
+            chances[said] += script.chance * probability
+    assert abs(sum(chances.values()) - 1) < 1e-5
+    token_probs = token_probs_of_texts(step.target.model, prompt, tree.depth, sampling.temperature)
+    return float(np.abs(continued(chances, token_probs) - token_probs.prod(-1)).max())

@@ -67,14 +67,13 @@ class Cuda:
             its own, "end" when it ends.
 
     Attributes:
-        modes: sync debug modes that were set; they hold for all threads.
         workspaces: the memory pool of each stream's workspace; None for memory outside of pools.
         graph_workspaces: those that captured products write to.
     """
 
     def __init__(self, monkeypatch, fails=None, error=RuntimeError):
         self.fails, self.error, self.capturing = fails, error, set()
-        self.runs, self.sync, self.modes, self.pools, self.streams = 0, 0, [], 0, 0
+        self.runs, self.sync, self.pools, self.streams = 0, 0, 0, 0
         self.workspaces, self.graph_workspaces, self.current = {}, [], self.new_stream()
         fakes = {
             "device": lambda device: nullcontext(),
@@ -109,7 +108,6 @@ class Cuda:
     def set_sync(self, mode):
         warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
         self.sync = mode
-        self.modes.append(mode)
 
     def wait(self):
         """An operation that waits for the device, in whatever thread."""

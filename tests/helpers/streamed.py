@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from functools import partial
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -18,18 +18,21 @@ PROMPT = torch.arange(3, 20)
 LAYERS = 8
 
 
+@cache
+def memory_for(target_folder, draft_folder, resident):
+    """Bytes with which so many layers of a target stay in memory, beside its draft."""
+    offloaded = OffloadedTarget(target_folder, "cpu", torch.float32)
+    target, draft = offloaded.model, load_model(draft_folder, "cpu", torch.float32)[0]
+    caches = cache_bytes(target) + cache_bytes(draft)
+    size = max(offloaded.layer_sizes())
+    return offloaded.outside_bytes + own_bytes(draft, target) + caches + (SLOTS + resident) * size
+
+
 def streamed(folder, resident=2, placement="auto"):
     """The pair with so many resident layers."""
-    target_folder, draft_folder = str(folder / "target"), str(folder / "draft")
-    sizes = OffloadedTarget(target_folder, "cpu", torch.float32).layer_sizes()
-    options = {"dtype": "float32", "placement": placement, "offload": "disk"}
-    load = partial(load_pair, target_folder, draft_folder, **options)
-    all_resident = load(memory="1GB")
-    target, draft = all_resident.target, load_model(draft_folder, "cpu", torch.float32)[0]
-    outside_bytes = all_resident.metadata["target"]["resident_bytes"] - sum(sizes)
-    caches = cache_bytes(target) + cache_bytes(draft)
-    slot_and_resident_bytes = (SLOTS + resident) * max(sizes)
-    return load(memory=outside_bytes + own_bytes(draft, target) + caches + slot_and_resident_bytes)
+    models = str(folder / "target"), str(folder / "draft")
+    memory = memory_for(*models, resident)
+    return load_pair(*models, dtype="float32", placement=placement, offload="disk", memory=memory)
 
 
 def decoder(pair, tree=TREE):

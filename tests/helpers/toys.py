@@ -18,7 +18,6 @@ import torch
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
-from sequoia_plan.runtime.verify import Acceptance
 
 SMALL_TREES = {
     "chain": TokenTree.chain(3),
@@ -42,18 +41,13 @@ class ToyModel(torch.nn.Module):
         def table(*shape):
             return torch.randn(*shape, generator=generator)
 
+        n = vocabulary
         if base is None:
-            self.by_token, self.by_position, self.by_past = (
-                table(vocabulary, vocabulary),
-                0.5 * table(3, vocabulary),
-                0.4 * table(vocabulary, vocabulary),
-            )
+            self.by_token, self.by_position = table(n, n), 0.5 * table(3, n)
+            self.by_past = 0.4 * table(n, n)
         else:  # a draft that resembles its target
-            self.by_token, self.by_position = (
-                base.by_token + noise * table(vocabulary, vocabulary),
-                base.by_position,
-            )
-            self.by_past = base.by_past + noise * 0.3 * table(vocabulary, vocabulary)
+            self.by_token, self.by_position = base.by_token + noise * table(n, n), base.by_position
+            self.by_past = base.by_past + noise * 0.3 * table(n, n)
         if covered is not None:
             self.d2t = torch.tensor(covered)
         self.config = SimpleNamespace(
@@ -100,33 +94,12 @@ class ToyModel(torch.nn.Module):
         covered = getattr(self, "d2t", None)
         return logits if covered is None else logits[..., covered]
 
-    def law(self, tokens, temperature):
-        """float64 [vocabulary]: the next token's law after `tokens`, without any cache."""
-        past = self.eye[torch.tensor(tokens)].sum(0)
-        logits = (
-            self.by_token[tokens[-1]]
-            + self.by_position[(len(tokens) - 1) % 3]
-            + past @ self.by_past
-        )
-        return torch.softmax(logits.double() / temperature, -1).numpy()
-
     def greedy_text(self, prompt, count):
         """The prompt and the `count` most probable tokens after it."""
         tokens = list(prompt)
         for _ in range(count):
-            tokens.append(int(self.law(tokens, 1.0).argmax()))
+            tokens.append(int(self(torch.tensor([tokens])).logits[0, -1].argmax()))
         return tokens
-
-    def joint_law(self, prompt, count, temperature):
-        """float64 [vocabulary ** count]: the law of the next `count` tokens, in lexicographic
-        order."""
-        law = np.empty([self.vocabulary] * count)
-        for tokens in itertools.product(range(self.vocabulary), repeat=count):
-            p = 1.0
-            for i, token in enumerate(tokens):
-                p *= self.law([*prompt, *tokens[:i]], temperature)[token]
-            law[tokens] = p
-        return law.reshape(-1)
 
 
 class Ids:
@@ -166,18 +139,10 @@ def toy_decoder(tree, seed=0, noise=0.5, covered=None, context=1 << 14):
     return SequoiaDecoder(target, draft, tree)
 
 
-def run_decoder(prompt, parents, seeds, covered=None, broken=False, length=3, verifier="sequoia"):
-    """int64 [seeds, length]: the first tokens of one run of a toy decoder for each seed; `broken`
-    leaves the residual step out."""
-    decoder = toy_decoder(TokenTree(np.array(parents)), noise=0.7, covered=covered)
-    return first_tokens(decoder, prompt, seeds, length, Sampling(1.0, verifier=verifier), broken)
-
-
-def first_tokens(decoder, prompt, seeds, length, sampling, broken=False):
-    """int64 [seeds, length]: the first tokens of one run of `decoder` for each seed; `broken`
-    leaves the residual step out."""
-    torch.set_num_threads(1)
-    law = Acceptance.bonus_probs
+def first_tokens(prompt, tree, seeds, covered=None, length=3, verifier="sequoia"):
+    """int64 [seeds, length]: the first tokens of one run of a toy decoder for each seed."""
+    decoder = toy_decoder(tree, noise=0.7, covered=covered)
+    prompt, sampling = torch.tensor(prompt), Sampling(1.0, verifier=verifier)
 
     def again(prompt, max_new_tokens, seed):
         """In place of prefill: the caches still hold the prompt, and what lies beyond it is
@@ -185,18 +150,11 @@ def first_tokens(decoder, prompt, seeds, length, sampling, broken=False):
         decoder.step.sequence.generator.manual_seed(seed)
         decoder.step.sequence.length.fill_(prompt.numel() - 1)
 
+    @torch.inference_mode()
     def first(seed):
-        with torch.inference_mode():
-            steps = decoder.steps(torch.tensor(prompt), length, sampling, seed)
-            return list(itertools.chain.from_iterable(step.tokens for step in steps))[:length]
+        steps = decoder.steps(prompt, length, sampling, seed)
+        return list(itertools.chain.from_iterable(step.tokens for step in steps))[:length]
 
     first(0)
     decoder.step.prefill = again
-    try:
-        if broken:
-            Acceptance.bonus_probs = lambda acceptance, end, target_probs, index, d2t=None: (
-                target_probs(end)
-            )
-        return np.array([first(seed) for seed in seeds])
-    finally:
-        Acceptance.bonus_probs = law
+    return np.array([first(seed) for seed in seeds])

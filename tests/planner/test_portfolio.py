@@ -19,7 +19,6 @@ from sequoia_plan.artifacts import (
     Counts,
     Latency,
     Profile,
-    SequoiaPlanError,
     StreamCost,
     TokenTree,
     VerificationCost,
@@ -29,7 +28,6 @@ from sequoia_plan.artifacts import (
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.lookup import LookupCounts, MatchClass, Position, write_positions
 from sequoia_plan.artifacts.step_time import StepTime
-from sequoia_plan.artifacts.tree_file import check_prediction
 from sequoia_plan.planner.cli import main
 from sequoia_plan.planner.report.panels import speedups_by_kind_panel, trees_by_match_panel
 from sequoia_plan.planner.report.plot import draw
@@ -452,35 +450,6 @@ def test_exchanging_trees_raises_the_speed_on_the_recorded_texts():
     assert not better.trees[0].looks_up
     assert better.trees[1].looks_up
     assert recording.decode(better.trees).speed == better.speed
-
-
-def test_a_plan_that_contradicts_its_trees_is_refused(tmp_path):
-    """Each figure of each class follows from its tree, and shares add up to 1."""
-    tree = solved().tree
-    no_match, match = tree.plan.by_match
-
-    def plan_with(**changes):
-        return structs.replace(tree.plan, by_match=(no_match, structs.replace(match, **changes)))
-
-    for wrong_figure in (
-        {"expected_tokens": 2.0},
-        {"step_seconds": 0.5},
-        {"catch_up_seconds": 0.1},
-    ):
-        wrong = TokenTree(tree.parents, plan_with(**wrong_figure), by_match=tree.by_match)
-        with pytest.raises(SequoiaPlanError, match=r"plan\.(by_match\[1\]|step_seconds).*again"):
-            saved(wrong, tmp_path)
-    with pytest.raises(SequoiaPlanError, match="add up to"):
-        plan_with(share=match.share / 2)
-    with pytest.raises(SequoiaPlanError, match="0 first"):
-        structs.replace(tree.plan, by_match=(match,))
-    chain = TokenTree.chain(4)
-    for trees, message in (
-        ({2: chain}, "solve again"),
-        ({**tree.by_match, 4: chain}, "matches of 4 tokens"),
-    ):
-        with pytest.raises(SequoiaPlanError, match=message):
-            check_prediction(TokenTree(tree.parents, tree.plan, by_match=trees))
 
 
 def test_lookup_can_be_left_out():

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from paths import ROOT
 from toys import PROMPTS, ToyModel, toy_pair
 
-from sequoia_plan.artifacts import Acceptance, Profile, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import Acceptance, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.counts import MAX_KINDS
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.profiler.acceptance import measure_acceptance
@@ -223,19 +219,11 @@ def test_the_ratio_of_traversal_is_applied_to_both_classes():
 
 
 def test_settings_keep_their_order():
-    pair = toy_pair(covered=[0, 2, 3, 5, 7])
-    samplings = [
-        PLAIN_RULE,
-        Sampling(),
-        Sampling(1.0, verifier="topk"),
-        replace(PLAIN_RULE, draft_temperature=2.0),
-        TRAVERSAL,
-    ]
+    pair, samplings = toy_pair(covered=[0, 2, 3, 5, 7]), [PLAIN_RULE, Sampling(), TRAVERSAL]
     together = measure_acceptance(pair, PROMPTS[:3], samplings, precision=0, tokens_per_prompt=20)
     for sampling, observed in zip(samplings, together, strict=True):
         alone = measured(pair, sampling, PROMPTS[:3], tokens_per_prompt=20)
         assert np.array_equal(alone.counts, observed.counts)
-    assert len({observed.counts.tobytes() for observed in together}) == 5
 
 
 def test_precision_ends_the_work():
@@ -287,20 +275,14 @@ def test_positions_of_one_text_count_for_less():
 
 def test_kinds_are_kept_where_every_prompt_has_one():
     """A prompt without a kind, or a name for each of many prompts, says nothing."""
-    trials = np.arange(MAX_KINDS * LEVELS).reshape(MAX_KINDS, LEVELS, 1)
+    trials = np.arange((MAX_KINDS + 1) * LEVELS).reshape(MAX_KINDS + 1, LEVELS, 1)
     observed = ObservedAcceptance(trials, trials[..., None] * np.array([0.5, 0.25]))
-    by_kind = observed.by_kind(["a", "b", "b", "c"])
+    by_kind = observed.by_kind(["a", "b", "b", "c", "c"])
     assert list(by_kind) == ["a", "b", "c"]
-    of_b = trials.reshape(-1, 4, LEVELS)[:, 1:3].sum((0, 1))
+    of_b = trials.reshape(-1, 5, LEVELS)[:, 1:3].sum((0, 1))
     assert by_kind["b"].trials[:, 0].tolist() == of_b.tolist()
-    profile = Profile(Acceptance.counted(observed.totals()), 10, kinds=by_kind)
-    assert Profile.from_bytes(profile.to_yaml().encode(), "p") == profile
     assert observed.by_kind(["a", None, "b", "c"]) == {}
-    names = [str(number) for number in range(MAX_KINDS + 1)]
-    one_more = ObservedAcceptance(
-        np.ones((MAX_KINDS + 1, 1, 1), int), np.zeros((MAX_KINDS + 1, 1, 1, 2))
-    )
-    assert one_more.by_kind(names) == {} != observed.by_kind(names[:-1])
+    assert observed.by_kind([str(number) for number in range(MAX_KINDS + 1)]) == {}
 
 
 def test_interrupted_runs_go_on(tmp_path):
@@ -322,47 +304,13 @@ def test_interrupted_runs_go_on(tmp_path):
     assert resumed.counts[0, 0, 0, 0] == 0.5 != whole.counts[0, 0, 0, 0]
     assert np.array_equal(resumed.counts[1:], whole.counts[1:])
     assert resumed.lookup == whole.lookup
-    # the journal of other arguments is not used
-    other = measured(pair, PLAIN_RULE, journal=journal, seed=1)
-    assert not np.array_equal(other.counts, whole.counts)
-
-
-@pytest.mark.parametrize("content", ["{", '{"work": 1}', '{"done": {}}', "[]"])
-def test_damaged_journals_are_ignored(tmp_path, content):
-    (tmp_path / "journal").write_text(content)
-    resumed = measured(toy_pair(), PLAIN_RULE, PROMPTS[:2], journal=tmp_path / "journal")
-    assert np.array_equal(resumed.counts, measured(toy_pair(), PLAIN_RULE, PROMPTS[:2]).counts)
-
-
-KILLED = """
-import sys, time, pathlib
-from toys import PROMPTS, toy_pair
-from sequoia_plan.profiler.acceptance import measure_acceptance
-from sequoia_plan.runtime import Sampling
-
-def report(*progress):
-    print("done", flush=True)
-    time.sleep(float(sys.argv[2]))
-
-journal = pathlib.Path(sys.argv[1])
-options = {"precision": 0, "tokens_per_prompt": 16, "journal": journal, "on_prompt": report}
-(observed,) = measure_acceptance(toy_pair(), PROMPTS, [Sampling(1.0)], **options)
-print(observed.counts.tobytes().hex())
-"""
-
-
-@pytest.mark.slow
-def test_kill_9_and_again(tmp_path):
-    """A real process, killed without warning in the middle."""
-    options = {"cwd": ROOT / "tests" / "helpers", "stdout": subprocess.PIPE, "text": True}
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "journal")]
-    with subprocess.Popen([*command, "60"], **options) as process:
-        assert process.stdout.readline() == "done\n"
-        process.send_signal(signal.SIGKILL)
-    assert len(json.loads((tmp_path / "journal").read_text())["done"]) >= 1
-    again = subprocess.run([*command, "0"], check=True, **options).stdout.split()
-    assert again.count("done") == len(PROMPTS)
-    assert bytes.fromhex(again[-1]) == measured(toy_pair(), Sampling(1.0)).counts.tobytes()
+    # the journal of other arguments is not used, nor a damaged one
+    other = measured(pair, PLAIN_RULE, journal=journal, tokens_per_prompt=8)
+    assert other.trials.sum() < whole.trials.sum()
+    for damaged in ("{", '{"work": 1}', "[]"):
+        journal.write_text(damaged)
+        again = measured(pair, PLAIN_RULE, PROMPTS[:1], journal=journal)
+        assert np.array_equal(again.counts, whole.counts[:1])
 
 
 def test_prompts_that_leave_no_room_are_refused():

@@ -1,4 +1,4 @@
-"""From acceptance to a path: draws, greedy choice, precision, a fixed sequence of operations."""
+"""From acceptance to a path: draws, greedy choice, precision."""
 
 from __future__ import annotations
 
@@ -49,17 +49,6 @@ def test_uniforms_sample_paths_as_often_as_the_acceptance_says(name):
         assert ends[node] / n == pytest.approx(end_prob, abs=1.5 / n)
 
 
-def test_a_tree_of_one_node_samples_from_the_target():
-    p = torch.tensor([[0.0, 0.25, 0.75]])
-    empty, index = torch.empty(0), TreeIndex.of(TokenTree.chain(1))
-    results = []
-    for uniform in (0.2, 0.3):
-        uniforms = torch.tensor([0.5, uniform], dtype=torch.float64)
-        result = verify(VERIFIERS["sequoia"], p.__getitem__, empty, empty, index, uniforms)
-        results.append((result.path.tolist(), result.count.tolist(), result.bonus.tolist()))
-    assert results == [([0], [1], [1]), ([0], [1], [2])]
-
-
 def test_greedy_is_every_verifier_with_one_hot_probabilities():
     """`greedy` takes the same nodes and bonus token as verification of one-hot probabilities."""
     generator = torch.Generator().manual_seed(0)
@@ -105,27 +94,6 @@ def test_float32_is_the_same_to_rounding_and_never_nan(name):
             if power == 1:  # where rho is ill-conditioned spectr finds another, as exact
                 atol = 1e-2 if name == "spectr" else 1e-5
                 torch.testing.assert_close(rounded.end_probs, exact, atol=atol, rtol=0)
-
-
-@pytest.mark.parametrize("name", VERIFIERS)
-@pytest.mark.parametrize("d2t", [None, torch.tensor([1, 3, 4, 7, 8])])
-def test_traces_whole(name, d2t):
-    """Verification is one graph: nothing branches on a tensor's value."""
-    torch._dynamo.reset()
-    generator = torch.Generator().manual_seed(2)
-    p = torch.rand(6, 9, generator=generator)
-    draft_vocabulary = 9 if d2t is None else 5
-    _, q, drawn, index = random_case(TREES["lopsided"], draft_vocabulary, generator, torch.float32)
-
-    def step(p, q, drawn, uniforms, d2t):
-        return verify(VERIFIERS[name], lambda nodes: p[nodes], q, drawn, index, uniforms, d2t)
-
-    compiled = torch.compile(step, fullgraph=True, backend="eager")
-    for _ in range(5):
-        uniforms = torch.rand(2, dtype=torch.float64, generator=generator)
-        traced, eager = (run(p, q, drawn, uniforms, d2t) for run in (compiled, step))
-        assert traced.path.tolist() == eager.path.tolist()
-        assert (traced.count, traced.bonus) == (eager.count, eager.bonus)
 
 
 def test_draw_tokens_inverts_the_cumulative_probabilities():

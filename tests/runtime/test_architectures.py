@@ -7,60 +7,59 @@ from types import SimpleNamespace
 import pytest
 import torch
 from architectures import (
-    BOUND,
+    NEW,
     PROMPT,
     READS_TREES,
     REFUSED,
     TREE,
-    examine,
+    VOCABULARY,
     logits_errors,
+    plain_text,
     resembling,
-    table,
     tiny,
 )
 from paths import ROOT
 from toys import ToyModel
+from transformers import DynamicCache
 
-from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder
 from sequoia_plan.runtime.base.cache import TreeCache
-from sequoia_plan.runtime.models.architecture import attention_window, context_length
+from sequoia_plan.runtime.models import probe as probe_module
+from sequoia_plan.runtime.models.architecture import context_length
+from sequoia_plan.runtime.models.fuse import fuse
+from sequoia_plan.runtime.models.fused_layer import plain_linear
 from sequoia_plan.runtime.models.probe import probe
 
-DOCS = ROOT / "docs" / "architectures.md"
+PAGE = (ROOT / "docs" / "architectures.md").read_text()
 WINDOWED = ["Qwen2, some layers windowed", "Mistral", "Mixtral", "Gemma 2", "Gemma 3"]
+BOUND = 1e-4
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
-@pytest.fixture(scope="module")
-def results():
-    """What `examine` returned, by name: the first two tests fill it."""
-    return {}
-
-
 @pytest.mark.parametrize("name", READS_TREES)
-def test_tree_logits_are_path_logits_and_greedy_is_transformers(results, name):
-    result = results[name] = examine(name)
-    assert not isinstance(result, str), result
-    assert max(result.tree_error, result.committed_error) < BOUND
-    assert result.greedy_equal
-    assert result.distinct_tokens >= 8, "a text that repeats itself shows little"
+@torch.inference_mode()
+def test_tree_logits_are_path_logits_and_greedy_is_transformers(name):
+    target = tiny(name)
+    decoder = SequoiaDecoder(target, resembling(target), TREE)
+    prompt = torch.randint(VOCABULARY, (PROMPT,), generator=torch.Generator().manual_seed(0))
+    assert max(logits_errors(decoder, prompt)) < BOUND
+    result, expected = decoder.generate(prompt, NEW), plain_text(target, prompt[None], NEW)
+    assert result.sequences.equal(expected)
+    assert len(expected[0, PROMPT:].unique()) >= 8, "a text that repeats itself shows little"
     assert result.tokens_per_step > 2, "the draft's cache must be worth something"
-    assert (result.window is not None) == (name in WINDOWED)
+    has_window = decoder.step.target.window is not None
+    assert has_window == (name in WINDOWED)
+    attention, window = target.config._attn_implementation, "yes" if has_window else ""
+    assert f"| {name} | `{type(target).__name__}` | {attention} | {window} |" in PAGE
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_read_a_tree_is_refused(results, name):
-    result = results[name] = examine(name)
-    assert isinstance(result, str)
-    assert "tree" in result or "decoder-only" in result
-
-
-def test_the_table_in_the_docs_is_what_was_found(results):
-    if len(results) < len(READS_TREES | REFUSED):
-        pytest.skip("needs the tests above")
-    remedy = "run: python tests/helpers/architectures.py > docs/architectures.md"
-    assert DOCS.read_text() == table(results), remedy
+def test_what_cannot_read_a_tree_is_refused(name):
+    target = tiny(name)
+    with pytest.raises(SequoiaPlanError, match=r"tree|decoder-only"):
+        SequoiaDecoder(target, target, TREE)
+    assert f"{name} (`{type(target).__name__}`)" in PAGE.replace("\n", " ")
 
 
 @pytest.mark.parametrize("name", WINDOWED)
@@ -125,26 +124,44 @@ def test_the_check_at_load_finds_what_no_name_tells(broken):
         SequoiaDecoder(model, model, TREE)
 
 
-def test_foreign_failures_are_told_in_one_line():
+def failing(model):
     def fails(input_ids, position_ids=None, **_):
         raise ValueError("odd mask\nand more")
 
-    model = tiny("Llama")
     model.forward = fails
-    message = r"llama: cannot decode with a token tree, reading one fails \(ValueError: odd mask\)$"
-    with pytest.raises(SequoiaPlanError, match=message):
-        probe(model)
 
 
-def test_attention_without_masks_is_refused():
-    model = tiny("Llama")
+def with_flash_attention(model):
     model.config._attn_implementation_internal = "flash_attention_2"
-    message = (
-        "attention flash_attention_2 takes no tree mask; "
-        "load the model with attn_implementation='sdpa'"
-    )
+
+
+def not_finite(model):
+    model.lm_head.weight.data[0] = torch.nan
+
+
+def on_meta(model):
+    model.to("meta")
+
+
+def chunked(model):
+    model.config.layer_types = ["chunked_attention", "full_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (failing, r"cannot decode with a token tree, reading one fails \(ValueError: odd mask\)$"),
+        (with_flash_attention, "load the model with attn_implementation='sdpa'"),
+        (not_finite, "its logits are not finite"),
+        (on_meta, "its weights are on the meta device and nothing brings them"),
+        (chunked, "llama: layers of kind chunked_attention cannot branch"),
+    ],
+)
+def test_what_cannot_be_computed_is_told_in_one_line(change, message):
+    model = tiny("Llama")
+    change(model)
     with pytest.raises(SequoiaPlanError, match=message):
-        probe(model)
+        SequoiaDecoder(model, None, TokenTree.chain(1))
 
 
 def test_eager_and_sdpa_agree():
@@ -162,78 +179,70 @@ def test_the_check_passes_in_low_precision(name, dtype):
 
 
 def test_a_model_is_tried_once(monkeypatch):
-    from sequoia_plan.runtime.models import probe as module
-
-    target, calls = tiny("Llama"), []
-    tree_error = module._tree_error
+    """And again after it was moved."""
+    probed, error = [], probe_module._tree_error
     monkeypatch.setattr(
-        module, "_tree_error", lambda model: calls.append(model) or tree_error(model)
+        probe_module, "_tree_error", lambda trial: probed.append(trial.model.dtype) or error(trial)
     )
-    for _ in range(3):
-        SequoiaDecoder(target, target, TREE)
-    assert len(calls) == 1
+    target = tiny("Llama")
+    for dtype in (torch.float32, torch.float32, torch.float64, torch.float32):
+        SequoiaDecoder(target.to(dtype), None, TokenTree.chain(1))
+    assert probed == [torch.float32, torch.float64, torch.float32]
 
 
 def test_layers_of_different_shapes_get_their_own_memory():
-    """Keys and values of different widths, layers on different devices: a block for each memory."""
-
-    def states(layer, width):
-        return torch.arange(5.0)[None, None, :, None] * torch.ones(1, 2, 5, width) + layer
-
-    def fill(cache):
+    """Keys and values of different widths: a block for each shape, also where it is known."""
+    cache = TreeCache(3, 8)
+    for _ in range(2):
         cache.at(torch.arange(5), 8)
-        return [
-            cache.update(states(layer, 3), states(layer, 2 + layer), layer) for layer in range(3)
-        ]
-
-    learned = TreeCache(3, 8)
-    fill(learned)
-    assert len(learned.blocks) == 6
-    cache = TreeCache(learned.layout, 8)
-    assert sorted(block.shape[0] for block in cache.blocks) == [1, 1, 4]
-    fill(cache)
-    for filled in (learned, cache):
-        filled.commit(torch.tensor([2, 4]), torch.tensor([1]))
-        for number, layer in enumerate(filled.layers):
+        for layer in range(3):
+            states = torch.arange(5.0)[None, None, :, None].expand(1, 2, 5, 3) + layer
+            cache.update(states, states[..., :2] if layer else states, layer)
+        cache.commit(torch.tensor([2, 4]), torch.tensor([1]))
+        for number, layer in enumerate(cache.layers):
             for part in (layer.keys, layer.values):
                 assert part[0, 0, :3, 0].tolist() == [number, number + 2, number + 4]
+        cache = TreeCache(cache.layout, 8)
+        assert sorted(block.shape[0] for block in cache.blocks) == [2, 4]
 
 
-@pytest.mark.parametrize(
-    ("config", "context"),
-    [
-        (dict(max_position_embeddings=4096), 4096),
-        (
-            dict(
-                max_position_embeddings=131072,
-                rope_parameters={"rope_type": "longrope", "original_max_position_embeddings": 4096},
-            ),
-            4096,
-        ),
-        (
-            dict(
-                max_position_embeddings=131072,
-                rope_parameters={"rope_type": "yarn", "original_max_position_embeddings": 4096},
-            ),
-            131072,
-        ),
-        ({}, 1 << 30),
-    ],
-)
-def test_context_ends_where_rotary_embeddings_would_change(config, context):
-    assert context_length(SimpleNamespace(**config)) == context
-
-
-def test_layers_that_cannot_branch_are_named():
-    config = SimpleNamespace(
-        model_type="llama4_text",
-        layer_types=["chunked_attention", "full_attention"],
-        sliding_window=None,
-    )
-    message = "llama4_text: layers of kind chunked_attention cannot branch"
-    with pytest.raises(SequoiaPlanError, match=message):
-        attention_window(config)
+@pytest.mark.parametrize(("rope_type", "context"), [("longrope", 4096), ("yarn", 131072)])
+def test_context_ends_where_rotary_embeddings_would_change(rope_type, context):
+    rope = {"rope_type": rope_type, "original_max_position_embeddings": 4096}
+    config = SimpleNamespace(max_position_embeddings=131072, rope_parameters=rope)
+    assert context_length(config) == context
+    assert context_length(SimpleNamespace(max_position_embeddings=4096)) == 4096
 
 
 def test_a_small_model_with_a_small_vocabulary_is_tried_too():
     assert len(probe(ToyModel(0, vocabulary=3))) == 1
+
+
+# transformers 5.24 renamed the argument `past_key_values` of models and layers to `cache`
+
+
+class RenamedModel(ToyModel):
+    """A toy with the argument's new name, and no other."""
+
+    def forward(self, input_ids, position_ids=None, cache=None, **options):
+        return super().forward(input_ids, position_ids, past_key_values=cache, **options)
+
+
+def test_decoding_with_models_of_both_names_is_the_same():
+    old, new = (
+        SequoiaDecoder(model_class(0), model_class(1), TREE).generate([1, 2, 3], 20).sequences
+        for model_class in (ToyModel, RenamedModel)
+    )
+    assert torch.equal(old, new) and len(old.unique()) > 3
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_fused_layer_keeps_keys_under_both_names(name):
+    model = tiny("Llama")
+    assert fuse(model, plain_linear) == len(model.model.layers)
+    states = torch.randn(1, 3, model.config.hidden_size)
+    angles = model.model.rotary_emb(states, torch.arange(3)[None])
+    cache = DynamicCache()
+    with torch.inference_mode():
+        model.model.layers[0](states, None, angles, **{name: cache})
+    assert cache.get_seq_length() == 3

@@ -6,8 +6,6 @@ What does not fit is one line that says why, and the command line needs no optio
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -62,46 +60,30 @@ BAD = {
     "the second DFlash": (lambda: dflash(architectures=["DFlash2DraftModel"]), ANOTHER_KIND),
     "another type of speculators": (lambda: nested(speculators_model_type="mtp"), ANOTHER_KIND),
     "no d2t": (lambda: eagle3(d2t=None), NO_FIT + "lm_head"),
-    "d2t of another length": (
-        lambda: eagle3(d2t=torch.zeros(9, dtype=torch.long), t2d=None),
-        NO_FIT + "lm_head",
-    ),
     "d2t of token numbers": (lambda: eagle3(d2t=torch.arange(16) * 2), "d2t: expected offsets"),
-    "d2t that was not filled": (
-        lambda: eagle3(d2t=torch.zeros(16, dtype=torch.long)),
-        "d2t: expected offsets",
-    ),
     "d2t twice": (lambda: eagle3(d2t=-torch.arange(16), t2d=None), "d2t: expected offsets"),
     "d2t of fractions": (lambda: eagle3(d2t=torch.zeros(16), t2d=None), "d2t: expected offsets"),
-    "d2t beyond the target": (
-        lambda: eagle3(d2t=torch.full((16,), 40), t2d=None),
-        "d2t: expected offsets",
-    ),
-    "no head": (lambda: eagle3(**{"lm_head.weight": None}), NO_FIT + "lm_head.weight"),
+    "d2t beyond": (lambda: eagle3(d2t=torch.full((16,), 40), t2d=None), "d2t: expected offsets"),
     "another hidden size": (lambda: eagle3_parts(small_target(hidden=24)), NO_FIT + "fc.weight"),
     "another vocabulary": (
         lambda: eagle3_parts(small_target(vocabulary=64)),
-        "vocab_size: made for a target of 64 tokens, this one has 48",
+        "made for a target of 64 tokens",
     ),
     "layers that are not there": (
         lambda: eagle3(**layer_ids([1, 5, 20])),
-        r"found \[1, 5, 20\], expected distinct numbers of this target's hidden states, -1 to 3",
+        "hidden states, -1 to 3",
     ),
     "layers twice": (lambda: eagle3(**layer_ids([1, 1, 2])), "expected distinct numbers"),
     "layers as text": (lambda: eagle3(**layer_ids("low")), "expected distinct numbers"),
     "layers counted in an unknown way": (
         lambda: eagle3(eagle_aux_hidden_state_layer_ids=[1, 2, 3]),
-        "found layer ids as eagle_aux_hidden_state_layer_ids, whose numbers no known trainer",
+        "whose numbers no known trainer",
     ),
     "layers of another layout": (
         lambda: nested(**layer_ids([1, 2, 3])),
         "found layer ids as eagle_config.eagle_aux_hidden_state_layer_ids",
     ),
     "too few layers": (lambda: eagle3(**layer_ids([1, 2])), NO_FIT + "fc.weight"),
-    "a matrix of another shape": (
-        lambda: eagle3(**{"midlayer.self_attn.q_proj.weight": torch.zeros(32, 16)}),
-        NO_FIT + "q_proj.weight",
-    ),
     "a tensor that is missing": (
         lambda: eagle3(**{"midlayer.hidden_norm.weight": None}),
         NO_FIT + "hidden_norm.weight",
@@ -109,24 +91,6 @@ BAD = {
     "a tensor too many": (
         lambda: eagle3(**{"fc_norm.0.weight": torch.ones(16)}),
         NO_FIT + "fc_norm",
-    ),
-    "no fc": (lambda: eagle3(**{"fc.weight": None}), NO_FIT + "fc.weight"),
-    "layers of another architecture": (
-        lambda: eagle3(model_type="gpt2"),
-        "layers of model_type 'gpt2', expected llama or qwen3",
-    ),
-    "heads that do not divide": (lambda: eagle3(num_attention_heads=5, head_dim=None), NO_DRAFT),
-    "EAGLE-1 of another target": (lambda: eagle1_parts(small_target(hidden=24)), NO_FIT),
-    "no block size": (lambda: dflash(block_size=None), "block_size, mask_token_id: found None"),
-    "a block of one": (lambda: dflash(block_size=1), "block_size, mask_token_id: found 1"),
-    "no mask": (lambda: block(mask_token_id=None), "found 5 and None"),
-    "a mask beyond the embeddings": (lambda: block(mask_token_id=99), "tokens are 0 to 47"),
-    "no layers": (lambda: block(target_layer_ids=None), "target_layer_ids: found None"),
-    "a variant of DFlash": (lambda: block(projector_type="domino"), "a variant that is not known"),
-    "an unknown activation": (lambda: eagle3(hidden_act="silver"), NO_DRAFT),
-    "an unknown rotary embedding": (
-        lambda: eagle3(rope_parameters={"rope_type": "nope", "rope_theta": 1e4}),
-        NO_DRAFT,
     ),
     "no layers of its own": (lambda: eagle3(num_hidden_layers=0), "num_hidden_layers: found 0"),
     "layers without end": (lambda: dflash(num_hidden_layers=10**12), "its weights have 2"),
@@ -201,54 +165,23 @@ def folders(tmp_path_factory):
     }
 
 
-BRIEF = """
-from sequoia_plan.planner.cli import main, profiling
-profiling.LATENCY_SECONDS = 0.2
-main()
-"""
-
-
-def run(*words, cwd):
-    """The command line with brief measurements, in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-c", BRIEF, *words],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-    )
-
-
 @pytest.mark.parametrize("algorithm", PARTS)
-def test_profile_solve_generate_with_no_option_but_the_draft(algorithm, folders, tmp_path):
+def test_profile_solve_generate_with_no_option_but_the_draft(
+    algorithm, folders, run_briefly, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
     models = ("--target", folders["target"], "--draft", folders[algorithm])
-    short = ("--tokens", "8", "--precision", "40%")
-    done = run("profile", *models, *short, "--temperature", "1", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    profile = Profile.load(tmp_path / "profile.yaml")
-    if algorithm == "DFlash":
-        assert profile.drafting.draft_type == "block draft"
-        assert list(profile.latency.draft) == [5]
-    else:
-        assert profile.drafting.draft_type == "feature draft"
-        assert 1 in profile.latency.draft
+    run_briefly("profile", *models, "--tokens", "8", "--precision", "40%", "--temperature", "1")
+    profile = Profile.load("profile.yaml")
+    is_block = algorithm == "DFlash"
+    assert profile.drafting.draft_type == ("block draft" if is_block else "feature draft")
+    assert min(profile.latency.draft) == (5 if is_block else 1)
     assert profile.models["draft"]["name"] == algorithm
-    done = run("solve", "--json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert load_tree(tmp_path / "tree.safetensors").plan.drafting == profile.drafting
-    save_tree(TokenTree.from_parents([-1, 0, 0, 1, 1, 3]), tmp_path / "wide.safetensors")
+    run_briefly("solve")
+    assert load_tree("tree.safetensors").plan.drafting == profile.drafting
+    save_tree(TokenTree.from_parents([-1, 0, 0, 1, 1, 3]), "wide.safetensors")
     for tree in ("tree.safetensors", "wide.safetensors"):
-        done = run(
-            "generate", *models, "--tree", tree, "--max-new-tokens", "12", "--json", cwd=tmp_path
-        )
-        assert done.returncode == 0 and json.loads(done.stdout)["new_tokens"] <= 12, done.stderr
-
-
-def test_a_foreign_draft_is_one_line_and_exit_code_1(folders, tmp_path):
-    models = ("--target", folders["target"], "--draft", write(tmp_path / "foreign", *eagle3()))
-    done = run("generate", *models, "--tree", "sequoia-example-64x6", cwd=tmp_path)
-    assert done.returncode == 1 and done.stdout == ""
-    assert "foreign: vocab_size: made for a target of 48 tokens" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+        run_briefly("generate", *models, "--tree", tree, "--max-new-tokens", "12")
 
 
 def test_remarks(folders, tmp_path):
@@ -261,29 +194,8 @@ def test_remarks(folders, tmp_path):
         "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
     }
     pair = load_pair(folders["target"], write(tmp_path / "draft", config, weights), dtype="float32")
-    [remark] = pair.remarks
-    shorter_context = (
-        "trained on up to 64 tokens (max_position_embeddings), the target reads 256; acceptance "
-        "falls beyond that"
-    )
-    assert shorter_context in remark
-
-
-@pytest.mark.parametrize("algorithm", ["EAGLE-3", "DFlash"])
-def test_greedy_text_of_the_embedded_target_is_unchanged(algorithm, plain_target, tmp_path):
-    """Random drafts in the shapes of the real target: mostly rejected, and never in the text."""
-    shape = dict(heads=9, kv_heads=3, head_dim=64, intermediate=1536)
-    settings = {
-        "EAGLE-3": dict(d2t=range(0, 49152, 12)),
-        "DFlash": dict(ids=(1, 9, 17, 25), mask=2, block=8),
-    }
-    parts = PARTS[algorithm](plain_target, **shape, **settings[algorithm])
-    draft = load(write(tmp_path / "draft", *parts), plain_target)
-    prompt = torch.tensor([[504, 3575, 282, 4649, 314, 253, 1194, 30, 1073, 506, 260]])
-    expected = plain_target.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=None)
-    tree = TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 2, 4])
-    generation = SequoiaDecoder(plain_target, draft, tree).generate(prompt, 24, eos_token_id=())
-    assert torch.equal(generation.sequences, expected)
+    [short] = pair.remarks
+    assert "trained on up to 64 tokens (max_position_embeddings), the target reads 256" in short
 
 
 def test_a_streamed_target_gives_its_hidden_states_too(folders, tmp_path):

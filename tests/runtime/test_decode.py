@@ -2,76 +2,55 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
-from functools import partial
-
 import numpy as np
 import pytest
-import torch
 from scipy.stats import chisquare
-from toys import Ids, ToyModel, run_decoder, toy_decoder
+from scripted import token_probs_of_texts
+from toys import Ids, ToyModel, first_tokens, toy_decoder
 
-from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.sampling import DEFAULT_VERIFIER
 from sequoia_plan.runtime.captured_step import CapturedStep
-from sequoia_plan.runtime.verify import VERIFIERS
+from sequoia_plan.runtime.verify import VERIFIERS, Acceptance
 
 PROMPT = [3, 1, 4]
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
-RUNS = 100_000
+RUNS = 2000
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
-@pytest.fixture(scope="module")
-def first_tokens():
-    """(runs, **setting) -> the target, and int64 [runs, 3]: what a decoder says first, run after
-    run, on two processes."""
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+def p_value(**setting):
+    """Chi-square of the joint law of a decoder's first three tokens against the exact one.
 
-        def decode_often(runs, **setting):
-            shares = range(runs // 2), range(runs // 2, runs)
-            return ToyModel(0), np.concatenate(
-                list(
-                    pool.map(partial(run_decoder, PROMPT, TREE.parents.tolist(), **setting), shares)
-                )
-            )
-
-        yield decode_often
-
-
-def p_value(target, new, temperature=1.0):
-    """Chi-square of the joint law of the tokens against the exact one; rare outcomes are pooled to
-    5 expected."""
-    length = new.shape[1]
-    expected = target.joint_law(PROMPT, length, temperature) * len(new)
+    Rare outcomes are pooled to 5 expected.
+    """
+    target, new = ToyModel(0), first_tokens(PROMPT, TREE, range(RUNS), **setting)
+    expected = token_probs_of_texts(target, PROMPT, 3, 1.0).prod(-1).flatten() * RUNS
     observed = np.bincount(
-        np.ravel_multi_index(new.T, [target.vocabulary] * length), minlength=expected.size
+        np.ravel_multi_index(new.T, [target.vocabulary] * 3), minlength=expected.size
     )
     rare = expected < 5
     observed, expected = [np.append(x[~rare], x[rare].sum()) for x in (observed, expected)]
     return chisquare(observed, expected).pvalue
 
 
-def test_joint_law_of_three_tokens(first_tokens):
-    assert p_value(*first_tokens(RUNS // 10)) > 1e-3
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_joint_law_of_three_tokens(verifier):
+    assert p_value(verifier=verifier) > 1e-3
 
 
-def test_joint_law_with_a_draft_that_covers_part_of_the_vocabulary(first_tokens):
-    assert p_value(*first_tokens(RUNS // 20, covered=[0, 2, 3, 5, 7])) > 1e-3
-
-
-@pytest.mark.parametrize("verifier", ["traversal", "specinfer", "spectr", "topk"])
-def test_joint_law_with_other_verifiers(first_tokens, verifier):
-    assert p_value(*first_tokens(RUNS // 20, verifier=verifier)) > 1e-3
+def test_joint_law_with_a_draft_that_covers_part_of_the_vocabulary():
+    assert p_value(covered=[0, 2, 3, 5, 7]) > 1e-3
 
 
 @pytest.mark.parametrize("verifier", ["sequoia", "traversal"])
-def test_a_decoder_without_the_residual_step_fails(first_tokens, verifier):
+def test_a_decoder_without_the_residual_step_fails(verifier, monkeypatch):
     """Negative control for the joint law: rejected probability is not moved to the residual."""
-    assert p_value(*first_tokens(RUNS // 20, broken=True, verifier=verifier)) < 1e-9
+    monkeypatch.setattr(
+        Acceptance, "bonus_probs", lambda _, end, target_probs, *__: target_probs(end)
+    )
+    assert p_value(verifier=verifier) < 1e-9
 
 
 @pytest.mark.parametrize(
@@ -119,68 +98,14 @@ def test_streamer_gets_every_token_once():
     assert streamer.tokens == result.sequences[0].tolist()  # the prompt too, as from transformers
 
 
-def test_vocabularies_must_fit():
-    target = ToyModel(0)
-    with pytest.raises(SequoiaPlanError, match="a vocabulary of 5 tokens, the target's has 8"):
-        SequoiaDecoder(target, ToyModel(1, vocabulary=5), TREE)
-    with pytest.raises(SequoiaPlanError, match="covers token 9"):
-        SequoiaDecoder(target, _covering(target, 9), TREE)
-    with pytest.raises(SequoiaPlanError, match="5 children of one node, more than"):
-        SequoiaDecoder(target, ToyModel(1, base=target, covered=[0, 1]), TokenTree.star(5))
-    with pytest.raises(SequoiaPlanError, match="needs a draft"):
-        SequoiaDecoder(target, None, TREE)
-
-
-def _covering(target, token):
-    draft = ToyModel(1, base=target, covered=[0, 1])
-    draft.d2t = torch.tensor([0, token])
-    return draft
-
-
-def test_steps_have_fixed_shapes_and_read_back_once(monkeypatch):
-    """Between two read-backs of the accepted tokens nothing looks at a tensor's value: `item` and
-    `tolist` are forbidden."""
-    decoder = toy_decoder(TREE)
-    decoder.step.prefill(torch.tensor(PROMPT), 20, seed=0)
-
-    def forbidden(*_):
-        raise AssertionError("a step read a tensor on the host")
-
-    sampling = Sampling(1.0)
-    with monkeypatch.context() as patch:
-        for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__"):
-            patch.setattr(torch.Tensor, name, forbidden)
-        with torch.inference_mode():
-            settings = [
-                replace(sampling, verifier=name, top_p=0.9, top_k=5, min_p=0.01)
-                for name in VERIFIERS
-            ]
-            outputs = []
-            for each in (sampling, sampling, *settings, replace(sampling, temperature=0.0)):
-                decoder.step.refill_random_numbers(each)
-                outputs.append(decoder.step(64, each))
-    assert {tuple(o.shape) for o in outputs} == {(1 + 2 * TREE.depth,)}
-
-
-@pytest.mark.parametrize(
-    ("recorded", "expected"), [("sequoia", "sequoia"), ("topk", "topk"), (None, DEFAULT_VERIFIER)]
-)
-def test_a_decoder_takes_the_verifier_of_its_tree(recorded, expected, monkeypatch):
+@pytest.mark.parametrize("recorded", ["sequoia", "topk", None])
+def test_a_decoder_takes_the_verifier_of_its_tree(recorded, monkeypatch):
     settings = {"temperature": 0.8} | ({"verifier": recorded} if recorded else {})
-    decoder = SequoiaDecoder(
-        ToyModel(0),
-        ToyModel(1, base=ToyModel(0)),
-        TokenTree.from_parents([-1, 0, 0, 1], {"settings": settings}),
-    )
-    used = []
-    run = CapturedStep.run
-    monkeypatch.setattr(
-        CapturedStep,
-        "run",
-        lambda self, extent, sampling: (
-            used.append(sampling.verifier) or run(self, extent, sampling)
-        ),
-    )
+    tree = TokenTree.from_parents([-1, 0, 0, 1], {"settings": settings})
+    decoder = SequoiaDecoder(ToyModel(0), ToyModel(1), tree)
+    used, run = [], CapturedStep.run
+    monkeypatch.setattr(CapturedStep, "run", lambda *given: used.append(given[2]) or run(*given))
     decoder.generate([1, 2, 3], 4, temperature=0.8, seed=0)
     decoder.generate([1, 2, 3], 4, sampling=Sampling(0.8, verifier="specinfer"), seed=0)
-    assert list(dict.fromkeys(used)) == [expected, "specinfer"]
+    verifiers = dict.fromkeys(sampling.verifier for sampling in used)
+    assert [*verifiers] == [recorded or DEFAULT_VERIFIER, "specinfer"]

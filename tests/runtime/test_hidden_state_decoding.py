@@ -1,78 +1,42 @@
-"""Decoding with drafts that read the target's hidden states or its KV cache.
-
-It is exact, and each step reads what it should read.
-"""
+"""Decoding with each kind of draft is exact, and each step reads what it should read."""
 
 from __future__ import annotations
 
-import copy
+from dataclasses import replace
 
 import architectures
 import pytest
 import torch
 from scripted import Scripted, error_of_a_step
-from simulated import simulate_capture
 from toys import SMALL_TREES
 
-from drafts import PARTS, load, small_target, write
-from sequoia_plan.artifacts import SELF_DRAFT, SequoiaPlanError, TokenTree
+from drafts import KINDS, PARTS, copy_with_its_cache, load, small_pair, small_target, write
+from sequoia_plan.artifacts import LANGUAGE_MODEL, SequoiaPlanError, TokenTree
 from sequoia_plan.profiler.draft_passes import logits_over_text
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.masks import additive_mask
-from sequoia_plan.runtime.draft import self_draft as self_draft_module
+from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
 from sequoia_plan.runtime.huggingface import sequoia
 from sequoia_plan.runtime.models.aux_hidden_states import AFTER_FINAL_NORM
 from sequoia_plan.runtime.models.forward import TreeModel
-from sequoia_plan.runtime.step import TreeStep
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
-ALGORITHMS = list(PARTS)
-DRAFTS = [*ALGORITHMS, "int8"]
-WINDOWED = "int8, windowed"
+DRAFTS = [*PARTS, "int8"]
+TREES = [
+    TokenTree.chain(2),
+    TokenTree.chain(5),
+    TokenTree.star(4),
+    TREE,
+    TokenTree.from_parents([-1, *((node - 1) // 3 for node in range(1, 30))]),
+]
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
-def with_copy(target, spread):
-    """A target and its copy in 8 bits, which shares its cache; `spread` sets the copy apart."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(self_draft_module, "draft_dtype", lambda target: target.dtype)
-        draft = self_draft_module.self_draft(target)
-    for parameter in draft.model.layers.parameters():
-        if parameter.is_floating_point():
-            parameter.data.mul_(spread)
-    assert SequoiaDecoder(target, draft, TREE).step.drafter.drafting == SELF_DRAFT
-    return target, draft
-
-
-def make_pairs(folder, settings, spread, **target_settings):
-    """{kind of draft: (target, draft)}."""
-    pairs = {"int8": with_copy(small_target(**target_settings), spread)}
-    for algorithm, parts in PARTS.items():
-        target = small_target(**target_settings)
-        path = write(folder / algorithm, *parts(target, **settings.get(algorithm, {})))
-        pairs[algorithm] = target, load(path, target)
-    return pairs
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """{kind of draft: (target, draft)}."""
-    windowed = {WINDOWED: with_copy(architectures.tiny("Mistral"), 1.2)}
-    return windowed | make_pairs(tmp_path_factory.mktemp("small"), {}, spread=1.2)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """The same with three tokens; the EAGLE-3 draft has two of them."""
-    settings = {"EAGLE-3": {"d2t": [0, 2]}, "DFlash": {"mask": 2}}
-    return make_pairs(tmp_path_factory.mktemp("tiny"), settings, spread=1.4, vocabulary=3)
-
-
 @pytest.mark.parametrize("verifier", ["sequoia", "traversal"])
-@pytest.mark.parametrize("algorithm", DRAFTS)
-def test_the_distribution_of_a_step_is_the_targets(algorithm, verifier, tiny):
+@pytest.mark.parametrize("algorithm", [*DRAFTS, "int8, own cache"])
+def test_the_distribution_of_a_step_is_the_targets(algorithm, verifier):
     """By enumeration of every draw that the decoder's own code could make."""
-    decoder = SequoiaDecoder(*tiny[algorithm], SMALL_TREES["both"])
+    decoder = SequoiaDecoder(*small_pair(algorithm, 3), SMALL_TREES["both"])
     assert error_of_a_step(decoder, [2, 1, 2, 0], Scripted(1.0, verifier=verifier)) < 1e-6
     told_another = Scripted(
         1.0, verifier=verifier, told=lambda laws: torch.softmax(laws.log() / 2, -1)
@@ -82,14 +46,14 @@ def test_the_distribution_of_a_step_is_the_targets(algorithm, verifier, tiny):
     )
 
 
-def test_a_draw_shared_by_a_level_is_wrong_for_traversal(tiny):
+def test_a_draw_shared_by_a_level_is_wrong_for_traversal():
     """Why a DFlash draft's children are drawn for each node by itself.
 
     All nodes of a level have one distribution, but `traversal` verifies from the leaves up: what it
     accepts on one branch then says what was drawn on the other. Verified from the root down, a
     shared draw makes no difference.
     """
-    decoder = SequoiaDecoder(*tiny["DFlash"], SMALL_TREES["both"])
+    decoder = SequoiaDecoder(*small_pair("DFlash", 3), SMALL_TREES["both"])
     from_the_leaves = Scripted(1.0, verifier="traversal", shared=True)
     assert error_of_a_step(decoder, [2, 1, 2, 0], from_the_leaves) > 5e-4
     from_the_root = Scripted(1.0, verifier="sequoia", shared=True)
@@ -97,80 +61,17 @@ def test_a_draw_shared_by_a_level_is_wrong_for_traversal(tiny):
 
 
 @pytest.mark.parametrize("tree", [TokenTree.chain(4), TREE], ids=repr)
-@pytest.mark.parametrize("prompt", [[3, 1, 4], [7], list(range(45))], ids=len)
 @pytest.mark.parametrize("algorithm", DRAFTS)
-def test_greedy_is_the_targets_own_text(algorithm, prompt, tree, small):
-    target, draft = small[algorithm]
-    expected = target.generate(torch.tensor([prompt]), max_new_tokens=50, do_sample=False)
-    assert torch.equal(SequoiaDecoder(target, draft, tree).generate(prompt, 50).sequences, expected)
-
-
-@torch.inference_mode()
-def new_draft_cache(step, text):
-    """The draft's cache after `text`, from hidden states that transformers returns for it."""
-    target, drafter = step.target.model, step.drafter
-    ids = torch.tensor(text)
-    output = target.model(input_ids=ids[None, :-1], output_hidden_states=True)
-    states = [
-        output.last_hidden_state if layer == AFTER_FINAL_NORM else output.hidden_states[layer]
-        for layer in drafter.aux_hidden_state_layers
-    ]
-    cache = drafter.new_cache(256)
-    drafter.prefill(cache, ids[:-1])
-    slots = torch.arange(len(text) - 1)
-    mask = additive_mask(slots <= slots[:, None], torch.float32)
-    drafter.prefill_hidden_states(cache, ids[:-1], slots, mask, torch.cat(states, -1)[0])
-    return cache
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@torch.inference_mode()
-def test_every_step_drafts_as_if_the_text_were_new(algorithm, small, monkeypatch):
-    """After any number of steps, the draft's probabilities are those for the whole text at once.
-
-    So its hidden states, positions, masks and what it keeps are right, whether or not the steps
-    accepted something.
-    """
-    target, draft = small[algorithm]
-    decoder = SequoiaDecoder(target, draft, TREE)
-    drafter, sequence, sampling = decoder.step.drafter, decoder.step.sequence, Sampling(1.0)
-    compared, lengths = 0, set()
-    draft_of_step = TreeStep.draft
-
-    def checked(self, extent, sampling):
-        nonlocal compared
-        drafted = draft_of_step(self, extent, sampling)
-        text = sequence.tokens[: int(sequence.length) + 1].tolist()
-        cache, sequence.draft = sequence.draft, new_draft_cache(self, text)
-        columns, output, probs = self.tensors.columns(sequence.length, extent), None, []
-        for draft_pass in self.passes:
-            output = drafter.forward(draft_pass, sequence, columns, output)
-            probs.append(torch.softmax(output.logits, -1))
-        sequence.draft = cache
-        torch.testing.assert_close(drafted.draft_probs, torch.cat(probs), atol=2e-5, rtol=1e-4)
-        compared += 1
-        return drafted
-
-    monkeypatch.setattr(TreeStep, "draft", checked)
-    for step in decoder.steps(torch.tensor([5, 3, 9, 1, 4, 4, 2]), 60, sampling, seed=2):
-        lengths.add(len(step.tokens))
-    assert compared > 20 and len(lengths) > 1
-
-
-@pytest.mark.parametrize("algorithm", DRAFTS)
-def test_steps_replayed_in_parts_give_the_same_tokens(algorithm, small):
-    """Draft, target and verification as three graphs.
-
-    Hidden states reach the next one through memory that stays.
-    """
-    plain = SequoiaDecoder(*small[algorithm], TREE)
-    expected = plain.generate([3, 1, 4], 60, 1.0, seed=1).sequences
-    for fails in ((), ("step",)):
-        decoder = SequoiaDecoder(*small[algorithm], TREE)
-        step = decoder.step
-        simulate_capture(step, fails)
-        for _ in range(2):
-            assert torch.equal(decoder.generate([3, 1, 4], 60, 1.0, seed=1).sequences, expected)
+def test_greedy_is_the_targets_own_text(algorithm, tree):
+    """Also inside transformers' generate."""
+    target, draft = small_pair(algorithm)
+    options = {"max_new_tokens": 50, "do_sample": False}
+    for prompt in ([3, 1, 4], [7], list(range(45))):
+        ids = torch.tensor([prompt])
+        expected = target.generate(ids, **options)
+        assert SequoiaDecoder(target, draft, tree).generate(prompt, 50).sequences.equal(expected)
+    text = target.generate(ids, **options, custom_generate=sequoia, draft=draft, tree=tree)
+    assert text.equal(expected)
 
 
 @torch.inference_mode()
@@ -190,42 +91,40 @@ def test_aux_hidden_states_are_transformers_hidden_states():
         torch.testing.assert_close(state, expected.hidden_states[layer][0])
     torch.testing.assert_close(target.model.norm(states[3]), expected.last_hidden_state[0])
     torch.testing.assert_close(states[4], expected.last_hidden_state[0])
-    with pytest.raises(
-        SequoiaPlanError, match="reads the hidden state 5 of a target that has 0 to 4"
-    ):
+    with pytest.raises(SequoiaPlanError, match="reads the hidden state 5 "):
         TreeModel(target, aux_hidden_state_layers=(5,))
 
 
-def test_drafts_of_one_target_do_not_meet(small, tmp_path):
+def test_drafts_of_one_target_do_not_meet(tmp_path):
     """Two decoders with other hidden states of one target, and transformers itself, in turn."""
-    target, draft = small["EAGLE-3"]
+    target, draft = small_pair("EAGLE-3")
     dflash = load(write(tmp_path / "dflash", *PARTS["DFlash"](target, ids=(1, 3))), target)
     first, second = (SequoiaDecoder(target, model, TREE) for model in (draft, dflash))
-    expected = [
-        decoder.generate([3, 1, 4], 30, 1.0, seed=4).sequences for decoder in (first, second)
-    ]
-    steps = first.steps(torch.tensor([3, 1, 4]), 30, Sampling(1.0), seed=4)
+    prompt = torch.tensor([3, 1, 4])
+    expected = [each.generate(prompt, 30, 1.0, seed=4).sequences for each in (first, second)]
     tokens = [3, 1, 4]
-    for step in steps:
+    for step in first.steps(prompt, 30, Sampling(1.0), seed=4):
         tokens += step.tokens
-        target.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, do_sample=False)
+        target.generate(prompt[None], max_new_tokens=2, do_sample=False)
     assert tokens[: expected[0].shape[1]] == expected[0][0].tolist()
-    assert torch.equal(second.generate([3, 1, 4], 30, 1.0, seed=4).sequences, expected[1])
+    assert second.generate(prompt, 30, 1.0, seed=4).sequences.equal(expected[1])
 
 
-def test_a_tree_deeper_than_the_block_is_refused(small):
-    with pytest.raises(
-        SequoiaPlanError,
-        match="tree: 9 levels, the draft reaches 5; solve with its own profile, or with --depth 5",
-    ):
-        SequoiaDecoder(*small["DFlash"], TokenTree.chain(9))
+def test_a_tree_deeper_than_the_block_is_refused():
+    with pytest.raises(SequoiaPlanError, match="9 levels, the draft reaches 5"):
+        SequoiaDecoder(*small_pair("DFlash"), TokenTree.chain(9))
 
 
-@pytest.mark.parametrize("algorithm", [*DRAFTS, WINDOWED])
+@pytest.mark.parametrize("algorithm", [*DRAFTS, "int8, windowed"])
 @torch.inference_mode()
-def test_passes_read_known_text_as_steps_do(algorithm, small):
+def test_passes_read_known_text_as_steps_do(algorithm):
     """What the profiler asks: logits at known positions, each at its level of the text's steps."""
-    decoder = SequoiaDecoder(*small[algorithm], TokenTree.chain(4))
+    if algorithm == "int8, windowed":
+        target = architectures.tiny("Mistral")
+        models = target, copy_with_its_cache(target, 1.2)
+    else:
+        models = small_pair(algorithm)
+    decoder = SequoiaDecoder(*models, TokenTree.chain(4))
     drafter, sequence = decoder.step.drafter, decoder.step.sequence
     text, levels, on_path, drafted = [5, 3, 9, 1], [], [], []
     draft = decoder.step.draft
@@ -251,23 +150,73 @@ def test_passes_read_known_text_as_steps_do(algorithm, small):
         assert error([0] * len(levels)) > 1e-3
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_half_precision(algorithm, small):
+@pytest.mark.parametrize("algorithm", PARTS)
+def test_half_precision(algorithm):
     """bfloat16 weights meet a float32 head where that is the target's."""
-    target, draft = small[algorithm]
-    half = SequoiaDecoder(copy.deepcopy(target).bfloat16(), copy.deepcopy(draft).bfloat16(), TREE)
-    assert half.generate([3, 1, 4], 20, 1.0, seed=1).new_tokens == 20
-    mixed = SequoiaDecoder(target, copy.deepcopy(draft).bfloat16(), TREE)
+    target, draft = small_pair(algorithm)
     greedy = target.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=20, do_sample=False)
+    mixed = SequoiaDecoder(target, draft.bfloat16(), TREE)
     assert torch.equal(mixed.generate([3, 1, 4], 20).sequences, greedy)
+    half = SequoiaDecoder(target.bfloat16(), draft, TREE)
+    assert half.generate([3, 1, 4], 20, 1.0, seed=1).new_tokens == 20
 
 
-@pytest.mark.parametrize("algorithm", DRAFTS)
-def test_inside_transformers_generate(algorithm, small):
-    target, draft = small[algorithm]
-    ids = torch.tensor([[3, 1, 4]])
-    expected = target.generate(ids, max_new_tokens=20, do_sample=False)
-    text = target.generate(
-        ids, max_new_tokens=20, do_sample=False, custom_generate=sequoia, draft=draft, tree=TREE
-    )
-    assert torch.equal(text, expected)
+def widths_of_a_step(decoder, monkeypatch):
+    """Tokens in each pass of the draft during one step."""
+    step, widths = decoder.step, []
+    model = step.drafter.model
+
+    def counted_pass(self, cache, tokens, *args, run=TreeModel.__call__, **options):
+        if self is model:
+            widths.append(tokens.numel())
+        return run(self, cache, tokens, *args, **options)
+
+    step.prefill(torch.arange(5) % 8, 40, seed=0)
+    if isinstance(model, TreeModel):
+        monkeypatch.setattr(TreeModel, "__call__", counted_pass)
+    else:
+        forward = model.forward
+        monkeypatch.setattr(
+            model, "forward", lambda *args: widths.append(args[0].shape[1]) or forward(*args)
+        )
+    with torch.inference_mode():
+        step.refill_random_numbers(Sampling(1.0))
+        step(64, Sampling(1.0))
+    return widths
+
+
+@pytest.mark.parametrize("tree", TREES, ids=repr)
+@pytest.mark.parametrize("kind", KINDS)
+def test_declared_widths_are_those_of_the_passes(kind, tree, monkeypatch):
+    decoder = SequoiaDecoder(*small_pair(kind), tree)
+    declared = decoder.step.drafter.drafting.pass_widths(tree.num_parents_by_level)
+    assert widths_of_a_step(decoder, monkeypatch) == declared
+
+
+def test_another_width_of_a_pass_shows(monkeypatch):
+    """Negative control: a drafter that reads its first level without the token before the root."""
+    passes = LanguageModelDrafter.passes
+
+    def narrow(self, tree, tensors):
+        first, *deeper = passes(self, tree, tensors)
+        names = ("input_slots", "offsets", "mask")
+        return (replace(first, **{name: getattr(first, name)[1:] for name in names}), *deeper)
+
+    monkeypatch.setattr(LanguageModelDrafter, "passes", narrow)
+    decoder = SequoiaDecoder(*small_pair("language model"), TREE)
+    declared = LANGUAGE_MODEL.pass_widths(TREE.num_parents_by_level)
+    assert widths_of_a_step(decoder, monkeypatch) != declared
+
+
+@pytest.mark.parametrize("tree", [TokenTree.chain(4), TokenTree.chain(1), TREE], ids=repr)
+def test_decoders_of_several_trees_share_a_sequence(tree):
+    """Whichever decodes, it says what a decoder of its own says; the memory is the same."""
+    models = small_pair("language model")
+    first = SequoiaDecoder(*models, TREE)
+    for temperature in (0.0, 1.0):
+        shared, alone = (
+            each.generate([3, 1, 4], 30, temperature, seed=2).sequences
+            for each in (first.with_tree(tree), SequoiaDecoder(*models, tree))
+        )
+        assert torch.equal(shared, alone)
+    assert first.with_tree(tree).step.sequence is first.step.sequence

@@ -1,26 +1,185 @@
-"""A layer's kernels for CUDA against float64, and how many kernels a layer takes.
+"""A layer's kernels against float64: attention with split keys, norms, rotary embeddings, gates.
 
-They run on a CUDA device, or without one on the CPU, by Triton's interpreter.
+The kernels run on a CUDA device, or without one on the CPU, by Triton's interpreter.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
 from functools import partial
 
 import pytest
 import torch
 from architectures import tiny
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from simulated import simulate_capture
+from toys import SMALL_TREES
 from triton_kernels import DEVICE
 
-from sequoia_plan.runtime.base.cache import TreeCache
-from sequoia_plan.runtime.models import attention, fused_layer, layer_operations
-from sequoia_plan.runtime.models.attention import attending
+from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.runtime import SequoiaDecoder, captured_step
+from sequoia_plan.runtime.base import kernel_launch
+from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.base.tree_tensors import TreeTensors
+from sequoia_plan.runtime.models import attention, fused_layer, layer_operations, split_keys
 from sequoia_plan.runtime.models.fuse import fuse
 from sequoia_plan.runtime.models.fused_layer import plain_linear
+from sequoia_plan.runtime.models.split_keys import split_key_attention
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="is about a CPU that stands for a GPU")
+DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16, torch.float32]
+"""Triton's interpreter multiplies matrices of bfloat16 wrongly."""
+TREES = {
+    "root": TokenTree.chain(1),
+    "chain": TokenTree.chain(5),
+    "both": SMALL_TREES["both"],
+    "wide": TokenTree.star(40),
+}
+
+
+def inputs(heads, shared_heads, tokens, extent, dtype, head_dim=16):
+    """Random queries, keys and values; keys and values are part of a longer cache."""
+    generator = torch.Generator().manual_seed(extent)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+    query = random(1, tokens, heads, head_dim).transpose(1, 2)  # as models make them
+    caches = [random(1, shared_heads, extent + 7, head_dim) for _ in range(2)]
+    return query, *(cache[:, :, :extent] for cache in caches)
+
+
+def attention_error(query, key, value, mask, attended):
+    """The largest difference from PyTorch's attention in float64."""
+    group = query.shape[1] // key.shape[1]
+    keys, values = (states.double().repeat_interleave(group, 1) for states in (key, value))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    mask = torch.zeros_like(mask, dtype=torch.float64).masked_fill(mask < -1, -torch.inf)
+    expected = attend(query.double(), keys, values, mask).transpose(1, 2)
+    return float((attended.double() - expected).abs().max())
+
+
+def last_slots(tokens, last):
+    """The slots of a pass, of which one is the last; they are in any order."""
+    return torch.arange(last, last - tokens, -1, device=DEVICE)
+
+
+def tolerance(dtype):
+    return {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("tree", "length"),
+    [*itertools.product(TREES, [0, 31, 300]), ("both", 1), ("root", 4096)],
+)
+def test_trees_of_any_length(tree, length, dtype):
+    """Four heads share keys; the slots after the tree, up to the extent, are hidden."""
+    tensors = TreeTensors.of(TREES[tree], DEVICE, dtype)
+    size = TREES[tree].size
+    extent = -(-(length + size) // 64) * 64
+    columns = tensors.columns(torch.tensor([length], device=DEVICE), extent)
+    mask = tensors.mask.index_select(1, columns)[None, None]
+    query, key, value = inputs(4, 1, size, extent, dtype)
+    slots = length + tensors.nodes
+    for num_parts in (1, 64) if length < 64 else (3,):
+        attended = split_key_attention(query, key, value, mask, slots, 0.25, num_parts)
+        assert attended.shape == (1, size, 4, 16)
+        assert attention_error(query, key, value, mask, attended) < tolerance(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "shared_heads", "window"), [(1, 1, 300), (2, 2, 20), (6, 2, 1), (8, 1, 20)]
+)
+def test_windows_and_shared_heads(heads, shared_heads, window, dtype):
+    """Each token sees the keys at most `window` before it; whole blocks of keys are hidden."""
+    tokens, extent = 9, 203
+    slots = torch.arange(extent, device=DEVICE)
+    rows = torch.arange(extent - tokens, extent, device=DEVICE)[:, None]
+    visible = (slots <= rows) & (slots > rows - window)
+    mask = additive_mask(visible, dtype)[None, None]
+    tensors = inputs(heads, shared_heads, tokens, extent, dtype, head_dim=24)
+    attended = split_key_attention(*tensors, mask, rows[:, 0], 24**-0.5, 4)
+    assert attention_error(*tensors, mask, attended) < tolerance(dtype)
+
+
+def test_a_mask_that_is_not_the_kernels_is_noticed():
+    """The control: one more key changes the result by more than the tolerance."""
+    tensors = inputs(4, 1, 3, 70, torch.float32)
+    visible = torch.ones(3, 70, dtype=torch.bool, device=DEVICE).tril(60)
+    mask = additive_mask(visible, torch.float32)[None, None]
+    attended = split_key_attention(*tensors, mask, last_slots(3, 69), 0.25, 2)
+    assert attention_error(*tensors, mask, attended) < 2e-6
+    mask[0, 0, 1, 69] = 0.0
+    assert attention_error(*tensors, mask, attended) > 1e-3
+
+
+@pytest.mark.parametrize("length", [0, 5, 64, 130])
+def test_keys_after_the_pass_are_not_read(length):
+    """One launch for all lengths: the mask is as wide as the cache, and here hides nothing. A pass
+    that ends one slot too early, the control, misses a key."""
+    tokens, extent = 5, 256
+    tensors = inputs(4, 2, tokens, extent, torch.float32)
+    mask = torch.zeros(1, 1, tokens, extent, device=DEVICE)
+    query, *caches = tensors
+    keys, values = (cache[:, :, : length + tokens] for cache in caches)
+    for last, is_right in ((length + tokens - 1, True), (length + tokens - 2, False)):
+        attended = split_key_attention(*tensors, mask, last_slots(tokens, last), 0.25, 3)
+        wrong = attention_error(query, keys, values, mask[..., : length + tokens], attended)
+        assert wrong < 2e-6 if is_right else wrong > 1e-3
+
+
+def use_kernels(patch):
+    """Let passes attend with split keys, as on CUDA."""
+    patch.setattr(kernel_launch, "_failed_kernels", set())
+    patch.setattr(split_keys, "kernels_available", lambda device: True)
+    patch.setattr(split_keys, "DTYPES", (torch.float32,))
+    patch.setattr(split_keys, "MIN_EXTENT", 1)
+
+
+@interpreted
+def test_a_decoder_generates_the_same_with_split_keys(monkeypatch):
+    """A model whose heads share keys, from the first token on, in the tree's and plain passes."""
+    launches = []
+
+    def counted(*args):
+        launches.append(args[0].shape[2])
+        return split_key_attention(*args, 3)
+
+    for tree in (TREES["both"], TREES["root"]):
+        decoder = SequoiaDecoder(tiny("Llama"), tiny("Llama", seed=1), tree)
+        expected = decoder.generate([5, 6, 7], 8).sequences
+        with monkeypatch.context() as patch:
+            use_kernels(patch)
+            patch.setattr(attention, "split_key_attention", counted)
+            assert torch.equal(decoder.generate([5, 6, 7], 8).sequences, expected)
+        assert tree.size in launches
+
+
+@interpreted
+@pytest.mark.parametrize("splits_keys", [True, False])
+def test_one_graph_serves_all_lengths(splits_keys, monkeypatch):
+    """Where attention finds the end of the text on the device; else each extent has a graph."""
+    decoder = SequoiaDecoder(tiny("Llama"), tiny("Llama", seed=1), TokenTree.chain(3))
+    expected = decoder.generate([5, 6, 7], 16).sequences
+    simulate_capture(decoder.step)
+    monkeypatch.setattr(captured_step, "EXTENT_MULTIPLE", {"cpu": 64, "cuda": 8})
+    if splits_keys:
+        use_kernels(monkeypatch)
+        split = partial(split_key_attention, num_parts=3)
+        monkeypatch.setattr(attention, "split_key_attention", split)
+    assert torch.equal(decoder.generate([5, 6, 7], 16).sequences, expected)
+    captures = decoder.step.models.graphs.captures
+    assert captures == ["step"] if splits_keys else len(captures) > 2
+    # a kernel that cannot be compiled, a tree that is too large, another attention
+    if splits_keys:
+        assert decoder.step.splits_keys()
+        assert not decoder.with_tree(TokenTree.chain(257)).step.splits_keys()
+        kernel_launch._failed_kernels.add(split_keys.KERNELS_NAME)
+        assert not decoder.step.splits_keys() and decoder.step.extent(3) < 64
+
+
 EPSILON = 1e-5
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Relative to the largest number of the result; two roundings of the dtype."""
@@ -56,50 +215,40 @@ def gated(gate_up):
     return gate * gate.sigmoid() * up
 
 
-def angles(tokens, head_dim, dtype):
-    turns = torch.rand(1, tokens, head_dim // 2, generator=torch.Generator().manual_seed(3)) * 6
-    both = torch.cat((turns, turns), -1).to(DEVICE)
-    return both.cos().to(dtype), both.sin().to(dtype)
+def assert_is(result, expected, *wrong):
+    """`result` is as near to float64 as its dtype allows; the controls are not."""
+    assert error(result, expected) < TOLERANCE[result.dtype]
+    assert all(error(result, each) > 2 * TOLERANCE[result.dtype] for each in wrong)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("width", [8, 48, 1030])
+@pytest.mark.parametrize(("dtype", "width"), [*zip(TOLERANCE, (1030, 8, 48), strict=True)], ids=str)
 def test_norms_of_hidden_states_and_of_heads(width, dtype):
     """Rows of hidden states; heads are a part of a wider tensor."""
     weight = 1 + random(width, dtype=dtype, seed=1) / 4
-    hidden_states = random(1, 5, width, dtype=dtype)
-    heads = random(1, 3, 7, width, dtype=dtype)[:, :, 1:5]
-    for x in (hidden_states, heads):
+    for x in (random(1, 5, width, dtype=dtype), random(1, 3, 7, width, dtype=dtype)[:, :, 1:5]):
         result = layer_operations.rms_norm(x, weight, EPSILON)
-        assert error(result, normed(x, weight)) < TOLERANCE[dtype]
-        assert error(result, normed(x, weight.roll(1))) > 2 * TOLERANCE[dtype]
+        assert_is(result, normed(x, weight), normed(x, weight.roll(1)))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("head_dim", [8, 24, 128])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [*zip(TOLERANCE, (24, 128, 8), strict=True)], ids=str
+)
 def test_rotary_embeddings(head_dim, dtype):
     """Heads are a part of the matrix product that made them; each token has its own angles."""
     heads = random(1, 5, 9, head_dim, dtype=dtype)[:, :, :6]
-    cos, sin = angles(5, head_dim, dtype)
-    result = layer_operations.rotate(heads, cos, sin)
-    assert error(result, rotated(heads, cos, sin)) < TOLERANCE[dtype]
-    assert error(result, rotated(heads, cos, -sin)) > 2 * TOLERANCE[dtype]
-    assert error(result, rotated(heads, cos.roll(1, 1), sin.roll(1, 1))) > 2 * TOLERANCE[dtype]
+    turns = torch.rand(1, 5, head_dim // 2, generator=torch.Generator().manual_seed(3)) * 6
+    angles = torch.cat((turns, turns), -1).to(DEVICE)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    wrong = rotated(heads, cos, -sin), rotated(heads, cos.roll(1, 1), sin.roll(1, 1))
+    assert_is(layer_operations.rotate(heads, cos, sin), rotated(heads, cos, sin), *wrong)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("width", [3, 96, 1500])
+@pytest.mark.parametrize(("dtype", "width"), [*zip(TOLERANCE, (1500, 3, 96), strict=True)], ids=str)
 def test_gates(width, dtype):
     """One block and more; the control has gate and up the other way round."""
     gate_up = random(1, 4, 2 * width, dtype=dtype)
-    result = layer_operations.silu_mul(gate_up)
-    assert error(result, gated(gate_up)) < TOLERANCE[dtype]
-    assert error(result, gated(gate_up.roll(width, -1))) > 2 * TOLERANCE[dtype]
-
-
-def use_kernels(patch):
-    """Let fused layers run their kernels wherever they are."""
-    patch.setattr(layer_operations, "runs_kernels", lambda x: True)
+    wrong = gated(gate_up.roll(width, -1))
+    assert_is(layer_operations.silu_mul(gate_up), gated(gate_up), wrong)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])
@@ -114,62 +263,7 @@ def test_a_model_computes_the_same_with_kernels(name, monkeypatch):
             return model(tokens).logits
 
     expected = logits()
-    use_kernels(monkeypatch)
+    monkeypatch.setattr(layer_operations, "runs_kernels", lambda x: True)
     assert (logits() - expected).norm() < 1e-5 * expected.norm()
     monkeypatch.setattr(fused_layer, "rotate", lambda heads, cos, sin: heads)
     assert (logits() - expected).norm() > 1e-3 * expected.norm()
-
-
-class Kernels(TorchDispatchMode):
-    """Counts the operations that launch a kernel: not views, and not allocations."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        if not function.is_view and name not in ("_unsafe_view", "empty"):
-            self.counts[name] += 1
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(("uses_kernels", "low", "high"), [(True, 12, 14), (False, 20, 40)])
-def test_a_layer_on_cuda_takes_few_kernels(uses_kernels, low, high, monkeypatch):
-    """Counted on the meta device, which runs what CUDA runs; the control is without our kernels."""
-    model = tiny("Llama", dtype=torch.bfloat16)
-    fuse(model, plain_linear)
-    layer, tokens, extent = model.model.layers[0].to("meta"), 6, 64
-    attend = layer.self_attn
-    heads = (attend.key_heads, attend.head_dim)
-    with Kernels() as kernels:
-
-        def counted(name, launches, make_result):
-            """Stand in for a function that launches kernels of ours."""
-
-            def launch(x, *args):
-                kernels.counts[name] += launches
-                with _disable_current_modes():
-                    return make_result(x)
-
-            return launch
-
-        if uses_kernels:
-            use_kernels(monkeypatch)
-            gated = counted("silu_mul", 1, lambda x: x[..., : x.shape[-1] // 2].clone())
-            monkeypatch.setattr(fused_layer, "silu_mul", gated)
-            for name in ("rms_norm", "rotate"):
-                monkeypatch.setattr(fused_layer, name, counted(name, 1, torch.empty_like))
-            split = counted("attention", 2, lambda x: x.transpose(1, 2).contiguous())
-            monkeypatch.setattr(attention, "split_key_attention", split)
-            monkeypatch.setattr(attention, "can_split_keys", lambda *tensors: True)
-        meta = partial(torch.zeros, device="meta", dtype=torch.bfloat16)
-        memory = (torch.device("meta"), torch.bfloat16, *heads)
-        slots = torch.zeros(tokens, dtype=torch.long, device="meta")
-        cache = TreeCache(((memory, memory),), extent, "meta").at(slots, extent)
-        angles = meta(1, tokens, attend.head_dim)
-        inputs = (meta(1, tokens, 32), meta(1, 1, tokens, extent), (angles, angles))
-        kernels.counts.clear()
-        with attending(torch.device("cpu"), slots=slots), torch.inference_mode():
-            layer(*inputs, past_key_values=cache)
-    assert low <= kernels.counts.total() <= high, kernels.counts

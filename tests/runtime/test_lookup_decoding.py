@@ -7,33 +7,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Scripted, error_of_a_step
-from toys import ToyModel
 
-from drafts import PARTS, load, small_target, write
+from drafts import KINDS, PARTS, small_pair
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.lookup import look_up
 from sequoia_plan.runtime.draft.unread import catch_up, note_count
 from sequoia_plan.runtime.step import TreeStep
 
-ALGORITHMS = list(PARTS)
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 def looking_up(*parents):
     """A tree with these parents whose spine is looked up."""
-    return TokenTree.from_parents([-1, *parents]).parents, True
+    return TokenTree(TokenTree.from_parents([-1, *parents]).parents, looks_up=True)
 
 
 def by_match(base, **trees):
     """The tree `base` with others by match: m2=looking_up(...) is for matches of 2 or more."""
-    others = {int(name[1:]): TokenTree(*_fields(tree)) for name, tree in trees.items()}
-    return TokenTree(TokenTree.from_parents([-1, *base]).parents, by_match=others)
-
-
-def _fields(tree):
-    parents, looks_up = tree
-    return (parents, {}, looks_up)
+    by_match = {int(name[1:]): tree for name, tree in trees.items()}
+    return TokenTree(TokenTree.from_parents([-1, *base]).parents, by_match=by_match)
 
 
 CHAIN = looking_up(0, 1, 2)
@@ -71,56 +64,34 @@ def test_the_match_is_the_longest_and_last(tokens, max_match, chain_length):
         assert chain.tolist() == expected_chain
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """{algorithm: (target, draft)} of three tokens; the EAGLE-3 draft has two of them."""
-    options = {"EAGLE-3": {"d2t": [0, 2]}, "DFlash": {"mask": 2}}
-    models = {}
-    for algorithm, parts in PARTS.items():
-        target = small_target(vocabulary=3)
-        folder = write(
-            tmp_path_factory.mktemp("draft") / "d", *parts(target, **options.get(algorithm, {}))
-        )
-        models[algorithm] = target, load(folder, target)
-    return models
-
-
 @pytest.mark.parametrize("verifier", ["sequoia", "traversal"])
 @pytest.mark.parametrize("spine", SPINES)
-@pytest.mark.parametrize("algorithm", ["language model", *ALGORITHMS])
-def test_the_distribution_of_a_step_is_the_targets(algorithm, spine, verifier, tiny):
+@pytest.mark.parametrize("kind", ["language model", *PARTS])
+def test_the_distribution_of_a_step_is_the_targets(kind, spine, verifier):
     """By enumeration of every draw that the decoder's own code could make."""
-    decoder = SequoiaDecoder(*models(algorithm, tiny), by_match([0], m1=SPINES[spine]))
+    decoder = SequoiaDecoder(*small_pair(kind, 3), by_match([0], m1=SPINES[spine]))
     for prompt in ([2, 1, 2, 0, 1, 2], [0, 0, 0, 0]):  # the chain goes on in the copy
         assert error_of_a_step(decoder, prompt, Scripted(1.0, verifier=verifier)) < 1e-6
 
 
-def models(algorithm, tiny):
-    """Target and draft; with "language model" the draft is another model of the same kind."""
-    if algorithm != "language model":
-        return tiny[algorithm]
-    target = small_target(vocabulary=3)
-    return target, small_target(vocabulary=3, seed=5)
-
-
 @pytest.mark.parametrize("verifier", ["sequoia", "traversal"])
-def test_a_looked_up_token_that_stays_in_the_drafts_probs_is_wrong(verifier, tiny):
+def test_a_looked_up_token_that_stays_in_the_drafts_probs_is_wrong(verifier):
     """The control: siblings are drawn without the token, and verified as if it could be drawn."""
 
     def with_the_token(probs):
         """The draft's probabilities as they might be with the token that has 0."""
         return 0.6 * probs + 0.4 * (probs == 0)
 
-    decoder = SequoiaDecoder(*tiny["EAGLE-1"], by_match([0], m1=SIBLINGS))
+    decoder = SequoiaDecoder(*small_pair("EAGLE-1", 3), by_match([0], m1=SIBLINGS))
     prompt = [2, 1, 2, 0, 1, 2]
     assert error_of_a_step(decoder, prompt, Scripted(1.0, verifier=verifier)) < 1e-6
     told = Scripted(1.0, verifier=verifier, told=with_the_token)
     assert error_of_a_step(decoder, prompt, told) > 1e-3
 
 
-def test_a_tree_chosen_by_what_was_drawn_is_wrong(tiny, monkeypatch):
+def test_a_tree_chosen_by_what_was_drawn_is_wrong(monkeypatch):
     """The control: the looked-up token depends on a draw of the same step."""
-    decoder = SequoiaDecoder(*tiny["EAGLE-1"], by_match([0], m1=SIBLINGS))
+    decoder = SequoiaDecoder(*small_pair("EAGLE-1", 3), by_match([0], m1=SIBLINGS))
     draft = TreeStep.draft
 
     def peeking_draft(step, extent, sampling):
@@ -137,45 +108,19 @@ def test_a_tree_chosen_by_what_was_drawn_is_wrong(tiny, monkeypatch):
     assert error_of_a_step(decoder, prompt, Scripted(1.0)) > 1e-3
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """{algorithm: (target, draft)}, loaded from folders."""
-    loaded = {}
-    for algorithm, parts in PARTS.items():
-        target = small_target()
-        folder = write(tmp_path_factory.mktemp("draft") / "d", *parts(target))
-        loaded[algorithm] = target, load(folder, target)
-    return loaded
-
-
 PORTFOLIO = by_match([0, 0, 1, 1], m1=DEEP, m2=SIBLINGS, m3=looking_up(*range(9)))
+LOOKUP_ALONE = by_match([], m1=CHAIN, m3=looking_up(*range(9)))
 
 
-@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "none"])
-def test_greedy_text_is_the_targets_own(algorithm, small):
-    target, draft = small["EAGLE-3"] if algorithm == "none" else small[algorithm]
+@pytest.mark.parametrize("kind", [*KINDS, "none"])
+def test_greedy_text_is_the_targets_own(kind):
+    target, draft = (small_pair("EAGLE-3")[0], None) if kind == "none" else small_pair(kind)
     prompt = torch.tensor([5, 3, 9, 5, 3, 9, 5, 3])
     expected = SequoiaDecoder(target, None, TokenTree.chain(1)).generate(prompt, 70)
-    if algorithm == "none":
-        draft = None
-        tree = by_match([], m1=CHAIN, m3=looking_up(*range(9)))
-    else:
-        tree = PORTFOLIO
+    tree = PORTFOLIO if draft else LOOKUP_ALONE
     result = SequoiaDecoder(target, draft, tree).generate(prompt, 70)
     assert result.sequences.tolist() == expected.sequences.tolist()
     assert result.steps < expected.steps
-
-
-def test_a_draft_that_is_the_target_is_always_accepted():
-    """Whatever steps came before, the draft has read all committed tokens when it drafts."""
-    target = ToyModel(0, context=512)
-    tree = by_match([0, 1], m5=looking_up(*range(5)))
-    decoder, num_steps = SequoiaDecoder(target, target, tree), {True: 0, False: 0}
-    for step in decoder.steps(torch.tensor([1, 2, 3, 1, 2]), 300, Sampling(1.0), seed=1):
-        num_steps[step.tree.looks_up] += 1
-        if not step.tree.looks_up:
-            assert len(step.tokens) == step.tree.depth
-    assert min(num_steps.values()) > 10
 
 
 def error_of_the_drafts_cache(target, draft, seed):
@@ -183,7 +128,8 @@ def error_of_the_drafts_cache(target, draft, seed):
 
     Before each step that drafts, the cache is compared up to what the first pass reads again.
     """
-    decoder = SequoiaDecoder(target, draft, by_match([0, 1], m1=looking_up(*range(9))))
+    tree = by_match([0, 1], m1=looking_up(*range(9)))
+    decoder = SequoiaDecoder(target, draft, tree)
     prefilled = SequoiaDecoder(target, draft, TokenTree.chain(2)).step
     errors = []
     num_read_again = decoder.step.drafter.num_read_again(decoder.step.tree)
@@ -205,34 +151,26 @@ def error_of_the_drafts_cache(target, draft, seed):
     return max(errors), len(errors)
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE-1", "EAGLE-3", "DFlash", "language model"])
-def test_the_drafts_cache_is_that_of_a_prompt(algorithm, small):
+@pytest.mark.parametrize("kind", ["language model", *PARTS])
+def test_the_drafts_cache_is_that_of_a_prompt(kind, monkeypatch):
     """After steps that left tokens unread and a catch-up, the cache is as if all were a prompt."""
-    target, draft = small.get(algorithm) or (small_target(), small_target(seed=5))
+    models = small_pair(kind)
     for seed in range(3):
-        error, num_steps = error_of_the_drafts_cache(target, draft, seed)
+        error, num_steps = error_of_the_drafts_cache(*models, seed)
         assert error < 1e-4
         assert num_steps > 3
-
-
-@pytest.mark.parametrize("algorithm", ["EAGLE-3", "language model"])
-def test_a_draft_that_leaves_one_accepted_token_unread_is_wrong(algorithm, small, monkeypatch):
-    """The control: one token too many counts as rejected."""
-    target, draft = small.get(algorithm) or (small_target(), small_target(seed=5))
-    monkeypatch.setattr(
+    monkeypatch.setattr(  # the control: one token too many counts as rejected
         "sequoia_plan.runtime.captured_step.note_count",
         lambda sequence, tree, count: note_count(sequence, tree, count - 1),
     )
-    assert max(error_of_the_drafts_cache(target, draft, seed)[0] for seed in range(3)) > 1e-3
+    if kind in ("EAGLE-3", "language model"):
+        assert max(error_of_the_drafts_cache(*models, seed)[0] for seed in range(3)) > 1e-3
 
 
-def test_verifiers_that_are_not_exact_for_lookup_are_refused(small):
-    decoder = SequoiaDecoder(*small["EAGLE-1"], by_match([0], m1=CHAIN))
-    with pytest.raises(SequoiaPlanError, match="verifier: found 'topk' with a tree whose spine"):
+def test_what_lookup_cannot_do_is_refused():
+    target, draft = small_pair("EAGLE-1")
+    decoder = SequoiaDecoder(target, draft, by_match([0], m1=CHAIN))
+    with pytest.raises(SequoiaPlanError, match="'topk' with a tree whose spine"):
         decoder.generate(torch.tensor([1, 2, 1, 2]), 9, sampling=Sampling(1.0, verifier="topk"))
-
-
-def test_drafted_children_need_a_draft(small):
-    target, _ = small["EAGLE-1"]
     with pytest.raises(SequoiaPlanError, match="needs a draft model"):
         SequoiaDecoder(target, None, by_match([], m1=SIBLINGS))

@@ -6,7 +6,6 @@ import copy
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -26,12 +25,10 @@ from sequoia_plan.artifacts import (
     ArgumentError,
     Profile,
     SequoiaPlanError,
-    TokenTree,
     load_tree,
-    save_tree,
 )
 from sequoia_plan.planner.cli import main
-from sequoia_plan.profiler import latency, measure
+from sequoia_plan.profiler import measure
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.base.weight_stream import stream_of
 from sequoia_plan.runtime.models.pretrained import load_model
@@ -47,7 +44,7 @@ def pair_in_memory(folder):
     return load_pair(target, draft, dtype="float32", placement="resident")
 
 
-@pytest.mark.parametrize("resident", [0, 2, LAYERS - SLOTS - 1])
+@pytest.mark.parametrize("resident", [0, LAYERS - SLOTS - 1])
 def test_tokens_are_those_of_the_resident_model(folder, slow_disk, resident):
     in_memory, offloaded = pair_in_memory(folder), streamed(folder, resident)
     metadata, stream = offloaded.metadata["target"], stream_of(offloaded.target)
@@ -78,11 +75,12 @@ def test_other_weights_of_the_same_size_and_date_are_noticed(folder, tmp_path):
         assert pair.metadata["target"]["content"] != other.metadata["target"]["content"]
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
-def test_a_streamed_target_cannot_be_copied(folder, copied):
+def test_a_streamed_target_cannot_be_copied(folder):
     """A copy's parameters would stay what the stream's slots held at that moment."""
-    with pytest.raises(SequoiaPlanError, match="layers are streamed, so it can neither be pickled"):
-        copied(streamed(folder).target)
+    target = streamed(folder).target
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(SequoiaPlanError, match="it can neither be pickled"):
+            copied(target)
 
 
 def test_a_pass_that_does_not_wait_is_noticed(folder, slow_disk, monkeypatch):
@@ -172,10 +170,7 @@ def test_weights_that_are_more_than_tensors_are_refused(tmp_path, pair, monkeypa
     pair.tokenizer.save_pretrained(tmp_path / "m")
     tensors = {"a": torch.zeros(2).as_subclass(Packed)}
     monkeypatch.setattr(offloaded_target, "_saved_tensors", lambda model: tensors)
-    message = (
-        "a is a Packed, expected plain tensors; a model quantised like this cannot be streamed"
-    )
-    with pytest.raises(SequoiaPlanError, match=message):
+    with pytest.raises(SequoiaPlanError, match="a is a Packed, expected plain tensors"):
         OffloadedTarget(str(tmp_path / "m"), "cpu", torch.float32)
 
 
@@ -210,55 +205,36 @@ def test_what_fits_stays(sizes, memory, outside_bytes, draft_bytes, cache_bytes,
         assert fixed_bytes + one_more > memory  # it is not sure to fit
 
 
-def test_too_little_memory_says_what_is_needed(folder):
-    message = (
-        r"memory: found 2 kB, expected at least .* for embeddings and head, "
-        r".* for 3 layers at a time"
-    )
-    target, draft = str(folder / "target"), str(folder / "draft")
-    with pytest.raises(SequoiaPlanError, match=message):
-        load_pair(target, draft, dtype="float32", offload="disk", memory=2000)
-
-
 def test_sizes():
     cpu = torch.device("cpu")
     texts = ("300MB", "1.5GB", "2GiB", "7", 12, " 3 kb")
     sizes = [300_000_000, 1_500_000_000, 2 << 30, 7, 12, 3000]
     assert [as_bytes(text, cpu) for text in texts] == sizes
     assert 1e8 < as_bytes(None, cpu) < 1e14
-    for wrong in ("", "1" * 400 + "GB", "much", "-3MB", "0", "nan", "3 XB"):
-        with pytest.raises(ArgumentError, match="expected a size, as 300MB or 24GB"):
+    for wrong in ("", "much", "-3MB", "0", "nan", "3 XB", "1e400GB"):
+        with pytest.raises(ArgumentError, match=r"expected a size, as 300MB|more than any machine"):
             as_bytes(wrong, cpu)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            ["--memory", "1GB"],
-            "memory 1GB: found without a link to stream from; add --offload host or disk",
-        ),
-        (
-            ["--offload", "host", "--device", "cpu"],
-            "to a CUDA device, found --device cpu; use --offload disk",
-        ),
+        (["--memory", "1GB"], "add --offload host or disk"),
+        (["--offload", "host", "--device", "cpu"], "found --device cpu; use --offload disk"),
         (["--offload", "disk", "--memory", "lots"], "memory: found 'lots', expected a size"),
+        (["--offload", "disk", "--memory", "2kB"], "memory: found 2 kB, expected at least"),
     ],
 )
-def test_refused_options(folder, options, message, tmp_path):
-    save_tree(TokenTree.chain(2), tmp_path / "t")
+def test_refused_options(folder, options, message):
     models = ["--target", str(folder / "target"), "--draft", str(folder / "draft")]
-    result = CliRunner().invoke(
-        main, ["generate", "--tree", str(tmp_path / "t"), *models, *options]
-    )
-    assert result.exit_code == 2 and message in result.output
+    words = ["generate", "--tree", "sequoia-example-64x6", *models, "--dtype", "float32", *options]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code in (1, 2) and message in result.output
 
 
-def test_from_profile_to_bench(folder, tmp_path, monkeypatch):
+def test_from_profile_to_generate(folder, tmp_path, monkeypatch, run_briefly):
     """The profile says what a step waits for, the tree where the weights were; others warn."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(latency, "SIZES", (1, 2, 4))
-    monkeypatch.setattr("sequoia_plan.planner.cli.profiling.LATENCY_SECONDS", 0)
     Path("p.txt").write_text("What is rain?\n\nName three birds.\n")
     for module in (measure.__module__, "sequoia_plan.profiler.prompts"):
         monkeypatch.setattr(sys.modules[module], "encode", lambda *_: PROMPT.tolist())
@@ -266,29 +242,24 @@ def test_from_profile_to_bench(folder, tmp_path, monkeypatch):
     models += ["--dtype", "float32"]
     placed = ["--offload", "disk", "--memory", str(streamed(folder).metadata["target"]["memory"])]
 
-    def run(*arguments):
-        result = CliRunner().invoke(main, list(arguments))
-        assert result.exit_code == 0, result.output
-        return result.output
-
     brief = ["--prompts", "p.txt", "--tokens", "8"]
-    output = run("profile", *models, *placed, *brief, "-o", "p.yaml")
+    output = run_briefly("profile", *models, *placed, *brief, "-o", "p.yaml")
     profile = Profile.load("p.yaml")
     metadata = profile.models["target"]
     assert profile.latency.stream.bytes == metadata["streamed_bytes"] > 0
     assert profile.latency.stream.seconds > 0
     resident_layers = f"{metadata['resident_layers']} of {LAYERS} layers"
     assert resident_layers in output
-    run("solve", "p.yaml", "-o", "t.safetensors")
-    assert "more memory" in run("show", "t.safetensors")
+    run_briefly("solve", "p.yaml", "-o", "t.safetensors")
+    assert "more memory" in run_briefly("show", "t.safetensors")
     assert load_tree("t.safetensors").plan.latency.stream == profile.latency.stream
     generate = ["--tree", "t.safetensors", "--max-new-tokens", "4"]
     # a busy machine may be warned of; the tree must fit
-    assert "the tree was solved for" not in run("generate", *models, *placed, *generate)
+    assert "the tree was solved for" not in run_briefly("generate", *models, *placed, *generate)
     assert (
         f"was solved for the target streamed from disk with {resident_layers} in memory "
         f"and {LAYERS} fused layers, this is repacked"
-    ) in run("generate", *models, *generate)
+    ) in run_briefly("generate", *models, *generate)
 
 
 DEVICE_MAP = {f"model.layers.{layer}": "disk" for layer in range(1, LAYERS)}
@@ -316,37 +287,10 @@ def test_a_target_that_accelerate_has_offloaded(offload, tmp_path):
     assert torch.equal(sequences, expected)
 
 
-def test_weights_that_nothing_brings_are_refused():
-    target = tiny("Llama").to("meta")
-    message = "its weights are on the meta device and nothing brings them"
-    with pytest.raises(SequoiaPlanError, match=message):
-        SequoiaDecoder(target, None, TokenTree.chain(1))
-
-
-def test_the_embedded_pair(monkeypatch, tmp_path):
+def test_the_embedded_pair(monkeypatch):
     """SmolLM2 with a fifth of its layers in memory writes the tokens of SmolLM2 in memory."""
     monkeypatch.delenv("SEQUOIA_PLAN_CACHE")
     in_memory = load_pair(dtype="float32", placement="resident")
     offloaded = load_pair(dtype="float32", offload="disk", memory="450MB")
     assert 0 < offloaded.metadata["target"]["resident_layers"] <= 10
-    tree, text = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3, 6]), "Explain how rain forms."
-    sequences = [
-        SequoiaDecoder(pair.target, pair.draft, tree, tokenizer=pair.tokenizer)
-        .generate(text, 24)
-        .sequences
-        for pair in (offloaded, in_memory)
-    ]
-    assert torch.equal(*sequences)
-
-
-def run_python(code):
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
-
-
-def test_decoding_without_offloading_does_not_import_offload():
-    code = "import sys, sequoia_plan.runtime; print('\\n'.join(sys.modules))"
-    modules = run_python(code).split()
-    assert "sequoia_plan.runtime.pair" in modules
-    assert not [name for name in modules if name.startswith("sequoia_plan.runtime.offload")]
+    assert torch.equal(tokens(offloaded), tokens(in_memory))

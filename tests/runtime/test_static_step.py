@@ -8,17 +8,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from architectures import tiny
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from drafts import PARTS, load, small_target, write
+from drafts import PARTS, small_pair
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, captured_step, decoding_models
-from sequoia_plan.runtime.capture import Graphs, can_capture
+from sequoia_plan.runtime.base.weight_stream import register_stream
+from sequoia_plan.runtime.capture import can_capture
 from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.draft import language_model
+from sequoia_plan.runtime.offload.disk_stream import DiskStream
+from sequoia_plan.runtime.offload.host_stream import HostStream
 from sequoia_plan.runtime.step import TreeStep
 from sequoia_plan.runtime.verify import VERIFIERS
 
@@ -31,31 +34,16 @@ SETTINGS = [
     FILTERED,
     *(Sampling(0.8, verifier=name) for name in VERIFIERS if name != FILTERED.verifier),
 ]
-STEPS = 200
+STEPS = 60
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def llama(seed, hidden, layers, device):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        vocab_size=64,
-    )
-    return LlamaForCausalLM(config).eval().to(device)
+def models(device="cpu"):
+    return [tiny("Llama", seed, num_hidden_layers=2 - seed).to(device) for seed in (0, 1)]
 
 
 def decoder(device="cpu", **options):
-    return SequoiaDecoder(llama(0, 32, 2, device), llama(1, 16, 1, device), TREE, **options)
-
-
-def tapped(kind, folder, device="cpu", **options):
-    """A decoder with a draft that reads the target's hidden states."""
-    target = small_target()
-    draft = load(write(folder / "draft", *PARTS[kind](target)), target)
-    return SequoiaDecoder(target.to(device), draft.to(device), TREE, **options)
+    return SequoiaDecoder(*models(device), TREE, **options)
 
 
 def accepted(decoder, sampling):
@@ -84,20 +72,20 @@ def traced(monkeypatch):
 LOOKS_UP = TokenTree(TREE.parents, looks_up=True)
 LOOKUP_CHAIN = TokenTree(TokenTree.chain(6).parents, looks_up=True)
 PORTFOLIO = TokenTree(TREE.parents, by_match={1: LOOKS_UP, 2: LOOKUP_CHAIN})
-SHORT = [Sampling(0.0), Sampling(0.8)]
-KINDS = [
-    *(("language model", sampling) for sampling in SETTINGS[:-2]),  # test_verify.py traces others
-    *(("portfolio", sampling) for sampling in SHORT),
-    *((kind, sampling) for kind in PARTS for sampling in SHORT),  # with hooks in the target's pass
-]
 
 
-@pytest.mark.parametrize(("kind", "sampling"), KINDS, ids=repr)
-def test_the_step_traces_whole_and_the_trace_gives_the_same_tokens(
-    kind, sampling, traced, tmp_path
-):
+@pytest.mark.parametrize(
+    ("kind", "sampling"),
+    [
+        # other verifiers are traced in tests/profiler/test_verify_acceptance.py
+        *(("language model", each) for each in (*SETTINGS[:2], Sampling(0.8, verifier="topk"))),
+        *((kind, Sampling(0.8)) for kind in ("portfolio", *PARTS)),  # with hooks in the target
+    ],
+    ids=repr,
+)
+def test_the_step_traces_whole_and_the_trace_gives_the_same_tokens(kind, sampling, traced):
     if kind in PARTS:
-        eager, traced_decoder = tapped(kind, tmp_path), tapped(kind, tmp_path)
+        eager, traced_decoder = (SequoiaDecoder(*small_pair(kind), TREE) for _ in range(2))
     else:
         tree = PORTFOLIO if kind == "portfolio" else TREE
         eager, traced_decoder = (decoder().with_tree(tree) for _ in range(2))
@@ -106,18 +94,6 @@ def test_the_step_traces_whole_and_the_trace_gives_the_same_tokens(
     assert accepted(traced_decoder, sampling) == expected
     # other kinds may end their text earlier
     assert expected and (len(expected) == STEPS or kind != "language model")
-
-
-@pytest.mark.parametrize("sampling", SHORT, ids=repr)
-@pytest.mark.parametrize("kind", PARTS)
-def test_no_operation_of_a_step_with_other_kinds_of_drafts_copies_from_the_host(
-    kind, sampling, monkeypatch, tmp_path
-):
-    target = small_target()
-    draft = load(write(tmp_path / "draft", *PARTS[kind](target)), target)
-    assert devices_of_a_step(sampling, None, monkeypatch, target.to("meta"), draft.to("meta")) == {
-        "meta"
-    }
 
 
 def test_a_step_that_reads_a_tensor_does_not_trace(traced, monkeypatch):
@@ -170,16 +146,17 @@ class FromPython(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def devices_of_a_step(sampling, covered, monkeypatch, target=None, draft=None):
+def devices_of_a_step(kind, sampling, monkeypatch):
     """The step on a device that has no values to look at. Only tensors copied from or to the host
     could lie elsewhere."""
+    pair = small_pair(kind) if kind in PARTS else models()
     for module in (decoding_models, language_model):
         monkeypatch.setattr(module, "probe", lambda model: None)
     monkeypatch.setattr(torch, "Generator", lambda device: None)
-    target, draft = target or llama(0, 32, 2, "meta"), draft or llama(1, 16, 1, "meta")
+    target, draft = (model.to("meta") for model in pair)
     d2t = getattr(draft, "d2t", None)
-    if covered is not None:
-        d2t = torch.empty(len(covered), dtype=torch.long, device="meta")
+    if kind == "part of the vocabulary":
+        d2t = torch.empty(5, dtype=torch.long, device="meta")
     if d2t is not None:
         shared = (d2t.numel(), d2t)
         monkeypatch.setattr(decoding_models, "shared_vocabulary", lambda *_: shared)
@@ -196,10 +173,10 @@ def devices_of_a_step(sampling, covered, monkeypatch, target=None, draft=None):
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=repr)
-@pytest.mark.parametrize("covered", [None, [0, 2, 3, 5, 7]])
-def test_no_operation_of_a_step_copies_from_the_host(sampling, covered, monkeypatch):
+@pytest.mark.parametrize("kind", ["language model", "part of the vocabulary", *PARTS])
+def test_no_operation_of_a_step_copies_from_the_host(kind, sampling, monkeypatch):
     """A copy would end the capture of a CUDA graph, and tracing does not see it."""
-    assert devices_of_a_step(sampling, covered, monkeypatch) == {"meta"}
+    assert devices_of_a_step(kind, sampling, monkeypatch) == {"meta"}
 
 
 @pytest.mark.parametrize(
@@ -210,27 +187,30 @@ def test_a_copy_from_the_host_is_seen(copied, monkeypatch):
     """Negative control."""
     keep = TreeStep.commit
     monkeypatch.setattr(TreeStep, "commit", lambda self, *args: keep(self, *args) + copied())
-    assert devices_of_a_step(Sampling(0.0), None, monkeypatch) == {"cpu", "meta"}
+    assert devices_of_a_step("language model", Sampling(0.0), monkeypatch) == {"cpu", "meta"}
 
 
 def test_models_that_read_the_length_on_the_host_are_not_captured():
-    on_cuda = SimpleNamespace(device=torch.device("cuda", 0))
-    other = SimpleNamespace(device=torch.device("cuda", 1))
-
-    class Model(SimpleNamespace):
-        """Unlike SimpleNamespace, but like a module, it can be a key of a weak dictionary."""
-
-        __hash__ = object.__hash__
+    on_cuda, other = (SimpleNamespace(device=torch.device("cuda", i)) for i in range(2))
 
     def model(parameters=(on_cuda, on_cuda), rope="default", **attributes):
-        config = SimpleNamespace(rope_parameters={"rope_type": rope})
-        return Model(parameters=lambda: parameters, config=config, **attributes)
+        model = torch.nn.Module()
+        model.parameters = lambda: iter(parameters)
+        model.config = SimpleNamespace(rope_parameters={"rope_type": rope})
+        for name, value in attributes.items():
+            setattr(model, name, value)
+        return model
 
-    assert can_capture(model()) and can_capture(model(rope="llama3"))
-    assert not can_capture(model(rope="dynamic")) and not can_capture(model(rope="longrope"))
-    assert not can_capture(model((on_cuda, other))) and not can_capture(model(()))
-    assert not can_capture(model(_tp_size=2)) and not can_capture(model(_orig_mod=None))
-    assert not can_capture(llama(0, 16, 1, "cpu"))
+    def streamed(stream_class):
+        register_stream(streamed := model(), stream_class.__new__(stream_class))
+        return streamed
+
+    can = [model(), model(rope="llama3"), streamed(HostStream)]  # the device copies by itself
+    compiled = model()
+    compiled.compile()
+    cannot = [model(rope="dynamic"), model(rope="longrope"), model((on_cuda, other)), model(())]
+    cannot += [model(_tp_size=2), model(_orig_mod=None), compiled, streamed(DiskStream)]
+    assert [can_capture(each) for each in can + cannot] == [True] * len(can) + [False] * len(cannot)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), FILTERED], ids=repr)
@@ -271,41 +251,3 @@ def test_captured_steps_give_the_same_tokens(sampling):
     expected = accepted(eager, sampling)
     assert accepted(captured, sampling) == expected
     assert accepted(captured, sampling) == expected  # replayed for another sequence
-
-
-@needs_cuda
-def test_graphs():
-    """What a capture prepares is undone; every call replays; a pool that was cleared can be filled
-    again."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    graphs, total = Graphs(device), torch.zeros(3, device=device)
-    for _ in range(2):
-        total.zero_()
-        results = [
-            graphs("sum", lambda: total.add_(1) * 2, lambda: (total,)).tolist() for _ in range(3)
-        ]
-        assert results == [[2.0] * 3, [4.0] * 3, [6.0] * 3]
-        assert graphs("other", lambda: total + 1).tolist() == [4.0] * 3
-        assert len(graphs.graphs) == 2
-        graphs.clear()
-
-
-@needs_cuda
-@pytest.mark.parametrize(
-    "waiting",
-    [lambda total: total.sum().item(), lambda total: torch.tensor([1.0]).to(total.device)],
-)
-def test_a_function_that_waits_runs_as_it_is(waiting):
-    device = torch.device("cuda", torch.cuda.current_device())
-    graphs, total = Graphs(device), torch.zeros(3, device=device)
-
-    def run():
-        waiting(total)
-        return total.add_(1).clone()
-
-    with pytest.warns(UserWarning, match="cannot be captured"):
-        first = graphs("sum", run, lambda: (total,))
-    assert (
-        first.tolist() == [1.0] * 3 and graphs("sum", run, lambda: (total,)).tolist() == [2.0] * 3
-    )
-    assert torch.cuda.get_sync_debug_mode() == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from architectures import plain_text, resembling, tiny
 from toys import Ids
-from transformers import TextIteratorStreamer
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, sequoia
@@ -30,7 +28,7 @@ def models():
 
 
 @pytest.fixture(autouse=True)
-def switching(monkeypatch):
+def switching():
     """Threads give way often, so that what can go wrong does."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
@@ -44,21 +42,17 @@ def by_threads(request):
         return list(pool.map(request, range(len(PROMPTS))))
 
 
-def request_of(decoder, sampling):
-    """A request for the text after a prompt; the streamed tokens must be those of the result."""
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_decoders_requests_take_turns(models, temperature):
+    """The streamed tokens are those of the result, and of a request that is alone."""
+    decoder = SequoiaDecoder(*models, TREE)
 
     def request(i):
         streamer = Ids()
-        result = decoder.generate(PROMPTS[i], 24, sampling=sampling, seed=i, streamer=streamer)
+        result = decoder.generate(PROMPTS[i], 24, temperature, seed=i, streamer=streamer)
         assert streamer.ended and streamer.tokens == result.sequences[0].tolist()
         return streamer.tokens
 
-    return request
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8)], ids=["greedy", "sampled"])
-def test_a_decoders_requests_take_turns(models, sampling):
-    request = request_of(SequoiaDecoder(*models, TREE), sampling)
     alone = [request(i) for i in range(len(PROMPTS))]
     assert by_threads(request) == alone
 
@@ -90,26 +84,6 @@ def test_custom_generate_takes_turns_too(models):
 
     reference = [plain_text(target, torch.tensor([prompt]), 16).tolist() for prompt in PROMPTS]
     assert by_threads(request) == reference
-
-
-def test_transformers_own_streamer_in_a_thread_each(pair):
-    """The real pair: two threads write, two listeners read, and each reads its own text."""
-    decoder = SequoiaDecoder(pair.target, pair.draft, TREE, tokenizer=pair.tokenizer)
-    prompts = ["The capital of France is", "Two plus two is"]
-    alone = [decoder.generate(prompt, 12).text for prompt in prompts]
-    streamers = [
-        TextIteratorStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        for _ in prompts
-    ]
-    threads = [
-        threading.Thread(target=decoder.generate, args=(prompt, 12), kwargs={"streamer": s})
-        for prompt, s in zip(prompts, streamers, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    assert ["".join(streamer) for streamer in streamers] == alone
-    for thread in threads:
-        thread.join()
 
 
 def test_a_thread_does_not_wait_for_itself(models):

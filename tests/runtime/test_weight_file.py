@@ -1,10 +1,12 @@
-"""Every fault of a file of weights is noticed, and none leaves anything damaged behind."""
+"""Every fault of a file of weights is noticed, and none leaves anything damaged behind.
+
+The layers that read it are fused ones, whose matrices are views of the slots that weights come to.
+"""
 
 from __future__ import annotations
 
 import errno
 import gc
-import json
 import os
 import signal
 import subprocess
@@ -19,10 +21,12 @@ from safetensors import safe_open
 from streamed import LAYERS, PROMPT, decoder, streamed, tokens, weights
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.runtime import Sampling
+from sequoia_plan.runtime import Sampling, load_pair
+from sequoia_plan.runtime.base.cache import round_up
 from sequoia_plan.runtime.base.weight_stream import stream_of
+from sequoia_plan.runtime.models.fused_layer import FusedLayer
 from sequoia_plan.runtime.models.pretrained import load_model
-from sequoia_plan.runtime.offload import disk_stream
+from sequoia_plan.runtime.offload import disk_stream, offloaded_target
 from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 from sequoia_plan.runtime.offload.weight_file import ALIGNMENT, WeightFile
 
@@ -32,22 +36,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "own_cache
 def test_the_file_is_a_safetensors_file_in_pass_order(folder):
     offloaded = OffloadedTarget(str(folder / "target"), "cpu", torch.float32)
     model = load_model(str(folder / "target"), "cpu", torch.float32)[0]
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())  # the head is tied to the embeddings
     with safe_open(weights(folder), framework="pt") as file:
-        names = [name for name in file.keys() if not name.startswith("padding.")]  # noqa: SIM118
-        assert sorted(names) == sorted(parameters)
-        assert "lm_head.weight" not in names  # it is tied to the embeddings
+        names = {name for name in file.keys() if not name.startswith("padding.")}  # noqa: SIM118
+        assert names == parameters.keys()
         assert all(torch.equal(file.get_tensor(name), parameters[name]) for name in names)
-        assert json.loads(file.metadata()["sequoia_plan"])["format"].startswith(
-            "sequoia-plan-weights"
-        )
+        assert "sequoia-plan-weights" in file.metadata()["sequoia_plan"]
     assert len(offloaded.file.blocks) == 1 + LAYERS
     for number, block in enumerate(offloaded.file.blocks):
         assert block.offset % ALIGNMENT == block.size % ALIGNMENT == 0
         assert all((f"layers.{number - 1}." in name) == (number > 0) for name in block.tensors)
-    assert set(offloaded.file.blocks[0].tensors) >= {name for name in parameters if "norm" in name}
-    names = [name for name in parameters if "layers.3." in name]
-    assert set(offloaded.layer(3)) == {name.removeprefix("model.layers.3.") for name in names}
 
 
 def test_a_pass_that_was_given_up_does_not_spoil_the_next(folder, slow_disk):
@@ -77,25 +75,24 @@ def test_a_read_error_in_mid_decode(folder, monkeypatch):
         return preadv(*arguments)
 
     monkeypatch.setattr(os, "preadv", fails_once)
-    message = (
-        r"target-.*\.weights: cannot be read \(Input/output error\); "
-        "delete it, and it will be made again"
-    )
+    message = r"target-.*\.weights: cannot be read \(Input/output error\); delete it"
     with pytest.raises(SequoiaPlanError, match=message):
         tokens(offloaded)
     assert torch.equal(tokens(offloaded), expected)
 
 
-def test_a_file_that_shrinks_or_changes_in_mid_decode(folder):
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: os.utime(path, ns=(1, 1)), "was written to while it was in use"),
+        (lambda path: os.truncate(path, ALIGNMENT * 4), "was cut off|was written to"),
+    ],
+)
+def test_a_file_that_shrinks_or_changes_in_mid_decode(folder, damage, message):
     decoding = decoder(streamed(folder)).steps(PROMPT, 40, sampling=Sampling())
     next(decoding)
-    os.utime(weights(folder), ns=(1, 1))
-    with pytest.raises(SequoiaPlanError, match="was written to while it was in use"):
-        list(decoding)
-    decoding = decoder(streamed(folder)).steps(PROMPT, 40, sampling=Sampling())
-    next(decoding)
-    os.truncate(weights(folder), ALIGNMENT * 4)
-    with pytest.raises(SequoiaPlanError, match=r"was cut off|was written to"):
+    damage(weights(folder))
+    with pytest.raises(SequoiaPlanError, match=message):
         list(decoding)
 
 
@@ -114,8 +111,7 @@ def test_damaged_weights_are_not_computed_with(folder):
     path = weights(folder)
     block = WeightFile(path).blocks[4]
     flip_bits(path, block.offset + 100)
-    message = rf"the block at {block.offset} has the checksum .* it was damaged; delete it"
-    with pytest.raises(SequoiaPlanError, match=message):
+    with pytest.raises(SequoiaPlanError, match=r"checksum .* it was damaged; delete it"):
         tokens(streamed(folder))
     damages = (
         lambda: flip_bits(path, 200),
@@ -126,8 +122,7 @@ def test_damaged_weights_are_not_computed_with(folder):
         damage()
         with pytest.raises(SequoiaPlanError, match="it will be made again"):
             WeightFile(path)
-        if not path.stat().st_size:
-            assert torch.equal(tokens(streamed(folder)), expected)
+    assert torch.equal(tokens(streamed(folder)), expected)
 
 
 def test_every_flipped_bit_of_the_header_is_noticed(folder):
@@ -203,28 +198,66 @@ def test_a_full_disk_while_the_file_is_written(folder):
     process = start_python(limit + CODE, folder / "target")
     error = process.communicate(timeout=60)[1]
     assert process.returncode == 1
-    assert (
-        "cannot be written (File too large); it takes as much room as the weights: free some, "
-        "or set SEQUOIA_PLAN_CACHE"
-    ) in error
+    assert "cannot be written (File too large)" in error and "or set SEQUOIA_PLAN_CACHE" in error
     files = Path(os.environ["SEQUOIA_PLAN_CACHE"]).iterdir()
     assert all(file.name.endswith(".lock") for file in files)
 
 
 def test_threads_end_with_the_model(folder):
     threads_before = set(threading.enumerate())
-    offloaded = streamed(folder)
-    offloaded_decoder = decoder(offloaded)
+    offloaded_decoder = decoder(streamed(folder))
     offloaded_decoder.generate(PROMPT, 4)
     assert len(set(threading.enumerate()) - threads_before) == disk_stream.THREADS
-    del offloaded, offloaded_decoder
+    stream_of(offloaded_decoder.step.target.model).close()
+    with pytest.raises(SequoiaPlanError, match="is closed; load the models again"):
+        offloaded_decoder.generate(PROMPT, 4)
+    del offloaded_decoder
     gc.collect()
     assert set(threading.enumerate()) == threads_before
 
 
-def test_after_close_a_pass_is_refused(folder):
-    offloaded = streamed(folder)
-    offloaded_decoder = decoder(offloaded)
-    stream_of(offloaded.target).close()
-    with pytest.raises(SequoiaPlanError, match="is closed; load the models again"):
-        offloaded_decoder.generate(PROMPT, 4)
+RESIDENT = 2
+
+
+def in_memory(folder, placement):
+    target, draft = str(folder / "target"), str(folder / "draft")
+    return load_pair(target, draft, dtype="float32", placement=placement)
+
+
+def test_no_weight_is_held_twice_or_read_in_vain(folder):
+    """A slot has no room, and a pass no bytes, but for the weights and the end of a page."""
+    pair = streamed(folder, RESIDENT)
+    expected = in_memory(folder, "resident").target
+    storages = {
+        parameter.untyped_storage().data_ptr(): parameter.untyped_storage().nbytes()
+        for parameter in pair.target.parameters()
+    }
+    metadata = pair.metadata["target"]
+    norms = sum(p.nbytes for name, p in expected.named_parameters() if "norm" in name)
+    # fused norms have copies of their weights
+    assert sum(storages.values()) <= metadata["resident_bytes"] + metadata["slot_bytes"] + norms
+    layer_bytes = sum(p.nbytes for p in expected.model.layers[0].parameters())
+    stream = stream_of(pair.target)
+    assert stream.bytes <= (LAYERS - RESIDENT) * round_up(layer_bytes, ALIGNMENT)
+
+
+def test_logits_are_bit_by_bit_those_of_fused_layers_in_memory(folder):
+    pairs = streamed(folder, RESIDENT), in_memory(folder, "fused")
+    text = torch.arange(3, 40)[None]
+    with torch.inference_mode():
+        logits = [pair.target(text).logits for pair in pairs]
+    assert torch.equal(*logits)
+
+
+def test_weights_in_the_wrong_place_are_noticed(folder, monkeypatch):
+    """The control: with another order of the file a layer would not read what is in its slot."""
+    in_order = offloaded_target.in_joined_order
+    monkeypatch.setattr(offloaded_target, "in_joined_order", lambda names: in_order(names)[::-1])
+    with pytest.raises(SequoiaPlanError, match=r"reads \d+ bytes of its slot, expected \d+"):
+        streamed(folder, RESIDENT)
+
+
+def test_layers_of_transformers_are_streamed_where_the_user_asks_for_them(folder):
+    pair = streamed(folder, RESIDENT, placement="resident")
+    assert not any(type(layer) is FusedLayer for layer in pair.target.model.layers)
+    assert torch.equal(tokens(pair), tokens(in_memory(folder, "resident")))

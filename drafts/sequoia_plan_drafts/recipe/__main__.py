@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.artifacts.files import refuse_to_replace
+from sequoia_plan.artifacts.files import check_new_folder, refuse_to_replace
 from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
 from sequoia_plan.runtime.models.pretrained import load_model
 from sequoia_plan_drafts.recipe.eagle3 import Eagle3Recipe, train_eagle3
 from sequoia_plan_drafts.recipe.language_model import LanguageModelRecipe, train_language_model
-from sequoia_plan_drafts.recipe.text import check_empty, write_text
+from sequoia_plan_drafts.recipe.text import write_text
 from sequoia_plan_drafts.recipe.training_text import TrainingText
 
 
@@ -34,9 +34,20 @@ def positive_integer(text: str) -> int:
     return number
 
 
-RECIPES: dict[str, tuple[Any, Callable[..., None]]] = {
-    "train": (LanguageModelRecipe, train_language_model),
-    "eagle3": (Eagle3Recipe, train_eagle3),
+@dataclass(frozen=True)
+class TextRecipe:
+    """How training text is written."""
+
+    tokens: int = 1_000_000
+    rows: int = 224
+    hidden_states: tuple[int, ...] = ()
+    seed: int = 0
+
+
+RECIPES: dict[str, Any] = {
+    "text": TextRecipe,
+    "train": LanguageModelRecipe,
+    "eagle3": Eagle3Recipe,
 }
 OPTION_TYPES: dict[type, Callable[[str], Any]] = {
     int: positive_integer,
@@ -46,6 +57,10 @@ OPTION_TYPES: dict[type, Callable[[str], Any]] = {
 }
 """By the type of a setting's default."""
 HELP = {
+    "tokens": "to write",
+    "rows": "conversations written side by side",
+    "hidden_states": "layers whose hidden states are kept for an EAGLE draft: 0 is the embedding, "
+    "k is the output of layer k, counted from 1",
     "draft_vocabulary": "tokens that the draft can propose, those that the target uses most",
     "batch": "conversations in a step",
     "held_out": "conversations, the last ones, to evaluate on",
@@ -60,28 +75,21 @@ def main() -> None:
     options = make_parser().parse_args()
     # what is cheap to refuse is refused before the target is loaded
     if options.command == "text":
-        check_empty(options.output)
+        check_new_folder(options.output)
     else:
         refuse_to_replace(options.output, *options.text, options.target)
         text = TrainingText(options.text)
     dtype = resolve_dtype(options.dtype, "cpu")
+    options.dtype = dtype_name(dtype)
+    recipe = RECIPES[options.command]
+    settings = recipe(**{field.name: getattr(options, field.name) for field in fields(recipe)})
     if options.command == "text":
         target, tokenizer, _ = load_model(options.target, "cpu", dtype)
-        write_text(
-            target,
-            tokenizer,
-            options.tokens,
-            options.seed,
-            options.output,
-            options.rows,
-            options.hidden_states,
-        )
+        write_text(target, tokenizer, output=options.output, **asdict(settings))
         return
     # what is trained starts as the target's layers, in float32
     target, _, name = load_model(options.target, "cpu", torch.float32)
-    options.dtype = dtype_name(dtype)
-    recipe, train = RECIPES[options.command]
-    settings = recipe(**{field.name: getattr(options, field.name) for field in fields(recipe)})
+    train: Any = train_eagle3 if options.command == "eagle3" else train_language_model
     train(target, text, settings, options.output, name, partial(print, flush=True))
 
 
@@ -104,38 +112,21 @@ def make_parser() -> argparse.ArgumentParser:
     )
     shared.add_argument("--seed", type=int, default=0)
     shared.add_argument("-o", "--output", type=Path, required=True)
-    new_command = partial(
-        commands.add_parser,
-        parents=[shared],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-
-    text = new_command("text")
-    text.add_argument("--tokens", type=positive_integer, default=1_000_000, help="to write")
-    text.add_argument(
-        "--rows", type=positive_integer, default=224, help="conversations written side by side"
-    )
-    text.add_argument(
-        "--hidden-states",
-        type=int,
-        nargs="*",
-        default=(),
-        metavar="LAYER",
-        help="hidden states to keep for an EAGLE draft: 0 is the embedding, k is the output of "
-        "layer k, counted from 1",
-    )
-    for command, (recipe, _) in RECIPES.items():
-        training = new_command(command)
-        training.add_argument(
-            "--text", type=Path, nargs="+", required=True, help="folders that `text` wrote"
+    for command, recipe in RECIPES.items():
+        parser_of_command = commands.add_parser(
+            command, parents=[shared], formatter_class=argparse.ArgumentDefaultsHelpFormatter
         )
+        if command != "text":
+            parser_of_command.add_argument(
+                "--text", type=Path, nargs="+", required=True, help="folders that `text` wrote"
+            )
         for field in fields(recipe):
             if field.name in ("seed", "dtype"):
                 continue
-            training.add_argument(
+            parser_of_command.add_argument(
                 f"--{field.name.replace('_', '-')}",
                 type=OPTION_TYPES[type(field.default)],
-                nargs="+" if field.name == "layers" else None,
+                nargs="+" if isinstance(field.default, tuple) else None,
                 default=field.default,
                 help=HELP.get(field.name, " "),
             )

@@ -20,7 +20,7 @@ from sequoia_plan.runtime.draft.eagle_model import Eagle3, Eagle3Norms
 from sequoia_plan.runtime.draft.from_checkpoint import eagle3_default_layers, load_checkpoint
 from sequoia_plan.runtime.models.architecture import FULL
 from sequoia_plan_drafts.recipe.training import Training, TrainingSettings, config_like
-from sequoia_plan_drafts.recipe.training_text import TextBatch, TrainingText
+from sequoia_plan_drafts.recipe.training_text import DraftVocabulary, TextBatch, TrainingText
 
 FINAL_NORM_SCALE = 0.3
 """Factor of the target's final norm in a new draft: with the whole of it, one layer is confident
@@ -58,7 +58,7 @@ def train_eagle3(
         vocabulary = text.draft_vocabulary(target_tokens, recipe.draft_vocabulary, draft.d2t)
     else:
         vocabulary = text.draft_vocabulary(target_tokens, recipe.draft_vocabulary)
-        draft = untrained_draft(target, vocabulary.d2t, text.token_counts(target_tokens))
+        draft = untrained_draft(target, vocabulary)
 
     def save(metadata: dict[str, Any]) -> None:
         """Write the draft, which reads unscaled hidden states, with metadata on how it was made."""
@@ -75,17 +75,15 @@ def train_eagle3(
 
     first_chain_step = 0 if recipe.start else recipe.steps // 2
     logits_of = partial(chain_logits, draft)
-    parameters = list(draft.parameters())
-    Training(
-        text, recipe, vocabulary, parameters, logits_of, save, recipe.chain, first_chain_step
-    ).run(report)
+    training = Training(
+        text, recipe, vocabulary, draft, logits_of, save, recipe.chain, first_chain_step
+    )
+    training.run(report)
 
 
-def untrained_draft(target: Any, d2t: Tensor, token_counts: Tensor) -> Any:
-    """The draft before training: nearly the target's first layer, over the embedding.
-
-    `d2t` int64 [draft vocabulary]; `token_counts` float [vocabulary].
-    """
+def untrained_draft(target: Any, vocabulary: DraftVocabulary) -> Any:
+    """The draft before training: nearly the target's first layer, over the embedding."""
+    d2t = vocabulary.d2t
     config = config_like(target, 1)
     config.num_key_value_heads = config.num_attention_heads
     draft: Any = Eagle3(
@@ -100,7 +98,7 @@ def untrained_draft(target: Any, d2t: Tensor, token_counts: Tensor) -> Any:
     layer: Any = draft.layers[0]
     target_layer = target.model.layers[0]
     with torch.no_grad():
-        _initialise_heads(layer.self_attn, target, token_counts)
+        _initialise_heads(layer.self_attn, target, vocabulary.token_probs)
         # the target's last hidden state passes through `fc` as it is
         draft.fc.weight.zero_()[:, -config.hidden_size :] = torch.eye(config.hidden_size)
         draft.norm.weight.copy_(FINAL_NORM_SCALE * target.model.norm.weight)
@@ -110,54 +108,44 @@ def untrained_draft(target: Any, d2t: Tensor, token_counts: Tensor) -> Any:
     return draft.train()
 
 
-def _initialise_heads(attention: Any, target: Any, token_counts: Tensor) -> None:
+def _initialise_heads(attention: Any, target: Any, token_probs: Tensor) -> None:
     """Give a new draft's attention its copying heads, and the heads of the target's first layer.
 
     In a copying head, queries and keys are one random projection of the centred embedding, by which
     a token attends to itself. Values are a few principal components of the embeddings, and the
-    output projection turns them back into an embedding. `token_counts` float [vocabulary].
+    output projection turns them back into an embedding. `token_probs` float [vocabulary].
     """
     config, target_layer = target.config, target.model.layers[0]
-    target_attention = target_layer.self_attn
     width, head_dim = config.hidden_size, attention.head_dim
-    num_heads = config.num_attention_heads
-    heads_per_key = num_heads // config.num_key_value_heads
     # each has principal components of its own, of which there are `width`
-    num_copying_heads = min(2 * num_heads // 3, width // head_dim)
-    input_norm = target_layer.input_layernorm.weight
-    queries, keys, values = (
-        attention.q_proj.weight,
-        attention.k_proj.weight,
-        attention.v_proj.weight,
-    )
+    num_copying_heads = min(2 * config.num_attention_heads // 3, width // head_dim)
+    copying, others = slice(num_copying_heads), slice(num_copying_heads, None)
+    columns = slice(num_copying_heads * head_dim)  # of the output projection
 
     embeddings = target.get_input_embeddings().weight
     normed = torch.nn.functional.rms_norm(embeddings, (width,))
-    frequency = (token_counts / token_counts.sum())[:, None]
+    frequency = token_probs[:, None]
     mean = (frequency * normed).sum(0)
     # columns are principal components, the largest first: eigh's eigenvalues ascend
-    components = torch.linalg.eigh((frequency * normed).T @ normed)[1].flip(1)
+    components = torch.linalg.eigh((frequency * normed).T @ normed)[1].flip(1)[:, columns]
     # takes the mean's direction out
     centring = torch.eye(width) - torch.outer(mean, mean) / mean.dot(mean)
     embedding_rms = (frequency[:, 0] * embeddings.square().mean(-1).sqrt()).sum()
+    projections = torch.linalg.qr(torch.randn(num_copying_heads, width, head_dim))[0].mT
 
-    for weight in (queries, keys, values):
-        weight.zero_()
-    attention.o_proj.load_state_dict(target_attention.o_proj.state_dict())
-    for head in range(num_heads):
-        rows = slice(head * head_dim, (head + 1) * head_dim)  # of a projection
-        key_head = head // heads_per_key
-        key_rows = slice(key_head * head_dim, (key_head + 1) * head_dim)
-        if head < num_copying_heads:
-            projection = torch.linalg.qr(torch.randn(width, head_dim))[0].T
-            queries[rows, :width] = COPYING_HEADS_LOGIT_SCALE * projection @ centring
-            keys[rows, :width] = queries[rows, :width]
-            values[rows, :width] = components[:, rows].T
-            attention.o_proj.weight[:, rows] = embedding_rms * components[:, rows]
-        else:
-            queries[rows, :width] = target_attention.q_proj.weight[rows] * input_norm
-            keys[rows, :width] = target_attention.k_proj.weight[key_rows] * input_norm
-            values[rows, :width] = target_attention.v_proj.weight[key_rows] * input_norm
+    copied = {
+        "q_proj": COPYING_HEADS_LOGIT_SCALE * projections @ centring,
+        "k_proj": COPYING_HEADS_LOGIT_SCALE * projections @ centring,
+        "v_proj": components.T.unflatten(0, (num_copying_heads, head_dim)),
+    }
+    for name, weight in copied.items():
+        own = getattr(attention, name).weight.zero_().unflatten(0, (-1, head_dim))
+        targets = getattr(target_layer.self_attn, name).weight.unflatten(0, (-1, head_dim))
+        targets = targets.repeat_interleave(len(own) // len(targets), 0)
+        own[copying, :, :width] = weight
+        own[others, :, :width] = targets[others] * target_layer.input_layernorm.weight
+    attention.o_proj.load_state_dict(target_layer.self_attn.o_proj.state_dict())
+    attention.o_proj.weight[:, columns] = embedding_rms * components
 
 
 def load_for_training(target: Any, folder: str, scale: Tensor) -> Eagle3:
@@ -167,28 +155,17 @@ def load_for_training(target: Any, folder: str, scale: Tensor) -> Eagle3:
     """
     checkpoint = find_checkpoint(folder)
     draft: Any = load_checkpoint(checkpoint, target, torch.float32) if checkpoint else None
-    if not _is_trainable(draft, target):
-        raise SequoiaPlanError(
-            f"--start {folder}: expected a draft as `eagle3` writes it: EAGLE-3's layout, one "
-            "layer, a head of its own, no embeddings"
-        )
+    layers = eagle3_default_layers(target.config.num_hidden_layers)
+    norms = (Eagle3Norms(), Eagle3Norms(before_residual=True))  # what `write_eagle3` can write
+    if (
+        not isinstance(draft, Eagle3)
+        or (draft.d2t is None or draft.embed_tokens is not None)
+        or (draft.norms not in norms or draft.aux_hidden_state_layers != layers)
+    ):
+        raise SequoiaPlanError(f"--start {folder}: expected a draft as `eagle3` writes it")
     with torch.no_grad():
         draft.fc.weight /= scale
-    trainable: Eagle3 = draft.requires_grad_(True).train()
-    return trainable
-
-
-def _is_trainable(draft: Any, target: Any) -> bool:
-    """Whether `write_eagle3` can write the draft without losing anything."""
-    return (
-        isinstance(draft, Eagle3)
-        and draft.norms in (Eagle3Norms(), Eagle3Norms(before_residual=True))
-        and draft.aux_hidden_state_layers == eagle3_default_layers(target.config.num_hidden_layers)
-        and draft.config.num_hidden_layers == 1
-        and draft.lm_head is not None
-        and draft.embed_tokens is None
-        and draft.d2t is not None
-    )
+    return draft.requires_grad_(True).train()
 
 
 def chain_logits(draft: Eagle3, batch: TextBatch, chain: int) -> Iterator[Tensor]:

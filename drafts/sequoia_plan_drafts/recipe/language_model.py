@@ -45,10 +45,8 @@ def train_language_model(
         """Write the draft, with metadata on how it was made."""
         save_draft(draft, out, metadata | {"target": target_name})
 
-    parameters = [parameter for parameter in draft.parameters() if parameter.requires_grad]
-    Training(
-        text, recipe, vocabulary, parameters, logits_of, save, 1, first_chain_step=recipe.steps
-    ).run(report)
+    training = Training(text, recipe, vocabulary, draft, logits_of, save, 1, recipe.steps)
+    training.run(report)
 
 
 def untrained_draft(target: Any, d2t: Tensor, layers: Sequence[int]) -> Any:

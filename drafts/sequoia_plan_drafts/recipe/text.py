@@ -18,7 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
-from sequoia_plan.artifacts.files import write_atomically
+from sequoia_plan.artifacts.files import check_new_folder, write_atomically
+from sequoia_plan.profiler.prompts import encode
 from sequoia_plan_drafts.recipe.questions import make_questions, passage_of
 
 TOP = 64
@@ -33,12 +34,10 @@ MIN_PASSAGE_TOKENS = 24
 """Shorter answers are not used as passages."""
 MAX_PASSAGES = 1000
 """Of the last answers. Each may be copied several times."""
-FORWARD_ROWS = 8
-"""Conversations in one teacher-forced pass: all logits of a pass are in memory."""
 MAX_HIDDEN_STATE = 60_000.0
 """Hidden states are clamped to this magnitude: float16 ends at 65,504."""
 QUESTION_MARKER = "QUESTION-5b1f"
-"""Stands for a question in a chat template, to find what is before and after it."""
+"""Stands for a question in a chat template, to find what is before it."""
 
 
 class Conversation(NamedTuple):
@@ -61,24 +60,24 @@ def write_text(
     tokenizer: Any,
     tokens: int,
     seed: int,
-    out: Path,
+    output: Path,
     rows: int = 224,
-    hidden_state_layers: Sequence[int] = (),
+    hidden_states: Sequence[int] = (),
 ) -> None:
-    """Let the target write at least `tokens` answer tokens, and save them in the folder `out`.
+    """Let the target write at least `tokens` answer tokens, and save them in the folder `output`.
 
     Each batch of `rows` conversations is one file, so that the text so far can always be used.
     """
     num_layers = model.config.num_hidden_layers
-    if wrong := [layer for layer in hidden_state_layers if not 0 <= layer < num_layers]:
+    if wrong := [layer for layer in hidden_states if not 0 <= layer < num_layers]:
         raise ArgumentError(
             f"--hidden-states {wrong[0]}: the target has 0 (the embedding) to {num_layers - 1}"
         )
-    check_empty(out)
-    out.mkdir(parents=True, exist_ok=True)
+    check_new_folder(output)
+    output.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    opening, closing = _template_tokens(tokenizer)
+    opening = _opening(tokenizer)
     passages: deque[str] = deque(maxlen=MAX_PASSAGES)
     num_answer_tokens, started = 0, time.perf_counter()
     for batch, temperature in enumerate(itertools.cycle(TEMPERATURES)):
@@ -89,16 +88,14 @@ def write_text(
         prompts = []
         for question in questions:
             if question is None:
-                question_tokens = [t for t in next(own_questions) if t != tokenizer.eos_token_id]
-            else:
-                question_tokens = tokenizer.encode(question, add_special_tokens=False)
-            prompts.append([*opening, *question_tokens, *closing][: CONTEXT - 1])
+                question = tokenizer.decode(next(own_questions), skip_special_tokens=True)
+            prompts.append(encode(tokenizer, question)[: CONTEXT - 1])
         answers = generate(model, tokenizer, prompts, CONTEXT, temperature)
-        conversations = list(label(model, prompts, answers, hidden_state_layers))
+        conversations = list(label(model, prompts, answers, hidden_states))
         num_answer_tokens += sum(len(answer) for answer in answers)
         passages += [passage_of(tokenizer, a) for a in answers if len(a) >= MIN_PASSAGE_TOKENS]
-        metadata = {"seed": seed, "hidden_states": list(hidden_state_layers)}
-        write_conversations(out / f"text-{batch:05d}.safetensors", conversations, metadata)
+        metadata = {"seed": seed, "hidden_states": list(hidden_states)}
+        write_conversations(output / f"text-{batch:05d}.safetensors", conversations, metadata)
         elapsed = time.perf_counter() - started
         print(
             f"{num_answer_tokens} answer tokens, {rows * (batch + 1)} conversations, "
@@ -107,12 +104,6 @@ def write_text(
         )
         if num_answer_tokens >= tokens:
             return
-
-
-def check_empty(out: Path) -> None:
-    """Refuse a folder that holds something: earlier text would be replaced."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ArgumentError(f"-o {out}: exists already; name a new folder, or remove it")
 
 
 def generate(
@@ -151,20 +142,15 @@ def label(
     model: Any, prompts: list[list[int]], answers: list[list[int]], layers: Sequence[int]
 ) -> Iterator[Conversation]:
     """Yield the conversations with the target's probabilities, from one pass over each."""
-    for first in range(0, len(prompts), FORWARD_ROWS):
-        pairs = list(zip(prompts, answers, strict=True))[first : first + FORWARD_ROWS]
-        texts = [torch.tensor(prompt + answer) for prompt, answer in pairs]
-        # no row attends to the padding after it
-        output = model(
-            pad_sequence(texts, True), output_hidden_states=bool(layers), use_cache=False
-        )
-        for row, (text, (prompt, _)) in enumerate(zip(texts, pairs, strict=True)):
-            answer_logits = output.logits[row, len(prompt) - 1 : len(text) - 1].float()
-            top_logp, top_ids = answer_logits.log_softmax(-1).topk(TOP)
-            states = [output.hidden_states[layer][row, : len(text)] for layer in layers]
-            hidden_states = torch.cat(states, -1) if states else torch.zeros(len(text), 0)
-            clamped = hidden_states.float().clamp(-MAX_HIDDEN_STATE, MAX_HIDDEN_STATE)
-            yield Conversation(text.int(), top_ids.int(), top_logp.half(), clamped.half())
+    for prompt, answer in zip(prompts, answers, strict=True):
+        text = torch.tensor(prompt + answer)
+        output = model(text[None], output_hidden_states=bool(layers), use_cache=False)
+        answer_logits = output.logits[0, len(prompt) - 1 : -1].float()
+        top_logp, top_ids = answer_logits.log_softmax(-1).topk(TOP)
+        states = [output.hidden_states[layer][0] for layer in layers]
+        hidden_states = torch.cat(states, -1) if states else torch.zeros(len(text), 0)
+        clamped = hidden_states.float().clamp(-MAX_HIDDEN_STATE, MAX_HIDDEN_STATE)
+        yield Conversation(text.int(), top_ids.int(), top_logp.half(), clamped.half())
 
 
 def write_conversations(
@@ -178,24 +164,15 @@ def write_conversations(
     write_atomically(path, save(tensors, {"text": json.dumps(metadata)}))
 
 
-def _template_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The chat template's tokens before and after a question."""
-    if not getattr(tokenizer, "chat_template", None):
+def _opening(tokenizer: Any) -> list[int]:
+    """The chat template's tokens before a question."""
+    messages, opening = [{"role": "user", "content": QUESTION_MARKER}], ""
+    if getattr(tokenizer, "chat_template", None):
+        template = tokenizer.apply_chat_template(messages, tokenize=False)
+        opening = template.partition(QUESTION_MARKER)[0]
+    if not opening:
         raise SequoiaPlanError(
-            "target: its tokenizer has no chat template, in which training text is written; name a "
-            "model that is made for conversations"
+            "target: its tokenizer has no chat template with a begin of a user's turn, in which "
+            "training text is written; name a model that is made for conversations"
         )
-    template = tokenizer.apply_chat_template(
-        [{"role": "user", "content": QUESTION_MARKER}], add_generation_prompt=True, tokenize=False
-    )
-    opening, _, closing = template.partition(QUESTION_MARKER)
-    opening_tokens, closing_tokens = (
-        tokenizer.encode(part, add_special_tokens=False) for part in (opening, closing)
-    )
-    count = len(opening_tokens) + len(closing_tokens)
-    if not opening_tokens or not closing_tokens or count > CONTEXT // 2:
-        raise SequoiaPlanError(
-            f"target: its chat template puts {len(opening_tokens)} tokens before a question and "
-            f"{len(closing_tokens)} after it; expected some of each, and at most {CONTEXT // 2}"
-        )
-    return opening_tokens, closing_tokens
+    return list(tokenizer.encode(opening, add_special_tokens=False))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, get_cosine_schedule_with_warmup
 
 from sequoia_plan_drafts.recipe.training_text import DraftVocabulary, TextBatch, TrainingText
 
@@ -53,7 +52,7 @@ class Training:
     text: TrainingText
     settings: TrainingSettings
     vocabulary: DraftVocabulary
-    parameters: list[nn.Parameter]
+    draft: nn.Module
     logits: Callable[[TextBatch, int], Iterator[Tensor]]
     save: Callable[[dict[str, Any]], None]
     chain: int
@@ -74,15 +73,17 @@ class Training:
         """Train for all steps; the draft is evaluated and saved on the way, and at the end."""
         settings, started = self.settings, time.perf_counter()
         training_indices, held_out_indices = self.text.split(settings.held_out)
+        parameters = [weight for weight in self.draft.parameters() if weight.requires_grad]
         optimiser = torch.optim.AdamW(
-            self.parameters, settings.learning_rate, (0.9, 0.95), weight_decay=WEIGHT_DECAY
+            parameters, settings.learning_rate, (0.9, 0.95), weight_decay=WEIGHT_DECAY
         )
-        schedule = _warmed_up_cosine(optimiser, settings.steps)
+        warm_up = min(100, settings.steps // 10 + 1)
+        schedule = get_cosine_schedule_with_warmup(optimiser, warm_up, settings.steps)
         products = partial(torch.autocast, "cpu", torch.bfloat16, settings.dtype == "bfloat16")
         report(
             f"{len(training_indices)} conversations, head of {self.vocabulary.d2t.numel()} covers "
             f"{self.vocabulary.probability:.3f} of the target's mass, "
-            f"{sum(parameter.numel() for parameter in self.parameters)} parameters"
+            f"{sum(parameter.numel() for parameter in parameters)} parameters"
         )
         batches = self._endless_batches(training_indices)
         mean_loss = None
@@ -90,7 +91,7 @@ class Training:
             with products():
                 loss = self.loss(next(batches), step)
             loss.backward()
-            nn.utils.clip_grad_norm_(self.parameters, 1.0)
+            nn.utils.clip_grad_norm_(parameters, 1.0)
             optimiser.step()
             schedule.step()
             optimiser.zero_grad()
@@ -170,16 +171,3 @@ def config_like(target: Any, num_layers: int) -> LlamaConfig:
     """The configuration of a draft of layers like the target's, with a head of its own."""
     changes = {"num_hidden_layers": num_layers, "layer_types": None, "tie_word_embeddings": False}
     return LlamaConfig(**target.config.to_dict() | changes)
-
-
-def _warmed_up_cosine(
-    optimiser: torch.optim.Optimizer, steps: int
-) -> torch.optim.lr_scheduler.LRScheduler:
-    """A learning rate that rises over the first steps, and falls along a cosine to zero."""
-    warm_up = min(100, steps // 10 + 1)
-
-    def factor(step: int) -> float:
-        rise = min(1.0, (step + 1) / warm_up)
-        return rise * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
-
-    return torch.optim.lr_scheduler.LambdaLR(optimiser, factor)

@@ -18,8 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan_drafts.recipe.text import Conversation
 
-SORTED_BATCHES = 32
-"""Conversations are sorted by length within so many batches."""
+LENGTH_NOISE = 16.0
+"""Standard deviation of the noise by which conversations are sorted besides their length."""
 RMS_CONVERSATIONS = 100
 """The magnitudes of hidden states are measured on so many conversations."""
 
@@ -29,12 +29,18 @@ class DraftVocabulary:
     """The part of the target's vocabulary that a draft can propose.
 
     `d2t` int64 [draft vocabulary], ascending; `target_to_draft` int64 [target vocabulary], -1 for
-    tokens that the draft lacks; `probability`: the target's for these tokens, over the text.
+    tokens that the draft lacks; `token_probs` float [target vocabulary]: the target's mean
+    probability of each token over the text.
     """
 
     d2t: Tensor
     target_to_draft: Tensor
-    probability: float
+    token_probs: Tensor
+
+    @property
+    def probability(self) -> float:
+        """The target's mean probability of the tokens that the draft has."""
+        return float(self.token_probs[self.d2t].sum())
 
 
 class TextBatch(NamedTuple):
@@ -99,12 +105,7 @@ class TrainingText:
             d2t = mass.argsort(descending=True, stable=True)[:size].sort().values
         target_to_draft = torch.full((vocabulary,), -1)
         target_to_draft[d2t] = torch.arange(d2t.numel())
-        return DraftVocabulary(d2t, target_to_draft, float(mass[d2t].sum() / mass.sum()))
-
-    def token_counts(self, vocabulary: int) -> Tensor:
-        """float [vocabulary]: how often the text has each token."""
-        tokens = torch.cat([conversation.tokens for conversation in self.conversations])
-        return tokens.bincount(minlength=vocabulary).float()
+        return DraftVocabulary(d2t, target_to_draft, (mass / mass.sum()).float())
 
     @cached_property
     def hidden_state_scale(self) -> Tensor:
@@ -127,18 +128,12 @@ class TrainingText:
         return indices[:-held_out], indices[-held_out:]
 
     def shuffled(self, indices: Sequence[int], batch: int, rng: np.random.Generator) -> list[int]:
-        """Conversations in random order, those of a batch of similar length: little padding.
-
-        The order is sorted by length within each `SORTED_BATCHES` batches, then batches shuffled.
-        """
-        order = rng.permutation(indices)
-        batches = []
-        for start in range(0, len(order), SORTED_BATCHES * batch):
-            pool = order[start : start + SORTED_BATCHES * batch].tolist()
-            pool.sort(key=lambda index: len(self.conversations[index].tokens))
-            batches += [pool[i : i + batch] for i in range(0, len(pool), batch)]
+        """Conversations in random order, those of a batch of similar length: little padding."""
+        lengths = np.array([len(self.conversations[index].tokens) for index in indices])
+        order = np.argsort(lengths + rng.normal(scale=LENGTH_NOISE, size=lengths.shape))
+        batches = [order[i : i + batch] for i in range(0, len(order), batch)]
         rng.shuffle(batches)
-        return [index for indices in batches for index in indices]
+        return [indices[number] for number in np.concatenate(batches)]
 
     def batches(self, indices: Sequence[int], size: int) -> Iterator[TextBatch]:
         """Padded batches of some conversations, in order."""

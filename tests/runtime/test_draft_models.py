@@ -1,0 +1,193 @@
+"""EAGLE and DFlash drafts: their logits against implementations that are not ours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from drafts import eagle1_parts, eagle3_parts, golden, load, small_target, write
+from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.base.sequence import SequenceState
+from sequoia_plan.runtime.base.tree_tensors import TreeTensors
+from sequoia_plan.runtime.draft.dflash import DFlashDrafter
+from sequoia_plan.runtime.draft.eagle import EagleDrafter
+
+EAGLE3, DFLASH = golden("eagle3"), golden("dflash")
+DEPTH = 4
+FORK = 12
+"""The slot of the root after which the two texts of the golden file differ."""
+TREE = TokenTree.from_parents([-1, 0, 0, 1, 2, 3, 4, 5, 6])
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+
+
+def flat(config, weights, layout):
+    """The same draft as SpecForge, AngelSlim and z-lab write theirs."""
+    layer = config["transformer_layer_config"]
+    rope = {"rope_theta": layer["rope_parameters"]["rope_theta"], "rope_scaling": None}
+    settings = {name: value for name, value in layer.items() if name != "rope_parameters"} | rope
+    if layout == "z-lab":
+        dflash_config = {
+            "mask_token_id": config["mask_token_id"],
+            "target_layer_ids": [number - 1 for number in config["aux_hidden_state_layer_ids"]],
+        }
+        return settings | {
+            "architectures": ["DFlashDraftModel"],
+            "block_size": config["block_size"],
+            "dflash_config": dflash_config,
+        }, weights
+    ids = [number - 1 for number in config["eagle_aux_hidden_state_layer_ids"]]
+    names = ("draft_vocab_size", "norm_before_residual", "norm_output", "fc_norm", "norm_before_fc")
+    architectures = {
+        "SpecForge": "LlamaForCausalLMEagle3",
+        "AngelSlim": "Eagle3LlamaForCausalLM",
+    }
+    renamed = {name.replace("layers.0.", "midlayer."): value for name, value in weights.items()}
+    return settings | {name: config[name] for name in names} | {
+        "architectures": [architectures[layout]],
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids},
+    }, renamed
+
+
+def started(drafter_class, draft, text, features, committed):
+    """A drafter, and a sequence whose prompt is `text`, read up to `committed` in two chunks.
+
+    The target's hidden states are `features`.
+    """
+    drafter = drafter_class(draft, draft.get_output_embeddings().out_features, draft.d2t)
+    sequence = SequenceState(torch.device("cpu"))
+    sequence.reserve(64, drafter.new_cache, drafter.new_cache)
+    sequence.tokens[: text.numel()] = text
+    sequence.length.fill_(committed)
+    drafter.prefill(sequence.draft, text[:committed])
+    for slots in torch.arange(committed).split(committed - 3 if committed > 4 else committed):
+        mask = additive_mask(torch.arange(int(slots[-1]) + 1) <= slots[:, None], torch.float32)
+        drafter.prefill_hidden_states(sequence.draft, text[slots], slots, mask, features[slots])
+    return drafter, sequence
+
+
+def logits_of_tree(drafter, sequence, tree):
+    """Logits of each pass of a tree whose tokens are in the sequence."""
+    tensors = TreeTensors.of(tree, "cpu", torch.float32)
+    columns, logits, output = tensors.columns(sequence.length, 64), [], None
+    for draft_pass in drafter.passes(tree, tensors):
+        output = drafter.forward(draft_pass, sequence, columns, output)
+        logits.append(output.logits)
+    return logits
+
+
+def assert_close(logits, expected):
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["speculators", "SpecForge", "AngelSlim"])
+@pytest.mark.parametrize("variant", EAGLE3)
+@torch.no_grad()
+def test_logits_of_eagle3_are_those_of_speculators(variant, layout, tmp_path):
+    """Along a chain from every root, and along two branches of one tree."""
+    config, weights, expected = EAGLE3[variant]
+    if layout != "speculators" and config["transformer_layer_config"]["num_hidden_layers"] > 1:
+        pytest.skip("those trainers write one layer")
+    parts = (config, weights) if layout == "speculators" else flat(config, weights, layout)
+    draft = load(write(tmp_path / "draft", *parts), small_target())
+    assert draft.aux_hidden_state_layers == (1, 2, 4)
+    # in training, speculators counts the window of deeper rows from the first row
+    levels = 1 if variant == "window" else DEPTH
+    text = EagleDrafter, draft, expected["chain.tokens"], expected["features"]
+    for root in range(1, 20):
+        logits = logits_of_tree(*started(*text, root), TokenTree.chain(levels + 1))
+        for level, of_level in enumerate(logits):
+            assert_close(of_level[0], expected["chain.logits"][level, root - 1])
+    drafter, sequence = started(*text, FORK)
+    for level in range(1, DEPTH + 1):
+        for node, name in ((2 * level - 1, "chain"), (2 * level, "branch")):
+            sequence.tokens[FORK + node] = expected[f"{name}.tokens"][FORK + level]
+    for level, of_level in enumerate(logits_of_tree(drafter, sequence, TREE)[:levels]):
+        for row, name in zip(of_level, ("chain", "branch"), strict=False):
+            assert_close(row, expected[f"{name}.logits"][level, FORK - 1])
+
+
+@pytest.mark.parametrize("layout", ["speculators", "z-lab"])
+@pytest.mark.parametrize("variant", DFLASH)
+@torch.no_grad()
+def test_logits_of_dflash_are_those_of_speculators(variant, layout, tmp_path):
+    config, weights, expected = DFLASH[variant]
+    if layout == "z-lab" and variant != "plain":
+        pytest.skip("that layout counts windows in another way")
+    parts = (config, weights) if layout == "speculators" else flat(config, weights, layout)
+    target = small_target()
+    target.model.embed_tokens.weight.data = expected["embeddings"]
+    draft = load(write(tmp_path / "draft", *parts), target)
+    assert draft.aux_hidden_state_layers == (1, 3)
+    for row, anchor in enumerate(expected["anchors"].tolist()):
+        text = DFlashDrafter, draft, expected["tokens"], expected["features"]
+        drafter, sequence = started(*text, anchor)
+        assert drafter.drafting.first_width == drafter.drafting.max_depth == 5
+        (logits,) = logits_of_tree(drafter, sequence, TokenTree.chain(5))
+        assert_close(logits, expected["logits"][row, 1:])
+
+
+def eagle1_by_description(weights, config, target, tokens, features, root, deeper):
+    """Logits along a chain after `root`, from the description of EAGLE alone.
+
+    A layer of transformers without its first norm reads embedding and feature by a linear layer;
+    every row is computed anew, without a cache.
+    """
+    config = LlamaConfig(**config, attn_implementation="eager")
+    layer, rotary = LlamaDecoderLayer(config, 0), LlamaRotaryEmbedding(config)
+    layer.input_layernorm = torch.nn.Identity()
+    layer.load_state_dict(
+        {name.removeprefix("layers.0."): w for name, w in weights.items() if "layers.0." in name}
+    )
+    embeddings = target.model.embed_tokens.weight
+    rows = [torch.cat([embeddings[tokens[i + 1]], features[i]]) for i in range(root)]
+    logits = []
+    for level in range(deeper + 1):
+        x = (torch.stack(rows) @ weights["fc.weight"].T + weights["fc.bias"])[None]
+        slots = torch.arange(len(rows))
+        mask = additive_mask(slots <= slots[:, None], torch.float32)[None, None]
+        x = layer(x, attention_mask=mask, position_embeddings=rotary(x, slots[None]))[0]
+        logits.append(target.lm_head(x[-1]))
+        rows.append(torch.cat([embeddings[tokens[root + 1 + level]], x[-1]]))
+    return logits
+
+
+@torch.no_grad()
+def test_eagle1_is_what_its_paper_describes(tmp_path):
+    """No library on the package index has this model."""
+    target = small_target()
+    config, weights = eagle1_parts(target)
+    draft = load(write(tmp_path / "draft", config, weights), target)
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(48, (20,), generator=generator)
+    features = torch.randn(20, 16, generator=generator)
+    for root in (1, 2, 5, 11):
+        expected = eagle1_by_description(weights, config, target, tokens, features, root, deeper=3)
+        text = started(EagleDrafter, draft, tokens, features, root)
+        for level, logits in enumerate(logits_of_tree(*text, TokenTree.chain(5))):
+            assert_close(logits[0], expected[level])
+
+
+def test_torch_checkpoints_are_read_as_well(tmp_path):
+    """EAGLE's own folders hold pytorch_model.bin."""
+    target = small_target()
+    for parts in (eagle1_parts(target), eagle3_parts(target)):
+        folder = write(tmp_path / "draft", *parts)
+        first = load(folder, target).state_dict()
+        (tmp_path / "draft" / "model.safetensors").unlink()
+        torch.save(parts[1], tmp_path / "draft" / "pytorch_model.bin")
+        assert all(
+            torch.equal(value, first[name])
+            for name, value in load(folder, target).state_dict().items()
+        )
+        (tmp_path / "draft" / "pytorch_model.bin").unlink()
+
+
+def test_without_numbers_of_layers_the_engines_default_is_read(tmp_path):
+    target = small_target(layers=8)
+    config, weights = eagle3_parts(target)
+    del config["eagle_config"]
+    draft = load(write(tmp_path / "draft", config, weights), target)
+    assert draft.aux_hidden_state_layers == (2, 4, 5)
