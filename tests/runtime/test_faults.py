@@ -94,7 +94,7 @@ def test_a_draft_with_less_context_than_the_target_goes_on():
         ([], {}, "prompt: empty"),
         (list(range(8)) * 8, {}, "prompt: 64 tokens, expected at most 63"),
         ([[1, 2], [3, 4]], {}, r"found int64 \[2, 2\], .* generate_each takes several"),
-        (["one", "two"], {}, "input_ids: 2 prompts"),
+        (["one", "two"], {}, "generate_each takes several prompts"),
         (
             torch.zeros(3, 2, dtype=torch.long),
             {},
