@@ -9,8 +9,7 @@ A real engine runs the embedded models (docs/engines.md says how to write them).
 every second built-in prompt, and the cells are measured on the others, in rounds in which the ways
 of drafting alternate. `vllm` measures the whole grid of lengths, batch sizes and, with `--context
 256,2048`, contexts, and then vLLM with the plan's schedule. `llamacpp` measures one pair of a
-target and a type, and adds it to the output; `--tokens-only` compares tokens a step alone, which a
-busy machine does not change. vLLM's environment variables are taken as they are set.
+target and a type, and adds it to the output. vLLM's environment variables are taken as they are.
 """
 
 from __future__ import annotations
@@ -18,19 +17,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import time
 from collections.abc import Mapping, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-from sequoia_plan.artifacts.files import write_atomically
+from reports import new_parser, write_report
+
 from sequoia_plan.engines import planning
-from sequoia_plan.engines.chain_replay import replay
 from sequoia_plan.engines.llama_server import find_build
 from sequoia_plan.engines.llamacpp import LlamaCppPool
-from sequoia_plan.engines.plan import Cell, EnginePlan, MeasuredCell
+from sequoia_plan.engines.plan import Cell, MeasuredCell
 from sequoia_plan.engines.pool import EnginePool
 from sequoia_plan.engines.prediction import best_drafting, predict_cells
 from sequoia_plan.engines.spec_types import LOOKUP
@@ -43,6 +39,7 @@ from sequoia_plan.engines.workload import (
     Workload,
     measured_cell,
 )
+from sequoia_plan.profiler.hardware import fingerprint
 
 VLLM_BATCHES, VLLM_MAX_LENGTH = [1, 4, 16], 6
 CONTEXT_BATCHES, CONTEXT_MAX_LENGTH = [1, 4], 1
@@ -76,7 +73,7 @@ def measure_kinds(
         print(f"{kind} round {round_index}: {run.tokens / run.seconds:.1f} tokens/s", flush=True)
         return run
 
-    runs = pool.run_in_rounds(kinds, run, lambda runs: min(map(len, runs.values())) >= repeats)
+    runs = pool.run_in_rounds(kinds, run, repeats, repeats)
     return {kind: measured_cell(runs[kind], kind.batch) for kind in kinds}
 
 
@@ -85,7 +82,7 @@ def comparison(kind: RunKind, cell: Cell, measured: MeasuredCell) -> dict[str, A
     return {
         "context": kind.context,
         "batch": kind.batch,
-        "drafting": f"{kind.drafting.length} {kind.drafting.variant}".strip(),
+        "drafting": named(kind.drafting),
         "predicted": cell.throughput,
         "low": cell.low,
         "high": cell.high,
@@ -98,6 +95,11 @@ def comparison(kind: RunKind, cell: Cell, measured: MeasuredCell) -> dict[str, A
     }
 
 
+def named(drafting: Drafting) -> str:
+    """A way of drafting as "3 p-min 0.6"."""
+    return f"{drafting.length} {drafting.variant}".strip()
+
+
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The rows, and how many of their predictions are within 10 %."""
     within = sum(abs(row["error"]) <= 0.1 for row in rows)
@@ -106,10 +108,10 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def measure_vllm(arguments: argparse.Namespace) -> dict[str, Any]:
     """Plans for vLLM, and measures the whole grid."""
-    contexts = [int(text) for text in arguments.context.split(",")] if arguments.context else [0]
+    contexts = [int(text) for text in arguments.context.split(",")]
     batches, max_length = VLLM_BATCHES, VLLM_MAX_LENGTH
     options = dict(VLLM_OPTIONS)
-    if arguments.context:
+    if any(contexts):
         batches, max_length = CONTEXT_BATCHES, CONTEXT_MAX_LENGTH
         options["max_model_len"] = max(contexts) + 2 * arguments.tokens
     config = speculative_config("draft_model", arguments.draft, {})
@@ -127,15 +129,13 @@ def measure_vllm(arguments: argparse.Namespace) -> dict[str, Any]:
         )
 
     with new_pool({}) as pool:
-        measurements, planning_seconds = planning.measure(pool, batches, max_length, contexts)
-        plan = planning.plan_of(pool, measurements, batches, planning_seconds)
-        start_time = time.perf_counter()
+        measurements, seconds = planning.measure(pool, batches, max_length, contexts)
+        plan = planning.plan_of(pool, measurements, batches, seconds)
         grid = product(map(Drafting, range(max_length + 1)), batches, contexts)
         measured = measure_kinds(pool, [RunKind(*kind) for kind in grid], arguments.repeats)
-        grid_seconds = time.perf_counter() - start_time
     scheduled: dict[RunKind, MeasuredCell] = {}
     schedule = plan.contexts[0].schedule
-    if len(schedule) > 1 and not arguments.context:
+    if len(schedule) > 1 and not any(contexts):
         longest = Drafting(max(entry.speculative_tokens for entry in schedule))
         entries = [[entry.first, entry.last, entry.speculative_tokens] for entry in schedule]
         with new_pool({SCHEDULE_KEY: entries}) as pool:
@@ -145,133 +145,59 @@ def measure_vllm(arguments: argparse.Namespace) -> dict[str, Any]:
         comparison(kind, cell, measured[kind])
         for part in plan.contexts
         for cell in part.cells
-        for kind in [RunKind(Drafting.of(cell), cell.batch, part.context)]
+        for kind in [RunKind.of(cell, part.context)]
     ]
     return {
-        "engine": {"version": plan.engine_version, **options},
-        "seconds": {"planning": planning_seconds, "grid": grid_seconds},
-        "chosen": chosen(plan, measured),
         "schedule": {kind.batch: cell.throughput for kind, cell in scheduled.items()},
         **summary(rows),
         "plan": plan.to_dict(),
     }
 
 
-def chosen(plan: EnginePlan, measured: Mapping[RunKind, MeasuredCell]) -> list[dict[str, Any]]:
-    """Compares the plan's choice with the best measured one, for each kind of request."""
-    rows = []
-    for part in plan.contexts:
-        for batch in part.batches:
-            throughput = {
-                kind.drafting.length: cell.throughput
-                for kind, cell in measured.items()
-                if (kind.batch, kind.context) == (batch, part.context)
-            }
-            choice = part.best_cell(batch).speculative_tokens
-            row = {
-                "context": part.context,
-                "batch": batch,
-                "chosen": choice,
-                "best": max(throughput, key=lambda length: throughput[length]),
-                "chosen_over_best": throughput[choice] / max(throughput.values()),
-                "chosen_over_none": throughput[choice] / throughput[0],
-            }
-            rows.append(row)
-    return rows
-
-
 def measure_llamacpp(arguments: argparse.Namespace) -> dict[str, Any]:
     """Plans for a pair in llama.cpp, and measures the grid; adds the result to the file."""
-    build = find_build(arguments.server, arguments.spec_type)
-    is_lookup = build.spec_type == LOOKUP
+    is_lookup = arguments.spec_type == LOOKUP
     max_length = 16 if is_lookup else 8
     pool = LlamaCppPool(
         target=arguments.target,
         draft=arguments.draft,
         workload=Workload.load(None, arguments.prompts, arguments.tokens, 0.0),
         report_status=lambda text: print(text, flush=True),
-        build=build,
+        build=find_build(arguments.server),
+        spec_type=arguments.spec_type,
         arguments=["-t", str(arguments.threads)],
     )
     draftings = [NONE, pool.default_drafting, *(LOOKUP_GRID if is_lookup else DRAFT_GRID)]
-    result: dict[str, Any] = {
-        "name": arguments.name,
-        "version": build.version,
-        "spec_type": build.spec_type,
-        "threads": arguments.threads,
-        "prompts": arguments.prompts,
-        "tokens": arguments.tokens,
-    }
+    names = ("name", "spec_type", "threads", "prompts", "tokens")
+    result = {name: getattr(arguments, name) for name in names} | {"version": pool.build.version}
     with pool:
-        if arguments.tokens_only:
-            texts = pool.record(max_length, 1, 0).texts
-            rows = []
-            for drafting in draftings[1:]:
-                predicted = tokens_per_step([replay(drafting, text) for text in texts])
-                measured_tokens = tokens_per_step(pool.decode(drafting, pool.workload.held_out))
-                own = tokens_per_step(pool.decode(drafting, pool.workload.measuring))
-                row = {
-                    "drafting": f"{drafting.length} {drafting.variant}".strip(),
-                    "predicted": round(predicted, 4),
-                    "measured": round(measured_tokens, 4),
-                    "error": round(predicted / measured_tokens - 1, 4),
-                    "error_on_the_same_prompts": round(predicted / own - 1, 4),
-                }
-                rows.append(row)
-            result["name"] += ": tokens a step"
-        else:
-            ((model, times),), seconds = planning.measure(pool, [1], max_length)
-            best = best_drafting(model, times, 1)
-            cells = {Drafting.of(cell): cell for cell in predict_cells(model, times, 1)}
-            kinds = [RunKind(drafting) for drafting in dict.fromkeys([*draftings, best])]
-            measured = measure_kinds(pool, kinds, arguments.repeats)
-            rows = [
-                {**comparison(kind, cells[kind.drafting], measured[kind]),
-                 "is_best": kind.drafting == best}
-                for kind in kinds
-            ]  # fmt: skip
-            result |= {
-                "planning_seconds": seconds,
-                "steps": [step.to_dict() for step in times.steps],
-                "draft_pass_seconds": times.pass_seconds,
-                "acceptance": model.acceptance.to_dict(),
-            }
+        ((model, times),), seconds = planning.measure(pool, [1], max_length)
+        best = best_drafting(model, times, 1)
+        cells = {Drafting.of(cell): cell for cell in predict_cells(model, times, 1)}
+        kinds = [RunKind(drafting) for drafting in dict.fromkeys([*draftings, best])]
+        measured = measure_kinds(pool, kinds, arguments.repeats)
+        rows = [
+            comparison(kind, cells[kind.drafting], measured[kind])
+            | {"is_best": kind.drafting == best}
+            for kind in kinds
+        ]
+        result |= {
+            "planning_seconds": seconds,
+            "steps": [step.to_dict() for step in times.steps],
+            "draft_pass_seconds": times.pass_seconds,
+            "acceptance": model.acceptance.to_dict(),
+        }
     result |= summary(rows)
-    document: dict[str, Any] = {"pairs": []}
+    pairs = []
     if arguments.output.exists():
-        document = json.loads(arguments.output.read_text())
-    pairs = [pair for pair in document["pairs"] if pair["name"] != result["name"]]
-    document["pairs"] = [*pairs, result]
-    for key in ("within_10_percent", "cells"):
-        document[key] = sum(pair[key] for pair in document["pairs"])
-    return document
-
-
-def tokens_per_step(texts: Sequence[Sequence[Any]]) -> float:
-    """Mean number of tokens of the steps of several texts."""
-    steps = [step for text in texts for step in text]
-    return sum(step.tokens for step in steps) / len(steps)
-
-
-def machine() -> dict[str, str]:
-    """The processor, its instructions that matter for small integers, and the environment."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    values = dict(line.split(":", 1) for line in lines if ":" in line)
-    entries = {key.strip(): value.strip() for key, value in values.items()}
-    wanted = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8")
-    flags = entries.get("flags", "").split()
-    return {
-        "processor": entries.get("model name", platform.machine()),
-        "instructions": " ".join(flag for flag in wanted if flag in flags),
-        **{name: os.environ[name] for name in ENVIRONMENT_VARIABLES if name in os.environ},
-    }
+        pairs = json.loads(arguments.output.read_text())["pairs"]
+    pairs = [*(pair for pair in pairs if pair["name"] != result["name"]), result]
+    totals = {key: sum(pair[key] for pair in pairs) for key in ("within_10_percent", "cells")}
+    return {"pairs": pairs, **totals}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("engine", choices=["vllm", "llamacpp"])
     parser.add_argument("--python", help="the Python that has vLLM")
     parser.add_argument("--server", help="llama-server")
@@ -280,16 +206,15 @@ def main() -> None:
     parser.add_argument("--spec-type", default="draft-simple")
     parser.add_argument("--name", help="what a pair of llama.cpp is called in the output")
     parser.add_argument("--threads", type=int, default=1, help="of llama.cpp")
-    parser.add_argument("--context", help="of vLLM, with commas between, as 256,2048")
+    parser.add_argument("--context", default="0", help="of vLLM, with commas, as 256,2048")
     parser.add_argument("--prompts", type=int, default=24, help="of each half, at most")
     parser.add_argument("--tokens", type=int, default=32, help="of each prompt, at most")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--tokens-only", action="store_true", help="of llama.cpp: no times")
-    parser.add_argument("-o", "--output", type=Path, required=True)
     arguments = parser.parse_args()
     measure = measure_vllm if arguments.engine == "vllm" else measure_llamacpp
-    document = {"machine": machine(), **measure(arguments)}
-    write_atomically(arguments.output, (json.dumps(document, indent=1) + "\n").encode())
+    environment = {name: os.environ[name] for name in ENVIRONMENT_VARIABLES if name in os.environ}
+    hardware = fingerprint("cpu") | {"environment": environment}
+    write_report(arguments.output, {"hardware": hardware, **measure(arguments)})
 
 
 if __name__ == "__main__":

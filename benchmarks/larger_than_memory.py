@@ -3,9 +3,8 @@
 A control group limits the process to a quarter of the weights.
 
     python benchmarks/larger_than_memory.py -o benchmarks/results/larger-than-memory.json
-    python benchmarks/larger_than_memory.py --quick -o build/quick.json    # a small shape
 
-The first command needs root, 28 GB of disk and about ten minutes.
+It needs root, 28 GB of disk and about ten minutes.
 
 The weights are written once, outside the limit. The limited process gets the budget that `--memory`
 names, a tenth more, and what Python and PyTorch took before anything was loaded. The kernel kills
@@ -28,13 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from offload import compare_with_reads, quartiles
-from random_models import Shape, shape
+from offload import compare_with_reads
+from random_models import shape
+from reports import new_parser, spread, write_report
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from sequoia_plan.artifacts import Latency, Profile, StreamCost
-from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.planner import solve
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.timing import timed
@@ -47,22 +46,21 @@ from sequoia_plan.runtime.offload.memory import cache_bytes, split_memory
 from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 
 CPU = torch.device("cpu")
-SHAPES = {"llama-2-7b": shape(4096, 11008, 32, 32), "small": shape(512, 1376, 12, 8)}
+SHAPE = shape(4096, 11008, 32, 32)
+"""Llama-2-7B's."""
 NODES = (1, 16, 64, 256)
 PROMPT_TOKENS = 64
 ACCEPTANCE = "llama3-70b-8b-cnn"
 PROFILES = Path(__file__).parents[1] / "artifacts" / "catalog" / "profiles"
 CGROUP = Path("/sys/fs/cgroup/memory/sequoia-plan-benchmark")
-QUICK_EXTRA_MEMORY = 200_000_000
-"""Bytes more than a quarter of the small shape's weights."""
 
 
-def write_model(dimensions: Shape, folder: Path) -> int:
+def write_model(folder: Path) -> int:
     """Write a model with random weights as transformers saves one. Returns bytes of the weights.
 
     One layer's numbers serve all layers.
     """
-    config = LlamaConfig(**dimensions, dtype="bfloat16", architectures=["LlamaForCausalLM"])
+    config = LlamaConfig(**SHAPE, dtype="bfloat16", architectures=["LlamaForCausalLM"])
     config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(local_folder(None)).save_pretrained(folder)
     with torch.device("meta"):
@@ -123,10 +121,7 @@ def measure(folder: str, memory: int, bytes_before: int, rounds: int) -> dict[st
         "memory": memory,
         "placement": split.to_metadata("disk", len(target.layers)),
         "link": link,
-        "pass_seconds": {
-            nodes: quartiles(seconds) if len(seconds) > 1 else seconds
-            for nodes, seconds in samples.items()
-        },
+        "pass_seconds": {nodes: spread(seconds, 5) for nodes, seconds in samples.items()},
         "before_bytes": bytes_before,
         "peak_bytes": peak_bytes,
         "peak_over_budget": round((peak_bytes - bytes_before) / memory, 4),
@@ -154,7 +149,7 @@ def measure_with_limit(options: argparse.Namespace) -> None:
     figures = measure(options.limited, options.memory, bytes_before, options.rounds)
     figures["limit_bytes"] = limit
     figures["group_peak_bytes"] = int((CGROUP / "memory.max_usage_in_bytes").read_text())
-    write_atomically(options.output, json.dumps(figures).encode())
+    write_report(options.output, figures)
 
 
 def project(figures: dict[str, Any]) -> dict[str, Any]:
@@ -177,29 +172,24 @@ def project(figures: dict[str, Any]) -> dict[str, Any]:
 
 def run_limited_process(options: argparse.Namespace) -> dict[str, Any]:
     """Write the model, measure it in the limited process, and return the figures."""
-    name = "small" if options.quick else "llama-2-7b"
     with tempfile.TemporaryDirectory(dir=options.output.parent, prefix=".") as folder:
         os.environ["SEQUOIA_PLAN_CACHE"] = f"{folder}/cache"
-        weight_bytes = write_model(SHAPES[name], Path(folder) / "model")
+        weight_bytes = write_model(Path(folder) / "model")
         # this writes the weights in pass order
         OffloadedTarget(f"{folder}/model", "cpu", torch.bfloat16).file.close()
-        memory = weight_bytes // 4 + (QUICK_EXTRA_MEMORY if options.quick else 0)
+        memory = weight_bytes // 4
         output = Path(folder) / "figures.json"
         command = [sys.executable, __file__, "--limited", f"{folder}/model"]
         command += ["--memory", str(memory), "--rounds", str(options.rounds), "-o", str(output)]
         subprocess.run(command, check=True)
         figures = json.loads(output.read_text())
-    return {"model": f"{name}, random weights", "weights": weight_bytes} | figures
+    return {"model": "llama-2-7b, random weights", "weights": weight_bytes} | figures
 
 
 def main() -> None:
     """Write the model, run the limited process, report."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--limited", metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--memory", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -209,8 +199,7 @@ def main() -> None:
     figures = run_limited_process(options)
     CGROUP.rmdir()
     figures |= {"projected": project(figures), "hardware": fingerprint(CPU)}
-    write_atomically(options.output, (json.dumps(figures, indent=1) + "\n").encode())
-    print(json.dumps(figures, indent=1))
+    write_report(options.output, figures)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,7 @@
     python benchmarks/lookup.py --tree build/tree.safetensors -o build/lookup.json
 
 With `--plot FILE.png` the speeds are drawn. With `--offload disk --memory 350MB`, the target is
-streamed, and transformers' prompt lookup, which cannot do that, is left out. `--kind KIND` decodes
-prompts of one kind, and `--add FILE` adds what such a run wrote, so that one table can come from
-several runs:
-
-    python benchmarks/lookup.py ... --kind quote -o build/quote.json
-    python benchmarks/lookup.py ... --kind story --add build/quote.json -o build/both.json
+streamed, and transformers' prompt lookup, which cannot do that, is left out.
 
 `--edges` decodes prompts that lookup could be slow on, not those of a file: one whose answer stands
 once in a long text, one of a single word many times, and one without any token twice. Only trees by
@@ -26,23 +21,17 @@ in a few minutes.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
+from reports import new_parser, write_report
 
 from sequoia_plan.artifacts import TokenTree, load_tree
-from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.lookup import MAX_MATCH
 from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load, measuring_half
 from sequoia_plan.planner.report.panels import AMBER, BLUE, GREEN, RED, style
@@ -52,7 +41,6 @@ from sequoia_plan.profiler.bench import bench, make_methods
 from sequoia_plan.profiler.bench_figures import summary
 from sequoia_plan.profiler.decoding_methods import PromptRun, sequoia_method
 from sequoia_plan.profiler.hardware import fingerprint
-from sequoia_plan.profiler.journal import Journal, discard, journal_of
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.runtime import Sampling, load_pair
 from sequoia_plan.runtime.base.lookup import look_up
@@ -109,102 +97,38 @@ def match_milliseconds() -> dict[int, float]:
     return milliseconds
 
 
-def figures(runs: dict[str, list[PromptRun]], chosen: Sequence[int]) -> dict[str, Any]:
-    """Tokens a step of each method on some of the prompts, and its speed-ups with their spread.
+def total_speedup(runs: dict[str, list[PromptRun]], method: str) -> float:
+    """Tokens a second of a method over those of plain decoding, of all prompts together.
 
-    Args:
-        runs: for each method its runs, one a prompt.
-        chosen: numbers of the prompts.
+    The plan promises this for the prompts of a kind that were profiled. It is after the first
+    tokens of each prompt, as everywhere in `bench`.
     """
-    part = {name: [method_runs[i] for i in chosen] for name, method_runs in runs.items()}
-    over = [name for name in ("plain", "lookup", "ngram", "tree") if name in runs]
-    return {
-        name: {
-            "tokens_per_step": result.tokens_per_step,
-            "speedup": {
-                other: {"median": ratio.median, "low": ratio.low, "high": ratio.high}
-                for other, ratio in result.speedup.items()
-                if other != name
-            },
-        }
-        for name, result in summary(part, over).items()
-    }
-
-
-def total_speedup(
-    runs: dict[str, list[PromptRun]], method: str, chosen: Sequence[int]
-) -> float | None:
-    """Tokens a second of a method over those of plain decoding, of all chosen prompts together.
-
-    The plan promises this for the prompts of a kind that were profiled.
-    """
-    if "plain" not in runs:
-        return None
-
-    def tokens_per_second(name: str) -> float:
-        """After the first tokens of each prompt, as everywhere in `bench`."""
-        part = [runs[name][i] for i in chosen]
-        tokens = sum(run.tokens - run.first_tokens for run in part)
-        return tokens / sum(run.seconds - run.first_seconds for run in part)
-
-    return tokens_per_second(method) / tokens_per_second("plain")
-
-
-def print_result(result: dict[str, Any]) -> None:
-    """Print a row for each kind."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("kind", "prompts", "over plain", "in total", "promised"):
-        table.add_column(column)
-    for column in ("lookup", "n-gram", "tree", "over lookup", "over n-gram", "over tree"):
-        table.add_column(column)
-    ours = result["method"]
-    for kind, part in result["kinds"].items():
-        methods = part["methods"]
-
-        def ratio(name: str, other: str, methods: dict[str, Any] = methods) -> str:
-            """The median ratio of two methods, with its 95 % interval."""
-            values = methods.get(name, {}).get("speedup", {}).get(other)
-            if not values:
-                return ""
-            return "{median:.2f} ({low:.2f}-{high:.2f})".format(**values)
-
-        promised, total = result["promised"].get(kind), part["over_plain_in_total"]
-        table.add_row(
-            kind,
-            str(part["prompts"]),
-            ratio(ours, "plain"),
-            f"{total:.2f}" if total else "",
-            f"{promised:.2f}" if promised else "",
-            ratio("lookup", "plain"),
-            ratio("ngram", "plain"),
-            ratio("tree", "plain"),
-            ratio(ours, "lookup"),
-            ratio(ours, "ngram"),
-            ratio(ours, "tree"),
-        )
-    Console(width=170).print(table)
+    speeds = [
+        sum(run.tokens - run.first_tokens for run in runs[name])
+        / sum(run.seconds - run.first_seconds for run in runs[name])
+        for name in (method, "plain")
+    ]
+    return speeds[0] / speeds[1]
 
 
 def draw(result: dict[str, Any], path: str) -> None:
     """Draw the speed over plain decoding by kind: lookup alone, the tree alone, trees by match."""
-    ours = result["method"]
-    methods = {"lookup": "prompt lookup", "tree": "tree alone", ours: "trees by match"}
+    methods = {"lookup": "prompt lookup", "tree": "tree alone", result["method"]: "trees by match"}
     parts = {kind: p["methods"] for kind, p in result["kinds"].items() if "all" not in kind}
-    settings = style("#22302a", "#e4e9e6", "sequoia-plan") | {"font.size": 11}
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context(style("#22302a", "#e4e9e6", "sequoia-plan") | {"font.size": 11}):
         figure = Figure(figsize=(11, 4.2), layout="constrained")
         axes = figure.subplots()
         for number, (name, title) in enumerate(methods.items()):
             ratios = [part[name]["speedup"]["plain"] for part in parts.values()]
-            medians = np.array([ratio["median"] for ratio in ratios])
-            lows, highs = (np.array([ratio[end] for ratio in ratios]) for end in ("low", "high"))
+            rows = [(ratio["median"], ratio["low"], ratio["high"]) for ratio in ratios]
+            medians, lows, highs = np.array(rows).T
             axes.bar(
                 np.arange(len(parts)) + 0.27 * (number - 1),
                 medians,
                 width=0.25,
                 color=(BLUE, AMBER, GREEN)[number],
                 label=title,
-                yerr=[np.maximum(medians - lows, 0), np.maximum(highs - medians, 0)],
+                yerr=np.maximum([medians - lows, highs - medians], 0),
                 error_kw={"elinewidth": 1.0, "ecolor": "#22302a"},
             )
         axes.axhline(1.0, color=RED, linewidth=1.2, linestyle=":")
@@ -216,15 +140,11 @@ def draw(result: dict[str, Any], path: str) -> None:
 
 def main() -> None:
     """Decode, and report by kind."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--tree", required=True)
     parser.add_argument("--prompts", default=BUILT_IN)
-    parser.add_argument("--kind", action="append", help="only prompts of this kind (repeatable)")
     parser.add_argument("--edges", action="store_true", help="prompts that lookup could be slow on")
     parser.add_argument("--profiled", action="store_true", help="prompts that profiles measure on")
-    parser.add_argument("--add", action="append", default=[], help="a result to add (repeatable)")
     parser.add_argument("--limit", type=int, default=100, help="prompts of each kind, at most")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -232,7 +152,6 @@ def main() -> None:
     parser.add_argument("--memory", help="with --offload: as for `sequoia-plan profile`")
     parser.add_argument("--only", action="append", help="only this method (repeatable)")
     parser.add_argument("--plot", help="draw the speed by kind into this .png")
-    parser.add_argument("-o", "--output", default="build/lookup.json")
     options = parser.parse_args()
     tree = load_tree(options.tree)
     verifier = str(tree.plan.settings.get("verifier") or "sequoia")
@@ -251,13 +170,10 @@ def main() -> None:
         by_kind.setdefault(kind, []).append(encode(pair.tokenizer, prompt.text))
     if options.edges:
         by_kind = edge_prompts(pair.tokenizer, context_length(text_config(pair.target)))
-    if options.kind:
-        by_kind = {kind: prompts for kind, prompts in by_kind.items() if kind in options.kind}
-    token_ids, kinds = [], []
+    kinds, token_ids = [], []
     for kind, prompts in by_kind.items():
-        for ids in prompts[: options.limit]:
-            token_ids.append(ids)
-            kinds.append(kind)
+        token_ids += prompts[: options.limit]
+        kinds += [kind] * (len(token_ids) - len(kinds))
     methods = make_methods(
         pair,
         transformers_pair,
@@ -268,27 +184,17 @@ def main() -> None:
     )
     if "ngram" in names:
         methods["ngram"] = sequoia_method(pair, NGRAM, sampling, options.tokens)
-    journal = journal_of(options.output)
-    work = [
-        pair.metadata,
-        token_ids,
-        sampling.settings(),
-        options.tokens,
-        names,
-        str(tree.by_match),
-    ]
-    results = Journal(journal, work)
-    runs = bench(methods, token_ids, lambda done: print(done, end=" ", flush=True), journal=results)
+    runs = bench(methods, token_ids, lambda done: print(done, end=" ", flush=True))
     print()
-    for path in options.add:
-        added = json.loads(Path(path).read_text())
-        kinds += added["kind_of_prompt"]
-        for name in names:
-            runs[name] += [PromptRun(**run) for run in added["runs"][name]]
-    groups = {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in dict.fromkeys(kinds)}
-    copying = [i for i, kind in enumerate(kinds) if kind in COPYING_KINDS]
-    others = [i for i, kind in enumerate(kinds) if kind not in COPYING_KINDS]
-    groups |= {"all copying": copying, "all others": others}
+    groups: dict[str, list[int]] = {}
+    for number, kind in enumerate(kinds):
+        group = "all copying" if kind in COPYING_KINDS else "all others"
+        for name in (kind, group):
+            groups.setdefault(name, []).append(number)
+    by_group = {
+        group: {name: [method_runs[i] for i in chosen] for name, method_runs in runs.items()}
+        for group, chosen in groups.items()
+    }
     result = {
         "hardware": fingerprint(pair.target.device),
         "models": pair.metadata,
@@ -301,20 +207,19 @@ def main() -> None:
         "promised": tree.plan.speedup_by_kind,
         "match_milliseconds": match_milliseconds(),
         "kinds": {
-            kind: {
-                "prompts": len(chosen),
-                "methods": figures(runs, chosen),
-                "over_plain_in_total": total_speedup(runs, method, chosen),
+            group: {
+                "prompts": len(groups[group]),
+                "methods": {
+                    name: figures.to_dict() for name, figures in summary(part, names).items()
+                },
+                "over_plain_in_total": total_speedup(part, method) if "plain" in part else None,
             }
-            for kind, chosen in groups.items()
-            if chosen
+            for group, part in by_group.items()
         },
         "kind_of_prompt": kinds,
         "runs": {name: [asdict(run) for run in method_runs] for name, method_runs in runs.items()},
     }
-    write_atomically(Path(options.output), (json.dumps(result, indent=1) + "\n").encode())
-    discard(journal)
-    print_result(result)
+    write_report(options.output, result)
     if options.plot:
         draw(result, options.plot)
 

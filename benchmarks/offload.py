@@ -3,7 +3,7 @@
 It measures how much of the disk's speed a pass reaches, and what a tree gains over plain decoding.
 
     python benchmarks/offload.py -o benchmarks/results/offload.json
-    python benchmarks/offload.py --quick -o build/quick.json    # few prompts: to see that it runs
+    python benchmarks/offload.py --prompts 2 --tokens 8 --rounds 3 --latency-seconds 0 -o few.json
 
 Parts that the output file already has are not run again.
 
@@ -38,9 +38,9 @@ from typing import Any
 
 import torch
 from accelerate import disk_offload
+from reports import new_parser, spread, write_report
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.prediction import prediction_for
 from sequoia_plan.artifacts.prompts import built_in
 from sequoia_plan.planner import solve
@@ -59,13 +59,13 @@ from sequoia_plan.profiler.timing import CONTEXT, random_prompt
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
 from sequoia_plan.runtime.base.weight_stream import stream_of
 from sequoia_plan.runtime.draft.self_draft import INT8, copy_bytes
-from sequoia_plan.runtime.models.dtype import resolve_dtype
 from sequoia_plan.runtime.offload.disk_stream import CHUNK_BYTES, THREADS
 from sequoia_plan.runtime.offload.memory import SLOTS, cache_bytes
 from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 from sequoia_plan.runtime.offload.weight_file import aligned_memory, bytes_of
 
 CPU = torch.device("cpu")
+DTYPE = "bfloat16"
 RESIDENT = 6
 """Layers of thirty that stay in memory: a fifth."""
 DRAFTS = ["smollm2-135m-eagle3", "smollm2-135m-draft", INT8]
@@ -84,16 +84,10 @@ def bytes_read_so_far() -> int:
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
-def quartiles(values: list[float]) -> list[float]:
-    """Median, first and third quartile."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    return [round(x, 5) for x in (middle, low, high)]
-
-
-def streamed_pair(draft: str | None, layers: int, dtype: str, placement: str = "auto") -> Pair:
+def streamed_pair(draft: str | None, layers: int, placement: str = "auto") -> Pair:
     """The embedded pair with so many layers of the target in memory."""
-    load = partial(load_pair, draft=draft, dtype=dtype, offload="disk", placement=placement)
-    target = OffloadedTarget(None, "cpu", resolve_dtype(dtype, "cpu"))
+    load = partial(load_pair, draft=draft, dtype=DTYPE, offload="disk", placement=placement)
+    target = OffloadedTarget(None, "cpu", torch.bfloat16)
     layer_bytes, num_layers = max(target.layer_sizes()), len(target.layers)
     if draft == INT8:  # it has a copy of the streamed layers, and of what is outside of the layers
         copy_size = max(
@@ -124,15 +118,10 @@ def read_seconds(stream: Any, buffers: list[memoryview], passes: int) -> float:
             for start in range(0, block.size, CHUNK_BYTES)
         ]
     )
-    lock = threading.Lock()
 
     def read_chunks(buffer: memoryview) -> None:
-        while True:
-            with lock:
-                chunk = next(chunks, None)
-            if chunk is None:
-                return
-            stream.file.read(chunk[0], buffer[: chunk[1]])
+        for offset, size in chunks:
+            stream.file.read(offset, buffer[:size])
 
     threads = [threading.Thread(target=read_chunks, args=(buffer,)) for buffer in buffers]
     started = time.perf_counter()
@@ -182,16 +171,16 @@ def compare_with_reads(
     return {
         "bytes_a_pass": stream.bytes,
         "bytes_read_a_pass": round(statistics.median(byte_samples)),
-        "read_seconds": quartiles(read_samples),
-        "pass_seconds": quartiles(pass_samples),
-        "share_of_bandwidth": quartiles([reading / computing for reading, computing in pairs]),
+        "read_seconds": spread(read_samples, 5),
+        "pass_seconds": spread(pass_samples, 5),
+        "share_of_bandwidth": spread([reading / computing for reading, computing in pairs], 5),
         "rounds": rounds,
     }
 
 
 def measure_link(options: argparse.Namespace) -> dict[str, Any]:
     """The share of the disk's speed that passes one after the other reach."""
-    pair = streamed_pair(None, RESIDENT, options.dtype)
+    pair = streamed_pair(None, RESIDENT)
     run_pass = target_pass(pair, 1)
     figures = compare_with_reads(stream_of(pair.target), run_pass, options.rounds, PASSES)
     return figures | {"models": pair.metadata}
@@ -204,7 +193,7 @@ def measure_layers(options: argparse.Namespace) -> dict[str, Any]:
     `pass` begins with full slots, `stream` is one of several after each other.
     """
     placements = ("resident", "fused")
-    pairs = [streamed_pair(None, RESIDENT, options.dtype, placement) for placement in placements]
+    pairs = [streamed_pair(None, RESIDENT, placement) for placement in placements]
     figures: dict[str, Any] = {"pass": {}, "stream": {}}
     for nodes in NODES:
         run_pass = [(stream_of(pair.target), target_pass(pair, nodes)) for pair in pairs]
@@ -214,16 +203,16 @@ def measure_layers(options: argparse.Namespace) -> dict[str, Any]:
             ]
             old, new = (list(samples) for samples in zip(*rounds, strict=True))
             ratios = [before / after for before, after in rounds]
-            figures[name][nodes] = {"transformers": quartiles(old), "fused": quartiles(new)}
-            figures[name][nodes]["ratio"] = quartiles(ratios)
+            figures[name][nodes] = {"transformers": spread(old, 5), "fused": spread(new, 5)}
+            figures[name][nodes]["ratio"] = spread(ratios, 5)
     return figures | {"rounds": options.rounds, "models": pairs[0].metadata}
 
 
 def measure_decoding(options: argparse.Namespace, temperature: float) -> dict[str, Any]:
     """Every method of decoding, prompt by prompt in turn."""
-    sampling, tokens, dtype = Sampling(temperature), options.tokens, options.dtype
+    sampling, tokens = Sampling(temperature), options.tokens
     drafts = options.draft or DRAFTS
-    pairs = {draft: streamed_pair(draft, RESIDENT, dtype) for draft in drafts}
+    pairs = {draft: streamed_pair(draft, RESIDENT) for draft in drafts}
     stream, buffers = stream_of(pairs[drafts[0]].target), read_buffers()
     speeds = [1 / read_seconds(stream, buffers, PASSES) for _ in range(WARM_UP_READS)]
     lasting_speed = statistics.median(speeds[-WARM_UP_READS // 3 :])
@@ -263,10 +252,10 @@ def measure_decoding(options: argparse.Namespace, temperature: float) -> dict[st
         metadata = pair.metadata["target"]
         draft_bytes = metadata["draft_bytes"] + metadata["cache_bytes"] - cache_bytes(pair.target)
         more_layers = -(-draft_bytes // (metadata["slot_bytes"] // SLOTS))
-        add_plain(f"plain + {more_layers}", streamed_pair(None, RESIDENT + more_layers, dtype))
+        add_plain(f"plain + {more_layers}", streamed_pair(None, RESIDENT + more_layers))
     with tempfile.TemporaryDirectory() as folder:
-        add("disk_offload", accelerate_method(dtype, sampling, max(tokens // 4, 2), folder))
-        prompts = prompts_with_long_texts(dtype, sampling, options.prompts, tokens)
+        add("disk_offload", accelerate_method(sampling, max(tokens // 4, 2), folder))
+        prompts = prompts_with_long_texts(sampling, options.prompts, tokens)
         runs = bench(methods, prompts, on_prompt=lambda done: print(done, "prompts", flush=True))
     figures = {
         name: result.to_dict() for name, result in summary(runs, over=tuple(methods)).items()
@@ -290,14 +279,12 @@ def measure_decoding(options: argparse.Namespace, temperature: float) -> dict[st
     return {"settings": settings, "models": models, "contenders": figures}
 
 
-def prompts_with_long_texts(
-    dtype: str, sampling: Sampling, num_prompts: int, tokens: int
-) -> list[list[int]]:
+def prompts_with_long_texts(sampling: Sampling, num_prompts: int, tokens: int) -> list[list[int]]:
     """The first held-out prompts that are continued by at least `tokens` tokens.
 
     A step yields a dozen tokens, and a short text would have only one or two steps.
     """
-    resident = load_pair(dtype=dtype)
+    resident = load_pair(dtype=DTYPE)
     decoder = SequoiaDecoder(resident.target, None, TokenTree.chain(1))
     prompts: list[list[int]] = []
     for prompt in held_out(resident.tokenizer, 80):
@@ -307,9 +294,9 @@ def prompts_with_long_texts(
     return prompts
 
 
-def accelerate_method(dtype: str, sampling: Sampling, tokens: int, folder: str) -> DecodePrompt:
+def accelerate_method(sampling: Sampling, tokens: int, folder: str) -> DecodePrompt:
     """transformers' generate with accelerate's `disk_offload`, without the page cache."""
-    pair = load_pair(dtype=dtype, placement="resident")
+    pair = load_pair(dtype=DTYPE, placement="resident")
     target: Any = disk_offload(pair.target, folder, CPU)
     gc.collect()
 
@@ -337,28 +324,19 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 def main() -> None:
     """Run the parts that the output file lacks."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--part", action="append", choices=list(PARTS))
-    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--latency-seconds", type=float, default=45.0)
     parser.add_argument("--draft", action="append", choices=DRAFTS, help="[default: all]")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
-    if options.quick:
-        options.prompts, options.tokens = 2, 8
-        options.rounds, options.latency_seconds = 3, 0.0
     results = json.loads(options.output.read_text()) if options.output.exists() else {}
     for name in options.part or PARTS:
         if name not in results:
             results[name] = PARTS[name](options) | {"hardware": fingerprint(CPU)}
-            write_atomically(options.output, (json.dumps(results, indent=1) + "\n").encode())
-            print(json.dumps(results[name], indent=1)[:4000], flush=True)
+            write_report(options.output, results)
 
 
 if __name__ == "__main__":

@@ -13,94 +13,49 @@ whose weights have 4 bits; the others have `--dtype`.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
-from summary import spread
+from reports import new_parser, write_report
 
 from sequoia_plan.artifacts import TokenTree, load_tree
-from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load
-from sequoia_plan.engines import llamacpp, vllm
+from sequoia_plan.engines.llama_server import find_build
+from sequoia_plan.engines.llamacpp import LlamaCppPool
+from sequoia_plan.engines.pool import EnginePool
+from sequoia_plan.engines.vllm import VllmPool, speculative_config
+from sequoia_plan.engines.workload import Drafting, RunKind, Workload
+from sequoia_plan.profiler.bench import bench
+from sequoia_plan.profiler.bench_figures import summary
+from sequoia_plan.profiler.decoding_methods import (
+    DecodePrompt,
+    PromptRun,
+    sequoia_method,
+    transformers_method,
+)
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.prompts import encode
-from sequoia_plan.runtime import Sampling, SequoiaDecoder, load_pair
+from sequoia_plan.runtime import Sampling, load_pair
 from sequoia_plan.runtime.models.gguf import embedded_gguf
 
-TokensPerSecond = Callable[[int], float]
-"""Decodes the prompt of that number, and returns tokens a second."""
 
+def engine_method(pool: EnginePool, length: int) -> DecodePrompt:
+    """An engine with chains of `length` tokens; 0 is plain decoding.
 
-def of_decoder(decoder: SequoiaDecoder, prompts: list[list[int]], tokens: int) -> TokensPerSecond:
-    """Ours, plain or with a tree."""
+    It has the prompts itself, and counts its full steps alone.
+    """
 
-    def run(number: int) -> float:
-        prompt = torch.tensor(prompts[number])
-        moments, counts = [], []
-        for output in decoder.steps(prompt, tokens, Sampling()):
-            moments.append(time.perf_counter())
-            counts.append(len(output.tokens))
-        return sum(counts[1:]) / (moments[-1] - moments[0])
+    def decode(_: list[int], number: int) -> PromptRun:
+        run = pool.run(RunKind(Drafting(length)), [number])
+        return PromptRun(run.tokens, run.steps, run.seconds, 0, 0.0)
 
-    return run
-
-
-def of_transformers(model: Any, prompts: list[list[int]], tokens: int) -> TokensPerSecond:
-    """transformers' generate, timed by a streamer."""
-
-    class Clock:
-        def __init__(self) -> None:
-            self.moments: list[float] = []
-
-        def put(self, _: Any) -> None:
-            self.moments.append(time.perf_counter())
-
-        def end(self) -> None:
-            pass
-
-    def run(number: int) -> float:
-        ids, clock = torch.tensor([prompts[number]]), Clock()
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=tokens,
-            do_sample=False,
-            streamer=clock,
-        )
-        moments = clock.moments[1:]  # the first call is for the prompt
-        return (len(moments) - 1) / (moments[-1] - moments[0])
-
-    return run
-
-
-def of_vllm(pool: vllm.EnginePool, length: int) -> TokensPerSecond:
-    """vLLM with a chain of `length` tokens; 0 is plain decoding."""
-    return lambda number: pool.run(length, 1, [number]).throughput
-
-
-def of_llamacpp(server: llamacpp.Server, prompts: list[list[int]], tokens: int) -> TokensPerSecond:
-    """llama.cpp's own decoding, by the server's timings."""
-
-    def run(number: int) -> float:
-        steps = server.generate(prompts[number], tokens, 0.0)
-        return sum(step.tokens for step in steps) / sum(step.seconds for step in steps)
-
-    return run
+    return decode
 
 
 def main() -> None:
     """Measure, print and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("--tree", required=True)
     parser.add_argument("--target", required=True, help="folder for vLLM")
     parser.add_argument("--draft", required=True, help="EAGLE-3 folder for vLLM")
@@ -111,71 +66,60 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--limit", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     pair = load_pair(dtype=options.dtype)
-    plain_target = load_pair(dtype=options.dtype, placement="resident").target
     texts = [prompt.text for prompt in held_out_half(load(BUILT_IN))[: options.limit]]
     prompts = [encode(pair.tokenizer, text) for text in texts]
-    tree = load_tree(options.tree)
-    decoders = {"ours, plain": TokenTree.chain(1), "ours, tree": tree}
-    methods: dict[str, TokensPerSecond] = {
-        name: of_decoder(SequoiaDecoder(pair.target, pair.draft, t), prompts, options.tokens)
-        for name, t in decoders.items()
+    workload = Workload(texts, 0, options.tokens)
+    methods: dict[str, DecodePrompt] = {
+        name: sequoia_method(pair, tree, Sampling(), options.tokens)
+        for name, tree in {"plain": TokenTree.chain(1), "tree": load_tree(options.tree)}.items()
     }
-    methods["transformers generate"] = of_transformers(plain_target, prompts, options.tokens)
+    resident = load_pair(dtype=options.dtype, placement="resident")
+    methods["transformers generate"] = transformers_method(resident, Sampling(), options.tokens)
     with ExitStack() as stack:
         if options.vllm:
-            speculative = vllm.speculative_config("eagle3", options.draft, {})
-            engine_options = {
-                "dtype": options.dtype,
-                "enforce_eager": True,
-                "max_model_len": 1024,
-                "max_num_seqs": 1,
-            }
-            workload = vllm.Workload(texts, options.tokens)
-            pool = stack.enter_context(
-                vllm.EnginePool(
-                    options.vllm, options.target, workload, speculative, engine_options, 8
-                )
+            vllm = VllmPool(
+                target=options.target,
+                draft=options.draft,
+                workload=workload,
+                python=options.vllm,
+                speculative=speculative_config("eagle3", options.draft, {}),
+                options={
+                    "dtype": options.dtype,
+                    "enforce_eager": True,
+                    "max_model_len": 1024,
+                    "max_num_seqs": 1,
+                },
             )
+            stack.enter_context(vllm)
             for length in (0, *(options.length or [4])):
                 name = f"vLLM, chain of {length}" if length else "vLLM, plain"
-                methods[name] = of_vllm(pool, length)
+                methods[name] = engine_method(vllm, length)
         if options.llama_server:
-            build, _ = llamacpp.find_build(options.llama_server, "draft-simple")
             threads = str(options.threads)
-            arguments = ["-m", str(embedded_gguf()), "-t", threads, "-tb", threads, "-c", "1024"]
-            server = stack.enter_context(llamacpp.Server(build, arguments))
-            server.wait()
-            methods["llama.cpp, 4 bits"] = of_llamacpp(server, prompts, options.tokens)
-        rates: dict[str, list[float]] = {name: [] for name in methods}
-        for run in methods.values():
-            run(0)
-        for number in range(len(prompts)):
-            for name, run in methods.items():
-                rates[name].append(run(number))
-            print(f"{number + 1} of {len(prompts)} prompts", flush=True)
+            llama = LlamaCppPool(
+                target=str(embedded_gguf()),
+                draft=None,
+                workload=workload,
+                build=find_build(options.llama_server),
+                spec_type="draft-simple",
+                arguments=["-t", threads, "-tb", threads],
+            )
+            methods["llama.cpp, 4 bits"] = engine_method(stack.enter_context(llama), 0)
+        runs = bench(methods, prompts, on_prompt=lambda done: print(done, "prompts", flush=True))
     report = {
         "hardware": fingerprint("cpu"),
         "settings": {"dtype": options.dtype, "threads": options.threads, "tokens": options.tokens},
-        "tokens_per_second": {name: spread(np.array(values)) for name, values in rates.items()},
-        "tree_over": {
-            name: spread(np.array(rates["ours, tree"]) / np.array(values))
-            for name, values in rates.items()
+        "contenders": {
+            name: figures.to_dict() for name, figures in summary(runs, over=tuple(methods)).items()
         },
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(options.output, json.dumps(report, indent=1).encode() + b"\n")
-    table = Table("", "tokens/s", "our tree over it")
-    for name in rates:
-        speed, ratio = report["tokens_per_second"][name], report["tree_over"][name]
-        table.add_row(name, *(f"{q[0]:.2f} ({q[1]:.2f}-{q[2]:.2f})" for q in (speed, ratio)))
-    Console().print(table)
+    write_report(options.output, report)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ the peak memory of a process that loads both models and runs passes is measured 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import multiprocessing
@@ -24,12 +23,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
-from summary import spread
+from reports import new_parser, spread, write_report
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.size_timer import SizeTimer
 from sequoia_plan.profiler.timing import CONTEXT, random_prompt
@@ -138,28 +134,13 @@ def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
         return executor.submit(function, *arguments).result()
 
 
-def show(figures: dict[str, Any]) -> None:
-    """Print the figures as tables."""
-    for setting, by_part in figures.items():
-        for part, by_layers in by_part.items():
-            table = Table("layers", *(f"{n} nodes" for n in NODES), title=f"{setting}: {part}")
-            for layers, by_nodes in by_layers.items():
-                cells = [
-                    f"{cell['ms'][0]:.1f} ms  {cell['over_fused'][0]:.2f}x"
-                    for cell in by_nodes.values()
-                ]
-                table.add_row(layers, *cells)
-            Console().print(table)
-
-
 def main() -> None:
     """Measure, print and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("--threads", type=int, action="append", help="of PyTorch, repeatable")
     parser.add_argument("--draft", action="append", choices=EMBEDDED_DRAFTS, help="repeatable")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
     drafts = options.draft or EMBEDDED_DRAFTS
     figures = {}
@@ -168,7 +149,7 @@ def main() -> None:
         for draft in drafts:
             setting = f"{threads} threads, {draft}"
             figures[setting] = milliseconds(draft, options.dtype, options.rounds)
-            show({setting: figures[setting]})
+            print(setting, json.dumps(figures[setting]), flush=True)
     peaks = {
         draft: {
             layers: in_new_process(peak_megabytes, layers, draft, options.dtype)
@@ -176,16 +157,13 @@ def main() -> None:
         }
         for draft in drafts
     }
-    for draft, by_layers in peaks.items():
-        print(f"{draft}: peak memory in MB", *(f"{key} {mb:.0f}" for key, mb in by_layers.items()))
     report = {
         "hardware": fingerprint("cpu"),
         "dtype": options.dtype,
         "figures": figures,
         "peak_mb": peaks,
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(options.output, json.dumps(report, indent=1).encode() + b"\n")
+    write_report(options.output, report)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     sequoia-plan profile --tokens 48 --precision 0% -o build/t.yaml
     sequoia-plan profile --tokens 48 --precision 0% --temperature 0.6 -o build/t06.yaml
     python benchmarks/prediction.py build/t.yaml build/t06.yaml -o build/errors.json
-    python benchmarks/prediction.py build/t.yaml --quick -o build/quick.json   # to see that it runs
+    python benchmarks/prediction.py build/t.yaml --sizes 4 --limit 2 --tokens 8 -o build/few.json
 
 For each profile and size, the tree of most expected tokens is solved from the profile and decodes
 the held-out half of the prompts beside plain decoding. Its measured figures are put next to the
@@ -20,7 +20,6 @@ shared machine changes by the minute.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -31,12 +30,10 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
+from reports import new_parser, write_report
 
 from sequoia_plan.artifacts import Acceptance, Profile, TokenTree
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
-from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner import solve
@@ -51,12 +48,6 @@ from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
 from sequoia_plan.runtime.models.dtype import dtype_name
 
 Floats = NDArray[np.float64]
-COLUMNS = {
-    "tokens_per_step": ("one_vector", "by_level", "by_class", "same_prompts"),
-    "step_time": ("predicted",),
-    "speedup": ("one_vector", "by_level", "by_class"),
-}
-"""The columns of the table: each measured figure, and the predictions that it is compared with."""
 
 
 def decode_whole_steps(
@@ -201,30 +192,20 @@ def decode_and_time(
     return runs, times
 
 
-def cells(entry: Mapping[str, Any]) -> list[str]:
-    """A tree's row: each figure with its interval, and the error of each prediction."""
-    texts = []
-    for figure, models in COLUMNS.items():
-        numbers = entry[figure]
-        measured = numbers["measured"]
-        interval = f"({numbers['interval_low']:.2f}-{numbers['interval_high']:.2f})"
-        texts.append(f"{measured:.2f} {interval}")
-        texts += [f"{numbers[model] / measured - 1:+.1%}" for model in models]
-    return texts
-
-
 def main() -> None:
     """Decode, compare and report."""
-    options = read_options()
+    parser = new_parser(__doc__)
+    parser.add_argument("profiles", type=Path, nargs="+")
+    parser.add_argument("--draft", help="as for sequoia-plan profile")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--depth", type=int, default=10)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[4, 8, 16, 32, 64])
+    parser.add_argument("--prompts", type=Path, help="a file, whose held-out half is decoded")
+    parser.add_argument("--limit", type=int, default=80, help="prompts, at most")
+    parser.add_argument("--tokens", type=int, default=48)
+    options = parser.parse_args()
     pair = load_pair(draft=options.draft, dtype=options.dtype, device=options.device)
-    title = "measured (95 % interval over prompts), and predicted / measured - 1"
-    table = Table(title=title, box=None)
-    for column in (
-        "T",
-        "nodes",
-        *(name for figure in COLUMNS for name in (figure, *COLUMNS[figure])),
-    ):
-        table.add_column(column.replace("_", " "), justify="right", no_wrap=True)
     results: list[dict[str, Any]] = []
     for path in options.profiles:
         profile = Profile.load(path)
@@ -241,32 +222,7 @@ def main() -> None:
         results.append(
             {"settings": settings, "models": pair.metadata, "hardware": hardware} | result
         )
-        write_atomically(options.output, (json.dumps(results, indent=1) + "\n").encode())
-        for entry in result["trees"]:
-            table.add_row(str(sampling.temperature), str(entry["size"]), *cells(entry))
-    Console(width=180).print(table)
-
-
-def read_options() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("profiles", type=Path, nargs="+")
-    parser.add_argument("--draft", help="as for sequoia-plan profile")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--depth", type=int, default=10)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[4, 8, 16, 32, 64])
-    parser.add_argument("--prompts", type=Path, help="a file, whose held-out half is decoded")
-    parser.add_argument("--limit", type=int, default=80, help="prompts, at most")
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("-o", "--output", type=Path, required=True)
-    options = parser.parse_args()
-    if options.quick:
-        options.sizes, options.limit, options.tokens = [4, 8], 2, 8
-    return options
+        write_report(options.output, results)
 
 
 if __name__ == "__main__":

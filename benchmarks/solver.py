@@ -8,21 +8,18 @@ the fastest one is proven, on random profiles. Compilation is not timed.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import statistics
 import time
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import numpy as np
+from reports import new_parser, spread, write_report
 
 from sequoia_plan.artifacts import Acceptance, Latency, VerificationCost
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner.solving.speed.fastest import fastest_tree
 from sequoia_plan.planner.solving.tokens.frontier import best_tree, pick_solver
+from sequoia_plan.profiler.hardware import fingerprint
 
 LLAMA3 = [0.7732, 0.1039, 0.0402, 0.0206, 0.0128, 0.0081, 0.0064, 0.0043, 0.0035, 0.0026, 0.0025]
 LLAMA3 += [0.0021, 0.0016, 0.0014, 0.001, 0.001, 0.001, 0.0007, 0.0007, 0.0006, 0.0007, 0.0006]
@@ -42,19 +39,18 @@ MEASURED_SIZES = sorted([*(2**i for i in range(11)), *(3 * 2**i for i in range(9
 
 def tokens_cases(repeats: int) -> list[dict[str, Any]]:
     """Time the tree of exactly n nodes and at most d levels for each vector, in rounds."""
-    cases = []
-    for size, depth in SIZES:
-        for name, vector in VECTORS.items():
-            rows = Acceptance.given(vector).at_depth(depth)
-            best_tree(rows, size)
-            case = {"vector": name, "size": size, "depth": depth, "solver": pick_solver(rows, size)}
-            cases.append((case, rows, []))
+    cases: list[tuple[dict[str, Any], Any, list[float]]] = []
+    for (size, depth), (name, vector) in product(SIZES, VECTORS.items()):
+        rows = Acceptance.given(vector).at_depth(depth)
+        best_tree(rows, size)
+        case = {"vector": name, "size": size, "depth": depth, "solver": pick_solver(rows, size)}
+        cases.append((case, rows, []))
     for _ in range(repeats):
         for case, rows, seconds in cases:
             started = time.perf_counter()
             best_tree(rows, case["size"])
             seconds.append(time.perf_counter() - started)
-    return [{**case, **spread(seconds)} for case, _, seconds in cases]
+    return [{**case, **figures(seconds)} for case, _, seconds in cases]
 
 
 def speed_case(budget: int, profiles: int) -> dict[str, Any]:
@@ -69,7 +65,7 @@ def speed_case(budget: int, profiles: int) -> dict[str, Any]:
             gaps.append(gap)
             seconds.append(time.perf_counter() - started)
     proven = sum(gap < 1e-9 for gap in gaps)
-    return {"budget": budget, "proven": proven, "largest_gap": max(gaps), **spread(seconds)}
+    return {"budget": budget, "proven": proven, "largest_gap": max(gaps), **figures(seconds)}
 
 
 def random_profile(rng: np.random.Generator, number: int, budget: int) -> tuple[Any, StepTime]:
@@ -95,34 +91,24 @@ def random_profile(rng: np.random.Generator, number: int, budget: int) -> tuple[
     return Acceptance.given(vector.tolist()).at_depth(20), StepTime(latency)
 
 
-def spread(seconds: list[float]) -> dict[str, Any]:
+def figures(seconds: list[float]) -> dict[str, Any]:
     """The number of times, their median, quartiles and maximum."""
-    first, median, third = statistics.quantiles(seconds, n=4)
-    quartiles = {"seconds": median, "quartiles": [first, third], "most_seconds": max(seconds)}
-    return {"repeats": len(seconds), **quartiles}
+    median, *quartiles = spread(seconds, 6)
+    figures = {"seconds": median, "quartiles": quartiles, "most_seconds": max(seconds)}
+    return {"repeats": len(seconds), **figures}
 
 
 def main() -> None:
     """Measure and report."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=51, help="rounds, and random profiles")
-    parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
     report = {
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-        },
+        "hardware": fingerprint("cpu"),
         "tokens": tokens_cases(options.repeats),
         "speed": [speed_case(budget, options.repeats) for budget in BUDGETS],
     }
-    text = json.dumps(report, indent=1)
-    print(text)
-    if options.output:
-        options.output.write_text(text + "\n")
+    write_report(options.output, report)
 
 
 if __name__ == "__main__":

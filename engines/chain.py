@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +15,6 @@ from sequoia_plan.engines.prediction import Expectation, ratio_error
 from sequoia_plan.engines.timing import StepTimes
 from sequoia_plan.engines.workload import Drafting
 
-MAX_AGE = 64
-"""The probability to agree is the same at all higher ages. Chains longer than 16 raise this."""
 MIN_CHAINS = 20
 """A position that fewer chains reached gets the rate of all positions from the second on."""
 
@@ -25,31 +22,18 @@ MIN_CHAINS = 20
 def survival_probs(agreement: Floats, length: int) -> Floats:
     """Probabilities that the first 1, 2, ... tokens of a chain of `length` are accepted.
 
-    The age of a position is the number of agreements of draft and target in a row before it. The
-    age at which a step begins is a Markov chain, and these are its long-run averages, where
-    alive[age, n] is the probability that a step that begins at that age accepts n tokens or more:
-    `agreement` float64 [ages]; returns float64 [length].
+    The age of a position is the number of agreements of draft and target in a row before it. A step
+    begins at age 0, or `length` + 1 above the last one if the draft agreed with all of its tokens.
+    These are the averages over the long run: `agreement` float64 [ages], the last entry for all
+    higher ages; returns float64 [length].
     """
-    num_ages = max(MAX_AGE, 4 * length)  # all higher ages count as the last one
-    # the agreement at every age that a chain can reach, with the last entry repeated
-    padded = agreement[np.minimum(np.arange(num_ages + length + 1), len(agreement) - 1)]
-    alive = np.array(
-        [np.concatenate([[1.0], np.cumprod(padded[age : age + length])]) for age in range(num_ages)]
-    )  # [ages, length + 1]
-    ages = np.arange(num_ages)
-    next_ages = np.minimum(ages + length + 1, num_ages - 1)
-    age_probs = np.zeros(num_ages)
-    age_probs[0] = 1.0
-    for _ in range(10_000):
-        # the draft would also have proposed the token that follows the accepted chain
-        continuing = age_probs * alive[:, length] * padded[ages + length]
-        next_probs = np.zeros(num_ages)
-        np.add.at(next_probs, next_ages, continuing)
-        next_probs[0] += 1 - continuing.sum()
-        if np.abs(next_probs - age_probs).max() < 1e-13:
-            break
-        age_probs = next_probs
-    return age_probs @ alive[:, 1:]
+    last = len(agreement) - 1
+    ages = np.arange(0, last + length + 1, length + 1)  # from the last one on nothing changes
+    reached = agreement[np.minimum(ages[:, None] + np.arange(length + 1), last)].cumprod(axis=1)
+    continuing = reached[:, length]
+    weights = np.cumprod([1.0, *continuing[:-1]])
+    weights[-1] /= max(1 - continuing[-1], 1e-4)  # a text ends, also where all is accepted
+    return weights @ reached[:, :length] / weights.sum()
 
 
 def agreement_by_age(acceptance: ChainAcceptance) -> Floats:
@@ -91,33 +75,28 @@ class ChainModel:
         return [Drafting(length) for length in range(self.max_length + 1)]
 
     @cached_property
-    def tokens_by_length(self) -> TokensByLength:
-        """Expected tokens a step: a step that drafts yields its accepted tokens and one more."""
+    def tokens_and_error(self) -> list[tuple[float, float]]:
+        """Expected tokens a step by length, and their relative standard error.
+
+        A step that drafts yields its accepted tokens and one more.
+        """
         agreement = agreement_by_age(self.acceptance)
         share = self.acceptance.drafting_share
         # where the effective number of chains is unknown, all of them are taken as independent
         trials = self.acceptance.trials or self.acceptance.drafts
-        mean, error = [1.0], [0.0]
+        by_length = [(1.0, 0.0)]
         for length in range(1, self.max_length + 1):
             survival = survival_probs(agreement, length)
-            mean.append(1 + share * float(survival.sum()))
+            mean = 1 + share * float(survival.sum())
             standard_error = math.sqrt(max(_accepted_variance(survival), 0) / trials)
-            error.append(share * standard_error / mean[-1])
-        return TokensByLength(mean, error)
+            by_length.append((mean, share * standard_error / mean))
+        return by_length
 
     def expect(self, drafting: Drafting, batch: int, times: StepTimes) -> Expectation:
         """The errors of tokens a step and of the step's time are taken as independent."""
         seconds, time_error = times.seconds_and_error(batch, drafting.length)
-        tokens = self.tokens_by_length
-        error = math.hypot(time_error, tokens.error[drafting.length])
-        return Expectation(tokens.mean[drafting.length], seconds, error)
-
-
-class TokensByLength(NamedTuple):
-    """Expected tokens a step and request, and their relative standard error, by length."""
-
-    mean: list[float]
-    error: list[float]
+        tokens, tokens_error = self.tokens_and_error[drafting.length]
+        return Expectation(tokens, seconds, math.hypot(time_error, tokens_error))
 
 
 def effective_trials(acceptance: ChainAcceptance, tokens_by_text: Sequence[Sequence[int]]) -> float:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -30,12 +32,11 @@ class ChainStep:
     is_single: bool = True
 
 
-@dataclass(frozen=True)
-class FirstTokens:
-    """What a draft proposes along a text if a chain begins at each position."""
+class Proposal(NamedTuple):
+    """The token that a draft proposes at a position of a text, after the text's own tokens."""
 
-    agrees: tuple[bool, ...] = ()
-    probs: tuple[float, ...] = ()
+    prob: float
+    agrees: bool
 
 
 @dataclass(frozen=True)
@@ -46,91 +47,86 @@ class DraftedText:
     prompt's pass.
     """
 
-    agrees: tuple[bool, ...]
-    probs: tuple[float, ...]
-    tails: Mapping[int, tuple[float, ...]]
+    proposals: Sequence[Proposal]
+    tails: Mapping[int, Sequence[float]]
+    """Probabilities of the tokens that were drafted after a wrong one, by its position."""
     limit: int
-    first: FirstTokens = FirstTokens()
+    first: Sequence[Proposal] = ()
+    """Proposals where a chain begins, if they are others."""
+
+    def proposal(self, position: int, wrong: int | None) -> Proposal:
+        """What is proposed at a position of a chain whose first wrong token is at `wrong`."""
+        if wrong is not None:
+            tail = self.tails.get(wrong) or [self.proposals[wrong].prob]
+            return Proposal(tail[min(position - wrong, len(tail)) - 1], False)
+        if position < len(self.proposals):
+            return self.proposals[position]
+        return Proposal(self.proposals[-1].prob, True)  # beyond the end all accepted is lost
+
+    def replay(self, drafting: Drafting) -> list[ChainStep]:
+        """Decodes the text again with another maximum length and threshold."""
+        steps = []
+        position, end = 0, len(self.proposals)
+        while position < end:
+            # the server leaves room for the token that every step yields; the first token is the
+            # prompt's
+            room = min(drafting.length, self.limit - position - 2)
+            drafted = accepted = 0
+            wrong = None  # position of the chain's first wrong token
+            is_stopped = False
+            while drafted < room:
+                proposal = self.proposal(position + drafted, wrong)
+                if not drafted and position < len(self.first):
+                    proposal = self.first[position]
+                if proposal.prob < drafting.min_prob:
+                    is_stopped = True
+                    break
+                if wrong is None and not proposal.agrees:
+                    wrong = position + drafted
+                drafted += 1
+                accepted += wrong is None
+            tokens = min(accepted + 1, end - position)
+            steps.append(ChainStep(drafted, accepted, tokens, drafted + is_stopped))
+            position += accepted + 1
+        return steps
 
 
 def drafted_text(
-    steps: Sequence[ChainStep], chains: Sequence[Sequence[float]], limit: int
+    steps: Sequence[ChainStep], chains: Iterator[Sequence[float]], limit: int
 ) -> DraftedText:
-    """Puts the recorded chains of one text together.
+    """Puts the next recorded chains together, those of one text.
 
     A chain that was accepted whole says nothing about the next position. The draft is taken to
     agree there as it did just before, with the same probability. Long chains make that rare.
     """
-    agrees: list[bool] = []
-    probs: list[float] = []
-    tails: dict[int, tuple[float, ...]] = {}
-    remaining = iter(chains)
+    proposals: list[Proposal] = []
+    tails: dict[int, Sequence[float]] = {}
+    num_tokens = 0
+    is_known = True  # whose tokens are whose, before steps that are reported together
     for step in steps:
-        if not step.is_single:
-            break  # which of the reported tokens is whose is not known
-        chain = next(remaining, ()) if step.drafted else ()
-        num_logged = len(chain)
-        chain = chain[: step.drafted]  # the server cuts off what a request has no room for
-        if num_logged < step.drafted:
-            raise SequoiaPlanError(
-                f"the server's log has a chain of {num_logged} tokens where its timings have "
-                f"{step.drafted}; another client used the server, or this build logs otherwise"
-            )
-        agrees += [True] * step.accepted
-        probs += chain[: step.accepted]
+        logged: list[float] = []
+        while len(logged) < step.drafted:
+            probs = next(chains, None)
+            if not probs:
+                raise SequoiaPlanError(
+                    "the server's debug log has fewer drafted tokens than its timings; this build "
+                    "logs otherwise than ggml 0.25"
+                )
+            logged += probs
+        is_known = is_known and step.is_single
+        if not is_known:
+            continue
+        num_tokens += step.tokens
+        chain = logged[: step.drafted]  # the server cuts off what a request has no room for
+        proposals += [Proposal(prob, True) for prob in chain[: step.accepted]]
         if step.accepted < step.drafted:
-            tails[len(agrees)] = tuple(chain[step.accepted + 1 :])
-            agrees.append(False)
-            probs.append(chain[step.accepted])
+            tails[len(proposals)] = chain[step.accepted + 1 :]
+            proposals.append(Proposal(chain[step.accepted], False))
         elif chain:
-            agrees.append(True)
-            probs.append(chain[-1])
+            proposals.append(proposals[-1])
         else:  # the last token of a text is not drafted
-            agrees.append(False)
-            probs.append(0.0)
-    num_tokens = min(limit - 1, sum(step.tokens for step in steps if step.is_single))
-    return DraftedText(tuple(agrees[:num_tokens]), tuple(probs[:num_tokens]), tails, limit)
-
-
-def replay_draft(text: DraftedText, max_length: int, min_prob: float) -> list[ChainStep]:
-    """Decodes a recorded text again with another maximum length and threshold."""
-    steps = []
-    position, end = 0, len(text.agrees)
-    while position < end:
-        # the server leaves room for the token that every step yields; the first token is the
-        # prompt's
-        room = min(max_length, text.limit - position - 2)
-        drafted = accepted = 0
-        wrong = None  # position of the chain's first wrong token
-        is_stopped = False
-        while drafted < room:
-            prob, agrees = _proposal(text, position + drafted, wrong)
-            if not drafted and position < len(text.first.probs):
-                prob, agrees = text.first.probs[position], text.first.agrees[position]
-            if prob < min_prob:
-                is_stopped = True
-                break
-            if wrong is None and not agrees:
-                wrong = position + drafted
-            drafted += 1
-            accepted += wrong is None
-        tokens = min(accepted + 1, end - position)
-        steps.append(ChainStep(drafted, accepted, tokens, drafted + is_stopped))
-        position += accepted + 1
-    return steps
-
-
-def _proposal(text: DraftedText, position: int, wrong: int | None) -> tuple[float, bool]:
-    """The probability of the draft's token at a position, and whether it is the text's."""
-    if wrong is None:
-        if position < len(text.agrees):
-            return text.probs[position], text.agrees[position]
-        return text.probs[-1], True  # beyond the text's end, where all that is accepted is lost
-    tail = text.tails.get(wrong, ())
-    index = position - wrong - 1
-    if index < len(tail):
-        return tail[index], False
-    return (tail[-1] if tail else text.probs[wrong]), False
+            proposals.append(Proposal(0.0, False))
+    return DraftedText(proposals[: min(limit - 1, num_tokens)], tails, limit)
 
 
 def earlier_matches(tokens: Sequence[int], size: int) -> list[int]:
@@ -154,66 +150,51 @@ def earlier_matches(tokens: Sequence[int], size: int) -> list[int]:
 class LookupText:
     """A text in which tokens are looked up."""
 
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
+    prompt: Sequence[int]
+    tokens: Sequence[int]
     limit: int
 
-
-def replay_lookup(text: LookupText, size: int, max_length: int) -> list[ChainStep]:
-    """Decodes a text again with llama.cpp's ngram-simple, counted on its tokens."""
-    if not size:
-        return [ChainStep(0, 0, 1)] * (len(text.tokens) - 1)
-    tokens = [*text.prompt, *text.tokens]
-    matches = earlier_matches(tokens, size)
-    steps = []
-    index = len(text.prompt) + 1  # of the next token; the first one is the prompt's
-    while index < len(tokens):
-        history = index - 1  # the tokens in the cache: all but the last one
-        begin = matches[index - 1] + size
-        length = 0
-        if matches[index - 1] and history > size + max_length + 1:
-            length = min(max_length, history - begin)
-            length = 0 if length < size else length
-        room = text.limit - (index - len(text.prompt)) - 1
-        length = max(min(length, room), 0)
-        accepted = 0
-        while (
-            accepted < length
-            and index + accepted < len(tokens)
-            and tokens[begin + accepted] == tokens[index + accepted]
-        ):
-            accepted += 1
-        steps.append(ChainStep(length, accepted, min(accepted + 1, len(tokens) - index)))
-        index += accepted + 1
-    return steps
-
-
-def replay(drafting: Drafting, text: DraftedText | LookupText) -> list[ChainStep]:
-    """Decodes a recorded text again with a way of drafting."""
-    if isinstance(text, LookupText):
-        return replay_lookup(text, drafting.lookup_size, drafting.length)
-    return replay_draft(text, drafting.length, drafting.min_prob)
+    def replay(self, drafting: Drafting) -> list[ChainStep]:
+        """Decodes the text again with llama.cpp's ngram-simple, counted on its tokens."""
+        size = drafting.lookup_size
+        if not size:
+            return [ChainStep(0, 0, 1)] * (len(self.tokens) - 1)
+        tokens = [*self.prompt, *self.tokens]
+        matches = earlier_matches(tokens, size)
+        steps = []
+        index = len(self.prompt) + 1  # of the next token; the first one is the prompt's
+        while index < len(tokens):
+            history = index - 1  # the tokens in the cache: all but the last one
+            match = matches[index - 1]
+            copied = tokens[match + size : history][: drafting.length]
+            if not match or len(copied) < size or history <= size + drafting.length + 1:
+                copied = []
+            room = self.limit - (index - len(self.prompt)) - 1
+            drafted = copied[: max(room, 0)]
+            own = tokens[index : index + len(drafted)]
+            accepted = [*map(operator.eq, drafted, own), False].index(False)
+            tokens_of_step = min(accepted + 1, len(tokens) - index)
+            steps.append(ChainStep(len(drafted), accepted, tokens_of_step))
+            index += accepted + 1
+        return steps
 
 
 @dataclass(frozen=True)
 class ReplayModel:
-    """Predicts the ways of drafting of one type from recorded texts."""
+    """Predicts the ways of drafting of one type from the steps of recorded texts."""
 
-    texts: Sequence[DraftedText | LookupText]
     acceptance: ChainAcceptance
-    draftings: Sequence[Drafting]
-    _replays: dict[Drafting, list[list[ChainStep]]] = field(default_factory=dict)
+    replays: Mapping[Drafting, Sequence[Sequence[ChainStep]]]
+    """Of each way of drafting the steps of every text."""
 
-    def replayed(self, drafting: Drafting) -> list[list[ChainStep]]:
-        """The steps of each text that has any."""
-        if drafting not in self._replays:
-            replays = [replay(drafting, text) for text in self.texts]
-            self._replays[drafting] = [steps for steps in replays if steps]
-        return self._replays[drafting]
+    @property
+    def draftings(self) -> list[Drafting]:
+        """The ways of drafting to choose from."""
+        return list(self.replays)
 
     def expect(self, drafting: Drafting, batch: int, times: StepTimes) -> Expectation:
         """The mean step of all texts. The error is from how texts differ and from the times."""
-        replays = self.replayed(drafting)
+        replays = [steps for steps in self.replays[drafting] if steps]
         has_draft = drafting.length > 0 and not drafting.lookup_size
         tokens = [sum(step.tokens for step in steps) for steps in replays]
         seconds = [seconds_of(steps, has_draft, batch, times) for steps in replays]

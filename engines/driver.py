@@ -12,7 +12,10 @@ import select
 import signal
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NoReturn
 
 if sys.path and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
@@ -24,17 +27,16 @@ def watch(lifeline_fd: int, engine_pid: int) -> NoReturn:
     while not select.select([lifeline_fd], [], [], 0.2)[0]:
         ended_pid, status = os.waitpid(engine_pid, os.WNOHANG)
         if ended_pid:
-            write_line({"exit_code": os.waitstatus_to_exitcode(status)})
+            print(json.dumps({"exit_code": os.waitstatus_to_exitcode(status)}), flush=True)
             break
     os.killpg(0, signal.SIGKILL)  # includes this process
     raise SystemExit
 
 
-def write_line(message: dict[str, Any], fd: int = 1) -> None:
-    """Writes a JSON line to a file descriptor."""
-    unwritten = json.dumps(message).encode() + b"\n"
-    while unwritten:
-        unwritten = unwritten[os.write(fd, unwritten) :]
+def fill_up(prompt: Sequence[int], before: Sequence[int]) -> list[int]:
+    """A prompt filled up to the length of `before` with its begin; a longer one loses its own."""
+    own = prompt[-len(before) :] if before else prompt
+    return [*before[: len(before) - len(own)], *own]
 
 
 @dataclass
@@ -60,33 +62,29 @@ class Driver:
         self.vllm: Any = vllm
         self.llm: Any = vllm.LLM(model=model, **config, **{"disable_log_stats": False, **options})
         self.engine: Any = self.llm.llm_engine
-        self.num_requests = 0
-        config_fields = getattr(SpeculativeConfig, "__dataclass_fields__", {})
+        self.request_ids = count()
+        schedule = "num_speculative_tokens_per_batch_size"
         return {
             "version": vllm.__version__,
-            "device": str(getattr(vllm.platforms.current_platform, "device_type", "")),
-            "accepts_schedule": "num_speculative_tokens_per_batch_size" in config_fields,
-            "max_model_len": self.engine.model_config.max_model_len,
+            "device": vllm.platforms.current_platform.device_type,
+            "accepts_schedule": schedule in SpeculativeConfig.__dataclass_fields__,
         }
 
-    def encode(self, prompts: list[Any]) -> dict[str, Any]:
+    def encode(self, prompts: list[Any]) -> list[list[list[int]]]:
         """Token ids of prompts in the tokenizer's chat template if it has one, and without it."""
         tokenizer = self.llm.get_tokenizer()
-        encoded: dict[str, list[list[int]]] = {"prompts": [], "texts": []}
+        encoded, texts = [], []
         for prompt in prompts:
-            messages = prompt
-            if isinstance(prompt, str):
-                messages = [{"role": "user", "content": prompt}]
-            text = "\n\n".join(message["content"] for message in messages)
-            token_ids = tokenizer.encode(text)
-            encoded["texts"].append(list(token_ids))
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            token_ids = tokenizer.encode("\n\n".join(message["content"] for message in messages))
+            texts.append(token_ids)
             if getattr(tokenizer, "chat_template", None):
                 text = tokenizer.apply_chat_template(
                     messages, add_generation_prompt=True, tokenize=False
                 )
                 token_ids = tokenizer.encode(text, add_special_tokens=False)
-            encoded["prompts"].append(list(token_ids))
-        return encoded
+            encoded.append(token_ids)
+        return [encoded, texts]
 
     def run(
         self,
@@ -122,11 +120,10 @@ class Driver:
             while waiting and len(requests) < batch:
                 index, token_ids = waiting.pop(0)
                 request = Request(index, free_slots.pop(0))
-                before = texts_before[request.slot]
-                if before:
-                    own = token_ids[-len(before) :]
-                    token_ids = before[: len(before) - len(own)] + own
-                requests[self._add_request(token_ids, sampling)] = request
+                request_id = str(next(self.request_ids))
+                filled = {"prompt_token_ids": fill_up(token_ids, texts_before[request.slot])}
+                self.engine.add_request(request_id, filled, sampling)
+                requests[request_id] = request
             is_full = len(requests) == batch
             outputs = self.engine.step()
             end_time = time.perf_counter()
@@ -153,35 +150,25 @@ class Driver:
         self.engine.abort_request(list(requests))  # those that `steps` or the end left unfinished
         while self.engine.has_unfinished_requests():
             self.engine.step()
+        counters = self._read_counters()
+        counters.subtract(counters_before)
         return {
             "step_seconds": step_seconds,
             "step_tokens": step_tokens,
             "tokens_by_prompt": tokens_by_prompt,
-            "counters": {
-                name: value - counters_before.get(name, 0)
-                for name, value in self._read_counters().items()
-            },
+            "counters": counters,
         }
 
-    def _add_request(self, token_ids: list[int], sampling: Any) -> str:
-        """Gives a prompt's tokens to the engine, and returns the request's id."""
-        request_id = str(self.num_requests)
-        self.num_requests += 1
-        self.engine.add_request(request_id, {"prompt_token_ids": token_ids}, sampling)
-        return request_id
-
-    def _read_counters(self) -> dict[str, float]:
+    def _read_counters(self) -> Counter[str]:
         """vLLM's counters of speculation by name, or `name[position]`, summed over engines."""
-        counters: dict[str, float] = {}
+        counters: Counter[str] = Counter()
         for metric in self.llm.get_metrics():
             if "spec_decode" not in metric.name:
                 continue
             if hasattr(metric, "values"):  # a vector: one value for each position of a chain
-                values = {f"{metric.name}[{i}]": value for i, value in enumerate(metric.values)}
+                counters.update({f"{metric.name}[{i}]": n for i, n in enumerate(metric.values)})
             else:
-                values = {metric.name: getattr(metric, "value", 0)}
-            for name, value in values.items():
-                counters[name] = counters.get(name, 0) + value
+                counters[metric.name] += metric.value
         return counters
 
 
@@ -193,26 +180,21 @@ def main() -> None:
     if engine_pid:
         watch(lifeline_fd, engine_pid)
     os.close(lifeline_fd)
-    answers_fd = os.dup(1)
-    os.set_inheritable(answers_fd, False)
+    answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the engine prints is not an answer
     if command_line := sys.argv[2:]:
-        try:
-            os.execvp(command_line[0], command_line)
-        except OSError as error:
-            print(f"OSError: {error.strerror}: {command_line[0]}", file=sys.stderr, flush=True)
-            os._exit(127)
+        os.execvp(command_line[0], command_line)
     driver = Driver()
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            command = getattr(driver, request.pop("command"))
-            write_line({"answer": command(**request)}, answers_fd)
+            message = {"answer": getattr(driver, request.pop("command"))(**request)}
         except Exception as error:
             import traceback
 
             traceback.print_exc()
-            write_line({"error": f"{type(error).__name__}: {error}"}, answers_fd)
+            message = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(message), file=answers, flush=True)
 
 
 if __name__ == "__main__":

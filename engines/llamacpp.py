@@ -14,17 +14,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.engines.chain_replay import (
     ChainStep,
     DraftedText,
-    FirstTokens,
     LookupText,
+    Proposal,
     ReplayModel,
     acceptance_of,
     drafted_text,
-    replay,
 )
+from sequoia_plan.engines.driver import fill_up
 from sequoia_plan.engines.llama_server import Build, Server
 from sequoia_plan.engines.plan import ContextPlan
 from sequoia_plan.engines.pool import EnginePool
@@ -43,7 +42,6 @@ from sequoia_plan.engines.workload import (
     EngineRun,
     RunKind,
     text_before,
-    with_text_before,
 )
 
 SERVER_CONTEXT = 4096
@@ -78,6 +76,7 @@ class LlamaCppPool(EnginePool):
     starts_each_round = True
 
     build: Build
+    spec_type: str
     arguments: Sequence[str] = ()
     """Further options of llama-server."""
     lookup_texts: dict[int, list[LookupText]] = field(default_factory=dict)
@@ -91,47 +90,29 @@ class LlamaCppPool(EnginePool):
     @property
     def default_drafting(self) -> Drafting:
         """What llama.cpp does if only the type is named."""
-        return default_drafting(self.build.spec_type)
+        return default_drafting(self.spec_type)
 
-    def start(self, keys: Sequence[Drafting | Logged]) -> None:
-        """Starts servers, which load their models together; the first encodes the prompts."""
-        self.report_status(f"starting {len(keys)} of llama-server")
-        for key in keys:
-            self.running[key] = self.exit_stack.enter_context(
-                Server(self.build, self._arguments(key))
-            )
-        for key in keys:
-            self.running[key].wait()
-        if self.prompts:
-            return
-        server = self.running[keys[0]]
-        needed = self._needed_context()
-        if needed and needed > (size := server.context_size()):
-            raise ArgumentError(
-                f"--context {self.max_context}: needs a server with a context of {needed} tokens, "
-                f"this one has {size}; give a smaller one, or see -c in --server-args and the "
-                "model's own limit"
-            )
-        encoded = [server.encode(prompt) for prompt in self.workload.prompts]
-        self.prompts = [token_ids for token_ids, _ in encoded]
-        self.texts = [token_ids for _, token_ids in encoded]
-
-    def _needed_context(self) -> int:
-        """Tokens that a server must take for the largest context; 0 without one."""
-        return self.max_context and self.max_context + self.workload.tokens + ROOM
-
-    def _arguments(self, key: Drafting | Logged) -> list[str]:
-        """All options of a server but its address."""
+    def start(self, key: Drafting | Logged) -> Server:
+        """Starts a server."""
+        self.report_status("starting llama-server")
         logs_chains = isinstance(key, Logged)
         drafting = key.drafting if isinstance(key, Logged) else key
-        size = max(SERVER_CONTEXT, self._needed_context())
-        return [
-            *("-m", self.target, "-np", "1", "-c", str(size)),
-            *(["--offline"] if "--offline" in self.build.options else []),
-            *flags(drafting, self.build.spec_type, self.draft),
+        size = max(SERVER_CONTEXT, self.max_context + self.workload.tokens + ROOM)
+        options = [
+            *("-m", self.target, "-np", "1", "-c", str(size), "--offline"),
+            *flags(drafting, self.spec_type, self.draft),
             *self.arguments,
             *(["--verbosity", "5"] if logs_chains else []),
         ]
+        server = Server(self.build, options)
+        self.exit_stack.callback(server.close)
+        server.wait()
+        return server
+
+    def encode(self, engine: Server) -> tuple[list[list[int]], list[list[int]]]:
+        """Token ids of the prompts, by the target's tokenizer."""
+        encoded = [engine.encode(prompt) for prompt in self.workload.prompts]
+        return [prompt for prompt, _ in encoded], [text for _, text in encoded]
 
     def prompt(self, index: int, context: int = 0) -> list[int]:
         """Token ids of a prompt, with texts before it so that it has `context` tokens.
@@ -142,7 +123,7 @@ class LlamaCppPool(EnginePool):
         """
         middle = self.workload.num_measuring
         others = self.texts[middle:] if index < middle else self.texts[:middle]
-        return with_text_before(self.prompts[index], text_before(others or self.texts, 0, context))
+        return fill_up(self.prompts[index], text_before(others or self.texts, 0, context))
 
     def _completion(self, prompt: Sequence[int], tokens: int, context: int) -> dict[str, Any]:
         """A request to decode a prompt. With a context, its begin may be in the server's cache."""
@@ -174,35 +155,33 @@ class LlamaCppPool(EnginePool):
 
     def record(self, max_length: int, batch: int, context: int) -> ReplayModel:
         """Records what is replayed, and counts how far the longest chains are accepted."""
-        spec_type = self.build.spec_type
         texts: Sequence[DraftedText | LookupText]
-        if spec_type == LOOKUP:
+        if self.spec_type == LOOKUP:
             texts = self.lookup_texts[context] = self._record_lookup(context)
             longest = Drafting(max_length, lookup_size=min(2, max_length))
-            recorded = [replay(longest, text) for text in texts]
+            recorded = [text.replay(longest) for text in texts]
         else:
             texts, recorded = self._record_draft(max_length + EXTRA_LENGTH, context)
-        source = f"{self.workload.num_measuring} prompts"
-        source += f" of {context} tokens" if context else ""
-        acceptance = acceptance_of(recorded, source)
-        return ReplayModel(texts, acceptance, candidates(spec_type, max_length))
+        replays = {
+            drafting: [text.replay(drafting) for text in texts]
+            for drafting in candidates(self.spec_type, max_length)
+        }
+        return ReplayModel(acceptance_of(recorded, self.source(context)), replays)
 
     def _record_lookup(self, context: int) -> list[LookupText]:
         """Decodes prompts without speculation, for their tokens."""
         self.report_status("decoding texts to look tokens up in")
         self.ensure_running([NONE])
-        limit = self.workload.tokens
         prompts = [self.prompt(i, context) for i in self.workload.measuring]
         return [
-            LookupText(tuple(prompt), tuple(self._text(NONE, prompt, context)), limit)
+            LookupText(prompt, self._text(NONE, prompt, context), self.workload.tokens)
             for prompt in prompts
         ]
 
     def _text(self, key: Drafting | Logged, prompt: Sequence[int], context: int) -> list[int]:
         """The token ids that a server writes after a prompt."""
         completion = self._completion(prompt, self.workload.tokens, context)
-        tokens: list[int] = self.running[key].text(completion)
-        return tokens
+        return self.running[key].text(completion)
 
     def _record_draft(
         self, length: int, context: int
@@ -213,32 +192,15 @@ class LlamaCppPool(EnginePool):
         self.ensure_running([key])
         server = self.running[key]
         num_before = len(server.logged_chains())  # of another context
-        measuring = self.workload.measuring
-        steps_by_text = self.decode(key, measuring, context, extra_tokens=length)
-        logged = server.logged_chains()[num_before:]
-        chains = [[prob for _, prob in tokens] for tokens in logged]
-        texts = []
-        for steps in steps_by_text:
-            text_chains = []
-            for step in steps:
-                num_missing = step.drafted
-                while num_missing > 0:  # several chains where the timings report several steps
-                    if not chains:
-                        raise SequoiaPlanError(
-                            f"--server {self.build.path}: its debug log has fewer drafted tokens "
-                            "than its timings; this build logs otherwise than ggml 0.25"
-                        )
-                    num_missing -= len(chains[0])
-                    text_chains.append(chains.pop(0))
-            texts.append(drafted_text(steps, text_chains, self.workload.tokens))
-        if self.build.spec_type in HIDDEN_STATE_TYPES:
-            first_tokens = self._record_first_tokens(context)
-            texts = [
-                replace(text, first=first) for text, first in zip(texts, first_tokens, strict=True)
-            ]
-        return texts, steps_by_text
+        recorded = self.decode(key, self.workload.measuring, context, extra_tokens=length)
+        chains = ([prob for _, prob in tokens] for tokens in server.logged_chains()[num_before:])
+        texts = [drafted_text(steps, chains, self.workload.tokens) for steps in recorded]
+        if self.spec_type in HIDDEN_STATE_TYPES:
+            first = self._record_first_tokens(context)
+            texts = [replace(text, first=first[i]) for i, text in enumerate(texts)]
+        return texts, recorded
 
-    def _record_first_tokens(self, context: int) -> list[FirstTokens]:
+    def _record_first_tokens(self, context: int) -> list[list[Proposal]]:
         """Decodes prompts, and records the first token that a draft proposes at each position.
 
         The server's threshold lets no token through, so that every position is the begin of a
@@ -254,14 +216,13 @@ class LlamaCppPool(EnginePool):
             chains = server.logged_chains()
             # the first token of a text is the prompt's, and the last one may not be drafted
             pairs = zip(tokens[1:], chains[num_before:], strict=False)
-            first = [(token == drafted[0][0], drafted[0][1]) for token, drafted in pairs]
-            recorded.append(FirstTokens(*zip(*first, strict=True)) if first else FirstTokens())
+            recorded.append([Proposal(prob, token == own) for own, ((token, prob), *_) in pairs])
             num_before = len(chains)
         return recorded
 
     def timed_draftings(self, max_length: int) -> list[Drafting]:
         """Every length of a plan: the times are staircases, since kernels change with the batch."""
-        return timed_draftings(self.build.spec_type, max_length)
+        return timed_draftings(self.spec_type, max_length)
 
     def time_round(self, kind: RunKind, round_index: int) -> EngineRun:
         """Times the steps that draft as many tokens as they may.
@@ -299,7 +260,7 @@ class LlamaCppPool(EnginePool):
     def launch_options(self, plan: ContextPlan) -> tuple[str, ...]:
         """The options of llama-server for the best way of drafting, as one line for a shell."""
         best = Drafting.of(plan.best_cell(1))
-        words = flags(best, self.build.spec_type, self.draft)
+        words = flags(best, self.spec_type, self.draft)
         return (shlex.join(words),) if words else ()
 
     def metadata(self) -> dict[str, Any]:
@@ -307,7 +268,7 @@ class LlamaCppPool(EnginePool):
         return {
             "engine": "llamacpp",
             "engine_version": self.build.version,
-            "method": self.build.spec_type,
+            "method": self.spec_type,
             "settings": {"server_args": list(self.arguments)},
         }
 

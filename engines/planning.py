@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, product
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec.structs import replace
 
 from sequoia_plan.artifacts import ArgumentError
 from sequoia_plan.artifacts.plan import tool_version
-from sequoia_plan.artifacts.uncertainty import Z95, median_with_error
 from sequoia_plan.engines.chain import ChainModel
 from sequoia_plan.engines.plan import (
     Cell,
@@ -22,7 +21,7 @@ from sequoia_plan.engines.plan import (
 )
 from sequoia_plan.engines.pool import EnginePool
 from sequoia_plan.engines.prediction import StepModel, best_drafting, predict_cells
-from sequoia_plan.engines.timing import StepTimes, seconds_per_step, step_times
+from sequoia_plan.engines.timing import StepTimes, step_times
 from sequoia_plan.engines.workload import (
     NONE,
     Drafting,
@@ -31,19 +30,11 @@ from sequoia_plan.engines.workload import (
     measured_cell,
 )
 
-MAX_ERROR = 0.05
-"""Rounds go on until the half width of every step's 95 % interval is below this fraction."""
 VERIFY_REPEATS = 3
-MAX_EXTRAPOLATION = 2
-"""Batch sizes may be so many times as large as the largest timed one, or as small as the smallest
-divided by it."""
 
 
-class Measurement(NamedTuple):
-    """What every way of drafting is predicted from, at one context."""
-
-    model: StepModel
-    times: StepTimes
+Measurement = tuple[StepModel, StepTimes]
+"""What every way of drafting is predicted from, at one context."""
 
 
 def measure(
@@ -73,16 +64,14 @@ def measure(
     if acceptance is None:
         models = {context: pool.record(max_length, max(batches), context) for context in contexts}
     else:
-        pool.ensure_running([NONE])  # refuses a context that it has no room for
+        pool.ensure_running([NONE])  # it says whether several fit in memory
         models = dict.fromkeys(contexts, ChainModel(acceptance, max_length))
     rounds: dict[RunKind, list[EngineRun]] = {}
     untimed = pool.timed_draftings(max_length)
     while untimed:
         kinds = [RunKind(*kind) for kind in product(untimed, batches, contexts)]
-        rounds |= pool.run_in_rounds(kinds, pool.time_round, lambda runs: _is_precise(runs, pool))
-        measurements = [
-            Measurement(model, step_times(rounds, context)) for context, model in models.items()
-        ]
+        rounds |= pool.run_in_rounds(kinds, pool.time_round, pool.min_rounds, pool.max_rounds)
+        measurements = [(model, step_times(rounds, context)) for context, model in models.items()]
         best_lengths = {
             best_drafting(model, times, batch).length
             for model, times in measurements
@@ -91,15 +80,6 @@ def measure(
         timed_lengths = {kind.drafting.length for kind in rounds}
         untimed = [Drafting(length) for length in sorted(best_lengths - timed_lengths)]
     return measurements, time.perf_counter() - start_time
-
-
-def _is_precise(rounds: Mapping[RunKind, Sequence[EngineRun]], pool: EnginePool) -> bool:
-    """True once every step time is precise enough, or there were as many rounds as may be."""
-    num_rounds = min(map(len, rounds.values()))
-    if num_rounds < pool.min_rounds or num_rounds >= pool.max_rounds:
-        return num_rounds >= pool.min_rounds
-    errors = [median_with_error(seconds_per_step(runs))[1] for runs in rounds.values()]
-    return Z95 * max(errors) <= MAX_ERROR
 
 
 def make_plan(
@@ -160,14 +140,13 @@ def plan_of(
 
 
 def _check_batches(batches: Iterable[int], times: StepTimes) -> None:
-    """Raises if a batch size is too far from those that were timed."""
-    smallest, largest = min(times.batches), max(times.batches)
-    low, high = -(-smallest // MAX_EXTRAPOLATION), largest * MAX_EXTRAPOLATION
+    """Raises if a batch size is not within those that were timed."""
+    smallest, largest = min(times.by_batch), max(times.by_batch)
     for batch in batches:
-        if not low <= batch <= high:
+        if not smallest <= batch <= largest:
             raise ArgumentError(
-                f"--batch {batch}: steps were timed with {smallest} to {largest} requests, "
-                f"expected {low} to {high}; time such batches, or leave it out"
+                f"--batch {batch}: steps were timed with {smallest} to {largest} requests; "
+                "time such batches, or leave it out"
             )
 
 
@@ -185,11 +164,8 @@ def _make_schedule(model: StepModel, times: StepTimes, max_batch: int) -> tuple[
 
 def _worth_showing(cells: Sequence[Cell], default: Drafting) -> list[Cell]:
     """Of one batch size the cells without a variant, the best of each length, those to verify."""
-    best_by_length: dict[int, Cell] = {}
-    for cell in cells:
-        best = best_by_length.setdefault(cell.speculative_tokens, cell)
-        if cell.throughput > best.throughput:
-            best_by_length[cell.speculative_tokens] = cell
+    by_throughput = sorted(reversed(cells), key=lambda cell: cell.throughput)
+    best_by_length = {cell.speculative_tokens: cell for cell in by_throughput}  # of equals, first
     shown = {*best_by_length.values(), *cells_to_verify(cells, default)}
     return [cell for cell in cells if not cell.variant or cell in shown]
 
@@ -214,33 +190,25 @@ def neighbours(best: Drafting, draftings: Iterable[Drafting]) -> list[Drafting]:
 
 def verify_plan(pool: EnginePool, plan: EnginePlan) -> EnginePlan:
     """Measures the cells of `cells_to_verify` on other prompts."""
+
+    def run(kind: RunKind, round_index: int) -> EngineRun:
+        pool.report_status(f"verifying, run {round_index + 1} of {VERIFY_REPEATS}")
+        return pool.run(kind, pool.workload.held_out)
+
     kinds = [
-        RunKind(Drafting.of(cell), batch, part.context)
+        RunKind.of(cell, part.context)
         for part in plan.contexts
         for batch in part.batches
         for cell in cells_to_verify(part.cells_at(batch), pool.default_drafting)
     ]
+    runs = pool.run_in_rounds(kinds, run, VERIFY_REPEATS, VERIFY_REPEATS)
 
-    def run(kind: RunKind, round_index: int) -> EngineRun:
-        """Decodes the prompts that verify."""
-        pool.report_status(f"verifying, run {round_index + 1} of {VERIFY_REPEATS}")
-        return pool.run(kind, pool.workload.held_out)
+    def with_measurement(cell: Cell, context: int) -> Cell:
+        cell_runs = runs.get(RunKind.of(cell, context))
+        return replace(cell, measured=measured_cell(cell_runs, cell.batch)) if cell_runs else cell
 
-    def is_enough(runs: Mapping[RunKind, Sequence[EngineRun]]) -> bool:
-        """True after as many rounds as wanted."""
-        return min(map(len, runs.values())) >= VERIFY_REPEATS
-
-    return add_measurements(plan, pool.run_in_rounds(kinds, run, is_enough))
-
-
-def add_measurements(plan: EnginePlan, runs: Mapping[RunKind, Sequence[EngineRun]]) -> EnginePlan:
-    """The plan with the runs summarized in its cells."""
-    contexts = []
-    for part in plan.contexts:
-        cells = []
-        for cell in part.cells:
-            cell_runs = runs.get(RunKind(Drafting.of(cell), cell.batch, part.context))
-            measured = measured_cell(cell_runs, cell.batch) if cell_runs else None
-            cells.append(replace(cell, measured=measured))
-        contexts.append(replace(part, cells=tuple(cells)))
+    contexts = [
+        replace(part, cells=tuple(with_measurement(cell, part.context) for cell in part.cells))
+        for part in plan.contexts
+    ]
     return replace(plan, contexts=tuple(contexts))

@@ -6,14 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any, ClassVar
 
+from sequoia_plan.artifacts.uncertainty import Z95, median_with_error
 from sequoia_plan.engines.plan import ContextPlan
 from sequoia_plan.engines.prediction import StepModel
+from sequoia_plan.engines.timing import seconds_per_step
 from sequoia_plan.engines.workload import NONE, Drafting, EngineRun, RunKind, Workload
 
 MAX_CPU_ENGINES = 4
+MAX_ERROR = 0.05
 
 
 @dataclass(kw_only=True)
@@ -30,7 +32,6 @@ class EnginePool(ABC):
     workload: Workload
     max_context: int = 0
     """The most tokens of a prompt that are asked for."""
-    max_engines: int | None = None
     report_status: Callable[[str], None] = lambda text: None
     prompts: list[list[int]] = field(default_factory=list)
     """Token ids of the workload's prompts, once an engine runs."""
@@ -52,8 +53,12 @@ class EnginePool(ABC):
         """Whether engines compute on a GPU, whose memory is taken to hold one of them."""
 
     @abstractmethod
-    def start(self, keys: Sequence[Any]) -> None:
-        """Starts engines, and the first time reads the prompts."""
+    def start(self, key: Any) -> Any:
+        """Starts an engine that `exit_stack` will close, and waits until it is ready."""
+
+    @abstractmethod
+    def encode(self, engine: Any) -> tuple[list[list[int]], list[list[int]]]:
+        """Token ids of the workload's prompts in the chat template, and without it."""
 
     @abstractmethod
     def record(self, max_length: int, batch: int, context: int) -> StepModel:
@@ -79,6 +84,11 @@ class EnginePool(ABC):
     def metadata(self) -> dict[str, Any]:
         """The plan's fields about the engine and how it was measured."""
 
+    def source(self, context: int) -> str:
+        """What acceptance is counted on."""
+        of_context = f" of {context} tokens" if context else ""
+        return f"{self.workload.num_measuring} prompts{of_context}"
+
     @property
     def default_drafting(self) -> Drafting:
         """What the engine does if the method is named alone."""
@@ -86,28 +96,35 @@ class EnginePool(ABC):
 
     def groups(self, keys: Iterable[Any]) -> list[list[Any]]:
         """Splits engines into groups that fit in memory together. Those that run come first."""
-        size = self.max_engines or (1 if self.has_device else MAX_CPU_ENGINES)
+        size = 1 if self.has_device else MAX_CPU_ENGINES
         ordered = sorted(dict.fromkeys(keys), key=lambda key: key not in self.running)
         return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
     def ensure_running(self, keys: Sequence[Any]) -> None:
-        """Starts the engines that do not run, and ends others if memory does not hold all."""
+        """Starts the engines that do not run, and ends others if memory does not hold all.
+
+        They start one after the other, since engines that compile together may disturb each other.
+        """
         missing = [key for key in keys if key not in self.running]
         if missing and len(self.groups([*self.running, *missing])) > 1:
             for key in [key for key in self.running if key not in keys]:
                 self.running.pop(key).close()
-        if missing:
-            self.start(missing)
+        for key in missing:
+            self.running[key] = self.start(key)
+            if not self.prompts:
+                self.prompts, self.texts = self.encode(self.running[key])
 
     def run_in_rounds(
         self,
         kinds: Sequence[RunKind],
         run: Callable[[RunKind, int], EngineRun],
-        is_enough: Callable[[dict[RunKind, list[EngineRun]]], bool],
+        min_rounds: int,
+        max_rounds: int,
     ) -> dict[RunKind, list[EngineRun]]:
         """Runs every kind once a round, so that a drift of the machine's speed affects all.
 
-        Every second round goes through them in the opposite order.
+        Every second round goes through them in the opposite order. Rounds go on until the half
+        width of every step's 95 % interval is below `MAX_ERROR`.
         """
         runs: dict[RunKind, list[EngineRun]] = {kind: [] for kind in kinds}
         portions = [list(kinds)]
@@ -115,13 +132,15 @@ class EnginePool(ABC):
             groups = self.groups(kind.drafting for kind in kinds)
             portions = [[kind for kind in kinds if kind.drafting in group] for group in groups]
         for portion in portions:
-            for round_index in count():
+            for round_index in range(max_rounds):
                 ordered = portion[:: -1 if round_index % 2 else 1]
                 for group in self.groups(kind.drafting for kind in ordered):
                     self.ensure_running(group)
                     for kind in ordered:
                         if kind.drafting in group:
                             runs[kind].append(run(kind, round_index))
-                if is_enough({kind: runs[kind] for kind in portion}):
-                    break
+                if min_rounds <= round_index + 1 < max_rounds:
+                    seconds = [seconds_per_step(runs[kind]) for kind in portion]
+                    if Z95 * max(median_with_error(each)[1] for each in seconds) <= MAX_ERROR:
+                        break
         return runs

@@ -47,21 +47,20 @@ def settings_of(plan: EnginePlan, part: ContextPlan) -> list[Setting]:
         "synthetic_acceptance_rates": rates,
     }
     accepted = sum(rates)
-    sglang_file, load_test = "file of --speculative-adaptive-config", "load test"
-    settings = [
-        *(("vLLM", "server", option) for option in launch_options(config, schedule)),
-        ("SGLang", sglang_file, sglang_adaptive(schedule)),
-        *(("TensorRT-LLM", "speculative_config", text) for text in tensorrt_llm(schedule)),
-        ("AIConfigurator", "command", f"--nextn {length} --nextn-accepted {accepted:.4g}"),
-        ("vLLM", load_test, f"--speculative-config {shlex.quote(json.dumps(synthetic))}"),
-        ("SGLang", load_test, f"SGLANG_SIMULATE_ACC_LEN={1 + accepted:.4g}"),
-        (
+    load_test = "load test"
+    return [
+        *(Setting("vLLM", "server", option) for option in launch_options(config, schedule)),
+        Setting("SGLang", "file of --speculative-adaptive-config", sglang_adaptive(schedule)),
+        *(Setting("TensorRT-LLM", "speculative_config", text) for text in tensorrt_llm(schedule)),
+        Setting("AIConfigurator", "command", f"--nextn {length} --nextn-accepted {accepted:.4g}"),
+        Setting("vLLM", load_test, f"--speculative-config {shlex.quote(json.dumps(synthetic))}"),
+        Setting("SGLang", load_test, f"SGLANG_SIMULATE_ACC_LEN={1 + accepted:.4g}"),
+        Setting(
             "llama.cpp",
             load_test,
             f"--spec-draft-n-max {length} --spec-synth-rates {','.join(map(str, rates))}",
         ),
     ]
-    return [Setting(*setting) for setting in settings]
 
 
 def synthetic_rates(acceptance: ChainAcceptance, length: int) -> list[float]:

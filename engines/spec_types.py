@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from sequoia_plan.engines.timing import NEVER
 from sequoia_plan.engines.workload import NONE, Drafting
 
 LOOKUP = "ngram-simple"
-HIDDEN_STATE_TYPES = ("draft-eagle3", "draft-mtp", "eagle3", "mtp")
-"""Types whose draft reads the target's hidden states, by their earlier names as well."""
-WITHOUT_DRAFT = ("draft-mtp", LOOKUP)
-"""Types that need no draft model of their own."""
+HIDDEN_STATE_TYPES = ("draft-eagle3", "draft-mtp")
+"""Types whose draft reads the target's hidden states."""
 MIN_PROBS = tuple(tenth / 10 for tenth in range(10))
 LOOKUP_SIZES = (2, 3, 4, 6, 8, 12)
 LOOKUP_LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -50,13 +50,9 @@ def timed_draftings(spec_type: str, max_length: int) -> list[Drafting]:
 def candidates(spec_type: str, max_length: int) -> list[Drafting]:
     """Every way of drafting that a plan considers, none and llama.cpp's default included."""
     if spec_type == LOOKUP:
-        chosen = [
-            Drafting(length, lookup_size=size)
-            for size in LOOKUP_SIZES
-            for length in LOOKUP_LENGTHS
-            if size <= length <= max_length  # llama.cpp drafts nothing if length < size
-        ]
+        # llama.cpp drafts nothing if the length is below the size
+        pairs = product(LOOKUP_SIZES, LOOKUP_LENGTHS)
+        chosen = [Drafting(m, lookup_size=n) for n, m in pairs if n <= m <= max_length]
     else:
-        lengths = range(1, max_length + 1)
-        chosen = [Drafting(length, min_prob) for length in lengths for min_prob in MIN_PROBS]
+        chosen = [Drafting(*each) for each in product(range(1, max_length + 1), MIN_PROBS)]
     return list(dict.fromkeys([NONE, *chosen, default_drafting(spec_type)]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -27,46 +28,31 @@ class StepTimes:
     """Seconds of a pass of the draft; 0 if it was not timed."""
 
     def __post_init__(self) -> None:
-        for batch in self.batches:
-            lengths = [step.speculative_tokens for step in self._steps_of_batch(batch)]
+        for batch, steps in self.by_batch.items():
+            lengths = [step.speculative_tokens for step in steps]
             if lengths[0] != 0 or len(lengths) < 2 or len(lengths) != len(set(lengths)):
                 raise SequoiaPlanError(
                     f"steps: batch {batch} was timed with {lengths} speculative tokens, expected "
                     "0 and others, each once; give more prompts or --tokens, or other logs"
                 )
 
-    @property
-    def batches(self) -> list[int]:
-        """The timed batch sizes, in ascending order."""
-        return sorted({step.batch for step in self.steps})
-
-    def _steps_of_batch(self, batch: int) -> list[StepSeconds]:
-        """The timed steps of one batch size, by increasing number of speculative tokens."""
-        steps = (step for step in self.steps if step.batch == batch)
-        return sorted(steps, key=lambda step: step.speculative_tokens)
+    @cached_property
+    def by_batch(self) -> dict[int, list[StepSeconds]]:
+        """The steps of each batch size, both in ascending order."""
+        by_batch: dict[int, list[StepSeconds]] = {}
+        for step in sorted(self.steps, key=lambda step: (step.batch, step.speculative_tokens)):
+            by_batch.setdefault(step.batch, []).append(step)
+        return by_batch
 
     def is_timed(self, batch: int, length: int) -> bool:
         """True if a step of this batch size and number of speculative tokens was timed."""
-        return any((step.batch, step.speculative_tokens) == (batch, length) for step in self.steps)
+        return any(step.speculative_tokens == length for step in self.by_batch.get(batch, []))
 
     def seconds_and_error(self, batch: int, length: int) -> tuple[float, float]:
-        """Seconds of a step, and their relative standard error."""
-        batches = self.batches
-        if batch in batches:
-            return self._at_timed_batch(batch, length)
-        last = len(batches) - 1
-        upper = next((i for i, timed in enumerate(batches) if timed > batch), last)
-        low, high = batches[max(upper - 1, 0)], batches[upper]
-        low_seconds, low_error = self._at_timed_batch(low, length)
-        high_seconds, high_error = self._at_timed_batch(high, length)
-        fraction = 0.0 if low == high else (batch - low) / (high - low)
-        seconds = low_seconds + fraction * (high_seconds - low_seconds)
-        seconds = max(seconds, min(low_seconds, high_seconds) / 2)
-        error = max(low_error, high_error)
-        if not 0 <= fraction <= 1 or low == high:  # outside of what was timed
-            nearest = low_seconds if batch < low else high_seconds
-            error += abs(seconds - nearest) / seconds / 2
-        return seconds, error
+        """Seconds of a step and their relative standard error, interpolated over the batch size."""
+        at_timed = np.array([self._at_timed_batch(timed, length) for timed in self.by_batch])
+        seconds, error = (np.interp(batch, [*self.by_batch], column) for column in at_timed.T)
+        return float(seconds), float(error)
 
     def _at_timed_batch(self, batch: int, length: int) -> tuple[float, float]:
         """Seconds and relative error at a timed batch size, interpolated over the length.
@@ -74,12 +60,11 @@ class StepTimes:
         Below the smallest timed length >= 1 the time is that of the smallest. Above the largest
         one, the line through the two largest goes on, but never falls.
         """
-        plain, *steps = self._steps_of_batch(batch)
+        plain, *steps = self.by_batch[batch]
         if length == 0:
             return plain.seconds, plain.error
-        lengths = np.array([step.speculative_tokens for step in steps], float)
-        seconds = np.array([step.seconds for step in steps])
-        errors = np.array([step.error for step in steps])
+        rows = [(step.speculative_tokens, step.seconds, step.error) for step in steps]
+        lengths, seconds, errors = np.array(rows, float).T
         beyond = max(length - lengths[-1], 0.0)
         slope = 0.0
         if beyond and len(steps) > 1:
@@ -90,30 +75,27 @@ class StepTimes:
         )
 
 
+def step_seconds(batch: int, length: int, seconds: Floats, num_steps: int) -> StepSeconds:
+    """The median of several measurements, float64 [measurements], which took so many steps."""
+    median_seconds, error = median_with_error(seconds)
+    return StepSeconds(batch, length, round_digits(median_seconds), round_digits(error), num_steps)
+
+
 def step_times(rounds: Mapping[RunKind, Sequence[EngineRun]], context: int) -> StepTimes:
     """Seconds of a step at one context: the median over rounds that had such steps."""
-    steps = []
-    stopped_seconds = None
+    steps: list[StepSeconds] = []
+    pass_seconds = 0.0
     for kind in sorted(rounds, key=lambda kind: (kind.batch, kind.drafting)):
         seconds = seconds_per_step(rounds[kind])
         if kind.context != context or not len(seconds):
             continue
-        median_seconds, error = median_with_error(seconds)
+        num_steps = sum(run.steps for run in rounds[kind])
+        step = step_seconds(kind.batch, kind.drafting.length, seconds, num_steps)
         if kind.drafting.min_prob == NEVER:
-            stopped_seconds = median_seconds
-            continue
-        row = StepSeconds(
-            batch=kind.batch,
-            speculative_tokens=kind.drafting.length,
-            seconds=round_digits(median_seconds),
-            error=round_digits(error),
-            steps=sum(run.steps for run in rounds[kind]),
-        )
-        steps.append(row)
-    pass_seconds = 0.0
-    if stopped_seconds and steps:
-        # a step whose draft proposes nothing: a pass that drafts, and one that reads the new token
-        pass_seconds = max((stopped_seconds - steps[0].seconds) / 2, 0.0)
+            # the draft proposes nothing: a pass that drafts, and one that reads the new token
+            pass_seconds = max((step.seconds - steps[0].seconds) / 2, 0.0)
+        else:
+            steps.append(step)
     return StepTimes(tuple(steps), context, round(pass_seconds, 9))
 
 

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,17 +14,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
+from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.engines import counters
 from sequoia_plan.engines.chain import ChainModel, effective_trials
-from sequoia_plan.engines.engine_process import EngineProcess, Hints, names_no_cause
+from sequoia_plan.engines.engine_process import EngineProcess
 from sequoia_plan.engines.plan import ContextPlan, ScheduleEntry
 from sequoia_plan.engines.pool import EnginePool
 from sequoia_plan.engines.workload import Drafting, EngineRun, RunKind, text_before
 
 SCHEDULE_KEY = "num_speculative_tokens_per_batch_size"
-METHODS_WITHOUT_DRAFT = ("ngram", "ngram_gpu", "suffix", "mtp")
-"""Methods that need no draft model."""
 IDLE_SECONDS = 1.5
 """Pause before another engine runs.
 
@@ -38,15 +33,6 @@ STEPS_PER_ROUND = 12
 WARM_UP_STEPS = 2
 MIN_RUN_PROMPTS = 16
 """Prompts that verify at small batch sizes."""
-HINTS: Hints = (
-    ("vocab", "use a draft that shares the target's tokenizer"),
-    ("memory", "give the engine less in --engine-args"),
-    (
-        "No such file|does not exist|not a valid model|find the requested files",
-        "name folders or models that the engine can load",
-    ),
-    ("", "its options are set by --engine-args and --speculative-args"),
-)
 
 
 @dataclass(kw_only=True)
@@ -70,57 +56,27 @@ class VllmPool(EnginePool):
         """True unless the first engine said that it computes on the CPU."""
         return self.info.get("device") != "cpu"
 
-    def start(self, keys: Sequence[Drafting]) -> None:
-        """Starts engines, which load their models at the same time; the very first one alone.
-
-        Engines that compile at the same time may disturb each other, so those that fail without a
-        cause in their log, or beside others, are started once more, one after the other.
-        """
-        if not self.info and len(keys) > 1:
-            self.start(keys[:1])
-            keys = keys[1:]
-        self.report_status(f"starting vLLM with {_lengths(keys)} speculative tokens")
-        failed = []
-        engines = {drafting: self._launch(drafting) for drafting in keys}
-        for drafting, engine in engines.items():
-            try:
-                self._await(drafting, engine)
-            except SequoiaPlanError as error:
-                if len(keys) == 1 and not names_no_cause(str(error)):
-                    raise
-                engine.close()
-                failed.append(drafting)
-        for drafting in failed:
-            self.report_status(f"starting vLLM again with {drafting.length} speculative tokens")
-            self._await(drafting, self._launch(drafting))
-
-    def _launch(self, drafting: Drafting) -> EngineProcess:
-        """Starts the process of an engine, and tells it to load its models."""
-        engine: EngineProcess = self.exit_stack.enter_context(
-            EngineProcess(self.python, hints=HINTS)
+    def start(self, key: Drafting) -> EngineProcess:
+        """Starts an engine; the first one says what vLLM it is."""
+        self.report_status(f"starting vLLM with {key.length} speculative tokens")
+        engine = EngineProcess(self.python)
+        self.exit_stack.callback(engine.close)
+        config = {**self.speculative, "num_speculative_tokens": key.length} if key.length else None
+        self.info = engine.ask(
+            f"starting with {key.length} speculative tokens",
+            "start",
+            model=self.target,
+            speculative=config,
+            options=dict(self.options),
         )
-        config = None
-        if drafting.length:
-            config = {**self.speculative, "num_speculative_tokens": drafting.length}
-        engine.send("start", model=self.target, speculative=config, options=dict(self.options))
         return engine
 
-    def _await(self, drafting: Drafting, engine: EngineProcess) -> None:
-        """Waits until an engine has loaded its models; the first one encodes the prompts."""
-        info = engine.receive(f"starting with {drafting.length} speculative tokens")
-        self.running[drafting] = engine
-        if self.info:
-            return
-        self.info |= info
-        encoded = engine.ask("reading the prompts", "encode", prompts=list(self.workload.prompts))
-        self.prompts, self.texts = encoded["prompts"], encoded["texts"]
-        room = info["max_model_len"]
-        if self.max_context and self.max_context + self.workload.tokens > room:
-            raise ArgumentError(
-                f"--context {self.max_context}: with {self.workload.tokens} new tokens it is above "
-                f"vLLM's max_model_len of {room}; give a smaller one, fewer --tokens, or a larger "
-                "max_model_len in --engine-args"
-            )
+    def encode(self, engine: EngineProcess) -> tuple[list[list[int]], list[list[int]]]:
+        """Token ids of the prompts, by vLLM's tokenizer."""
+        prompts, texts = engine.ask(
+            "reading the prompts", "encode", prompts=list(self.workload.prompts)
+        )
+        return prompts, texts
 
     def decode(
         self,
@@ -176,8 +132,7 @@ class VllmPool(EnginePool):
             f"{batch} requests at a time"
         )
         run = self.decode(RunKind(Drafting(max_length), batch, context), prompts, drain=True)
-        source = f"vLLM {self.info['version']}, {len(prompts)} prompts"
-        source += f" of {context} tokens" if context else ""
+        source = f"vLLM {self.info['version']}, {self.source(context)}"
         acceptance = counters.chain_acceptance(run["counters"], source)
         tokens_by_prompt = run["tokens_by_prompt"]
         num_steps = sum(map(len, tokens_by_prompt))
@@ -218,11 +173,6 @@ class VllmPool(EnginePool):
         }
 
 
-def _lengths(draftings: Sequence[Drafting]) -> str:
-    """Numbers of speculative tokens as text, as "0, 1, 8"."""
-    return ", ".join(str(drafting.length) for drafting in draftings)
-
-
 def speculative_config(method: str, draft: str | None, extra: Mapping[str, Any]) -> dict[str, Any]:
     """vLLM's speculative config, without a number of speculative tokens."""
     return {"method": method, **({"model": draft} if draft else {}), **extra}
@@ -248,26 +198,4 @@ def launch_options(
     return tuple(
         f"--speculative-config {shlex.quote(json.dumps({**speculative, **config}))}"
         for config in configs
-    )
-
-
-def find_python(python: str | None) -> str:
-    """Finds a Python that can import vLLM."""
-    candidates = (sys.executable, shutil.which("python3"), shutil.which("python"))
-    paths = [python] if python else list(dict.fromkeys(filter(None, candidates)))
-    script = "import importlib.util as u; print(bool(u.find_spec('vllm')))"
-    for path in paths:
-        try:
-            result = subprocess.run(
-                [path, "-c", script], capture_output=True, timeout=60, check=False
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            raise SequoiaPlanError(
-                f"--python {path}: cannot be run ({error}); give the Python that has vLLM"
-            ) from error
-        if result.stdout.strip() == b"True":
-            return path
-    raise SequoiaPlanError(
-        f"vLLM is not installed for {' or '.join(paths)}; "
-        "give the Python of its environment with --python PATH"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -49,6 +50,11 @@ class RunKind(NamedTuple):
     batch: int = 1
     context: int = 0
     """Tokens of every prompt; 0 decodes prompts as they are."""
+
+    @classmethod
+    def of(cls, cell: Cell, context: int) -> RunKind:
+        """The runs that a cell predicts."""
+        return cls(Drafting.of(cell), cell.batch, context)
 
 
 @dataclass(frozen=True)
@@ -111,15 +117,5 @@ def measured_cell(runs: Sequence[EngineRun], batch: int) -> MeasuredCell:
 
 def text_before(texts: Sequence[Sequence[int]], first: int, size: int) -> list[int]:
     """The first `size` tokens of the texts from `first` on, repeated if they are not enough."""
-    tokens: list[int] = []
-    for index in range(first, first + size):  # at least one token each
-        if len(tokens) >= size:
-            break
-        tokens += texts[index % len(texts)]
-    return tokens[:size]
-
-
-def with_text_before(prompt: Sequence[int], before: Sequence[int]) -> list[int]:
-    """A prompt filled up to the length of `before` with its begin; a longer one loses its own."""
-    own = prompt[-len(before) :] if before else prompt
-    return [*before[: len(before) - len(own)], *own]
+    following = (texts[index % len(texts)] for index in range(first, first + size))
+    return list(islice(chain.from_iterable(following), size))

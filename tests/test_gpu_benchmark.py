@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import gpu
-import gpu_parts
+import gpu_scale
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -15,7 +14,7 @@ pytestmark = pytest.mark.slow
 def run(monkeypatch, output, parts, *arguments):
     """Run the script. Returns its exit code and the contents of the files that it left."""
     monkeypatch.setattr(gpu, "PARTS", parts)
-    monkeypatch.setattr(gpu, "QUICK", replace(gpu.QUICK, max_size=4, copy_bytes=1 << 16))
+    monkeypatch.setattr(gpu, "QUICK", gpu.QUICK._replace(max_size=4, copy_bytes=1 << 16))
     code = gpu.main(["--device", "cpu", "--quick", "--here", "-o", str(output), *arguments])
     return code, {file.stem: json.loads(file.read_text()) for file in output.glob("*.json")}
 
@@ -23,7 +22,6 @@ def run(monkeypatch, output, parts, *arguments):
 def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
     """A finished part stays; one that failed goes on after the last setting that was measured."""
     measured = []
-    monkeypatch.setattr(gpu, "show", lambda results, device: None)
 
     def part(name):
         def measure_setting(setting):
@@ -34,7 +32,7 @@ def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
 
         def measure(run):
             settings = [{"number": number} for number in range(1 if name == "checks" else 3)]
-            return gpu_parts.measure_each(run, "figures", settings, measure_setting)
+            return gpu_scale.measure_each(run, "figures", settings, measure_setting)
 
         return 1.0, measure
 
@@ -51,7 +49,7 @@ def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
 def test_the_parts_of_a_device_run_without_one(tmp_path, monkeypatch):
     names = {*gpu.PARTS} - {"llama-2-13b", "pair-t0", "pair-t06", "variants"}
     parts = {name: gpu.PARTS[name] for name in gpu.PARTS if name in names}
-    monkeypatch.setattr(gpu, "QUICK", replace(gpu.QUICK, tokens=2))
+    monkeypatch.setattr(gpu, "QUICK", gpu.QUICK._replace(tokens=2))
     code, results = run(monkeypatch, tmp_path / "gpu", parts)
     assert code == 0 and results.keys() == names, results
     tests = results["checks"]["tests"]

@@ -19,7 +19,8 @@ from sequoia_plan.planner.cli.options import (
 from sequoia_plan.planner.cli.terminal import print_json
 
 if TYPE_CHECKING:
-    from sequoia_plan.engines.plan import ChainAcceptance, EnginePlan, StepSeconds
+    from sequoia_plan.engines.plan import ChainAcceptance, EnginePlan
+    from sequoia_plan.engines.timing import StepTimes
 
 DEFAULT_BATCHES = (1, 4, 16)
 
@@ -78,15 +79,15 @@ def sglang(
 ) -> None:
     """Say which --speculative-num-steps is best, from the logs and responses of SGLang servers.
     No SGLang is run."""
-    if not responses and not logs:
+    if not logs and not (responses and times_path):
         raise click.UsageError(
-            "give --responses of a server with speculation, "
-            "and --log of servers with and without it"
+            "give --log of servers with and without speculation, "
+            "or --responses of one with it and an earlier plan with --times"
         )
     check_outputs(outputs["output"], outputs["report"], times_path, responses, *logs)
 
     from sequoia_plan.engines.chain import ChainModel
-    from sequoia_plan.engines.planning import Measurement, make_plan
+    from sequoia_plan.engines.planning import make_plan
     from sequoia_plan.engines.sglang import (
         acceptance_from_logs,
         launch_options,
@@ -100,17 +101,14 @@ def sglang(
     max_length = min(max_length, len(acceptance.accepted))
     if times_path:
         plan = replan(times_path, "sglang", acceptance, batches, max_length)
-    elif logs:
+    else:
         times = StepTimes(tuple(step for log in server_logs for step in log.steps))
         plan = make_plan(
-            [Measurement(ChainModel(acceptance, max_length), times)],
-            batches or default_batches(times.steps),
+            [(ChainModel(acceptance, max_length), times)],
+            batches or default_batches(times),
             launch_options,
             engine="sglang",
         )
-    else:
-        print_acceptance(acceptance, max_length, outputs["as_json"])
-        return
     write_plan(plan, **outputs)
 
 
@@ -146,7 +144,7 @@ def replan(
     from sequoia_plan.engines import sglang, vllm
     from sequoia_plan.engines.chain import ChainModel
     from sequoia_plan.engines.plan import ContextPlan, EnginePlan
-    from sequoia_plan.engines.planning import Measurement, make_plan
+    from sequoia_plan.engines.planning import make_plan
     from sequoia_plan.engines.timing import StepTimes
 
     earlier = EnginePlan.load(times_path)
@@ -165,43 +163,19 @@ def replan(
     model = ChainModel(acceptance, max_length)
     times = [StepTimes(part.steps, part.context) for part in earlier.contexts]
     plan = make_plan(
-        [Measurement(model, context_times) for context_times in times],
-        batches or default_batches(times[0].steps),
+        [(model, context_times) for context_times in times],
+        batches or default_batches(times[0]),
         launch_options,
         engine=engine_name,
     )
     return replace(earlier, contexts=plan.contexts, seconds=0.0, tool=plan.tool)
 
 
-def default_batches(steps: Sequence[StepSeconds]) -> list[int]:
+def default_batches(times: StepTimes) -> list[int]:
     """The batch sizes to plan for where none are named: default ones within what was timed."""
-    timed = [step.batch for step in steps]
-    within = [batch for batch in DEFAULT_BATCHES if min(timed) <= batch <= max(timed)]
-    return within or [max(timed)]
-
-
-def print_acceptance(acceptance: ChainAcceptance, max_length: int, as_json: bool) -> None:
-    """Print acceptance, and expected tokens a step, for which no step times are needed."""
-    from sequoia_plan.engines.chain import ChainModel
-    from sequoia_plan.planner.report.engine_table import acceptance_lines
-
-    mean_tokens = ChainModel(acceptance, max_length).tokens_by_length.mean
-    if as_json:
-        print_json(
-            {
-                "acceptance": acceptance.to_dict(),
-                "survival": acceptance.survival,
-                "tokens_per_step": mean_tokens,
-                "plan": None,
-            }
-        )
-        return
-    for line in acceptance_lines(acceptance, mean_tokens):
-        click.echo(line)
-    click.echo(
-        "which number is best depends on step times, too: "
-        "name the models, or an earlier plan with --times"
-    )
+    timed = [*times.by_batch]
+    within = [batch for batch in DEFAULT_BATCHES if timed[0] <= batch <= timed[-1]]
+    return within or timed[-1:]
 
 
 def write_plan(

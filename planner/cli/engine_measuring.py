@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,6 @@ from sequoia_plan.planner.cli.engine import (
     DEFAULT_BATCHES,
     output_options,
     plan_options,
-    print_acceptance,
     replan,
     write_plan,
 )
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from sequoia_plan.engines.plan import ChainAcceptance, EnginePlan
     from sequoia_plan.engines.pool import EnginePool
 
-SPEC_TYPES = ["draft-simple", "draft-eagle3", "draft-mtp", "eagle3", "mtp", "ngram-simple"]
+LOOKUP = "ngram-simple"
+SPEC_TYPES = ["draft-simple", "draft-eagle3", "draft-mtp", LOOKUP]
 DEFAULT_LIMIT = 48
 
 
@@ -98,9 +99,7 @@ def read_json(_: click.Context, __: click.Parameter, text: str | None) -> dict[s
     show_default=True,
     help="vLLM's name of the drafting method: draft_model, eagle3, mtp, ngram, ...",
 )
-@click.option(
-    "--python", metavar="PATH", help="The Python that has vLLM. [default: this one, else python3]"
-)
+@click.option("--python", metavar="PATH", help="The Python that has vLLM. [default: this one]")
 @click.option(
     "--engine-args",
     metavar="JSON",
@@ -138,42 +137,23 @@ def vllm(
     outputs: dict[str, Any],
 ) -> None:
     """Measure a target and a draft in your vLLM, and say which num_speculative_tokens is best."""
-    if not metrics and not target:
+    if not (metrics if times_path else target):
         raise click.UsageError(
-            "name the models with --target and --draft, or a server with --metrics"
+            "name the models with --target and --draft, "
+            "or a server with --metrics and an earlier plan with --times"
         )
-    if times_path and not metrics:
-        raise click.UsageError(
-            "--times has no acceptance: add --metrics, or leave it out to measure both"
-        )
-    if (run["contexts"] or run["should_verify"]) and (times_path or not target):
-        raise click.UsageError(
-            "--context and --verify run an engine: name the models with --target and --draft, "
-            "and leave --times out"
-        )
+    if times_path and (run["contexts"] or run["should_verify"]):
+        raise click.UsageError("--context and --verify run an engine; leave --times out")
     check_outputs(outputs["output"], outputs["report"], times_path, metrics, run["path"])
 
     from sequoia_plan.engines.counters import chain_acceptance, fetch
-    from sequoia_plan.engines.vllm import (
-        METHODS_WITHOUT_DRAFT,
-        VllmPool,
-        find_python,
-        speculative_config,
-    )
+    from sequoia_plan.engines.vllm import VllmPool, speculative_config
 
-    if target and not times_path and not draft and method not in METHODS_WITHOUT_DRAFT:
-        raise click.UsageError(
-            f"--method {method}: needs a draft model; name it with --draft, "
-            f"or use one of {', '.join(METHODS_WITHOUT_DRAFT)}"
-        )
     acceptance = chain_acceptance(fetch(metrics), metrics) if metrics else None
     if acceptance:
         max_length = min(max_length, len(acceptance.accepted))
     if acceptance and times_path:
         plan = replan(times_path, "vllm", acceptance, batches, max_length)
-    elif acceptance and not target:
-        print_acceptance(acceptance, max_length, outputs["as_json"])
-        return
     else:
         batches = batches or list(DEFAULT_BATCHES)
         plan = _measured_plan(
@@ -181,7 +161,7 @@ def vllm(
                 VllmPool,
                 target=target or "",
                 draft=draft,
-                python=find_python(python),
+                python=python or sys.executable,
                 speculative=speculative_config(method, draft, speculative_args),
                 options={"max_num_seqs": max(batches)} | engine_args,
             ),
@@ -213,7 +193,7 @@ def split_words(_: click.Context, __: click.Parameter, text: str) -> list[str]:
     help="How tokens are drafted.",
 )
 @click.option(
-    "--server", metavar="PATH", help="The program llama-server. [default: the one on the PATH]"
+    "--server", metavar="PATH", default="llama-server", show_default=True, help="The program."
 )
 @click.option(
     "--server-args",
@@ -236,7 +216,7 @@ def llamacpp(
     target: str,
     draft: str | None,
     spec_type: str,
-    server: str | None,
+    server: str,
     server_args: list[str],
     max_length: int | None,
     output: str | None,
@@ -244,24 +224,26 @@ def llamacpp(
     run: dict[str, Any],
 ) -> None:
     """Measure a target and a draft in your llama.cpp, and say which n-max and p-min are best."""
-    from sequoia_plan.engines.llama_server import check_model, find_build
-    from sequoia_plan.engines.llamacpp import LlamaCppPool
-    from sequoia_plan.engines.spec_types import LOOKUP, WITHOUT_DRAFT
-
-    if not draft and spec_type not in ("mtp", *WITHOUT_DRAFT):
+    if not draft and spec_type not in ("draft-mtp", LOOKUP):
         raise click.UsageError(
-            f"--spec-type {spec_type}: needs a draft model; name its GGUF file with --draft, "
-            f"or use one of {', '.join(WITHOUT_DRAFT)}"
+            f"--spec-type {spec_type}: needs a draft model; name its GGUF file with --draft"
         )
     check_outputs(output, None, run["path"], target, draft)
-    check_model("--target", target)
-    if draft:
-        check_model("--draft", draft)
-    build = find_build(server, spec_type)
-    if build.spec_type != LOOKUP:  # a few texts hold most of what lookups are worth
+
+    from sequoia_plan.engines.llama_server import find_build
+    from sequoia_plan.engines.llamacpp import LlamaCppPool
+
+    if spec_type != LOOKUP:  # a few texts hold most of what lookups are worth
         run["limit"] = run["limit"] or DEFAULT_LIMIT
-    max_length = max_length or (48 if build.spec_type == LOOKUP else 8)
-    new_pool = partial(LlamaCppPool, target=target, draft=draft, build=build, arguments=server_args)
+    max_length = max_length or (48 if spec_type == LOOKUP else 8)
+    new_pool = partial(
+        LlamaCppPool,
+        target=target,
+        draft=draft,
+        build=find_build(server),
+        spec_type=spec_type,
+        arguments=server_args,
+    )
     plan = _measured_plan(new_pool, run, [1], max_length, output)
     write_plan(plan, output, as_json)
 

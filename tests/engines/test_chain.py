@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.engines.chain import (
     ChainModel,
-    TokensByLength,
     agreement_by_age,
     effective_trials,
     survival_probs,
 )
 from sequoia_plan.engines.plan import ChainAcceptance, StepSeconds
-from sequoia_plan.engines.planning import Measurement, make_plan
+from sequoia_plan.engines.planning import make_plan
 from sequoia_plan.engines.timing import StepTimes, step_times
 from sequoia_plan.engines.workload import Drafting, EngineRun, RunKind
 
@@ -81,11 +80,11 @@ def test_counts_of_one_length_tell_every_shorter_one():
     """
     text = random_text(400_000, 0)
     counts = count_acceptance(accepted_per_step(text, 6), 6)
-    tokens = ChainModel(counts, 6).tokens_by_length
+    tokens = ChainModel(counts, 6).tokens_and_error
     for length in (1, 2, 3, 6):
         steps = accepted_per_step(text, length)
         error = steps.std() / math.sqrt(len(steps))
-        assert abs(tokens.mean[length] - 1 - steps.mean()) < 5 * error, length
+        assert abs(tokens[length][0] - 1 - steps.mean()) < 5 * error, length
     steps = accepted_per_step(text, 1)
     error = steps.std() / math.sqrt(len(steps))
     assert abs(counts.survival[0] - steps.mean()) > 20 * error
@@ -104,8 +103,9 @@ def test_agreement_is_what_the_counts_were_made_of(probs):
 
 def test_extreme_counts():
     for accepted, mean in (((0, 0), [1, 1, 1]), ((50, 50), [1, 2, 3]), ((30,), [1, 1.6])):
-        tokens = ChainModel(ChainAcceptance(50, accepted), len(mean) - 1).tokens_by_length
-        np.testing.assert_allclose(tokens.mean, mean, atol=1e-9)
+        model = ChainModel(ChainAcceptance(50, accepted), len(mean) - 1)
+        means = [tokens for tokens, _ in model.tokens_and_error]
+        np.testing.assert_allclose(means, mean, atol=1e-9)
     message = r"found .60,. of 50 drafts"
     with pytest.raises(SequoiaPlanError, match=message):
         ChainAcceptance(50, (60,))
@@ -126,11 +126,11 @@ class ModelOfMeans(ChainModel):
 
     def __init__(self, mean):
         super().__init__(ChainAcceptance(10, (5,)), len(mean) - 1)
-        self.__dict__["tokens_by_length"] = TokensByLength(list(mean), [0.0] * len(mean))
+        self.__dict__["tokens_and_error"] = [(tokens, 0.0) for tokens in mean]
 
 
 def plan_of(model, times, batches):
-    (part,) = make_plan([Measurement(model, times)], batches, lambda _: (), engine="x").contexts
+    (part,) = make_plan([(model, times)], batches, lambda _: (), engine="x").contexts
     return part
 
 
@@ -170,11 +170,14 @@ def test_do_not_speculate_is_an_answer():
 def test_times_between_those_measured_are_on_the_line():
     rows = [(1, 0, 0.05), (1, 1, 0.1), (1, 5, 0.18), (4, 0, 0.11), (4, 1, 0.16)]
     times = StepTimes(tuple(StepSeconds(*row) for row in rows))
-    assert times.seconds_and_error(1, 3)[0] == pytest.approx(0.14)
-    assert times.seconds_and_error(1, 7)[0] == pytest.approx(0.22)
-    assert times.seconds_and_error(1, 0)[0] == 0.05  # not on the line of the other lengths
-    assert times.seconds_and_error(2, 1)[0] == pytest.approx(0.12)
-    assert times.seconds_and_error(4, 3)[0] == 0.16
+    for (batch, length), seconds in {
+        (1, 3): 0.14,
+        (1, 7): 0.22,
+        (1, 0): 0.05,  # not on the line of the other lengths
+        (2, 1): 0.12,
+        (4, 3): 0.16,
+    }.items():
+        assert times.seconds_and_error(batch, length)[0] == pytest.approx(seconds)
     assert times.is_timed(1, 5) and not times.is_timed(1, 3)
 
 
@@ -214,8 +217,8 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
         for uses_effective_trials in hits:
             trials = effective_trials(counts, tokens_by_text) if uses_effective_trials else 0.0
             acceptance = ChainAcceptance(counts.drafts, counts.accepted, trials)
-            tokens = ChainModel(acceptance, 1).tokens_by_length
-            half_width = 1.96 * tokens.error[1] * tokens.mean[1]
+            tokens, error = ChainModel(acceptance, 1).tokens_and_error[1]
+            half_width = 1.96 * error * tokens
             # the survival of the one drafted token is 0.5 on average over texts
             hits[uses_effective_trials] += abs(counts.survival[0] - 0.5) < half_width
     assert hits[True] / 400 > 0.92

@@ -7,14 +7,8 @@ import random
 import pytest
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.engines.chain_replay import (
-    ChainStep,
-    LookupText,
-    drafted_text,
-    earlier_matches,
-    replay_draft,
-    replay_lookup,
-)
+from sequoia_plan.engines.chain_replay import ChainStep, LookupText, drafted_text, earlier_matches
+from sequoia_plan.engines.workload import Drafting
 
 LIMIT = 60
 
@@ -58,11 +52,12 @@ class Drafted:
 @pytest.mark.parametrize("seed", range(30))
 def test_a_replay_is_what_the_server_does(seed):
     drafted = Drafted(seed)
-    text = drafted_text(*drafted.decode(24, 0.0, LIMIT + 24), LIMIT)
+    steps, chains = drafted.decode(24, 0.0, LIMIT + 24)
+    text = drafted_text(steps, iter(chains), LIMIT)
     for max_length in (1, 2, 3, 5, 8):
         for min_prob in (0.0, 0.3, 0.6, 0.9):
             expected, _ = drafted.decode(max_length, min_prob)
-            assert replay_draft(text, max_length, min_prob) == expected
+            assert text.replay(Drafting(max_length, min_prob)) == expected
 
 
 def test_cutting_the_chains_would_be_wrong():
@@ -79,21 +74,23 @@ def test_cutting_the_chains_would_be_wrong():
 
 def test_a_chain_that_was_accepted_whole_is_taken_to_go_on():
     steps = [ChainStep(2, 2, 3), ChainStep(2, 0, 1)]
-    text = drafted_text(steps, [[0.9, 0.8], [0.7, 0.2]], 20)
-    assert text.agrees == (True, True, True, False)
-    assert text.probs == (0.9, 0.8, 0.8, 0.7)
-    assert text.tails == {3: (0.2,)}
+    text = drafted_text(steps, iter([[0.9, 0.8], [0.7, 0.2]]), 20)
+    assert text.proposals == [(0.9, True), (0.8, True), (0.8, True), (0.7, False)]
+    assert text.tails == {3: [0.2]}
 
 
 def test_a_text_ends_where_the_server_reports_two_steps_as_one():
+    """The chains of its later steps are used up, so that those of the next text are known."""
     steps = [ChainStep(2, 1, 2), ChainStep(4, 1, 5, is_single=False), ChainStep(2, 2, 3)]
-    text = drafted_text(steps, [[0.9, 0.8], [0.7, 0.2], [0.5, 0.5]], 20)
-    assert text.agrees[:2] == (True, False) and text.tails == {1: ()}
+    chains = iter([[0.9, 0.8], [0.7, 0.2], [0.5, 0.5], [0.4, 0.3], [0.6]])
+    text = drafted_text(steps, chains, 20)
+    assert text.proposals == [(0.9, True), (0.8, False)] and text.tails == {1: []}
+    assert next(chains) == [0.6]
 
 
 def test_a_log_that_disagrees_with_the_timings_is_one_line():
-    with pytest.raises(SequoiaPlanError, match="a chain of 1 tokens where its timings have 2"):
-        drafted_text([ChainStep(2, 1, 2)], [[0.9]], 20)
+    with pytest.raises(SequoiaPlanError, match="log has fewer drafted tokens than its timings"):
+        drafted_text([ChainStep(2, 1, 2)], iter([[0.9]]), 20)
 
 
 def draft_of_llama_cpp(tokens, sampled, size, length):
@@ -120,19 +117,22 @@ def test_a_lookup_is_what_llama_cpp_does(seed):
         start = rng.randrange(len(tokens))
         tokens += [*tokens[start : start + rng.randrange(1, 12)], rng.randrange(4)]
     prompt, generated = tokens[:40], tokens[40:100]
+    limit = 60 + 9 * (seed % 2)  # a text may end before the limit
     for size, length in ((1, 1), (2, 3), (2, 8), (3, 12), (4, 4), (6, 12)):
         expected, index = [], 41
         while index < 100:
             draft = draft_of_llama_cpp(tokens[: index - 1], tokens[index - 1], size, length)
-            room = len(generated) - (index - 40) - 1
-            draft = draft[: max(room, 0)]
+            draft = draft[: max(limit - (index - 40) - 1, 0)]
             accepted = 0
-            while accepted < len(draft) and draft[accepted] == tokens[index + accepted]:
+            while (
+                accepted < min(len(draft), 100 - index)
+                and draft[accepted] == tokens[index + accepted]
+            ):
                 accepted += 1
             expected.append(ChainStep(len(draft), accepted, min(accepted + 1, 100 - index)))
             index += accepted + 1
-        text = LookupText(tuple(prompt), tuple(generated), len(generated))
-        assert replay_lookup(text, size, length) == expected
+        text = LookupText(prompt, generated, limit)
+        assert text.replay(Drafting(length, lookup_size=size)) == expected
         assert any(step.accepted for step in expected) or length < 2
 
 

@@ -6,19 +6,14 @@ folder of the build and of the embedded models as GGUF files.
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from sessions import has_ended, session_pids
+from sessions import check_that_it_ends_with
 
-from sequoia_plan.engines.chain_replay import replay
 from sequoia_plan.engines.llama_server import find_build
 from sequoia_plan.engines.llamacpp import LlamaCppPool
 from sequoia_plan.engines.plan import EnginePlan
@@ -52,41 +47,34 @@ def logs_go_with_the_test(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
-def engine(*words):
-    words = ["--target", TARGET, "--server", SERVER, "--server-args", "-t 1", *words]
-    return CliRunner().invoke(main, ["engine", "llamacpp", *words])
-
-
 @pytest.fixture(scope="module")
 def measured_plan(tmp_path_factory):
-    """A plan of few steps, verified, and the output of the command."""
+    """A plan of few steps at two contexts, verified, and the output of the command."""
     folder = tmp_path_factory.mktemp("plan")
     (folder / "prompts.txt").write_text("\n\n".join(text for text in PROMPTS for _ in range(2)))
-    words = [
-        *("--draft", DRAFT),
-        *("--most", "3"),
-        *("--prompts", str(folder / "prompts.txt")),
-        *("--tokens", "24"),
-        "--verify",
-        *("-o", str(folder / "plan.yaml")),
-    ]
-    result = engine(*words)
+    words = f"--target {TARGET} --draft {DRAFT} --server {SERVER} --most 3 --context 700,64 "
+    words += f"--tokens 24 --verify --prompts {folder}/prompts.txt -o {folder}/plan.yaml"
+    command = ["engine", "llamacpp", *words.split(), "--server-args", "-t 1"]
+    result = CliRunner().invoke(main, command)
     assert result.exit_code == 0, result.output
     return EnginePlan.load(folder / "plan.yaml"), result.stdout
 
 
 def test_the_plan(measured_plan):
+    """Each context has its own counts, times, choice and measurements."""
     plan, output = measured_plan
-    (part,) = plan.contexts
     assert (plan.engine, plan.method) == ("llamacpp", "draft-simple") and plan.engine_version
-    assert 0.1 < part.acceptance.survival[0] < 0.9
-    assert [step.speculative_tokens for step in part.steps] == [0, 1, 2, 3]
-    plain, *speculative = part.cells_at(1)
-    assert plain.measured and plain.measured.tokens_per_step == 1
-    default = next(c for c in speculative if (c.speculative_tokens, c.variant) == (3, ""))
-    assert default.measured and 1 < default.measured.tokens_per_step < 4
-    assert sum(cell.measured is not None for cell in part.cells) >= 4
-    assert all(line in output for line in part.lines)
+    assert [part.context for part in plan.contexts] == [64, 700]
+    for part in plan.contexts:
+        assert 0.1 < part.acceptance.survival[0] < 0.9
+        assert f"4 prompts of {part.context} tokens" == part.acceptance.source
+        assert [step.speculative_tokens for step in part.steps] == [0, 1, 2, 3]
+        plain, *speculative = part.cells_at(1)
+        assert plain.measured and plain.measured.tokens_per_step == 1
+        default = next(c for c in speculative if (c.speculative_tokens, c.variant) == (3, ""))
+        assert default.measured and 1 < default.measured.tokens_per_step < 4
+        assert sum(cell.measured is not None for cell in part.cells) >= 4
+        assert all(line in output for line in part.lines)
 
 
 def pool(draft, spec_type="draft-simple", tokens=32, **fields):
@@ -94,10 +82,15 @@ def pool(draft, spec_type="draft-simple", tokens=32, **fields):
         target=TARGET,
         draft=draft,
         workload=Workload(PROMPTS, len(PROMPTS), tokens),
-        build=find_build(SERVER, spec_type),
+        build=find_build(SERVER),
+        spec_type=spec_type,
         arguments=["-t", "1"],
         **fields,
     )
+
+
+def counts(steps):
+    return [(step.drafted, step.accepted) for step in steps]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +101,7 @@ def pool(draft, spec_type="draft-simple", tokens=32, **fields):
             LOOKUP,
             None,
             64,
-            [Drafting(length, lookup_size=size) for size, length in ((1, 2), (2, 4), (3, 8))],
+            [Drafting(length, lookup_size=size) for size, length in ((2, 2), (2, 4), (3, 8))],
         ),
     ],
 )
@@ -119,14 +112,13 @@ def test_a_replay_is_what_the_server_does(spec_type, draft, tokens, settings):
     few texts may differ.
     """
     with pool(draft, spec_type, tokens) as servers:
-        texts = servers.record(8, 1, 0).texts
+        replays = servers.record(8, 1, 0).replays
         same = []
         num_drafted = 0
         for drafting in settings:
-            texts_of_steps = servers.decode(drafting, servers.workload.measuring)
-            for text, steps in zip(texts, texts_of_steps, strict=True):
-                pairs = [(step.drafted, step.accepted) for step in steps]
-                same.append([(s.drafted, s.accepted) for s in replay(drafting, text)] == pairs)
+            decoded = servers.decode(drafting, servers.workload.measuring)
+            for replayed, steps in zip(replays[drafting], decoded, strict=True):
+                same.append(counts(replayed) == counts(steps))
                 num_drafted += sum(step.drafted for step in steps)
     assert sum(same) >= 0.7 * len(same) and num_drafted > 0, same
 
@@ -134,10 +126,10 @@ def test_a_replay_is_what_the_server_does(spec_type, draft, tokens, settings):
 def test_a_replay_of_eagle3_is_near_what_the_server_does():
     """Its proposals depend on where a chain begins, so the replay is an approximation."""
     with pool(EAGLE3, "draft-eagle3") as servers:
-        texts = servers.record(8, 1, 0).texts
+        replays = servers.record(8, 1, 0).replays
         for drafting in (Drafting(1), Drafting(3, 0.6), Drafting(8, 0.8)):
             num_steps = sum(map(len, servers.decode(drafting, servers.workload.measuring)))
-            num_replayed = sum(len(replay(drafting, text)) for text in texts)
+            num_replayed = sum(map(len, replays[drafting]))
             assert num_replayed == pytest.approx(num_steps, rel=0.15)
 
 
@@ -150,66 +142,11 @@ def test_llama_server_takes_the_line(measured_plan):
     assert sum(step.drafted for step in steps) > 0
 
 
-def test_a_plan_by_context(tmp_path):
-    """Each context has its own counts, times, choice and measurements."""
-    (tmp_path / "prompts.txt").write_text("\n\n".join(text for text in PROMPTS for _ in range(2)))
-    words = [
-        *("--draft", DRAFT),
-        *("--most", "2"),
-        *("--context", "700,64"),
-        *("--prompts", str(tmp_path / "prompts.txt")),
-        *("--tokens", "16"),
-        "--verify",
-        *("-o", str(tmp_path / "plan.yaml")),
-    ]
-    result = engine(*words)
-    assert result.exit_code == 0, result.output
-    plan = EnginePlan.load(tmp_path / "plan.yaml")
-    assert [part.context for part in plan.contexts] == [64, 700]
-    for part in plan.contexts:
-        assert f"4 prompts of {part.context} tokens" == part.acceptance.source
-        assert [step.speculative_tokens for step in part.steps] == [0, 1, 2]
-        assert sum(cell.measured is not None for cell in part.cells) >= 3
-        assert f"batch 1, context {part.context}: " in result.stdout
-        assert all(line in result.stdout for line in part.lines)
-
-
-def test_a_prompt_in_the_cache_has_the_same_text():
-    """Where prompts begin alike, a server computes only the rest, in batches of other sizes."""
-    drafting, prompts = Drafting(3), range(len(PROMPTS))
-    with pool(DRAFT, max_context=300) as servers:
-        cached = servers.decode(drafting, prompts, 300)
-        requests = [servers._completion(servers.prompt(i, 300), 32, 0) for i in prompts]
-        new = [servers.running[drafting].generate(request) for request in requests]
-    counts = [
-        [[(step.drafted, step.accepted) for step in text] for text in run] for run in (cached, new)
-    ]
-    assert sum(text == other for text, other in zip(*counts, strict=True)) >= 0.7 * len(prompts)
-
-
-def test_json(tmp_path):
-    (tmp_path / "prompts.txt").write_text("\n\n".join(PROMPTS))
-    words = ["--spec-type", LOOKUP, "--most", "4", "--prompts", str(tmp_path / "prompts.txt")]
-    result = engine(*words, "--tokens", "48", "--json")
-    assert result.exit_code == 0, result.output
-    plan = EnginePlan.from_dict(json.loads(result.stdout), "plan")
-    assert plan.method == LOOKUP and plan.contexts[0].cells_at(1)[0].throughput > 0
-
-
 def test_the_server_ends_with_a_killed_program():
     script = (
         "import time; from sequoia_plan.engines.llama_server import Server, find_build\n"
-        f"build = find_build({SERVER!r}, 'draft-simple')\n"
+        f"build = find_build({SERVER!r})\n"
         f"server = Server(build, ['-m', {TARGET!r}, '-c', '512'])\n"
-        "server.wait(); print(server._process.process.pid, flush=True); time.sleep(600)\n"
+        "server.wait(); print(server._engine.process.pid, flush=True); time.sleep(600)\n"
     )
-    program = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    try:
-        pid = int(program.stdout.readline())
-        assert len(session_pids(pid)) == 2  # the process that watches, and the server
-        os.kill(program.pid, signal.SIGKILL)
-        program.wait()
-        assert has_ended(pid)
-    finally:
-        program.kill()
-        program.stdout.close()
+    check_that_it_ends_with(script, 2)  # the process that watches, and the server

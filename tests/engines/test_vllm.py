@@ -9,14 +9,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from sessions import has_ended, session_pids
+from sessions import check_that_it_ends_with
 
 from sequoia_plan.engines import vllm
 from sequoia_plan.engines.engine_process import EngineProcess
@@ -78,20 +75,11 @@ def folder(tmp_path_factory):
 def measured_plan(folder):
     """A plan of few steps, verified, and the output of the command."""
     (folder / "prompts.txt").write_text("\n\n".join(text for text in PROMPTS for _ in range(2)))
-    words = [
-        *("--target", str(folder / "target")),
-        *("--draft", str(folder / "draft")),
-        *("--python", PYTHON),
-        *("--engine-args", json.dumps(OPTIONS)),
-        *("--batch", "1,3"),
-        *("--most", "3"),
-        *("--prompts", str(folder / "prompts.txt")),
-        *("--tokens", "24"),
-        "--verify",
-        *("-o", str(folder / "plan.yaml")),
-        *("--report", str(folder / "page.html")),
-    ]
-    result = CliRunner().invoke(main, ["engine", "vllm", *words])
+    words = f"--target {folder}/target --draft {folder}/draft --python {PYTHON} --batch 1,3 "
+    words += f"--most 3 --prompts {folder}/prompts.txt --tokens 24 --verify "
+    words += f"-o {folder}/plan.yaml"
+    command = ["engine", "vllm", *words.split(), "--engine-args", json.dumps(OPTIONS)]
+    result = CliRunner().invoke(main, command)
     assert result.exit_code == 0, result.output
     return EnginePlan.load(folder / "plan.yaml"), result.stdout
 
@@ -151,7 +139,7 @@ def test_counters_agree_with_the_tokens(folder):
             speculative=speculative,
             options={**OPTIONS, "max_num_seqs": 3},
         )
-        prompts = engine.ask("reading", "encode", prompts=PROMPTS)["prompts"]
+        prompts, _ = engine.ask("reading", "encode", prompts=PROMPTS)
         run = engine.ask(
             "running", "run", prompts=prompts, texts_before=[[]] * 3, tokens=24, drain=True
         )
@@ -162,53 +150,12 @@ def test_counters_agree_with_the_tokens(folder):
         assert 0 <= lost <= 2 * 6 and max(steps) == 3
 
 
-def test_a_draft_of_another_vocabulary_is_one_line(folder):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        vocab_size=8192,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "other")
-    words = [
-        *("--target", str(folder / "target")),
-        *("--draft", str(folder / "other")),
-        *("--python", PYTHON),
-        *("--engine-args", json.dumps(OPTIONS)),
-        *("--batch", "1"),
-    ]
-    result = CliRunner().invoke(main, ["engine", "vllm", *words])
-    assert result.exit_code == 1 and "Traceback" not in result.output
-    message = result.stderr.strip().splitlines()[-1]
-    assert "same vocabulary" in message
-    assert message.endswith("; use a draft that shares the target's tokenizer")
-
-
 def test_nothing_of_vllm_outlives_a_killed_program(folder):
     script = (
-        "import sys, time; from sequoia_plan.engines.engine_process import EngineProcess\n"
-        f"engine = EngineProcess({PYTHON!r}); print(engine.process.pid, flush=True)\n"
-        f"info = engine.ask('starting', 'start', model={str(folder / 'target')!r}, "
+        "import time; from sequoia_plan.engines.engine_process import EngineProcess\n"
+        f"engine = EngineProcess({PYTHON!r})\n"
+        f"engine.ask('starting', 'start', model={str(folder / 'target')!r}, "
         f"speculative=None, options={OPTIONS!r})\n"
-        "print(info, flush=True); time.sleep(600)\n"
+        "print(engine.process.pid, flush=True); time.sleep(600)\n"
     )
-    program = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    pid = int(program.stdout.readline())
-    try:
-        assert "version" in program.stdout.readline()
-        # the process that watches, the engine, and vLLM's own
-        assert len(session_pids(pid)) >= 3
-        os.kill(program.pid, signal.SIGKILL)
-        program.wait()
-        assert has_ended(pid)
-    finally:
-        program.kill()
-        program.stdout.close()
-
-
-def test_the_page(measured_plan, folder):
-    assert (folder / "page.html").read_text().count("<svg") == 2
-    assert Path(folder / "plan.yaml").exists()
+    check_that_it_ends_with(script, 3)  # the process that watches, the engine, and vLLM's own

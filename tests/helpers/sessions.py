@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+import sys
 import time
+
+from paths import ROOT
 
 
 def session_pids(pid):
@@ -20,3 +25,21 @@ def has_ended(pid, timeout=30.0):
     while session_pids(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not session_pids(pid)
+
+
+def check_that_it_ends_with(script, num_processes, signal_number=signal.SIGKILL):
+    """Run a program that starts a session, prints its id and waits; a signal ends both."""
+    program = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    try:
+        pid = int(program.stdout.readline())
+        assert len(session_pids(pid)) >= num_processes
+        os.kill(program.pid, signal_number)
+        program.wait()
+        assert has_ended(pid)
+    finally:
+        program.kill()
+        program.stdout.close()
+        for session_pid in session_pids(pid):
+            os.kill(session_pid, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """A stand-in for vLLM, to test its process, errors and counters without it.
 
 It decodes nothing, and yields a known number of tokens in each step. The name of the model selects
-what it does: "dies", "wrong vocabulary", "no counters", or any other for a working engine.
+what it does: "dies", "broken", "wrong vocabulary", "no counters", or any other for a working one.
 """
 
 import itertools
@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 __version__ = "0.0.stand-in"
@@ -25,6 +24,7 @@ def SamplingParams(temperature, max_tokens, ignore_eos):
 
 class LLM:
     def __init__(self, model, speculative_config=None, disable_log_stats=False, **options):
+        print("the engine's own words", file=sys.stderr, flush=True)
         if model == "wrong vocabulary":
             raise type("ValidationError", (ValueError,), {})(
                 "1 validation error for SpeculativeConfig\n"
@@ -32,16 +32,8 @@ class LLM:
                 "[type=value_error, input_value=1]\n"
                 "    For further information visit a page"
             )  # vLLM 0.32 prints this text, through pydantic
-        kind, _, folder = str(model).partition(":")
-        if kind in ("disturbed", "broken"):  # the model "disturbed:FOLDER" fails the first time
-            started = (
-                Path(folder) / f"{(speculative_config or {}).get('num_speculative_tokens', 0)}"
-            )
-            times = int(started.read_text()) if started.exists() else 0
-            started.write_text(str(times + 1))
-            print("the engine's own words", file=sys.stderr, flush=True)
-            if kind == "broken" or times == 0:
-                raise RuntimeError("Engine core initialization failed. See root cause above.")
+        if model == "broken":  # as if another process of the engine had failed
+            raise RuntimeError("Engine core initialization failed. See root cause above.")
         self.dies = model == "dies"
         self.has_counters = model != "no counters"
         self.length = (speculative_config or {}).get("num_speculative_tokens", 0)
@@ -50,8 +42,6 @@ class LLM:
         self.child.start()
         print("this line is no answer", self.child.pid, flush=True)
         self.llm_engine = self
-        self.model_config = SimpleNamespace(max_model_len=4096)
-        self.num_prompt_tokens = 0
         self.requests = {}
         self.accepted_per_step = itertools.cycle(ACCEPTED_PER_STEP)
         self.num_drafts = 0
@@ -61,7 +51,6 @@ class LLM:
         return SimpleNamespace(chat_template=None, encode=lambda text: list(text.encode()))
 
     def add_request(self, request_id, prompt, max_tokens):
-        self.num_prompt_tokens += len(prompt["prompt_token_ids"])
         self.requests[request_id] = SimpleNamespace(num_tokens=0, max_tokens=max_tokens)
 
     def abort_request(self, request_ids):
@@ -102,8 +91,6 @@ class LLM:
         return [
             SimpleNamespace(name=f"{prefix}_drafts", value=self.num_drafts),
             SimpleNamespace(name=f"{prefix}_draft_tokens", value=self.num_drafts * self.length),
-            # no counter of vLLM: a test reads it
-            SimpleNamespace(name=f"{prefix}_prompt_tokens", value=self.num_prompt_tokens),
             SimpleNamespace(name=f"{prefix}_accepted_tokens", value=sum(per_position)),
             SimpleNamespace(name=f"{prefix}_accepted_tokens_per_pos", values=per_position),
         ]

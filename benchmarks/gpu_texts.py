@@ -1,0 +1,218 @@
+"""Whole texts, and the trees of the paper's acceptance: parts of benchmarks/gpu.py."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from gpu_scale import Run, Scale, step_breakdown, with_peak_memory
+from random_models import bytes_read, copy_bandwidth, random_pair
+
+from sequoia_plan.artifacts import Acceptance, Latency, Profile, TokenTree
+from sequoia_plan.artifacts.expected_tokens import expected_tokens
+from sequoia_plan.artifacts.prompts import built_in
+from sequoia_plan.artifacts.step_time import StepTime
+from sequoia_plan.artifacts.tree_file import CATALOG
+from sequoia_plan.planner import solve
+from sequoia_plan.planner.solving.baselines import bench_trees
+from sequoia_plan.profiler.bench import bench, compare
+from sequoia_plan.profiler.bench_figures import summary
+from sequoia_plan.profiler.decoding_methods import sequoia_method, transformers_method
+from sequoia_plan.profiler.hardware import fingerprint
+from sequoia_plan.profiler.latency import LatencyMeter
+from sequoia_plan.profiler.measure import measure
+from sequoia_plan.profiler.prompts import held_out
+from sequoia_plan.runtime import Pair, Sampling, load_pair
+from sequoia_plan.runtime.models.dtype import dtype_name
+from sequoia_plan.runtime.pair import LANGUAGE_MODEL
+
+PAPER_VECTORS = ("sequoia-example", "llama3-70b-8b-cnn")
+"""Catalog profiles with the paper's acceptance vectors."""
+METHODS = ("plain", "generate", "assisted", "traversal")
+BUDGET, MAX_DEPTH = 768, 20
+
+
+@functools.cache
+def embedded_pair(device: torch.device, placement: str = "auto") -> Pair:
+    """Load the embedded pair, once for each device and placement."""
+    return load_pair(device=str(device), placement=placement)
+
+
+def bench_embedded_pair(run: Run, sampling: Sampling) -> dict[str, Any]:
+    """Profile the embedded pair, solve a tree, decode with it and other methods, time its step."""
+    scale, pair = run.scale, embedded_pair(run.device)
+    profile = measure(
+        pair,
+        built_in()[: scale.num_profiled_prompts],
+        [sampling],
+        scale.latency_seconds,
+        max_size=scale.max_size,
+        precision=scale.precision,
+        tokens_per_prompt=min(scale.tokens, 64),
+    )[0]
+    tree = solve(profile, budget=BUDGET, depth=MAX_DEPTH).tree
+    sampling = replace(sampling, verifier=tree.plan.settings["verifier"])
+    result = compare(
+        pair,
+        functools.partial(embedded_pair, run.device, placement="resident"),
+        tree,
+        bench_trees(tree, sampling.verifier),
+        sampling,
+        prompts_longest_first(pair, scale),
+        scale.tokens,
+        METHODS,
+        deadline=run.deadline,
+        assistant=LANGUAGE_MODEL,
+    )
+    breakdowns = {}
+    for name, timed_tree in {"plain": TokenTree.chain(1), "tree": tree}.items():
+        measure_step = functools.partial(step_breakdown, pair, timed_tree, sampling, scale.rounds)
+        breakdowns[name] = with_peak_memory(run.device, measure_step)
+    return result.to_dict() | {
+        "acceptance": profile.acceptance.pooled().tolist(),
+        "trials": profile.effective_trials,
+        "latency": profile.latency.to_dict(),
+        "tree": {
+            "parents": tree.parents.tolist(),
+            "expected_tokens": tree.plan.expected_tokens,
+            "step_seconds": tree.plan.step_seconds,
+        },
+        "breakdown": breakdowns,
+    }
+
+
+def bench_transformers(run: Run) -> dict[str, Any]:
+    """Decode with our plain decoding and with variants of transformers' `generate`.
+
+    The variants are its dynamic cache, and its static cache with and without a compiled forward
+    pass, all of them with and without cuDNN's attention, which makes a new plan for every length.
+    """
+    pair, tokens = embedded_pair(run.device), run.scale.tokens
+    prompts = prompts_longest_first(pair, run.scale)
+    figures = {}
+    for sampling, uses_cudnn in itertools.product((Sampling(), Sampling(0.6)), (True, False)):
+        make_static = functools.partial(
+            transformers_method,
+            pair,
+            sampling,
+            tokens,
+            counts_passes=False,
+            cache_implementation="static",
+        )
+        methods = {
+            "plain": sequoia_method(pair, TokenTree.chain(1), sampling, tokens),
+            "generate": transformers_method(pair, sampling, tokens),
+            "static, compiled": make_static(),
+            "static": make_static(disable_compile=True),
+        }
+        used_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+        torch.backends.cuda.enable_cudnn_sdp(uses_cudnn)
+        try:
+            results = summary(bench(methods, prompts, deadline=run.deadline), ["plain"])
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(used_cudnn)
+        title = f"T {sampling.temperature}, {'with' if uses_cudnn else 'without'} cuDNN"
+        figures[title] = {name: result.to_dict() for name, result in results.items()}
+    return {"contenders": figures}
+
+
+def time_random_pair(run: Run, name: str) -> dict[str, Any]:
+    """Time a target of the paper's shape, with random weights, and its draft.
+
+    Passes are timed by size, and memory bandwidth by a copy. The best tree for each of the paper's
+    acceptance vectors is solved with these times, and its step is timed.
+    """
+    scale, sampling = run.scale, Sampling(0.6)
+    pair = random_pair(name, scale.targets[name], scale.draft, run.device)
+    meter = LatencyMeter(pair, [sampling], max_size=scale.max_size)
+    meter.begin(math.inf)
+    latency = meter.finish(scale.latency_seconds)
+    plain = step_breakdown(pair, TokenTree.chain(1), sampling, scale.rounds)
+    weight_bytes = bytes_read(pair.target)
+    copy_bytes_per_second = copy_bandwidth(run.device, scale.copy_bytes)
+    target_bytes_per_second = weight_bytes / latency.target[1]
+    trees = {}
+    for vector_name in PAPER_VECTORS:
+        paper = Profile.load(CATALOG / "profiles" / f"{vector_name}.yaml")
+        profile = Profile(
+            acceptance=paper.acceptance,
+            effective_trials=paper.effective_trials,
+            latency=latency,
+            settings=sampling.settings(),
+            models=pair.metadata,
+            hardware=fingerprint(run.device),
+        )
+        tree = solve(profile, budget=BUDGET, depth=MAX_DEPTH).tree
+        trees[vector_name] = compare_with_passes(
+            run, pair, tree, sampling, paper.acceptance, latency, plain["step"]
+        )
+    return {
+        "settings": sampling.settings()
+        | {"dtype": dtype_name(pair.target.dtype), "context": latency.context},
+        "models": pair.metadata,
+        "latency": latency.to_dict(),
+        "bandwidth": {
+            "bytes_read_a_pass": weight_bytes,
+            "copy_bytes_per_second": round(copy_bytes_per_second),
+            "target_bytes_per_second": round(target_bytes_per_second),
+            "share_of_copy": round(target_bytes_per_second / copy_bytes_per_second, 4),
+        },
+        "plain": plain,
+        "trees": trees,
+    }
+
+
+def compare_with_passes(
+    run: Run,
+    pair: Pair,
+    tree: TokenTree,
+    sampling: Sampling,
+    acceptance: Acceptance,
+    latency: Latency,
+    plain_seconds: float,
+) -> dict[str, Any]:
+    """Compare the measured step of a tree with the sum of its passes, and project its speed.
+
+    Args:
+        acceptance: the acceptance that the speed is projected with.
+        latency: the passes, timed alone.
+        plain_seconds: seconds of a step of plain decoding.
+    """
+    parts = with_peak_memory(
+        run.device, lambda: step_breakdown(pair, tree, sampling, run.scale.rounds)
+    )
+    step_seconds = parts["step"]
+    times = StepTime(latency)
+    planned_seconds = times.step_seconds(tree)
+    pass_seconds = planned_seconds - latency.overhead - times.verification_seconds(tree.size)
+    tokens = expected_tokens(tree, acceptance.rates)
+    return {
+        "parents": tree.parents.tolist(),
+        "size": tree.size,
+        "depth": tree.depth,
+        "step_seconds": {
+            "measured": step_seconds,
+            "planned": planned_seconds,
+            "sum_of_passes": pass_seconds,
+        },
+        "overhead_share": 1 - pass_seconds / step_seconds,
+        "breakdown": parts,
+        "projected": {
+            "expected_tokens": tokens,
+            "tokens_per_second": tokens / step_seconds,
+            "plain_tokens_per_second": 1 / plain_seconds,
+            "speedup": tokens * plain_seconds / step_seconds,
+        },
+    }
+
+
+def prompts_longest_first(pair: Pair, scale: Scale) -> list[list[int]]:
+    """Return held-out prompts, the longest first: bench warms up with the first one.
+
+    What grows with the length of a prompt has then grown before anything is timed.
+    """
+    return sorted(held_out(pair.tokenizer, scale.num_decoded_prompts), key=len, reverse=True)
