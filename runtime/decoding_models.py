@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,6 @@ from sequoia_plan.runtime.draft.registry import make_drafter
 from sequoia_plan.runtime.models.architecture import execution_device, rope_reason, text_config
 from sequoia_plan.runtime.models.forward import TreeModel
 from sequoia_plan.runtime.models.parallel import shared_seed
-from sequoia_plan.runtime.models.prepacked import PrepackedLinear
 from sequoia_plan.runtime.models.probe import probe
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary
 
@@ -40,11 +38,7 @@ class DecodingModels:
         tokenizer: Any = None,
         draft_tokenizer: Any = None,
         captured: bool | None = None,
-        compile: bool | str | Callable[..., Any] = False,
     ) -> None:
-        backend = "inductor" if compile is True else compile or None
-        if backend is not None:
-            _check_not_prepacked(target, draft)
         self.device = execution_device(target)
         self.drafter: Drafter | None = None
         if draft is not None and any(t.num_drafted_levels for t in tree.portfolio.values()):
@@ -55,11 +49,9 @@ class DecodingModels:
                     "the draft there"
                 )
             vocabulary, d2t = shared_vocabulary(target, draft, tokenizer, draft_tokenizer)
-            self.drafter = make_drafter(target, draft, vocabulary, d2t, backend)
+            self.drafter = make_drafter(target, draft, vocabulary, d2t)
         layers = self.drafter.aux_hidden_state_layers if self.drafter else ()
         self.target = TreeModel(target, probe(target), aux_hidden_state_layers=layers)
-        if backend is not None:
-            self.target.compile(backend)
         self.with_weights = [model for model in (target, draft) if model is not None]
         self.sequence = SequenceState(self.device)
         self.graphs = step_graphs(target, draft, self.device, captured)
@@ -92,7 +84,7 @@ class DecodingModels:
             sequence.draft = sequence.target
         if drafter and drafter.aux_hidden_state_layers:
             width = len(drafter.aux_hidden_state_layers) * text_config(model).hidden_size
-            sequence.reserve_aux_hidden_states(max_size, width, model.dtype)
+            sequence.reserve_rows("aux_hidden_states", max_size, (width,), model.dtype)
         if self.graphs:
             sequence.note_weight_addresses(weight_addresses(self.with_weights))
 
@@ -139,15 +131,4 @@ class DecodingModels:
             raise SequoiaPlanError(
                 f"tree: {tree.size} nodes, expected at most {MAX_TREE_NODES} to decode with; solve "
                 "with a smaller --budget"
-            )
-
-
-def _check_not_prepacked(*models: Any) -> None:
-    """Refuse prepacked weights, which torch.compile cannot trace."""
-    for model in models:
-        modules = model.modules() if hasattr(model, "modules") else ()
-        if any(isinstance(module, PrepackedLinear) for module in modules):
-            raise SequoiaPlanError(
-                "compile: the linear layers are prepacked for this processor, which torch.compile "
-                'cannot trace; load the models with placement="resident", or do not compile'
             )

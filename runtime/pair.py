@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.draft_file import load_draft, save_as_folder
-from sequoia_plan.runtime.draft.from_checkpoint import load_checkpoint, remarks
-from sequoia_plan.runtime.draft.self_draft import (
-    INT8,
-    copy_bytes,
-    copy_can_share,
-    self_draft,
-    share_layers,
-    shares_cache,
-)
+from sequoia_plan.runtime.draft.from_checkpoint import length_remarks, load_checkpoint
+from sequoia_plan.runtime.draft.self_draft import INT8, self_draft
 from sequoia_plan.runtime.generation import end_tokens
 from sequoia_plan.runtime.models.architecture import context_length, rope_reason, text_config
 from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
@@ -31,10 +24,6 @@ from sequoia_plan.runtime.models.metadata import model_metadata
 from sequoia_plan.runtime.models.prepacked import PrepackedLinear, can_prepack
 from sequoia_plan.runtime.models.pretrained import load_model, name_of
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary, vocabulary_size
-
-if TYPE_CHECKING:
-    from sequoia_plan.runtime.offload.memory import MemorySplit
-    from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 
 RESIDENT, FUSED, PREPACKED = "resident", "fused", "repacked"
 """How weights are held in memory: as transformers loads them; in fused layers, where those compute
@@ -109,33 +98,49 @@ def load_pair(
         SequoiaPlanError: if a model cannot be found or loaded, the vocabularies differ, or memory
             is short.
     """
-    _check_arguments(device, placement, offload, memory)
+    _check_arguments(target, draft, device, offload, memory)
     torch_dtype = resolve_dtype(dtype, device)
     placement = _resolve_placement(placement, torch_dtype, device)
     if offload:
-        return _load_offloaded_pair(target, draft, device, torch_dtype, placement, offload, memory)
-    model, tokenizer, target_name = load_model(target, device, torch_dtype)
-    _require_draft(target, draft)
-    metadata = {"target": model_metadata(target_name, model)}
-    draft_model, draft_name, draft_remarks = _make_draft(
-        draft, model, tokenizer, target_name, device, torch_dtype
-    )
-    if draft_model is not None:
-        metadata["draft"] = _place_draft(draft, draft_model, draft_name, placement)
-    metadata["target"] |= _place(model, placement)
-    remarks = (*_context_remarks(model), *draft_remarks)
-    return Pair(model, draft_model, tokenizer, metadata, placement, remarks)
+        # decoding without offloading does not need the package `offload`
+        from sequoia_plan.runtime.offloaded_pair import load_offloaded_pair
+
+        pair = load_offloaded_pair(target, draft, device, torch_dtype, placement, offload, memory)
+    else:
+        model, tokenizer, name = load_model(target, device, torch_dtype)
+        metadata = {"target": {"name": name}}
+        pair = Pair(model, None, tokenizer, metadata, placement, context_remarks(model))
+        pair = add_draft(pair, draft)
+        _place(pair, "target", placement)  # afterwards, because the draft may be a copy of it
+    if pair.draft is not None:
+        _place(pair, "draft", RESIDENT if draft == INT8 else placement)
+    return pair
 
 
 def with_draft(pair: Pair, draft: str) -> Pair:
-    """The same target with another draft, not prepacked."""
-    target = pair.target
-    draft_model, draft_name, draft_remarks = _load_draft(
-        draft, target, pair.tokenizer, str(target.device), target.dtype
-    )
-    draft_metadata = model_metadata(draft_name, draft_model) | {"placement": RESIDENT}
-    metadata = pair.metadata | {"draft": draft_metadata}
-    return replace(pair, draft=draft_model, metadata=metadata, remarks=draft_remarks)
+    """The same target with another draft, as transformers loads it."""
+    pair = add_draft(pair, draft)
+    _place(pair, "draft", RESIDENT)
+    return pair
+
+
+def add_draft(
+    pair: Pair,
+    draft: str | None,
+    load_layer: Callable[[int], Any] | None = None,
+    shared_layers: Collection[int] | None = None,
+) -> Pair:
+    """Load the draft of a pair, which is still to be placed; the rest is for `self_draft`."""
+    if draft == NO_DRAFT:
+        return pair
+    remarks: tuple[str, ...] = ()
+    if draft == INT8:
+        model = self_draft(pair.target, load_layer, shared_layers)
+        name = f"{pair.metadata['target']['name']} {INT8}"
+    else:
+        model, name, remarks = _load_draft(draft or DEFAULT_DRAFT, pair.target, pair.tokenizer)
+    metadata = pair.metadata | {"draft": {"name": name}}
+    return replace(pair, draft=model, metadata=metadata, remarks=(*pair.remarks, *remarks))
 
 
 def save_model(pair: Pair, role: str, folder: str | Path) -> None:
@@ -163,17 +168,23 @@ def embedded_draft(name: str) -> Path:
 
 
 def _check_arguments(
-    device: str, placement: str, offload: str | None, memory: str | int | None
+    target: str | None,
+    draft: str | None,
+    device: str,
+    offload: str | None,
+    memory: str | int | None,
 ) -> None:
     """Raise ArgumentError for arguments of `load_pair` that are invalid or contradictory."""
-    if placement not in ("auto", *PLACEMENTS):
-        names = ", ".join(PLACEMENTS)
-        raise ArgumentError(f"placement: found {placement!r}, expected auto, {names}")
+    links = " or ".join(LINKS)
+    if draft is None and target is not None:
+        raise ArgumentError(
+            f"target {target}: name a draft for it with --draft, or use --draft {INT8} (the "
+            "embedded draft serves only the embedded target)"
+        )
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ArgumentError(
             "device cuda: PyTorch finds no CUDA device; use --device cpu or a CUDA build of torch"
         )
-    links = " or ".join(LINKS)
     if offload not in (None, *LINKS):
         raise ArgumentError(f"offload: found {offload!r}, expected {links}")
     if offload == "host" and not device.startswith("cuda"):
@@ -188,9 +199,12 @@ def _check_arguments(
 
 
 def _resolve_placement(placement: str, dtype: torch.dtype, device: str) -> str:
-    """The placement that "auto" stands for; ArgumentError if prepacked layers have no kernels."""
+    """One of `PLACEMENTS`; ArgumentError for any other, and where its layers have no kernels."""
     if placement == "auto":
         return PREPACKED if can_prepack(dtype, device) else FUSED
+    if placement not in PLACEMENTS:
+        names = ", ".join(PLACEMENTS)
+        raise ArgumentError(f"placement: found {placement!r}, expected auto, {names}")
     if placement == PREPACKED and not can_prepack(dtype, device):
         raise ArgumentError(
             f"placement {PREPACKED}: no kernels for {dtype_name(dtype)} on {device}; use {FUSED}"
@@ -198,151 +212,33 @@ def _resolve_placement(placement: str, dtype: torch.dtype, device: str) -> str:
     return placement
 
 
-def _place(model: Any, placement: str) -> dict[str, Any]:
-    """Bring a model's weights in memory into `placement`; what files record of that."""
+def _place(pair: Pair, role: str, placement: str) -> None:
+    """Bring a model's weights in memory into `placement`; write its metadata."""
+    model, metadata = getattr(pair, role), pair.metadata[role]
+    metadata |= model_metadata(metadata["name"], model) | {"placement": placement}
     if placement in MAKE_LINEAR:
-        return {"placement": placement, "fused_layers": fuse(model, MAKE_LINEAR[placement])}
-    num_fused = num_fused_layers(model)  # an int8 draft is made of fused layers
-    return {"placement": placement} | ({"fused_layers": num_fused} if num_fused else {})
+        metadata["fused_layers"] = fuse(model, MAKE_LINEAR[placement])
+    elif num_fused := num_fused_layers(model):  # an int8 draft is made of fused layers
+        metadata["fused_layers"] = num_fused
 
 
-def _place_draft(draft: str | None, model: Any, model_name: str, placement: str) -> dict[str, Any]:
-    """Bring a draft's weights into `placement`, and return its metadata. An int8 copy stays."""
-    return model_metadata(model_name, model) | _place(
-        model, RESIDENT if draft == INT8 else placement
-    )
-
-
-def _context_remarks(target: Any) -> tuple[str, ...]:
+def context_remarks(target: Any) -> tuple[str, ...]:
     """What a person should know about the target's context: one sentence, or none."""
     config = text_config(target)
     reason = rope_reason(config)
     return (f"target: texts end at {context_length(config)} tokens{reason}",) if reason else ()
 
 
-def _require_draft(target: str | None, draft: str | None) -> None:
-    """Raise ArgumentError if no draft is named for a target other than the embedded one."""
-    if draft is None and target is not None:
-        raise ArgumentError(
-            f"target {target}: name a draft for it with --draft, or use --draft {INT8} (the "
-            "embedded draft serves only the embedded target)"
-        )
-
-
-def _make_draft(
-    draft: str | None,
-    target: Any,
-    tokenizer: Any,
-    target_name: str,
-    device: str,
-    dtype: torch.dtype,
-    layers: Iterable[Any] | None = None,
-    shared_layers: Collection[int] | None = None,
-) -> tuple[Any, str, tuple[str, ...]]:
-    """The draft that `load_pair` was asked for, its name, and remarks; None for no draft."""
-    if draft == INT8:
-        return self_draft(target, layers, shared_layers), f"{target_name} {INT8}", ()
-    if draft == NO_DRAFT:
-        return None, "", ()
-    return _load_draft(draft, target, tokenizer, device, dtype)
-
-
-def _load_draft(
-    draft: str | None, target: Any, tokenizer: Any, device: str, dtype: torch.dtype
-) -> tuple[Any, str, tuple[str, ...]]:
+def _load_draft(draft: str, target: Any, tokenizer: Any) -> tuple[Any, str, tuple[str, ...]]:
     """A draft that fits the target, its name, and remarks for the user."""
-    name = draft or DEFAULT_DRAFT
-    source = str(embedded_draft(name)) if name in EMBEDDED_DRAFTS else name
+    source = str(embedded_draft(draft)) if draft in EMBEDDED_DRAFTS else draft
     if source.endswith(".safetensors"):
-        return load_draft(source, target).to(device), Path(source).stem, ()
+        return load_draft(source, target), Path(source).stem, ()
     if checkpoint := find_checkpoint(source):
-        model = load_checkpoint(checkpoint, target, dtype)
-        return model, name_of(source), tuple(remarks(checkpoint, model, target))
-    model, draft_tokenizer, model_name = load_model(source, device, dtype)
+        model = load_checkpoint(checkpoint, target, target.dtype)
+        return model, name_of(source), length_remarks(checkpoint, model, target)
+    model, draft_tokenizer, name = load_model(source, str(target.device), target.dtype)
     vocabulary, d2t = shared_vocabulary(target, model, tokenizer, draft_tokenizer)
     if vocabulary_size(model) != vocabulary_size(target):  # the decoder compares no tokenizers
         model.d2t = torch.arange(vocabulary, device=model.device) if d2t is None else d2t
-    return model, model_name, ()
-
-
-def _load_offloaded_pair(
-    target: str | None,
-    draft: str | None,
-    device: str,
-    dtype: torch.dtype,
-    placement: str,
-    link: str,
-    memory: str | int | None,
-) -> Pair:
-    """A pair whose target keeps in memory what fits, and streams the other layers."""
-    # decoding without offloading does not need this package
-    from sequoia_plan.runtime.offload.memory import as_bytes
-    from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
-
-    offloaded = OffloadedTarget(target, device, dtype)
-    _require_draft(target, draft)
-    model, tokenizer = offloaded.model, offloaded.tokenizer
-    budget = as_bytes(memory, offloaded.device)
-    split = _split_with_copy(offloaded, budget) if draft == INT8 else None
-    shared_layers = split.resident_layers if split else None
-    copied_layers = (
-        offloaded.layer(number)
-        for number in range(len(offloaded.layers))
-        if number not in (shared_layers or ())
-    )
-    draft_model, draft_name, draft_remarks = _make_draft(
-        draft, model, tokenizer, offloaded.name, device, dtype, copied_layers, shared_layers
-    )
-    split = split or _split_beside(offloaded, draft_model, budget)
-    target_metadata = model_metadata(offloaded.name, model, offloaded.weight_samples())
-    metadata = {"target": target_metadata | {"placement": placement}}
-    fused = placement != RESIDENT
-    num_fused = offloaded.place(split, link, fused)
-    metadata["target"] |= split.to_metadata(link, len(offloaded.layers))
-    metadata["target"] |= {"fused_layers": num_fused} if fused else {}
-    if draft_model is not None:
-        share_layers(draft_model, model, shared_layers or ())
-        metadata["draft"] = _place_draft(draft, draft_model, draft_name, placement)
-    link_placement = f"streamed from {link}"
-    remarks = (*_context_remarks(model), *draft_remarks)
-    return Pair(model, draft_model, tokenizer, metadata, link_placement, remarks)
-
-
-def _split_with_copy(offloaded: OffloadedTarget, budget: int) -> MemorySplit | None:
-    """What fits into `budget` bytes where the draft has a copy of the streamed layers alone."""
-    from sequoia_plan.runtime.offload.memory import cache_bytes, split_memory
-
-    target = offloaded.model
-    if not copy_can_share(target):
-        return None
-    copy_size = max(copy_bytes(layer.parameters(), target.dtype) for layer in offloaded.layers)
-    # the norm after the last layer and the rotary embeddings
-    outside = [
-        tensor
-        for name, tensor in (*target.named_parameters(), *target.named_buffers())
-        if tensor.ndim < 2 and not name.startswith(offloaded.layers_name)
-    ]
-    split = split_memory(
-        budget,
-        offloaded.outside_bytes,
-        copy_bytes(outside, torch.float32),
-        cache_bytes(target),
-        offloaded.layer_sizes(),
-        copy_size,
-    )
-    return split if split.streamed_bytes else None
-
-
-def _split_beside(offloaded: OffloadedTarget, draft: Any, budget: int) -> MemorySplit:
-    """What fits into `budget` bytes beside a draft, which may be None."""
-    from sequoia_plan.runtime.offload.memory import cache_bytes, own_bytes, split_memory
-
-    target = offloaded.model
-    caches, draft_bytes = cache_bytes(target), 0
-    if draft is not None:
-        draft_bytes = own_bytes(draft, target)
-        if not shares_cache(draft, target):
-            caches += cache_bytes(draft)
-    return split_memory(
-        budget, offloaded.outside_bytes, draft_bytes, caches, offloaded.layer_sizes()
-    )
+    return model, name, ()

@@ -19,15 +19,11 @@ from sequoia_plan.artifacts import (
     ArgumentError,
     BenchResult,
     Profile,
-    SequoiaPlanError,
     TokenTree,
     load_tree,
 )
 from sequoia_plan.planner.cli import main
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
-from sequoia_plan.runtime.draft.draft_file import save_as_folder
-from sequoia_plan.runtime.models.fuse import fuse
-from sequoia_plan.runtime.models.prepacked import PrepackedLinear
 from sequoia_plan.runtime.pair import LANGUAGE_MODEL, with_draft
 
 pytestmark = pytest.mark.slow
@@ -96,10 +92,6 @@ def test_the_folder_is_the_draft(folder, pair):
     torch.testing.assert_close(whole[..., d2t], draft(ids).logits, atol=2e-4, rtol=1e-4)
     rest = torch.ones(whole.shape[-1], dtype=torch.bool).index_fill(0, d2t, False)
     assert rest.any() and (whole[..., rest] < whole[..., d2t].amax(-1, keepdim=True)).all()
-    if pair.placement == "repacked":
-        fuse(draft, PrepackedLinear)
-        with pytest.raises(SequoiaPlanError, match="load it with placement='resident'"):
-            save_as_folder(draft, pair.tokenizer, folder / "again")
 
 
 @pytest.mark.parametrize("extra", [64, -100])
