@@ -18,7 +18,6 @@ sdpa: attention alone, of one token and of trees, with each of PyTorch's kernels
     and with ours: the first call, a later call, and the replay of a graph.
 host-stream: eight layers of that target, streamed from pinned host memory, against the same layers
     on the device and against the link.
-compiled: passes that torch.compile compiles and that are then captured, against captured ones.
 breakdown: the parts of a step with a 7B target and a vocabulary of 128k, for several trees,
     verifiers, settings and lengths of text.
 llama-2-7b, llama-2-13b: random weights in bfloat16, with a draft of 68M parameters. The time of a
@@ -52,7 +51,7 @@ from typing import Any
 import torch
 from gpu_checks import compare_captured, run_checks, time_attention
 from gpu_scale import FULL, QUICK, Run
-from gpu_steps import compare_compiled, time_host_stream, time_settings, time_shared_heads
+from gpu_steps import time_host_stream, time_settings, time_shared_heads
 from gpu_texts import bench_embedded_pair, bench_transformers, time_random_pair
 from reports import new_parser, write_report
 
@@ -69,7 +68,6 @@ PARTS: dict[str, tuple[float, Callable[[Run], Result]]] = {
     "shared-heads": (240.0, time_shared_heads),
     "sdpa": (90.0, time_attention),
     "host-stream": (120.0, time_host_stream),
-    "compiled": (180.0, compare_compiled),
     "breakdown": (420.0, time_settings),
     "llama-2-7b": (150.0, lambda run: time_random_pair(run, "llama-2-7b")),
     "llama-2-13b": (150.0, lambda run: time_random_pair(run, "llama-2-13b")),

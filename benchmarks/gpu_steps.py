@@ -247,50 +247,30 @@ def trees_to_time(max_size: int) -> dict[str, TokenTree]:
     return trees
 
 
-def compare_compiled(run: Run) -> dict[str, Any]:
-    """Compare passes that are compiled and captured with passes that are only captured.
-
-    The models have the shape of a 7B target and its draft; a plain step and a tree's are timed.
-    """
-    scale, sampling = run.scale, Sampling(0.6)
-    pair = random_pair("llama-2-7b", scale.targets["llama-2-7b"], scale.draft, run.device)
-    trees = scale.plain_and_tree
-    context = scale.contexts[0]
-    figures = []
-    for (title, tree), is_compiled in itertools.product(trees.items(), (False, True)):
-        torch.compiler.reset()
-        steps = time_steps(run, pair, tree, sampling, context, compile=is_compiled)
-        figures.append({"tree": title, "compile": is_compiled, **steps})
-    return {"compiled": figures}
-
-
 def time_steps(
-    run: Run, pair: Pair, tree: TokenTree, sampling: Sampling, context: int, **options: Any
+    run: Run, pair: Pair, tree: TokenTree, sampling: Sampling, context: int
 ) -> dict[str, Any]:
     """Time the first step and the parts of later ones, and add the peak memory.
 
     Args:
         context: tokens in the KV cache.
-        options: of `SequoiaDecoder`.
     """
 
     @torch.inference_mode()
     def time_first_and_later() -> dict[str, Any]:
-        run_step = step_after(pair, tree, sampling, context, **options)
+        run_step = step_after(pair, tree, sampling, context)
         started = time.perf_counter()
-        run_step()  # its passes are compiled and captured
+        run_step()  # its passes are captured
         first = time.perf_counter() - started
-        later = step_breakdown(pair, tree, sampling, run.scale.rounds, context=context, **options)
+        later = step_breakdown(pair, tree, sampling, run.scale.rounds, context=context)
         return {"first_step_seconds": first, **later}
 
     return with_peak_memory(run.device, time_first_and_later)
 
 
-def step_after(
-    pair: Pair, tree: TokenTree, sampling: Sampling, context: int, **options: Any
-) -> Callable[[], Any]:
+def step_after(pair: Pair, tree: TokenTree, sampling: Sampling, context: int) -> Callable[[], Any]:
     """A step after a random prompt of `context` tokens, as a function that runs it."""
-    step = CapturedStep.of(pair.target, pair.draft, tree, **options)
+    step = CapturedStep.of(pair.target, pair.draft, tree)
     step.prefill(random_prompt(pair, context), 4 * tree.depth, seed=0)
     step.refill_random_numbers(sampling)
     return lambda: step.run(step.extent(context - 1), sampling).tolist()

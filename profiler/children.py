@@ -100,7 +100,7 @@ class DrawnChildren:
         if looked_up is not None:
             none_below = torch.full_like(drawn, -1).flatten()
             options["looked_up"] = torch.cat([looked_up, none_below])
-        acceptance = VERIFIERS[name].acceptance(
+        acceptance = VERIFIERS[name](
             lambda nodes: target_probs[nodes], draft_probs, drawn, stars, self.d2t, **options
         )
         return acceptance.end_probs[count:].reshape(count, ranks)

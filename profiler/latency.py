@@ -66,7 +66,7 @@ class LatencyMeter:
             # reserve random numbers for all sizes at once: if their memory moved later, every
             # graph would be captured anew
             numbers_per_node = sampling.drawing.columns(drafter.vocabulary, 1)
-            self.step.sequence.reserve_random_bits(self.sizes[-1] * numbers_per_node)
+            self.step.sequence.reserve_rows("bits", self.sizes[-1] * numbers_per_node)
         plain_seconds, times_draft = 0.0, True
         for size in self.sizes:
             try:

@@ -10,15 +10,18 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.runtime.base.cache import round_up
 from sequoia_plan.runtime.base.sampling import Sampling
 from sequoia_plan.runtime.capture import read_back
 from sequoia_plan.runtime.decoding_models import DecodingModels
 from sequoia_plan.runtime.draft.drafter import DraftedTree
 from sequoia_plan.runtime.draft.unread import catch_up, note_count
-from sequoia_plan.runtime.extent import attention_extent
+from sequoia_plan.runtime.models import split_keys
 from sequoia_plan.runtime.step import TARGET_NOT_FINITE, TreeStep
 
 T = TypeVar("T")
+EXTENT_MULTIPLE = {"cpu": 64, "cuda": 512}
+"""The extent is a multiple of so many slots: few shapes, little waste."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class CapturedStep(TreeStep):
         self.models.check_prompt(prompt)
         max_length = min(prompt.numel() + max_new_tokens, self.target.context)
         max_size = max(tree.size for tree in self.tree.portfolio.values())
+        if self.lookup:
+            self.sequence.reserve_rows("lookup_chain", self.lookup.chain_length)
         self.models.prefill(prompt, self._extent(max_length + max_size), max_size, seed)
 
     def extent(self, length: int) -> int:
@@ -61,9 +66,19 @@ class CapturedStep(TreeStep):
         return self._extent(length + self.tree.size)
 
     def _extent(self, needed: int) -> int:
-        """The extent that has so many slots."""
-        capacity, captures = self.sequence.target.capacity, self.models.graphs is not None
-        return attention_extent(needed, capacity, self.device.type, captures, self.splits_keys)
+        """`needed` slots rounded up, so that passes have few shapes.
+
+        Each shape is a CUDA graph of its own where passes are captured. So there are two extents
+        for each doubling of the text, and only one, the whole cache, where attention finds the end
+        of the text on the device (`splits_keys`).
+        """
+        if self.models.graphs is None:
+            return round_up(needed, EXTENT_MULTIPLE[self.device.type])
+        capacity = self.sequence.target.capacity
+        if needed <= capacity >= split_keys.MIN_EXTENT and self.splits_keys():
+            return capacity
+        # a quarter of a power of two in (needed, 2 * needed]
+        return round_up(needed, max(EXTENT_MULTIPLE["cuda"], (1 << needed.bit_length()) // 4))
 
     def splits_keys(self) -> bool:
         """Do all passes of a step read no keys after the tree, whatever the extent?"""

@@ -43,9 +43,6 @@ class SequoiaDecoder:
         draft_tokenizer: the draft's; it is compared with the target's, token by token.
         captured: replay steps as CUDA graphs. None: if both models are on one CUDA device and
             neither is compiled.
-        compile: compile the models' passes over trees with torch.compile, each shape for itself;
-            they are captured all the same. Plain decoding gains from it, too. The first step of
-            each shape takes about a minute. A backend, or its name, selects it.
 
     Attributes:
         step: the decoding step (`CapturedStep`).
@@ -64,7 +61,6 @@ class SequoiaDecoder:
         tokenizer: Any = None,
         draft_tokenizer: Any = None,
         captured: bool | None = None,
-        compile: bool | str | Callable[..., Any] = False,
     ) -> None:
         check_loaded(target, draft, tree)
         target, draft = without_adapter_wrapper(target), without_adapter_wrapper(draft)
@@ -76,7 +72,6 @@ class SequoiaDecoder:
             tokenizer=tokenizer,
             draft_tokenizer=draft_tokenizer,
             captured=captured,
-            compile=compile,
         )
         self._use(models, tree)
 

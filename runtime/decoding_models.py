@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -40,9 +39,7 @@ class DecodingModels:
         tokenizer: Any = None,
         draft_tokenizer: Any = None,
         captured: bool | None = None,
-        compile: bool | str | Callable[..., Any] = False,
     ) -> None:
-        backend = "inductor" if compile is True else compile or None
         self.device = execution_device(target)
         self.drafter: Drafter | None = None
         if draft is not None and any(t.num_drafted_levels for t in tree.portfolio.values()):
@@ -53,13 +50,10 @@ class DecodingModels:
                     "the draft there"
                 )
             vocabulary, d2t = shared_vocabulary(target, draft, tokenizer, draft_tokenizer)
-            self.drafter = make_drafter(target, draft, vocabulary, d2t, backend)
+            self.drafter = make_drafter(target, draft, vocabulary, d2t)
         layers = self.drafter.aux_hidden_state_layers if self.drafter else ()
-        compiled = backend is None and compiled_pass(target) is not None
-        layout = None if compiled else probe(target)
+        layout = None if compiled_pass(target) else probe(target)
         self.target = TreeModel(target, layout, aux_hidden_state_layers=layers)
-        if backend is not None:
-            self.target.compile(backend)
         self.with_weights = [model for model in (target, draft) if model is not None]
         self.sequence = SequenceState(self.device)
         self.graphs = step_graphs(target, draft, self.device, captured)
@@ -92,7 +86,7 @@ class DecodingModels:
             sequence.draft = sequence.target
         if drafter and drafter.aux_hidden_state_layers:
             width = len(drafter.aux_hidden_state_layers) * text_config(model).hidden_size
-            sequence.reserve_aux_hidden_states(max_size, width, model.dtype)
+            sequence.reserve_rows("aux_hidden_states", max_size, (width,), model.dtype)
         if self.graphs:
             sequence.note_weight_addresses(weight_addresses(self.with_weights))
 

@@ -92,15 +92,13 @@ def end_tokens(eos: int | Iterable[int] | None, model: Any, tokenizer: Any = Non
         eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if eos is None:
         eos = getattr(tokenizer, "eos_token_id", None)
-    if eos is None:
-        return set()
-    tokens = eos if isinstance(eos, (Tensor, np.ndarray)) else np.asarray(eos, dtype=object)
-    return {operator.index(token) for token in tokens.flatten().tolist()}
+    if isinstance(eos, (Tensor, np.ndarray)):
+        eos = eos.tolist()
+    tokens = eos if isinstance(eos, Iterable) else () if eos is None else (eos,)
+    return {operator.index(token) for token in tokens}
 
 
-def read_prompt(
-    prompt: Any, tokenizer: Any, attention_mask: Tensor | None = None, model: Any = None
-) -> Tensor:
+def read_prompt(prompt: Any, tokenizer: Any, attention_mask: Tensor | None, model: Any) -> Tensor:
     """int64 [n] from text, token ids [n] or [1, n], or what a tokenizer returns."""
     masks, other_inputs = [attention_mask], {}
     if isinstance(prompt, str):
@@ -120,51 +118,34 @@ def read_prompt(
     elif hasattr(prompt, "keys"):
         other_inputs, prompt = dict(prompt), prompt.get("input_ids")
         masks.append(other_inputs.get("attention_mask"))
-    if _is_list_of_prompts(prompt):
-        raise SequoiaPlanError(
-            f"input_ids: {len(prompt)} prompts, expected one sequence; generate_each takes "
-            "several, one after the other"
-        )
-    ids = _as_token_ids(prompt)
-    if ids.ndim == 2 and ids.shape[0] != 1:
-        raise SequoiaPlanError(
-            f"input_ids: a batch of {ids.shape[0]}, expected one sequence; generate_each takes "
-            "several, one after the other"
-        )
-    if ids.numel() == 0:
-        raise SequoiaPlanError("prompt: empty, expected at least one token")
-    for mask in masks:
-        if mask is not None:
-            check_attention_mask(mask, ids.numel())
-    if model is not None:
-        refuse_other_inputs(other_inputs, ids.numel(), model)
-    return ids.reshape(-1)
-
-
-def _as_token_ids(prompt: Any) -> Tensor:
-    """int64 [n] or [rows, n] from a tensor, an array, or lists of whole numbers."""
     try:
         ids = torch.as_tensor(prompt)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ArgumentError(
-            f"input_ids: found {prompt!r:.60}, expected text or token ids, [tokens] or [1, tokens]"
+            f"input_ids: found {prompt!r:.60}, expected text or token ids, [tokens] or [1, "
+            "tokens]; generate_each takes several prompts"
         ) from error
+    if ids.numel() == 0:
+        raise SequoiaPlanError("prompt: empty, expected at least one token")
     is_whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-    if ids.ndim not in (1, 2) or (ids.numel() and not is_whole):
+    if ids.ndim not in (1, 2) or ids.numel() != ids.shape[-1] or not is_whole:
         raise ArgumentError(
             f"input_ids: found {str(ids.dtype).removeprefix('torch.')} {list(ids.shape)}, expected "
-            "whole numbers, [tokens] or [1, tokens]"
+            "whole numbers, [tokens] or [1, tokens]; generate_each takes several prompts"
         )
-    return ids.long()
+    for mask in masks:
+        if mask is not None:
+            check_attention_mask(mask, ids.numel())
+    refuse_other_inputs(other_inputs, ids.numel(), model)
+    return ids.reshape(-1).long()
 
 
 def stop_criteria(stop_strings: str | Sequence[str] | None, tokenizer: Any) -> list[Criterion]:
     """transformers' criterion for stop strings, which finds them wherever tokens split them."""
-    if stop_strings is None or (isinstance(stop_strings, Sequence) and not stop_strings):
+    strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings or ())
+    if not strings:
         return []
-    strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings
-    is_list = isinstance(strings, (list, tuple, set, frozenset))
-    if not is_list or not all(isinstance(text, str) for text in strings):
+    if not all(isinstance(text, str) and text for text in strings):
         raise ArgumentError(
             f"stop_strings: found {stop_strings!r:.60}, expected text, or a list of texts"
         )
@@ -173,18 +154,9 @@ def stop_criteria(stop_strings: str | Sequence[str] | None, tokenizer: Any) -> l
             "stop_strings: the decoder has no tokenizer to read text with; give it one: "
             "SequoiaDecoder(..., tokenizer=...)"
         )
-    if not all(strings):
-        raise ArgumentError("stop_strings: found an empty string, expected text")
     from transformers.generation.stopping_criteria import StopStringCriteria
 
     try:
-        return [StopStringCriteria(tokenizer, list(strings))]
+        return [StopStringCriteria(tokenizer, strings)]
     except ValueError as error:  # a string that no tokens can spell
         raise ArgumentError(f"stop_strings: {error}") from error
-
-
-def _is_list_of_prompts(prompt: Any) -> bool:
-    """Is `prompt` a list of two prompts or more, each one text, a list or a tensor?"""
-    if not isinstance(prompt, (list, tuple)) or len(prompt) < 2:
-        return False
-    return isinstance(prompt[0], (str, list, tuple, Tensor))

@@ -15,29 +15,17 @@ from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from sequoia_plan.artifacts import ArgumentError, TokenTree
-from sequoia_plan.runtime.arguments import check_loaded, refuse_other_inputs
+from sequoia_plan.runtime.arguments import check_loaded
 from sequoia_plan.runtime.base.sampling import Sampling, verifier_of
 from sequoia_plan.runtime.decoder import SequoiaDecoder
-from sequoia_plan.runtime.generation import read_prompt
 from sequoia_plan.runtime.models.architecture import device_and_dtype
 
-NOT_RETURNED = (
-    "output_scores",
-    "output_logits",
-    "output_attentions",
-    "output_hidden_states",
-)
-OTHER_DECODING = ("prompt_lookup_num_tokens", "assistant_early_exit", "stop_strings")
-PROCESSORS_OF_CONFIG = tuple(
-    getattr(processors, name)
-    for name in (
-        "TemperatureLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "MinPLogitsWarper",
-        "LogitNormalization",
-    )
-    if hasattr(processors, name)
+PROCESSORS_OF_CONFIG = (
+    processors.TemperatureLogitsWarper,
+    processors.TopKLogitsWarper,
+    processors.TopPLogitsWarper,
+    processors.MinPLogitsWarper,
+    processors.LogitNormalization,
 )
 """Processors that transformers makes of the generation config, which `Sampling` reads itself."""
 
@@ -75,25 +63,25 @@ def sequoia(
         SequoiaPlanError: for what `SequoiaDecoder` refuses, and for settings that would be ignored.
     """
     config = generation_config or model.generation_config
-    check_loaded(model, draft, tree)
-    assert tree is not None
-    sampling = Sampling.from_generation_config(config, verifier=verifier_of(tree))
-    _refuse_unsupported(config, logits_processor or ())
-    read_prompt(input_ids, None, model_kwargs.get("attention_mask"))  # first: it is clearer
-    refuse_other_inputs(model_kwargs, input_ids.shape[1], model)
+    for processor in logits_processor or ():
+        if not isinstance(processor, PROCESSORS_OF_CONFIG):
+            raise ArgumentError(
+                f"{type(processor).__name__}: logits depend on it, and a token tree cannot follow "
+                "it; leave it out"
+            )
     decoder = _decoder_of(model, draft, tree)
+    verifier = verifier_of(decoder.step.tree)
+    sampling = Sampling.from_generation_config(config, verifier)
     # the decoder itself ends at these two
     ends_itself = (MaxLengthCriteria, EosTokenCriteria)
     criteria = [c for c in stopping_criteria or () if not isinstance(c, ends_itself)]
     result = decoder.generate(
-        input_ids,
+        {"input_ids": input_ids, **model_kwargs},
         max_new_tokens=config.max_length - input_ids.shape[1],
         seed=seed,
         eos_token_id=() if config.eos_token_id is None else config.eos_token_id,
         streamer=text_streamer,
         sampling=sampling,
-        # not a parameter of this function, because transformers would then pass it twice
-        attention_mask=model_kwargs.get("attention_mask"),
         stopping_criteria=criteria,
     )
     if config.return_dict_in_generate:
@@ -101,23 +89,9 @@ def sequoia(
     return result.sequences
 
 
-def _refuse_unsupported(config: GenerationConfig, logits_processor: Sequence[Any]) -> None:
-    """Refuse what transformers passes on without a warning, and what a token tree cannot do."""
-    for name in (*NOT_RETURNED, *OTHER_DECODING):
-        if value := getattr(config, name, None):
-            raise ArgumentError(
-                f"{name}: found {value}, which token tree decoding does not do; leave it out"
-            )
-    for processor in logits_processor:
-        if not isinstance(processor, PROCESSORS_OF_CONFIG):
-            raise ArgumentError(
-                f"{type(processor).__name__}: logits depend on it, and a token tree cannot follow "
-                "it; leave it out"
-            )
-
-
-def _decoder_of(model: Any, draft: Any, tree: TokenTree) -> SequoiaDecoder:
+def _decoder_of(model: Any, draft: Any, tree: Any) -> SequoiaDecoder:
     """The decoder that the model keeps, if it fits the arguments; else a new one."""
+    check_loaded(model, draft, tree)
     with _decoder_lock:
         devices = [device_and_dtype(each) for each in (model, draft) if each is not None]
         kept = model.__dict__.get("_sequoia_decoder")

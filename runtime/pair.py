@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.draft_file import load_draft, save_as_folder
-from sequoia_plan.runtime.draft.from_checkpoint import load_checkpoint, remarks
+from sequoia_plan.runtime.draft.from_checkpoint import length_remarks, load_checkpoint
 from sequoia_plan.runtime.draft.hidden_state_draft import HiddenStateDraft
-from sequoia_plan.runtime.draft.self_draft import (
-    INT8,
-    copy_bytes,
-    copy_can_share,
-    self_draft,
-    share_layers,
-    shares_cache,
-)
+from sequoia_plan.runtime.draft.self_draft import INT8, self_draft
 from sequoia_plan.runtime.generation import end_tokens
 from sequoia_plan.runtime.models.architecture import context_length, rope_reason, text_config
 from sequoia_plan.runtime.models.compiled_passes import compiled_pass
@@ -33,10 +26,6 @@ from sequoia_plan.runtime.models.gguf import embedded_gguf
 from sequoia_plan.runtime.models.metadata import model_metadata
 from sequoia_plan.runtime.models.pretrained import load_model, name_of
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary, vocabulary_size
-
-if TYPE_CHECKING:
-    from sequoia_plan.runtime.offload.memory import MemorySplit
-    from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 
 RESIDENT, FUSED, COMPILED = "resident", "fused", "compiled"
 """How passes run: by the modules that transformers loads; by fused layers, where those compute the
@@ -110,37 +99,54 @@ def load_pair(
         SequoiaPlanError: if a model cannot be found or loaded, the vocabularies differ, or memory
             is short.
     """
-    _check_arguments(device, placement, offload, memory)
+    _check_arguments(target, draft, device, offload, memory)
     torch_dtype = resolve_dtype(dtype, device)
     placement = _resolve_placement(placement, draft, device)
     if offload:
-        return _load_offloaded_pair(target, draft, device, torch_dtype, placement, offload, memory)
-    model, tokenizer, target_name = load_model(target, device, torch_dtype)
-    _require_draft(target, draft)
-    metadata = {"target": model_metadata(target_name, model)}
-    draft_model, draft_name, draft_remarks = _make_draft(
-        draft, model, tokenizer, target_name, device, torch_dtype
-    )
-    if draft_model is not None:
-        metadata["draft"] = _place_draft(draft, draft_model, draft_name, placement)
-    gguf = _gguf_file(target) if dtype == "auto" else None
-    placed, reason = _place(model, placement, gguf)
-    metadata["target"] |= placed
-    placement = placed["placement"]
-    not_compiled = (f"target: PyTorch runs it, its pass is not compiled: {reason}",)
-    remarks = (*_context_remarks(model), *draft_remarks, *(not_compiled if reason else ()))
-    return Pair(model, draft_model, tokenizer, metadata, placement, remarks)
+        # decoding without offloading does not need the package `offload`
+        from sequoia_plan.runtime.offloaded_pair import load_offloaded_pair
+
+        pair = load_offloaded_pair(target, draft, device, torch_dtype, placement, offload, memory)
+    else:
+        model, tokenizer, name = load_model(target, device, torch_dtype)
+        metadata = {"target": {"name": name}}
+        pair = Pair(model, None, tokenizer, metadata, placement, context_remarks(model))
+        pair = add_draft(pair, draft)
+        gguf = _gguf_file(target) if dtype == "auto" else None
+        # afterwards, because the draft may be a copy of it
+        reason = _place(pair, "target", placement, gguf)
+        if reason:
+            remark = f"target: PyTorch runs it, its pass is not compiled: {reason}"
+            pair = replace(pair, placement=FUSED, remarks=(*pair.remarks, remark))
+    if pair.draft is not None:
+        _place(pair, "draft", RESIDENT if draft == INT8 else placement)
+    return pair
 
 
 def with_draft(pair: Pair, draft: str) -> Pair:
-    """The same target with another draft, which PyTorch runs."""
-    target = pair.target
-    draft_model, draft_name, draft_remarks = _load_draft(
-        draft, target, pair.tokenizer, str(target.device), target.dtype
-    )
-    draft_metadata = model_metadata(draft_name, draft_model) | {"placement": RESIDENT}
-    metadata = pair.metadata | {"draft": draft_metadata}
-    return replace(pair, draft=draft_model, metadata=metadata, remarks=draft_remarks)
+    """The same target with another draft, as transformers loads it."""
+    pair = add_draft(pair, draft)
+    _place(pair, "draft", RESIDENT)
+    return pair
+
+
+def add_draft(
+    pair: Pair,
+    draft: str | None,
+    load_layer: Callable[[int], Any] | None = None,
+    shared_layers: Collection[int] | None = None,
+) -> Pair:
+    """Load the draft of a pair, which is still to be placed; the rest is for `self_draft`."""
+    if draft == NO_DRAFT:
+        return pair
+    remarks: tuple[str, ...] = ()
+    if draft == INT8:
+        model = self_draft(pair.target, load_layer, shared_layers)
+        name = f"{pair.metadata['target']['name']} {INT8}"
+    else:
+        model, name, remarks = _load_draft(draft or DEFAULT_DRAFT, pair.target, pair.tokenizer)
+    metadata = pair.metadata | {"draft": {"name": name}}
+    return replace(pair, draft=model, metadata=metadata, remarks=(*pair.remarks, *remarks))
 
 
 def save_model(pair: Pair, role: str, folder: str | Path) -> None:
@@ -168,17 +174,23 @@ def embedded_draft(name: str) -> Path:
 
 
 def _check_arguments(
-    device: str, placement: str, offload: str | None, memory: str | int | None
+    target: str | None,
+    draft: str | None,
+    device: str,
+    offload: str | None,
+    memory: str | int | None,
 ) -> None:
     """Raise ArgumentError for arguments of `load_pair` that are invalid or contradictory."""
-    if placement not in ("auto", *PLACEMENTS):
-        names = ", ".join(PLACEMENTS)
-        raise ArgumentError(f"placement: found {placement!r}, expected auto, {names}")
+    links = " or ".join(LINKS)
+    if draft is None and target is not None:
+        raise ArgumentError(
+            f"target {target}: name a draft for it with --draft, or use --draft {INT8} (the "
+            "embedded draft serves only the embedded target)"
+        )
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ArgumentError(
             "device cuda: PyTorch finds no CUDA device; use --device cpu or a CUDA build of torch"
         )
-    links = " or ".join(LINKS)
     if offload not in (None, *LINKS):
         raise ArgumentError(f"offload: found {offload!r}, expected {links}")
     if offload == "host" and not device.startswith("cuda"):
@@ -193,10 +205,13 @@ def _check_arguments(
 
 
 def _resolve_placement(placement: str, draft: str | None, device: str) -> str:
-    """The placement that "auto" stands for."""
+    """One of `PLACEMENTS`; ArgumentError for any other, and where passes cannot be compiled."""
     can_compile = device == "cpu" and draft != INT8
     if placement == "auto":
         return COMPILED if can_compile else FUSED
+    if placement not in PLACEMENTS:
+        names = ", ".join(PLACEMENTS)
+        raise ArgumentError(f"placement: found {placement!r}, expected auto, {names}")
     if placement == COMPILED and not can_compile:
         raise ArgumentError(
             f"placement {COMPILED}: found device {device} and draft {draft}, expected cpu and a "
@@ -212,11 +227,13 @@ def _gguf_file(target: str | None) -> Path | None:
     return Path(target) if target.endswith(".gguf") else None
 
 
-def _place(model: Any, placement: str, gguf: Path | None = None) -> tuple[dict[str, Any], str]:
-    """Let a model's passes run as `placement` says.
+def _place(pair: Pair, role: str, placement: str, gguf: Path | None = None) -> str:
+    """Let a model's passes run as `placement` says, and write its metadata.
 
-    Returns what files record of that, and why the model was not compiled, or "".
+    Returns why the model was not compiled, or "".
     """
+    model, metadata = getattr(pair, role), pair.metadata[role]
+    metadata |= model_metadata(metadata["name"], model) | {"placement": placement}
     reason = ""
     if placement == COMPILED:
         # decoding on a GPU does not need numba
@@ -226,150 +243,33 @@ def _place(model: Any, placement: str, gguf: Path | None = None) -> tuple[dict[s
         is_draft = isinstance(model, HiddenStateDraft)
         reason = compile_eagle(model) if is_draft else compile_target(model, gguf)
         if not reason:
-            return {"placement": COMPILED, "weights": compiled_pass(model).formats}, ""
-        placement = FUSED
-    if placement == FUSED:
-        return {"placement": placement, "fused_layers": fuse(model, plain_linear)}, reason
-    num_fused = num_fused_layers(model)  # an int8 draft is made of fused layers
-    return {"placement": placement} | ({"fused_layers": num_fused} if num_fused else {}), reason
+            metadata["weights"] = compiled_pass(model).formats
+            return ""
+        metadata["placement"] = FUSED
+    if placement != RESIDENT:
+        metadata["fused_layers"] = fuse(model, plain_linear)
+    elif num_fused := num_fused_layers(model):  # an int8 draft is made of fused layers
+        metadata["fused_layers"] = num_fused
+    return reason
 
 
-def _place_draft(draft: str | None, model: Any, model_name: str, placement: str) -> dict[str, Any]:
-    """Bring a draft's weights into `placement`, and return its metadata. An int8 copy stays."""
-    placed, _ = _place(model, RESIDENT if draft == INT8 else placement)
-    return model_metadata(model_name, model) | placed
-
-
-def _context_remarks(target: Any) -> tuple[str, ...]:
+def context_remarks(target: Any) -> tuple[str, ...]:
     """What a person should know about the target's context: one sentence, or none."""
     config = text_config(target)
     reason = rope_reason(config)
     return (f"target: texts end at {context_length(config)} tokens{reason}",) if reason else ()
 
 
-def _require_draft(target: str | None, draft: str | None) -> None:
-    """Raise ArgumentError if no draft is named for a target other than the embedded one."""
-    if draft is None and target is not None:
-        raise ArgumentError(
-            f"target {target}: name a draft for it with --draft, or use --draft {INT8} (the "
-            "embedded draft serves only the embedded target)"
-        )
-
-
-def _make_draft(
-    draft: str | None,
-    target: Any,
-    tokenizer: Any,
-    target_name: str,
-    device: str,
-    dtype: torch.dtype,
-    layers: Iterable[Any] | None = None,
-    shared_layers: Collection[int] | None = None,
-) -> tuple[Any, str, tuple[str, ...]]:
-    """The draft that `load_pair` was asked for, its name, and remarks; None for no draft."""
-    if draft == INT8:
-        return self_draft(target, layers, shared_layers), f"{target_name} {INT8}", ()
-    if draft == NO_DRAFT:
-        return None, "", ()
-    return _load_draft(draft, target, tokenizer, device, dtype)
-
-
-def _load_draft(
-    draft: str | None, target: Any, tokenizer: Any, device: str, dtype: torch.dtype
-) -> tuple[Any, str, tuple[str, ...]]:
+def _load_draft(draft: str, target: Any, tokenizer: Any) -> tuple[Any, str, tuple[str, ...]]:
     """A draft that fits the target, its name, and remarks for the user."""
-    name = draft or DEFAULT_DRAFT
-    source = str(embedded_draft(name)) if name in EMBEDDED_DRAFTS else name
+    source = str(embedded_draft(draft)) if draft in EMBEDDED_DRAFTS else draft
     if source.endswith(".safetensors"):
-        return load_draft(source, target).to(device), Path(source).stem, ()
+        return load_draft(source, target), Path(source).stem, ()
     if checkpoint := find_checkpoint(source):
-        model = load_checkpoint(checkpoint, target, dtype)
-        return model, name_of(source), tuple(remarks(checkpoint, model, target))
-    model, draft_tokenizer, model_name = load_model(source, device, dtype)
+        model = load_checkpoint(checkpoint, target, target.dtype)
+        return model, name_of(source), length_remarks(checkpoint, model, target)
+    model, draft_tokenizer, name = load_model(source, str(target.device), target.dtype)
     vocabulary, d2t = shared_vocabulary(target, model, tokenizer, draft_tokenizer)
     if vocabulary_size(model) != vocabulary_size(target):  # the decoder compares no tokenizers
         model.d2t = torch.arange(vocabulary, device=model.device) if d2t is None else d2t
-    return model, model_name, ()
-
-
-def _load_offloaded_pair(
-    target: str | None,
-    draft: str | None,
-    device: str,
-    dtype: torch.dtype,
-    placement: str,
-    link: str,
-    memory: str | int | None,
-) -> Pair:
-    """A pair whose target keeps in memory what fits, and streams the other layers."""
-    # decoding without offloading does not need this package
-    from sequoia_plan.runtime.offload.memory import as_bytes
-    from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
-
-    offloaded = OffloadedTarget(target, device, dtype)
-    _require_draft(target, draft)
-    model, tokenizer = offloaded.model, offloaded.tokenizer
-    budget = as_bytes(memory, offloaded.device)
-    split = _split_with_copy(offloaded, budget) if draft == INT8 else None
-    shared_layers = split.resident_layers if split else None
-    copied_layers = (
-        offloaded.layer(number)
-        for number in range(len(offloaded.layers))
-        if number not in (shared_layers or ())
-    )
-    draft_model, draft_name, draft_remarks = _make_draft(
-        draft, model, tokenizer, offloaded.name, device, dtype, copied_layers, shared_layers
-    )
-    split = split or _split_beside(offloaded, draft_model, budget)
-    target_metadata = model_metadata(offloaded.name, model, offloaded.weight_samples())
-    fused = placement != RESIDENT
-    metadata = {"target": target_metadata | {"placement": FUSED if fused else RESIDENT}}
-    num_fused = offloaded.place(split, link, fused)
-    metadata["target"] |= split.to_metadata(link, len(offloaded.layers))
-    metadata["target"] |= {"fused_layers": num_fused} if fused else {}
-    if draft_model is not None:
-        share_layers(draft_model, model, shared_layers or ())
-        metadata["draft"] = _place_draft(draft, draft_model, draft_name, placement)
-    link_placement = f"streamed from {link}"
-    remarks = (*_context_remarks(model), *draft_remarks)
-    return Pair(model, draft_model, tokenizer, metadata, link_placement, remarks)
-
-
-def _split_with_copy(offloaded: OffloadedTarget, budget: int) -> MemorySplit | None:
-    """What fits into `budget` bytes where the draft has a copy of the streamed layers alone."""
-    from sequoia_plan.runtime.offload.memory import cache_bytes, split_memory
-
-    target = offloaded.model
-    if not copy_can_share(target):
-        return None
-    copy_size = max(copy_bytes(layer.parameters(), target.dtype) for layer in offloaded.layers)
-    # the norm after the last layer and the rotary embeddings
-    outside = [
-        tensor
-        for name, tensor in (*target.named_parameters(), *target.named_buffers())
-        if tensor.ndim < 2 and not name.startswith(offloaded.layers_name)
-    ]
-    split = split_memory(
-        budget,
-        offloaded.outside_bytes,
-        copy_bytes(outside, torch.float32),
-        cache_bytes(target),
-        offloaded.layer_sizes(),
-        copy_size,
-    )
-    return split if split.streamed_bytes else None
-
-
-def _split_beside(offloaded: OffloadedTarget, draft: Any, budget: int) -> MemorySplit:
-    """What fits into `budget` bytes beside a draft, which may be None."""
-    from sequoia_plan.runtime.offload.memory import cache_bytes, own_bytes, split_memory
-
-    target = offloaded.model
-    caches, draft_bytes = cache_bytes(target), 0
-    if draft is not None:
-        draft_bytes = own_bytes(draft, target)
-        if not shares_cache(draft, target):
-            caches += cache_bytes(draft)
-    return split_memory(
-        budget, offloaded.outside_bytes, draft_bytes, caches, offloaded.layer_sizes()
-    )
+    return model, name, ()

@@ -40,8 +40,6 @@ class TreeStep:
         self.passes: tuple[DraftPass, ...] = drafter.passes(tree, self.tensors) if drafter else ()
         self.num_parents = sum(draft_pass.num_parents for draft_pass in self.passes)
         self.lookup = Lookup.of(portfolio or tree)
-        if self.lookup:
-            self.sequence.reserve_lookup_chain(self.lookup.chain_length)
         self.verifier = TreeVerifier(tree, self.device, drafter.d2t if drafter else None)
 
     @torch.no_grad()

@@ -25,7 +25,7 @@ from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, sequoia
 from sequoia_plan.runtime.models.vocabulary import check_tokenizers
-from sequoia_plan.runtime.pair import _context_remarks
+from sequoia_plan.runtime.pair import context_remarks
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 IDS = torch.tensor([[5, 6, 7, 8]])
@@ -157,7 +157,7 @@ def test_custom_generate_streams_and_stops(target, draft, greedy):
         (dict(output_scores=True, return_dict_in_generate=True), "output_scores: found True"),
         (dict(logits_processor=[lambda ids, scores: scores]), "function: logits depend on it"),
         (dict(attention_mask=torch.tensor([[0, 1, 1, 1]])), "attention_mask: .* hide tokens"),
-        (dict(ids=IDS.repeat(2, 1)), "a batch of 2, expected one sequence"),
+        (dict(ids=IDS.repeat(2, 1)), r"found int64 \[2, 4\], .* generate_each takes"),
     ],
 )
 def test_custom_generate_refuses_what_it_would_ignore(target, draft, settings, message):
@@ -293,9 +293,9 @@ def test_a_context_that_ends_early_says_why():
     decoder = SequoiaDecoder(target, None, TokenTree.chain(1))
     with pytest.raises(SequoiaPlanError, match=r"at most 39 .*; dynamic rotary embeddings change"):
         decoder.generate(torch.ones(1, 60, dtype=torch.long), 4)
-    [remark] = _context_remarks(target)
+    [remark] = context_remarks(target)
     assert remark.startswith("target: texts end at 40 tokens; dynamic rotary embeddings change")
-    assert _context_remarks(tiny("Llama")) == ()
+    assert context_remarks(tiny("Llama")) == ()
 
 
 # Vocabularies

@@ -7,7 +7,6 @@ import json
 import gpu
 import gpu_scale
 import pytest
-import torch
 
 pytestmark = pytest.mark.slow
 
@@ -50,13 +49,6 @@ def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
 def test_the_parts_of_a_device_run_without_one(tmp_path, monkeypatch):
     names = {*gpu.PARTS} - {"llama-2-13b", "pair-t0", "pair-t06", "variants"}
     parts = {name: gpu.PARTS[name] for name in gpu.PARTS if name in names}
-    torch_compile = torch.compile
-
-    def compile_eagerly(model, **options):
-        """Needs no C++ compiler."""
-        return torch_compile(model, **options | {"backend": "eager"})
-
-    monkeypatch.setattr(torch, "compile", compile_eagerly)
     monkeypatch.setattr(gpu, "QUICK", gpu.QUICK._replace(tokens=2))
     code, results = run(monkeypatch, tmp_path / "gpu", parts)
     assert code == 0 and results.keys() == names, results

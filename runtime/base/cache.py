@@ -57,37 +57,14 @@ class TreeCache(Cache):
         self.blocks: list[Tensor] = []
         layout: CacheLayout = (None,) * layers if isinstance(layers, int) else layers
         super().__init__(layers=[])
-        self._add_layers(layout)
-
-    @torch.inference_mode(False)  # what inference mode allocates cannot be written outside of it
-    def _add_layers(self, layout: CacheLayout) -> None:
-        """Make the layers, and the tensors of those whose memory is known."""
         self.layers = [_CacheLayer(self) for _ in layout]
         entries = Counter(memory for pair in layout for memory in pair or ())
-        blocks = {memory: self.allocate(memory, count) for memory, count in entries.items()}
+        with torch.inference_mode(False):  # what it allocates cannot be written outside of it
+            blocks = {memory: self.allocate(memory, count) for memory, count in entries.items()}
         next_entry: defaultdict[LayerMemory, Iterator[int]] = defaultdict(itertools.count)
         for layer, pair in zip(self.layers, layout, strict=True):
             if pair:
                 layer.bind(*(blocks[memory][next(next_entry[memory])] for memory in pair))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state for pickle and copies: keys and values by layer, and no blocks."""
-        entries = [(layer.keys, layer.values) for layer in self.layers if layer.is_initialized]
-        return self.__dict__ | {"blocks": [], "layers": (self.layout, entries)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over another cache's state, in blocks of its own.
-
-        Loaded tensor by tensor, keys and values would not be views of the blocks any more, in which
-        `commit` moves entries.
-        """
-        layout, entries = state.pop("layers")
-        self.__dict__.update(state)
-        self._add_layers(layout)
-        layers = [layer for layer in self.layers if layer.is_initialized]
-        for layer, (keys, values) in zip(layers, entries, strict=True):
-            layer.keys.copy_(keys)
-            layer.values.copy_(values)
 
     def at(self, slots: Tensor, extent: int) -> TreeCache:
         """Let the next pass write to `slots` (int64 [tokens]), and attend to slots below `extent`.

@@ -45,6 +45,13 @@ OFF_VALUES = {
     "dola_layers": None,
     "constraints": None,
     "force_words_ids": None,
+    "prompt_lookup_num_tokens": None,
+    "assistant_early_exit": None,
+    "stop_strings": None,
+    "output_scores": False,
+    "output_logits": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
 }
 """transformers' settings that decoding with a token tree does not follow, and the value beside None
 that switches each off. The first of them depend on the text so far, which differs by node."""
@@ -119,9 +126,7 @@ class Sampling:
             raise ArgumentError(f"verifier: found {self.verifier!r}, expected {names}")
 
     @classmethod
-    def from_generation_config(
-        cls, config: Any, draft_temperature: float | None = None, verifier: str = DEFAULT_VERIFIER
-    ) -> Sampling:
+    def from_generation_config(cls, config: Any, verifier: str = DEFAULT_VERIFIER) -> Sampling:
         """The sampling that transformers would do with `config` (a GenerationConfig).
 
         Raises:
@@ -135,20 +140,11 @@ class Sampling:
                     "temperature, top_p, top_k and min_p are supported"
                 )
         if not config.do_sample:
-            return cls(0.0, verifier=verifier)
-        if config.temperature is not None and config.temperature <= 0:
-            raise ArgumentError(
-                f"temperature: found {config.temperature} with do_sample=True, expected more than "
-                "0; greedy is do_sample=False"
-            )
+            return cls(verifier=verifier)
         names = ("temperature", "top_p", "top_k", "min_p")
         values = {name: getattr(config, name, None) for name in names}
         given = {name: value for name, value in values.items() if value is not None}
-        return cls(
-            **({"temperature": 1.0} | given),
-            draft_temperature=draft_temperature,
-            verifier=verifier,
-        )
+        return cls(**({"temperature": 1.0} | given), verifier=verifier)
 
     @property
     def greedy(self) -> bool:

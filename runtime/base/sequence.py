@@ -20,10 +20,6 @@ class SequenceLock:
         self.lock = threading.Lock()
         self.owner: int | None = None
 
-    def __reduce__(self) -> tuple[type[SequenceLock], tuple[()]]:
-        """Let copies be new locks that nobody holds; a lock itself cannot be copied."""
-        return SequenceLock, ()  # a copy of a decoder gets a lock of its own
-
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Wait until no other thread holds the lock, then hold it."""
@@ -61,6 +57,10 @@ class SequenceState:
         self.weight_addresses: tuple[int, ...] | None = None
         self.lock = SequenceLock()
 
+    def __reduce__(self) -> tuple[type[SequenceState], tuple[torch.device]]:
+        """Let a copy of a decoder start with a sequence of its own, without memory."""
+        return SequenceState, (self.tokens.device,)
+
     @torch.inference_mode(False)  # what inference mode allocates cannot be written outside of it
     def reserve(
         self,
@@ -81,32 +81,20 @@ class SequenceState:
         self.tokens = torch.zeros(capacity, dtype=torch.long, device=device)
         self.version += 1
 
-    def reserve_aux_hidden_states(self, nodes: int, width: int, dtype: torch.dtype) -> None:
-        """Provide memory for the hidden states of so many nodes."""
-        self._reserve_rows("aux_hidden_states", nodes, (width,), dtype)
-
-    def reserve_lookup_chain(self, length: int) -> None:
-        """Provide memory for a lookup chain of so many tokens."""
-        self._reserve_rows("lookup_chain", length, (), torch.long)
-
-    def reserve_random_bits(self, count: int) -> None:
-        """Provide memory for so many random numbers."""
-        self._reserve_rows("bits", count, (), torch.int32)
-
     @torch.inference_mode(False)
-    def _reserve_rows(
-        self, name: str, count: int, width: tuple[int, ...], dtype: torch.dtype
+    def reserve_rows(
+        self, name: str, count: int, width: tuple[int, ...] = (), dtype: torch.dtype | None = None
     ) -> None:
         """Let the tensor of this name have so many rows; if it grows, it at least doubles."""
         tensor = getattr(self, name)
         if len(tensor) < count:
             shape = (max(count, 2 * len(tensor)), *width)
-            setattr(self, name, torch.zeros(shape, dtype=dtype, device=tensor.device))
+            setattr(self, name, tensor.new_zeros(shape, dtype=dtype))
             self.version += len(tensor) > 0  # no graph has read memory that was not there
 
     def refill_random_numbers(self, count: int) -> None:
         """Generate the next step's random numbers: `count` of 31 bits, and the two uniforms."""
-        self.reserve_random_bits(count)
+        self.reserve_rows("bits", count)
         self.bits[:count].random_(generator=self.generator)
         self.uniforms.uniform_(generator=self.generator)
 

@@ -25,10 +25,8 @@ from sequoia_plan.runtime.models.forward import ForwardOutput
 class DFlashDrafter(HiddenStateDrafter):
     """A DFlash draft as a drafter (see `Drafter`)."""
 
-    def __init__(
-        self, model: DFlashModel, vocabulary: int, d2t: Tensor | None = None, backend: Any = None
-    ) -> None:
-        super().__init__(model, vocabulary, d2t, backend)
+    def __init__(self, model: DFlashModel, vocabulary: int, d2t: Tensor | None = None) -> None:
+        super().__init__(model, vocabulary, d2t)
         self.drafting = dflash_draft(model.block.size, model.block.levels)
 
     def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
@@ -77,7 +75,8 @@ class DFlashDrafter(HiddenStateDrafter):
         tokens = torch.where(draft_pass.offsets == 0, sequence.tokens[length], block.mask_token)
         masks = self.model.block_masks(length, extent)
         cache = cache.at(slots, extent)
-        logits = self.run(self.compiled, None, tokens[None], slots[None], masks, cache)
+        with self.model.attending():
+            logits = self.model(tokens[None], slots[None], masks, cache)
         logits = logits[0, 0, :, : self.vocabulary]  # one sequence, one block
         cache.finite.logical_and_(logits.amax(-1).isfinite().all())
         if draft_pass.logit_rows is not None:

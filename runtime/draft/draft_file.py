@@ -14,7 +14,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.files import write_atomically
-from sequoia_plan.runtime.models.fuse import num_fused_layers
 from sequoia_plan.runtime.models.int8 import rows_in_8_bits
 
 FORMAT, VERSION = "sequoia-plan-draft", 1
@@ -78,10 +77,6 @@ def save_as_folder(draft: LlamaForCausalLM, tokenizer: Any, folder: str | Path) 
             "target that an int8 draft is a copy of"
         )
     weights = draft.state_dict()
-    if "lm_head.weight" not in weights or num_fused_layers(draft):
-        raise SequoiaPlanError(
-            "draft: its layers are fused; load it with placement='resident' to write it"
-        )
     head = unlikely_row(draft).repeat(len(weights[EMBEDDINGS_KEY]), 1)
     head[draft.d2t] = weights["lm_head.weight"]
     config = LlamaConfig(**draft.config.to_dict() | {"tie_word_embeddings": False})
@@ -143,13 +138,10 @@ def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
         raise SequoiaPlanError(f"{path}: not a readable safetensors file ({error})") from error
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
+    expected = {"format": FORMAT, "version": VERSION}
+    if not isinstance(header, dict) or not expected.items() <= header.items():
         raise SequoiaPlanError(
-            f"{path}: not a draft (expected safetensors of format {FORMAT}); give --draft a folder "
-            "for other models"
-        )
-    if header.get("version") != VERSION:
-        raise SequoiaPlanError(
-            f"{path}: draft version {header.get('version')!r}, expected {VERSION}"
+            f"{path}: not a draft (expected safetensors of format {FORMAT}, version {VERSION}); "
+            "give --draft a folder for other models"
         )
     return header, tensors

@@ -17,7 +17,7 @@ from sequoia_plan.runtime.base.sampling import Sampling
 from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.models.compiled_passes import compiled_pass
-from sequoia_plan.runtime.models.forward import ForwardOutput, compiling_many_shapes
+from sequoia_plan.runtime.models.forward import ForwardOutput
 
 
 @dataclass(frozen=True)
@@ -116,23 +116,10 @@ class HiddenStateDrafter(Drafter):
 
     model: Any
 
-    def __init__(
-        self, model: Any, vocabulary: int, d2t: Tensor | None = None, backend: Any = None
-    ) -> None:
+    def __init__(self, model: Any, vocabulary: int, d2t: Tensor | None = None) -> None:
         self.model, self.vocabulary, self.d2t, self.dtype = model, vocabulary, d2t, model.dtype
+        self.compiled_pass = compiled_pass(model)
         self.aux_hidden_state_layers = model.aux_hidden_state_layers
-        self.compiled_pass = None if backend else compiled_pass(model)
-        self.compiled: Any = model
-        if backend is not None:
-            self.compiled = torch.compile(model, dynamic=False, backend=backend)
-
-    def run(self, model: Any, slots: Tensor | None, *inputs: Any) -> Any:
-        """Run a pass with the attention kernels of a tree.
-
-        `model` is `self.model`, or that compiled; `slots` as for `attending`.
-        """
-        with self.model.attending(slots), compiling_many_shapes(model is not self.model):
-            return model(*inputs)
 
 
 def passes_by_level(tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:

@@ -28,13 +28,6 @@ RECENT = 2 * (EAGLE_DRAFT.max_depth or 0)
 step writes features before it is known how many tokens it accepts."""
 
 
-EagleCache = Any
-"""A `TreeCache` with `recent_features` [RECENT, hidden size].
-
-The feature of the token in slot s, made of the target's hidden states, is in row s mod RECENT.
-"""
-
-
 class EagleDrafter(HiddenStateDrafter):
     """An EAGLE draft as a drafter (see `Drafter`)."""
 
@@ -52,13 +45,17 @@ class EagleDrafter(HiddenStateDrafter):
         slots = torch.arange(-tree.num_drafted_levels, 1, device=tensors.nodes.device)
         return (replace(first, input_slots=slots, offsets=slots), *deeper)
 
-    def new_cache(self, capacity: int) -> EagleCache:
-        """A cache of so many slots, with memory for the features of the last tokens."""
+    def new_cache(self, capacity: int) -> TreeCache:
+        """A cache of so many slots, with memory for the features of the last tokens.
+
+        `recent_features` [RECENT, hidden size], which are made of the target's hidden states: that
+        of the token in slot s is in row s mod RECENT.
+        """
         window, device = self.model.window, self.model.device
         windowed = window is not None and window < capacity
-        cache: EagleCache
-        if compiled := self.compiled_pass:
-            cache = compiled.new_cache(capacity, counts_positions=windowed)
+        cache: Any
+        if self.compiled_pass:
+            cache = self.compiled_pass.new_cache(capacity, counts_positions=windowed)
         else:
             layout = self.model.cache_layout()
             cache = TreeCache(layout, capacity, device, counts_positions=windowed)
@@ -66,13 +63,13 @@ class EagleDrafter(HiddenStateDrafter):
         cache.recent_features = torch.zeros(shape, dtype=self.model.dtype, device=device)
         return cache
 
-    def prefill(self, cache: TreeCache, tokens: Tensor) -> None:
+    def prefill(self, cache: Any, tokens: Tensor) -> None:
         """Forget the last sequence. The draft reads the prompt in `prefill_hidden_states`."""
         cache.finite.fill_(True)
         cache.recent_features.zero_()
 
     def prefill_hidden_states(
-        self, cache: TreeCache, tokens: Tensor, slots: Tensor, mask: Tensor, hidden_states: Tensor
+        self, cache: Any, tokens: Tensor, slots: Tensor, mask: Tensor, hidden_states: Tensor
     ) -> None:
         """Read a part of the prompt, each token with the feature of the token before it.
 
@@ -84,7 +81,7 @@ class EagleDrafter(HiddenStateDrafter):
         mask = mask.clone()
         mask[:, 0] = torch.finfo(mask.dtype).min
         inputs = torch.cat([feature_before, features[:-1]])
-        self._read(self.model, cache, tokens, inputs, slots, slots, mask, logits_to_keep=1)
+        self._read(cache, tokens, inputs, slots, slots, mask, logits_to_keep=1)
         self.keep_features(cache, slots[-RECENT:], features[-RECENT:])
 
     def forward(
@@ -99,7 +96,7 @@ class EagleDrafter(HiddenStateDrafter):
         The first pass reads committed tokens, whose features are recorded, and later passes read
         nodes, whose features are the hidden states of their parents in the previous pass.
         """
-        cache = sequence.draft
+        cache: Any = sequence.draft
         # short texts have fewer committed tokens than the first pass reads: token 0 stands for them
         read_slots = (sequence.length + draft_pass.input_slots).clamp_(min=0)
         slots = distinct_slots(sequence.length, draft_pass.input_slots)
@@ -114,15 +111,14 @@ class EagleDrafter(HiddenStateDrafter):
             mask = draft_pass.mask.index_select(1, columns.where(has_feature, masked_column))
         tokens, positions = sequence.tokens[read_slots], sequence.length + draft_pass.offsets
         num_logits = draft_pass.num_parents
-        return self._read(
-            self.compiled, cache, tokens, features, slots, positions, mask, num_logits
-        )
+        return self._read(cache, tokens, features, slots, positions, mask, num_logits)
 
     def splits_keys(self, tokens: int) -> bool:
         """See `Drafter`."""
         model = self.model
-        shares = shares_heads(model, model.config) and self.compiled is model
-        return shares and splits_keys(model.device, model.dtype, model.config.head_dim, tokens)
+        return shares_heads(model, model.config) and splits_keys(
+            model.device, model.dtype, model.config.head_dim, tokens
+        )
 
     def num_read_again(self, tree: TokenTree) -> int:
         """As many tokens as the step has draft passes."""
@@ -134,11 +130,11 @@ class EagleDrafter(HiddenStateDrafter):
 
     def catch_up(self, sequence: SequenceState, slots: Tensor, extent: int) -> None:
         """Read the committed tokens in `slots` (int64 [tokens]) with their recorded features."""
-        cache = sequence.draft
+        cache: Any = sequence.draft
         mask = _mask_of_committed(slots, extent, self.model.dtype)
         features = cache.recent_features[(slots - 1) % RECENT]
         tokens = sequence.tokens[slots]
-        self._read(self.model, cache, tokens, features, slots, slots, mask, logits_to_keep=1)
+        self._read(cache, tokens, features, slots, slots, mask, logits_to_keep=1)
 
     def commit(self, sequence: SequenceState, path: Tensor) -> None:
         """Keep the features of the nodes in `path` (int64 [depth]), made of hidden states.
@@ -155,14 +151,13 @@ class EagleDrafter(HiddenStateDrafter):
         model = self.compiled_pass or self.model
         return model.fuse(hidden_states).to(self.dtype)
 
-    def keep_features(self, cache: EagleCache, slots: Tensor, features: Tensor) -> None:
+    def keep_features(self, cache: Any, slots: Tensor, features: Tensor) -> None:
         """Record features [tokens, hidden size] of the committed tokens in `slots`."""
         cache.recent_features.index_copy_(0, slots % RECENT, features)
 
     def _read(
         self,
-        model: Any,
-        cache: EagleCache,
+        cache: TreeCache,
         tokens: Tensor,
         features: Tensor,
         slots: Tensor,
@@ -176,10 +171,9 @@ class EagleDrafter(HiddenStateDrafter):
         """
         # a row has the position of the token whose feature it takes, as in the engines
         positions = (positions - 1).clamp(min=0)
-        if compiled := self.compiled_pass:
-            embedded = self.model.embed(tokens)
-            logits, outputs = compiled(
-                cache, embedded, features, positions, slots, mask, logits_to_keep
+        if self.compiled_pass:
+            logits, outputs = self.compiled_pass(
+                cache, self.model.embed(tokens), features, positions, slots, mask, logits_to_keep
             )
             cache.finite.logical_and_(logits.amax(-1).isfinite().all())
             outputs = outputs[-logits_to_keep:].to(self.dtype)
@@ -187,7 +181,8 @@ class EagleDrafter(HiddenStateDrafter):
         masks = self.model.masks_by_layer_type(cache, mask, positions, slots)
         rows = (tokens[None], features[None], positions[None], masks)
         cache.at(slots, mask.shape[1])
-        logits, outputs = self.run(model, slots, *rows, cache, logits_to_keep)
+        with self.model.attending(slots):
+            logits, outputs = self.model(*rows, cache, logits_to_keep)
         logits = logits[0, :, : self.vocabulary]  # the model has cut the rows of these
         cache.finite.logical_and_(logits.amax(-1).isfinite().all())
         return ForwardOutput(logits, outputs[0, -logits_to_keep:])

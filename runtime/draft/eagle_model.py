@@ -7,7 +7,6 @@ draft's own output for its parent.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,30 +28,7 @@ class Eagle3Norms:
     each_before_fc: bool = False
 
 
-class EagleModel(HiddenStateDraft, ABC):
-    """A draft that reads tokens and features; see `Eagle3` and `Eagle1`."""
-
-    @abstractmethod
-    def fuse(self, hidden_states: Tensor) -> Tensor:
-        """The target's hidden states [..., layers * target's width] -> features [..., width]."""
-
-    @abstractmethod
-    def forward(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        positions: Tensor,
-        masks: Mapping[str, Tensor],
-        cache: TreeCache | None = None,
-        logits_to_keep: int = 0,
-    ) -> tuple[Tensor, Tensor]:
-        """One pass over input rows; training uses it, too. Returns logits, and each row's output.
-
-        `tokens`, `positions` int64 [batch, rows]; `features` [batch, rows, hidden size].
-        """
-
-
-class Eagle3(EagleModel):
+class Eagle3(HiddenStateDraft):
     """EAGLE-3: one layer that attends to embedding and feature side by side, then plain ones."""
 
     def __init__(self, norms: Eagle3Norms, **shared: Any) -> None:
@@ -76,7 +52,10 @@ class Eagle3(EagleModel):
         self.norm = self.new_norm(width)
 
     def fuse(self, hidden_states: Tensor) -> Tensor:
-        """Features from several hidden states, by a linear layer; some checkpoints have norms."""
+        """The target's hidden states [..., layers * target's width] -> features [..., width].
+
+        A linear layer makes them; some checkpoints have norms before it.
+        """
         hidden_states = hidden_states.to(self.dtype)
         if self.input_norm is not None:
             hidden_states = self.input_norm(hidden_states)
@@ -95,7 +74,11 @@ class Eagle3(EagleModel):
         cache: TreeCache | None = None,
         logits_to_keep: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """The first layer attends to embedding and feature; the residual stream has the feature."""
+        """One pass over input rows; training uses it, too. Returns logits, and each row's output.
+
+        The first layer attends to embedding and feature; the residual stream has the feature.
+        `tokens`, `positions` int64 [batch, rows]; `features` [batch, rows, hidden size].
+        """
         first: Any = self.layers[0]
         normed = first.hidden_norm(features)
         embedding_and_feature = torch.cat([first.input_layernorm(self.embed(tokens)), normed], -1)
@@ -116,7 +99,7 @@ class Eagle3(EagleModel):
         return self.head(output if self.norms.output else self.norm(output))
 
 
-class Eagle1(EagleModel):
+class Eagle1(HiddenStateDraft):
     """EAGLE-1 and EAGLE-2: plain layers over embedding and feature, made one by a linear layer.
 
     The first layer has no input norm. The feature is the target's last hidden state after its final
@@ -145,7 +128,7 @@ class Eagle1(EagleModel):
         cache: TreeCache | None = None,
         logits_to_keep: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """A linear layer makes one vector of embedding and feature; plain layers follow."""
+        """As for `Eagle3`. A linear layer makes one vector of embedding and feature."""
         hidden = self.fc(torch.cat([self.embed(tokens), features], -1))
         hidden = self.run_layers(hidden, positions, masks, cache)
         return self.head(hidden[:, -logits_to_keep:]), hidden  # [-0:] keeps all rows

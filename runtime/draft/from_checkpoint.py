@@ -75,28 +75,16 @@ def load_checkpoint(checkpoint: Checkpoint, target: Any, dtype: torch.dtype) -> 
     return draft.eval().requires_grad_(False)
 
 
-def remarks(checkpoint: Checkpoint, draft: HiddenStateDraft, target: Any) -> list[str]:
-    """What a person should know about a draft that loads, a sentence each."""
-    sentences = []
-    verifier = (checkpoint.config.get("speculators_config") or {}).get("verifier") or {}
-    made_for = (verifier.get("architectures") or [""])[0]
-    target_model = unwrapped(target)
-    architectures = getattr(target_model.config, "architectures", None)
-    architecture = (architectures or [type(target_model).__name__])[0]
-    if made_for and made_for != architecture:
-        sentences.append(
-            f"{checkpoint.folder}: made for {verifier.get('name_or_path') or 'a target'} "
-            f"({made_for}), this target is a {architecture}; expect little of it unless they are "
-            "one model"
-        )
+def length_remarks(checkpoint: Checkpoint, draft: HiddenStateDraft, target: Any) -> tuple[str, ...]:
+    """What a person should know about the texts it was trained on: one sentence, or none."""
     trained_length = getattr(draft.config, "max_position_embeddings", None)
     context = text_config(target).max_position_embeddings or 0
-    if trained_length and trained_length < context:
-        sentences.append(
-            f"{checkpoint.folder}: trained on up to {trained_length} tokens "
-            f"(max_position_embeddings), the target reads {context}; acceptance falls beyond that"
-        )
-    return sentences
+    if not trained_length or trained_length >= context:
+        return ()
+    return (
+        f"{checkpoint.folder}: trained on up to {trained_length} tokens (max_position_embeddings), "
+        f"the target reads {context}; acceptance falls beyond that",
+    )
 
 
 def eagle3_default_layers(num_layers: int) -> tuple[int, ...]:

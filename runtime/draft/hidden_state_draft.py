@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -66,13 +65,6 @@ class HiddenStateDraft(nn.Module):
         layer_types = getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
         self.layer_types = tuple(layer_types)
         self.register_buffer("d2t", d2t, persistent=False)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the draft's own weights, for the same target."""
-        copied = memo[id(self)] = type(self).__new__(type(self))
-        memo[id(self._target)] = self._target
-        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
-        return copied
 
     @property
     def device(self) -> torch.device:

@@ -28,12 +28,8 @@ class LanguageModelDrafter(Drafter):
 
     drafting: Drafting = LANGUAGE_MODEL
 
-    def __init__(
-        self, model: Any, vocabulary: int, d2t: Tensor | None = None, backend: Any = None
-    ) -> None:
+    def __init__(self, model: Any, vocabulary: int, d2t: Tensor | None = None) -> None:
         self.model = TreeModel(model, probe(model), vocabulary)
-        if backend is not None:
-            self.model.compile(backend)
         self.vocabulary, self.d2t = vocabulary, d2t
 
     def new_cache(self, capacity: int) -> TreeCache:
@@ -95,7 +91,7 @@ class LanguageModelDrafter(Drafter):
         all_slots = torch.arange(extent, device=slots.device)
         mask = additive_mask(all_slots <= slots[:, None], self.model.model.dtype)
         tokens = sequence.tokens[slots]
-        self.model(sequence.draft, tokens, slots, slots, mask, logits_to_keep=1, compiled=False)
+        self.model(sequence.draft, tokens, slots, slots, mask, logits_to_keep=1)
 
     def commit(self, sequence: SequenceState, path: Tensor) -> None:
         """Move the keys and values of the nodes in `path` (int64 [depth]) to the root's slot on."""

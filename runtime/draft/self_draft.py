@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -44,25 +44,27 @@ def copy_can_share(target: Any) -> bool:
 @torch.no_grad()
 def self_draft(
     target: Any,
-    layers: Iterable[Mapping[str, Tensor]] | None = None,
+    load_layer: Callable[[int], Mapping[str, Tensor]] | None = None,
     shared_layers: Collection[int] | None = None,
 ) -> Any:
     """A copy of `target` whose linear layers are in 8 bits; the target is not changed.
 
-    The copy shares the target's embeddings, and computes in `draft_dtype`.
+    The copy shares the target's embeddings, and computes in `draft_dtype`. `load_layer` returns the
+    weights of a layer that is not in memory. `shared_layers` stay the target's own; then the
+    head does, too.
     """
     dtype = draft_dtype(target)
     _, target_layers = decoder_layers(target)
-    kept_layers = shared_layers or ()
-    if layers is None:
-        copied_layers = (
-            layer for number, layer in enumerate(target_layers) if number not in kept_layers
-        )
-        layers = (dict(layer.named_parameters()) for layer in copied_layers)
-    layers = iter(layers)
     # no variable may hold one layer's weights while the next layer's are read
     layer_copies = nn.ModuleList(
-        layer if number in kept_layers else _layer_copy(target, layer, next(layers), dtype)
+        layer
+        if number in (shared_layers or ())
+        else _layer_copy(
+            target,
+            layer,
+            load_layer(number) if load_layer else dict(layer.named_parameters()),
+            dtype,
+        )
         for number, layer in enumerate(target_layers)
     )
     replacements: dict[nn.Module, nn.Module] = {
@@ -83,10 +85,8 @@ def self_draft(
 
 def share_layers(draft: Any, target: Any, numbers: Iterable[int]) -> None:
     """Let a copy compute with these layers of its target, after they were loaded or replaced."""
-    _, draft_layers = decoder_layers(draft)
-    _, target_layers = decoder_layers(target)
     for number in numbers:
-        draft_layers[number] = target_layers[number]
+        decoder_layers(draft)[1][number] = decoder_layers(target)[1][number]
 
 
 def copy_bytes(tensors: Iterable[Tensor], dtype: torch.dtype) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,8 +42,6 @@ STREAMED_PREFILL_CHUNK = 1024
 PREFILL_MULTIPLES = {"cpu": (1, 1), "cuda": (64, 512)}
 """On CUDA, a prompt's passes have multiples of so many tokens and slots: few shapes, whose kernels
 are chosen once."""
-MAX_SHAPES = 256
-"""Shapes of a model's passes that are compiled: the widths of its passes times the extents."""
 
 ChunkCallback = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """(tokens, slots, mask, aux hidden states) of a part of the prompt that the model has read."""
@@ -87,7 +84,6 @@ class TreeModel:
         self.prefill_chunk = STREAMED_PREFILL_CHUNK if self.stream else PREFILL_CHUNK[backend]
         self.prefill_multiples = PREFILL_MULTIPLES[backend]
         self.grouped_query_config = config if shares_heads(plain_model, config) else None
-        self.compiled: Any = None
         self.compiled_pass = compiled_pass(plain_model)
         self.aux_hidden_state_layers = tuple(aux_hidden_state_layers)
         if self.aux_hidden_state_layers and not self.compiled_pass:
@@ -98,19 +94,11 @@ class TreeModel:
         self.takes_logits_to_keep = "logits_to_keep" in parameters
         self.cache_argument = cache_argument(plain_model.forward)
 
-    def compile(self, backend: Any = "inductor") -> None:
-        """Compile passes over a tree with torch.compile, each shape for itself.
-
-        Prompts, whose shapes vary, run as before.
-        """
-        self.compiled_pass = None
-        self.compiled = torch.compile(self.model, dynamic=False, backend=backend)
-
     def splits_keys(self, tokens: int) -> bool:
         """Do passes over a tree of so many tokens read no keys after the tree, at any extent?"""
         if isinstance(self.layers, int) or self.grouped_query_config is None:
             return False
-        return self.compiled is None and all(
+        return all(
             splits_keys(device, dtype, head_dim, tokens)
             for device, dtype, _, head_dim in self.layer_memories
         )
@@ -131,8 +119,6 @@ class TreeModel:
         slots: Tensor,
         mask: Tensor,
         logits_to_keep: int = 0,
-        *,
-        compiled: bool = True,
     ) -> ForwardOutput:
         """One pass over `tokens`, which writes their keys and values to `slots` of `cache`.
 
@@ -146,7 +132,6 @@ class TreeModel:
             )
         positions = positions.clamp(max=self.context - 1)
         tokens = tokens.clamp(max=self.max_token_id)  # a draft may lack the target's last tokens
-        model = self.compiled if compiled and self.compiled is not None else self.model
         cache = cache.at(slots, mask.shape[1])
         masks = self._attention_mask(cache, mask, positions, slots)
         if self.compiled_pass and isinstance(masks, Tensor):
@@ -158,14 +143,11 @@ class TreeModel:
             has_states = bool(self.aux_hidden_state_layers)
             hidden_states = hidden_states.to(self.dtype) if has_states else None
             return ForwardOutput(logits[:, : self.vocabulary], hidden_states)
-        with (
-            attending(self.device, self.grouped_query_config, slots),
-            compiling_many_shapes(model is not self.model),
-        ):
+        with attending(self.device, self.grouped_query_config, slots):
             options: dict[str, Any] = {self.cache_argument: cache}
             if self.takes_logits_to_keep:
                 options["logits_to_keep"] = logits_to_keep
-            all_logits = model(
+            all_logits = self.model(
                 input_ids=tokens[None],
                 position_ids=positions[None],
                 attention_mask=masks,
@@ -200,7 +182,7 @@ class TreeModel:
             slots = torch.arange(start, start + width, device=tokens.device)
             columns = torch.arange(extent, device=tokens.device)
             mask = additive_mask(columns <= slots[:, None], self.dtype)
-            output = self(cache, chunk, slots, slots, mask, logits_to_keep=1, compiled=False)
+            output = self(cache, chunk, slots, slots, mask, logits_to_keep=1)
             if on_chunk is not None and output.hidden_states is not None:
                 on_chunk(chunk, slots, mask, output.hidden_states)
 
@@ -238,13 +220,3 @@ class TreeModel:
         if self.masks_by_layer_type:
             return {FULL: full, WINDOWED: windowed}
         return windowed
-
-
-def compiling_many_shapes(compiled: bool) -> contextlib.AbstractContextManager[Any]:
-    """A context that raises torch.compile's limit of eight shapes to `MAX_SHAPES`.
-
-    Every number of tokens and every extent of attention is a shape of its own.
-    """
-    if not compiled:
-        return contextlib.nullcontext()
-    return torch._dynamo.config.patch(recompile_limit=MAX_SHAPES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,8 @@ KV_TOKENS = 2048
 """The budget includes KV caches of so many tokens, or of the model's context if that is shorter."""
 MAX_BYTES = 10**18
 """More than any machine has."""
-UNITS = {
-    "k": 1e3,
-    "m": 1e6,
-    "g": 1e9,
-    "t": 1e12,
-    "ki": 1 << 10,
-    "mi": 1 << 20,
-    "gi": 1 << 30,
-    "ti": 1 << 40,
-}
+SIZE = re.compile(r"(\d+\.?\d*) *([kmgt]?)(i?)b?")
+"""A number, and perhaps a unit."""
 CGROUP_FILES = (
     ("memory.max", "memory.current"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
@@ -73,27 +66,23 @@ def split_memory(
 ) -> MemorySplit:
     """Keep as many layers resident as fit, spread evenly, so that reading goes on meanwhile."""
     num_layers, total_bytes = len(layer_sizes), sum(layer_sizes)
-    max_size = max(layer_sizes)
+    max_size, slot_bytes = max(layer_sizes), 0
     fixed_bytes = outside_bytes + draft_bytes + cache_bytes
-    if fixed_bytes + total_bytes <= memory:
-        all_layers = tuple(range(num_layers))
-        return MemorySplit(
-            memory, outside_bytes, draft_bytes, cache_bytes, 0, all_layers, total_bytes, 0
-        )
-    slot_bytes = SLOTS * max_size
-    copy_bytes = copy_size * num_layers
-    free_bytes = memory - fixed_bytes - slot_bytes - copy_bytes
-    if free_bytes < 0:
-        raise SequoiaPlanError(
-            f"memory: found {format_bytes(memory)}, expected at least "
-            f"{format_bytes(fixed_bytes + slot_bytes + copy_bytes)}: {format_bytes(outside_bytes)} "
-            f"for embeddings and head, {format_bytes(draft_bytes + copy_bytes)} for the draft, "
-            f"{format_bytes(cache_bytes)} for KV caches, {format_bytes(slot_bytes)} for {SLOTS} "
-            "layers at a time"
-        )
-    num_resident = num_layers - 1
-    if max_size > copy_size:  # a resident layer needs no copy
-        num_resident = min(free_bytes // (max_size - copy_size), num_resident)
+    num_resident = num_layers
+    if fixed_bytes + total_bytes > memory:
+        slot_bytes, copy_bytes = SLOTS * max_size, copy_size * num_layers
+        needed_bytes = fixed_bytes + slot_bytes + copy_bytes
+        if needed_bytes > memory:
+            raise SequoiaPlanError(
+                f"memory: found {format_bytes(memory)}, expected at least "
+                f"{format_bytes(needed_bytes)}: {format_bytes(outside_bytes)} for embeddings and "
+                f"head, {format_bytes(draft_bytes + copy_bytes)} for the draft, "
+                f"{format_bytes(cache_bytes)} for KV caches, {format_bytes(slot_bytes)} for "
+                f"{SLOTS} layers at a time"
+            )
+        num_resident -= 1
+        if max_size > copy_size:  # a resident layer needs no copy
+            num_resident = min((memory - needed_bytes) // (max_size - copy_size), num_resident)
     resident_layers = tuple(int((i + 0.5) * num_layers / num_resident) for i in range(num_resident))
     resident_bytes = sum(layer_sizes[layer] for layer in resident_layers)
     return MemorySplit(
@@ -112,18 +101,9 @@ def as_bytes(memory: str | int | None, device: torch.device) -> int:
     """Bytes from a size as 300MB, 24GB, 1.5GiB or a number of bytes; None for what is free."""
     if memory is None:
         return free_memory(device)
-    text = str(memory).strip().lower().removesuffix("b")
-    units = sorted(UNITS, key=len, reverse=True)
-    unit = next((unit for unit in units if text.endswith(unit)), "")
-    try:
-        size = float(text.removesuffix(unit)) * UNITS.get(unit, 1)
-    except ValueError:
-        size = -1
-    if size >= MAX_BYTES:
-        raise ArgumentError(
-            f"memory: found {memory!r:.40}, more than any machine has; expected less than 1e18 "
-            "bytes"
-        )
+    parts, size = SIZE.fullmatch(str(memory).strip().lower()), 0.0
+    if parts:
+        size = float(parts[1]) * (1024 if parts[3] else 1000) ** " kmgt".index(parts[2] or " ")
     if not 0 < size < MAX_BYTES:
         raise ArgumentError(f"memory: found {memory!r:.40}, expected a size, as 300MB or 24GB")
     return int(size)

@@ -10,11 +10,9 @@ sequence of tensor operations on fixed shapes, and the host decides nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from torch import Tensor
 
-from sequoia_plan.runtime.base.drawing import DRAWING_OF_VERIFIER, Drawing
 from sequoia_plan.runtime.verify import sequoia, specinfer, spectr, topk, traversal
 from sequoia_plan.runtime.verify.acceptance import (
     Acceptance,
@@ -39,28 +37,21 @@ __all__ = [
     "verify",
 ]
 
+Verifier = Callable[..., Acceptance]
+"""An acceptance rule: a function of probabilities and drawn tokens."""
+
 LOOKUP_VERIFIERS = ("sequoia", "traversal")
 """Verifiers that are exact for trees whose spine is looked up."""
 
 
-@dataclass(frozen=True)
-class Verifier:
-    """An acceptance rule, and the way of drawing children that it is exact for."""
-
-    acceptance: Callable[..., Acceptance]
-    drawing: Drawing
-
-
-VERIFIERS = {
-    name: Verifier(acceptance, DRAWING_OF_VERIFIER[name])
-    for name, acceptance in (
-        ("sequoia", sequoia.acceptance),
-        ("traversal", traversal.acceptance),
-        ("specinfer", specinfer.acceptance),
-        ("spectr", spectr.acceptance),
-        ("topk", topk.acceptance),
-    )
+VERIFIERS: dict[str, Verifier] = {
+    "sequoia": sequoia.acceptance,
+    "traversal": traversal.acceptance,
+    "specinfer": specinfer.acceptance,
+    "spectr": spectr.acceptance,
+    "topk": topk.acceptance,
 }
+"""`base.drawing.DRAWING_OF_VERIFIER` has the way of drawing that each is exact for."""
 
 
 def verify(
@@ -85,9 +76,9 @@ def verify(
     if index.size == 1:  # nothing was drafted
         acceptance = Acceptance(uniforms.new_ones(1), None, index.together)
     elif looked_up is None:
-        acceptance = verifier.acceptance(*inputs)
+        acceptance = verifier(*inputs)
     else:
-        acceptance = verifier.acceptance(*inputs, looked_up=looked_up)
+        acceptance = verifier(*inputs, looked_up=looked_up)
         # at the end of the path, all children of its last node are rejected
         target_probs = without_looked_up(target_probs, looked_up)
     return sample_path(acceptance, target_probs, index, uniforms, d2t)

@@ -105,7 +105,7 @@ def error_of_a_step(decoder, prompt, sampling):
                 step.sequence.lookup_chain, sampling.verifier
             )
             bonus_probs = without_looked_up(p.__getitem__, **options)(step.tensors.nodes)
-        acceptance = VERIFIERS[sampling.verifier].acceptance(
+        acceptance = VERIFIERS[sampling.verifier](
             p.__getitem__, draft_probs.double(), drawn, step.verifier.index, covered, **options
         )
         verified = tree, tokens, bonus_probs.__getitem__, step.verifier.index, covered

@@ -18,6 +18,7 @@ from sequoia_plan.profiler.acceptance import measure_acceptance
 from sequoia_plan.profiler.children import DrawnChildren
 from sequoia_plan.profiler.observed import LEVELS, TREE, ObservedAcceptance
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
+from sequoia_plan.runtime.base.drawing import DRAWING_OF_VERIFIER
 from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -52,12 +53,12 @@ def test_stars_side_by_side_are_verified_as_one_by_one(verifier, d2t):
     d2t = None if d2t is None else torch.tensor(d2t)
     q = q if d2t is None else q[:, d2t] / q[:, d2t].sum(-1, keepdim=True)
     rule = VERIFIERS[verifier]
-    drawn = rule.drawing(q, 4, torch.Generator().manual_seed(1))
+    drawn = DRAWING_OF_VERIFIER[verifier](q, 4, torch.Generator().manual_seed(1))
     stars, star = TreeIndex.stars(20, 4), TreeIndex.of(TokenTree.star(4))
-    together = rule.acceptance(lambda nodes: p[nodes], q, drawn, stars, d2t).end_probs
+    together = rule(lambda nodes: p[nodes], q, drawn, stars, d2t).end_probs
     for at in range(20):
         one = slice(at, at + 1)
-        alone = rule.acceptance(
+        alone = rule(
             lambda nodes, at=at: p[at].expand(len(nodes), -1), q[one], drawn[one], star, d2t
         ).end_probs
         torch.testing.assert_close(together[20 + 4 * at : 24 + 4 * at], alone[1:])

@@ -30,7 +30,7 @@ def test_the_way_through_each_node_is_known_before_what_is_below_it_is_drawn(tre
     for drawn, tokens, chance in setting.assignments(without_replacement):
         p, q, children = setting.verifier_inputs(drawn, tokens)
         inputs = (p.__getitem__, q, children, index, d2t)
-        end_probs = VERIFIERS["traversal"].acceptance(*inputs).end_probs.numpy()
+        end_probs = VERIFIERS["traversal"](*inputs).end_probs.numpy()
         expected += chance * end_probs @ setting.tree.attention_mask
         residual = traversal.residual_after_children(*inputs)
         subtree_probs = traversal.subtree_probs(residual, index)

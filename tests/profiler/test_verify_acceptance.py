@@ -11,7 +11,7 @@ import torch
 from toys import SMALL_TREES as TREES
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.runtime.base.drawing import draw_tokens
+from sequoia_plan.runtime.base.drawing import DRAWING_OF_VERIFIER, draw_tokens
 from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex, greedy, sample_path, verify
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ def test_uniforms_sample_paths_as_often_as_the_acceptance_says(name):
     tree = TREES["lopsided"]
     case = random_case(tree, 5, torch.Generator().manual_seed(3))
     target_probs, _, _, index = case
-    acceptance, n = VERIFIERS[name].acceptance(*case, None), 4000
+    acceptance, n = VERIFIERS[name](*case, None), 4000
     ends = Counter()
     for i in range(n):
         uniforms = torch.tensor([(i + 0.5) / n, 0.5], dtype=torch.float64)
@@ -79,12 +79,12 @@ def test_float32_is_the_same_to_rounding_and_never_nan(name):
     """Also where the residual underflows, probabilities are equal, or a child is impossible."""
     generator = torch.Generator().manual_seed(1)
     tree = TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 2, 4, 7])
-    accept = VERIFIERS[name].acceptance
+    accept = VERIFIERS[name]
     for power in (1, 30, 300):
         target_probs, draft_probs, _, index = random_case(tree, 50, generator)
         p = torch.softmax(target_probs(torch.arange(tree.size)).log() * power, -1)
         q = torch.softmax(draft_probs.log() * power, -1)
-        drawn = VERIFIERS[name].drawing(q.float(), tree.branching, generator)
+        drawn = DRAWING_OF_VERIFIER[name](q.float(), tree.branching, generator)
         for probs in (p, q[torch.zeros(tree.size, dtype=torch.long)]):
             exact = accept(probs.__getitem__, q, drawn, index, None).end_probs
             rounded = accept(probs.float().__getitem__, q.float(), drawn, index, None)

@@ -15,8 +15,7 @@ from toys import ToyModel, toy_decoder
 
 from drafts import KINDS, small_pair
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
-from sequoia_plan.runtime import SequoiaDecoder, sequoia
-from sequoia_plan.runtime import extent as extent_module
+from sequoia_plan.runtime import SequoiaDecoder, captured_step, sequoia
 from sequoia_plan.runtime.base import sampling
 from sequoia_plan.runtime.capture import Graphs
 from sequoia_plan.runtime.captured_step import CapturedStep
@@ -64,7 +63,7 @@ def test_a_long_text_takes_few_captures():
 
 
 def test_new_memory_makes_new_graphs(monkeypatch):
-    monkeypatch.setattr(extent_module, "EXTENT_MULTIPLE", {"cpu": 64, "cuda": 64})
+    monkeypatch.setattr(captured_step, "EXTENT_MULTIPLE", {"cpu": 64, "cuda": 64})
     decoder, eager = simulated(), toy_decoder(TREE)
     for prompt, tokens in (([3, 1, 4], 20), ([3, 1, 4], 20), ([3, 1, 4] * 20, 100)):
         expected = eager.generate(prompt, tokens).sequences
@@ -262,22 +261,3 @@ def test_a_prompt_in_fixed_shapes_is_the_same_prompt(length):
     extents = {capacity, *range(512, capacity, 512)}
     assert all(width % 64 == 0 and extent in extents for width, extent in shapes)
     assert len(shapes) == -(-length // 1024)
-
-
-@pytest.mark.parametrize(
-    ("tree", "widths"), [(TokenTree.chain(1), 1), (TREE, 4)], ids=["plain", "tree"]
-)
-def test_compiled_passes_give_the_same_tokens_and_compile_once_a_shape(tree, widths, monkeypatch):
-    """The target's pass and the draft's three are compiled for two extents each, prompts never, and
-    a second text compiles nothing."""
-    monkeypatch.setattr(extent_module, "EXTENT_MULTIPLE", {"cpu": 32, "cuda": 32})
-    torch.compiler.reset()
-    target, draft, graphs = tiny("Llama"), tiny("Llama"), []
-    decoder = SequoiaDecoder(
-        target, draft, tree, compile=lambda graph, inputs: graphs.append(graph) or graph.forward
-    )
-    uncompiled = SequoiaDecoder(target, draft, tree)
-    for prompt in ([5, 6, 7, 8], [9, 8, 7]):
-        expected = uncompiled.generate(prompt, 40, 0.8, 0.9, seed=1).sequences
-        assert torch.equal(decoder.generate(prompt, 40, 0.8, 0.9, seed=1).sequences, expected)
-        assert len(graphs) == 2 * widths

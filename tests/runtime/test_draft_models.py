@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from drafts import PARTS, eagle1_parts, eagle3_parts, golden, load, small_pair, small_target, write
+from drafts import eagle1_parts, eagle3_parts, golden, load, small_target, write
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.runtime import SequoiaDecoder
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
@@ -171,24 +168,6 @@ def test_eagle1_is_what_its_paper_describes(tmp_path):
         text = started(EagleDrafter, draft, tokens, features, root)
         for level, logits in enumerate(logits_of_tree(*text, TokenTree.chain(5))):
             assert_close(logits[0], expected[level])
-
-
-@pytest.mark.parametrize("kind", PARTS)
-def test_a_copy_of_a_draft_is_for_the_same_target(kind):
-    """Its own weights are copied; those of the target are not."""
-    target, draft = small_pair(kind)
-    copied = copy.deepcopy(draft)
-    assert copied._target[0] is target and not copied.training
-    addresses = [
-        {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-        for model in (draft, copied)
-    ]
-    assert not set.intersection(*addresses)
-    first, second = (
-        SequoiaDecoder(target, model, TokenTree.chain(3)).generate([3, 1, 4], 12, 1.0, seed=1)
-        for model in (draft, copied)
-    )
-    assert torch.equal(first.sequences, second.sequences)
 
 
 def test_torch_checkpoints_are_read_as_well(tmp_path):

@@ -93,9 +93,13 @@ def test_a_draft_with_less_context_than_the_target_goes_on():
     [
         ([], {}, "prompt: empty"),
         (list(range(8)) * 8, {}, "prompt: 64 tokens, expected at most 63"),
-        ([[1, 2], [3, 4]], {}, "2 prompts, expected one sequence; generate_each takes several"),
-        (["one", "two"], {}, "input_ids: 2 prompts"),
-        (torch.zeros(3, 2, dtype=torch.long), {}, "a batch of 3, .*; generate_each takes several"),
+        ([[1, 2], [3, 4]], {}, r"found int64 \[2, 2\], .* generate_each takes several"),
+        (["one", "two"], {}, "generate_each takes several prompts"),
+        (
+            torch.zeros(3, 2, dtype=torch.long),
+            {},
+            r"found int64 \[3, 2\], .* generate_each takes several",
+        ),
         ("text", {}, "prompt: text, but the decoder has no tokenizer"),
         (
             {"input_ids": [[1, 2]], "attention_mask": [[0, 1]]},

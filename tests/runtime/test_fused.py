@@ -63,7 +63,7 @@ def error(case, verifier, draws=without_replacement):
     """How far the output distribution is from the target's."""
     with torch.device(DEVICE):
         case.index = TreeIndex.of(case.tree, DEVICE)
-        return case.error(VERIFIERS[verifier].acceptance, draws)
+        return case.error(VERIFIERS[verifier], draws)
 
 
 class Changed:

@@ -161,13 +161,6 @@ def test_half_precision(algorithm):
     assert half.generate([3, 1, 4], 20, 1.0, seed=1).new_tokens == 20
 
 
-def test_passes_of_a_draft_are_compiled_like_a_targets():
-    models = small_pair("EAGLE-3")
-    plain, compiled = (SequoiaDecoder(*models, TREE, compile=how) for how in (False, "eager"))
-    expected = plain.generate([3, 1, 4], 20, 1.0, seed=1).sequences
-    assert torch.equal(compiled.generate([3, 1, 4], 20, 1.0, seed=1).sequences, expected)
-
-
 def widths_of_a_step(decoder, monkeypatch):
     """Tokens in each pass of the draft during one step."""
     step, widths = decoder.step, []

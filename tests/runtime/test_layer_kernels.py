@@ -16,7 +16,7 @@ from toys import SMALL_TREES
 from triton_kernels import DEVICE
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.runtime import SequoiaDecoder, extent
+from sequoia_plan.runtime import SequoiaDecoder, captured_step
 from sequoia_plan.runtime.base import kernel_launch
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
@@ -164,7 +164,7 @@ def test_one_graph_serves_all_lengths(splits_keys, monkeypatch):
     decoder = SequoiaDecoder(tiny("Llama"), tiny("Llama", seed=1), TokenTree.chain(3))
     expected = decoder.generate([5, 6, 7], 16).sequences
     simulate_capture(decoder.step)
-    monkeypatch.setattr(extent, "EXTENT_MULTIPLE", {"cpu": 64, "cuda": 8})
+    monkeypatch.setattr(captured_step, "EXTENT_MULTIPLE", {"cpu": 64, "cuda": 8})
     if splits_keys:
         use_kernels(monkeypatch)
         split = partial(split_key_attention, num_parts=3)

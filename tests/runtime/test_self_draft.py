@@ -142,7 +142,9 @@ def test_layers_are_read_one_at_a_time(name):
 
     for layer in layers_of(target):
         layer.to("meta")
-    draft = self_draft(target, read_layers())
+    reader = read_layers()
+    draft = self_draft(target, lambda number: next(reader))
+    reader.close()
     assert alive_counts == [0, 0, 0] and not alive
     assert torch.equal(logits(draft, tokens), expected)
     assert all(parameter.device.type == "meta" for parameter in layers_of(target).parameters())

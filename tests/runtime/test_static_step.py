@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from drafts import PARTS, small_pair
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.runtime import Sampling, SequoiaDecoder, decoding_models, extent
+from sequoia_plan.runtime import Sampling, SequoiaDecoder, captured_step, decoding_models
 from sequoia_plan.runtime.base.weight_stream import register_stream
 from sequoia_plan.runtime.capture import can_capture
 from sequoia_plan.runtime.captured_step import CapturedStep
@@ -61,7 +61,7 @@ def accepted(decoder, sampling):
 def traced(monkeypatch):
     """Decoders run the trace of their step: one graph, or an error."""
     torch._dynamo.reset()
-    monkeypatch.setattr(extent, "EXTENT_MULTIPLE", {"cpu": 1024})  # one shape, one trace
+    monkeypatch.setattr(captured_step, "EXTENT_MULTIPLE", {"cpu": 1024})  # one shape, one trace
     # dynamo cannot guard tensors of inference mode
     monkeypatch.setattr(SequoiaDecoder, "steps", SequoiaDecoder.steps.__wrapped__)
     compiled = torch.compile(TreeStep.__call__, fullgraph=True, backend="aot_eager", dynamic=False)
@@ -162,11 +162,8 @@ def devices_of_a_step(kind, sampling, monkeypatch):
         monkeypatch.setattr(decoding_models, "shared_vocabulary", lambda *_: shared)
     each = SequoiaDecoder(target, draft, TREE).step
     each.sequence.reserve(64, each.target.new_cache, each.drafter.new_cache)
-    each.sequence.reserve_aux_hidden_states(
-        TREE.size,
-        len(each.drafter.aux_hidden_state_layers) * target.config.hidden_size,
-        torch.float32,
-    )
+    width = len(each.drafter.aux_hidden_state_layers) * target.config.hidden_size
+    each.sequence.reserve_rows("aux_hidden_states", TREE.size, (width,), torch.float32)
     each.sequence.bits = torch.empty(
         each.num_parents * each.bits_per_parent(sampling), dtype=torch.int32, device="meta"
     )

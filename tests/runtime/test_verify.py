@@ -15,10 +15,9 @@ from enumeration import CASES, Case, independent, most_probable, without_replace
 from toys import SMALL_TREES as TREES
 
 from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.runtime.base.drawing import DRAWING_OF_VERIFIER
 from sequoia_plan.runtime.verify import VERIFIERS, Acceptance, TreeIndex, specinfer, spectr
 from sequoia_plan.runtime.verify.acceptance import exclusive_cumprod
-
-RULES = {name: verifier.acceptance for name, verifier in VERIFIERS.items()}
 
 DRAWS = {
     "sequoia": without_replacement,
@@ -30,7 +29,7 @@ DRAWS = {
 
 
 def test_every_verifier_declares_the_drawing_it_is_tested_with():
-    declared = {name: verifier.drawing.draw.__name__ for name, verifier in VERIFIERS.items()}
+    declared = {name: DRAWING_OF_VERIFIER[name].draw.__name__ for name in VERIFIERS}
     assert declared == {name: draws.__name__ for name, draws in DRAWS.items()}
 
 
@@ -40,7 +39,7 @@ def test_every_verifier_declares_the_drawing_it_is_tested_with():
 def test_output_has_the_targets_distribution(name, tree, case):
     for seed in range(2):
         setting = Case(TREES[tree], seed=seed, **CASES[case])
-        assert setting.error(RULES[name], DRAWS[name]) < 1e-12
+        assert setting.error(VERIFIERS[name], DRAWS[name]) < 1e-12
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -49,8 +48,8 @@ def test_traversal_is_never_worse_than_sequoia(tree, case):
     gains = []
     for seed in range(4):
         setting = Case(TREES[tree], seed=seed, **CASES[case])
-        _, sequoia_tokens = setting.output(RULES["sequoia"], without_replacement)
-        _, traversal_tokens = setting.output(RULES["traversal"], without_replacement)
+        _, sequoia_tokens = setting.output(VERIFIERS["sequoia"], without_replacement)
+        _, traversal_tokens = setting.output(VERIFIERS["traversal"], without_replacement)
         gains.append(traversal_tokens - sequoia_tokens)
     assert min(gains) > -1e-12
     if tree == "star":  # at the root the two rules are the same
@@ -130,7 +129,7 @@ def test_traversal_is_its_definition(tree, case):
     """Without any shortcut, the output distribution and the expected tokens are the same."""
     setting = Case(TREES[tree], **CASES[case])
     definition = traversal_by_definition(update_as_published)
-    probs, tokens = setting.output(RULES["traversal"], without_replacement)
+    probs, tokens = setting.output(VERIFIERS["traversal"], without_replacement)
     expected_probs, expected_tokens = setting.output(definition, without_replacement)
     assert np.abs(probs - expected_probs).max() < 1e-12
     assert tokens == pytest.approx(expected_tokens, abs=1e-12)
@@ -139,24 +138,24 @@ def test_traversal_is_its_definition(tree, case):
 def traversal_from_the_last_child(target_probs, draft_probs, drawn, index, d2t=None):
     """Negative control: siblings are visited against the draw order."""
     reversed_index = replace(index, post_order=torch.arange(index.size).flip(0))
-    return RULES["traversal"](target_probs, draft_probs, drawn, reversed_index, d2t)
+    return VERIFIERS["traversal"](target_probs, draft_probs, drawn, reversed_index, d2t)
 
 
 BROKEN = {
     **{
         f"{name} without residual": (without_residual(rule), DRAWS[name])
-        for name, rule in RULES.items()
+        for name, rule in VERIFIERS.items()
     },
     "sequoia that keeps what was drawn": (specinfer.acceptance, without_replacement),
-    "specinfer that removes what was drawn": (RULES["sequoia"], independent),
+    "specinfer that removes what was drawn": (VERIFIERS["sequoia"], independent),
     "spectr on draws without replacement": (spectr.acceptance, without_replacement),
-    "traversal on independent draws": (RULES["traversal"], independent),
+    "traversal on independent draws": (VERIFIERS["traversal"], independent),
     "traversal with another start": (
         traversal_by_definition(update_from_public_code),
         without_replacement,
     ),
     "traversal from the last child": (traversal_from_the_last_child, without_replacement),
-    "topk on independent draws": (RULES["topk"], independent),
+    "topk on independent draws": (VERIFIERS["topk"], independent),
 }
 
 
@@ -173,7 +172,7 @@ def accepted_probability(name, p, q, children):
     probability = 0
     for order, chance in DRAWS[name](np.array(q), children):
         draft_probs = torch.tensor([q], dtype=torch.float64)
-        acceptance = RULES[name](p.__getitem__, draft_probs, torch.tensor([order]), index, None)
+        acceptance = VERIFIERS[name](p.__getitem__, draft_probs, torch.tensor([order]), index, None)
         probability += chance * (1 - float(acceptance.end_probs[0]))
     return probability
 
