@@ -15,7 +15,7 @@ from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.draft_file import load_draft, save_as_folder
 from sequoia_plan.runtime.draft.from_checkpoint import length_remarks, load_checkpoint
 from sequoia_plan.runtime.draft.hidden_state_draft import HiddenStateDraft
-from sequoia_plan.runtime.draft.self_draft import INT8, self_draft
+from sequoia_plan.runtime.draft.self_draft import INT8, self_draft, share_layers
 from sequoia_plan.runtime.generation import end_tokens
 from sequoia_plan.runtime.models.architecture import context_length, rope_reason, text_config
 from sequoia_plan.runtime.models.compiled_passes import compiled_pass
@@ -103,10 +103,7 @@ def load_pair(
     torch_dtype = resolve_dtype(dtype, device)
     placement = _resolve_placement(placement, draft, device)
     if offload:
-        # decoding without offloading does not need the package `offload`
-        from sequoia_plan.runtime.offloaded_pair import load_offloaded_pair
-
-        pair = load_offloaded_pair(target, draft, device, torch_dtype, placement, offload, memory)
+        pair = _load_offloaded_pair(target, draft, device, torch_dtype, placement, offload, memory)
     else:
         model, tokenizer, name = load_model(target, device, torch_dtype)
         metadata = {"target": {"name": name}}
@@ -273,3 +270,37 @@ def _load_draft(draft: str, target: Any, tokenizer: Any) -> tuple[Any, str, tupl
     if vocabulary_size(model) != vocabulary_size(target):  # the decoder compares no tokenizers
         model.d2t = torch.arange(vocabulary, device=model.device) if d2t is None else d2t
     return model, name, ()
+
+
+def _load_offloaded_pair(
+    target: str | None,
+    draft: str | None,
+    device: str,
+    dtype: torch.dtype,
+    placement: str,
+    link: str,
+    memory: str | int | None,
+) -> Pair:
+    """Load the pair; the draft is not placed yet. Arguments: `load_pair`."""
+    # decoding without offloading does not need these
+    from sequoia_plan.runtime.offload.memory import as_bytes
+    from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
+    from sequoia_plan.runtime.offload_split import split_beside, split_with_copy
+
+    offloaded = OffloadedTarget(target, device, dtype)
+    model, num_layers = offloaded.model, len(offloaded.layers)
+    budget = as_bytes(memory, offloaded.device)
+    split = split_with_copy(offloaded, budget) if draft == INT8 else None
+    shared_layers = split.resident_layers if split else None
+    metadata = {"target": model_metadata(offloaded.name, model, offloaded.weight_samples())}
+    remarks = context_remarks(model)
+    pair = Pair(model, None, offloaded.tokenizer, metadata, f"streamed from {link}", remarks)
+    pair = add_draft(pair, draft, offloaded.layer, shared_layers)
+    split = split or split_beside(offloaded, pair.draft, budget)
+    is_fused = placement != RESIDENT
+    num_fused = offloaded.place(split, link, is_fused)
+    metadata["target"].update(split.to_metadata(link, num_layers))
+    if is_fused:
+        metadata["target"]["fused_layers"] = num_fused
+    share_layers(pair.draft, model, shared_layers or ())
+    return pair
