@@ -43,7 +43,8 @@ def tokens_cases(repeats: int) -> list[dict[str, Any]]:
     for (size, depth), (name, vector) in product(SIZES, VECTORS.items()):
         rows = Acceptance.given(vector).at_depth(depth)
         best_tree(rows, size)
-        case = {"vector": name, "size": size, "depth": depth, "solver": pick_solver(rows, size)}
+        solver = pick_solver(rows, size).NAME
+        case = {"vector": name, "size": size, "depth": depth, "solver": solver}
         cases.append((case, rows, []))
     for _ in range(repeats):
         for case, rows, seconds in cases:

@@ -8,15 +8,14 @@ if TYPE_CHECKING:
     from sequoia_plan.planner.solving.baselines import baseline
     from sequoia_plan.planner.solving.certificate import Certificate, check
     from sequoia_plan.planner.solving.solve import Solution, solve
-    from sequoia_plan.planner.solving.tokens.frontier import Frontier, frontier
+    from sequoia_plan.planner.solving.tokens.frontier import frontier
 
-__all__ = ["Certificate", "Frontier", "Solution", "baseline", "check", "frontier", "solve"]
+__all__ = ["Certificate", "Solution", "baseline", "check", "frontier", "solve"]
 
 _MODULES = {
     "baseline": "baselines",
     "Certificate": "certificate",
     "check": "certificate",
-    "Frontier": "tokens.frontier",
     "frontier": "tokens.frontier",
     "Solution": "solve",
     "solve": "solve",

@@ -34,7 +34,7 @@ DEFAULT_PROMPT = "Explain how a refrigerator keeps food cold."
     help="The user's message; - reads it from stdin.",
 )
 @count_option("--max-new-tokens", default=128, text="New tokens, at most.")
-@sampling_options("what the tree was made for")
+@sampling_options
 @count_option("--seed", default=0, text="Makes sampling repeatable.", least=0, most=2**63 - 1)
 @json_option
 def generate(

@@ -186,13 +186,26 @@ model_options = options(
 )
 
 
-def sampling_options(default: str = "", verifier_default: str = "") -> Decorator:
-    """How to sample: `sampling` has the values that were given, named as `Sampling`'s fields."""
-
-    def number(name: str, own_default: str, text: str) -> Decorator:
-        return click.option(name, type=float, help=f"{text} [default: {default or own_default}]")
-
-    rare_settings = click.option(
+_OF_TREE = "[default: what the tree was made for, else"
+sampling_options = bundle(
+    "sampling",
+    temperature=click.option(
+        "--temperature",
+        type=float,
+        help=f"Temperature of the target; 0 is greedy. {_OF_TREE} 0]",
+    ),
+    top_p=click.option(
+        "--top-p",
+        type=float,
+        help=f"Sample from the most probable tokens that add up to this probability. {_OF_TREE} 1]",
+    ),
+    verifier=click.option(
+        "--verifier",
+        type=click.Choice(VERIFIERS),
+        help="The rule that accepts drafted tokens; see docs/verifiers.md. "
+        f"{_OF_TREE} traversal; at temperature 0, where both are equal, sequoia]",
+    ),
+    rare_settings=click.option(
         "--sampling",
         "rare_settings",
         metavar="NAME=VALUE,...",
@@ -200,21 +213,8 @@ def sampling_options(default: str = "", verifier_default: str = "") -> Decorator
         help="Further settings: top_k=N, min_p=P (sample from tokens at least this fraction as "
         "probable as the most probable one), draft_temperature=T (of the distribution that a "
         "node's children are drawn from).",
-    )
-    return bundle(
-        "sampling",
-        temperature=number("--temperature", "0", "Temperature of the target; 0 is greedy."),
-        top_p=number(
-            "--top-p", "1", "Sample from the most probable tokens that add up to this probability."
-        ),
-        verifier=click.option(
-            "--verifier",
-            type=click.Choice(VERIFIERS),
-            help="The rule that accepts drafted tokens; see docs/verifiers.md. "
-            f"[default: {default or verifier_default}]",
-        ),
-        rare_settings=rare_settings,
-    )
+    ),
+)
 
 
 def read_sampling(

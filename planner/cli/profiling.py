@@ -45,7 +45,7 @@ def read_percent(_: click.Context, __: click.Parameter, text: str) -> float:
 
 @click.command()
 @model_options
-@sampling_options(verifier_default="traversal; at temperature 0, where both are equal, sequoia")
+@sampling_options
 @file_option(
     "--prompts",
     text="JSONL (text, messages or turns; kind) or plain text; every second is left for bench. "
@@ -119,11 +119,11 @@ def profile(
     with progress("acceptance", len(measured_prompts)) as update:
 
         def on_size(size: int, seconds: float) -> None:
-            update(text=f"latency: {size} nodes {seconds * 1000:.1f} ms")
+            update(description=f"latency: {size} nodes {seconds * 1000:.1f} ms")
 
         def on_prompt(completed: int, total: int, acceptance: Any) -> None:
             text = f"acceptance: known to within {acceptance.precision():.1%}"
-            update(completed, total, text)
+            update(completed, total=total, description=text)
 
         profiles = measure(
             pair,

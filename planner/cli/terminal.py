@@ -50,21 +50,15 @@ def status(text: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def progress(text: str, total: int) -> Iterator[Callable[..., None]]:
-    """Show a progress bar on stderr if that is a terminal."""
+    """Show a progress bar on stderr if that is a terminal; yield a function that sets how many
+    items are completed, and further fields of the bar."""
     from rich.console import Console
     from rich.progress import Progress
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(text, total=total)
-
-        def update(
-            completed: int | None = None, total: int | None = None, text: str | None = None
-        ) -> None:
-            """Set the number of completed items, their total, or the text."""
-            bar.update(task, completed=completed, total=total, description=text)
-
-        yield update
+        yield lambda completed=None, **fields: bar.update(task, completed=completed, **fields)
 
 
 def print_json(value: Any) -> None:

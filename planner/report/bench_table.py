@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sequoia_plan.artifacts import BenchResult
 from sequoia_plan.artifacts.bench_result import Prediction, Ratio
-from sequoia_plan.planner.report.tables import Table, print_lines, print_table
+from sequoia_plan.planner.report.tables import Table, print_table
 
 TREE_METHODS = {"sequoia": "sequoia", "traversal": "traversal", "top-k": "topk"}
 """Methods that decode with the tree under test -> the verifier of each."""
@@ -54,42 +54,24 @@ def speedups_over_plain(result: BenchResult) -> dict[str, Ratio]:
 
 
 def _missed_prediction(speedup: Ratio, prediction: Prediction) -> str:
-    """A sentence if the intervals of the measured and the predicted speed-up do not overlap.
-
-    It says by how much the prediction is off, and what to do. Else the text is empty.
-    """
+    """A sentence if the intervals of the measured and the predicted speed-up do not overlap."""
     if prediction.interval is None or prediction.speedup is None:
         return ""
-
-    def meets_measured(low: float, high: float) -> bool:
-        """Whether the interval from low to high overlaps the measured one."""
-        return low <= speedup.interval_high and speedup.interval_low <= high
-
-    if meets_measured(*prediction.interval):
+    low, high = prediction.interval
+    if low <= speedup.interval_high and speedup.interval_low <= high:
         return ""
-    relative_error = (prediction.speedup - speedup.median) / speedup.median
+    relative_error = prediction.speedup / speedup.median - 1
     direction = "high" if relative_error > 0 else "low"
-    sentence = (
+    return (
         f" The prediction is {abs(relative_error):.0%} too {direction}, and its interval "
-        f"({_interval_text(prediction.interval)}) does not meet the measured one"
+        f"({low:.2f} to {high:.2f}) does not meet the measured one: profile again with --prompts "
+        "of the kind decoded here, on a machine with nothing else to do."
     )
-    advice = "profile again with --prompts of the kind decoded here"
-    if prediction.interval_new_kind is not None:
-        new_kind = f"for prompts of a new kind ({_interval_text(prediction.interval_new_kind)})"
-        if meets_measured(*prediction.interval_new_kind):
-            return f"{sentence}; that {new_kind} does: for a closer prediction {advice}."
-        sentence += f", nor does that {new_kind}"
-    return f"{sentence}: {advice}, on a machine with nothing else to do."
-
-
-def _interval_text(interval: tuple[float, float]) -> str:
-    """The ends of an interval, as "1.20 to 1.40"."""
-    return f"{interval[0]:.2f} to {interval[1]:.2f}"
 
 
 def _ends(ratio: Ratio) -> str:
     """The ends of a ratio's interval, as "1.20 to 1.40"."""
-    return _interval_text((ratio.interval_low, ratio.interval_high))
+    return f"{ratio.interval_low:.2f} to {ratio.interval_high:.2f}"
 
 
 def _faster_method(result: BenchResult, reference: str) -> tuple[str, bool]:
@@ -110,17 +92,16 @@ def _faster_method(result: BenchResult, reference: str) -> tuple[str, bool]:
 
 
 def sampling_text(result: BenchResult) -> str:
-    """The temperature and every filter that is on, as "temperature 0.6, top-p 0.9".
+    """The temperature and every filter that is on, as "temperature 0.6, top_p 0.9".
 
     The verifier is left out, because every method has its own.
     """
-    texts = []
-    for name, value in result.settings.sampling.items():
-        if name == "verifier" or value in (None, NEUTRAL_SETTINGS.get(name)):
-            continue
-        separator = "-" if name.startswith(("top", "min")) else " "
-        texts.append(f"{name.replace('_', separator)} {value:g}")
-    return ", ".join(texts)
+    settings = result.settings.sampling.items()
+    return ", ".join(
+        f"{name} {value:g}"
+        for name, value in settings
+        if name != "verifier" and value not in (None, NEUTRAL_SETTINGS.get(name))
+    )
 
 
 def settings_text(result: BenchResult) -> str:
@@ -128,9 +109,7 @@ def settings_text(result: BenchResult) -> str:
     settings, tree = result.settings, result.tree
     shape = f"tree of {tree.size} nodes, depth {tree.depth}" if tree.size > 1 else "no tree"
     prompts = f"{settings.prompts} held-out prompts, {settings.tokens} new tokens each"
-    text = f"{sampling_text(result)}; {settings.dtype}; {prompts}; {shape}"
-    num_fused = result.models.get("target", {}).get("fused_layers")
-    return text if num_fused is None else f"{text}; {num_fused} fused layers in the target"
+    return f"{sampling_text(result)}; {settings.dtype}; {prompts}; {shape}"
 
 
 def step_parts_text(result: BenchResult) -> str:
@@ -191,23 +170,23 @@ def predicted_for_text(result: BenchResult) -> str:
     num_others = next((number for number in mixed if number is not None), None)
     if num_others is None:
         return ""
-    num_prompts = result.settings.prompts
-    if num_others == 0:
-        return "predicted for our tree: from the kind of each prompt"
-    source = "from all profiled prompts together"
-    if num_others < num_prompts:
-        source = f"from the kind of each prompt, and for {num_others} of {num_prompts} {source}"
-    return f"predicted for our tree: {source}, because the plan lacks the kind"
+    text = "predicted for our tree: from the kind of each prompt"
+    if num_others:
+        text += (
+            f", and for {num_others} of {result.settings.prompts} from all profiled prompts "
+            "together, because the plan lacks the kind"
+        )
+    return text
 
 
 def print_result(result: BenchResult) -> None:
     """Print the settings, the table, the finding, and how the time of a step divides into parts."""
-    print_lines([settings_text(result)])
+    print(settings_text(result))
     print_table(table(result))
-    notes = [
+    print(
         "over plain: median of ratios prompt by prompt and its 95 % interval; tokens/s: median "
-        "over prompts",
-        predicted_for_text(result),
-        f"{finding(result)} {step_parts_text(result)}",
-    ]
-    print_lines(filter(None, notes))
+        "over prompts"
+    )
+    if note := predicted_for_text(result):
+        print(note)
+    print(finding(result), step_parts_text(result))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sequoia_plan.engines.plan import Cell, ChainAcceptance, ContextPlan, EnginePlan, MeasuredCell
-from sequoia_plan.planner.report.tables import Table, print_lines, print_table
+from sequoia_plan.planner.report.tables import Table, print_table
 
 COLUMNS_NOTE = (
     "K: speculative tokens; predicted, measured: generated tokens a second; "
@@ -142,9 +142,9 @@ def plan_acceptance_lines(plan: EnginePlan) -> list[str]:
 def print_plan(plan: EnginePlan) -> None:
     """Prints the predictions, the findings and the options to start the engine with."""
     print_table(table(plan))
-    print_lines([COLUMNS_NOTE, *plan_acceptance_lines(plan), *findings(plan)])
-    print_lines(prediction_errors(plan))
+    lines = [COLUMNS_NOTE, *plan_acceptance_lines(plan), *findings(plan), *prediction_errors(plan)]
     if plan.engine == "sglang":
-        print_lines(["from logs and responses: no SGLang was run"])
+        lines.append("from logs and responses: no SGLang was run")
     for purpose, options in launch_groups(plan):
-        print_lines(filter(None, [purpose, *options]))
+        lines += filter(None, [purpose, *options])
+    print(*lines, sep="\n")

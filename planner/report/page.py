@@ -78,11 +78,6 @@ def _plots(tree: TokenTree, result: BenchResult) -> list[Plot]:
 
 
 def _metadata_text(metadata: Mapping[str, Any]) -> str:
-    """List metadata, as "NAME, parameters 134,515,008, dtype float32"; the name comes first."""
-    texts = [str(metadata["name"])] if metadata.get("name") else []
-    for key, value in metadata.items():
-        if key == "parameters":
-            texts.append(f"{key} {value:,}")
-        elif key != "name":
-            texts.append(f"{key} {value}")
-    return ", ".join(texts)
+    """List metadata, as "NAME, parameters 134515008, dtype float32"."""
+    items = metadata.items()
+    return ", ".join(str(value) if key == "name" else f"{key} {value}" for key, value in items)

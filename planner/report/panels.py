@@ -13,7 +13,7 @@ from sequoia_plan.artifacts.expected_tokens import expected_tokens, node_values
 from sequoia_plan.artifacts.plan import MatchPlan
 from sequoia_plan.planner.report.bench_table import TREE_METHODS, speedups_over_plain
 from sequoia_plan.planner.solving.baselines import baseline
-from sequoia_plan.planner.solving.tokens.frontier import max_budget, most_tokens
+from sequoia_plan.planner.solving.tokens.frontier import max_budget, pick_solver
 
 GREEN, AMBER, BLUE, PURPLE, RED = "#2f9d5f", "#c0803a", "#5b8fc6", "#a86fb8", "#d1495b"
 """Colours that are readable on white and on black."""
@@ -82,10 +82,9 @@ def tree_panel(tree: TokenTree, axes: Any) -> None:
         linewidths=0.5 * scale + 0.1,
     )
     levels_per_tick = -(-tree.depth // MAX_LEVEL_TICKS)  # rounded up
-    tick_labels = [f"{level}" for level in range(0, tree.depth, levels_per_tick)]
-    axes.set_yticks(range(0, -tree.depth, -levels_per_tick), tick_labels)
-    axes.set_ylabel("tokens after the root")
-    axes.set_xticks([])
+    levels = np.arange(0, tree.depth, levels_per_tick)
+    axes.set_yticks(-levels, levels)
+    axes.set(ylabel="tokens after the root", xticks=[])
     axes.tick_params(axis="y", length=0)
     axes.spines[:].set_visible(False)
     axes.margins(0.06)
@@ -103,16 +102,11 @@ def tokens_panel(tree: TokenTree, axes: Any) -> None:
     rows = acceptance.at_depth(depth, tree.plan.branching)
     max_size = min(max(64, 2 * tree.size), 4096, max_budget(rows))
     # expected tokens of the best tree of 1, 2, ... nodes and at most `depth` levels
-    best_values = most_tokens(rows, max_size)
+    best_values = pick_solver(rows, max_size).most_tokens(rows, max_size)
     sizes = np.unique(np.geomspace(1, max_size, 40).astype(int))
     possible_sizes = sizes[sizes <= len(best_values)]
-    axes.plot(
-        possible_sizes,
-        best_values[possible_sizes - 1],
-        color=GREEN,
-        linewidth=2.6,
-        label="this acceptance's best tree",
-    )
+    tokens = best_values[possible_sizes - 1]
+    axes.plot(possible_sizes, tokens, color=GREEN, lw=2.6, label="this acceptance's best tree")
     for (label, names), colour in zip(BASELINES.items(), (AMBER, BLUE, PURPLE), strict=True):
         tokens = [
             max(
@@ -123,19 +117,12 @@ def tokens_panel(tree: TokenTree, axes: Any) -> None:
         ]
         never_falling = np.maximum.accumulate(tokens)  # nodes that do not help can be left out
         axes.plot(sizes, never_falling, color=colour, linewidth=1.8, label=label)
-    axes.scatter(
-        [tree.size],
-        [expected_tokens(tree, acceptance.rates)],
-        s=70,
-        color=GREEN,
-        edgecolors="white",
-        linewidths=1.5,
-        zorder=3,
-        label="this tree",
+    own_tokens = expected_tokens(tree, acceptance.rates)
+    axes.plot(
+        tree.size, own_tokens, "o", color=GREEN, ms=9, markeredgecolor="white", label="this tree"
     )
     _set_log2_scale(axes.xaxis)
-    axes.set(xlabel="nodes", ylabel="expected tokens a step")
-    axes.set_ylim(bottom=1)
+    axes.set(xlabel="nodes", ylabel="expected tokens a step", ylim=(1, None))
     axes.grid(axis="y", linewidth=0.8)
     axes.legend(loc="upper left")
 

@@ -1,8 +1,8 @@
-"""Tables and lines as the terminal shows them, and tables as HTML."""
+"""Tables in the terminal and as HTML."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from html import escape
 from typing import Any, NamedTuple
 
@@ -16,14 +16,6 @@ class Table(NamedTuple):
     columns: list[str]
     rows: list[list[str]]
     is_marked: list[bool]
-
-
-def print_lines(lines: Iterable[str]) -> None:
-    """Print lines, which the terminal wraps."""
-    from rich.console import Console
-
-    for line in lines:
-        Console(highlight=False).print(line, soft_wrap=True, markup=False)
 
 
 def print_table(table: Table) -> None:

@@ -11,7 +11,6 @@ from sequoia_plan.artifacts import Acceptance, TokenTree
 from sequoia_plan.artifacts.expected_tokens import node_values
 from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, Interval, Plan
 from sequoia_plan.artifacts.uncertainty import MIN_KINDS
-from sequoia_plan.planner.report.tables import print_lines
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -35,7 +34,7 @@ def print_summary(tree: TokenTree) -> None:
     for role, model in plan.models.items():
         dtype = f" ({model['dtype']})" if model.get("dtype") else ""
         lines.append(_line(role, f"{model.get('name')}{dtype}"))
-    print_lines(lines)
+    print(*lines, sep="\n")
     acceptance_by_length = {0: plan.acceptance}
     acceptance_by_length |= {part.match_length: part.acceptance for part in plan.by_match}
     for match_length, class_tree in tree.portfolio.items():

@@ -7,8 +7,6 @@ from itertools import islice, repeat
 
 from sequoia_plan.artifacts import ArgumentError, TokenTree
 
-BASELINE_NAMES = "chain, chains:K, k-ary:K or specinfer:K1,K2,..."
-
 
 def baseline(name: str, size: int, depth: int) -> TokenTree:
     """Build a baseline tree of at most `size` nodes and `depth` levels, the root's included.
@@ -39,7 +37,9 @@ def baseline(name: str, size: int, depth: int) -> TokenTree:
                 return _expand(repeat(num_children, depth - 1), size)
             case "specinfer", [_, *_]:
                 return _expand(numbers[: depth - 1], size)
-    raise ArgumentError(f"baseline: found {name!r}, expected {BASELINE_NAMES}")
+    raise ArgumentError(
+        f"baseline: found {name!r}, expected chain, chains:K, k-ary:K or specinfer:K1,K2,..."
+    )
 
 
 def _expand(children_per_level: Iterable[int], size: int) -> TokenTree:

@@ -38,12 +38,13 @@ def intervals(
     if weights is None:
         weights = np.ones(acceptance.rates.shape[:2])
     trials = profile.effective_trials * weights / weights.sum()
-    interval = _interval(tree, profile, times, best_tree, trials)
-    new_kind_trials = trials_for_new_kind(tree, acceptance, list(profile.kinds.values()))
-    if new_kind_trials is None:
-        return interval, None
-    new_kind_trials = np.minimum(new_kind_trials, trials)
-    return interval, _interval(tree, profile, times, best_tree, new_kind_trials)
+    new_kind = trials_for_new_kind(tree, acceptance, list(profile.kinds.values()))
+
+    def interval(trials: Floats) -> Interval:
+        """The interval of so many trials."""
+        return _interval(tree, profile, times, best_tree, trials)
+
+    return interval(trials), None if new_kind is None else interval(np.minimum(new_kind, trials))
 
 
 def _interval(
@@ -62,16 +63,17 @@ def _interval(
         step_time = StepTime(profile.latency, profile.drafting)
         predicted_speedup = _speedup_interval(tree, rates, step_time, tokens)
     if tree.size <= MAX_RISING_BUDGET:  # the rates there may increase
-        low_lost, high_lost = (_share_lost(tree, best_tree(end), end, times) for end in (low, high))
-        lost = low_lost, high_lost
+
+        def lost_at(rates: Floats) -> float:
+            """The share of speed (or of tokens) that the tree loses against the best one."""
+            best = best_tree(rates)
+            time_ratio = times.step_seconds(tree) / times.step_seconds(best) if times else 1.0
+            return max(
+                0.0, 1 - expected_tokens(tree, rates) / expected_tokens(best, rates) / time_ratio
+            )
+
+        lost = lost_at(low), lost_at(high)
     return Interval(0.95, tokens, predicted_speedup, lost)
-
-
-def _share_lost(tree: TokenTree, best: TokenTree, rates: Floats, times: StepTime | None) -> float:
-    """The share of speed (or of tokens) that a tree loses against the best one for the rates."""
-    time_ratio = times.step_seconds(tree) / times.step_seconds(best) if times else 1.0
-    tokens_ratio = expected_tokens(tree, rates) / expected_tokens(best, rates)
-    return max(0.0, 1 - tokens_ratio / time_ratio)
 
 
 def _speedup_interval(

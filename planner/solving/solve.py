@@ -101,7 +101,7 @@ def solve(
             "else proposes tokens then; give latencies, and leave --no-lookup out"
         )
     rows = profile.acceptance.at_depth(limits.drafted_depth, branching)
-    solver = "branch and bound" if times else pick_solver(rows, budget)
+    solver = "branch and bound" if times else pick_solver(rows, budget).NAME
     tree, speed_bound = _best_tree(rows, budget, times)
     replayed_speedup = None
     if by_match and times:

@@ -78,6 +78,6 @@ def all_trees(size):
             yield TokenTree.from_parents([-1, *choice])
 
 
-def at_depth(rates, depth):
+def at_depth(rates, depth, branching=None):
     """Rates, as `Acceptance.given` takes them, for trees of this depth."""
-    return Acceptance.given(rates).at_depth(depth)
+    return Acceptance.given(rates).at_depth(depth, branching)

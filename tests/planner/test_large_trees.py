@@ -85,12 +85,10 @@ def test_traversal_is_promised_what_it_yields_in_a_deep_tree():
 
 def test_ratios_of_deep_levels_are_taken_together():
     reached = np.array([[8.0, 4, 2, 1, 0.5, 0.25], [8, 4, 3, 2, 1.5, 1]])
-    assert acceptance_ratio(reached, 3) == pytest.approx(
-        [1, (3 / 4) / (2 / 4), ((2 + 1.5 + 1) / (3 + 2 + 1.5)) / (1.75 / 3.5)]
-    )
+    deep = ((2 + 1.5 + 1) / (3 + 2 + 1.5)) / (1.75 / 3.5)
+    assert acceptance_ratio(reached, 3) == pytest.approx([1, (3 / 4) / (2 / 4), deep])
     assert acceptance_ratio(reached, 7).tolist()[5:] == [1, 1]  # nothing is below the last level
-    deep = TokenTree.chain(MAX_LEVELS + 5)
-    assert max_children_by_level(deep).tolist() == [1] * MAX_LEVELS
+    assert max_children_by_level(TokenTree.chain(MAX_LEVELS + 5)).tolist() == [1] * MAX_LEVELS
     assert max_children_by_level(TokenTree.star(6)).tolist() == [6, 0, 0, 0]
 
 

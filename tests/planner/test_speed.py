@@ -25,6 +25,7 @@ from sequoia_plan.planner.solving.speed.costs import OtherSteps
 from sequoia_plan.planner.solving.speed.fastest import fastest_tree
 from sequoia_plan.planner.solving.speed.isotonic import isotonic
 from sequoia_plan.planner.solving.tokens import best_first
+from sequoia_plan.planner.solving.tokens.frontier import best_tree
 
 TINY = Latency({n: 0.04 + 0.0005 * n for n in range(1, 8)}, {1: 0.002, 2: 0.012, 5: 0.02}, 0.001, 0)
 """Draft passes of two nodes cost six times those of one."""
@@ -77,9 +78,9 @@ def test_the_bound_on_speed_holds_for_any_acceptance(rates, latency, budget, dep
         assert chosen.speed <= best * (1 + 1e-12)
         assert best <= chosen.bound * (1 + 1e-12)
     optima = frontier(rates, min(budget, times.largest_size()), depth)
-    for max_depth, values in enumerate(optima.values[: drafting.max_depth], 1):
+    for max_depth, values in enumerate(optima[: drafting.max_depth], 1):
         for size in range(1, len(values) + 1):
-            tree = optima.tree(size, max_depth)
+            tree = best_tree(rows[: max_depth - 1], size)
             speed = expected_tokens(tree, rates) / times.step_seconds(tree)
             assert chosen.speed >= speed * (1 - 1e-12)
 

@@ -27,13 +27,10 @@ def drafted_acceptance(profile: Profile, match_class: MatchClass) -> Acceptance:
         counts = profile.acceptance.counts
     if counts is None:
         return profile.acceptance
-    first = _first_pooled_level(counts.trials.sum(1))
-    if first < counts.num_levels - 1:
-        counts = Counts(
-            np.vstack([counts.trials[:first], counts.trials[first:].sum(0)[None]]),
-            np.vstack([counts.accepted[:first], counts.accepted[first:].sum(0)[None]]),
-        )
-    return Acceptance.counted(counts).without_counts()
+    first = min(_first_pooled_level(counts.trials.sum(1)), counts.num_levels - 1)
+    starts = np.arange(first + 1)  # the levels from `first` on become one
+    trials, accepted = (np.add.reduceat(n, starts) for n in (counts.trials, counts.accepted))
+    return Acceptance.counted(Counts(trials, accepted)).without_counts()
 
 
 def looked_up_acceptance(match_class: MatchClass, drafted: Acceptance) -> Acceptance | None:

@@ -99,20 +99,21 @@ def fold_tail(rows: Floats, num_passes: int, tail_charges: Floats) -> FoldedTail
     tail_sums = np.cumsum(tail) - tail_charges / parent_value
     drafted_sums = np.append(0.0, np.cumsum(drafted))
     totals = tail_sums[:, None] + drafted_sums  # [tail nodes - 1, drafted children]
-    best_sums, tail_length, num_drafted = [0.0], [0], [0]
+    # most value, and nodes of the tail and drafted children that have it, of 0, 1, ... children
+    choices = [(0.0, 0, 0)]
     for count in range(1, len(tail) + branching):
         num_siblings = np.arange(max(0, count - len(tail)), min(branching, count))
         sums = totals[count - num_siblings - 1, num_siblings]
         best = int(np.argmax(sums))
-        is_better = sums[best] > best_sums[-1]
-        best_sums.append(max(best_sums[-1], float(sums[best])))
-        num_drafted.append(int(num_siblings[best]) if is_better else num_drafted[-1])
-        tail_length.append(count - num_drafted[-1] if is_better else tail_length[-1])
-    folded = np.zeros((num_passes, 2, max(branching, len(best_sums) - 1)))
+        num_drafted = int(num_siblings[best])
+        choice = float(sums[best]), count - num_drafted, num_drafted
+        choices.append(max(choices[-1], choice, key=lambda choice: choice[0]))
+    best_sums, tail_lengths, nums_drafted = map(np.array, zip(*choices, strict=True))
+    folded = np.zeros((num_passes, 2, max(branching, len(choices) - 1)))
     folded[:, :, :branching] = rows[:num_passes]
     folded[last_level, 0] = 0.0
-    folded[last_level, 0, : len(best_sums) - 1] = np.diff(best_sums)
-    return FoldedTail(folded, np.array(tail_length), np.array(num_drafted), branching)
+    folded[last_level, 0, : len(choices) - 1] = np.diff(best_sums)
+    return FoldedTail(folded, tail_lengths, nums_drafted, branching)
 
 
 def fastest_looked_up_tree(
@@ -190,9 +191,9 @@ def _numbers_of_passes(max_level: int, max_size: int, times: StepTime) -> list[i
     """The numbers J of draft passes to search for."""
     drafting = times.drafting
     deepest = min(max_level, max_size - 1, (drafting.max_depth or max_size) - 1)
-    numbers = list(range(1, deepest + 1))
-    seconds = [float(times.draft_seconds(drafting.first_pass_width(J + 1))) for J in numbers]
-    measured = {J: time for J, time in zip(numbers, seconds, strict=True) if np.isfinite(time)}
+    first_widths = {J: drafting.first_pass_width(J + 1) for J in range(1, deepest + 1)}
+    seconds = {J: float(times.draft_seconds(width)) for J, width in first_widths.items()}
+    measured = {J: time for J, time in seconds.items() if np.isfinite(time)}
     if drafting.drafts_by_level:
         return list(measured)
     # One pass serves all levels: of equally long ones, that for the most levels is enough.

@@ -59,7 +59,7 @@ def recorded_texts(lookup: LookupCounts) -> list[RecordedText]:
         if positions:
             lengths = lookup.match_lengths
             classes = [class_of(position.match_length, lengths) for position in positions]
-            runs = [position.run for position in positions]
+            runs = [min(position.run, MAX_RUN) for position in positions]
             texts.append(RecordedText(np.array(classes), np.array(runs)))
     return texts
 
@@ -86,27 +86,29 @@ def replay(
     tables = [
         advance_table(tree, acceptance) for tree, acceptance in zip(trees, acceptances, strict=True)
     ]
-    last_rows = np.array([len(table) - 1 for table in tables])
-    advances = np.zeros((len(trees), last_rows.max() + 1, max(tree.depth for tree in trees)))
-    for c, table in enumerate(tables):
-        advances[c, : table.shape[0], : table.shape[1]] = table
+    longest = max(tree.depth for tree in trees)
+    last_rows = [np.minimum(np.arange(MAX_RUN + 1), len(table) - 1) for table in tables]
+    advances = np.array(
+        [
+            np.pad(table, ((0, 0), (0, longest - table.shape[1])))[rows]
+            for table, rows in zip(tables, last_rows, strict=True)
+        ]
+    )
     num_tokens, transitions = 0.0, np.zeros((len(trees) + 1, len(trees)))
     visits_by_run = np.zeros((len(trees), MAX_RUN + 1))
     for classes, runs in texts:
-        rows = np.minimum(runs, last_rows[classes])
-        num_tokens += _replay_text(classes, runs, rows, advances, transitions, visits_by_run)
+        num_tokens += _replay_text(classes, runs, advances, transitions, visits_by_run)
     num_steps = float(transitions.sum())
     shares = transitions.sum(0) / num_steps
     return Replay(shares, num_tokens / num_steps, transitions[:-1], visits_by_run)
 
 
 @numba.njit(cache=True)
-def _replay_text(classes, runs, rows, advances, transitions, visits_by_run):
+def _replay_text(classes, runs, advances, transitions, visits_by_run):
     """Decode one text again, and return the expected tokens of all steps that count.
 
-    `classes` int64 [positions]; `runs` int64 [positions]; `rows` int64 [positions]; `advances`
-    float64 [classes, rows, lengths]; `transitions` float64 [classes + 1, classes]; `visits_by_run`
-    float64 [classes, longest run + 1].
+    `classes` int64 [positions]; `runs` int64 [positions]; `advances` float64 [classes, runs,
+    lengths]; `transitions` float64 [classes + 1, classes]; `visits_by_run` float64 [classes, runs].
     """
     num_positions = len(classes)
     num_classes, _, longest = advances.shape
@@ -120,10 +122,9 @@ def _replay_text(classes, runs, rows, advances, transitions, visits_by_run):
         for last_class in range(num_classes + 1):
             probability += begins[position, last_class]
             transitions[last_class, step_class] += begins[position, last_class]
-        run = min(runs[position], visits_by_run.shape[1] - 1)
-        visits_by_run[step_class, run] += probability
+        visits_by_run[step_class, runs[position]] += probability
         for length in range(1, longest + 1):
-            p = probability * advances[step_class, rows[position], length - 1]
+            p = probability * advances[step_class, runs[position], length - 1]
             begins[position + length, step_class] += p
             num_tokens += p * length
     return num_tokens

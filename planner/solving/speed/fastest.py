@@ -21,7 +21,7 @@ from sequoia_plan.planner.solving.tokens import best_first
 from sequoia_plan.planner.solving.tokens.frontier import (
     best_tree,
     max_budget,
-    most_tokens_by_depth,
+    pick_solver,
 )
 
 MAX_WORK = 150_000_000
@@ -222,7 +222,7 @@ def _try_trees_of_most_tokens(
     if max_size > max_budget(rows):
         return best, np.inf
     shapes, bounds = [], []
-    for depth, tokens in enumerate(most_tokens_by_depth(rows, max_size), 1):
+    for depth, tokens in enumerate(pick_solver(rows, max_size).frontier(rows, max_size), 1):
         bounds.append(speed_bounds(tokens, depth, times, other_steps))
         shapes += [(depth, size) for size in range(1, len(tokens) + 1)]
     all_bounds = np.concatenate(bounds)

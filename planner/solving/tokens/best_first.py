@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+NAME = "best-first"
 
 
 def is_non_increasing(rows: Floats) -> bool:
@@ -63,12 +64,7 @@ def frontier(rows: Floats, size: int) -> list[Floats]:
 
     `rows` float64 [levels, classes, ranks].
     """
-    values: list[Floats] = []
-    for num_levels in range(len(rows) + 1):
-        # If the last level is of no use, deeper ones are not either: their nodes are worth less.
-        is_settled = len(values) > 1 and np.array_equal(values[-1], values[-2])
-        values.append(values[-1] if is_settled else most_tokens(rows[:num_levels], size))
-    return values
+    return [most_tokens(rows[:num_levels], size) for num_levels in range(len(rows) + 1)]
 
 
 def parents(rows: Floats, size: int) -> Ints:

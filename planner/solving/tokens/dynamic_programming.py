@@ -20,6 +20,9 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Solved = dict[tuple[bytes, bytes], tuple[Floats, Floats]]
+"""The rows of a level and best of the level below it -> best and T of the level."""
+NAME = "dynamic program"
 
 
 def most_tokens(rows: Floats, size: int) -> Floats:
@@ -27,28 +30,18 @@ def most_tokens(rows: Floats, size: int) -> Floats:
 
     `rows` float64 [levels, classes, ranks]; returns float64, up to `size` or the largest tree.
     """
-    best: Floats = _solve(rows, size)[0][0][0]
+    best: Floats = _solve(rows, size, {})[0][0][0]
     return best
 
 
 def frontier(rows: Floats, size: int) -> list[Floats]:
     """Compute `most_tokens` for each depth limit 1, 2, ..., levels + 1.
 
-    A limit cuts the rows off at the end. Levels with the same row and the same best below them have
-    the same best, so levels that share a row are solved once. `rows` float64 [levels, classes,
-    ranks].
+    `rows` float64 [levels, classes, ranks].
     """
-    best_above: dict[tuple[bytes, bytes], Floats] = {}
-    values = []
-    for num_levels in range(len(rows) + 1):
-        best = np.ones((rows.shape[1], 1))
-        for level_rows in rows[:num_levels][::-1]:
-            key = level_rows.tobytes(), best.tobytes()
-            if key not in best_above:
-                best_above[key] = _solve_level(level_rows, best, size)[0]
-            best = best_above[key]
-        values.append(best[0])
-    return values
+    solved: Solved = {}
+    limits = range(len(rows) + 1)
+    return [_solve(rows[:n], size, solved, keeps_tables=False)[0][0][0] for n in limits]
 
 
 def parents(rows: Floats, size: int) -> Ints:
@@ -56,7 +49,7 @@ def parents(rows: Floats, size: int) -> Ints:
 
     `rows` float64 [levels, classes, ranks]; returns int64 [size].
     """
-    best, tables = _solve(rows, size)
+    levels = _solve(rows, size, {})
     off_spine = rows.shape[1] - 1
     shares_of: dict[tuple[int, int, int], list[int]] = {}
     subtrees = [(0, 0, size)]  # level, class and nodes of the subtree of each node
@@ -66,8 +59,8 @@ def parents(rows: Floats, size: int) -> Ints:
         if nodes == 1:
             continue
         if subtree not in shares_of:
-            row, table = rows[level, node_class], tables[level][node_class]
-            shares_of[subtree] = _split(row, best[level + 1][off_spine], table, nodes)
+            row, table = rows[level, node_class], levels[level][1][node_class]
+            shares_of[subtree] = _split(row, levels[level + 1][0][off_spine], table, nodes)
         for rank, share in enumerate(shares_of[subtree]):
             subtrees.append((level + 1, node_class if rank == 0 else off_spine, share))
             tree_parents.append(node)
@@ -92,23 +85,24 @@ def _split(row: Floats, below: Floats, table: Floats, nodes: int) -> list[int]:
     return [left + 1, *shares[::-1]]  # the first child has the rest
 
 
-def _solve(rows: Floats, size: int) -> tuple[list[Floats], list[Floats]]:
-    """Fill in best [classes, sizes] and T [classes, ranks + 1, sizes] of each level.
+def _solve(
+    rows: Floats, size: int, solved: Solved, keeps_tables: bool = True
+) -> list[tuple[Floats, Floats]]:
+    """Find best [classes, sizes] and T [classes, ranks + 1, sizes] of each level.
 
-    `rows` float64 [levels, classes, ranks].
+    Levels with the same row and the same best below them have the same of both, so each is
+    `solved` once. `rows` float64 [levels, classes, ranks].
     """
     # The last level first. Its nodes have no children: a subtree is one node.
-    best, tables = [np.ones((rows.shape[1], 1))], [np.empty((rows.shape[1], 1, 1))]
-    for level in range(len(rows) - 1, -1, -1):
-        # two levels with the same rows and the same best: so have all levels above with these rows
-        is_settled = len(best) > 2 and np.array_equal(best[-1], best[-2])
-        if is_settled and np.array_equal(rows[level], rows[level + 1]):
-            solved = best[-1], tables[-1]
-        else:
-            solved = _solve_level(rows[level], best[-1], size)
-        best.append(solved[0])
-        tables.append(solved[1])
-    return best[::-1], tables[::-1]
+    levels = [(np.ones((rows.shape[1], 1)), np.empty(0))]
+    for level_rows in rows[::-1]:
+        below = levels[-1][0]
+        key = level_rows.tobytes(), below.tobytes()
+        if key not in solved:
+            best, table = _solve_level(level_rows, below, size)
+            solved[key] = best, table if keeps_tables else np.empty(0)
+        levels.append(solved[key])
+    return levels[::-1]
 
 
 @numba.njit(cache=True)

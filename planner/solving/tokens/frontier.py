@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from sequoia_plan.artifacts import Acceptance, ArgumentError, TokenTree
@@ -15,38 +15,11 @@ MAX_RISING_BUDGET = 4_096
 MAX_DEPTH = 1_000
 MAX_TABLE_NUMBERS = 2**27
 """Numbers that the tables of the dynamic program may have."""
-SOLVERS: dict[str, Any] = {"best-first": best_first, "dynamic program": dynamic_programming}
-"""Modules with the functions `most_tokens`, `parents` and `frontier`."""
-
-
-@dataclass(frozen=True)
-class Frontier:
-    """The optimum of every size and depth.
-
-    Args:
-        values: values[d - 1][n - 1] is F of the best tree of exactly n nodes and at most d levels,
-            float64. A row ends at the largest size that depth and branching allow, or at the
-            budget.
-        rows: float64 [depth - 1, classes, ranks], the acceptance, as in `Acceptance`.
-    """
-
-    values: tuple[Floats, ...]
-    rows: Floats
-
-    def tree(self, size: int, depth: int) -> TokenTree:
-        """Return a tree that attains values[depth - 1][size - 1].
-
-        Raises:
-            ArgumentError: if there is none.
-        """
-        if not 1 <= depth <= len(self.values):
-            raise ArgumentError(f"depth: found {depth}, expected 1 to {len(self.values)}")
-        return best_tree(self.rows[: depth - 1], size)
 
 
 def frontier(
     acceptance: Acceptance | Any, budget: int, depth: int, branching: int | None = None
-) -> Frontier:
+) -> list[Floats]:
     """Compute the exact optimum for every size <= budget and every depth <= depth, in one call.
 
     Args:
@@ -55,21 +28,16 @@ def frontier(
         depth: the most levels, the root's included.
         branching: the most children of a node; the length of the vectors if None.
 
+    Returns:
+        values[d - 1][n - 1] is F of the best tree of exactly n nodes and at most d levels, float64.
+        A row ends at the largest size that depth and branching allow, or at the budget.
+
     Raises:
         SequoiaPlanError: for impossible input.
     """
     check_limits(budget, depth, branching)
     rows = Acceptance.given(acceptance).at_depth(depth, branching)
-    return Frontier(tuple(most_tokens_by_depth(rows, budget)), rows)
-
-
-def most_tokens_by_depth(rows: Floats, size: int) -> list[Floats]:
-    """Compute the expected tokens of the best trees of 1 to `size` nodes for each depth limit.
-
-    `rows` float64 [levels, classes, ranks]; returns float64 for the limits 1 to levels + 1, each up
-    to `size` or the largest tree that the limit allows.
-    """
-    values: list[Floats] = SOLVERS[pick_solver(rows, size)].frontier(rows, size)
+    values: list[Floats] = pick_solver(rows, budget).frontier(rows, budget)
     return values
 
 
@@ -78,7 +46,7 @@ def best_tree(rows: Floats, size: int) -> TokenTree:
 
     `rows` float64 [levels, classes, ranks].
     """
-    solver = SOLVERS[pick_solver(rows, size)]
+    solver = pick_solver(rows, size)
     ranks = rows.shape[2]
     largest_size = sum(ranks**level for level in range(len(rows) + 1))
     if largest_size < size:
@@ -89,29 +57,20 @@ def best_tree(rows: Floats, size: int) -> TokenTree:
     return TokenTree.from_parents(solver.parents(rows, size))
 
 
-def most_tokens(rows: Floats, size: int) -> Floats:
-    """Compute the expected tokens of the best tree of 1, 2, ... nodes.
-
-    `rows` float64 [levels, classes, ranks]; returns float64, up to `size` or the largest tree.
-    """
-    values: Floats = SOLVERS[pick_solver(rows, size)].most_tokens(rows, size)
-    return values
-
-
-def pick_solver(rows: Floats, size: int) -> str:
-    """Return the name of the solver to use.
+def pick_solver(rows: Floats, size: int) -> ModuleType:
+    """Return the module of the solver to use, `best_first` or `dynamic_programming`.
 
     `rows` float64 [levels, classes, ranks].
     """
     if best_first.is_non_increasing(rows):
-        return "best-first"
+        return best_first
     limit = max_budget(rows)
     if size > limit:
         raise ArgumentError(
             f"budget: found {size}, expected at most {limit} where acceptance increases with rank "
             f"(depth {len(rows) + 1}, branching {rows.shape[2]})"
         )
-    return "dynamic program"
+    return dynamic_programming
 
 
 def max_budget(rows: Floats) -> int:
