@@ -97,7 +97,7 @@ class CompiledTarget:
         )
         self.embed = file.embed if file else _Embedding(base.embed_tokens)
         self.runner = CompiledPass(
-            packed, config.hidden_size, config.intermediate_size, config.vocab_size,
+            packed, config.hidden_size, config.intermediate_size, len(model.lm_head.weight),
             config.num_key_value_heads, base.rotary_emb, self.dtype, self.num_workers,
         )  # fmt: skip
         self.states[model] = weights_state(model)

@@ -87,6 +87,8 @@ def _try_tree(model: Any) -> CacheLayout:
     try:
         with torch.compiler.set_stance("force_eager"):  # these shapes never come again
             error, cache = _tree_error(tree_model)
+    except SequoiaPlanError:
+        raise
     except Exception as failure:  # a foreign model may fail in any way
         raise SequoiaPlanError(
             f"{model_type(model)}: cannot decode with a token tree, reading one fails "
