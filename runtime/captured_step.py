@@ -17,6 +17,7 @@ from sequoia_plan.runtime.decoding_models import DecodingModels
 from sequoia_plan.runtime.draft.drafter import DraftedTree
 from sequoia_plan.runtime.draft.unread import catch_up, note_count
 from sequoia_plan.runtime.models import split_keys
+from sequoia_plan.runtime.models.compiled_passes import one_thread_of_torch
 from sequoia_plan.runtime.step import TARGET_NOT_FINITE, TreeStep
 
 T = TypeVar("T")
@@ -59,7 +60,9 @@ class CapturedStep(TreeStep):
         max_size = max(tree.size for tree in self.tree.portfolio.values())
         if self.lookup:
             self.sequence.reserve_rows("lookup_chain", self.lookup.chain_length)
-        self.models.prefill(prompt, self._extent(max_length + max_size), max_size, seed)
+        capacity = self._extent(max_length + max_size)
+        with one_thread_of_torch(self.target.compiled_pass is not None):
+            self.models.prefill(prompt, capacity, max_size, seed)
 
     def extent(self, length: int) -> int:
         """How many slots of the cache attention looks at, with the root in slot `length`."""
@@ -164,7 +167,8 @@ class CapturedStep(TreeStep):
         """`function(*inputs)`, as a CUDA graph where that is possible."""
         graphs, sequence = self.models.graphs, self.sequence
         if graphs is None:
-            return function(*inputs)
+            with one_thread_of_torch(self.target.compiled_pass is not None):
+                return function(*inputs)
         if graphs.version != sequence.version:
             graphs.clear(sequence.version)
         state = partial(sequence.state_of_step, self.tree.size)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
+
+import torch
 
 passes: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """For each model that was compiled, its `CompiledTarget` or `CompiledEagle`."""
@@ -12,3 +16,17 @@ passes: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 def compiled_pass(model: Any) -> Any:
     """The compiled pass of a model; None if PyTorch runs it."""
     return passes.get(model)
+
+
+@contextmanager
+def one_thread_of_torch(is_compiled: bool) -> Iterator[None]:
+    """A context in which PyTorch computes with one thread, where passes are compiled.
+
+    Its other threads go on spinning after an operation, on the processors that a pass needs.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if is_compiled else threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
