@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import msgspec
@@ -107,7 +108,7 @@ class Counts:
             raise SequoiaPlanError("found levels of different lengths, expected equal ones")
         # of both classes together, and off the spine
         trials = np.array([[part.trials for part in both] for both in parts], float)
-        accepted = np.array([[part.counts for part in both] for both in parts])
+        accepted = np.array([[_rounded(part.counts) for part in both] for both in parts])
         is_split = any(level.off_spine for level in levels) and all(
             level.off_spine for level in levels[1:] if level.trials
         )
@@ -149,4 +150,9 @@ def read_only(values: Any) -> Floats:
 
 def _class_counts(trials: float, accepted: Floats) -> dict[str, Any]:
     """The file's mapping of one level and node class."""
-    return {"trials": int(trials), "counts": [round(count, 4) for count in accepted.tolist()]}
+    return {"trials": int(trials), "counts": _rounded(accepted.tolist())}
+
+
+def _rounded(counts: Iterable[float]) -> list[float]:
+    """Counts to four digits, as files have them: what is read is what is written again."""
+    return [round(count, 4) for count in counts]
