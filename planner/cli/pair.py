@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 TOLERATED_LOAD = 0.4
 """So much of one core may be busy without a warning."""
 NOT_PREDICTED = "its predictions do not apply"
-PLACEMENT_KEYS = ("placement", "resident_layers", "fused_layers")
+PLACEMENT_KEYS = ("placement", "weights", "resident_layers", "fused_layers")
 """Keys of a model's metadata that say where its weights are."""
 
 
@@ -82,8 +82,8 @@ def warn_if_foreign(plan: Plan, pair: Pair) -> None:
         elif any(planned.get(key) != loaded.get(key) for key in PLACEMENT_KEYS):
             difference = f"{role} {_placement_text(planned)}", _placement_text(loaded)
         if difference:
-            was, now = difference
-            warn(f"the tree was solved for the {was}, this is {now}; {NOT_PREDICTED}")
+            solved_for, used = difference
+            warn(f"the tree was solved for the {solved_for}, this is {used}; {NOT_PREDICTED}")
     if plan.latency:
         from sequoia_plan.profiler.hardware import differences, fingerprint
 
