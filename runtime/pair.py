@@ -21,7 +21,6 @@ from sequoia_plan.runtime.models.architecture import context_length, rope_reason
 from sequoia_plan.runtime.models.compiled_passes import compiled_pass
 from sequoia_plan.runtime.models.dtype import resolve_dtype
 from sequoia_plan.runtime.models.fuse import fuse, num_fused_layers
-from sequoia_plan.runtime.models.fused_layer import plain_linear
 from sequoia_plan.runtime.models.gguf import embedded_gguf
 from sequoia_plan.runtime.models.metadata import model_metadata
 from sequoia_plan.runtime.models.pretrained import load_model, name_of
@@ -244,7 +243,7 @@ def _place(pair: Pair, role: str, placement: str, gguf: Path | None = None) -> s
             return ""
         metadata["placement"] = FUSED
     if placement != RESIDENT:
-        metadata["fused_layers"] = fuse(model, plain_linear)
+        metadata["fused_layers"] = fuse(model)
     elif num_fused := num_fused_layers(model):  # an int8 draft is made of fused layers
         metadata["fused_layers"] = num_fused
     return reason

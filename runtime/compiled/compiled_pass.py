@@ -81,30 +81,22 @@ class CompiledPass:
         `x` float32 [rows, width]; `mask` [rows, extent], additive; `first`: see `Inputs`. Returns
         float32 [rows to keep, vocabulary] and [rows, states * width].
         """
-        with self.workers.lock:
-            return self._run(cache, x, positions, slots, mask, logits_to_keep, layers, first)
-
-    def _run(
-        self, cache: CompiledCache, x: NDArray[np.float32], positions: Tensor, slots: Tensor,
-        mask: Tensor, logits_to_keep: int, layers: Sequence[int],
-        first: NDArray[np.float32] | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """See `__call__`."""
         rows, extent = mask.shape
-        self._reserve(rows, round_up(extent, LANES))
-        self._reserve_rotary(cache.capacity)
-        self.x[:, :rows, : self.width] = x
         visible = np.zeros((rows, round_up(extent, LANES)), np.bool_)
         np.greater_equal(mask.float().numpy(), 0, out=visible[:, :extent])
         kept = logits_to_keep or rows
         logits = np.empty((kept, round_up(self.vocabulary, UNIT)), np.float32)
         hidden = np.empty((len(layers), rows, self.padded_width), np.float32)
-        inputs = Inputs(
-            self.x, np.zeros((0, 0), np.float32) if first is None else first, positions.numpy(),
-            slots.numpy(), visible, self.rotary, cache.keys, cache.values,
-        )  # fmt: skip
         outputs = Outputs(logits, hidden, np.array(layers, np.int64))
-        self.workers.run(self.packed.model, inputs, self.scratch, outputs)
+        with self.workers.lock:  # scratch memory serves one pass at a time
+            self._reserve(rows, round_up(extent, LANES))
+            self._reserve_rotary(cache.capacity)
+            self.x[:, :rows, : self.width] = x
+            inputs = Inputs(
+                self.x, np.zeros((0, 0), np.float32) if first is None else first, positions.numpy(),
+                slots.numpy(), visible, self.rotary, cache.keys, cache.values,
+            )  # fmt: skip
+            self.workers.run(self.packed.model, inputs, self.scratch, outputs)
         states = torch.from_numpy(hidden)[:, :, : self.width].transpose(0, 1).flatten(1)
         return torch.from_numpy(logits)[:, : self.vocabulary], states
 

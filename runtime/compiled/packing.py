@@ -68,11 +68,6 @@ class Matrix:
     tiles: NDArray[np.uint8]
     scales: NDArray[np.uint8]
 
-    @property
-    def num_bytes(self) -> int:
-        """Its size in memory."""
-        return self.tiles.nbytes + self.scales.nbytes
-
     def __reduce__(self) -> Any:
         """For pickle and copies, whose memory is aligned again."""
         return _aligned_matrix, (vars(self),)

@@ -75,7 +75,7 @@ class Emitter:
 
     def load_splat(self, address: ir.Value, kind: ir.Type) -> ir.Value:
         """The number at an address, in all lanes."""
-        return self.splat(self.load(address, kind, align=kind.width // 8 if kind == WORD else 4))
+        return self.splat(self.load(address, kind, align=4))
 
     def call(self, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
         """Call an instruction of LLVM by its name."""

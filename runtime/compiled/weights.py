@@ -45,11 +45,6 @@ class Packed:
         """For pickle and copies, whose matrices are elsewhere."""
         return _described_anew, (self.model, self.matrices, self.formats, self.key_bytes)
 
-    @property
-    def num_bytes(self) -> int:
-        """The size of the matrices."""
-        return sum(matrix.num_bytes for matrix in self.matrices)
-
 
 def blocks_of(weight: Tensor) -> Blocks:
     """A floating-point matrix as it is."""

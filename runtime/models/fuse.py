@@ -15,7 +15,6 @@ from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.models.fused_layer import (
     FUSIBLE_NORMS,
     FusedLayer,
-    MakeLinear,
     can_fuse,
     fused_norm,
     has_gated_mlp,
@@ -33,12 +32,11 @@ LoadWeights = Callable[[], Mapping[str, Tensor]]
 
 
 @torch.no_grad()
-def fuse(model: Any, make_linear: MakeLinear, proven: Mapping[Hashable, bool] | None = None) -> int:
+def fuse(model: Any, proven: Mapping[Hashable, bool] | None = None) -> int:
     """Replace the decoder layers of `model` by fused ones, in place, where that is possible.
 
-    A layer is replaced if it `can_fuse`, and if a fused layer of its kind computes the same. Other
-    linear layers are replaced by what `make_linear` makes of them, and norms outside of layers by
-    fused ones.
+    A layer is replaced if it `can_fuse`, and if a fused layer of its kind computes the same. Norms
+    outside of layers are replaced by fused ones.
     """
     layer_lists = [module for module in model.modules() if type(module) is nn.ModuleList]
     if proven is None:
@@ -46,8 +44,7 @@ def fuse(model: Any, make_linear: MakeLinear, proven: Mapping[Hashable, bool] | 
     for layers in layer_lists:
         for number, layer in enumerate(layers):
             if can_fuse(layer) and proven.get(_kind(layer)):
-                layers[number] = _fused(layer, make_linear)
-    replace_linear_layers(model, make_linear)
+                layers[number] = _fused(layer)
     for module, name, child in _replaceable_children(model):
         if type(child).__name__ in FUSIBLE_NORMS:
             setattr(module, name, fused_norm(child, child.weight, child.weight.dtype))
@@ -67,16 +64,6 @@ def try_kinds(
             error = fused_layer_error(layer, None if load is None else partial(load, number))
             computes_the_same[kind] = error < MAX_ERROR
     return computes_the_same
-
-
-def replace_linear_layers(model: Any, make_linear: MakeLinear) -> None:
-    """Replace PyTorch's linear layers in `model`, in place, by what `make_linear` makes of them.
-
-    Those with hooks stay.
-    """
-    for module, name, child in _replaceable_children(model):
-        if type(child) is nn.Linear:
-            setattr(module, name, make_linear(child.weight.detach(), child.bias))
 
 
 def _replaceable_children(model: Any) -> list[tuple[nn.Module, str, Any]]:
@@ -105,7 +92,7 @@ def fused_layer_error(layer: Any, load: LoadWeights | None = None) -> float:
     if load is not None:
         original.load_state_dict(load(), strict=False, assign=True)  # without the experts
     original.float()
-    fused = _fused(original, plain_linear)
+    fused = _fused(original)
     device = original.self_attn.q_proj.weight.device
     width, attention_width = layer.post_attention_layernorm.weight.numel(), _attention_width(layer)
     generator = torch.Generator().manual_seed(0)
@@ -142,11 +129,11 @@ def _relative_error(expected: Tensor, computed: Tensor) -> float:
     return float(((computed - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
-def _fused(layer: Any, make_linear: MakeLinear) -> FusedLayer:
+def _fused(layer: Any) -> FusedLayer:
     """The fused layer that takes the place of `layer`, with its weights."""
     tensors = dict(layer.named_parameters())
     dtype = layer.post_attention_layernorm.weight.dtype
-    return FusedLayer(layer, tensors, dtype, make_linear).eval()
+    return FusedLayer(layer, tensors, dtype, plain_linear).eval()
 
 
 def _kind(layer: Any) -> Hashable:

@@ -24,7 +24,7 @@ from sequoia_plan.runtime.base.weight_stream import WeightStream
 from sequoia_plan.runtime.models.architecture import decoder_layers
 from sequoia_plan.runtime.models.dtype import dtype_name
 from sequoia_plan.runtime.models.fuse import fuse, try_kinds
-from sequoia_plan.runtime.models.fused_layer import FUSIBLE_NORMS, in_joined_order, plain_linear
+from sequoia_plan.runtime.models.fused_layer import FUSIBLE_NORMS, in_joined_order
 from sequoia_plan.runtime.models.gguf import cache_folder
 from sequoia_plan.runtime.models.metadata import sampled_positions
 from sequoia_plan.runtime.models.pretrained import local_folder, name_of, not_loadable
@@ -91,7 +91,7 @@ class OffloadedTarget:
         stream = self._open_stream(blocks, link)
         if stream is not None:
             view_slots(stream, [self.layers[number] for number in numbers], blocks)
-        num_fused = fuse(self.model, plain_linear, proven) if fused else 0
+        num_fused = fuse(self.model, proven) if fused else 0
         if stream is not None:
             attach_stream(self.model, stream, [self.layers[number] for number in numbers], blocks)
         return num_fused

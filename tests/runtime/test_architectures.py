@@ -28,7 +28,6 @@ from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.models import probe as probe_module
 from sequoia_plan.runtime.models.architecture import context_length
 from sequoia_plan.runtime.models.fuse import fuse
-from sequoia_plan.runtime.models.fused_layer import plain_linear
 from sequoia_plan.runtime.models.probe import probe
 
 PAGE = (ROOT / "docs" / "architectures.md").read_text()
@@ -239,7 +238,7 @@ def test_decoding_with_models_of_both_names_is_the_same():
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 def test_a_fused_layer_keeps_keys_under_both_names(name):
     model = tiny("Llama")
-    assert fuse(model, plain_linear) == len(model.model.layers)
+    assert fuse(model) == len(model.model.layers)
     states = torch.randn(1, 3, model.config.hidden_size)
     angles = model.model.rotary_emb(states, torch.arange(3)[None])
     cache = DynamicCache()

@@ -16,7 +16,7 @@ from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.models.attention import attend_on_cpu
 from sequoia_plan.runtime.models.fuse import MAX_ERROR, fuse, fused_layer_error, num_fused_layers
-from sequoia_plan.runtime.models.fused_layer import can_fuse, plain_linear
+from sequoia_plan.runtime.models.fused_layer import can_fuse
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ def test_logits_are_those_of_transformers(name):
     tokens = tokens_of(30)  # longer than a window
     with torch.inference_mode():
         expected = model(tokens).logits
-    num_fused = fuse(model, plain_linear)
+    num_fused = fuse(model)
     assert num_fused == (len(model.model.layers) if name in FUSED else 0)
     assert relative_error(model, expected, tokens) < MAX_ERROR
 
@@ -53,7 +53,7 @@ def test_greedy_decoding_equals_transformers(name):
         expected = target.generate(prompt, attention_mask=mask, max_new_tokens=40, do_sample=False)
     draft = copy.deepcopy(target)
     for model in (target, draft):
-        fuse(model, plain_linear)
+        fuse(model)
     result = SequoiaDecoder(target, draft, TREE).generate(prompt, 40)
     assert torch.equal(result.sequences, expected)
     assert result.tokens_per_step > 2, "a draft with the target's weights is often right"
@@ -85,7 +85,7 @@ def test_layers_that_compute_something_else_are_not_fused(part):
     tokens = tokens_of(12)
     with torch.inference_mode():
         expected = model(tokens).logits
-    fuse(model, plain_linear)
+    fuse(model)
     assert num_fused_layers(model) == 0
     assert relative_error(model, expected, tokens) < MAX_ERROR
 
@@ -158,7 +158,7 @@ def test_a_layer_has_few_operations():
         "position_embeddings": (angles.cos(), angles.sin()),
     }
     theirs = operations_of(layer, inputs)
-    fuse(model, plain_linear)
+    fuse(model)
     ours = operations_of(model.model.layers[0], inputs)
     assert ours.total() <= MAX_OPERATIONS < theirs.total(), (ours, theirs)
 
@@ -167,17 +167,16 @@ def test_weights_are_not_held_twice():
     model = tiny("Llama", hidden_size=64, intermediate_size=128)
     storages = {p.untyped_storage().data_ptr(): p.nbytes for p in model.parameters()}
     references = [torch.utils.weak.WeakIdRef(p) for p in model.model.layers.parameters()]
-    fuse(model, plain_linear)
+    fuse(model)
     held = sum(p.nbytes for p in model.parameters())
-    if plain_linear is plain_linear:
-        assert held == sum(storages.values())
+    assert held == sum(storages.values())
     # the matrices of the layers that were replaced are gone
     assert all(reference() is None for reference in references)
 
 
 def test_fused_models_are_copied_and_pickled():
     model = tiny("Qwen3")
-    fuse(model, plain_linear)
+    fuse(model)
     tokens = tokens_of(7)
     with torch.inference_mode():
         expected = model(tokens).logits

@@ -22,7 +22,6 @@ from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.models import attention, fused_layer, layer_operations, split_keys
 from sequoia_plan.runtime.models.fuse import fuse
-from sequoia_plan.runtime.models.fused_layer import plain_linear
 from sequoia_plan.runtime.models.split_keys import split_key_attention
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -255,7 +254,7 @@ def test_gates(width, dtype):
 def test_a_model_computes_the_same_with_kernels(name, monkeypatch):
     """Qwen3's heads have norms. The control leaves out the rotation."""
     model = tiny(name).to(DEVICE)
-    fuse(model, plain_linear)
+    fuse(model)
     tokens = torch.arange(9, device=DEVICE)[None]
 
     def logits():
