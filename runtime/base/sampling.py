@@ -214,7 +214,7 @@ class Sampling:
             return draw_by_tensor_operations()
         temperature = self.draft_temperature or self.temperature
         return kernel_or_tensors(
-            "drawing",
+            ("drawing", logits.dtype),
             lambda: race_on_device(logits, temperature, count, bits),
             draw_by_tensor_operations,
         )

@@ -19,7 +19,6 @@ from sequoia_plan.runtime.draft.drafter import (
     distinct_slots,
     passes_by_level,
 )
-from sequoia_plan.runtime.models.attention import shares_heads
 from sequoia_plan.runtime.models.forward import ForwardOutput
 from sequoia_plan.runtime.models.split_keys import splits_keys
 
@@ -114,9 +113,7 @@ class EagleDrafter(HiddenStateDrafter):
     def splits_keys(self, tokens: int) -> bool:
         """See `Drafter`."""
         model = self.model
-        return shares_heads(model, model.config) and splits_keys(
-            model.device, model.dtype, model.config.head_dim, tokens
-        )
+        return splits_keys(model.device, model.dtype, model.config.head_dim, tokens)
 
     def num_read_again(self, tree: TokenTree) -> int:
         """As many tokens as the step has draft passes."""

@@ -267,12 +267,14 @@ def test_tensor_operations_replace_a_kernel_that_cannot_be_compiled(
 def test_a_device_without_memory_is_no_kernel_that_cannot_be_compiled(monkeypatch):
     monkeypatch.setattr(kernel_launch, "_failed_kernels", set())
 
+    kernel = "verification", torch.float32
+
     def run_kernel():
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError):
-        kernel_launch.kernel_or_tensors("verification", run_kernel, lambda: pytest.fail("replaced"))
-    assert not kernel_launch.has_failed("verification")
+        kernel_launch.kernel_or_tensors(kernel, run_kernel, lambda: pytest.fail("replaced"))
+    assert not kernel_launch.has_failed(kernel)
 
 
 @interpreted
