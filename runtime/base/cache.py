@@ -140,7 +140,18 @@ class _CacheLayer(CacheLayerMixin):
         slots = self.cache.slots.to(self.keys.device)
         self.keys.index_copy_(2, slots, key_states)
         self.values.index_copy_(2, slots, value_states)
+        return self.visible()
+
+    def visible(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the slots that attention looks at."""
         return self.keys[:, :, : self.cache.extent], self.values[:, :, : self.cache.extent]
+
+    def holds(self, states: Tensor) -> bool:
+        """Is there memory for keys and values of the device and the dtype of `states`?"""
+        return self.is_initialized and all(
+            memory.device == states.device and memory.dtype == states.dtype
+            for memory in (self.keys, self.values)
+        )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many slots attention looks at, and the first of them."""

@@ -41,13 +41,21 @@ def fuse(model: Any, proven: Mapping[Hashable, bool] | None = None) -> int:
     layer_lists = [module for module in model.modules() if type(module) is nn.ModuleList]
     if proven is None:
         proven = try_kinds(layer for layers in layer_lists for layer in layers)
-    for layers in layer_lists:
-        for number, layer in enumerate(layers):
+    for layer_list in layer_lists:
+        for number, layer in enumerate(layer_list):
             if can_fuse(layer) and proven.get(_kind(layer)):
-                layers[number] = _fused(layer)
+                layer_list[number] = _fused(layer)
     for module, name, child in _replaceable_children(model):
         if type(child).__name__ in FUSIBLE_NORMS:
             setattr(module, name, fused_norm(child, child.weight, child.weight.dtype))
+    for module in model.modules():
+        layers: Any = getattr(module, "layers", None)
+        if type(layers) is nn.ModuleList:
+            norms = [getattr(layer, "input_layernorm", None) for layer in layers[1:]]
+            norms.append(getattr(module, "norm", None))
+            for layer, norm in zip(layers, norms, strict=True):
+                if isinstance(layer, FusedLayer):
+                    layer.next_norm = (norm,)
     return num_fused_layers(model)
 
 
