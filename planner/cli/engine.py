@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sequoia_plan.planner.cli.options import (
+    PATH,
     bundle,
     check_outputs,
     count_option,
@@ -113,7 +114,7 @@ def sglang(
 
 
 @engine.command()
-@click.argument("plan_path", metavar="PLAN.yaml", type=click.Path())
+@click.argument("plan_path", metavar="PLAN.yaml", type=PATH)
 def settings(plan_path: str) -> None:
     """Print a plan as the settings of vLLM, SGLang, TensorRT-LLM and AIConfigurator, and as
     synthetic acceptance for load tests."""

@@ -19,6 +19,8 @@ from sequoia_plan.planner.cli.engine import (
     write_plan,
 )
 from sequoia_plan.planner.cli.options import (
+    NAME,
+    PATH,
     bundle,
     check_outputs,
     count_option,
@@ -84,22 +86,25 @@ def read_json(_: click.Context, __: click.Parameter, text: str | None) -> dict[s
     """A callback that parses a JSON object; the object is empty without the option."""
     value = None
     with suppress(ValueError):
-        value = json.loads(text or "{}")
+        value = json.loads("{}" if text is None else text)
     if not isinstance(value, dict):
         raise click.BadParameter(f'found {text}, expected a JSON object, as {{"dtype": "float32"}}')
     return value
 
 
 @click.command()
-@click.option("--target", metavar="ID|DIR", help="Target model, as vLLM is given it.")
-@click.option("--draft", metavar="ID|DIR", help="Draft model, as vLLM is given it.")
+@click.option("--target", metavar="ID|DIR", type=NAME, help="Target model, as vLLM is given it.")
+@click.option("--draft", metavar="ID|DIR", type=NAME, help="Draft model, as vLLM is given it.")
 @click.option(
     "--method",
     default="draft_model",
+    type=NAME,
     show_default=True,
     help="vLLM's name of the drafting method: draft_model, eagle3, mtp, ngram, ...",
 )
-@click.option("--python", metavar="PATH", help="The Python that has vLLM. [default: this one]")
+@click.option(
+    "--python", metavar="PATH", type=PATH, help="The Python that has vLLM. [default: this one]"
+)
 @click.option(
     "--engine-args",
     metavar="JSON",
@@ -115,6 +120,7 @@ def read_json(_: click.Context, __: click.Parameter, text: str | None) -> dict[s
 @click.option(
     "--metrics",
     metavar="URL|FILE",
+    type=NAME,
     help="Acceptance from a running server's counters: its address, or a file of its "
     "/metrics page. "
     "No acceptance is measured then.",
@@ -183,8 +189,10 @@ def split_words(_: click.Context, __: click.Parameter, text: str) -> list[str]:
 
 
 @click.command()
-@click.option("--target", metavar="T.gguf", required=True, help="Target model, a GGUF file.")
-@click.option("--draft", metavar="D.gguf", help="Draft model, a GGUF file.")
+@click.option(
+    "--target", metavar="T.gguf", type=PATH, required=True, help="Target model, a GGUF file."
+)
+@click.option("--draft", metavar="D.gguf", type=PATH, help="Draft model, a GGUF file.")
 @click.option(
     "--spec-type",
     type=click.Choice(SPEC_TYPES),
@@ -193,7 +201,12 @@ def split_words(_: click.Context, __: click.Parameter, text: str) -> list[str]:
     help="How tokens are drafted.",
 )
 @click.option(
-    "--server", metavar="PATH", default="llama-server", show_default=True, help="The program."
+    "--server",
+    metavar="PATH",
+    type=PATH,
+    default="llama-server",
+    show_default=True,
+    help="The program.",
 )
 @click.option(
     "--server-args",

@@ -132,7 +132,7 @@ def test_show(run, tmp_path):
     ("command", "code", "parts"),
     [
         ("solve --budget 0", 2, ["--budget", "0 is not in the range"]),
-        ("solve --depth 1", 2, ["depth 1"]),
+        ("solve --depth 1 --objective tokens", 2, ["no tree of 768 nodes has depth 1"]),
         ("solve --budget 100 --depth 3 --objective tokens", 2, ["no tree of 100 nodes"]),
         ("solve tree.safetensors", 1, ["tree.safetensors"]),
         ("solve profile.yaml --acceptance x.json", 2, ["not both"]),
