@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 if TYPE_CHECKING:
     from sequoia_plan.runtime import Sampling
@@ -21,19 +22,20 @@ RARE_SETTINGS = {"top_k": int, "min_p": float, "draft_temperature": float}
 Decorator = Callable[[Any], Any]
 
 
-class Text(click.ParamType):
+class Text(click.types.StringParamType):
     """A name or a path; empty text, as of a shell's unset variable, is none."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def convert(
-        self, value: str, parameter: click.Parameter | None, context: click.Context | None
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
     ) -> str:
         """The text as it is, unless it is empty."""
-        if not value.strip():
-            self.fail(f"found {value!r}, expected a {self.name}", parameter, context)
-        return value
+        text: str = super().convert(value, parameter, context)
+        if not text.strip():
+            self.fail(f"found {text!r}, expected a {self.name}", parameter, context)
+        return text
 
 
 NAME, PATH = Text("name"), Text("path")
@@ -248,6 +250,15 @@ def read_sampling(
     settings = {name: value for name, value in (tree_settings or {}).items() if name in names}
     given = {name: value for name, value in values.items() if value is not None}
     return Sampling(**(settings | given.pop("rare_settings", {}) | given))
+
+
+def refuse_given(reason: str, *names: str) -> None:
+    """Raise a usage error if a parameter of the command that would have no effect was given."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        if parameter.name in names and source == ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{parameter.opts[0]}: has no effect, {reason}")
 
 
 def check_outputs(output: str | None, report: str | None, *inputs: str | None) -> None:
