@@ -74,7 +74,8 @@ def _export_model(output: str, role: str, target: str | None, draft: str | None)
             )
     with new_folder(output) as folder:
         if draft == DEFAULT_DRAFT:
-            shutil.copytree(embedded_draft(draft), folder, dirs_exist_ok=True)
+            for file in embedded_draft(draft).iterdir():
+                shutil.copy(file, folder)
             name, contents = draft, ", bfloat16"
         else:
             pair = load_pair(target, draft, "cpu", "float32", placement="resident")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import random
 import re
+import resource
 import shutil
 from copy import deepcopy
+from types import SimpleNamespace
 
 import click
 import pytest
 import yaml
+from architectures import tiny
 from click.testing import CliRunner
 from paths import DATA
 from safetensors.numpy import load, save
@@ -302,3 +305,30 @@ def test_damaged_files(here, name):
             (here / name).write_text(json.dumps(changed))
         for words in READERS[name][: 3 + (number % 8 == 0)]:
             checked(here, words)
+
+
+@pytest.mark.parametrize("room", [0, 20, 200, 4000])
+@pytest.mark.parametrize(
+    "mode", ["solve", "tokens", "medusa", "growmap", "draft", "target", "import", "sglang", "plot"]
+)
+def test_a_full_disk(here, monkeypatch, mode, room):
+    """The output is whole or as it was before; what was read and written is still there."""
+    tokenizer, model = SimpleNamespace(save_pretrained=lambda folder: None), tiny("Llama")
+    pair = SimpleNamespace(target=model, tokenizer=tokenizer, metadata={"target": {"name": "m"}})
+    monkeypatch.setattr(exchange, "load_pair", lambda *_, **__: pair)
+    words = PLOT if mode == "plot" else [*MODES[mode]]
+    if mode == "draft":
+        words = ["export", "--format", "draft", "-o", "made"]
+    words += [] if "made" in words or mode == "plot" else ["-o", "made"]
+    if words[0] != "export" or mode in ("medusa", "growmap"):
+        (here / words[-1]).write_text("before")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        result = checked(here, words)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    if result.exit_code:
+        assert f"{words[-1]}: cannot be written (" in result.stderr
+    else:
+        assert room
