@@ -74,7 +74,7 @@ def warn_if_foreign(plan: Plan, pair: Pair) -> None:
     for role, planned in plan.models.items():
         loaded = pair.metadata.get(role, {})
         contents = {planned.get("content"), loaded.get("content")} - {None}
-        difference = None
+        difference: tuple[str, Any] | None = None
         in_dtype, in_this = (f"{m.get('name')} in {m.get('dtype')}" for m in (planned, loaded))
         if planned.get("dtype") != loaded.get("dtype"):  # the numbers are then others, too
             difference = f"{role} {in_dtype}", in_this
