@@ -163,7 +163,10 @@ def compile_target(model: Any, gguf: Path | None = None) -> str:
     reason = why_not(model)
     if reason:
         return reason
-    target = CompiledTarget(model, gguf, torch.get_num_threads())
+    try:
+        target = CompiledTarget(model, gguf, torch.get_num_threads())
+    except ValueError as unknown:  # format of weights
+        return str(unknown)
     drawn = torch.randint(1 << 30, (TRIED_TOKENS,), generator=torch.Generator().manual_seed(0))
     tokens = drawn % model.config.vocab_size
     expected = model(input_ids=tokens[None], use_cache=False).logits[0].double()
