@@ -70,6 +70,7 @@ def name_of(source: str | None) -> str:
 
 def not_loadable(folder: Path, error: Exception) -> SequoiaPlanError:
     """The error for a model that transformers fails to load."""
-    return SequoiaPlanError(
-        f"{folder}: cannot be loaded as a causal language model ({first_line(error)})"
-    )
+    reason = first_line(error)
+    if (folder / "adapter_config.json").is_file():
+        reason = "it is an adapter, as LoRA; merge it first: peft's merge_and_unload() and save it"
+    return SequoiaPlanError(f"{folder}: cannot be loaded as a causal language model ({reason})")
