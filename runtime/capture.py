@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -18,6 +18,10 @@ from sequoia_plan.runtime.models.architecture import rope_changes, text_config
 from sequoia_plan.runtime.models.parallel import is_split
 
 T = TypeVar("T")
+_capture_lock = threading.RLock()
+"""Held during a capture: the beginning of another one waits for the device, which breaks it."""
+MAX_CAPTURES = 3
+"""How often a capture is tried; an error may come from what another thread does meanwhile."""
 MAX_GRAPHS = 128
 """Most graphs kept; the least recently used one goes."""
 SYNCHRONIZING = "called a synchronizing CUDA operation"
@@ -76,7 +80,7 @@ class Graphs:
 
     def __init__(self, device: torch.device, not_captured: Collection[str] = ()) -> None:
         self.device, self.not_captured, self.max_graphs = device, set(not_captured), MAX_GRAPHS
-        self.failed: set[Hashable] = set()
+        self.failed: Counter[Hashable] = Counter()
         self.warned: set[str] = set()
         self.new_stream()
         self.clear()
@@ -87,7 +91,8 @@ class Graphs:
             OrderedDict()
         )
         self.version = version
-        self.new_pool()
+        # one for each part: a part's graph may write where another's, of the same pool, reads
+        self.pools: defaultdict[Hashable, Any] = defaultdict(torch.cuda.graph_pool_handle)
 
     def __call__(
         self,
@@ -111,7 +116,7 @@ class Graphs:
 
     def may_capture(self, key: Hashable) -> bool:
         """True unless this part is excluded, or a capture of the key has failed."""
-        return _part_of(key) not in self.not_captured and key not in self.failed
+        return _part_of(key) not in self.not_captured and self.failed[key] < MAX_CAPTURES
 
     def _try_capture(
         self,
@@ -122,37 +127,40 @@ class Graphs:
     ) -> None:
         """Capture a function and keep its graph; if that fails, note its key and warn once."""
         try:
-            replay, result = self.capture(function, get_state(), inputs)
+            replay, result = self.capture(_part_of(key), function, get_state(), inputs)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            self.failed.add(key)
+            may_pass = "captur" in str(error)  # as in each of CUDA's errors 900 to 907
+            self.failed[key] = self.failed[key] + 1 if may_pass else MAX_CAPTURES
             part, reason = _part_of(key), str(error).strip().split("\n")[0]
             message = (
                 f"{part}: cannot be captured as a CUDA graph and runs slower, kernel by kernel: "
                 f"{reason:.200}"
             )
-            if message not in self.warned:
+            if message not in self.warned and not self.may_capture(key):
                 self.warned.add(message)
                 warnings.warn(message, stacklevel=4)
             return
         self.graphs[key] = replay, result, inputs
         if len(self.graphs) > self.max_graphs:
-            self.graphs.popitem(last=False)
-
-    def new_pool(self) -> None:
-        """Take a new pool: PyTorch captures nothing into one that has lost its last graph."""
-        self.pool = torch.cuda.graph_pool_handle()
+            part = _part_of(self.graphs.popitem(last=False)[0])
+            if part not in map(_part_of, self.graphs):
+                del self.pools[part]  # PyTorch captures nothing into one that lost its last graph
 
     def new_stream(self) -> None:
         """Take another stream to capture on; PyTorch has 32, and hands them out in turn."""
         self.stream = torch.cuda.Stream(self.device)
 
     def capture(
-        self, function: Callable[..., Any], state: Sequence[Tensor], inputs: tuple[Tensor, ...]
+        self,
+        part: Hashable,
+        function: Callable[..., Any],
+        state: Sequence[Tensor],
+        inputs: tuple[Tensor, ...],
     ) -> tuple[Callable[[], None], Any]:
         """Capture `function(*inputs)`; `state` is restored, also if this fails."""
-        with torch.cuda.device(self.device):
+        with _capture_lock, torch.cuda.device(self.device):
             state_before = [tensor.clone() for tensor in state]
             caller_stream = torch.cuda.current_stream()
 
@@ -176,14 +184,14 @@ class Graphs:
                     has_begun = True
                     with torch.cuda.graph(
                         graph,
-                        pool=self.pool,
+                        pool=self.pools[part],
                         stream=self.stream,
                         capture_error_mode="thread_local",
                     ):
                         result = function(*inputs)
             except RuntimeError:  # torch.OutOfMemoryError is one too
                 if has_begun:
-                    self.abandon()
+                    self.abandon(part)
                 caller_stream.wait_stream(self.stream)
                 restore_state()
                 raise
@@ -192,15 +200,15 @@ class Graphs:
                 caller_stream.wait_stream(self.stream)
             return graph.replay, result
 
-    def abandon(self) -> None:
+    def abandon(self, part: Hashable) -> None:
         """Clean up after a failed capture.
 
         PyTorch may not have told its allocator that the capture is over, and the pool may be
         damaged.
         """
         with contextlib.suppress(RuntimeError):  # raised if the allocator knows already
-            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool)
-        self.new_pool()
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pools[part])
+        del self.pools[part]
         self.new_stream()
 
 

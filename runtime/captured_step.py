@@ -15,7 +15,7 @@ from sequoia_plan.runtime.base.sampling import Sampling
 from sequoia_plan.runtime.capture import read_back
 from sequoia_plan.runtime.decoding_models import DecodingModels
 from sequoia_plan.runtime.draft.drafter import DraftedTree
-from sequoia_plan.runtime.draft.unread import catch_up, note_count
+from sequoia_plan.runtime.draft.unread import catch_up, note_accepted
 from sequoia_plan.runtime.models import split_keys
 from sequoia_plan.runtime.models.compiled_passes import one_thread_of_torch
 from sequoia_plan.runtime.step import TARGET_NOT_FINITE, TreeStep
@@ -124,11 +124,11 @@ class CapturedStep(TreeStep):
             )
         count = min(count, self.target.context - 1 - length)  # nodes beyond the context are cut off
         depth, match_length = self.tree.depth, 0
+        path, tokens = numbers[:depth][:count], numbers[depth : 2 * depth][:count]
         if self.lookup:
-            note_count(self.sequence, self.tree, count)
+            note_accepted(self.sequence, self.tree, path)
             match_length = numbers[-1]
-        path, tokens = numbers[:depth], numbers[depth : 2 * depth]
-        return StepOutput(path[:count], tokens[:count], self.tree, match_length)
+        return StepOutput(path, tokens, self.tree, match_length)
 
     def run(self, extent: int, sampling: Sampling) -> Tensor:
         """What a call returns; the next run overwrites that tensor."""

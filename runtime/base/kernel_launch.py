@@ -11,8 +11,11 @@ import torch
 
 T = TypeVar("T")
 
-_failed_kernels: set[str] = set()
-"""Names of kernels that could not be compiled in this process."""
+Kernel = tuple[str, torch.dtype]
+"""A kernel's name and the dtype that it computes in; each dtype is compiled by itself."""
+
+_failed_kernels: set[Kernel] = set()
+"""Kernels that could not be compiled in this process."""
 
 
 def kernels_available(device: torch.device) -> bool:
@@ -20,13 +23,13 @@ def kernels_available(device: torch.device) -> bool:
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
-def has_failed(name: str) -> bool:
-    """Has `kernel_or_tensors` tried the kernel of this name in vain?"""
-    return name in _failed_kernels
+def has_failed(kernel: Kernel) -> bool:
+    """Has `kernel_or_tensors` tried this kernel in vain?"""
+    return kernel in _failed_kernels
 
 
 def kernel_or_tensors(
-    name: str, run_kernel: Callable[[], T], run_tensor_operations: Callable[[], T]
+    kernel: Kernel, run_kernel: Callable[[], T], run_tensor_operations: Callable[[], T]
 ) -> T:
     """What a kernel computes; if it cannot be compiled, what tensor operations compute.
 
@@ -34,7 +37,7 @@ def kernel_or_tensors(
     accepts the kernel. If that fails, there is one warning, and the kernel is not tried again in
     this process.
     """
-    if name in _failed_kernels:
+    if kernel in _failed_kernels:
         return run_tensor_operations()
     try:
         return run_kernel()
@@ -42,10 +45,10 @@ def kernel_or_tensors(
         raise
     # compilers raise many types; a device that has failed raises again in the tensor operations
     except Exception as error:
-        _failed_kernels.add(name)
+        _failed_kernels.add(kernel)
         warnings.warn(
-            f"{name}: its Triton kernel cannot be compiled, and slower tensor operations replace "
-            f"it: {_reason(error)}",
+            f"{kernel[0]}: its Triton kernel cannot be compiled, and slower tensor operations "
+            f"replace it: {_reason(error)}",
             stacklevel=3,
         )
         return run_tensor_operations()

@@ -59,8 +59,8 @@ that switches each off. The first of them depend on the text so far, which diffe
 DEFAULT_VERIFIER = "traversal"
 """It never accepts fewer expected tokens than `sequoia` (tests/runtime/test_verify.py)."""
 
-SMALLEST = 1e-30
-"""Temperatures and masses beyond this, or its inverse, exceed float32: sampling is not exact."""
+SMALLEST, LARGEST = 1e-30, 1e30
+"""Temperatures and masses beyond these exceed float32: sampling is not exact."""
 
 LARGEST_BITS = (1 << 30) - 1
 """At least the bit pattern of every float32 up to 1."""
@@ -109,7 +109,7 @@ class Sampling:
     def __post_init__(self) -> None:
         """Check every setting; raise ArgumentError for the first that is invalid."""
         # logits and probabilities are float32
-        temperatures, masses = (SMALLEST, 1e30), (SMALLEST, 1)
+        temperatures, masses = (SMALLEST, LARGEST), (SMALLEST, 1)
         for name, (lowest, highest), off_value in (
             ("temperature", temperatures, 0),
             ("top_p", masses, 1),
@@ -218,7 +218,7 @@ class Sampling:
             return draw_by_tensor_operations()
         temperature = self.draft_temperature or self.temperature
         return kernel_or_tensors(
-            "drawing",
+            ("drawing", logits.dtype),
             lambda: race_on_device(logits, temperature, count, bits),
             draw_by_tensor_operations,
         )
@@ -246,8 +246,8 @@ def summands(probs: Tensor, mass: float) -> tuple[Tensor, float]:
 
 
 def whole_numbers(probs: Tensor, mass: float) -> tuple[Tensor, int]:
-    """Both as int64, in units of 1 / `FIXED_POINT`."""
-    return (probs * FIXED_POINT).long(), int(mass * FIXED_POINT)
+    """Both as int64, in units of 1 / `FIXED_POINT`; the mass is at least 1: a token is kept."""
+    return (probs * FIXED_POINT).long(), max(1, int(mass * FIXED_POINT))
 
 
 def _boundary(weights: Tensor, bins: Tensor, mass: float | Tensor) -> tuple[Tensor, Tensor]:

@@ -63,7 +63,12 @@ def find_checkpoint(source: str) -> Checkpoint | None:
     try:
         config = json.loads((folder / "config.json").read_text())
         algorithm = _algorithm_of(config, source)
-    except (OSError, ValueError, AttributeError):  # transformers says what is wrong with it
+    except (
+        OSError,
+        ValueError,
+        AttributeError,
+        RecursionError,
+    ):  # transformers says what is wrong with it
         return None
     if algorithm is None and not _has_fc(folder):
         return None
@@ -115,8 +120,11 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         try:
             if file.suffix == ".safetensors":
                 tensors |= load_file(file)
-            else:
-                tensors |= torch.load(file, map_location="cpu", weights_only=True)
+                continue
+            for name, tensor in torch.load(file, map_location="cpu", weights_only=True).items():
+                if not isinstance(name, str) or not isinstance(tensor, Tensor):
+                    raise TypeError(f"{name!r:.60} is not the name of a tensor")
+                tensors[name] = tensor
         except Exception as error:  # pickles fail in many ways
             raise SequoiaPlanError(
                 f"{file}: cannot be read ({first_line(error)}); get the draft again"

@@ -14,7 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.files import write_atomically
+from sequoia_plan.runtime.base.errors import one_line
 from sequoia_plan.runtime.models.int8 import rows_in_8_bits
+from sequoia_plan.runtime.models.vocabulary import check_d2t
 
 FORMAT, VERSION = "sequoia-plan-draft", 1
 METADATA_KEY = "sequoia_plan"
@@ -103,45 +105,61 @@ def load_draft(path: str | Path, target: Any) -> LlamaForCausalLM:
     Matrices are int8 in the file, with one scale for each row; they are multiplied out here. The
     input embeddings are the target's.
     """
-    header, tensors = _read(path)
-    embeddings = target.get_input_embeddings()
-    config = LlamaConfig(**header["config"])
-    if (config.vocab_size, config.hidden_size) != tuple(embeddings.weight.shape):
+    settings, tensors = _read(path)
+    try:
+        return _load(settings, tensors, target)
+    except Exception as error:  # torch and transformers raise errors of many types
+        kind = "" if isinstance(error, SequoiaPlanError) else f"{type(error).__name__}: "
         raise SequoiaPlanError(
-            f"{path}: a draft for embeddings of {config.vocab_size} x {config.hidden_size}, the "
-            f"target's are {' x '.join(map(str, embeddings.weight.shape))}; use a draft made for "
-            "this target"
-        )
-    draft = build_draft(config, embeddings, tensors.pop(D2T_KEY).long())
-    weights = {}
+            f"{path}: {kind}{one_line(error)}; get the draft again, or use one made for this target"
+        ) from error
+
+
+def _load(settings: dict[str, Any], tensors: dict[str, Tensor], target: Any) -> LlamaForCausalLM:
+    """The draft with these settings of a LlamaConfig, and these tensors by name."""
+    config, embeddings = LlamaConfig(**settings), target.get_input_embeddings()
+    num_layers = len({name.split(".")[2] for name in tensors if name.startswith("model.layers.")})
+    for name, expected in (
+        ("vocab_size", embeddings.weight.shape[0]),
+        ("hidden_size", embeddings.weight.shape[1]),
+        ("num_hidden_layers", num_layers),
+    ):
+        if (found := getattr(config, name)) != expected:
+            raise SequoiaPlanError(f"{name}: found {found!r:.60}, expected {expected}")
+    d2t = tensors.pop(D2T_KEY, torch.empty(0))
+    check_d2t(d2t, config.vocab_size, config.vocab_size)
+    draft, weights = build_draft(config, embeddings, d2t.long()), dict(tensors)
     for name, tensor in tensors.items():
         if tensor.dtype == torch.int8:
-            weights[name] = tensor.float() * tensors[f"{name}.scale"][:, None]
-        elif not name.endswith(".scale"):
-            weights[name] = tensor
+            scale = weights.pop(f"{name}.scale", None)
+            if scale is None or scale.shape != tensor.shape[:1]:
+                raise SequoiaPlanError(f"{name}.scale: expected a number for each row of {name}")
+            weights[name] = tensor.float() * scale[:, None]
+        elif not tensor.is_floating_point():
+            raise SequoiaPlanError(f"{name}: found {tensor.dtype}, expected int8 or floating point")
     missing, unexpected = draft.load_state_dict(weights, strict=False)
-    if unexpected or missing != [EMBEDDINGS_KEY]:
-        raise SequoiaPlanError(
-            f"{path}: tensors do not fit its config ({[*unexpected, *missing][0]}); get the draft "
-            "again"
-        )
+    missing.remove(EMBEDDINGS_KEY)
+    for names, problem in ((unexpected, "a tensor too many"), (missing, "no such tensor")):
+        if names:
+            raise SequoiaPlanError(f"{names[0]}: {problem}")
     return draft.eval()
 
 
 def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header and the tensors of a draft file."""
+    """The settings of the model, and the tensors, of a draft file."""
     if not Path(path).is_file():
         raise SequoiaPlanError(f"{path}: no such file; expected a draft written by sequoia-plan")
     try:
         with safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {}).get(METADATA_KEY, "null"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise SequoiaPlanError(f"{path}: not a readable safetensors file ({error})") from error
     expected = {"format": FORMAT, "version": VERSION}
-    if not isinstance(header, dict) or not expected.items() <= header.items():
+    is_draft = isinstance(header, dict) and expected.items() <= header.items()
+    if not is_draft or not isinstance(header.get("config"), dict):
         raise SequoiaPlanError(
             f"{path}: not a draft (expected safetensors of format {FORMAT}, version {VERSION}); "
             "give --draft a folder for other models"
         )
-    return header, tensors
+    return header["config"], tensors

@@ -236,7 +236,6 @@ def draw_children(
     if not draft_pass.looked_up:
         probs, drawn = sampling.draw_children(logits, count, bits)
     else:
-        logits = logits.clone()
         is_looked_up = torch.zeros_like(logits, dtype=torch.bool)
         for row, child in draft_pass.looked_up:
             is_looked_up[row] = is_token(drafter, sequence.tokens[sequence.length + child])
@@ -245,6 +244,8 @@ def draw_children(
         # up may be among the draws, and goes to the end.
         num_draws = min(count + 1, drafter.vocabulary)
         probs, drawn = sampling.draw_children(logits, num_draws, bits)
+        # a row that had that token alone is NaN now: its draws are uniform, as of probabilities 0
+        probs = probs.nan_to_num(0.0)
         order = is_looked_up.gather(1, drawn).byte().argsort(dim=1, stable=True)
         drawn = drawn.gather(1, order)[:, :count]
     children = drawn.flatten()[draft_pass.draw_index]

@@ -19,7 +19,6 @@ from sequoia_plan.runtime.draft.drafter import (
     distinct_slots,
     passes_by_level,
 )
-from sequoia_plan.runtime.models.attention import shares_heads
 from sequoia_plan.runtime.models.forward import ForwardOutput
 from sequoia_plan.runtime.models.split_keys import splits_keys
 
@@ -77,9 +76,7 @@ class EagleDrafter(HiddenStateDrafter):
         """
         features = self._fuse(hidden_states)
         feature_before = cache.recent_features[(slots[:1] - 1) % RECENT]
-        # token 0 has no feature before it, so its slot has nothing to attend to and is hidden
-        mask = mask.clone()
-        mask[:, 0] = torch.finfo(mask.dtype).min
+        mask = _mask_of_committed(slots, mask.shape[1], mask.dtype)
         inputs = torch.cat([feature_before, features[:-1]])
         self._read(cache, tokens, inputs, slots, slots, mask, logits_to_keep=1)
         self.keep_features(cache, slots[-RECENT:], features[-RECENT:])
@@ -116,9 +113,7 @@ class EagleDrafter(HiddenStateDrafter):
     def splits_keys(self, tokens: int) -> bool:
         """See `Drafter`."""
         model = self.model
-        return shares_heads(model, model.config) and splits_keys(
-            model.device, model.dtype, model.config.head_dim, tokens
-        )
+        return splits_keys(model.device, model.dtype, model.config.head_dim, tokens)
 
     def num_read_again(self, tree: TokenTree) -> int:
         """As many tokens as the step has draft passes."""
@@ -191,7 +186,8 @@ class EagleDrafter(HiddenStateDrafter):
 def _mask_of_committed(slots: Tensor, extent: int, dtype: torch.dtype) -> Tensor:
     """The mask of committed tokens in `slots`: they see those before them that have a feature.
 
-    No token is before the one in slot 0, so that one has none.
+    No token is before the one in slot 0, so that one has none, and only it sees itself: a row that
+    saw nothing would attend to whatever the cache holds.
     """
-    all_slots = torch.arange(extent, device=slots.device)
-    return additive_mask((all_slots <= slots[:, None]) & (all_slots > 0), dtype)
+    all_slots, own_slots = torch.arange(extent, device=slots.device), slots[:, None]
+    return additive_mask((own_slots.clamp(max=1) <= all_slots) & (all_slots <= own_slots), dtype)

@@ -6,13 +6,16 @@ shows most of what does not fit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime.base.errors import one_line
 from sequoia_plan.runtime.draft.checkpoint import DFLASH, EAGLE1, EAGLE3, Checkpoint
 from sequoia_plan.runtime.draft.dflash_model import DFlashModel, DraftBlock
 from sequoia_plan.runtime.draft.eagle_model import Eagle1, Eagle3, Eagle3Norms
@@ -29,23 +32,57 @@ from sequoia_plan.runtime.models.aux_hidden_states import AFTER_FINAL_NORM
 from sequoia_plan.runtime.models.vocabulary import vocabulary_size
 
 LAYER_IDS = {
-    (EAGLE3, True): "eagle_aux_hidden_state_layer_ids",
-    (EAGLE3, False): "eagle_config.eagle_aux_hidden_state_layer_ids",
-    (DFLASH, True): "aux_hidden_state_layer_ids",
-    (DFLASH, False): "dflash_config.target_layer_ids",
+    (EAGLE1, False): (),
+    (EAGLE3, True): ("eagle_aux_hidden_state_layer_ids",),
+    (EAGLE3, False): (
+        "eagle_config.eagle_aux_hidden_state_layer_ids",
+        "aux_hidden_states_layer_ids",
+    ),
+    (DFLASH, True): ("aux_hidden_state_layer_ids",),
+    (DFLASH, False): ("dflash_config.target_layer_ids",),
 }
-"""Where config.json has layer numbers, by algorithm and whether the layout is speculators'."""
+"""Where config.json may have layer numbers, by algorithm and whether the layout is speculators'."""
+LIKE_LAYER_IDS = re.compile(r"layer_?ids?$|aux.*layer")
+"""Keys that say which hidden states a draft reads, if one knew how their numbers count."""
 MAX_BLOCK_SIZE = 4096
 """Tokens; published blocks have 8 to 16."""
-DFLASH_SETTINGS = {
-    "block_size",
-    "mask_token_id",
-    "target_layer_ids",
-    "causal",
-    "sample_from_anchor",
-    "num_target_layers",
+FLAG = (False, True)
+SETTINGS: dict[str, tuple[str, dict[str, tuple[Any, ...]]]] = {
+    EAGLE1: ("eagle_config", {}),
+    EAGLE3: (
+        "eagle_config",
+        {
+            "eagle_aux_hidden_state_layer_ids": (),
+            "norm_before_residual": FLAG,
+            "norm_output": FLAG,
+            "norm_before_fc": FLAG,
+            "fc_norm": FLAG,
+            "use_aux_hidden_state": (True,),
+            "use_input_layernorm_in_first_layer": (True,),
+            "use_last_layernorm": (True,),
+            "use_mtp_layernorm": (False,),
+            "next_layer_regular": (True,),
+            "parallel_draft_step": (1,),
+            "parallel_draft_heads_num_layers": (),
+        },
+    ),
+    DFLASH: (
+        "dflash_config",
+        {
+            "block_size": (),
+            "mask_token_id": (),
+            "target_layer_ids": (),
+            "num_target_layers": (),
+            "is_causal": FLAG,
+            "causal": FLAG,
+            "sample_from_anchor": FLAG,
+            "sliding_window_non_causal": FLAG,
+            "use_aux_hidden_state": (True,),
+        },
+    ),
 }
-"""Known keys of `dflash_config`; any other one makes the draft another model."""
+"""The section of config.json for an algorithm, and its known keys, which may also be at the top:
+the values that each may have, or none where another function checks it."""
 
 
 def load_checkpoint(checkpoint: Checkpoint, target: Any, dtype: torch.dtype) -> HiddenStateDraft:
@@ -58,16 +95,21 @@ def load_checkpoint(checkpoint: Checkpoint, target: Any, dtype: torch.dtype) -> 
     except Exception as error:  # torch and transformers raise errors of many types
         raise checkpoint.error(
             f"its config.json makes no {checkpoint.algorithm} draft for this target "
-            f"({type(error).__name__}: {_one_line(error)})"
+            f"({type(error).__name__}: {one_line(error)})"
         ) from error
     device = execution_device(target)
-    names = checkpoint.weights.keys() - {"d2t", "t2d"}
+    names = sorted(checkpoint.weights.keys() - {"d2t", "t2d"})
+    if odd_names := [name for name in names if not checkpoint.weights[name].is_floating_point()]:
+        raise checkpoint.error(
+            f"{odd_names[0]}: found {checkpoint.weights[odd_names[0]].dtype}, expected a floating "
+            "point dtype"
+        )
     weights = {name: checkpoint.weights[name].to(device, dtype) for name in names}
     try:
         draft.load_state_dict(weights, assign=True)
     except RuntimeError as error:
         raise checkpoint.error(
-            f"its weights do not fit its config.json and this target: {_one_line(error)}"
+            f"its weights do not fit its config.json and this target: {one_line(error)}"
         ) from error
     # the buffers of rotary embeddings are computed, not loaded
     draft.rotary_emb = type(draft.rotary_emb)(draft.config).to(device)
@@ -97,10 +139,12 @@ def eagle3_default_layers(num_layers: int) -> tuple[int, ...]:
 
 def _build(checkpoint: Checkpoint, target: Any) -> HiddenStateDraft:
     """The draft's module. Embeddings and head are its own where the target's cannot serve."""
-    weights, config, algorithm = checkpoint.weights, checkpoint.config, checkpoint.algorithm
+    weights, algorithm = checkpoint.weights, checkpoint.algorithm
     layer_config, d2t = _layer_config(checkpoint, target), _d2t(checkpoint, target)
     other_width = layer_config.hidden_size != text_config(target).hidden_size
-    has_head = algorithm == EAGLE3 or d2t is not None or other_width or "lm_head.weight" in weights
+    settings, vocabulary = _settings(checkpoint), layer_config.vocab_size
+    other_head = d2t is not None or (settings.get("draft_vocab_size") or vocabulary) != vocabulary
+    has_head = other_head or other_width or "lm_head.weight" in weights
     draft_vocabulary = vocabulary_size(target) if d2t is None else d2t.numel()
     arguments: dict[str, Any] = {
         "config": layer_config,
@@ -114,7 +158,6 @@ def _build(checkpoint: Checkpoint, target: Any) -> HiddenStateDraft:
     if algorithm == EAGLE1:
         draft = Eagle1(bias="fc.bias" in weights, **arguments)
     elif algorithm == EAGLE3:
-        settings = {**config, **(config.get("eagle_config") or {})}
         norms = Eagle3Norms(
             before_residual=bool(settings.get("norm_before_residual")),
             output=bool(settings.get("norm_output")),
@@ -123,7 +166,7 @@ def _build(checkpoint: Checkpoint, target: Any) -> HiddenStateDraft:
         )
         draft = Eagle3(norms=norms, **arguments)
     else:
-        draft = DFlashModel(block=_draft_block(checkpoint, target), **arguments)
+        draft = DFlashModel(block=_draft_block(checkpoint, settings, target), **arguments)
     assert draft.window is None or draft.window > 0, "sliding_window"
     return draft
 
@@ -167,7 +210,7 @@ def _d2t(checkpoint: Checkpoint, target: Any) -> Tensor | None:
     tokens = set(d2t.tolist())
     is_valid = (
         not offsets.is_floating_point()
-        and len(tokens) == d2t.numel()
+        and 0 < len(tokens) == d2t.numel()
         and min(tokens) >= 0
         and max(tokens) < vocabulary_size(target)
         and (t2d is None or tokens == set(t2d.nonzero().flatten().tolist()))
@@ -182,30 +225,28 @@ def _d2t(checkpoint: Checkpoint, target: Any) -> Tensor | None:
 
 def _aux_hidden_state_layers(checkpoint: Checkpoint, target: Any) -> tuple[int, ...]:
     """Which hidden states of this target the draft reads, numbered as in aux_hidden_states.py."""
-    config, from_speculators = checkpoint.config, checkpoint.from_speculators
-    if checkpoint.algorithm == EAGLE1:
-        return (AFTER_FINAL_NORM,)
-    key = LAYER_IDS[checkpoint.algorithm, from_speculators]
-    sections = {"": config}
-    sections |= {f"{name}.": config.get(name) or {} for name in ("eagle_config", "dflash_config")}
+    keys = LAYER_IDS[checkpoint.algorithm, checkpoint.from_speculators]
     layer_ids = {
-        prefix + name: value
-        for prefix, section in sections.items()
-        for name, value in section.items()
-        if name.endswith("layer_ids") and value is not None
+        name: value
+        for name, value in _by_dotted_name(checkpoint.config)
+        if LIKE_LAYER_IDS.search(name.rpartition(".")[2]) and value is not None
     }
-    if unknown_keys := sorted(layer_ids.keys() - {key}):
+    if unknown_keys := sorted(layer_ids.keys() - keys):
         raise checkpoint.error(
             f"found layer ids as {unknown_keys[0]}, whose numbers no known trainer of this layout "
-            f"writes; expected {key}"
+            f"writes; expected {keys[0] if keys else 'none'}"
         )
+    if not keys:
+        return (AFTER_FINAL_NORM,)
     num_layers = len(decoder_layers(unwrapped(target))[1])
-    shift = 0 if from_speculators else 1  # what makes our number of a number in the file
+    shift = 0 if checkpoint.from_speculators else 1  # what makes our number of a number in the file
+    key = next(iter(layer_ids), keys[0])
     ids: Any = layer_ids.get(key)
     if ids is None and checkpoint.algorithm == EAGLE3:
         ids = [number - shift for number in eagle3_default_layers(num_layers)]
     is_valid = (
         isinstance(ids, list)
+        and all(other == ids for other in layer_ids.values())
         and 0 < len(ids) == len(set(ids))
         and all(_is_int(number) and 0 <= number + shift <= num_layers for number in ids)
     )
@@ -217,19 +258,43 @@ def _aux_hidden_state_layers(checkpoint: Checkpoint, target: Any) -> tuple[int, 
     return tuple(number + shift for number in ids)
 
 
-def _draft_block(checkpoint: Checkpoint, target: Any) -> DraftBlock:
+def _by_dotted_name(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """All settings of a config.json, those of sections in it under names like "section.key"."""
+    for name, value in section.items():
+        yield prefix + name, value
+        if isinstance(value, Mapping):
+            yield from _by_dotted_name(value, f"{prefix}{name}.")
+
+
+def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What config.json says, with the algorithm's own section as if it stood at the top.
+
+    An unknown key of that section is refused, and so is a value that makes it another model.
+    """
+    section_name, known = SETTINGS[checkpoint.algorithm]
+    section = checkpoint.config.get(section_name) or {}
+    if not isinstance(section, Mapping):
+        raise checkpoint.error(f"{section_name}: found {section!r:.60}, expected a section")
+    if unknown_keys := sorted(key for key in section.keys() - known if section[key]):
+        raise checkpoint.error(
+            f"{section_name}.{unknown_keys[0]}: a variant that is not known; expected "
+            f"{', '.join(sorted(known))}"
+        )
+    settings = {**checkpoint.config, **section}
+    for key, values in known.items():
+        value = settings.get(key)
+        if values and value is not None and json.dumps(value) not in map(json.dumps, values):
+            expected = " or ".join(map(json.dumps, values))
+            raise checkpoint.error(f"{key}: found {value!r:.60}, expected {expected}")
+    return settings
+
+
+def _draft_block(checkpoint: Checkpoint, settings: Mapping[str, Any], target: Any) -> DraftBlock:
     """What a block of this DFlash draft is, from its config.json.
 
     A block is the tokens that one pass reads: the root's, and mask tokens after it.
     """
     from_speculators = checkpoint.from_speculators
-    section = {} if from_speculators else checkpoint.config.get("dflash_config") or {}
-    if unknown_keys := sorted(key for key in section.keys() - DFLASH_SETTINGS if section[key]):
-        raise checkpoint.error(
-            f"dflash_config.{unknown_keys[0]}: a variant that is not known; expected "
-            f"{', '.join(sorted(DFLASH_SETTINGS))}"
-        )
-    settings = {**checkpoint.config, **section}
     size, mask_token = settings.get("block_size"), settings.get("mask_token_id")
     num_embeddings = target.get_input_embeddings().num_embeddings
     if not (_is_int(size) and 2 <= size <= MAX_BLOCK_SIZE and _is_int(mask_token)):
@@ -262,12 +327,6 @@ def _causal_layer_types(settings: Mapping[str, Any], from_speculators: bool) -> 
     if is_causal is None:
         return frozenset([WINDOWED])
     return frozenset([FULL, WINDOWED]) if is_causal else frozenset()
-
-
-def _one_line(error: Exception) -> str:
-    """An error's message in one line, without a heading."""
-    lines = str(error).split("\n")
-    return " ".join(" ".join(lines[1:] or lines).split())[:300]
 
 
 def _is_int(value: Any) -> TypeGuard[int]:

@@ -23,7 +23,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from sequoia_plan.runtime.base.cache import CacheLayout, TreeCache, cache_argument
 from sequoia_plan.runtime.base.masks import mask_as_dtype, windowed_mask
 from sequoia_plan.runtime.models.architecture import FULL, WINDOWED, text_config
-from sequoia_plan.runtime.models.attention import attending, shares_heads
+from sequoia_plan.runtime.models.attention import attending
 
 CACHE_ARGUMENT = cache_argument(LlamaDecoderLayer.forward)
 """The name under which the layers of all drafts take their cache, of transformers and fused."""
@@ -133,8 +133,7 @@ class HiddenStateDraft(nn.Module):
 
     def attending(self, slots: Tensor | None = None) -> Any:
         """A context in which its passes use the same attention kernels as the target's."""
-        config = self.config if shares_heads(self, self.config) else None
-        return attending(self.device, config, slots)
+        return attending(self.config, slots)
 
     def run_layers(
         self,

@@ -6,6 +6,8 @@ run. Their number is on the host: the step's own result says how many nodes were
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from sequoia_plan.artifacts import TokenTree
@@ -21,8 +23,8 @@ def catch_up(
 ) -> None:
     """Let the draft read what it has not read, if a step with `tree` needs it or it is too much.
 
-    Afterwards, all that the step may accept without the draft counts as unread, until `note_count`
-    says how much of it was accepted.
+    Afterwards, all that the step may accept without the draft counts as unread, until
+    `note_accepted` says what was accepted.
     """
     drafts = bool(tree.num_drafted_levels)
     is_needed = drafts and sequence.num_unread > drafter.num_read_again(tree)
@@ -40,6 +42,9 @@ def catch_up(
         sequence.num_unread += min(drafter.max_unread(tree) + 1, tree.depth)
 
 
-def note_count(sequence: SequenceState, tree: TokenTree, count: int) -> None:
-    """Take off what the last step, with `tree`, did not accept."""
-    sequence.num_unread = max(0, sequence.num_unread - (tree.depth - count))
+def note_accepted(sequence: SequenceState, tree: TokenTree, path: Sequence[int]) -> None:
+    """Take off what the last step, with `tree`, did not accept; `path` has the accepted nodes."""
+    num_unread = sequence.num_unread - (tree.depth - len(path))
+    # no pass reads a leaf, also one above the last level
+    ends_in_leaf = not tree.child_count[path[-1]]
+    sequence.num_unread = max(num_unread, min(ends_in_leaf, sequence.num_unread))

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -24,9 +23,6 @@ from sequoia_plan.runtime.models.split_keys import (
 
 IMPLEMENTATION = "sequoia_plan"
 """The name under which transformers knows the attention of this module."""
-MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""PyTorch's kernels that take a mask well. Flash attention takes none. cuDNN does, but builds a
-plan of tens of milliseconds for every new shape and stride."""
 MAX_ROW_TOKENS = 8
 """In passes over so many tokens, bfloat16 heads that share keys are rows of one head on the CPU."""
 
@@ -50,40 +46,51 @@ def attend_shared_heads(
     head_dim].
     """
     key_heads, sequences, tokens = key.shape[1], query.shape[0], query.shape[2]
-    heads_are_shared = query.shape[1] != key_heads
-    one_mask_for_all_heads = attention_mask is not None and attention_mask.shape[1] == 1
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     is_plain_sdpa = all(kwargs.get(name) is None for name in ("softcap", "position_bias", "cache"))
-    attend = partial(
-        nn.functional.scaled_dot_product_attention,
-        attn_mask=attention_mask,
-        dropout_p=dropout,
-        scale=scaling,
-    )
+    has_one_mask = attention_mask is not None and attention_mask.shape[1] == 1
+    if dropout or not (has_one_mask and is_plain_sdpa and 1 in (sequences, tokens)):
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, **kwargs
+        )
+    assert attention_mask is not None
+    mask = attention_mask
 
     def attend_by_tensor_operations() -> Tensor:
         """What this function returns, for one sequence or one token of each."""
         if tokens == 1:  # heads become rows (tokens) of the shared head
-            rows = query[:, :, 0].unflatten(1, (key_heads, -1))
-            return attend(rows, key, value).flatten(1, 2)[:, None].contiguous()
+            rows = query.squeeze(2).unflatten(1, (key_heads, -1))
+            return _attend(rows, key, value, mask, scale).flatten(1, 2).unsqueeze(1).contiguous()
         # shared heads become the batch dimension
-        queries = query[0].unflatten(0, (key_heads, -1))
-        keys = key[0][:, None].expand(-1, queries.shape[1], -1, -1)
-        values = value[0][:, None].expand(-1, queries.shape[1], -1, -1)
-        attended = attend(queries, keys, values).flatten(0, 1)[None]
-        return attended.transpose(1, 2).contiguous()
+        queries = query.squeeze(0).unflatten(0, (key_heads, -1))
+        keys, values = (
+            states.transpose(0, 1).expand(-1, queries.shape[1], -1, -1) for states in (key, value)
+        )
+        attended = _attend(queries, keys, values, mask, scale).flatten(0, 1)
+        return attended.transpose(0, 1).unsqueeze(0).contiguous()
 
-    if heads_are_shared and one_mask_for_all_heads and is_plain_sdpa and 1 in (sequences, tokens):
-        assert attention_mask is not None
-        slots = None if torch.compiler.is_compiling() else _slots.get()
-        tensors = (query, key, value, attention_mask)
-        if dropout or slots is None or not can_split_keys(*tensors, slots):
-            return attend_by_tensor_operations(), None
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        split_keys = partial(split_key_attention, *tensors, slots, scale)
-        return kernel_or_tensors(KERNELS_NAME, split_keys, attend_by_tensor_operations), None
-    return sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout, scaling, **kwargs
-    )
+    slots = None if torch.compiler.is_compiling() else _slots.get()
+    tensors = (query, key, value, mask)
+    if slots is None or not can_split_keys(*tensors, slots):
+        return attend_by_tensor_operations(), None
+    split_keys = partial(split_key_attention, *tensors, slots, scale)
+    kernel = KERNELS_NAME, query.dtype
+    return kernel_or_tensors(kernel, split_keys, attend_by_tensor_operations), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """PyTorch's attention; on CUDA its memory-efficient kernel, which takes a mask well.
+
+    Flash attention takes none. cuDNN does, but builds a plan of tens of milliseconds for every new
+    shape and stride.
+    """
+    is_aligned = query.shape[-1] % 8 == value.shape[-1] % 8 == mask.stride(-2) % 16 == 0
+    if not query.is_cuda or query.requires_grad or not is_aligned:
+        return nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)
+    mask = mask.expand(*query.shape[:3], -1)
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention
+    attended: Tensor = attend(query, key, value, mask, False, scale=scale)[0]
+    return attended
 
 
 def attend_on_cpu(
@@ -132,26 +139,19 @@ def attention_implementation(config: Any) -> str | None:
     return "sdpa" if name == IMPLEMENTATION else name
 
 
-def shares_heads(model: nn.Module, config: Any) -> bool:
-    """Do several heads of `model` share keys and values, and does it attend by `sdpa`?"""
-    return attention_implementation(config) == "sdpa" and any(
-        getattr(module, "num_key_value_groups", 1) > 1 for module in model.modules()
-    )
+def attends_by_sdpa(model: nn.Module, config: Any) -> bool:
+    """Can passes of `model` attend by `attend_shared_heads`?"""
+    takes_others = getattr(model, "_supports_attention_backend", True)
+    return takes_others and attention_implementation(config) == "sdpa"
 
 
 @contextlib.contextmanager
-def attending(
-    device: torch.device, config: Any = None, slots: Tensor | None = None
-) -> Iterator[None]:
-    """A context whose passes attend with kernels that suit a tree's mask.
+def attending(config: Any, slots: Tensor | None = None) -> Iterator[None]:
+    """A context whose passes, if there is a `config`, attend by `attend_shared_heads`.
 
-    On CUDA they use `MASKED_BACKENDS`, PyTorch's kernels that take a mask. With `config` they use
-    `attend_shared_heads`, which does not copy keys and values that several heads share. `slots`
-    int64 [tokens].
+    `slots` int64 [tokens].
     """
     with contextlib.ExitStack() as stack:
-        if device.type == "cuda":
-            stack.enter_context(sdpa_kernel(MASKED_BACKENDS))
         if config is not None:
             # another thread may be in this context, so the name found now may not be the model's
             stack.callback(setattr, config, "_attn_implementation", "sdpa")

@@ -25,7 +25,7 @@ from sequoia_plan.runtime.models.architecture import (
     text_config,
     unwrapped,
 )
-from sequoia_plan.runtime.models.attention import attending, shares_heads
+from sequoia_plan.runtime.models.attention import attending, attends_by_sdpa
 from sequoia_plan.runtime.models.aux_hidden_states import (
     AFTER_FINAL_NORM,
     register_hooks,
@@ -81,7 +81,7 @@ class TreeModel:
         backend = "cuda" if self.device.type == "cuda" else "cpu"
         self.prefill_chunk = STREAMED_PREFILL_CHUNK if self.stream else PREFILL_CHUNK[backend]
         self.prefill_multiples = PREFILL_MULTIPLES[backend]
-        self.grouped_query_config = config if shares_heads(plain_model, config) else None
+        self.sdpa_config = config if attends_by_sdpa(plain_model, config) else None
         self.compiled_pass = compiled_pass(plain_model)
         self.aux_hidden_state_layers = tuple(aux_hidden_state_layers)
         if self.aux_hidden_state_layers and not self.compiled_pass:
@@ -94,7 +94,7 @@ class TreeModel:
 
     def splits_keys(self, tokens: int) -> bool:
         """Do passes over a tree of so many tokens read no keys after the tree, at any extent?"""
-        if isinstance(self.layers, int) or self.grouped_query_config is None:
+        if isinstance(self.layers, int) or self.sdpa_config is None:
             return False
         return all(
             splits_keys(device, dtype, head_dim, tokens)
@@ -120,8 +120,7 @@ class TreeModel:
     ) -> ForwardOutput:
         """One pass over `tokens`, which writes their keys and values to `slots` of `cache`.
 
-        While it runs, `attending` selects attention kernels that take a mask and do not copy the
-        keys that several heads share. `tokens`, `positions`, `slots` int64 [tokens].
+        `tokens`, `positions`, `slots` int64 [tokens].
         """
         if mask.shape[1] > cache.capacity:
             raise SequoiaPlanError(
@@ -141,7 +140,7 @@ class TreeModel:
             has_states = bool(self.aux_hidden_state_layers)
             hidden_states = hidden_states.to(self.dtype) if has_states else None
             return ForwardOutput(logits[:, : self.vocabulary], hidden_states)
-        with attending(self.device, self.grouped_query_config, slots):
+        with attending(self.sdpa_config, slots):
             options: dict[str, Any] = {self.cache_argument: cache}
             if self.takes_logits_to_keep:
                 options["logits_to_keep"] = logits_to_keep

@@ -31,7 +31,7 @@ def by_kernel(
     """What a kernel computes of `x` where it runs; else what tensor operations compute."""
     if not runs_kernels(x):
         return run_tensor_operations()
-    return kernel_or_tensors(name, run_kernel, run_tensor_operations)
+    return kernel_or_tensors((name, x.dtype), run_kernel, run_tensor_operations)
 
 
 def rms_norm(hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:

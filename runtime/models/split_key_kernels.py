@@ -25,7 +25,7 @@ def attend_to_part(
     """Attend to one part of the keys. The programs are [shared heads, blocks of rows, parts].
 
     The parts end with the last of `slots`, which is read here: one launch, and one graph, serves
-    texts of all lengths. Blocks of keys that the mask hides from every row are not read. `query`
+    texts of all lengths. Nothing branches in the loop, so that its loads overlap. `query`
     [heads, num_tokens, HEAD_DIM]; `key`, `value` [shared heads, at least extent, HEAD_DIM]; `slots`
     int64 [num_tokens]; `part_sums` float32 [parts, shared heads * rows, HEAD_DIM]; `part_totals`,
     `part_max` float32 [parts, shared heads * rows].
@@ -53,31 +53,29 @@ def attend_to_part(
     first = part * chunk
     for start in range(first, tl.minimum(first + chunk, end), BLOCK_KEYS):
         keys = start + tl.arange(0, BLOCK_KEYS)
-        key_inside = keys < end
+        key_inside = keys < extent  # not `end`: loads of 16 bytes need a multiple of 16
+        k = tl.load(
+            key + head * key_head_stride + keys[None, :] * key_slot_stride + dims[:, None],
+            mask=key_inside[None, :] & dim_inside[:, None], other=0.0,
+        )
         bias = tl.load(
             mask + row_tokens[:, None] * mask_token_stride + keys[None, :],
             mask=row_inside[:, None] & key_inside[None, :], other=-float("inf"),
         ).to(tl.float32)
-        is_visible = bias > HIDDEN
-        if tl.max(tl.max(is_visible.to(tl.int32), 1), 0) > 0:
-            k = tl.load(
-                key + head * key_head_stride + keys[None, :] * key_slot_stride + dims[:, None],
-                mask=key_inside[None, :] & dim_inside[:, None], other=0.0,
-            )
-            scores = tl.dot(q, k, input_precision="ieee") * scale + bias
-            scores = tl.where(is_visible, scores, LOWEST)
-            new_highest = tl.maximum(highest, tl.max(scores, 1))
-            weights = tl.where(is_visible, tl.exp(scores - new_highest[:, None]), 0.0)
-            v = tl.load(
-                value + head * value_head_stride + keys[:, None] * value_slot_stride
-                + dims[None, :],
-                mask=key_inside[:, None] & dim_inside[None, :], other=0.0,
-            )
-            rescale = tl.exp(highest - new_highest)
-            total = total * rescale + tl.sum(weights, 1)
-            weighted = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-            sums = sums * rescale[:, None] + weighted
-            highest = new_highest
+        is_visible = (bias > HIDDEN) & (keys < end)[None, :]
+        scores = tl.dot(q, k, input_precision="ieee") * scale + bias
+        scores = tl.where(is_visible, scores, LOWEST)
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.where(is_visible, tl.exp(scores - new_highest[:, None]), 0.0)
+        v = tl.load(
+            value + head * value_head_stride + keys[:, None] * value_slot_stride + dims[None, :],
+            mask=key_inside[:, None] & dim_inside[None, :], other=0.0,
+        )
+        rescale = tl.exp(highest - new_highest)
+        total = total * rescale + tl.sum(weights, 1)
+        weighted = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        sums = sums * rescale[:, None] + weighted
+        highest = new_highest
     results = (part * tl.num_programs(0) + head) * num_rows + rows
     tl.store(part_totals + results, total, mask=row_inside)
     tl.store(part_max + results, highest, mask=row_inside)

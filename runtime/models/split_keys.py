@@ -13,8 +13,8 @@ from sequoia_plan.runtime.base.kernel_launch import has_failed, kernels_availabl
 
 MAX_TOKENS, MIN_EXTENT = 256, 1024
 """With more tokens or fewer keys, PyTorch's kernels leave little of a device idle."""
-MAX_ROWS, BLOCK_KEYS, MAX_HEAD_DIM, WARPS = 32, 32, 128, 8
-"""Of a program; larger blocks spill registers (tests/runtime/test_kernel_compile.py)."""
+MAX_ROWS, MAX_HEAD_DIM, WARPS, STAGES = 64, 128, 4, 2
+"""Of a program. Two of them fit a multiprocessor (tests/runtime/test_kernel_compile.py)."""
 MAX_PARTS = 64
 HIDDEN = {torch.float32: -1e30, torch.bfloat16: -1e30, torch.float16: -6e4}
 """By the mask's dtype: numbers up to here hide a key. Masks have the dtype's lowest number."""
@@ -28,7 +28,7 @@ def splits_keys(device: torch.device, dtype: torch.dtype, head_dim: int, tokens:
     """Would passes of so many tokens over a long text attend by `split_key_attention`?"""
     return (
         kernels_available(device)
-        and not has_failed(KERNELS_NAME)
+        and not has_failed((KERNELS_NAME, dtype))
         and dtype in DTYPES
         and head_dim <= MAX_HEAD_DIM
         and tokens <= MAX_TOKENS
@@ -71,10 +71,10 @@ def split_key_attention(
     num_rows = group * tokens
     block_rows = min(max(16, 1 << (num_rows - 1).bit_length()), MAX_ROWS)
     row_blocks = -(-num_rows // block_rows)
-    if not num_parts:
-        programs = 2 * _num_multiprocessors(query.device)
-        num_parts = -(-programs // (shared_heads * row_blocks))
-    num_parts = min(num_parts, MAX_PARTS, -(-extent // BLOCK_KEYS))
+    capability, multiprocessors = _properties(query.device)
+    block_keys = keys_of_a_block(block_rows, capability)
+    num_parts = num_parts or max(1, 2 * multiprocessors // (shared_heads * row_blocks))
+    num_parts = min(num_parts, MAX_PARTS, -(-extent // block_keys))
     device, num_results = query.device, shared_heads * num_rows
     part_sums = torch.empty(num_parts, num_results, head_dim, dtype=torch.float32, device=device)
     part_totals = torch.empty(num_parts, num_results, dtype=torch.float32, device=device)
@@ -88,8 +88,8 @@ def split_key_attention(
             query.stride(1), query.stride(2), key.stride(1), key.stride(2), value.stride(1),
             value.stride(2), mask.stride(2),
             HEAD_DIM=head_dim, HIDDEN=HIDDEN[mask.dtype], BLOCK_ROWS=block_rows,
-            BLOCK_KEYS=BLOCK_KEYS, BLOCK_DIM=block_dim,
-            MAX_TOKENS=1 << (tokens - 1).bit_length(), num_warps=WARPS,
+            BLOCK_KEYS=block_keys, BLOCK_DIM=block_dim,
+            MAX_TOKENS=1 << (tokens - 1).bit_length(), num_warps=WARPS, num_stages=STAGES,
         )  # fmt: skip
         kernels.merge_parts[(shared_heads, num_rows)](
             part_sums, part_totals, part_max, attended, num_parts, tokens, group,
@@ -99,10 +99,18 @@ def split_key_attention(
     return attended
 
 
+def keys_of_a_block(block_rows: int, capability: int) -> int:
+    """How many keys a program reads at once; more spill registers but on a Hopper."""
+    return 64 if block_rows < MAX_ROWS or capability == 9 else 32
+
+
 @functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    """How many programs a CUDA device runs side by side, at least."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def _properties(device: torch.device) -> tuple[int, int]:
+    """A device's compute capability, and how many multiprocessors it has."""
+    if device.type == "cpu":  # Triton's interpreter
+        return 0, 1
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major, properties.multi_processor_count
 
 
 def _kernels() -> ModuleType:

@@ -27,7 +27,10 @@ def check_tokenizers(target: Any, draft: Any) -> int:
 
 
 def vocabulary_size(model: Any) -> int:
-    """How many logits a model gives for each token, those of padding included."""
+    """How many logits a model gives for each token, those of padding included.
+
+    Tokens that only pad the head may be generated, as transformers does.
+    """
     return int(model.get_output_embeddings().out_features)
 
 
@@ -45,7 +48,7 @@ def shared_vocabulary(
         common_size = check_tokenizers(tokenizer, draft_tokenizer)
     d2t: Tensor | None = getattr(draft, "d2t", None)
     if d2t is not None:
-        _check_d2t(d2t, target_size, draft_size)
+        check_d2t(d2t, target_size, draft_size)
         return d2t.numel(), d2t
     if draft_size == target_size:
         return draft_size, None
@@ -61,16 +64,21 @@ def shared_vocabulary(
     return common_size, torch.arange(common_size, device=draft.device)
 
 
-def _check_d2t(d2t: Tensor, target_size: int, draft_size: int) -> None:
+def check_d2t(d2t: Tensor, target_size: int, draft_size: int) -> None:
     """Raise SequoiaPlanError unless `d2t` names distinct tokens that both models have."""
-    max_token = int(d2t.max())
-    if max_token >= target_size:
+    tokens = d2t.flatten().tolist()
+    is_valid = d2t.ndim == 1 and not d2t.is_floating_point() and 0 < len(tokens) <= draft_size
+    if not is_valid or len(set(tokens)) < len(tokens):
         raise SequoiaPlanError(
-            f"draft: covers token {max_token}, the target's vocabulary has {target_size}; "
-            "use a draft made for this target"
+            f"draft: d2t must name each of at most {draft_size} tokens once, found {d2t.dtype} "
+            f"{list(d2t.shape)}"
         )
-    if d2t.unique().numel() != d2t.numel() or d2t.numel() > draft_size:
-        raise SequoiaPlanError(f"draft: d2t must name each of at most {draft_size} tokens once")
+    for token in (min(tokens), max(tokens)):
+        if not 0 <= token < target_size:
+            raise SequoiaPlanError(
+                f"draft: covers token {token}, the target's vocabulary has {target_size}; use a "
+                "draft made for this target"
+            )
 
 
 def _quoted(token: str | None) -> str:

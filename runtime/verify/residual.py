@@ -144,7 +144,7 @@ class Residual:
             by_tensors = partial(self._reject_by_tensors, rank, places)
             if has_kernel:
                 by_kernel = partial(self._reject_by_kernel, rank, places)
-                kernel_or_tensors("verification", by_kernel, by_tensors)
+                kernel_or_tensors(("verification", self.p.dtype), by_kernel, by_tensors)
             else:
                 by_tensors()
 

@@ -137,12 +137,6 @@ def test_a_models_own_generation_config_counts_in_no_method(name, value, monkeyp
         inside()
 
 
-def test_temperatures_up_to_the_limit():
-    assert Sampling(1e30).temperature == 1e30
-    with pytest.raises(ArgumentError, match=r"temperature: found 1.1e\+30, .* to 1e\+30"):
-        Sampling(1.1e30)
-
-
 # multimodal models, with text alone
 
 TEXT = dict(

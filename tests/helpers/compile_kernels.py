@@ -4,8 +4,8 @@
 
 ROOT is the repository's folder, and variants.json a list of `Variant`s. It prints one line of JSON
 for each: the variant, and either what the machine code says (registers a thread, bytes of registers
-spilled to memory, whether a logarithm is approximate) or the error. The kernels' files are loaded
-by path, so that neither torch nor this package is needed.
+spilled to memory, asynchronous copies, whether a logarithm is approximate) or the error. The
+kernels' files are loaded by path, so that neither torch nor this package is needed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KERNELS = {
 """The file of each kernel that is launched."""
 SIZES = ("first", "rank", "num_nodes", "num_tokens", "group", "num_parts", "count")
 LAUNCHES = {
-    **dict.fromkeys(("attend_to_part", "merge_parts"), (None, 8)),
+    **{"attend_to_part": (None, 4), "merge_parts": (None, 4)},
     **{"rms_norm": (4096, 8), "rotate": (64, 1), "silu_mul": (1024, 4)},
 }
 """BLOCK and the warps of kernels that are not launched with those of verification and drawing."""
@@ -107,12 +107,13 @@ def compile_variant(root, variant):
     kernel = getattr(load(root / KERNELS[variant.name]), variant.name)
     dtype, is_of_a_pass = variant.dtype, variant.name in LAUNCHES
     block, warps = LAUNCHES.get(variant.name, (variant.block, variant.warps))
+    rows = 16 if variant.sizes == "1" else 64
     constants = {
         "DTYPE": tl.float32,
         "BLOCK": block,
-        **{"HEAD_DIM": 128, "BLOCK_DIM": 128, "MAX_PARTS": 64, "BLOCK_KEYS": 32},
-        "MAX_TOKENS": 64,
-        "BLOCK_ROWS": 16 if variant.sizes == "1" else 32,
+        **{"HEAD_DIM": 128, "BLOCK_DIM": 128, "MAX_PARTS": 64, "MAX_TOKENS": 64},
+        "BLOCK_ROWS": rows,
+        "BLOCK_KEYS": 64 if rows < 64 or variant.architecture == 90 else 32,
         "HIDDEN": -6e4 if dtype == "fp16" else -1e30,
     }
     if variant.sizes == "1":
@@ -128,14 +129,14 @@ def compile_variant(root, variant):
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, argument in enumerate(arguments)
-        if signature[argument].startswith("*") or argument.endswith("vocabulary")
+        if signature[argument].startswith("*") or argument in ALIGNED_SIZES
     }
     used = {argument: constants[argument] for argument in arguments if argument in constants}
     registers = None if is_of_a_pass else 65536 // (32 * warps)
     compiled = triton.compile(
         ASTSource(kernel, signature, used, aligned),
         target=GPUTarget("cuda", variant.architecture, 32),
-        options={"num_warps": warps, "maxnreg": registers},
+        options={"num_warps": warps, "num_stages": 2, "maxnreg": registers},
     )
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -149,6 +150,8 @@ def compile_variant(root, variant):
         "registers": resources["REG"],
         "spilled_bytes": resources["STACK"] + resources["LOCAL"],
         "shared_bytes": compiled.metadata.shared,
+        "block": (constants["BLOCK_ROWS"], constants["BLOCK_KEYS"]),
+        "wide_asynchronous_copies": len(re.findall(r"LDGSTS\S*\.128", instructions)),
         "approximate_logarithm": "lg2.approx" in compiled.asm["ptx"] or "MUFU.LG2" in instructions,
     }
 

@@ -60,22 +60,25 @@ class Scripted(Sampling):
 
     def draw_children(self, logits, count, bits):
         laws, drawn, known = self.draft_probs(logits), [], {}
-        for law in laws.double().numpy():
+        for law in laws.double().nan_to_num(0.0).numpy():  # NaN, or all 0: the draws are uniform
             key = law.tobytes() if self.shared else len(drawn)
             if key not in known:
-                known[key] = self.script.choose(list(without_replacement(law / law.sum(), count)))
+                known[key] = self.script.choose(
+                    list(without_replacement(law / (law.sum() or 1), count))
+                )
             drawn.append(known[key])
         return (laws if self.told is None else self.told(laws)), torch.tensor(drawn)
 
 
-def token_probs_of_texts(target, prompt, length, temperature):
+def token_probs_of_texts(target, prompt, length, sampling):
     """float64 [vocabulary, ... `length` times, length]: the target's own probability of each token
     of every text after the prompt, read whole."""
     vocabulary = target.config.vocab_size
     texts = itertools.product(range(vocabulary), repeat=length)
     ids = torch.tensor([[*prompt, *text] for text in texts])
-    logits = target(input_ids=ids, use_cache=False).logits[:, -length - 1 : -1].double()
-    probs = torch.softmax(logits / temperature, -1).gather(-1, ids[:, -length:, None])
+    logits = target(input_ids=ids, use_cache=False).logits[:, -length - 1 : -1]
+    probs = sampling.target_probs(logits.flatten(0, 1)).double().unflatten(0, (-1, length))
+    probs = (probs / probs.sum(-1, keepdim=True)).gather(-1, ids[:, -length:, None])
     return probs.reshape(*[vocabulary] * length, length).numpy()
 
 
@@ -112,5 +115,5 @@ def error_of_a_step(decoder, prompt, sampling):
         for said, probability in outcomes(acceptance, *verified):
             chances[said] += script.chance * probability
     assert abs(sum(chances.values()) - 1) < 1e-5
-    token_probs = token_probs_of_texts(step.target.model, prompt, tree.depth, sampling.temperature)
+    token_probs = token_probs_of_texts(step.target.model, prompt, tree.depth, sampling)
     return float(np.abs(continued(chances, token_probs) - token_probs.prod(-1)).max())

@@ -188,6 +188,7 @@ def test_remarks(folders, tmp_path):
     """What loads although something is to be said of it."""
     target = small_target(vocabulary=49152, hidden=32)
     layers, weights = eagle3_parts(target)
+    del layers["eagle_config"]
     layers["max_position_embeddings"] = 64
     config = NESTED | {
         "transformer_layer_config": layers,

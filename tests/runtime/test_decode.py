@@ -26,7 +26,7 @@ def p_value(**setting):
     Rare outcomes are pooled to 5 expected.
     """
     target, new = ToyModel(0), first_tokens(PROMPT, TREE, range(RUNS), **setting)
-    expected = token_probs_of_texts(target, PROMPT, 3, 1.0).prod(-1).flatten() * RUNS
+    expected = token_probs_of_texts(target, PROMPT, 3, Sampling(1.0)).prod(-1).flatten() * RUNS
     observed = np.bincount(
         np.ravel_multi_index(new.T, [target.vocabulary] * 3), minlength=expected.size
     )

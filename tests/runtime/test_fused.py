@@ -126,6 +126,7 @@ def rejected(tree, device, vocabulary=9):
     inner = int((tree.child_count > 0).sum())
     probs = torch.softmax(torch.randn(tree.size, vocabulary, generator=generator) * 2, -1)
     draft_probs = torch.softmax(torch.randn(inner, vocabulary, generator=generator) * 2, -1)
+    draft_probs[0] = 0.0  # the draft had nothing left
     drawn = torch.rand(inner, vocabulary, generator=generator).argsort(-1)[:, : tree.branching]
     inputs = [tensor.to(device) for tensor in (probs, draft_probs, drawn)]
     after = traversal.residual_after_children(
@@ -148,10 +149,11 @@ def race_difference(count=9):
     logits = torch.randn(5, 37, generator=generator) * 8
     logits[0, 5:] = -torch.inf  # fewer tokens than are drawn
     logits[1, 16:32] += 60.0
+    logits[2] = -torch.inf  # no token has a probability
     bits = torch.empty(5, 37, dtype=torch.int32).random_(generator=generator)
     probs, drawn = race_on_device(logits.to(DEVICE), 0.6, count, bits.to(DEVICE), block=16)
     expected_probs, expected_drawn = Sampling(0.6).draw_children(logits, count, bits)
-    torch.testing.assert_close(probs.cpu(), expected_probs, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(probs.cpu(), expected_probs, rtol=1e-5, atol=1e-9, equal_nan=True)
     return int((drawn.cpu() != expected_drawn).sum())
 
 
@@ -265,12 +267,14 @@ def test_tensor_operations_replace_a_kernel_that_cannot_be_compiled(
 def test_a_device_without_memory_is_no_kernel_that_cannot_be_compiled(monkeypatch):
     monkeypatch.setattr(kernel_launch, "_failed_kernels", set())
 
+    kernel = "verification", torch.float32
+
     def run_kernel():
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError):
-        kernel_launch.kernel_or_tensors("verification", run_kernel, lambda: pytest.fail("replaced"))
-    assert not kernel_launch.has_failed("verification")
+        kernel_launch.kernel_or_tensors(kernel, run_kernel, lambda: pytest.fail("replaced"))
+    assert not kernel_launch.has_failed(kernel)
 
 
 @interpreted

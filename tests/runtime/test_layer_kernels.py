@@ -139,15 +139,17 @@ def use_kernels(patch):
 
 @interpreted
 def test_a_decoder_generates_the_same_with_split_keys(monkeypatch):
-    """A model whose heads share keys, from the first token on, in the tree's and plain passes."""
+    """From the first token on, in the tree's passes, and in plain ones of a model whose heads share
+    nothing."""
     launches = []
 
     def counted(*args):
         launches.append(args[0].shape[2])
         return split_key_attention(*args, 3)
 
-    for tree in (TREES["both"], TREES["root"]):
-        decoder = SequoiaDecoder(tiny("Llama"), tiny("Llama", seed=1), tree)
+    for tree, options in ((TREES["both"], {}), (TREES["root"], {"num_key_value_heads": 4})):
+        target = tiny("Llama", **options)
+        decoder = SequoiaDecoder(target, tiny("Llama", seed=1), tree)
         expected = decoder.generate([5, 6, 7], 8).sequences
         with monkeypatch.context() as patch:
             use_kernels(patch)
@@ -175,7 +177,7 @@ def test_one_graph_serves_all_lengths(splits_keys, monkeypatch):
     if splits_keys:
         assert decoder.step.splits_keys()
         assert not decoder.with_tree(TokenTree.chain(257)).step.splits_keys()
-        kernel_launch._failed_kernels.add(split_keys.KERNELS_NAME)
+        kernel_launch._failed_kernels.add((split_keys.KERNELS_NAME, torch.float32))
         assert not decoder.step.splits_keys() and decoder.step.extent(3) < 64
 
 

@@ -12,7 +12,7 @@ from drafts import KINDS, PARTS, small_pair
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.lookup import look_up
-from sequoia_plan.runtime.draft.unread import catch_up, note_count
+from sequoia_plan.runtime.draft.unread import catch_up, note_accepted
 from sequoia_plan.runtime.step import TreeStep
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -123,12 +123,12 @@ def test_greedy_text_is_the_targets_own(kind):
     assert result.steps < expected.steps
 
 
-def error_of_the_drafts_cache(target, draft, seed):
+def error_of_the_drafts_cache(target, draft, base, seed):
     """How far the draft's cache is from that of a prompt, where it should have read all tokens.
 
     Before each step that drafts, the cache is compared up to what the first pass reads again.
     """
-    tree = by_match([0, 1], m1=looking_up(*range(9)))
+    tree = by_match(base, m1=looking_up(*range(9)))
     decoder = SequoiaDecoder(target, draft, tree)
     prefilled = SequoiaDecoder(target, draft, TokenTree.chain(2)).step
     errors = []
@@ -151,20 +151,21 @@ def error_of_the_drafts_cache(target, draft, seed):
     return max(errors), len(errors)
 
 
+@pytest.mark.parametrize("base", [[0, 1], [0, 0, 1]], ids=str)  # the second has a leaf on level 1
 @pytest.mark.parametrize("kind", ["language model", *PARTS])
-def test_the_drafts_cache_is_that_of_a_prompt(kind, monkeypatch):
+def test_the_drafts_cache_is_that_of_a_prompt(kind, base, monkeypatch):
     """After steps that left tokens unread and a catch-up, the cache is as if all were a prompt."""
     models = small_pair(kind)
     for seed in range(3):
-        error, num_steps = error_of_the_drafts_cache(*models, seed)
+        error, num_steps = error_of_the_drafts_cache(*models, base, seed)
         assert error < 1e-4
         assert num_steps > 3
     monkeypatch.setattr(  # the control: one token too many counts as rejected
-        "sequoia_plan.runtime.captured_step.note_count",
-        lambda sequence, tree, count: note_count(sequence, tree, count - 1),
+        "sequoia_plan.runtime.captured_step.note_accepted",
+        lambda sequence, tree, path: note_accepted(sequence, tree, path[:-1] or [0]),
     )
     if kind in ("EAGLE-3", "language model"):
-        assert max(error_of_the_drafts_cache(*models, seed)[0] for seed in range(3)) > 1e-3
+        assert max(error_of_the_drafts_cache(*models, base, seed)[0] for seed in range(3)) > 1e-3
 
 
 def test_what_lookup_cannot_do_is_refused():
