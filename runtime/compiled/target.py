@@ -34,7 +34,7 @@ from sequoia_plan.runtime.offload.memory import format_bytes, free_memory
 CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 BIASED = ("q_proj", "k_proj", "v_proj")
 """A layer's matrices that may have a bias."""
-UNUSED = ("training", "name_or_path", "gradient_checkpointing")
+UNUSED = ("training", "name_or_path", "gradient_checkpointing", "vocab_size", "padding_idx")
 """Settings of modules that a pass does not depend on."""
 TRIED_TOKENS = 8
 """Tokens of the text that both passes read when a model is compiled."""

@@ -130,7 +130,7 @@ def check_mode(model: Any) -> None:
     """Raise SequoiaPlanError if a module is in training mode, or PyTorch chooses other dtypes."""
     for name, module in unwrapped(model).named_modules():
         # what transformers itself adds later, as a larger head, is in training mode
-        if module.training and (not name or any(map(_is_dropout, numbers_of(module).items()))):
+        if module.training and (not name or any(map(_drops_out, (module, *module.children())))):
             raise SequoiaPlanError(
                 f"{model_type(model)}: {name or 'the model'} found in training mode, where dropout "
                 "changes its logits; call eval() on the model"
@@ -142,10 +142,9 @@ def check_mode(model: Any) -> None:
         )
 
 
-def _is_dropout(setting: tuple[str, Any]) -> bool:
-    """Does a module with this setting drop out something in training mode?"""
-    name, value = setting
-    return bool(value) and (name == "p" or "drop" in name)
+def _drops_out(module: Any) -> bool:
+    """Does a module have a probability that it drops something out?"""
+    return any(v for name, v in numbers_of(module).items() if name == "p" or "drop" in name)
 
 
 def _settings(model: Any) -> State:

@@ -77,6 +77,7 @@ def weight(path):
     return parameter
 
 
+EPSILON = "variance_epsilon"
 norm, head = weight("model.layers.1.post_attention_layernorm"), weight("lm_head")
 CHANGES = {
     "a norm, in place": lambda m, run: norm(m).copy_(-norm(m)),
@@ -87,14 +88,14 @@ CHANGES = {
     "a hook": lambda m, run: m.model.layers[0].mlp.register_forward_hook(lambda *a: -a[2]),
     "a hook on the head": lambda m, run: m.lm_head.register_forward_hook(lambda *a: -a[2]),
     "forward": patch_forward,
-    "a layer": lambda m, run: m.model.layers.__setitem__(0, m.model.layers[2]),
+    "a layer": lambda m, run: m.model.layers.__setitem__(1, model_of(run, 1).model.layers[1]),
     "the head": replace_head,
     "the head wrapped": wrap_head,
     "the embedding": lambda m, run: m.set_input_embeddings(model_of(run, 1).model.embed_tokens),
     "more tokens": lambda m, run: resize(m, VOCABULARY + 40),
     "fewer tokens": lambda m, run: resize(m, VOCABULARY - 40),
     "one more layer": append_layer,
-    "an epsilon": lambda m, run: setattr(m.model.norm, "variance_epsilon", 50.0),
+    "an epsilon": lambda m, run: setattr(m.model.layers[1].input_layernorm, EPSILON, 50.0),
     "the rotary table": lambda m, run: m.model.rotary_emb.inv_freq.mul_(3),
     "attention": lambda m, run: setattr(m.model.layers[0].self_attn, "scaling", 5.0),
 }
@@ -139,7 +140,7 @@ def test_a_change_counts_or_is_refused(run, change):
 def test_a_configuration_that_changes_is_noticed(name):
     model = model_of("PyTorch")
     decoder = SequoiaDecoder(model, None, TokenTree.chain(1))
-    setattr(model.config, name, 7)
+    setattr(model.config, name, type(getattr(model.config, name) or 0)(7))
     with pytest.raises(SequoiaPlanError, match=rf"config\.{name} changed .*; make it anew"):
         decoder.generate(IDS, NEW)
 
@@ -152,7 +153,11 @@ def test_any_module_that_drops_out_is_refused(data):
     decoder = SequoiaDecoder(*models, TREE)
     role = data.draw(st.integers(0, 1))
     modules = models[role].named_modules()
-    names = [n for n, m in modules if not n or "Dropout" in repr(type(m)) or n.endswith("attn")]
+    names = [
+        n
+        for n, m in modules
+        if not n or "Dropout" in repr(type(m)) or n.endswith(("h.0.attn", "self_attn"))
+    ]
     name = data.draw(st.sampled_from(names))
     models[role].get_submodule(name).training = True
     for use in (lambda: decoder.generate(IDS, 2), lambda: SequoiaDecoder(*models, TREE)):
