@@ -17,7 +17,6 @@ from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
-from sequoia_plan.runtime.arguments import check_loaded
 from sequoia_plan.runtime.base.sampling import Sampling, verifier_of
 from sequoia_plan.runtime.decoder import SequoiaDecoder
 
@@ -90,16 +89,13 @@ def sequoia(
 
 
 def _check_processors(given: Sequence[Any], config: GenerationConfig) -> None:
-    """Refuse processors other than those that the config stands for."""
-    for number, processor in enumerate(given):
-        kind = type(processor)
+    """Refuse processors other than those that transformers made of the config, once each."""
+    kinds = [type(processor) for processor in given]
+    for kind, processor in zip(kinds, given, strict=True):
         if kind is processors.LogitNormalization:  # which changes no probability
             continue
         name = SETTING_OF_PROCESSOR.get(kind, "")
-        value = getattr(processor, name, None)
-        is_configured = value is not None and value == getattr(config, name)
-        is_configured = is_configured and vars(kind(value)) == vars(processor)
-        if not is_configured or kind in map(type, given[:number]):
+        if not name or getattr(processor, name) != getattr(config, name) or kinds.count(kind) > 1:
             hint = f"set {name} in the generation config instead" if name else "leave it out"
             raise ArgumentError(
                 f"{kind.__name__}: logits depend on it, and a token tree cannot follow it; {hint}"
@@ -108,7 +104,6 @@ def _check_processors(given: Sequence[Any], config: GenerationConfig) -> None:
 
 def _decoder_of(model: Any, draft: Any, tree: Any) -> SequoiaDecoder:
     """The decoder that the model keeps, if it fits the arguments; else a new one."""
-    check_loaded(model, draft, tree)
     with _decoder_lock:
         kept_draft, kept_tree, decoder = model.__dict__.get("_sequoia_decoder", (None,) * 3)
         if decoder is not None and kept_draft is draft and kept_tree == tree:

@@ -121,12 +121,13 @@ class FusedLayer(nn.Module):
         if has_gated_mlp(layer):
             self.mlp = FusedMLP(layer.mlp.act_fn, tensors, make_linear)
         self.rows = {
-            joined: [len(tensors[f"{name}.weight"]) for name in names]
-            for joined, names in JOINED.items()
-            if f"{names[0]}.weight" in tensors  # experts stay as they are
+            name: len(tensors[f"{name}.weight"])
+            for name in (*QUERY_KEY_VALUE, *GATE_UP)
+            if f"{name}.weight" in tensors
         }
-        self.register_state_dict_post_hook(_split_joined)
-        self.register_load_state_dict_pre_hook(_join_split)
+        if make_linear is plain_linear:  # others hold no weights of transformers' layer
+            self.register_state_dict_post_hook(_split_joined)
+            self.register_load_state_dict_pre_hook(_join_split)
 
     def forward(
         self,
@@ -152,31 +153,20 @@ class FusedLayer(nn.Module):
 
 def _split_joined(layer: Any, tensors: dict[str, Tensor], prefix: str, *_: Any) -> None:
     """A hook: a state dict has the names and the weights of transformers' layer."""
-    for joined, kind in _joined_linears(layer):
-        if (tensor := tensors.pop(f"{prefix}{joined}.{kind}", None)) is not None:
-            for name, part in zip(JOINED[joined], tensor.split(layer.rows[joined]), strict=True):
-                tensors[f"{prefix}{name}.{kind}"] = part
+    for joined, names in JOINED.items():
+        for kind in ("weight", "bias"):
+            tensor = tensors.pop(f"{prefix}{joined}.{kind}", None)
+            parts = () if tensor is None else tensor.split([layer.rows[name] for name in names])
+            tensors |= {f"{prefix}{n}.{kind}": p for n, p in zip(names, parts, strict=False)}
 
 
 def _join_split(layer: Any, tensors: dict[str, Tensor], prefix: str, *_: Any) -> None:
     """A hook: what `_split_joined` does, undone before such a state dict is loaded."""
-    for joined, kind in _joined_linears(layer):
-        names = [f"{prefix}{name}.{kind}" for name in JOINED[joined]]
-        if tensors.keys() >= set(names):
-            tensors[f"{prefix}{joined}.{kind}"] = torch.cat([tensors.pop(name) for name in names])
-
-
-def _joined_linears(layer: Any) -> list[tuple[str, str]]:
-    """The names of a layer's joined linear layers, each with those of its parameters.
-
-    Layers in 8 bits are left out: they are no weights of transformers' layer.
-    """
-    return [
-        (joined, kind)
-        for joined in layer.rows
-        if type(layer.get_submodule(joined)) is nn.Linear
-        for kind in ("weight", "bias")
-    ]
+    for joined, names in JOINED.items():
+        for kind in ("weight", "bias"):
+            keys = [f"{prefix}{name}.{kind}" for name in names]
+            if layer.rows.keys() >= set(names) and tensors.keys() >= set(keys):
+                tensors[f"{prefix}{joined}.{kind}"] = torch.cat([tensors.pop(k) for k in keys])
 
 
 class FusedAttention(nn.Module):
