@@ -186,7 +186,10 @@ def compile_target(model: Any, gguf: Path | None = None) -> str:
         reason = f"a copy of its weights needs {needed_bytes} of memory, {free_bytes} are free"
     if reason:
         return reason
-    target = CompiledTarget(model, gguf, torch.get_num_threads())
+    try:
+        target = CompiledTarget(model, gguf, torch.get_num_threads())
+    except ValueError as unknown:  # format of weights
+        return str(unknown)
     reason = target.differs(model)
     if not reason:
         passes[model] = target

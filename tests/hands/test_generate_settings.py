@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.profiler.decoding_methods import sequoia_method, transformers_method
 from sequoia_plan.profiler.prompts import encode
-from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair, sequoia
+from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, sequoia
 from sequoia_plan.runtime.pair import context_remarks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -185,7 +184,7 @@ def test_multimodal_models_read_text_alone(name):
             model.generate(IDS, position_ids=shifted, **inputs)
 
 
-# what tokenizers and folders refuse
+# what tokenizers refuse
 
 
 @pytest.mark.parametrize("roles", [["system", "user"], ["user", "user"]])
@@ -199,12 +198,6 @@ def test_a_chat_template_that_raises_is_told_in_one_line(pair, monkeypatch, role
     assert encode(pair.tokenizer, "Hello")
     with pytest.raises(SequoiaPlanError, match=rf"refuses .*\({', '.join(roles)}\): Roles must"):
         encode(pair.tokenizer, messages)
-
-
-def test_an_adapter_is_to_be_merged_first(tmp_path):
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
-    with pytest.raises(SequoiaPlanError, match="it is an adapter, as LoRA; merge it first"):
-        load_pair(str(tmp_path), "none")
 
 
 def test_stop_strings_of_a_tokenizer_without_texts():
