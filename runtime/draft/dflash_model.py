@@ -59,8 +59,7 @@ class DFlashModel(HiddenStateDraft):
         for number, layer in enumerate(self.layers):
             attention: Any = layer.self_attn
             if isinstance(attention, FusedAttention):
-                heads = attention.qkv_proj(context).unflatten(-1, (-1, attention.head_dim))
-                _, keys, values = attention.queries_keys_values(heads, (cos, sin))
+                _, keys, values = attention.queries_keys_values(context, (cos, sin))
             else:
                 shape = (*context.shape[:-1], -1, attention.head_dim)
                 keys = attention.k_norm(attention.k_proj(context).view(shape)).transpose(1, 2)
