@@ -39,6 +39,7 @@ class DraftPass:
     parent_rows: Tensor | None = None
     logit_rows: Tensor | None = None
     looked_up: tuple[tuple[int, int], ...] = ()
+    later: tuple[DraftPass, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -202,20 +203,24 @@ def draft_tree(
     `columns` int64 [extent]; `bits` int32 [inner nodes, numbers for each].
     """
     bits_by_pass = bits.split([draft_pass.num_parents for draft_pass in passes])
-    probs, drawn = [], []
+    new_nodes = [draft_pass.new_nodes for draft_pass in passes]
+    new_slots = (sequence.length + torch.cat(new_nodes)).split([*map(len, new_nodes)])
+    probs, drawn = [sequence.tokens[:0]], [sequence.tokens[:0]]
     output: ForwardOutput | None = None
-    for draft_pass, pass_bits in zip(passes, bits_by_pass, strict=True):
+    for draft_pass, slots, pass_bits in zip(passes, new_slots, bits_by_pass, strict=True):
         output = drafter.forward(draft_pass, sequence, columns, output)
         pass_probs, children = draw_children(
-            drafter, draft_pass, output.logits, sequence, sampling, pass_bits
+            drafter, draft_pass, output.logits, sequence, slots, sampling, pass_bits
         )
-        probs.append(pass_probs[:0] if sampling.greedy else pass_probs)
+        if sampling.greedy:  # verification reads the tokens alone
+            continue
+        probs.append(pass_probs)
         padding = branching - draft_pass.max_children  # so that all passes have as many columns
-        columns_by_rank = torch.nn.functional.pad(children, (0, padding))
+        columns_by_rank = torch.nn.functional.pad(children, (0, padding)) if padding else children
         for row, _ in draft_pass.looked_up:  # its draws are its children from the second on
             columns_by_rank[row, 1:] = columns_by_rank[row, :-1].clone()
         drawn.append(columns_by_rank)
-    return DraftedTree(torch.cat(probs), torch.cat(drawn))
+    return DraftedTree(torch.cat(probs[-len(passes) :]), torch.cat(drawn[-len(passes) :]))
 
 
 def draw_children(
@@ -223,14 +228,15 @@ def draw_children(
     draft_pass: DraftPass,
     logits: Tensor,
     sequence: SequenceState,
+    slots: Tensor,
     sampling: Sampling,
     bits: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Draw the children of one pass, and write their tokens into the sequence.
+    """Draw the children of one pass, and write their tokens into the sequence, in `slots`.
 
     The children of a node whose first child is looked up are drawn without that child's token.
-    `logits` [num_parents, vocabulary]; `bits` int32 [num_parents, numbers for each]; returns
-    float32 [num_parents, vocabulary].
+    `slots` int64 [new nodes]; `logits` [num_parents, vocabulary]; `bits` int32 [num_parents,
+    numbers for each]; returns float32 [num_parents, vocabulary].
     """
     count = draft_pass.max_children
     if not draft_pass.looked_up:
@@ -250,7 +256,7 @@ def draw_children(
         drawn = drawn.gather(1, order)[:, :count]
     children = drawn.flatten()[draft_pass.draw_index]
     tokens = children if drafter.d2t is None else drafter.d2t[children]
-    sequence.tokens.index_copy_(0, sequence.length + draft_pass.new_nodes, tokens)
+    sequence.tokens.index_copy_(0, slots, tokens)
     return probs, drawn
 
 

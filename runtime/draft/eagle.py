@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class EagleDrafter(HiddenStateDrafter):
         first, *deeper = passes_by_level(tree, tensors)
         # relative to the root's slot: -(depth - 1), ..., -1, 0 in a tree that is drafted whole
         slots = torch.arange(-tree.num_drafted_levels, 1, device=tensors.nodes.device)
-        return (replace(first, input_slots=slots, offsets=slots), *deeper)
+        return (replace(first, input_slots=slots, offsets=slots, later=tuple(deeper)), *deeper)
 
     def new_cache(self, capacity: int) -> TreeCache:
         """A cache of so many slots, with memory for the features of the last tokens.
@@ -76,9 +77,8 @@ class EagleDrafter(HiddenStateDrafter):
         """
         features = self._fuse(hidden_states)
         feature_before = cache.recent_features[(slots[:1] - 1) % RECENT]
-        mask = _mask_of_committed(slots, mask.shape[1], mask.dtype)
         inputs = torch.cat([feature_before, features[:-1]])
-        self._read(cache, tokens, inputs, slots, slots, mask, logits_to_keep=1)
+        self._read_committed(cache, tokens, inputs, slots, mask.shape[1])
         self.keep_features(cache, slots[-RECENT:], features[-RECENT:])
 
     def forward(
@@ -94,21 +94,68 @@ class EagleDrafter(HiddenStateDrafter):
         nodes, whose features are the hidden states of their parents in the previous pass.
         """
         cache: Any = sequence.draft
-        # short texts have fewer committed tokens than the first pass reads: token 0 stands for them
-        read_slots = (sequence.length + draft_pass.input_slots).clamp_(min=0)
-        slots = distinct_slots(sequence.length, draft_pass.input_slots)
-        if previous is None:
-            features = cache.recent_features[(read_slots - 1) % RECENT]
-            mask = _mask_of_committed(read_slots, columns.numel(), draft_pass.mask.dtype)
+        maxima: tuple[Tensor, ...] = ()
+        if isinstance(previous, _Output):
+            inputs, *later_inputs = previous.later_inputs
+            maxima = previous.maxima
         else:
-            assert previous.hidden_states is not None and draft_pass.parent_rows is not None
+            passes = draft_pass, *draft_pass.later
+            inputs, *later_inputs = self._inputs(passes, sequence, columns, previous is None)
+        if previous is None:
+            features = cache.recent_features[(inputs.read_slots - 1) % RECENT]
+        else:
+            assert previous.hidden_states is not None
             features = previous.hidden_states[draft_pass.parent_rows]
-            has_feature = torch.arange(columns.numel(), device=columns.device) > 0
-            masked_column = draft_pass.mask.shape[1] - 1  # visible to no node
-            mask = draft_pass.mask.index_select(1, columns.where(has_feature, masked_column))
-        tokens, positions = sequence.tokens[read_slots], sequence.length + draft_pass.offsets
-        num_logits = draft_pass.num_parents
-        return self._read(cache, tokens, features, slots, positions, mask, num_logits)
+        tokens = sequence.tokens[inputs.read_slots]
+        logits, outputs = self._read(cache, tokens, features, inputs, draft_pass.num_parents)
+        maxima = (*maxima, logits.amax(-1))
+        if not later_inputs:
+            self._note_finite(cache, maxima)
+        return _Output(logits, outputs, later_inputs, maxima)
+
+    def _inputs(
+        self,
+        passes: Sequence[DraftPass],
+        sequence: SequenceState,
+        columns: Tensor,
+        first_is_committed: bool,
+    ) -> list[_Inputs]:
+        """What each pass of a step reads, apart from tokens and features, which passes make."""
+        widths = [draft_pass.input_slots.numel() for draft_pass in passes]
+        input_slots = torch.cat([draft_pass.input_slots for draft_pass in passes])
+        # short texts have fewer committed tokens than the first pass reads: token 0 stands for them
+        read_slots = (sequence.length + input_slots).clamp_(min=0)
+        slots = distinct_slots(sequence.length, input_slots)
+        positions = sequence.length + torch.cat([draft_pass.offsets for draft_pass in passes])
+        masks, extent = list[Tensor](), columns.numel()
+        if first_is_committed:
+            slots_read = read_slots[: widths[0]]
+            masks.append(_mask_of_committed(slots_read, extent, passes[0].mask.dtype))
+        if len(passes) > len(masks):
+            nodes_mask = torch.cat([draft_pass.mask for draft_pass in passes[len(masks) :]])
+            has_feature = torch.arange(extent, device=columns.device) > 0
+            masked_column = nodes_mask.shape[1] - 1  # visible to no node
+            mask = nodes_mask.index_select(1, columns.where(has_feature, masked_column))
+            masks.extend(mask.split(widths[len(masks) :]))
+        return self._with_angles(read_slots, slots, positions, masks, widths)
+
+    def _with_angles(
+        self,
+        read_slots: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        masks: Sequence[Tensor],
+        widths: list[int],
+    ) -> list[_Inputs]:
+        """The inputs of passes that are so wide, from int64 [rows of all] and their masks."""
+        # a row has the position of the token whose feature it takes, as in the engines
+        positions = (positions - 1).clamp(min=0)
+        angles = positions[None], positions[None]  # of which a compiled pass makes its own
+        if not self.compiled_pass:
+            angles = self.model.rotary_emb(self.model.fc.weight, positions[None])
+        rows = (tensor.split(widths) for tensor in (read_slots, slots, positions))
+        cos, sin = (tensor.split(widths, 1) for tensor in angles)
+        return [*map(_Inputs, *rows, masks, zip(cos, sin, strict=True))]
 
     def splits_keys(self, tokens: int) -> bool:
         """See `Drafter`."""
@@ -126,10 +173,8 @@ class EagleDrafter(HiddenStateDrafter):
     def catch_up(self, sequence: SequenceState, slots: Tensor, extent: int) -> None:
         """Read the committed tokens in `slots` (int64 [tokens]) with their recorded features."""
         cache: Any = sequence.draft
-        mask = _mask_of_committed(slots, extent, self.model.dtype)
         features = cache.recent_features[(slots - 1) % RECENT]
-        tokens = sequence.tokens[slots]
-        self._read(cache, tokens, features, slots, slots, mask, logits_to_keep=1)
+        self._read_committed(cache, sequence.tokens[slots], features, slots, extent)
 
     def commit(self, sequence: SequenceState, path: Tensor) -> None:
         """Keep the features of the nodes in `path` (int64 [depth]), made of hidden states.
@@ -150,37 +195,66 @@ class EagleDrafter(HiddenStateDrafter):
         """Record features [tokens, hidden size] of the committed tokens in `slots`."""
         cache.recent_features.index_copy_(0, slots % RECENT, features)
 
+    def _read_committed(
+        self, cache: TreeCache, tokens: Tensor, features: Tensor, slots: Tensor, extent: int
+    ) -> None:
+        """Read committed tokens in `slots`, each with the feature of the token before it."""
+        masks = [_mask_of_committed(slots, extent, self.model.dtype)]
+        (inputs,) = self._with_angles(slots, slots, slots, masks, [slots.numel()])
+        logits, _ = self._read(cache, tokens, features, inputs, logits_to_keep=1)
+        self._note_finite(cache, [logits.amax(-1)])
+
+    def _note_finite(self, cache: TreeCache, maxima: Sequence[Tensor]) -> None:
+        """Note whether these maxima of logits are finite: then the logits are, or are -inf."""
+        cache.finite.logical_and_(torch.cat(tuple(maxima)).isfinite().all())
+
     def _read(
         self,
         cache: TreeCache,
         tokens: Tensor,
         features: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        mask: Tensor,
+        inputs: _Inputs,
         logits_to_keep: int,
-    ) -> ForwardOutput:
+    ) -> tuple[Tensor, Tensor]:
         """Run one pass of the draft over tokens, each with the feature of the token before it.
 
-        `tokens`, `slots`, `positions` int64 [tokens]; `features` [tokens, hidden size].
+        `tokens` int64 [tokens]; `features` [tokens, hidden size]. Returns the last rows' logits and
+        outputs.
         """
-        # a row has the position of the token whose feature it takes, as in the engines
-        positions = (positions - 1).clamp(min=0)
+        slots, positions, mask = inputs.slots, inputs.positions, inputs.mask
         if self.compiled_pass:
             logits, outputs = self.compiled_pass(
                 cache, self.model.embed(tokens), features, positions, slots, mask, logits_to_keep
             )
-            cache.finite.logical_and_(logits.amax(-1).isfinite().all())
-            outputs = outputs[-logits_to_keep:].to(self.dtype)
-            return ForwardOutput(logits[:, : self.vocabulary], outputs)
+            return logits[:, : self.vocabulary], outputs[-logits_to_keep:].to(self.dtype)
         masks = self.model.masks_by_layer_type(cache, mask, positions, slots)
-        rows = (tokens[None], features[None], positions[None], masks)
         cache.at(slots, mask.shape[1])
         with self.model.attending(slots):
-            logits, outputs = self.model(*rows, cache, logits_to_keep)
-        logits = logits[0, :, : self.vocabulary]  # the model has cut the rows of these
-        cache.finite.logical_and_(logits.amax(-1).isfinite().all())
-        return ForwardOutput(logits, outputs[0, -logits_to_keep:])
+            logits, outputs = self.model(
+                tokens[None], features[None], inputs.angles, masks, cache, logits_to_keep
+            )
+        # the model has cut the rows of these
+        return logits[0, :, : self.vocabulary], outputs[0, -logits_to_keep:]
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What a pass reads. `read_slots`, `slots`, `positions` int64 [rows]; `mask` [rows, extent];
+    `angles`, cosines and sines, [1, rows, head_dim]."""
+
+    read_slots: Tensor
+    slots: Tensor
+    positions: Tensor
+    mask: Tensor
+    angles: tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class _Output(ForwardOutput):
+    """A pass's output, the inputs of later passes, and the largest logits so far."""
+
+    later_inputs: Sequence[_Inputs] = ()
+    maxima: tuple[Tensor, ...] = ()
 
 
 def _mask_of_committed(slots: Tensor, extent: int, dtype: torch.dtype) -> Tensor:
