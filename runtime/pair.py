@@ -89,7 +89,7 @@ def load_pair(
             it, else float32.
         placement: one of `PLACEMENTS`, or "auto": compiled on a CPU, else fused. A model that
             cannot be compiled, is offloaded, or shares its cache with an int8 draft, is fused. With
-            dtype "auto", a GGUF file is compiled with its own bits, else with weights in `dtype`.
+            dtype "auto", a GGUF file's matrices keep their own bits, else weights are in `dtype`.
         offload: one of `LINKS`: layers of the target that do not fit into `memory` are streamed
             from there in every pass.
         memory: what the target's weights, both KV caches and the draft may take on the device, as

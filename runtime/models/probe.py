@@ -25,7 +25,8 @@ from sequoia_plan.runtime.models.forward import TreeModel
 from sequoia_plan.runtime.models.model_state import Watch, workings
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2])
-LEAVES = (3, 4, 5)
+PATHS = torch.tensor([[0, 1, 3], [0, 1, 4], [0, 2, 5]], device="cpu")
+"""The nodes from the root to each leaf."""
 PREFIX = 4
 """Committed tokens before the tree."""
 EXTENT = 16
@@ -140,14 +141,10 @@ def _tree_error(tree_model: TreeModel) -> tuple[float, TreeCache]:
     left out, because `_node_logits` reads it in a plain causal pass.
     """
     tokens = _random_tokens(tree_model)
-    prefix, node_tokens = tokens[:PREFIX], tokens[PREFIX:]
-    expected_logits = _path_logits(tree_model, prefix, node_tokens)
+    expected_logits = _path_logits(tree_model, tokens)
     cache = tree_model.new_cache(EXTENT)
     node_logits = _node_logits(tree_model, cache, tokens)
-    errors = [
-        _relative_error(node_logits[node - 1], expected_logits[node])
-        for node in range(1, TREE.size)
-    ]
+    errors = list(map(_relative_error, node_logits, expected_logits))
     return float(torch.stack(errors).mean()), cache
 
 
@@ -159,24 +156,15 @@ def _random_tokens(tree_model: TreeModel) -> Tensor:
     return tokens.repeat(count)[:count].to(tree_model.device)
 
 
-def _path_logits(tree_model: TreeModel, prefix: Tensor, node_tokens: Tensor) -> dict[int, Tensor]:
-    """Each node's logits [vocabulary] as the model computes them from the node's path alone.
+def _path_logits(tree_model: TreeModel, tokens: Tensor) -> Tensor:
+    """[nodes - 1, vocabulary]: each node's logits as the model computes them from its path alone.
 
-    The model reads one plain sequence for each leaf: the prefix, then the nodes from the root to
-    the leaf. The sequences have equal lengths. `prefix` int64 [PREFIX]; `node_tokens` int64
-    [nodes].
+    The model reads one plain sequence for each leaf. `tokens` int64 [PREFIX + nodes].
     """
-    paths = [
-        torch.as_tensor(TREE.attention_mask[leaf].nonzero()[0], device=tree_model.device)
-        for leaf in LEAVES
-    ]
-    sequences = torch.stack([torch.cat([prefix, node_tokens[path]]) for path in paths])
-    logits = tree_model.model(input_ids=sequences, use_cache=False).logits
-    logits_of_node: dict[int, Tensor] = {}
-    for row, path in enumerate(paths):
-        for depth, node in enumerate(path.tolist()):
-            logits_of_node[node] = logits[row, PREFIX + depth]
-    return logits_of_node
+    prefixes = tokens[:PREFIX].expand(len(PATHS), -1)
+    sequences = torch.cat([prefixes, tokens[PREFIX:][PATHS]], 1)
+    logits = tree_model.model(input_ids=sequences, use_cache=False).logits[:, PREFIX:]
+    return torch.stack([logits[PATHS.eq(node)][0] for node in range(1, TREE.size)])
 
 
 def _node_logits(tree_model: TreeModel, cache: TreeCache, tokens: Tensor) -> Tensor:

@@ -235,6 +235,26 @@ def outcome(folder, words):
     return result.exit_code, said, written
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_no_name_or_path_is_empty(here, mode):
+    for option in command_of(MODES[mode]).params:
+        if isinstance(option, click.Option) and option.type.name in ("name", "path"):
+            assert checked(here, [*MODES[mode], option.opts[0], ""]).exit_code == 2, option.name
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["profile", "-o", ".", "--context", "1,2"], 1),
+        (["profile", "-o", "/", "--context", "1,2"], 1),
+        (["solve", "--depth", "1", "-o", "made"], 0),  # the root alone may be the fastest
+        (["solve", "--depth", "1", "--objective", "tokens", "-o", "made"], 2),
+    ],
+)
+def test_ends_of_the_possible(here, words, code):
+    assert checked(here, words).exit_code == code
+
+
 def test_a_draft_for_lookup(here):
     assert checked(here, [*MODES["ngram"], "--draft", "t"]).exit_code == 2
 
@@ -294,11 +314,19 @@ READERS = {
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_damaged_files(here, name):
+    """Each number of a tree's plan as the largest and the smallest; and any damage anywhere."""
     rng = random.Random(name)
     data = (here / name).read_bytes()
     document = read_header(data) if name == "t" else yaml.safe_load(data)
-    for number in range(COUNT):
-        changed = damage(document, rng)
+    damaged = [damage(document, rng) for _ in range(COUNT)]
+    if name == "t":
+        numbers = [key for key, value in document["plan"].items() if isinstance(value, float)]
+        damaged += [
+            document | {"plan": document["plan"] | {key: value}}
+            for key in numbers
+            for value in (1e308, 5e-324)
+        ]
+    for number, changed in enumerate(damaged):
         if name == "t":
             (here / name).write_bytes(save(load(data), {"sequoia_plan": json.dumps(changed)}))
         else:

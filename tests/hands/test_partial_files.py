@@ -280,3 +280,9 @@ def test_a_format_that_no_pass_is_compiled_for(tmp_path):
     model = tiny("Llama", **SIZES | dict(hidden_size=256, intermediate_size=256, head_dim=64))
     pair = load_pair(write_gguf(tmp_path / "m.gguf", model, "TQ2_0"), "none")
     assert pair.placement == "fused" and "found weights in TQ2_0" in pair.remarks[-1]
+
+
+def test_an_adapter_in_place_of_a_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(SequoiaPlanError, match="it is an adapter: merge it into its model first"):
+        load_model(str(tmp_path), "cpu", torch.float32)
