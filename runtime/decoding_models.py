@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime.base.sequence import SequenceState
@@ -21,7 +24,7 @@ from sequoia_plan.runtime.models.architecture import (
     text_config,
     unwrapped,
 )
-from sequoia_plan.runtime.models.compiled_passes import compile_passes, compiled_pass
+from sequoia_plan.runtime.models.compiled_passes import compiled_pass, passes
 from sequoia_plan.runtime.models.forward import TreeModel
 from sequoia_plan.runtime.models.fused_twin import twin_of, twins
 from sequoia_plan.runtime.models.model_state import Watch, check_mode, structure
@@ -171,4 +174,33 @@ class DecodingModels:
             raise SequoiaPlanError(
                 f"tree: {tree.size} nodes, expected at most {MAX_TREE_NODES} to decode with; solve "
                 "with a smaller --budget"
+            )
+
+
+def compile_passes(models: Iterable[Any]) -> None:
+    """Compile the passes of transformers' models on a CPU, unless it was said what runs them.
+
+    A pass whose model changed beyond what it can follow is given up.
+    """
+    for model in models:
+        if compiled := compiled_pass(model):
+            try:
+                compiled.check(model)
+            except SequoiaPlanError:
+                del passes[unwrapped(model)]
+        is_loaded = isinstance(model, PreTrainedModel) and model.device.type == "cpu"
+        if not is_loaded or model in passes:
+            continue
+        # decoding on a GPU does not need these
+        from sequoia_plan.runtime.compiled.target import compile_target, why_not
+        from sequoia_plan.runtime.offload.memory import format_bytes, free_memory
+
+        needed, free = sum(p.nbytes for p in model.parameters()), free_memory(model.device)
+        if needed < free:
+            compile_target(model)
+        elif not why_not(model):
+            warnings.warn(
+                f"{model_type(model)}: PyTorch runs it, because a copy of its weights needs "
+                f"{format_bytes(needed)} of memory, and {format_bytes(free)} are free",
+                stacklevel=4,
             )

@@ -24,12 +24,10 @@ from sequoia_plan.runtime.compiled.compiled_pass import CompiledPass
 from sequoia_plan.runtime.compiled.forward import UNIT
 from sequoia_plan.runtime.compiled.weights import DTYPES, GgufWeights, pack_model
 from sequoia_plan.runtime.models.architecture import attention_window, rope_changes
-from sequoia_plan.runtime.models.attention import attention_implementation
+from sequoia_plan.runtime.models.attention import IMPLEMENTATIONS, attention_implementation
 from sequoia_plan.runtime.models.compiled_passes import passes
 from sequoia_plan.runtime.models.fused_layer import is_as_defined
 from sequoia_plan.runtime.models.model_state import Copy, Watch, copied, numbers_of
-from sequoia_plan.runtime.models.probe import IMPLEMENTATIONS
-from sequoia_plan.runtime.offload.memory import format_bytes, free_memory
 
 CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 BIASED = ("q_proj", "k_proj", "v_proj")
@@ -179,11 +177,7 @@ class _Embedding:
 
 def compile_target(model: Any, gguf: Path | None = None) -> str:
     """Compile a model's pass; returns "", or why PyTorch runs it."""
-    needed, free = sum(p.nbytes for p in model.parameters()), free_memory(model.device)
     reason = why_not(model)
-    if not reason and not gguf and needed > free:
-        needed_bytes, free_bytes = format_bytes(needed), format_bytes(free)
-        reason = f"a copy of its weights needs {needed_bytes} of memory, {free_bytes} are free"
     if reason:
         return reason
     try:

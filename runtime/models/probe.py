@@ -20,7 +20,7 @@ from sequoia_plan.runtime.models.architecture import (
     text_config,
     unwrapped,
 )
-from sequoia_plan.runtime.models.attention import attention_implementation
+from sequoia_plan.runtime.models.attention import IMPLEMENTATIONS, attention_implementation
 from sequoia_plan.runtime.models.forward import TreeModel
 from sequoia_plan.runtime.models.model_state import Watch, workings
 
@@ -31,8 +31,6 @@ PREFIX = 4
 """Committed tokens before the tree."""
 EXTENT = 16
 """Slots of the cache that the tree is read with."""
-IMPLEMENTATIONS = ("sdpa", "eager")
-"""transformers' attention implementations that take a tree's mask."""
 
 _layouts: WeakKeyDictionary[Any, CacheLayout] = WeakKeyDictionary()
 """For each model that passed: its cache's layout."""

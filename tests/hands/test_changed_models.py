@@ -214,8 +214,8 @@ def test_a_users_model_is_not_changed():
 
 def test_without_memory_for_a_copy_pytorch_runs_the_model(monkeypatch):
     model = model_of("compiled")
-    monkeypatch.setattr("sequoia_plan.runtime.compiled.target.free_memory", lambda device: 1000)
-    with pytest.warns(UserWarning, match=r"qwen3: PyTorch runs it, a copy .* needs .* 1 kB are"):
+    monkeypatch.setattr("sequoia_plan.runtime.offload.memory.free_memory", lambda device: 1000)
+    with pytest.warns(UserWarning, match=r"qwen3: PyTorch runs it, because a copy .* 1 kB are"):
         decoder = SequoiaDecoder(model, None, TokenTree.chain(1))
     assert not compiled_pass(model)
     assert decoder.generate(IDS, NEW).sequences.equal(plain_text(model, IDS, NEW))
