@@ -47,7 +47,7 @@ ALIGNED_SIZES = (
 )
 """Sizes that are multiples of 16 in practice, which Triton makes use of."""
 ARITHMETIC = (
-    *("p", "q", "uncovered_mass", "child_terms", "state", "accept_probs"),
+    *("p", "q", "uncovered_mass", "child_terms", "state", "accept_probs", "masses"),
     *("max_logits", "totals"),
 )
 """Pointers in the dtype of the arithmetic."""
@@ -113,6 +113,7 @@ def compile_variant(root, variant):
         "DTYPE": tl.float32,
         "BLOCK": block,
         **{"HEAD_DIM": 128, "BLOCK_DIM": 128, "MAX_PARTS": 64, "MAX_TOKENS": 64},
+        "MAX_BLOCKS": 32,
         "BLOCK_ROWS": rows,
         "BLOCK_KEYS": 64 if rows < 64 or variant.architecture == 90 else 32,
         "HIDDEN": -6e4 if dtype == "fp16" else -1e30,
