@@ -146,13 +146,6 @@ class _CacheLayer(CacheLayerMixin):
         """Keys and values of the slots that attention looks at."""
         return self.keys[:, :, : self.cache.extent], self.values[:, :, : self.cache.extent]
 
-    def holds(self, states: Tensor) -> bool:
-        """Is there memory for keys and values of the device and the dtype of `states`?"""
-        return self.is_initialized and all(
-            memory.device == states.device and memory.dtype == states.dtype
-            for memory in (self.keys, self.values)
-        )
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many slots attention looks at, and the first of them."""
         return self.cache.extent, 0

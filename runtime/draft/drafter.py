@@ -207,11 +207,13 @@ def draft_tree(
     new_slots = (sequence.length + torch.cat(new_nodes)).split([*map(len, new_nodes)])
     probs, drawn = [sequence.tokens[:0]], [sequence.tokens[:0]]
     output: ForwardOutput | None = None
+    largest_logits = []
     for draft_pass, slots, pass_bits in zip(passes, new_slots, bits_by_pass, strict=True):
         output = drafter.forward(draft_pass, sequence, columns, output)
         pass_probs, children = draw_children(
             drafter, draft_pass, output.logits, sequence, slots, sampling, pass_bits
         )
+        largest_logits.append(output.logits.amax(-1))
         if sampling.greedy:  # verification reads the tokens alone
             continue
         probs.append(pass_probs)
@@ -220,6 +222,7 @@ def draft_tree(
         for row, _ in draft_pass.looked_up:  # its draws are its children from the second on
             columns_by_rank[row, 1:] = columns_by_rank[row, :-1].clone()
         drawn.append(columns_by_rank)
+    sequence.draft.finite.logical_and_(torch.cat(largest_logits).isfinite().all())
     return DraftedTree(torch.cat(probs[-len(passes) :]), torch.cat(drawn[-len(passes) :]))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -94,68 +94,53 @@ class EagleDrafter(HiddenStateDrafter):
         nodes, whose features are the hidden states of their parents in the previous pass.
         """
         cache: Any = sequence.draft
-        maxima: tuple[Tensor, ...] = ()
-        if isinstance(previous, _Output):
-            inputs, *later_inputs = previous.later_inputs
-            maxima = previous.maxima
-        else:
-            passes = draft_pass, *draft_pass.later
-            inputs, *later_inputs = self._inputs(passes, sequence, columns, previous is None)
+        passes = (draft_pass, *draft_pass.later)
+        rows_by_pass: Sequence[Sequence[Tensor]] = previous.later if previous else ()
+        rows_by_pass = rows_by_pass or self._rows(passes, sequence, columns, previous is None)
+        (read_slots, *rows), *later = rows_by_pass
         if previous is None:
-            features = cache.recent_features[(inputs.read_slots - 1) % RECENT]
+            features = cache.recent_features[(read_slots - 1) % RECENT]
         else:
             assert previous.hidden_states is not None
             features = previous.hidden_states[draft_pass.parent_rows]
-        tokens = sequence.tokens[inputs.read_slots]
-        logits, outputs = self._read(cache, tokens, features, inputs, draft_pass.num_parents)
-        maxima = (*maxima, logits.amax(-1))
-        if not later_inputs:
-            self._note_finite(cache, maxima)
-        return _Output(logits, outputs, later_inputs, maxima)
+        tokens = sequence.tokens[read_slots]
+        logits, outputs = self._read(cache, tokens, features, rows, draft_pass.num_parents)
+        return ForwardOutput(logits, outputs, later)
 
-    def _inputs(
+    def _rows(
         self,
         passes: Sequence[DraftPass],
         sequence: SequenceState,
         columns: Tensor,
-        first_is_committed: bool,
-    ) -> list[_Inputs]:
-        """What each pass of a step reads, apart from tokens and features, which passes make."""
+        is_first: bool,
+    ) -> list[Sequence[Tensor]]:
+        """What `_read` needs of each pass of a step, after the slots whose tokens it reads."""
         widths = [draft_pass.input_slots.numel() for draft_pass in passes]
         input_slots = torch.cat([draft_pass.input_slots for draft_pass in passes])
         # short texts have fewer committed tokens than the first pass reads: token 0 stands for them
         read_slots = (sequence.length + input_slots).clamp_(min=0)
         slots = distinct_slots(sequence.length, input_slots)
         positions = sequence.length + torch.cat([draft_pass.offsets for draft_pass in passes])
-        masks, extent = list[Tensor](), columns.numel()
-        if first_is_committed:
-            slots_read = read_slots[: widths[0]]
-            masks.append(_mask_of_committed(slots_read, extent, passes[0].mask.dtype))
-        if len(passes) > len(masks):
-            nodes_mask = torch.cat([draft_pass.mask for draft_pass in passes[len(masks) :]])
+        extent, masks = columns.numel(), list[Tensor]()
+        if is_first:
+            masks.append(_mask_of_committed(read_slots[: widths[0]], extent, passes[0].mask.dtype))
+        if node_masks := [draft_pass.mask for draft_pass in passes[is_first:]]:
             has_feature = torch.arange(extent, device=columns.device) > 0
-            masked_column = nodes_mask.shape[1] - 1  # visible to no node
-            mask = nodes_mask.index_select(1, columns.where(has_feature, masked_column))
-            masks.extend(mask.split(widths[len(masks) :]))
-        return self._with_angles(read_slots, slots, positions, masks, widths)
+            masked_column = node_masks[0].shape[1] - 1  # visible to no node
+            columns = columns.where(has_feature, masked_column)
+            masks += torch.cat(node_masks).index_select(1, columns).split(widths[is_first:])
+        return self._with_angles(masks, widths, read_slots, slots, positions)
 
     def _with_angles(
-        self,
-        read_slots: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        masks: Sequence[Tensor],
-        widths: list[int],
-    ) -> list[_Inputs]:
-        """The inputs of passes that are so wide, from int64 [rows of all] and their masks."""
+        self, masks: Sequence[Tensor], widths: list[int], *rows: Tensor
+    ) -> list[Sequence[Tensor]]:
+        """Rows of passes of these widths, with their mask and the angles of their positions."""
         # a row has the position of the token whose feature it takes, as in the engines
+        *slots, positions = rows
         positions = (positions - 1).clamp(min=0)
-        angles = positions[None], positions[None]  # of which a compiled pass makes its own
-        if not self.compiled_pass:
-            angles = self.model.rotary_emb(self.model.fc.weight, positions[None])
-        rows = (tensor.split(widths) for tensor in (read_slots, slots, positions))
-        cos, sin = (tensor.split(widths, 1) for tensor in angles)
-        return [*map(_Inputs, *rows, masks, zip(cos, sin, strict=True))]
+        angles = self.model.rotary_emb(self.model.fc.weight, positions[None])
+        splits = (tensor.split(widths, -1) for tensor in (*slots, positions))
+        return [*zip(*splits, masks, *(angle.split(widths, 1) for angle in angles), strict=True)]
 
     def splits_keys(self, tokens: int) -> bool:
         """See `Drafter`."""
@@ -199,29 +184,24 @@ class EagleDrafter(HiddenStateDrafter):
         self, cache: TreeCache, tokens: Tensor, features: Tensor, slots: Tensor, extent: int
     ) -> None:
         """Read committed tokens in `slots`, each with the feature of the token before it."""
-        masks = [_mask_of_committed(slots, extent, self.model.dtype)]
-        (inputs,) = self._with_angles(slots, slots, slots, masks, [slots.numel()])
-        logits, _ = self._read(cache, tokens, features, inputs, logits_to_keep=1)
-        self._note_finite(cache, [logits.amax(-1)])
-
-    def _note_finite(self, cache: TreeCache, maxima: Sequence[Tensor]) -> None:
-        """Note whether these maxima of logits are finite: then the logits are, or are -inf."""
-        cache.finite.logical_and_(torch.cat(tuple(maxima)).isfinite().all())
+        mask = _mask_of_committed(slots, extent, self.model.dtype)
+        (rows,) = self._with_angles([mask], [slots.numel()], slots, slots)
+        self._read(cache, tokens, features, rows, 1)
 
     def _read(
         self,
         cache: TreeCache,
         tokens: Tensor,
         features: Tensor,
-        inputs: _Inputs,
+        rows: Sequence[Tensor],
         logits_to_keep: int,
     ) -> tuple[Tensor, Tensor]:
         """Run one pass of the draft over tokens, each with the feature of the token before it.
 
-        `tokens` int64 [tokens]; `features` [tokens, hidden size]. Returns the last rows' logits and
-        outputs.
+        `tokens` int64 [tokens]; `features` [tokens, hidden size]; `rows` are slots, positions,
+        mask, cosines and sines. Returns logits and outputs of the last rows.
         """
-        slots, positions, mask = inputs.slots, inputs.positions, inputs.mask
+        slots, positions, mask, *angles = rows
         if self.compiled_pass:
             logits, outputs = self.compiled_pass(
                 cache, self.model.embed(tokens), features, positions, slots, mask, logits_to_keep
@@ -231,30 +211,10 @@ class EagleDrafter(HiddenStateDrafter):
         cache.at(slots, mask.shape[1])
         with self.model.attending(slots):
             logits, outputs = self.model(
-                tokens[None], features[None], inputs.angles, masks, cache, logits_to_keep
+                tokens[None], features[None], angles, masks, cache, logits_to_keep
             )
         # the model has cut the rows of these
         return logits[0, :, : self.vocabulary], outputs[0, -logits_to_keep:]
-
-
-@dataclass(frozen=True)
-class _Inputs:
-    """What a pass reads. `read_slots`, `slots`, `positions` int64 [rows]; `mask` [rows, extent];
-    `angles`, cosines and sines, [1, rows, head_dim]."""
-
-    read_slots: Tensor
-    slots: Tensor
-    positions: Tensor
-    mask: Tensor
-    angles: tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class _Output(ForwardOutput):
-    """A pass's output, the inputs of later passes, and the largest logits so far."""
-
-    later_inputs: Sequence[_Inputs] = ()
-    maxima: tuple[Tensor, ...] = ()
 
 
 def _mask_of_committed(slots: Tensor, extent: int, dtype: torch.dtype) -> Tensor:

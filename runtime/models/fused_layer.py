@@ -264,7 +264,7 @@ class FusedAttention(nn.Module):
             return queries, *memory.visible()
 
         memory: Any = cache.layers[self.layer_idx] if isinstance(cache, TreeCache) else None
-        if memory is None or not memory.holds(heads):
+        if memory is None or not memory.is_initialized:
             return by_tensor_operations()
         return by_kernel("heads", heads, in_place, by_tensor_operations)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Collection
 from functools import partial
@@ -77,13 +78,9 @@ def _with_own_children(module: nn.Module, made: dict[nn.Module, nn.Module]) -> n
     if not module._modules:
         return module
     if module not in made:
-        twin = made[module] = module.__class__.__new__(module.__class__)
-        twin.__dict__ = {
-            name: value.copy() if "hooks" in name and isinstance(value, dict) else value
-            for name, value in vars(module).items()
-        }
-        children = module._modules.items()
+        twin = made[module] = copy.copy(module)
         twin._modules = {
-            name: child and _with_own_children(child, made) for name, child in children
+            name: child and _with_own_children(child, made)
+            for name, child in module._modules.items()
         }
     return made[module]
