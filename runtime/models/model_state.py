@@ -61,12 +61,16 @@ class Copy:
 
     def check(self, model: Any) -> None:
         """Pack the weights anew if the model changed, or raise SequoiaPlanError."""
-        if not (names := self.watch.changes(model)):
+        states = self.watch.states
+        # a copy of the model may have changed before it was first looked at
+        names = self.watch.changes(model) if unwrapped(model) in states else [""]
+        if not names:
             return
         reason = self.why_not(model, names)
         if not reason:
             self.pack(model)
-            reason = self.differs(model)
+            if reason := self.differs(model):
+                del states[unwrapped(model)]  # the next text tries again
         if reason:
             raise SequoiaPlanError(
                 f"{model_type(model)}: {names[0] or 'the model'} changed after it was compiled for "
