@@ -32,7 +32,11 @@ LoadWeights = Callable[[], Mapping[str, Tensor]]
 
 
 @torch.no_grad()
-def fuse(model: Any, proven: Mapping[Hashable, bool] | None = None) -> int:
+def fuse(
+    model: Any,
+    proven: Mapping[Hashable, bool] | None = None,
+    on_replaced: Callable[[nn.Module, nn.Module], None] = lambda module, fused: None,
+) -> int:
     """Replace the decoder layers of `model` by fused ones, in place, where that is possible.
 
     A layer is replaced if it `can_fuse`, and if a fused layer of its kind computes the same. Norms
@@ -45,9 +49,11 @@ def fuse(model: Any, proven: Mapping[Hashable, bool] | None = None) -> int:
         for number, layer in enumerate(layer_list):
             if can_fuse(layer) and proven.get(_kind(layer)):
                 layer_list[number] = _fused(layer)
+                on_replaced(layer, layer_list[number])
     for module, name, child in _replaceable_children(model):
         if type(child).__name__ in FUSIBLE_NORMS:
             setattr(module, name, fused_norm(child, child.weight, child.weight.dtype))
+            on_replaced(child, getattr(module, name))
     for module in model.modules():
         layers: Any = getattr(module, "layers", None)
         if type(layers) is nn.ModuleList:

@@ -16,7 +16,6 @@ from sequoia_plan.runtime.base.weight_stream import stream_of
 from sequoia_plan.runtime.models.architecture import model_type
 from sequoia_plan.runtime.models.compiled_passes import passes
 from sequoia_plan.runtime.models.fuse import fuse, num_fused_layers
-from sequoia_plan.runtime.models.fused_layer import FusedLayer, RMSNorm
 from sequoia_plan.runtime.models.model_state import Copy, Watch, copied
 
 
@@ -26,21 +25,26 @@ class FusedTwin(Copy):
     def __init__(self, model: Any) -> None:
         self.watch = Watch(partial(copied, sampled=False))
         self.model = _with_own_children(model, {})
-        self.num_fused = fuse(self.model)
-        self.pack(model)
+        self.replaced: list[tuple[nn.Module, nn.Module]] = []
+        self.num_fused = fuse(self.model, on_replaced=self._share)
+        self.watch.look(model)
+
+    def _share(self, module: nn.Module, fused: nn.Module) -> None:
+        """Let the weights of a module lie where its fused one reads them."""
+        self.replaced.append((module, fused))
+        views = fused.state_dict()
+        for name, parameter in module.named_parameters():
+            if parameter.data_ptr() != views[name].data_ptr():
+                views[name].copy_(parameter)
+                if parameter.dtype == views[name].dtype:
+                    parameter.data = views[name]
 
     @torch.no_grad()
     def pack(self, model: Any) -> None:
-        """Let the model's weights lie where the fused layers read them, as they are now."""
-        twins = dict(self.model.named_modules())
-        for name, module in model.named_modules():
-            if isinstance(twin := twins.get(name), (FusedLayer, RMSNorm)) and twin is not module:
-                views = twin.state_dict()
-                for key, parameter in module.named_parameters():
-                    if parameter.data_ptr() != views[key].data_ptr():
-                        views[key].copy_(parameter)
-                        if parameter.dtype == views[key].dtype:
-                            parameter.data = views[key]
+        """Take over the weights as they are now."""
+        replaced, self.replaced = self.replaced, []
+        for modules in replaced:
+            self._share(*modules)
         self.watch.look(model)
 
     def why_not(self, model: Any, names: Collection[str]) -> str:
@@ -49,8 +53,8 @@ class FusedTwin(Copy):
         return "" if weights.issuperset(names) else "more than its weights"
 
 
-twins: WeakKeyDictionary[Any, FusedTwin | None] = WeakKeyDictionary()
-"""The twin of each model that has been asked for one; None where its own layers run."""
+twins: WeakKeyDictionary[Any, FusedTwin] = WeakKeyDictionary()
+"""The twin of each model that has been asked for one."""
 
 
 def twin_of(model: Any) -> Any:
@@ -61,7 +65,8 @@ def twin_of(model: Any) -> Any:
     if model in passes or num_fused_layers(model) or stream_of(model):
         return model
     twin = twins.get(model)
-    if twin is None or twin.watch.changes(model):
+    changed = twin.watch.changes(model) if twin else ()
+    if twin is None or twin.why_not(model, changed):
         twin = FusedTwin(model)
         if not twin.num_fused:
             warnings.warn(
@@ -70,6 +75,8 @@ def twin_of(model: Any) -> Any:
                 stacklevel=5,
             )
         twins[model] = twin
+    elif changed:
+        twin.pack(model)
     return twin.model if twin.num_fused else model
 
 
