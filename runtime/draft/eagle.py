@@ -121,7 +121,7 @@ class EagleDrafter(HiddenStateDrafter):
         read_slots = (sequence.length + input_slots).clamp_(min=0)
         slots = distinct_slots(sequence.length, input_slots)
         positions = sequence.length + torch.cat([draft_pass.offsets for draft_pass in passes])
-        extent, masks = columns.numel(), list[Tensor]()
+        extent, masks = columns.numel(), []
         if is_first:
             masks.append(_mask_of_committed(read_slots[: widths[0]], extent, passes[0].mask.dtype))
         if node_masks := [draft_pass.mask for draft_pass in passes[is_first:]]:
