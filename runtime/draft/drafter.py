@@ -150,13 +150,12 @@ def passes_by_level(tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, .
     return tuple(passes)
 
 
-def distinct_slots(length: Tensor, input_slots: Tensor) -> Tensor:
-    """int64 [tokens]: the slots that a pass writes, each once, also where the text is short.
+def distinct_slots(length: Tensor, slots: Tensor) -> Tensor:
+    """int64 [tokens]: `slots` with others for those below 0, so that a pass writes each once.
 
     A pass may read more committed tokens than there are. Rows for tokens before the first one go to
     slots of nodes, which no row of this pass sees and which a later pass writes before it reads.
     """
-    slots = length + input_slots
     return slots.where(slots >= 0, length - slots)  # -1 becomes the slot after the root's
 
 
@@ -209,13 +208,18 @@ def draft_tree(
         pass_probs, children = draw_children(
             drafter, draft_pass, output.logits, sequence, sampling, pass_bits
         )
-        probs.append(pass_probs[:0] if sampling.greedy else pass_probs)
+        if sampling.greedy:  # which verifies tokens alone
+            continue
+        probs.append(pass_probs)
         padding = branching - draft_pass.max_children  # so that all passes have as many columns
         columns_by_rank = torch.nn.functional.pad(children, (0, padding))
         for row, _ in draft_pass.looked_up:  # its draws are its children from the second on
             columns_by_rank[row, 1:] = columns_by_rank[row, :-1].clone()
         drawn.append(columns_by_rank)
-    return DraftedTree(torch.cat(probs), torch.cat(drawn))
+    nothing = sequence.tokens[:0]
+    return (
+        DraftedTree(torch.cat(probs), torch.cat(drawn)) if probs else DraftedTree(nothing, nothing)
+    )
 
 
 def draw_children(
