@@ -150,14 +150,15 @@ class Residual:
     def _reject_by_tensors(self, rank: int, places: slice) -> None:
         """Reject the children of this rank by tensor operations."""
         tiny, largest = torch.finfo(self.p.dtype).tiny, torch.finfo(self.p.dtype).max
-        terms, state = self.child_terms[rank, :, places], self.state[:, places]
-        p_child, q_child, inverse_d = terms[:3].unbind()
-        c, e, a, scale = state.unbind()  # views: updated in place
+        terms = self.child_terms[rank, :, places]
+        p_child, q_child, inverse_d, q_factor, uniform_factor = terms.unbind()
+        c, e, a, scale = self.state[:, places].unbind()  # views: updated in place
         r_child = torch.addcmul(p_child, c, q_child, value=-1).sub_(e)
         self.accept_probs[rank, places] = r_child.mul_(scale).mul_(inverse_d).clamp_(0, 1)
-        # infinity times 0 is NaN
-        state[:2].addcdiv_(terms[3:], scale.clamp(min=tiny)).clamp_(max=largest)
-        mass = _residual(self.p[places], self.q[places], *state[:2, :, None].unbind()).sum(-1)
+        divisor = scale.clamp(min=tiny)
+        c.addcdiv_(q_factor, divisor).clamp_(max=largest)  # infinity times 0 is NaN
+        e.addcdiv_(uniform_factor, divisor)
+        mass = _residual(self.p[places], self.q[places], c[:, None], e[:, None]).sum(-1)
         mass.add_(self.uncovered_mass[places]).mul_(scale)
         total = (1 - a).add_(mass).clamp_(min=tiny)
         a.copy_(mass.div_(total))
