@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 
@@ -140,6 +141,23 @@ def test_a_tensor_of_a_checkpoint(whole, tmp_path, monkeypatch, path, damage):
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     pair = PATHS[path](str(folder), str(whole))
     assert pair.target is not None
+
+
+@pytest.mark.parametrize("placement", ["resident", "streamed"])
+def test_a_head_of_its_own_where_the_config_ties_it(whole, model, tmp_path, placement):
+    """It is used, as by transformers, or refused by name."""
+    for file in whole.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    if placement == "streamed":
+        with pytest.raises(
+            SequoiaPlanError, match=r"tensor lm_head.weight differs from model"
+        ):
+            load_pair(str(tmp_path), "none", offload="disk", memory="1GB")
+    else:
+        loaded = load_model(str(tmp_path), "cpu", torch.float32)[0]
+        assert loaded(IDS).logits.equal(model(IDS).logits)
 
 
 def test_a_head_that_scores_texts_changes_nothing(whole, model, tmp_path):
