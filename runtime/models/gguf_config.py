@@ -74,6 +74,11 @@ def read_config(gguf: Path) -> Any:
             f"{gguf}: {prefix}{key} is {value!r:.60}, which a {type(config).__name__} has no "
             "setting for; its logits would be wrong: use the model as a folder or a hub ID"
         )
+    if config.num_hidden_layers > len(reader.tensors):
+        raise SequoiaPlanError(
+            f"{gguf}: {prefix}block_count is {config.num_hidden_layers}, the file has "
+            f"{len(reader.tensors)} tensors; get it again"
+        )
     for tensor in reader.tensors:
         if tensor.name == ROPE_FACTORS:
             _set_factors(gguf, config, rope, np.asarray(tensor.data, np.float64).reshape(-1))

@@ -151,9 +151,7 @@ def test_a_head_of_its_own_where_the_config_ties_it(whole, model, tmp_path, plac
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     if placement == "streamed":
-        with pytest.raises(
-            SequoiaPlanError, match=r"tensor lm_head.weight differs from model"
-        ):
+        with pytest.raises(SequoiaPlanError, match=r"tensor lm_head.weight differs from model"):
             load_pair(str(tmp_path), "none", offload="disk", memory="1GB")
     else:
         loaded = load_model(str(tmp_path), "cpu", torch.float32)[0]
@@ -251,6 +249,7 @@ def test_rotary_embeddings_are_scaled_as_the_gguf_file_says(tmp_path, kind, plac
     ("metadata", "tensors", "named"),
     [
         ({"rope.scaling.type": "longrope"}, {}, "llama.rope.scaling.type is 'longrope'"),
+        ({"block_count": 10**8}, {}, "llama.block_count is 100000000, the file has 21 tensors"),
         ({"rope.scaling.attn_factor": 1.5}, {}, "llama.rope.scaling.attn_factor is 1.5"),
         ({"rope.dimension_count": 8}, {}, "llama.rope.dimension_count is 8"),
         ({"attention.sliding_window": 8}, {}, "llama.attention.sliding_window is 8"),
@@ -287,6 +286,8 @@ def test_settings_that_transformers_does_not_read(tmp_path, architecture, key, v
     """They are honoured: a file of metadata alone shows it."""
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", architecture)
     add_metadata(writer, architecture, {"vocab_size": 300, "block_count": 2, key: value})
+    for tensor in "ab":
+        writer.add_tensor(tensor, np.ones(1, np.float32))
     write(writer)
     config = read_config(tmp_path / "m.gguf")
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
