@@ -280,6 +280,8 @@ def test_what_a_model_has_no_place_for(whole, model, tmp_path, metadata, tensors
         ("qwen3", "attention.key_length", 9, "head_dim"),
         ("qwen2moe", "expert_feed_forward_length", 9, "moe_intermediate_size"),
         ("stablelm", "rope.freq_base", 9.0, "rope_theta"),
+        ("falcon", "feed_forward_length", 9, "ffn_hidden_size"),
+        ("nemotron", "attention.layer_norm_epsilon", 9.0, "norm_eps"),
     ],
 )
 def test_settings_that_transformers_does_not_read(tmp_path, architecture, key, value, name):
