@@ -15,14 +15,14 @@ from sequoia_plan.runtime.base.errors import first_line
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.models.architecture import (
-    device_and_dtype,
     execution_device,
     model_type,
     text_config,
     unwrapped,
 )
-from sequoia_plan.runtime.models.attention import attention_implementation
+from sequoia_plan.runtime.models.attention import IMPLEMENTATIONS, attention_implementation
 from sequoia_plan.runtime.models.forward import TreeModel
+from sequoia_plan.runtime.models.model_state import Watch, workings
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2])
 PATHS = torch.tensor([[0, 1, 3], [0, 1, 4], [0, 2, 5]], device="cpu")
@@ -31,23 +31,20 @@ PREFIX = 4
 """Committed tokens before the tree."""
 EXTENT = 16
 """Slots of the cache that the tree is read with."""
-IMPLEMENTATIONS = ("sdpa", "eager")
-"""transformers' attention implementations that take a tree's mask."""
 
-_probed: WeakKeyDictionary[Any, tuple[tuple[Any, ...], CacheLayout]] = WeakKeyDictionary()
-"""For each model that passed: its attention, device and dtype then, and its cache's layout."""
+_layouts: WeakKeyDictionary[Any, CacheLayout] = WeakKeyDictionary()
+"""For each model that passed: its cache's layout."""
+_probed = Watch(workings)
 
 
 @torch.inference_mode()
 def probe(model: Any) -> CacheLayout:
     """Check that a model can read a token tree."""
-    setting = (attention_implementation(model.config), *device_and_dtype(model))
-    probed_setting, layout = _probed.get(unwrapped(model), (None, None))
-    if layout is not None and probed_setting == setting:
-        return layout
-    _check_description(model)
-    layout = _try_tree(model)
-    _probed[unwrapped(model)] = setting, layout
+    layout = _layouts.get(unwrapped(model))
+    if layout is None or _probed.changes(model):
+        _check_description(model)
+        layout = _layouts[unwrapped(model)] = _try_tree(model)
+        _probed.look(model)
     return layout
 
 
@@ -56,11 +53,7 @@ def _check_description(model: Any) -> None:
     implementation = attention_implementation(model.config)
     parameters = inspect.signature(unwrapped(model).forward).parameters
     takes_no_positions = "input_ids" in parameters and "position_ids" not in parameters
-    if getattr(model, "training", False):
-        reason = (
-            "found in training mode, where dropout changes its logits; call eval() on the model"
-        )
-    elif getattr(model.config, "is_encoder_decoder", False):
+    if getattr(model.config, "is_encoder_decoder", False):
         reason = "an encoder-decoder, expected a decoder-only causal language model"
     elif implementation is not None and implementation not in IMPLEMENTATIONS:
         reason = (
