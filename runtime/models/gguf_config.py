@@ -31,7 +31,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "expert_feed_forward_length": ("moe_intermediate_size", "intermediate_size"),
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
     "expert_used_count": ("num_experts_per_tok",),
-    "feed_forward_length": ("intermediate_size", "n_inner", "ffn_hidden_size"),
+    "feed_forward_length": ("ffn_hidden_size", "intermediate_size", "n_inner"),
     "final_logit_softcapping": ("final_logit_softcapping",),
     "use_parallel_residual": ("use_parallel_residual",),
     "vocab_size": ("vocab_size",),
