@@ -69,14 +69,16 @@ class Acceptance:
             raise SequoiaPlanError(f"{name}: found {value!r:.60}, expected {expected}")
         if rates.ndim < 3:
             rates = np.atleast_2d(rates)[:, None]
-        is_possible = ((rates >= 0) & (rates <= 1)).all(-1) & (rates.sum(-1) <= 1 + SUM_TOLERANCE)
+        with np.errstate(over="ignore"):
+            sums = rates.sum(-1)
+        is_possible = ((rates >= 0) & (rates <= 1)).all(-1) & (sums <= 1 + SUM_TOLERANCE)
         if not is_possible.all():
             level, node_class = np.argwhere(~is_possible)[0]
             vector = rates[level, node_class]
             raise SequoiaPlanError(
                 f"{name}: found {vector.tolist()!r:.60} at level {level}, {CLASS_NAMES[node_class]}"
-                f", with the sum {vector.sum():.6g}; expected probabilities from 0 to 1 that sum "
-                "to at most 1 (at most one child is accepted)"
+                f", with the sum {sums[level, node_class]:.6g}; expected probabilities from 0 to 1 "
+                "that sum to at most 1 (at most one child is accepted)"
             )
         return cls(rates)
 

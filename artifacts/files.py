@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from safetensors import SafetensorError
 
 from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
 
@@ -69,10 +70,11 @@ def new_folder(path: str | Path) -> Iterator[Path]:
             yield Path(temporary)
             os.chmod(temporary, 0o777 & ~_umask())  # a temporary folder is private
             os.replace(temporary, target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        problem = getattr(error, "strerror", None) or error
         raise SequoiaPlanError(
-            f"{path}: cannot be written ({error.strerror or error}); name a folder within one that "
-            "exists and is writable, with room"
+            f"{path}: cannot be written ({problem}); name a folder within one that exists and is "
+            "writable, with room"
         ) from error
 
 

@@ -4,13 +4,14 @@
     python benchmarks/gpu.py --device cpu --quick -o build/gpu-quick
 
 The first command needs one 80 GB card; it takes under 28 minutes and runs unattended. With
-`--minutes 9` it stops after nine, and the next call goes on. The second command uses tiny settings
-on the CPU, to see that everything runs.
+`--minutes 9` it stops after nine, and the next call goes on; no part takes longer. The second
+command uses tiny settings on the CPU, to see that everything runs. Nothing need be installed but
+torch, transformers, msgspec, and for some parts pytest and numba: the code of this clone is used.
 
 checks: the tests that need the device, and the attention that PyTorch would choose for the mask of
     a tree.
-captured: whether captured steps give the tokens of eager ones, and whether logits that are not
-    finite end in an error and leave the device usable.
+captured: whether captured steps give the tokens of eager ones in float32, and whether logits that
+    are not finite end in an error and leave the device usable.
 shared-heads: an 8B target whose heads share keys and values with an EAGLE-3 draft, at contexts of
     512 and 8192: the parts of a step, the kernels of one step, and the seconds between the steps of
     a decoder with and without launching ahead.
@@ -20,16 +21,14 @@ host-stream: eight layers of that target, streamed from pinned host memory, agai
     on the device and against the link.
 breakdown: the parts of a step with a 7B target and a vocabulary of 128k, for several trees,
     verifiers, settings and lengths of text.
-llama-2-7b, llama-2-13b: random weights in bfloat16, with a draft of 68M parameters. The time of a
-    step does not depend on the values of the weights, so these are measured: target and draft
+llama-2: 7B and 13B, random weights in bfloat16, with a draft of 68M parameters. The time of a step
+    does not depend on the values of the weights, so these are measured: target and draft
     passes by size, memory bandwidth, and the step of the best tree for the paper's acceptance
     vectors. Tokens a second follow from a vector that was measured on other models, so they are
     called projected.
-pair-t0, pair-t06: the embedded pair at temperature 0 and 0.6. It is profiled, a tree is solved, and
+pair: the embedded pair at temperature 0 and 0.6. It is profiled, a tree is solved, and
     held-out prompts are decoded with our plain decoding, transformers' `generate` and assisted
     generation, and our tree. The parts of a step are timed, too.
-variants: transformers' `generate` and its static cache, with and without compiling, and with and
-    without cuDNN's attention.
 
 Each part runs in a process of its own, so that one that loses the device takes no other with it. It
 is one file of the output folder, written after every setting that is measured. A part whose file is
@@ -40,43 +39,46 @@ start too late is left for the next run.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from gpu_checks import compare_captured, run_checks, time_attention
-from gpu_scale import FULL, QUICK, Run
-from gpu_steps import time_host_stream, time_settings, time_shared_heads
-from gpu_texts import bench_embedded_pair, bench_transformers, time_random_pair
-from reports import new_parser, write_report
+PACKAGES = Path(__file__).parents[1] / "typings"
+"""A folder in which Python finds this clone's packages by their names, where none is installed."""
+if not importlib.util.find_spec("sequoia_plan"):
+    sys.path.append(str(PACKAGES))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
 
-from sequoia_plan.profiler.hardware import fingerprint
-from sequoia_plan.runtime import Sampling
+import torch  # noqa: E402
+from gpu_scale import FULL, QUICK, Run  # noqa: E402
+from reports import new_parser, write_report  # noqa: E402
+
+from sequoia_plan.profiler.hardware import fingerprint  # noqa: E402
 
 Result = dict[str, Any]
 """What one part measured, as in its JSON file."""
-GRACE_SECONDS = 120
+GRACE_SECONDS = 90
 """How long a part may go on after its time, to finish what it measures."""
-PARTS: dict[str, tuple[float, Callable[[Run], Result]]] = {
-    "checks": (240.0, run_checks),
-    "captured": (120.0, compare_captured),
-    "shared-heads": (240.0, time_shared_heads),
-    "sdpa": (90.0, time_attention),
-    "host-stream": (120.0, time_host_stream),
-    "breakdown": (420.0, time_settings),
-    "llama-2-7b": (150.0, lambda run: time_random_pair(run, "llama-2-7b")),
-    "llama-2-13b": (150.0, lambda run: time_random_pair(run, "llama-2-13b")),
-    "pair-t0": (150.0, lambda run: bench_embedded_pair(run, Sampling())),
-    "pair-t06": (150.0, lambda run: bench_embedded_pair(run, Sampling(0.6))),
-    "variants": (240.0, bench_transformers),
+PARTS = {
+    "checks": (440.0, "gpu_checks", "run_checks"),
+    "captured": (120.0, "gpu_checks", "compare_captured"),
+    "shared-heads": (240.0, "gpu_steps", "time_shared_heads"),
+    "sdpa": (120.0, "gpu_checks", "time_attention"),
+    "host-stream": (120.0, "gpu_steps", "time_host_stream"),
+    "breakdown": (420.0, "gpu_steps", "time_settings"),
+    "llama-2": (300.0, "gpu_texts", "time_random_pairs"),
+    "pair": (300.0, "gpu_texts", "bench_embedded_pair"),
 }
-"""The most seconds of each part, and the function that measures it. Whether it works comes first,
-then what matters most."""
+"""The most seconds of each part, and the module and the function that measure it. Whether it works
+comes first, then what matters most."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -120,16 +122,18 @@ def run_in_own_process(
 ) -> Result:
     """Run a part in a process of its own, which writes the part's file."""
     error = None
+    command = part_command(name, options, seconds)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
-        command = part_command(name, options, seconds)
-        timeout = seconds + GRACE_SECONDS
-        code = subprocess.run(
-            command, stdout=subprocess.DEVNULL, timeout=timeout, check=False
-        ).returncode
+        code = process.wait(seconds + GRACE_SECONDS)
         if code not in (0, 1):  # 1: the part has written its error
             error = f"its process ended with code {code}"
     except subprocess.TimeoutExpired:
         error = f"its process was ended {GRACE_SECONDS} s after its time"
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # nothing that it started stays on the device
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     result = load(file, options.quick)
     if error or not result:
         result |= {"quick": options.quick, "error": error or "its process wrote no file"}
@@ -161,7 +165,9 @@ def run_part(name: str, file: Path, options: argparse.Namespace, seconds: float)
         write_report(file, circumstances | result | {"unfinished": True})
 
     try:
-        result = PARTS[name][1](Run(device, scale, started + seconds, dict(measured), save))
+        _, module, function = PARTS[name]
+        measure = getattr(importlib.import_module(module), function)
+        result = measure(Run(device, scale, started + seconds, dict(measured), save))
     except Exception as error:
         message = f"{type(error).__name__}: {str(error).strip()[:500]}"
         result = measured | {"error": message}

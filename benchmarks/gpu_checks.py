@@ -7,25 +7,26 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from gpu_scale import Run, measure_each, median_seconds
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.profiler.timing import timed
 from sequoia_plan.runtime import SequoiaDecoder
 from sequoia_plan.runtime.capture import Graphs
-from sequoia_plan.runtime.models import attention
+from sequoia_plan.runtime.models.attention import attend_shared_heads
 from sequoia_plan.runtime.models.dtype import resolve_dtype
 from sequoia_plan.runtime.models.split_keys import split_key_attention
 
 HEAD_DIM = 128
-SPLIT_KEYS = "SPLIT_KEYS"
+SPLIT_KEYS = "split keys"
 """In the results, the name of our kernel for attention."""
 SMALL_TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 SMALL_MODEL_SHAPE = {
@@ -58,22 +59,27 @@ decoder.generate([3, 1, 4], 8, sampling=Sampling(0.7, top_p=0.9), seed=0)
 
 def run_checks(run: Run) -> dict[str, Any]:
     """Run the tests that need the device, and ask which attention PyTorch chooses with a mask."""
-    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    process = subprocess.run(
-        [*pytest, *run.scale.test_arguments],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
     query = attention_input(run.device, 8, 8, 4, 4)[0]
     mask = torch.zeros(1, 1, 8, 8, device=run.device, dtype=query.dtype)
-    return {
-        "tests": {"exit": process.returncode, "says": last_line(process.stdout)},
+    others = {
         "cudnn": torch.backends.cudnn.version(),
         "chosen": SDPBackend(torch._fused_sdp_choice(query, query, query, mask)).name,
     }
+
+    def run_file(setting: dict[str, Any]) -> dict[str, Any]:
+        """Run the tests of one file."""
+        pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        process = subprocess.run(
+            [*pytest, *setting["tests"].split()],
+            cwd=Path(__file__).parents[1],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return {"exit": process.returncode, "says": last_line(process.stdout)}
+
+    settings = [{"tests": arguments} for arguments in run.scale.test_arguments]
+    return measure_each(run, "tests", settings, run_file, **others)
 
 
 def last_line(output: str) -> list[str]:
@@ -103,9 +109,9 @@ def attention_input(
 
 def time_attention(run: Run) -> dict[str, Any]:
     """Time the attention of one layer with PyTorch's kernels that take a mask, and with ours."""
-    kernels, graphs = ["MATH"], None
+    kernels, graphs = ["PyTorch"], None
     if run.device.type == "cuda":
-        kernels = ["EFFICIENT_ATTENTION", "CUDNN_ATTENTION", SPLIT_KEYS]
+        kernels = ["memory-efficient", "cuDNN", SPLIT_KEYS]
         graphs = Graphs(run.device)
     heads = 32
     sizes = itertools.product(
@@ -130,23 +136,21 @@ def time_attention(run: Run) -> dict[str, Any]:
             run.device, nodes, extent, heads, setting["shared_heads"]
         )
         mask = torch.zeros(1, 1, nodes, extent, device=run.device, dtype=query.dtype)
-        graph_key = tuple(setting.values())
+        tensors = (query, key, value, mask)
+        attend: Callable[[], Any] = functools.partial(attend_shared_heads, None, *tensors)
         if setting["kernel"] == SPLIT_KEYS:
             slots = torch.arange(extent - nodes, extent, device=run.device)
-            tensors = (query, key, value, mask, slots)
-            attend = functools.partial(split_key_attention, *tensors, HEAD_DIM**-0.5)
-            with torch.inference_mode():
-                return {"seconds": attention_seconds(run, attend, graphs, graph_key)}
-        module = torch.nn.Module()
-        attend = functools.partial(
-            attention.attend_shared_heads, module, query, key, value, attention_mask=mask
-        )
-        with (
-            mock.patch.object(attention, "can_split_keys", return_value=False),
-            sdpa_kernel([getattr(SDPBackend, setting["kernel"])]),
-            torch.inference_mode(),
-        ):
-            return {"seconds": attention_seconds(run, attend, graphs, graph_key)}
+            attend = functools.partial(split_key_attention, *tensors, slots, HEAD_DIM**-0.5)
+        choice: Any = nullcontext()
+        if setting["kernel"] == "cuDNN":
+            attend = functools.partial(scaled_dot_product_attention, *tensors, enable_gqa=True)
+            choice = sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
+        try:
+            with choice, torch.inference_mode():
+                seconds = attention_seconds(run, attend, graphs, tuple(setting.values()))
+        except RuntimeError as error:  # a kernel may refuse a shape
+            return {"error": last_line(str(error))}
+        return {"seconds": seconds}
 
     return measure_each(run, "attention", settings, time_kernel)
 
@@ -170,11 +174,14 @@ def attention_seconds(
 
 
 def small_model(name: str, device: torch.device) -> Any:
-    """Make one of `SMALL_MODELS`, with random weights in the device's dtype."""
+    """Make one of `SMALL_MODELS`, with random weights in float32.
+
+    In 16 bits two kernels for attention part after some hundred tokens.
+    """
     model_class, config_class, options = SMALL_MODELS[name]
     torch.manual_seed(0)
     model = model_class(config_class(**SMALL_MODEL_SHAPE, **options))
-    return model.to(device, resolve_dtype("auto", device.type)).eval()
+    return model.to(device).eval()
 
 
 def compare_captured(run: Run) -> dict[str, Any]:
@@ -183,10 +190,16 @@ def compare_captured(run: Run) -> dict[str, Any]:
     The drafts have the target's vocabulary or half of it. Logits that are not finite are sampled
     with top-p in a process of their own.
     """
-    against_eager = {}
-    for model_name, draft_vocabulary in itertools.product(SMALL_MODELS, (None, 512)):
-        title = f"{model_name}, {draft_vocabulary or 'all'} tokens"
-        against_eager[title] = captured_against_eager(run, model_name, draft_vocabulary)
+    settings = [
+        {"model": model_name, "draft_vocabulary": draft_vocabulary}
+        for model_name, draft_vocabulary in itertools.product(SMALL_MODELS, (None, 512))
+    ]
+
+    def compare(setting: dict[str, Any]) -> dict[str, Any]:
+        """Compare the texts of one pair of models."""
+        return captured_against_eager(run, *setting.values())
+
+    result = measure_each(run, "against_eager", settings, compare)
     folder = str(Path(__file__).parent)
     process = subprocess.run(
         [sys.executable, "-c", DECODE_NOT_FINITE, folder, str(run.device)],
@@ -195,10 +208,7 @@ def compare_captured(run: Run) -> dict[str, Any]:
         timeout=300,
         check=False,
     )
-    return {
-        "against_eager": against_eager,
-        "not_finite": {"exit": process.returncode, "says": last_line(process.stderr)},
-    }
+    return result | {"not_finite": {"exit": process.returncode, "says": last_line(process.stderr)}}
 
 
 def captured_against_eager(

@@ -36,7 +36,7 @@ class Scale(NamedTuple):
         contexts: tokens in the cache while the parts of a step are timed.
         long_contexts: the same for the target whose heads share keys and values.
         vocabulary: vocabulary of the models whose step is timed part by part.
-        test_arguments: pytest's arguments for the tests that need the device.
+        test_arguments: pytest's arguments for each file of tests that need the device.
         targets: shapes of the targets with random weights, by name.
         draft: shape of their draft.
         shared_heads_target: shape of a target whose heads share keys and values.
@@ -96,7 +96,7 @@ QUICK = Scale(
     contexts=(16,),
     long_contexts=(16, 40),
     vocabulary=512,
-    test_arguments=("tests/runtime/test_static_step.py", "-k", "captured_steps"),
+    test_arguments=("tests/runtime/test_static_step.py -k captured_steps",),
     targets={"llama-2-7b": shape(64, 128, 2, 4, 512), "llama-2-13b": shape(96, 192, 2, 4, 512)},
     draft=shape(32, 64, 1, 2, 512),
     shared_heads_target=shape(64, 128, 4, 4, 512) | {"num_key_value_heads": 2},

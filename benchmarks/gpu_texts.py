@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from dataclasses import replace
 from typing import Any
 
 import torch
-from gpu_scale import Run, Scale, step_breakdown, with_peak_memory
+from gpu_scale import Run, Scale, measure_each, step_breakdown, with_peak_memory
 from random_models import bytes_read, copy_bandwidth, random_pair
 
 from sequoia_plan.artifacts import Acceptance, Latency, Profile, TokenTree
@@ -19,9 +18,7 @@ from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.artifacts.tree_file import CATALOG
 from sequoia_plan.planner import solve
 from sequoia_plan.planner.solving.baselines import bench_trees
-from sequoia_plan.profiler.bench import bench, compare
-from sequoia_plan.profiler.bench_figures import summary
-from sequoia_plan.profiler.decoding_methods import sequoia_method, transformers_method
+from sequoia_plan.profiler.bench import compare
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.latency import LatencyMeter
 from sequoia_plan.profiler.measure import measure
@@ -42,7 +39,13 @@ def embedded_pair(device: torch.device, placement: str = "auto") -> Pair:
     return load_pair(device=str(device), placement=placement)
 
 
-def bench_embedded_pair(run: Run, sampling: Sampling) -> dict[str, Any]:
+def bench_embedded_pair(run: Run) -> dict[str, Any]:
+    """Bench the embedded pair at two temperatures."""
+    settings = [{"temperature": temperature} for temperature in (0.0, 0.6)]
+    return measure_each(run, "pairs", settings, lambda each: bench_at(run, Sampling(**each)))
+
+
+def bench_at(run: Run, sampling: Sampling) -> dict[str, Any]:
     """Profile the embedded pair, solve a tree, decode with it and other methods, time its step."""
     scale, pair = run.scale, embedded_pair(run.device)
     profile = measure(
@@ -85,39 +88,10 @@ def bench_embedded_pair(run: Run, sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def bench_transformers(run: Run) -> dict[str, Any]:
-    """Decode with our plain decoding and with variants of transformers' `generate`.
-
-    The variants are its dynamic cache, and its static cache with and without a compiled forward
-    pass, all of them with and without cuDNN's attention, which makes a new plan for every length.
-    """
-    pair, tokens = embedded_pair(run.device), run.scale.tokens
-    prompts = prompts_longest_first(pair, run.scale)
-    figures = {}
-    for sampling, uses_cudnn in itertools.product((Sampling(), Sampling(0.6)), (True, False)):
-        make_static = functools.partial(
-            transformers_method,
-            pair,
-            sampling,
-            tokens,
-            counts_passes=False,
-            cache_implementation="static",
-        )
-        methods = {
-            "plain": sequoia_method(pair, TokenTree.chain(1), sampling, tokens),
-            "generate": transformers_method(pair, sampling, tokens),
-            "static, compiled": make_static(),
-            "static": make_static(disable_compile=True),
-        }
-        used_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-        torch.backends.cuda.enable_cudnn_sdp(uses_cudnn)
-        try:
-            results = summary(bench(methods, prompts, deadline=run.deadline), ["plain"])
-        finally:
-            torch.backends.cuda.enable_cudnn_sdp(used_cudnn)
-        title = f"T {sampling.temperature}, {'with' if uses_cudnn else 'without'} cuDNN"
-        figures[title] = {name: result.to_dict() for name, result in results.items()}
-    return {"contenders": figures}
+def time_random_pairs(run: Run) -> dict[str, Any]:
+    """Time each target of the paper's shapes, with random weights, and its draft."""
+    settings = [{"name": name} for name in run.scale.targets]
+    return measure_each(run, "pairs", settings, lambda each: time_random_pair(run, each["name"]))
 
 
 def time_random_pair(run: Run, name: str) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def write_model(folder: Path) -> int:
     """
     config = LlamaConfig(**SHAPE, dtype="bfloat16", architectures=["LlamaForCausalLM"])
     config.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(local_folder(None)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(local_folder(None, torch.bfloat16)).save_pretrained(folder)
     with torch.device("meta"):
         parameters = dict(AutoModelForCausalLM.from_config(config).named_parameters())
     torch.manual_seed(0)

@@ -20,7 +20,8 @@ from sequoia_plan.artifacts.schema import (
     YamlArtifact,
 )
 
-CountsByPosition = Annotated[tuple[Count, ...], Meta(min_length=1)]
+SOME = Meta(min_length=1)
+CountsByPosition = Annotated[tuple[Count, ...], SOME]
 Share = Annotated[float, Meta(gt=0, le=1)]
 AtLeastOne = Annotated[float, Meta(ge=1)]
 
@@ -124,9 +125,9 @@ class ContextPlan(Artifact, frozen=True):
         Count, "tokens of every prompt that is decoded; 0 if prompts are decoded as they are"
     ]
     acceptance: Annotated[ChainAcceptance, "how far drafted chains are accepted"]
-    steps: Annotated[tuple[StepSeconds, ...], "measured times of a step"]
-    cells: Annotated[tuple[Cell, ...], "predictions by batch size and number of tokens"]
-    schedule: Annotated[tuple[ScheduleEntry, ...], "the best number of tokens by batch size"]
+    steps: Annotated[tuple[StepSeconds, ...], SOME, "measured times of a step"]
+    cells: Annotated[tuple[Cell, ...], SOME, "predictions by batch size and number of tokens"]
+    schedule: Annotated[tuple[ScheduleEntry, ...], SOME, "the best number of tokens by batch size"]
     lines: Annotated[tuple[str, ...], "options to start the engine with"] = ()
     draft_pass_seconds: Annotated[
         Number, "seconds of a pass of llama.cpp's draft; 0 if it was not timed"
@@ -169,7 +170,7 @@ class EnginePlan(YamlArtifact, frozen=True, kw_only=True):
     ] = {}
     contexts: Annotated[
         tuple[ContextPlan, ...],
-        Meta(min_length=1),
+        SOME,
         "the plan at each context, shortest first",
     ]
     seconds: Annotated[Number, "seconds that measuring took"] = 0.0

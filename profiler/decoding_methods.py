@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
+from sequoia_plan.runtime.base.sampling import OFF_VALUES, not_followed
 from sequoia_plan.runtime.models.vocabulary import vocabulary_size
 
 
@@ -87,11 +88,17 @@ def transformers_method(
     target = pair.target
     # prompt lookup needs an end token: this one is in no text
     end_tokens = pair.end_tokens or [vocabulary_size(target)]
-    options |= sampling.for_transformers() | {
-        "max_new_tokens": tokens,
-        "eos_token_id": end_tokens,
-        "pad_token_id": end_tokens[0],
-    }
+    off = {name: OFF_VALUES[name] for name in not_followed(target.generation_config)}
+    options = (
+        off
+        | options
+        | sampling.for_transformers()
+        | {
+            "max_new_tokens": tokens,
+            "eos_token_id": end_tokens,
+            "pad_token_id": end_tokens[0],
+        }
+    )
 
     def decode(prompt: list[int], seed: int) -> PromptRun:
         torch.manual_seed(seed)

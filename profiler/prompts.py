@@ -9,6 +9,7 @@ from typing import Any
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.prompts import BUILT_IN, Prompt, PromptText, held_out_half, load
 from sequoia_plan.runtime import Pair
+from sequoia_plan.runtime.base.errors import first_line
 from sequoia_plan.runtime.models.architecture import context_length, text_config
 
 
@@ -22,9 +23,16 @@ def encode(tokenizer: Any, prompt: PromptText) -> list[int]:
     """Token ids of a prompt: in the model's chat template if it has one, else as plain text."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if getattr(tokenizer, "chat_template", None):
-        encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True
-        )
+        try:
+            encoded = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=True
+            )
+        except Exception as error:  # a template may raise anything
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise SequoiaPlanError(
+                f"prompt {str(prompt)!r:.60}: the model's chat template refuses its messages "
+                f"({roles}): {first_line(error)}; expected turns of user and assistant"
+            ) from error
         return list(encoded["input_ids"])
     text = "\n\n".join(message["content"] for message in messages)
     return list(tokenizer(text)["input_ids"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
-from sequoia_plan.runtime.models.architecture import unwrapped
+from sequoia_plan.runtime.models.architecture import text_config, unwrapped
 
 WITHOUT_EFFECT = ("input_ids", "attention_mask", "labels", "use_cache", "logits_to_keep")
 """Inputs of a model's `forward` that are checked elsewhere, or do not change what is generated."""
@@ -36,12 +36,14 @@ def refuse_other_inputs(inputs: Mapping[str, Any], num_tokens: int, model: Any) 
     for name, value in inputs.items():
         if value is None or name in WITHOUT_EFFECT:
             continue
-        if name == "position_ids":
-            is_ignored = _values(value) != list(range(num_tokens))
+        if name == "position_ids":  # multimodal models have a row for each dimension
+            rows = torch.as_tensor(value).flatten(0, -2)
+            is_ignored = any(row != list(range(num_tokens)) for row in rows.tolist())
         elif name in ("cache", "past_key_values"):
             is_ignored = not hasattr(value, "get_seq_length") or bool(value.get_seq_length())
-        elif name == "token_type_ids":
-            is_ignored = name in taken or any(_values(value))
+        elif name.endswith("token_type_ids"):  # in multimodal models, 0 is text
+            is_text = text_config(model) is not unwrapped(model).config
+            is_ignored = any(_values(value)) or (name in taken and not is_text)
         else:
             is_ignored = isinstance(value, Tensor) and (name in taken or name.endswith("_embeds"))
         if is_ignored:  # transformers makes position_ids of an attention mask

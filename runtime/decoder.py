@@ -195,7 +195,7 @@ class SequoiaDecoder:
         """
         step, tree = self.step, self.step.tree
         with step.sequence.lock.hold():
-            step.prefill(prompt, max_new_tokens, seed)
+            step.prefill(prompt, max_new_tokens, 0 if sampling.greedy else seed)
             if step.lookup:
                 step = self.step_of_tree[tree.for_match(int(step.look_up()))]
             length = prompt.numel() - 1

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.capture import step_graphs, weight_addresses
 from sequoia_plan.runtime.draft.drafter import Drafter
 from sequoia_plan.runtime.draft.registry import make_drafter
-from sequoia_plan.runtime.models.architecture import execution_device, rope_reason, text_config
-from sequoia_plan.runtime.models.compiled_passes import compiled_pass
+from sequoia_plan.runtime.draft.self_draft import shares_cache
+from sequoia_plan.runtime.models.architecture import (
+    execution_device,
+    model_type,
+    rope_reason,
+    text_config,
+    unwrapped,
+)
+from sequoia_plan.runtime.models.compiled_passes import compiled_pass, passes
 from sequoia_plan.runtime.models.forward import TreeModel
+from sequoia_plan.runtime.models.model_state import Watch, check_mode, structure
 from sequoia_plan.runtime.models.parallel import shared_seed
 from sequoia_plan.runtime.models.probe import probe
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary
@@ -42,7 +53,14 @@ class DecodingModels:
     ) -> None:
         self.device = execution_device(target)
         self.drafter: Drafter | None = None
-        if draft is not None and any(t.num_drafted_levels for t in tree.portfolio.values()):
+        if not any(t.num_drafted_levels for t in tree.portfolio.values()):
+            draft = None
+        self.models = [model for model in (target, draft) if model is not None]
+        for model in self.models:
+            check_mode(model)
+        if not shares_cache(draft, target):
+            compile_passes(self.models)
+        if draft is not None:
             draft_device = execution_device(draft)
             if draft_device != self.device:
                 raise SequoiaPlanError(
@@ -54,9 +72,26 @@ class DecodingModels:
         layers = self.drafter.aux_hidden_state_layers if self.drafter else ()
         layout = None if compiled_pass(target) else probe(target)
         self.target = TreeModel(target, layout, aux_hidden_state_layers=layers)
-        self.with_weights = [model for model in (target, draft) if model is not None]
+        self.passes = [compiled_pass(model) for model in self.models]
+        self.watch = Watch(structure)
+        self.check_unchanged()
         self.sequence = SequenceState(self.device)
         self.graphs = step_graphs(target, draft, self.device, captured)
+
+    def check_unchanged(self) -> None:
+        """Raise SequoiaPlanError if a model is no longer what the decoder was made for.
+
+        Weights may change: those that a compiled pass has are then packed anew.
+        """
+        for model, compiled in zip(self.models, self.passes, strict=True):
+            if names := self.watch.changes(model):
+                raise SequoiaPlanError(
+                    f"{model_type(model)}: {', '.join(names[:3])} changed after the decoder was "
+                    "made; make it anew"
+                )
+            check_mode(model)
+            if compiled:
+                compiled.check(model)
 
     @torch.no_grad()
     def prefill(self, prompt: Tensor, capacity: int, max_size: int, seed: int | None) -> None:
@@ -64,6 +99,7 @@ class DecodingModels:
 
         `prompt` int64 [n].
         """
+        self.check_unchanged()
         sequence, drafter = self.sequence, self.drafter
         sequence.generator.manual_seed(shared_seed(self.target.model) if seed is None else seed)
         self._reserve(capacity, max_size)
@@ -88,7 +124,7 @@ class DecodingModels:
             width = len(drafter.aux_hidden_state_layers) * text_config(model).hidden_size
             sequence.reserve_rows("aux_hidden_states", max_size, (width,), model.dtype)
         if self.graphs:
-            sequence.note_weight_addresses(weight_addresses(self.with_weights))
+            sequence.note_weight_addresses(weight_addresses(self.models))
 
     def check_prompt(self, prompt: Tensor) -> None:
         """Check that the target has the prompt's tokens, and room for one more in its context.
@@ -133,4 +169,33 @@ class DecodingModels:
             raise SequoiaPlanError(
                 f"tree: {tree.size} nodes, expected at most {MAX_TREE_NODES} to decode with; solve "
                 "with a smaller --budget"
+            )
+
+
+def compile_passes(models: Iterable[Any]) -> None:
+    """Compile the passes of transformers' models on a CPU, unless it was said what runs them.
+
+    A pass whose model changed beyond what it can follow is given up.
+    """
+    for model in models:
+        if compiled := compiled_pass(model):
+            try:
+                compiled.check(model)
+            except SequoiaPlanError:
+                del passes[unwrapped(model)]
+        is_loaded = isinstance(model, PreTrainedModel) and model.device.type == "cpu"
+        if not is_loaded or model in passes:
+            continue
+        # decoding on a GPU does not need these
+        from sequoia_plan.runtime.compiled.target import compile_target, why_not
+        from sequoia_plan.runtime.offload.memory import format_bytes, free_memory
+
+        needed, free = sum(p.nbytes for p in model.parameters()), free_memory(model.device)
+        if needed < free:
+            compile_target(model)
+        elif not why_not(model):
+            warnings.warn(
+                f"{model_type(model)}: PyTorch runs it, because a copy of its weights needs "
+                f"{format_bytes(needed)} of memory, and {format_bytes(free)} are free",
+                stacklevel=4,
             )

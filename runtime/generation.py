@@ -158,5 +158,9 @@ def stop_criteria(stop_strings: str | Sequence[str] | None, tokenizer: Any) -> l
 
     try:
         return [StopStringCriteria(tokenizer, strings)]
-    except ValueError as error:  # a string that no tokens can spell
-        raise ArgumentError(f"stop_strings: {error}") from error
+    except ValueError as error:  # a string that no tokens can spell, or tokens without text
+        reason = str(error).replace(
+            "substring not found",
+            "this tokenizer does not give its tokens as text; use stopping_criteria",
+        )
+        raise ArgumentError(f"stop_strings: {reason}") from error

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
+from sequoia_plan.runtime.base.sampling import not_followed
 from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.draft_file import load_draft, save_as_folder
 from sequoia_plan.runtime.draft.from_checkpoint import length_remarks, load_checkpoint
@@ -18,7 +19,7 @@ from sequoia_plan.runtime.draft.hidden_state_draft import HiddenStateDraft
 from sequoia_plan.runtime.draft.self_draft import INT8, self_draft, share_layers
 from sequoia_plan.runtime.generation import end_tokens
 from sequoia_plan.runtime.models.architecture import context_length, rope_reason, text_config
-from sequoia_plan.runtime.models.compiled_passes import compiled_pass
+from sequoia_plan.runtime.models.compiled_passes import compiled_pass, passes
 from sequoia_plan.runtime.models.dtype import resolve_dtype
 from sequoia_plan.runtime.models.fuse import fuse, num_fused_layers
 from sequoia_plan.runtime.models.gguf import embedded_gguf
@@ -88,7 +89,7 @@ def load_pair(
             it, else float32.
         placement: one of `PLACEMENTS`, or "auto": compiled on a CPU, else fused. A model that
             cannot be compiled, is offloaded, or shares its cache with an int8 draft, is fused. With
-            dtype "auto", a GGUF file is compiled with its own bits, else with weights in `dtype`.
+            dtype "auto", a GGUF file's matrices keep their own bits, else weights are in `dtype`.
         offload: one of `LINKS`: layers of the target that do not fit into `memory` are streamed
             from there in every pass.
         memory: what the target's weights, both KV caches and the draft may take on the device, as
@@ -103,6 +104,7 @@ def load_pair(
     placement = _resolve_placement(placement, draft, device)
     if offload:
         pair = _load_offloaded_pair(target, draft, device, torch_dtype, placement, offload, memory)
+        passes[pair.target] = None
     else:
         model, tokenizer, name = load_model(target, device, torch_dtype)
         metadata = {"target": {"name": name}}
@@ -230,7 +232,7 @@ def _place(pair: Pair, role: str, placement: str, gguf: Path | None = None) -> s
     """
     model, metadata = getattr(pair, role), pair.metadata[role]
     metadata |= model_metadata(metadata["name"], model) | {"placement": placement}
-    reason = ""
+    reason, passes[model] = "", None
     if placement == COMPILED:
         # decoding on a GPU does not need numba
         from sequoia_plan.runtime.compiled.eagle import compile_eagle
@@ -250,10 +252,16 @@ def _place(pair: Pair, role: str, placement: str, gguf: Path | None = None) -> s
 
 
 def context_remarks(target: Any) -> tuple[str, ...]:
-    """What a person should know about the target's context: one sentence, or none."""
-    config = text_config(target)
-    reason = rope_reason(config)
-    return (f"target: texts end at {context_length(config)} tokens{reason}",) if reason else ()
+    """What a person should know about the target's configurations, a sentence each."""
+    config, remarks = text_config(target), []
+    if reason := rope_reason(config):
+        remarks.append(f"target: texts end at {context_length(config)} tokens{reason}")
+    for name, value in not_followed(target.generation_config).items():
+        remarks.append(
+            f"target: its generation config has {name} {value!r:.60}, which a token tree cannot "
+            "follow; it is left out in all methods"
+        )
+    return tuple(remarks)
 
 
 def _load_draft(draft: str, target: Any, tokenizer: Any) -> tuple[Any, str, tuple[str, ...]]:

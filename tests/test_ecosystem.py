@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TextIter
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
-from sequoia_plan.runtime import Sampling, SequoiaDecoder, sequoia
+from sequoia_plan.runtime import Sampling, SequoiaDecoder, load_pair, sequoia
 from sequoia_plan.runtime.models.vocabulary import check_tokenizers
 from sequoia_plan.runtime.pair import context_remarks
 
@@ -275,7 +275,7 @@ def test_training_mode_is_noticed(role):
 
 def test_removed_hooks_come_back(pair):
     """The embedded draft reads hidden states, which hooks record."""
-    target = copy.deepcopy(pair.target)
+    target = load_pair(dtype="float32", placement="resident").target
     decoder = SequoiaDecoder(target, pair.draft, TREE)
     expected = decoder.generate(IDS, 4).sequences
     for module in target.modules():

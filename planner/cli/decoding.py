@@ -113,7 +113,7 @@ def generate(
     multiple=True,
     help="Only this method; docs/profiling.md has the names. [default: all]",
 )
-@click.option("-o", "--output", type=click.Path(), help="Write the figures there, as JSON.")
+@file_option("-o", "--output", text="Write the figures there, as JSON.")
 @file_option("--report", text="Write one HTML file with figures and plots; it needs no network.")
 @json_option
 def bench(
@@ -198,6 +198,8 @@ def _read_stdin() -> str:
     """Read the prompt from stdin, which must be UTF-8 text."""
     from sequoia_plan.artifacts import SequoiaPlanError
 
+    if sys.stdin is None:
+        raise SequoiaPlanError("--prompt -: stdin is closed; expected text")
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:

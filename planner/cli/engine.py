@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sequoia_plan.planner.cli.options import (
+    PATH,
     bundle,
     check_outputs,
     count_option,
     file_option,
     json_option,
     options,
+    refuse_given,
     sizes_option,
 )
 from sequoia_plan.planner.cli.terminal import print_json
@@ -84,6 +86,8 @@ def sglang(
             "give --log of servers with and without speculation, "
             "or --responses of one with it and an earlier plan with --times"
         )
+    if times_path and responses:
+        refuse_given("--times has step times and --responses acceptance", "logs")
     check_outputs(outputs["output"], outputs["report"], times_path, responses, *logs)
 
     from sequoia_plan.engines.chain import ChainModel
@@ -113,7 +117,7 @@ def sglang(
 
 
 @engine.command()
-@click.argument("plan_path", metavar="PLAN.yaml", type=click.Path())
+@click.argument("plan_path", metavar="PLAN.yaml", type=PATH)
 def settings(plan_path: str) -> None:
     """Print a plan as the settings of vLLM, SGLang, TensorRT-LLM and AIConfigurator, and as
     synthetic acceptance for load tests."""
@@ -140,7 +144,7 @@ def replan(
     """Make a plan from new acceptance counts and the step times of an earlier plan."""
     from msgspec.structs import replace
 
-    from sequoia_plan.artifacts import ArgumentError
+    from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
     from sequoia_plan.engines import sglang, vllm
     from sequoia_plan.engines.chain import ChainModel
     from sequoia_plan.engines.plan import ContextPlan, EnginePlan
@@ -154,11 +158,18 @@ def replan(
             f"{engine_name}; another engine takes other times"
         )
 
+    speculative = earlier.settings.get("speculative")
+    if engine_name == "vllm" and not isinstance(speculative, dict):
+        raise SequoiaPlanError(
+            f"--times {times_path}: settings.speculative: found {speculative!r:.40}, expected "
+            "vLLM's speculative config; make the plan again"
+        )
+
     def launch_options(part: ContextPlan) -> tuple[str, ...]:
         """The options to start the engine with, as those of the earlier plan."""
         if engine_name == "sglang":
             return sglang.launch_options(part)
-        return vllm.launch_options(earlier.settings["speculative"], part.schedule)
+        return vllm.launch_options(speculative or {}, part.schedule)
 
     model = ChainModel(acceptance, max_length)
     times = [StepTimes(part.steps, part.context) for part in earlier.contexts]

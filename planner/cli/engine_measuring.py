@@ -19,11 +19,13 @@ from sequoia_plan.planner.cli.engine import (
     write_plan,
 )
 from sequoia_plan.planner.cli.options import (
+    NAME,
     bundle,
     check_outputs,
     count_option,
     file_option,
     json_option,
+    refuse_given,
     sizes_option,
 )
 from sequoia_plan.planner.cli.terminal import status
@@ -84,22 +86,23 @@ def read_json(_: click.Context, __: click.Parameter, text: str | None) -> dict[s
     """A callback that parses a JSON object; the object is empty without the option."""
     value = None
     with suppress(ValueError):
-        value = json.loads(text or "{}")
+        value = json.loads("{}" if text is None else text)
     if not isinstance(value, dict):
         raise click.BadParameter(f'found {text}, expected a JSON object, as {{"dtype": "float32"}}')
     return value
 
 
 @click.command()
-@click.option("--target", metavar="ID|DIR", help="Target model, as vLLM is given it.")
-@click.option("--draft", metavar="ID|DIR", help="Draft model, as vLLM is given it.")
+@click.option("--target", metavar="ID|DIR", type=NAME, help="Target model, as vLLM is given it.")
+@click.option("--draft", metavar="ID|DIR", type=NAME, help="Draft model, as vLLM is given it.")
 @click.option(
     "--method",
     default="draft_model",
+    type=NAME,
     show_default=True,
     help="vLLM's name of the drafting method: draft_model, eagle3, mtp, ngram, ...",
 )
-@click.option("--python", metavar="PATH", help="The Python that has vLLM. [default: this one]")
+@file_option("--python", metavar="PATH", text="The Python that has vLLM. [default: this one]")
 @click.option(
     "--engine-args",
     metavar="JSON",
@@ -115,6 +118,7 @@ def read_json(_: click.Context, __: click.Parameter, text: str | None) -> dict[s
 @click.option(
     "--metrics",
     metavar="URL|FILE",
+    type=NAME,
     help="Acceptance from a running server's counters: its address, or a file of its "
     "/metrics page. "
     "No acceptance is measured then.",
@@ -142,8 +146,9 @@ def vllm(
             "name the models with --target and --draft, "
             "or a server with --metrics and an earlier plan with --times"
         )
-    if times_path and (run["contexts"] or run["should_verify"]):
-        raise click.UsageError("--context and --verify run an engine; leave --times out")
+    if times_path:
+        engine_options = ("target", "draft", "method", "python", "engine_args", "speculative_args")
+        refuse_given("no engine is run with --times", *engine_options, *run)
     check_outputs(outputs["output"], outputs["report"], times_path, metrics, run["path"])
 
     from sequoia_plan.engines.counters import chain_acceptance, fetch
@@ -183,8 +188,8 @@ def split_words(_: click.Context, __: click.Parameter, text: str) -> list[str]:
 
 
 @click.command()
-@click.option("--target", metavar="T.gguf", required=True, help="Target model, a GGUF file.")
-@click.option("--draft", metavar="D.gguf", help="Draft model, a GGUF file.")
+@file_option("--target", metavar="T.gguf", required=True, text="Target model, a GGUF file.")
+@file_option("--draft", metavar="D.gguf", text="Draft model, a GGUF file.")
 @click.option(
     "--spec-type",
     type=click.Choice(SPEC_TYPES),
@@ -192,8 +197,8 @@ def split_words(_: click.Context, __: click.Parameter, text: str) -> list[str]:
     show_default=True,
     help="How tokens are drafted.",
 )
-@click.option(
-    "--server", metavar="PATH", default="llama-server", show_default=True, help="The program."
+@file_option(
+    "--server", metavar="PATH", default="llama-server", show_default=True, text="The program."
 )
 @click.option(
     "--server-args",
@@ -228,6 +233,8 @@ def llamacpp(
         raise click.UsageError(
             f"--spec-type {spec_type}: needs a draft model; name its GGUF file with --draft"
         )
+    if spec_type == LOOKUP:
+        refuse_given(f"{LOOKUP} drafts without a model", "draft")
     check_outputs(output, None, run["path"], target, draft)
 
     from sequoia_plan.engines.llama_server import find_build

@@ -6,12 +6,12 @@ import shutil
 
 import click
 
-from sequoia_plan.planner.cli.options import output_option, target_option
+from sequoia_plan.planner.cli.options import NAME, PATH, output_option, target_option
 from sequoia_plan.planner.cli.pair import load_pair
 
 
 @click.command("export")
-@click.argument("tree_file", metavar="[TREE]", type=click.Path(), required=False)
+@click.argument("tree_file", metavar="[TREE]", type=PATH, required=False)
 @click.option(
     "--format",
     "export_format",
@@ -20,11 +20,12 @@ from sequoia_plan.planner.cli.pair import load_pair
     help="The format; draft and target are folders with that model as transformers and vLLM load "
     "it.",
 )
-@click.option("-o", "--output", type=click.Path(), required=True, help="Write it there.")
+@click.option("-o", "--output", type=PATH, required=True, help="Write it there.")
 @target_option
 @click.option(
     "--draft",
     metavar="FILE",
+    type=NAME,
     help="With --format draft: a draft .safetensors file, or smollm2-135m-draft. [default: "
     "smollm2-135m-eagle3]",
 )
@@ -73,7 +74,8 @@ def _export_model(output: str, role: str, target: str | None, draft: str | None)
             )
     with new_folder(output) as folder:
         if draft == DEFAULT_DRAFT:
-            shutil.copytree(embedded_draft(draft), folder, dirs_exist_ok=True)
+            for file in embedded_draft(draft).iterdir():
+                shutil.copy(file, folder)
             name, contents = draft, ", bfloat16"
         else:
             pair = load_pair(target, draft, "cpu", "float32", placement="resident")
@@ -83,7 +85,7 @@ def _export_model(output: str, role: str, target: str | None, draft: str | None)
 
 
 @click.command("import")
-@click.argument("file", metavar="FILE", type=click.Path())
+@click.argument("file", metavar="FILE", type=PATH)
 @output_option("tree.safetensors", "tree")
 def import_command(file: str, output: str) -> None:
     """Read a tree of another engine: Medusa choices, an NxD token tree, a growmap. The content

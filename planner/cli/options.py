@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 if TYPE_CHECKING:
     from sequoia_plan.runtime import Sampling
@@ -19,6 +20,25 @@ RARE_SETTINGS = {"top_k": int, "min_p": float, "draft_temperature": float}
 """Fields of `Sampling` that --sampling takes -> what reads them."""
 
 Decorator = Callable[[Any], Any]
+
+
+class Text(click.types.StringParamType):
+    """A name or a path; empty text, as of a shell's unset variable, is none."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> str:
+        """The text as it is, unless it is empty."""
+        text: str = super().convert(value, parameter, context)
+        if not text.strip():
+            self.fail(f"found {text!r}, expected a {self.name}", parameter, context)
+        return text
+
+
+NAME, PATH = Text("name"), Text("path")
 
 
 def options(*decorators: Decorator) -> Decorator:
@@ -59,7 +79,7 @@ def read_rare_settings(
 ) -> dict[str, Any]:
     """A callback that parses "top_k=40,min_p=0.1"; "top-k" is read as "top_k"."""
     values: dict[str, Any] = {}
-    for part in text.split(",") if text else ():
+    for part in () if text is None else text.split(","):
         name, _, value = part.strip().replace("-", "_").partition("=")
         try:
             values[name] = RARE_SETTINGS[name](value)
@@ -77,7 +97,7 @@ def sizes_option(name: str, parameter: str, maximum: int, text: str, **settings:
     def parse(_: click.Context, __: click.Parameter, value: str | None) -> list[int] | None:
         """The numbers, each once; None where the option is not given."""
         try:
-            sizes = sorted({int(part) for part in value.split(",")}) if value else None
+            sizes = None if value is None else sorted({int(part) for part in value.split(",")})
         except ValueError:
             sizes = [0]
         if sizes and not 0 < sizes[0] <= sizes[-1] <= maximum:
@@ -104,7 +124,7 @@ def count_option(
 
 def file_option(*names: str, text: str, metavar: str = "FILE", **settings: Any) -> Decorator:
     """An option that takes a path."""
-    return click.option(*names, metavar=metavar, type=click.Path(), help=text, **settings)
+    return click.option(*names, metavar=metavar, type=PATH, help=text, **settings)
 
 
 def output_option(default: str, what: str) -> Decorator:
@@ -112,7 +132,7 @@ def output_option(default: str, what: str) -> Decorator:
     return click.option(
         "-o",
         "--output",
-        type=click.Path(),
+        type=PATH,
         default=default,
         show_default=True,
         help=f"Write the {what} there.",
@@ -133,6 +153,7 @@ tree_option = file_option(
 target_option = click.option(
     "--target",
     metavar="ID|DIR|FILE.gguf",
+    type=NAME,
     help="Target model. [default: the embedded SmolLM2-135M-Instruct]",
 )
 model_options = options(
@@ -142,6 +163,7 @@ model_options = options(
         draft=click.option(
             "--draft",
             metavar="ID|DIR|FILE|int8|none",
+            type=NAME,
             help="Draft model; or a folder of an EAGLE or DFlash draft as published (its "
             "config.json says which); or a draft .safetensors made for the target; or int8: a "
             "copy of the target in 8 bits (a folder of that name is ./int8); or none, for trees "
@@ -171,6 +193,7 @@ model_options = options(
         memory=click.option(
             "--memory",
             metavar="SIZE",
+            type=NAME,
             help="With --offload: what the target's weights, the draft and both KV caches may "
             "take, as 300MB or 24GB. [default: what is free]",
         ),
@@ -227,6 +250,15 @@ def read_sampling(
     settings = {name: value for name, value in (tree_settings or {}).items() if name in names}
     given = {name: value for name, value in values.items() if value is not None}
     return Sampling(**(settings | given.pop("rare_settings", {}) | given))
+
+
+def refuse_given(reason: str, *names: str) -> None:
+    """Raise a usage error if a parameter of the command that would have no effect was given."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        if parameter.name in names and source == ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{parameter.opts[0]}: has no effect, {reason}")
 
 
 def check_outputs(output: str | None, report: str | None, *inputs: str | None) -> None:

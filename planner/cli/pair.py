@@ -74,11 +74,12 @@ def warn_if_foreign(plan: Plan, pair: Pair) -> None:
     for role, planned in plan.models.items():
         loaded = pair.metadata.get(role, {})
         contents = {planned.get("content"), loaded.get("content")} - {None}
-        difference = None
-        if len(contents) > 1 or planned.get("digest") != loaded.get("digest"):
+        difference: tuple[str, Any] | None = None
+        in_dtype, in_this = (f"{m.get('name')} in {m.get('dtype')}" for m in (planned, loaded))
+        if planned.get("dtype") != loaded.get("dtype"):  # the numbers are then others, too
+            difference = f"{role} {in_dtype}", in_this
+        elif len(contents) > 1 or planned.get("digest") != loaded.get("digest"):
             difference = f"{role} {planned.get('name')}", loaded.get("name")
-        elif planned.get("dtype") != loaded.get("dtype"):
-            difference = f"{role} in {planned.get('dtype')}", loaded.get("dtype")
         elif any(planned.get(key) != loaded.get(key) for key in PLACEMENT_KEYS):
             difference = f"{role} {_placement_text(planned)}", _placement_text(loaded)
         if difference:

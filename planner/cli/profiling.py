@@ -103,6 +103,7 @@ def profile(
     if sampling["verifier"] is None:  # the best one, or the simplest where all agree
         settings = replace(settings, verifier="sequoia" if settings.greedy else "traversal")
     tree = _read_tree(tree_file) if tree_file else None
+    check_writable(output)
     further = [f"{Path(output).stem}-context={size}" for size in contexts[1:]]
     outputs = [Path(output), *map(Path(output).with_stem, further)]
     for path in outputs:

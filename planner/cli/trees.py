@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sequoia_plan.planner.cli.options import (
+    PATH,
     count_option,
     file_option,
     json_option,
@@ -36,7 +37,7 @@ PLAN_KEYS = (
 
 
 @click.command()
-@click.argument("profile_file", metavar="[PROFILE]", type=click.Path(), required=False)
+@click.argument("profile_file", metavar="[PROFILE]", type=PATH, required=False)
 @count_option("--budget", default=768, text="Nodes, the root included.")
 @count_option("--depth", default=20, text="Levels, the root's included.")
 @click.option(
@@ -124,7 +125,7 @@ def _advise_to_count_again(profile: Profile, size: int, output: str) -> None:
 
 
 @click.command()
-@click.argument("tree_file", metavar="[TREE]", type=click.Path(), default="tree.safetensors")
+@click.argument("tree_file", metavar="[TREE]", type=PATH, default="tree.safetensors")
 @file_option(
     "--plot",
     text="Draw the tree, tokens against size, and speed over size and depth into a .png or .svg "

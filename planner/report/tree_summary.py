@@ -67,7 +67,7 @@ def describe_prediction(plan: Plan) -> Iterator[str]:
             what = "other tree within the limits is"
         # the gap is relative to the bound, the text to this tree; a smaller gap is rounding
         is_gap = plan.gap >= OPTIMALITY_TOLERANCE
-        more = f"more than {plan.gap / (1 - plan.gap):.2%} " if is_gap else ""
+        more = f"more than {plan.gap / max(1 - plan.gap, 1e-12):.2%} " if is_gap else ""
         yield _line("proven", f"by these measurements, no {what} {more}faster")
 
 

@@ -69,6 +69,12 @@ FIXED_POINT = 1 << 50
 """1.0 as a whole number, where probabilities are added as whole numbers."""
 
 
+def not_followed(config: Any) -> dict[str, Any]:
+    """The settings of a GenerationConfig that decoding with a token tree does not follow."""
+    values = {name: getattr(config, name, None) for name in OFF_VALUES}
+    return {name: v for name, v in values.items() if v not in (None, OFF_VALUES[name])}
+
+
 def verifier_of(tree: TokenTree) -> str:
     """The verifier that a tree's plan records; the default if the plan has none."""
     return str(tree.plan.settings.get("verifier") or DEFAULT_VERIFIER)
@@ -132,13 +138,11 @@ class Sampling:
         Raises:
             ArgumentError: naming the first setting that is invalid or not supported.
         """
-        for name, off_value in OFF_VALUES.items():
-            value = getattr(config, name, None)
-            if value not in (None, off_value):
-                raise ArgumentError(
-                    f"{name}: found {value!r:.60}, expected {off_value}; with a token tree, "
-                    "temperature, top_p, top_k and min_p are supported"
-                )
+        for name, value in not_followed(config).items():
+            raise ArgumentError(
+                f"{name}: found {value!r:.60}, expected {OFF_VALUES[name]}; with a token tree, "
+                "temperature, top_p, top_k and min_p are supported"
+            )
         if not config.do_sample:
             return cls(verifier=verifier)
         names = ("temperature", "top_p", "top_k", "min_p")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,19 @@ from sequoia_plan.runtime.compiled.packing import Arena, in_8_bits, pack
 from sequoia_plan.runtime.compiled.vectors import LANES
 from sequoia_plan.runtime.compiled.weights import Embedding, blocks_of, describe, pack_model
 from sequoia_plan.runtime.models.compiled_passes import passes
+from sequoia_plan.runtime.models.fused_layer import is_as_defined
+from sequoia_plan.runtime.models.model_state import Copy, State, Watch, copied, weights
 
 
-class CompiledEagle:
+class CompiledEagle(Copy):
     """Runs the passes of a draft that reads tokens with features (`draft.eagle_model.Eagle3`)."""
 
     def __init__(self, draft: Any) -> None:
+        self.watch = Watch(_copied)
+        self.pack(draft)
+
+    def pack(self, draft: Any) -> None:
+        """See `Copy`."""
         config, first = draft.config, draft.layers[0]
         self.dtype = torch.bfloat16 if draft.dtype == torch.bfloat16 else torch.float32
         head = draft.get_output_embeddings()
@@ -44,6 +52,11 @@ class CompiledEagle:
         ]
         self.output_layers = (-1 if draft.norms.output else len(draft.layers),)
         self.residual_is_normed = draft.norms.before_residual
+        self.watch.look(draft)
+
+    def why_not(self, draft: Any, names: Collection[str]) -> str:
+        """See `Copy`."""
+        return why_not(draft)
 
     @property
     def formats(self) -> str:
@@ -134,8 +147,21 @@ def place_rows(length, input_slots, offsets, mask, tokens):
     return of_token, feature_slots, positions, slots, visible
 
 
+def _copied(draft: Any) -> State:
+    """What the pass depends on; the output head may be the target's."""
+    head = weights(draft.get_output_embeddings(), False)
+    return {f"output head {name}": state for name, state in head.items()} | copied(draft, True)
+
+
 def compile_eagle(draft: Any) -> str:
     """Compile the pass of an EAGLE-3 draft; returns "", or why PyTorch runs it."""
+    if not (reason := why_not(draft)):
+        passes[draft] = CompiledEagle(draft)
+    return reason
+
+
+def why_not(draft: Any) -> str:
+    """Why PyTorch runs a draft; "" if it can be compiled."""
     config = draft.config
     if type(draft).__name__ != "Eagle3" or config.head_dim % UNIT:
         return f"{type(draft).__name__} with heads of {config.head_dim} numbers"
@@ -143,5 +169,6 @@ def compile_eagle(draft: Any) -> str:
         p.ndim == 1 and "bias" in n for n, p in draft.named_parameters()
     ):
         return "it has a window or biases"
-    passes[draft] = CompiledEagle(draft)
+    if not all(map(is_as_defined, draft.modules())):
+        return "a module has hooks"
     return ""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,15 +17,21 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.compiled.cache import CompiledCache
 from sequoia_plan.runtime.compiled.compiled_pass import CompiledPass, visible_slots
 from sequoia_plan.runtime.compiled.forward import UNIT
 from sequoia_plan.runtime.compiled.weights import DTYPES, Embedding, GgufWeights, pack_model
-from sequoia_plan.runtime.models.architecture import attention_window, model_type, rope_changes
+from sequoia_plan.runtime.models.architecture import attention_window, rope_changes
+from sequoia_plan.runtime.models.attention import IMPLEMENTATIONS, attention_implementation
 from sequoia_plan.runtime.models.compiled_passes import passes
+from sequoia_plan.runtime.models.fused_layer import is_as_defined
+from sequoia_plan.runtime.models.model_state import Copy, Watch, copied, numbers_of
 
 CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+BIASED = ("q_proj", "k_proj", "v_proj")
+"""A layer's matrices that may have a bias."""
+UNUSED = ("training", "name_or_path", "gradient_checkpointing", "vocab_size", "padding_idx")
+"""Settings of modules that a pass does not depend on."""
 TRIED_TOKENS = 8
 """Tokens of the text that both passes read when a model is compiled."""
 MAX_ERROR = {"F32": 1e-4, "F16": 2e-2, "BF16": 0.2}
@@ -37,17 +44,19 @@ def why_not(model: Any) -> str:
     """Why PyTorch runs a model; "" if it can be compiled."""
     if type(model) not in CLASSES:
         return f"{type(model).__name__} is none of {', '.join(c.__name__ for c in CLASSES)}"
+    if (attention := attention_implementation(model.config)) not in IMPLEMENTATIONS:
+        return f"it attends by {attention}"
     config, (_, differ) = model.config, attention_window(model.config)
-    modules = list(model.modules())
-    if any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in modules):
+    modules, layer = list(model.modules()), model.model.layers[0]
+    if any(not is_as_defined(module) for module in modules):
         return "a module has hooks"
-    linears = [m for m in modules if isinstance(m, torch.nn.Linear)]
-    layer = model.model.layers[0]
-    with_bias = {id(p) for a in model.model.layers for p in _biased(a.self_attn)}
-    if any(m.bias is not None and id(m) not in with_bias for m in linears):
+    if name := _not_as_configured(model):
+        return f"{name} is not what its configuration says"
+    parameters = dict(model.named_parameters())
+    if any(name.endswith("bias") and name.split(".")[-2] not in BIASED for name in parameters):
         return "a matrix other than q, k and v has a bias"
-    if any(type(m) is not torch.nn.Linear or m.weight.dtype not in DTYPES for m in linears):
-        return "its matrices are not plain linear layers"
+    if dtypes := {p.dtype for p in parameters.values()} - DTYPES.keys():
+        return f"it has weights in {dtypes.pop()}"
     if layer.self_attn.head_dim % UNIT or config.hidden_act != "silu":
         return f"heads of {layer.self_attn.head_dim} numbers, activation {config.hidden_act}"
     if rope_changes(config) or differ:
@@ -55,28 +64,34 @@ def why_not(model: Any) -> str:
     return ""
 
 
-def _biased(attention: Any) -> tuple[Any, ...]:
-    """The matrices of a layer that may have a bias."""
-    return attention.q_proj, attention.k_proj, attention.v_proj
+def _not_as_configured(model: Any) -> str:
+    """The first module that is not as in a new model of the same configuration, or ""."""
+    with torch.device("meta"):
+        new_modules = dict(type(model)(copy.deepcopy(model.config)).named_modules())
+    modules = dict(model.named_modules())
+    for name in new_modules | modules:
+        new, module = new_modules.get(name), modules.get(name)
+        if type(new) is not type(module) or (name and not _has_numbers_of(module, new)):
+            return name
+    return ""
 
 
-class CompiledTarget:
+def _has_numbers_of(module: Any, other: Any) -> bool:
+    """Has a module all the settings of another one?"""
+    others = {name: n for name, n in numbers_of(other).items() if name not in UNUSED}
+    return {name: vars(module).get(name) for name in others} == others
+
+
+class CompiledTarget(Copy):
     """Runs a model's passes; `gguf` is the file that the model was converted from, if its own bits
     are to be used.
     """
 
     def __init__(self, model: Any, gguf: Path | None, workers: int) -> None:
         self.gguf, self.num_workers = gguf, workers
-        self.states: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()
+        # weights that a file replaces need not be in memory
+        self.watch = Watch(partial(copied, sampled=gguf is None))
         self.pack(model)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state for pickle and copies, whose models have the same weights."""
-        return self.__dict__ | {"states": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over another one's state."""
-        self.__dict__.update(state | {"states": WeakKeyDictionary()})
 
     def pack(self, model: Any) -> None:
         """Take over the model's weights."""
@@ -98,20 +113,35 @@ class CompiledTarget:
             packed, config.hidden_size, config.intermediate_size, len(model.lm_head.weight),
             config.num_key_value_heads, base.rotary_emb, self.dtype, self.num_workers,
         )  # fmt: skip
-        self.states[model] = weights_state(model)
+        self.watch.look(model)
 
-    def check(self, model: Any) -> None:
-        """Pack the weights anew if they changed, or raise SequoiaPlanError."""
-        state = weights_state(model)
-        if self.states.setdefault(model, state) == state:
-            return
-        reason = "the GGUF file has other weights" if self.gguf else why_not(model)
-        if reason:
-            raise SequoiaPlanError(
-                f"{model_type(model)}: its weights or modules changed after it was compiled for "
-                f'this processor, and {reason}; load it with placement="resident"'
-            )
-        self.pack(model)
+    def why_not(self, model: Any, names: Collection[str]) -> str:
+        """See `Copy`."""
+        reason = why_not(model)
+        if not reason and self.gguf and not model.state_dict().keys().isdisjoint(names):
+            reason = "the GGUF file has other weights"
+        return reason
+
+    @torch.inference_mode()
+    def differs(self, model: Any) -> str:
+        """See `Copy`; both passes are tried on a short text."""
+        drawn = torch.randint(1 << 30, (TRIED_TOKENS,), generator=torch.Generator().manual_seed(0))
+        tokens = drawn % model.config.vocab_size
+        expected = model(input_ids=tokens[None], use_cache=False).logits[0].double()
+        cache, places = (
+            self.new_cache(TRIED_TOKENS, counts_positions=False),
+            torch.arange(TRIED_TOKENS),
+        )
+        mask = torch.zeros(TRIED_TOKENS, TRIED_TOKENS).masked_fill(places > places[:, None], -1.0)
+        logits = self(cache, tokens, places, places, mask)[0].double()
+        expected, logits = (x - x.mean(-1, keepdim=True) for x in (expected, logits))
+        error = float((logits - expected).norm() / expected.norm())
+        bound = max(MAX_ERROR.get(f, MAX_QUANTISED_ERROR) for f in self.runner.packed.formats)
+        return (
+            ""
+            if error < bound
+            else f"a compiled pass gave other logits (relative error {error:.2g})"
+        )
 
     def new_cache(self, capacity: int, *, counts_positions: bool) -> CompiledCache:
         """A cache for a sequence of up to so many slots."""
@@ -131,38 +161,16 @@ class CompiledTarget:
         return "+".join(self.runner.packed.formats)
 
 
-def weights_state(model: Any) -> tuple[Any, ...]:
-    """What changes when a model's weights, modules or hooks do."""
-    parameters = tuple(
-        (id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()
-    )
-    modules = tuple(
-        (id(m), len(m._forward_hooks), len(m._forward_pre_hooks), "forward" in vars(m))
-        for m in model.modules()
-    )
-    return parameters, modules
-
-
-@torch.inference_mode()
 def compile_target(model: Any, gguf: Path | None = None) -> str:
     """Compile a model's pass; returns "", or why PyTorch runs it."""
     reason = why_not(model)
     if reason:
         return reason
-    target = CompiledTarget(model, gguf, torch.get_num_threads())
-    drawn = torch.randint(1 << 30, (TRIED_TOKENS,), generator=torch.Generator().manual_seed(0))
-    tokens = drawn % model.config.vocab_size
-    expected = model(input_ids=tokens[None], use_cache=False).logits[0].double()
-    cache, places = (
-        target.new_cache(TRIED_TOKENS, counts_positions=False),
-        torch.arange(TRIED_TOKENS),
-    )
-    mask = torch.zeros(TRIED_TOKENS, TRIED_TOKENS).masked_fill(places > places[:, None], -1.0)
-    logits = target(cache, tokens, places, places, mask)[0].double()
-    expected, logits = (x - x.mean(-1, keepdim=True) for x in (expected, logits))
-    error = float((logits - expected).norm() / expected.norm())
-    bound = max(MAX_ERROR.get(f, MAX_QUANTISED_ERROR) for f in target.runner.packed.formats)
-    if not error < bound:
-        return f"a compiled pass gave other logits (relative error {error:.2g})"
-    passes[model] = target
-    return ""
+    try:
+        target = CompiledTarget(model, gguf, torch.get_num_threads())
+    except ValueError as unknown:  # format of weights
+        return str(unknown)
+    reason = target.differs(model)
+    if not reason:
+        passes[model] = target
+    return reason

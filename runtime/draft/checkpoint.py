@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.errors import first_line
-from sequoia_plan.runtime.models.pretrained import local_folder
+from sequoia_plan.runtime.models.pretrained import downloaded_folder
 
 EAGLE1, EAGLE3, DFLASH = "EAGLE-1", "EAGLE-3", "DFlash"
 ALGORITHM_OF_ARCHITECTURE = {
@@ -59,7 +59,9 @@ class Checkpoint:
 
 def find_checkpoint(source: str) -> Checkpoint | None:
     """Read the draft in a folder or under a hub ID if it reads hidden states; None otherwise."""
-    folder = local_folder(source)
+    if source.endswith(".gguf"):
+        return None
+    folder = downloaded_folder(source)
     try:
         config = json.loads((folder / "config.json").read_text())
         algorithm = _algorithm_of(config, source)

@@ -94,7 +94,7 @@ def copy_bytes(tensors: Iterable[Tensor], dtype: torch.dtype) -> int:
     return sum(
         tensor.numel() + max(tensor.shape) * torch.bfloat16.itemsize  # a scale for each row
         if tensor.ndim > 1
-        else tensor.numel() * (dtype.itemsize + torch.float32.itemsize)  # a norm keeps both
+        else tensor.numel() * dtype.itemsize
         for tensor in tensors
     )
 

@@ -21,6 +21,8 @@ from sequoia_plan.runtime.models.split_keys import (
     split_key_attention,
 )
 
+IMPLEMENTATIONS = ("sdpa", "eager")
+"""transformers' attention implementations that take a tree's mask."""
 IMPLEMENTATION = "sequoia_plan"
 """The name under which transformers knows the attention of this module."""
 MAX_ROW_TOKENS = 8

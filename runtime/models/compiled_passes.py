@@ -9,13 +9,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from sequoia_plan.runtime.models.architecture import unwrapped
+
 passes: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""For each model that was compiled, its `CompiledTarget` or `CompiledEagle`."""
+"""Each model's `CompiledTarget` or `CompiledEagle`; None where PyTorch is to run it."""
 
 
 def compiled_pass(model: Any) -> Any:
     """The compiled pass of a model; None if PyTorch runs it."""
-    return passes.get(model)
+    return passes.get(unwrapped(model))
 
 
 @contextmanager

@@ -22,7 +22,6 @@ from sequoia_plan.runtime.models.architecture import (
     context_length,
     decoder_layers,
     device_and_dtype,
-    model_type,
     text_config,
     unwrapped,
 )
@@ -70,8 +69,7 @@ class TreeModel:
     ) -> None:
         plain_model, config = unwrapped(model), text_config(model)
         self.model, self.vocabulary = model, vocabulary
-        self.device_and_dtype = device_and_dtype(model)
-        self.device, self.dtype = self.device_and_dtype
+        self.device, self.dtype = device_and_dtype(model)
         self.stream = stream_of(plain_model)
         self.layers: int | CacheLayout = layout or int(config.num_hidden_layers)
         layout = layout or ()
@@ -168,7 +166,6 @@ class TreeModel:
         self, cache: TreeCache, tokens: Tensor, on_chunk: ChunkCallback | None = None
     ) -> None:
         """Start a sequence with `tokens` (int64 [n]), in chunks so that the mask stays small."""
-        self._check_unchanged()
         cache.finite.fill_(True)
         token_multiple, slot_multiple = self.prefill_multiples
         for start in range(0, tokens.numel(), self.prefill_chunk):
@@ -183,23 +180,6 @@ class TreeModel:
             output = self(cache, chunk, slots, slots, mask, logits_to_keep=1)
             if on_chunk is not None and output.hidden_states is not None:
                 on_chunk(chunk, slots, mask, output.hidden_states)
-
-    def _check_unchanged(self) -> None:
-        """Check that the model is where it was at the start, in its dtype, and in eval mode."""
-        if self.compiled_pass:
-            self.compiled_pass.check(self.model)
-        if device_and_dtype(self.model) != self.device_and_dtype:
-            (old_device, old_dtype) = self.device_and_dtype
-            (device, dtype) = device_and_dtype(self.model)
-            raise SequoiaPlanError(
-                f"{model_type(self.model)}: found as {dtype} on {device}, it was {old_dtype} on "
-                f"{old_device} when the decoder was made; make it anew"
-            )
-        if getattr(self.model, "training", False):
-            raise SequoiaPlanError(
-                f"{model_type(self.model)}: found in training mode, where dropout changes its "
-                "logits; call eval() on the model"
-            )
 
     def _attention_mask(
         self, cache: TreeCache, mask: Tensor, positions: Tensor, slots: Tensor

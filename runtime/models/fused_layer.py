@@ -27,11 +27,9 @@ GATED_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 """The modules of an MLP that `FusedMLP` replaces; any other, as one of experts, stays as it is."""
 QUERY_KEY_VALUE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+JOINED = {"self_attn.qkv_proj": QUERY_KEY_VALUE, "mlp.gate_up_proj": GATE_UP}
 JOINED_WEIGHTS = tuple(
-    f"{name}.{kind}"
-    for names in (QUERY_KEY_VALUE, GATE_UP)
-    for kind in ("weight", "bias")
-    for name in names
+    f"{name}.{kind}" for names in JOINED.values() for kind in ("weight", "bias") for name in names
 )
 """The weights in a layer that are joined, in that order: each matrix below the one before it."""
 
@@ -122,6 +120,14 @@ class FusedLayer(nn.Module):
         self.mlp = layer.mlp
         if has_gated_mlp(layer):
             self.mlp = FusedMLP(layer.mlp.act_fn, tensors, make_linear)
+        self.rows = {
+            name: len(tensors[f"{name}.weight"])
+            for name in (*QUERY_KEY_VALUE, *GATE_UP)
+            if f"{name}.weight" in tensors
+        }
+        if make_linear is plain_linear:  # others hold no weights of transformers' layer
+            self.register_state_dict_post_hook(_split_joined)
+            self.register_load_state_dict_pre_hook(_join_split)
 
     def forward(
         self,
@@ -143,6 +149,24 @@ class FusedLayer(nn.Module):
         )
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+def _split_joined(layer: Any, tensors: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """A hook: a state dict has the names and the weights of transformers' layer."""
+    for joined, names in JOINED.items():
+        for kind in ("weight", "bias"):
+            tensor = tensors.pop(f"{prefix}{joined}.{kind}", None)
+            parts = () if tensor is None else tensor.split([layer.rows[name] for name in names])
+            tensors |= {f"{prefix}{n}.{kind}": p for n, p in zip(names, parts, strict=False)}
+
+
+def _join_split(layer: Any, tensors: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """A hook: what `_split_joined` does, undone before such a state dict is loaded."""
+    for joined, names in JOINED.items():
+        for kind in ("weight", "bias"):
+            keys = [f"{prefix}{name}.{kind}" for name in names]
+            if layer.rows.keys() >= set(names) and tensors.keys() >= set(keys):
+                tensors[f"{prefix}{joined}.{kind}"] = torch.cat([tensors.pop(k) for k in keys])
 
 
 class FusedAttention(nn.Module):
@@ -248,20 +272,18 @@ class FusedMLP(nn.Module):
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + epsilon) * weight (arXiv 1910.07467), computed in float32.
 
-    The root is the length of the vector (|x|, sqrt(width * epsilon)), which takes two operations,
-    and the result is rounded once. PyTorch's and transformers' norms are more operations. `weight`
+    The root is the length of the vector (|x / sqrt(width)|, sqrt(epsilon)), which takes few
+    operations, and the result is rounded once. PyTorch's and transformers' norms are more. `weight`
     float [width].
     """
 
-    scale: Tensor
     root_of_epsilon: Tensor
 
     def __init__(self, weight: Tensor, epsilon: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.epsilon, width = epsilon, weight.numel()
-        self.register_buffer("scale", weight.float() * math.sqrt(width), persistent=False)
-        root = torch.tensor(math.sqrt(width * epsilon), device=weight.device)
+        self.epsilon = epsilon
+        root = torch.tensor(math.sqrt(epsilon), device=weight.device)
         self.register_buffer("root_of_epsilon", root, persistent=False)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -276,13 +298,14 @@ class RMSNorm(nn.Module):
     def _normed(self, hidden_states: Tensor) -> Tensor:
         """`forward` by tensor operations."""
         x = hidden_states.float()
-        root = torch.linalg.vector_norm(x, 2, -1, True).hypot_(self.root_of_epsilon)
-        return torch.div(x, root).mul_(self.scale).to(hidden_states.dtype)
+        root = torch.linalg.vector_norm(x, 2, -1, True).mul_(x.shape[-1] ** -0.5)
+        scaled = torch.div(x, root.hypot_(self.root_of_epsilon)).mul_(self.weight)
+        return scaled.to(hidden_states.dtype)
 
 
 def fused_norm(norm: Any, weight: Tensor, dtype: torch.dtype) -> RMSNorm:
     """What takes the place of a norm of transformers, with a copy of `weight` in `dtype`."""
-    return RMSNorm(weight.detach().to(dtype, copy=True), norm.variance_epsilon)
+    return RMSNorm(weight.detach().to(dtype, copy=True), norm.variance_epsilon).eval()
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:

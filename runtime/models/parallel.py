@@ -16,8 +16,8 @@ def is_split(model: Any) -> bool:
 
 
 def shared_seed(model: Any) -> int:
-    """A new random seed; if `model` is split, the first process's seed in all of them."""
-    seed = torch.Generator().seed() % (1 << 63)
+    """A seed that PyTorch's generator draws; if `model` is split, the first process's in all."""
+    seed = int(torch.randint((1 << 63) - 1, ()))
     if is_split(model):
         seeds = [seed]  # a list, because the call replaces its entries in place
         torch.distributed.broadcast_object_list(seeds, group=_group(model), group_src=0)

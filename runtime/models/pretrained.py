@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.errors import first_line
 from sequoia_plan.runtime.models.gguf import converted_gguf, embedded_gguf
+from sequoia_plan.runtime.models.loading import load_whole
 
 DEFAULT_TARGET = "SmolLM2-135M-Instruct"
 DOWNLOADED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
@@ -23,11 +24,8 @@ TORCH_FILES = "pytorch_model*.bin"
 def load_model(source: str | None, device: str, dtype: torch.dtype) -> tuple[Any, Any, str]:
     """Load a model in eval mode, with its tokenizer and its name."""
     transformers_logging.disable_progress_bar()
-    folder = local_folder(source)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
-    except Exception as error:  # foreign code may do anything with a folder it does not expect
-        raise not_loadable(folder, error) from error
+    folder = local_folder(source, dtype)
+    model = load_whole(folder, dtype).to(device)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:
@@ -35,12 +33,15 @@ def load_model(source: str | None, device: str, dtype: torch.dtype) -> tuple[Any
     return model, tokenizer, name_of(source)
 
 
-def local_folder(source: str | None) -> Path:
-    """The folder that holds a model's files; those of a hub ID are downloaded first."""
-    if source is None:
-        return converted_gguf(embedded_gguf())
-    if source.endswith(".gguf"):
-        return converted_gguf(Path(source))
+def local_folder(source: str | None, dtype: torch.dtype) -> Path:
+    """The folder that holds a model's files; those of a GGUF file are in `dtype`."""
+    if source is None or source.endswith(".gguf"):
+        return converted_gguf(Path(source) if source else embedded_gguf(), dtype)
+    return downloaded_folder(source)
+
+
+def downloaded_folder(source: str) -> Path:
+    """A folder, or that of a hub ID, whose files are downloaded first."""
     if Path(source).exists():
         return Path(source)
     try:
@@ -66,10 +67,3 @@ def name_of(source: str | None) -> str:
     if source is None:
         return DEFAULT_TARGET
     return Path(source).name if Path(source).exists() else source
-
-
-def not_loadable(folder: Path, error: Exception) -> SequoiaPlanError:
-    """The error for a model that transformers fails to load."""
-    return SequoiaPlanError(
-        f"{folder}: cannot be loaded as a causal language model ({first_line(error)})"
-    )

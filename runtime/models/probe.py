@@ -15,38 +15,36 @@ from sequoia_plan.runtime.base.errors import first_line
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.models.architecture import (
-    device_and_dtype,
     execution_device,
     model_type,
     text_config,
     unwrapped,
 )
-from sequoia_plan.runtime.models.attention import attention_implementation
+from sequoia_plan.runtime.models.attention import IMPLEMENTATIONS, attention_implementation
 from sequoia_plan.runtime.models.forward import TreeModel
+from sequoia_plan.runtime.models.model_state import Watch, workings
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2])
-LEAVES = (3, 4, 5)
+PATHS = torch.tensor([[0, 1, 3], [0, 1, 4], [0, 2, 5]], device="cpu")
+"""The nodes from the root to each leaf."""
 PREFIX = 4
 """Committed tokens before the tree."""
 EXTENT = 16
 """Slots of the cache that the tree is read with."""
-IMPLEMENTATIONS = ("sdpa", "eager")
-"""transformers' attention implementations that take a tree's mask."""
 
-_probed: WeakKeyDictionary[Any, tuple[tuple[Any, ...], CacheLayout]] = WeakKeyDictionary()
-"""For each model that passed: its attention, device and dtype then, and its cache's layout."""
+_layouts: WeakKeyDictionary[Any, CacheLayout] = WeakKeyDictionary()
+"""For each model that passed: its cache's layout."""
+_probed = Watch(workings)
 
 
 @torch.inference_mode()
 def probe(model: Any) -> CacheLayout:
     """Check that a model can read a token tree."""
-    setting = (attention_implementation(model.config), *device_and_dtype(model))
-    probed_setting, layout = _probed.get(unwrapped(model), (None, None))
-    if layout is not None and probed_setting == setting:
-        return layout
-    _check_description(model)
-    layout = _try_tree(model)
-    _probed[unwrapped(model)] = setting, layout
+    layout = _layouts.get(unwrapped(model))
+    if layout is None or _probed.changes(model):
+        _check_description(model)
+        layout = _layouts[unwrapped(model)] = _try_tree(model)
+        _probed.look(model)
     return layout
 
 
@@ -55,11 +53,7 @@ def _check_description(model: Any) -> None:
     implementation = attention_implementation(model.config)
     parameters = inspect.signature(unwrapped(model).forward).parameters
     takes_no_positions = "input_ids" in parameters and "position_ids" not in parameters
-    if getattr(model, "training", False):
-        reason = (
-            "found in training mode, where dropout changes its logits; call eval() on the model"
-        )
-    elif getattr(model.config, "is_encoder_decoder", False):
+    if getattr(model.config, "is_encoder_decoder", False):
         reason = "an encoder-decoder, expected a decoder-only causal language model"
     elif implementation is not None and implementation not in IMPLEMENTATIONS:
         reason = (
@@ -145,14 +139,10 @@ def _tree_error(tree_model: TreeModel) -> tuple[float, TreeCache]:
     left out, because `_node_logits` reads it in a plain causal pass.
     """
     tokens = _random_tokens(tree_model)
-    prefix, node_tokens = tokens[:PREFIX], tokens[PREFIX:]
-    expected_logits = _path_logits(tree_model, prefix, node_tokens)
+    expected_logits = _path_logits(tree_model, tokens)
     cache = tree_model.new_cache(EXTENT)
     node_logits = _node_logits(tree_model, cache, tokens)
-    errors = [
-        _relative_error(node_logits[node - 1], expected_logits[node])
-        for node in range(1, TREE.size)
-    ]
+    errors = list(map(_relative_error, node_logits, expected_logits))
     return float(torch.stack(errors).mean()), cache
 
 
@@ -164,24 +154,15 @@ def _random_tokens(tree_model: TreeModel) -> Tensor:
     return tokens.repeat(count)[:count].to(tree_model.device)
 
 
-def _path_logits(tree_model: TreeModel, prefix: Tensor, node_tokens: Tensor) -> dict[int, Tensor]:
-    """Each node's logits [vocabulary] as the model computes them from the node's path alone.
+def _path_logits(tree_model: TreeModel, tokens: Tensor) -> Tensor:
+    """[nodes - 1, vocabulary]: each node's logits as the model computes them from its path alone.
 
-    The model reads one plain sequence for each leaf: the prefix, then the nodes from the root to
-    the leaf. The sequences have equal lengths. `prefix` int64 [PREFIX]; `node_tokens` int64
-    [nodes].
+    The model reads one plain sequence for each leaf. `tokens` int64 [PREFIX + nodes].
     """
-    paths = [
-        torch.as_tensor(TREE.attention_mask[leaf].nonzero()[0], device=tree_model.device)
-        for leaf in LEAVES
-    ]
-    sequences = torch.stack([torch.cat([prefix, node_tokens[path]]) for path in paths])
-    logits = tree_model.model(input_ids=sequences, use_cache=False).logits
-    logits_of_node: dict[int, Tensor] = {}
-    for row, path in enumerate(paths):
-        for depth, node in enumerate(path.tolist()):
-            logits_of_node[node] = logits[row, PREFIX + depth]
-    return logits_of_node
+    prefixes = tokens[:PREFIX].expand(len(PATHS), -1)
+    sequences = torch.cat([prefixes, tokens[PREFIX:][PATHS]], 1)
+    logits = tree_model.model(input_ids=sequences, use_cache=False).logits[:, PREFIX:]
+    return torch.stack([logits[PATHS.eq(node)][0] for node in range(1, TREE.size)])
 
 
 def _node_logits(tree_model: TreeModel, cache: TreeCache, tokens: Tensor) -> Tensor:

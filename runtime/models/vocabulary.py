@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime.models.architecture import text_config
 
 
 def check_tokenizers(target: Any, draft: Any) -> int:
@@ -31,7 +32,8 @@ def vocabulary_size(model: Any) -> int:
 
     Tokens that only pad the head may be generated, as transformers does.
     """
-    return int(model.get_output_embeddings().out_features)
+    head = model.get_output_embeddings()  # which an adapter may wrap
+    return int(getattr(head, "out_features", 0) or text_config(model).vocab_size)
 
 
 def shared_vocabulary(

@@ -26,8 +26,14 @@ from sequoia_plan.runtime.models.dtype import dtype_name
 from sequoia_plan.runtime.models.fuse import fuse, try_kinds
 from sequoia_plan.runtime.models.fused_layer import FUSIBLE_NORMS, in_joined_order
 from sequoia_plan.runtime.models.gguf import cache_folder
+from sequoia_plan.runtime.models.loading import (
+    load_whole,
+    not_loadable,
+    refuse_shapes,
+    refuse_unread,
+)
 from sequoia_plan.runtime.models.metadata import sampled_positions
-from sequoia_plan.runtime.models.pretrained import local_folder, name_of, not_loadable
+from sequoia_plan.runtime.models.pretrained import local_folder, name_of
 from sequoia_plan.runtime.offload.disk_stream import DiskStream
 from sequoia_plan.runtime.offload.host_stream import HostStream, pinned_blocks
 from sequoia_plan.runtime.offload.memory import SLOTS, MemorySplit
@@ -47,10 +53,12 @@ class OffloadedTarget:
     """
 
     def __init__(self, source: str | None, device: str, dtype: torch.dtype) -> None:
-        folder = local_folder(source)
+        folder = local_folder(source, dtype)
         self.name = name_of(source)
         try:
             self.model, self.tokenizer = _load_without_layers(folder, dtype)
+        except SequoiaPlanError:
+            raise
         except Exception as error:  # foreign code may do anything with a folder it does not expect
             raise not_loadable(folder, error) from error
         self.model.tie_weights()
@@ -159,7 +167,7 @@ class OffloadedTarget:
             with exclusive_lock(path):
                 with contextlib.suppress(SequoiaPlanError):  # none, or not of these weights
                     return WeightFile(path, source)
-                write_weights(path, layout, _tensor_reader(folder, layout, dtype), source)
+                write_weights(path, layout, self._tensor_reader(folder, layout, dtype), source)
                 return WeightFile(path, source)
         except OSError as error:
             raise SequoiaPlanError(
@@ -182,6 +190,33 @@ class OffloadedTarget:
             blocks[block_number][name] = tensors[name]
         return blocks
 
+    def _tensor_reader(
+        self, folder: Path, layout: list[dict[str, Tensor]], dtype: torch.dtype
+    ) -> Callable[[str], Tensor]:
+        """A function that returns a tensor by its name in the model.
+
+        If the folder's safetensors files have the model's own names, one tensor at a time is in
+        memory. Otherwise transformers loads the whole model, as it must for layouts that it
+        converts. It has already loaded a quantised one.
+        """
+        tensors = {name: tensor for block in layout for name, tensor in block.items()}
+        if not any(tensor.is_meta for tensor in tensors.values()):
+            return tensors.__getitem__
+        try:
+            paths = sorted(folder.glob("*.safetensors"))
+            files = [safe_open(path, framework="pt") for path in paths]
+        except Exception as error:
+            raise not_loadable(folder, error) from error
+        file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        if file_of.keys() >= tensors.keys():
+            found = {name: file_of[name].get_slice(name).get_shape() for name in tensors}
+            shapes = ((name, found[name], tensors[name].shape) for name in tensors)
+            refuse_shapes(folder, (s for s in shapes if list(s[1]) != list(s[2])))
+            refuse_unread(folder, self.model, file_of.keys() - self.model.state_dict().keys())
+            return lambda name: file_of[name].get_tensor(name)
+        whole_model = _saved_tensors(load_whole(folder, dtype))
+        return lambda name: whole_model[name].detach()
+
 
 def _load_without_layers(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     """The model and its tokenizer. Its weights are on the meta device, unless it is quantised.
@@ -194,7 +229,7 @@ def _load_without_layers(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     config = AutoConfig.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if getattr(config, "quantization_config", None):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        model = load_whole(folder, dtype)
     else:
         with init_empty_weights(include_buffers=False):  # a model computes its buffers itself
             model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
@@ -233,27 +268,3 @@ def _source_fingerprint(folder: Path, layout: list[dict[str, Tensor]]) -> str:
         for name, tensor in block.items()
     ]
     return hashlib.sha256(json.dumps([files, tensors]).encode()).hexdigest()[:16]
-
-
-def _tensor_reader(
-    folder: Path, layout: list[dict[str, Tensor]], dtype: torch.dtype
-) -> Callable[[str], Tensor]:
-    """A function that returns a tensor by its name in the model.
-
-    If the folder's safetensors files have the model's own names, one tensor at a time is in memory.
-    Otherwise transformers loads the whole model, as it must for layouts that it converts. It has
-    already loaded a quantised one.
-    """
-    tensors = {name: tensor for block in layout for name, tensor in block.items()}
-    if not any(tensor.is_meta for tensor in tensors.values()):
-        return tensors.__getitem__
-    try:
-        files = [safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))]
-        file_of_tensor = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-        if file_of_tensor.keys() >= tensors.keys():
-            return lambda name: file_of_tensor[name].get_tensor(name)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    except Exception as error:
-        raise not_loadable(folder, error) from error
-    whole_model = _saved_tensors(model)
-    return lambda name: whole_model[name].detach()

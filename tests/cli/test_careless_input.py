@@ -124,6 +124,12 @@ def test_a_closed_stdout(run, tmp_path, command):
     assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
 
 
+def test_a_closed_stdin(run, tmp_path):
+    result = shell("$S generate --prompt - <&-", tmp_path)
+    message = b"Error: --prompt -: stdin is closed; expected text\n"
+    assert (result.returncode, result.stdout, result.stderr) == (1, b"", message)
+
+
 @pytest.mark.parametrize("command", ["$S show $'a\\xff'", "$S show $'\\e[31m'", "$S solve é"])
 @pytest.mark.parametrize("encoding", ["ascii:strict", "utf-8:strict"])
 def test_names_that_no_encoding_has(run, tmp_path, command, encoding):

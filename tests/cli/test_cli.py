@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from sequoia_plan.artifacts import (
     Acceptance,
     Counts,
     Latency,
+    Plan,
     Profile,
     TokenTree,
     load_tree,
@@ -132,7 +135,7 @@ def test_show(run, tmp_path):
     ("command", "code", "parts"),
     [
         ("solve --budget 0", 2, ["--budget", "0 is not in the range"]),
-        ("solve --depth 1", 2, ["depth 1"]),
+        ("solve --depth 1 --objective tokens", 2, ["no tree of 768 nodes has depth 1"]),
         ("solve --budget 100 --depth 3 --objective tokens", 2, ["no tree of 100 nodes"]),
         ("solve tree.safetensors", 1, ["tree.safetensors"]),
         ("solve profile.yaml --acceptance x.json", 2, ["not both"]),
@@ -199,6 +202,41 @@ def test_the_command_line_offers_what_the_runtime_has():
 
     assert list(RULES) == VERIFIERS and list(OFFLOADS) == LINKS
     assert set(RARE_SETTINGS) < set(Sampling().settings())
+
+
+MODEL = {"name": "m", "digest": "0", "content": "0", "dtype": "bfloat16"}
+COMPILED = MODEL | {"placement": "compiled", "weights": "Q4_1"}
+FUSED = MODEL | {"placement": "fused", "fused_layers": 3}
+STREAMED = FUSED | {"placement": "streamed from disk", "resident_layers": 2, "layers": 9}
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize(
+    ("planned", "loaded", "said"),
+    [
+        (
+            COMPILED,
+            COMPILED | {"weights": "BF16"},
+            "weights in Q4_1, this is compiled .* BF16",
+        ),
+        (COMPILED, FUSED, "compiled with weights in Q4_1, this is fused with 3 fused layers"),
+        (FUSED, FUSED | {"fused_layers": 4}, "fused with 3 fused layers, this is fused with 4"),
+        (STREAMED, STREAMED | {"resident_layers": 3}, "2 of 9 layers .*, this is .* 3 of 9"),
+        (FUSED, STREAMED, "fused with 3 fused layers, this is streamed from disk"),
+        (MODEL, MODEL | {"digest": "1", "dtype": "float32"}, "m in bfloat16, this is m in float32"),
+        (MODEL, MODEL | {"digest": "1"}, "m, this is m; "),
+        (MODEL, MODEL | {"content": "1", "name": "n"}, "m, this is n; "),
+    ],
+)
+def test_a_tree_that_was_solved_for_another_pair(capsys, role, planned, loaded, said):
+    """Each difference is said once, in both directions, and no difference is not."""
+    for first, second in ((planned, loaded), (loaded, planned), (planned, planned)):
+        pair = SimpleNamespace(metadata={role: second})
+        cli_pair.warn_if_foreign(Plan(models={role: first}), pair)
+        warnings = capsys.readouterr().err
+        assert warnings.count("Warning: ") == (first is not second)
+        if second is loaded:
+            assert re.search(f"the tree was solved for the {role} .*{said}", warnings)
 
 
 @pytest.mark.slow

@@ -184,7 +184,11 @@ PRODUCTION = ["--metrics", COUNTERS, "--times"]
         ([*MODELS, "--times", "p.yaml"], 2, "or a server with --metrics and an earlier plan"),
         ([*MODELS, "--batch", "²"], 2, "found '²', expected numbers from 1 to 4096"),
         ([*MODELS, "--context", "0"], 2, "'--context': found '0', expected numbers from 1"),
-        ([*PRODUCTION, "none.yaml", "--verify"], 2, "run an engine; leave --times out"),
+        (
+            [*PRODUCTION, "none.yaml", "--verify"],
+            2,
+            "--verify: has no effect, no engine is run with --times",
+        ),
         ([*MODELS, "--engine-args", "[1]"], 2, "found [1], expected a JSON object"),
         ([*MODELS, "--metrics", "none.txt"], 1, "none.txt: cannot be read (No such file"),
         ([*PRODUCTION, "none.yaml"], 1, "none.yaml: cannot be read (No such"),

@@ -78,7 +78,7 @@ def test_the_plan_is_json_and_complete():
         ([0.5], {"budget": 0}, "budget: found 0"),
         ([0.5], {"budget": 10**12}, "expected 1 to 1000000"),
         ([0.5], {"depth": 0}, "depth: found 0"),
-        ([0.5], {"depth": 1}, "depth 1 is the root alone"),
+        ([0.5], {"depth": 1}, "has depth 1 with 1 children a node"),
         ([0.5], {"branching": 0}, "branching: found 0"),
         ([0.5, 0.2, 0.1], {"budget": 14}, "the largest has 13"),
         ([], {}, "a list of probabilities"),

@@ -51,8 +51,9 @@ def best_tree(rows: Floats, size: int) -> TokenTree:
     largest_size = sum(ranks**level for level in range(len(rows) + 1))
     if largest_size < size:
         raise ArgumentError(
-            f"no tree of {size} nodes has depth {len(rows) + 1} and branching {ranks}: "
-            f"the largest has {largest_size}; lower the budget, or allow more depth or branching"
+            f"no tree of {size} nodes has depth {len(rows) + 1} with {ranks} children a node, as "
+            f"many as the acceptance has ranks and branching allows: the largest has "
+            f"{largest_size}; lower the budget, or allow more"
         )
     return TokenTree.from_parents(solver.parents(rows, size))
 
@@ -88,8 +89,3 @@ def check_limits(budget: int, depth: int, branching: int | None) -> None:
             raise ArgumentError(f"{name}: found {value!r}, expected 1 to {limit}")
     if branching is not None and branching < 1:
         raise ArgumentError(f"branching: found {branching!r}, expected 1 or more")
-    if depth == 1 and budget > 1:
-        raise ArgumentError(
-            f"depth 1 is the root alone and cannot hold a budget of {budget}: "
-            "allow a depth of 2 or more, or set the budget to 1"
-        )

@@ -1,0 +1,153 @@
+"""What a GGUF file says of its model, as transformers' configuration; none of it is left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import AutoConfig
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime.models.architecture import WINDOWED
+
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "attention.head_count": ("num_attention_heads",),
+    "attention.head_count_kv": ("num_key_value_heads",),
+    "attention.layer_norm_epsilon": ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
+    "attention.sliding_window": ("sliding_window",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "block_count": ("num_hidden_layers",),
+    "context_length": ("max_position_embeddings",),
+    "embedding_length": ("hidden_size",),
+    "expert_count": ("num_experts", "num_local_experts"),
+    "expert_feed_forward_length": ("moe_intermediate_size", "intermediate_size"),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+    "expert_used_count": ("num_experts_per_tok",),
+    "feed_forward_length": ("intermediate_size", "n_inner"),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "vocab_size": ("vocab_size",),
+}
+"""A key of the architecture's metadata -> transformers' names of it, of which a model has one."""
+ROPE_SETTINGS = {
+    "rope.freq_base": "rope_theta",
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.type": "rope_type",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+"""The same for `rope_parameters`."""
+ROPE_TYPES = {"none": "default", "linear": "linear", "yarn": "yarn"}
+HEAD_SIZES = ("attention.key_length", "attention.value_length")
+ROPE_DIMENSIONS = "rope.dimension_count"
+WITHOUT_EFFECT = {"rope.scaling.finetuned", "tensor_data_layout"}
+ROPE_FACTORS = "rope_freqs.weight"
+"""A tensor that divides the frequencies of rotary embeddings, as Llama 3.1 and later need."""
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The rule that gives the factors of all published ones."""
+
+
+def read_config(gguf: Path) -> Any:
+    """The configuration of a GGUF file's model.
+
+    transformers reads some of the metadata; what it leaves at a default is set here. Raises
+    SequoiaPlanError for what has no place in it.
+    """
+    from gguf import GGUFReader  # of the extra gguf
+
+    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    reader = GGUFReader(gguf)
+    prefix = f"{reader.fields['general.architecture'].contents()}."
+    fields = {name: f for name, f in reader.fields.items() if name.startswith(prefix)}
+    metadata = {name.removeprefix(prefix): field.contents() for name, field in fields.items()}
+    if metadata.get("attention.key_length", _head_dim(config)) != _head_dim(config):
+        config.head_dim = metadata["attention.key_length"]
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    for key, value in metadata.items():
+        if key in WITHOUT_EFFECT or _set(config, rope, key, value):
+            continue
+        raise SequoiaPlanError(
+            f"{gguf}: {prefix}{key} is {value!r:.60}, which a {type(config).__name__} has no "
+            "setting for; its logits would be wrong: use the model as a folder or a hub ID"
+        )
+    for tensor in reader.tensors:
+        if tensor.name == ROPE_FACTORS:
+            _set_factors(gguf, config, rope, np.asarray(tensor.data, np.float64).reshape(-1))
+    return config
+
+
+def refuse_unread_tensors(gguf: Path, model: Any) -> None:
+    """Raise SequoiaPlanError if a GGUF file has numbers that are not in its model, or too few."""
+    from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
+
+    reader, weights = GGUFReader(gguf), model.state_dict()
+    sizes = {t.name: int(t.n_elements) for t in reader.tensors if t.name != ROPE_FACTORS}
+    needed = {weight.data_ptr(): weight.numel() for weight in weights.values()}  # tied ones once
+    if sum(sizes.values()) == sum(needed.values()):
+        return
+    architecture = reader.fields["general.architecture"].contents()
+    numbers = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+    names = get_tensor_name_map(numbers[architecture], len(weights))
+    read = {names.get_name(name, (".weight", ".bias")) for name in weights}
+    unread = [name for name in sizes if name not in read]
+    raise SequoiaPlanError(
+        f"{gguf}: has {sum(sizes.values())} weights, a {type(model).__name__} of this size "
+        f"{sum(needed.values())}, which reads no {' or '.join(unread[:3]) or 'such file'}; its "
+        "logits would be wrong: use the model as a folder or a hub ID"
+    )
+
+
+def _set(config: Any, rope: dict[str, Any], key: str, value: Any) -> bool:
+    """Let a configuration have a value of the metadata; False if it has no place for it."""
+    if key in HEAD_SIZES:
+        return bool(value == _head_dim(config))
+    if key == ROPE_DIMENSIONS:
+        return _set_rotary_dimensions(config, rope, value)
+    if key in ROPE_SETTINGS:
+        value = ROPE_TYPES.get(value) if key == "rope.scaling.type" else value
+        if value is None or not rope:
+            return False
+        rope[ROPE_SETTINGS[key]] = value
+        return True
+    layer_types = getattr(config, "layer_types", None)
+    if key == "attention.sliding_window" and layer_types and WINDOWED not in layer_types:
+        return False
+    names = [name for name in SETTINGS.get(key, ()) if hasattr(config, name)]
+    if names and getattr(config, names[0]) != value:
+        setattr(config, names[0], value)
+    return bool(names)
+
+
+def _set_rotary_dimensions(config: Any, rope: dict[str, Any], count: int) -> bool:
+    """Let rotary embeddings turn so many numbers of a head; False if they turn all of it."""
+    head_dim = _head_dim(config)
+    if "partial_rotary_factor" in rope:
+        rope["partial_rotary_factor"] = count / head_dim
+    return count == int(head_dim * rope.get("partial_rotary_factor", 1))
+
+
+def _head_dim(config: Any) -> int:
+    """The numbers of a head."""
+    return int(
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+
+
+def _set_factors(
+    gguf: Path, config: Any, rope: dict[str, Any], factors: NDArray[np.float64]
+) -> None:
+    """Let rotary embeddings have frequencies that are divided by `factors`."""
+    frequencies = rope["rope_theta"] ** -(np.arange(len(factors)) / len(factors))
+    low, high, length = LLAMA3.values()
+    share = np.clip((length * frequencies / (2 * np.pi) - low) / (high - low), 0, 1)
+    expected = 1 / ((1 - share) / factors.max() + share)
+    if rope.get("rope_type", "default") != "default" or not np.allclose(factors, expected, 1e-4):
+        raise SequoiaPlanError(
+            f"{gguf}: {ROPE_FACTORS} has factors of rotary embeddings that are not those of "
+            "Llama 3.1; use the model as a folder or a hub ID"
+        )
+    rope |= {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3}

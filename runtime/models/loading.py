@@ -1,0 +1,79 @@
+"""transformers loads a model, and nothing of its files is missing or left unread."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime.base.errors import first_line
+from sequoia_plan.runtime.models.architecture import decoder_layers
+
+OLD_BUFFERS = r"rotary_emb\.inv_freq$|masked_bias$|position_ids$"
+"""Tensors that older files have, and that models compute."""
+
+
+def load_whole(path: Path, dtype: torch.dtype, config: Any = None) -> Any:
+    """A model in eval mode, all of it from a folder or a GGUF file, which needs its `config`.
+
+    Raises:
+        SequoiaPlanError: if transformers cannot load it, or with the name of a tensor that is
+            missing, has another shape, or is left unread.
+    """
+    settings = {"gguf_file": path.name, "config": config} if config else {}
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path.parent if config else path,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
+            **settings,
+        )
+    except Exception as error:  # foreign code may do anything with a folder it does not expect
+        raise not_loadable(path, error) from error
+    refuse_shapes(path, info["mismatched_keys"])
+    for name in sorted(info["missing_keys"]):
+        raise SequoiaPlanError(
+            f"{path}: has no tensor {name}, which the model needs; get the model again"
+        )
+    refuse_unread(path, model, info["unexpected_keys"])
+    return model.eval()
+
+
+def refuse_shapes(folder: Path, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
+    """Raise SequoiaPlanError for tensors (name, shape, shape in the model), if there are any."""
+    for name, found, expected in sorted(mismatched):
+        raise SequoiaPlanError(
+            f"{folder}: tensor {name} has the shape {list(found)}, its config.json expects "
+            f"{list(expected)}; get the model again"
+        )
+
+
+def refuse_unread(folder: Path, model: Any, unread: Iterable[str]) -> None:
+    """Raise SequoiaPlanError for a tensor that the model would ignore and that is a part of it.
+
+    Others, as heads that score texts, change no logits.
+    """
+    ignored = [OLD_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ())]
+    unread = sorted(n for n in unread if not any(re.search(pattern, n) for pattern in ignored))
+    modules = dict(model.named_modules())
+    layers = f"{decoder_layers(model)[0]}." if unread else ""
+    for name in unread:
+        if name.startswith(layers) or name.rpartition(".")[0] in modules:
+            raise SequoiaPlanError(
+                f"{folder}: tensor {name} is not read by a {type(model).__name__} of its "
+                "config.json; its logits would be wrong"
+            )
+
+
+def not_loadable(folder: Path, error: Exception) -> SequoiaPlanError:
+    """The error for a model that transformers fails to load."""
+    message = f"{folder}: cannot be loaded as a causal language model ({first_line(error)})"
+    if (folder / "adapter_config.json").is_file():
+        message += "; it is an adapter: merge it into its model first, and save that"
+    return SequoiaPlanError(message)

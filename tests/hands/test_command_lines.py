@@ -1,0 +1,362 @@
+"""Generated command lines, and damaged files under them: each ends in its work or in one line."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import resource
+import shutil
+from copy import deepcopy
+from types import SimpleNamespace
+
+import click
+import pytest
+import yaml
+from architectures import tiny
+from click.testing import CliRunner
+from paths import DATA
+from safetensors.numpy import load, save
+
+from sequoia_plan.artifacts import Acceptance, Counts, Latency, Profile, SequoiaPlanError
+from sequoia_plan.planner.cli import decoding, exchange, main, profiling
+
+PROFILE = Profile(
+    Acceptance.counted(Counts([[400]], [[[180, 40]]])),
+    300,
+    Latency({1: 0.04, 4: 0.042, 16: 0.05}, {1: 0.003, 16: 0.004}, 0.001, 128),
+    settings={"temperature": 0.6, "top_p": 0.9, "verifier": "traversal"},
+    models={"target": {"name": "t", "digest": "0", "dtype": "float32", "placement": "fused"}},
+    hardware={"threads": 2},
+    kinds={name: Counts([[100]], [[[10 * number, 10]]]) for number, name in enumerate("abcd", 3)},
+)
+COUNTERS = str(DATA / "vllm" / "counters-0.27.1.txt")
+LINE = (
+    "[2026-11-02 05:49:05] Decode batch. #running-req: 4, #token: 541, token usage: 0.03, {}"
+    "cuda graph: True, gen throughput (token/s): {}, #queue-req: 0, \n"
+)
+SERVER = (
+    "[2026-11-02 05:49:01] server_args=ServerArgs(model_path='m', speculative_num_steps={}, "
+    "speculative_eagle_topk={}, tp_size=1)\n"
+)
+MODES = {
+    "solve": ["solve", "profile.yaml", "--budget", "9", "--depth", "4", "-o", "made"],
+    "tokens": ["solve", "--acceptance", "p.json", "--budget", "9", "--depth", "4", "-o", "made"],
+    "show": ["show", "t"],
+    "medusa": ["export", "t", "--format", "medusa", "-o", "made"],
+    "growmap": ["export", "t", "--format", "growmap", "-o", "made"],
+    "draft": ["export", "--format", "draft", "--draft", "smollm2-135m-draft", "-o", "made"],
+    "target": ["export", "--format", "target", "-o", "made"],
+    "import": ["import", "n.json", "-o", "made"],
+    "generate": ["generate", "--tree", "t"],
+    "bench": ["bench", "--tree", "t"],
+    "profile": ["profile", "-o", "made"],
+    "sglang": ["engine", "sglang", "--log", "plain.log", "--log", "three.log"],
+    "again": ["engine", "sglang", "--responses", "r.json", "--times", "plan.yaml"],
+    "vllm": ["engine", "vllm", "--metrics", COUNTERS, "--times", "vllm.yaml"],
+    "llamacpp": ["engine", "llamacpp", "--target", "t", "--draft", "t", "--server", "/no/such"],
+    "ngram": ["engine", "llamacpp", "--target", "t", "--spec-type", "ngram-simple"],
+    "settings": ["engine", "settings", "plan.yaml"],
+}
+"""One command line for each way through a command. Those that need models end where they load."""
+
+
+def log(length, throughput, accepted):
+    text = f"accept len: {accepted}, accept rate: 0.42, " if accepted else ""
+    return SERVER.format(length, length and 1) + 3 * LINE.format(text, throughput)
+
+
+def call(words):
+    return CliRunner().invoke(main, words)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder with an input of each kind."""
+    folder = tmp_path_factory.mktemp("files")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        PROFILE.save("profile.yaml")
+        (folder / "p.json").write_text("[0.5, 0.2]")
+        (folder / "n.json").write_text('{"0": ["1", "2"], "1": ["3"]}')
+        (folder / "plain.log").write_text(log(None, 100.0, None))
+        (folder / "three.log").write_text(log(3, 136.0, 1.7))
+        counts = {"meta_info": {"spec_correct_drafts_histogram": [600, 240, 100, 60]}}
+        (folder / "r.json").write_text(json.dumps(counts))
+        assert call([*MODES["solve"][:-1], "t"]).exit_code == 0
+        result = call([*MODES["sglang"], "-o", "plan.yaml"])
+        assert result.exit_code == 0, result.output
+        plan = yaml.safe_load((folder / "plan.yaml").read_text())
+        settings = {"speculative": {"method": "draft_model", "model": "d"}}
+        document = plan | {"engine": "vllm", "settings": settings}
+        (folder / "vllm.yaml").write_text(yaml.safe_dump(document))
+    return folder
+
+
+@pytest.fixture
+def here(files, tmp_path, monkeypatch):
+    """A copy of the folder; commands end where they would load models, and say with what."""
+
+    def load_pair(*values, **named):
+        raise SequoiaPlanError(f"models: {values} {named}")
+
+    for module in (decoding, exchange, profiling):
+        monkeypatch.setattr(module, "load_pair", load_pair)
+    shutil.copytree(files, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def contents(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def checked(folder, words):
+    """Run a command line; whatever it says, it ends well and leaves what was there.
+
+    The folder is then as it was before.
+    """
+    before = contents(folder)
+    outputs = [words[place + 1] for place, word in enumerate(words[:-1]) if word in OUTPUTS]
+    result = call(words)
+    after = contents(folder)
+    place = f"{words}\n{result.output}"
+    assert result.exception is None or isinstance(result.exception, SystemExit), place
+    assert result.exit_code in (0, 1, 2) and "Traceback" not in result.output, place
+    assert "report it with" not in result.output, place  # an error that is not our own
+    errors = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert len(errors) == (result.exit_code != 0), place
+    assert not errors or not result.stdout, place
+    lost = {name for name in before if after.get(name) != before[name]}
+    assert lost <= set(outputs) and (not lost or result.exit_code == 0), place
+    new = after.keys() - before.keys()
+    assert new <= {*outputs, *(f"made/{name.split('/')[-1]}" for name in new)}, place
+    for name in new:
+        (folder / name).unlink()
+    for name in lost:
+        (folder / name).write_bytes(before[name])
+    shutil.rmtree(folder / "made", ignore_errors=True)
+    return result
+
+
+OUTPUTS = ("-o", "--output", "--report", "--plot")
+TEXTS = ["", " ", ".", "/", "..", "no/such", "/no/such", "p.json", "profile.yaml", "t", "n.json"]
+TEXTS += ["x" * 300, "new", "new.svg", "é", "plain.log", "none", "int8", "plan.yaml", "/dev/full"]
+NUMBERS = [
+    "0",
+    "1",
+    "2",
+    "-1",
+    "0.5",
+    "nan",
+    "inf",
+    "-inf",
+    "1e308",
+    "9" * 30,
+    "x",
+    "",
+    "3%",
+    "1,2",
+]
+
+
+def values(parameter, rng):
+    """Values of an option or an argument: right ones, wrong ones, odd ones."""
+    if isinstance(parameter.type, click.Choice):
+        return rng.choice([*parameter.type.choices, "x", ""])
+    if parameter.type.name in ("name", "path"):
+        return rng.choice(TEXTS)
+    return rng.choice(NUMBERS if rng.random() < 0.8 else [*TEXTS, "{}", "[1]", "top_k=1"])
+
+
+def command_of(words):
+    command = main.commands[words[0]]
+    return command.commands[words[1]] if isinstance(command, click.Group) else command
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_command_line(here, seed):
+    """A way through a command, with up to three further options."""
+    rng = random.Random(seed)
+    for _ in range(COUNT):
+        words = list(rng.choice(list(MODES.values())))
+        options = [p for p in command_of(words).params if isinstance(p, click.Option)]
+        for option in rng.sample(options, rng.randrange(min(4, len(options) + 1))):
+            words.append(rng.choice(option.opts + option.secondary_opts))
+            if not option.is_flag:
+                words.append(values(option, rng))
+        checked(here, words)
+
+
+WITHOUT_EFFECT = {
+    ("tokens", "lookup"),  # an acceptance has no counts of lookup
+    ("solve", "lookup"),  # nor has this profile
+    ("tokens", "objective"),  # it is the default there
+}
+"""Options that change nothing here, and may."""
+NEED_MODELS = {"generate", "bench", "profile", "llamacpp", "ngram"}
+"""Ways that end before they use all options."""
+
+
+def effective(parameter):
+    """A value of an option that is not its default."""
+    if parameter.is_flag:
+        return [(parameter.secondary_opts or parameter.opts)[0]]
+    if isinstance(parameter.type, click.Choice):
+        return [parameter.opts[0], parameter.type.choices[-1]]
+    if parameter.type.name in ("name", "path"):
+        return [parameter.opts[0], "/no/such/new.svg"]
+    return [parameter.opts[0], '{"no": 1}' if parameter.metavar == "JSON" else "2"]
+
+
+@pytest.mark.parametrize("mode", MODES.keys() - NEED_MODELS)
+def test_no_option_is_ignored(here, mode):
+    """Each option of each way through a command changes what happens, or is refused."""
+    words = [*MODES[mode]]
+    plain = outcome(here, words)
+    assert plain == outcome(here, words)
+    for option in command_of(words).params:
+        if isinstance(option, click.Option) and not set(option.opts) & set(words):
+            changed = outcome(here, [*words, *effective(option)])
+            assert (changed != plain) != ((mode, option.name) in WITHOUT_EFFECT), option.name
+
+
+def outcome(folder, words):
+    """What a command says and writes, without its time."""
+    result = call(words)
+    written = (folder / "made").read_bytes() if (folder / "made").is_file() else b""
+    shutil.rmtree(folder / "made", ignore_errors=True)
+    (folder / "made").unlink(missing_ok=True)
+    said = re.sub(r"[0-9.]+ s\b|seconds\S+ [0-9.e-]+", "", result.stdout + result.stderr)
+    return result.exit_code, said, written
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_name_or_path_is_empty(here, mode):
+    for option in command_of(MODES[mode]).params:
+        if isinstance(option, click.Option) and option.type.name in ("name", "path"):
+            assert checked(here, [*MODES[mode], option.opts[0], ""]).exit_code == 2, option.name
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["profile", "-o", ".", "--context", "1,2"], 1),
+        (["profile", "-o", "/", "--context", "1,2"], 1),
+        (["solve", "--depth", "1", "-o", "made"], 0),  # the root alone may be the fastest
+        (["solve", "--depth", "1", "--objective", "tokens", "-o", "made"], 2),
+    ],
+)
+def test_ends_of_the_possible(here, words, code):
+    assert checked(here, words).exit_code == code
+
+
+def test_a_draft_for_lookup(here):
+    assert checked(here, [*MODES["ngram"], "--draft", "t"]).exit_code == 2
+
+
+COUNT = 40
+ODD = [None, True, False, 0, 1, -1, 2, 0.5, 1e308, 5e-324, -0.0, 2**53, 10**30, "", "x", "é" * 99]
+ODD += [[], {}, [[]], [0.5], [1, 2, 3], {"x": 1}, [[0.5, 0.2], [0.1]], float("nan"), float("inf")]
+
+
+def places(document, path=()):
+    """Every place in a document of lists and mappings."""
+    yield path
+    items = enumerate(document) if isinstance(document, list) else ()
+    for key, item in document.items() if isinstance(document, dict) else items:
+        yield from places(item, (*path, key))
+
+
+def damage(document, rng):
+    """A copy of a document with one to three places changed, removed, or filled from others."""
+    document = deepcopy(document)
+    for _ in range(rng.randrange(1, 4)):
+        if not (found := [place for place in places(document) if place]):
+            break
+        *path, key = rng.choice(found)
+        parent = document
+        for step in path:
+            parent = parent[step]
+        kind = rng.random()
+        if kind < 0.15:
+            del parent[key]
+        elif kind < 0.3 and isinstance(parent[key], (int, float)):
+            parent[key] *= rng.choice([-1, 0, 1e-9, 1e9, 1e300])
+        else:
+            parent[key] = deepcopy(rng.choice(ODD))
+    return document
+
+
+def read_header(data):
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["sequoia_plan"])
+
+
+SHORT = ["--budget", "9", "--depth", "4", "-o", "made"]
+PLOT = [*MODES["show"], "--plot", "new.svg"]
+READERS = {
+    "profile.yaml": [["solve", "profile.yaml", *SHORT]],
+    "p.json": [["solve", "--acceptance", "p.json", *SHORT]],
+    "t": [MODES["show"], [*MODES["show"], "--json"], MODES["medusa"], PLOT],
+    "n.json": [MODES["import"]],
+    "plan.yaml": [MODES["settings"], MODES["again"]],
+    "vllm.yaml": [MODES["vllm"]],
+    "r.json": [MODES["again"]],
+}
+"""The commands that read each file."""
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_damaged_files(here, name):
+    """Each number of a tree's plan as the largest and the smallest; and any damage anywhere."""
+    rng = random.Random(name)
+    data = (here / name).read_bytes()
+    document = read_header(data) if name == "t" else yaml.safe_load(data)
+    damaged = [damage(document, rng) for _ in range(COUNT)]
+    if name == "t":
+        numbers = [key for key, value in document["plan"].items() if isinstance(value, float)]
+        damaged += [
+            document | {"plan": document["plan"] | {key: value}}
+            for key in numbers
+            for value in (1e308, 5e-324)
+        ]
+    for number, changed in enumerate(damaged):
+        if name == "t":
+            (here / name).write_bytes(save(load(data), {"sequoia_plan": json.dumps(changed)}))
+        else:
+            (here / name).write_text(json.dumps(changed))
+        for words in READERS[name][: 3 + (number % 8 == 0)]:
+            checked(here, words)
+
+
+@pytest.mark.parametrize("room", [0, 20, 200, 4000])
+@pytest.mark.parametrize(
+    "mode", ["solve", "tokens", "medusa", "growmap", "draft", "target", "import", "sglang", "plot"]
+)
+def test_a_full_disk(here, monkeypatch, mode, room):
+    """The output is whole or as it was before; what was read and written is still there."""
+    tokenizer, model = SimpleNamespace(save_pretrained=lambda folder: None), tiny("Llama")
+    pair = SimpleNamespace(target=model, tokenizer=tokenizer, metadata={"target": {"name": "m"}})
+    monkeypatch.setattr(exchange, "load_pair", lambda *_, **__: pair)
+    words = PLOT if mode == "plot" else [*MODES[mode]]
+    if mode == "draft":
+        words = ["export", "--format", "draft", "-o", "made"]
+    words += [] if "made" in words or mode == "plot" else ["-o", "made"]
+    if words[0] != "export" or mode in ("medusa", "growmap"):
+        (here / words[-1]).write_text("before")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        result = checked(here, words)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    if result.exit_code:
+        assert f"{words[-1]}: cannot be written (" in result.stderr
+    else:
+        assert room

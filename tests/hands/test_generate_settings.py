@@ -1,0 +1,209 @@
+"""Settings that people give: each counts as in transformers, or is refused by its name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers as hf
+from architectures import VOCABULARY, plain_text, resembling, tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+from transformers.generation import logits_process as processors
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
+from sequoia_plan.profiler.decoding_methods import sequoia_method, transformers_method
+from sequoia_plan.profiler.prompts import encode
+from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, sequoia
+from sequoia_plan.runtime.pair import context_remarks
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+
+TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
+IDS, NEW = torch.tensor([[5, 6, 7, 8]]), 24
+TARGET = tiny("Llama")
+DRAFT = resembling(TARGET, 0.05)
+GREEDY = plain_text(TARGET, IDS, NEW)
+
+
+def inside(**options):
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0} | options
+    return TARGET.generate(IDS, custom_generate=sequoia, draft=DRAFT, tree=TREE, **options)
+
+
+class Own(processors.TopKLogitsWarper):
+    """A subclass, which may do anything."""
+
+
+WARPERS = {
+    "temperature": lambda value: processors.TemperatureLogitsWarper(max(value, 0.1)),
+    "top_k": lambda value: processors.TopKLogitsWarper(1 + int(40 * value)),
+    "top_p": processors.TopPLogitsWarper,
+    "min_p": processors.MinPLogitsWarper,
+}
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(sorted(WARPERS)), st.floats(0.05, 0.95), st.floats(0.05, 0.95) | st.none())
+def test_a_users_own_warper_is_refused(name, value, configured):
+    """transformers applies it before those of the configuration, so also beside an equal one."""
+    warper = WARPERS[name](value)
+    config = {} if configured is None else {name: getattr(WARPERS[name](configured), name)}
+    options = dict(do_sample=True, seed=1, top_k=0) | config
+    assert inside(**options).shape == GREEDY.shape
+    with pytest.raises(ArgumentError, match=rf"{type(warper).__name__}: .* set {name} in the"):
+        inside(logits_processor=[warper], **options)
+
+
+def test_other_processors():
+    """A subclass is refused; what changes no probability is not."""
+    options = dict(do_sample=True, seed=1, top_k=7)
+    with pytest.raises(ArgumentError, match=r"Own: logits depend on it.*leave it out"):
+        inside(logits_processor=[Own(7)], **options)
+    for processor in (processors.LogitNormalization(), processors.TopPLogitsWarper(1.0)):
+        assert inside(logits_processor=[processor], **options).equal(inside(**options))
+
+
+CRITERIA = st.builds(MaxLengthCriteria, st.integers(1, 40)) | st.builds(
+    EosTokenCriteria, st.lists(st.sampled_from(GREEDY[0, 4:].tolist()), min_size=1, max_size=3)
+)
+
+
+@settings(max_examples=40)
+@given(st.lists(CRITERIA, max_size=3), st.sampled_from([None, *GREEDY[0, 4:9].tolist()]))
+def test_a_users_own_endings_end_where_transformers_ends(criteria, eos):
+    options = dict(stopping_criteria=criteria, eos_token_id=eos)
+    expected = TARGET.generate(IDS, max_new_tokens=NEW, do_sample=False, pad_token_id=0, **options)
+    assert inside(**options).equal(expected)
+
+
+def test_set_seed_makes_generate_repeat():
+    texts = []
+    for seed in (0, 0, 1):
+        hf.set_seed(seed)
+        texts.append(inside(do_sample=True, top_k=0).tolist())
+        hf.set_seed(seed)
+        texts.append(SequoiaDecoder(TARGET, DRAFT, TREE).generate(IDS, NEW, 1.0).sequences.tolist())
+    assert texts[0] == texts[1] == texts[2] == texts[3] != texts[4]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("repetition_penalty", 1.8), ("no_repeat_ngram_size", 1), ("suppress_tokens", "first")],
+)
+def test_a_models_own_generation_config_counts_in_no_method(name, value, monkeypatch):
+    """Of bench: its methods compare the same texts. In `generate` it is refused by name."""
+    value = GREEDY[0, 4:8].tolist() if value == "first" else value
+    monkeypatch.setattr(TARGET.generation_config, name, value)
+    assert not plain_text(TARGET, IDS, NEW, pad_token_id=0).equal(GREEDY)
+    [remark] = context_remarks(TARGET)
+    assert remark.startswith(f"target: its generation config has {name} {value}")
+    texts = {}
+
+    def kept(method, original):
+        def generate(*args, **options):
+            result = original(*args, **options)
+            texts[method] = getattr(result, "sequences", result)
+            return result
+
+        return generate
+
+    tokenizer = SimpleNamespace(eos_token_id=None)
+    pair = Pair(TARGET, DRAFT, tokenizer, {})
+    monkeypatch.setattr(TARGET, "generate", kept("transformers", TARGET.generate))
+    monkeypatch.setattr(
+        SequoiaDecoder, "generate", kept("ours", SequoiaDecoder.generate), raising=True
+    )
+    for make in (
+        transformers_method(pair, Sampling(), NEW),
+        sequoia_method(pair, TREE, Sampling(), NEW),
+    ):
+        make(IDS[0].tolist(), 0)
+    assert texts["ours"].equal(GREEDY) and texts["transformers"].equal(GREEDY)
+    with pytest.raises(ArgumentError, match=f"{name}|RepetitionP|NoRepeatN|SuppressT"):
+        inside()
+
+
+# multimodal models, with text alone
+
+TEXT = dict(
+    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, head_dim=8,
+    pad_token_id=None, bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
+ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+VISION = dict(depth=1, hidden_size=32, out_hidden_size=32, num_heads=2, intermediate_size=32)
+IMAGES = dict(image_token_id=90, video_token_id=91)
+MULTIMODAL = {
+    "Qwen2-VL": (
+        hf.Qwen2VLForConditionalGeneration,
+        dict(vision_config=dict(depth=1, embed_dim=32, hidden_size=32, num_heads=2), **IMAGES),
+    ),
+    "Qwen2.5-VL": (
+        hf.Qwen2_5_VLForConditionalGeneration,
+        dict(vision_config=VISION, **IMAGES),
+    ),
+    "Qwen3-VL": (
+        hf.Qwen3VLForConditionalGeneration,
+        dict(vision_config=VISION | dict(deepstack_visual_indexes=[0]), **IMAGES),
+    ),
+    "Gemma 3": (
+        hf.Gemma3ForConditionalGeneration,
+        dict(
+            vision_config=dict(
+                hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+                image_size=28, patch_size=14,
+            ),
+            image_token_index=90, boi_token_index=91, eoi_token_index=92, mm_tokens_per_image=4,
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_multimodal_models_read_text_alone(name):
+    torch.manual_seed(0)
+    model_class, options = MULTIMODAL[name]
+    text = TEXT if name == "Gemma 3" else TEXT | {"rope_parameters": ROPE}
+    model = model_class(model_class.config_class(text_config=text, **options)).eval()
+    inputs = dict(max_new_tokens=12, do_sample=False)
+    expected = model.generate(IDS, **inputs)
+    inputs |= dict(custom_generate=sequoia, tree=TokenTree.chain(1))
+    assert model.generate(IDS, **inputs).equal(expected)
+    types = torch.zeros_like(IDS)
+    if name == "Gemma 3":
+        assert model.generate(IDS, token_type_ids=types, **inputs).equal(expected)
+        with pytest.raises(ArgumentError, match="token_type_ids: found"):
+            model.generate(IDS, token_type_ids=1 - types, **inputs)
+    else:
+        shifted = torch.arange(1, 5).expand(3, 1, 4)
+        with pytest.raises(ArgumentError, match="position_ids: found"):
+            model.generate(IDS, position_ids=shifted, **inputs)
+
+
+# what tokenizers refuse
+
+
+@pytest.mark.parametrize("roles", [["system", "user"], ["user", "user"]])
+def test_a_chat_template_that_raises_is_told_in_one_line(pair, monkeypatch, roles):
+    template = (
+        "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('Roles must alternate') }}{% endif %}{{ message.content }}{% endfor %}"
+    )
+    monkeypatch.setattr(pair.tokenizer, "chat_template", template)
+    messages = [{"role": role, "content": "Hello"} for role in roles]
+    assert encode(pair.tokenizer, "Hello")
+    with pytest.raises(SequoiaPlanError, match=rf"refuses .*\({', '.join(roles)}\): Roles must"):
+        encode(pair.tokenizer, messages)
+
+
+def test_stop_strings_of_a_tokenizer_without_texts():
+    """transformers reads each token after a text of its own, which this one does not give back."""
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "x": 1}, unk_token="<unk>"))
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    decoder = SequoiaDecoder(TARGET, DRAFT, TREE, tokenizer=tokenizer)
+    with pytest.raises(ArgumentError, match="does not give its tokens as text; use stopping_crit"):
+        decoder.generate(IDS, NEW, stop_strings="abc")

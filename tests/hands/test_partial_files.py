@@ -1,0 +1,288 @@
+"""Files with something missing, of another shape, or that would be left unread or rounded."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from architectures import tiny
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime import load_pair
+from sequoia_plan.runtime.models.compiled_passes import compiled_pass
+from sequoia_plan.runtime.models.gguf_config import read_config
+from sequoia_plan.runtime.models.pretrained import load_model
+
+pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
+SIZES = dict(hidden_size=64, intermediate_size=96, head_dim=32, num_hidden_layers=2, vocab_size=300)
+NAMES = {
+    "model.layers.": "blk.", "model.embed_tokens": "token_embd", "model.norm": "output_norm",
+    "lm_head": "output", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.o_proj": "attn_output", "self_attn.": "attn_", "mlp.": "ffn_", "_proj": "",
+}  # fmt: skip
+"""transformers' names -> those of GGUF files."""
+IDS = torch.arange(24)[None]
+
+
+def write_gguf(path, model, kind="F32", metadata=(), tensors=(), without=()):
+    """Write a Llama, Qwen2 or Qwen3 as llama.cpp's converter does, with matrices in `kind`."""
+    config, architecture = model.config, model.config.model_type
+    writer = gguf.GGUFWriter(path, architecture)
+    settings = {
+        "context_length": config.max_position_embeddings,
+        "block_count": config.num_hidden_layers,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.key_length": config.head_dim,
+        "rope.dimension_count": config.head_dim,
+        "rope.freq_base": config.rope_parameters["rope_theta"],
+        "vocab_size": config.vocab_size,
+    }
+    add_metadata(writer, architecture, settings | dict(metadata))
+    quantised, written = gguf.GGMLQuantizationType[kind], {}
+    for name, parameter in model.named_parameters():
+        weight, heads = parameter.detach().float().numpy(), config.num_attention_heads
+        heads = {"q_proj": heads, "k_proj": config.num_key_value_heads}.get(name[-13:-7])
+        if heads and architecture == "llama":  # llama.cpp rotates neighbours
+            halves = weight.reshape(heads, 2, -1, *weight.shape[1:])
+            weight = halves.swapaxes(1, 2).reshape(weight.shape)
+        for ours, theirs in NAMES.items():
+            name = name.replace(ours, theirs)
+        written[name] = weight
+    for name, weight in (written | dict(tensors)).items():
+        is_matrix = weight.ndim == 2 and kind != "F32"
+        raw = gguf.quants.quantize(weight, quantised) if is_matrix else np.ascontiguousarray(weight)
+        if name not in without:
+            writer.add_tensor(name, raw, raw_dtype=quantised if is_matrix else None)
+    write(writer)
+    return str(path)
+
+
+def add_metadata(writer, architecture, settings):
+    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in settings.items():
+        add[type(value)](f"{architecture}.{key}", value)
+    tokens = [chr(256 + number) for number in range(settings["vocab_size"])]
+    tokens[2] = tokens[0] + tokens[1]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
+
+
+def write(writer):
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("Llama", **SIZES)
+
+
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory):
+    """A folder with the model and a tokenizer."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_gguf(folder / "m.gguf", model)
+    AutoTokenizer.from_pretrained(folder, gguf_file="m.gguf").save_pretrained(folder)
+    model.save_pretrained(folder)
+    return folder
+
+
+PATHS = {
+    "resident": lambda folder, whole: load_pair(folder, "none", placement="resident"),
+    "fused": lambda folder, whole: load_pair(folder, "none", placement="fused"),
+    "compiled": lambda folder, whole: load_pair(folder, "none"),
+    "streamed": lambda folder, whole: load_pair(folder, "none", offload="disk", memory="1GB"),
+    "draft": lambda folder, whole: load_pair(whole, folder),
+}
+"""Every way in which a model is loaded."""
+
+
+def damaged(tensors, damage, name):
+    """Take a tensor away, give it another shape with the same numbers, or add one beside it."""
+    tensor = tensors.pop(name)
+    other = {
+        "shape": {name: tensor.reshape(-1, 2).T.contiguous()},
+        "more": {name: tensor, name.replace(".weight", ".bias"): torch.ones(len(tensor))},
+        "layer": {name: tensor, name.replace("layers.1.", "layers.2."): tensor.clone()},
+    }
+    return tensors | other.get(damage, {}), name if damage in ("lack", "shape") else None
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("damage", ["lack", "shape", "more", "layer"])
+def test_a_tensor_of_a_checkpoint(whole, tmp_path, monkeypatch, path, damage):
+    """Each path refuses it by name, and remembers nothing of it."""
+    tensors = load_file(whole / "model.safetensors")
+    name = random.Random(f"{path} {damage}").choice([n for n in tensors if "layers.1." in n])
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    for file in whole.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    changed, named = damaged(dict(tensors), damage, name)
+    save_file(changed, folder / "model.safetensors", {"format": "pt"})
+    named = named or min(changed.keys() - tensors.keys())
+    with pytest.raises(SequoiaPlanError, match=f"damaged: .*tensor {named}"):
+        PATHS[path](str(folder), str(whole))
+    assert not list(tmp_path.rglob("*.weights"))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    pair = PATHS[path](str(folder), str(whole))
+    assert pair.target is not None
+
+
+def test_a_head_that_scores_texts_changes_nothing(whole, model, tmp_path):
+    tensors = load_file(whole / "model.safetensors") | {"v_head.weight": torch.ones(1, 64)}
+    for file in whole.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert load_model(str(tmp_path), "cpu", torch.float32)[0](IDS).logits.equal(model(IDS).logits)
+
+
+@pytest.mark.parametrize("part", range(0, 21, 3))
+def test_a_tensor_that_a_gguf_file_lacks(model, tmp_path, part):
+    path = tmp_path / "m.gguf"
+    write_gguf(path, model)
+    name = gguf.GGUFReader(path).tensors[part].name
+    if name == "output.weight":  # the head is then the embedding
+        name = "output_norm.weight"
+    write_gguf(path, model, without=[name])
+    with pytest.raises(SequoiaPlanError, match=r"m\.gguf: has no tensor model"):
+        load_model(str(path), "cpu", torch.float32)
+    assert not list((tmp_path / "cache").iterdir())
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+@pytest.mark.parametrize("architecture", ["Llama", "Qwen2", "Qwen3"])
+def test_no_weight_of_a_gguf_file_is_rounded(tmp_path, architecture, kind):
+    """In float32 all numbers are those that llama.cpp computes with, and in bfloat16 the nearest;
+    one does not take the place of the other."""
+    model = tiny(architecture, **SIZES)
+    path = write_gguf(tmp_path / "m.gguf", model, kind)
+    quantised = gguf.GGMLQuantizationType[kind]
+    for dtype in (torch.bfloat16, torch.float32):
+        loaded = load_model(path, "cpu", dtype)[0].state_dict()
+        for name, weight in model.state_dict().items():
+            if weight.ndim == 2:
+                raw = gguf.quants.quantize(weight.numpy(), quantised)
+                weight = torch.from_numpy(gguf.quants.dequantize(raw, quantised))
+            assert loaded[name].equal(weight.to(dtype)), name
+
+
+LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+ROPES = {
+    "linear": ({"type": "linear", "factor": 4.0}, dict(factor=4.0)),
+    "yarn": (
+        {"type": "yarn", "factor": 4.0, "original_context_length": 40},
+        dict(factor=4.0, original_max_position_embeddings=40),
+    ),
+    "llama3": ({}, dict(factor=8.0, **LLAMA3)),
+}
+"""What a GGUF file says of its rotary embeddings, and how transformers is told the same."""
+
+
+def llama3_factors(theta, count, factor):
+    """The tensor that llama.cpp's converter writes."""
+    factors = []
+    for frequency in theta ** -(np.arange(count) / count):
+        wave = 2 * np.pi / frequency
+        smooth = (8192 / wave - 1) / 3
+        middle = 1 / ((1 - smooth) / factor + smooth)
+        factors.append(1 if wave < 2048 else factor if wave > 8192 else middle)
+    return np.array(factors, np.float32)
+
+
+@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("placement", ["resident", "compiled", "streamed"])
+def test_rotary_embeddings_are_scaled_as_the_gguf_file_says(tmp_path, kind, placement):
+    scaling, parameters = ROPES[kind]
+    rope = dict(rope_type=kind, rope_theta=500000.0, **parameters)
+    model = tiny("Llama", **SIZES, rope_parameters=rope)
+    tensors = {"rope_freqs.weight": llama3_factors(500000.0, 16, 8.0)} if kind == "llama3" else {}
+    metadata = {f"rope.scaling.{key}": value for key, value in scaling.items()}
+    path = write_gguf(tmp_path / "m.gguf", model, "F32", metadata, tensors)
+    settings = dict(placement=placement)
+    if placement == "streamed":
+        settings = dict(offload="disk", memory="1GB")
+    pair = load_pair(path, "none", dtype="float32", **settings)
+    positions = IDS * 6  # as far as the context
+    expected = model(IDS, position_ids=positions).logits
+    assert not torch.allclose(expected, tiny("Llama", **SIZES)(IDS, position_ids=positions).logits)
+    if placement == "compiled":
+        assert pair.placement == "compiled"
+        target, mask = compiled_pass(pair.target), torch.full((24, 24), -1.0).triu(1)
+        cache = target.new_cache(160, counts_positions=False)
+        found = target(cache, IDS[0], positions[0], IDS[0], mask)[0]
+    else:
+        found = pair.target(IDS, position_ids=positions).logits[0]
+    assert torch.allclose(found, expected[0], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tensors", "named"),
+    [
+        ({"rope.scaling.type": "longrope"}, {}, "llama.rope.scaling.type is 'longrope'"),
+        ({"rope.scaling.attn_factor": 1.5}, {}, "llama.rope.scaling.attn_factor is 1.5"),
+        ({"rope.dimension_count": 8}, {}, "llama.rope.dimension_count is 8"),
+        ({"attention.sliding_window": 8}, {}, "llama.attention.sliding_window is 8"),
+        ({"attention.value_length": 8}, {}, "llama.attention.value_length is 8"),
+        ({"attn_logit_softcapping": 5.0}, {}, "llama.attn_logit_softcapping is 5.0"),
+        ({"logit_scale": 5.0}, {}, "llama.logit_scale is 5.0"),
+        ({}, {"rope_freqs.weight": np.full(16, 4, np.float32)}, "rope_freqs.weight"),
+        ({}, {"blk.1.attn_q.bias": np.ones(128, np.float32)}, "reads no blk.1.attn_q.bias"),
+        ({}, {"blk.1.rope_factors.weight": np.ones(8, np.float32)}, "no blk.1.rope_factors"),
+    ],
+)
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_what_a_model_has_no_place_for(whole, model, tmp_path, metadata, tensors, named, role):
+    path = write_gguf(tmp_path / "m.gguf", model, "F32", metadata, tensors)
+    with pytest.raises(SequoiaPlanError, match=re.escape(named)):
+        load_pair(path, "none") if role == "target" else load_pair(str(whole), path)
+    assert not list((tmp_path / "cache").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value", "name"),
+    [
+        ("phi3", "attention.sliding_window", 9, "sliding_window"),
+        ("gemma2", "attention.sliding_window", 9, "sliding_window"),
+        ("gemma2", "attn_logit_softcapping", 9.0, "attn_logit_softcapping"),
+        ("gemma2", "final_logit_softcapping", 9.0, "final_logit_softcapping"),
+        ("gemma3", "final_logit_softcapping", 9.0, "final_logit_softcapping"),
+        ("qwen3", "attention.key_length", 9, "head_dim"),
+        ("qwen2moe", "expert_feed_forward_length", 9, "moe_intermediate_size"),
+        ("stablelm", "rope.freq_base", 9.0, "rope_theta"),
+    ],
+)
+def test_settings_that_transformers_does_not_read(tmp_path, architecture, key, value, name):
+    """They are honoured: a file of metadata alone shows it."""
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", architecture)
+    add_metadata(writer, architecture, {"vocab_size": 300, "block_count": 2, key: value})
+    write(writer)
+    config = read_config(tmp_path / "m.gguf")
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    assert (rope | config.to_dict())[name] == value
+
+
+def test_a_format_that_no_pass_is_compiled_for(tmp_path):
+    """PyTorch computes with it then."""
+    model = tiny("Llama", **SIZES | dict(hidden_size=256, intermediate_size=256, head_dim=64))
+    pair = load_pair(write_gguf(tmp_path / "m.gguf", model, "TQ2_0"), "none")
+    assert pair.placement == "fused" and "found weights in TQ2_0" in pair.remarks[-1]
+
+
+def test_an_adapter_in_place_of_a_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(SequoiaPlanError, match="it is an adapter: merge it into its model first"):
+        load_model(str(tmp_path), "cpu", torch.float32)
