@@ -59,7 +59,8 @@ class EagleDrafter(HiddenStateDrafter):
             layout = self.model.cache_layout()
             cache = TreeCache(layout, capacity, device, counts_positions=windowed)
         shape = (RECENT, self.model.config.hidden_size)
-        cache.recent_features = torch.zeros(shape, dtype=self.model.dtype, device=device)
+        dtype = torch.float32 if self.compiled_pass else self.model.dtype
+        cache.recent_features = torch.zeros(shape, dtype=dtype, device=device)
         return cache
 
     def prefill(self, cache: Any, tokens: Tensor) -> None:
@@ -94,6 +95,10 @@ class EagleDrafter(HiddenStateDrafter):
         nodes, whose features are the hidden states of their parents in the previous pass. The first
         pass hides slot 0 in `columns`, for the later ones.
         """
+        if self.compiled_pass:
+            outputs = previous and previous.hidden_states
+            logits, outputs = self.compiled_pass.read_level(draft_pass, sequence, outputs)
+            return ForwardOutput(logits[:, : self.vocabulary], outputs)
         cache: Any = sequence.draft
         slots = read_slots = sequence.length + draft_pass.input_slots
         positions = sequence.length + draft_pass.offsets
@@ -144,7 +149,7 @@ class EagleDrafter(HiddenStateDrafter):
     def _fuse(self, hidden_states: Tensor) -> Tensor:
         """See `EagleModel.fuse`."""
         model = self.compiled_pass or self.model
-        return model.fuse(hidden_states).to(self.dtype)
+        return model.fuse(hidden_states)
 
     def keep_features(self, cache: Any, slots: Tensor, features: Tensor) -> None:
         """Record features [tokens, hidden size] of the committed tokens in `slots`."""
@@ -168,10 +173,8 @@ class EagleDrafter(HiddenStateDrafter):
         positions = (positions - 1).clamp(min=0)
         if self.compiled_pass:
             logits, outputs = self.compiled_pass(
-                cache, self.model.embed(tokens), features, positions, slots, mask, logits_to_keep
+                cache, tokens, features, positions, slots, mask, logits_to_keep
             )
-            cache.finite.logical_and_(logits.amax(-1).isfinite().all())
-            outputs = outputs[-logits_to_keep:].to(self.dtype)
             return ForwardOutput(logits[:, : self.vocabulary], outputs)
         masks = self.model.masks_by_layer_type(cache, mask, positions, slots)
         rows = (tokens[None], features[None], positions[None], masks)
