@@ -80,7 +80,8 @@ def read_rare_settings(
     """A callback that parses "top_k=40,min_p=0.1"; "top-k" is read as "top_k"."""
     values: dict[str, Any] = {}
     for part in () if text is None else text.split(","):
-        name, _, value = part.strip().replace("-", "_").partition("=")
+        name, _, value = part.strip().partition("=")
+        name = name.replace("-", "_")
         try:
             values[name] = RARE_SETTINGS[name](value)
         except (KeyError, ValueError):

@@ -8,9 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import (
     LlamaForCausalLM,
@@ -20,9 +18,9 @@ from transformers import (
 )
 
 from sequoia_plan.runtime.compiled.cache import CompiledCache
-from sequoia_plan.runtime.compiled.compiled_pass import CompiledPass
+from sequoia_plan.runtime.compiled.compiled_pass import CompiledPass, visible_slots
 from sequoia_plan.runtime.compiled.forward import UNIT
-from sequoia_plan.runtime.compiled.weights import DTYPES, GgufWeights, pack_model
+from sequoia_plan.runtime.compiled.weights import DTYPES, Embedding, GgufWeights, pack_model
 from sequoia_plan.runtime.models.architecture import attention_window, rope_changes
 from sequoia_plan.runtime.models.attention import IMPLEMENTATIONS, attention_implementation
 from sequoia_plan.runtime.models.compiled_passes import passes
@@ -110,7 +108,7 @@ class CompiledTarget(Copy):
             file.blocks if file else None,
             file.head() if file else None,
         )
-        self.embed = file.embed if file else _Embedding(base.embed_tokens)
+        self.embed = file.embed if file else Embedding(base.embed_tokens)
         self.runner = CompiledPass(
             packed, config.hidden_size, config.intermediate_size, len(model.lm_head.weight),
             config.num_key_value_heads, base.rotary_emb, self.dtype, self.num_workers,
@@ -154,25 +152,13 @@ class CompiledTarget(Copy):
         logits_to_keep: int = 0, layers: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """One pass over tokens; see `CompiledPass`."""
-        embedded = self.embed(tokens)
-        return self.runner(cache, embedded, positions, slots, mask, logits_to_keep, layers)
+        rows = positions.numpy(), slots.numpy(), visible_slots(mask)
+        return self.runner(cache, self.embed(tokens.numpy()), *rows, logits_to_keep, layers)
 
     @property
     def formats(self) -> str:
         """The formats of its weights, as files record them."""
         return "+".join(self.runner.packed.formats)
-
-
-class _Embedding:
-    """Embeddings of a model's own table, as float32."""
-
-    def __init__(self, table: Any) -> None:
-        self.table = table
-
-    def __call__(self, tokens: Tensor) -> NDArray[np.float32]:
-        """int64 [n] -> float32 [n, width]."""
-        rows: NDArray[np.float32] = self.table.weight.detach()[tokens].float().numpy()
-        return rows
 
 
 def compile_target(model: Any, gguf: Path | None = None) -> str:

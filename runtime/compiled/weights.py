@@ -134,6 +134,17 @@ def _stacked(rows: Any) -> NDArray[np.float32]:
     return np.array([[part.detach().float().numpy() for part in row] for row in rows])
 
 
+class Embedding:
+    """Embeddings of a module's own table."""
+
+    def __init__(self, table: Any) -> None:
+        self.blocks = blocks_of(table.weight)
+
+    def __call__(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        """int64 [n] -> float32 [n, width]; the last one's for tokens that the table lacks."""
+        return self.blocks.rows(np.minimum(tokens, len(self.blocks.numbers) - 1)).dense()
+
+
 class GgufWeights:
     """The matrices of a GGUF file that a model was converted from."""
 
@@ -159,9 +170,9 @@ class GgufWeights:
         name = "output.weight" if "output.weight" in self.tensors else "token_embd.weight"
         return read_blocks(self.tensors[name])
 
-    def embed(self, tokens: Tensor) -> NDArray[np.float32]:
+    def embed(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
         """The embeddings of tokens (int64 [n]), float32 [n, width]."""
-        return read_blocks(self.tensors["token_embd.weight"], tokens.numpy()).dense()
+        return read_blocks(self.tensors["token_embd.weight"], tokens).dense()
 
     def _head_dim(self, name: str) -> int:
         """The numbers of one head."""

@@ -11,6 +11,7 @@ from architectures import VOCABULARY, plain_text, resembling, tiny
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
+from sequoia_plan.runtime.base.sampling import Sampling
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.compiled import target as compiled
 from sequoia_plan.runtime.compiled.eagle import compile_eagle
@@ -279,11 +280,33 @@ def test_an_eagle_draft_gives_the_logits_of_its_modules():
     assert compile_eagle(draft) == ""
     eagle = compiled_pass(draft)
     cache = eagle.new_cache(16, counts_positions=False)
-    logits, ours = eagle(cache, draft.embed(tokens), features, places, places, mask, 5)
-    for found, right in ((logits, expected[0, -5:]), (ours, outputs[0])):
+    logits, ours = eagle(cache, tokens, features, places, places, mask, 5)
+    for found, right in ((logits, expected[0, -5:]), (ours, outputs[0, -5:])):
         assert float((found - right).norm() / right.norm()) < 0.02  # its weights are in 8 bits
     agrees = logits.argmax(-1) == expected[0, -5:].argmax(-1)
     assert agrees.all()
+
+
+def drafted_trees(pair, prompts):
+    """The tokens of each prompt's first tree, by an EAGLE draft."""
+    step = SequoiaDecoder(pair.target, pair.draft, TREE).step
+    trees = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            step.prefill(prompt, 8, 0)
+            step.draft(step.extent(len(prompt) - 1), Sampling())
+            trees.append(step.sequence.tokens[len(prompt) - 1 :][: TREE.size].tolist())
+    return trees
+
+
+def test_a_compiled_eagle_draft_drafts_the_tree_of_its_modules(monkeypatch):
+    """After long prompts, and after those that are shorter than what a first pass reads."""
+    monkeypatch.setattr("sequoia_plan.runtime.compiled.eagle.in_8_bits", lambda blocks: blocks)
+    resident = load_pair(dtype="float32", placement="resident")
+    prompts = [torch.arange(300, 300 + count) for count in (1, 2, 3, 9, 21)]
+    expected = drafted_trees(resident, prompts)
+    compiled_pair = load_pair(dtype="float32")
+    assert drafted_trees(compiled_pair, prompts) == expected
 
 
 def test_a_target_that_is_not_compiled_says_so(folder):
