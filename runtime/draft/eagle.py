@@ -92,27 +92,27 @@ class EagleDrafter(HiddenStateDrafter):
         """Each token is read together with the feature of the token before it.
 
         The first pass reads committed tokens, whose features are recorded, and later passes read
-        nodes, whose features are the hidden states of their parents in the previous pass.
+        nodes, whose features are the hidden states of their parents in the previous pass. The first
+        pass hides slot 0 in `columns`, for the later ones.
         """
         if self.compiled_pass:
             outputs = previous and previous.hidden_states
             logits, outputs = self.compiled_pass.read_level(draft_pass, sequence, outputs)
             return ForwardOutput(logits[:, : self.vocabulary], outputs)
         cache: Any = sequence.draft
-        # short texts have fewer committed tokens than the first pass reads: token 0 stands for them
-        read_slots = (sequence.length + draft_pass.input_slots).clamp_(min=0)
-        slots = distinct_slots(sequence.length, draft_pass.input_slots)
+        slots = read_slots = sequence.length + draft_pass.input_slots
+        positions = sequence.length + draft_pass.offsets
         if previous is None:
+            # short texts have fewer committed tokens than this pass reads: token 0 stands for them
+            read_slots, slots = slots.clamp(min=0), distinct_slots(sequence.length, slots)
             features = cache.recent_features[(read_slots - 1) % RECENT]
             mask = _mask_of_committed(read_slots, columns.numel(), draft_pass.mask.dtype)
+            columns[0] = draft_pass.mask.shape[1] - 1  # visible to no node: token 0 has no feature
         else:
             assert previous.hidden_states is not None and draft_pass.parent_rows is not None
             features = previous.hidden_states[draft_pass.parent_rows]
-            has_feature = torch.arange(columns.numel(), device=columns.device) > 0
-            masked_column = draft_pass.mask.shape[1] - 1  # visible to no node
-            mask = draft_pass.mask.index_select(1, columns.where(has_feature, masked_column))
-        tokens, positions = sequence.tokens[read_slots], sequence.length + draft_pass.offsets
-        num_logits = draft_pass.num_parents
+            mask = draft_pass.mask.index_select(1, columns)
+        tokens, num_logits = sequence.tokens[read_slots], draft_pass.num_parents
         return self._read(cache, tokens, features, slots, positions, mask, num_logits)
 
     def splits_keys(self, tokens: int) -> bool:
